@@ -1,0 +1,69 @@
+# make setup | lint | test | demo | bench
+#
+# All of it runs in .venv, made from $(PYTHON), pyproject.toml and constraints.txt, and anew when one of these files changes.
+# An interpreter given by hand (make demo PYTHON=python3.12) whose torch has CUDA is used as it is, with nothing installed.
+
+PYTHON ?= python3
+VENV := .venv
+SECOND_TRITON := 3.7.1
+OVERLAY := $(VENV)/triton-$(SECOND_TRITON)
+
+ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
+CUDA := $(shell $(PYTHON) -c "import torch, triton, einops; print(torch.version.cuda or '')" 2>/dev/null)
+endif
+
+.PHONY: setup lint test demo bench
+.DELETE_ON_ERROR:
+
+ifneq ($(CUDA),)
+
+PY := $(PYTHON)
+
+setup:
+	@echo "setup: $(PYTHON) has torch for CUDA $(CUDA), triton and einops, and is used as it is."
+
+lint:
+	@if $(PY) -c "import ruff, mypy" 2>/dev/null; then $(PY) -m ruff check . && $(PY) -m mypy; \
+	else echo "lint: left out, because $(PYTHON) has no ruff or no mypy."; fi
+
+test: lint
+	$(PY) -m pytest tests
+
+else
+
+PY := $(VENV)/bin/python
+
+setup: $(VENV)/.ready
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+# Two cores: one test process for each, one thread a process. Benchmarks are measured by `make bench`, never here.
+# The closing lines: the whole suite, then what depends on Triton once more with the second release.
+test: export OMP_NUM_THREADS := 1
+test: PYTEST := -m pytest -n 2 --benchmark-disable --timeout=600
+test: lint $(OVERLAY)/.ready
+	$(PY) $(PYTEST) --durations=10 tests
+	PYTHONPATH="$(CURDIR)/$(OVERLAY)" $(PY) -c "import triton; v = triton.__version__; assert v == '$(SECOND_TRITON)', v"
+	PYTHONPATH="$(CURDIR)/$(OVERLAY)" $(PY) $(PYTEST) -m triton tests
+
+endif
+
+demo: setup
+	$(PY) -m bench train --recipe bf16,fp8_current,mxfp8 --steps 100 --out runs/demo
+
+bench: setup
+	$(PY) -m bench host
+	$(PY) -m bench grouped_mlp
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PY) -m pip install --quiet -c constraints.txt setuptools
+	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,lint,plots,progress]'
+	touch $@
+
+# The second Triton has a folder of its own that stands before the first on the path; everything else is shared.
+$(OVERLAY)/.ready: $(VENV)/.ready
+	$(PY) -m pip install --quiet --no-deps --target $(OVERLAY) triton==$(SECOND_TRITON)
+	touch $@

@@ -1,0 +1,4 @@
+"""The programs that show what the library does: the main job, the plans of known models, benchmarks.
+
+`python -m bench --help` lists them. Only this folder prints; the library never does.
+"""

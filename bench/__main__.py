@@ -1,0 +1,38 @@
+"""`python -m bench`: the main job and the benchmarks."""
+
+import argparse
+import sys
+
+from bench import bench_grouped_mlp, bench_host, explain, train
+from bench.usage import UsageError
+
+COMMANDS = {
+    "train": (train, "train a byte-level mixture-of-experts language model under several recipes and compare them"),
+    "explain": (explain, "print the plan of a known model's expert layer"),
+    "host": (bench_host, "cost of the framework on the host, against one hand-written autograd.Function"),
+    "grouped_mlp": (bench_grouped_mlp, "the fused grouped MLP against torch's grouped_mm with eager SwiGLU"),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(command)
+        command.set_defaults(main=module.main)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one sub-command. Exit code: 0 if all went well, 1 if a check failed, 2 if the call was wrong."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.main(arguments)
+    except UsageError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

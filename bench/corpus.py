@@ -1,0 +1,127 @@
+"""A text corpus as bytes, its facts, and batches that depend on nothing but (seed, step).
+
+The default text is the Python standard library's own sources: real text of about 12.6 MB (Python 3.11) that lies on
+every machine with a Python, in the same order everywhere (sorted relative paths), without installed packages and
+without the directories named `test` and `tests`.
+
+    unigram entropy   H(b_t)            nats a byte: what a model reaches that knows only how often each byte occurs
+    bigram entropy    H(b_t | b_{t-1})  nats a byte: ... that knows the byte before it as well
+
+Every `VALIDATION_EVERY`-th block of the text is held out for validation, so that both parts hold the same kinds of
+text.
+"""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.usage import UsageError
+
+SKIPPED_DIRECTORIES = frozenset({"test", "tests", "site-packages", "dist-packages", "__pycache__"})
+VALIDATION_EVERY = 16
+VALIDATION_BLOCK = 32 * 1024  # bytes; smaller texts take smaller blocks
+
+_NUM_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The bytes of a text, cut into a part to learn from and a part to be judged by.
+
+    `train` and `validation` are uint8 tensors [bytes] on the CPU; `sha256` is that of the whole text (files in sorted
+    order, end to end); entropies are those of the whole text, in nats a byte.
+    """
+
+    source: str
+    num_files: int
+    num_bytes: int
+    sha256: str
+    unigram_entropy: float
+    bigram_entropy: float
+    train: Tensor
+    validation: Tensor
+
+    def facts(self) -> str:
+        """The corpus in one paragraph, for people."""
+        return (
+            f"corpus: {self.source}, {self.num_files} files, {self.num_bytes:,} bytes, sha256 {self.sha256}\n"
+            f"entropy: {self.unigram_entropy:.3f} (unigram), {self.bigram_entropy:.3f} (bigram) nats/byte; "
+            f"validation: every {VALIDATION_EVERY}th block, {len(self.validation):,} bytes"
+        )
+
+
+def read_corpus(directory: str | os.PathLike[str] | None = None) -> Corpus:
+    """Read a corpus: the standard library's `*.py` files (None), or every regular file below `directory`.
+
+    Files are taken in the order of their relative paths, written with "/". Hidden files and `SKIPPED_DIRECTORIES` are
+    left out. Raises UsageError if there is no such directory, or fewer than 1024 bytes come together.
+    """
+    if directory is None:
+        root, suffix, source = Path(sysconfig.get_path("stdlib")), ".py", "Python standard library sources"
+    else:
+        root, suffix, source = Path(directory), "", f"files of {Path(directory).name}"
+    if not root.is_dir():
+        raise UsageError(f"{root} is not a directory. Pass one that holds the text as files.")
+
+    paths = sorted(_walk(root, suffix), key=lambda path: path.relative_to(root).as_posix())
+    text = b"".join(path.read_bytes() for path in paths)
+    if len(text) < 1024:
+        raise UsageError(
+            f"{root} holds only {len(text)} bytes of text in {len(paths)} files. Give at least 1024 bytes."
+        )
+
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    unigram, bigram = entropies(data)
+    train, validation = split(data)
+    return Corpus(source, len(paths), len(text), hashlib.sha256(text).hexdigest(), unigram, bigram, train, validation)
+
+
+def entropies(data: Tensor) -> tuple[float, float]:
+    """H(b_t) and H(b_t | b_{t-1}) of uint8 [bytes], in nats a byte."""
+    codes = data.to(torch.int32)
+    pairs = torch.bincount(codes[:-1] * _NUM_BYTES + codes[1:], minlength=_NUM_BYTES**2)
+    befores = pairs.view(_NUM_BYTES, _NUM_BYTES).sum(1)
+    return _entropy(torch.bincount(codes, minlength=_NUM_BYTES)), _entropy(pairs) - _entropy(befores)
+
+
+def split(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut [bytes] into (train, validation): every `VALIDATION_EVERY`-th block is held out."""
+    block = min(VALIDATION_BLOCK, len(data) // VALIDATION_EVERY)
+    held_out = (
+        torch.arange(len(data)).div_(block, rounding_mode="floor").remainder_(VALIDATION_EVERY) == VALIDATION_EVERY - 1
+    )
+    return data[~held_out], data[held_out]
+
+
+def batch(data: Tensor, *, batch_size: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Random windows of `data` [bytes] as (inputs, targets), each [batch_size, context] int64.
+
+    targets[b, t] is the byte after inputs[b, t]. The windows depend on (seed, step) alone, so a resumed run meets the
+    same.
+    """
+    if len(data) <= context:
+        raise UsageError(f"The text has {len(data)} bytes, but a window needs {context + 1}. Give more text.")
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(data) - context, (batch_size, 1), generator=generator)
+    windows = data[starts + torch.arange(context + 1)].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+def _walk(root: Path, suffix: str) -> Iterator[Path]:
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in SKIPPED_DIRECTORIES and name[0] != "."]
+        for name in names:
+            path = Path(directory, name)
+            if name.endswith(suffix) and name[0] != "." and path.is_file():
+                yield path
+
+
+def _entropy(counts: Tensor) -> float:
+    shares = counts[counts > 0].double() / counts.sum()
+    return -(shares * shares.log()).sum().item()

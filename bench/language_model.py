@@ -1,0 +1,104 @@
+"""A byte-level mixture-of-experts language model whose blocks are Sequentials: what `bench train` trains.
+
+    bytes [B, T] -> embedding + positions -> blocks on [B*T, H] -> RMSNorm -> head -> logits [B, T, 256]
+    block = Sequential(attention, MakeExtraOutput, RMSNorm, Router,
+                       Dispatch, GroupedLinear, ScaledSwiGLU, GroupedLinear, Combine, AddExtraInput)
+
+Attention is an ordinary `nn.Module` inside the Sequential. Parameters are fp32; the dtype of the products is that of
+the surrounding `torch.autocast`, their number format that of the surrounding `fuser.autocast`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.models import ExpertShape, expert_operations
+from fuser import Sequential
+
+NUM_BYTES = 256
+
+
+@dataclass(frozen=True)
+class LanguageModelConfig:
+    """A size of the model, with the batch and the learning rate that go with it."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_experts: int
+    topk: int
+    intermediate: int
+    context: int
+    batch_size: int
+    learning_rate: float = 1e-3
+
+    @property
+    def experts(self) -> ExpertShape:
+        return ExpertShape(self.hidden, self.intermediate, self.num_experts, self.topk, self.batch_size * self.context)
+
+
+LANGUAGE_MODELS = {
+    "micro": LanguageModelConfig(1, 32, 2, num_experts=4, topk=2, intermediate=32, context=32, batch_size=4),
+    "tiny": LanguageModelConfig(2, 128, 4, num_experts=8, topk=2, intermediate=128, context=128, batch_size=16),
+    "small": LanguageModelConfig(4, 256, 4, num_experts=16, topk=2, intermediate=256, context=256, batch_size=16),
+    "large": LanguageModelConfig(
+        12, 1024, 16, num_experts=32, topk=4, intermediate=512, context=2048, batch_size=8, learning_rate=3e-4
+    ),
+}
+
+
+class CausalSelfAttention(nn.Module):
+    """x + attention(norm(x)) on [B*T, H]: every T rows in turn are one text; a row sees itself and those before."""
+
+    def __init__(self, hidden: int, num_heads: int, context: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.context = context
+        self.norm = nn.RMSNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.projection = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, hidden = x.shape
+        normed = self.norm(x.to(self.norm.weight.dtype))  # torch.autocast leaves the norm's dtypes to us
+        heads = self.qkv(normed).view(-1, self.context, 3, self.num_heads, hidden // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.projection(mixed.transpose(1, 2).reshape(rows, hidden))
+
+
+class LanguageModel(nn.Module):
+    """bytes [B, T] int64 -> logits [B, T, 256] and the sum of the blocks' load-balancing losses, ()."""
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_BYTES, config.hidden)
+        self.positions = nn.Parameter(torch.empty(config.context, config.hidden))
+        self.blocks = nn.ModuleList(
+            Sequential(
+                CausalSelfAttention(config.hidden, config.num_heads, config.context),
+                *expert_operations(config.experts),
+            )
+            for _ in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, NUM_BYTES, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Every matrix normal with deviation 0.5 / sqrt(its last size), which learned fastest here; norms stay ones."""
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.5 * parameter.shape[-1] ** -0.5)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        batch, context = inputs.shape
+        x = (self.embedding(inputs) + self.positions).flatten(0, 1)
+        balance = []
+        for block in self.blocks:
+            x, extras = block(x, outputs=("load_balancing_loss",))
+            balance.append(extras["load_balancing_loss"])
+        logits = self.head(self.norm(x.to(self.norm.weight.dtype)))
+        return logits.view(batch, context, NUM_BYTES), torch.stack(balance).sum()

@@ -1,0 +1,99 @@
+"""Expert layers of known models by name: their shapes, and the one place where such a layer is written as operations.
+
+H hidden size, F expert width (of one of gate and up), E experts on this device, K experts a token. Sources: the
+published configurations; R = tokens * K rows reach the experts.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from fuser import ops
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """One expert layer. `activation` and `bias` as the model has them; `tokens` is what benchmarks feed by default."""
+
+    hidden: int  # H
+    intermediate: int  # F
+    num_experts: int  # E
+    topk: int  # K
+    tokens: int = 8192
+    activation: str = "ScaledSwiGLU"
+    glu_interleave_size: int | None = None
+    bias: bool = False
+    use_pre_softmax: bool = True
+    normalize_probs: bool = True
+    note: str = ""
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the experts alone: both projections, with their biases."""
+        weights = 3 * self.hidden * self.intermediate
+        biases = 2 * self.intermediate + self.hidden if self.bias else 0
+        return self.num_experts * (weights + biases)
+
+
+# gpt-oss keeps gate and up in turn (even, odd), clamps both and scales by a sigmoid; its probabilities are a softmax
+# of the top K.
+_GPT_OSS = ExpertShape(
+    2880,
+    2880,
+    128,
+    4,
+    activation="ScaledClampedQGeGLU",
+    glu_interleave_size=1,
+    bias=True,
+    use_pre_softmax=False,
+    normalize_probs=False,
+)
+
+EXPERT_SHAPES = {
+    "qwen3-30b-a3b": ExpertShape(2048, 768, 128, 8),
+    "qwen3-235b-a22b": ExpertShape(4096, 1536, 128, 8),
+    "olmoe-1b-7b": ExpertShape(2048, 1024, 64, 8, normalize_probs=False),
+    "mixtral-8x7b": ExpertShape(4096, 14336, 8, 2),
+    "gpt-oss-20b": replace(_GPT_OSS, num_experts=32),
+    "gpt-oss-120b": _GPT_OSS,
+    "deepseek-v3": ExpertShape(7168, 2048, 256, 8, note="router scores by softmax here, by sigmoid in the model"),
+    "deepseek-v3-ep8": ExpertShape(
+        7168, 2048, 32, 4, tokens=16384, note="one of 8 expert-parallel ranks: 65,536 rows for its 32 experts"
+    ),
+}
+
+
+def expert_operations(shape: ExpertShape, *, device: torch.device | str | None = None) -> list[nn.Module]:
+    """The expert layer on [tokens, H], with its norm and its residual, as the members of one Sequential.
+
+    The Router's `load_balancing_loss` is there to be asked for by name.
+    """
+    activation = getattr(ops, shape.activation)(glu_interleave_size=shape.glu_interleave_size)
+    router = ops.Router(
+        shape.hidden,
+        shape.num_experts,
+        shape.topk,
+        use_pre_softmax=shape.use_pre_softmax,
+        normalize_probs=shape.normalize_probs,
+        device=device,
+    )
+    return [
+        ops.MakeExtraOutput("residual"),
+        ops.RMSNorm(shape.hidden, device=device),
+        router,
+        ops.Dispatch(shape.num_experts),
+        ops.GroupedLinear(shape.num_experts, shape.hidden, 2 * shape.intermediate, bias=shape.bias, device=device),
+        activation,
+        # The scales were applied to FC2's input, so its bias has to be scaled by itself.
+        ops.GroupedLinear(
+            shape.num_experts,
+            shape.intermediate,
+            shape.hidden,
+            bias=shape.bias,
+            scale_bias=shape.bias,
+            device=device,
+        ),
+        ops.Combine(),
+        ops.AddExtraInput("residual"),
+    ]

@@ -1,0 +1,203 @@
+"""The comparison of a training directory's runs: summary.md, loss.png, and whether each recipe kept up with bf16.
+
+Everything is read from DIR/metrics.jsonl, so that a report can be written again at any time.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.corpus import Corpus
+from bench.environment import environment
+from bench.run_files import Record, read_metrics
+from bench.schedule import BASELINE, RecipeSchedule, recipe_named
+
+try:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+except ImportError:
+    Figure = None  # type: ignore[assignment,misc]
+
+TOLERANCE = 0.02  # of the baseline's validation loss
+SEED_NOISE = 0.03  # nats/byte between three bf16 seeds of the tiny model after 300 steps
+SMOOTHING = 10  # steps of the running mean in the plot
+
+# Distinguishable to the colour-blind (Okabe and Ito, 2008).
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one recipe. curves: {seed: training losses by step}; validation_losses: the last of each seed."""
+
+    recipe: str
+    curves: dict[int, list[float]]
+    steps: int
+    validation_losses: tuple[float, ...]
+    tokens_per_s: float
+
+    @property
+    def validation_loss(self) -> float:
+        return statistics.fmean(self.validation_losses)
+
+
+def outcomes(directory: Path) -> dict[str, Outcome]:
+    """Recipe label -> its outcome, the baseline first, then in the order of the metrics."""
+    by_recipe: dict[str, list[Record]] = {}
+    for record in read_metrics(directory / "metrics.jsonl"):
+        by_recipe.setdefault(record["recipe"], []).append(record)
+    found = {recipe: _outcome(recipe, records) for recipe, records in by_recipe.items()}
+    return dict(sorted(found.items(), key=lambda item: item[0] != BASELINE))
+
+
+def complaints(directory: Path) -> list[str]:
+    """A sentence for every recipe whose validation loss is not finite or more than 2 % above the baseline's."""
+    found = outcomes(directory)
+    reference = found[BASELINE].validation_loss
+    sentences = []
+    for recipe, outcome in found.items():
+        loss = outcome.validation_loss
+        if not math.isfinite(loss):
+            sentences.append(f"the validation loss of {recipe} is {loss}.")
+        elif loss > (1 + TOLERANCE) * reference:
+            sentences.append(
+                f"the validation loss of {recipe} is {loss:.4f}, "
+                f"{loss / reference - 1:.1%} above that of {BASELINE}; {TOLERANCE:.0%} are allowed."
+            )
+    return sentences
+
+
+def write_report(directory: Path, corpus: Corpus, *, model: str, device: str) -> str:
+    """Write DIR/summary.md and, if matplotlib is installed, DIR/loss.png. Returns the summary."""
+    found = outcomes(directory)
+    if Figure is None:
+        picture = "No loss.png: matplotlib is not installed (`pip install matplotlib`)."
+    else:
+        _draw(found, corpus, directory / "loss.png")
+        picture = "![training loss by step](loss.png)"
+    summary = _summary(found, corpus, model, torch.device(device), picture)
+    (directory / "summary.md").write_text(summary)
+    return summary
+
+
+def _outcome(recipe: str, records: list[Record]) -> Outcome:
+    curves: dict[int, list[float]] = {}
+    validation: dict[int, float] = {}
+    for record in records:
+        if "loss" in record:
+            curves.setdefault(record["seed"], []).append(record["loss"])
+        else:
+            validation[record["seed"]] = record["validation_loss"]
+    rates = [record["tokens_per_s"] for record in records if "tokens_per_s" in record]
+    return Outcome(recipe, curves, max(map(len, curves.values())), tuple(validation.values()), statistics.median(rates))
+
+
+def _summary(found: dict[str, Outcome], corpus: Corpus, model: str, device: torch.device, picture: str) -> str:
+    baseline = found.get(BASELINE)
+    rows = [
+        "| recipe | validation loss | ratio to bf16 | below bigram entropy | tokens/s | steps | seeds | numbers |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for outcome in found.values():
+        loss = outcome.validation_loss
+        ratio = f"{loss / baseline.validation_loss:.4f}" if baseline else "-"
+        below = "yes" if loss < corpus.bigram_entropy else "not yet"
+        rows.append(
+            f"| {outcome.recipe} | {loss:.4f} | {ratio} | {below} | {outcome.tokens_per_s:,.0f} "
+            f"| {outcome.steps} | {len(outcome.curves)} | {_support(outcome.recipe, device)} |"
+        )
+    facts = ", ".join(f"{name} {value}" for name, value in environment(device).items())
+    return (
+        "\n\n".join(
+            [
+                f"# Recipes compared: model `{model}`",
+                "\n".join(rows),
+                _verdict(found),
+                corpus.facts().replace("\n", "\n\n"),
+                facts,
+                picture,
+            ]
+        )
+        + "\n"
+    )
+
+
+def _verdict(found: dict[str, Outcome]) -> str:
+    """What the table does and does not show."""
+    sentences = []
+    baseline = found.get(BASELINE)
+    others = [outcome for recipe, outcome in found.items() if recipe != BASELINE]
+    if baseline and others:
+        apart = max(abs(other.validation_loss - baseline.validation_loss) for other in others)
+        seeds = baseline.validation_losses
+        if len(seeds) > 1:
+            noise, source = max(seeds) - min(seeds), f"{len(seeds)} seeds of {BASELINE} here"
+        else:
+            noise, source = SEED_NOISE, "seeds of the tiny model after 300 steps; --seeds 3 measures it here"
+        compared = "less than" if apart < noise else "not less than"
+        sentences.append(
+            f"At this length the recipes lie up to {apart:.3f} nats/byte from {BASELINE}, {compared} the noise between "
+            f"seeds ({noise:.3f}, {source}): the table shows whether anything breaks, not which recipe is better."
+        )
+    sentences.append(
+        '"Emulated" numbers are exactly those of the format, computed without hardware for it; their speed says '
+        "nothing about the format."
+    )
+    return " ".join(sentences)
+
+
+def _support(label: str, device: torch.device) -> str:
+    """ "native" or "emulated", for each recipe of a schedule."""
+    names = dict.fromkeys(name for _, name in RecipeSchedule.parse(label).parts)
+    if len(names) == 1:
+        return recipe_named(next(iter(names))).support(device)
+    return ", ".join(f"{name} {recipe_named(name).support(device)}" for name in names)
+
+
+def _draw(found: dict[str, Outcome], corpus: Corpus, path: Path) -> None:
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, entropy in (("unigram", corpus.unigram_entropy), ("bigram", corpus.bigram_entropy)):
+        axes.axhline(entropy, color="grey", linewidth=0.8, linestyle=":")
+        axes.annotate(
+            f"{name} entropy {entropy:.2f}",
+            (0.995, entropy),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            color="grey",
+            fontsize=8,
+        )
+    baseline = found.get(BASELINE)
+    if baseline and len(baseline.curves) > 1:
+        smooth = list(zip(*map(_running_mean, baseline.curves.values()), strict=False))
+        axes.fill_between(
+            range(1, len(smooth) + 1),
+            [min(at) for at in smooth],
+            [max(at) for at in smooth],
+            color="lightgrey",
+            label=f"{BASELINE}, {len(baseline.curves)} seeds",
+        )
+    for index, outcome in enumerate(found.values()):
+        colour = _COLOURS[index % len(_COLOURS)]
+        losses = _running_mean(outcome.curves[min(outcome.curves)])
+        label = f"{outcome.recipe} (validation {outcome.validation_loss:.3f})"
+        axes.plot(range(1, len(losses) + 1), losses, color=colour, linewidth=1.4, label=label)
+    axes.set(
+        xlabel="step",
+        ylabel=f"training loss, nats/byte (mean of {SMOOTHING} steps)",
+        title=f"One model, the same batches, {len(found)} recipes" if len(found) > 1 else "Training loss",
+    )
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    part = path.with_suffix(".part.png")
+    figure.savefig(part, dpi=150)
+    part.replace(path)
+
+
+def _running_mean(losses: list[float]) -> list[float]:
+    return [statistics.fmean(losses[max(0, end - SMOOTHING) : end]) for end in range(1, len(losses) + 1)]

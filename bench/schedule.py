@@ -1,0 +1,70 @@
+"""Which recipe rules which step of a run, and the numeric context that it stands for.
+
+    "bf16"                     bf16 throughout
+    "bf16+50:mxfp8+80:bf16"    bf16, from step 50 on mxfp8, from step 80 on bf16 again
+
+Names are those of `recipes.as_recipe`, and "fp32" for no reduced precision at all.
+"""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from bench.usage import UsageError
+from fuser import autocast, recipes
+from recipes import Recipe
+
+BASELINE = "bf16"
+
+
+@dataclass(frozen=True)
+class RecipeSchedule:
+    """Recipe names by first step, rising: ((1, "bf16"), (50, "mxfp8")). Steps count from 1."""
+
+    parts: tuple[tuple[int, str], ...]
+
+    @classmethod
+    def parse(cls, text: str, switches: tuple[str, ...] = ()) -> "RecipeSchedule":
+        """From a label such as "bf16+50:mxfp8", with more "step:recipe" behind it. UsageError if it is none."""
+        first, *rest = text.split("+")
+        parts = [(1, first), *(_parse_switch(switch) for switch in (*rest, *switches))]
+        for _, name in parts:
+            recipe_named(name)
+        steps = [step for step, _ in parts]
+        if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
+            raise UsageError(f"The switches of {text!r} happen at steps {steps}. Give rising steps above 1.")
+        return cls(tuple(parts))
+
+    @property
+    def label(self) -> str:
+        return "+".join([self.parts[0][1], *(f"{step}:{name}" for step, name in self.parts[1:])])
+
+    def at(self, step: int) -> str:
+        """The recipe's name for this step."""
+        return next(name for first, name in reversed(self.parts) if first <= step)
+
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe of a name; UsageError lists the known ones."""
+    try:
+        return recipes.HighPrecision() if name == "fp32" else recipes.as_recipe(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+@contextmanager
+def numerics(name: str, device: torch.device) -> Iterator[None]:
+    """Run the body under the recipe of this name: in bf16 by `torch.autocast`, or in fp32 for "fp32"."""
+    mixed = nullcontext() if name == "fp32" else torch.autocast(device.type, dtype=torch.bfloat16)
+    with mixed, autocast(recipe=recipe_named(name)):
+        yield
+
+
+def _parse_switch(text: str) -> tuple[int, str]:
+    step, colon, name = text.partition(":")
+    if not colon or not step.isdecimal() or not name:
+        raise UsageError(f"{text!r} is no switch. Write STEP:RECIPE, such as 50:mxfp8.")
+    return int(step), name

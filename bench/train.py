@@ -1,0 +1,244 @@
+"""The main job: train a byte-level mixture-of-experts language model under several recipes and compare them.
+
+Every recipe starts from the same weights and meets the same batches, so the curves differ by the numbers alone.
+Parameters and optimizer are fp32. The recipe belongs to the step, not to the model: switching it rebuilds nothing.
+A run that was killed goes on with `--resume` and gives, on the CPU bit for bit, the curve of one that was not.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.corpus import Corpus, batch, read_corpus
+from bench.language_model import LANGUAGE_MODELS, LanguageModel, LanguageModelConfig
+from bench.progress import TrainingProgress
+from bench.report import complaints, write_report
+from bench.run_files import Record, RunFiles, RunKey
+from bench.schedule import BASELINE, RecipeSchedule, numerics
+from bench.usage import UsageError
+
+BALANCE_COEFFICIENT = 1e-2
+WARMUP_STEPS = 10
+MAX_GRAD_NORM = 1.0
+VALIDATION_BATCHES = 16
+VALIDATION_SEED = 2**31  # no training run has it
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train. The baseline (bf16) runs with seeds 0 .. seeds - 1, every other recipe with seed 0."""
+
+    out: Path
+    schedules: tuple[RecipeSchedule, ...]
+    model: str = "tiny"
+    steps: int = 100
+    seeds: int = 1
+    device: str = "cpu"
+    checkpoint_every: int = 50
+    validate_every: int = 100
+    resume: bool = False
+
+    def runs(self) -> list[tuple[RecipeSchedule, int]]:
+        return [
+            (schedule, seed)
+            for schedule in self.schedules
+            for seed in range(self.seeds if schedule.label == BASELINE else 1)
+        ]
+
+
+def train(
+    config: TrainConfig, corpus: Corpus, on_step: Callable[[str, int, int, float, float], None] | None = None
+) -> None:
+    """Do all runs of `config`, one after the other, and write DIR/metrics.jsonl and the checkpoints.
+
+    `on_step(label, step, steps, loss, tokens a second)` is told of every step. Raises UsageError if a checkpoint in DIR
+    belongs to another model or corpus.
+    """
+    files = RunFiles(config.out, resume=config.resume)
+    for schedule, seed in config.runs():
+        _Run(config, corpus, files, schedule, seed).go(on_step or (lambda *_: None))
+
+
+class _Run:
+    """One model, one seed, one schedule of recipes."""
+
+    def __init__(
+        self, config: TrainConfig, corpus: Corpus, files: RunFiles, schedule: RecipeSchedule, seed: int
+    ) -> None:
+        self.config, self.corpus, self.files, self.schedule, self.seed = config, corpus, files, schedule, seed
+        self.key = RunKey(schedule.label, seed)
+        self.size: LanguageModelConfig = LANGUAGE_MODELS[config.model]
+        self.device = torch.device(config.device)
+        torch.manual_seed(seed)
+        self.model = LanguageModel(self.size).to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def go(self, on_step: Callable[[str, int, int, float, float], None]) -> None:
+        config = self.config
+        label = f"{self.key.recipe} seed {self.seed}"
+        for step in range(self._take_up() + 1, config.steps + 1):
+            record = self._train_step(step)
+            self.files.append(record)
+            on_step(label, step, config.steps, record["loss"], record["tokens_per_s"])
+            if step % config.validate_every == 0 or step == config.steps:
+                self.files.append(self._validate(step))
+            if step % config.checkpoint_every == 0 or step == config.steps:
+                self.files.save(self.key, self._state(step))
+
+    def _train_step(self, step: int) -> Record:
+        start = time.perf_counter()
+        inputs, targets = self._batch(self.corpus.train, self.seed, step)
+        learning_rate = self.size.learning_rate * min(1.0, step / WARMUP_STEPS)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+        loss, balance = self._losses(inputs, targets, step)
+        self.optimizer.zero_grad()
+        (loss + BALANCE_COEFFICIENT * balance).backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step()
+
+        figures = {"loss": loss.item(), "load_balancing_loss": balance.item(), "grad_norm": grad_norm.item()}
+        seconds = time.perf_counter() - start
+        return self._record(step, **figures, lr=learning_rate, tokens_per_s=inputs.numel() / seconds)
+
+    @torch.no_grad()
+    def _validate(self, step: int) -> Record:
+        losses = []
+        for index in range(VALIDATION_BATCHES):
+            inputs, targets = self._batch(self.corpus.validation, VALIDATION_SEED, index)
+            losses.append(self._losses(inputs, targets, step)[0])
+        return self._record(step, validation_loss=torch.stack(losses).mean().item())
+
+    def _batch(self, data: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        size = self.size
+        inputs, targets = batch(data, batch_size=size.batch_size, context=size.context, seed=seed, step=step)
+        return inputs.to(self.device), targets.to(self.device)
+
+    def _losses(self, inputs: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        with numerics(self.schedule.at(step), self.device):
+            logits, balance = self.model(inputs)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), balance
+
+    def _record(self, step: int, **figures: float) -> Record:
+        return {"recipe": self.key.recipe, "seed": self.seed, "step": step, "active": self.schedule.at(step), **figures}
+
+    def _identity(self) -> dict[str, Any]:
+        return {"model": self.config.model, "size": asdict(self.size), "corpus": self.corpus.sha256}
+
+    def _state(self, step: int) -> dict[str, Any]:
+        state = {
+            "step": step,
+            "schedule": self.key.recipe,
+            "identity": self._identity(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+        if self.device.type == "cuda":
+            state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def _take_up(self) -> int:
+        """Load the run's checkpoint, if there is one, and return the step that it reached (0 without)."""
+        state = self.files.load(self.key)
+        if state is None:
+            return 0
+        for name, ours in self._identity().items():
+            if state["identity"][name] != ours:
+                raise UsageError(
+                    f"{self.files.checkpoint_path(self.key)} was made with {name} {state['identity'][name]}, "
+                    f"this call has {ours}. Resume with the same settings, or take another --out."
+                )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        if "cuda_rng" in state and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        return state["step"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--recipe",
+        default="bf16,fp8_current,mxfp8",
+        help="recipes, separated by commas: bf16, fp8_current, mxfp8, fp32; "
+        "bf16+50:mxfp8 changes over at step 50 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--switch",
+        action="append",
+        default=[],
+        metavar="STEP:RECIPE",
+        help="from this step on, every run goes on with this recipe, without a rebuild; may be given several times",
+    )
+    parser.add_argument(
+        "--steps", type=_positive, default=100, help="training steps of each run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seeds", type=_positive, default=1, help="bf16 runs, for the band behind the curves (default: %(default)s)"
+    )
+    parser.add_argument("--model", choices=LANGUAGE_MODELS, default="tiny", help="size (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--corpus", metavar="DIR", help="text to learn from (default: the standard library's sources)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/train"),
+        help="directory of all results; emptied of earlier runs unless --resume (default: %(default)s)",
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    parser.add_argument(
+        "--checkpoint-every", type=_positive, default=50, metavar="STEPS", help="(default: %(default)s)"
+    )
+    parser.add_argument("--validate-every", type=_positive, default=100, metavar="STEPS", help="(default: %(default)s)")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if a recipe's validation loss is over 2 %% above that of bf16"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """`python -m bench train`: train, write summary.md and loss.png, print the summary. Returns the exit code."""
+    schedules = tuple(RecipeSchedule.parse(name, tuple(arguments.switch)) for name in arguments.recipe.split(","))
+    if arguments.check and BASELINE not in [schedule.label for schedule in schedules]:
+        raise UsageError(f"--check compares with {BASELINE}, which is not among the runs. Add it to --recipe.")
+    config = TrainConfig(
+        out=arguments.out,
+        schedules=schedules,
+        model=arguments.model,
+        steps=arguments.steps,
+        seeds=arguments.seeds,
+        device=arguments.device,
+        checkpoint_every=arguments.checkpoint_every,
+        validate_every=arguments.validate_every,
+        resume=arguments.resume,
+    )
+    corpus = read_corpus(arguments.corpus)
+    print(corpus.facts(), flush=True)
+
+    start = time.perf_counter()
+    with TrainingProgress() as progress:
+        train(config, corpus, progress.step)
+    print(f"trained in {time.perf_counter() - start:.0f} s\n")
+
+    summary = write_report(config.out, corpus, model=config.model, device=config.device)
+    print(summary)
+    print(f"written: {', '.join(path.as_posix() for path in sorted(config.out.iterdir()))}")
+    problems = complaints(config.out) if arguments.check else []
+    for problem in problems:
+        print(f"check failed: {problem}")
+    return 1 if problems else 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value

@@ -1,0 +1,160 @@
+"""The grouped MLP of a mixture-of-experts layer, forward and backward, as one operation.
+
+    h   = x W1_g^T + b1_g                      FC1, the pre-activation
+    act = f(h) * scales                        (Scaled)SwiGLU or its relatives
+    y   = act W2_g^T + (scales) b2_g           FC2
+
+Joint: what is kept for backward is x, h and the scales; act is computed again. Every value that the unfused
+operations would have stored is rounded as they round it, so both give the same codes and, where the order of the sums
+is the same, the same bits.
+"""
+# T rows, G groups, K in features of FC1, I features of the activation
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+
+from fused.kernels.grouped_gemm_swiglu import grouped_gemm_swiglu
+from ops.clamped_swiglu import ClampedSwiGLU
+from ops.grouped_linear import GroupedLinear
+from ops.kernels.activation import Activation, activation, dactivation
+from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
+from ops.paths import GroupedPath, SplitTensors
+from ops.scaled_clamped_qgeglu import ScaledClampedQGeGLU
+from ops.scaled_srelu import ScaledSReLU
+from ops.scaled_swiglu import ScaledSwiGLU
+from ops.swiglu import SwiGLU
+from recipes.grouped_tensor import GroupedTensor
+from recipes.recipe import Role
+from recipes.request import PlanRequest
+from recipes.splits import Splits
+
+
+class GroupedMLP(FusedOperation):
+    """GroupedLinear -> {SwiGLU, ScaledSwiGLU, ClampedSwiGLU, ScaledClampedQGeGLU, ScaledSReLU} -> GroupedLinear."""
+
+    pattern = (GroupedLinear, (SwiGLU, ScaledSwiGLU, ClampedSwiGLU, ScaledClampedQGeGLU, ScaledSReLU), GroupedLinear)
+    passes = "joint"
+
+    class Saved(NamedTuple):
+        x: GroupedTensor | SplitTensors | None  # columnwise copy only, where quantized; None if FC1 wants no wgrad
+        h: Tensor  # pre-activation
+        scales: Tensor | None
+        splits: Splits
+
+    def __init__(self, operations: Sequence[BasicOperation]) -> None:
+        super().__init__(operations)
+        self.fc1 = cast(GroupedLinear, operations[0])
+        self.fc2 = cast(GroupedLinear, operations[2])
+        self.activation: Activation = cast(Any, operations[1]).activation
+        self.scaled = "scales" in operations[1].extra_inputs
+
+    @classmethod
+    def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
+        fc1, act, fc2 = operations
+        assert isinstance(fc1, GroupedLinear) and isinstance(fc2, GroupedLinear), "the pattern says so"
+        width = cast(Any, act).activation.input_features(fc2.in_features)
+        if fc1.num_groups != fc2.num_groups:
+            return f"FC1 has {fc1.num_groups} groups, but FC2 has {fc2.num_groups}."
+        if fc1.out_features != width:
+            return (
+                f"FC1 makes {fc1.out_features} features, but {type(act).__name__} needs {width} "
+                f"to give FC2 its {fc2.in_features}."
+            )
+        if fc1.scale_bias:
+            return "FC1 scales its bias, and the scales belong to the activation and to FC2's bias."
+        if fc2.scale_bias and "scales" not in act.extra_inputs:
+            return f"FC2 scales its bias, but {type(act).__name__} takes no scales."
+        return None
+
+    def kernel(self, request: PlanRequest) -> str:
+        if request.device.type == "cuda" and self.activation.kind == "swiglu":
+            return "grouped GEMM + SwiGLU epilogue, grouped GEMM (Triton)"
+        return f"{self.fc1.kernel(request)}, {self.activation.kind} recomputed in backward"
+
+    def fuser_forward(
+        self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        fc1_ctx, _, fc2_ctx = ctxs
+        splits, _ = self.fc1.check(x, extras)
+        scales = extras.get("scales")
+        path = fc1_ctx.path
+        quantizer = fc1_ctx.recipe.quantizer(Role.INPUT)
+        wgrad = self.fc1.wants_weight_grad(fc1_ctx)
+        x_q = path.quantize(x, splits, quantizer, rowwise=True, columnwise=wgrad)
+        h, act = self._fc1_and_activation(fc1_ctx, x_q, splits, scales)
+        # The activation is not kept, so its columnwise copy is made in backward.
+        act_q = path.quantize(act, splits, quantizer, rowwise=True, columnwise=False)
+        y = path.fprop(
+            act_q,
+            self.fc2.weight_operand(fc2_ctx, rowwise=True),
+            bias=self.fc2.biases(fc2_ctx),
+            scales=scales if self.fc2.scale_bias else None,
+            out=self.fc2.buffer(fc2_ctx, "output", x, self.fc2.out_features),
+        )
+        if any(ctx.needs_grad for ctx in ctxs):
+            fc1_ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, h, scales, splits)
+        return y, {}
+
+    def _fc1_and_activation(
+        self, ctx: OperationContext, x: Any, splits: Splits, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        w, bias = self.fc1.weight_operand(ctx, rowwise=True), self.fc1.biases(ctx)
+        if isinstance(ctx.path, GroupedPath) and self.activation.kind == "swiglu" and splits.device.type == "cuda":
+            left, right, alpha = ctx.path.factors("TN", x, w)
+            return grouped_gemm_swiglu(
+                left, right, splits, bias_GN=bias, scales_T=scales if self.scaled else None, alpha_G=alpha,
+                glu_interleave_size=self.activation.glu_interleave_size, out_dtype=ctx.dtype,
+            )  # fmt: skip
+        h = ctx.path.fprop(x, w, bias=bias)
+        return h, activation(h, self.activation, scales if self.scaled else None)
+
+    def fuser_backward(
+        self, ctxs: Sequence[OperationContext], dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
+    ) -> BackwardOfFused:
+        fc1_ctx, act_ctx, fc2_ctx = ctxs
+        saved: GroupedMLP.Saved = fc1_ctx.saved
+        fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, saved.splits
+        inputs, gradients = fc1_ctx.recipe.quantizer(Role.INPUT), fc1_ctx.recipe.quantizer(Role.GRAD_OUTPUT)
+
+        # FC2
+        wgrad = fc2.wants_weight_grad(fc2_ctx)
+        d_fc2, dscales = fc2.bias_gradients(fc2_ctx, dy, splits, saved.scales if fc2.scale_bias else None)
+        dx: Tensor | None = None
+        d_fc1: Mapping[str, Tensor | None] = {}
+        if not (act_ctx.needs_grad or act_ctx.needs.input or fc2_ctx.needs.input or wgrad):
+            return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
+        dy_q = path.quantize(dy, splits, gradients, rowwise=fc2_ctx.needs.input, columnwise=wgrad)
+        scales = saved.scales if self.scaled else None
+        act = dh = d_act_scales = None
+        if fc2_ctx.needs.input:
+            dact = path.dgrad(dy_q, fc2.weight_operand(fc2_ctx, columnwise=True))
+            need_dscales = "scales" in act_ctx.needs.extras
+            dh, d_act_scales, act = dactivation(
+                dact, saved.h, self.activation, scales, need_dscales=need_dscales, need_act=wgrad
+            )
+            del dact
+        elif wgrad:
+            act = activation(saved.h, self.activation, scales)
+        if wgrad:
+            act_q = path.quantize(act, splits, inputs, rowwise=False, columnwise=True)
+            d_fc2 |= fc2.weight_gradients(path.wgrad(dy_q, act_q))
+            del act, act_q
+        del dy_q
+        if d_act_scales is not None:
+            dscales = d_act_scales if dscales is None else d_act_scales + dscales
+
+        # FC1
+        if dh is not None and fc1_ctx.needs_grad:
+            d_fc1, _ = fc1.bias_gradients(fc1_ctx, dh, splits, None)
+            wgrad = fc1.wants_weight_grad(fc1_ctx)
+            dh_q = path.quantize(dh, splits, gradients, rowwise=fc1_ctx.needs.input, columnwise=wgrad)
+            if fc1_ctx.needs.input:
+                out = fc1.buffer(fc1_ctx, "grad_input", dh, fc1.in_features)
+                dx = path.dgrad(dh_q, fc1.weight_operand(fc1_ctx, columnwise=True), out=out)
+            if wgrad:
+                d_fc1 |= fc1.weight_gradients(path.wgrad(dh_q, saved.x))
+        return dx, (d_fc1, {}, d_fc2), {"scales": dscales}

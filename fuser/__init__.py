@@ -1,0 +1,25 @@
+"""A model as a sequence of operations, for which the framework finds the fast kernels. The user's one door."""
+
+import ops
+import recipes
+from fuser import testing
+from fuser.checkpoint import checkpoint
+from fuser.plan import Registration, register_fusion
+from fuser.sequential import Sequential
+from ops.operation import BasicOperation, FusedOperation, OperationContext, optional
+from recipes.autocast import autocast
+
+__all__ = [
+    "BasicOperation",
+    "FusedOperation",
+    "OperationContext",
+    "Registration",
+    "Sequential",
+    "autocast",
+    "checkpoint",
+    "ops",
+    "optional",
+    "recipes",
+    "register_fusion",
+    "testing",
+]

@@ -1,0 +1,152 @@
+"""How the modules of a Sequential form stages: runs of operations become pipelines, everything else is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fuser.plan import FusionPlanner
+from ops.operation import BasicOperation
+from ops.run import Buffers, Pipeline
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Stage(NamedTuple):
+    """One thing that the Sequential calls. asks, makes: names of extra tensors. indices: of its modules, by position
+    in the outermost Sequential (None inside a nested one)."""
+
+    runner: Any  # Pipeline | nn.Module
+    asks: tuple[str, ...]
+    makes: tuple[str, ...]
+    indices: tuple[int | None, ...]
+    why_alone: str | None = None
+
+
+class Container(nn.Module):
+    """What a Layout needs to know of a Sequential."""
+
+    path: str | None
+    retain_graph: bool
+    planner: FusionPlanner
+
+    def can_be_flattened(self) -> bool:
+        """Whether running its modules is all that it does."""
+        raise NotImplementedError
+
+    def layout(self) -> Layout:
+        """How its modules form stages, as they are now."""
+        raise NotImplementedError
+
+
+class Layout:
+    """The stages of a Sequential, and the names that pass between them.
+
+    Raises ValueError if two operations make an extra output of the same name, or one asks for a name that only a
+    later one makes.
+    """
+
+    def __init__(self, sequential: Container) -> None:
+        self.planner = sequential.planner
+        self.path = sequential.path
+        self.retain_graph = sequential.retain_graph
+        self._contents: list[tuple[Mapping[str, Any], tuple[Any, ...]]] = []
+        self._hooks: list[Mapping[Any, Any]] = []
+        self._nested: list[tuple[Container, Layout]] = []
+        self._hooked: list[tuple[Mapping[Any, Any], ...]] = []
+        self._renamings = BasicOperation.renamings
+        self.stages: list[Stage] = []
+        self._run: list[tuple[int | None, BasicOperation]] = []
+        self._collect(sequential, outermost=True)
+        self._close_run()
+        self.produced = tuple(name for stage in self.stages for name in stage.makes)
+        self.consumed = self._check_names()
+        later: set[str] = set()
+        self.passed_on: list[tuple[str, ...]] = []
+        for stage in reversed(self.stages):
+            self.passed_on.insert(0, tuple(name for name in stage.makes if name in later))
+            later |= set(stage.asks)
+
+    def is_current(self) -> bool:
+        """Whether no module, hook or name has changed since."""
+        return (
+            self._renamings == BasicOperation.renamings
+            and not any(self._hooks)
+            and all(tuple(modules.values()) == members for modules, members in self._contents)
+            and all(any(hooks) for hooks in self._hooked)
+            and all(nested.layout() is layout for nested, layout in self._nested)
+        )
+
+    def buffers_of(self, stage: Stage, buffers: Mapping[int, Mapping[str, Tensor]]) -> Buffers:
+        """The caller's buffers of this stage's operations, by their position in it."""
+        count = len(self._contents[0][1])
+        at = {index % count: named for index, named in buffers.items()}
+        return {position: at[index] for position, index in enumerate(stage.indices) if index in at}
+
+    def _collect(self, sequential: Container, outermost: bool) -> None:
+        members = tuple(module for module in sequential._modules.values() if module is not None)
+        self._contents.append((sequential._modules, members))
+        for index, module in enumerate(members):
+            position = index if outermost else None
+            hooks = tuple(getattr(module, name) for name in _HOOKS)
+            hooked = any(hooks)
+            (self._hooked.append(hooks) if hooked else self._hooks.extend(hooks))
+            if isinstance(module, BasicOperation) and not hooked:
+                self._run.append((position, module))
+            elif isinstance(module, Container) and not hooked and self._same_settings(module):
+                self._collect(module, outermost=False)
+            else:
+                self._close_run()
+                self.stages.append(self._alone(position, module, hooked))
+
+    def _same_settings(self, nested: Container) -> bool:
+        return (
+            nested.can_be_flattened()
+            and nested.path in (None, self.path)
+            and nested.planner.fusions in (None, self.planner.fusions)
+            and nested.retain_graph in (False, self.retain_graph)
+        )
+
+    def _alone(self, position: int | None, module: nn.Module, hooked: bool) -> Stage:
+        why = "it has hooks of its own, or is sharded" if hooked else None
+        if isinstance(module, BasicOperation):
+            asks = tuple(module.extra_name(name) for name in module.extra_inputs)
+            makes = tuple(module.extra_name(name) for name in module.extra_outputs)
+            return Stage(module, asks, makes, (position,), why)
+        if isinstance(module, Container):
+            nested = module.layout()
+            self._nested.append((module, nested))
+            return Stage(module, nested.consumed, nested.produced, (position,), why or "its settings differ")
+        return Stage(module, (), (), (position,), why)
+
+    def _close_run(self) -> None:
+        if self._run:
+            pipeline = Pipeline(
+                [operation for _, operation in self._run],
+                planner=self.planner, path=self.path, retain_graph=self.retain_graph,
+            )  # fmt: skip
+            indices = tuple(position for position, _ in self._run)
+            self.stages.append(Stage(pipeline, pipeline.consumed, tuple(pipeline.produced), indices))
+            self._run = []
+
+    def _check_names(self) -> tuple[str, ...]:
+        for name in self.produced:
+            if self.produced.count(name) > 1:
+                raise ValueError(
+                    f"{self.produced.count(name)} operations make the extra output {name!r}. Give one of them another "
+                    f"name, with rename_extras. There are: {', '.join(map(repr, self.produced))}."
+                )
+        seen: set[str] = set()
+        consumed: dict[str, None] = {}
+        for stage in self.stages:
+            consumed |= {name: None for name in stage.asks if name not in seen}
+            seen |= set(stage.makes)
+        too_late = [name for name in consumed if name in seen]
+        if too_late:
+            raise ValueError(
+                f"The extra tensor {too_late[0]!r} is asked for before the operation that makes it. Move that "
+                "operation to the front, or give one of the two another name, with rename_extras."
+            )
+        return tuple(consumed)

@@ -1,0 +1,167 @@
+"""Which fused operations stand for which basic ones: patterns as data, one matcher, and a sentence for every "no"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fused import FUSIONS
+from ops.operation import BasicOperation, FusedOperation, Optional
+from ops.program import Plan, Step
+from recipes.request import PlanRequest
+
+Fusion = type[FusedOperation]
+
+_registered: list[Fusion] = []
+_version = 0
+
+
+class Registration:
+    """The handle of a registered fusion. `unregister()` takes it out; as a context manager it does so at the end."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+
+    def unregister(self) -> None:
+        """Take the fusion out. A second call does nothing."""
+        global _version
+        if self.fusion in _registered:
+            _registered.remove(self.fusion)
+            _version += 1
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.unregister()
+
+
+def register_fusion(fusion: Fusion, *, before: Fusion | None = None) -> Registration:
+    """Let every Sequential use this fusion.
+
+    Registered fusions are tried before the built-in ones, the latest first; `before` puts it in front of another
+    registered one instead. Returns a handle that unregisters, also a context manager.
+
+    Raises TypeError for something that is not a FusedOperation class with a pattern, ValueError if it is
+    registered already or `before` is not.
+    """
+    global _version
+    check_fusion_class(fusion)
+    if fusion in _registered:
+        raise ValueError(f"{fusion.__name__} is registered already. Unregister it first, with the handle you got.")
+    if before is not None and before not in _registered:
+        names = ", ".join(f.__name__ for f in _registered) or "none"
+        raise ValueError(f"before={before.__name__} is not a registered fusion. Registered: {names}.")
+    _registered.insert(_registered.index(before) if before else 0, fusion)
+    _version += 1
+    return Registration(fusion)
+
+
+def check_fusion_class(fusion: Any) -> None:
+    """Raise TypeError unless `fusion` is a FusedOperation class with a usable pattern and passes."""
+    if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
+        raise TypeError(f"{fusion!r} is not a fusion. Give a subclass of FusedOperation (the class, not an instance).")
+    if not any(not isinstance(member, Optional) for member in fusion.pattern):
+        raise TypeError(f"{fusion.__name__}.pattern names no operation that must be there. Give it a tuple of classes.")
+    for member in fusion.pattern:
+        for kind in _alternatives(member):
+            if not (isinstance(kind, type) and issubclass(kind, BasicOperation)):
+                raise TypeError(f"{fusion.__name__}.pattern holds {kind!r}, which is not a BasicOperation class.")
+    if fusion.passes not in ("joint", "forward", "backward"):
+        raise TypeError(f"{fusion.__name__}.passes is {fusion.passes!r}. It must be 'joint', 'forward' or 'backward'.")
+
+
+def fusions_version() -> int:
+    """Changes with every registration and unregistration; part of each PlanRequest."""
+    return _version
+
+
+class FusionPlanner:
+    """Makes plans with the registered and built-in fusions, or with `fusions` alone if that is given."""
+
+    def __init__(self, fusions: Sequence[Fusion] | None = None) -> None:
+        if fusions is not None:
+            for fusion in fusions:
+                check_fusion_class(fusion)
+        self.fusions = None if fusions is None else tuple(fusions)
+
+    def __call__(self, operations: Sequence[BasicOperation], request: PlanRequest) -> Plan:
+        fusions: tuple[Fusion, ...] = (*_registered, *FUSIONS) if self.fusions is None else self.fusions
+        return make_plan(operations, request, fusions)
+
+
+def make_plan(operations: Sequence[BasicOperation], request: PlanRequest, fusions: Sequence[Fusion]) -> Plan:
+    """Fold the fusions over the operations: joint ones first, then those of one pass, each in the order given.
+
+    Each scans from left to right and takes what it matches, so matches do not overlap.
+    """
+    basic = [Step(operation, (index,), False) for index, operation in enumerate(operations)]
+    refusals: list[str] = []
+
+    def fold(steps: list[Step], passes: str) -> list[Step]:
+        for fusion in fusions:
+            if fusion.passes == passes:
+                steps = _apply(fusion, steps, request, refusals)
+        return steps
+
+    joint = fold(basic, "joint")
+    return Plan(tuple(fold(joint, "forward")), tuple(fold(joint, "backward")), tuple(refusals))
+
+
+def _apply(fusion: Fusion, steps: list[Step], request: PlanRequest, refusals: list[str]) -> list[Step]:
+    result: list[Step] = []
+    position = 0
+    while position < len(steps):
+        for count in _match_lengths(fusion.pattern, steps[position:]):
+            covered = steps[position : position + count]
+            operations = [step.operation for step in covered]
+            reason = _conflicting_names(operations) or fusion.why_not(operations, request)
+            if reason is None:
+                indices = tuple(index for step in covered for index in step.indices)
+                result.append(Step(fusion(operations), indices, True))
+                position += count
+                break
+            where = f"operations {covered[0].indices[0]}-{covered[-1].indices[0]}"
+            refusals.append(f"{fusion.__name__} on {where}: {reason}")
+        else:
+            result.append(steps[position])
+            position += 1
+    return result
+
+
+def _match_lengths(pattern: Sequence[Any], steps: Sequence[Step]) -> Iterator[int]:
+    """The numbers of steps, from the first one on, that the pattern can cover; the longest first."""
+    if not pattern:
+        yield 0
+        return
+    member, rest = pattern[0], pattern[1:]
+    if steps and not steps[0].fused and any(_is_kind(steps[0].operation, kind) for kind in _alternatives(member)):
+        for count in _match_lengths(rest, steps[1:]):
+            yield count + 1
+    if isinstance(member, Optional):
+        yield from _match_lengths(rest, steps)
+
+
+def _alternatives(member: Any) -> tuple[Any, ...]:
+    if isinstance(member, Optional):
+        return member.alternatives
+    return member if isinstance(member, tuple) else (member,)
+
+
+def _is_kind(operation: BasicOperation, kind: type[BasicOperation]) -> bool:
+    """An instance of the class, or of a subclass that computes the same (both methods are its parent's)."""
+    mine = type(operation)
+    return issubclass(mine, kind) and (
+        mine.fuser_forward is kind.fuser_forward and mine.fuser_backward is kind.fuser_backward
+    )
+
+
+def _conflicting_names(operations: Sequence[BasicOperation]) -> str | None:
+    """A fused operation gets extra tensors by the operations' own names, so each may mean one tensor only."""
+    meaning: dict[str, str] = {}
+    for operation in operations:
+        for local in (*operation.extra_inputs, *operation.extra_outputs):
+            name = operation.extra_name(local)
+            if meaning.setdefault(local, name) != name:
+                return f"its operations mean different tensors by {local!r}: {meaning[local]!r} and {name!r}."
+    return None

@@ -1,0 +1,222 @@
+"""Sequential: a model as a sequence of operations, some of them fused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from fuser.explain import explain
+from fuser.layout import Container, Layout
+from fuser.plan import Fusion, FusionPlanner, fusions_version
+from ops.operation import BasicOperation, at_border, check_extras
+from ops.run import Pipeline
+from recipes.autocast import current_recipe
+from recipes.names import as_recipe
+from recipes.recipe import Recipe
+
+
+class Sequential(Container):
+    """Runs modules one after the other; neighbouring operations as one pipeline, fused where a fusion allows it.
+
+    Arguments: modules, or one dict of names to modules. Ordinary modules may stand anywhere; they split the pipeline.
+    Sequentials inside are flattened.
+
+    fusions:      use these fusions alone, in this order, instead of the registered and built-in ones
+    path:         force "grouped" or "split"; None lets the recipe decide
+    retain_graph: keep what backward needs, so that it can run twice; by default it is freed operation by operation
+
+    `y = seq(x, split_sizes=sizes, scales=probs)`: extra inputs go by name, one tensor to every operation that asks for
+    it. `y, extras = seq(x, outputs=("routing_map",))` returns extra outputs by name. `buffers={0: {"grad_input": b}}`
+    hands the operation at an index a tensor of the caller's to write into.
+
+    The list protocol is that of `torch.nn.Sequential`. After any change the plan is made anew.
+    """
+
+    def __init__(
+        self,
+        *modules: nn.Module | Mapping[str, nn.Module],
+        fusions: Sequence[Fusion] | None = None,
+        path: str | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        super().__init__()
+        if path not in (None, "grouped", "split"):
+            raise ValueError(
+                f"path={path!r} does not exist. Give 'grouped', 'split', or None to let the recipe decide."
+            )
+        self.path = path
+        self.retain_graph = retain_graph
+        self.planner = FusionPlanner(fusions)
+        self._layout: Layout | None = None
+        if len(modules) == 1 and isinstance(modules[0], Mapping):
+            for name, module in modules[0].items():
+                self.add_module(name, module)
+        else:
+            self.extend(modules)  # type: ignore[arg-type]
+
+    # The list protocol
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return self._like(dict(list(self._modules.items())[index]))
+        return self._modules[self._key(index)]
+
+    def __setitem__(self, index: int, module: nn.Module) -> None:
+        setattr(self, self._key(index), _checked(module))
+
+    def __delitem__(self, index: int | slice) -> None:
+        keys = list(self._modules)[index] if isinstance(index, slice) else [self._key(index)]
+        remaining = [(key, module) for key, module in self._modules.items() if key not in keys]
+        self._replace(remaining)
+
+    def __add__(self, other: Iterable[nn.Module]) -> Sequential:
+        return self._like(None).extend(self).extend(other)
+
+    def __iadd__(self, other: Iterable[nn.Module]) -> Self:
+        return self.extend(other)
+
+    def append(self, module: nn.Module) -> Self:
+        """Add a module at the end."""
+        return self.insert(len(self), module)
+
+    def extend(self, modules: Iterable[nn.Module]) -> Self:
+        """Add modules at the end."""
+        for module in list(modules):
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: nn.Module) -> Self:
+        """Put a module before the one at `index`; keys that are numbers are counted anew, as in torch.nn.Sequential."""
+        _checked(module)
+        if not -len(self) <= index <= len(self):
+            raise IndexError(f"Index {index} is out of range: the Sequential has {len(self)} modules.")
+        items = list(self._modules.items())
+        items.insert(index if index >= 0 else index + len(items), ("", module))
+        self._replace(items)
+        return self
+
+    def pop(self, index: int | slice = -1) -> nn.Module | Sequential:
+        """Remove and return the module at `index`."""
+        taken = self[index]
+        del self[index]
+        return taken
+
+    def _key(self, index: int) -> str:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"Index {index} is out of range: the Sequential has {len(self)} modules.")
+        return list(self._modules)[index]
+
+    def _replace(self, items: Iterable[tuple[str, nn.Module | None]]) -> None:
+        """Set the modules; those whose key is a number (or new) get their position as key."""
+        items = [(str(i) if not key or key.isdecimal() else key, module) for i, (key, module) in enumerate(items)]
+        self._modules.clear()
+        self._modules.update(items)
+
+    def _like(self, modules: Mapping[str, nn.Module | None] | None) -> Sequential:
+        """Another Sequential with the same settings."""
+        other = Sequential(fusions=self.planner.fusions, path=self.path, retain_graph=self.retain_graph)
+        other.train(self.training)
+        if modules is not None:
+            other._modules.update(modules)
+        return other
+
+    # Running
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        outputs: Sequence[str] = (),
+        buffers: Mapping[int, Mapping[str, Tensor]] | None = None,
+        **extras: Any,
+    ) -> Any:
+        """y, or (y, {name: extra output}) if `outputs` names some.
+
+        Raises ValueError for extra inputs that are missing or unknown, extra outputs that do not exist, and buffers
+        that no operation knows.
+        """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x is a {type(x).__name__}. Give a tensor.")
+        layout = self.layout()
+        check_extras(layout.consumed, layout.produced, extras, outputs)
+        if buffers:
+            self._check_buffers(buffers)
+        version = fusions_version()
+        for stage, passed_on in zip(layout.stages, layout.passed_on, strict=True):
+            wanted = [*passed_on, *(name for name in outputs if name in stage.makes and name not in passed_on)]
+            mine = {name: extras[name] for name in stage.asks}
+            if isinstance(stage.runner, Pipeline):
+                x, produced = stage.runner(
+                    x, mine, wanted=wanted, buffers=layout.buffers_of(stage, buffers) if buffers else None,
+                    training=self.training, fusions_version=version,
+                )  # fmt: skip
+                extras |= produced
+            elif wanted:
+                x, produced = stage.runner(x, outputs=wanted, **mine)
+                extras |= produced
+            else:
+                x = stage.runner(x, **mine)
+        return (x, {name: at_border(extras[name]) for name in outputs}) if outputs else x
+
+    def _check_buffers(self, buffers: Mapping[int, Mapping[str, Tensor]]) -> None:
+        for index, named in buffers.items():
+            module = self[index]
+            known = module.buffer_names if isinstance(module, BasicOperation) else ()
+            for name in named:
+                if name not in known:
+                    raise ValueError(
+                        f"buffers[{index}] names {name!r}, but {type(module).__name__} writes into "
+                        f"{', '.join(map(repr, known)) or 'no buffer of the caller'}."
+                    )
+
+    def layout(self) -> Layout:
+        """How the modules form stages, as they are now."""
+        layout = self._layout
+        if layout is None or not layout.is_current():
+            layout = self._layout = Layout(self)
+        return layout
+
+    def can_be_flattened(self) -> bool:
+        """Whether running its modules is all that it does: a subclass with a forward of its own is called."""
+        return type(self).forward is Sequential.forward
+
+    def explain(
+        self,
+        *,
+        recipe: Recipe | str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        training: bool | None = None,
+        requires_grad: bool = True,
+    ) -> str:
+        """The plan as text: which operations run, fused or not, on which path, by which kernel, and every refusal.
+
+        By default for the current recipe, the parameters' device and dtype, and an x that requires grad.
+        """
+        chosen = current_recipe() if recipe is None else as_recipe(recipe)
+        first = next(self.parameters(), None)
+        if device is None:
+            device = torch.device("cpu") if first is None else first.device
+        if dtype is None:
+            dtype = torch.get_default_dtype() if first is None else first.dtype
+        training = self.training if training is None else training
+        return explain(self.layout(), chosen, torch.device(device), dtype, training, requires_grad)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy makes its own plans: they hold the operations themselves.
+        return {**self.__dict__, "_layout": None}
+
+
+def _checked(module: Any) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.")
+    return module

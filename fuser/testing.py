@@ -1,0 +1,202 @@
+"""Hold a fusion, ours or a user's, against the operations it stands for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import deterministic
+
+from fuser.plan import Fusion
+from fuser.sequential import Sequential
+from ops.operation import BasicOperation
+from recipes.autocast import autocast
+from recipes.names import as_recipe
+from recipes.recipe import Recipe
+from recipes.splits import Splits
+
+# Relative to the largest magnitude of the expected tensor; for a recipe, twice the spacing of its codes may flip.
+TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+
+
+class Difference(NamedTuple):
+    """How far one tensor of the fused run is from the unfused one's."""
+
+    name: str
+    largest: float
+    rms: float
+    worst_index: tuple[int, ...]
+    scale: float
+
+
+def check_fusion(
+    fusion: Fusion,
+    make_operations: Callable[[], Sequence[BasicOperation]],
+    x_shape: Sequence[int],
+    *,
+    extras: Mapping[str, Sequence[int]] | None = None,
+    num_groups: int | None = None,
+    recipe: Recipe | str | None = None,
+    path: str | None = None,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+    draws: int = 8,
+    seed: int = 0,
+    tolerance: float | None = None,
+) -> list[Difference]:
+    """Run the operations fused and unfused on the same random numbers, and compare everything that comes out.
+
+    Compared: y, every extra output that carries a gradient, and the gradients of x, of every parameter and of every
+    extra input; also with parameters and x frozen in turns, and without grad mode. Splits are drawn anew each time:
+    with empty groups, all in one group, all empty, and fewer rows than x has. Memory is poisoned with NaN before.
+
+    fusion:          the class. It is the only one tried, and must match the operations.
+    make_operations: gives fresh operations; both runs get copies of the same parameters
+    x_shape:         shape of x; its first dimension counts rows
+    extras:          shapes of the extra inputs, by name; split sizes need none but num_groups
+    tolerance:       largest difference, relative to the largest magnitude of the expected tensor
+
+    Returns the differences of the last draw. Raises AssertionError that names the worst tensor and index, and if the
+    fusion does not match.
+    """
+    chosen = as_recipe(recipe)
+    tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
+    generator = torch.Generator().manual_seed(seed)
+    operations = [operation.to(device=device, dtype=dtype) for operation in make_operations()]
+    fused = Sequential(*operations, fusions=(fusion,), path=path)
+    unfused = Sequential(*copy.deepcopy(operations), fusions=(), path=path)
+    plan = fused.explain(recipe=chosen)
+    if fusion.__name__ not in plan:
+        raise AssertionError(f"{fusion.__name__} was not used:\n{plan}")
+    layout = fused.layout()
+    kinds = {o.extra_name(n): kind for o in operations for n, kind in o.extra_inputs.items()}
+    outputs = [o.extra_name(n) for o in operations for n, kind in o.extra_outputs.items() if kind is Tensor]
+    differences: list[Difference] = []
+    for draw in range(draws):
+        x = _random(x_shape, dtype, device, generator)
+        given: dict[str, Any] = {}
+        for name in layout.consumed:
+            if kinds[name] is Splits:
+                if num_groups is None:
+                    raise ValueError(f"The operations ask for {name!r}. Give num_groups.")
+                given[name] = random_splits(num_groups, x_shape[0], generator, kind=draw).to(device)
+            else:
+                if extras is None or name not in extras:
+                    raise ValueError(f"The operations ask for {name!r}. Give its shape in extras.")
+                given[name] = _random(extras[name], dtype, device, generator)
+        frozen = _frozen(fused, draw)
+        results = []
+        for sequential in (fused, unfused):
+            for name, parameter in sequential.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+            inputs = {n: v.detach().clone().requires_grad_(v.is_floating_point()) for n, v in given.items()}
+            with poisoned_memory(), autocast(recipe=chosen):
+                results.append(_run(sequential, x.clone().requires_grad_(draw % 4 != 3), inputs, outputs, draw))
+        differences = _compare(*results)
+        splits = {name: value.tolist() for name, value in given.items() if kinds[name] is Splits}
+        for difference in differences:
+            if not difference.largest <= tolerance * difference.scale:
+                raise AssertionError(
+                    f"{fusion.__name__}, draw {draw}: {difference.name} is off by {difference.largest:.3e} at "
+                    f"{difference.worst_index} (RMS {difference.rms:.3e}); allowed {tolerance:.1e} of "
+                    f"{difference.scale:.3e}. Split sizes: {splits}"
+                )
+    return differences
+
+
+def random_splits(num_groups: int, rows: int, generator: torch.Generator, *, kind: int = 0) -> Tensor:
+    """Split sizes of at most `rows` rows, [num_groups] int64 on the host.
+
+    kind % 5: 0 random with empty groups, 1 all rows in one group, 2 all empty, 3 random with rows left over,
+    4 one row in some groups.
+    """
+    weights = torch.rand(num_groups, generator=generator) * (torch.rand(num_groups, generator=generator) > 0.4)
+    total = rows if kind % 5 != 3 else int(torch.randint(0, rows + 1, (), generator=generator))
+    if kind % 5 == 1:
+        weights = torch.zeros(num_groups)
+        weights[int(torch.randint(0, num_groups, (), generator=generator))] = 1
+    if kind % 5 == 4:
+        return torch.tensor([1 if group < rows and weights[group] > 0 else 0 for group in range(num_groups)])
+    if kind % 5 == 2 or not weights.any():
+        return torch.zeros(num_groups, dtype=torch.int64)
+    chosen = (
+        torch.multinomial(weights, total, replacement=True, generator=generator) if total else torch.empty(0).long()
+    )
+    return torch.bincount(chosen, minlength=num_groups)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory is NaN (or the largest integer) inside, so that what is never written shows."""
+    settings: Any = deterministic
+    fill = settings.fill_uninitialized_memory
+    mode = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = fill
+
+
+def compare(name: str, actual: Tensor | None, expected: Tensor | None) -> Difference:
+    """The largest and the RMS difference, and where. NaN counts as infinitely far, unless both have it there."""
+    if actual is None or expected is None:
+        same = actual is expected
+        return Difference(name, 0.0 if same else float("inf"), 0.0, (), 1.0)
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise AssertionError(
+            f"{name} is {list(actual.shape)} {actual.dtype}, expected {list(expected.shape)} {expected.dtype}."
+        )
+    a, b = actual.detach().double().cpu(), expected.detach().double().cpu()
+    if a.numel() == 0:
+        return Difference(name, 0.0, 0.0, (), 1.0)
+    error = torch.where(a.isnan() & b.isnan(), 0.0, (a - b).abs()).nan_to_num(float("inf"))
+    index = torch.unravel_index(error.argmax(), error.shape)
+    scale = max(b.abs().nan_to_num(0.0).max().item(), torch.finfo(torch.float32).tiny)
+    return Difference(name, error.max().item(), error.square().mean().sqrt().item(), tuple(map(int, index)), scale)
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, device: Any, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
+
+
+def _frozen(sequential: Sequential, draw: int) -> set[str]:
+    """Nothing in even draws; in odd ones one parameter after the other."""
+    names = [name for name, _ in sequential.named_parameters()]
+    return {names[(draw // 2) % len(names)]} if names and draw % 2 else set()
+
+
+class _Result(NamedTuple):
+    tensors: dict[str, Tensor | None]
+
+
+def _run(sequential: Sequential, x: Tensor, extras: Mapping[str, Any], outputs: Sequence[str], draw: int) -> _Result:
+    sequential.zero_grad()
+    with torch.no_grad():
+        without_grad = sequential(x, **extras)
+    y = sequential(x, outputs=outputs, **extras)
+    y, made = y if outputs else (y, {})
+    generator = torch.Generator().manual_seed(draw)
+    heads = {"y": y, **made}
+    weights = {name: _random(head.shape, head.dtype, head.device, generator) for name, head in heads.items()}
+    roots = [head for head in heads.values() if head.requires_grad]
+    torch.autograd.backward(roots, [weights[name] for name, head in heads.items() if head.requires_grad])
+    tensors: dict[str, Tensor | None] = {**heads, "y without grad mode": without_grad, "gradient of x": x.grad}
+    tensors |= {f"gradient of {n}": p.grad for n, p in sequential.named_parameters()}
+    tensors |= {f"gradient of {n}": v.grad for n, v in extras.items() if v.is_floating_point()}
+    return _Result(tensors)
+
+
+def _compare(fused: _Result, unfused: _Result) -> list[Difference]:
+    return [compare(name, tensor, unfused.tensors[name]) for name, tensor in fused.tensors.items()]

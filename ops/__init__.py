@@ -1,0 +1,44 @@
+"""The basic operations, and the contract to write one's own."""
+
+from ops.add_extra_input import AddExtraInput
+from ops.bias import Bias
+from ops.clamped_swiglu import ClampedSwiGLU
+from ops.combine import Combine
+from ops.dispatch import Dispatch
+from ops.grouped_linear import GroupedLinear
+from ops.identity import Identity
+from ops.linear import Linear
+from ops.make_extra_output import MakeExtraOutput
+from ops.operation import BasicOperation, FusedOperation, FusibleOperation, IndexTensor, OperationContext, optional
+from ops.quantize import Quantize
+from ops.rms_norm import RMSNorm
+from ops.router import Router
+from ops.scaled_clamped_qgeglu import ScaledClampedQGeGLU
+from ops.scaled_srelu import ScaledSReLU
+from ops.scaled_swiglu import ScaledSwiGLU
+from ops.swiglu import SwiGLU
+
+__all__ = [
+    "AddExtraInput",
+    "BasicOperation",
+    "Bias",
+    "ClampedSwiGLU",
+    "Combine",
+    "Dispatch",
+    "FusedOperation",
+    "FusibleOperation",
+    "GroupedLinear",
+    "Identity",
+    "IndexTensor",
+    "Linear",
+    "MakeExtraOutput",
+    "OperationContext",
+    "Quantize",
+    "RMSNorm",
+    "Router",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSwiGLU",
+    "SwiGLU",
+    "optional",
+]

@@ -1,0 +1,50 @@
+"""Bias: y = x + b."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+
+
+class Bias(BasicOperation):
+    """y = x + b, for x [..., size]; b starts as zeros. db is the sum of dy over all rows, in float32.
+
+    Raises ValueError for a size that is not positive, or an x whose last dimension is another.
+    """
+
+    def __init__(
+        self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        if size <= 0:
+            raise ValueError(f"Bias got size={size}. It must be positive.")
+        self.size = size
+        self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Zeros."""
+        nn.init.zeros_(self.bias)
+
+    def fuser_forward(
+        self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        if x.shape[-1] != self.size:
+            raise ValueError(f"x has {x.shape[-1]} features, but size is {self.size}. Check the operation before this one.")
+        return x + ctx.param("bias"), {}
+
+    def fuser_backward(
+        self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
+    ) -> BackwardOfBasic:
+        if "bias" not in ctx.needs.params:
+            return dy, {}, {}
+        rows = dy.reshape(-1, self.size)
+        return dy, {"bias": rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))}, {}
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}"

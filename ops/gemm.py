@@ -1,0 +1,102 @@
+"""One product of two operands, quantized or not, in the three layouts of a linear layer.
+
+    TN   y  = x  w^T     both read along in_features     (fprop)
+    NN   dx = dy w       both read along out_features    (dgrad)
+    NT   dw = dy^T x     both read along the rows        (wgrad)
+
+A quantized operand is multiplied by its exact values (see `gemm_dtype`); scales that hold for a whole tensor are
+applied to the float32 sum. The result is rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from recipes.grouped_tensor import GroupedTensor
+from recipes.quantized_tensor import Operand, QuantizedTensor
+from recipes.quantizer import Quantizer
+
+Layout = Literal["TN", "NN", "NT"]
+
+# layout -> whether the first and the second operand are read columnwise
+_COLUMNWISE: dict[Layout, tuple[bool, bool]] = {"TN": (False, False), "NN": (False, True), "NT": (True, True)}
+
+
+def quantized(
+    x: Tensor | QuantizedTensor, quantizer: Quantizer | None, *, rowwise: bool = False, columnwise: bool = False
+) -> Tensor | QuantizedTensor:
+    """x quantized, or x itself: if there is no quantizer, or it is quantized with the copies that are needed."""
+    if quantizer is None:
+        return x if isinstance(x, Tensor) else x.dequantize()
+    if not isinstance(x, Tensor):
+        if (x.rowwise is not None or not rowwise) and (x.columnwise is not None or not columnwise):
+            return x
+        x = x.dequantize()
+    return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise)
+
+
+def for_wgrad(x: Any) -> Any:
+    """What of x has to be kept for a weight gradient: of a quantized container the columnwise copy alone."""
+    return x if isinstance(x, Tensor) or x.columnwise is None else replace(x, rowwise=None)
+
+
+def gemm_dtype(nominal: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which quantized operands are multiplied: it holds every quantized value exactly.
+
+    On a GPU bfloat16 for 16-bit results (the tensor cores accumulate in float32), else float32; float64 for float64.
+    """
+    if nominal == torch.float64:
+        return torch.float64
+    return torch.bfloat16 if device.type == "cuda" and nominal != torch.float32 else torch.float32
+
+
+Matrix = Tensor | QuantizedTensor | GroupedTensor
+
+
+def operands(layout: Layout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tuple[Operand, Operand]:
+    """What the product multiplies, in one dtype."""
+    left, right = (
+        Operand(x, None) if isinstance(x, Tensor) else x.operand(columnwise, gemm_dtype(nominal, x.device))
+        for x, columnwise in zip((a, b), _COLUMNWISE[layout], strict=True)
+    )
+    if left.values.dtype == right.values.dtype:
+        return left, right
+    dtype = torch.promote_types(left.values.dtype, right.values.dtype)  # they differ if only one is quantized
+    return Operand(left.values.to(dtype), left.alpha), Operand(right.values.to(dtype), right.alpha)
+
+
+def gemm(
+    layout: Layout,
+    a: Tensor | QuantizedTensor,
+    b: Tensor | QuantizedTensor,
+    out_dtype: torch.dtype,
+    *,
+    added: Tensor | None = None,
+) -> Tensor:
+    """The product of two matrices, plus `added` (broadcast), in out_dtype.
+
+    a: TN [T, K], NN [T, N], NT [T, N]. b: TN [N, K], NN [N, K], NT [T, K].
+    """
+    left, right = operands(layout, a, b, out_dtype)
+    x, w = left.values.flatten(0, -2), right.values.flatten(0, -2)
+    x = x.T if layout == "NT" else x
+    w = w.T if layout == "TN" else w
+    if left.alpha is None and right.alpha is None and x.dtype == out_dtype:
+        if added is None:
+            return x @ w
+        if added.dim() == 1:
+            return torch.addmm(added.to(out_dtype), x, w)
+    product = accumulator(x) @ accumulator(w)
+    for alpha in (left.alpha, right.alpha):
+        if alpha is not None:
+            product = product * alpha
+    return (product if added is None else product + added).to(out_dtype)
+
+
+def accumulator(x: Tensor) -> Tensor:
+    """x in float32, or float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

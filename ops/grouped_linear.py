@@ -1,0 +1,233 @@
+"""GroupedLinear: one linear layer for each group of rows."""
+# T rows, G groups, K in features, N out features
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ops.gemm import accumulator
+from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from ops.paths import SplitTensors
+from recipes.grouped_tensor import GroupedTensor
+from recipes.quantizer import Quantizer
+from recipes.recipe import Recipe, Role
+from recipes.request import PlanRequest
+from recipes.splits import Splits
+
+
+class GroupedLinear(BasicOperation):
+    """y_g = x_g W_g^T + b_g on the rows of each group g, for x [T, in_features].
+
+    Extra input split_sizes: [num_groups] int32 or int64, on the host or the device; the rows of x belong to the groups
+    in order. Any sizes: groups may be empty, sizes need be no multiple of anything, and x may have more rows than
+    their sum. Rows past the sum are zero in y and dx. An empty group's weight gradient is exactly zero.
+
+    scale_bias: adds scales[t] b_g in place of b_g, with the extra input scales [T]; needs bias. Then
+                db_g = sum_t scales[t] dy[t] and dscales[t] = dy[t] . b_g.
+    stacked:    one parameter `weight` [G, N, K] (and `bias` [G, N]); False: one a group, `weight0`, `bias0`, ...
+                A state dict of either form loads into the other.
+    buffers:    "output" [T, N] and "grad_input" [T, K], the caller's, contiguous, in the computing dtype.
+
+    Under a recipe x, W and dy are quantized as for `Linear`, each group by itself. Weights are initialised as
+    `torch.nn.Linear`, biases with zeros (as TransformerEngine).
+
+    Raises ValueError for features or groups that are not positive, scale_bias without bias, and an x, split sizes,
+    scales or a buffer of the wrong shape.
+    """
+
+    buffer_names = ("output", "grad_input")
+
+    class Saved(NamedTuple):
+        x: GroupedTensor | SplitTensors | None  # columnwise copy only, where quantized
+        splits: Splits
+        scales: Tensor | None
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        scale_bias: bool = False,
+        stacked: bool = True,
+    ) -> None:
+        super().__init__()
+        if num_groups <= 0 or in_features <= 0 or out_features <= 0:
+            raise ValueError(
+                f"GroupedLinear got num_groups={num_groups}, in_features={in_features}, out_features={out_features}. "
+                "All must be positive."
+            )
+        if scale_bias and not bias:
+            raise ValueError("scale_bias=True needs a bias to scale. Give bias=True, or leave scale_bias out.")
+        self.num_groups = num_groups
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
+        self.scale_bias = scale_bias
+        self.stacked = stacked
+        self.extra_inputs = {"split_sizes": Splits, "scales": Tensor} if scale_bias else {"split_sizes": Splits}
+        shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
+        for name, shape in shapes.items():
+            for key, lead in [(name, (num_groups,))] if stacked else [(f"{name}{g}", ()) for g in range(num_groups)]:
+                self.register_parameter(key, nn.Parameter(torch.empty(*lead, *shape, device=device, dtype=dtype)))
+        if not bias:
+            self.register_parameter("bias", None)
+        self.weight_names = self._names_of("weight")
+        self.bias_names = self._names_of("bias") if bias else ()
+        self.reset_parameters()
+
+    def _names_of(self, name: str) -> tuple[str, ...]:
+        return (name,) if self.stacked else tuple(f"{name}{group}" for group in range(self.num_groups))
+
+    def reset_parameters(self) -> None:
+        """Weights uniform in +-1/sqrt(in_features); biases zero."""
+        bound = self.in_features**-0.5
+        for name in self.weight_names:
+            nn.init.uniform_(self.get_parameter(name), -bound, bound)
+        for name in self.bias_names:
+            nn.init.zeros_(self.get_parameter(name))
+
+    def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
+        return recipe.quantizer(Role.INPUT)
+
+    def grad_output_quantizer(self, recipe: Recipe) -> Quantizer | None:
+        return recipe.quantizer(Role.GRAD_OUTPUT)
+
+    def kernel(self, request: PlanRequest) -> str:
+        return "grouped GEMM (Triton)" if request.device.type == "cuda" else "grouped GEMM (torch)"
+
+    def weight_operand(self, ctx: OperationContext, *, rowwise: bool = False, columnwise: bool = False) -> Any:
+        """The weights as the path multiplies them: rowwise for fprop, columnwise for dgrad."""
+        return ctx.path.weight(
+            self._read(ctx, self.weight_names),
+            ctx.recipe.quantizer(Role.WEIGHT),
+            rowwise=rowwise,
+            columnwise=columnwise,
+        )
+
+    def biases(self, ctx: OperationContext) -> Tensor | None:
+        """[G, N], or None without a bias."""
+        if not self.use_bias:
+            return None
+        biases = self._read(ctx, self.bias_names)
+        return biases if isinstance(biases, Tensor) else torch.stack(biases)
+
+    def _read(self, ctx: OperationContext, names: tuple[str, ...]) -> Tensor | list[Tensor]:
+        return ctx.param(names[0]) if self.stacked else [ctx.param(name) for name in names]
+
+    def wants_weight_grad(self, ctx: OperationContext) -> bool:
+        """Whether any weight wants its gradient."""
+        return not ctx.needs.params.isdisjoint(self.weight_names)
+
+    def weight_gradients(self, dw: Tensor) -> dict[str, Tensor | None]:
+        """dw [G, N, K] by the parameters' names."""
+        return {"weight": dw} if self.stacked else dict(zip(self.weight_names, dw.unbind(), strict=True))
+
+    def bias_gradients(
+        self, ctx: OperationContext, dy: Tensor, splits: Splits, scales: Tensor | None
+    ) -> tuple[dict[str, Tensor | None], Tensor | None]:
+        """The biases' gradients by name, and that of scales if the bias is scaled and it is wanted."""
+        gradients: dict[str, Tensor | None] = {}
+        if not ctx.needs.params.isdisjoint(self.bias_names):
+            db = ctx.path.bias_grad(dy, splits, scales)
+            gradients = {"bias": db} if self.stacked else dict(zip(self.bias_names, db.unbind(), strict=True))
+        dscales = None
+        if scales is not None and "scales" in ctx.needs.extras:
+            biases = self.biases(ctx)
+            assert biases is not None, "scales are there only with scale_bias, which needs a bias"
+            last = splits.num_groups - 1  # rows past the sum: dy is masked, any group does
+            of_row = accumulator(biases).index_select(0, splits.group_of_row.clamp(max=last))
+            products = (accumulator(dy) * of_row).sum(-1)
+            dscales = products.masked_fill(splits.group_of_row > last, 0).to(scales.dtype)
+        return gradients, dscales
+
+    def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        splits, scales = self.check(x, extras)
+        wgrad = self.wants_weight_grad(ctx)
+        path = ctx.path
+        x_q = path.quantize(x, splits, ctx.recipe.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
+        out = self.buffer(ctx, "output", x, self.out_features)
+        y = path.fprop(x_q, self.weight_operand(ctx, rowwise=True), bias=self.biases(ctx), scales=scales, out=out)
+        if ctx.needs_grad:
+            ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, splits, scales)
+        return y, {}
+
+    def fuser_backward(
+        self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
+    ) -> BackwardOfBasic:
+        saved: GroupedLinear.Saved = ctx.saved
+        needs, path = ctx.needs, ctx.path
+        wgrad = self.wants_weight_grad(ctx)
+        gradients, dscales = self.bias_gradients(ctx, dy, saved.splits, saved.scales)
+        dx = None
+        if needs.input or wgrad:
+            quantizer = ctx.recipe.quantizer(Role.GRAD_OUTPUT)
+            dy_q = path.quantize(dy, saved.splits, quantizer, rowwise=needs.input, columnwise=wgrad)
+            if needs.input:
+                out = self.buffer(ctx, "grad_input", dy, self.in_features)
+                dx = path.dgrad(dy_q, self.weight_operand(ctx, columnwise=True), out=out)
+            if wgrad:
+                gradients |= self.weight_gradients(path.wgrad(dy_q, saved.x))
+        return dx, gradients, {"scales": dscales}
+
+    def check(self, x: Tensor, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
+        """The extra inputs, once x and they fit each other."""
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ValueError(
+                f"x has shape {list(x.shape)}, but [rows, {self.in_features}] is needed. "
+                "Flatten leading dimensions; check the operation before this one."
+            )
+        splits: Splits = extras["split_sizes"]
+        if splits.num_groups != self.num_groups:
+            raise ValueError(
+                f"split_sizes has {splits.num_groups} entries, but num_groups is {self.num_groups}. "
+                "Give one size for each group, 0 for an empty one."
+            )
+        scales: Tensor | None = extras.get("scales") if self.scale_bias else None
+        if scales is not None and scales.shape != x.shape[:1]:
+            raise ValueError(
+                f"scales has shape {list(scales.shape)}, but x has {x.shape[0]} rows. Give one scale a row."
+            )
+        return splits, scales
+
+    def buffer(self, ctx: OperationContext, name: str, like: Tensor, features: int) -> Tensor | None:
+        """The caller's buffer of that name, checked; None if there is none."""
+        buffer = ctx.buffers.get(name)
+        if buffer is None:
+            return None
+        needed = ((like.shape[0], features), ctx.dtype, like.device)
+        given = (tuple(buffer.shape), buffer.dtype, buffer.device)
+        if given != needed or not buffer.is_contiguous() or buffer.requires_grad:
+            raise ValueError(
+                f"The buffer {name!r} has shape {list(buffer.shape)}, {buffer.dtype}, on {buffer.device}, "
+                f"contiguous={buffer.is_contiguous()}, requires_grad={buffer.requires_grad}. Needed: shape "
+                f"{list(needed[0])}, {ctx.dtype}, on {like.device}, contiguous, without requires_grad."
+            )
+        return buffer
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("weight", "bias") if self.use_bias else ("weight",):
+            _convert(state_dict, prefix + name, self.num_groups, self.stacked)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}, scale_bias={self.scale_bias}, stacked={self.stacked}"
+        )
+
+
+def _convert(state_dict: dict[str, Any], key: str, num_groups: int, stacked: bool) -> None:
+    """Bring an entry of the other form into this one's: `key` [G, ...] against `key0`, `key1`, ... [...]."""
+    single = [f"{key}{group}" for group in range(num_groups)]
+    if stacked and key not in state_dict and all(name in state_dict for name in single):
+        state_dict[key] = torch.stack([state_dict.pop(name) for name in single])
+    elif not stacked and key in state_dict and state_dict[key].shape[:1] == (num_groups,):
+        state_dict.update(zip(single, state_dict.pop(key).unbind(), strict=True))

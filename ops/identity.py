@@ -1,0 +1,22 @@
+"""Identity: hands everything on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+
+
+class Identity(BasicOperation):
+    """y = x, dx = dy; quantized containers too."""
+
+    accepts_quantized = True
+
+    def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        return x, {}
+
+    def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
+        return dy, {}, {}

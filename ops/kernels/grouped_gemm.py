@@ -1,0 +1,765 @@
+"""Grouped GEMM: the products of a linear layer with one weight for each group of rows.
+
+    TN   y[t]  = alpha_g x[t] w_g^T + s[t] b_g      grouped_gemm_tn     (fprop)     m_grouped: rows differ by group
+    NN   dx[t] = alpha_g dy[t] w_g                  grouped_gemm_nn     (dgrad)     m_grouped
+    NT   dw_g  = alpha_g dy_g^T x_g                 grouped_gemm_nt     (wgrad)     k_grouped: the sum runs over rows
+         db_g  = sum of s[t] dy[t] over the group   grouped_bias_grad   (bgrad)
+
+g is the group of row t. Rows past `splits.offsets[-1]` belong to no group: they are zero in y and dx and count in no
+sum. A group without rows has dw and db exactly zero. Every element of an output is written, whatever was there.
+
+Layouts: x [T, K], dy [T, N], w [G, N, K], b and db [G, N], s [T], alpha [G] or (). Rows may have any distance in
+memory; tensors whose rows are not contiguous themselves, and stacked weights that are not contiguous, are copied.
+
+Precision: products of the operands as they are, summed in float32 (float64 for float64 operands), times alpha, plus
+the bias, and then rounded once to the output's dtype. On CUDA a float32 product is exact ("ieee") unless
+`torch.backends.cuda.matmul` allows TF32. All sums have a fixed order: there are no atomics, and repeating a call gives
+the same bits.
+
+Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
+device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
+
+The slots of the m_grouped kernels need no prefix sum over tiles. Group g owns BLOCK_M-row slots from
+floor(offsets[g] / BLOCK_M) + g on, which leaves room for its ceil(size / BLOCK_M) tiles since
+floor(b) - floor(a) + 1 >= ceil(b - a); at most one slot a group stays idle. The rows past the sum are treated as one
+more group, whose tiles hold zeros.
+
+    BLOCK_M = 4, rows = 12, sizes = [3, 0, 6]  ->  offsets    [0, 3, 3, 9]
+                                                   first slot  0, 1, 2, 5 (tail)
+                                                   slots       [0:3] | - | [3:7] [7:9] - | [9:12]
+"""
+# T rows, G groups, K in features, N out features
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops.kernels.rounding import round_to, widen
+from recipes.splits import Splits
+
+# ---------------------------------------------------------------------------------------------------- references
+
+
+def grouped_gemm_tn_ref(
+    x_TK: Tensor,
+    w_GNK: Tensor,
+    splits: Splits,
+    *,
+    bias_GN: Tensor | None = None,
+    scales_T: Tensor | None = None,
+    alpha_G: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`grouped_gemm_tn` in plain torch, group by group. Returns y [T, N]."""
+    y_TN = accumulator_like(x_TK).new_zeros(x_TK.shape[0], w_GNK.shape[1])
+    for group, rows in _row_slices(splits):
+        y = accumulator_like(x_TK[rows]) @ accumulator_like(w_GNK[group]).T
+        if alpha_G is not None:
+            y = y * alpha_G.expand(splits.num_groups)[group]
+        if bias_GN is not None:
+            bias = accumulator_like(bias_GN[group])
+            y = y + (bias if scales_T is None else accumulator_like(scales_T[rows, None]) * bias)
+        y_TN[rows] = y
+    return y_TN.to(out_dtype or x_TK.dtype)
+
+
+def grouped_gemm_nn_ref(
+    dy_TN: Tensor,
+    w_GNK: Tensor,
+    splits: Splits,
+    *,
+    alpha_G: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`grouped_gemm_nn` in plain torch, group by group. Returns dx [T, K]."""
+    return grouped_gemm_tn_ref(dy_TN, w_GNK.transpose(1, 2), splits, alpha_G=alpha_G, out_dtype=out_dtype)
+
+
+def grouped_gemm_nt_ref(
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    splits: Splits,
+    *,
+    alpha_G: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`grouped_gemm_nt` in plain torch, group by group. Returns dw [G, N, K]."""
+    dw_GNK = accumulator_like(x_TK).new_zeros(splits.num_groups, dy_TN.shape[1], x_TK.shape[1])
+    for group, rows in _row_slices(splits):
+        dw = accumulator_like(dy_TN[rows]).T @ accumulator_like(x_TK[rows])
+        dw_GNK[group] = dw if alpha_G is None else dw * alpha_G.expand(splits.num_groups)[group]
+    return dw_GNK.to(out_dtype or x_TK.dtype)
+
+
+def grouped_bias_grad_ref(
+    dy_TN: Tensor, splits: Splits, *, scales_T: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`grouped_bias_grad` in plain torch, group by group. Returns db [G, N]."""
+    dy = accumulator_like(dy_TN)
+    scaled = dy if scales_T is None else dy * accumulator_like(scales_T[:, None])
+    return torch.stack([scaled[rows].sum(0) for _, rows in _row_slices(splits)]).to(out_dtype or dy_TN.dtype)
+
+
+# ------------------------------------------------------------------------------------------------ configurations
+
+
+class GroupedGemmConfig(NamedTuple):
+    """Tile of the output, length of a step along the sum, and how it is compiled."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def fitting(self, rows_a_step: int, dtype: torch.dtype, capability: tuple[int, int]) -> "GroupedGemmConfig":
+        """With as many stages as shared memory holds; one stage is rows_a_step * block_k elements of the operands."""
+        stage = rows_a_step * self.block_k * dtype.itemsize
+        return self._replace(num_stages=min(self.num_stages, shared_memory_limit(capability) // stage))
+
+
+# Shared memory that one program may use, bytes (CUDA C++ programming guide, table of technical specifications).
+_SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+_SMALLEST_SHARED_MEMORY = 99 << 10
+
+
+def shared_memory_limit(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory one program may use on a GPU of this compute capability."""
+    return _SHARED_MEMORY.get(10 * capability[0] + capability[1], _SMALLEST_SHARED_MEMORY)
+
+
+def m_grouped_config(
+    rows: int, num_groups: int, dtype: torch.dtype, *, tf32: bool, aligned: bool, capability: tuple[int, int]
+) -> GroupedGemmConfig:
+    """Tiles of the kernel for TN and NN: half as high where a group has few rows. `aligned`: see `is_aligned`."""
+    return _fitting(_tile(128 if rows >= 96 * num_groups else 64, dtype, tf32, aligned), dtype, capability)
+
+
+def k_grouped_config(
+    dtype: torch.dtype, *, tf32: bool, aligned: bool, capability: tuple[int, int]
+) -> GroupedGemmConfig:
+    """Tiles of the kernel for NT. `aligned`: see `is_aligned`."""
+    return _fitting(_tile(128, dtype, tf32, aligned), dtype, capability)
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """May the rows of all tensors be read in pieces of 16 bytes? Triton must see it: multiples of 16 elements."""
+    return all(x.data_ptr() % 16 == 0 and x.shape[-1] % 16 == 0 and x.stride(-2) % 16 == 0 for x in tensors)
+
+
+class BiasGradConfig(NamedTuple):
+    """Rows and columns of a step."""
+
+    block_t: int
+    block_n: int
+    num_warps: int
+
+
+def grouped_bias_grad_config() -> BiasGradConfig:
+    """32 x 128 elements at a time: a row of 128 bf16 values is two full sectors of 128 bytes."""
+    return BiasGradConfig(block_t=32, block_n=128, num_warps=4)
+
+
+def _tile(block_m: int, dtype: torch.dtype, tf32: bool, aligned: bool) -> GroupedGemmConfig:
+    if not aligned or (dtype == torch.float32 and not tf32):
+        # Element by element, or without tensor cores: registers bound the tile.
+        return GroupedGemmConfig(64, 64, 32, num_warps=4, num_stages=2)
+    # Four warps: with eight, ptxas serialises the tensor core instructions of a grid that is not persistent (C7515).
+    # Three stages of a 128 x 128 tile take 96 KiB, so that two programs share a multiprocessor of Hopper.
+    return GroupedGemmConfig(block_m, 128, 128 // dtype.itemsize, num_warps=4, num_stages=3)
+
+
+def _fitting(config: GroupedGemmConfig, dtype: torch.dtype, capability: tuple[int, int]) -> GroupedGemmConfig:
+    return config.fitting(config.block_m + config.block_n, dtype, capability)
+
+
+# ------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def find_tile(offsets_ptr, slot, rows, num_groups, BLOCK_M: tl.constexpr):
+    """(group, first row, end row) of a slot; group == num_groups for the tail; first >= end if the slot is idle."""
+    CHUNK: tl.constexpr = 128
+    group = -1
+    for start in range(0, num_groups + 1, CHUNK):
+        offs_g = start + tl.arange(0, CHUNK)
+        begins = tl.load(offsets_ptr + offs_g, mask=offs_g <= num_groups, other=0)
+        owned = (begins // BLOCK_M + offs_g <= slot) & (offs_g <= num_groups)
+        group += tl.sum(owned.to(tl.int32), axis=0)
+    begin = tl.load(offsets_ptr + group)
+    end = tl.load(offsets_ptr + group + 1, mask=group < num_groups, other=rows)
+    first = begin + (slot - begin // BLOCK_M - group) * BLOCK_M
+    return group, first, end
+
+
+@triton.jit(do_not_specialize=["rows", "num_groups"])
+def m_grouped_kernel(
+    a_ptr,  # [T, R], rows a_stride apart
+    w_ptr,  # [G, R, C] at distances w_stride_g, w_stride_r, w_stride_c
+    offsets_ptr,  # [G + 1] int64
+    bias_ptr,  # [G, C] or None
+    scales_ptr,  # [T] or None
+    alpha_ptr,  # [G] float32 or None
+    out_ptr,  # [T, C], rows out_stride apart
+    rows,
+    num_groups,
+    R,
+    C,
+    a_stride,
+    w_stride_g,
+    w_stride_r,
+    w_stride_c,
+    out_stride,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[t, c] = alpha_g * sum_r a[t, r] w[g, r, c] + scales[t] * bias[g, c], a tile of one group a program."""
+    num_tiles_n = tl.cdiv(C, BLOCK_N)
+    group, first, end = find_tile(offsets_ptr, tl.program_id(0) // num_tiles_n, rows, num_groups, BLOCK_M)
+    if first >= end:
+        return
+    first_c = (tl.program_id(0) % num_tiles_n) * BLOCK_N
+    offs_t = tl.arange(0, BLOCK_M)  # from here on offsets within the tile, which fit 32 bits
+    offs_c = tl.arange(0, BLOCK_N)
+    offs_r = tl.arange(0, BLOCK_K)
+    mask_t = offs_t < end - first
+    mask_c = offs_c < C - first_c
+
+    a_ptr += first * a_stride
+    w_ptr += group.to(tl.int64) * w_stride_g + first_c.to(tl.int64) * w_stride_c
+    offs_a = offs_t[:, None] * a_stride + offs_r[None, :]  # [BLOCK_M, BLOCK_K]
+    offs_w = offs_r[:, None] * w_stride_r + offs_c[None, :] * w_stride_c  # [BLOCK_K, BLOCK_N]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for r in range(0, tl.where(group < num_groups, R, 0), BLOCK_K):
+        mask_r = offs_r < R - r
+        a = widen(tl.load(a_ptr + offs_a, mask=mask_t[:, None] & mask_r[None, :], other=0.0))
+        w = widen(tl.load(w_ptr + offs_w, mask=mask_r[:, None] & mask_c[None, :], other=0.0))
+        acc = tl.dot(a, w, acc, input_precision=PRECISION)
+        a_ptr += BLOCK_K
+        w_ptr += tl.cast(w_stride_r, tl.int64) * BLOCK_K
+
+    if alpha_ptr is not None:
+        acc *= tl.load(alpha_ptr + group, mask=group < num_groups, other=0.0)
+    if bias_ptr is not None:
+        bias_ptr += group.to(tl.int64) * C + first_c
+        bias = tl.load(bias_ptr + offs_c, mask=mask_c & (group < num_groups), other=0.0).to(tl.float32)[None, :]
+        if scales_ptr is not None:
+            # scales of rows that belong to no group may be anything
+            mask_s = mask_t & (group < num_groups)
+            bias *= tl.load(scales_ptr + first + offs_t, mask=mask_s, other=0.0).to(tl.float32)[:, None]
+        acc += bias
+    out_ptr += first * out_stride + first_c
+    offs_out = offs_t[:, None] * out_stride + offs_c[None, :]
+    tl.store(out_ptr + offs_out, round_to(acc, out_ptr.dtype.element_ty), mask=mask_t[:, None] & mask_c[None, :])
+
+
+@triton.jit
+def k_grouped_kernel(
+    dy_ptr,  # [T, N], rows dy_stride apart
+    x_ptr,  # [T, K], rows x_stride apart
+    offsets_ptr,  # [G + 1] int64
+    alpha_ptr,  # [G] float32 or None
+    dw_ptr,  # [G, N, K] contiguous
+    N,
+    K,
+    dy_stride,
+    x_stride,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g, a tile of one group a program."""
+    num_tiles_n = tl.cdiv(K, BLOCK_N)
+    num_tiles = tl.cdiv(N, BLOCK_M) * num_tiles_n
+    group = (tl.program_id(0) // num_tiles).to(tl.int64)
+    tile = tl.program_id(0) % num_tiles
+    begin = tl.load(offsets_ptr + group)
+    size = (tl.load(offsets_ptr + group + 1) - begin).to(tl.int32)
+
+    first_n = (tile // num_tiles_n) * BLOCK_M
+    first_k = (tile % num_tiles_n) * BLOCK_N
+    offs_n = tl.arange(0, BLOCK_M)  # from here on offsets within the tile, which fit 32 bits
+    offs_k = tl.arange(0, BLOCK_N)
+    offs_t = tl.arange(0, BLOCK_K)
+    mask_n = offs_n < N - first_n
+    mask_k = offs_k < K - first_k
+    dy_ptr += begin * dy_stride + first_n
+    x_ptr += begin * x_stride + first_k
+    offs_dy = offs_t[None, :] * dy_stride + offs_n[:, None]  # [BLOCK_M, BLOCK_K]
+    offs_x = offs_t[:, None] * x_stride + offs_k[None, :]  # [BLOCK_K, BLOCK_N]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for t in range(0, size, BLOCK_K):
+        mask_t = offs_t < size - t
+        dy = widen(tl.load(dy_ptr + offs_dy, mask=mask_n[:, None] & mask_t[None, :], other=0.0))
+        x = widen(tl.load(x_ptr + offs_x, mask=mask_t[:, None] & mask_k[None, :], other=0.0))
+        acc = tl.dot(dy, x, acc, input_precision=PRECISION)
+        dy_ptr += tl.cast(dy_stride, tl.int64) * BLOCK_K
+        x_ptr += tl.cast(x_stride, tl.int64) * BLOCK_K
+
+    if alpha_ptr is not None:
+        # alpha of a group without rows may be anything
+        acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
+    dw_ptr += group * N * K + first_n.to(tl.int64) * K + first_k
+    offs_dw = offs_n[:, None] * K + offs_k[None, :]
+    tl.store(dw_ptr + offs_dw, round_to(acc, dw_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_k[None, :])
+
+
+@triton.jit
+def bias_grad_kernel(
+    dy_ptr,  # [T, N], rows dy_stride apart
+    offsets_ptr,  # [G + 1] int64
+    scales_ptr,  # [T] or None
+    db_ptr,  # [G, N] contiguous
+    N,
+    dy_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """db[g, n] = sum_t scales[t] dy[t, n] over the rows of group g, a block of columns of one group a program."""
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    group = (tl.program_id(0) // num_tiles_n).to(tl.int64)
+    begin = tl.load(offsets_ptr + group)
+    end = tl.load(offsets_ptr + group + 1)
+    offs_n = (tl.program_id(0) % num_tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for t in range(0, (end - begin).to(tl.int32), BLOCK_T):
+        offs_t = begin + t + tl.arange(0, BLOCK_T)
+        mask_t = offs_t < end
+        dy_ptrs = dy_ptr + offs_t[:, None] * dy_stride + offs_n[None, :]
+        dy = tl.load(dy_ptrs, mask=mask_t[:, None] & mask_n[None, :], other=0.0).to(tl.float32)
+        if scales_ptr is not None:
+            dy *= tl.load(scales_ptr + offs_t, mask=mask_t, other=0.0).to(tl.float32)[:, None]
+        acc += dy
+    db = tl.sum(acc, axis=0)
+    tl.store(db_ptr + group * N + offs_n, round_to(db, db_ptr.dtype.element_ty), mask=mask_n)
+
+
+# ----------------------------------------------------------------------------------------------------- launchers
+
+
+def grouped_gemm_tn(
+    x_TK: Tensor,
+    w_GNK: Tensor,
+    splits: Splits,
+    *,
+    bias_GN: Tensor | None = None,
+    scales_T: Tensor | None = None,
+    alpha_G: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """y[t] = alpha_g x[t] w_g^T + scales[t] bias_g. Returns y [T, N], or `out` filled with it.
+
+    x: [T, K] and w: [G, N, K] of one floating dtype. bias: [G, N], scales: [T] (1 if None; scale the bias alone),
+    alpha: [G] or () float32 (1 if None). out: [T, N], in out_dtype (x's if None). Rows of no group are zero.
+    """
+    check_m_grouped(x_TK, w_GNK, splits, bias_GN, scales_T, w_features=2)
+    out = _output(out, (x_TK.shape[0], w_GNK.shape[1]), out_dtype, x_TK)
+    if out.device.type == "cuda":
+        target = with_contiguous_rows(out, empty=True)
+        grouped_gemm_tn_triton(
+            with_contiguous_rows(x_TK),
+            w_GNK.contiguous(),
+            splits.offsets,
+            None if bias_GN is None else bias_GN.contiguous(),
+            None if scales_T is None else scales_T.contiguous(),
+            per_group(alpha_G, splits),
+            target,
+            tf32=allow_tf32(),
+        )
+        return out if target is out else out.copy_(target)
+    _m_grouped_on_cpu(out, x_TK, w_GNK.transpose(1, 2), splits, alpha_G, bias_GN, scales_T)
+    return out
+
+
+def grouped_gemm_nn(
+    dy_TN: Tensor,
+    w_GNK: Tensor,
+    splits: Splits,
+    *,
+    alpha_G: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """dx[t] = alpha_g dy[t] w_g. Returns dx [T, K], or `out` filled with it.
+
+    dy: [T, N] and w: [G, N, K] of one floating dtype. alpha: [G] or () float32 (1 if None). out: [T, K], in out_dtype
+    (dy's if None). Rows of no group are zero.
+    """
+    check_m_grouped(dy_TN, w_GNK, splits, w_features=1)
+    out = _output(out, (dy_TN.shape[0], w_GNK.shape[2]), out_dtype, dy_TN)
+    if out.device.type == "cuda":
+        target = with_contiguous_rows(out, empty=True)
+        grouped_gemm_nn_triton(
+            with_contiguous_rows(dy_TN),
+            w_GNK.contiguous(),
+            splits.offsets,
+            per_group(alpha_G, splits),
+            target,
+            tf32=allow_tf32(),
+        )
+        return out if target is out else out.copy_(target)
+    _m_grouped_on_cpu(out, dy_TN, w_GNK, splits, alpha_G)
+    return out
+
+
+def grouped_gemm_nt(
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    splits: Splits,
+    *,
+    alpha_G: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """dw_g = alpha_g dy_g^T x_g. Returns dw [G, N, K], or `out` filled with it.
+
+    dy: [T, N] and x: [T, K] of one floating dtype. alpha: [G] or () float32 (1 if None). out: [G, N, K], in out_dtype
+    (x's if None). A group without rows gets zeros.
+    """
+    _check_rows(dy_TN, splits)
+    _check_rows(x_TK, splits)
+    _check_dtypes(dy_TN, x_TK)
+    out = _output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
+    if out.device.type == "cuda":
+        target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        grouped_gemm_nt_triton(
+            with_contiguous_rows(dy_TN),
+            with_contiguous_rows(x_TK),
+            splits.offsets,
+            per_group(alpha_G, splits),
+            target,
+            tf32=allow_tf32(),
+        )
+        return out if target is out else out.copy_(target)
+    alphas = _alphas(alpha_G, splits)
+    for group, rows in _row_slices(splits):
+        if rows.start == rows.stop:
+            out[group].zero_()
+        else:
+            _product(out[group], dy_TN[rows].T, x_TK[rows], alphas[group])
+    return out
+
+
+def grouped_bias_grad(
+    dy_TN: Tensor, splits: Splits, *, scales_T: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """db_g = sum of scales[t] dy[t] over the rows of group g, summed in float32. Returns db [G, N].
+
+    dy: [T, N]. scales: [T] (1 if None). The result is in out_dtype (dy's if None). A group without rows gets zeros.
+    """
+    _check_rows(dy_TN, splits)
+    _check_scales(scales_T, splits)
+    if dy_TN.device.type != "cuda":
+        return grouped_bias_grad_ref(dy_TN, splits, scales_T=scales_T, out_dtype=out_dtype)
+    _refuse_float64(dy_TN)
+    out = _output(None, (splits.num_groups, dy_TN.shape[1]), out_dtype, dy_TN)
+    grouped_bias_grad_triton(
+        with_contiguous_rows(dy_TN), splits.offsets, None if scales_T is None else scales_T.contiguous(), out
+    )
+    return out
+
+
+@torch.library.custom_op("fuser::grouped_gemm_tn", mutates_args=("out",))
+def grouped_gemm_tn_triton(
+    x_TK: Tensor,
+    w_GNK: Tensor,
+    offsets: Tensor,
+    bias_GN: Tensor | None,
+    scales_T: Tensor | None,
+    alpha_G: Tensor | None,
+    out: Tensor,
+    tf32: bool,
+) -> None:
+    """Launches TN. Rows of x and out are contiguous, w, offsets [G + 1], bias, scales, alpha [G] are contiguous."""
+    _, N, K = w_GNK.shape
+    _launch_m_grouped(x_TK, w_GNK, offsets, bias_GN, scales_T, alpha_G, out, K, N, 1, K, tf32)
+
+
+@torch.library.custom_op("fuser::grouped_gemm_nn", mutates_args=("out",))
+def grouped_gemm_nn_triton(
+    dy_TN: Tensor, w_GNK: Tensor, offsets: Tensor, alpha_G: Tensor | None, out: Tensor, tf32: bool
+) -> None:
+    """Launches NN. Rows of dy and out are contiguous, w, offsets [G + 1], alpha [G] are contiguous."""
+    _, N, K = w_GNK.shape
+    _launch_m_grouped(dy_TN, w_GNK, offsets, None, None, alpha_G, out, N, K, K, 1, tf32)
+
+
+@torch.library.custom_op("fuser::grouped_gemm_nt", mutates_args=("out",))
+def grouped_gemm_nt_triton(
+    dy_TN: Tensor, x_TK: Tensor, offsets: Tensor, alpha_G: Tensor | None, out: Tensor, tf32: bool
+) -> None:
+    """Launches NT. Rows of dy and x are contiguous, offsets [G + 1], alpha [G], out are contiguous."""
+    G, N, K = out.shape
+    if dy_TN.shape[0] == 0 or out.numel() == 0:
+        out.zero_()
+        return
+    config = k_grouped_config(
+        dy_TN.dtype, tf32=tf32, aligned=is_aligned(dy_TN, x_TK, out), capability=capability(out)
+    )
+    grid = (G * triton.cdiv(N, config.block_m) * triton.cdiv(K, config.block_n),)
+    with torch.cuda.device_of(out):
+        k_grouped_kernel[grid](
+            dy_TN,
+            x_TK,
+            offsets,
+            alpha_G,
+            out,
+            N,
+            K,
+            dy_TN.stride(0),
+            x_TK.stride(0),
+            PRECISION="tf32" if tf32 else "ieee",
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+
+@torch.library.custom_op("fuser::grouped_bias_grad", mutates_args=("out",))
+def grouped_bias_grad_triton(dy_TN: Tensor, offsets: Tensor, scales_T: Tensor | None, out: Tensor) -> None:
+    """Launches the bias gradient. Rows of dy are contiguous, offsets [G + 1], scales, out are contiguous."""
+    if dy_TN.numel() == 0:
+        out.zero_()
+        return
+    G, N = out.shape
+    config = grouped_bias_grad_config()
+    with torch.cuda.device_of(out):
+        bias_grad_kernel[(G * triton.cdiv(N, config.block_n),)](
+            dy_TN,
+            offsets,
+            scales_T,
+            out,
+            N,
+            dy_TN.stride(0),
+            BLOCK_T=config.block_t,
+            BLOCK_N=config.block_n,
+            num_warps=config.num_warps,
+        )
+
+
+def allow_tf32() -> bool:
+    """May a float32 product on CUDA be computed in TF32?"""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def capability(x: Tensor) -> tuple[int, int]:
+    """The compute capability of x's GPU; Hopper's for a CPU tensor, which only the interpreter brings here."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+
+
+def _launch_m_grouped(
+    a: Tensor,
+    w: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    alpha: Tensor | None,
+    out: Tensor,
+    R: int,
+    C: int,
+    w_stride_r: int,
+    w_stride_c: int,
+    tf32: bool,
+) -> None:
+    if out.numel() == 0:
+        return
+    rows, num_groups = a.shape[0], w.shape[0]
+    config = m_grouped_config(
+        rows, num_groups, a.dtype, tf32=tf32, aligned=is_aligned(a, w, out), capability=capability(out)
+    )
+    slots = rows // config.block_m + num_groups + 1  # the tail is a group too
+    with torch.cuda.device_of(out):
+        m_grouped_kernel[(slots * triton.cdiv(C, config.block_n),)](
+            a,
+            w,
+            offsets,
+            bias,
+            scales,
+            alpha,
+            out,
+            rows,
+            num_groups,
+            R,
+            C,
+            a.stride(0),
+            w.shape[1] * w.shape[2],
+            w_stride_r,
+            w_stride_c,
+            out.stride(0),
+            PRECISION="tf32" if tf32 else "ieee",
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+
+# Every buffer that a launcher writes is an argument, so nothing comes back and there is no shape to derive.
+@grouped_gemm_tn_triton.register_fake
+def _(x_TK, w_GNK, offsets, bias_GN, scales_T, alpha_G, out, tf32) -> None: ...
+
+
+@grouped_gemm_nn_triton.register_fake
+def _(dy_TN, w_GNK, offsets, alpha_G, out, tf32) -> None: ...
+
+
+@grouped_gemm_nt_triton.register_fake
+def _(dy_TN, x_TK, offsets, alpha_G, out, tf32) -> None: ...
+
+
+@grouped_bias_grad_triton.register_fake
+def _(dy_TN, offsets, scales_T, out) -> None: ...
+
+
+# -------------------------------------------------------------------------------------------------- the CPU's way
+
+
+def _m_grouped_on_cpu(
+    out: Tensor,
+    a: Tensor,
+    w_GRC: Tensor,
+    splits: Splits,
+    alpha_G: Tensor | None,
+    bias_GC: Tensor | None = None,
+    scales_T: Tensor | None = None,
+) -> None:
+    """One product a group, straight into its rows: as fast as torch's grouped_mm (measured, fp32 and bf16)."""
+    alphas = _alphas(alpha_G, splits)
+    end = 0
+    for group, rows in _row_slices(splits):
+        bias = None if bias_GC is None else bias_GC[group]
+        if bias is not None and scales_T is not None:
+            bias = accumulator_like(scales_T[rows, None]) * bias
+        _product(out[rows], a[rows], w_GRC[group], alphas[group], bias)
+        end = rows.stop
+    out[end:].zero_()
+
+
+def _product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Tensor | None = None) -> None:
+    """out = alpha * (a @ b) + added, rounded once."""
+    if alpha is None and a.dtype == out.dtype:
+        if added is None:
+            torch.mm(a, b, out=out)
+            return
+        if added.dtype == out.dtype:
+            torch.addmm(added, a, b, out=out)
+            return
+    product = accumulator_like(a) @ accumulator_like(b)
+    if alpha is not None:
+        product *= alpha
+    if added is not None:
+        product += added
+    out.copy_(product)
+
+
+def _alphas(alpha_G: Tensor | None, splits: Splits) -> list[Tensor | None] | tuple[Tensor, ...]:
+    return [None] * splits.num_groups if alpha_G is None else alpha_G.expand(splits.num_groups).unbind()
+
+
+def _row_slices(splits: Splits) -> Iterator[tuple[int, slice]]:
+    """(group, its rows) for each group. Reads the sizes on the host: for references and CPU tensors."""
+    begin = 0
+    for group, size in enumerate(splits.tolist()):
+        yield group, slice(begin, begin + size)
+        begin += size
+
+
+def accumulator_like(x: Tensor) -> Tensor:
+    """x in the dtype in which sums are made: at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# --------------------------------------------------------------------------------------------------------- checks
+
+
+def check_m_grouped(
+    x: Tensor,
+    w_GNK: Tensor,
+    splits: Splits,
+    bias_GN: Tensor | None = None,
+    scales_T: Tensor | None = None,
+    *,
+    w_features: int,
+) -> None:
+    """Raises unless the operands fit. x's features are those of w's dimension `w_features`."""
+    _check_rows(x, splits)
+    _check_dtypes(x, w_GNK)
+    if w_GNK.dim() != 3 or w_GNK.shape[0] != splits.num_groups or w_GNK.shape[w_features] != x.shape[1]:
+        needed: list[object] = [splits.num_groups, "out_features", "in_features"]
+        needed[w_features] = x.shape[1]
+        raise ValueError(
+            f"the weight has shape {list(w_GNK.shape)}, but must be [{', '.join(map(str, needed))}] for "
+            f"{splits.num_groups} groups and rows of {x.shape[1]} features. Pass the weight that belongs to these rows."
+        )
+    if bias_GN is not None and bias_GN.shape != w_GNK.shape[:2]:
+        raise ValueError(
+            f"bias has shape {list(bias_GN.shape)}, but must be {list(w_GNK.shape[:2])}. Pass one row for each group."
+        )
+    _check_scales(scales_T, splits)
+
+
+def _check_scales(scales_T: Tensor | None, splits: Splits) -> None:
+    if scales_T is not None and scales_T.shape != (splits.rows,):
+        raise ValueError(f"scales has shape {list(scales_T.shape)}, but must be [{splits.rows}]. Pass one for each row.")
+
+
+def _check_rows(x: Tensor, splits: Splits) -> None:
+    if x.dim() != 2 or x.shape[0] != splits.rows:
+        raise ValueError(
+            f"an operand has shape {list(x.shape)}, but the splits were made for {splits.rows} rows. "
+            f"Pass a matrix of {splits.rows} rows, or make the splits for this one."
+        )
+    if x.device != splits.offsets.device:
+        raise ValueError(f"an operand is on {x.device}, but the splits are on {splits.offsets.device}. Move one of them.")
+
+
+def _check_dtypes(x: Tensor, w: Tensor) -> None:
+    if x.dtype != w.dtype or not x.is_floating_point():
+        raise TypeError(
+            f"the operands are {x.dtype} and {w.dtype}, but must have one floating dtype. Convert one of them."
+        )
+    if x.device != w.device:
+        raise ValueError(f"the operands are on {x.device} and {w.device}, but must be on one device. Move one of them.")
+    _refuse_float64(x)
+
+
+def _refuse_float64(x: Tensor) -> None:
+    if x.dtype == torch.float64 and x.is_cuda:
+        raise NotImplementedError(
+            "float64 has no grouped kernel on CUDA. Use the split path (path='split'), or float32, bfloat16 or float16."
+        )
+
+
+def _output(out: Tensor | None, shape: tuple[int, ...], out_dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    """`out` if it fits, or a new tensor."""
+    if out is None:
+        return torch.empty(shape, dtype=out_dtype or x.dtype, device=x.device)
+    if out.shape != shape or out.device != x.device or (out_dtype is not None and out.dtype != out_dtype):
+        raise ValueError(
+            f"out is {out.dtype} {list(out.shape)} on {out.device}, but must be {out_dtype or x.dtype} {list(shape)} "
+            f"on {x.device}. Pass such a buffer, or None."
+        )
+    return out
+
+
+def with_contiguous_rows(x: Tensor, *, empty: bool = False) -> Tensor:
+    """x if the elements of a row lie side by side, or a contiguous copy (without the values, if `empty`)."""
+    if x.stride(1) == 1 or x.shape[1] == 1:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if empty else x.contiguous()
+
+
+def per_group(alpha_G: Tensor | None, splits: Splits) -> Tensor | None:
+    return None if alpha_G is None else alpha_G.expand(splits.num_groups).contiguous()

@@ -1,0 +1,39 @@
+"""Rounding that is right on the GPU and under Triton's interpreter, and the one place that asks which of the two runs.
+
+The interpreter holds bf16 numbers as raw 16-bit integers, so its bf16 arithmetic is silently wrong, and it truncates
+where the hardware rounds to nearest even. A kernel stays clear of both by two rules:
+
+    x = widen(tl.load(...))                  after each load: float32 under the interpreter, unchanged on the GPU
+    tl.store(..., round_to(acc, DTYPE))      before each store: rounded to nearest, ties to even, by either
+
+On the GPU both compile to what one would have written without them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Triton reads TRITON_INTERPRET when a kernel is defined; this is its own answer, so the two cannot disagree.
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def widen(x):
+    """x as a number that may be computed with: float32 under the interpreter, as it is on the GPU."""
+    if INTERPRET:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """Float32 x rounded to DTYPE (float32, float16 or bfloat16): to nearest, ties to even; NaN stays NaN."""
+    if INTERPRET and DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        # Half of the last place that is kept, less one if that place is even: the carry does the rounding.
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x == x, rounded, 0x7FC0)
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)

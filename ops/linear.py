@@ -1,0 +1,102 @@
+"""Linear: y = x W^T + b, quantized as the recipe says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ops.gemm import for_wgrad, gemm, quantized
+from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from recipes.quantizer import Quantizer
+from recipes.recipe import Recipe, Role
+
+
+class Linear(BasicOperation):
+    """y = x W^T + b, for x [..., in_features].
+
+    weight: [out_features, in_features]; bias: [out_features]. Initialised as `torch.nn.Linear`.
+    Under a recipe x, W and dy are quantized for the three products: x and W along in_features for the forward pass,
+    dy and W along out_features for dx, dy and x along the rows for dW. The bias gradient is the sum of the
+    unquantized dy over the rows, accumulated in float32.
+
+    Raises ValueError for features that are not positive, or an x whose last dimension is not in_features.
+    """
+
+    accepts_quantized = True
+
+    class Saved(NamedTuple):
+        x: Any  # Tensor | QuantizedTensor (columnwise copy only); None if no weight gradient is wanted
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if in_features <= 0 or out_features <= 0:
+            raise ValueError(
+                f"Linear got in_features={in_features}, out_features={out_features}. Both must be positive."
+            )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(in_features), weight and bias, as `torch.nn.Linear`."""
+        bound = self.in_features**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
+        return recipe.quantizer(Role.INPUT)
+
+    def grad_output_quantizer(self, recipe: Recipe) -> Quantizer | None:
+        return recipe.quantizer(Role.GRAD_OUTPUT)
+
+    def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"x has {x.shape[-1]} features, but in_features is {self.in_features}. "
+                "Check the operation before this one."
+            )
+        wgrad = "weight" in ctx.needs.params
+        rows = quantized(_matrix(x), ctx.recipe.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
+        w = quantized(ctx.param("weight"), ctx.recipe.quantizer(Role.WEIGHT), rowwise=True)
+        y = gemm("TN", rows, w, ctx.dtype, added=None if self.bias is None else ctx.param("bias"))
+        if ctx.needs_grad:
+            ctx.saved = self.Saved(for_wgrad(rows) if wgrad else None)
+        return y.view(*x.shape[:-1], self.out_features), {}
+
+    def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
+        saved: Linear.Saved = ctx.saved
+        needs = ctx.needs
+        wgrad = "weight" in needs.params
+        rows = quantized(_matrix(dy), ctx.recipe.quantizer(Role.GRAD_OUTPUT), rowwise=needs.input, columnwise=wgrad)
+        dx = None
+        gradients: dict[str, Tensor | None] = {}
+        if needs.input:
+            w = quantized(ctx.param("weight"), ctx.recipe.quantizer(Role.WEIGHT), columnwise=True)
+            dx = gemm("NN", rows, w, ctx.dtype).view(*dy.shape[:-1], self.in_features)
+        if wgrad:
+            gradients["weight"] = gemm("NT", rows, saved.x, ctx.dtype)
+        if "bias" in needs.params:
+            plain = _matrix(dy if isinstance(dy, Tensor) else dy.dequantize())
+            gradients["bias"] = plain.sum(0, dtype=torch.promote_types(plain.dtype, torch.float32))
+        return dx, gradients, {}
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def _matrix(x: Any) -> Any:
+    return x.reshape(-1, x.shape[-1]) if isinstance(x, Tensor) else x

@@ -1,0 +1,194 @@
+"""The contract of an operation: what a user subclasses to add a basic operation or a fused one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+from torch import Tensor, nn
+
+from ops.context import IndexTensor, OperationContext
+from ops.run import Pipeline
+from recipes.quantizer import Quantizer
+from recipes.recipe import Recipe
+from recipes.request import PlanRequest
+from recipes.splits import Splits
+
+__all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "IndexTensor", "OperationContext", "optional"]
+
+BackwardOfBasic = tuple[Any, Mapping[str, Tensor | None], Mapping[str, Tensor | None]]
+BackwardOfFused = tuple[Any, Sequence[Mapping[str, Tensor | None]], Mapping[str, Tensor | None]]
+
+
+class FusibleOperation:
+    """What the runner can execute: a `BasicOperation`, or a `FusedOperation` that stands for a run of them.
+
+    accepts_quantized: whether x, or dy, may be a quantized container; otherwise the runner dequantizes it first.
+    """
+
+    accepts_quantized: bool = False
+
+    def kernel(self, request: PlanRequest) -> str:
+        """What does the work for this request, in a few words, for `Sequential.explain()`."""
+        return "torch"
+
+
+class BasicOperation(FusibleOperation, nn.Module, ABC):
+    """One operation with its parameters and state. Subclasses write `fuser_forward` and `fuser_backward`.
+
+    extra_inputs, extra_outputs: name -> kind of the extra tensors that it takes and makes. Kinds: `torch.Tensor`
+    (carries a gradient), `IndexTensor`, `Splits`, or another container class (these do not). An instance may have
+    its own; `rename_extras` changes the names by which its pipeline knows them.
+    buffers: the names of the caller's own tensors that it can write into.
+
+    Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
+    """
+
+    extra_inputs: Mapping[str, type] = {}
+    extra_outputs: Mapping[str, type] = {}
+    buffer_names: tuple[str, ...] = ()
+    renamings: ClassVar[int] = 0  # counts calls of rename_extras, so that a layout notices them
+    _pipeline: Pipeline | None = None
+    _names: Mapping[str, str] = {}
+
+    @abstractmethod
+    def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """y and the extra outputs by name.
+
+        x: in `ctx.dtype`. extras: the extra inputs by name. Gradients are off. y leaves in `ctx.dtype`. Sets
+        `ctx.saved` if `ctx.needs_grad`.
+        """
+
+    @abstractmethod
+    def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
+        """dx, the parameters' gradients by name, and the extra inputs' gradients by name.
+
+        Only what `ctx.needs` asks for has to be there. dy is None where only extra outputs have gradients (this
+        happens only to an operation that has some); `d_extra_outputs` holds the gradients that exist.
+        """
+
+    def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
+        """What this operation quantizes its input with, or None."""
+        return None
+
+    def grad_output_quantizer(self, recipe: Recipe) -> Quantizer | None:
+        """What this operation quantizes the gradient of its output with, or None."""
+        return None
+
+    def extra_name(self, name: str) -> str:
+        """The name by which the pipeline knows this operation's extra tensor `name`."""
+        return self._names.get(name, name)
+
+    def rename_extras(self, **names: str) -> Self:
+        """Ask for, or hand on, extra tensors by other names: `rename_extras(split_sizes="splits_b")`.
+
+        Raises ValueError for a name that the operation does not have.
+        """
+        known = {**self.extra_inputs, **self.extra_outputs}
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"{type(self).__name__} has no extra tensor {name!r}. "
+                    f"It has: {', '.join(map(repr, known)) or 'none'}."
+                )
+        self._names = {**self._names, **names}
+        self._pipeline = None
+        BasicOperation.renamings += 1
+        return self
+
+    def parameter_names(self) -> tuple[str, ...]:
+        """The names of its parameters, those of submodules dotted."""
+        if any(name.startswith("parametrizations.") for name, _ in self.named_parameters()):
+            raise NotImplementedError(
+                f"{type(self).__name__} has parametrized weights (torch.nn.utils.parametrize), which a pipeline cannot "
+                "read at backward time. Remove them with torch.nn.utils.parametrize.remove_parametrizations."
+            )
+        return tuple(name for name, _ in self.named_parameters(remove_duplicate=False))
+
+    def forward(
+        self, x: Tensor, *, outputs: Sequence[str] = (), buffers: Mapping[str, Tensor] | None = None, **extras: Any
+    ) -> Any:
+        """Run this operation alone: y, or (y, {name: extra output}) if `outputs` names some."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            pipeline = self._pipeline = Pipeline((self,))
+        check_extras(pipeline.consumed, pipeline.produced, extras, outputs)
+        y, produced = pipeline(
+            x, extras, wanted=outputs, buffers={0: buffers} if buffers else None, training=self.training
+        )
+        return (y, {name: at_border(produced[name]) for name in outputs}) if outputs else y
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans are made again by a copy: they hold this very object.
+        state = self.__dict__.copy()
+        state.pop("_pipeline", None)
+        return state
+
+
+class Optional(NamedTuple):
+    """A member of a pattern that may be absent. Made by `optional(...)`."""
+
+    alternatives: tuple[type[BasicOperation], ...]
+
+
+def optional(*alternatives: type[BasicOperation]) -> Optional:
+    """A member of a pattern that may be absent: `pattern = (Linear, optional(Bias), AddExtraInput)`."""
+    return Optional(alternatives)
+
+
+class FusedOperation(FusibleOperation):
+    """Stands for a run of basic operations and computes the same in another way. Owns nothing.
+
+    pattern: the classes of the operations, in order. A member is a class, a tuple of classes (any of them), or
+             `optional(...)`. A subclass matches if it kept its parent's fuser_forward and fuser_backward.
+    passes:  "joint" (both; may save what it likes, in `ctxs[0].saved`), "forward" (fills every covered operation's
+             `Saved` exactly as that would itself) or "backward" (consumes what those saved).
+    """
+
+    pattern: ClassVar[tuple[Any, ...]] = ()
+    passes: ClassVar[Literal["joint", "forward", "backward"]] = "joint"
+
+    def __init__(self, operations: Sequence[BasicOperation]) -> None:
+        self.operations = tuple(operations)
+
+    @classmethod
+    def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
+        """None if these operations can be fused for this request, else the reason as a sentence."""
+        return None
+
+    def fuser_forward(
+        self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """As `BasicOperation.fuser_forward`, with one context for each covered operation."""
+        raise NotImplementedError(f"{type(self).__name__} has passes={self.passes!r}, but no fuser_forward.")
+
+    def fuser_backward(
+        self, ctxs: Sequence[OperationContext], dy: Any, d_extra_outputs: Mapping[str, Tensor]
+    ) -> BackwardOfFused:
+        """As `BasicOperation.fuser_backward`, with a list of parameter gradients, one for each covered operation."""
+        raise NotImplementedError(f"{type(self).__name__} has passes={self.passes!r}, but no fuser_backward.")
+
+
+def check_extras(
+    consumed: Sequence[str], produced: Sequence[str], given: Mapping[str, Any], outputs: Sequence[str]
+) -> None:
+    """Raise ValueError, listing what exists, if an extra input is missing or unknown, or an output does not exist."""
+    if len(given) != len(consumed) or given.keys() != set(consumed):
+        missing = [name for name in consumed if name not in given]
+        unknown = [name for name in given if name not in consumed]
+        problem = (f"missing: {', '.join(map(repr, missing))}; " if missing else "") + (
+            f"unknown: {', '.join(map(repr, unknown))}; " if unknown else ""
+        )
+        asked = ", ".join(map(repr, consumed)) or "none"
+        raise ValueError(f"Extra inputs by name: {problem}the operations ask for: {asked}.")
+    for name in outputs:
+        if name not in produced:
+            raise ValueError(
+                f"No operation makes the extra output {name!r}. There are: {', '.join(map(repr, produced)) or 'none'}."
+            )
+
+
+def at_border(value: Any) -> Any:
+    """An extra output as the caller gets it: a tensor; split sizes as their tensor of sizes."""
+    return value.sizes if isinstance(value, Splits) else value

@@ -1,0 +1,215 @@
+"""Where grouped products run: on one buffer with sizes on the device, or group by group with sizes on the host.
+
+Both paths have the same verbs, so `GroupedLinear` and the fused grouped MLP are written once over them:
+
+    operand(x, splits, quantizer, ...)   x, dy: quantized where the recipe says so
+    weight(w, quantizer, ...)            the weights of all groups
+    fprop  y_g  = x_g  w_g^T + b_g       (TN)
+    dgrad  dx_g = dy_g w_g               (NN)
+    wgrad  dw_g = dy_g^T x_g             (NT)
+
+`GroupedPath` never reads the device from the host, so a CUDA graph of it can be replayed with other split sizes.
+`SplitPath` reads the split sizes and loops over the groups. It is for quantizers that know single tensors only, for
+dtypes without a grouped kernel, and as the independent check of the other path.
+"""
+# T rows, G groups, K in features, N out features
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.gemm import Layout, accumulator, for_wgrad, gemm, operands, quantized
+from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from recipes.grouped_tensor import GroupedTensor
+from recipes.quantized_tensor import QuantizedTensor
+from recipes.quantizer import Quantizer
+from recipes.request import PlanRequest
+from recipes.splits import Splits
+
+
+class SplitTensors(NamedTuple):
+    """One tensor a group, each quantized by itself where the recipe says so. `rows` counts the tail too."""
+
+    members: tuple[Any, ...]  # Tensor | QuantizedTensor; None in an empty template
+    sizes: tuple[int, ...]
+    rows: int
+
+    def tensors(self) -> list[Tensor | None]:
+        return [tensor for member in self.members for tensor in _tensors(member)]
+
+    def rebuild(self, tensors: Sequence[Tensor | None]) -> SplitTensors:
+        remaining = iter(tensors)
+        members = []
+        for member in self.members:
+            mine = [next(remaining) for _ in _tensors(member)]
+            members.append(member.rebuild(mine) if isinstance(member, QuantizedTensor) else mine[0])
+        return self._replace(members=tuple(members))
+
+
+def _tensors(member: Tensor | QuantizedTensor | None) -> Sequence[Tensor | None]:
+    return member.tensors() if isinstance(member, QuantizedTensor) else (member,)
+
+
+class GroupedPath:
+    """One buffer for all groups; split sizes and offsets stay on the device. No host synchronisation."""
+
+    name = "grouped"
+
+    def quantize(
+        self, x: Tensor, splits: Splits, quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
+    ) -> GroupedTensor:
+        """x [T, K] as an operand: rowwise for fprop and dgrad, columnwise for wgrad."""
+        if quantizer is None:
+            return GroupedTensor(x, splits, None, None, x.dtype)
+        return quantizer.quantize_grouped(x, splits, rowwise=rowwise, columnwise=columnwise)
+
+    def weight(
+        self, w: Tensor | Sequence[Tensor], quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
+    ) -> Tensor | QuantizedTensor:
+        """The weights of all groups, [G, N, K] or a sequence of [N, K] (which is copied into one buffer)."""
+        stacked = w if isinstance(w, Tensor) else torch.stack(tuple(w))
+        if quantizer is None:
+            return stacked
+        return quantizer.quantize_stacked(stacked, rowwise=rowwise, columnwise=columnwise)
+
+    def for_wgrad(self, x: GroupedTensor) -> GroupedTensor:
+        """What of x has to be kept for wgrad."""
+        return for_wgrad(x)
+
+    def fprop(
+        self,
+        x: GroupedTensor,
+        w: Tensor | QuantizedTensor,
+        *,
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t] = x[t] w_g^T + scales[t] b_g, [T, N] in x's dtype; rows past the last group are zero."""
+        a, b, alpha = self.factors("TN", x, w)
+        return grouped_gemm_tn(a, b, x.splits, bias_GN=bias, scales_T=scales, alpha_G=alpha, out=out, out_dtype=x.dtype)
+
+    def dgrad(self, dy: GroupedTensor, w: Tensor | QuantizedTensor, *, out: Tensor | None = None) -> Tensor:
+        """dx[t] = dy[t] w_g, [T, K] in dy's dtype; rows past the last group are zero."""
+        a, b, alpha = self.factors("NN", dy, w)
+        return grouped_gemm_nn(a, b, dy.splits, alpha_G=alpha, out=out, out_dtype=dy.dtype)
+
+    def wgrad(self, dy: GroupedTensor, x: GroupedTensor) -> Tensor:
+        """dw_g = dy_g^T x_g, [G, N, K] in dy's dtype; an empty group's is zero."""
+        a, b, alpha = self.factors("NT", dy, x)
+        return grouped_gemm_nt(a, b, dy.splits, alpha_G=alpha, out_dtype=dy.dtype)
+
+    def factors(self, layout: Layout, a: GroupedTensor, b: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What a grouped GEMM multiplies, and the product of the operands' per-tensor scales [G], if they have any."""
+        left, right = operands(layout, a, b, a.dtype)
+        alphas = [alpha for alpha in (left.alpha, right.alpha) if alpha is not None]
+        product = alphas[0] * alphas[1] if len(alphas) == 2 else alphas[0] if alphas else None
+        return left.values, right.values, product
+
+    def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
+        """db_g = sum over the group's rows of scales[t] dy[t], [G, N], accumulated in float32 in a fixed order."""
+        return grouped_bias_grad(dy, splits, scales_T=scales)
+
+
+class SplitPath:
+    """Group by group, with the split sizes read on the host: not for CUDA graphs, and as slow as it sounds."""
+
+    name = "split"
+
+    def quantize(
+        self, x: Tensor, splits: Splits, quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
+    ) -> SplitTensors:
+        """As `GroupedPath.quantize`, each group alone."""
+        sizes = tuple(splits.tolist())
+        parts = x[: sum(sizes)].split(sizes)
+        members = [quantized(part, quantizer, rowwise=rowwise, columnwise=columnwise) for part in parts]
+        return SplitTensors(tuple(members), sizes, x.shape[0])
+
+    def weight(
+        self, w: Tensor | Sequence[Tensor], quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
+    ) -> list[Tensor | QuantizedTensor]:
+        """As `GroupedPath.weight`, each group alone."""
+        members = w.unbind() if isinstance(w, Tensor) else w
+        return [quantized(member, quantizer, rowwise=rowwise, columnwise=columnwise) for member in members]
+
+    def for_wgrad(self, x: SplitTensors) -> SplitTensors:
+        """As `GroupedPath.for_wgrad`."""
+        return x._replace(members=tuple(for_wgrad(member) for member in x.members))
+
+    def fprop(
+        self,
+        x: SplitTensors,
+        w: Sequence[Tensor | QuantizedTensor],
+        *,
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As `GroupedPath.fprop`."""
+        out = _allocate(out, x, w[0].shape[0], w[0])
+        begin = 0
+        for group, size in enumerate(x.sizes):
+            rows = slice(begin, begin + size)
+            added = None
+            if bias is not None:
+                added = bias[group] if scales is None else accumulator(scales[rows, None]) * bias[group]
+            out[rows] = gemm("TN", x.members[group], w[group], out.dtype, added=added)
+            begin += size
+        out[begin:] = 0
+        return out
+
+    def dgrad(self, dy: SplitTensors, w: Sequence[Tensor | QuantizedTensor], *, out: Tensor | None = None) -> Tensor:
+        """As `GroupedPath.dgrad`."""
+        out = _allocate(out, dy, w[0].shape[1], w[0])
+        begin = 0
+        for member, weight, size in zip(dy.members, w, dy.sizes, strict=True):
+            out[begin : begin + size] = gemm("NN", member, weight, out.dtype)
+            begin += size
+        out[begin:] = 0
+        return out
+
+    def wgrad(self, dy: SplitTensors, x: SplitTensors) -> Tensor:
+        """As `GroupedPath.wgrad`."""
+        groups = len(dy.sizes)
+        first_dy, first_x = dy.members[0], x.members[0]
+        dw = torch.zeros(groups, first_dy.shape[1], first_x.shape[1], dtype=first_dy.dtype, device=first_dy.device)
+        for group in range(groups):
+            if dy.sizes[group]:
+                dw[group] = gemm("NT", dy.members[group], x.members[group], dw.dtype)
+        return dw
+
+    def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
+        """As `GroupedPath.bias_grad`."""
+        rows = accumulator(dy) if scales is None else accumulator(dy) * scales[:, None]
+        sizes = splits.tolist()
+        return torch.stack([part.sum(0) for part in rows[: sum(sizes)].split(sizes)]).to(dy.dtype)
+
+
+Path = GroupedPath | SplitPath
+_PATHS: dict[str, Path] = {"grouped": GroupedPath(), "split": SplitPath()}
+
+
+def choose_path(request: PlanRequest) -> Path:
+    """The path that was asked for, else the grouped one unless the recipe says why not.
+
+    Raises ValueError if the grouped path is asked for and the recipe refuses it, or for an unknown name.
+    """
+    asked = request.path
+    if asked is not None and asked not in _PATHS:
+        raise ValueError(
+            f"path={asked!r} does not exist. Paths: {', '.join(map(repr, _PATHS))}, or None to let the recipe decide."
+        )
+    refusal = request.recipe.why_not_grouped(request)
+    if asked == "grouped" and refusal is not None:
+        raise ValueError(f"path='grouped' cannot be taken: {refusal} Leave path unset, or ask for path='split'.")
+    return _PATHS[asked or ("grouped" if refusal is None else "split")]
+
+
+def _allocate(out: Tensor | None, x: SplitTensors, features: int, like: Tensor | QuantizedTensor) -> Tensor:
+    if out is not None:
+        return out
+    return torch.empty(x.rows, features, dtype=like.dtype, device=like.device)

@@ -1,0 +1,137 @@
+"""What a plan makes of a run of operations for one request, worked out before anything runs.
+
+A planner answers a request with a `Plan`: which steps run forward and backward, some of them fused. A `Program` adds
+what does not change from call to call: which gradients each operation computes, in which dtype it runs, and by which
+names its extra tensors go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.paths import choose_path
+from recipes.request import Needs, PlanRequest
+
+
+class Step(NamedTuple):
+    """One thing to execute: a basic operation, or a fused one that stands for several.
+
+    `indices` are the positions, in the pipeline, of the basic operations that it stands for.
+    """
+
+    operation: Any
+    indices: tuple[int, ...]
+    fused: bool
+
+
+class Plan(NamedTuple):
+    """What a planner answers: the steps of both passes, and a sentence for every fusion that was refused."""
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    refusals: tuple[str, ...] = ()
+
+
+Planner = Callable[[Sequence[Any], PlanRequest], Plan]
+
+
+def plan_unfused(operations: Sequence[Any], request: PlanRequest) -> Plan:
+    """Every operation by itself."""
+    steps = tuple(Step(operation, (index,), False) for index, operation in enumerate(operations))
+    return Plan(steps, steps)
+
+
+class Wiring(NamedTuple):
+    """A step and the names of its extra tensors: (the operation's own name, the pipeline's name, the kind)."""
+
+    step: Step
+    inputs: tuple[tuple[str, str, type], ...]
+    outputs: tuple[tuple[str, str, type], ...]
+    dtype: torch.dtype  # x arrives in it, in forward
+    upstream_dtype: torch.dtype  # dx leaves in it, in backward
+    needs_grad: bool  # whether backward has anything to do here
+    accepts_quantized: bool
+
+
+class Program:
+    """A plan made ready to run for one request."""
+
+    def __init__(
+        self,
+        operations: Sequence[Any],
+        plan: Plan,
+        request: PlanRequest,
+        input_dtype: torch.dtype,
+        autocast_dtype: torch.dtype | None,
+    ) -> None:
+        self.plan = plan
+        self.request = request
+        self.input_dtype = input_dtype
+        self.path = choose_path(request)
+        flags = iter(request.needs[1])
+        wanted_extras = request.needs[2]
+
+        upstream = request.needs[0]
+        differentiable: set[str] = set(wanted_extras)
+        self.contexts: list[dict[str, Any]] = []
+        dtype = input_dtype
+        self.parameter_names = tuple(operation.parameter_names() for operation in operations)
+        for index, (operation, names) in enumerate(zip(operations, self.parameter_names, strict=True)):
+            if names:
+                dtype = operation.get_parameter(names[0]).dtype
+            if autocast_dtype is not None and dtype != torch.float64:  # which torch.autocast leaves alone too
+                dtype = autocast_dtype
+            needs = Needs(
+                upstream,
+                frozenset(name for name in names if next(flags)),
+                frozenset(
+                    local
+                    for local, kind in operation.extra_inputs.items()
+                    if kind is Tensor and operation.extra_name(local) in differentiable
+                ),
+            )
+            needs_grad = bool(needs.input or needs.params or needs.extras)
+            if needs_grad:
+                upstream = True
+                differentiable |= {
+                    operation.extra_name(local) for local, kind in operation.extra_outputs.items() if kind is Tensor
+                }
+            self.contexts.append(
+                {
+                    "operation": operation,
+                    "index": index,
+                    "recipe": request.recipe,
+                    "dtype": dtype,
+                    "needs": needs,
+                    "needs_grad": needs_grad,
+                    "path": self.path,
+                    "buffers": {},
+                    "next_input_quantizer": None,
+                    "previous_grad_quantizer": None,
+                }
+            )
+        for before, after in zip(self.contexts, self.contexts[1:], strict=False):
+            before["next_input_quantizer"] = after["operation"].input_quantizer(request.recipe)
+            after["previous_grad_quantizer"] = before["operation"].grad_output_quantizer(request.recipe)
+        self.needs_grad = upstream
+        self.output_dtype = dtype
+        self.forward = tuple(self._wire(operations, step) for step in plan.forward)
+        self.backward = tuple(self._wire(operations, step) for step in plan.backward)[::-1]
+
+    def _wire(self, operations: Sequence[Any], step: Step) -> Wiring:
+        covered = [operations[index] for index in step.indices]
+        contexts = [self.contexts[index] for index in step.indices]
+        first = step.indices[0]
+        return Wiring(
+            step,
+            tuple({(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_inputs.items()}),
+            tuple({(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_outputs.items()}),
+            contexts[0]["dtype"],
+            self.contexts[first - 1]["dtype"] if first else self.input_dtype,
+            any(context["needs_grad"] for context in contexts),
+            step.operation.accepts_quantized,
+        )

@@ -1,0 +1,37 @@
+"""Number formats, quantized tensors and recipes: in which numbers a pipeline is computed."""
+
+from recipes.autocast import autocast, current_recipe
+from recipes.current_scaling import Float8CurrentScaling
+from recipes.formats import E4M3, E5M2, Float8Format, Format
+from recipes.grouped_tensor import GroupedTensor
+from recipes.mxfp8 import MXFP8BlockScaling
+from recipes.names import as_recipe
+from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
+from recipes.quantizer import Quantizer
+from recipes.recipe import HighPrecision, Recipe, Role, Target
+from recipes.request import Needs, PlanRequest
+from recipes.splits import Splits
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "Float8CurrentScaling",
+    "Float8Format",
+    "Format",
+    "GroupedTensor",
+    "HighPrecision",
+    "MXFP8BlockScaling",
+    "Needs",
+    "Operand",
+    "PlanRequest",
+    "QuantizedTensor",
+    "Quantizer",
+    "Recipe",
+    "Role",
+    "ScaledCodes",
+    "Splits",
+    "Target",
+    "as_recipe",
+    "autocast",
+    "current_recipe",
+]

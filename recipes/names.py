@@ -1,0 +1,28 @@
+"""Recipes by name: "mxfp8" wherever a recipe is asked for."""
+
+from recipes.current_scaling import Float8CurrentScaling
+from recipes.mxfp8 import MXFP8BlockScaling
+from recipes.recipe import HighPrecision, Recipe
+
+RECIPES: tuple[type[Recipe], ...] = (HighPrecision, Float8CurrentScaling, MXFP8BlockScaling)
+
+
+def as_recipe(recipe: Recipe | str | None) -> Recipe:
+    """The recipe itself, the one of that name with its default fields, or `HighPrecision()` for None.
+
+    Raises ValueError for an unknown name, TypeError for anything else.
+    """
+    if recipe is None:
+        return HighPrecision()
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"recipe is {recipe!r}, but must be a Recipe or a name. Pass {_known_names()}.")
+    for kind in RECIPES:
+        if recipe in kind.names:
+            return kind()
+    raise ValueError(f"there is no recipe named {recipe!r}. Pass {_known_names()}, or a Recipe.")
+
+
+def _known_names() -> str:
+    return ", ".join(f'"{name}"' for kind in RECIPES for name in kind.names)

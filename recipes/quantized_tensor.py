@@ -1,0 +1,138 @@
+"""QuantizedTensor: one tensor, or a stack of weights, as low-precision codes with scales.
+
+A tensor may be held twice, because the two matrix products it takes part in contract different axes:
+
+    rowwise      scaled along the last axis                            fprop, dgrad (x, dy); fprop (w)
+    columnwise   scaled along the rows (for w: along the outputs)      wgrad (x, dy); dgrad (w)
+
+Both copies are cast from the high-precision input, and both keep their codes in the natural order: never transposed.
+A format brings its own `ScaledCodes`; nothing else here knows one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recipes.splits import Splits
+
+
+class Operand(NamedTuple):
+    """One side of a matrix product: y = alpha_a * alpha_b * (a @ b).
+
+    values: exact in a dtype that matrix products take
+    alpha: float32 factor that stays outside the product; () for one tensor, [G] for groups; None for 1
+    """
+
+    values: Tensor
+    alpha: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledCodes(ABC):
+    """One copy: `codes` in the natural order and `scale_inv`, with value = code * scale_inv.
+
+    Where the rows are divided among groups, methods are given the `splits` too.
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
+
+    @abstractmethod
+    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
+        """Values in `dtype`, in the natural order; bfloat16 in place of a dtype that could not hold them."""
+
+    @abstractmethod
+    def group(self, splits: Splits, group: int) -> ScaledCodes:
+        """The copy of one group's rows, as views. Reads the sizes on the host."""
+
+    def dequantize(self, splits: Splits | None = None) -> Tensor:
+        """fl(code * scale_inv) in float32; exactly 0 past the sum of the splits."""
+        values, alpha = self.operand(torch.float32, splits)
+        if alpha is None:
+            return values
+        if splits is not None:
+            # Rows past the sum have codes of 0: any finite factor does.
+            alpha = alpha.index_select(0, splits.group_of_row.clamp(max=splits.num_groups - 1))
+        return values * alpha.reshape(alpha.shape + (1,) * (values.ndim - alpha.ndim))
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A tensor [..., K], or weights [G, N, K] of which each group is scaled by itself.
+
+    rowwise, columnwise: the copies, at least one; one and the same object where a format shares its codes
+    dtype: the nominal dtype, which `dequantize` returns
+    """
+
+    rowwise: ScaledCodes | None
+    columnwise: ScaledCodes | None
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return either(self.rowwise, self.columnwise).codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return either(self.rowwise, self.columnwise).codes.device
+
+    def dequantize(self) -> Tensor:
+        """The values in the nominal dtype, of the rowwise copy if there is one. Computed in float32, rounded once."""
+        return either(self.rowwise, self.columnwise).dequantize().to(self.dtype)
+
+    def operand(self, columnwise: bool, dtype: torch.dtype) -> Operand:
+        """One side of a matrix product, from the copy that is scaled along the axis to be contracted."""
+        return pick(self.rowwise, self.columnwise, columnwise).operand(dtype)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Codes and scales, to travel through `save_for_backward`."""
+        return copies_to_tensors(self.rowwise, self.columnwise)
+
+    def rebuild(self, tensors: Sequence[Tensor | None]) -> QuantizedTensor:
+        """The same container over `tensors`, which come from `tensors()`. With Nones: an empty template."""
+        rowwise, columnwise = copies_from_tensors(self.rowwise, self.columnwise, tensors)
+        return replace(self, rowwise=rowwise, columnwise=columnwise)
+
+
+def either(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None) -> ScaledCodes:
+    """The rowwise copy, or the columnwise one if there is no other."""
+    copy = rowwise if rowwise is not None else columnwise
+    if copy is None:
+        raise ValueError("there is neither a rowwise nor a columnwise copy. Ask the quantizer for at least one.")
+    return copy
+
+
+def pick(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None, want_columnwise: bool) -> ScaledCodes:
+    """The copy that was asked for. Raises RuntimeError if it was never made."""
+    copy = columnwise if want_columnwise else rowwise
+    if copy is None:
+        kind = "columnwise" if want_columnwise else "rowwise"
+        raise RuntimeError(f"there is no {kind} copy. Quantize with {kind}=True.")
+    return copy
+
+
+def copies_to_tensors(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None) -> tuple[Tensor | None, ...]:
+    """Four tensors; a shared copy is named once, so that it is saved once."""
+    tensors: list[Tensor | None] = []
+    for copy in (rowwise, columnwise if columnwise is not rowwise else None):
+        tensors += (copy.codes, copy.scale_inv) if copy is not None else (None, None)
+    return tuple(tensors)
+
+
+def copies_from_tensors(
+    rowwise: ScaledCodes | None, columnwise: ScaledCodes | None, tensors: Sequence[Tensor | None]
+) -> tuple[ScaledCodes | None, ScaledCodes | None]:
+    """The two copies over other tensors, in the order of `copies_to_tensors`."""
+    shared = columnwise is rowwise
+    rowwise = rowwise and _over(rowwise, *tensors[0:2])
+    return rowwise, rowwise if shared else columnwise and _over(columnwise, *tensors[2:4])
+
+
+def _over(copy: ScaledCodes, codes: Tensor | None, scale_inv: Tensor | None) -> ScaledCodes:
+    return replace(copy, codes=codes, scale_inv=scale_inv)  # type: ignore[arg-type]  # None in an empty template

@@ -1,0 +1,86 @@
+"""Recipe: in which numbers a pipeline is computed. `HighPrecision` is the recipe of none.
+
+A recipe is a frozen dataclass, equal by value, and answers questions about itself. No operation is named in one, and
+nobody outside this folder asks for its class.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar, Protocol
+
+import torch
+
+from recipes.quantizer import Quantizer
+
+
+class Role(Enum):
+    """What a tensor is to a matrix product: x and w of fprop, dy of dgrad and wgrad."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    GRAD_OUTPUT = "grad_output"
+
+
+class Target(Protocol):
+    """Where and in which nominal dtype something is to run: as much of a `PlanRequest` as a recipe may look at."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True)
+class Recipe(ABC):
+    """Base of all recipes.
+
+    names: what `autocast` and `as_recipe` accept for this recipe with its default fields; the first is shown
+    path: "grouped" or "split" forces that storage path; None leaves the choice to `why_not_grouped`
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    path: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.path not in (None, "grouped", "split"):
+            raise ValueError(f'path is {self.path!r}, but must be "grouped", "split" or None.')
+
+    @property
+    def name(self) -> str:
+        return self.names[0] if self.names else type(self).__name__
+
+    @abstractmethod
+    def quantizer(self, role: Role) -> Quantizer | None:
+        """The quantizer for tensors in this role; None keeps them in high precision."""
+
+    def support(self, device: torch.device) -> str:
+        """Says "native" if the device multiplies in these numbers, "emulated" if it multiplies dequantized operands."""
+        return "emulated"
+
+    def why_not_grouped(self, request: Target) -> str | None:
+        """Why the grouped path cannot run this request, as a sentence; None if it can."""
+        if request.device.type == "cuda" and request.dtype == torch.float64:
+            return "There is no grouped kernel for float64 on CUDA; the split path multiplies group by group."
+        for role in Role:
+            quantizer = self.quantizer(role)
+            if quantizer is not None and not quantizer.knows_groups():
+                return f"{type(quantizer).__name__} knows single tensors only; the split path quantizes group by group."
+        return None
+
+
+@dataclass(frozen=True)
+class HighPrecision(Recipe):
+    """No quantization: fp64, fp32, fp16 or bf16, as the tensors are."""
+
+    names: ClassVar[tuple[str, ...]] = ("high_precision", "none", "bf16", "fp16", "fp32")
+
+    def quantizer(self, role: Role) -> Quantizer | None:
+        return None
+
+    def support(self, device: torch.device) -> str:
+        return "native"

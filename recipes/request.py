@@ -1,0 +1,39 @@
+"""What is asked of a plan: everything that decides which operations are fused and on which path they run.
+
+Both classes are tuples: immutable, equal by value, cheap to build and to hash. A plan is cached under its request.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from recipes.recipe import Recipe
+
+
+class Needs(NamedTuple):
+    """Which gradients one operation computes: of its input, of these parameters, of these extra inputs."""
+
+    input: bool = False
+    params: frozenset[str] = frozenset()
+    extras: frozenset[str] = frozenset()
+
+
+class PlanRequest(NamedTuple):
+    """The key of a plan.
+
+    recipe: the numbers to compute in; never None (`HighPrecision()` stands for no recipe)
+    device, dtype: where and in which nominal dtype the pipeline runs
+    needs: whether x requires grad; whether each parameter does, in the order of the operations; the names of the
+           extra inputs that do. All False without grad mode.
+    training: whether anything is saved for a backward
+    path: "grouped" or "split" if the caller forces one, else None
+    fusions_version: counts changes of the registered fusions
+    """
+
+    recipe: Recipe
+    device: torch.device
+    dtype: torch.dtype
+    needs: tuple[bool, tuple[bool, ...], tuple[str, ...]]
+    training: bool
+    path: str | None
+    fusions_version: int

@@ -1,0 +1,48 @@
+"""What every test stands on: fixed seeds, poisoned memory, one way to run Triton for each machine.
+
+Marks: `gpu` needs a CUDA device. `interpreter` runs Triton kernels on CPU tensors under Triton's interpreter; a process
+uses that for all kernels or for none, so on a CUDA machine these tests are skipped. `triton` is what `make test` runs
+once more with a second Triton release, every `interpreter` test included. `slow` takes over ten seconds.
+
+Tests that compile kernels do so in a subprocess whose environment has no TRITON_INTERPRET.
+"""
+
+import os
+import random
+
+import hypothesis
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+# Before any kernel's module is imported: Triton reads it when a kernel is defined.
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+# Before the first cuBLAS handle: deterministic algorithms need a fixed workspace.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_CUDA:
+            item.add_marker(pytest.mark.skip(reason="This test needs a CUDA device, and torch sees none."))
+        if item.get_closest_marker("interpreter"):
+            item.add_marker(pytest.mark.triton)
+            if HAS_CUDA:
+                item.add_marker(pytest.mark.skip(reason="With a CUDA device kernels are compiled, not interpreted."))
+
+
+@pytest.fixture(autouse=True)
+def seeded_and_poisoned():
+    """Same random numbers in every run; what `torch.empty` hands out is NaN (the largest number for integers)."""
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,130 @@
+"""The house rules that a parser can see: imports run downward only, and nothing reads the device from the host."""
+
+import ast
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from graphlib import TopologicalSorter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = ("recipes", "ops", "fused", "fuser")
+FILES = [path for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))]
+SIDE_FILES = [path for folder in ("bench", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+# Extras that a user may not have: bench and tests may import them where they are needed.
+OPTIONAL = {"matplotlib", "rich", "safetensors", "transformers", "ml_dtypes"}
+
+HOST_READS = {"item", "tolist", "cpu", "numpy", "synchronize"}
+# Where else than in references (`..._ref`) the host may read the device. file: {function: reason}
+MAY_READ = {
+    "ops/paths.py": {"SplitPath.*": "it reads the split sizes by definition"},
+    "ops/kernels/grouped_gemm.py": {"_row_slices": "for references, and for CPU tensors, where nothing waits"},
+    "recipes/splits.py": {
+        "Splits.tolist": "the door through which the SplitPath and references read sizes",
+        "Splits.make": "sizes that lie on the host already are validated",
+    },
+    "recipes/grouped_tensor.py": {"GroupedTensor.split": "a list of views needs sizes on the host"},
+    "recipes/current_scaling.py": {"*.group": "one group alone, for the SplitPath"},
+    "fuser/testing.py": {"*": "it compares results, on the host"},
+    "recipes/mxfp8.py": {"*.group": "one group alone, for the SplitPath", "_start": "where that group begins"},
+}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=name_of(path))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """(module, names taken from it, level) of each import statement under `tree`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, (), 0) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "", tuple(alias.name for alias in node.names), node.level
+
+
+def functions(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """(qualified name, node) of each outermost function under `tree`; what it defines inside belongs to it."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield outer + node.name, node
+        else:
+            yield from functions(node, f"{outer}{node.name}." if isinstance(node, ast.ClassDef) else outer)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("path", FILES + SIDE_FILES, ids=name_of)
+def test_imports_are_absolute_and_run_downward(path):
+    floor = path.relative_to(ROOT).parts[0]
+    above = {*FLOORS[FLOORS.index(floor) + 1 :], "bench", "tests"} if floor in FLOORS else set()
+    for module, _, level in imports(parsed(path)):
+        assert level == 0, f"{name_of(path)} imports relatively."
+        assert module.split(".")[0] not in above, f"{name_of(path)} imports {module}, which lies above it."
+
+
+@pytest.mark.parametrize("path", FILES + SIDE_FILES, ids=name_of)
+def test_functions_import_nothing(path):
+    allowed = set() if path in FILES else OPTIONAL
+    for function, node in functions(parsed(path)):
+        inside = {module.split(".")[0] for module, _, _ in imports(node)} - allowed
+        assert not inside, f"{name_of(path)}: {function} imports {sorted(inside)}; imports stand at the top of a file."
+
+
+def test_there_is_no_import_cycle():
+    """Between modules as they are imported; two that only name each other's types (`if TYPE_CHECKING`) are no cycle."""
+    modules = {module_name(path): path for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        runtime = [node for node in parsed(path).body if "TYPE_CHECKING" not in ast.unparse(node).split(":")[0]]
+        taken = [(module, names or ("",)) for module, names, _ in imports(ast.Module(runtime, []))]
+        wanted = {sub if (sub := f"{module}.{n}") in modules else module for module, names in taken for n in names}
+        graph[name] = wanted & modules.keys()
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name == "__init__.py"], ids=name_of)
+def test_init_files_only_hand_on_names(path):
+    for node in parsed(path).body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_all = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        # The ordered tuple of built-in fusions is data and lives here (architecture, section 4).
+        is_fusions = name_of(path) == "fused/__init__.py" and "FUSIONS" in ast.unparse(node)
+        assert isinstance(node, ast.Import | ast.ImportFrom) or docstring or is_all or is_fusions, ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_only_the_split_path_and_references_read_the_device(path):
+    allowed = MAY_READ.get(name_of(path), {})
+    for function, node in functions(parsed(path)):
+        if "_ref" in function or any(fnmatch(function, place) for place in allowed):
+            continue
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                to_cpu = call.func.attr == "to" and "'cpu'" in map(ast.unparse, call.args)
+                assert not to_cpu and call.func.attr not in HOST_READS, (
+                    f"{name_of(path)}:{call.lineno}: {function} reads the device: {ast.unparse(call)}"
+                )
+
+
+def test_environment_is_read_in_one_file():
+    readers = [name_of(path) for path in FILES if re.search(r"\bos\.environ|\bgetenv", path.read_text())]
+    assert len(readers) <= 1, readers
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_floors_are_found_side_by_side(floor):
+    """The names are common ones: no other package may stand in for a floor."""
+    spec = find_spec(floor)
+    assert spec is not None
+    assert Path(spec.origin or "").parents[1] == ROOT
