@@ -31,17 +31,23 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one recipe. curves: {seed: training losses by step}; validation_losses: the last of each seed."""
+    """What came of one recipe: seed -> training losses by step, and seed -> the last validation loss.
+
+    Recipes are compared by their first seed, which all of them have: same weights, same batches.
+    """
 
     recipe: str
     curves: dict[int, list[float]]
-    steps: int
-    validation_losses: tuple[float, ...]
+    validation_losses: dict[int, float]
     tokens_per_s: float
 
     @property
+    def curve(self) -> list[float]:
+        return self.curves[min(self.curves)]
+
+    @property
     def validation_loss(self) -> float:
-        return statistics.fmean(self.validation_losses)
+        return self.validation_losses[min(self.validation_losses)]
 
 
 def outcomes(directory: Path) -> dict[str, Outcome]:
@@ -92,7 +98,7 @@ def _outcome(recipe: str, records: list[Record]) -> Outcome:
         else:
             validation[record["seed"]] = record["validation_loss"]
     rates = [record["tokens_per_s"] for record in records if "tokens_per_s" in record]
-    return Outcome(recipe, curves, max(map(len, curves.values())), tuple(validation.values()), statistics.median(rates))
+    return Outcome(recipe, curves, validation, statistics.median(rates))
 
 
 def _summary(found: dict[str, Outcome], corpus: Corpus, model: str, device: torch.device, picture: str) -> str:
@@ -107,7 +113,7 @@ def _summary(found: dict[str, Outcome], corpus: Corpus, model: str, device: torc
         below = "yes" if loss < corpus.bigram_entropy else "not yet"
         rows.append(
             f"| {outcome.recipe} | {loss:.4f} | {ratio} | {below} | {outcome.tokens_per_s:,.0f} "
-            f"| {outcome.steps} | {len(outcome.curves)} | {_support(outcome.recipe, device)} |"
+            f"| {len(outcome.curve)} | {len(outcome.curves)} | {_support(outcome.recipe, device)} |"
         )
     facts = ", ".join(f"{name} {value}" for name, value in environment(device).items())
     return (
@@ -132,7 +138,7 @@ def _verdict(found: dict[str, Outcome]) -> str:
     others = [outcome for recipe, outcome in found.items() if recipe != BASELINE]
     if baseline and others:
         apart = max(abs(other.validation_loss - baseline.validation_loss) for other in others)
-        seeds = baseline.validation_losses
+        seeds = list(baseline.validation_losses.values())
         if len(seeds) > 1:
             noise, source = max(seeds) - min(seeds), f"{len(seeds)} seeds of {BASELINE} here"
         else:
@@ -158,42 +164,39 @@ def _support(label: str, device: torch.device) -> str:
 
 
 def _draw(found: dict[str, Outcome], corpus: Corpus, path: Path) -> None:
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for name, entropy in (("unigram", corpus.unigram_entropy), ("bigram", corpus.bigram_entropy)):
-        axes.axhline(entropy, color="grey", linewidth=0.8, linestyle=":")
-        axes.annotate(
-            f"{name} entropy {entropy:.2f}",
-            (0.995, entropy),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="bottom",
-            color="grey",
-            fontsize=8,
-        )
+    """The curves, and below them, where there is a baseline, how far each lies from the baseline's."""
     baseline = found.get(BASELINE)
+    figure = Figure(figsize=(9, 7 if baseline else 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, *lower = figure.subplots(2 if baseline else 1, squeeze=False, sharex=True)[:, 0]
+    for name, entropy in (("unigram", corpus.unigram_entropy), ("bigram", corpus.bigram_entropy)):
+        upper.axhline(entropy, color="grey", linewidth=0.8, linestyle=":")
+        where = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+        upper.annotate(f"{name} entropy {entropy:.2f}", (0.995, entropy), color="grey", fontsize=8, **where)
+
+    curves = {recipe: _running_mean(outcome.curve) for recipe, outcome in found.items()}
+    base = curves.get(BASELINE, [])
     if baseline and len(baseline.curves) > 1:
-        smooth = list(zip(*map(_running_mean, baseline.curves.values()), strict=False))
-        axes.fill_between(
-            range(1, len(smooth) + 1),
-            [min(at) for at in smooth],
-            [max(at) for at in smooth],
-            color="lightgrey",
-            label=f"{BASELINE}, {len(baseline.curves)} seeds",
-        )
-    for index, outcome in enumerate(found.values()):
-        colour = _COLOURS[index % len(_COLOURS)]
-        losses = _running_mean(outcome.curves[min(outcome.curves)])
-        label = f"{outcome.recipe} (validation {outcome.validation_loss:.3f})"
-        axes.plot(range(1, len(losses) + 1), losses, color=colour, linewidth=1.4, label=label)
-    axes.set(
-        xlabel="step",
-        ylabel=f"training loss, nats/byte (mean of {SMOOTHING} steps)",
-        title=f"One model, the same batches, {len(found)} recipes" if len(found) > 1 else "Training loss",
-    )
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+        seeds = list(zip(*map(_running_mean, baseline.curves.values()), strict=False))
+        steps, label = range(1, len(seeds) + 1), f"{BASELINE}, {len(baseline.curves)} seeds"
+        upper.fill_between(steps, list(map(min, seeds)), list(map(max, seeds)), color="lightgrey", label=label)
+        apart = [(min(at) - zero, max(at) - zero) for at, zero in zip(seeds, base, strict=False)]
+        lower[0].fill_between(steps[: len(apart)], *zip(*apart, strict=True), color="lightgrey")
+    for index, (recipe, losses) in enumerate(curves.items()):
+        style = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.4}
+        label = f"{recipe} (validation {found[recipe].validation_loss:.3f})"
+        upper.plot(range(1, len(losses) + 1), losses, label=label, **style)
+        apart_from_base = [loss - zero for loss, zero in zip(losses, base, strict=False)]
+        for axes in lower:
+            axes.plot(range(1, len(apart_from_base) + 1), apart_from_base, **style)
+
+    upper.set(title=f"Training loss, nats/byte (mean of {SMOOTHING} steps): one model, the same batches")
+    upper.legend(frameon=False)
+    for axes in lower:
+        axes.set(title=f"Distance from {BASELINE}, nats/byte")
+    for axes in (upper, *lower):
+        axes.spines[["top", "right"]].set_visible(False)
+    (upper, *lower)[-1].set(xlabel="step")
     part = path.with_suffix(".part.png")
     figure.savefig(part, dpi=150)
     part.replace(path)

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from fused.kernels.grouped_gemm_swiglu import grouped_gemm_swiglu
+from ops.activation import ActivationOperation
 from ops.clamped_swiglu import ClampedSwiGLU
 from ops.grouped_linear import GroupedLinear
-from ops.kernels.activation import Activation, activation, dactivation
+from ops.kernels.activation import activation, dactivation
 from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from ops.paths import GroupedPath, SplitTensors
 from ops.scaled_clamped_qgeglu import ScaledClampedQGeGLU
@@ -49,14 +50,14 @@ class GroupedMLP(FusedOperation):
         super().__init__(operations)
         self.fc1 = cast(GroupedLinear, operations[0])
         self.fc2 = cast(GroupedLinear, operations[2])
-        self.activation: Activation = cast(Any, operations[1]).activation
+        self.activation = cast(ActivationOperation, operations[1]).activation
         self.scaled = "scales" in operations[1].extra_inputs
 
     @classmethod
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
         fc1, act, fc2 = operations
         assert isinstance(fc1, GroupedLinear) and isinstance(fc2, GroupedLinear), "the pattern says so"
-        width = cast(Any, act).activation.input_features(fc2.in_features)
+        width = cast(ActivationOperation, act).activation.input_features(fc2.in_features)
         if fc1.num_groups != fc2.num_groups:
             return f"FC1 has {fc1.num_groups} groups, but FC2 has {fc2.num_groups}."
         if fc1.out_features != width:
@@ -105,10 +106,12 @@ class GroupedMLP(FusedOperation):
         w, bias = self.fc1.weight_operand(ctx, rowwise=True), self.fc1.biases(ctx)
         if isinstance(ctx.path, GroupedPath) and self.activation.kind == "swiglu" and splits.device.type == "cuda":
             left, right, alpha = ctx.path.factors("TN", x, w)
-            return grouped_gemm_swiglu(
+            h, act = grouped_gemm_swiglu(
                 left, right, splits, bias_GN=bias, scales_T=scales if self.scaled else None, alpha_G=alpha,
                 glu_interleave_size=self.activation.glu_interleave_size, out_dtype=ctx.dtype,
             )  # fmt: skip
+            assert h is not None, "it is always asked for here"
+            return h, act
         h = ctx.path.fprop(x, w, bias=bias)
         return h, activation(h, self.activation, scales if self.scaled else None)
 

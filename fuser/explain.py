@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from fuser.layout import Layout
+from fuser.layout import Container, Layout
 from fuser.plan import fusions_version
-from ops.operation import BasicOperation
 from ops.paths import choose_path
+from ops.program import Step
 from ops.run import Pipeline
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
@@ -32,28 +34,35 @@ def explain(
             lines += [f"stage {number}: pipeline", *_explain_pipeline(stage.runner, request)]
         else:
             reason = f", called by itself because {stage.why_alone}" if stage.why_alone else ""
-            lines.append(f"stage {number}: {type(stage.runner).__name__}{reason}")
+            lines.append(f"stage {number}: {stage.label}  {type(stage.runner).__name__}{reason}")
+            if isinstance(stage.runner, Container):
+                inner = explain(stage.runner.layout(), recipe, device, dtype, training, requires_grad)
+                lines += [f"  {line}" for line in inner.splitlines()[1:]]
     return "\n".join(lines)
 
 
 def _explain_pipeline(pipeline: Pipeline, request: PlanRequest) -> list[str]:
     plan = pipeline.planner(pipeline.operations, request)
-    refusal = request.recipe.why_not_grouped(request)
-    because = ", as asked for" if request.path else f": {refusal}" if refusal else ""
+    reason = request.recipe.why_not_grouped(request)
+    because = ", as asked for" if request.path else f": {reason}" if reason else ""
     lines = [f"  path: {choose_path(request).name}{because}"]
-    for title, steps in (("forward", plan.forward), ("backward", plan.backward)):
-        if title == "backward" and plan.backward == plan.forward:
-            lines[1] = "  forward and backward"
-            break
+    joint = plan.forward == plan.backward
+    passes = {"forward": plan.forward, "backward": plan.backward}
+    for title, steps in ({"forward and backward": plan.forward} if joint else passes).items():
         lines.append(f"  {title}")
-        for step in steps:
-            names = [_named(pipeline.operations[index]) for index in step.indices]
-            covered = f" = {' -> '.join(names)}" if step.fused else ""
-            places = f"{step.indices[0]}-{step.indices[-1]}" if step.fused else str(step.indices[0])
-            title_of_step = type(step.operation).__name__ if step.fused else names[0]
-            lines.append(f"    {places:>5}  {title_of_step}{covered}  [{step.operation.kernel(request)}]")
-    return lines + [f"  not fused: {refusal}" for refusal in plan.refusals]
+        lines += [f"    {_explain_step(pipeline, step, request)}" for step in steps]
+    for refusal in plan.refusals:
+        places = _places(pipeline, refusal.indices)
+        lines.append(f"  not fused: {refusal.fusion.__name__} on operations {places}: {refusal.reason}")
+    return lines
 
 
-def _named(operation: BasicOperation) -> str:
-    return type(operation).__name__
+def _explain_step(pipeline: Pipeline, step: Step, request: PlanRequest) -> str:
+    names = " -> ".join(type(pipeline.operations[index]).__name__ for index in step.indices)
+    name = f"{type(step.operation).__name__} = {names}" if step.fused else names
+    return f"{_places(pipeline, step.indices):>5}  {name}  [{step.operation.kernel(request)}]"
+
+
+def _places(pipeline: Pipeline, indices: Sequence[int]) -> str:
+    first, last = pipeline.labels[indices[0]], pipeline.labels[indices[-1]]
+    return first if len(indices) == 1 else f"{first}-{last}"

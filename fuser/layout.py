@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,12 +16,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 class Stage(NamedTuple):
     """One thing that the Sequential calls. asks, makes: names of extra tensors. indices: of its modules, by position
-    in the outermost Sequential (None inside a nested one)."""
+    in the outermost Sequential (None inside a nested one). label: where it begins, nested ones dotted."""
 
     runner: Any  # Pipeline | nn.Module
     asks: tuple[str, ...]
     makes: tuple[str, ...]
     indices: tuple[int | None, ...]
+    label: str
     why_alone: str | None = None
 
 
@@ -31,6 +32,9 @@ class Container(nn.Module):
     path: str | None
     retain_graph: bool
     planner: FusionPlanner
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        raise NotImplementedError
 
     def can_be_flattened(self) -> bool:
         """Whether running its modules is all that it does."""
@@ -52,14 +56,14 @@ class Layout:
         self.planner = sequential.planner
         self.path = sequential.path
         self.retain_graph = sequential.retain_graph
-        self._contents: list[tuple[Mapping[str, Any], tuple[Any, ...]]] = []
+        self._contents: list[tuple[Container, tuple[Any, ...]]] = []
         self._hooks: list[Mapping[Any, Any]] = []
         self._nested: list[tuple[Container, Layout]] = []
         self._hooked: list[tuple[Mapping[Any, Any], ...]] = []
         self._renamings = BasicOperation.renamings
         self.stages: list[Stage] = []
-        self._run: list[tuple[int | None, BasicOperation]] = []
-        self._collect(sequential, outermost=True)
+        self._run: list[tuple[int | None, str, BasicOperation]] = []
+        self._collect(sequential, "")
         self._close_run()
         self.produced = tuple(name for stage in self.stages for name in stage.makes)
         self.consumed = self._check_names()
@@ -74,32 +78,31 @@ class Layout:
         return (
             self._renamings == BasicOperation.renamings
             and not any(self._hooks)
-            and all(tuple(modules.values()) == members for modules, members in self._contents)
+            and all(_contents(container) == contents for container, contents in self._contents)
             and all(any(hooks) for hooks in self._hooked)
             and all(nested.layout() is layout for nested, layout in self._nested)
         )
 
     def buffers_of(self, stage: Stage, buffers: Mapping[int, Mapping[str, Tensor]]) -> Buffers:
         """The caller's buffers of this stage's operations, by their position in it."""
-        count = len(self._contents[0][1])
+        count = len(self._contents[0][0]._modules)
         at = {index % count: named for index, named in buffers.items()}
         return {position: at[index] for position, index in enumerate(stage.indices) if index in at}
 
-    def _collect(self, sequential: Container, outermost: bool) -> None:
-        members = tuple(module for module in sequential._modules.values() if module is not None)
-        self._contents.append((sequential._modules, members))
-        for index, module in enumerate(members):
-            position = index if outermost else None
+    def _collect(self, sequential: Container, prefix: str) -> None:
+        self._contents.append((sequential, _contents(sequential)))
+        for index, module in enumerate(sequential):
+            position, label = None if prefix else index, f"{prefix}{index}"
             hooks = tuple(getattr(module, name) for name in _HOOKS)
             hooked = any(hooks)
             (self._hooked.append(hooks) if hooked else self._hooks.extend(hooks))
             if isinstance(module, BasicOperation) and not hooked:
-                self._run.append((position, module))
+                self._run.append((position, label, module))
             elif isinstance(module, Container) and not hooked and self._same_settings(module):
-                self._collect(module, outermost=False)
+                self._collect(module, f"{label}.")
             else:
                 self._close_run()
-                self.stages.append(self._alone(position, module, hooked))
+                self.stages.append(self._alone(position, label, module, hooked))
 
     def _same_settings(self, nested: Container) -> bool:
         return (
@@ -109,26 +112,27 @@ class Layout:
             and nested.retain_graph in (False, self.retain_graph)
         )
 
-    def _alone(self, position: int | None, module: nn.Module, hooked: bool) -> Stage:
+    def _alone(self, position: int | None, label: str, module: nn.Module, hooked: bool) -> Stage:
         why = "it has hooks of its own, or is sharded" if hooked else None
         if isinstance(module, BasicOperation):
             asks = tuple(module.extra_name(name) for name in module.extra_inputs)
             makes = tuple(module.extra_name(name) for name in module.extra_outputs)
-            return Stage(module, asks, makes, (position,), why)
+            return Stage(module, asks, makes, (position,), label, why)
         if isinstance(module, Container):
             nested = module.layout()
             self._nested.append((module, nested))
-            return Stage(module, nested.consumed, nested.produced, (position,), why or "its settings differ")
-        return Stage(module, (), (), (position,), why)
+            return Stage(module, nested.consumed, nested.produced, (position,), label, why or "its settings differ")
+        return Stage(module, (), (), (position,), label, why)
 
     def _close_run(self) -> None:
         if self._run:
             pipeline = Pipeline(
-                [operation for _, operation in self._run],
+                [operation for _, _, operation in self._run],
                 planner=self.planner, path=self.path, retain_graph=self.retain_graph,
+                labels=[label for _, label, _ in self._run],
             )  # fmt: skip
-            indices = tuple(position for position, _ in self._run)
-            self.stages.append(Stage(pipeline, pipeline.consumed, tuple(pipeline.produced), indices))
+            indices = tuple(position for position, _, _ in self._run)
+            self.stages.append(Stage(pipeline, pipeline.consumed, tuple(pipeline.produced), indices, self._run[0][1]))
             self._run = []
 
     def _check_names(self) -> tuple[str, ...]:
@@ -150,3 +154,8 @@ class Layout:
                 "operation to the front, or give one of the two another name, with rename_extras."
             )
         return tuple(consumed)
+
+
+def _contents(container: Container) -> tuple[Any, ...]:
+    """What a change of which makes a layout stale."""
+    return container.path, container.retain_graph, container.planner, *container._modules.values()

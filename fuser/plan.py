@@ -7,12 +7,12 @@ from typing import Any
 
 from fused import FUSIONS
 from ops.operation import BasicOperation, FusedOperation, Optional
-from ops.program import Plan, Step
+from ops.program import Plan, Refusal, Step
 from recipes.request import PlanRequest
 
 Fusion = type[FusedOperation]
 
-_registered: list[Fusion] = []
+_registered: list[Registration] = []
 _version = 0
 
 
@@ -25,8 +25,8 @@ class Registration:
     def unregister(self) -> None:
         """Take the fusion out. A second call does nothing."""
         global _version
-        if self.fusion in _registered:
-            _registered.remove(self.fusion)
+        if self in _registered:
+            _registered.remove(self)
             _version += 1
 
     def __enter__(self) -> Registration:
@@ -47,14 +47,16 @@ def register_fusion(fusion: Fusion, *, before: Fusion | None = None) -> Registra
     """
     global _version
     check_fusion_class(fusion)
-    if fusion in _registered:
+    registered = [registration.fusion for registration in _registered]
+    if fusion in registered:
         raise ValueError(f"{fusion.__name__} is registered already. Unregister it first, with the handle you got.")
-    if before is not None and before not in _registered:
-        names = ", ".join(f.__name__ for f in _registered) or "none"
+    if before is not None and before not in registered:
+        names = ", ".join(f.__name__ for f in registered) or "none"
         raise ValueError(f"before={before.__name__} is not a registered fusion. Registered: {names}.")
-    _registered.insert(_registered.index(before) if before else 0, fusion)
+    registration = Registration(fusion)
+    _registered.insert(registered.index(before) if before else 0, registration)
     _version += 1
-    return Registration(fusion)
+    return registration
 
 
 def check_fusion_class(fusion: Any) -> None:
@@ -86,7 +88,9 @@ class FusionPlanner:
         self.fusions = None if fusions is None else tuple(fusions)
 
     def __call__(self, operations: Sequence[BasicOperation], request: PlanRequest) -> Plan:
-        fusions: tuple[Fusion, ...] = (*_registered, *FUSIONS) if self.fusions is None else self.fusions
+        fusions = self.fusions
+        if fusions is None:
+            fusions = (*(registration.fusion for registration in _registered), *FUSIONS)
         return make_plan(operations, request, fusions)
 
 
@@ -96,7 +100,7 @@ def make_plan(operations: Sequence[BasicOperation], request: PlanRequest, fusion
     Each scans from left to right and takes what it matches, so matches do not overlap.
     """
     basic = [Step(operation, (index,), False) for index, operation in enumerate(operations)]
-    refusals: list[str] = []
+    refusals: list[Refusal] = []
 
     def fold(steps: list[Step], passes: str) -> list[Step]:
         for fusion in fusions:
@@ -108,7 +112,7 @@ def make_plan(operations: Sequence[BasicOperation], request: PlanRequest, fusion
     return Plan(tuple(fold(joint, "forward")), tuple(fold(joint, "backward")), tuple(refusals))
 
 
-def _apply(fusion: Fusion, steps: list[Step], request: PlanRequest, refusals: list[str]) -> list[Step]:
+def _apply(fusion: Fusion, steps: list[Step], request: PlanRequest, refusals: list[Refusal]) -> list[Step]:
     result: list[Step] = []
     position = 0
     while position < len(steps):
@@ -121,8 +125,7 @@ def _apply(fusion: Fusion, steps: list[Step], request: PlanRequest, refusals: li
                 result.append(Step(fusion(operations), indices, True))
                 position += count
                 break
-            where = f"operations {covered[0].indices[0]}-{covered[-1].indices[0]}"
-            refusals.append(f"{fusion.__name__} on {where}: {reason}")
+            refusals.append(Refusal(fusion, tuple(step.indices[0] for step in covered), reason))
         else:
             result.append(steps[position])
             position += 1

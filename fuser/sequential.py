@@ -152,19 +152,22 @@ class Sequential(Container):
             self._check_buffers(buffers)
         version = fusions_version()
         for stage, passed_on in zip(layout.stages, layout.passed_on, strict=True):
-            wanted = [*passed_on, *(name for name in outputs if name in stage.makes and name not in passed_on)]
+            wanted = tuple(dict.fromkeys((*passed_on, *(name for name in outputs if name in stage.makes))))
             mine = {name: extras[name] for name in stage.asks}
+            own_buffers = layout.buffers_of(stage, buffers) if buffers else {}
             if isinstance(stage.runner, Pipeline):
                 x, produced = stage.runner(
-                    x, mine, wanted=wanted, buffers=layout.buffers_of(stage, buffers) if buffers else None,
-                    training=self.training, fusions_version=version,
-                )  # fmt: skip
+                    x, mine, wanted=wanted, buffers=own_buffers, training=self.training, fusions_version=version
+                )
                 extras |= produced
-            elif wanted:
-                x, produced = stage.runner(x, outputs=wanted, **mine)
-                extras |= produced
+                continue
+            if isinstance(stage.runner, BasicOperation):
+                settings = {"buffers": own_buffers.get(0), "path": self.path, "retain_graph": self.retain_graph}
+                result = stage.runner(x, outputs=wanted, **settings, **mine)
             else:
-                x = stage.runner(x, **mine)
+                result = stage.runner(x, outputs=wanted, **mine) if wanted else stage.runner(x, **mine)
+            x, produced = result if wanted else (result, {})
+            extras |= produced
         return (x, {name: at_border(extras[name]) for name in outputs}) if outputs else x
 
     def _check_buffers(self, buffers: Mapping[int, Mapping[str, Tensor]]) -> None:

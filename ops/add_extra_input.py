@@ -1,4 +1,4 @@
-"""AddExtraInput: adds an extra input to x."""
+"""AddExtraInput: adds a named tensor to x. The end of a residual branch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
 
 
 class AddExtraInput(BasicOperation):
-    """y = x + the extra input `name`, of x's shape; both gradients are dy. Closes a residual connection.
+    """y = x + extra, for the extra input `name` of x's shape; dx = d_extra = dy.
 
-    The extra input is not cast; the sum is rounded once to x's dtype. Raises ValueError if the shapes differ.
+    The sum of different dtypes is computed in the wider one and rounded once.
+
+    Raises ValueError for an empty name, and for shapes that differ: nothing is broadcast.
     """
 
     def __init__(self, name: str = "extra") -> None:
         super().__init__()
+        if not name:
+            raise ValueError("The name of the extra input is empty. Give that of an earlier operation's extra output.")
         self.name = name
         self.extra_inputs = {name: Tensor}
 
@@ -27,11 +31,10 @@ class AddExtraInput(BasicOperation):
         extra = extras[self.name]
         if extra.shape != x.shape:
             raise ValueError(
-                f"The extra input {self.name!r} has shape {list(extra.shape)}, but x has {list(x.shape)}. "
-                "Give tensors of one shape."
+                f"{self.name} has shape {list(extra.shape)}, but x has shape {list(x.shape)}. "
+                "They must be equal; expand one of them before."
             )
-        y = x + extra
-        return (y if y.dtype == ctx.dtype else y.to(ctx.dtype)), {}
+        return (x + extra).to(ctx.dtype), {}
 
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""Bias: y = x + b."""
+"""Bias: adds a learned vector to the last dimension."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
 
 
 class Bias(BasicOperation):
-    """y = x + b, for x [..., size]; b starts as zeros. db is the sum of dy over all rows, in float32.
+    """y = x + b, for x [..., size]. The gradient of b is the sum of dy over all rows, accumulated in float32.
 
-    Raises ValueError for a size that is not positive, or an x whose last dimension is another.
+    b starts at zero. Raises ValueError for a size that is not positive, and for an x whose last dimension is not size.
     """
 
     def __init__(
@@ -35,16 +35,17 @@ class Bias(BasicOperation):
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
         if x.shape[-1] != self.size:
-            raise ValueError(f"x has {x.shape[-1]} features, but size is {self.size}. Check the operation before this one.")
+            raise ValueError(f"x has {x.shape[-1]} features, but size is {self.size}. Check the operation before this.")
         return x + ctx.param("bias"), {}
 
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfBasic:
-        if "bias" not in ctx.needs.params:
+        if not ctx.needs.params:
             return dy, {}, {}
-        rows = dy.reshape(-1, self.size)
-        return dy, {"bias": rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))}, {}
+        rows = dy if dy.dim() == 2 else dy.reshape(-1, self.size)
+        dtype = torch.float64 if dy.dtype == torch.float64 else torch.float32
+        return dy, {"bias": rows.sum(0, dtype=dtype)}, {}
 
     def extra_repr(self) -> str:
         return f"size={self.size}"

@@ -1,17 +1,22 @@
-"""ClampedSwiGLU: the gated activation of gpt-oss."""
+"""ClampedSwiGLU: SwiGLU with clamped inputs, as GPT-OSS uses it."""
 
 from __future__ import annotations
 
-from ops.gated import ActivationOperation
+from ops.activation import ActivationOperation
 from ops.kernels.activation import Activation
 
 
 class ClampedSwiGLU(ActivationOperation):
-    """y = a' * sigmoid(alpha * a') * (b' + glu_linear_offset) for x = [a | b], [..., 2I] -> [..., I].
+    """y = a' sigmoid(alpha a') (b' + glu_linear_offset), for x [..., 2I] of gate a and linear part b; y [..., I].
 
-    a' = min(a, limit), b' = min(max(b, -limit), limit). The gate a comes first; glu_interleave_size as for `SwiGLU`
-    (gpt-oss itself interleaves single columns: 1).
-    Raises ValueError for a limit that is not positive and finite, or an alpha or offset that is not finite.
+        a' = min(a, limit)      b' = clamp(b, -limit, limit)
+
+    Outside the limits the gradient is zero; at them it is handed on, as by torch.clamp.
+
+    glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
+
+    Raises ValueError for a limit that is not finite and above 0, an alpha or offset that is not finite, an interleave
+    size that is not positive, and for an x whose features are no multiple of 2 S.
     """
 
     def __init__(
@@ -22,11 +27,4 @@ class ClampedSwiGLU(ActivationOperation):
         *,
         glu_interleave_size: int | None = None,
     ) -> None:
-        super().__init__(Activation("clamped_swiglu", limit, alpha, glu_linear_offset, glu_interleave_size))
-
-    def extra_repr(self) -> str:
-        spec = self.activation
-        return (
-            f"limit={spec.limit}, alpha={spec.alpha}, glu_linear_offset={spec.glu_linear_offset}, "
-            f"glu_interleave_size={spec.glu_interleave_size}"
-        )
+        super().__init__(Activation("clamped_swiglu", glu_interleave_size, limit, alpha, glu_linear_offset))

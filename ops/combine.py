@@ -1,4 +1,5 @@
-"""Combine: sums the rows of each token."""
+"""Combine: what the experts made of a token, summed up at its place."""
+# T tokens, H features
 
 from __future__ import annotations
 
@@ -7,15 +8,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ops.kernels.permute import RoutingMap, gather_rows, gather_sum
+from ops.kernels.permute import RoutingMap, combine, dispatch
 from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
 
 
 class Combine(BasicOperation):
-    """y[t] = sum_k x[row of slot (t, k)]: x [T * topk, H] -> [T, H], in the order of the slots and in float32.
+    """y[t] = sum_k x[row of (t, k)], for x [T topk, H]; y [T, H].
 
-    Extra input routing_map: from `Dispatch`. The experts' weights are not applied again: a scaled activation has done
-    so. Raises ValueError for an x with another number of rows.
+    Extra input routing_map: as `Dispatch` makes it. The sum runs over the slots in order, in float32 (float64 for
+    float64), and is rounded once. Nothing is weighed: the scales were applied before, by `ScaledSwiGLU`.
+
+    Raises ValueError for an x that has not one row for each (token, slot) pair.
     """
 
     extra_inputs = {"routing_map": RoutingMap}
@@ -27,16 +30,16 @@ class Combine(BasicOperation):
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
         routing_map: RoutingMap = extras["routing_map"]
-        if x.dim() != 2 or x.shape[0] != routing_map.token_of_row.shape[0]:
+        if x.shape[0] != routing_map.token_of_row.shape[0]:
             raise ValueError(
-                f"x has shape {list(x.shape)}, but the routing map has {routing_map.token_of_row.shape[0]} rows. "
-                "Give the map of the Dispatch that made these rows."
+                f"x has {x.shape[0]} rows, but routing_map was made for {routing_map.token_of_row.shape[0]}. "
+                "Give it the map of the Dispatch that made these rows."
             )
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
-        return gather_sum(x, routing_map), {}
+        return combine(x, routing_map), {}
 
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfBasic:
-        return gather_rows(dy, ctx.saved.routing_map), {}, {}
+        return dispatch(dy, ctx.saved.routing_map), {}, {}

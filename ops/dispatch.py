@@ -1,30 +1,34 @@
-"""Dispatch: copies each token to the rows of its experts."""
+"""Dispatch: tokens to their experts."""
+# T tokens, H features
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ops.kernels.permute import RoutingMap, gather_rows, gather_sum, make_routing_map
+from ops.kernels.permute import RoutingMap, combine, dispatch, make_routing_map
 from ops.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
 from recipes.splits import Splits
 
 
 class Dispatch(BasicOperation):
-    """y[r] = x[token of row r]: x [T, H] -> [T * topk, H], ordered by expert, within an expert by token.
+    """y [T topk, H]: a row of x [T, H] for each (token, slot) pair, ordered by expert, then token, then slot.
 
-    Extra inputs: probs [T, topk], indices [T, topk] int64 in [0, num_experts) (as `Router` makes them). Extra outputs:
+    Extra inputs, as `Router` makes them:
+        probs   [T, topk]: the factor of each pair
+        indices [T, topk] integers in [0, num_experts): the expert of each pair
+    Extra outputs:
+        split_sizes: the number of rows of each expert, [num_experts]
+        scales [T topk]: probs in the order of the rows, in the same dtype; `ScaledSwiGLU` multiplies by them
+        routing_map: for `Combine`
 
-    split_sizes  [num_experts]: the rows of each expert, on x's device
-    scales       [T * topk]: probs in the order of the rows, in their dtype
-    routing_map  where the rows went, for `Combine`
+    dx[t] is the sum of the gradients of t's rows in the order of the slots, in float32, rounded once.
 
-    dx[t] is the sum over the token's rows, in the order of its slots and in float32.
-    Raises ValueError for shapes that do not fit, and on the CPU for indices out of range (on a GPU looking at them
-    would synchronise: rows of such a slot belong to no expert that exists, and are zero from the next GroupedLinear on).
+    Raises ValueError for num_experts that is not positive, shapes that do not fit, and, on the CPU, indices outside
+    [0, num_experts); TypeError for indices that are no integers. On a GPU indices are not looked at, because that
+    would wait for the device: one below 0 counts for expert 0, one above for none, in rows past the sum of the sizes.
     """
 
     extra_inputs = {"probs": Tensor, "indices": IndexTensor}
@@ -44,35 +48,43 @@ class Dispatch(BasicOperation):
     ) -> tuple[Tensor, Mapping[str, Any]]:
         probs, indices = extras["probs"], extras["indices"]
         self._check(x, probs, indices)
-        routing_map, sizes = make_routing_map(indices, self.num_experts)
-        y = gather_rows(x, routing_map)
-        scales = torch.empty_like(probs.flatten()).scatter_(0, routing_map.row_of_slot.flatten(), probs.flatten())
+        routing_map, slot_of_row, sizes = make_routing_map(indices, self.num_experts)
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
-        splits = Splits.make(sizes, rows=y.shape[0], device=y.device)
-        return y, {"split_sizes": splits, "scales": scales, "routing_map": routing_map}
+        return dispatch(x, routing_map), {
+            "split_sizes": Splits.make(sizes, rows=slot_of_row.shape[0], device=x.device),
+            "scales": probs.flatten().index_select(0, slot_of_row),
+            "routing_map": routing_map,
+        }
 
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfBasic:
         routing_map: RoutingMap = ctx.saved.routing_map
+        dx = dprobs = None
+        if dy is not None and ctx.needs.input:
+            dx = combine(dy, routing_map)
         dscales = d_extra_outputs.get("scales")
-        dx = gather_sum(dy, routing_map) if dy is not None and ctx.needs.input else None
-        return dx, {}, {"probs": None if dscales is None else dscales[routing_map.row_of_slot]}
+        if dscales is not None:
+            rows = routing_map.row_of_slot
+            dprobs = dscales.index_select(0, rows.flatten()).view(rows.shape)
+        return dx, {}, {"probs": dprobs}
 
     def _check(self, x: Tensor, probs: Tensor, indices: Tensor) -> None:
         if x.dim() != 2 or indices.dim() != 2 or indices.shape[0] != x.shape[0] or probs.shape != indices.shape:
             raise ValueError(
-                f"x has shape {list(x.shape)}, probs {list(probs.shape)}, indices {list(indices.shape)}. "
-                "Needed: [tokens, features], and twice [tokens, topk]."
+                f"x has shape {list(x.shape)}, probs {list(probs.shape)}, indices {list(indices.shape)}, but "
+                "[tokens, features], [tokens, topk] and [tokens, topk] are needed. Take all three from one Router."
             )
-        if not indices.is_cuda and indices.numel():
-            low, high = indices.aminmax()
-            if low < 0 or high >= self.num_experts:
-                raise ValueError(
-                    f"indices lie between {int(low)} and {int(high)}, but must be in [0, {self.num_experts}). "
-                    "Check num_experts of the router."
-                )
+        if indices.shape[1] == 0:
+            raise ValueError("indices has no slots. Choose at least one expert for each token.")
+        if indices.is_floating_point():
+            raise TypeError(f"indices is {indices.dtype}, but must be integers. Convert it.")
+        if indices.device.type == "cpu" and ((indices < 0) | (indices >= self.num_experts)).any():
+            raise ValueError(
+                f"indices reach from {indices.min()} to {indices.max()}, but num_experts is {self.num_experts}. "
+                "Give both the Router and Dispatch the same number of experts."
+            )
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}"

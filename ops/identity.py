@@ -11,7 +11,7 @@ from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
 
 
 class Identity(BasicOperation):
-    """y = x, dx = dy; quantized containers too."""
+    """y = x, quantized or not."""
 
     accepts_quantized = True
 

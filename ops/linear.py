@@ -64,9 +64,9 @@ class Linear(BasicOperation):
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        if x.shape[-1] != self.in_features:
+        if x.shape[-1:] != (self.in_features,):
             raise ValueError(
-                f"x has {x.shape[-1]} features, but in_features is {self.in_features}. "
+                f"x has shape {list(x.shape)}, but [..., {self.in_features}] is needed. "
                 "Check the operation before this one."
             )
         wgrad = "weight" in ctx.needs.params

@@ -1,4 +1,4 @@
-"""MakeExtraOutput: hands x on twice, along the main line and as an extra output."""
+"""MakeExtraOutput: hands x on a second time, by a name. The beginning of a residual branch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
 
 
 class MakeExtraOutput(BasicOperation):
-    """y = x, and the extra output `name` = x; dx is the sum of both gradients. Opens a residual connection.
+    """y = x, and x once more as the extra output `name`; dx = dy + d_name.
 
-    A later `AddExtraInput(name)` of the same Sequential closes it.
+    A later operation of the same pipeline asks for the name (`AddExtraInput(name)`), or the caller does. Both outputs
+    are x itself, not a copy.
+
+    Raises ValueError for an empty name.
     """
 
     def __init__(self, name: str = "extra") -> None:
         super().__init__()
+        if not name:
+            raise ValueError("The name of the extra output is empty. Give one that a later operation asks for.")
         self.name = name
         self.extra_outputs = {name: Tensor}
 
@@ -29,10 +34,10 @@ class MakeExtraOutput(BasicOperation):
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfBasic:
-        d = d_extra_outputs.get(self.name)
-        if dy is None or d is None:
-            return (d if dy is None else dy), {}, {}
-        return dy + d, {}, {}
+        d_extra = d_extra_outputs.get(self.name)
+        if dy is None or d_extra is None:
+            return dy if d_extra is None else d_extra, {}, {}
+        return dy + d_extra, {}, {}
 
     def extra_repr(self) -> str:
         return repr(self.name)

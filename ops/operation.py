@@ -49,7 +49,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     extra_outputs: Mapping[str, type] = {}
     buffer_names: tuple[str, ...] = ()
     renamings: ClassVar[int] = 0  # counts calls of rename_extras, so that a layout notices them
-    _pipeline: Pipeline | None = None
+    _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
     _names: Mapping[str, str] = {}
 
     @abstractmethod
@@ -93,7 +93,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
                     f"It has: {', '.join(map(repr, known)) or 'none'}."
                 )
         self._names = {**self._names, **names}
-        self._pipeline = None
+        self._pipelines = {}
         BasicOperation.renamings += 1
         return self
 
@@ -107,12 +107,23 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
         return tuple(name for name, _ in self.named_parameters(remove_duplicate=False))
 
     def forward(
-        self, x: Tensor, *, outputs: Sequence[str] = (), buffers: Mapping[str, Tensor] | None = None, **extras: Any
+        self,
+        x: Tensor,
+        *,
+        outputs: Sequence[str] = (),
+        buffers: Mapping[str, Tensor] | None = None,
+        path: str | None = None,
+        retain_graph: bool = False,
+        **extras: Any,
     ) -> Any:
-        """Run this operation alone: y, or (y, {name: extra output}) if `outputs` names some."""
-        pipeline = self._pipeline
+        """Run this operation alone: y, or (y, {name: extra output}) if `outputs` names some.
+
+        path, retain_graph: as for `Sequential`. buffers: the caller's own tensors, by name.
+        """
+        pipeline = self._pipelines.get((path, retain_graph))
         if pipeline is None:
-            pipeline = self._pipeline = Pipeline((self,))
+            pipeline = Pipeline((self,), path=path, retain_graph=retain_graph)
+            self._pipelines = {**self._pipelines, (path, retain_graph): pipeline}
         check_extras(pipeline.consumed, pipeline.produced, extras, outputs)
         y, produced = pipeline(
             x, extras, wanted=outputs, buffers={0: buffers} if buffers else None, training=self.training
@@ -122,7 +133,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     def __getstate__(self) -> dict[str, Any]:
         # Plans are made again by a copy: they hold this very object.
         state = self.__dict__.copy()
-        state.pop("_pipeline", None)
+        state.pop("_pipelines", None)
         return state
 
 

@@ -28,12 +28,20 @@ class Step(NamedTuple):
     fused: bool
 
 
+class Refusal(NamedTuple):
+    """Why a fusion does not stand for the operations at these positions, though its pattern fits."""
+
+    fusion: type
+    indices: tuple[int, ...]
+    reason: str
+
+
 class Plan(NamedTuple):
-    """What a planner answers: the steps of both passes, and a sentence for every fusion that was refused."""
+    """What a planner answers: the steps of both passes, and every fusion that was refused."""
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
-    refusals: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
 
 
 Planner = Callable[[Sequence[Any], PlanRequest], Plan]
@@ -118,6 +126,7 @@ class Program:
             before["next_input_quantizer"] = after["operation"].input_quantizer(request.recipe)
             after["previous_grad_quantizer"] = before["operation"].grad_output_quantizer(request.recipe)
         self.needs_grad = upstream
+        self.differentiable = frozenset(differentiable)  # the extra tensors that carry a gradient
         self.output_dtype = dtype
         self.forward = tuple(self._wire(operations, step) for step in plan.forward)
         self.backward = tuple(self._wire(operations, step) for step in plan.backward)[::-1]
@@ -126,10 +135,13 @@ class Program:
         covered = [operations[index] for index in step.indices]
         contexts = [self.contexts[index] for index in step.indices]
         first = step.indices[0]
+        outputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_outputs.items()}
+        inside = {name for _, name, _ in outputs}  # what one covered operation makes for another is the step's affair
+        inputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_inputs.items()}
         return Wiring(
             step,
-            tuple({(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_inputs.items()}),
-            tuple({(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_outputs.items()}),
+            tuple(entry for entry in inputs if entry[1] not in inside),
+            tuple(outputs),
             contexts[0]["dtype"],
             self.contexts[first - 1]["dtype"] if first else self.input_dtype,
             any(context["needs_grad"] for context in contexts),

@@ -1,4 +1,4 @@
-"""Quantize: hands on a quantized container."""
+"""Quantize: says where x, or its gradient, becomes codes and scales."""
 
 from __future__ import annotations
 
@@ -7,40 +7,47 @@ from typing import Any
 
 from torch import Tensor
 
-from ops.gemm import quantized
 from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
 
 
 class Quantize(BasicOperation):
-    """Quantize x (`forward`) or dy (`backward`) as the recipe does an input or the gradient of an output.
+    """y = x, quantized as the recipe quantizes the input of a product; nothing if the recipe does not.
 
-    One tensor, with one scale for all its rows where the format has one a tensor. The neighbour takes the codes as
-    they are if it can, else the dequantized tensor; that is also what comes out at a pipeline's border. Without a
-    recipe it changes nothing.
+    The next operation gets the quantized container if it takes one, otherwise, as at the pipeline's border, its
+    dequantized tensor. What is quantized already is handed on as it is. The gradient of rounding is taken as 1.
+
+    forward:  quantize x
+    backward: quantize dy, as the gradient of a product's output
     """
 
     accepts_quantized = True
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
-        self.quantize_forward = forward
-        self.quantize_backward = backward
+        self.quantizes_forward = forward
+        self.quantizes_backward = backward
 
     def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
-        return recipe.quantizer(Role.INPUT) if self.quantize_forward else None
+        return recipe.quantizer(Role.INPUT) if self.quantizes_forward else None
 
     def grad_output_quantizer(self, recipe: Recipe) -> Quantizer | None:
-        return recipe.quantizer(Role.GRAD_OUTPUT) if self.quantize_backward else None
+        return recipe.quantizer(Role.GRAD_OUTPUT) if self.quantizes_backward else None
 
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        quantizer = self.input_quantizer(ctx.recipe)
-        return (x if quantizer is None else quantized(x, quantizer, rowwise=True, columnwise=True)), {}
+        return _quantized(x, self.input_quantizer(ctx.recipe)), {}
 
     def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
-        quantizer = self.grad_output_quantizer(ctx.recipe)
-        return (dy if quantizer is None else quantized(dy, quantizer, rowwise=True, columnwise=True)), {}, {}
+        return _quantized(dy, self.grad_output_quantizer(ctx.recipe)), {}, {}
 
     def extra_repr(self) -> str:
-        return f"forward={self.quantize_forward}, backward={self.quantize_backward}"
+        return f"forward={self.quantizes_forward}, backward={self.quantizes_backward}"
+
+
+def _quantized(x: Any, quantizer: Quantizer | None) -> Any:
+    if quantizer is None or not isinstance(x, Tensor):
+        return x
+    # Both copies: which products the neighbour computes is not known here, and a copy that is missing would have to
+    # be cast from the other one, which rounds twice.
+    return quantizer.quantize(x, rowwise=True, columnwise=True)

@@ -1,4 +1,5 @@
-"""Router: which experts each token goes to, and with which weight."""
+"""Router: which experts each token goes to, and with what probabilities."""
+# T tokens
 
 from __future__ import annotations
 
@@ -8,32 +9,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.kernels.routing import droute, route_ref
+from ops.kernels.routing import droute, route
 from ops.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
 
 
 class Router(BasicOperation):
-    """logits = x W^T, softmax, top-k; x [T, hidden_size] is handed on unchanged, the results are extra outputs.
+    """y = x [T, hidden_size]; what it finds are extra outputs.
 
-    probs                [T, topk] float32 (float64 for float64): the experts' weights, the largest first
-    indices              [T, topk] int64: the experts; of equal scores the lower expert is taken
-    load_balancing_loss  (): num_experts * sum_e f_e P_e of the Switch Transformer, to be scaled by the caller
+        logits = x W^T, in float32 (float64 for float64)        weight: [num_experts, hidden_size]
 
-    use_pre_softmax: softmax over all experts, then the top k; otherwise softmax over the k largest logits.
-    normalize_probs: divide the k probabilities by their sum (with use_pre_softmax; they sum to 1 otherwise).
+    probs   [T, topk] float32 (float64): of the chosen experts, largest first
+    indices [T, topk] int64: the chosen experts; of equal logits the lower index, on every device
+    load_balancing_loss (): num_experts sum_e f_e P_e, with f_e the share of the (token, slot) pairs that chose e and
+            P_e the mean probability of e over the tokens; 1 for even routing, 0 without tokens
 
-    Logits and probabilities are computed in float32 without TF32, also under a recipe and torch.autocast. Parameter:
-    weight [num_experts, hidden_size], initialised as `torch.nn.Linear`'s. Formulas: `ops.kernels.routing`.
-    Raises ValueError for sizes that are not positive, a topk above num_experts, or an x of another shape.
+    use_pre_softmax: True: softmax over all experts, then the topk largest. False: softmax over the topk logits.
+    normalize_probs: divide the probabilities by their sum; changes nothing after use_pre_softmax=False, where the sum
+                     is 1 already.
+
+    The products are float32 ones under every recipe and torch.autocast, because a small error of a logit changes the
+    choice. On a GPU they stay so as long as torch's own TF32 switch is off, which it is by default
+    (`torch.set_float32_matmul_precision("highest")`).
+
+    Weights are initialised as those of `torch.nn.Linear`. Raises ValueError for sizes that are not positive, a topk
+    above num_experts, and an x that is not [T, hidden_size].
     """
 
     extra_outputs = {"probs": Tensor, "indices": IndexTensor, "load_balancing_loss": Tensor}
 
     class Saved(NamedTuple):
-        x: Tensor
-        scores: Tensor
+        x: Tensor | None  # None if the weight wants no gradient
         probs: Tensor
         indices: Tensor
+        softmax: Tensor
+        fractions: Tensor
 
     def __init__(
         self,
@@ -47,11 +56,10 @@ class Router(BasicOperation):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size <= 0 or not 0 < topk <= num_experts:
-            raise ValueError(
-                f"Router got hidden_size={hidden_size}, num_experts={num_experts}, topk={topk}. "
-                "All must be positive, and topk at most num_experts."
-            )
+        if hidden_size <= 0 or num_experts <= 0:
+            raise ValueError(f"Router got hidden_size={hidden_size}, num_experts={num_experts}. Both must be positive.")
+        if not 1 <= topk <= num_experts:
+            raise ValueError(f"topk is {topk}, but must be between 1 and num_experts={num_experts}.")
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.topk = topk
@@ -61,35 +69,48 @@ class Router(BasicOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(hidden_size)."""
-        nn.init.uniform_(self.weight, -(self.hidden_size**-0.5), self.hidden_size**-0.5)
+        """Uniform in +-1/sqrt(hidden_size), as `torch.nn.Linear`."""
+        bound = self.hidden_size**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    @property
+    def normalized(self) -> bool:
+        """Whether the probabilities of a token sum to one."""
+        return self.normalize_probs or not self.use_pre_softmax
 
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
         if x.dim() != 2 or x.shape[1] != self.hidden_size:
             raise ValueError(
-                f"x has shape {list(x.shape)}, but [tokens, {self.hidden_size}] is needed. Flatten leading dimensions."
+                f"x has shape {list(x.shape)}, but [tokens, {self.hidden_size}] is needed. "
+                "Flatten leading dimensions; check the operation before this one."
             )
-        logits = _product(x, ctx.param("weight").T)
-        probs, indices, loss = route_ref(logits, self.topk, self.use_pre_softmax, self.normalize_probs)
+        logits = torch.mm(_wide(x), _wide(ctx.param("weight")).t())
+        probs, indices, loss, softmax, fractions = route(logits, self.topk, normalized=self.normalized)
         if ctx.needs_grad:
-            ctx.saved = self.Saved(x, logits.softmax(-1), probs, indices)
+            ctx.saved = self.Saved(x if ctx.needs.params else None, probs, indices, softmax, fractions)
         return x, {"probs": probs, "indices": indices, "load_balancing_loss": loss}
 
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfBasic:
-        x, scores, probs, indices = ctx.saved
-        dprobs, dloss = d_extra_outputs.get("probs"), d_extra_outputs.get("load_balancing_loss")
-        if dprobs is None and dloss is None:
+        x, *routing = ctx.saved
+        dlogits = droute(
+            d_extra_outputs.get("probs"),
+            d_extra_outputs.get("load_balancing_loss"),
+            *routing,
+            normalized=self.normalized,
+        )
+        if dlogits is None:
             return dy, {}, {}
-        dlogits = droute(dprobs, dloss, scores, probs, indices, self.use_pre_softmax, self.normalize_probs)
-        dx = None
+        dx = dweight = None
         if ctx.needs.input:
-            dx = _product(dlogits, ctx.param("weight"))
-            dx = (dx if dy is None else dx + dy).to(ctx.dtype)
-        return dx, {"weight": _product(dlogits.T, x) if "weight" in ctx.needs.params else None}, {}
+            w = _wide(ctx.param("weight"))
+            dx = torch.mm(dlogits, w) if dy is None else torch.addmm(_wide(dy), dlogits, w)
+        if x is not None:
+            dweight = torch.mm(dlogits.t(), _wide(x))
+        return dx, {"weight": dweight}, {}
 
     def extra_repr(self) -> str:
         return (
@@ -98,15 +119,5 @@ class Router(BasicOperation):
         )
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32, exactly so on a GPU too: TF32 rounds to 10 bits and would change which expert wins."""
-    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    a, b = a.to(dtype), b.to(dtype)
-    if not a.is_cuda or dtype == torch.float64:
-        return a @ b
-    precision = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    try:
-        return a @ b
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = precision
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ops.context import OperationContext
-from ops.program import Planner, Program, Step, Wiring, plan_unfused
+from ops.program import Planner, Program, Wiring, plan_unfused
 from ops.saved import flatten, unflatten
 from recipes.autocast import current_recipe
 from recipes.request import PlanRequest
@@ -29,6 +29,7 @@ class Pipeline:
     planner:      chooses fused operations for a request; `plan_unfused` by default
     path:         "grouped" or "split" to force one of the two storage paths, else None
     retain_graph: keep what backward needs after the first backward
+    labels:       where each operation stands, for messages; by default its position
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class Pipeline:
         planner: Planner = plan_unfused,
         path: str | None = None,
         retain_graph: bool = False,
+        labels: Sequence[str] | None = None,
     ) -> None:
         self.operations = tuple(operations)
+        self.labels = tuple(map(str, range(len(self.operations)))) if labels is None else tuple(labels)
         self.planner = planner
         self.path = path
         self.retain_graph = retain_graph
@@ -73,7 +76,7 @@ class Pipeline:
         self, x: Tensor, extras: Mapping[str, Any], parameters: list[Any], training: bool, fusions_version: int
     ) -> Program:
         device = x.device
-        autocast_dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        autocast_dtype = torch.get_autocast_dtype(device.type) if _autocasts(device) else None
         grad = torch.is_grad_enabled()
         needs = (
             grad and x.requires_grad,
@@ -89,6 +92,8 @@ class Pipeline:
         if program is None:
             self._check_parameters(x)
             plan = self.planner(self.operations, request)
+            # plans made with fusions that are no longer registered are of no use
+            self.programs = {k: p for k, p in self.programs.items() if p.request.fusions_version == fusions_version}
             program = self.programs[key] = Program(self.operations, plan, request, x.dtype, autocast_dtype)
         return program
 
@@ -118,11 +123,9 @@ class Pipeline:
         """
         parameters = self._parameters()
         program = self._program(x, extras, parameters, training, fusions_version)
-        call = _Call(program, extras, tuple(wanted), buffers or {}, self.retain_graph)
+        call = _Call(program, extras, tuple(wanted), buffers or {}, self.retain_graph, self.labels)
         # Inside a Function, torch.autocast would still change the products of the references.
-        device_type = x.device.type
-        autocasts = torch.is_autocast_enabled(device_type)
-        with torch.autocast(device_type, enabled=False) if autocasts else _NOTHING:
+        with torch.autocast(x.device.type, enabled=False) if _autocasts(x.device) else _NOTHING:
             if not program.needs_grad:
                 return _border(call.forward(x)), call.produced
             call.input_names = [name for name in self.consumed if isinstance(extras[name], Tensor)]
@@ -135,11 +138,22 @@ class Pipeline:
 _NOTHING = nullcontext()
 
 
+def _autocasts(device: torch.device) -> bool:
+    """Whether torch.autocast is on for this device; there are devices (meta) that it does not know."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 class _Call:
     """One call of a program: the values of the extra tensors while forward runs, the contexts it leaves behind."""
 
     def __init__(
-        self, program: Program, extras: dict[str, Any], wanted: tuple[str, ...], buffers: Buffers, retains: bool
+        self,
+        program: Program,
+        extras: dict[str, Any],
+        wanted: tuple[str, ...],
+        buffers: Buffers,
+        retains: bool,
+        labels: tuple[str, ...],
     ) -> None:
         self.program = program
         self.environment = dict(extras)
@@ -150,6 +164,7 @@ class _Call:
         self.returned_names: list[str] = []
         self.input_names: list[str] = []
         self.retains = retains
+        self.labels = labels
 
     def forward(self, x: Any) -> Any:
         for prototype in self.program.contexts:
@@ -167,7 +182,7 @@ class _Call:
             try:
                 x = self._run_step(wiring, x)
             except Exception as error:
-                raise _located(wiring.step, error) from error
+                _raise_located(self.labels, wiring.step.indices[0], wiring.step.operation, error)
         for name in self.wanted:
             if name not in self.environment:
                 raise RuntimeError(
@@ -201,13 +216,13 @@ class _Call:
         return value
 
 
-def _located(step: Step, error: Exception) -> Exception:
-    """The same error with the operation and its place in front; errors of other classes get it as a note."""
-    where = f"operation {step.indices[0]} ({type(step.operation).__name__})"
+def _raise_located(labels: Sequence[str], index: int, operation: Any, error: Exception) -> NoReturn:
+    """Raise the same error with the operation and its place in front; one of another class gets it as a note."""
+    where = f"In operation {labels[index]} ({type(operation).__name__})"
     if type(error) in (ValueError, TypeError, RuntimeError, NotImplementedError):
-        return type(error)(f"In {where}: {error}")
-    error.add_note(f"In {where}.")
-    return error
+        raise type(error)(f"{where}: {error}") from error
+    error.add_note(f"{where}.")
+    raise error
 
 
 def _border(x: Any) -> Tensor:
@@ -221,6 +236,7 @@ class _RetainingFunction(torch.autograd.Function):
     @staticmethod
     def forward(fctx: Any, call: _Call, x: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
         fctx.set_materialize_grads(False)
+        differentiable = call.program.differentiable
         y = _border(call.forward(x))
         # A buffer of the caller's must not get a history, nor one tensor object two: they get objects of their own.
         outputs = [y.detach() if call.buffers else y]
@@ -230,13 +246,17 @@ class _RetainingFunction(torch.autograd.Function):
                 outputs.append(value.detach() if any(value is other for other in outputs) else value)
                 call.returned_names.append(name)
                 del call.produced[name]
-        fctx.mark_non_differentiable(*[output for output in outputs if not output.is_floating_point()])
+        constant = [t for n, t in zip(call.returned_names, outputs[1:], strict=True) if n not in differentiable]
+        fctx.mark_non_differentiable(*constant)
 
         flat: list[Tensor | None] = []
         fctx.records = []
         for context, names in zip(call.contexts, call.program.parameter_names, strict=True):
             values = context.__dict__
-            spec = flatten(values.pop("saved", None), flat)
+            try:
+                spec = flatten(values.pop("saved", None), flat)
+            except TypeError as error:
+                _raise_located(call.labels, context.index, context.operation, error)
             if names and context.needs_grad:
                 values["recorded"] = {n: (p, p._version) for n in names for p in (context.operation.get_parameter(n),)}
             fctx.records.append((values, spec))
@@ -246,6 +266,7 @@ class _RetainingFunction(torch.autograd.Function):
         fctx.returned_names = call.returned_names
         fctx.has_run = False
         fctx.retains = call.retains
+        fctx.labels = call.labels
         return tuple(outputs)
 
     @staticmethod
@@ -256,10 +277,8 @@ class _RetainingFunction(torch.autograd.Function):
                 "hand. Call backward without create_graph, or express that part with plain torch functions."
             )
         device = fctx.program.request.device
-        if torch.is_autocast_enabled(device.type):
-            with torch.autocast(device.type, enabled=False):
-                return _backward(fctx, dy, d_returned)
-        return _backward(fctx, dy, d_returned)
+        with torch.autocast(device.type, enabled=False) if _autocasts(device) else _NOTHING:
+            return _backward(fctx, dy, d_returned)
 
 
 class _ReleasingFunction(_RetainingFunction):
@@ -315,7 +334,7 @@ def _backward(fctx: Any, dy: Tensor | None, d_returned: tuple[Tensor | None, ...
                 dx, own, d_inputs = step.operation.fuser_backward(contexts[0], dx, d_outputs)
                 d_params = (own,)
         except Exception as error:
-            raise _located(step, error) from error
+            _raise_located(fctx.labels, step.indices[0], step.operation, error)
         for index, own in zip(step.indices, d_params, strict=True):
             for name, gradient in own.items():
                 d_parameters[index, name] = gradient

@@ -1,13 +1,22 @@
-"""ScaledSReLU: the squared ReLU times a scale for each row."""
+"""ScaledSReLU: the squared ReLU times a factor a row."""
 
 from __future__ import annotations
 
-from ops.gated import ScaledActivationOperation
+from torch import Tensor
+
+from ops.activation import ActivationOperation
 from ops.kernels.activation import Activation
 
 
-class ScaledSReLU(ScaledActivationOperation):
-    """y[t] = max(x[t], 0)^2 * scales[t], [..., I] -> [..., I]. Extra input scales: x.shape[:-1]."""
+class ScaledSReLU(ActivationOperation):
+    """y = relu(x)^2 scales[..., None]; no gate, so y has the shape of x.
+
+    Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
+
+    Raises ValueError for scales of another shape.
+    """
+
+    extra_inputs = {"scales": Tensor}
 
     def __init__(self) -> None:
         super().__init__(Activation("srelu"))

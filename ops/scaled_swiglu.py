@@ -1,20 +1,24 @@
-"""ScaledSwiGLU: SwiGLU times a scale for each row."""
+"""ScaledSwiGLU: SwiGLU times a factor a row, by which experts weigh their tokens."""
 
 from __future__ import annotations
 
-from ops.gated import ScaledActivationOperation
+from torch import Tensor
+
+from ops.activation import ActivationOperation
 from ops.kernels.activation import Activation
 
 
-class ScaledSwiGLU(ScaledActivationOperation):
-    """y[t] = silu(a[t]) * b[t] * scales[t] for x = [a | b], [..., 2I] -> [..., I]; the gate a comes first.
+class ScaledSwiGLU(ActivationOperation):
+    """y = silu(a) b scales[..., None], for x [..., 2I] of gate a and linear part b; y [..., I].
 
-    Extra input scales: x.shape[:-1], usually the routing probabilities. They are not cast: the product is computed in
-    float32 and rounded once. glu_interleave_size: as for `SwiGLU`.
+    Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
+    glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
+
+    Raises ValueError for an interleave size that is not positive, an x whose features are no multiple of 2 S, and
+    scales of another shape.
     """
 
-    def __init__(self, glu_interleave_size: int | None = None) -> None:
-        super().__init__(Activation("swiglu", glu_interleave_size=glu_interleave_size))
+    extra_inputs = {"scales": Tensor}
 
-    def extra_repr(self) -> str:
-        return f"glu_interleave_size={self.activation.glu_interleave_size}"
+    def __init__(self, glu_interleave_size: int | None = None) -> None:
+        super().__init__(Activation("swiglu", glu_interleave_size))

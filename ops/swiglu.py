@@ -1,19 +1,18 @@
-"""SwiGLU: silu(gate) * linear."""
+"""SwiGLU: the gated activation of most language models."""
 
 from __future__ import annotations
 
-from ops.gated import ActivationOperation
+from ops.activation import ActivationOperation
 from ops.kernels.activation import Activation
 
 
 class SwiGLU(ActivationOperation):
-    """y = silu(a) * b for x = [a | b], [..., 2I] -> [..., I]; the gate a comes first.
+    """y = silu(a) b, for x [..., 2I] of gate a and linear part b; y [..., I].
 
-    glu_interleave_size: None for halves, or S for alternating runs of S gate and S linear columns.
+    glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
+
+    Raises ValueError for an interleave size that is not positive, and for an x whose features are no multiple of 2 S.
     """
 
     def __init__(self, *, glu_interleave_size: int | None = None) -> None:
-        super().__init__(Activation("swiglu", glu_interleave_size=glu_interleave_size))
-
-    def extra_repr(self) -> str:
-        return f"glu_interleave_size={self.activation.glu_interleave_size}"
+        super().__init__(Activation("swiglu", glu_interleave_size))

@@ -59,25 +59,19 @@ def grouped_gemm_swiglu_ref(
 
 
 def grouped_gemm_swiglu_config(
-    rows: int,
-    num_groups: int,
-    dtype: torch.dtype,
-    *,
-    glu_interleave_size: int,
-    tf32: bool,
-    aligned: bool,
-    capability: tuple[int, int],
+    dtype: torch.dtype, *, glu_interleave_size: int, tf32: bool, aligned: bool, capability: tuple[int, int]
 ) -> GroupedGemmConfig:
     """Tiles of the kernel. `block_n` counts columns of act: there are two accumulators of that width.
 
-    As `ops.kernels.grouped_gemm.m_grouped_config` otherwise. Runs that a tile does not hold whole are stored element by
-    element, and shorter tiles leave the registers for the stores of shorter runs.
+    As `ops.kernels.grouped_gemm.m_grouped_config`, but 64 rows high: two accumulators of 128 x 64 and the epilogue
+    need more registers than there are. Runs that a tile does not hold whole are stored element by element.
     """
-    if not aligned or (dtype == torch.float32 and not tf32) or (glu_interleave_size and 64 % glu_interleave_size):
+    if dtype == torch.float32 and not tf32:
+        config = GroupedGemmConfig(64, 32, 16, num_warps=4, num_stages=2)
+    elif not aligned or (glu_interleave_size and 64 % glu_interleave_size):
         config = GroupedGemmConfig(64, 32, 32, num_warps=4, num_stages=2)
     else:
-        block_m = 128 if rows >= 96 * num_groups and not glu_interleave_size else 64
-        config = GroupedGemmConfig(block_m, 64, 128 // dtype.itemsize, num_warps=4, num_stages=3)
+        config = GroupedGemmConfig(64, 64, 128 // dtype.itemsize, num_warps=4, num_stages=3)
     return config.fitting(config.block_m + 2 * config.block_n, dtype, capability)
 
 
@@ -94,7 +88,7 @@ def grouped_gemm_swiglu_kernel(
     rows,
     num_groups,
     K,
-    I,  # columns of act
+    act_features,
     x_stride,
     INTERLEAVE: tl.constexpr,  # 0: halves
     PRECISION: tl.constexpr,
@@ -103,7 +97,7 @@ def grouped_gemm_swiglu_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """h and act of BLOCK_M rows of one group, BLOCK_N columns of act, a program."""
-    num_tiles_n = tl.cdiv(I, BLOCK_N)
+    num_tiles_n = tl.cdiv(act_features, BLOCK_N)
     group, first, end = find_tile(offsets_ptr, tl.program_id(0) // num_tiles_n, rows, num_groups, BLOCK_M)
     if first >= end:
         return
@@ -112,11 +106,11 @@ def grouped_gemm_swiglu_kernel(
     offs_i = tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     mask_t = offs_t < end - first
-    mask_i = offs_i < I - first_i
+    mask_i = offs_i < act_features - first_i
     if INTERLEAVE == 0:
         first_column = first_i
         columns = offs_i  # of gate, seen from the first one
-        up_distance = I
+        up_distance = act_features
     elif BLOCK_N % INTERLEAVE == 0:  # whole runs: the compiler sees what is contiguous
         first_column = 2 * first_i
         columns = offs_i // INTERLEAVE * (2 * INTERLEAVE) + offs_i % INTERLEAVE
@@ -128,7 +122,7 @@ def grouped_gemm_swiglu_kernel(
         up_distance = INTERLEAVE
 
     x_ptr += first * x_stride
-    gate_ptr = w_ptr + (group.to(tl.int64) * 2 * I + first_column) * K
+    gate_ptr = w_ptr + (group.to(tl.int64) * 2 * act_features + first_column) * K
     up_ptr = gate_ptr + tl.cast(up_distance, tl.int64) * K
     offs_x = offs_t[:, None] * x_stride + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
     offs_w = columns[None, :] * K + offs_k[:, None]  # [BLOCK_K, BLOCK_N]
@@ -150,7 +144,7 @@ def grouped_gemm_swiglu_kernel(
         gate *= alpha
         up *= alpha
     if bias_ptr is not None:
-        bias_ptr += group.to(tl.int64) * 2 * I + first_column
+        bias_ptr += group.to(tl.int64) * 2 * act_features + first_column
         mask_b = mask_i & (group < num_groups)
         gate += tl.load(bias_ptr + columns, mask=mask_b, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_ptr + up_distance + columns, mask=mask_b, other=0.0).to(tl.float32)[None, :]
@@ -159,8 +153,8 @@ def grouped_gemm_swiglu_kernel(
     up_rounded = round_to(up, act_ptr.dtype.element_ty)
     mask = mask_t[:, None] & mask_i[None, :]
     if h_ptr is not None:
-        h_ptr += first * 2 * I + first_column
-        offs_h = offs_t[:, None] * (2 * I) + columns[None, :]
+        h_ptr += first * 2 * act_features + first_column
+        offs_h = offs_t[:, None] * (2 * act_features) + columns[None, :]
         tl.store(h_ptr + offs_h, gate_rounded, mask=mask)
         tl.store(h_ptr + up_distance + offs_h, up_rounded, mask=mask)
     gate = gate_rounded.to(tl.float32)
@@ -169,8 +163,8 @@ def grouped_gemm_swiglu_kernel(
         # scales of rows that belong to no group may be anything
         mask_s = mask_t & (group < num_groups)
         act *= tl.load(scales_ptr + first + offs_t, mask=mask_s, other=0.0).to(tl.float32)[:, None]
-    act_ptr += first * I + first_i
-    offs_act = offs_t[:, None] * I + offs_i[None, :]
+    act_ptr += first * act_features + first_i
+    offs_act = offs_t[:, None] * act_features + offs_i[None, :]
     tl.store(act_ptr + offs_act, round_to(act, act_ptr.dtype.element_ty), mask=mask)
 
 
@@ -192,8 +186,8 @@ def grouped_gemm_swiglu(
     alpha: [G] or () float32 (1 if None). glu_interleave_size: None for halves [gate | up], or the length of the runs
     in which gate and up columns alternate; it divides I.
 
-    Returns (h [T, 2I], act [T, I]) in out_dtype (x's if None); h is None unless `need_preact`. Rows of no group are zero.
-    Raises what `grouped_gemm_tn` raises, and ValueError if w's out features do not divide into gate and up.
+    Returns (h [T, 2I], act [T, I]) in out_dtype (x's if None); h is None unless `need_preact`. Rows of no group are
+    zero. Raises what `grouped_gemm_tn` raises, and ValueError if w's out features do not divide into gate and up.
     """
     check_m_grouped(x_TK, w_GNK, splits, bias_GN, scales_T, w_features=2)
     check_gated(w_GNK.shape[1], glu_interleave_size)
@@ -232,14 +226,12 @@ def grouped_gemm_swiglu_triton(
     glu_interleave_size: int,
     tf32: bool,
 ) -> None:
-    """Launches the kernel, with 0 for halves. Rows of x are contiguous, as is everything else. No h: it is not stored."""
+    """Launches the kernel, with 0 for halves. Rows of x are contiguous, and so are all others as a whole."""
     if act.numel() == 0:
         return
     rows, K = x_TK.shape
     num_groups = w_GNK.shape[0]
     config = grouped_gemm_swiglu_config(
-        rows,
-        num_groups,
         x_TK.dtype,
         glu_interleave_size=glu_interleave_size,
         tf32=tf32,

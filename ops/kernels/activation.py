@@ -1,109 +1,110 @@
-"""The activations between FC1 and FC2, forward and backward.
+"""The activations of a feed-forward layer, gated and not, each with an optional factor a row.
 
-    swiglu           act = silu(a) * b                                               silu(a) = a * sigmoid(a)
-    clamped_swiglu   act = a' * sigmoid(alpha * a') * (b' + glu_linear_offset)       a' = min(a, limit)
-                                                                                     b' = min(max(b, -limit), limit)
-    srelu            act = max(h, 0)^2
+    swiglu           f(a, b) = silu(a) b                               silu(a) = a sigmoid(a)
+    clamped_swiglu   f(a, b) = a' sigmoid(alpha a') (b' + offset)      a' = min(a, limit), b' = clamp(b, -limit, limit)
+    srelu            f(a)    = relu(a)^2
 
-times a scale for each row, if there is one. a is the gate, b the linear half of h: halves [a | b], or with
-`glu_interleave_size` = S alternating runs of S columns, gate first. PyTorch's own GLU has the gate second.
+    act = f(h) * scales              dscales[t] = sum_j dact[t, j] f(h)[t, j]
 
-Shapes: h [..., 2I] (srelu: [..., I]), act [..., I], scales [...], of any float dtype.
+Layouts: h [..., 2I] holds gate a and linear part b as halves [a | b], or, with `glu_interleave_size` = S, as
+alternating runs of S columns, gate first; act is [..., I]. srelu has no gate: h is [..., I]. scales is h.shape[:-1].
 
-Precision: computed in float32 (float64 for float64) from h as it is, and rounded once. A clamp passes the gradient on
-where its argument is within the limit, the limit included, as `torch.clamp` does. Sums for dscales are in float32.
+    I = 4, S = 2:   columns of h   a0 a1 b0 b1 a2 a3 b2 b3
 
-Graph safety: nothing is read by the host. Formulas and argument names: TransformerEngine's.
+A clamp hands its gradient on inside its limits and at them, as torch.clamp does, and zero outside.
+
+Precision: float32 (float64 for float64) from the first step to the last, then one rounding to h's dtype; scales may
+have any floating dtype, and dscales gets the same. The activation that `dactivation` computes again is bit for bit
+that of `activation`.
+
+Graph safety: nothing reads the device. The Triton kernels are still to come: plain torch runs on every device.
+
+Source of the formulas: TransformerEngine's SwiGLU, ClampedSwiGLU (the GPT-OSS activation) and SReLU; for srelu, So et
+al., "Primer", 2021.
 """
+# I features of the activation, S interleave size
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+
+Kind = Literal["swiglu", "clamped_swiglu", "srelu"]
 
 
 @dataclass(frozen=True)
 class Activation:
-    """Which activation, and its numbers.
+    """Which activation, with its constants. Equal by value.
 
-    Raises ValueError for a limit that is not positive and finite, an alpha or offset that is not finite, and an
-    interleave size that is not positive.
+    limit, alpha, glu_linear_offset: of clamped_swiglu; the others ignore them
+    glu_interleave_size: S, or None for halves; srelu has no gate and ignores it
+
+    Raises ValueError for an unknown kind, a limit that is not finite and above 0, an alpha or an offset that is not
+    finite, an interleave size that is not positive.
     """
 
-    kind: Literal["swiglu", "clamped_swiglu", "srelu"]
+    kind: Kind
+    glu_interleave_size: int | None = None
     limit: float = 7.0
     alpha: float = 1.702
     glu_linear_offset: float = 1.0
-    glu_interleave_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind is {self.kind!r}, but must be one of {', '.join(get_args(Kind))}.")
         if not (math.isfinite(self.limit) and self.limit > 0):
-            raise ValueError(f"limit is {self.limit}, but must be positive and finite.")
+            raise ValueError(f"limit is {self.limit}, but must be finite and above 0. Without a limit, take SwiGLU.")
         for name in ("alpha", "glu_linear_offset"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be finite.")
-        if self.glu_interleave_size is not None and self.glu_interleave_size <= 0:
-            raise ValueError(
-                f"glu_interleave_size is {self.glu_interleave_size}, but must be positive, or None for halves."
-            )
+        size = self.glu_interleave_size
+        if size is not None and size <= 0:
+            raise ValueError(f"glu_interleave_size is {size}, but must be positive. Give None for halves [gate | up].")
 
     @property
-    def gated(self) -> bool:
+    def is_glu(self) -> bool:
         return self.kind != "srelu"
 
     def input_features(self, features: int) -> int:
-        """The width of h for an activation that is `features` wide."""
-        return 2 * features if self.gated else features
-
-
-# References
+        """How many features of h give `features` of act."""
+        return 2 * features if self.is_glu else features
 
 
 def activation_ref(h: Tensor, spec: Activation, scales: Tensor | None = None) -> Tensor:
-    """`activation` in plain torch."""
-    wide = _wide(h)
+    """`activation` in plain torch and einops, differentiable by autograd."""
+    wide = h.to(torch.promote_types(h.dtype, torch.float32))
     if spec.kind == "srelu":
         act = wide.relu().square()
     else:
-        a, b = _halves(wide, spec.glu_interleave_size)
-        if spec.kind == "swiglu":
-            act = a * a.sigmoid() * b
-        else:
+        size = spec.glu_interleave_size or h.shape[-1] // 2 or 1
+        a, b = rearrange(wide, "... (blocks two size) -> two ... (blocks size)", two=2, size=size)
+        alpha, offset = 1.0, 0.0
+        if spec.kind == "clamped_swiglu":
             a, b = a.clamp(max=spec.limit), b.clamp(-spec.limit, spec.limit)
-            act = a * (spec.alpha * a).sigmoid() * (b + spec.glu_linear_offset)
-    return (act if scales is None else act * scales.unsqueeze(-1)).to(h.dtype)
-
-
-def dactivation_ref(
-    dact: Tensor, h: Tensor, spec: Activation, scales: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """(dh, dscales) by torch's own autograd."""
-    with torch.enable_grad():
-        wide = _wide(h.detach()).clone().requires_grad_()
-        factors = _wide(torch.ones(h.shape[:-1], device=h.device) if scales is None else scales.detach()).to(wide.dtype)
-        factors = factors.clone().requires_grad_()
-        act = activation_ref(wide, spec, factors)
-        dh, dscales = torch.autograd.grad(act, (wide, factors), dact.to(wide.dtype))
-    return dh.to(h.dtype), None if scales is None else dscales.to(scales.dtype)
-
-
-# What runs: the same with fewer temporaries
+            alpha, offset = spec.alpha, spec.glu_linear_offset
+        act = a * torch.sigmoid(alpha * a) * (b + offset)
+    return (act if scales is None else act * scales[..., None]).to(h.dtype)
 
 
 def activation(h: Tensor, spec: Activation, scales: Tensor | None = None) -> Tensor:
-    """act of h, in h's dtype.
+    """act = f(h) * scales, rounded once.
 
-    Raises ValueError if h cannot be divided into gate and linear halves, or scales is not one for each row.
+    h: [..., 2I], or [..., I] for srelu, any floating dtype. scales: h.shape[:-1], any floating dtype (1 if None).
+
+    Returns act [..., I] in h's dtype, contiguous. Raises ValueError if h's features do not divide into gate and linear
+    part, or scales has another shape.
     """
     _check(h, spec, scales)
-    act = _value(_wide(h), spec)
+    act = _FORWARD[spec.kind](h.to(_compute_dtype(h)), spec)
     if scales is not None:
-        act = act * scales.unsqueeze(-1)
+        act *= scales.unsqueeze(-1)
     return act.to(h.dtype)
 
 
@@ -113,79 +114,124 @@ def dactivation(
     spec: Activation,
     scales: Tensor | None = None,
     *,
+    need_dh: bool = True,
     need_dscales: bool = False,
     need_act: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dh, dscales, act): the gradients of `activation`, and with `need_act` its value, bit for bit, again.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of `activation`, and its result again for those who kept h alone.
 
-    dact: [..., I]. dh is in h's dtype; dscales [...], in scales' dtype, is None unless `need_dscales`.
+    dact: [..., I], any floating dtype; h and scales as `activation` had them.
+
+    Returns (dh, dscales, act); what is not needed is None. dh [..., 2I] and act [..., I] have h's dtype, dscales
+    h.shape[:-1] that of scales. need_dscales needs scales.
     """
-    wide, d = _wide(h), _wide(dact)
-    value = _value(wide, spec) if need_act or need_dscales else None
-    dscales = act = None
-    if need_dscales and scales is not None and value is not None:
-        dscales = (d * value).sum(-1).to(scales.dtype)
-    if need_act and value is not None:
-        act = (value if scales is None else value * scales.unsqueeze(-1)).to(h.dtype)
-    if scales is not None:
-        d = d * scales.unsqueeze(-1)
-    if spec.kind == "srelu":
-        return (2 * d * wide.relu()).to(h.dtype), dscales, act
-    dh = torch.empty_like(h, memory_format=torch.contiguous_format)
-    da, db = _halves(dh, spec.glu_interleave_size)
-    a, b = _halves(wide, spec.glu_interleave_size)
-    d = _blocks(d, spec.glu_interleave_size)
-    if spec.kind == "swiglu":
-        da.copy_(torch.ops.aten.silu_backward(d * b, a))
-        db.copy_(d * torch.nn.functional.silu(a))
+    dtype = _compute_dtype(h)
+    wide = h.to(dtype)
+    dh = None
+    if need_dh:
+        # Into a tensor of h's dtype, each half by itself: no second copy of it in float32.
+        dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+        dvalue = dact.to(dtype) if scales is None else torch.mul(dact.to(dtype), scales.unsqueeze(-1)).to(dtype)
+        value = _BACKWARD[spec.kind](dvalue, wide, dh, spec)
+    elif need_dscales or need_act:
+        value = _FORWARD[spec.kind](wide, spec)
     else:
-        clamped_a, clamped_b = a.clamp(max=spec.limit), b.clamp(-spec.limit, spec.limit)
-        sigmoid = (spec.alpha * clamped_a).sigmoid()
-        slope = sigmoid * (1 + spec.alpha * clamped_a * (1 - sigmoid))
-        da.copy_(d * slope * (clamped_b + spec.glu_linear_offset) * (a <= spec.limit))
-        db.copy_(d * clamped_a * sigmoid * (b.abs() <= spec.limit))
+        return None, None, None
+    dscales = act = None
+    if need_dscales:
+        assert scales is not None, "there is no gradient of scales without scales"
+        dscales = torch.mul(dact, value).sum(-1, dtype=dtype).to(scales.dtype)
+    if need_act:
+        act = (value if scales is None else value.mul_(scales.unsqueeze(-1))).to(h.dtype)
     return dh, dscales, act
 
 
-def _value(wide: Tensor, spec: Activation) -> Tensor:
-    """The activation without scales, in the dtype it is computed in."""
-    if spec.kind == "srelu":
-        return wide.relu().square()
-    a, b = _halves(wide, spec.glu_interleave_size)
-    if spec.kind == "swiglu":
-        act = torch.nn.functional.silu(a) * b
-    else:
-        a = a.clamp(max=spec.limit)
-        act = a * (spec.alpha * a).sigmoid() * (b.clamp(-spec.limit, spec.limit) + spec.glu_linear_offset)
-    return act if spec.glu_interleave_size is None else act.flatten(-2)
+def _compute_dtype(h: Tensor) -> torch.dtype:
+    return torch.float64 if h.dtype == torch.float64 else torch.float32
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _gate_and_linear(h: Tensor, spec: Activation) -> tuple[Tensor, Tensor]:
+    """Views of both, [..., I], or [..., I / S, S] if they are interleaved."""
+    size = spec.glu_interleave_size
+    return h.chunk(2, -1) if size is None else h.unflatten(-1, (-1, 2, size)).unbind(-2)  # type: ignore[return-value]
 
 
-def _halves(h: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
-    """Views of the gate and the linear half of h: [..., I] each, or interleaved [..., I / S, S]."""
-    if interleave is None:
-        gate, linear = h.chunk(2, dim=-1)
-    else:
-        gate, linear = rearrange(h, "... (block two s) -> two ... block s", two=2, s=interleave)
-    return gate, linear
+# What follows takes h in the dtype to compute in and returns a new tensor f(h) [..., I]. A backward also writes dh,
+# whose dtype is that of the result, and gets dvalue [..., I], the gradient of f(h).
 
 
-def _blocks(d: Tensor, interleave: int | None) -> Tensor:
-    """A tensor [..., I] in the shape of one of the `_halves`."""
-    return d if interleave is None else rearrange(d, "... (block s) -> ... block s", s=interleave)
+def _swiglu(h: Tensor, spec: Activation) -> Tensor:
+    a, b = _gate_and_linear(h, spec)
+    value = F.silu(a).mul_(b)
+    return value if spec.glu_interleave_size is None else value.flatten(-2)
+
+
+def _dswiglu(dvalue: Tensor, h: Tensor, dh: Tensor, spec: Activation) -> Tensor:
+    a, b = _gate_and_linear(h, spec)
+    da, db = _gate_and_linear(dh, spec)
+    if spec.glu_interleave_size is not None:
+        dvalue = dvalue.unflatten(-1, (-1, spec.glu_interleave_size))
+    value = F.silu(a)
+    torch.mul(dvalue, value, out=db)
+    torch.ops.aten.silu_backward.grad_input(dvalue * b, a, grad_input=da)
+    value *= b
+    return value if spec.glu_interleave_size is None else value.flatten(-2)
+
+
+def _clamped_swiglu(h: Tensor, spec: Activation) -> Tensor:
+    a, b = _gate_and_linear(h, spec)
+    a = a.clamp(max=spec.limit)
+    value = torch.sigmoid(spec.alpha * a).mul_(a).mul_(b.clamp(-spec.limit, spec.limit).add_(spec.glu_linear_offset))
+    return value if spec.glu_interleave_size is None else value.flatten(-2)
+
+
+def _dclamped_swiglu(dvalue: Tensor, h: Tensor, dh: Tensor, spec: Activation) -> Tensor:
+    a, b = _gate_and_linear(h, spec)
+    da, db = _gate_and_linear(dh, spec)
+    if spec.glu_interleave_size is not None:
+        dvalue = dvalue.unflatten(-1, (-1, spec.glu_interleave_size))
+    outside_a, outside_b = a > spec.limit, b.abs() > spec.limit
+    a = a.clamp(max=spec.limit)
+    b = b.clamp(-spec.limit, spec.limit).add_(spec.glu_linear_offset)
+    value = torch.sigmoid(spec.alpha * a).mul_(a)
+    db.copy_((dvalue * value).masked_fill_(outside_b, 0))
+    # The derivative of a sigmoid(alpha a) is that of silu at alpha a, whatever alpha is.
+    da.copy_(torch.ops.aten.silu_backward(dvalue * b, spec.alpha * a).masked_fill_(outside_a, 0))
+    value *= b
+    return value if spec.glu_interleave_size is None else value.flatten(-2)
+
+
+def _srelu(h: Tensor, spec: Activation) -> Tensor:
+    return h.relu().square_()
+
+
+def _dsrelu(dvalue: Tensor, h: Tensor, dh: Tensor, spec: Activation) -> Tensor:
+    positive = h.relu()
+    dh.copy_((dvalue * positive).mul_(2))
+    return positive.square_()
+
+
+_FORWARD: dict[str, Callable[[Tensor, Activation], Tensor]] = {
+    "swiglu": _swiglu,
+    "clamped_swiglu": _clamped_swiglu,
+    "srelu": _srelu,
+}
+_BACKWARD: dict[str, Callable[[Tensor, Tensor, Tensor, Activation], Tensor]] = {
+    "swiglu": _dswiglu,
+    "clamped_swiglu": _dclamped_swiglu,
+    "srelu": _dsrelu,
+}
 
 
 def _check(h: Tensor, spec: Activation, scales: Tensor | None) -> None:
-    divisor = 2 * (spec.glu_interleave_size or 1) if spec.gated else 1
-    if h.shape[-1] % divisor:
-        needed = "gate and linear halves" if divisor == 2 else f"gate and linear runs of {spec.glu_interleave_size}"
+    if spec.is_glu and h.shape[-1] % (2 * (spec.glu_interleave_size or 1)):
+        size = spec.glu_interleave_size
         raise ValueError(
-            f"x has {h.shape[-1]} features, which do not divide into {needed}. A multiple of {divisor} is needed."
+            f"x has {h.shape[-1]} features, but {'2' if size is None else f'2 * glu_interleave_size = {2 * size}'} "
+            "must divide them. Gate and linear part stand side by side: make twice the features that come out."
         )
     if scales is not None and scales.shape != h.shape[:-1]:
         raise ValueError(
-            f"scales has shape {list(scales.shape)}, but x has rows {list(h.shape[:-1])}. Give one scale for each row."
+            f"scales has shape {list(scales.shape)}, but x has shape {list(h.shape)}. "
+            f"Give one scale a row: {list(h.shape[:-1])}."
         )

@@ -122,14 +122,15 @@ class GroupedGemmConfig(NamedTuple):
         return self._replace(num_stages=min(self.num_stages, shared_memory_limit(capability) // stage))
 
 
-# Shared memory that one program may use, bytes (CUDA C++ programming guide, table of technical specifications).
-_SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
-_SMALLEST_SHARED_MEMORY = 99 << 10
+# Shared memory that one program may use, KiB (CUDA C++ programming guide, table of technical specifications).
+_SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
+_SMALLEST_SHARED_MEMORY = 99
 
 
 def shared_memory_limit(capability: tuple[int, int]) -> int:
     """Bytes of shared memory one program may use on a GPU of this compute capability."""
-    return _SHARED_MEMORY.get(10 * capability[0] + capability[1], _SMALLEST_SHARED_MEMORY)
+    major, minor = capability
+    return 1024 * _SHARED_MEMORY.get(10 * major + minor, _SMALLEST_SHARED_MEMORY)
 
 
 def m_grouped_config(
@@ -502,9 +503,7 @@ def grouped_gemm_nt_triton(
     if dy_TN.shape[0] == 0 or out.numel() == 0:
         out.zero_()
         return
-    config = k_grouped_config(
-        dy_TN.dtype, tf32=tf32, aligned=is_aligned(dy_TN, x_TK, out), capability=capability(out)
-    )
+    config = k_grouped_config(dy_TN.dtype, tf32=tf32, aligned=is_aligned(dy_TN, x_TK, out), capability=capability(out))
     grid = (G * triton.cdiv(N, config.block_m) * triton.cdiv(K, config.block_n),)
     with torch.cuda.device_of(out):
         k_grouped_kernel[grid](
@@ -712,7 +711,9 @@ def check_m_grouped(
 
 def _check_scales(scales_T: Tensor | None, splits: Splits) -> None:
     if scales_T is not None and scales_T.shape != (splits.rows,):
-        raise ValueError(f"scales has shape {list(scales_T.shape)}, but must be [{splits.rows}]. Pass one for each row.")
+        raise ValueError(
+            f"scales has shape {list(scales_T.shape)}, but must be [{splits.rows}]. Pass one for each row."
+        )
 
 
 def _check_rows(x: Tensor, splits: Splits) -> None:
@@ -722,7 +723,9 @@ def _check_rows(x: Tensor, splits: Splits) -> None:
             f"Pass a matrix of {splits.rows} rows, or make the splits for this one."
         )
     if x.device != splits.offsets.device:
-        raise ValueError(f"an operand is on {x.device}, but the splits are on {splits.offsets.device}. Move one of them.")
+        raise ValueError(
+            f"an operand is on {x.device}, but the splits are on {splits.offsets.device}. Move one of them."
+        )
 
 
 def _check_dtypes(x: Tensor, w: Tensor) -> None:

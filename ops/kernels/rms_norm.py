@@ -1,11 +1,19 @@
-"""RMSNorm over the last axes, forward and backward.
+"""RMSNorm over the last dimension.
 
-    rstd = (mean(x^2) + eps)^(-1/2)                y = x * rstd * w            w = gamma, or 1 + gamma if zero-centred
-    g = dy * w     xhat = x * rstd                 dx = rstd * (g - xhat * mean(g * xhat))     dgamma = sum dy * xhat
+    rstd[t] = 1 / sqrt(mean_j x[t, j]^2 + eps)
+    y       = x rstd gamma                         gamma = weight, or 1 + weight if zero-centred
 
-Shapes: x [T, K], gamma [K], rstd [T, 1]. Computed in float32 (float64 for float64), rounded once; rstd stays in the
-dtype it is computed in. Plain torch on every device; nothing is read by the host.
+    dx      = rstd (g - n mean_j(g n))             n = x rstd, g = dy gamma
+    dweight = sum_t dy n
+
+Layouts: x [..., N], weight [N], rstd [..., 1]. Precision: float32 (float64 for float64) from the first step to the
+last, then one rounding; dweight and rstd stay in float32.
+
+Graph safety: nothing reads the device; no atomics. The Triton kernels are still to come: plain torch runs everywhere.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 """
+# N features
 
 from __future__ import annotations
 
@@ -13,34 +21,51 @@ import torch
 from torch import Tensor
 
 
-def rms_norm_ref(x: Tensor, gamma: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """y alone, as short as it gets."""
-    wide = _wide(x)
-    y = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * _weight(gamma, wide, zero_centered)
-    return y.to(x.dtype)
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+    """y of `rms_norm` in plain torch, differentiable by autograd."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide, gamma = x.to(dtype), weight.to(dtype) + (1 if zero_centered else 0)
+    return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * gamma).to(x.dtype)
 
 
-def rms_norm(x: Tensor, gamma: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """y [T, K] in x's dtype, and rstd [T, 1] for the backward."""
-    wide = _wide(x)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> tuple[Tensor, Tensor]:
+    """y = x rstd gamma.
+
+    x: [..., N], any floating dtype. weight: [N].
+
+    Returns (y [..., N] in x's dtype, rstd [..., 1] in float32, or float64 for float64).
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = x.to(dtype)
     rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * rstd).mul_(_weight(gamma, wide, zero_centered)).to(x.dtype), rstd
+    return torch.mul(wide, rstd).mul_(_gamma(weight, zero_centered, dtype)).to(x.dtype), rstd
 
 
 def drms_norm(
-    dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor, zero_centered: bool, *, need_dgamma: bool
-) -> tuple[Tensor, Tensor | None]:
-    """dx [T, K] in x's dtype, and dgamma [K] in the dtype it is computed in, or None."""
-    wide = _wide(dy)
-    xhat = _wide(x) * rstd
-    g = wide * _weight(gamma, wide, zero_centered)
-    dx = (g - xhat * (g * xhat).mean(-1, keepdim=True)).mul_(rstd)
-    return dx.to(x.dtype), (wide * xhat).sum(0) if need_dgamma else None
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    *,
+    zero_centered: bool = False,
+    need_dx: bool = True,
+    need_dweight: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of `rms_norm`, which also gave rstd.
+
+    Returns (dx [..., N] in x's dtype, dweight [N] in rstd's); what is not needed is None.
+    """
+    dtype = rstd.dtype
+    normed = x * rstd
+    dx = dweight = None
+    if need_dweight:
+        dweight = (dy * normed).reshape(-1, x.shape[-1]).sum(0)
+    if need_dx:
+        g = dy * _gamma(weight, zero_centered, dtype)
+        mean = (g * normed).mean(-1, keepdim=True)
+        dx = normed.mul_(mean).sub_(g).mul_(-rstd).to(x.dtype)
+    return dx, dweight
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _weight(gamma: Tensor, like: Tensor, zero_centered: bool) -> Tensor:
-    return gamma.to(like.dtype) + 1 if zero_centered else gamma.to(like.dtype)
+def _gamma(weight: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype) + 1 if zero_centered else weight.to(dtype)

@@ -1,8 +1,9 @@
-"""What the activation operations have in common: one formula (`ops.kernels.activation`), with a scale a row or not."""
+"""What all activations share as operations: they differ in their `Activation` and in whether they take scales."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,7 +13,10 @@ from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
 
 
 class ActivationOperation(BasicOperation):
-    """act = f(x), f as `activation` says. Saves x alone."""
+    """y = f(x), or f(x) * scales in subclasses that ask for the extra input `scales`, x.shape[:-1].
+
+    Computed in float32 (float64 for float64) and rounded once. The formulas are in `ops.kernels.activation`.
+    """
 
     class Saved(NamedTuple):
         x: Tensor
@@ -34,11 +38,13 @@ class ActivationOperation(BasicOperation):
         self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfBasic:
         x, scales = ctx.saved
-        dx, dscales, _ = dactivation(dy, x, self.activation, scales, need_dscales="scales" in ctx.needs.extras)
+        needs = ctx.needs
+        dx, dscales, _ = dactivation(
+            dy, x, self.activation, scales, need_dh=needs.input, need_dscales="scales" in needs.extras
+        )
         return dx, {}, {"scales": dscales}
 
-
-class ScaledActivationOperation(ActivationOperation):
-    """act = f(x) * scales, with the extra input scales, one for each row of x (shape x.shape[:-1], any float dtype)."""
-
-    extra_inputs = {"scales": Tensor}
+    def extra_repr(self) -> str:
+        spec = self.activation
+        given = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "kind"}
+        return ", ".join(f"{n}={v}" for n, v in given.items() if v != getattr(Activation, n))

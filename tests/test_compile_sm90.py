@@ -1,0 +1,169 @@
+"""Every kernel configuration, compiled for Hopper without a GPU: no spills, no serialised wgmma, memory that suffices.
+
+Run as a program, this file compiles: it puts a driver in place that has a target but no device, lets the launchers
+launch, and prints what came out, a line of JSON a kernel. The tests run it in a subprocess, because under the
+interpreter, which the other tests use, Triton compiles nothing.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from fused.kernels import grouped_gemm_swiglu
+from ops.kernels import grouped_gemm
+
+ROOT = Path(__file__).parents[1]
+
+# name: (dtype, float32 products in TF32)
+MODES = {
+    "bf16": (torch.bfloat16, False),
+    "fp16": (torch.float16, False),
+    "fp32": (torch.float32, False),
+    "tf32": (torch.float32, True),
+}
+GROUPS = 4
+MANY_ROWS, FEW_ROWS = 1024, 128
+ALIGNED, ODD = (256, 512), (250, 510)  # in and out features
+LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory
+
+
+def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:
+    K, N = features
+    x, dy, w = (torch.empty(shape, dtype=dtype) for shape in ((rows, K), (rows, N), (GROUPS, N, K)))
+    offsets = torch.zeros(GROUPS + 1, dtype=torch.int64)
+    bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)
+    for extras in ((None, None, None), (bias, scales, alpha)):
+        grouped_gemm.grouped_gemm_tn_triton(x, w, offsets, *extras, torch.empty_like(dy), tf32)
+    grouped_gemm.grouped_gemm_nn_triton(dy, w, offsets, alpha, torch.empty_like(x), tf32)
+    grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, torch.empty_like(w), tf32)
+    grouped_gemm.grouped_bias_grad_triton(dy, offsets, scales, torch.empty_like(bias))
+
+
+def launch_grouped_gemm_swiglu(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:
+    K, N = features
+    x, w = torch.empty(rows, K, dtype=dtype), torch.empty(GROUPS, N, K, dtype=dtype)
+    offsets = torch.zeros(GROUPS + 1, dtype=torch.int64)
+    bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)
+    h, act = torch.empty(rows, N, dtype=dtype), torch.empty(rows, N // 2, dtype=dtype)
+    launch = grouped_gemm_swiglu.grouped_gemm_swiglu_triton
+    for interleave in (0, 32, 256) if features == ALIGNED else (5,):
+        launch(x, w, offsets, bias, scales, alpha, h, act, interleave, tf32)
+    launch(x, w, offsets, None, scales, None, h, act, 0, tf32)
+    launch(x, w, offsets, None, None, None, None, act, 0, tf32)
+
+
+def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[int, int]]) -> None:
+    dtype, tf32 = MODES[mode]
+    for rows, features in product(all_rows, all_features):
+        launch_grouped_gemm(rows, features, dtype, tf32)
+        launch_grouped_gemm_swiglu(rows, features, dtype, tf32)
+
+
+def shipped_configs(mode: str) -> set[tuple]:
+    """(kernel, its tile) of everything that the config functions return for sm_90."""
+    dtype, tf32 = MODES[mode]
+    configs = set()
+    for rows, aligned in product((0, 1, 100, 1_000, 10_000, 1_000_000), (True, False)):
+        about = {"tf32": tf32, "aligned": aligned, "capability": (9, 0)}
+        configs.add(("k_grouped_kernel", *grouped_gemm.k_grouped_config(dtype, **about)))
+        for num_groups in (1, 8, 257):
+            configs.add(("m_grouped_kernel", *grouped_gemm.m_grouped_config(rows, num_groups, dtype, **about)))
+        for interleave in (0, 1, 5, 8, 32, 64, 128, 1024):
+            config = grouped_gemm_swiglu.grouped_gemm_swiglu_config(dtype, glu_interleave_size=interleave, **about)
+            configs.add(("grouped_gemm_swiglu_kernel", *config))
+    return configs
+
+
+class OfflineDriver:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_all(mode: str, arch: int) -> None:
+    """Launches everything, prints what ptxas says of each kernel."""
+    triton.runtime.driver.set_active(OfflineDriver(arch))
+    triton.knobs.nvidia.dump_ptxas_log = True
+    for module in (grouped_gemm, grouped_gemm_swiglu):
+        module.capability = lambda x: divmod(arch, 10)
+    run = JITFunction.run
+
+    def only_compile(kernel, *args, grid, warmup, **kwargs):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        log = output.getvalue()
+        if log:  # nothing is logged for what was compiled before
+            config = [kwargs.get(key) for key in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")]
+            report = {
+                "kernel": kernel.fn.__name__,
+                "config": config,
+                "registers": sum(map(int, re.findall(r"Used (\d+) registers", log))),
+                "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+                "shared_bytes": compiled.metadata.shared,
+                "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+                "warnings": re.findall(r".*\(?C75\d\d\)?.*", log),
+            }
+            print(json.dumps(report))
+
+    JITFunction.run = only_compile
+    if arch == 90:
+        launch_all(mode, (MANY_ROWS, FEW_ROWS), (ALIGNED, ODD))
+    else:
+        launch_all(mode, (MANY_ROWS,), (ALIGNED,))
+
+
+def compiled(mode: str, arch: int, cache: Path) -> list[dict]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, mode, str(arch)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_configuration_compiles_for_hopper(mode, tmp_path):
+    reports = compiled(mode, 90, tmp_path)
+    missing = shipped_configs(mode) - {(report["kernel"], *report["config"]) for report in reports}
+    assert not missing, f"configurations that were not compiled: {sorted(missing)}"
+    spilled = [report for report in reports if report["spilled_bytes"]]
+    assert not spilled, "\n".join(map(str, spilled))
+    for report in reports:
+        assert report["shared_bytes"] <= LIMITS[90], report
+        if "gemm" in report["kernel"] or "grouped" in report["kernel"]:
+            assert bool(report["wgmma"]) == (mode != "fp32"), report
+        # ptxas serialises the float16 kernel that stores no pre-activation, which inference alone uses
+        assert not report["warnings"] or mode == "fp16", report
+
+
+@pytest.mark.parametrize("arch", [80, 100], ids=["ampere", "blackwell"])
+def test_kernels_compile_for_other_generations(arch, tmp_path):
+    for report in compiled("bf16", arch, tmp_path):
+        assert report["shared_bytes"] <= LIMITS[arch], report
+
+
+if __name__ == "__main__":
+    compile_all(sys.argv[1], int(sys.argv[2]))
