@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bench.results import add_json_argument, write_results
 from bench.timing import Timing, time_interleaved
+from bench.usage import UsageError, require_device
 from fuser import Sequential, ops
 
 # Relative norm of the error of an output or gradient against float64: a few units of the dtype's last place.
@@ -179,13 +180,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """`python -m bench grouped_mlp`."""
+    require_device(arguments.device)
+    dtypes = arguments.dtype.split(",")
+    if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
+        raise UsageError(f"--dtype {unknown[0]} is unknown. Take {', '.join(DTYPES)}, or several by commas.")
     shape = SHAPES[arguments.shape]
     print(
         f"grouped MLP {arguments.shape}: {shape.num_groups} experts, {shape.rows} rows ({arguments.routing}), "
         f"{shape.hidden} / {shape.intermediate}, forward + backward on {arguments.device}; median (quartiles)"
     )
     comparisons = []
-    for dtype in arguments.dtype.split(","):
+    for dtype in dtypes:
         found = compare_grouped_mlp(
             shape, dtype, device=arguments.device, routing=arguments.routing, rounds=arguments.rounds
         )

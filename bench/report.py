@@ -51,11 +51,18 @@ class Outcome:
 
 
 def outcomes(directory: Path) -> dict[str, Outcome]:
-    """Recipe label -> its outcome, the baseline first, then in the order of the metrics."""
+    """Recipe label -> its outcome, the baseline first, then in the order of the metrics.
+
+    A recipe that was not validated yet (its run was killed and not taken up again) is left out.
+    """
     by_recipe: dict[str, list[Record]] = {}
     for record in read_metrics(directory / "metrics.jsonl"):
         by_recipe.setdefault(record["recipe"], []).append(record)
-    found = {recipe: _outcome(recipe, records) for recipe, records in by_recipe.items()}
+    found = {
+        recipe: _outcome(recipe, records)
+        for recipe, records in by_recipe.items()
+        if any("validation_loss" in record for record in records)
+    }
     return dict(sorted(found.items(), key=lambda item: item[0] != BASELINE))
 
 

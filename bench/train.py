@@ -22,7 +22,7 @@ from bench.progress import TrainingProgress
 from bench.report import complaints, write_report
 from bench.run_files import Record, RunFiles, RunKey
 from bench.schedule import BASELINE, RecipeSchedule, numerics
-from bench.usage import UsageError
+from bench.usage import UsageError, require_device
 
 BALANCE_COEFFICIENT = 1e-2
 WARMUP_STEPS = 10
@@ -187,6 +187,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", choices=LANGUAGE_MODELS, default="tiny", help="size (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=_positive, help="CPU threads of torch (default: 1 for micro and tiny, otherwise torch's own)"
+    )
     parser.add_argument("--corpus", metavar="DIR", help="text to learn from (default: the standard library's sources)")
     parser.add_argument(
         "--out",
@@ -206,6 +209,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """`python -m bench train`: train, write summary.md and loss.png, print the summary. Returns the exit code."""
+    require_device(arguments.device)
     schedules = tuple(RecipeSchedule.parse(name, tuple(arguments.switch)) for name in arguments.recipe.split(","))
     if arguments.check and BASELINE not in [schedule.label for schedule in schedules]:
         raise UsageError(f"--check compares with {BASELINE}, which is not among the runs. Add it to --recipe.")
@@ -220,6 +224,9 @@ def main(arguments: argparse.Namespace) -> int:
         validate_every=arguments.validate_every,
         resume=arguments.resume,
     )
+    threads = arguments.threads or LANGUAGE_MODELS[config.model].cpu_threads
+    if threads:
+        torch.set_num_threads(threads)
     corpus = read_corpus(arguments.corpus)
     print(corpus.facts(), flush=True)
 

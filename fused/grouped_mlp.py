@@ -104,7 +104,9 @@ class GroupedMLP(FusedOperation):
         self, ctx: OperationContext, x: Any, splits: Splits, scales: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         w, bias = self.fc1.weight_operand(ctx, rowwise=True), self.fc1.biases(ctx)
-        if isinstance(ctx.path, GroupedPath) and self.activation.kind == "swiglu" and splits.device.type == "cuda":
+        out = self.fc1.buffer(ctx, "output", x, self.fc1.out_features)
+        on_gpu = isinstance(ctx.path, GroupedPath) and splits.device.type == "cuda"
+        if on_gpu and self.activation.kind == "swiglu" and out is None:
             left, right, alpha = ctx.path.factors("TN", x, w)
             h, act = grouped_gemm_swiglu(
                 left, right, splits, bias_GN=bias, scales_T=scales if self.scaled else None, alpha_G=alpha,
@@ -112,7 +114,7 @@ class GroupedMLP(FusedOperation):
             )  # fmt: skip
             assert h is not None, "it is always asked for here"
             return h, act
-        h = ctx.path.fprop(x, w, bias=bias)
+        h = ctx.path.fprop(x, w, bias=bias, out=out)
         return h, activation(h, self.activation, scales if self.scaled else None)
 
     def fuser_backward(
@@ -134,7 +136,8 @@ class GroupedMLP(FusedOperation):
         scales = saved.scales if self.scaled else None
         act = dh = d_act_scales = None
         if fc2_ctx.needs.input:
-            dact = path.dgrad(dy_q, fc2.weight_operand(fc2_ctx, columnwise=True))
+            out = fc2.buffer(fc2_ctx, "grad_input", dy, fc2.in_features)
+            dact = path.dgrad(dy_q, fc2.weight_operand(fc2_ctx, columnwise=True), out=out)
             need_dscales = "scales" in act_ctx.needs.extras
             dh, d_act_scales, act = dactivation(
                 dact, saved.h, self.activation, scales, need_dscales=need_dscales, need_act=wgrad

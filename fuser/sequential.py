@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fuser.explain import explain
 from fuser.layout import Container, Layout
 from fuser.plan import Fusion, FusionPlanner, fusions_version
-from ops.operation import BasicOperation, at_border, check_extras
+from ops.operation import BasicOperation, at_border, check_buffers, check_extras
 from ops.run import Pipeline
 from recipes.autocast import current_recipe
 from recipes.names import as_recipe
@@ -148,8 +148,8 @@ class Sequential(Container):
             raise TypeError(f"x is a {type(x).__name__}. Give a tensor.")
         layout = self.layout()
         check_extras(layout.consumed, layout.produced, extras, outputs)
-        if buffers:
-            self._check_buffers(buffers)
+        for index, named in (buffers or {}).items():
+            check_buffers(self[index], named, f"buffers[{index}]")
         version = fusions_version()
         for stage, passed_on in zip(layout.stages, layout.passed_on, strict=True):
             wanted = tuple(dict.fromkeys((*passed_on, *(name for name in outputs if name in stage.makes))))
@@ -169,17 +169,6 @@ class Sequential(Container):
             x, produced = result if wanted else (result, {})
             extras |= produced
         return (x, {name: at_border(extras[name]) for name in outputs}) if outputs else x
-
-    def _check_buffers(self, buffers: Mapping[int, Mapping[str, Tensor]]) -> None:
-        for index, named in buffers.items():
-            module = self[index]
-            known = module.buffer_names if isinstance(module, BasicOperation) else ()
-            for name in named:
-                if name not in known:
-                    raise ValueError(
-                        f"buffers[{index}] names {name!r}, but {type(module).__name__} writes into "
-                        f"{', '.join(map(repr, known)) or 'no buffer of the caller'}."
-                    )
 
     def layout(self) -> Layout:
         """How the modules form stages, as they are now."""

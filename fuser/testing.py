@@ -177,8 +177,8 @@ def compare(name: str, actual: Tensor | None, expected: Tensor | None) -> Differ
     a, b = actual.detach().double().cpu(), expected.detach().double().cpu()
     if a.numel() == 0:
         return Difference(name, 0.0, 0.0, (), 1.0)
-    same = (a == b) | (a.isnan() & b.isnan())
-    error = torch.where(same, 0.0, (a - b).abs()).nan_to_num(float("inf"))
+    agree = (a == b) | (a.isnan() & b.isnan())
+    error = torch.where(agree, 0.0, (a - b).abs()).nan_to_num(float("inf"))
     index = torch.unravel_index(error.argmax(), error.shape)
     scale = max(b.abs().nan_to_num(0.0, posinf=0.0).max().item(), torch.finfo(torch.float32).tiny)
     return Difference(name, error.max().item(), error.square().mean().sqrt().item(), tuple(map(int, index)), scale)

@@ -42,7 +42,7 @@ class ActivationOperation(BasicOperation):
         dx, dscales, _ = dactivation(
             dy, x, self.activation, scales, need_dh=needs.input, need_dscales="scales" in needs.extras
         )
-        return dx, {}, {"scales": dscales}
+        return dx, {}, {} if scales is None else {"scales": dscales}
 
     def extra_repr(self) -> str:
         spec = self.activation

@@ -34,8 +34,9 @@ class Bias(BasicOperation):
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
-        if x.shape[-1] != self.size:
-            raise ValueError(f"x has {x.shape[-1]} features, but size is {self.size}. Check the operation before this.")
+        if x.dim() == 0 or x.shape[-1] != self.size:
+            features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
+            raise ValueError(f"x has {features}, but size is {self.size}. Check the operation before this one.")
         return x + ctx.param("bias"), {}
 
     def fuser_backward(

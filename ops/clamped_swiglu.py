@@ -27,4 +27,4 @@ class ClampedSwiGLU(ActivationOperation):
         *,
         glu_interleave_size: int | None = None,
     ) -> None:
-        super().__init__(Activation("clamped_swiglu", glu_interleave_size, limit, alpha, glu_linear_offset))
+        super().__init__(Activation("clamped_swiglu", limit, alpha, glu_linear_offset, glu_interleave_size))

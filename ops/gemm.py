@@ -91,10 +91,17 @@ def gemm(
         if added.dim() == 1:
             return torch.addmm(added.to(out_dtype), x, w)
     product = accumulator(x) @ accumulator(w)
-    for alpha in (left.alpha, right.alpha):
-        if alpha is not None:
-            product = product * alpha
+    alpha = combined_alpha(left, right)
+    if alpha is not None:
+        product = product * alpha
     return (product if added is None else product + added).to(out_dtype)
+
+
+def combined_alpha(a: Operand, b: Operand) -> Tensor | None:
+    """The product of the operands' per-tensor scales, in float32; None if neither has one."""
+    if a.alpha is None or b.alpha is None:
+        return a.alpha if b.alpha is None else b.alpha
+    return a.alpha * b.alpha
 
 
 def accumulator(x: Tensor) -> Tensor:

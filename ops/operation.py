@@ -125,6 +125,8 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
             pipeline = Pipeline((self,), path=path, retain_graph=retain_graph)
             self._pipelines = {**self._pipelines, (path, retain_graph): pipeline}
         check_extras(pipeline.consumed, pipeline.produced, extras, outputs)
+        if buffers:
+            check_buffers(self, buffers, "buffers")
         y, produced = pipeline(
             x, extras, wanted=outputs, buffers={0: buffers} if buffers else None, training=self.training
         )
@@ -197,6 +199,17 @@ def check_extras(
         if name not in produced:
             raise ValueError(
                 f"No operation makes the extra output {name!r}. There are: {', '.join(map(repr, produced)) or 'none'}."
+            )
+
+
+def check_buffers(module: nn.Module, named: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError if `named` holds a buffer that the module does not write into."""
+    known = module.buffer_names if isinstance(module, BasicOperation) else ()
+    for name in named:
+        if name not in known:
+            raise ValueError(
+                f"{where} names {name!r}, but {type(module).__name__} writes into "
+                f"{', '.join(map(repr, known)) or 'no buffer of the caller'}."
             )
 
 

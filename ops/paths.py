@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.gemm import Layout, accumulator, for_wgrad, gemm, operands, quantized
+from ops.gemm import Layout, accumulator, combined_alpha, for_wgrad, gemm, operands, quantized
 from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
 from recipes.grouped_tensor import GroupedTensor
 from recipes.quantized_tensor import QuantizedTensor
@@ -106,9 +106,7 @@ class GroupedPath:
     def factors(self, layout: Layout, a: GroupedTensor, b: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """What a grouped GEMM multiplies, and the product of the operands' per-tensor scales [G], if they have any."""
         left, right = operands(layout, a, b, a.dtype)
-        alphas = [alpha for alpha in (left.alpha, right.alpha) if alpha is not None]
-        product = alphas[0] * alphas[1] if len(alphas) == 2 else alphas[0] if alphas else None
-        return left.values, right.values, product
+        return left.values, right.values, combined_alpha(left, right)
 
     def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
         """db_g = sum over the group's rows of scales[t] dy[t], [G, N], accumulated in float32 in a fixed order."""

@@ -59,6 +59,7 @@ class Wiring(NamedTuple):
     step: Step
     inputs: tuple[tuple[str, str, type], ...]
     outputs: tuple[tuple[str, str, type], ...]
+    input_names: tuple[str, ...]  # by which gradients of extra inputs may be returned
     dtype: torch.dtype  # x arrives in it, in forward
     upstream_dtype: torch.dtype  # dx leaves in it, in backward
     needs_grad: bool  # whether backward has anything to do here
@@ -142,6 +143,7 @@ class Program:
             step,
             tuple(entry for entry in inputs if entry[1] not in inside),
             tuple(outputs),
+            tuple(local for o in covered for local in o.extra_inputs),
             contexts[0]["dtype"],
             self.contexts[first - 1]["dtype"] if first else self.input_dtype,
             any(context["needs_grad"] for context in contexts),

@@ -27,9 +27,8 @@ class Router(BasicOperation):
     normalize_probs: divide the probabilities by their sum; changes nothing after use_pre_softmax=False, where the sum
                      is 1 already.
 
-    The products are float32 ones under every recipe and torch.autocast, because a small error of a logit changes the
-    choice. On a GPU they stay so as long as torch's own TF32 switch is off, which it is by default
-    (`torch.set_float32_matmul_precision("highest")`).
+    The products are in full float32 under every recipe, torch.autocast and TF32 setting, because a small error of a
+    logit changes the choice. (Under torch.autocast x and W arrive rounded to its dtype.)
 
     Weights are initialised as those of `torch.nn.Linear`. Raises ValueError for sizes that are not positive, a topk
     above num_experts, and an x that is not [T, hidden_size].
@@ -86,7 +85,7 @@ class Router(BasicOperation):
                 f"x has shape {list(x.shape)}, but [tokens, {self.hidden_size}] is needed. "
                 "Flatten leading dimensions; check the operation before this one."
             )
-        logits = torch.mm(_wide(x), _wide(ctx.param("weight")).t())
+        logits = _product(x, ctx.param("weight").t())
         probs, indices, loss, softmax, fractions = route(logits, self.topk, normalized=self.normalized)
         if ctx.needs_grad:
             ctx.saved = self.Saved(x if ctx.needs.params else None, probs, indices, softmax, fractions)
@@ -106,10 +105,11 @@ class Router(BasicOperation):
             return dy, {}, {}
         dx = dweight = None
         if ctx.needs.input:
-            w = _wide(ctx.param("weight"))
-            dx = torch.mm(dlogits, w) if dy is None else torch.addmm(_wide(dy), dlogits, w)
+            dx = _product(dlogits, ctx.param("weight"))
+            if dy is not None:
+                dx += dy
         if x is not None:
-            dweight = torch.mm(dlogits.t(), _wide(x))
+            dweight = _product(dlogits.t(), x)
         return dx, {"weight": dweight}, {}
 
     def extra_repr(self) -> str:
@@ -119,5 +119,17 @@ class Router(BasicOperation):
         )
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32 or float64, whatever torch is told about TF32: that rounds the operands to 10 bits."""
+    if a.dtype == torch.float64:
+        return a @ b
+    a, b = a.float(), b.float()
+    if not a.is_cuda:
+        return a @ b
+    setting = torch.backends.cuda.matmul
+    precision = setting.fp32_precision
+    setting.fp32_precision = "ieee"
+    try:
+        return a @ b
+    finally:
+        setting.fp32_precision = precision

@@ -47,8 +47,6 @@ class Pipeline:
         self.path = path
         self.retain_graph = retain_graph
         self.programs: dict[Any, Program] = {}
-        # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
-        self._owners = [module._parameters for operation in self.operations for module in operation.modules()]
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
         self.consumed = self._consumed_from_outside()
 
@@ -70,7 +68,15 @@ class Pipeline:
         return self._program(x, extras, self._parameters(), training, fusions_version)
 
     def _parameters(self) -> list[Any]:
-        return [parameter for owner in self._owners for parameter in owner.values()]
+        """The parameters as they are now, with None where one is registered as None."""
+        parameters: list[Any] = []
+        for operation in self.operations:
+            if operation._modules:
+                for _, module in operation.named_modules(remove_duplicate=False):
+                    parameters += module._parameters.values()
+            else:
+                parameters += operation._parameters.values()
+        return parameters
 
     def _program(
         self, x: Tensor, extras: Mapping[str, Any], parameters: list[Any], training: bool, fusions_version: int
@@ -87,7 +93,8 @@ class Pipeline:
         recipe = current_recipe()
         dtype = autocast_dtype or next((d for d in dtypes if d is not None), x.dtype)
         request = PlanRequest(recipe, device, dtype, needs, training, self.path or recipe.path, fusions_version)
-        key = (request, x.dtype, autocast_dtype, dtypes)
+        composite = tuple([op.parameter_names() for op in self.operations if op._modules])
+        key = (request, x.dtype, autocast_dtype, dtypes, composite)
         program = self.programs.get(key)
         if program is None:
             self._check_parameters(x)
@@ -195,10 +202,11 @@ class _Call:
     def _run_step(self, wiring: Wiring, x: Any) -> Any:
         step = wiring.step
         extras = {local: self._extra(name, kind, x) for local, name, kind in wiring.inputs}
-        if step.fused:
-            y, outputs = step.operation.fuser_forward([self.contexts[i] for i in step.indices], x, extras)
-        else:
-            y, outputs = step.operation.fuser_forward(self.contexts[step.indices[0]], x, extras)
+        contexts = [self.contexts[i] for i in step.indices]
+        result = step.operation.fuser_forward(contexts if step.fused else contexts[0], x, extras)
+        if type(result) is not tuple or len(result) != 2:
+            raise TypeError(f"fuser_forward returned a {type(result).__name__}. Return (y, {{name: extra output}}).")
+        y, outputs = result
         for local, name, _ in wiring.outputs:
             if local in outputs:
                 self.environment[name] = outputs[local]
@@ -239,7 +247,7 @@ class _RetainingFunction(torch.autograd.Function):
         differentiable = call.program.differentiable
         y = _border(call.forward(x))
         # A buffer of the caller's must not get a history, nor one tensor object two: they get objects of their own.
-        outputs = [y.detach() if call.buffers else y]
+        outputs = [y.detach() if call.buffers else _as_output(y, x, call.environment.values())]
         for name in call.wanted:
             value = call.produced[name]
             if isinstance(value, Tensor):
@@ -279,6 +287,19 @@ class _RetainingFunction(torch.autograd.Function):
         device = fctx.program.request.device
         with torch.autocast(device.type, enabled=False) if _autocasts(device) else _NOTHING:
             return _backward(fctx, dy, d_returned)
+
+
+def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
+    """y as autograd wants it of a Function, so that a module behind may change it in place, or is refused to.
+
+    Not a view, which could not be changed; but a view, if another tensor that the caller may hold shares its memory.
+    """
+    if y is x:
+        return y
+    memory = y.untyped_storage().data_ptr()
+    if any(isinstance(t, Tensor) and t.untyped_storage().data_ptr() == memory for t in (x, *others)):
+        return y.view_as(y)
+    return y.detach() if y._is_view() else y
 
 
 class _ReleasingFunction(_RetainingFunction):
@@ -328,11 +349,16 @@ def _backward(fctx: Any, dy: Tensor | None, d_returned: tuple[Tensor | None, ...
             context.saved = unflatten(spec, flat)
             contexts.append(context)
         try:
-            if step.fused:
-                dx, d_params, d_inputs = step.operation.fuser_backward(contexts, dx, d_outputs)
-            else:
-                dx, own, d_inputs = step.operation.fuser_backward(contexts[0], dx, d_outputs)
-                d_params = (own,)
+            result = step.operation.fuser_backward(contexts if step.fused else contexts[0], dx, d_outputs)
+            if type(result) is not tuple or len(result) != 3:
+                raise TypeError(
+                    f"fuser_backward returned a {type(result).__name__}. Return (dx, gradients of the parameters by "
+                    "name, gradients of the extra inputs by name)."
+                )
+            dx, d_params, d_inputs = result
+            if not step.fused:
+                d_params = (d_params,)
+            _check_names(program, wiring, d_params, d_inputs)
         except Exception as error:
             _raise_located(fctx.labels, step.indices[0], step.operation, error)
         for index, own in zip(step.indices, d_params, strict=True):
@@ -353,6 +379,24 @@ def _backward(fctx: Any, dy: Tensor | None, d_returned: tuple[Tensor | None, ...
         *_parameter_gradients(fctx, d_parameters),
         *[_total(d_extras[name]) if name in d_extras else None for name in fctx.input_names],
     )
+
+
+def _check_names(
+    program: Program, wiring: Wiring, d_params: Sequence[Mapping[str, Any]], d_inputs: Mapping[str, Any]
+) -> None:
+    """Raise if a gradient came under a name that does not exist; it would be lost."""
+    for index, own in zip(wiring.step.indices, d_params, strict=True):
+        _check_known(own, program.parameter_names[index], "parameter")
+    _check_known(d_inputs, wiring.input_names, "extra input")
+
+
+def _check_known(gradients: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    for name, gradient in gradients.items():
+        if name not in known and gradient is not None:
+            raise RuntimeError(
+                f"fuser_backward returned a gradient for the {what} {name!r}. There are: "
+                f"{', '.join(map(repr, known)) or 'none'}."
+            )
 
 
 def _parameter_gradients(fctx: Any, gradients: dict[tuple[int, str], Tensor | None]) -> list[Tensor | None]:

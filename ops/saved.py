@@ -16,6 +16,8 @@ def flatten(saved: Any, flat: list[Tensor | None]) -> Spec:
     """Append the tensors of `saved` to flat; return what `unflatten` needs to put them back."""
     if saved is None:
         return None
+    if not isinstance(saved, tuple) or not hasattr(saved, "_fields"):
+        raise TypeError(f"ctx.saved is a {type(saved).__name__}. Give a NamedTuple of tensors, None, or containers.")
     begin = len(flat)
     containers: list[tuple[int, Any, int]] = []
     for position, field in enumerate(saved):

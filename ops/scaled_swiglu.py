@@ -21,4 +21,4 @@ class ScaledSwiGLU(ActivationOperation):
     extra_inputs = {"scales": Tensor}
 
     def __init__(self, glu_interleave_size: int | None = None) -> None:
-        super().__init__(Activation("swiglu", glu_interleave_size))
+        super().__init__(Activation("swiglu", glu_interleave_size=glu_interleave_size))

@@ -15,4 +15,4 @@ class SwiGLU(ActivationOperation):
     """
 
     def __init__(self, *, glu_interleave_size: int | None = None) -> None:
-        super().__init__(Activation("swiglu", glu_interleave_size))
+        super().__init__(Activation("swiglu", glu_interleave_size=glu_interleave_size))

@@ -5,7 +5,8 @@ The references are differentiable by autograd, loop over groups in Python, and k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,8 +35,19 @@ ROUNDED_OFTEN: Mapping[torch.dtype, float] = {
 Tensors = Mapping[str, Tensor | None]
 
 
-def assert_close(actual: Tensors, expected: Tensors, tolerances: Mapping[torch.dtype, float] = ROUNDED_ONCE) -> None:
-    """Every tensor near the one expected of the same name; None only where None is expected."""
+def assert_close(
+    actual: Tensors,
+    expected: Tensors,
+    tolerances: Mapping[torch.dtype, float] = ROUNDED_ONCE,
+    *,
+    computed_in: torch.dtype | None = None,
+    floor: float = 0.0,
+) -> None:
+    """Every tensor near the one expected of the same name; None only where None is expected.
+
+    computed_in: whose tolerance holds, if not that of each tensor's own dtype.
+    floor: the least magnitude that the tolerance is relative to; sums of a few numbers may cancel by chance.
+    """
     assert actual.keys() == expected.keys()
     for name, got in actual.items():
         want = expected[name]
@@ -46,11 +58,12 @@ def assert_close(actual: Tensors, expected: Tensors, tolerances: Mapping[torch.d
         if got.numel() == 0:
             continue
         error = (got.detach().cpu().double() - want.detach().cpu().double()).abs().nan_to_num(nan=float("inf"))
-        scale = max(want.detach().double().abs().max().item(), 1e-30)
+        scale = max(want.detach().double().abs().max().item(), floor, 1e-30)
+        allowed = tolerances[computed_in or got.dtype]
         worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-        assert error.max().item() <= tolerances[got.dtype] * scale, (
+        assert error.max().item() <= allowed * scale, (
             f"{name}: off by {error.max().item():.3e} at {worst} (RMS {error.square().mean().sqrt().item():.3e}), "
-            f"allowed {tolerances[got.dtype]:.1e} of {scale:.3e}"
+            f"allowed {allowed:.1e} of {scale:.3e}"
         )
 
 
@@ -99,7 +112,7 @@ def gated(h: Tensor, kind: str, interleave: int | None = None) -> Tensor:
     if interleave is None:
         a, b = h.chunk(2, -1)
     else:
-        blocks = h.reshape(*h.shape[:-1], -1, 2, interleave)
+        blocks = h.reshape(*h.shape[:-1], h.shape[-1] // (2 * interleave), 2, interleave)
         a, b = blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
     if kind == "swiglu":
         return F.silu(a) * b
@@ -133,3 +146,28 @@ def set_parameters(module: torch.nn.Module, values: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, value in values.items():
             module.get_parameter(name).copy_(value)
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """Whatever waits for the CUDA device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of `step`, warmed up on a side stream, and what it returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result

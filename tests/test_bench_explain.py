@@ -33,6 +33,20 @@ def test_a_wrong_recipe_is_a_sentence_and_exit_code_2(capsys):
     assert "no recipe named 'bf17'" in capsys.readouterr().err
 
 
+def test_a_wrong_dtype_is_a_sentence(capsys):
+    with pytest.raises(SystemExit):
+        main(["grouped_mlp", "--dtype", "fp7"])
+    assert "--dtype fp7 is unknown. Take fp32, bf16" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("command", ["train", "grouped_mlp"])
+def test_a_missing_gpu_is_a_sentence(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--device", "cuda"])
+    assert "finds no CUDA device here" in capsys.readouterr().err
+
+
 # --- explain
 
 

@@ -22,7 +22,7 @@ HOST_READS = {"item", "tolist", "cpu", "numpy", "synchronize"}
 # Where else than in references (`..._ref`) the host may read the device. file: {function: reason}
 MAY_READ = {
     "ops/paths.py": {"SplitPath.*": "it reads the split sizes by definition"},
-    "ops/kernels/grouped_gemm.py": {"_row_slices": "for references, and for CPU tensors, where nothing waits"},
+    "ops/kernels/grouped_operands.py": {"row_slices": "for references, and for CPU tensors, where nothing waits"},
     "recipes/splits.py": {
         "Splits.tolist": "the door through which the SplitPath and references read sizes",
         "Splits.make": "sizes that lie on the host already are validated",

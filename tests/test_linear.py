@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -140,16 +141,11 @@ def test_features_that_are_not_positive_are_refused(in_features: int, out_featur
         ops.Linear(in_features, out_features)
 
 
-@pytest.mark.parametrize("shape", [(4, 6), (6,), (4, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 6), (6,), (4, 1), ()], ids=str)
 def test_an_x_of_another_width_is_refused(shape: tuple[int, ...]) -> None:
-    message = rf"In operation 0 \(Linear\): x has {shape[-1]} features, but in_features is 5\. Check the operation before"
-    with pytest.raises(ValueError, match=message):
+    message = f"In operation 0 (Linear): x has shape {list(shape)}, but [..., 5] is needed. Check the operation before"
+    with pytest.raises(ValueError, match=re.escape(message)):
         ops.Linear(5, 3)(torch.ones(shape))
-
-
-def test_a_scalar_x_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"In operation 0 \(Linear\)"):
-        ops.Linear(5, 3)(torch.ones(()))
 
 
 # Linear under recipes: each product against float64 of the operands that the quantizers give

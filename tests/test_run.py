@@ -680,7 +680,8 @@ def test_a_copy_of_an_operation_runs_its_own_parameters() -> None:
 
 def test_meta_init_then_to_empty_then_reset_trains_as_usual() -> None:
     def build(device: str) -> Sequential:
-        return Sequential(ops.Linear(3, 4, device=device), Scale(device=device), ops.GroupedLinear(2, 4, 2, device=device))
+        linear = ops.Linear(3, 4, device=device)
+        return Sequential(linear, Scale(device=device), ops.GroupedLinear(2, 4, 2, device=device))
 
     meta = build("meta").to_empty(device="cpu")
     torch.manual_seed(5)
@@ -693,7 +694,8 @@ def test_meta_init_then_to_empty_then_reset_trains_as_usual() -> None:
 
 
 def test_a_parameter_left_on_meta_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"Linear.weight is on the meta device, but x is on cpu.*to_empty.*reset_parameters"):
+    message = r"Linear.weight is on the meta device, but x is on cpu.*to_empty.*reset_parameters"
+    with pytest.raises(RuntimeError, match=message):
         Sequential(ops.Linear(2, 2, device="meta"))(torch.ones(1, 2))
 
 
@@ -882,7 +884,8 @@ def test_retain_graph_needs_to_be_said_to_backward_too() -> None:
 def test_double_backward_raises_one_clear_error(retain: bool) -> None:
     x = torch.ones(2, requires_grad=True)
     y = Sequential(Square(), retain_graph=retain)(x)
-    with pytest.raises(RuntimeError, match=r"Double backward \(create_graph=True\) through a pipeline is not supported"):
+    message = r"Double backward \(create_graph=True\) through a pipeline is not supported"
+    with pytest.raises(RuntimeError, match=message):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
@@ -894,7 +897,8 @@ def test_a_parameter_changed_in_place_before_backward_is_an_error() -> None:
     y = sequential(torch.ones(2))
     with torch.no_grad():
         sequential[1].scale.mul_(2)
-    with pytest.raises(RuntimeError, match=r"In operation 1 \(Scale\): Parameter 'scale' was changed in place \(version"):
+    message = r"In operation 1 \(Scale\): Parameter 'scale' was changed in place \(version"
+    with pytest.raises(RuntimeError, match=message):
         y.sum().backward()
 
 
@@ -1018,9 +1022,11 @@ def test_an_error_of_another_class_gets_the_operation_as_a_note() -> None:
     assert caught.value.__cause__ is not caught.value
 
 
-def test_the_position_in_an_error_is_that_in_the_sequential() -> None:
-    sequential = Sequential(nn.Identity(), Scale(), Failing(ValueError("wrong by design")))
-    with pytest.raises(ValueError, match=r"In operation 2 \(Failing\)"):
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_position_in_an_error_is_that_in_the_sequential(nested: bool) -> None:
+    tail: list[nn.Module] = [Scale(), Failing(ValueError("wrong by design"))]
+    sequential = Sequential(nn.Identity(), Sequential(*tail)) if nested else Sequential(nn.Identity(), *tail)
+    with pytest.raises(ValueError, match=rf"In operation {'1.1' if nested else '2'} \(Failing\)"):
         sequential(torch.ones(2))
 
 

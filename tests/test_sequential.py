@@ -440,7 +440,7 @@ def test_a_nested_sequential_is_flattened() -> None:
 def test_a_nested_sequential_with_settings_of_its_own_is_called(settings: dict[str, Any]) -> None:
     sequential = Sequential(Scale(2.0), Sequential(Shift(1.0), **settings), Scale(3.0))
     assert stages(sequential) == [1, "Sequential", 1]
-    assert "stage 1: Sequential, called by itself because its settings differ" in sequential.explain()
+    assert "stage 1: 1  Sequential, called by itself because its settings differ" in sequential.explain()
     assert torch.equal(sequential(torch.ones(2)), torch.full((2,), 9.0))
 
 
@@ -682,7 +682,8 @@ def test_a_buffer_reaches_an_operation_with_hooks() -> None:
 
 def test_a_buffer_that_no_operation_knows_is_refused() -> None:
     sequential, x, sizes = grouped()
-    with pytest.raises(ValueError, match=r"buffers\[0\] names 'result', but GroupedLinear writes into 'output', 'grad_input'"):
+    message = r"buffers\[0\] names 'result', but GroupedLinear writes into 'output', 'grad_input'"
+    with pytest.raises(ValueError, match=message):
         sequential(x, split_sizes=sizes, buffers={0: {"result": torch.empty(6, 3)}})
     with pytest.raises(ValueError, match=r"buffers\[0\] names 'output', but Scale writes into no buffer of the caller"):
         Sequential(Scale())(x, buffers={0: {"output": torch.empty(6, 4)}})
@@ -704,7 +705,7 @@ def test_hooks_on_an_operation_fire_and_split_the_pipeline() -> None:
         sequential[1].register_full_backward_hook(lambda m, dx, dy: seen.append(("backward", dx[0], dy[0]))),
     ]
     assert stages(sequential) == [1, "Scale", 1]
-    assert "stage 1: Scale, called by itself because it has hooks of its own, or is sharded" in sequential.explain()
+    assert "stage 1: 1  Scale, called by itself because it has hooks of its own, or is sharded" in sequential.explain()
     y = sequential(x)
     assert torch.equal(y, torch.full((2,), 30.0))
     y.sum().backward()
@@ -829,16 +830,21 @@ def test_explain_prints_stages_steps_kernels_and_refusals() -> None:
             "  backward",
             "        0  Scale  [torch]",
             "        1  Shift  [torch]",
-            "stage 1: ReLU",
+            "stage 1: 2  ReLU",
             "stage 2: pipeline",
             "  path: grouped",
             "  forward and backward",
-            "        0  Scale  [torch]",
-            "        1  Shift  [torch]",
-            "  not fused: ScaleShift on operations 0-1: the shift is None.",
-            "stage 3: Scale, called by itself because it has hooks of its own, or is sharded",
+            "        3  Scale  [torch]",
+            "        4  Shift  [torch]",
+            "  not fused: ScaleShift on operations 3-4: the shift is None.",
+            "stage 3: 5  Scale, called by itself because it has hooks of its own, or is sharded",
         ]
     )
+
+
+def test_explain_gives_operations_in_nested_sequentials_their_place() -> None:
+    text = Sequential(Scale(), Sequential(Scale(), Sequential(Shift()))).explain()
+    assert [line.split()[0] for line in text.splitlines()[-3:]] == ["0", "1.0", "1.1.0"]
 
 
 def test_explain_takes_a_recipe_by_name_and_says_emulated() -> None:

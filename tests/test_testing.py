@@ -99,7 +99,7 @@ class LeavesARowUnwritten(Right):
 
 class WrongExtraOutput(Right):
     def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
-        y, outputs = super().fuser_forward(ctxs, x, extras)
+        y, _ = super().fuser_forward(ctxs, x, extras)
         return y, {"product": 1.001 * y}
 
 
@@ -340,7 +340,8 @@ class RowsPastTheSum(FusedOperation):
 
 
 @pytest.mark.parametrize(
-    ("fault", "culprit"), [("", None), ("tail", "y is off by inf"), ("empty group", "gradient of 0.weight is off by inf")]
+    ("fault", "culprit"),
+    [("", None), ("tail", "y is off by inf"), ("empty group", "gradient of 0.weight is off by inf")],
 )
 def test_splits_with_empty_groups_and_rows_left_over_are_drawn(fault: str, culprit: str | None) -> None:
     fusion = type("Fusion", (RowsPastTheSum,), {"fault": fault})

@@ -25,19 +25,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.kernels.activation import Activation, activation, activation_ref
 from ops.kernels.grouped_gemm import (
     GroupedGemmConfig,
-    accumulator_like,
     allow_tf32,
     capability,
-    check_m_grouped,
     find_tile,
     grouped_gemm_tn,
     grouped_gemm_tn_ref,
     is_aligned,
-    per_group,
-    with_contiguous_rows,
 )
+from ops.kernels.grouped_operands import check_m_grouped, per_group, with_contiguous_rows
 from ops.kernels.rounding import round_to, widen
 from recipes.splits import Splits
 
@@ -55,7 +53,8 @@ def grouped_gemm_swiglu_ref(
 ) -> tuple[Tensor, Tensor]:
     """`grouped_gemm_swiglu` in plain torch. Returns (h [T, 2I], act [T, I])."""
     h = grouped_gemm_tn_ref(x_TK, w_GNK, splits, bias_GN=bias_GN, alpha_G=alpha_G, out_dtype=out_dtype)
-    return h, _swiglu(h, splits, scales_T, glu_interleave_size)
+    swiglu = Activation("swiglu", glu_interleave_size=glu_interleave_size)
+    return h, activation_ref(h, swiglu, _active(scales_T, splits))
 
 
 def grouped_gemm_swiglu_config(
@@ -192,8 +191,9 @@ def grouped_gemm_swiglu(
     check_m_grouped(x_TK, w_GNK, splits, bias_GN, scales_T, w_features=2)
     check_gated(w_GNK.shape[1], glu_interleave_size)
     if x_TK.device.type != "cuda":
-        h = grouped_gemm_tn(x_TK, w_GNK, splits, bias_GN=bias_GN, alpha_G=alpha_G, out_dtype=out_dtype)
-        return h if need_preact else None, _swiglu(h, splits, scales_T, glu_interleave_size)
+        preact = grouped_gemm_tn(x_TK, w_GNK, splits, bias_GN=bias_GN, alpha_G=alpha_G, out_dtype=out_dtype)
+        swiglu = Activation("swiglu", glu_interleave_size=glu_interleave_size)
+        return preact if need_preact else None, activation(preact, swiglu, _active(scales_T, splits))
     rows, out_features = x_TK.shape[0], w_GNK.shape[1]
     dtype = out_dtype or x_TK.dtype
     h = torch.empty(rows, out_features, dtype=dtype, device=x_TK.device) if need_preact else None
@@ -280,12 +280,6 @@ def check_gated(out_features: int, glu_interleave_size: int | None) -> None:
         )
 
 
-def _swiglu(h: Tensor, splits: Splits, scales_T: Tensor | None, glu_interleave_size: int | None) -> Tensor:
-    """silu(gate) * up * scales of h [T, 2I], rounded once; zero in the rows of no group."""
-    run = glu_interleave_size or h.shape[1] // 2
-    gate, up = accumulator_like(h).unflatten(1, (-1, 2, run)).unbind(2)
-    act = torch.nn.functional.silu(gate).mul_(up).flatten(1)
-    if scales_T is not None:
-        # scales of rows that belong to no group may be anything
-        act *= scales_T.masked_fill(splits.group_of_row == splits.num_groups, 0)[:, None]
-    return act.to(h.dtype)
+def _active(scales_T: Tensor | None, splits: Splits) -> Tensor | None:
+    """The scales, those of rows that belong to no group 0: they may be anything."""
+    return None if scales_T is None else scales_T.masked_fill(splits.group_of_row == splits.num_groups, 0)

@@ -44,17 +44,17 @@ class Activation:
     """Which activation, with its constants. Equal by value.
 
     limit, alpha, glu_linear_offset: of clamped_swiglu; the others ignore them
-    glu_interleave_size: S, or None for halves; srelu has no gate and ignores it
+    glu_interleave_size: S, or None for halves; srelu ignores it
 
     Raises ValueError for an unknown kind, a limit that is not finite and above 0, an alpha or an offset that is not
     finite, an interleave size that is not positive.
     """
 
     kind: Kind
-    glu_interleave_size: int | None = None
     limit: float = 7.0
     alpha: float = 1.702
     glu_linear_offset: float = 1.0
+    glu_interleave_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -69,12 +69,12 @@ class Activation:
             raise ValueError(f"glu_interleave_size is {size}, but must be positive. Give None for halves [gate | up].")
 
     @property
-    def is_glu(self) -> bool:
+    def gated(self) -> bool:
         return self.kind != "srelu"
 
     def input_features(self, features: int) -> int:
         """How many features of h give `features` of act."""
-        return 2 * features if self.is_glu else features
+        return 2 * features if self.gated else features
 
 
 def activation_ref(h: Tensor, spec: Activation, scales: Tensor | None = None) -> Tensor:
@@ -98,7 +98,7 @@ def activation(h: Tensor, spec: Activation, scales: Tensor | None = None) -> Ten
 
     h: [..., 2I], or [..., I] for srelu, any floating dtype. scales: h.shape[:-1], any floating dtype (1 if None).
 
-    Returns act [..., I] in h's dtype, contiguous. Raises ValueError if h's features do not divide into gate and linear
+    Returns act [..., I] in h's dtype. Raises ValueError if h's features do not divide into gate and linear
     part, or scales has another shape.
     """
     _check(h, spec, scales)
@@ -224,7 +224,7 @@ _BACKWARD: dict[str, Callable[[Tensor, Tensor, Tensor, Activation], Tensor]] = {
 
 
 def _check(h: Tensor, spec: Activation, scales: Tensor | None) -> None:
-    if spec.is_glu and h.shape[-1] % (2 * (spec.glu_interleave_size or 1)):
+    if spec.gated and h.shape[-1] % (2 * (spec.glu_interleave_size or 1)):
         size = spec.glu_interleave_size
         raise ValueError(
             f"x has {h.shape[-1]} features, but {'2' if size is None else f'2 * glu_interleave_size = {2 * size}'} "

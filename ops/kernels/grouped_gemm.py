@@ -26,11 +26,10 @@ more group, whose tiles hold zeros.
 
     BLOCK_M = 4, rows = 12, sizes = [3, 0, 6]  ->  offsets    [0, 3, 3, 9]
                                                    first slot  0, 1, 2, 5 (tail)
-                                                   slots       [0:3] | - | [3:7] [7:9] - | [9:12]
+                                                   slots       [0:3] | - | [3:7] [7:9] - | [9:12] -
 """
 # T rows, G groups, K in features, N out features
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,6 +37,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.kernels.grouped_operands import (
+    accumulator_like,
+    check_dtypes,
+    check_m_grouped,
+    check_rows,
+    check_scales,
+    output,
+    per_group,
+    refuse_float64,
+    row_slices,
+    with_contiguous_rows,
+)
 from ops.kernels.rounding import round_to, widen
 from recipes.splits import Splits
 
@@ -56,7 +67,7 @@ def grouped_gemm_tn_ref(
 ) -> Tensor:
     """`grouped_gemm_tn` in plain torch, group by group. Returns y [T, N]."""
     y_TN = accumulator_like(x_TK).new_zeros(x_TK.shape[0], w_GNK.shape[1])
-    for group, rows in _row_slices(splits):
+    for group, rows in row_slices(splits):
         y = accumulator_like(x_TK[rows]) @ accumulator_like(w_GNK[group]).T
         if alpha_G is not None:
             y = y * alpha_G.expand(splits.num_groups)[group]
@@ -89,7 +100,7 @@ def grouped_gemm_nt_ref(
 ) -> Tensor:
     """`grouped_gemm_nt` in plain torch, group by group. Returns dw [G, N, K]."""
     dw_GNK = accumulator_like(x_TK).new_zeros(splits.num_groups, dy_TN.shape[1], x_TK.shape[1])
-    for group, rows in _row_slices(splits):
+    for group, rows in row_slices(splits):
         dw = accumulator_like(dy_TN[rows]).T @ accumulator_like(x_TK[rows])
         dw_GNK[group] = dw if alpha_G is None else dw * alpha_G.expand(splits.num_groups)[group]
     return dw_GNK.to(out_dtype or x_TK.dtype)
@@ -101,7 +112,7 @@ def grouped_bias_grad_ref(
     """`grouped_bias_grad` in plain torch, group by group. Returns db [G, N]."""
     dy = accumulator_like(dy_TN)
     scaled = dy if scales_T is None else dy * accumulator_like(scales_T[:, None])
-    return torch.stack([scaled[rows].sum(0) for _, rows in _row_slices(splits)]).to(out_dtype or dy_TN.dtype)
+    return torch.stack([scaled[rows].sum(0) for _, rows in row_slices(splits)]).to(out_dtype or dy_TN.dtype)
 
 
 # ------------------------------------------------------------------------------------------------ configurations
@@ -363,7 +374,7 @@ def grouped_gemm_tn(
     alpha: [G] or () float32 (1 if None). out: [T, N], in out_dtype (x's if None). Rows of no group are zero.
     """
     check_m_grouped(x_TK, w_GNK, splits, bias_GN, scales_T, w_features=2)
-    out = _output(out, (x_TK.shape[0], w_GNK.shape[1]), out_dtype, x_TK)
+    out = output(out, (x_TK.shape[0], w_GNK.shape[1]), out_dtype, x_TK)
     if out.device.type == "cuda":
         target = with_contiguous_rows(out, empty=True)
         grouped_gemm_tn_triton(
@@ -396,7 +407,7 @@ def grouped_gemm_nn(
     (dy's if None). Rows of no group are zero.
     """
     check_m_grouped(dy_TN, w_GNK, splits, w_features=1)
-    out = _output(out, (dy_TN.shape[0], w_GNK.shape[2]), out_dtype, dy_TN)
+    out = output(out, (dy_TN.shape[0], w_GNK.shape[2]), out_dtype, dy_TN)
     if out.device.type == "cuda":
         target = with_contiguous_rows(out, empty=True)
         grouped_gemm_nn_triton(
@@ -426,10 +437,10 @@ def grouped_gemm_nt(
     dy: [T, N] and x: [T, K] of one floating dtype. alpha: [G] or () float32 (1 if None). out: [G, N, K], in out_dtype
     (x's if None). A group without rows gets zeros.
     """
-    _check_rows(dy_TN, splits)
-    _check_rows(x_TK, splits)
-    _check_dtypes(dy_TN, x_TK)
-    out = _output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
+    check_rows(dy_TN, splits)
+    check_rows(x_TK, splits)
+    check_dtypes(dy_TN, x_TK)
+    out = output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
     if out.device.type == "cuda":
         target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         grouped_gemm_nt_triton(
@@ -442,7 +453,7 @@ def grouped_gemm_nt(
         )
         return out if target is out else out.copy_(target)
     alphas = _alphas(alpha_G, splits)
-    for group, rows in _row_slices(splits):
+    for group, rows in row_slices(splits):
         if rows.start == rows.stop:
             out[group].zero_()
         else:
@@ -457,12 +468,12 @@ def grouped_bias_grad(
 
     dy: [T, N]. scales: [T] (1 if None). The result is in out_dtype (dy's if None). A group without rows gets zeros.
     """
-    _check_rows(dy_TN, splits)
-    _check_scales(scales_T, splits)
+    check_rows(dy_TN, splits)
+    check_scales(scales_T, splits)
     if dy_TN.device.type != "cuda":
         return grouped_bias_grad_ref(dy_TN, splits, scales_T=scales_T, out_dtype=out_dtype)
-    _refuse_float64(dy_TN)
-    out = _output(None, (splits.num_groups, dy_TN.shape[1]), out_dtype, dy_TN)
+    refuse_float64(dy_TN)
+    out = output(None, (splits.num_groups, dy_TN.shape[1]), out_dtype, dy_TN)
     grouped_bias_grad_triton(
         with_contiguous_rows(dy_TN), splits.offsets, None if scales_T is None else scales_T.contiguous(), out
     )
@@ -637,7 +648,7 @@ def _m_grouped_on_cpu(
     """One product a group, straight into its rows: as fast as torch's grouped_mm (measured, fp32 and bf16)."""
     alphas = _alphas(alpha_G, splits)
     end = 0
-    for group, rows in _row_slices(splits):
+    for group, rows in row_slices(splits):
         bias = None if bias_GC is None else bias_GC[group]
         if bias is not None and scales_T is not None:
             bias = accumulator_like(scales_T[rows, None]) * bias
@@ -665,104 +676,3 @@ def _product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Ten
 
 def _alphas(alpha_G: Tensor | None, splits: Splits) -> list[Tensor | None] | tuple[Tensor, ...]:
     return [None] * splits.num_groups if alpha_G is None else alpha_G.expand(splits.num_groups).unbind()
-
-
-def _row_slices(splits: Splits) -> Iterator[tuple[int, slice]]:
-    """(group, its rows) for each group. Reads the sizes on the host: for references and CPU tensors."""
-    begin = 0
-    for group, size in enumerate(splits.tolist()):
-        yield group, slice(begin, begin + size)
-        begin += size
-
-
-def accumulator_like(x: Tensor) -> Tensor:
-    """x in the dtype in which sums are made: at least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-# --------------------------------------------------------------------------------------------------------- checks
-
-
-def check_m_grouped(
-    x: Tensor,
-    w_GNK: Tensor,
-    splits: Splits,
-    bias_GN: Tensor | None = None,
-    scales_T: Tensor | None = None,
-    *,
-    w_features: int,
-) -> None:
-    """Raises unless the operands fit. x's features are those of w's dimension `w_features`."""
-    _check_rows(x, splits)
-    _check_dtypes(x, w_GNK)
-    if w_GNK.dim() != 3 or w_GNK.shape[0] != splits.num_groups or w_GNK.shape[w_features] != x.shape[1]:
-        needed: list[object] = [splits.num_groups, "out_features", "in_features"]
-        needed[w_features] = x.shape[1]
-        raise ValueError(
-            f"the weight has shape {list(w_GNK.shape)}, but must be [{', '.join(map(str, needed))}] for "
-            f"{splits.num_groups} groups and rows of {x.shape[1]} features. Pass the weight that belongs to these rows."
-        )
-    if bias_GN is not None and bias_GN.shape != w_GNK.shape[:2]:
-        raise ValueError(
-            f"bias has shape {list(bias_GN.shape)}, but must be {list(w_GNK.shape[:2])}. Pass one row for each group."
-        )
-    _check_scales(scales_T, splits)
-
-
-def _check_scales(scales_T: Tensor | None, splits: Splits) -> None:
-    if scales_T is not None and scales_T.shape != (splits.rows,):
-        raise ValueError(
-            f"scales has shape {list(scales_T.shape)}, but must be [{splits.rows}]. Pass one for each row."
-        )
-
-
-def _check_rows(x: Tensor, splits: Splits) -> None:
-    if x.dim() != 2 or x.shape[0] != splits.rows:
-        raise ValueError(
-            f"an operand has shape {list(x.shape)}, but the splits were made for {splits.rows} rows. "
-            f"Pass a matrix of {splits.rows} rows, or make the splits for this one."
-        )
-    if x.device != splits.offsets.device:
-        raise ValueError(
-            f"an operand is on {x.device}, but the splits are on {splits.offsets.device}. Move one of them."
-        )
-
-
-def _check_dtypes(x: Tensor, w: Tensor) -> None:
-    if x.dtype != w.dtype or not x.is_floating_point():
-        raise TypeError(
-            f"the operands are {x.dtype} and {w.dtype}, but must have one floating dtype. Convert one of them."
-        )
-    if x.device != w.device:
-        raise ValueError(f"the operands are on {x.device} and {w.device}, but must be on one device. Move one of them.")
-    _refuse_float64(x)
-
-
-def _refuse_float64(x: Tensor) -> None:
-    if x.dtype == torch.float64 and x.is_cuda:
-        raise NotImplementedError(
-            "float64 has no grouped kernel on CUDA. Use the split path (path='split'), or float32, bfloat16 or float16."
-        )
-
-
-def _output(out: Tensor | None, shape: tuple[int, ...], out_dtype: torch.dtype | None, x: Tensor) -> Tensor:
-    """`out` if it fits, or a new tensor."""
-    if out is None:
-        return torch.empty(shape, dtype=out_dtype or x.dtype, device=x.device)
-    if out.shape != shape or out.device != x.device or (out_dtype is not None and out.dtype != out_dtype):
-        raise ValueError(
-            f"out is {out.dtype} {list(out.shape)} on {out.device}, but must be {out_dtype or x.dtype} {list(shape)} "
-            f"on {x.device}. Pass such a buffer, or None."
-        )
-    return out
-
-
-def with_contiguous_rows(x: Tensor, *, empty: bool = False) -> Tensor:
-    """x if the elements of a row lie side by side, or a contiguous copy (without the values, if `empty`)."""
-    if x.stride(1) == 1 or x.shape[1] == 1:
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if empty else x.contiguous()
-
-
-def per_group(alpha_G: Tensor | None, splits: Splits) -> Tensor | None:
-    return None if alpha_G is None else alpha_G.expand(splits.num_groups).contiguous()

@@ -1,0 +1,394 @@
+"""Dispatch and Combine: where every row goes, and what comes back, forward and backward."""
+# T tokens, H features
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fuser import Sequential, ops
+from ops.kernels.permute import RoutingMap, combine, combine_ref, dispatch, dispatch_ref, make_routing_map
+from ops.saved import flatten, unflatten
+from tests.check_operation import DEVICES, DTYPES
+from tests.reference import assert_close, assert_same_bits
+
+OUTPUTS = ("split_sizes", "scales", "routing_map")
+
+
+class Case(NamedTuple):
+    indices: list[list[int]]
+    num_experts: int
+    features: int = 5
+
+
+CASES = [
+    # ordinary
+    pytest.param(Case([[1, 0], [2, 1], [0, 2], [1, 2]], 3), id="ordinary"),
+    pytest.param(Case([[1, 0], [2, 1]], 3), id="as in the docstring"),
+    # odd sizes
+    pytest.param(Case([[4, 2, 0], [1, 2, 3], [3, 2, 4], [2, 0, 1], [4, 3, 2]], 5, 7), id="top 3"),
+    # empty groups
+    pytest.param(Case([[3, 1], [1, 3], [3, 1]], 6), id="empty experts"),
+    pytest.param(Case([[2], [2], [2]], 4), id="one takes all"),
+    # one group
+    pytest.param(Case([[0], [0]], 1), id="one expert"),
+    # extremes
+    pytest.param(Case([[5, 4, 3, 2, 1, 0]], 6), id="one token, every expert"),
+    pytest.param(Case([[1, 1], [0, 1]], 2), id="an expert twice"),
+]
+NO_TOKENS = torch.empty(0, 2, dtype=torch.int64)
+
+
+def routing() -> st.SearchStrategy[tuple[Tensor, int]]:
+    """indices [T, topk] and the number of experts."""
+    sizes = st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(1, 6))
+    return sizes.flatmap(
+        lambda s: st.lists(st.integers(0, s[2] - 1), min_size=s[0] * s[1], max_size=s[0] * s[1]).map(
+            lambda flat: (torch.tensor(flat, dtype=torch.int64).reshape(s[0], s[1]), s[2])
+        )
+    )
+
+
+def exact(*shape: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """Small integers: sums of a few are exact in every dtype."""
+    return torch.randint(-8, 9, shape, device=device).to(dtype)
+
+
+def experts_of_rows(indices: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, token, slot) of each row, in order."""
+    return sorted((e, t, k) for t, chosen in enumerate(indices.tolist()) for k, e in enumerate(chosen))
+
+
+# The map
+
+
+def test_the_example_of_the_docstring() -> None:
+    routing_map, slot_of_row, sizes = make_routing_map(torch.tensor([[1, 0], [2, 1]]), 3)
+    assert routing_map.row_of_slot.tolist() == [[1, 0], [3, 2]]
+    assert routing_map.token_of_row.tolist() == [0, 0, 1, 1]
+    assert slot_of_row.tolist() == [1, 0, 3, 2]
+    assert sizes.tolist() == [1, 2, 1]
+
+
+@given(routing())
+def test_the_map_orders_rows_by_expert_token_and_slot(drawn: tuple[Tensor, int]) -> None:
+    indices, num_experts = drawn
+    routing_map, slot_of_row, sizes = make_routing_map(indices, num_experts)
+    rows = experts_of_rows(indices)
+    assert routing_map.token_of_row.tolist() == [token for _, token, _ in rows]
+    assert slot_of_row.tolist() == [token * indices.shape[1] + slot for _, token, slot in rows]
+    assert sizes.tolist() == [sum(e == expert for e, _, _ in rows) for expert in range(num_experts)]
+    assert routing_map.row_of_slot.shape == indices.shape
+    for row, (_, token, slot) in enumerate(rows):
+        assert routing_map.row_of_slot[token, slot] == row
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_indices_out_of_range_spoil_nothing_but_themselves(device: str) -> None:
+    indices = torch.tensor([[1, 7], [-3, 0]], device=device)
+    routing_map, slot_of_row, sizes = make_routing_map(indices, 2)
+    assert slot_of_row.tolist() == [2, 3, 0, 1]
+    assert routing_map.row_of_slot.tolist() == [[2, 3], [0, 1]]
+    assert sizes.tolist() == [2, 1], "-3 counts for expert 0, 7 for none"
+
+
+def test_the_map_travels_through_saved_tensors() -> None:
+    class Saved(NamedTuple):
+        routing_map: RoutingMap
+
+    routing_map, _, _ = make_routing_map(torch.tensor([[1, 0], [2, 1]]), 3)
+    flat: list[Tensor | None] = []
+    spec = flatten(Saved(routing_map), flat)
+    assert [id(t) for t in flat] == [id(t) for t in routing_map.tensors()]
+    assert unflatten(spec, flat).routing_map.tensors() == routing_map.tensors()
+
+
+# Values
+
+
+@given(drawn=routing(), features=st.integers(0, 3))
+def test_dispatch_and_combine_agree_with_their_references(drawn: tuple[Tensor, int], features: int) -> None:
+    indices, num_experts = drawn
+    routing_map, _, _ = make_routing_map(indices, num_experts)
+    for dtype in (torch.float64, torch.bfloat16):
+        x = torch.randn(indices.shape[0], features).to(dtype)
+        rows = torch.randn(indices.numel(), features).to(dtype)
+        actual = {"dispatch": dispatch(x, routing_map), "combine": combine(rows, routing_map)}
+        expected = {"dispatch": dispatch_ref(x, indices), "combine": combine_ref(rows, indices)}
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dispatch_moves_every_value_and_gradient_to_its_place(dtype: torch.dtype, case: Case, device: str) -> None:
+    indices = torch.tensor(case.indices, device=device)
+    x = exact(*indices.shape[:1], case.features, dtype=dtype, device=device).requires_grad_()
+    probs = torch.rand(indices.shape, device=device, requires_grad=True)
+    y, made = ops.Dispatch(case.num_experts)(x, probs=probs, indices=indices, outputs=OUTPUTS)
+    rows = experts_of_rows(indices)
+    tokens, slots = [token for _, token, _ in rows], [slot for _, _, slot in rows]
+    counts = [sum(e == expert for e, _, _ in rows) for expert in range(case.num_experts)]
+    assert made["split_sizes"].tolist() == counts and made["split_sizes"].device == x.device
+    assert_same_bits({"y": y, "scales": made["scales"]}, {"y": x[tokens], "scales": probs[tokens, slots]})
+
+    dy, dscales = exact(*y.shape, dtype=dtype, device=device), torch.rand(len(rows), device=device)
+    torch.autograd.backward([y, made["scales"]], [dy, dscales])
+    dx, dprobs = torch.zeros_like(x), torch.zeros_like(probs)
+    for row, (_, token, slot) in enumerate(rows):
+        dx[token] += dy[row]
+        dprobs[token, slot] = dscales[row]
+    assert_same_bits({"dx": x.grad, "dprobs": probs.grad}, {"dx": dx.detach(), "dprobs": dprobs.detach()})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_combine_sums_every_value_and_hands_back_every_gradient(dtype: torch.dtype, case: Case, device: str) -> None:
+    indices = torch.tensor(case.indices, device=device)
+    routing_map, _, _ = make_routing_map(indices, case.num_experts)
+    x = exact(indices.numel(), case.features, dtype=dtype, device=device).requires_grad_()
+    y = ops.Combine()(x, routing_map=routing_map)
+    dy = exact(*y.shape, dtype=dtype, device=device)
+    y.backward(dy)
+    expected, dx = torch.zeros_like(y), torch.zeros_like(x)
+    for row, (_, token, _) in enumerate(experts_of_rows(indices)):
+        expected[token] += x[row]
+        dx[row] = dy[token]
+    assert_same_bits({"y": y, "dx": x.grad}, {"y": expected.detach(), "dx": dx.detach()})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradcheck(case: Case) -> None:
+    indices = torch.tensor(case.indices)
+    sequential = Sequential(ops.Dispatch(case.num_experts), ops.Combine(), retain_graph=True)
+
+    def call(x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        y, made = sequential(x, probs=probs, indices=indices, outputs=("scales",))
+        return y, made["scales"]
+
+    x = torch.randn(indices.shape[0], case.features, dtype=torch.float64, requires_grad=True)
+    probs = torch.rand(indices.shape, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(call, (x, probs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back_gives_topk_times_x(case: Case, dtype: torch.dtype) -> None:
+    indices = torch.tensor(case.indices)
+    x = exact(indices.shape[0], case.features, dtype=dtype)
+    pair = Sequential(ops.Dispatch(case.num_experts), ops.Combine())
+    assert torch.equal(pair(x, probs=torch.ones(indices.shape), indices=indices), indices.shape[1] * x)
+
+
+def test_the_sum_is_in_float32_in_the_order_of_the_slots_and_rounded_once() -> None:
+    # One by one in bf16 nothing would be added to 256; and 2^24 + 1 - 2^24 depends on the order, even in float32.
+    rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    routing_map, _, _ = make_routing_map(torch.tensor([[0, 1, 2]]), 3)
+    assert combine(rows, routing_map).item() == 258
+    rows = torch.tensor([[2.0**24], [1.0], [-(2.0**24)]])
+    assert combine(rows, routing_map).item() == 0
+    other, _, _ = make_routing_map(torch.tensor([[0, 2, 1]]), 3)
+    assert combine(rows[[0, 1, 2]], other).item() == 1
+
+
+def test_permuting_the_experts_permutes_the_groups() -> None:
+    indices, x = torch.randint(0, 5, (20, 2)), torch.randn(20, 3)
+    probs, new_name = torch.rand(20, 2), torch.randperm(5)
+    operation = ops.Dispatch(5)
+    y, made = operation(x, probs=probs, indices=indices, outputs=OUTPUTS)
+    z, other = operation(x, probs=probs, indices=new_name[indices], outputs=OUTPUTS)
+    assert torch.equal(other["split_sizes"][new_name], made["split_sizes"])
+    groups = y.split(made["split_sizes"].tolist())
+    others = z.split(other["split_sizes"].tolist())
+    for expert, group in enumerate(groups):
+        assert torch.equal(others[new_name[expert]], group)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16], ids=str)
+def test_indices_may_be_any_integers(dtype: torch.dtype) -> None:
+    indices, x = torch.tensor([[1, 0], [2, 1]]), torch.randn(2, 3)
+    operation, probs = ops.Dispatch(3), torch.rand(2, 2)
+    y, made = operation(x, probs=probs, indices=indices.to(dtype), outputs=OUTPUTS)
+    z, expected = operation(x, probs=probs, indices=indices, outputs=OUTPUTS)
+    assert_same_bits({"y": y, "scales": made["scales"]}, {"y": z, "scales": expected["scales"]})
+
+
+def test_probabilities_keep_their_dtype_and_strides_do_not_matter() -> None:
+    indices = torch.tensor([[1, 2], [0, 1]]).t()
+    probs, x = torch.rand(2, 2, dtype=torch.bfloat16).t(), torch.randn(3, 2).t()
+    _, made = ops.Dispatch(3)(x, probs=probs, indices=indices, outputs=OUTPUTS)
+    assert made["scales"].dtype == torch.bfloat16
+    assert made["scales"].tolist() == [probs[0, 1], probs[0, 0], probs[1, 1], probs[1, 0]]
+
+
+@pytest.mark.parametrize("frozen", [("x",), ("probs",), ("x", "probs")], ids=str)
+@pytest.mark.parametrize("heads", [("y",), ("scales",), ("y", "scales")], ids=str)
+def test_any_heads_and_any_frozen_tensors(heads: tuple[str, ...], frozen: tuple[str, ...]) -> None:
+    indices = torch.tensor([[1, 0], [2, 1]])
+    given = {"x": torch.randn(2, 3), "probs": torch.rand(2, 2)}
+    given = {name: tensor.requires_grad_(name not in frozen) for name, tensor in given.items()}
+    y, made = ops.Dispatch(3)(**given, indices=indices, outputs=OUTPUTS)
+    total = sum({"y": y, **made}[name].sum() for name in heads)
+    expected = {
+        "x": torch.full((2, 3), 2.0) if "x" not in frozen and "y" in heads else None,
+        "probs": torch.ones(2, 2) if "probs" not in frozen and "scales" in heads else None,
+    }
+    if total.requires_grad:
+        total.backward()
+    # A gradient of zeros is as good as none.
+    found = {name: None if t.grad is None or not t.grad.any() else t.grad for name, t in given.items()}
+    assert_close(found, expected)
+
+
+def test_no_tokens() -> None:
+    x = torch.empty(0, 3, requires_grad=True)
+    probs = torch.empty(0, 2, requires_grad=True)
+    y, made = Sequential(ops.Dispatch(4), ops.Combine())(x, probs=probs, indices=NO_TOKENS, outputs=OUTPUTS[:2])
+    assert y.shape == (0, 3) and made["scales"].shape == (0,) and made["split_sizes"].tolist() == [0] * 4
+    (y.sum() + made["scales"].sum()).backward()
+    assert x.grad is not None and x.grad.shape == (0, 3) and probs.grad is not None and probs.grad.shape == (0, 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_repeating_gives_the_same_bits(device: str) -> None:
+    indices = torch.rand(256, 16, device=device).argsort(1)[:, :4]
+    x = torch.randn(256, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    probs = torch.rand(256, 4, device=device, requires_grad=True)
+    pair = Sequential(ops.Dispatch(16), ops.Combine(), retain_graph=True)
+    results = []
+    for _ in range(3):
+        y, made = pair(x, probs=probs, indices=indices, outputs=("scales",))
+        dx, dprobs = torch.autograd.grad((y.float().square().sum(), made["scales"].square().sum()), (x, probs))
+        results.append({"y": y, "scales": made["scales"], "dx": dx, "dprobs": dprobs})
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    indices = torch.rand(64, 8, device="cuda").argsort(1)[:, :2]
+    x, probs = torch.randn(64, 16, device="cuda", requires_grad=True), torch.rand(64, 2, device="cuda")
+    layer = Sequential(ops.Router(16, 8, 2, device="cuda"), ops.Dispatch(8), ops.Combine())
+    pair = Sequential(ops.Dispatch(8), ops.Combine())
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            layer(x).sum().backward()
+            pair(x, probs=probs, indices=indices).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# A whole layer
+
+
+def moe_layer(hidden: int, experts: int, topk: int, features: int, **where: Any) -> Sequential:
+    return Sequential(
+        ops.MakeExtraOutput("residual"),
+        ops.RMSNorm(hidden, **where),
+        ops.Router(hidden, experts, topk, **where),
+        ops.Dispatch(experts),
+        ops.GroupedLinear(experts, hidden, 2 * features, bias=False, **where),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(experts, features, hidden, bias=False, **where),
+        ops.Combine(),
+        ops.AddExtraInput("residual"),
+        retain_graph=True,
+    )
+
+
+def moe_layer_by_hand(layer: Sequential, x: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """The layer and its load-balancing loss, expert by expert."""
+    norm, router, fc1, fc2 = (layer[index].weight for index in (1, 2, 4, 6))
+    normed = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm
+    scores = (normed @ router.t()).softmax(-1)
+    values, indices = scores.topk(topk)
+    y = x
+    for expert in range(len(router)):
+        a, b = (normed @ fc1[expert].t()).chunk(2, -1)
+        weight = (values * (indices == expert)).sum(-1, keepdim=True)
+        y = y + torch.nn.functional.silu(a) * b * weight @ fc2[expert].t()
+    share = torch.stack([(indices == e).to(x.dtype).mean() for e in range(len(router))])
+    return y, len(router) * (share * scores.mean(0)).sum()
+
+
+def test_a_whole_layer_agrees_with_one_written_by_hand() -> None:
+    layer = moe_layer(6, 5, 2, 4, dtype=torch.float64)
+    x = torch.randn(17, 6, dtype=torch.float64, requires_grad=True)
+    tensors = {"x": x, **dict(layer.named_parameters())}
+    y, made = layer(x, outputs=("load_balancing_loss",))
+    z, loss = moe_layer_by_hand(layer, x, 2)
+    weight = torch.randn_like(y)
+    ours = torch.autograd.grad((y * weight).sum() + made["load_balancing_loss"], tuple(tensors.values()))
+    theirs = torch.autograd.grad((z * weight).sum() + loss, tuple(tensors.values()))
+    assert_close({"y": y, "loss": made["load_balancing_loss"]}, {"y": z, "loss": loss})
+    assert_close(dict(zip(tensors, ours, strict=True)), dict(zip(tensors, theirs, strict=True)))
+
+
+def test_gradcheck_of_a_whole_layer() -> None:
+    layer = moe_layer(3, 4, 2, 2, dtype=torch.float64)
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+
+    def call(x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        y, made = layer(x, outputs=("load_balancing_loss",))
+        return y, made["load_balancing_loss"]
+
+    assert torch.autograd.gradcheck(call, (x, *layer.parameters()))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("num_experts", [0, -1])
+def test_a_number_of_experts_that_is_not_positive_is_refused(num_experts: int) -> None:
+    with pytest.raises(ValueError, match=f"Dispatch got num_experts={num_experts}. It must be positive"):
+        ops.Dispatch(num_experts)
+
+
+@pytest.mark.parametrize(
+    ("x", "probs", "indices"),
+    [((4, 3), (4, 2), (5, 2)), ((4, 3), (4, 1), (4, 2)), ((2, 2, 3), (4, 2), (4, 2)), ((4, 3), (4,), (4,))],
+    ids=["other tokens", "other slots", "x of three dimensions", "no slots dimension"],
+)
+def test_shapes_that_do_not_fit_are_refused(x: Any, probs: Any, indices: Any) -> None:
+    message = (
+        r"In operation 0 \(Dispatch\): x has shape .*, probs .*, indices .*, but \[tokens, features\], .* are needed"
+    )
+    with pytest.raises(ValueError, match=message):
+        ops.Dispatch(3)(torch.ones(x), probs=torch.ones(probs), indices=torch.zeros(indices, dtype=torch.int64))
+
+
+def test_indices_without_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="indices has no slots. Choose at least one expert"):
+        ops.Dispatch(3)(torch.ones(4, 2), probs=torch.ones(4, 0), indices=torch.zeros(4, 0, dtype=torch.int64))
+
+
+def test_indices_that_are_no_integers_are_refused() -> None:
+    with pytest.raises(TypeError, match="indices is torch.float32, but must be integers. Convert it"):
+        ops.Dispatch(3)(torch.ones(4, 2), probs=torch.ones(4, 2), indices=torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_indices_out_of_range_are_refused_on_the_host(wrong: int) -> None:
+    indices = torch.tensor([[0, 1], [2, wrong]])
+    message = f"indices reach from {min(0, wrong)} to {max(2, wrong)}, but num_experts is 3"
+    with pytest.raises(ValueError, match=message):
+        ops.Dispatch(3)(torch.ones(2, 2), probs=torch.ones(2, 2), indices=indices)
+
+
+def test_a_map_of_other_rows_is_refused() -> None:
+    routing_map, _, _ = make_routing_map(torch.tensor([[1, 0], [2, 1]]), 3)
+    with pytest.raises(ValueError, match=r"In operation 0 \(Combine\): x has 5 rows, but routing_map was made for 4"):
+        ops.Combine()(torch.ones(5, 2), routing_map=routing_map)
+
+
+def test_settings_are_shown() -> None:
+    assert repr(ops.Dispatch(8)) == "Dispatch(num_experts=8)"
+    assert repr(ops.Combine()) == "Combine()"

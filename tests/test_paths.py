@@ -1,0 +1,325 @@
+"""GroupedPath and SplitPath: the same numbers by two independent ways, and who decides between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fuser import Sequential, autocast, ops
+from ops import GroupedLinear
+from ops.paths import GroupedPath, SplitPath, choose_path
+from recipes import (
+    E4M3,
+    Float8CurrentScaling,
+    HighPrecision,
+    MXFP8BlockScaling,
+    PlanRequest,
+    QuantizedTensor,
+    Quantizer,
+    Recipe,
+    Role,
+    Splits,
+)
+from recipes.current_scaling import CurrentScalingQuantizer
+from tests import reference
+from tests.reference import assert_close, assert_same_bits
+
+DTYPES = [
+    pytest.param(torch.float64, id="fp64"),
+    pytest.param(torch.float32, id="fp32"),
+    pytest.param(torch.float16, id="fp16"),
+    pytest.param(torch.bfloat16, id="bf16"),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+RECIPES = [
+    HighPrecision(),
+    Float8CurrentScaling(),
+    Float8CurrentScaling(power_2_scale=True),
+    MXFP8BlockScaling(),
+]
+GROUPED, SPLIT = GroupedPath(), SplitPath()
+SIZES = [[6, 6, 6, 6], [12, 0, 18, 6], [3, 17, 1, 9], [0, 0, 25, 0], [9, 4, 7, 0], [0, 0, 0, 0]]
+
+
+def run(path: Any, recipe: Recipe, x: Tensor, w: Any, dy: Tensor, bias: Tensor, scales: Any, splits: Splits) -> dict:
+    """Every verb of a path."""
+    inputs, weights, grads = (recipe.quantizer(role) for role in (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT))
+    x_q = path.quantize(x, splits, inputs, rowwise=True, columnwise=True)
+    dy_q = path.quantize(dy, splits, grads, rowwise=True, columnwise=True)
+    w_q = path.weight(w, weights, rowwise=True, columnwise=True)
+    return {
+        "fprop": path.fprop(x_q, w_q, bias=bias, scales=scales),
+        "dgrad": path.dgrad(dy_q, w_q),
+        "wgrad": path.wgrad(dy_q, path.for_wgrad(x_q)),
+        "bias grad": path.bias_grad(dy, splits, scales),
+    }
+
+
+def both(
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: str,
+    sizes: list[int],
+    tail: int,
+    scaled: bool,
+    separate: bool,
+    draw: Any,
+    with_bias: bool = True,
+) -> tuple[dict, dict]:
+    """The verbs' results on the grouped and on the split path; `draw` makes tensors. NaN in the tail."""
+    k, n, active = 40, 24, sum(sizes)
+    rows = active + tail
+    x, dy = draw(rows, k).to(device, dtype), draw(rows, n).to(device, dtype)
+    w, bias = draw(len(sizes), n, k).to(device, dtype), draw(len(sizes), n).to(device, dtype)
+    bias = bias if with_bias else None
+    scales = draw(rows).to(device, torch.promote_types(dtype, torch.float32)) if scaled else None
+    for t in (x, dy, scales):
+        if t is not None:
+            t[active:] = float("nan")
+    splits = Splits.make(torch.tensor(sizes, device=device), rows=rows, device=device)
+    weights = list(w) if separate else w
+    return tuple(run(path, recipe, x, weights, dy, bias, scales, splits) for path in (GROUPED, SPLIT))
+
+
+def small_integers(generator: torch.Generator) -> Any:
+    """From -1 to 1, so that with these shapes every sum is exact in every dtype, whatever its order."""
+    return lambda *shape: torch.randint(-1, 2, shape, generator=generator).float()
+
+
+def numbers(generator: torch.Generator) -> Any:
+    return lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def skip_without_grouped_kernel(recipe: Recipe, dtype: torch.dtype, device: str) -> None:
+    refusal = recipe.why_not_grouped(PlanRequest(recipe, torch.device(device), dtype, (), True, None, 0))
+    if refusal is not None:
+        pytest.skip(refusal)
+
+
+# ------------------------------------------------------------------------------------------------ the same results
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+@pytest.mark.parametrize("tail", [0, 5])
+def test_both_paths_give_the_same_bits_where_every_sum_is_exact(tail, recipe, dtype, device):
+    """Then only layout, quantization, scales and rounding are left, and those are promised bit for bit."""
+    skip_without_grouped_kernel(recipe, dtype, device)
+    # A GPU adds the bias and multiplies by such a scale in one rounding (fma), torch in two.
+    with_bias = device == "cpu" or recipe != Float8CurrentScaling()
+    for number, sizes in enumerate(SIZES):
+        draw = small_integers(torch.Generator().manual_seed(number))
+        grouped, split = both(recipe, dtype, device, sizes, tail, number % 2 == 1, number % 3 == 0, draw, with_bias)
+        assert_same_bits(grouped, split)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_both_paths_are_close_on_random_numbers(recipe, dtype, device):
+    skip_without_grouped_kernel(recipe, dtype, device)
+    for number, sizes in enumerate(SIZES):
+        draw = numbers(torch.Generator().manual_seed(number))
+        grouped, split = both(recipe, dtype, device, sizes, 5, number % 2 == 1, number % 3 == 0, draw)
+        assert_close(grouped, split)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_on_the_cpu_both_paths_sum_in_the_same_order(recipe, dtype):
+    """There both hand the same rows of the same group to the same product, so random numbers give the same bits too.
+
+    Not for 16-bit results, which other routines may round, and not with scaled biases, which the paths add in other
+    ways.
+    """
+    for number, sizes in enumerate(SIZES):
+        draw = numbers(torch.Generator().manual_seed(number))
+        grouped, split = both(recipe, dtype, "cpu", sizes, 5, False, False, draw)
+        assert_same_bits(grouped, split)
+
+
+@settings(max_examples=100)
+@given(
+    sizes=st.lists(st.integers(0, 70), min_size=1, max_size=5),
+    tail=st.integers(0, 40),
+    recipe=st.sampled_from(RECIPES),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
+    scaled=st.booleans(),
+    separate=st.booleans(),
+)
+def test_both_paths_agree_on_random_splits(sizes, tail, recipe, dtype, scaled, separate):
+    generator = torch.Generator().manual_seed(0)
+    assert_close(*both(recipe, dtype, "cpu", sizes, tail, scaled, separate, numbers(generator)), floor=0.25)
+    exact = both(recipe, torch.float32, "cpu", sizes, tail, scaled, separate, small_integers(generator))
+    assert_same_bits(*exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=repr)
+def test_the_codes_are_the_same(recipe, device):
+    """What the grouped path multiplies is, group by group, what the split path multiplies."""
+    sizes, rows = [12, 0, 35, 6], 60
+    x = torch.randn(rows, 40, device=device)
+    x[53:] = float("nan")
+    splits = Splits.make(torch.tensor(sizes, device=device), rows=rows, device=device)
+    quantizer = recipe.quantizer(Role.INPUT)
+    grouped = GROUPED.quantize(x, splits, quantizer, rowwise=True, columnwise=True).split()
+    split = SPLIT.quantize(x, splits, quantizer, rowwise=True, columnwise=True).members
+    for mine, theirs in zip(grouped, split, strict=True):
+        for got, want in zip(mine.tensors(), theirs.tensors(), strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                assert torch.equal(got.float(), want.float())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_layer_gives_the_same_on_both_paths(stacked, recipe, device):
+    """Through Sequential, with every gradient, saved operands included."""
+    op = GroupedLinear(4, 32, 16, scale_bias=True, stacked=stacked, device=device)
+    sizes = torch.tensor([5, 0, 9, 2], device=device)
+    results = []
+    for path in ("grouped", "split"):
+        op.zero_grad()
+        x, scales = torch.arange(20 * 32.0, device=device).view(20, 32).sin(), torch.rand(20, device=device)
+        torch.manual_seed(0)
+        scales.copy_(torch.linspace(0, 1, 20))
+        x.requires_grad_(), scales.requires_grad_()
+        with autocast(recipe=recipe):
+            y = Sequential(op, path=path)(x, split_sizes=sizes, scales=scales)
+            y.backward(torch.ones_like(y))
+        results.append({"y": y, **reference.gradients({"x": x, "scales": scales, **dict(op.named_parameters())})})
+    assert_close(*results)
+
+
+# ----------------------------------------------------------------------------------------------- who decides
+
+
+def request(recipe: Recipe, device: str, dtype: torch.dtype, path: str | None = None) -> PlanRequest:
+    return PlanRequest(recipe, torch.device(device), dtype, (False, (), ()), True, path, 0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_built_in_recipe_takes_the_grouped_path(recipe, dtype):
+    for device in ("cpu", "cuda"):
+        assert recipe.why_not_grouped(request(recipe, device, dtype)) is None
+        assert choose_path(request(recipe, device, dtype)).name == "grouped"
+        assert choose_path(request(recipe, device, dtype, "split")).name == "split"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_float64_on_cuda_takes_the_split_path(recipe):
+    sentence = "There is no grouped kernel for float64 on CUDA; the split path multiplies group by group."
+    asked = request(recipe, "cuda", torch.float64)
+    assert recipe.why_not_grouped(asked) == sentence
+    assert choose_path(asked).name == "split"
+    assert choose_path(request(recipe, "cpu", torch.float64)).name == "grouped"
+    with pytest.raises(ValueError, match=r"path='grouped' cannot be taken: There is no grouped kernel for float64"):
+        choose_path(request(recipe, "cuda", torch.float64, "grouped"))
+    seq = Sequential(GroupedLinear(2, 8, 6, dtype=torch.float64))
+    assert f"path: split: {sentence}" in seq.explain(recipe=recipe, device="cuda")
+    assert "path: grouped" in seq.explain(recipe=recipe, device="cpu")
+
+
+def test_a_path_can_be_asked_for_by_the_container_and_by_the_recipe():
+    op = GroupedLinear(2, 8, 6)
+    assert "path: grouped" in Sequential(op).explain()
+    assert "path: split, as asked for" in Sequential(op, path="split").explain()
+    assert "path: split, as asked for" in Sequential(op).explain(recipe=Float8CurrentScaling(path="split"))
+    assert "path: grouped, as asked for" in Sequential(op, path="grouped").explain(recipe=MXFP8BlockScaling(path="split"))
+
+
+@pytest.mark.parametrize("recipe", [HighPrecision(path="split"), MXFP8BlockScaling(path="split")], ids=repr)
+def test_the_recipes_path_is_the_one_that_runs(recipe, monkeypatch):
+    taken = []
+    for kind in (GroupedPath, SplitPath):
+        fprop = kind.fprop
+        monkeypatch.setattr(kind, "fprop", lambda self, *a, _f=fprop, **kw: (taken.append(self.name), _f(self, *a, **kw))[1])
+    op = GroupedLinear(2, 8, 6)
+    for container in (op, Sequential(op), Sequential(op, path="grouped")):
+        with autocast(recipe=recipe):
+            container(torch.randn(9, 8), split_sizes=[4, 5])
+    assert taken == ["split", "split", "grouped"]
+
+
+def test_unknown_paths_are_refused():
+    with pytest.raises(ValueError, match="path='fast' does not exist"):
+        Sequential(ops.Identity(), path="fast")
+    with pytest.raises(ValueError, match='path is "fast"|path is \'fast\''):
+        MXFP8BlockScaling(path="fast")
+    with pytest.raises(ValueError, match="path='fast' does not exist"):
+        choose_path(request(HighPrecision(), "cpu", torch.float32, "fast"))
+
+
+# --------------------------------------------------------------------------------- a user's quantizer and recipe
+
+
+@dataclass(frozen=True)
+class SingleTensorQuantizer(Quantizer):
+    """Knows how to quantize one tensor, and nothing of groups."""
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        return CurrentScalingQuantizer(E4M3).quantize(x, rowwise=rowwise, columnwise=columnwise)
+
+
+@dataclass(frozen=True)
+class UsersRecipe(Recipe):
+    def quantizer(self, role: Role) -> Quantizer | None:
+        return None if role is Role.GRAD_OUTPUT else SingleTensorQuantizer()
+
+
+@dataclass(frozen=True)
+class SameOnGroups(Recipe):
+    def quantizer(self, role: Role) -> Quantizer | None:
+        return None if role is Role.GRAD_OUTPUT else CurrentScalingQuantizer(E4M3)
+
+
+def test_a_quantizer_of_single_tensors_runs_on_the_split_path_and_explain_says_why():
+    seq = Sequential(GroupedLinear(4, 32, 64), ops.SwiGLU(), GroupedLinear(4, 32, 16))
+    assert (
+        "path: split: SingleTensorQuantizer knows single tensors only; the split path quantizes group by group"
+        in seq.explain(recipe=UsersRecipe())
+    )
+    results = []
+    for recipe, path in ((UsersRecipe(), None), (SameOnGroups(), "split"), (SameOnGroups(), "grouped")):
+        seq.zero_grad()
+        x = torch.linspace(-2, 2, 20 * 32).view(20, 32).requires_grad_()
+        with autocast(recipe=recipe):
+            y = Sequential(*seq, path=path)(x, split_sizes=[5, 0, 9, 2])
+            y.backward(torch.linspace(-1, 1, 20 * 16).view(20, 16))
+        results.append({"y": y, **reference.gradients({"x": x, **dict(seq.named_parameters())})})
+    users, split, grouped = results
+    assert_same_bits(users, split)
+    assert_close(users, grouped, reference.ROUNDED_OFTEN)
+
+
+def test_the_grouped_path_cannot_be_forced_on_a_quantizer_of_single_tensors():
+    op = GroupedLinear(2, 8, 6)
+    seq = Sequential(op, path="grouped")
+    message = r"path='grouped' cannot be taken: SingleTensorQuantizer knows single tensors only.*path='split'"
+    with autocast(recipe=UsersRecipe()), pytest.raises(ValueError, match=message):
+        seq(torch.randn(9, 8), split_sizes=[4, 5])
+
+
+def test_a_recipe_may_quantize_some_operands_only():
+    op = GroupedLinear(4, 32, 16)
+    x = torch.randn(20, 32)
+    w = op.weight.detach()
+    with autocast(recipe=SameOnGroups()), torch.no_grad():
+        y = op(x, split_sizes=[5, 0, 9, 6])
+
+    def exact(t: Tensor) -> Tensor:
+        values, alpha = CurrentScalingQuantizer(E4M3).quantize(t).operand(False, torch.float64)
+        return values * alpha.double()
+
+    want = torch.cat([exact(part) @ exact(w[g]).T for g, part in enumerate(x.split([5, 0, 9, 6])) if len(part)])
+    assert_close({"y": y}, {"y": want})
