@@ -44,8 +44,8 @@ class OperationContext:
     saved: Any = None
     recorded: dict[str, tuple[torch.Tensor, int]] | None = None
 
-    def param(self, name: str) -> torch.Tensor:
-        """The operation's parameter in `ctx.dtype`.
+    def param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The operation's parameter, in `dtype` or by default in `ctx.dtype`.
 
         In backward it must be the very tensor that forward used, unchanged; otherwise RuntimeError.
         """
@@ -54,7 +54,7 @@ class OperationContext:
             parameter = self.operation.get_parameter(name)  # a dotted name, or torch's own error
         if self.recorded is not None:
             self._check_unchanged(name, parameter)
-        return parameter if parameter.dtype == self.dtype else parameter.to(self.dtype)
+        return parameter.to(dtype or self.dtype)
 
     def _check_unchanged(self, name: str, parameter: torch.Tensor) -> None:
         assert self.recorded is not None

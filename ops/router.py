@@ -28,7 +28,7 @@ class Router(BasicOperation):
                      is 1 already.
 
     The products are in full float32 under every recipe, torch.autocast and TF32 setting, because a small error of a
-    logit changes the choice. (Under torch.autocast x and W arrive rounded to its dtype.)
+    logit changes the choice. (Under torch.autocast x arrives rounded to its dtype; W is read as it is held.)
 
     Weights are initialised as those of `torch.nn.Linear`. Raises ValueError for sizes that are not positive, a topk
     above num_experts, and an x that is not [T, hidden_size].
@@ -85,7 +85,7 @@ class Router(BasicOperation):
                 f"x has shape {list(x.shape)}, but [tokens, {self.hidden_size}] is needed. "
                 "Flatten leading dimensions; check the operation before this one."
             )
-        logits = _product(x, ctx.param("weight").t())
+        logits = _product(x, self._weight(ctx).t())
         probs, indices, loss, softmax, fractions = route(logits, self.topk, normalized=self.normalized)
         if ctx.needs_grad:
             ctx.saved = self.Saved(x if ctx.needs.params else None, probs, indices, softmax, fractions)
@@ -105,12 +105,16 @@ class Router(BasicOperation):
             return dy, {}, {}
         dx = dweight = None
         if ctx.needs.input:
-            dx = _product(dlogits, ctx.param("weight"))
+            dx = _product(dlogits, self._weight(ctx))
             if dy is not None:
                 dx += dy
         if x is not None:
             dweight = _product(dlogits.t(), x)
         return dx, {"weight": dweight}, {}
+
+    def _weight(self, ctx: OperationContext) -> Tensor:
+        """The weight as it is held: torch.autocast would round it."""
+        return ctx.param("weight", torch.promote_types(ctx.dtype, torch.float32))
 
     def extra_repr(self) -> str:
         return (

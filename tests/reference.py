@@ -5,6 +5,7 @@ The references are differentiable by autograd, loop over groups in Python, and k
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -152,7 +153,9 @@ def set_parameters(module: torch.nn.Module, values: Mapping[str, Any]) -> None:
 def no_host_sync() -> Iterator[None]:
     """Whatever waits for the CUDA device raises."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns once that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -267,6 +267,7 @@ def test_kernel_agrees_for_any_splits_on_the_gpu(case_and_interleave, dtype, ext
 def test_large_shapes(dtype, interleave):
     sizes = torch.multinomial(torch.rand(64), 16_000, replacement=True).bincount(minlength=64).tolist()
     o = operands(Case(sizes, tail=384, K=2048, N=1536), dtype, device="cuda")
+    o = o._replace(x=o.x / 8)  # or products of gate and up leave float16's range
     assert_right(dispatched(o, extras=True, interleave=interleave), o, extras=True, interleave=interleave)
 
 

@@ -17,7 +17,7 @@ from fuser import Sequential, autocast, ops, recipes
 from ops import GroupedLinear
 from recipes import Role, Splits
 from tests import reference
-from tests.reference import ROUNDED_ONCE, assert_close, assert_same_bits
+from tests.reference import assert_close, assert_same_bits
 
 DTYPES = [
     pytest.param(torch.float64, id="fp64"),
@@ -56,7 +56,14 @@ def make(
 ) -> GroupedLinear:
     """With random biases too, which would start at zero."""
     op = GroupedLinear(
-        groups, k, n, bias=bias != "no bias", scale_bias=bias == "scaled bias", stacked=stacked, device=device, dtype=dtype
+        groups,
+        k,
+        n,
+        bias=bias != "no bias",
+        scale_bias=bias == "scaled bias",
+        stacked=stacked,
+        device=device,
+        dtype=dtype,
     )
     with torch.no_grad():
         for parameter in op.parameters():
@@ -388,7 +395,9 @@ def quantized_reference(op: GroupedLinear, recipe: Any, x: Tensor, sizes: Sequen
 
     def product(a: Tensor, role_a: Role, b: Tensor, role_b: Role, layout: str) -> Tensor:
         (a, alpha_a), (b, alpha_b) = (
-            recipe.quantizer(role).quantize(t, rowwise=not columnwise, columnwise=columnwise).operand(columnwise, torch.float64)
+            recipe.quantizer(role)
+            .quantize(t, rowwise=not columnwise, columnwise=columnwise)
+            .operand(columnwise, torch.float64)
             for t, role, columnwise in ((a, role_a, layout == "NT"), (b, role_b, layout != "TN"))
         )
         product = (a.T if layout == "NT" else a) @ (b.T if layout == "TN" else b)
@@ -615,7 +624,11 @@ def test_bad_sizes_are_refused_by_the_name_of_the_operation(sizes, kind, message
 
 
 BAD_CALLS = {
-    "features": (lambda op: op(torch.randn(9, 7), split_sizes=[4, 5]), ValueError, r"x has shape \[9, 7\].*\[rows, 8\]"),
+    "features": (
+        lambda op: op(torch.randn(9, 7), split_sizes=[4, 5]),
+        ValueError,
+        r"x has shape \[9, 7\].*\[rows, 8\]",
+    ),
     "dimensions": (lambda op: op(torch.randn(3, 3, 8), split_sizes=[1, 2]), ValueError, r"x has shape \[3, 3, 8\]"),
     "vector": (lambda op: op(torch.randn(8), split_sizes=[4, 4]), ValueError, r"x has shape \[8\]"),
     "no sizes": (lambda op: op(torch.randn(9, 8)), ValueError, r"missing: 'split_sizes'.*ask for: 'split_sizes'"),

@@ -176,7 +176,8 @@ def test_rows_past_the_sum_are_zero_and_leak_nothing():
         fused, unfused = pair(operations)
         with autocast(recipe=recipe):
             got, want = (run(sequential, x, scales, dy, [9, 0, 10, 2]) for sequential in (fused, unfused))
-            short = run(fused, x[:21].detach().requires_grad_(), scales[:21].detach().requires_grad_(), dy[:21], [9, 0, 10, 2])
+            active = [t[:21].detach().requires_grad_() for t in (x, scales)]
+            short = run(fused, *active, dy[:21], [9, 0, 10, 2])
         for name, t in got.items():
             assert t.isfinite().all(), name
             if name in ("y", "gradient of x", "gradient of scales"):
@@ -281,7 +282,13 @@ def test_random_splits_on_the_gpu(sizes, tail, activation, bias, interleave, dty
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradcheck(activation, interleave):
     operations = make(
-        activation, groups=3, hidden=3, inner=4, interleave=interleave, scale_bias=activation in SCALED, dtype=torch.float64
+        activation,
+        groups=3,
+        hidden=3,
+        inner=4,
+        interleave=interleave,
+        scale_bias=activation in SCALED,
+        dtype=torch.float64,
     )
     sequential = Sequential(*operations, retain_graph=True)
     assert "GroupedMLP = " in sequential.explain()
@@ -459,7 +466,8 @@ def test_two_blocks_may_have_splits_of_their_own():
     fused, unfused = pair([*first, *second])
     assert fused.explain().count("GroupedMLP = ") == 2
     x = torch.randn(21, 40)
-    extras = {"split_sizes": [9, 0, 10, 2], "split_sizes_b": [1, 20, 0, 0], "scales": torch.rand(21), "scales_b": torch.rand(21)}
+    extras = {"split_sizes": [9, 0, 10, 2], "split_sizes_b": [1, 20, 0, 0]}
+    extras |= {"scales": torch.rand(21), "scales_b": torch.rand(21)}
     assert torch.equal(fused(x, **extras), unfused(x, **extras))
 
 
@@ -602,6 +610,19 @@ def test_switching_the_recipe_of_a_live_pipeline():
             got = run(fused, x, scales, dy, [9, 0, 10, 2])
         assert_same_bits(got, results.setdefault(recipe, got))
     assert len({float(result["y"].sum()) for result in results.values()}) == 3
+
+
+def test_under_torch_autocast_it_runs_in_bfloat16():
+    operations = make(scale_bias=True)
+    x, scales, dy = data(operations, 25, 21, torch.float32)
+    require_grad(x, scales)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = [run(sequential, x, scales, dy.bfloat16(), [9, 0, 10, 2]) for sequential in pair(operations)]
+    assert_same_bits(*results)
+    assert results[0]["y"].dtype == torch.bfloat16
+    assert results[0]["gradient of 0.weight"].dtype == torch.float32
+    in_bfloat16 = Sequential(*[op.bfloat16() for op in operations])
+    assert torch.equal(run(in_bfloat16, x.bfloat16(), scales, dy.bfloat16(), [9, 0, 10, 2])["y"], results[0]["y"])
 
 
 def test_a_deep_copy_fuses_its_own_operations():

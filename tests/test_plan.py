@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fuser.plan
-from fuser import BasicOperation, FusedOperation, Sequential, autocast, optional, register_fusion
+from fuser import BasicOperation, FusedOperation, Sequential, autocast, ops, optional, register_fusion
 from recipes import Float8CurrentScaling
 
 calls: list[str] = []  # what ran, in order
@@ -376,8 +376,6 @@ def test_before_puts_a_fusion_in_front_of_another() -> None:
 
 
 def test_a_registered_fusion_is_tried_before_the_built_in_ones() -> None:
-    from fuser import ops
-
     class Mine(FusedOperation):
         pattern = (ops.GroupedLinear, ops.SwiGLU, ops.GroupedLinear)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -225,8 +226,6 @@ def test_plus_equals_extends_in_place(kind: Any) -> None:
 def test_a_dict_names_the_modules(kind: Any) -> None:
     sequential = kind({"first": Scale(3.0), "second": Shift(1.0)}) if kind is Sequential else None
     if sequential is None:
-        from collections import OrderedDict
-
         sequential = kind(OrderedDict(first=Scale(3.0), second=Shift(1.0)))
     assert keys(sequential) == ["first", "second"]
     assert list(sequential.state_dict()) == ["first.scale", "second.shift"]

@@ -191,7 +191,8 @@ def test_quantizing_round_a_linear_changes_nothing(
         linear = ops.Linear(32, 64)
         operations = [ops.Quantize(), linear, ops.Quantize(forward=False, backward=True)] if around else [linear]
         linear.weight.requires_grad_("weight" not in frozen)
-        x = torch.randn(shape, requires_grad="x" not in frozen)
+        # Small beside large numbers: rounded along one axis they differ from those rounded along the other.
+        x = (torch.randn(shape) * torch.randn(shape).mul(4).exp()).requires_grad_("x" not in frozen)
         with autocast(recipe=recipe):
             y = Sequential(*operations)(x)
         y.square().sum().backward()
@@ -234,6 +235,14 @@ def test_a_bias_gradient_is_not_summed_in_16_bits() -> None:
     operation = ops.Bias(1, dtype=torch.bfloat16)
     operation(torch.zeros(1000, 1, dtype=torch.bfloat16)).sum().backward()
     assert operation.bias.grad is not None and operation.bias.grad.item() == 1000
+
+
+def test_a_float32_bias_gets_a_float32_gradient_under_autocast() -> None:
+    operation = ops.Bias(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = operation(torch.zeros(1001, 1, dtype=torch.bfloat16))
+    y.sum().backward()
+    assert operation.bias.grad is not None and operation.bias.grad.item() == 1001  # bfloat16 has 1000 and 1004
 
 
 def test_bias_can_be_made_on_the_meta_device() -> None:

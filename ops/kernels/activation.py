@@ -173,7 +173,7 @@ def _dswiglu(dvalue: Tensor, h: Tensor, dh: Tensor, spec: Activation) -> Tensor:
         dvalue = dvalue.unflatten(-1, (-1, spec.glu_interleave_size))
     value = F.silu(a)
     torch.mul(dvalue, value, out=db)
-    torch.ops.aten.silu_backward.grad_input(dvalue * b, a, grad_input=da)
+    da.copy_(torch.ops.aten.silu_backward(dvalue * b, a))
     value *= b
     return value if spec.glu_interleave_size is None else value.flatten(-2)
 
