@@ -51,7 +51,7 @@ test: lint $(OVERLAY)/.ready
 endif
 
 demo: setup
-	$(PY) -m bench train --recipe bf16,fp8_current,mxfp8 --steps 100 --out runs/demo
+	$(PY) -m bench train --recipe bf16,fp8_current,mxfp8 --steps 100 --check --out runs/demo
 
 bench: setup
 	$(PY) -m bench host

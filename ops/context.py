@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,12 +50,19 @@ class OperationContext:
 
         In backward it must be the very tensor that forward used, unchanged; otherwise RuntimeError.
         """
-        parameter = self.operation._parameters.get(name)
-        if parameter is None:
-            parameter = self.operation.get_parameter(name)  # a dotted name, or torch's own error
+        parameter = self._held(name)
         if self.recorded is not None:
             self._check_unchanged(name, parameter)
         return parameter.to(dtype or self.dtype)
+
+    def record(self, names: Sequence[str]) -> None:
+        """Note which parameters forward has seen, and in which version."""
+        parameters = [self._held(name) for name in names]
+        self.recorded = {name: (p, p._version) for name, p in zip(names, parameters, strict=True)}
+
+    def _held(self, name: str) -> torch.Tensor:
+        parameter = self.operation._parameters.get(name)
+        return self.operation.get_parameter(name) if parameter is None else parameter  # a dotted name, or torch's error
 
     def _check_unchanged(self, name: str, parameter: torch.Tensor) -> None:
         assert self.recorded is not None

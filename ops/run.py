@@ -260,13 +260,13 @@ class _RetainingFunction(torch.autograd.Function):
         flat: list[Tensor | None] = []
         fctx.records = []
         for context, names in zip(call.contexts, call.program.parameter_names, strict=True):
+            if names and context.needs_grad:
+                context.record(names)
             values = context.__dict__
             try:
                 spec = flatten(values.pop("saved", None), flat)
             except TypeError as error:
                 _raise_located(call.labels, context.index, context.operation, error)
-            if names and context.needs_grad:
-                values["recorded"] = {n: (p, p._version) for n in names for p in (context.operation.get_parameter(n),)}
             fctx.records.append((values, spec))
         fctx.save_for_backward(*flat)
         fctx.program = call.program

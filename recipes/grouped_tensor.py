@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from recipes.quantized_tensor import (
     pick,
 )
 from recipes.splits import Splits
+
+if TYPE_CHECKING:  # a quantizer makes these tensors: for the type checker only
+    from recipes.quantizer import Quantizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +57,12 @@ class GroupedTensor:
             sizes = self.splits.tolist()
             return list(self.data[: sum(sizes)].split(sizes))
         return [self._quantized_group(group) for group in range(self.splits.num_groups)]
+
+    def quantize(self, quantizer: Quantizer, *, rowwise: bool = True, columnwise: bool = False) -> GroupedTensor:
+        """The quantized copies of `data`, each group by itself. Raises RuntimeError without data in high precision."""
+        if self.data is None:
+            raise RuntimeError("there is no high-precision data to quantize. Quantize before the data is given up.")
+        return quantizer.quantize_grouped(self.data, self.splits, rowwise=rowwise, columnwise=columnwise)
 
     def dequantize(self) -> Tensor:
         """[T, K] in the nominal dtype, of the rowwise copy if there is one; rows past the sum are 0."""

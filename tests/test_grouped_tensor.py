@@ -179,6 +179,18 @@ def test_high_precision_data_is_handed_on_as_it_is():
 
 
 @EACH_RECIPE
+def test_data_in_high_precision_is_quantized_group_by_group_once(recipe):
+    x, sizes = torch.randn(40, 64), [3, 0, 36]
+    plain = GroupedTensor(x, Splits.make(sizes, rows=40, device="cpu"), None, None, x.dtype)
+    quantized = plain.quantize(recipe.quantizer(Role.INPUT), columnwise=True)
+    expected = quantize(recipe, x, sizes)
+    assert_same_bits(quantized.rowwise, expected.rowwise)
+    assert_same_bits(quantized.columnwise, expected.columnwise)
+    with pytest.raises(RuntimeError, match="no high-precision data to quantize"):
+        quantized.quantize(recipe.quantizer(Role.INPUT))
+
+
+@EACH_RECIPE
 def test_gradients_do_not_flow_into_codes(recipe):
     x = torch.randn(40, 8, requires_grad=True)
     assert not any(t.requires_grad for t in quantize(recipe, x, [40]).tensors() if t is not None)
