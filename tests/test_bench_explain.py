@@ -114,5 +114,5 @@ def test_json_carries_where_it_was_measured(tmp_path, monkeypatch, capsys):
 def test_candidates_take_turns():
     order = []
     times = time_interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3, warmup=1)
-    assert order == ["a", "b"] * 4
+    assert order == ["b", "a", "a", "b"] * 2, "each comes first every other time"
     assert times.keys() == {"a", "b"}

@@ -23,6 +23,7 @@ HOST_READS = {"item", "tolist", "cpu", "numpy", "synchronize"}
 MAY_READ = {
     "ops/paths.py": {"SplitPath.*": "it reads the split sizes by definition"},
     "ops/kernels/grouped_operands.py": {"row_slices": "for references, and for CPU tensors, where nothing waits"},
+    "ops/kernels/grouped_gemm_cpu.py": {"*_on_cpu": "CPU tensors, where nothing waits"},
     "recipes/splits.py": {
         "Splits.tolist": "the door through which the SplitPath and references read sizes",
         "Splits.make": "sizes that lie on the host already are validated",

@@ -36,6 +36,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+silu_backward = torch.ops.aten.silu_backward.grad_input
+
 Kind = Literal["swiglu", "clamped_swiglu", "srelu"]
 
 
@@ -172,8 +174,13 @@ def _dswiglu(dvalue: Tensor, h: Tensor, dh: Tensor, spec: Activation) -> Tensor:
     if spec.glu_interleave_size is not None:
         dvalue = dvalue.unflatten(-1, (-1, spec.glu_interleave_size))
     value = F.silu(a)
-    torch.mul(dvalue, value, out=db)
-    da.copy_(torch.ops.aten.silu_backward(dvalue * b, a))
+    product = dvalue * value
+    db.copy_(product)
+    # Into the dtype it is computed in, and only then into dh's: torch would compute in that one on CUDA.
+    torch.mul(dvalue, b, out=product)
+    silu_backward(product, a, grad_input=da if da.dtype == a.dtype else product)
+    if da.dtype != a.dtype:
+        da.copy_(product)
     value *= b
     return value if spec.glu_interleave_size is None else value.flatten(-2)
 

@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.kernels.grouped_gemm_cpu import k_grouped_on_cpu, m_grouped_on_cpu
 from ops.kernels.grouped_operands import (
     accumulator_like,
     check_dtypes,
@@ -374,22 +375,21 @@ def grouped_gemm_tn(
     alpha: [G] or () float32 (1 if None). out: [T, N], in out_dtype (x's if None). Rows of no group are zero.
     """
     check_m_grouped(x_TK, w_GNK, splits, bias_GN, scales_T, w_features=2)
+    if x_TK.device.type != "cuda":
+        return m_grouped_on_cpu(x_TK, w_GNK.transpose(1, 2), splits, out, out_dtype, alpha_G, bias_GN, scales_T)
     out = output(out, (x_TK.shape[0], w_GNK.shape[1]), out_dtype, x_TK)
-    if out.device.type == "cuda":
-        target = with_contiguous_rows(out, empty=True)
-        grouped_gemm_tn_triton(
-            with_contiguous_rows(x_TK),
-            w_GNK.contiguous(),
-            splits.offsets,
-            None if bias_GN is None else bias_GN.contiguous(),
-            None if scales_T is None else scales_T.contiguous(),
-            per_group(alpha_G, splits),
-            target,
-            tf32=allow_tf32(),
-        )
-        return out if target is out else out.copy_(target)
-    _m_grouped_on_cpu(out, x_TK, w_GNK.transpose(1, 2), splits, alpha_G, bias_GN, scales_T)
-    return out
+    target = with_contiguous_rows(out, empty=True)
+    grouped_gemm_tn_triton(
+        with_contiguous_rows(x_TK),
+        w_GNK.contiguous(),
+        splits.offsets,
+        None if bias_GN is None else bias_GN.contiguous(),
+        None if scales_T is None else scales_T.contiguous(),
+        per_group(alpha_G, splits),
+        target,
+        tf32=allow_tf32(),
+    )
+    return out if target is out else out.copy_(target)
 
 
 def grouped_gemm_nn(
@@ -407,20 +407,19 @@ def grouped_gemm_nn(
     (dy's if None). Rows of no group are zero.
     """
     check_m_grouped(dy_TN, w_GNK, splits, w_features=1)
+    if dy_TN.device.type != "cuda":
+        return m_grouped_on_cpu(dy_TN, w_GNK, splits, out, out_dtype, alpha_G)
     out = output(out, (dy_TN.shape[0], w_GNK.shape[2]), out_dtype, dy_TN)
-    if out.device.type == "cuda":
-        target = with_contiguous_rows(out, empty=True)
-        grouped_gemm_nn_triton(
-            with_contiguous_rows(dy_TN),
-            w_GNK.contiguous(),
-            splits.offsets,
-            per_group(alpha_G, splits),
-            target,
-            tf32=allow_tf32(),
-        )
-        return out if target is out else out.copy_(target)
-    _m_grouped_on_cpu(out, dy_TN, w_GNK, splits, alpha_G)
-    return out
+    target = with_contiguous_rows(out, empty=True)
+    grouped_gemm_nn_triton(
+        with_contiguous_rows(dy_TN),
+        w_GNK.contiguous(),
+        splits.offsets,
+        per_group(alpha_G, splits),
+        target,
+        tf32=allow_tf32(),
+    )
+    return out if target is out else out.copy_(target)
 
 
 def grouped_gemm_nt(
@@ -440,25 +439,19 @@ def grouped_gemm_nt(
     check_rows(dy_TN, splits)
     check_rows(x_TK, splits)
     check_dtypes(dy_TN, x_TK)
+    if x_TK.device.type != "cuda":
+        return k_grouped_on_cpu(dy_TN, x_TK, splits, out, out_dtype, alpha_G)
     out = output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
-    if out.device.type == "cuda":
-        target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        grouped_gemm_nt_triton(
-            with_contiguous_rows(dy_TN),
-            with_contiguous_rows(x_TK),
-            splits.offsets,
-            per_group(alpha_G, splits),
-            target,
-            tf32=allow_tf32(),
-        )
-        return out if target is out else out.copy_(target)
-    alphas = _alphas(alpha_G, splits)
-    for group, rows in row_slices(splits):
-        if rows.start == rows.stop:
-            out[group].zero_()
-        else:
-            _product(out[group], dy_TN[rows].T, x_TK[rows], alphas[group])
-    return out
+    target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    grouped_gemm_nt_triton(
+        with_contiguous_rows(dy_TN),
+        with_contiguous_rows(x_TK),
+        splits.offsets,
+        per_group(alpha_G, splits),
+        target,
+        tf32=allow_tf32(),
+    )
+    return out if target is out else out.copy_(target)
 
 
 def grouped_bias_grad(
@@ -631,48 +624,3 @@ def _(dy_TN, x_TK, offsets, alpha_G, out, tf32) -> None: ...
 
 @grouped_bias_grad_triton.register_fake
 def _(dy_TN, offsets, scales_T, out) -> None: ...
-
-
-# -------------------------------------------------------------------------------------------------- the CPU's way
-
-
-def _m_grouped_on_cpu(
-    out: Tensor,
-    a: Tensor,
-    w_GRC: Tensor,
-    splits: Splits,
-    alpha_G: Tensor | None,
-    bias_GC: Tensor | None = None,
-    scales_T: Tensor | None = None,
-) -> None:
-    """One product a group, straight into its rows: as fast as torch's grouped_mm (measured, fp32 and bf16)."""
-    alphas = _alphas(alpha_G, splits)
-    end = 0
-    for group, rows in row_slices(splits):
-        bias = None if bias_GC is None else bias_GC[group]
-        if bias is not None and scales_T is not None:
-            bias = accumulator_like(scales_T[rows, None]) * bias
-        _product(out[rows], a[rows], w_GRC[group], alphas[group], bias)
-        end = rows.stop
-    out[end:].zero_()
-
-
-def _product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Tensor | None = None) -> None:
-    """out = alpha * (a @ b) + added, rounded once."""
-    if alpha is None and a.dtype == out.dtype:
-        if added is None:
-            torch.mm(a, b, out=out)
-            return
-        if added.dtype == out.dtype:
-            torch.addmm(added, a, b, out=out)
-            return
-    product = accumulator_like(a) @ accumulator_like(b)
-    if alpha is not None:
-        product *= alpha
-    if added is not None:
-        product += added
-    out.copy_(product)
-
-
-def _alphas(alpha_G: Tensor | None, splits: Splits) -> list[Tensor | None] | tuple[Tensor, ...]:
-    return [None] * splits.num_groups if alpha_G is None else alpha_G.expand(splits.num_groups).unbind()

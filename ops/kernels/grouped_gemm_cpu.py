@@ -1,0 +1,93 @@
+"""Grouped GEMM on CPU tensors: torch's own grouped product where it fits, else one product a group.
+
+torch's `F.grouped_mm` knows no bias and no scale, rounds to the operands' dtype, wants rows of a multiple of 16 bytes,
+and leaves the rows of no group as they were.
+"""
+# T rows, G groups, R summed features, C features that come out
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.kernels.grouped_operands import accumulator_like, output, row_slices
+from recipes.splits import Splits
+
+
+def m_grouped_on_cpu(
+    a: Tensor,
+    w_GRC: Tensor,
+    splits: Splits,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    alpha_G: Tensor | None = None,
+    bias_GC: Tensor | None = None,
+    scales_T: Tensor | None = None,
+) -> Tensor:
+    """out[t] = alpha_g a[t] w_g + scales[t] bias_g, rounded once; rows of no group are zero."""
+    end = sum(splits.tolist())
+    if out is None and alpha_G is None and bias_GC is None and end and _torch_takes(a, w_GRC, out_dtype):
+        result = F.grouped_mm(a, w_GRC, offs=splits.ends)
+        result[end:].zero_()
+        return result
+    result = output(out, (a.shape[0], w_GRC.shape[2]), out_dtype, a)
+    alphas = _alphas(alpha_G, splits)
+    for group, rows in row_slices(splits):
+        bias = None if bias_GC is None else bias_GC[group]
+        if bias is not None and scales_T is not None:
+            bias = accumulator_like(scales_T[rows, None]) * bias
+        _product(result[rows], a[rows], w_GRC[group], alphas[group], bias)
+    result[end:].zero_()
+    return result
+
+
+def k_grouped_on_cpu(
+    dy: Tensor,
+    x: Tensor,
+    splits: Splits,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    alpha_G: Tensor | None = None,
+) -> Tensor:
+    """out_g = alpha_g dy_g^T x_g, rounded once; zero for a group without rows."""
+    if out is None and alpha_G is None and any(splits.tolist()) and _torch_takes(dy, x, out_dtype):
+        return F.grouped_mm(dy.t(), x, offs=splits.ends)
+    result = output(out, (splits.num_groups, dy.shape[1], x.shape[1]), out_dtype, x)
+    alphas = _alphas(alpha_G, splits)
+    for group, rows in row_slices(splits):
+        if rows.start == rows.stop:
+            result[group].zero_()
+        else:
+            _product(result[group], dy[rows].T, x[rows], alphas[group])
+    return result
+
+
+def _torch_takes(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
+    """Whether `F.grouped_mm` computes this product, without a copy."""
+    if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or out_dtype not in (None, a.dtype):
+        return False
+    dense = a.is_contiguous() and (b.is_contiguous() or b.transpose(-1, -2).is_contiguous())
+    multiple = 16 // a.itemsize
+    return dense and not (a.shape[1] % multiple or b.shape[-2] % multiple or b.shape[-1] % multiple)
+
+
+def _product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Tensor | None = None) -> None:
+    """out = alpha * (a @ b) + added, rounded once."""
+    if alpha is None and a.dtype == out.dtype:
+        if added is None:
+            torch.mm(a, b, out=out)
+            return
+        if added.dtype == out.dtype:
+            torch.addmm(added, a, b, out=out)
+            return
+    product = accumulator_like(a) @ accumulator_like(b)
+    if alpha is not None:
+        product *= alpha
+    if added is not None:
+        product += added
+    out.copy_(product)
+
+
+def _alphas(alpha_G: Tensor | None, splits: Splits) -> list[Tensor | None] | tuple[Tensor, ...]:
+    return [None] * splits.num_groups if alpha_G is None else alpha_G.expand(splits.num_groups).unbind()
