@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,34 +42,30 @@ class OperationContext:
     buffers: dict[str, torch.Tensor]
     next_input_quantizer: Quantizer | None
     previous_grad_quantizer: Quantizer | None
+    parameter_slots: Mapping[str, int]
     saved: Any = None
-    recorded: dict[str, tuple[torch.Tensor, int]] | None = None
+    seen_in_forward: tuple[Sequence[torch.Tensor], Sequence[int]] | None = None  # the pipeline's parameters, versions
 
     def param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The operation's parameter, in `dtype` or by default in `ctx.dtype`.
 
         In backward it must be the very tensor that forward used, unchanged; otherwise RuntimeError.
         """
-        parameter = self._held(name)
-        if self.recorded is not None:
-            self._check_unchanged(name, parameter)
-        return parameter.to(dtype or self.dtype)
-
-    def record(self, names: Sequence[str]) -> None:
-        """Note which parameters forward has seen, and in which version."""
-        parameters = [self._held(name) for name in names]
-        self.recorded = {name: (p, p._version) for name, p in zip(names, parameters, strict=True)}
-
-    def _held(self, name: str) -> torch.Tensor:
         parameter = self.operation._parameters.get(name)
-        return self.operation.get_parameter(name) if parameter is None else parameter  # a dotted name, or torch's error
+        if parameter is None:
+            parameter = self.operation.get_parameter(name)  # a dotted name, or torch's own error
+        if self.seen_in_forward is not None:
+            self._check_unchanged(name, parameter)
+        dtype = dtype or self.dtype
+        return parameter if parameter.dtype == dtype else parameter.to(dtype)
 
     def _check_unchanged(self, name: str, parameter: torch.Tensor) -> None:
-        assert self.recorded is not None
-        forward_parameter, version = self.recorded[name]
+        assert self.seen_in_forward is not None
+        slot = self.parameter_slots[name]
+        forward_parameter, version = (seen[slot] for seen in self.seen_in_forward)
         if parameter is not forward_parameter:
             happened = "was replaced"
-        elif parameter._version != version:
+        elif version_of(parameter) != version:
             happened = f"was changed in place (version {version} in forward, {parameter._version} now)"
         else:
             return
@@ -77,3 +73,13 @@ class OperationContext:
             f"Parameter {name!r} {happened} between forward and backward, so its gradients would be wrong. "
             "Run backward before the optimizer step or any other change of the weights."
         )
+
+
+def version_of(parameter: torch.Tensor) -> int:
+    """How often it was changed in place; 0 for an inference tensor, which does not count."""
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def at_tensor(x: Any) -> torch.Tensor:
+    """x, or the dequantized tensor of a quantized container."""
+    return x if isinstance(x, torch.Tensor) else x.dequantize()

@@ -87,6 +87,7 @@ class Program:
         upstream = request.needs[0]
         differentiable: set[str] = set(wanted_extras)
         self.contexts: list[dict[str, Any]] = []
+        slot = 0
         dtype = input_dtype
         self.parameter_names = tuple(operation.parameter_names() for operation in operations)
         for index, (operation, names) in enumerate(zip(operations, self.parameter_names, strict=True)):
@@ -121,11 +122,14 @@ class Program:
                     "buffers": {},
                     "next_input_quantizer": None,
                     "previous_grad_quantizer": None,
+                    "parameter_slots": dict(zip(names, range(slot, slot + len(names)), strict=True)),
                 }
             )
+            slot += len(names)
         for before, after in zip(self.contexts, self.contexts[1:], strict=False):
             before["next_input_quantizer"] = after["operation"].input_quantizer(request.recipe)
             after["previous_grad_quantizer"] = before["operation"].grad_output_quantizer(request.recipe)
+        self.num_parameters = slot
         self.needs_grad = upstream
         self.differentiable = frozenset(differentiable)  # the extra tensors that carry a gradient
         self.output_dtype = dtype

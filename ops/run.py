@@ -7,19 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops.context import OperationContext
+from ops.backward import Record, raise_located, run_backward
+from ops.context import OperationContext, at_tensor, version_of
 from ops.program import Planner, Program, Wiring, plan_unfused
-from ops.saved import flatten, unflatten
+from ops.saved import flatten
 from recipes.autocast import current_recipe
 from recipes.request import PlanRequest
 from recipes.splits import Splits
 
 Buffers = Mapping[int, Mapping[str, Tensor]]
+
+
+_NONE = type(None)
+_requires_grad = attrgetter("requires_grad")
+_dtype = attrgetter("dtype")
+
+
+class _Parameters(NamedTuple):
+    """A pipeline's parameters as they are at a call. layout: which are registered as None, and what changes else."""
+
+    present: list[Tensor]
+    layout: tuple[Any, ...]
 
 
 class Pipeline:
@@ -47,6 +61,8 @@ class Pipeline:
         self.path = path
         self.retain_graph = retain_graph
         self.programs: dict[Any, Program] = {}
+        # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
+        self._members = [(operation, operation._parameters, operation._modules) for operation in self.operations]
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
         self.consumed = self._consumed_from_outside()
 
@@ -61,40 +77,43 @@ class Pipeline:
 
     def all_needs(self, requires_grad: bool) -> Any:
         """The needs of a request in which x requires grad or not, and the parameters as they do."""
-        return requires_grad, tuple(p.requires_grad for p in self._parameters() if p is not None), ()
+        return requires_grad, tuple(map(_requires_grad, self._parameters().present)), ()
 
     def program(self, x: Tensor, extras: Mapping[str, Any], training: bool, fusions_version: int) -> Program:
         """The program for this call; made once for each distinct request."""
         return self._program(x, extras, self._parameters(), training, fusions_version)
 
-    def _parameters(self) -> list[Any]:
-        """The parameters as they are now, with None where one is registered as None."""
+    def _parameters(self) -> _Parameters:
         parameters: list[Any] = []
-        for operation in self.operations:
-            if operation._modules:
+        names: tuple[Any, ...] = ()
+        for operation, own, children in self._members:
+            if children:
                 for _, module in operation.named_modules(remove_duplicate=False):
                     parameters += module._parameters.values()
+                names += operation.parameter_names()
             else:
-                parameters += operation._parameters.values()
-        return parameters
+                parameters += own.values()
+        kinds = tuple(map(type, parameters))
+        if _NONE in kinds:
+            parameters = [parameter for parameter in parameters if parameter is not None]
+        return _Parameters(parameters, (kinds, names))
 
     def _program(
-        self, x: Tensor, extras: Mapping[str, Any], parameters: list[Any], training: bool, fusions_version: int
+        self, x: Tensor, extras: Mapping[str, Any], parameters: _Parameters, training: bool, fusions_version: int
     ) -> Program:
         device = x.device
         autocast_dtype = torch.get_autocast_dtype(device.type) if _autocasts(device) else None
-        grad = torch.is_grad_enabled()
-        needs = (
-            grad and x.requires_grad,
-            tuple([grad and p.requires_grad for p in parameters if p is not None]),
-            tuple([n for n, v in extras.items() if grad and isinstance(v, Tensor) and v.requires_grad]),
-        )
-        dtypes = tuple([None if p is None else p.dtype for p in parameters])
+        present = parameters.present
+        if torch.is_grad_enabled():
+            extras_needs = [n for n, v in extras.items() if isinstance(v, Tensor) and v.requires_grad] if extras else ()
+            needs = (x.requires_grad, tuple(map(_requires_grad, present)), tuple(extras_needs))
+        else:
+            needs = (False, (False,) * len(present), ())
+        dtypes = tuple(map(_dtype, present))
         recipe = current_recipe()
-        dtype = autocast_dtype or next((d for d in dtypes if d is not None), x.dtype)
+        dtype = autocast_dtype or (dtypes[0] if dtypes else x.dtype)
         request = PlanRequest(recipe, device, dtype, needs, training, self.path or recipe.path, fusions_version)
-        composite = tuple([op.parameter_names() for op in self.operations if op._modules])
-        key = (request, x.dtype, autocast_dtype, dtypes, composite)
+        key = (request, x.dtype, autocast_dtype, dtypes, parameters.layout)
         program = self.programs.get(key)
         if program is None:
             self._check_parameters(x)
@@ -134,12 +153,12 @@ class Pipeline:
         # Inside a Function, torch.autocast would still change the products of the references.
         with torch.autocast(x.device.type, enabled=False) if _autocasts(x.device) else _NOTHING:
             if not program.needs_grad:
-                return _border(call.forward(x)), call.produced
+                return at_tensor(call.forward(x)), call.produced
             call.input_names = [name for name in self.consumed if isinstance(extras[name], Tensor)]
-            tensors = [p for p in parameters if p is not None] + [extras[name] for name in call.input_names]
+            tensors = parameters.present + [extras[name] for name in call.input_names]
             function = _RetainingFunction if self.retain_graph else _ReleasingFunction
             y, *returned = function.apply(call, x, *tensors)
-        return y, dict(zip(call.returned_names, returned, strict=True)) | call.produced
+        return y, dict(zip(call.returned, returned, strict=True)) | call.produced
 
 
 _NOTHING = nullcontext()
@@ -168,7 +187,7 @@ class _Call:
         self.buffers = buffers
         self.contexts: list[OperationContext] = []
         self.produced: dict[str, Any] = {}
-        self.returned_names: list[str] = []
+        self.returned: list[str] = []
         self.input_names: list[str] = []
         self.retains = retains
         self.labels = labels
@@ -189,7 +208,7 @@ class _Call:
             try:
                 x = self._run_step(wiring, x)
             except Exception as error:
-                _raise_located(self.labels, wiring.step.indices[0], wiring.step.operation, error)
+                raise_located(self.labels, wiring.step.indices[0], wiring.step.operation, error)
         for name in self.wanted:
             if name not in self.environment:
                 raise RuntimeError(
@@ -201,9 +220,9 @@ class _Call:
 
     def _run_step(self, wiring: Wiring, x: Any) -> Any:
         step = wiring.step
-        extras = {local: self._extra(name, kind, x) for local, name, kind in wiring.inputs}
-        contexts = [self.contexts[i] for i in step.indices]
-        result = step.operation.fuser_forward(contexts if step.fused else contexts[0], x, extras)
+        extras = {local: self._extra(name, kind, x) for local, name, kind in wiring.inputs} if wiring.inputs else {}
+        context: Any = [self.contexts[i] for i in step.indices] if step.fused else self.contexts[step.indices[0]]
+        result = step.operation.fuser_forward(context, x, extras)
         if type(result) is not tuple or len(result) != 2:
             raise TypeError(f"fuser_forward returned a {type(result).__name__}. Return (y, {{name: extra output}}).")
         y, outputs = result
@@ -224,57 +243,43 @@ class _Call:
         return value
 
 
-def _raise_located(labels: Sequence[str], index: int, operation: Any, error: Exception) -> NoReturn:
-    """Raise the same error with the operation and its place in front; one of another class gets it as a note."""
-    where = f"In operation {labels[index]} ({type(operation).__name__})"
-    if type(error) in (ValueError, TypeError, RuntimeError, NotImplementedError):
-        raise type(error)(f"{where}: {error}") from error
-    error.add_note(f"{where}.")
-    raise error
-
-
-def _border(x: Any) -> Tensor:
-    """At a pipeline's border a quantized container is handed on as its dequantized tensor."""
-    return x if isinstance(x, Tensor) else x.dequantize()
-
-
 class _RetainingFunction(torch.autograd.Function):
     """The pipeline as one autograd node."""
 
     @staticmethod
     def forward(fctx: Any, call: _Call, x: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
         fctx.set_materialize_grads(False)
-        differentiable = call.program.differentiable
-        y = _border(call.forward(x))
+        program = call.program
+        y = at_tensor(call.forward(x))
         # A buffer of the caller's must not get a history, nor one tensor object two: they get objects of their own.
         outputs = [y.detach() if call.buffers else _as_output(y, x, call.environment.values())]
-        for name in call.wanted:
-            value = call.produced[name]
-            if isinstance(value, Tensor):
-                outputs.append(value.detach() if any(value is other for other in outputs) else value)
-                call.returned_names.append(name)
-                del call.produced[name]
-        constant = [t for n, t in zip(call.returned_names, outputs[1:], strict=True) if n not in differentiable]
-        fctx.mark_non_differentiable(*constant)
+        returned = [name for name in call.wanted if isinstance(call.produced[name], Tensor)]
+        for name in returned:
+            value = call.produced.pop(name)
+            outputs.append(value.detach() if any(value is other for other in outputs) else value)
+        if returned:
+            call.returned = returned
+            fctx.mark_non_differentiable(
+                *[t for n, t in zip(returned, outputs[1:], strict=True) if n not in program.differentiable]
+            )
 
         flat: list[Tensor | None] = []
-        fctx.records = []
-        for context, names in zip(call.contexts, call.program.parameter_names, strict=True):
-            if names and context.needs_grad:
-                context.record(names)
+        states = []
+        for context in call.contexts:
             values = context.__dict__
             try:
                 spec = flatten(values.pop("saved", None), flat)
             except TypeError as error:
-                _raise_located(call.labels, context.index, context.operation, error)
-            fctx.records.append((values, spec))
+                raise_located(call.labels, context.index, context.operation, error)
+            states.append((values, spec))
         fctx.save_for_backward(*flat)
-        fctx.program = call.program
-        fctx.input_names = call.input_names
-        fctx.returned_names = call.returned_names
+        parameters = tensors[: program.num_parameters]
+        fctx.record = Record(
+            program, call.labels, states, parameters, [version_of(p) for p in parameters],
+            tuple(call.input_names), tuple(returned),
+        )  # fmt: skip
         fctx.has_run = False
         fctx.retains = call.retains
-        fctx.labels = call.labels
         return tuple(outputs)
 
     @staticmethod
@@ -284,9 +289,9 @@ class _RetainingFunction(torch.autograd.Function):
                 "Double backward (create_graph=True) through a pipeline is not supported: its backward is written by "
                 "hand. Call backward without create_graph, or express that part with plain torch functions."
             )
-        device = fctx.program.request.device
+        device = fctx.record.program.request.device
         with torch.autocast(device.type, enabled=False) if _autocasts(device) else _NOTHING:
-            return _backward(fctx, dy, d_returned)
+            return None, *run_backward(fctx.record, _take_saved(fctx), dy, d_returned)
 
 
 def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
@@ -320,100 +325,3 @@ def _take_saved(fctx: Any) -> list[Tensor | None]:
         raise RuntimeError(released + "Give the first one retain_graph=True.") from error
     fctx.has_run = True
     return list(saved)
-
-
-def _backward(fctx: Any, dy: Tensor | None, d_returned: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    program: Program = fctx.program
-    flat = _take_saved(fctx)
-    # Gradients of extra tensors by name, the contributions in the order of the operations that made them.
-    d_extras: dict[str, list[Tensor]] = {
-        name: [d] for name, d in zip(fctx.returned_names, d_returned, strict=True) if d is not None
-    }
-    d_parameters: dict[tuple[int, str], Tensor | None] = {}
-    dx: Any = dy
-    for wiring in program.backward:
-        if not wiring.needs_grad:
-            dx = None
-            break
-        step = wiring.step
-        d_outputs = {local: _total(d_extras.pop(name)) for local, name, _ in wiring.outputs if name in d_extras}
-        if dx is None and not d_outputs:
-            continue
-        if dx is not None and not isinstance(dx, Tensor) and not wiring.accepts_quantized:
-            dx = dx.dequantize()
-        contexts = []
-        for index in step.indices:
-            values, spec = fctx.records[index]
-            context = OperationContext.__new__(OperationContext)
-            context.__dict__ = values.copy()
-            context.saved = unflatten(spec, flat)
-            contexts.append(context)
-        try:
-            result = step.operation.fuser_backward(contexts if step.fused else contexts[0], dx, d_outputs)
-            if type(result) is not tuple or len(result) != 3:
-                raise TypeError(
-                    f"fuser_backward returned a {type(result).__name__}. Return (dx, gradients of the parameters by "
-                    "name, gradients of the extra inputs by name)."
-                )
-            dx, d_params, d_inputs = result
-            if not step.fused:
-                d_params = (d_params,)
-            _check_names(program, wiring, d_params, d_inputs)
-        except Exception as error:
-            _raise_located(fctx.labels, step.indices[0], step.operation, error)
-        for index, own in zip(step.indices, d_params, strict=True):
-            for name, gradient in own.items():
-                d_parameters[index, name] = gradient
-        if d_inputs:
-            for local, name, _ in wiring.inputs:
-                d = d_inputs.get(local)
-                if d is not None:
-                    d_extras.setdefault(name, []).insert(0, d)
-        if isinstance(dx, Tensor) and dx.dtype != wiring.upstream_dtype:
-            dx = dx.to(wiring.upstream_dtype)
-    if dx is not None:
-        dx = _border(dx) if program.request.needs[0] else None
-    return (
-        None,
-        dx,
-        *_parameter_gradients(fctx, d_parameters),
-        *[_total(d_extras[name]) if name in d_extras else None for name in fctx.input_names],
-    )
-
-
-def _check_names(
-    program: Program, wiring: Wiring, d_params: Sequence[Mapping[str, Any]], d_inputs: Mapping[str, Any]
-) -> None:
-    """Raise if a gradient came under a name that does not exist; it would be lost."""
-    for index, own in zip(wiring.step.indices, d_params, strict=True):
-        _check_known(own, program.parameter_names[index], "parameter")
-    _check_known(d_inputs, wiring.input_names, "extra input")
-
-
-def _check_known(gradients: Mapping[str, Any], known: Sequence[str], what: str) -> None:
-    for name, gradient in gradients.items():
-        if name not in known and gradient is not None:
-            raise RuntimeError(
-                f"fuser_backward returned a gradient for the {what} {name!r}. There are: "
-                f"{', '.join(map(repr, known)) or 'none'}."
-            )
-
-
-def _parameter_gradients(fctx: Any, gradients: dict[tuple[int, str], Tensor | None]) -> list[Tensor | None]:
-    result: list[Tensor | None] = []
-    for (values, _), names in zip(fctx.records, fctx.program.parameter_names, strict=True):
-        wanted = values["needs"].params
-        for name in names:
-            gradient = gradients.get((values["index"], name)) if name in wanted else None
-            if gradient is not None:
-                dtype = values["recorded"][name][0].dtype
-                gradient = gradient if gradient.dtype == dtype else gradient.to(dtype)
-            result.append(gradient)
-    return result
-
-
-def _total(contributions: list[Tensor]) -> Tensor:
-    total = contributions[0]
-    for contribution in contributions[1:]:
-        total = total + contribution
-    return total
