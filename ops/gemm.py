@@ -59,6 +59,9 @@ Matrix = Tensor | QuantizedTensor | GroupedTensor
 
 def operands(layout: Layout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tuple[Operand, Operand]:
     """What the product multiplies, in one dtype."""
+    plain_a, plain_b = _plain(a), _plain(b)
+    if plain_a is not None and plain_b is not None and plain_a.dtype == plain_b.dtype:
+        return Operand(plain_a, None), Operand(plain_b, None)
     left, right = (
         Operand(x, None) if isinstance(x, Tensor) else x.operand(columnwise, gemm_dtype(nominal, x.device))
         for x, columnwise in zip((a, b), _COLUMNWISE[layout], strict=True)
@@ -67,6 +70,13 @@ def operands(layout: Layout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tupl
         return left, right
     dtype = torch.promote_types(left.values.dtype, right.values.dtype)  # they differ if only one is quantized
     return Operand(left.values.to(dtype), left.alpha), Operand(right.values.to(dtype), right.alpha)
+
+
+def _plain(x: Matrix) -> Tensor | None:
+    """x as it is, if it is not quantized."""
+    if isinstance(x, Tensor):
+        return x
+    return x.data if isinstance(x, GroupedTensor) else None
 
 
 def gemm(

@@ -174,13 +174,14 @@ def _dswiglu(dvalue: Tensor, h: Tensor, dh: Tensor, spec: Activation) -> Tensor:
     if spec.glu_interleave_size is not None:
         dvalue = dvalue.unflatten(-1, (-1, spec.glu_interleave_size))
     value = F.silu(a)
-    product = dvalue * value
-    db.copy_(product)
-    # Into the dtype it is computed in, and only then into dh's: torch would compute in that one on CUDA.
-    torch.mul(dvalue, b, out=product)
-    silu_backward(product, a, grad_input=da if da.dtype == a.dtype else product)
-    if da.dtype != a.dtype:
-        da.copy_(product)
+    if dh.dtype == h.dtype:
+        torch.mul(dvalue, value, out=db)
+        silu_backward(dvalue * b, a, grad_input=da)
+    else:
+        # First into the dtype it is computed in: on CUDA torch computes silu_backward in that of its result.
+        product = dvalue * value
+        db.copy_(product)
+        da.copy_(silu_backward(torch.mul(dvalue, b, out=product), a, grad_input=product))
     value *= b
     return value if spec.glu_interleave_size is None else value.flatten(-2)
 
