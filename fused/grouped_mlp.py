@@ -18,17 +18,17 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from fused.kernels.grouped_gemm_swiglu import grouped_gemm_swiglu
+from fused.kernels.grouped_mlp_cpu import dgrouped_mlp_cpu, grouped_mlp_cpu
 from ops.activation import ActivationOperation
 from ops.clamped_swiglu import ClampedSwiGLU
 from ops.grouped_linear import GroupedLinear
 from ops.kernels.activation import activation, dactivation
 from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
-from ops.paths import GroupedPath, SplitTensors
+from ops.paths import GroupedPath
 from ops.scaled_clamped_qgeglu import ScaledClampedQGeGLU
 from ops.scaled_srelu import ScaledSReLU
 from ops.scaled_swiglu import ScaledSwiGLU
 from ops.swiglu import SwiGLU
-from recipes.grouped_tensor import GroupedTensor
 from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.splits import Splits
@@ -41,7 +41,7 @@ class GroupedMLP(FusedOperation):
     passes = "joint"
 
     class Saved(NamedTuple):
-        x: GroupedTensor | SplitTensors | None  # columnwise copy only, where quantized; None if FC1 wants no wgrad
+        x: Any  # a Tensor, or what the path keeps of it for wgrad; None if FC1 wants none
         h: Tensor  # pre-activation
         scales: Tensor | None
         splits: Splits
@@ -65,6 +65,9 @@ class GroupedMLP(FusedOperation):
                 f"FC1 makes {fc1.out_features} features, but {type(act).__name__} needs {width} "
                 f"to give FC2 its {fc2.in_features}."
             )
+        dtypes = [linear.get_parameter(linear.weight_names[0]).dtype for linear in (fc1, fc2)]
+        if dtypes[0] != dtypes[1]:
+            return f"FC1's weights are {dtypes[0]}, but FC2's are {dtypes[1]}."
         if fc1.scale_bias:
             return "FC1 scales its bias, and the scales belong to the activation and to FC2's bias."
         if fc2.scale_bias and "scales" not in act.extra_inputs:
@@ -82,6 +85,8 @@ class GroupedMLP(FusedOperation):
         fc1_ctx, _, fc2_ctx = ctxs
         splits, _ = self.fc1.check(x, extras)
         scales = extras.get("scales")
+        if self._runs_by_group(ctxs, x):
+            return self._forward_by_group(ctxs, x, splits, scales), {}
         path = fc1_ctx.path
         quantizer = fc1_ctx.recipe.quantizer(Role.INPUT)
         wgrad = self.fc1.wants_weight_grad(fc1_ctx)
@@ -117,6 +122,53 @@ class GroupedMLP(FusedOperation):
         h = ctx.path.fprop(x, w, bias=bias, out=out)
         return h, activation(h, self.activation, scales if self.scaled else None)
 
+    def _runs_by_group(self, ctxs: Sequence[OperationContext], x: Tensor) -> bool:
+        """Whether the loop over groups for CPU tensors does it: nothing quantized, no buffer of the caller's inside.
+
+        And rows that fill torch's vector loops: else the last place of an exp depends on where a row stands.
+        """
+        first, _, last = ctxs
+        inside = "output" in first.buffers or "grad_input" in last.buffers
+        quantized = any(first.recipe.quantizer(role) is not None for role in Role)
+        on_cpu = x.device.type == "cpu" and isinstance(first.path, GroupedPath)
+        return on_cpu and self.fc2.in_features % 32 == 0 and not (inside or quantized)
+
+    def _forward_by_group(
+        self, ctxs: Sequence[OperationContext], x: Tensor, splits: Splits, scales: Tensor | None
+    ) -> Tensor:
+        first, _, last = ctxs
+        fc1, fc2 = self.fc1, self.fc2
+        h, y = grouped_mlp_cpu(
+            x, fc1.stacked_weights(first), fc1.biases(first), fc2.stacked_weights(last), fc2.biases(last), splits,
+            self.activation, scales if self.scaled else None, scales if fc2.scale_bias else None,
+            out=fc2.buffer(last, "output", x, fc2.out_features),
+        )  # fmt: skip
+        if any(ctx.needs_grad for ctx in ctxs):
+            first.saved = self.Saved(x if fc1.wants_weight_grad(first) else None, h, scales, splits)
+        return y
+
+    def _backward_by_group(self, ctxs: Sequence[OperationContext], dy: Tensor) -> BackwardOfFused:
+        first, middle, last = ctxs
+        fc1, fc2 = self.fc1, self.fc2
+        saved: GroupedMLP.Saved = first.saved
+        splits, scales = saved.splits, saved.scales
+        d_fc2, d_bias_scales = fc2.bias_gradients(last, dy, splits, scales if fc2.scale_bias else None)
+        need_db1 = not first.needs.params.isdisjoint(fc1.bias_names)
+        gradients = dgrouped_mlp_cpu(
+            dy, saved.x, saved.h, fc1.stacked_weights(first), fc2.stacked_weights(last), splits, self.activation,
+            scales if self.scaled else None, need_dx=first.needs.input, need_dw1=fc1.wants_weight_grad(first),
+            need_dw2=fc2.wants_weight_grad(last), need_dscales="scales" in middle.needs.extras, need_dh=need_db1,
+            out=fc1.buffer(first, "grad_input", dy, fc1.in_features),
+        )  # fmt: skip
+        d_fc1: dict[str, Tensor | None] = {}
+        if gradients.dh is not None:
+            d_fc1, _ = fc1.bias_gradients(first, gradients.dh, splits, None)
+        if gradients.dw1 is not None:
+            d_fc1 |= fc1.weight_gradients(gradients.dw1)
+        if gradients.dw2 is not None:
+            d_fc2 |= fc2.weight_gradients(gradients.dw2)
+        return gradients.dx, (d_fc1, {}, d_fc2), {"scales": _sum(gradients.dscales, d_bias_scales)}
+
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfFused:
@@ -125,6 +177,8 @@ class GroupedMLP(FusedOperation):
         fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, saved.splits
         inputs, gradients = fc1_ctx.recipe.quantizer(Role.INPUT), fc1_ctx.recipe.quantizer(Role.GRAD_OUTPUT)
 
+        if fc2_ctx.needs.input and self._runs_by_group(ctxs, dy):
+            return self._backward_by_group(ctxs, dy)
         # FC2
         wgrad = fc2.wants_weight_grad(fc2_ctx)
         d_fc2, dscales = fc2.bias_gradients(fc2_ctx, dy, splits, saved.scales if fc2.scale_bias else None)
@@ -150,8 +204,7 @@ class GroupedMLP(FusedOperation):
             d_fc2 |= fc2.weight_gradients(path.wgrad(dy_q, act_q))
             del act, act_q
         del dy_q
-        if d_act_scales is not None:
-            dscales = d_act_scales if dscales is None else d_act_scales + dscales
+        dscales = _sum(d_act_scales, dscales)
 
         # FC1
         if dh is not None and fc1_ctx.needs_grad:
@@ -164,3 +217,9 @@ class GroupedMLP(FusedOperation):
             if wgrad:
                 d_fc1 |= fc1.weight_gradients(path.wgrad(dh_q, saved.x))
         return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second

@@ -112,12 +112,17 @@ class GroupedLinear(BasicOperation):
             columnwise=columnwise,
         )
 
+    def stacked_weights(self, ctx: OperationContext) -> Tensor:
+        """[G, N, K], in high precision."""
+        return self._stacked(ctx, self.weight_names)
+
     def biases(self, ctx: OperationContext) -> Tensor | None:
         """[G, N], or None without a bias."""
-        if not self.use_bias:
-            return None
-        biases = self._read(ctx, self.bias_names)
-        return biases if isinstance(biases, Tensor) else torch.stack(biases)
+        return self._stacked(ctx, self.bias_names) if self.use_bias else None
+
+    def _stacked(self, ctx: OperationContext, names: tuple[str, ...]) -> Tensor:
+        tensors = self._read(ctx, names)
+        return tensors if isinstance(tensors, Tensor) else torch.stack(tensors)
 
     def _read(self, ctx: OperationContext, names: tuple[str, ...]) -> Tensor | list[Tensor]:
         return ctx.param(names[0]) if self.stacked else [ctx.param(name) for name in names]

@@ -24,6 +24,7 @@ MAY_READ = {
     "ops/paths.py": {"SplitPath.*": "it reads the split sizes by definition"},
     "ops/kernels/grouped_operands.py": {"row_slices": "for references, and for CPU tensors, where nothing waits"},
     "ops/kernels/grouped_gemm_cpu.py": {"*_on_cpu": "CPU tensors, where nothing waits"},
+    "fused/kernels/grouped_mlp_cpu.py": {"_*": "CPU tensors, where nothing waits"},
     "recipes/splits.py": {
         "Splits.tolist": "the door through which the SplitPath and references read sizes",
         "Splits.make": "sizes that lie on the host already are validated",

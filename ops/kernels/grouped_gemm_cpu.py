@@ -37,7 +37,7 @@ def m_grouped_on_cpu(
         bias = None if bias_GC is None else bias_GC[group]
         if bias is not None and scales_T is not None:
             bias = accumulator_like(scales_T[rows, None]) * bias
-        _product(result[rows], a[rows], w_GRC[group], alphas[group], bias)
+        product(result[rows], a[rows], w_GRC[group], alphas[group], bias)
     result[end:].zero_()
     return result
 
@@ -59,7 +59,7 @@ def k_grouped_on_cpu(
         if rows.start == rows.stop:
             result[group].zero_()
         else:
-            _product(result[group], dy[rows].T, x[rows], alphas[group])
+            product(result[group], dy[rows].T, x[rows], alphas[group])
     return result
 
 
@@ -72,7 +72,7 @@ def _torch_takes(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
     return dense and not (a.shape[1] % multiple or b.shape[-2] % multiple or b.shape[-1] % multiple)
 
 
-def _product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Tensor | None = None) -> None:
+def product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Tensor | None = None) -> None:
     """out = alpha * (a @ b) + added, rounded once."""
     if alpha is None and a.dtype == out.dtype:
         if added is None:
