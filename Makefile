@@ -29,6 +29,8 @@ lint:
 test: lint
 	$(PY) -m pytest tests
 
+DEVICE := --device cuda
+
 else
 
 PY := $(VENV)/bin/python
@@ -51,7 +53,7 @@ test: lint $(OVERLAY)/.ready
 endif
 
 demo: setup
-	$(PY) -m bench train --recipe bf16,fp8_current,mxfp8 --steps 100 --check --out runs/demo
+	$(PY) -m bench train --recipe bf16,fp8_current,mxfp8 --steps 100 --check --out runs/demo $(DEVICE)
 
 bench: setup
 	$(PY) -m bench host

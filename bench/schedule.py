@@ -57,8 +57,9 @@ def recipe_named(name: str) -> Recipe:
 
 @contextmanager
 def numerics(name: str, device: torch.device) -> Iterator[None]:
-    """Run the body under the recipe of this name: in bf16 by `torch.autocast`, or in fp32 for "fp32"."""
-    mixed = nullcontext() if name == "fp32" else torch.autocast(device.type, dtype=torch.bfloat16)
+    """Run the body under the recipe of this name: in bf16 by `torch.autocast`, unless it is "fp16" or "fp32"."""
+    dtype = {"fp32": None, "fp16": torch.float16}.get(name, torch.bfloat16)
+    mixed = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
     with mixed, autocast(recipe=recipe_named(name)):
         yield
 

@@ -21,15 +21,16 @@ from fused.kernels.grouped_gemm_swiglu import grouped_gemm_swiglu
 from fused.kernels.grouped_mlp_cpu import dgrouped_mlp_cpu, grouped_mlp_cpu
 from ops.activation import ActivationOperation
 from ops.clamped_swiglu import ClampedSwiGLU
+from ops.context import held_parameter
 from ops.grouped_linear import GroupedLinear
-from ops.kernels.activation import activation, dactivation
+from ops.kernels.activation import Activation, activation, dactivation
 from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from ops.paths import GroupedPath
 from ops.scaled_clamped_qgeglu import ScaledClampedQGeGLU
 from ops.scaled_srelu import ScaledSReLU
 from ops.scaled_swiglu import ScaledSwiGLU
 from ops.swiglu import SwiGLU
-from recipes.recipe import Role
+from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
 from recipes.splits import Splits
 
@@ -50,8 +51,6 @@ class GroupedMLP(FusedOperation):
         super().__init__(operations)
         self.fc1 = cast(GroupedLinear, operations[0])
         self.fc2 = cast(GroupedLinear, operations[2])
-        self.activation = cast(ActivationOperation, operations[1]).activation
-        self.scaled = "scales" in operations[1].extra_inputs
 
     @classmethod
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
@@ -65,7 +64,7 @@ class GroupedMLP(FusedOperation):
                 f"FC1 makes {fc1.out_features} features, but {type(act).__name__} needs {width} "
                 f"to give FC2 its {fc2.in_features}."
             )
-        dtypes = [linear.get_parameter(linear.weight_names[0]).dtype for linear in (fc1, fc2)]
+        dtypes = [held_parameter(linear, linear.weight_names[0]).dtype for linear in (fc1, fc2)]
         if dtypes[0] != dtypes[1]:
             return f"FC1's weights are {dtypes[0]}, but FC2's are {dtypes[1]}."
         if fc1.scale_bias:
@@ -74,10 +73,21 @@ class GroupedMLP(FusedOperation):
             return f"FC2 scales its bias, but {type(act).__name__} takes no scales."
         return None
 
+    @property
+    def activation(self) -> Activation:
+        return cast(ActivationOperation, self.operations[1]).activation
+
+    @property
+    def scaled(self) -> bool:
+        return "scales" in self.operations[1].extra_inputs
+
     def kernel(self, request: PlanRequest) -> str:
         if request.device.type == "cuda" and self.activation.kind == "swiglu":
             return "grouped GEMM + SwiGLU epilogue, grouped GEMM (Triton)"
-        return f"{self.fc1.kernel(request)}, {self.activation.kind} recomputed in backward"
+        way = self.fc1.kernel(request)
+        if request.device.type == "cpu" and not _quantizes(request.recipe):
+            way = "group by group (torch)"
+        return f"{way}, {self.activation.kind} recomputed in backward"
 
     def fuser_forward(
         self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
@@ -85,13 +95,15 @@ class GroupedMLP(FusedOperation):
         fc1_ctx, _, fc2_ctx = ctxs
         splits, _ = self.fc1.check(x, extras)
         scales = extras.get("scales")
-        if self._runs_by_group(ctxs, x):
+        fc1_ctx.by_group = self._runs_by_group(ctxs, x)
+        if fc1_ctx.by_group:
             return self._forward_by_group(ctxs, x, splits, scales), {}
         path = fc1_ctx.path
         quantizer = fc1_ctx.recipe.quantizer(Role.INPUT)
         wgrad = self.fc1.wants_weight_grad(fc1_ctx)
         x_q = path.quantize(x, splits, quantizer, rowwise=True, columnwise=wgrad)
-        h, act = self._fc1_and_activation(fc1_ctx, x_q, splits, scales)
+        out = self.fc1.buffer(fc1_ctx, "output", x, self.fc1.out_features)
+        h, act = self._fc1_and_activation(fc1_ctx, x_q, splits, scales, out)
         # The activation is not kept, so its columnwise copy is made in backward.
         act_q = path.quantize(act, splits, quantizer, rowwise=True, columnwise=False)
         y = path.fprop(
@@ -106,10 +118,9 @@ class GroupedMLP(FusedOperation):
         return y, {}
 
     def _fc1_and_activation(
-        self, ctx: OperationContext, x: Any, splits: Splits, scales: Tensor | None
+        self, ctx: OperationContext, x: Any, splits: Splits, scales: Tensor | None, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         w, bias = self.fc1.weight_operand(ctx, rowwise=True), self.fc1.biases(ctx)
-        out = self.fc1.buffer(ctx, "output", x, self.fc1.out_features)
         on_gpu = isinstance(ctx.path, GroupedPath) and splits.device.type == "cuda"
         if on_gpu and self.activation.kind == "swiglu" and out is None:
             left, right, alpha = ctx.path.factors("TN", x, w)
@@ -129,9 +140,8 @@ class GroupedMLP(FusedOperation):
         """
         first, _, last = ctxs
         inside = "output" in first.buffers or "grad_input" in last.buffers
-        quantized = any(first.recipe.quantizer(role) is not None for role in Role)
         on_cpu = x.device.type == "cpu" and isinstance(first.path, GroupedPath)
-        return on_cpu and self.fc2.in_features % 32 == 0 and not (inside or quantized)
+        return on_cpu and self.fc2.in_features % 32 == 0 and not (inside or _quantizes(first.recipe))
 
     def _forward_by_group(
         self, ctxs: Sequence[OperationContext], x: Tensor, splits: Splits, scales: Tensor | None
@@ -177,7 +187,7 @@ class GroupedMLP(FusedOperation):
         fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, saved.splits
         inputs, gradients = fc1_ctx.recipe.quantizer(Role.INPUT), fc1_ctx.recipe.quantizer(Role.GRAD_OUTPUT)
 
-        if fc2_ctx.needs.input and self._runs_by_group(ctxs, dy):
+        if fc1_ctx.by_group and fc2_ctx.needs.input:
             return self._backward_by_group(ctxs, dy)
         # FC2
         wgrad = fc2.wants_weight_grad(fc2_ctx)
@@ -217,6 +227,10 @@ class GroupedMLP(FusedOperation):
             if wgrad:
                 d_fc1 |= fc1.weight_gradients(path.wgrad(dh_q, saved.x))
         return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
+
+
+def _quantizes(recipe: Recipe) -> bool:
+    return any(recipe.quantizer(role) is not None for role in Role)
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -60,7 +60,7 @@ class Layout:
         self._hooks: list[Mapping[Any, Any]] = []
         self._nested: list[tuple[Container, Layout]] = []
         self._hooked: list[tuple[Mapping[Any, Any], ...]] = []
-        self._renamings = BasicOperation.renamings
+        self._names: list[tuple[BasicOperation, Mapping[str, str]]] = []
         self.stages: list[Stage] = []
         self._run: list[tuple[int | None, str, BasicOperation]] = []
         self._collect(sequential, "")
@@ -76,8 +76,8 @@ class Layout:
     def is_current(self) -> bool:
         """Whether no module, hook or name has changed since."""
         return (
-            self._renamings == BasicOperation.renamings
-            and not any(self._hooks)
+            not any(self._hooks)
+            and all(operation._names is names for operation, names in self._names)
             and all(_contents(container) == contents for container, contents in self._contents)
             and all(any(hooks) for hooks in self._hooked)
             and all(nested.layout() is layout for nested, layout in self._nested)
@@ -87,6 +87,8 @@ class Layout:
         """The caller's buffers of this stage's operations, by their position in it."""
         count = len(self._contents[0][0]._modules)
         at = {index % count: named for index, named in buffers.items()}
+        if len(at) < len(buffers):
+            raise ValueError(f"buffers names one operation twice: {sorted(buffers)}. Give each operation one entry.")
         return {position: at[index] for position, index in enumerate(stage.indices) if index in at}
 
     def _collect(self, sequential: Container, prefix: str) -> None:
@@ -96,6 +98,8 @@ class Layout:
             hooks = tuple(getattr(module, name) for name in _HOOKS)
             hooked = any(hooks)
             (self._hooked.append(hooks) if hooked else self._hooks.extend(hooks))
+            if isinstance(module, BasicOperation):
+                self._names.append((module, module._names))
             if isinstance(module, BasicOperation) and not hooked:
                 self._run.append((position, label, module))
             elif isinstance(module, Container) and not hooked and self._same_settings(module):
@@ -121,7 +125,8 @@ class Layout:
         if isinstance(module, Container):
             nested = module.layout()
             self._nested.append((module, nested))
-            return Stage(module, nested.consumed, nested.produced, (position,), label, why or "its settings differ")
+            why = why or ("its settings differ" if module.can_be_flattened() else "it has a forward of its own")
+            return Stage(module, nested.consumed, nested.produced, (position,), label, why)
         return Stage(module, (), (), (position,), label, why)
 
     def _close_run(self) -> None:

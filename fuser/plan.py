@@ -120,6 +120,8 @@ def _apply(fusion: Fusion, steps: list[Step], request: PlanRequest, refusals: li
             covered = steps[position : position + count]
             operations = [step.operation for step in covered]
             reason = _conflicting_names(operations) or fusion.why_not(operations, request)
+            if reason == "":
+                raise ValueError(f"{fusion.__name__}.why_not returned an empty reason. Return None, or a sentence.")
             if reason is None:
                 indices = tuple(index for step in covered for index in step.indices)
                 result.append(Step(fusion(operations), indices, True))

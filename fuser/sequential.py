@@ -146,6 +146,10 @@ class Sequential(Container):
         """
         if not isinstance(x, Tensor):
             raise TypeError(f"x is a {type(x).__name__}. Give a tensor.")
+        if x.is_complex():
+            raise TypeError(
+                f"x is {x.dtype}, but operations compute in real numbers. Give its real and imaginary parts."
+            )
         layout = self.layout()
         check_extras(layout.consumed, layout.produced, extras, outputs)
         for index, named in (buffers or {}).items():
@@ -200,8 +204,15 @@ class Sequential(Container):
             device = torch.device("cpu") if first is None else first.device
         if dtype is None:
             dtype = torch.get_default_dtype() if first is None else first.dtype
+            if any(parameter.dtype == torch.float64 for parameter in self.parameters()):
+                dtype = torch.float64
         training = self.training if training is None else training
         return explain(self.layout(), chosen, torch.device(device), dtype, training, requires_grad)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise NotImplementedError(
+            "torch.nn.DataParallel copies modules without their plans. Use DistributedDataParallel."
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own plans: they hold the operations themselves.

@@ -16,7 +16,7 @@ class Record(NamedTuple):
     """What forward leaves for backward, but for the saved tensors.
 
     states:      for each operation the values of its context, and the spec of its `Saved`
-    parameters, versions: of all operations, as forward saw them
+    parameters, parameter_states: of all operations, as forward saw them
     input_names: the extra inputs that autograd knows; returned: the extra outputs that it does
     """
 
@@ -24,7 +24,7 @@ class Record(NamedTuple):
     labels: Sequence[str]
     states: Sequence[tuple[dict[str, Any], Spec]]
     parameters: Sequence[Tensor]
-    versions: Sequence[int]
+    parameter_states: Sequence[Any]
     input_names: tuple[str, ...]
     returned: tuple[str, ...]
 
@@ -82,7 +82,7 @@ def _run_step(
         context = OperationContext.__new__(OperationContext)
         context.__dict__ = values.copy()
         context.saved = unflatten(spec, saved)
-        context.seen_in_forward = (record.parameters, record.versions)
+        context.seen_in_forward = (record.parameters, record.parameter_states)
         contexts.append(context)
     result = step.operation.fuser_backward(contexts if step.fused else contexts[0], dy, d_outputs)
     if type(result) is not tuple or len(result) != 3:

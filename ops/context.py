@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,16 +44,19 @@ class OperationContext:
     previous_grad_quantizer: Quantizer | None
     parameter_slots: Mapping[str, int]
     saved: Any = None
-    seen_in_forward: tuple[Sequence[torch.Tensor], Sequence[int]] | None = None  # the pipeline's parameters, versions
+    seen_in_forward: tuple[Sequence[torch.Tensor], Sequence[Any]] | None = None  # the pipeline's parameters, states
+
+    if TYPE_CHECKING:  # an operation may set numbers of its own
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The operation's parameter, in `dtype` or by default in `ctx.dtype`.
 
         In backward it must be the very tensor that forward used, unchanged; otherwise RuntimeError.
         """
-        parameter = self.operation._parameters.get(name)
-        if parameter is None:
-            parameter = self.operation.get_parameter(name)  # a dotted name, or torch's own error
+        parameter = held_parameter(self.operation, name)
         if self.seen_in_forward is not None:
             self._check_unchanged(name, parameter)
         dtype = dtype or self.dtype
@@ -62,11 +65,14 @@ class OperationContext:
     def _check_unchanged(self, name: str, parameter: torch.Tensor) -> None:
         assert self.seen_in_forward is not None
         slot = self.parameter_slots[name]
-        forward_parameter, version = (seen[slot] for seen in self.seen_in_forward)
+        forward_parameter, state = (seen[slot] for seen in self.seen_in_forward)
+        now = state_of(parameter)
         if parameter is not forward_parameter:
             happened = "was replaced"
-        elif version_of(parameter) != version:
-            happened = f"was changed in place (version {version} in forward, {parameter._version} now)"
+        elif now[0] != state[0]:
+            happened = f"was changed in place (version {state[0]} in forward, {now[0]} now)"
+        elif now != state and not self.operation._forward_pre_hooks:  # FSDP's hooks gather it into other memory
+            happened = "got other data (an assignment to .data, or .to())"
         else:
             return
         raise RuntimeError(
@@ -75,9 +81,22 @@ class OperationContext:
         )
 
 
-def version_of(parameter: torch.Tensor) -> int:
-    """How often it was changed in place; 0 for an inference tensor, which does not count."""
-    return 0 if parameter.is_inference() else parameter._version
+def held_parameter(operation: Any, name: str) -> torch.Tensor:
+    """What the operation holds under this name, dotted for a submodule's: a Parameter, or a tensor put in its place."""
+    parameter = operation._parameters.get(name)
+    if parameter is None:
+        owner, _, own_name = name.rpartition(".")
+        parameter = operation.get_submodule(owner)._parameters.get(own_name)
+    if parameter is None:
+        raise AttributeError(f"{type(operation).__name__} has no parameter {name!r}.")
+    return parameter
+
+
+def state_of(parameter: torch.Tensor) -> tuple[int, torch.dtype, int]:
+    """By which a change is noticed: version (0 for an inference tensor, which has none), dtype, address."""
+    version = 0 if parameter.is_inference() else parameter._version
+    plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
+    return version, parameter.dtype, parameter.data_ptr() if plain else 0
 
 
 def at_tensor(x: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ops.kernels.permute import RoutingMap, combine, dispatch, make_routing_map
@@ -78,7 +79,7 @@ class Dispatch(BasicOperation):
             )
         if indices.shape[1] == 0:
             raise ValueError("indices has no slots. Choose at least one expert for each token.")
-        if indices.is_floating_point():
+        if indices.is_floating_point() or indices.dtype == torch.bool:
             raise TypeError(f"indices is {indices.dtype}, but must be integers. Convert it.")
         if indices.device.type == "cpu" and ((indices < 0) | (indices >= self.num_experts)).any():
             raise ValueError(

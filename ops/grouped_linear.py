@@ -215,6 +215,8 @@ class GroupedLinear(BasicOperation):
                 f"contiguous={buffer.is_contiguous()}, requires_grad={buffer.requires_grad}. Needed: shape "
                 f"{list(needed[0])}, {ctx.dtype}, on {like.device}, contiguous, without requires_grad."
             )
+        if buffer.numel() and buffer.untyped_storage().data_ptr() == like.untyped_storage().data_ptr():
+            raise ValueError(f"The buffer {name!r} shares memory with what is read while it is written. Give another.")
         return buffer
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -235,4 +237,4 @@ def _convert(state_dict: dict[str, Any], key: str, num_groups: int, stacked: boo
     if stacked and key not in state_dict and all(name in state_dict for name in single):
         state_dict[key] = torch.stack([state_dict.pop(name) for name in single])
     elif not stacked and key in state_dict and state_dict[key].shape[:1] == (num_groups,):
-        state_dict.update(zip(single, state_dict.pop(key).unbind(), strict=True))
+        state_dict.update((name, w.clone()) for name, w in zip(single, state_dict.pop(key).unbind(), strict=True))

@@ -48,7 +48,6 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     extra_inputs: Mapping[str, type] = {}
     extra_outputs: Mapping[str, type] = {}
     buffer_names: tuple[str, ...] = ()
-    renamings: ClassVar[int] = 0  # counts calls of rename_extras, so that a layout notices them
     _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
     _names: Mapping[str, str] = {}
 
@@ -94,17 +93,21 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
                 )
         self._names = {**self._names, **names}
         self._pipelines = {}
-        BasicOperation.renamings += 1
         return self
 
     def parameter_names(self) -> tuple[str, ...]:
         """The names of its parameters, those of submodules dotted."""
-        if any(name.startswith("parametrizations.") for name, _ in self.named_parameters()):
+        if "parametrizations" in self._modules:
             raise NotImplementedError(
                 f"{type(self).__name__} has parametrized weights (torch.nn.utils.parametrize), which a pipeline cannot "
                 "read at backward time. Remove them with torch.nn.utils.parametrize.remove_parametrizations."
             )
-        return tuple(name for name, _ in self.named_parameters(remove_duplicate=False))
+        return tuple(
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self.named_modules(remove_duplicate=False)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        )
 
     def forward(
         self,
@@ -131,6 +134,11 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
             x, extras, wanted=outputs, buffers={0: buffers} if buffers else None, training=self.training
         )
         return (y, {name: at_border(produced[name]) for name in outputs}) if outputs else y
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise NotImplementedError(
+            "torch.nn.DataParallel copies modules without their plans. Use DistributedDataParallel."
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans are made again by a copy: they hold this very object.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ops.context import held_parameter
 from ops.paths import choose_path
 from recipes.request import Needs, PlanRequest
 
@@ -92,7 +93,7 @@ class Program:
         self.parameter_names = tuple(operation.parameter_names() for operation in operations)
         for index, (operation, names) in enumerate(zip(operations, self.parameter_names, strict=True)):
             if names:
-                dtype = operation.get_parameter(names[0]).dtype
+                dtype = held_parameter(operation, names[0]).dtype
             if autocast_dtype is not None and dtype != torch.float64:  # which torch.autocast leaves alone too
                 dtype = autocast_dtype
             needs = Needs(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ops.backward import Record, raise_located, run_backward
-from ops.context import OperationContext, at_tensor, version_of
+from ops.context import OperationContext, at_tensor, state_of
 from ops.program import Planner, Program, Wiring, plan_unfused
 from ops.saved import flatten
 from recipes.autocast import current_recipe
@@ -112,6 +112,8 @@ class Pipeline:
         dtypes = tuple(map(_dtype, present))
         recipe = current_recipe()
         dtype = autocast_dtype or (dtypes[0] if dtypes else x.dtype)
+        if torch.float64 in dtypes:
+            dtype = torch.float64  # the widest decides: it is what a kernel may lack
         request = PlanRequest(recipe, device, dtype, needs, training, self.path or recipe.path, fusions_version)
         key = (request, x.dtype, autocast_dtype, dtypes, parameters.layout)
         program = self.programs.get(key)
@@ -275,7 +277,7 @@ class _RetainingFunction(torch.autograd.Function):
         fctx.save_for_backward(*flat)
         parameters = tensors[: program.num_parameters]
         fctx.record = Record(
-            program, call.labels, states, parameters, [version_of(p) for p in parameters],
+            program, call.labels, states, parameters, [state_of(p) for p in parameters],
             tuple(call.input_names), tuple(returned),
         )  # fmt: skip
         fctx.has_run = False

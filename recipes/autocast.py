@@ -11,7 +11,7 @@ from recipes.names import as_recipe
 from recipes.recipe import HighPrecision, Recipe
 
 _HIGH_PRECISION = HighPrecision()
-_stack: list[Recipe] = []
+_stack: list[list[Recipe]] = []
 
 
 @contextmanager
@@ -19,15 +19,20 @@ def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterat
     """Run what is inside under `recipe`, a Recipe or a name such as "mxfp8"; also a decorator.
 
     Contexts nest, and the innermost one counts. `enabled=False`, like None, means high precision. Yields the recipe.
+
+    The stack is one for the process: enter contexts from one thread at a time. Plain `torch.utils.checkpoint` computes
+    again outside of the context, unless backward runs inside; `fuser.checkpoint` enters the recipe again.
     """
     chosen = as_recipe(recipe) if enabled else _HIGH_PRECISION
-    _stack.append(chosen)
+    entry = [chosen]
+    _stack.append(entry)
     try:
         yield chosen
     finally:
-        _stack.pop()
+        # its own entry, also if another thread has put one on top
+        del _stack[next(i for i, other in enumerate(_stack) if other is entry)]
 
 
 def current_recipe() -> Recipe:
     """The recipe of the innermost `autocast`, `HighPrecision()` outside of any."""
-    return _stack[-1] if _stack else _HIGH_PRECISION
+    return _stack[-1][0] if _stack else _HIGH_PRECISION

@@ -22,7 +22,8 @@ class PlanRequest(NamedTuple):
     """The key of a plan.
 
     recipe: the numbers to compute in; never None (`HighPrecision()` stands for no recipe)
-    device, dtype: where and in which nominal dtype the pipeline runs
+    device, dtype: where and in which nominal dtype the pipeline runs: torch.autocast's, else that of the first
+                   parameter, else x's; float64 if any parameter is float64
     needs: whether x requires grad; whether each parameter does, in the order of the operations; the names of the
            extra inputs that do. All False without grad mode.
     training: whether anything is saved for a backward

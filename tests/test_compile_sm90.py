@@ -156,7 +156,7 @@ def test_every_configuration_compiles_for_hopper(mode, tmp_path):
         if "gemm" in report["kernel"] or "grouped" in report["kernel"]:
             assert bool(report["wgmma"]) == (mode != "fp32"), report
         # ptxas serialises the float16 kernel that stores no pre-activation, which inference alone uses
-        assert not report["warnings"] or mode == "fp16", report
+        assert not report["warnings"] or (mode == "fp16" and "swiglu" in report["kernel"]), report
 
 
 @pytest.mark.parametrize("arch", [80, 100], ids=["ampere", "blackwell"])
