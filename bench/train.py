@@ -238,7 +238,7 @@ def main(arguments: argparse.Namespace) -> int:
     summary = write_report(config.out, corpus, model=config.model, device=config.device)
     print(summary)
     print(f"written: {', '.join(path.as_posix() for path in sorted(config.out.iterdir()))}")
-    problems = complaints(config.out) if arguments.check else []
+    problems = complaints(config.out, corpus.bigram_entropy) if arguments.check else []
     for problem in problems:
         print(f"check failed: {problem}")
     return 1 if problems else 0

@@ -126,8 +126,23 @@ class Layout:
             nested = module.layout()
             self._nested.append((module, nested))
             why = why or ("its settings differ" if module.can_be_flattened() else "it has a forward of its own")
+            self._check_settings_reach(label, module, why)
             return Stage(module, nested.consumed, nested.produced, (position,), label, why)
         return Stage(module, (), (), (position,), label, why)
+
+    def _check_settings_reach(self, label: str, nested: Container, why: str) -> None:
+        """Raise if a setting of this Sequential would be lost on a nested one that is called by itself."""
+        lost = {
+            "path": self.path is not None and nested.path is None,
+            "fusions": self.planner.fusions is not None and nested.planner.fusions is None,
+            "retain_graph": self.retain_graph and not nested.retain_graph,
+        }
+        names = [name for name, is_lost in lost.items() if is_lost]
+        if names:
+            raise ValueError(
+                f"Module {label} is a {type(nested).__name__} that is called by itself because {why}, so "
+                f"{' and '.join(names)} of the outer one would not reach it. Give it the same {' and '.join(names)}."
+            )
 
     def _close_run(self) -> None:
         if self._run:

@@ -91,8 +91,21 @@ def test_check_fails_where_a_recipe_falls_behind_or_is_not_finite(tmp_path):
     assert write(bf16=2.0, mxfp8=2.05) == [
         "the validation loss of mxfp8 is 2.0500, 2.5% above that of bf16; 2% are allowed."
     ]
+    assert write(bf16=2.0, mxfp8=1.9) == [
+        "the validation loss of mxfp8 is 1.9000, 5.0% below that of bf16; 2% are allowed."
+    ]
     assert write(bf16=2.0, mxfp8=float("nan")) == ["the validation loss of mxfp8 is nan."]
     assert write(bf16=float("nan"), mxfp8=2.0) == ["the validation loss of bf16 is nan."]
+
+
+def test_check_fails_where_300_steps_did_not_beat_the_bigram_entropy(tmp_path):
+    records = [{"recipe": "bf16", "seed": 0, "step": i, "loss": 2.5, "tokens_per_s": 1.0} for i in range(1, 301)]
+    records.append({"recipe": "bf16", "seed": 0, "step": 300, "validation_loss": 2.5})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert complaints(tmp_path, 2.6) == []
+    assert complaints(tmp_path, 2.43) == [
+        "the validation loss of bf16 is 2.5000 after 300 steps, not below the corpus' bigram entropy of 2.4300."
+    ]
 
 
 def test_a_run_without_validation_is_left_out_of_the_report(tmp_path):

@@ -1216,3 +1216,23 @@ def test_a_saved_that_is_no_named_tuple_is_refused(saved: Any) -> None:
 
     with pytest.raises(TypeError, match="NamedTuple"):
         Sequential(Keeps())(torch.ones(2, requires_grad=True))
+
+
+@pytest.mark.parametrize("happens", ["data", "half"])
+def test_a_parameter_given_other_data_before_backward_is_an_error(happens: str) -> None:
+    operation = ops.Linear(4, 4, bias=False)
+    y = operation(torch.randn(2, 4, requires_grad=True))
+    if happens == "data":
+        operation.weight.data = torch.zeros(4, 4)
+    else:
+        operation.half()
+    with pytest.raises(RuntimeError, match="Parameter 'weight' got other data"):
+        y.sum().backward()
+
+
+def test_a_tensor_may_stand_in_for_a_parameter() -> None:
+    operation = ops.Linear(4, 4, bias=False)
+    x, w = torch.randn(2, 4), torch.randn(4, 4)
+    with torch.no_grad():
+        y = torch.func.functional_call(operation, {"weight": w}, (x,))
+    torch.testing.assert_close(y, x @ w.T)

@@ -867,3 +867,26 @@ def test_explain_changes_nothing() -> None:
     sequential.explain(recipe="fp8_current", training=False, requires_grad=False)
     assert sequential.training
     assert list(sequential.state_dict()) == list(state)
+
+
+SETTINGS = [{"path": "split"}, {"fusions": ()}, {"retain_graph": True}]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
+def test_a_setting_that_would_not_reach_a_nested_sequential_is_refused(setting: dict[str, Any]) -> None:
+    nested = Sequential(Scale())
+    outer = Sequential(nested, **setting)
+    outer(torch.ones(2))  # flattened: it reaches
+    nested.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=rf"Module 0 is a Sequential .* so {next(iter(setting))} of the outer one"):
+        outer(torch.ones(2))
+    with_setting = Sequential(Scale(), **setting)
+    with_setting.register_forward_hook(lambda *_: None)
+    Sequential(with_setting, **setting)(torch.ones(2))
+
+
+def test_a_buffer_named_by_two_indices_is_refused() -> None:
+    sequential, x, sizes = grouped()
+    last = {"output": torch.empty(0)}
+    with pytest.raises(ValueError, match="buffers names one operation twice"):
+        sequential(x, split_sizes=sizes, buffers={0: last, -len(sequential): last})

@@ -1,0 +1,63 @@
+"""FSDP2 (`fully_shard`) over two gloo ranks: outputs and gradients are those of the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from fuser import Sequential, ops
+
+RANKS = 2
+
+
+def model() -> Sequential:
+    torch.manual_seed(0)
+    return Sequential(
+        ops.RMSNorm(16),
+        ops.GroupedLinear(4, 16, 64),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(4, 32, 16),
+        ops.Linear(16, 8),
+    )
+
+
+def step(sequential: nn.Module, x: Tensor) -> Tensor:
+    y = sequential(x, split_sizes=torch.tensor([3, 0, 4, 1]), scales=torch.linspace(0.5, 1, 8))
+    y.square().sum().backward()
+    return y.detach()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def run_rank(rank: int, shard: str, rendezvous: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    try:
+        plain = model()
+        sharded = copy.deepcopy(plain)
+        if shard == "operations":
+            for operation in sharded:
+                if any(True for _ in operation.parameters()):
+                    fully_shard(operation)
+        fully_shard(sharded)
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(step(sharded, x), step(plain, x))
+        expected = dict(plain.named_parameters())
+        for name, parameter in sharded.named_parameters():
+            torch.testing.assert_close(
+                whole(parameter.grad), expected[name].grad, msg=lambda text, n=name: f"{n}: {text}"
+            )
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shard", ["the whole", "operations"])
+def test_a_sharded_model_computes_what_the_whole_one_does(shard: str, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(run_rank, (shard, str(tmp_path / "rendezvous")), nprocs=RANKS)
