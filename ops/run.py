@@ -111,14 +111,15 @@ class Pipeline:
             needs = (False, (False,) * len(present), ())
         dtypes = tuple(map(_dtype, present))
         recipe = current_recipe()
-        dtype = autocast_dtype or (dtypes[0] if dtypes else x.dtype)
-        if torch.float64 in dtypes:
-            dtype = torch.float64  # the widest decides: it is what a kernel may lack
-        request = PlanRequest(recipe, device, dtype, needs, training, self.path or recipe.path, fusions_version)
-        key = (request, x.dtype, autocast_dtype, dtypes, parameters.layout)
+        # All that the request is made of, and what the program knows beyond it.
+        key = (recipe, device, needs, training, fusions_version, x.dtype, autocast_dtype, dtypes, parameters.layout)
         program = self.programs.get(key)
         if program is None:
             self._check_parameters(x)
+            dtype = autocast_dtype or (dtypes[0] if dtypes else x.dtype)
+            if torch.float64 in dtypes:
+                dtype = torch.float64  # the widest decides: it is what a kernel may lack
+            request = PlanRequest(recipe, device, dtype, needs, training, self.path or recipe.path, fusions_version)
             plan = self.planner(self.operations, request)
             # plans made with fusions that are no longer registered are of no use
             self.programs = {k: p for k, p in self.programs.items() if p.request.fusions_version == fusions_version}

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fuser import Sequential, ops
@@ -40,13 +41,14 @@ def whole(tensor: Tensor) -> Tensor:
 def run_rank(rank: int, shard: str, rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     try:
+        mesh = init_device_mesh("cpu", (RANKS,))
         plain = model()
         sharded = copy.deepcopy(plain)
         if shard == "operations":
             for operation in sharded:
                 if any(True for _ in operation.parameters()):
-                    fully_shard(operation)
-        fully_shard(sharded)
+                    fully_shard(operation, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
         torch.testing.assert_close(step(sharded, x), step(plain, x))
         expected = dict(plain.named_parameters())
