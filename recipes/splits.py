@@ -177,9 +177,9 @@ def checked_splits(sizes: list[int], rows: int, device: torch.device) -> Splits:
     """Splits of sizes on the host. Raises ValueError for a negative size or a sum above `rows`."""
     if not sizes:
         raise ValueError("split_sizes is empty. Pass one size for each group.")
-    for group, size in enumerate(sizes):
-        if size < 0:
-            raise ValueError(f"split_sizes[{group}] is {size}, but cannot be negative. Pass 0 for an empty group.")
+    if min(sizes) < 0:
+        group = next(group for group, size in enumerate(sizes) if size < 0)
+        raise ValueError(f"split_sizes[{group}] is {sizes[group]}, but cannot be negative. Pass 0 for an empty group.")
     total = sum(sizes)
     if total > rows:
         raise ValueError(
@@ -191,8 +191,9 @@ def checked_splits(sizes: list[int], rows: int, device: torch.device) -> Splits:
             "split_sizes is on the host, but a CUDA graph is being captured and would replay a copy from freed memory. "
             f"Pass split_sizes as a tensor on {device}."
         )
-    # non_blocking: a blocking copy to the device would synchronise
-    offsets = torch.tensor([0, *accumulate(sizes)], dtype=torch.int64).to(device, non_blocking=True)
+    offsets = torch.tensor([0, *accumulate(sizes)], dtype=torch.int64)
+    if device.type != "cpu":
+        offsets = offsets.to(device, non_blocking=True)  # a blocking copy to the device would synchronise
     return Splits({("offsets", 0): offsets}, rows, len(sizes), sizes)
 
 
