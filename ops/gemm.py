@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ops.kernels.grouped_operands import accumulator_like
 from recipes.grouped_tensor import GroupedTensor
 from recipes.quantized_tensor import Operand, QuantizedTensor
 from recipes.quantizer import Quantizer
@@ -100,7 +101,7 @@ def gemm(
             return x @ w
         if added.dim() == 1:
             return torch.addmm(added.to(out_dtype), x, w)
-    product = accumulator(x) @ accumulator(w)
+    product = accumulator_like(x) @ accumulator_like(w)
     alpha = combined_alpha(left, right)
     if alpha is not None:
         product = product * alpha
@@ -112,8 +113,3 @@ def combined_alpha(a: Operand, b: Operand) -> Tensor | None:
     if a.alpha is None or b.alpha is None:
         return a.alpha if b.alpha is None else b.alpha
     return a.alpha * b.alpha
-
-
-def accumulator(x: Tensor) -> Tensor:
-    """x in float32, or float64 if it is that."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

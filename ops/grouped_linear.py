@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.gemm import accumulator
+from ops.kernels.grouped_operands import accumulator_like
 from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
 from ops.paths import SplitTensors
 from recipes.grouped_tensor import GroupedTensor
@@ -148,8 +148,8 @@ class GroupedLinear(BasicOperation):
             biases = self.biases(ctx)
             assert biases is not None, "scales are there only with scale_bias, which needs a bias"
             last = splits.num_groups - 1  # rows past the sum: dy is masked, any group does
-            of_row = accumulator(biases).index_select(0, splits.group_of_row.clamp(max=last))
-            products = (accumulator(dy) * of_row).sum(-1)
+            of_row = accumulator_like(biases).index_select(0, splits.group_of_row.clamp(max=last))
+            products = (accumulator_like(dy) * of_row).sum(-1)
             dscales = products.masked_fill(splits.group_of_row > last, 0).to(scales.dtype)
         return gradients, dscales
 

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.gemm import Layout, accumulator, combined_alpha, for_wgrad, gemm, operands, quantized
+from ops.gemm import Layout, combined_alpha, for_wgrad, gemm, operands, quantized
 from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_operands import accumulator_like
 from recipes.grouped_tensor import GroupedTensor
 from recipes.quantized_tensor import QuantizedTensor
 from recipes.quantizer import Quantizer
@@ -154,7 +155,7 @@ class SplitPath:
             rows = slice(begin, begin + size)
             added = None
             if bias is not None:
-                added = bias[group] if scales is None else accumulator(scales[rows, None]) * bias[group]
+                added = bias[group] if scales is None else accumulator_like(scales[rows, None]) * bias[group]
             out[rows] = gemm("TN", x.members[group], w[group], out.dtype, added=added)
             begin += size
         out[begin:] = 0
@@ -182,7 +183,7 @@ class SplitPath:
 
     def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
         """As `GroupedPath.bias_grad`."""
-        rows = accumulator(dy) if scales is None else accumulator(dy) * scales[:, None]
+        rows = accumulator_like(dy) if scales is None else accumulator_like(dy) * scales[:, None]
         sizes = splits.tolist()
         return torch.stack([part.sum(0) for part in rows[: sum(sizes)].split(sizes)]).to(dy.dtype)
 

@@ -78,7 +78,6 @@ class Program:
         input_dtype: torch.dtype,
         autocast_dtype: torch.dtype | None,
     ) -> None:
-        self.plan = plan
         self.request = request
         self.input_dtype = input_dtype
         self.path = choose_path(request)
@@ -90,8 +89,8 @@ class Program:
         self.contexts: list[dict[str, Any]] = []
         slot = 0
         dtype = input_dtype
-        self.parameter_names = tuple(operation.parameter_names() for operation in operations)
-        for index, (operation, names) in enumerate(zip(operations, self.parameter_names, strict=True)):
+        for index, operation in enumerate(operations):
+            names = operation.parameter_names()
             if names:
                 dtype = held_parameter(operation, names[0]).dtype
             if autocast_dtype is not None and dtype != torch.float64:  # which torch.autocast leaves alone too
@@ -133,7 +132,6 @@ class Program:
         self.num_parameters = slot
         self.needs_grad = upstream
         self.differentiable = frozenset(differentiable)  # the extra tensors that carry a gradient
-        self.output_dtype = dtype
         self.forward = tuple(self._wire(operations, step) for step in plan.forward)
         self.backward = tuple(self._wire(operations, step) for step in plan.backward)[::-1]
 
