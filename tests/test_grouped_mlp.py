@@ -264,6 +264,20 @@ def test_random_splits(sizes, tail, activation, bias, interleave, dtype, seed):
     check_example(sizes, tail, activation, bias, interleave, dtype, "cpu", seed)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("sizes", [[6, 6, 6, 6], [0, 0, 6, 6, 6, 6, 6, 0], [3, 7, 7, 7, 0, 0, 1]], ids=str)
+def test_groups_of_one_size_side_by_side(sizes, threads):
+    """As many of them as there are threads are multiplied at once; the values are those of one after the other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            for bias in BIASES:
+                check_example(sizes, 3, "ScaledSwiGLU", bias, None, dtype, "cpu", seed=threads)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.gpu
 @settings(max_examples=500)
 @given(
@@ -368,7 +382,7 @@ class CountProducts(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket is torch.ops.aten.mm
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm)
         return function(*args, **(kwargs or {}))
 
 
