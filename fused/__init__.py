@@ -1,7 +1,8 @@
 """Fused operations. `FUSIONS` holds the built-in ones, in the order in which they are tried."""
 
+from fused.elementwise_chain import ElementwiseChain
 from fused.grouped_mlp import GroupedMLP
 
-FUSIONS = (GroupedMLP,)
+FUSIONS = (GroupedMLP, ElementwiseChain)
 
-__all__ = ["FUSIONS", "GroupedMLP"]
+__all__ = ["FUSIONS", "ElementwiseChain", "GroupedMLP"]

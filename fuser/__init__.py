@@ -6,7 +6,7 @@ from fuser import testing
 from fuser.checkpoint import checkpoint
 from fuser.plan import Registration, register_fusion
 from fuser.sequential import Sequential
-from ops.operation import BasicOperation, FusedOperation, OperationContext, optional
+from ops.operation import BasicOperation, FusedOperation, OperationContext, optional, several
 from recipes.autocast import autocast
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "optional",
     "recipes",
     "register_fusion",
+    "several",
     "testing",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fused import FUSIONS
-from ops.operation import BasicOperation, FusedOperation, Optional
+from ops.operation import BasicOperation, FusedOperation, Optional, Several
 from ops.program import Plan, Refusal, Step
 from recipes.request import PlanRequest
 
@@ -127,11 +127,18 @@ def _apply(fusion: Fusion, steps: list[Step], request: PlanRequest, refusals: li
                 result.append(Step(fusion(operations), indices, True))
                 position += count
                 break
-            refusals.append(Refusal(fusion, tuple(step.indices[0] for step in covered), reason))
+            refusal = Refusal(fusion, tuple(step.indices[0] for step in covered), reason)
+            if not any(_says_it(said, refusal) for said in refusals):
+                refusals.append(refusal)
         else:
             result.append(steps[position])
             position += 1
     return result
+
+
+def _says_it(said: Refusal, refusal: Refusal) -> bool:
+    """Whether the same was said of these operations and more."""
+    return said.fusion is refusal.fusion and said.reason == refusal.reason and set(refusal.indices) <= set(said.indices)
 
 
 def _match_lengths(pattern: Sequence[Any], steps: Sequence[Step]) -> Iterator[int]:
@@ -140,15 +147,23 @@ def _match_lengths(pattern: Sequence[Any], steps: Sequence[Step]) -> Iterator[in
         yield 0
         return
     member, rest = pattern[0], pattern[1:]
-    if steps and not steps[0].fused and any(_is_kind(steps[0].operation, kind) for kind in _alternatives(member)):
-        for count in _match_lengths(rest, steps[1:]):
-            yield count + 1
-    if isinstance(member, Optional):
-        yield from _match_lengths(rest, steps)
+    least, most = (0, 1) if isinstance(member, Optional) else (1, 1)
+    if isinstance(member, Several):
+        least, most = member.at_least, len(steps)
+    fitting = 0
+    while fitting < min(most, len(steps)) and _fits(steps[fitting], member):
+        fitting += 1
+    for count in range(fitting, least - 1, -1):
+        for more in _match_lengths(rest, steps[count:]):
+            yield count + more
+
+
+def _fits(step: Step, member: Any) -> bool:
+    return not step.fused and any(_is_kind(step.operation, kind) for kind in _alternatives(member))
 
 
 def _alternatives(member: Any) -> tuple[Any, ...]:
-    if isinstance(member, Optional):
+    if isinstance(member, Optional | Several):
         return member.alternatives
     return member if isinstance(member, tuple) else (member,)
 

@@ -4,12 +4,23 @@ from ops.add_extra_input import AddExtraInput
 from ops.bias import Bias
 from ops.clamped_swiglu import ClampedSwiGLU
 from ops.combine import Combine
+from ops.constant_scale import ConstantScale
 from ops.dispatch import Dispatch
+from ops.dropout import Dropout
+from ops.elementwise import ElementwiseOperation
 from ops.grouped_linear import GroupedLinear
 from ops.identity import Identity
 from ops.linear import Linear
 from ops.make_extra_output import MakeExtraOutput
-from ops.operation import BasicOperation, FusedOperation, FusibleOperation, IndexTensor, OperationContext, optional
+from ops.operation import (
+    BasicOperation,
+    FusedOperation,
+    FusibleOperation,
+    IndexTensor,
+    OperationContext,
+    optional,
+    several,
+)
 from ops.quantize import Quantize
 from ops.rms_norm import RMSNorm
 from ops.router import Router
@@ -24,7 +35,10 @@ __all__ = [
     "Bias",
     "ClampedSwiGLU",
     "Combine",
+    "ConstantScale",
     "Dispatch",
+    "Dropout",
+    "ElementwiseOperation",
     "FusedOperation",
     "FusibleOperation",
     "GroupedLinear",
@@ -41,4 +55,5 @@ __all__ = [
     "ScaledSwiGLU",
     "SwiGLU",
     "optional",
+    "several",
 ]

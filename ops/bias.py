@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from ops.elementwise import ElementwiseOperation
+from ops.kernels.elementwise import Step
+from ops.kernels.steps import ADD_COLUMN
 
 
-class Bias(BasicOperation):
+class Bias(ElementwiseOperation):
     """y = x + b, for x [..., size]. The gradient of b is the sum of dy over all rows, accumulated in float32.
 
     b starts at zero. Raises ValueError for a size that is not positive, and for an x whose last dimension is not size.
     """
+
+    operand_name = "bias"
+    hands_on_dy = True
 
     def __init__(
         self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -31,22 +33,24 @@ class Bias(BasicOperation):
         """Zeros."""
         nn.init.zeros_(self.bias)
 
-    def fuser_forward(
-        self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
-    ) -> tuple[Tensor, Mapping[str, Any]]:
-        if x.dim() == 0 or x.shape[-1] != self.size:
-            features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
-            raise ValueError(f"x has {features}, but size is {self.size}. Check the operation before this one.")
-        return x + ctx.param("bias"), {}
+    def step(self) -> Step:
+        return ADD_COLUMN
 
-    def fuser_backward(
-        self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
-    ) -> BackwardOfBasic:
-        if not ctx.needs.params:
-            return dy, {}, {}
+    def check(self, shape: torch.Size, operand: Tensor | None) -> None:
+        if shape[-1:] != (self.size,):
+            features = f"{shape[-1]} features" if shape else "no dimension"
+            raise ValueError(f"x has {features}, but size is {self.size}. Check the operation before this one.")
+
+    def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:
+        return x + operand  # type: ignore[operator]  # it is the bias
+
+    def gradients(
+        self, dy: Tensor, x: Tensor | None, operand: Tensor | None, *, need_dx: bool, need_operand: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not need_operand:
+            return dy, None
         rows = dy if dy.dim() == 2 else dy.reshape(-1, self.size)
-        dtype = torch.float64 if dy.dtype == torch.float64 else torch.float32
-        return dy, {"bias": rows.sum(0, dtype=dtype)}, {}
+        return dy, rows.sum(0, dtype=torch.float64 if dy.dtype == torch.float64 else torch.float32)
 
     def extra_repr(self) -> str:
         return f"size={self.size}"

@@ -15,7 +15,15 @@ from recipes.recipe import Recipe
 from recipes.request import PlanRequest
 from recipes.splits import Splits
 
-__all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "IndexTensor", "OperationContext", "optional"]
+__all__ = [
+    "BasicOperation",
+    "FusedOperation",
+    "FusibleOperation",
+    "IndexTensor",
+    "OperationContext",
+    "optional",
+    "several",
+]
 
 BackwardOfBasic = tuple[Any, Mapping[str, Tensor | None], Mapping[str, Tensor | None]]
 BackwardOfFused = tuple[Any, Sequence[Mapping[str, Tensor | None]], Mapping[str, Tensor | None]]
@@ -158,11 +166,24 @@ def optional(*alternatives: type[BasicOperation]) -> Optional:
     return Optional(alternatives)
 
 
+class Several(NamedTuple):
+    """A member of a pattern that may be repeated. Made by `several(...)`."""
+
+    alternatives: tuple[type, ...]
+    at_least: int
+
+
+def several(*alternatives: type, at_least: int = 1) -> Several:
+    """A member of a pattern that stands for `at_least` or more neighbours of these classes: as many as there are."""
+    return Several(alternatives, at_least)
+
+
 class FusedOperation(FusibleOperation):
     """Stands for a run of basic operations and computes the same in another way. Owns nothing.
 
-    pattern: the classes of the operations, in order. A member is a class, a tuple of classes (any of them), or
-             `optional(...)`. A subclass matches if it kept its parent's fuser_forward and fuser_backward.
+    pattern: the classes of the operations, in order. A member is a class, a tuple of classes (any of them),
+             `optional(...)` or `several(...)`. A subclass matches if it kept its parent's fuser_forward and
+             fuser_backward.
     passes:  "joint" (both; may save what it likes, in `ctxs[0].saved`), "forward" (fills every covered operation's
              `Saved` exactly as that would itself) or "backward" (consumes what those saved).
     """

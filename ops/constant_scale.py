@@ -1,0 +1,35 @@
+"""ConstantScale: multiplies by a number."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ops.elementwise import ElementwiseOperation
+from ops.kernels.elementwise import Step
+from ops.kernels.steps import scale_step
+
+
+class ConstantScale(ElementwiseOperation):
+    """y = scale x; dx = scale dy. Raises ValueError for a scale that is not finite."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        if not math.isfinite(scale):
+            raise ValueError(f"ConstantScale got scale={scale}. It must be finite.")
+        self.scale = float(scale)
+
+    def step(self) -> Step:
+        return scale_step(self.scale)
+
+    def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:
+        return x * self.scale
+
+    def gradients(
+        self, dy: Tensor, x: Tensor | None, operand: Tensor | None, *, need_dx: bool, need_operand: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return dy * self.scale, None
+
+    def extra_repr(self) -> str:
+        return str(self.scale)

@@ -1,0 +1,107 @@
+"""What all element-wise operations share: one kernel alone, or a part of one with their neighbours."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.kernels.elementwise import Step, delementwise, elementwise, runs_triton
+from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+
+
+class ElementwiseOperation(BasicOperation):
+    """y = f(x, operand), element by element. A subclass says what f is by its `step`, for Triton and for torch.
+
+    Neighbours of this kind run as one kernel on a GPU (`fused.elementwise_chain`). x and y are in one dtype, f is
+    computed in float32 (float64 for float64), and y is rounded once. Torch computes on the CPU, and float64 anywhere.
+
+    operand_name: the parameter (a column operand) or extra input (row, element) that is the operand; "" if none is
+    hands_on_dy:  whether dx is dy itself, so that backward alone has nothing to launch for it
+    """
+
+    operand_name: str = ""
+    hands_on_dy: bool = False
+
+    class Saved(NamedTuple):
+        x: Any  # None if the step is linear
+        operand: Tensor | None  # None if it is a parameter, and if backward needs none
+
+    @abstractmethod
+    def step(self) -> Step:
+        """f as a step of a chain."""
+
+    def check(self, shape: torch.Size, operand: Tensor | None) -> None:
+        """Raise ValueError if an x of this shape and the operand do not fit."""
+        return
+
+    def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:
+        """y by torch. The step's reference, unless a subclass knows a faster way."""
+        return elementwise(x, (self.step(),), (operand,))
+
+    def gradients(
+        self, dy: Tensor, x: Tensor | None, operand: Tensor | None, *, need_dx: bool, need_operand: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dx and the operand's gradient by torch. By autograd, unless a subclass knows a faster way."""
+        found = delementwise(dy, x, (self.step(),), (operand,))
+        return found.dx, found.operands[0]
+
+    def operand(self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]) -> Tensor | None:
+        """The operand of a forward: a parameter, an extra input, or what a subclass draws (None: y = x this time)."""
+        if not self.operand_name:
+            return None
+        return extras[self.operand_name] if self.operand_name in self.extra_inputs else ctx.param(self.operand_name)
+
+    def kept_operand(self, step: Step, operand: Tensor | None) -> Tensor | None:
+        """What backward needs of the operand, parameters apart."""
+        if self.operand_name and self.operand_name not in self.extra_inputs:
+            return None
+        return None if step.linear and step.operand == "element" else operand
+
+    def operand_again(self, ctx: OperationContext, step: Step, kept: Tensor | None) -> Tensor | None:
+        """The operand in backward."""
+        is_parameter = self.operand_name and self.operand_name not in self.extra_inputs
+        return ctx.param(self.operand_name) if is_parameter and not step.linear else kept
+
+    def needs_operand(self, ctx: OperationContext) -> bool:
+        """Whether the operand's gradient is wanted."""
+        return self.operand_name in ctx.needs.params or self.operand_name in ctx.needs.extras
+
+    def fuser_forward(
+        self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        step = self.step()
+        operand = self.operand(ctx, x, extras)
+        self.check(x.shape, operand)
+        if ctx.needs_grad:
+            ctx.saved = self.Saved(None if step.linear else x, self.kept_operand(step, operand))
+        if is_idle(step, operand):
+            return x, {}
+        return elementwise(x, (step,), (operand,)) if runs_triton(x) else self.compute(x, operand), {}
+
+    def fuser_backward(
+        self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
+    ) -> BackwardOfBasic:
+        step = self.step()
+        x, kept = ctx.saved
+        operand = self.operand_again(ctx, step, kept)
+        need_dx, need_operand = ctx.needs.input, self.needs_operand(ctx)
+        if is_idle(step, operand):
+            return dy, {}, {}
+        if runs_triton(dy) and not self.hands_on_dy:
+            found = delementwise(dy, x, (step,), (operand,), need_dx=need_dx, need_operands=(need_operand,))
+            dx, gradient = found.dx, found.operands[0]
+        else:
+            dx, gradient = self.gradients(dy, x, operand, need_dx=need_dx, need_operand=need_operand)
+        if not need_operand:
+            return dx, {}, {}
+        named = {self.operand_name: gradient}
+        return (dx, {}, named) if self.operand_name in self.extra_inputs else (dx, named, {})
+
+
+def is_idle(step: Step, operand: Tensor | None) -> bool:
+    """Whether a step does nothing this time: one that would draw random numbers, but has drawn none."""
+    return step.operand == "random" and operand is None

@@ -1,0 +1,401 @@
+"""Chains of element-wise functions as one kernel forward and one backward, composed from the functions themselves.
+
+    x_0 = x        x_{i+1} = f_i(x_i, operand_i)        y = x_n
+
+    dx_n = dy      dx_i = dx_{i+1} * df_i / dx_i        d operand_i = sum of dx_{i+1} * df_i / d operand_i
+
+A `Step` is one f_i: two Triton functions of tiles, which the kernels get as compile-time arguments and inline. So a
+chain of any length, also of a user's own steps, needs no kernel of its own. Backward computes the x_i again from x.
+
+Operands, by the step's `operand`:
+
+    column    [C]       one number a column (a bias)               its gradient is summed over the rows
+    row       [T]       one factor a row: f(x) * operand           its gradient is summed over the columns
+    element   [T, C]    one number an element (a residual)
+    random    [1]       a seed; the step sees 16 random bits an element (dropout); no gradient
+
+Layouts: x [T, W], y [T, C], row-major. A gated step reads two columns for each that it makes: W = 2 C if the chain has
+one (at most one), laid out as halves [a | b] or as alternating runs of `interleave` columns, a first; else W = C.
+
+Precision: float32 within a step. After each step the value, and in backward its gradient, is rounded to that step's
+dtype, as if it had been stored: a chain gives bit for bit what its steps give one by one (products and sums are not
+contracted). Column and row gradients are summed in float32, within a program and then over the programs, in a fixed
+order; no atomics.
+
+Graph safety: nothing reads the device from the host, and seeds are read on the device.
+
+The kernels are in `elementwise_triton`, the random bits in `random`.
+"""
+# T rows, C columns of y, W columns of x
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops.kernels.elementwise_triton import delementwise_kernel, elementwise_kernel
+from ops.kernels.random import random_bits_ref
+
+Kind = Literal["", "column", "row", "element", "random"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One function of a chain. Equal by value.
+
+    forward, backward: Triton functions (`triton.jit`) of float32 tiles, with three compile-time constants A, B, C
+
+        forward(x, A, B, C) -> y                  backward(dy, x, A, B, C) -> dx
+        forward(x, operand, A, B, C) -> y         backward(dy, x, operand, A, B, C) -> dx        column, element, random
+        forward(a, b, A, B, C) -> y               backward(dy, a, b, A, B, C) -> (da, db)        gated
+
+    reference:  the same in torch, differentiable: (x, operand, A, B, C) -> y for float32 or float64 tensors; a gated
+                one gets x whole; operand broadcasts against x (random: int64 bits); without an operand it is None. A
+                row operand is applied apart from it.
+    operand:    which operand it takes (above), "" for none
+    d_operand:  Triton function (dy, x, operand, A, B, C) -> the operand's gradient by element; None if that is dy
+    linear:     backward reads neither x nor, but for `random` and `row`, the operand
+    gated, interleave: see above; interleave 0 is halves
+    """
+
+    forward: Any
+    backward: Any
+    reference: Callable[..., Tensor]
+    operand: Kind = ""
+    d_operand: Any = None
+    constants: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    linear: bool = False
+    gated: bool = False
+    interleave: int = 0
+
+    def __hash__(self) -> int:  # steps are keys of every launch, and hashing all fields would cost more than it
+        return hash((id(self.forward), self.operand, self.constants, self.interleave))
+
+
+class ChainGradients(NamedTuple):
+    """What `delementwise` gives; None where it was not asked for.
+
+    dx [T, W] in the first dtype; operands: one a step, column [C] and row [T] in float32 (float64), element [T, C] in
+    the step's dtype; y: computed again; column_sums [W]: dx summed over the rows, float32.
+    """
+
+    dx: Tensor | None
+    operands: tuple[Tensor | None, ...]
+    y: Tensor | None
+    column_sums: Tensor | None
+
+
+# ---------------------------------------------------------------------------------------------------- references
+
+
+def elementwise_ref(
+    x: Tensor, steps: Sequence[Step], operands: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
+) -> Tensor:
+    """`elementwise` in plain torch, differentiable by autograd."""
+    for step, operand, dtype in zip(steps, operands, dtypes, strict=True):
+        x = _step_ref(_wide(x.to(dtype)), step, _operand_ref(x, step, operand)).to(dtype)
+    return x
+
+
+def delementwise_ref(
+    dy: Tensor, x: Tensor, steps: Sequence[Step], operands: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
+) -> ChainGradients:
+    """`delementwise` in plain torch, everything that it can give: the steps' references, by autograd."""
+    inputs = [x]
+    for i, step in enumerate(steps):
+        known = operands[i] is not None or step.operand == ""
+        inputs.append(elementwise_ref(inputs[-1], [step], [operands[i]], [dtypes[i]]) if known else inputs[-1])
+    gradients: list[Tensor | None] = [None] * len(steps)
+    for i, step in reversed(list(enumerate(steps))):
+        with torch.enable_grad():
+            wide = _wide(inputs[i].to(dtypes[i])).detach().requires_grad_()
+            operand = _operand_ref(inputs[i], step, operands[i])
+            if operand is None and step.operand in ("column", "element"):
+                operand = wide.new_zeros(wide.shape[-1] if step.operand == "column" else wide.shape)  # a linear step's
+            leaves = [wide]
+            if operand is not None and operand.is_floating_point():
+                operand = operand.detach().requires_grad_()
+                leaves.append(operand)
+            y = _step_ref(wide, step, operand)
+            grads = torch.autograd.grad(y, leaves, _wide(dy.to(dtypes[i])))
+        if len(grads) > 1:
+            gradients[i] = grads[1].to(dtypes[i]) if step.operand == "element" else grads[1].flatten()
+        dy = grads[0].to(dtypes[i])
+        if i:
+            dy = dy.to(dtypes[i - 1])
+    return ChainGradients(dy, tuple(gradients), inputs[-1], _wide(dy).sum(0))
+
+
+def _step_ref(x: Tensor, step: Step, operand: Tensor | None) -> Tensor:
+    if step.operand == "row" and operand is not None:
+        return step.reference(x, None, *step.constants) * operand
+    return step.reference(x, operand, *step.constants)
+
+
+def _operand_ref(x: Tensor, step: Step, operand: Tensor | None) -> Tensor | None:
+    if operand is None or step.operand == "":
+        return None
+    if step.operand == "random":
+        return random_bits_ref(operand, *x.shape)
+    wide = _wide(operand)
+    return wide[:, None] if step.operand == "row" else wide
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# ------------------------------------------------------------------------------------------------ configurations
+
+
+class ElementwiseConfig(NamedTuple):
+    """Tile of y, how many of them below each other one program computes, and how it is compiled."""
+
+    block_t: int
+    block_c: int
+    tiles: int
+    num_warps: int
+
+    def programs(self, rows: int, columns: int) -> tuple[int, int]:
+        """Row blocks and column blocks of the grid."""
+        return triton.cdiv(rows, self.block_t * self.tiles), triton.cdiv(columns, self.block_c)
+
+
+PROGRAMS = 4096  # that keep every multiprocessor busy: about 31 on each of the H200's 132
+
+
+def elementwise_config(rows: int, columns: int, *, sums_rows: bool) -> ElementwiseConfig:
+    """Tiles for y [rows, columns]. sums_rows: whether backward sums something over the rows, for which a program goes
+    through several tiles."""
+    if sums_rows:
+        tiles = rows * columns // (8 * 128 * PROGRAMS)
+        return ElementwiseConfig(8, 128, triton.next_power_of_2(max(1, min(32, tiles))), 2)
+    block_c = min(2048 if rows == 1 else 1024, max(16, triton.next_power_of_2(columns)))
+    return ElementwiseConfig(2048 // block_c, block_c, 1, 4)
+
+
+# ------------------------------------------------------------------------------------------------------ launchers
+
+
+def why_no_chain(steps: Sequence[Step]) -> str | None:
+    """Why the kernels do not take these steps as one chain, or None."""
+    gates = [i for i, step in enumerate(steps) if step.gated]
+    if len(gates) > 1:
+        return f"The chain has {len(gates)} gated activations, and the element-wise kernel takes one."
+    if gates and any(step.operand in ("random", "row") for step in steps[: gates[0]]):
+        return "A dropout or a factor a row stands before a gated activation, whose tiles hold every column twice."
+    return None
+
+
+def elementwise(
+    x: Tensor,
+    steps: Sequence[Step],
+    operands: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y = f_{n-1}(... f_0(x)), [..., C].
+
+    x: [..., W]. operands: one a step, None where it takes none; column [C or W], row [...], element of the shape there.
+    dtypes: in which each step's input and result are stored, by default x's dtype. out: the tensor to write y into; it
+    may be x or an element operand. Steps for which `why_no_chain` is None. Where `runs_triton` is not, torch computes.
+    """
+    dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
+    columns = x.shape[-1] // 2 if _gate_of(steps) >= 0 else x.shape[-1]
+    if not runs_triton(x, *operands, dtypes=dtypes):
+        y = elementwise_ref(_flat(x), steps, _matrices(operands, steps), dtypes).view(*x.shape[:-1], columns)
+        return y if out is None else out.copy_(y)
+    y = torch.empty((*x.shape[:-1], columns), dtype=dtypes[-1], device=x.device) if out is None else out
+    elementwise_triton(x.contiguous(), y, steps, [o if o is None else o.contiguous() for o in operands], dtypes)
+    return y
+
+
+def delementwise(
+    dy: Tensor,
+    x: Tensor | None,
+    steps: Sequence[Step],
+    operands: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype] | None = None,
+    *,
+    need_dx: bool = True,
+    need_operands: Sequence[bool] | None = None,
+    need_y: bool = False,
+    need_column_sums: bool = False,
+) -> ChainGradients:
+    """The gradients of `elementwise`, and its result again for those who kept x alone.
+
+    dy: [..., C]. x may be None if all steps are linear and y is not needed; an operand may be None where no step
+    needs it (a linear step's own, if no step behind it reads x).
+    """
+    dtypes = [dy.dtype] * len(steps) if dtypes is None else dtypes
+    wanted = [False] * len(steps) if need_operands is None else list(need_operands)
+    if not runs_triton(dy, x, *operands, dtypes=dtypes):
+        return _delementwise_on_torch(dy, x, steps, operands, dtypes)
+    gate = _gate_of(steps)
+    columns = dy.shape[-1]
+    width = columns * 2 if gate >= 0 else columns
+    rows = dy.numel() // columns if columns else 0
+    new = dy.new_empty
+    dx = new((*dy.shape[:-1], width), dtype=dtypes[0]) if need_dx else None
+    y = new(dy.shape, dtype=dtypes[-1]) if need_y else None
+    sums_rows = need_column_sums or any(w and s.operand == "column" for w, s in zip(wanted, steps, strict=True))
+    config = elementwise_config(rows, columns, sums_rows=sums_rows)
+    row_blocks, column_blocks = config.programs(rows, columns)
+    shares: list[Tensor | None] = []
+    for i, (step, want, dtype) in enumerate(zip(steps, wanted, dtypes, strict=True)):
+        own = width if i < gate else columns
+        if not want:
+            shares.append(None)
+        elif step.operand == "column":
+            shares.append(new((row_blocks, own), dtype=torch.float32))
+        elif step.operand == "row":
+            shares.append(new((column_blocks, rows), dtype=torch.float32))
+        elif i == len(steps) - 1 and step.d_operand is None:
+            shares.append(None)  # it is dy itself
+        else:
+            shares.append(new((*dy.shape[:-1], own), dtype=dtype))
+    column_shares = new((row_blocks, width), dtype=torch.float32) if need_column_sums else None
+    delementwise_triton(
+        dy.contiguous(), x if x is None else x.contiguous(), dx, y, steps,
+        [o if o is None else o.contiguous() for o in operands], shares, column_shares, dtypes, config,
+    )  # fmt: skip
+    gradients = []
+    for step, want, share in zip(steps, wanted, shares, strict=True):
+        if share is None:
+            gradients.append(dy if want else None)
+        else:
+            gradients.append(share if step.operand == "element" else share.sum(0))
+    return ChainGradients(dx, tuple(gradients), y, None if column_shares is None else column_shares.sum(0))
+
+
+def runs_triton(*tensors: Tensor | None, dtypes: Sequence[torch.dtype] = ()) -> bool:
+    """Whether the Triton kernels take these tensors: torch computes on the CPU, and float64 anywhere."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return given[0].is_cuda and torch.float64 not in (*dtypes, *(tensor.dtype for tensor in given))
+
+
+def _delementwise_on_torch(
+    dy: Tensor,
+    x: Tensor | None,
+    steps: Sequence[Step],
+    operands: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype],
+) -> ChainGradients:
+    """The references, for tensors of any shape. Without x, which linear steps do not look at, dy stands for it."""
+    like_x = dy if x is None else x
+    found = delementwise_ref(_flat(dy), _flat(like_x), steps, _matrices(operands, steps), dtypes)
+    shape = dy.shape[:-1]
+    gradients = [
+        d if d is None or step.operand == "column" else d.view(*shape, d.shape[-1]) if d.dim() == 2 else d.view(shape)
+        for d, step in zip(found.operands, steps, strict=True)
+    ]
+    assert found.dx is not None and found.y is not None, "the reference gives everything"
+    return found._replace(dx=found.dx.view(like_x.shape), operands=tuple(gradients), y=found.y.view(dy.shape))
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _matrices(operands: Sequence[Tensor | None], steps: Sequence[Step]) -> list[Tensor | None]:
+    """Element operands as matrices, row operands as vectors."""
+    flattened: dict[str, Callable[[Tensor], Tensor]] = {"element": _flat, "row": lambda o: o.flatten()}
+    return [
+        o if o is None or step.operand not in flattened else flattened[step.operand](o)
+        for o, step in zip(operands, steps, strict=True)
+    ]
+
+
+def elementwise_triton(
+    x: Tensor, y: Tensor, steps: Sequence[Step], operands: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
+) -> None:
+    """Launch `elementwise` on contiguous tensors."""
+    if not y.numel():
+        return
+    rows, columns, width = _matrix(steps, y.shape, gated=_gate_of(steps) >= 0, sums_rows=False)
+    config = elementwise_config(rows, columns, sums_rows=False)
+    with torch.cuda.device_of(y):
+        elementwise_kernel[(math.prod(config.programs(rows, columns)),)](
+            x, y, tuple(operands), rows, columns, width,
+            **_constants(tuple(steps), tuple(dtypes)), BLOCK_T=config.block_t, BLOCK_C=config.block_c,
+            num_warps=config.num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def delementwise_triton(
+    dy: Tensor,
+    x: Tensor | None,
+    dx: Tensor | None,
+    y: Tensor | None,
+    steps: Sequence[Step],
+    operands: Sequence[Tensor | None],
+    shares: Sequence[Tensor | None],
+    column_shares: Tensor | None,
+    dtypes: Sequence[torch.dtype],
+    config: ElementwiseConfig,
+) -> None:
+    """Launch `delementwise` on contiguous tensors; shares of sums: [row blocks, columns] or [column blocks, rows]."""
+    if not dy.numel():
+        return
+    sums = column_shares is not None or any(share is not None for share in shares)
+    rows, columns, width = _matrix(steps, dy.shape, gated=_gate_of(steps) >= 0, sums_rows=sums)
+    if columns != dy.shape[-1]:
+        config = elementwise_config(rows, columns, sums_rows=False)
+    with torch.cuda.device_of(dy):
+        delementwise_kernel[(math.prod(config.programs(rows, columns)),)](
+            dy, x, tuple(operands), dx, tuple(shares), y, column_shares, rows, columns, width,
+            **_constants(tuple(steps), tuple(dtypes)), **_backwards(tuple(steps)),
+            BLOCK_T=config.block_t, BLOCK_C=config.block_c, TILES=config.tiles,
+            num_warps=config.num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _matrix(steps: Sequence[Step], shape: Sequence[int], *, gated: bool, sums_rows: bool) -> tuple[int, int, int]:
+    """Rows, columns of y and of x; one long row where rows mean nothing to the steps."""
+    numel = math.prod(shape)
+    if not (gated or sums_rows or any(step.operand in ("column", "row", "random") for step in steps)):
+        return 1, numel, numel
+    return numel // shape[-1], shape[-1], shape[-1] * (2 if gated else 1)
+
+
+def _gate_of(steps: Sequence[Step]) -> int:
+    return next((i for i, step in enumerate(steps) if step.gated), -1)
+
+
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@cache
+def _constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
+    """What both kernels get at compile time. SOURCE: Triton's cache on disk knows functions among constants by their
+    names only, so here is what they say."""
+    functions = [function for step in steps for function in (step.forward, step.backward, step.d_operand)]
+    source = "".join(getattr(function, "cache_key", repr(function)) for function in functions)
+    gate = _gate_of(steps)
+    return {
+        "STEPS": tuple(step.forward for step in steps),
+        "KINDS": tuple(step.operand for step in steps),
+        "CONSTANTS": tuple(number for step in steps for number in step.constants),
+        "DTYPES": tuple(_TRITON_DTYPES[dtype] for dtype in dtypes),
+        "COUNT": len(steps),
+        "GATE": gate,
+        "INTERLEAVE": steps[gate].interleave if gate >= 0 else 0,
+        "SOURCE": hashlib.sha256(source.encode()).hexdigest()[:16],
+    }
+
+
+@cache
+def _backwards(steps: tuple[Step, ...]) -> dict[str, Any]:
+    return {
+        "BACKWARDS": tuple(step.backward for step in steps),
+        "D_OPERANDS": tuple(step.d_operand for step in steps),
+    }

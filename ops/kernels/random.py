@@ -1,0 +1,42 @@
+"""Random bits that depend on a seed and a place alone: Philox4x32-10 in plain torch.
+
+Counter (column / 8, row, 0, 0) and the 64-bit seed as key give 128 bits, 16 for each of eight neighbouring columns. The
+element-wise Triton kernels compute the same bits.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW = 0xFFFFFFFF
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """A seed [1], int64, drawn from torch's generator of the device: nothing waits for the device."""
+    return torch.randint(0, 2**63 - 1, (1,), device=device)
+
+
+def random_bits_ref(seed: Tensor, rows: int, columns: int) -> Tensor:
+    """16 random bits an element, [rows, columns] int64."""
+    device = seed.device
+    octets = (columns + 7) // 8
+    c0 = torch.arange(octets, device=device).expand(rows, octets)
+    c1 = torch.arange(rows, device=device)[:, None].expand(rows, octets)
+    c2 = c3 = torch.zeros((), dtype=torch.int64, device=device)
+    k0, k1 = seed & _LOW, (seed >> 32) & _LOW
+    for _ in range(10):
+        high0, low0 = _product(0xD2511F53, c0)
+        high2, low2 = _product(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    words = torch.stack((c0, c1, c2, c3), -1)
+    return torch.stack((words & 0xFFFF, words >> 16), -1).view(rows, 8 * octets)[:, :columns]
+
+
+def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of the product of 32-bit numbers."""
+    product = a * b  # its low 64 bits are right, whatever the sign
+    return (product >> 32) & _LOW, product & _LOW
