@@ -2,6 +2,9 @@
 
     x -> f_0 -> f_1 -> ... -> f_{n-1} -> y
 
+A `Quantize` of y behind them, or of dx before them, is a part of the kernel if its quantizer needs no pass of its own
+to find the scales (MXFP8).
+
 Joint: what is kept for backward is x and the operands that are needed to compute again what stands between; every value
 there is rounded as the operations by themselves would store it.
 """
@@ -9,14 +12,24 @@ there is rounded as the operations by themselves would store it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation, is_idle
-from ops.kernels.elementwise import Step, delementwise, elementwise, why_no_chain
-from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext, several
+from ops.kernels.elementwise import (
+    Cast,
+    Step,
+    delementwise,
+    elementwise,
+    elementwise_cast,
+    runs_triton,
+    why_no_chain,
+)
+from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext, optional, several
+from ops.quantize import Quantize
+from recipes.recipe import Recipe
 from recipes.request import PlanRequest
 
 
@@ -33,14 +46,23 @@ class Operands(NamedTuple):
 
 
 class ElementwiseChain(FusedOperation):
-    """Two or more `ElementwiseOperation`s, at most one of them gated, composed from their own steps."""
+    """Two or more `ElementwiseOperation`s, at most one of them gated, composed from their own steps.
 
-    pattern = (several(ElementwiseOperation, at_least=2),)
+    A Quantize at either end counts as one of the two.
+    """
+
+    pattern = (optional(Quantize), several(ElementwiseOperation), optional(Quantize))
     passes = "joint"
+    fewest = 2
 
     class Saved(NamedTuple):
         x: Tensor | None  # None if all steps are linear
         operands: Operands
+
+    def __init__(self, operations: Sequence[BasicOperation]) -> None:
+        super().__init__(operations)
+        self.chain = _chain(operations)
+        self.first = 1 if isinstance(operations[0], Quantize) else 0  # position of the chain's first operation
 
     @classmethod
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
@@ -48,37 +70,46 @@ class ElementwiseChain(FusedOperation):
             return f"The element-wise kernel is Triton's; on {request.device.type} torch runs each operation by itself."
         if request.dtype == torch.float64:
             return "There is no element-wise kernel for float64, which torch computes operation by operation."
-        return why_no_chain([operation.step() for operation in _elementwise(operations)])
+        steps = [operation.step() for operation in _chain(operations)]
+        return _why_not_cast(operations, request.recipe, steps) or why_no_chain(steps)
 
     def kernel(self, request: PlanRequest) -> str:
         return f"{len(self.operations)} element-wise steps in one kernel (Triton)"
 
     def fuser_forward(
         self, ctxs: Sequence[OperationContext], x: Tensor, extras: Mapping[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Any, dict[str, Any]]:
+        own = ctxs[self.first : self.first + len(self.chain)]
         steps, operands = [], []
         shape = x.shape
-        for operation, ctx in zip(_elementwise(self.operations), ctxs, strict=True):
+        for operation, ctx in zip(self.chain, own, strict=True):
             step, operand = operation.step(), operation.operand(ctx, x, extras)
             operation.check(shape, operand)
             if step.gated:
                 shape = torch.Size((*shape[:-1], shape[-1] // 2))
             steps.append(step)
             operands.append(operand)
-        active = [i for i, step in enumerate(steps) if not is_idle(step, operands[i])]
-        if any(ctx.needs_grad for ctx in ctxs):
+        if any(ctx.needs_grad for ctx in own):
             ctxs[0].saved = self._kept(steps, operands, x)
-        if not active:
-            return x, {}
-        dtypes = [ctxs[i].dtype for i in active]
-        return elementwise(x, [steps[i] for i in active], [operands[i] for i in active], dtypes), {}
+        active = [i for i, step in enumerate(steps) if not is_idle(step, operands[i])]
+        steps, operands, dtypes = _pick(steps, active), _pick(operands, active), [own[i].dtype for i in active]
+        quantizer = self.operations[-1].input_quantizer(ctxs[-1].recipe) if self._ends_in_quantize else None
+        room = None if quantizer is None else quantizer.room(shape, own[-1].dtype, x.device)
+        if active and room is not None and runs_triton(x, *operands, dtypes=dtypes):
+            elementwise_cast(x, Cast(*room.tensors()), steps, operands, dtypes)
+            return room, {}
+        y = elementwise(x, steps, operands, dtypes) if active else x
+        return y if quantizer is None else quantizer.quantize(y, rowwise=True, columnwise=True), {}
+
+    @property
+    def _ends_in_quantize(self) -> bool:
+        return self.first + len(self.chain) < len(self.operations)
 
     def _kept(self, steps: Sequence[Step], operands: Sequence[Tensor | None], x: Tensor) -> Saved:
-        last = max((i for i, step in enumerate(steps) if not step.linear), default=-1)
+        last = _last_that_reads_x(steps)
         kept = []
-        for i, operation in enumerate(_elementwise(self.operations)):
-            is_parameter = operation.operand_name and operation.operand_name not in operation.extra_inputs
-            again = i < last and not is_parameter  # to compute the input of a later step again
+        for i, operation in enumerate(self.chain):
+            again = i < last and not operation.has_parameter  # to compute the input of a later step again
             kept.append(operands[i] if again else operation.kept_operand(steps[i], operands[i]))
         return self.Saved(x if last >= 0 else None, Operands(tuple(kept)))
 
@@ -86,35 +117,76 @@ class ElementwiseChain(FusedOperation):
         self, ctxs: Sequence[OperationContext], dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfFused:
         saved: ElementwiseChain.Saved = ctxs[0].saved
-        operations = _elementwise(self.operations)
-        steps = [operation.step() for operation in operations]
-        last = max((i for i, step in enumerate(steps) if not step.linear), default=-1)
+        own = ctxs[self.first : self.first + len(self.chain)]
+        steps = [operation.step() for operation in self.chain]
+        last = _last_that_reads_x(steps)
         operands = [
-            ctxs[i].param(operation.operand_name)
-            if operation.operand_name in ctxs[i].parameter_slots and i <= last
-            else saved.operands.members[i]
-            for i, operation in enumerate(operations)
+            own[i].param(operation.operand_name) if operation.has_parameter and i <= last else saved.operands.members[i]
+            for i, operation in enumerate(self.chain)
         ]
         active = [i for i, step in enumerate(steps) if not is_idle(step, operands[i])]
-        d_parameters: list[dict[str, Tensor | None]] = [{} for _ in operations]
+        steps, operands, dtypes = _pick(steps, active), _pick(operands, active), [own[i].dtype for i in active]
+        wanted = [self.chain[i].needs_operand(own[i]) for i in active]
+        quantizer = self.operations[0].grad_output_quantizer(ctxs[0].recipe) if self.first else None
+        room = None
+        if (
+            quantizer is not None
+            and active
+            and own[0].needs.input
+            and runs_triton(dy, saved.x, *operands, dtypes=dtypes)
+        ):
+            room = quantizer.room(dy.shape, dtypes[0], dy.device)
+        dx: Any = dy
+        gradients: Sequence[Tensor | None] = ()
+        if active:
+            found = delementwise(
+                dy, saved.x, steps, operands, dtypes, need_dx=own[0].needs.input, need_operands=wanted,
+                cast=None if room is None else Cast(*room.tensors()),
+            )  # fmt: skip
+            dx, gradients = found.dx, found.operands
+        if quantizer is not None and dx is not None and room is None:
+            room = quantizer.quantize(dx, rowwise=True, columnwise=True)
+        d_parameters: list[dict[str, Tensor | None]] = [{} for _ in self.operations]
         d_extras: dict[str, Tensor | None] = {}
-        if not active:
-            return dy, d_parameters, d_extras
-        found = delementwise(
-            dy, saved.x, [steps[i] for i in active], [operands[i] for i in active], [ctxs[i].dtype for i in active],
-            need_dx=ctxs[0].needs.input, need_operands=[operations[i].needs_operand(ctxs[i]) for i in active],
-        )  # fmt: skip
-        for i, gradient in zip(active, found.operands, strict=True):
-            operation, name = operations[i], operations[i].operand_name
-            if gradient is None or not operation.needs_operand(ctxs[i]):
+        for i, gradient in zip(active, gradients, strict=True):
+            operation = self.chain[i]
+            if gradient is None or not operation.needs_operand(own[i]):
                 continue
-            if name in operation.extra_inputs:
-                before = d_extras.get(name)
-                d_extras[name] = gradient if before is None else gradient + before
+            if operation.has_parameter:
+                d_parameters[self.first + i][operation.operand_name] = gradient
             else:
-                d_parameters[i][name] = gradient
-        return found.dx, d_parameters, d_extras
+                before = d_extras.get(operation.operand_name)
+                d_extras[operation.operand_name] = gradient if before is None else gradient + before
+        return dx if room is None else room, d_parameters, d_extras
 
 
-def _elementwise(operations: Sequence[BasicOperation]) -> tuple[ElementwiseOperation, ...]:
-    return cast("tuple[ElementwiseOperation, ...]", tuple(operations))
+def _chain(operations: Sequence[BasicOperation]) -> tuple[ElementwiseOperation, ...]:
+    return tuple(operation for operation in operations if isinstance(operation, ElementwiseOperation))
+
+
+def _why_not_cast(operations: Sequence[BasicOperation], recipe: Recipe, steps: Sequence[Step]) -> str | None:
+    shape, dtype, device = torch.Size((0, 0)), torch.bfloat16, torch.device("cpu")
+    first, last = operations[0], operations[-1]
+    quantizers = []
+    if isinstance(first, Quantize):
+        quantizers.append(first.grad_output_quantizer(recipe))
+        if first.input_quantizer(recipe) is not None:
+            return "The Quantize in front quantizes x, which is not what the chain computes."
+        if quantizers[0] is not None and any(step.gated for step in steps):
+            return "The gradient of a gated activation's input is made in two halves, and the cast takes whole tiles."
+    if isinstance(last, Quantize):
+        quantizers.append(last.input_quantizer(recipe))
+        if last.grad_output_quantizer(recipe) is not None:
+            return "The Quantize behind quantizes dy, which is not what the chain computes."
+    for quantizer in quantizers:
+        if quantizer is not None and quantizer.room(shape, dtype, device) is None:
+            return f"{type(quantizer).__name__} must see the whole tensor before it can cast, which takes another pass."
+    return None
+
+
+def _last_that_reads_x(steps: Sequence[Step]) -> int:
+    return max((i for i, step in enumerate(steps) if not step.linear), default=-1)
+
+
+def _pick(items: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+    return [items[position] for position in positions]

@@ -117,6 +117,8 @@ def _apply(fusion: Fusion, steps: list[Step], request: PlanRequest, refusals: li
     position = 0
     while position < len(steps):
         for count in _match_lengths(fusion.pattern, steps[position:]):
+            if count < fusion.fewest:
+                continue
             covered = steps[position : position + count]
             operations = [step.operation for step in covered]
             reason = _conflicting_names(operations) or fusion.why_not(operations, request)

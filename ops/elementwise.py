@@ -49,22 +49,24 @@ class ElementwiseOperation(BasicOperation):
         found = delementwise(dy, x, (self.step(),), (operand,))
         return found.dx, found.operands[0]
 
+    @property
+    def has_parameter(self) -> bool:
+        """Whether the operand is a parameter."""
+        return self.operand_name != "" and self.operand_name not in self.extra_inputs
+
     def operand(self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]) -> Tensor | None:
         """The operand of a forward: a parameter, an extra input, or what a subclass draws (None: y = x this time)."""
         if not self.operand_name:
             return None
-        return extras[self.operand_name] if self.operand_name in self.extra_inputs else ctx.param(self.operand_name)
+        return ctx.param(self.operand_name) if self.has_parameter else extras[self.operand_name]
 
     def kept_operand(self, step: Step, operand: Tensor | None) -> Tensor | None:
         """What backward needs of the operand, parameters apart."""
-        if self.operand_name and self.operand_name not in self.extra_inputs:
-            return None
-        return None if step.linear and step.operand == "element" else operand
+        return None if self.has_parameter or (step.linear and step.operand == "element") else operand
 
     def operand_again(self, ctx: OperationContext, step: Step, kept: Tensor | None) -> Tensor | None:
         """The operand in backward."""
-        is_parameter = self.operand_name and self.operand_name not in self.extra_inputs
-        return ctx.param(self.operand_name) if is_parameter and not step.linear else kept
+        return ctx.param(self.operand_name) if self.has_parameter and not step.linear else kept
 
     def needs_operand(self, ctx: OperationContext) -> bool:
         """Whether the operand's gradient is wanted."""
@@ -99,7 +101,7 @@ class ElementwiseOperation(BasicOperation):
         if not need_operand:
             return dx, {}, {}
         named = {self.operand_name: gradient}
-        return (dx, {}, named) if self.operand_name in self.extra_inputs else (dx, named, {})
+        return (dx, named, {}) if self.has_parameter else (dx, {}, named)
 
 
 def is_idle(step: Step, operand: Tensor | None) -> bool:

@@ -184,11 +184,13 @@ class FusedOperation(FusibleOperation):
     pattern: the classes of the operations, in order. A member is a class, a tuple of classes (any of them),
              `optional(...)` or `several(...)`. A subclass matches if it kept its parent's fuser_forward and
              fuser_backward.
+    fewest:  how many operations a match must cover, for patterns of which much is optional
     passes:  "joint" (both; may save what it likes, in `ctxs[0].saved`), "forward" (fills every covered operation's
              `Saved` exactly as that would itself) or "backward" (consumes what those saved).
     """
 
     pattern: ClassVar[tuple[Any, ...]] = ()
+    fewest: ClassVar[int] = 1
     passes: ClassVar[Literal["joint", "forward", "backward"]] = "joint"
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:

@@ -50,6 +50,15 @@ class MXFP8Quantizer(Quantizer):
         codes, scale = cast_mxfp8_ref(x32.reshape(math.prod(x.shape[:-1]), x.shape[-1]), self.form, -2)
         return QuantizedTensor(along_K, ColumnwiseCodes(codes.reshape(x.shape), scale), x.dtype)
 
+    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
+        rows, columns = math.prod(shape[:-1]), shape[-1]
+        codes = [torch.empty(shape, dtype=self.form.dtype, device=device) for _ in range(2)]
+        scales = [
+            torch.empty(size, dtype=torch.uint8, device=device)
+            for size in ((*shape[:-1], _ceil_div(columns, BLOCK)), (_ceil_div(rows, BLOCK), columns))
+        ]
+        return QuantizedTensor(RowwiseCodes(codes[0], scales[0]), ColumnwiseCodes(codes[1], scales[1]), dtype)
+
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         w32 = w_GNK.detach().to(torch.float32)
         along_K = RowwiseCodes(*cast_mxfp8_ref(w32, self.form, -1)) if rowwise else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from recipes.grouped_tensor import GroupedTensor
@@ -36,6 +37,13 @@ class Quantizer(ABC):
         Rows past the sum get codes of 0, whatever stands there.
         """
         raise NotImplementedError(f"{type(self).__name__} quantizes single tensors only. Quantize group by group.")
+
+    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedTensor | None:
+        """Uninitialised codes and scales of both copies, for a kernel that casts what it has just computed.
+
+        None if this quantizer has to see the whole tensor first, or has no such kernel.
+        """
+        return None
 
     def knows_groups(self) -> bool:
         """Whether stacked weights and grouped rows can be quantized at once, as the grouped path needs it."""

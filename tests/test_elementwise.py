@@ -14,14 +14,19 @@ from torch import Tensor
 
 from ops.kernels import elementwise as kernels
 from ops.kernels.elementwise import (
+    Cast,
     Step,
     delementwise,
     delementwise_ref,
     elementwise,
+    elementwise_cast,
     elementwise_ref,
 )
 from ops.kernels.random import new_seed
 from ops.kernels.steps import ADD_COLUMN, ADD_ELEMENT, dropout_step, scale_step
+from recipes.formats import E4M3, E5M2, Float8Format
+from recipes.mxfp8 import MXFP8Quantizer
+from recipes.quantized_tensor import QuantizedTensor
 from tests.grouped_cases import DEVICES
 
 
@@ -182,6 +187,59 @@ def close(got: Tensor, want: Tensor, dtypes: Sequence[torch.dtype]) -> None:
 def test_a_chain_is_its_steps_one_by_one(chain, dtype, device):
     for shape in SHAPES:
         check(CHAINS[chain], shape, [dtype] * len(CHAINS[chain]), device)
+
+
+def codes_like(shape: Sequence[int], form: Float8Format, device: str) -> Cast:
+    made = MXFP8Quantizer(form).room(torch.Size(shape), torch.float32, torch.device(device))
+    return Cast(*made.tensors())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_a_chain_casts_is_what_it_would_store_cast(dtype, form, device):
+    """Bit for bit, rowwise and columnwise, forward and backward, also where blocks are partial."""
+    for shape in ((64, 64), (70, 136), (3, 11, 33), (1, 8)):
+        steps = [ADD_COLUMN, scale_step(3.0), ADD_ELEMENT]
+        operands = operands_for(steps, shape, dtype, device)
+        spread = 2 if dtype == torch.float16 else 6
+        x = (torch.randn(shape, device=device) * torch.randn(shape, device=device).mul(spread).exp2()).to(dtype)
+        x.view(-1)[::7] = 0
+        y = elementwise(x, steps, operands)
+        cast = codes_like(shape, form, device)
+        elementwise_cast(x, cast, steps, operands)
+        same_codes(cast, MXFP8Quantizer(form).quantize(y, columnwise=True))
+        dx = delementwise(x, None, steps, operands).dx
+        cast = codes_like(shape, form, device)
+        found = delementwise(x, None, steps, operands, need_operands=[True, False, False], cast=cast)
+        assert found.dx is None
+        same_codes(cast, MXFP8Quantizer(form).quantize(dx, columnwise=True))
+
+
+def same_codes(cast: Cast, expected: QuantizedTensor) -> None:
+    for name, got, want in zip(Cast._fields, cast, expected.tensors(), strict=True):
+        assert got.shape == want.shape, name
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+def test_every_bfloat16_number_is_cast_as_the_reference_casts_it(form, device):
+    """All 65,536, among others of its size, and NaN and Inf by class."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(device)
+    shape = (256, 256)
+    for x in (every.view(shape), every.view(shape).t().contiguous()):
+        cast = codes_like(shape, form, device)
+        elementwise_cast(x, cast, [scale_step(1.0)], [None])
+        expected = MXFP8Quantizer(form).quantize(x, columnwise=True)
+        for got, want in zip(cast, expected.tensors(), strict=True):
+            got, want = got.view(torch.uint8), want.view(torch.uint8)
+            nan = (want.view(got.shape) & 0x7F) > (0x7E if form is E4M3 else 0x7C)
+            if got.shape == shape:
+                assert torch.equal(((got & 0x7F) > (0x7E if form is E4M3 else 0x7C)), nan)
+                assert torch.equal(got[~nan], want[~nan])
+            else:
+                assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("device", DEVICES)

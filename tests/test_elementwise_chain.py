@@ -63,6 +63,40 @@ def _square_ref(x: Tensor, operand: Tensor, *_: float) -> Tensor:
     return x * x * operand
 
 
+def is_taken(operations: list[Any], recipe: str | None) -> str:
+    """What explain says for CUDA."""
+    return Sequential(*operations).explain(recipe=recipe, device="cuda", dtype=torch.bfloat16)
+
+
+def test_a_quantize_at_either_end_is_part_of_the_chain():
+    taken = "ElementwiseChain = Quantize -> Bias -> Quantize "
+    operations = [ops.Quantize(forward=False, backward=True), ops.Bias(8), ops.Quantize()]
+    assert taken in is_taken(operations, "mxfp8")
+    assert taken in is_taken(operations, None)
+    text = is_taken(operations, "fp8_current")
+    assert "CurrentScalingQuantizer must see the whole tensor before it can cast, which takes another pass." in text
+    text = is_taken([ops.Quantize(), ops.Bias(8)], "mxfp8")
+    assert "The Quantize in front quantizes x, which is not what the chain computes." in text
+    text = is_taken([ops.Bias(8), ops.Quantize(backward=True)], "mxfp8")
+    assert "The Quantize behind quantizes dy, which is not what the chain computes." in text
+    text = is_taken([ops.Quantize(forward=False, backward=True), ops.SwiGLU(), ops.Bias(8)], "mxfp8")
+    assert "SwiGLU" in text
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(70, 48), (3, 5, 33), (0, 32)], ids=str)
+def test_a_fused_quantize_gives_the_codes_of_an_unfused_one(shape, dtype, device):
+    def make() -> list[Any]:
+        size = shape[-1]
+        return [
+            ops.Linear(size, size), ops.Quantize(False, True), ops.Bias(size), WeighedSquare(size), ops.Quantize(),
+            ops.Linear(size, size),
+        ]  # fmt: skip
+
+    check_fusion(ChainAnywhere, make, shape, recipe="mxfp8", dtype=dtype, device=device, draws=4)
+
+
 # name -> (operations, shapes of the extra inputs)
 CHAINS = {
     "bias scale": (lambda: [ops.Bias(24), ops.ConstantScale(-2.5)], {}),
@@ -126,7 +160,8 @@ def test_a_linear_chain_keeps_nothing():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_users_own_operation(dtype, device):
     check_operation(
-        WeighedSquare(24).to(device, dtype), lambda x, weight: x * x * weight, torch.randn(5, 24, dtype=dtype, device=device)
+        WeighedSquare(24).to(device, dtype), lambda x, weight: x * x * weight,
+        torch.randn(5, 24, dtype=dtype, device=device),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ops.kernels import grouped_gemm as gg
 from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
-from ops.kernels.rounding import round_to
+from recipes.kernels.rounding import round_to
 from recipes.splits import Splits
 from tests.grouped_cases import (
     CASES,

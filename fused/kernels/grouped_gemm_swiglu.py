@@ -36,7 +36,7 @@ from ops.kernels.grouped_gemm import (
     is_aligned,
 )
 from ops.kernels.grouped_operands import check_m_grouped, per_group, with_contiguous_rows
-from ops.kernels.rounding import round_to, widen
+from recipes.kernels.rounding import round_to, widen
 from recipes.splits import Splits
 
 

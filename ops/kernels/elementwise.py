@@ -81,6 +81,18 @@ class Step:
         return hash((id(self.forward), self.operand, self.constants, self.interleave))
 
 
+class Cast(NamedTuple):
+    """Where to put what comes out of a chain, cast to MXFP8 instead of stored; see `recipes.kernels.cast_mxfp8`.
+
+    Codes [..., C] in a float8 dtype, scales uint8; both of a copy that is not made are None.
+    """
+
+    row_codes: Tensor | None
+    row_scales: Tensor | None
+    column_codes: Tensor | None
+    column_scales: Tensor | None
+
+
 class ChainGradients(NamedTuple):
     """What `delementwise` gives; None where it was not asked for.
 
@@ -173,9 +185,12 @@ class ElementwiseConfig(NamedTuple):
 PROGRAMS = 4096  # that keep every multiprocessor busy: about 31 on each of the H200's 132
 
 
-def elementwise_config(rows: int, columns: int, *, sums_rows: bool) -> ElementwiseConfig:
+def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: bool = False) -> ElementwiseConfig:
     """Tiles for y [rows, columns]. sums_rows: whether backward sums something over the rows, for which a program goes
-    through several tiles."""
+    through several tiles. casts: whether the result is cast, whose tiles hold whole blocks of 32."""
+    if casts:
+        tiles = rows * columns // (32 * 64 * PROGRAMS) if sums_rows else 1
+        return ElementwiseConfig(32, 64, triton.next_power_of_2(max(1, min(32, tiles))), 4)
     if sums_rows:
         tiles = rows * columns // (8 * 128 * PROGRAMS)
         return ElementwiseConfig(8, 128, triton.next_power_of_2(max(1, min(32, tiles))), 2)
@@ -215,8 +230,22 @@ def elementwise(
         y = elementwise_ref(_flat(x), steps, _matrices(operands, steps), dtypes).view(*x.shape[:-1], columns)
         return y if out is None else out.copy_(y)
     y = torch.empty((*x.shape[:-1], columns), dtype=dtypes[-1], device=x.device) if out is None else out
-    elementwise_triton(x.contiguous(), y, steps, [o if o is None else o.contiguous() for o in operands], dtypes)
+    elementwise_triton(x.contiguous(), y, None, steps, [o if o is None else o.contiguous() for o in operands], dtypes)
     return y
+
+
+def elementwise_cast(
+    x: Tensor,
+    cast: Cast,
+    steps: Sequence[Step],
+    operands: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> None:
+    """`elementwise`, whose result, rounded to its dtype, is cast to MXFP8 instead of stored. Where `runs_triton` is."""
+    dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
+    elementwise_triton(
+        x.contiguous(), None, cast, steps, [o if o is None else o.contiguous() for o in operands], dtypes
+    )
 
 
 def delementwise(
@@ -230,11 +259,13 @@ def delementwise(
     need_operands: Sequence[bool] | None = None,
     need_y: bool = False,
     need_column_sums: bool = False,
+    cast: Cast | None = None,
 ) -> ChainGradients:
     """The gradients of `elementwise`, and its result again for those who kept x alone.
 
     dy: [..., C]. x may be None if all steps are linear and y is not needed; an operand may be None where no step
-    needs it (a linear step's own, if no step behind it reads x).
+    needs it (a linear step's own, if no step behind it reads x). cast: the kernel casts dx into it, and dx is None; not
+    for gated chains.
     """
     dtypes = [dy.dtype] * len(steps) if dtypes is None else dtypes
     wanted = [False] * len(steps) if need_operands is None else list(need_operands)
@@ -245,10 +276,10 @@ def delementwise(
     width = columns * 2 if gate >= 0 else columns
     rows = dy.numel() // columns if columns else 0
     new = dy.new_empty
-    dx = new((*dy.shape[:-1], width), dtype=dtypes[0]) if need_dx else None
+    dx = new((*dy.shape[:-1], width), dtype=dtypes[0]) if need_dx and cast is None else None
     y = new(dy.shape, dtype=dtypes[-1]) if need_y else None
     sums_rows = need_column_sums or any(w and s.operand == "column" for w, s in zip(wanted, steps, strict=True))
-    config = elementwise_config(rows, columns, sums_rows=sums_rows)
+    config = elementwise_config(rows, columns, sums_rows=sums_rows, casts=cast is not None)
     row_blocks, column_blocks = config.programs(rows, columns)
     shares: list[Tensor | None] = []
     for i, (step, want, dtype) in enumerate(zip(steps, wanted, dtypes, strict=True)):
@@ -265,7 +296,7 @@ def delementwise(
             shares.append(new((*dy.shape[:-1], own), dtype=dtype))
     column_shares = new((row_blocks, width), dtype=torch.float32) if need_column_sums else None
     delementwise_triton(
-        dy.contiguous(), x if x is None else x.contiguous(), dx, y, steps,
+        dy.contiguous(), x if x is None else x.contiguous(), dx, cast, y, steps,
         [o if o is None else o.contiguous() for o in operands], shares, column_shares, dtypes, config,
     )  # fmt: skip
     gradients = []
@@ -316,18 +347,25 @@ def _matrices(operands: Sequence[Tensor | None], steps: Sequence[Step]) -> list[
 
 
 def elementwise_triton(
-    x: Tensor, y: Tensor, steps: Sequence[Step], operands: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
+    x: Tensor,
+    y: Tensor | None,
+    cast: Cast | None,
+    steps: Sequence[Step],
+    operands: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype],
 ) -> None:
     """Launch `elementwise` on contiguous tensors."""
-    if not y.numel():
+    if not x.numel():
         return
-    rows, columns, width = _matrix(steps, y.shape, gated=_gate_of(steps) >= 0, sums_rows=False)
-    config = elementwise_config(rows, columns, sums_rows=False)
-    with torch.cuda.device_of(y):
+    gated = _gate_of(steps) >= 0
+    shape = (*x.shape[:-1], x.shape[-1] // (1 + gated))
+    rows, columns = _rows_and_columns(steps, shape, sums_rows=False, casts=cast is not None)
+    config = elementwise_config(rows, columns, sums_rows=False, casts=cast is not None)
+    with torch.cuda.device_of(x):
         elementwise_kernel[(math.prod(config.programs(rows, columns)),)](
-            x, y, tuple(operands), rows, columns, width,
-            **_constants(tuple(steps), tuple(dtypes)), BLOCK_T=config.block_t, BLOCK_C=config.block_c,
-            num_warps=config.num_warps, enable_fp_fusion=False,
+            x, y, _codes(cast), tuple(operands), rows, columns, columns * (1 + gated),
+            **_constants(tuple(steps), tuple(dtypes)), **_cast_constants(cast, x), BLOCK_T=config.block_t,
+            BLOCK_C=config.block_c, num_warps=config.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -335,6 +373,7 @@ def delementwise_triton(
     dy: Tensor,
     x: Tensor | None,
     dx: Tensor | None,
+    cast: Cast | None,
     y: Tensor | None,
     steps: Sequence[Step],
     operands: Sequence[Tensor | None],
@@ -347,24 +386,39 @@ def delementwise_triton(
     if not dy.numel():
         return
     sums = column_shares is not None or any(share is not None for share in shares)
-    rows, columns, width = _matrix(steps, dy.shape, gated=_gate_of(steps) >= 0, sums_rows=sums)
+    rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums, casts=cast is not None)
     if columns != dy.shape[-1]:
         config = elementwise_config(rows, columns, sums_rows=False)
     with torch.cuda.device_of(dy):
         delementwise_kernel[(math.prod(config.programs(rows, columns)),)](
-            dy, x, tuple(operands), dx, tuple(shares), y, column_shares, rows, columns, width,
-            **_constants(tuple(steps), tuple(dtypes)), **_backwards(tuple(steps)),
-            BLOCK_T=config.block_t, BLOCK_C=config.block_c, TILES=config.tiles,
-            num_warps=config.num_warps, enable_fp_fusion=False,
+            dy, x, tuple(operands), dx, _codes(cast), tuple(shares), y, column_shares, rows, columns,
+            columns * (1 + (_gate_of(steps) >= 0)), **_constants(tuple(steps), tuple(dtypes)),
+            **_backwards(tuple(steps)), **_cast_constants(cast, dy), BLOCK_T=config.block_t, BLOCK_C=config.block_c,
+            TILES=config.tiles, num_warps=config.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _matrix(steps: Sequence[Step], shape: Sequence[int], *, gated: bool, sums_rows: bool) -> tuple[int, int, int]:
-    """Rows, columns of y and of x; one long row where rows mean nothing to the steps."""
-    numel = math.prod(shape)
-    if not (gated or sums_rows or any(step.operand in ("column", "row", "random") for step in steps)):
-        return 1, numel, numel
-    return numel // shape[-1], shape[-1], shape[-1] * (2 if gated else 1)
+def _rows_and_columns(
+    steps: Sequence[Step], shape: Sequence[int], *, sums_rows: bool, casts: bool
+) -> tuple[int, int]:  # fmt: skip
+    """Of y; one long row where rows mean nothing to the steps."""
+    if sums_rows or casts or any(step.gated or step.operand in ("column", "row", "random") for step in steps):
+        return math.prod(shape[:-1]), shape[-1]
+    return 1, math.prod(shape)
+
+
+def _codes(cast: Cast | None) -> tuple[Tensor | None, ...]:
+    """As bytes: the interpreter's own float8 rounds wrongly."""
+    return (None,) * 4 if cast is None else tuple(t if t is None else t.view(torch.uint8) for t in cast)
+
+
+def _cast_constants(cast: Cast | None, x: Tensor) -> dict[str, Any]:
+    if cast is None:
+        return {"FORM": "", "NATIVE": False}
+    codes = cast.column_codes if cast.row_codes is None else cast.row_codes
+    assert codes is not None, "one of the copies is made"
+    native = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return {"FORM": "E4M3" if codes.dtype == torch.float8_e4m3fn else "E5M2", "NATIVE": native}
 
 
 def _gate_of(steps: Sequence[Step]) -> int:

@@ -2,6 +2,7 @@
 
 STEPS, BACKWARDS, D_OPERANDS are the functions of the steps, KINDS their operands, CONSTANTS three numbers each, DTYPES
 what each is rounded to, GATE the position of the gated one or -1. Operand pointers that a step does not need are None.
+codes are the row codes, row scales, column codes and column scales of a result that is cast to MXFP8 (FORM), else None.
 
 Before the gate every column of y stands for two of x: a tile is a pair (a, b), and each step runs on both.
 """
@@ -10,7 +11,8 @@ Before the gate every column of y stands for two of x: a tile is a pair (a, b), 
 import triton
 import triton.language as tl
 
-from ops.kernels.rounding import round_to, widen
+from recipes.kernels.cast_mxfp8_triton import store_mxfp8
+from recipes.kernels.rounding import round_to, widen
 
 
 @triton.jit
@@ -131,9 +133,9 @@ def _columns_of_lanes(columns, COLUMNS, INTERLEAVE: tl.constexpr):
 
 @triton.jit
 def elementwise_kernel(
-    x_ptr, y_ptr, operands, T, COLUMNS, WIDTH,
+    x_ptr, y_ptr, codes, operands, T, COLUMNS, WIDTH,
     STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
-    GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr,
+    GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     column_blocks = tl.cdiv(COLUMNS, BLOCK_C)
@@ -151,7 +153,17 @@ def elementwise_kernel(
         a, b, COUNT, operands, rows, columns, columns_a, columns_b, first_column, T, COLUMNS, WIDTH, inside,
         STEPS, KINDS, CONSTANTS, DTYPES, GATE,
     )  # fmt: skip
-    tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
+    if y_ptr is not None:
+        tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
+    _store_codes(y, codes, rows, columns, T, COLUMNS, inside, FORM, NATIVE)
+
+
+@triton.jit
+def _store_codes(x, codes, rows, columns, T, COLUMNS, inside, FORM: tl.constexpr, NATIVE: tl.constexpr):
+    if codes[0] is not None:
+        store_mxfp8(x, codes[0], codes[1], rows, columns, T, COLUMNS, inside, FORM, True, NATIVE)
+    if codes[2] is not None:
+        store_mxfp8(x, codes[2], codes[3], rows, columns, T, COLUMNS, inside, FORM, False, NATIVE)
 
 
 @triton.jit
@@ -222,10 +234,10 @@ def _store_row_share(d, pointer, column_block, rows, T, inside):
 
 @triton.jit
 def delementwise_kernel(
-    dy_ptr, x_ptr, operands, dx_ptr, d_operands, y_ptr, column_sums_ptr, T, COLUMNS, WIDTH,
+    dy_ptr, x_ptr, operands, dx_ptr, codes, d_operands, y_ptr, column_sums_ptr, T, COLUMNS, WIDTH,
     STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, KINDS: tl.constexpr,
     CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
-    GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr,
+    GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles below each other a program. sums_a and sums_b: what is summed over the rows, and last of all dx."""
@@ -296,6 +308,7 @@ def delementwise_kernel(
             if GATE >= 0:
                 at = start * WIDTH + columns_b[None, :]
                 tl.store(dx_ptr + at, round_to(db, dx_ptr.dtype.element_ty), mask=inside)
+        _store_codes(da, codes, rows, columns, T, COLUMNS, inside, FORM, NATIVE)
         if column_sums_ptr is not None:
             sums_a = _added(sums_a, COUNT, tl.where(inside, da, 0.0))
             if GATE >= 0:

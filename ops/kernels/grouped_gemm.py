@@ -50,7 +50,7 @@ from ops.kernels.grouped_operands import (
     row_slices,
     with_contiguous_rows,
 )
-from ops.kernels.rounding import round_to, widen
+from recipes.kernels.rounding import round_to, widen
 from recipes.splits import Splits
 
 # ---------------------------------------------------------------------------------------------------- references

@@ -22,7 +22,10 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 def widen(x):
     """x as a number that may be computed with: float32 under the interpreter, as it is on the GPU."""
     if INTERPRET:
-        x = x.to(tl.float32)
+        if x.dtype == tl.bfloat16:  # the interpreter's own conversion loses subnormal numbers
+            x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        else:
+            x = x.to(tl.float32)
     return x
 
 
