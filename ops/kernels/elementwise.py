@@ -225,11 +225,11 @@ def elementwise(
     may be x or an element operand. Steps for which `why_no_chain` is None. Where `runs_triton` is not, torch computes.
     """
     dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
-    columns = x.shape[-1] // 2 if _gate_of(steps) >= 0 else x.shape[-1]
+    shape = _halved(x.shape) if _gate_of(steps) >= 0 else x.shape
     if not runs_triton(x, *operands, dtypes=dtypes):
-        y = elementwise_ref(_flat(x), steps, _matrices(operands, steps), dtypes).view(*x.shape[:-1], columns)
+        y = elementwise_ref(_flat(x), steps, _matrices(operands, steps), dtypes).view(shape)
         return y if out is None else out.copy_(y)
-    y = torch.empty((*x.shape[:-1], columns), dtype=dtypes[-1], device=x.device) if out is None else out
+    y = torch.empty(shape, dtype=dtypes[-1], device=x.device) if out is None else out
     elementwise_triton(x.contiguous(), y, None, steps, [o if o is None else o.contiguous() for o in operands], dtypes)
     return y
 
@@ -272,13 +272,12 @@ def delementwise(
     if not runs_triton(dy, x, *operands, dtypes=dtypes):
         return _delementwise_on_torch(dy, x, steps, operands, dtypes)
     gate = _gate_of(steps)
-    columns = dy.shape[-1]
-    width = columns * 2 if gate >= 0 else columns
-    rows = dy.numel() // columns if columns else 0
     new = dy.new_empty
-    dx = new((*dy.shape[:-1], width), dtype=dtypes[0]) if need_dx and cast is None else None
+    dx = new(_doubled(dy.shape) if gate >= 0 else dy.shape, dtype=dtypes[0]) if need_dx and cast is None else None
     y = new(dy.shape, dtype=dtypes[-1]) if need_y else None
     sums_rows = need_column_sums or any(w and s.operand == "column" for w, s in zip(wanted, steps, strict=True))
+    rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums_rows, casts=cast is not None)
+    width = columns * 2 if gate >= 0 else columns
     config = elementwise_config(rows, columns, sums_rows=sums_rows, casts=cast is not None)
     row_blocks, column_blocks = config.programs(rows, columns)
     shares: list[Tensor | None] = []
@@ -293,7 +292,7 @@ def delementwise(
         elif i == len(steps) - 1 and step.d_operand is None:
             shares.append(None)  # it is dy itself
         else:
-            shares.append(new((*dy.shape[:-1], own), dtype=dtype))
+            shares.append(new(_doubled(dy.shape) if i < gate else dy.shape, dtype=dtype))
     column_shares = new((row_blocks, width), dtype=torch.float32) if need_column_sums else None
     delementwise_triton(
         dy.contiguous(), x if x is None else x.contiguous(), dx, cast, y, steps,
@@ -324,17 +323,27 @@ def _delementwise_on_torch(
     """The references, for tensors of any shape. Without x, which linear steps do not look at, dy stands for it."""
     like_x = dy if x is None else x
     found = delementwise_ref(_flat(dy), _flat(like_x), steps, _matrices(operands, steps), dtypes)
-    shape = dy.shape[:-1]
-    gradients = [
-        d if d is None or step.operand == "column" else d.view(*shape, d.shape[-1]) if d.dim() == 2 else d.view(shape)
-        for d, step in zip(found.operands, steps, strict=True)
-    ]
+    gate = _gate_of(steps)
+    gradients = list(found.operands)
+    for i, (d, step) in enumerate(zip(found.operands, steps, strict=True)):
+        if d is not None and step.operand == "row":
+            gradients[i] = d.view(dy.shape[:-1])
+        elif d is not None and step.operand == "element":
+            gradients[i] = d.view(_doubled(dy.shape) if i < gate else dy.shape)
     assert found.dx is not None and found.y is not None, "the reference gives everything"
     return found._replace(dx=found.dx.view(like_x.shape), operands=tuple(gradients), y=found.y.view(dy.shape))
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(-1, x.shape[-1] if x.dim() else 1)
+
+
+def _halved(shape: torch.Size) -> torch.Size:
+    return torch.Size((*shape[:-1], shape[-1] // 2))
+
+
+def _doubled(shape: torch.Size) -> torch.Size:
+    return torch.Size((*shape[:-1], shape[-1] * 2))
 
 
 def _matrices(operands: Sequence[Tensor | None], steps: Sequence[Step]) -> list[Tensor | None]:
@@ -358,7 +367,7 @@ def elementwise_triton(
     if not x.numel():
         return
     gated = _gate_of(steps) >= 0
-    shape = (*x.shape[:-1], x.shape[-1] // (1 + gated))
+    shape = _halved(x.shape) if gated else x.shape
     rows, columns = _rows_and_columns(steps, shape, sums_rows=False, casts=cast is not None)
     config = elementwise_config(rows, columns, sums_rows=False, casts=cast is not None)
     with torch.cuda.device_of(x):
@@ -387,8 +396,6 @@ def delementwise_triton(
         return
     sums = column_shares is not None or any(share is not None for share in shares)
     rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums, casts=cast is not None)
-    if columns != dy.shape[-1]:
-        config = elementwise_config(rows, columns, sums_rows=False)
     with torch.cuda.device_of(dy):
         delementwise_kernel[(math.prod(config.programs(rows, columns)),)](
             dy, x, tuple(operands), dx, _codes(cast), tuple(shares), y, column_shares, rows, columns,
