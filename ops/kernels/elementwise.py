@@ -400,8 +400,8 @@ def delementwise_triton(
         delementwise_kernel[(math.prod(config.programs(rows, columns)),)](
             dy, x, tuple(operands), dx, _codes(cast), tuple(shares), y, column_shares, rows, columns,
             columns * (1 + (_gate_of(steps) >= 0)), **_constants(tuple(steps), tuple(dtypes)),
-            **_backwards(tuple(steps)), **_cast_constants(cast, dy), BLOCK_T=config.block_t, BLOCK_C=config.block_c,
-            TILES=config.tiles, num_warps=config.num_warps, enable_fp_fusion=False,
+            **_backwards(tuple(steps), tuple(dtypes)), **_cast_constants(cast, dy),
+            BLOCK_T=config.block_t, BLOCK_C=config.block_c, TILES=config.tiles, num_warps=config.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -447,6 +447,7 @@ def _constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict
         "KINDS": tuple(step.operand for step in steps),
         "CONSTANTS": tuple(number for step in steps for number in step.constants),
         "DTYPES": tuple(_TRITON_DTYPES[dtype] for dtype in dtypes),
+        "ENTERS": tuple(i > 0 and dtype != dtypes[i - 1] for i, dtype in enumerate(dtypes)),
         "COUNT": len(steps),
         "GATE": gate,
         "INTERLEAVE": steps[gate].interleave if gate >= 0 else 0,
@@ -455,8 +456,11 @@ def _constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict
 
 
 @cache
-def _backwards(steps: tuple[Step, ...]) -> dict[str, Any]:
+def _backwards(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
+    """What the backward kernel gets besides."""
+    behind = dtypes[1:] + dtypes[-1:]
     return {
+        "LEAVES": tuple(dtype != after for dtype, after in zip(dtypes, behind, strict=True)),
         "BACKWARDS": tuple(step.backward for step in steps),
         "D_OPERANDS": tuple(step.d_operand for step in steps),
     }

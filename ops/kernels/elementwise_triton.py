@@ -1,7 +1,8 @@
 """The Triton kernels of `ops.kernels.elementwise`, which says what they compute and launches them.
 
 STEPS, BACKWARDS, D_OPERANDS are the functions of the steps, KINDS their operands, CONSTANTS three numbers each, DTYPES
-what each is rounded to, GATE the position of the gated one or -1. Operand pointers that a step does not need are None.
+what each is rounded to, ENTERS and LEAVES whether x and dy come in another dtype, GATE the position of the gated one or
+-1. Operand pointers that a step does not need are None.
 codes are the row codes, row scales, column codes and column scales of a result that is cast to MXFP8 (FORM), else None.
 
 Before the gate every column of y stands for two of x: a tile is a pair (a, b), and each step runs on both.
@@ -65,13 +66,14 @@ def _operand(pointer, KIND: tl.constexpr, rows, columns, first_column, T, WIDTH,
 @triton.jit
 def _apply(
     x, AT: tl.constexpr, operands, rows, columns, first_column, T, WIDTH, inside,
-    STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr,
+    STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
 ):  # fmt: skip
     """Step AT of a tile, ungated."""
     A = tl.constexpr(CONSTANTS[3 * AT])
     B = tl.constexpr(CONSTANTS[3 * AT + 1])
     C = tl.constexpr(CONSTANTS[3 * AT + 2])
-    x = _rounded(x, tl.constexpr(DTYPES[AT]))
+    if ENTERS[AT]:
+        x = _rounded(x, tl.constexpr(DTYPES[AT]))
     if KINDS[AT] == "":
         y = STEPS[AT](x, A, B, C)
     else:
@@ -88,13 +90,16 @@ def _apply(
 @triton.jit
 def _gate(
     a, b, AT: tl.constexpr, operands, rows, columns, T, WIDTH, inside,
-    STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr,
+    STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
 ):  # fmt: skip
     """Step AT of two tiles, which makes one of them."""
     A = tl.constexpr(CONSTANTS[3 * AT])
     B = tl.constexpr(CONSTANTS[3 * AT + 1])
     C = tl.constexpr(CONSTANTS[3 * AT + 2])
-    y = STEPS[AT](_rounded(a, tl.constexpr(DTYPES[AT])), _rounded(b, tl.constexpr(DTYPES[AT])), A, B, C)
+    if ENTERS[AT]:
+        a = _rounded(a, tl.constexpr(DTYPES[AT]))
+        b = _rounded(b, tl.constexpr(DTYPES[AT]))
+    y = STEPS[AT](a, b, A, B, C)
     if KINDS[AT] == "row":
         y *= _operand(operands[AT], "row", rows, columns, 0, T, WIDTH, inside)
     return _rounded(y, tl.constexpr(DTYPES[AT]))
@@ -103,18 +108,19 @@ def _gate(
 @triton.jit
 def _up_to(
     a, b, UP_TO: tl.constexpr, operands, rows, columns, columns_a, columns_b, first_column, T, COLUMNS, WIDTH, inside,
-    STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, GATE: tl.constexpr,
+    STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
     """The input of step UP_TO: (a, b) in front of the gate, behind it, or without one, (x, whatever)."""
     for i in tl.static_range(UP_TO):
         if i < GATE:
-            a = _apply(a, i, operands, rows, columns_a, 0, T, WIDTH, inside, STEPS, KINDS, CONSTANTS, DTYPES)
-            b = _apply(b, i, operands, rows, columns_b, 0, T, WIDTH, inside, STEPS, KINDS, CONSTANTS, DTYPES)
+            a = _apply(a, i, operands, rows, columns_a, 0, T, WIDTH, inside, STEPS, KINDS, CONSTANTS, DTYPES, ENTERS)
+            b = _apply(b, i, operands, rows, columns_b, 0, T, WIDTH, inside, STEPS, KINDS, CONSTANTS, DTYPES, ENTERS)
         elif i == GATE:
-            a = _gate(a, b, i, operands, rows, columns, T, COLUMNS, inside, STEPS, KINDS, CONSTANTS, DTYPES)
+            a = _gate(a, b, i, operands, rows, columns, T, COLUMNS, inside, STEPS, KINDS, CONSTANTS, DTYPES, ENTERS)
         else:
             a = _apply(
-                a, i, operands, rows, columns, first_column, T, COLUMNS, inside, STEPS, KINDS, CONSTANTS, DTYPES
+                a, i, operands, rows, columns, first_column, T, COLUMNS, inside, STEPS, KINDS, CONSTANTS, DTYPES, ENTERS
             )  # fmt: skip
     return a, b
 
@@ -134,7 +140,8 @@ def _columns_of_lanes(columns, COLUMNS, INTERLEAVE: tl.constexpr):
 @triton.jit
 def elementwise_kernel(
     x_ptr, y_ptr, codes, operands, T, COLUMNS, WIDTH,
-    STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
+    STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
+    COUNT: tl.constexpr,
     GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +158,7 @@ def elementwise_kernel(
         b = widen(tl.load(x_ptr + start * WIDTH + columns_b[None, :], mask=inside, other=0)).to(tl.float32)
     y, _ = _up_to(
         a, b, COUNT, operands, rows, columns, columns_a, columns_b, first_column, T, COLUMNS, WIDTH, inside,
-        STEPS, KINDS, CONSTANTS, DTYPES, GATE,
+        STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,
     )  # fmt: skip
     if y_ptr is not None:
         tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
@@ -170,14 +177,16 @@ def _store_codes(x, codes, rows, columns, T, COLUMNS, inside, FORM: tl.constexpr
 def _back(
     dy, x, sums, AT: tl.constexpr, operands, d_operands, column_block, rows, columns, first_column, T, WIDTH, inside,
     STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, KINDS: tl.constexpr,
-    CONSTANTS: tl.constexpr, DTYPES: tl.constexpr,
+    CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
     """dx of step AT, ungated; stores its operand's gradient, or adds it to sums[AT] if it is a column's."""
     A = tl.constexpr(CONSTANTS[3 * AT])
     B = tl.constexpr(CONSTANTS[3 * AT + 1])
     C = tl.constexpr(CONSTANTS[3 * AT + 2])
-    dy = _rounded(dy, tl.constexpr(DTYPES[AT]))
-    x = _rounded(x, tl.constexpr(DTYPES[AT]))
+    if LEAVES[AT]:
+        dy = _rounded(dy, tl.constexpr(DTYPES[AT]))
+    if ENTERS[AT]:
+        x = _rounded(x, tl.constexpr(DTYPES[AT]))
     if KINDS[AT] == "":
         dx = BACKWARDS[AT](dy, x, A, B, C)
     elif KINDS[AT] == "row":
@@ -236,7 +245,7 @@ def _store_row_share(d, pointer, column_block, rows, T, inside):
 def delementwise_kernel(
     dy_ptr, x_ptr, operands, dx_ptr, codes, d_operands, y_ptr, column_sums_ptr, T, COLUMNS, WIDTH,
     STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, KINDS: tl.constexpr,
-    CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
+    CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr, COUNT: tl.constexpr,
     GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -265,7 +274,7 @@ def delementwise_kernel(
         if y_ptr is not None:
             y, _ = _up_to(
                 a, b, COUNT, operands, rows, columns, columns_a, columns_b, first_column, T, COLUMNS, WIDTH, inside,
-                STEPS, KINDS, CONSTANTS, DTYPES, GATE,
+                STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,
             )  # fmt: skip
             tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
         for i in tl.static_range(COUNT - 1, -1, -1):
@@ -273,21 +282,23 @@ def delementwise_kernel(
             if x_ptr is not None:
                 xa, xb = _up_to(
                     a, b, i, operands, rows, columns, columns_a, columns_b, first_column, T, COLUMNS, WIDTH, inside,
-                    STEPS, KINDS, CONSTANTS, DTYPES, GATE,
+                    STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,
                 )  # fmt: skip
             if i < GATE:
                 da, sums_a = _back(
                     da, xa, sums_a, i, operands, d_operands, column_block, rows, columns_a, 0, T, WIDTH, inside,
-                    STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES,
+                    STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
                 )  # fmt: skip
                 db, sums_b = _back(
                     db, xb, sums_b, i, operands, d_operands, column_block, rows, columns_b, 0, T, WIDTH, inside,
-                    STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES,
+                    STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
                 )  # fmt: skip
             elif i == GATE:
-                da = _rounded(da, tl.constexpr(DTYPES[i]))
-                xa = _rounded(xa, tl.constexpr(DTYPES[i]))
-                xb = _rounded(xb, tl.constexpr(DTYPES[i]))
+                if LEAVES[i]:
+                    da = _rounded(da, tl.constexpr(DTYPES[i]))
+                if ENTERS[i]:
+                    xa = _rounded(xa, tl.constexpr(DTYPES[i]))
+                    xb = _rounded(xb, tl.constexpr(DTYPES[i]))
                 A = tl.constexpr(CONSTANTS[3 * i])
                 B = tl.constexpr(CONSTANTS[3 * i + 1])
                 C = tl.constexpr(CONSTANTS[3 * i + 2])
@@ -301,7 +312,7 @@ def delementwise_kernel(
             else:
                 da, sums_a = _back(
                     da, xa, sums_a, i, operands, d_operands, column_block, rows, columns, first_column, T, COLUMNS,
-                    inside, STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES,
+                    inside, STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
                 )  # fmt: skip
         if dx_ptr is not None:
             tl.store(dx_ptr + start * WIDTH + columns_a[None, :], round_to(da, dx_ptr.dtype.element_ty), mask=inside)
