@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from recipes.autocast import autocast, current_recipe
@@ -15,11 +16,28 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 
     Backward usually runs outside of `autocast(recipe=...)`, and the plain function would recompute without a recipe.
     All other arguments are those of torch's function.
+
+    Raises RuntimeError in backward for a tensor given by name that was changed in place after the call began, also by
+    the function itself: it could not be computed again. (Torch looks only at those given by position.)
     """
     recipe = current_recipe()
+    versions = _versions(kwargs)
 
     def under_recipe(*inputs: Any, **named: Any) -> Any:
+        changed = [name for name, version in versions.items() if _versions(named).get(name) != version]
+        if changed:
+            raise RuntimeError(
+                f"{changed[0]} was changed in place since the checkpointed function was called, so that cannot be "
+                "computed again. Do not write into the inputs of a checkpointed function."
+            )
         with autocast(recipe=recipe):
             return function(*inputs, **named)
 
     return torch_checkpoint(under_recipe, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+def _versions(named: Mapping[str, Any]) -> dict[str, int]:
+    """How often each tensor was changed in place; an inference tensor does not count."""
+    return {
+        name: value._version for name, value in named.items() if isinstance(value, Tensor) and not value.is_inference()
+    }

@@ -121,7 +121,9 @@ def _apply(fusion: Fusion, steps: list[Step], request: PlanRequest, refusals: li
                 continue
             covered = steps[position : position + count]
             operations = [step.operation for step in covered]
-            reason = _conflicting_names(operations) or fusion.why_not(operations, request)
+            reason = (
+                _conflicting_names(operations) or _written_in_place(operations) or fusion.why_not(operations, request)
+            )
             if reason == "":
                 raise ValueError(f"{fusion.__name__}.why_not returned an empty reason. Return None, or a sentence.")
             if reason is None:
@@ -186,4 +188,12 @@ def _conflicting_names(operations: Sequence[BasicOperation]) -> str | None:
             name = operation.extra_name(local)
             if meaning.setdefault(local, name) != name:
                 return f"its operations mean different tensors by {local!r}: {meaning[local]!r} and {name!r}."
+    return None
+
+
+def _written_in_place(operations: Sequence[BasicOperation]) -> str | None:
+    for operation in operations:
+        if operation.in_place_input is not None:
+            name = operation.extra_name(operation.in_place_input)
+            return f"{type(operation).__name__} writes into {name!r} in place, which fused operations do not."
     return None

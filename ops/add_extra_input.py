@@ -15,14 +15,22 @@ class AddExtraInput(BasicOperation):
 
     The sum of different dtypes is computed in the wider one and rounded once.
 
-    Raises ValueError for an empty name, and for shapes that differ: nothing is broadcast.
+    in_place: x is added into the memory of the extra tensor, and y is that tensor. Whatever reads it later, in the
+    pipeline or outside of it, reads y.
+
+    Raises ValueError for an empty name, and for shapes that differ: nothing is broadcast. In place also ValueError for
+    an extra tensor of another dtype or with elements that share memory, and RuntimeError where what was there is still
+    needed: for a leaf that requires grad, a view of the caller's memory, an inference tensor outside of inference
+    mode, and memory that an operation of the pipeline keeps or that another extra tensor shares. Nothing is changed
+    then. What modules outside of the pipeline have kept, autograd checks in backward.
     """
 
-    def __init__(self, name: str = "extra") -> None:
+    def __init__(self, name: str = "extra", *, in_place: bool = False) -> None:
         super().__init__()
         if not name:
             raise ValueError("The name of the extra input is empty. Give that of an earlier operation's extra output.")
         self.name = name
+        self.in_place_input = name if in_place else None
         self.extra_inputs = {name: Tensor}
 
     def fuser_forward(
@@ -34,7 +42,14 @@ class AddExtraInput(BasicOperation):
                 f"{self.name} has shape {list(extra.shape)}, but x has shape {list(x.shape)}. "
                 "They must be equal; expand one of them before."
             )
-        return (x + extra).to(ctx.dtype), {}
+        if self.in_place_input is None:
+            return (x + extra).to(ctx.dtype), {}
+        if extra.dtype != x.dtype:
+            raise ValueError(
+                f"{self.name} is {extra.dtype}, but x is {x.dtype}, and in place both must be the same. "
+                f"Give {self.name} in x's dtype, or in_place=False."
+            )
+        return extra.add_(x), {}
 
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
@@ -42,4 +57,4 @@ class AddExtraInput(BasicOperation):
         return dy, {}, {self.name: dy}
 
     def extra_repr(self) -> str:
-        return repr(self.name)
+        return repr(self.name) if self.in_place_input is None else f"{self.name!r}, in_place=True"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from ops.context import OperationContext, at_tensor
+from ops.in_place import memory_of
 from ops.program import Program, Wiring
 from ops.saved import Spec, unflatten
 
@@ -41,6 +42,7 @@ def run_backward(
     d_extras = {name: [d] for name, d in zip(record.returned, d_returned, strict=True) if d is not None}
     d_parameters: list[Tensor | None] = [None] * len(record.parameters)
     dx: Any = dy
+    foreign = _foreign_memory(record, saved, dy, d_returned) if program.reuses_gradients else frozenset()
     for wiring in program.backward:
         if not wiring.needs_grad:
             dx = None
@@ -49,12 +51,18 @@ def run_backward(
         for local, name, _ in wiring.outputs:
             if name in d_extras:
                 d_outputs[local] = _total(d_extras.pop(name))
+        if wiring.writes in d_extras:  # whoever read it later read y
+            d_written = _total(d_extras.pop(wiring.writes))
+            dx = d_written if dx is None else at_tensor(dx) + d_written
         if dx is None and not d_outputs:
             continue
         if dx is not None and not wiring.accepts_quantized:
             dx = at_tensor(dx)
+        own: frozenset[str] = frozenset()
+        if wiring.reuses_gradients:
+            own = _own(d_outputs, foreign, (dx, *d_parameters, *(d for ds in d_extras.values() for d in ds)))
         try:
-            dx, d_params, d_inputs = _run_step(record, wiring, saved, dx, d_outputs)
+            dx, d_params, d_inputs = _run_step(record, wiring, saved, dx, d_outputs, own)
             _take_gradients(record, wiring, d_params, d_parameters)
             _take_extra_gradients(wiring, d_inputs, d_extras)
         except Exception as error:
@@ -73,7 +81,12 @@ def run_backward(
 
 
 def _run_step(
-    record: Record, wiring: Wiring, saved: list[Tensor | None], dy: Any, d_outputs: dict[str, Tensor]
+    record: Record,
+    wiring: Wiring,
+    saved: list[Tensor | None],
+    dy: Any,
+    d_outputs: dict[str, Tensor],
+    own: frozenset[str],
 ) -> tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]:
     step = wiring.step
     contexts = []
@@ -84,6 +97,8 @@ def _run_step(
         context.saved = unflatten(spec, saved)
         context.seen_in_forward = (record.parameters, record.parameter_states)
         contexts.append(context)
+    if own:
+        contexts[0].own_gradients = own
     result = step.operation.fuser_backward(contexts if step.fused else contexts[0], dy, d_outputs)
     if type(result) is not tuple or len(result) != 3:
         raise TypeError(
@@ -92,6 +107,23 @@ def _run_step(
         )
     dx, d_params, d_inputs = result
     return dx, d_params if step.fused else (d_params,), d_inputs
+
+
+def _foreign_memory(
+    record: Record, saved: Sequence[Tensor | None], dy: Tensor | None, d_returned: Sequence[Tensor | None]
+) -> frozenset[int]:
+    """The memory that this backward did not make: what autograd handed in, what forward kept, what modules hold."""
+    held = [tensor for context in record.program.contexts for tensor in context["operation"].buffers()]
+    given = [tensor for values, _ in record.states for tensor in values["buffers"].values()]
+    tensors = (dy, *d_returned, *saved, *record.parameters, *held, *given)
+    return frozenset(memory_of(tensor) for tensor in tensors if tensor is not None)
+
+
+def _own(d_outputs: Mapping[str, Tensor], foreign: frozenset[int], others: Sequence[Any]) -> frozenset[str]:
+    """Those of the gradients that may be written into: this backward made them, and nothing else lies there."""
+    seen = [memory_of(t) for t in (*d_outputs.values(), *others) if isinstance(t, Tensor)]
+    memory = {name: memory_of(d) for name, d in d_outputs.items() if d.is_contiguous()}
+    return frozenset(name for name, at in memory.items() if at not in foreign and seen.count(at) == 1)
 
 
 def _take_gradients(

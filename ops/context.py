@@ -29,6 +29,8 @@ class OperationContext:
     saved:   a NamedTuple of the operation's own class; fields are tensors, None, or containers with `tensors()`
              and `rebuild(tensors)`. Never parameters: `param(name)` reads those from the operation.
     buffers: the caller's own tensors for this operation, by name
+    own_gradients: in the backward of an operation with `reuses_gradients`, the names of the extra outputs whose
+             gradients lie in memory that nobody else sees: it may write into them
     next_input_quantizer, previous_grad_quantizer: what the neighbours would quantize their operand with
     """
 
@@ -44,6 +46,7 @@ class OperationContext:
     previous_grad_quantizer: Quantizer | None
     parameter_slots: Mapping[str, int]
     saved: Any = None
+    own_gradients: frozenset[str] = frozenset()
     seen_in_forward: tuple[Sequence[torch.Tensor], Sequence[Any]] | None = None  # the pipeline's parameters, states
 
     if TYPE_CHECKING:  # an operation may set numbers of its own

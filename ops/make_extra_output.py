@@ -16,14 +16,19 @@ class MakeExtraOutput(BasicOperation):
     A later operation of the same pipeline asks for the name (`AddExtraInput(name)`), or the caller does. Both outputs
     are x itself, not a copy.
 
+    in_place: backward may add dy into the memory of d_name, instead of a new tensor: it does where that was made in
+    this pipeline's backward and nothing else lies there (not what autograd handed in, nor a gradient that is
+    returned or still needed). The numbers are the same.
+
     Raises ValueError for an empty name.
     """
 
-    def __init__(self, name: str = "extra") -> None:
+    def __init__(self, name: str = "extra", *, in_place: bool = False) -> None:
         super().__init__()
         if not name:
             raise ValueError("The name of the extra output is empty. Give one that a later operation asks for.")
         self.name = name
+        self.reuses_gradients = in_place
         self.extra_outputs = {name: Tensor}
 
     def fuser_forward(
@@ -37,7 +42,9 @@ class MakeExtraOutput(BasicOperation):
         d_extra = d_extra_outputs.get(self.name)
         if dy is None or d_extra is None:
             return dy if d_extra is None else d_extra, {}, {}
+        if self.name in ctx.own_gradients and d_extra.dtype == dy.dtype and dy.is_contiguous():
+            return d_extra.add_(dy), {}, {}
         return dy + d_extra, {}, {}
 
     def extra_repr(self) -> str:
-        return repr(self.name)
+        return f"{self.name!r}, in_place=True" if self.reuses_gradients else repr(self.name)

@@ -49,6 +49,9 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     (carries a gradient), `IndexTensor`, `Splits`, or another container class (these do not). An instance may have
     its own; `rename_extras` changes the names by which its pipeline knows them.
     buffers: the names of the caller's own tensors that it can write into.
+    in_place_input: the extra input into whose memory its forward writes, and which it returns as y. The runner has
+    made sure that nothing else needs what was there. Such an operation is never fused.
+    reuses_gradients: whether its backward asks for `ctx.own_gradients`.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
     """
@@ -56,6 +59,8 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     extra_inputs: Mapping[str, type] = {}
     extra_outputs: Mapping[str, type] = {}
     buffer_names: tuple[str, ...] = ()
+    in_place_input: str | None = None
+    reuses_gradients: bool = False
     _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
     _names: Mapping[str, str] = {}
 

@@ -65,6 +65,8 @@ class Wiring(NamedTuple):
     upstream_dtype: torch.dtype  # dx leaves in it, in backward
     needs_grad: bool  # whether backward has anything to do here
     accepts_quantized: bool
+    writes: str | None  # the pipeline's name of the extra input that forward writes into
+    reuses_gradients: bool  # backward asks which gradients of extra outputs it may write into
 
 
 class Program:
@@ -110,6 +112,8 @@ class Program:
                 differentiable |= {
                     operation.extra_name(local) for local, kind in operation.extra_outputs.items() if kind is Tensor
                 }
+                if operation.in_place_input is not None:
+                    differentiable.add(operation.extra_name(operation.in_place_input))
             self.contexts.append(
                 {
                     "operation": operation,
@@ -134,6 +138,13 @@ class Program:
         self.differentiable = frozenset(differentiable)  # the extra tensors that carry a gradient
         self.forward = tuple(self._wire(operations, step) for step in plan.forward)
         self.backward = tuple(self._wire(operations, step) for step in plan.backward)[::-1]
+        # For each step that writes in place, by its position among the operations: the extra inputs of later steps.
+        self.read_after = {
+            wiring.step.indices[0]: frozenset(name for later in self.forward[at + 1 :] for _, name, _ in later.inputs)
+            for at, wiring in enumerate(self.forward)
+            if wiring.writes is not None
+        }
+        self.reuses_gradients = any(wiring.reuses_gradients for wiring in self.backward)
 
     def _wire(self, operations: Sequence[Any], step: Step) -> Wiring:
         covered = [operations[index] for index in step.indices]
@@ -142,6 +153,7 @@ class Program:
         outputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_outputs.items()}
         inside = {name for _, name, _ in outputs}  # what one covered operation makes for another is the step's affair
         inputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_inputs.items()}
+        written = None if step.fused else step.operation.in_place_input
         return Wiring(
             step,
             tuple(entry for entry in inputs if entry[1] not in inside),
@@ -151,4 +163,6 @@ class Program:
             self.contexts[first - 1]["dtype"] if first else self.input_dtype,
             any(context["needs_grad"] for context in contexts),
             step.operation.accepts_quantized,
+            None if written is None else step.operation.extra_name(written),
+            not step.fused and step.operation.reuses_gradients,
         )

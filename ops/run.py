@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ops.backward import Record, raise_located, run_backward
 from ops.context import OperationContext, at_tensor, state_of
+from ops.in_place import check_writable, memory_of
 from ops.program import Planner, Program, Wiring, plan_unfused
 from ops.saved import flatten
 from recipes.autocast import current_recipe
@@ -192,6 +193,8 @@ class _Call:
         self.produced: dict[str, Any] = {}
         self.returned: list[str] = []
         self.input_names: list[str] = []
+        self.given: list[Tensor] = []  # x and the extra inputs, where an operation writes in place
+        self.written: dict[str, Tensor] = {}  # those of them that were, and have a history
         self.retains = retains
         self.labels = labels
 
@@ -202,6 +205,8 @@ class _Call:
             self.contexts.append(context)
         for index, named in self.buffers.items():
             self.contexts[index].buffers = dict(named)
+        if self.program.read_after:
+            self.given = [t for t in (x, *self.environment.values()) if isinstance(t, Tensor)]
         for wiring in self.program.forward:
             if not isinstance(x, Tensor):
                 if not wiring.accepts_quantized:
@@ -224,6 +229,8 @@ class _Call:
     def _run_step(self, wiring: Wiring, x: Any) -> Any:
         step = wiring.step
         extras = {local: self._extra(name, kind, x) for local, name, kind in wiring.inputs} if wiring.inputs else {}
+        if wiring.writes is not None:
+            self._check_writable(wiring.writes, x, self.contexts[step.indices[0]])
         context: Any = [self.contexts[i] for i in step.indices] if step.fused else self.contexts[step.indices[0]]
         result = step.operation.fuser_forward(context, x, extras)
         if type(result) is not tuple or len(result) != 2:
@@ -235,6 +242,17 @@ class _Call:
             elif not step.fused:
                 raise RuntimeError(f"It declares the extra output {local!r}, but its fuser_forward did not return it.")
         return y
+
+    def _check_writable(self, name: str, x: Any, context: OperationContext) -> None:
+        target = self.environment[name]
+        used = (*self.program.read_after[context.index], *self.wanted)
+        check_writable(
+            name, target, x, needs_grad=context.needs_grad, given=self.given, contexts=self.contexts,
+            labels=self.labels, read_later={n: self.environment[n] for n in used if n in self.environment},
+        )  # fmt: skip
+        if context.needs_grad and any(target is tensor for tensor in self.given):
+            # Under its last name: gradients of what it holds at the end belong to the last write.
+            self.written = {n: t for n, t in self.written.items() if t is not target} | {name: target}
 
     def _extra(self, name: str, kind: type, x: Any) -> Any:
         """The extra input of that name; split sizes as one `Splits` for all who ask for them."""
@@ -254,12 +272,23 @@ class _RetainingFunction(torch.autograd.Function):
         fctx.set_materialize_grads(False)
         program = call.program
         y = at_tensor(call.forward(x))
+        written = call.written
         # A buffer of the caller's must not get a history, nor one tensor object two: they get objects of their own.
-        outputs = [y.detach() if call.buffers else _as_output(y, x, call.environment.values())]
+        if not _is_among(y, written.values()):
+            y = y.detach() if call.buffers else _as_output(y, x, call.environment.values())
+        outputs = [y]
         returned = [name for name in call.wanted if isinstance(call.produced[name], Tensor)]
         for name in returned:
             value = call.produced.pop(name)
-            outputs.append(value.detach() if any(value is other for other in outputs) else value)
+            if not _is_among(value, written.values()) or _is_among(value, outputs):
+                value = _as_extra_output(value, x, outputs, detached=bool(call.buffers))
+            outputs.append(value)
+        if written:  # autograd wants them as outputs: whatever uses them from now on belongs to this node
+            fctx.mark_dirty(*written.values())
+            for name, value in written.items():
+                if not _is_among(value, outputs):
+                    returned.append(name)
+                    outputs.append(value)
         if returned:
             call.returned = returned
             fctx.mark_non_differentiable(
@@ -304,10 +333,23 @@ def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
     """
     if y is x:
         return y
-    memory = y.untyped_storage().data_ptr()
-    if any(isinstance(t, Tensor) and t.untyped_storage().data_ptr() == memory for t in (x, *others)):
+    memory = memory_of(y)
+    if any(isinstance(t, Tensor) and memory_of(t) == memory for t in (x, *others)):
         return y.view_as(y)
     return y.detach() if y._is_view() else y
+
+
+def _as_extra_output(value: Tensor, x: Tensor, outputs: Sequence[Tensor], *, detached: bool) -> Tensor:
+    """The same for an extra output: a view, which cannot be changed in place, if x or another one shares its memory."""
+    memory = memory_of(value)
+    shared = any(memory_of(other) == memory for other in (x, *outputs[1:]))
+    if shared or value is outputs[0]:
+        return value.view_as(value)
+    return value.detach() if detached else value
+
+
+def _is_among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(tensor is other for other in others)
 
 
 class _ReleasingFunction(_RetainingFunction):
