@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+import torch
 from torch import Tensor
 
-from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from ops.elementwise import ElementwiseOperation
+from ops.kernels.elementwise import Step
+from ops.kernels.steps import ADD_ELEMENT
 
 
-class AddExtraInput(BasicOperation):
+class AddExtraInput(ElementwiseOperation):
     """y = x + extra, for the extra input `name` of x's shape; dx = d_extra = dy.
 
     The sum of different dtypes is computed in the wider one and rounded once.
@@ -25,36 +25,42 @@ class AddExtraInput(BasicOperation):
     then. What modules outside of the pipeline have kept, autograd checks in backward.
     """
 
+    hands_on_dy = True
+
     def __init__(self, name: str = "extra", *, in_place: bool = False) -> None:
         super().__init__()
         if not name:
             raise ValueError("The name of the extra input is empty. Give that of an earlier operation's extra output.")
-        self.name = name
+        self.name = self.operand_name = name
         self.in_place_input = name if in_place else None
         self.extra_inputs = {name: Tensor}
 
-    def fuser_forward(
-        self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
-    ) -> tuple[Tensor, Mapping[str, Any]]:
-        extra = extras[self.name]
-        if extra.shape != x.shape:
+    def step(self) -> Step:
+        return ADD_ELEMENT
+
+    def check(self, shape: torch.Size, operand: Tensor | None) -> None:
+        assert operand is not None, "the extra input"
+        if operand.shape != shape:
             raise ValueError(
-                f"{self.name} has shape {list(extra.shape)}, but x has shape {list(x.shape)}. "
+                f"{self.name} has shape {list(operand.shape)}, but x has shape {list(shape)}. "
                 "They must be equal; expand one of them before."
             )
+
+    def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:
+        assert operand is not None, "the extra input"
         if self.in_place_input is None:
-            return (x + extra).to(ctx.dtype), {}
-        if extra.dtype != x.dtype:
+            return (x + operand).to(x.dtype)
+        if operand.dtype != x.dtype:
             raise ValueError(
-                f"{self.name} is {extra.dtype}, but x is {x.dtype}, and in place both must be the same. "
+                f"{self.name} is {operand.dtype}, but x is {x.dtype}, and in place both must be the same. "
                 f"Give {self.name} in x's dtype, or in_place=False."
             )
-        return extra.add_(x), {}
+        return operand.add_(x)
 
-    def fuser_backward(
-        self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
-    ) -> BackwardOfBasic:
-        return dy, {}, {self.name: dy}
+    def gradients(
+        self, dy: Tensor, x: Tensor | None, operand: Tensor | None, *, need_dx: bool, need_operand: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return dy, dy
 
     def extra_repr(self) -> str:
         return repr(self.name) if self.in_place_input is None else f"{self.name!r}, in_place=True"

@@ -82,7 +82,9 @@ class ElementwiseOperation(BasicOperation):
             ctx.saved = self.Saved(None if step.linear else x, self.kept_operand(step, operand))
         if is_idle(step, operand):
             return x, {}
-        return elementwise(x, (step,), (operand,)) if runs_triton(x) else self.compute(x, operand), {}
+        if runs_triton(x) and self.in_place_input is None:
+            return elementwise(x, (step,), (operand,)), {}
+        return self.compute(x, operand), {}
 
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]

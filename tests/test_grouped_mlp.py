@@ -265,7 +265,9 @@ def test_random_splits(sizes, tail, activation, bias, interleave, dtype, seed):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("sizes", [[6, 6, 6, 6], [0, 0, 6, 6, 6, 6, 6, 0], [3, 7, 7, 7, 0, 0, 1]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[36, 36, 36, 36], [0, 0, 32, 32, 32, 32, 32, 0], [3, 47, 47, 47, 0, 0, 1], [1, 1, 1]], ids=str
+)
 def test_groups_of_one_size_side_by_side(sizes, threads):
     """As many of them as there are threads are multiplied at once; the values are those of one after the other."""
     before = torch.get_num_threads()

@@ -95,7 +95,7 @@ def dgrouped_mlp_cpu(
             continue
         dy_b = batch.rows_of(dy)
         d_pre, d_factor, act = dactivation(
-            torch.bmm(dy_b, batch.groups_of(w2)), batch.rows_of(h), spec, batch.rows_of(scales),
+            dy_b @ batch.groups_of(w2), batch.rows_of(h), spec, batch.rows_of(scales),
             need_dscales=need_dscales, need_act=need_dw2,
         )  # fmt: skip
         assert d_pre is not None, "it is always asked for"
@@ -115,19 +115,27 @@ def dgrouped_mlp_cpu(
     return GroupedMLPGradients(dx, dw1, dw2, dscales, dh)
 
 
+MANY_ROWS = 32  # of groups that are batched: torch multiplies small matrices of a batch in loops of its own
+
+
 class _Batch(NamedTuple):
-    """Groups of one size that stand side by side: their products run as one, each on a thread of its own."""
+    """One group, or groups of one size that stand side by side: their products run as one, each on its own thread."""
 
     groups: slice
     rows: slice
 
     def rows_of(self, x: Any) -> Any:
-        """x[rows] as [groups of the batch, rows of each, ...]; None for None."""
+        """x[rows], of several groups as [groups, rows of each, ...]; None for None."""
         count = self.groups.stop - self.groups.start
-        return x if x is None else x[self.rows].unflatten(0, (count, (self.rows.stop - self.rows.start) // count))
+        if x is None or count == 1:
+            return x if x is None else x[self.rows]
+        return x[self.rows].unflatten(0, (count, (self.rows.stop - self.rows.start) // count))
 
     def groups_of(self, w: Any) -> Any:
-        return w if w is None else w[self.groups]
+        """w[groups], or that of the one group; None for None."""
+        if w is None:
+            return None
+        return w[self.groups.start] if self.groups.stop - self.groups.start == 1 else w[self.groups]
 
 
 def _batches(splits: Splits) -> Iterator[_Batch]:
@@ -136,21 +144,21 @@ def _batches(splits: Splits) -> Iterator[_Batch]:
     for size, equal in itertools.groupby(splits.tolist()):
         last = first + len(list(equal))
         while first < last:
-            count = min(last - first, torch.get_num_threads())
+            count = min(last - first, torch.get_num_threads()) if size >= MANY_ROWS else 1
             yield _Batch(slice(first, first + count), slice(start, start + count * size))
             first, start = first + count, start + count * size
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, bias_scales: Tensor | None = None) -> None:
-    """out = a @ b + bias_scales * bias, rounded once, for each group of a batch."""
+    """out = a @ b + bias_scales * bias, rounded once, of one group or of each group of a batch."""
     if bias is None:
-        torch.bmm(a, b, out=out)
+        torch.matmul(a, b, out=out)
         return
-    bias = bias[:, None]
+    bias = bias.unsqueeze(-2)
     if bias_scales is not None:
         bias = accumulator_like(bias_scales[..., None]) * bias
     if bias.dtype == out.dtype:
-        torch.baddbmm(bias, a, b, out=out)
+        (torch.addmm if out.dim() == 2 else torch.baddbmm)(bias, a, b, out=out)
     else:
         out.copy_((accumulator_like(a) @ accumulator_like(b)).add_(bias))
 
