@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fuser.plan
-from fuser import BasicOperation, FusedOperation, Sequential, autocast, ops, optional, register_fusion
+from fuser import BasicOperation, FusedOperation, Sequential, autocast, ops, optional, register_fusion, several
 from recipes import Float8CurrentScaling
 
 calls: list[str] = []  # what ran, in order
@@ -296,6 +296,15 @@ class A(Square):
         pytest.param((Scale, (Shift, Square)), (Scale, Tap), [], id="no-alternative"),
         pytest.param((Scale, Shift, Square), (Scale, Shift), [], id="too-few"),
         pytest.param((Scale, Shift), (Shift, Scale), [], id="wrong-order"),
+        pytest.param((several(Scale),), (Scale, Scale, Tap, Scale), ["0-1", "3"], id="several"),
+        pytest.param((several(Scale, Shift),), (Shift, Scale, Shift), ["0-2"], id="several-alternatives"),
+        pytest.param((several(Scale, at_least=2),), (Scale, Tap, Scale, Scale), ["2-3"], id="several-at-least"),
+        pytest.param((several(Scale), Scale, Shift), (Scale, Scale, Scale, Shift), ["0-3"], id="several-given-back"),
+        pytest.param((Tap, several(Scale)), (Tap, Shift), [], id="several-none"),
+        pytest.param(
+            (optional(Tap), several(Scale), optional(Shift)), (Scale, Shift, Tap, Scale), ["0-1", "2-3"],
+            id="several-between-optional",
+        ),
     ],
 )
 def test_a_pattern_covers(pattern: Any, kinds: Any, expected: list[str]) -> None:
@@ -305,6 +314,31 @@ def test_a_pattern_covers(pattern: Any, kinds: Any, expected: list[str]) -> None
 def test_a_refused_long_match_gives_way_to_a_shorter_one() -> None:
     pattern = (Scale, optional(Shift), optional(Square))
     assert matched(pattern, Scale(), Shift(), Square(), refuse=3) == ["0-1"]
+
+
+def test_a_refused_long_run_gives_way_to_a_shorter_one() -> None:
+    assert matched((several(Scale),), Scale(), Scale(), Scale(), refuse=3) == ["0-1", "2"]
+
+
+def test_a_match_of_fewer_operations_than_a_fusion_wants_is_none() -> None:
+    class Pair(Moody):
+        pattern = (several(Square), optional(Shift))
+        fewest = 2
+
+    assert "Pair" not in Sequential(Square(), Tap(), Shift(), fusions=(Pair,)).explain()
+    assert "Pair on operations 0-1" in Sequential(Square(), Shift(), fusions=(Pair,)).explain()
+
+
+def test_one_reason_for_a_run_and_for_its_parts_is_said_once() -> None:
+    class Run(Moody):
+        pattern = (several(Square),)
+
+    lines = Sequential(Square(), Square(), Square(), Tap(), Square(), fusions=(Run,)).explain().splitlines()
+    refused = [line for line in lines if "not fused" in line]
+    assert refused == [
+        "  not fused: Run on operations 0-2: the moon is full.",
+        "  not fused: Run on operations 4: the moon is full.",
+    ]
 
 
 def test_a_subclass_that_computes_the_same_matches() -> None:
