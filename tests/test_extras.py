@@ -435,6 +435,14 @@ def test_an_inference_tensor_is_not_written_outside_of_inference_mode() -> None:
     refused(Add(in_place=True), tensor(), RuntimeError, message, extra=extra)
 
 
+def test_a_subclass_of_tensor_is_not_written() -> None:
+    class Wrapping(torch.Tensor):
+        pass
+
+    message = "extra is a Wrapping, of which the pipeline cannot tell who else uses its memory"
+    refused(Add(in_place=True), tensor(), RuntimeError, message, extra=tensor().as_subclass(Wrapping))
+
+
 def test_a_view_of_x_is_not_written_over_x() -> None:
     square = tensor(4, 4)
     message = "extra and x lie in the same memory, but not element by element"
