@@ -11,6 +11,8 @@ from torch import Tensor
 from ops.context import OperationContext
 from ops.saved import flatten
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def check_writable(
     name: str,
@@ -32,8 +34,14 @@ def check_writable(
     read_later: the extra tensors, by name, that are read or returned after the write
 
     ValueError for elements that share memory. RuntimeError for an inference tensor outside of inference mode, for a
-    leaf that requires grad, for a view of the caller's memory, and for memory that something else needs.
+    leaf that requires grad, for a view of the caller's memory, for memory that something else needs, and for a
+    subclass of Tensor.
     """
+    if type(target) not in _PLAIN:
+        raise RuntimeError(
+            f"{name} is a {type(target).__name__}, of which the pipeline cannot tell who else uses its memory, so it "
+            "cannot be written in place. Give in_place=False."
+        )
     if not _is_dense(target):
         raise ValueError(
             f"{name} has strides {list(target.stride())} for its shape {list(target.shape)}: elements of it may share "
@@ -78,8 +86,8 @@ def check_writable(
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The address of a tensor's memory, the same for all its views; 0 if it has none (empty, or meta)."""
-    return tensor.untyped_storage().data_ptr()
+    """The address of a tensor's memory, the same for all its views; 0 if it has none (empty, meta, or a subclass)."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in _PLAIN else 0
 
 
 def _shares(memory: int, others: Iterable[Tensor | None]) -> bool:

@@ -68,7 +68,7 @@ class Gate(BasicOperation):
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
     """Small integers: their sums and products are exact, in any order."""
-    return torch.randint(-4, 5, shape or (3, WIDTH), device=device).to(dtype)
+    return torch.randint(-4, 5, shape or (3, WIDTH)).to(device, dtype)
 
 
 def bias(size: int = WIDTH) -> ops.Bias:
@@ -162,6 +162,79 @@ def test_a_nested_sequential_shares_the_names() -> None:
     assert torch.equal(leaf.grad, 18 * dy)
 
 
+@pytest.mark.parametrize("returned", [False, True])
+def test_an_output_that_nobody_asks_for_changes_nothing(returned: bool) -> None:
+    x = tensor().requires_grad_()
+    result = Sequential(Make("r", in_place=True), Times(2.0))(x, outputs=("r",) if returned else ())
+    y = result[0] if returned else result
+    y.backward(dy := tensor())
+    assert torch.equal(y, 2 * x) and torch.equal(x.grad, 2 * dy)
+
+
+def test_of_two_outputs_one_is_returned_and_one_is_not() -> None:
+    layer = Sequential(Make("a"), Times(2.0), Add("a"), Make("b"), Make("c"), Times(3.0), Add("b"))
+    x, dy, dc = tensor().requires_grad_(), tensor(), tensor()
+    y, made = layer(x, outputs=("c",))
+    assert torch.equal(y, 12 * x) and torch.equal(made["c"], 3 * x)
+    torch.autograd.backward([y, made["c"]], [dy, dc])
+    assert torch.equal(x.grad, 12 * dy + 3 * dc)
+
+
+def test_an_output_that_is_computed_inside_carries_its_gradient() -> None:
+    class MeanSquare(BasicOperation):
+        """y = x, and the mean of its squares, for each row, as the extra output `scales`."""
+
+        extra_outputs = {"scales": Tensor}
+
+        class Saved(NamedTuple):
+            x: Tensor
+
+        def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            if ctx.needs_grad:
+                ctx.saved = self.Saved(x)
+            return x, {"scales": x.square().mean(-1)}
+
+        def fuser_backward(self, ctx: Any, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            d = ctx.saved.x * (2 / ctx.saved.x.shape[-1]) * d_extra_outputs["scales"][:, None]
+            return d if dy is None else dy + d, {}, {}
+
+    layer = Sequential(MeanSquare(), ops.ScaledSwiGLU(), retain_graph=True)
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(layer(x), gated(x, "swiglu") * x.square().mean(-1, keepdim=True))
+    assert torch.autograd.gradcheck(layer, x)
+    assert torch.autograd.gradcheck(lambda x: layer(x, outputs=("scales",))[1]["scales"], x)
+
+
+class Tripled(FusedOperation):
+    """MakeExtraOutput -> Times(2) -> AddExtraInput of the same name, in one step: y = 3 x."""
+
+    pattern = (Make, Times, Add)
+
+    def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        assert not extras, "what is made inside does not come from outside"
+        y, _ = self.operations[2].fuser_forward(ctxs[2], 2 * x, {"r": x})  # it keeps what it keeps alone
+        return y, {"r": x}
+
+    def fuser_backward(self, ctxs: Any, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        dx = 3 * dy
+        for d in d_extra_outputs.values():
+            dx = dx + d
+        return dx, [{}, {}, {}], {}
+
+
+@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize("passes", ["joint", "forward", "backward"])
+def test_a_residual_branch_inside_a_fused_operation(passes: str, returned: bool) -> None:
+    fusion = type("Fused", (Tripled,), {"passes": passes})
+    layer = Sequential(Make("r", in_place=True), Times(2.0), Add("r"), Times(2.0), fusions=(fusion,))
+    assert "Fused = MakeExtraOutput -> Times -> AddExtraInput" in layer.explain()
+    x, dy, dr = tensor().requires_grad_(), tensor(), tensor()
+    result = layer(x, outputs=("r",) if returned else ())
+    y = result[0] if returned else result
+    torch.autograd.backward([y, result[1]["r"]] if returned else [y], [dy, dr] if returned else [dy])
+    assert torch.equal(y, 6 * x) and torch.equal(x.grad, 6 * dy + (dr if returned else 0))
+
+
 # Written in place
 
 
@@ -205,18 +278,19 @@ def test_what_needs_no_grad_gets_none(x_needs: bool, extra_needs: bool) -> None:
     )
 
 
-def test_a_chain_of_fifteen_writes_where_it_says() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_chain_of_fifteen_writes_where_it_says(device: str) -> None:
     first, second, third = bias(), bias(), bias()
     layer = Sequential(
         Make("start"), first, Make("h1", in_place=True), Add("x2", in_place=True), Make("sum2"), Add("x3"), second,
         Make("h3", in_place=True), ops.Identity(), Add("x4", in_place=True), Make("sum4"), Add("x5"), third,
         Make("h5", in_place=True), ops.Identity(),
-    ).double()  # fmt: skip
+    ).to(device, torch.float64)  # fmt: skip
     assert len(layer) == 15 and len(layer.layout().stages) == 1
     names, made_names = ("x2", "x3", "x4", "x5"), ("start", "h1", "sum2", "h3", "sum4", "h5")
-    values = {name: tensor() for name in ("x", *names)}
-    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
-    own = {name: leaf * 1 for name, leaf in leaves.items()}
+    values = {name: tensor(device=device) for name in ("x", *names)}
+    start = {name: value.clone().requires_grad_() for name, value in values.items()}
+    own = {name: leaf * 1 for name, leaf in start.items()}
     y, made = layer(own["x"], **{name: own[name] for name in names}, outputs=made_names)
     address = {name: t.data_ptr() for name, t in {"y": y, **own, **made}.items()}
     assert address["start"] == address["x"] and address["sum2"] == address["x2"] and address["sum4"] == address["x4"]
@@ -236,10 +310,10 @@ def test_a_chain_of_fifteen_writes_where_it_says() -> None:
     # What was written into is used once more by the caller.
     ours = [y, *made.values(), own["x2"], own["x4"]]
     theirs = [*expected.values(), sum2, sum4]
-    d = [tensor() for _ in ours]
+    d = [tensor(device=device) for _ in ours]
     torch.autograd.backward(ours, d)
     torch.autograd.backward(theirs, d)
-    found = {**leaves, "b1": first.bias, "b2": second.bias, "b3": third.bias}
+    found = {**start, "b1": first.bias, "b2": second.bias, "b3": third.bias}
     assert_same_bits(gradients(found), gradients({**plain, "b1": b1, "b2": b2, "b3": b3}))
 
 
@@ -272,6 +346,15 @@ def test_who_reads_the_name_after_the_write_reads_what_was_written() -> None:
     y.backward(dy := tensor())
     expected.backward(dy)
     assert torch.equal(x.grad, a.grad) and torch.equal(leaf.grad, b.grad)
+
+
+def test_what_is_written_by_two_names_belongs_to_the_last() -> None:
+    layer = Sequential(Times(2.0), Add("e", in_place=True), Make("m"), Add("m", in_place=True), Times(1.0))
+    x, (leaf, e) = tensor().requires_grad_(), computed(tensor())
+    y = layer(x, e=e)
+    torch.autograd.backward([y, e], [torch.ones_like(y)] * 2)
+    assert torch.equal(e, y) and torch.equal(y, 2 * (2 * x + leaf))
+    assert torch.equal(leaf.grad, torch.full_like(leaf, 4.0)) and torch.equal(x.grad, torch.full_like(x, 8.0))
 
 
 def test_x_itself_may_be_written_into() -> None:
@@ -353,6 +436,14 @@ def test_an_inference_tensor_is_not_written_outside_of_inference_mode() -> None:
     refused(Add(in_place=True), tensor(), RuntimeError, message, extra=extra)
 
 
+def test_a_subclass_of_tensor_is_not_written() -> None:
+    class Wrapping(torch.Tensor):
+        pass
+
+    message = "extra is a Wrapping, of which the pipeline cannot tell who else uses its memory"
+    refused(Add(in_place=True), tensor(), RuntimeError, message, extra=tensor().as_subclass(Wrapping))
+
+
 def test_a_view_of_x_is_not_written_over_x() -> None:
     square = tensor(4, 4)
     message = "extra and x lie in the same memory, but not element by element"
@@ -395,6 +486,19 @@ def test_another_name_for_the_same_memory_is_not_written_behind_it() -> None:
     with pytest.raises(RuntimeError, match=message):
         Sequential(*modules)(x, outputs=("b",))
     Sequential(*modules)(x)  # nobody reads it later
+
+
+def test_a_detached_alias_of_x_is_not_written() -> None:
+    class Aliasing(Make):
+        def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return x, {"r": x.detach()}
+
+    leaf, x = computed(tensor())
+    layer = Sequential(Aliasing("r"), Times(2.0), Add("r", in_place=True))
+    refused(layer, x, RuntimeError, "r is a view of a tensor of the caller's")
+    layer = Sequential(Times(1.0), *layer)
+    layer(x).sum().backward()  # of the pipeline's own
+    assert torch.equal(leaf.grad, torch.full_like(leaf, 3.0))
 
 
 def test_a_parameter_is_not_written() -> None:
@@ -502,84 +606,105 @@ def test_a_gradient_that_backward_made_is_added_into() -> None:
     assert seen["dx"].data_ptr() == seen["dr"].data_ptr()
 
 
-def test_the_sum_of_a_fan_out_is_added_into() -> None:
-    added: list[frozenset[str]] = []
+class Asking(Make):
+    """Notes which gradients it was told to be its own."""
 
-    class Asking(Make):
-        def fuser_backward(self, ctx: Any, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> Any:
-            added.append(ctx.own_gradients)
-            return super().fuser_backward(ctx, dy, d_extra_outputs)
+    def __init__(self, in_place: bool) -> None:
+        super().__init__("r", in_place=in_place)
+        self.own: list[frozenset[str]] = []
+
+    def fuser_backward(self, ctx: Any, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        self.own.append(ctx.own_gradients)
+        return super().fuser_backward(ctx, dy, d_extra_outputs)
+
+
+def test_the_sum_of_a_fan_out_is_added_into() -> None:
+    asking: list[Asking] = []
 
     def modules(in_place: bool) -> Sequence[nn.Module]:
-        return Asking("r", in_place=in_place), Times(3.0), Add("r"), Times(2.0), Add("r")
+        asking.append(Asking(in_place))
+        return asking[-1], Times(3.0), Add("r"), Times(2.0), Add("r")
 
     want = backward_of(modules, False)
     assert torch.equal(backward_of(modules, True), want)
-    assert added == [frozenset(), frozenset({"r"})]
+    assert [a.own for a in asking] == [[frozenset()], [frozenset({"r"})]]
 
 
-FOREIGN = {
-    "autograd's": ([Times(3.0), Add("r")], {}),
-    "autograd's, of the extra": ([Times(3.0)], {"outputs": ("r",)}),
-    "dy's own": ([Add("r"), Times(2.0)], {}),
-    "another output's": ([Make("s"), Times(3.0), Add("r"), Times(2.0)], {"outputs": ("s",)}),
-    "another input's": ([Times(3.0), Add("r"), Add("other"), Times(2.0)], {}),
-    "a parameter's": ([Times(3.0), Add("r"), ops.Bias(WIDTH), Times(2.0)], {}),
+class Shift(BasicOperation):
+    """y = x + shift, of x's shape: dy is the parameter's gradient too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3, WIDTH))
+
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        return x + ctx.param("shift"), {}
+
+    def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        return dy, {"shift": dy}, {}
+
+
+class Passes(BasicOperation):
+    """Its backward passes a tensor on that is not its own: what it has kept, its weight, or its buffer."""
+
+    class Saved(NamedTuple):
+        x: Tensor
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.weight = nn.Parameter(torch.ones(3, WIDTH))
+        self.register_buffer("constant", torch.ones(3, WIDTH))
+
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        ctx.saved = self.Saved(x)
+        return x * 1, {}
+
+    def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        return {"kept": ctx.saved.x, "weight": ctx.param("weight"), "buffer": self.constant}[self.what], {}, {}
+
+
+FOREIGN: dict[str, Callable[[], list[nn.Module]]] = {
+    "autograd's": lambda: [Times(3.0), Add("r")],
+    "dy's own": lambda: [Add("r"), Times(2.0)],
+    "another output's": lambda: [Times(3.0), Add("r"), Add("s"), Times(2.0)],
+    "another input's": lambda: [Times(3.0), Add("r"), Add("other"), Times(2.0)],
+    "a parameter's gradient": lambda: [Times(3.0), Add("r"), Shift(), Times(2.0)],
+    "kept": lambda: [Times(3.0), Add("r"), Passes("kept")],
+    "a weight": lambda: [Times(3.0), Add("r"), Passes("weight")],
+    "a buffer": lambda: [Times(3.0), Add("r"), Passes("buffer")],
+    "the caller's buffer": lambda: [Times(3.0), Add("r"), ops.GroupedLinear(1, WIDTH, WIDTH)],
 }
 
 
 @pytest.mark.parametrize("whose", FOREIGN)
 def test_a_gradient_that_another_may_see_is_left_alone(whose: str) -> None:
-    rest, kwargs = FOREIGN[whose]
-    rows = (WIDTH,) if whose == "a parameter's" else (3, WIDTH)
     found = []
     for in_place in (False, True):
         torch.manual_seed(3)
-        layer = Sequential(Times(1.0), Make("r", in_place=in_place), *rest).double()
-        x = torch.randn(rows, dtype=torch.float64, requires_grad=True)
-        other = torch.randn(rows, dtype=torch.float64, requires_grad=True)
-        extras = {"other": other} if whose == "another input's" else {}
-        result = layer(x, **kwargs, **extras)
-        results = [result] if isinstance(result, Tensor) else [result[0], *result[1].values()]
-        d = [torch.randn_like(t) for t in results]
-        copies = [t.clone() for t in d]
-        layer.zero_grad()
-        torch.autograd.backward(results, d)
-        for gradient, copy in zip(d, copies, strict=True):
-            assert torch.equal(gradient, copy)
-        found.append(
-            {name: None if g is None else g.clone()
-             for name, g in gradients({"x": x, "other": other, **dict(layer.named_parameters())}).items()}
-        )  # fmt: skip
+        asking = Asking(in_place)
+        layer = Sequential(Times(1.0), Make("s"), asking, *FOREIGN[whose](), retain_graph=True).double()
+        x, other, buffer, dy = (torch.randn(3, WIDTH, dtype=torch.float64) for _ in range(4))
+        state = {**layer.state_dict(), "other": other, "dy": dy, "x": x}
+        before = {name: t.clone() for name, t in state.items()}
+        given: dict[str, Any] = {"other": other.requires_grad_()} if whose == "another input's" else {}
+        if whose == "the caller's buffer":
+            given = {"split_sizes": [3], "buffers": {-1: {"grad_input": buffer}}}
+        y = layer(x.requires_grad_(), **given)
+        y.backward(dy, retain_graph=True)
+        y.backward(dy)
+        assert_same_bits(state, before)
+        assert asking.own == [frozenset()] * 2
+        found.append({"buffer": buffer, **gradients({"x": x, "other": other, **dict(layer.named_parameters())})})
     assert_same_bits(found[1], found[0])
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_a_gradient_in_memory_of_the_callers_is_left_alone(keeps: bool) -> None:
-    """GroupedLinear writes its dgrad, which is d_r, into the caller's buffer; Pass hands back what forward kept."""
+def test_the_gradient_of_a_returned_output_is_left_alone() -> None:
+    def modules(in_place: bool) -> Sequence[nn.Module]:
+        return Times(1.0), Make("r", in_place=in_place), Times(3.0)
 
-    class Pass(BasicOperation):
-        class Saved(NamedTuple):
-            x: Tensor
-
-        def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
-            ctx.saved = self.Saved(x)
-            return x * x, {}
-
-        def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
-            return ctx.saved.x, {}, {}
-
-    found = []
-    for in_place in (False, True):
-        torch.manual_seed(3)
-        last = Pass() if keeps else ops.GroupedLinear(1, WIDTH, WIDTH)
-        layer = Sequential(Make("r", in_place=in_place), Times(3.0), Add("r"), last).double()
-        x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
-        buffer = torch.empty(3, WIDTH, dtype=torch.float64)
-        y = layer(x) if keeps else layer(x, split_sizes=[3], buffers={-1: {"grad_input": buffer}})
-        y.backward(torch.ones_like(y))
-        found.append({"dx": x.grad, "buffer": None if keeps else buffer})
-    assert_same_bits(found[1], found[0])
+    want = backward_of(modules, False, outputs=("r",))
+    assert torch.equal(backward_of(modules, True, outputs=("r",)), want)
 
 
 def test_a_second_backward_gives_the_same() -> None:
