@@ -11,7 +11,7 @@ from fused.linear_in_place import add_in_place, operand_of, why_not_bias
 from ops.add_extra_input import AddExtraInput
 from ops.bias import Bias
 from ops.constant_scale import ConstantScale
-from ops.gemm import commutes, quantizes
+from ops.gemm import commutes
 from ops.linear import Linear
 from ops.operation import BasicOperation, FusedOperation, OperationContext, optional
 from recipes.request import PlanRequest
@@ -20,10 +20,9 @@ from recipes.request import PlanRequest
 class ForwardLinearScaleAdd(FusedOperation):
     """y = scale (x W^T + b) + extra, with the Linear's own bias, a Bias behind it, both or none.
 
-    A power of two is the product's own factor, which is exact (see `ops.gemm.commutes`), if nothing is quantized;
-    any other scale multiplies in the memory of the product, where the extra tensor is added too. Each is rounded as by
-    itself. Saves what the operations by themselves save: x. Refused for a Bias of another size or dtype than the
-    Linear.
+    A power of two is the product's own factor, which is exact (see `ops.gemm.commutes`); any other scale multiplies in
+    the memory of the product, where the extra tensor is added too. Each is rounded as by itself. Saves what the
+    operations by themselves save: x. Refused for a Bias of another size or dtype than the Linear.
     """
 
     pattern = (Linear, optional(Bias), ConstantScale, AddExtraInput)
@@ -39,9 +38,8 @@ class ForwardLinearScaleAdd(FusedOperation):
     ) -> tuple[Tensor, Mapping[str, Any]]:
         linear, *biases, constant, add = self.operations
         scale = cast(ConstantScale, constant).scale
-        first = ctxs[0]
-        alpha = scale if commutes(scale, first.dtype) and not quantizes(first.recipe) else 1.0
-        y = cast(Linear, linear).fprop(first, x, alpha)
+        alpha = scale if commutes(scale, ctxs[0].dtype) else 1.0
+        y = cast(Linear, linear).fprop(ctxs[0], x, alpha)
         for bias in biases:
             add_in_place(cast(Bias, bias), ctxs[1], y, extras, alpha)
         operand_of(cast(ConstantScale, constant), ctxs[-2], y, extras)

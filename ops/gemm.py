@@ -122,8 +122,8 @@ def gemm(
     product = accumulator_like(x) @ accumulator_like(w)
     scale = combined_alpha(left, right)
     if scale is not None:
-        product *= scale
-    if alpha != 1:
+        product *= scale * alpha
+    elif alpha != 1:
         product *= alpha
     if added is not None:
         product = product + added

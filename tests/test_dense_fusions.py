@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -172,6 +173,15 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(name: str, frozen
     assert found.get(f"gradient of {frozen}") is None
 
 
+@pytest.mark.parametrize("name", ["bias-swiglu", "linear_bias-swiglu"])
+def test_a_frozen_bias_costs_no_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = BACKWARD[name].make()
+    operations[0].bias.requires_grad_(False)
+    monkeypatch.setattr("fused.backward_activation_bias.column_sums", None)
+    sequential = on(operations, BackwardActivationBias)
+    sequential(torch.randn(5, K, requires_grad=True)).sum().backward()
+
+
 def test_strides_of_x_dy_and_the_extra_input_do_not_matter() -> None:
     operations = [ops.MakeExtraOutput("copy"), linear(True), ops.ConstantScale(0.5), ops.AddExtraInput()]
     fused, unfused = both(operations, *FUSIONS)
@@ -188,14 +198,17 @@ def test_an_extra_input_of_a_wider_dtype_is_added_in_it(wide: torch.dtype) -> No
     assert_same_bits(run(fused, x, dy, extra=extra), run(unfused, x, dy, extra=extra))
 
 
-def test_an_extra_gradient_of_a_wider_dtype_is_added_in_it() -> None:
-    operations = [
-        ops.MakeExtraOutput("copy"), ops.Linear(K, K).bfloat16(), ops.Linear(K, K), ops.AddExtraInput("copy")
-    ]  # fmt: skip
-    fused, unfused = both(operations, BackwardLinearAdd)
-    for dtype in (torch.bfloat16, torch.float32):
-        x = torch.randn(5, K, dtype=dtype, requires_grad=True)
-        dy = torch.randn(5, K)
+@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtypes", list(product([torch.bfloat16, torch.float32, torch.float64], repeat=3)), ids=str)
+def test_an_extra_gradient_is_rounded_as_unfused(
+    dtypes: tuple[torch.dtype, ...], autocast_dtype: torch.dtype | None
+) -> None:
+    x_dtype, first, second = dtypes
+    operations = [ops.MakeExtraOutput("copy"), ops.Linear(K, K).to(first), ops.Linear(K, K).to(second)]
+    fused, unfused = both([*operations, ops.AddExtraInput("copy")], BackwardLinearAdd)
+    x = torch.randn(5, K, dtype=x_dtype, requires_grad=True)
+    with torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None):
+        dy = torch.randn_like(unfused(x))
         assert_same_bits(run(fused, x, dy), run(unfused, x, dy))
 
 
@@ -243,8 +256,10 @@ def test_operands_that_are_quantized_already_are_taken_as_they_are(recipe: str |
     if quantized == "dy":
         operations = [ops.MakeExtraOutput("copy"), linear(True), ops.Quantize(forward=False, backward=True)]
     fused, unfused = both(operations, ForwardLinearBiasAdd, BackwardLinearAdd)
-    x, dy = torch.randn(6, K, requires_grad=True), torch.randn(6, N)
-    extras = {"add": torch.randn(6, N)} if quantized == "x" else {}
+    # Of so many magnitudes that codes of codes are others.
+    x, dy = (torch.randn(64, size) * torch.randn(64, size).mul(4).exp2() for size in (K, N))
+    x.requires_grad_()
+    extras = {"add": torch.randn(64, N)} if quantized == "x" else {}
     outputs = [] if quantized == "x" else ["copy"]
     with autocast(recipe=recipe):
         assert_same_bits(run(fused, x, dy, outputs, **extras), run(unfused, x, dy, outputs, **extras))
@@ -378,7 +393,11 @@ def test_only_powers_of_two_commute_with_a_product(scale: float, dtype: torch.dt
     assert commutes(scale, dtype) is expected
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.bfloat16), (torch.float32, torch.float64, torch.float64)],
+    ids=str,
+)
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("alpha", [1.0, 0.3, -2.0])
 def test_gemm_takes_a_factor(alpha: float, added: bool, dtypes: tuple[torch.dtype, ...]) -> None:
