@@ -393,11 +393,10 @@ def test_only_powers_of_two_commute_with_a_product(scale: float, dtype: torch.dt
     assert commutes(scale, dtype) is expected
 
 
-@pytest.mark.parametrize(
-    "dtypes",
-    [(torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.bfloat16), (torch.float32, torch.float64, torch.float64)],
-    ids=str,
-)
+MIXED = [(torch.bfloat16, torch.float32, torch.bfloat16), (torch.float32, torch.float64, torch.float64)]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, *MIXED], ids=str)
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("alpha", [1.0, 0.3, -2.0])
 def test_gemm_takes_a_factor(alpha: float, added: bool, dtypes: tuple[torch.dtype, ...]) -> None:
