@@ -10,6 +10,8 @@ from ops.dropout import Dropout
 from ops.elementwise import ElementwiseOperation
 from ops.grouped_linear import GroupedLinear
 from ops.identity import Identity
+from ops.l2_normalization import L2Normalization
+from ops.layer_norm import LayerNorm
 from ops.linear import Linear
 from ops.make_extra_output import MakeExtraOutput
 from ops.operation import (
@@ -22,6 +24,7 @@ from ops.operation import (
     several,
 )
 from ops.quantize import Quantize
+from ops.reshape import Reshape
 from ops.rms_norm import RMSNorm
 from ops.router import Router
 from ops.scaled_clamped_qgeglu import ScaledClampedQGeGLU
@@ -44,11 +47,14 @@ __all__ = [
     "GroupedLinear",
     "Identity",
     "IndexTensor",
+    "L2Normalization",
+    "LayerNorm",
     "Linear",
     "MakeExtraOutput",
     "OperationContext",
     "Quantize",
     "RMSNorm",
+    "Reshape",
     "Router",
     "ScaledClampedQGeGLU",
     "ScaledSReLU",
