@@ -399,7 +399,8 @@ def delementwise_triton(
             dy, x, tuple(operands), dx, _codes(cast), tuple(shares), y, column_shares, rows, columns,
             columns * (1 + (_gate_of(steps) >= 0)), **_constants(tuple(steps), tuple(dtypes)),
             **_backwards(tuple(steps), tuple(dtypes)), **_cast_constants(cast, dy),
-            BLOCK_T=config.block_t, BLOCK_C=config.block_c, TILES=config.tiles, STAGES=config.num_stages, num_warps=config.num_warps,
+            BLOCK_T=config.block_t, BLOCK_C=config.block_c, TILES=config.tiles, STAGES=config.num_stages,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
         )  # fmt: skip
 
