@@ -70,7 +70,7 @@ def dnorm_config(rows: int, N: int, sms: int) -> NormConfig:
 def dparameters_config(rows: int, N: int, sms: int) -> NormConfig:
     """dweight and dbias alone: 16 x 128 elements a step; `programs` share the rows of each 128 columns."""
     block_m, block_n, num_warps = 16, 128, 4
-    programs = max(1, sms * _WARPS_A_MULTIPROCESSOR // num_warps // triton.cdiv(N, block_n))
+    programs = max(1, sms * _WARPS_A_MULTIPROCESSOR // num_warps // max(1, triton.cdiv(N, block_n)))
     return NormConfig(block_m, block_n, num_warps, min(triton.cdiv(rows, block_m), programs))
 
 
