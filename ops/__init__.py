@@ -5,6 +5,7 @@ from ops.bias import Bias
 from ops.clamped_swiglu import ClampedSwiGLU
 from ops.combine import Combine
 from ops.dispatch import Dispatch
+from ops.gated_activations import GEGLU, GLU, QGEGLU, ReGLU, SReGLU
 from ops.grouped_linear import GroupedLinear
 from ops.identity import Identity
 from ops.linear import Linear
@@ -14,9 +15,12 @@ from ops.quantize import Quantize
 from ops.rms_norm import RMSNorm
 from ops.router import Router
 from ops.scaled_clamped_qgeglu import ScaledClampedQGeGLU
+from ops.scaled_situglu import ScaledSiTUGLU
 from ops.scaled_srelu import ScaledSReLU
 from ops.scaled_swiglu import ScaledSwiGLU
+from ops.situglu import SiTUGLU
 from ops.swiglu import SwiGLU
+from ops.ungated_activations import GELU, QGELU, ReLU, SiLU, SReLU
 
 __all__ = [
     "AddExtraInput",
@@ -27,18 +31,30 @@ __all__ = [
     "Dispatch",
     "FusedOperation",
     "FusibleOperation",
+    "GEGLU",
+    "GELU",
+    "GLU",
     "GroupedLinear",
     "Identity",
     "IndexTensor",
     "Linear",
     "MakeExtraOutput",
     "OperationContext",
+    "QGEGLU",
+    "QGELU",
     "Quantize",
     "RMSNorm",
+    "ReGLU",
+    "ReLU",
     "Router",
+    "SReGLU",
+    "SReLU",
     "ScaledClampedQGeGLU",
     "ScaledSReLU",
+    "ScaledSiTUGLU",
     "ScaledSwiGLU",
+    "SiLU",
+    "SiTUGLU",
     "SwiGLU",
     "optional",
 ]
