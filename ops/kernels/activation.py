@@ -29,7 +29,8 @@ Precision: float32 (float64 for float64) from the first step to the last, then o
 have any floating dtype, and dscales gets the same. The activation that `dactivation` computes again is bit for bit
 that of `activation`.
 
-Graph safety: nothing reads the device. Plain torch (`activation_torch.py`) runs on every device.
+Graph safety: nothing reads the device. On CUDA a step of the element-wise kernels (`activation_functions.py`); on the
+CPU, and in float64, plain torch (`activation_torch.py`).
 
 Source of the formulas: TransformerEngine's activations (its clamped_swiglu is GPT-OSS's); for srelu, So et al.,
 "Primer", 2021; for the gated ones, Shazeer, "GLU Variants Improve Transformer", 2020.
@@ -39,14 +40,18 @@ Source of the formulas: TransformerEngine's activations (its clamped_swiglu is G
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from ops.kernels import activation_functions
 from ops.kernels.activation_torch import BACKWARD, FORWARD, Constants
+from ops.kernels.elementwise import Step, delementwise, elementwise, runs_triton
 
 Ungated = Literal["gelu", "qgelu", "relu", "silu", "srelu"]
 Gated = Literal["geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situglu"]
@@ -104,6 +109,20 @@ def constants(spec: Activation) -> Constants:
     return (spec.beta1, spec.beta2, 0.0) if spec.kind == "situglu" else (0.0, 0.0, 0.0)
 
 
+@cache
+def activation_step(spec: Activation, scaled: bool) -> Step:
+    """The activation as a step of the element-wise kernels, with a factor a row if it is scaled."""
+    return Step(
+        activation_functions.FORWARD[spec.kind],
+        activation_functions.BACKWARD[spec.kind],
+        lambda x, *_: activation_ref(x, spec),
+        "row" if scaled else "",
+        constants=constants(spec),
+        gated=spec.gated,
+        interleave=(spec.gated and spec.glu_interleave_size) or 0,
+    )
+
+
 def activation_ref(h: Tensor, spec: Activation, scales: Tensor | None = None) -> Tensor:
     """`activation` in plain torch and einops, differentiable by autograd."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
@@ -142,7 +161,9 @@ def activation(h: Tensor, spec: Activation, scales: Tensor | None = None) -> Ten
     Returns act [..., I] in h's dtype. Raises ValueError if h's features do not divide into gate and linear
     part, or scales has another shape.
     """
-    _check(h, spec, scales)
+    check_activation(h.shape, spec, scales)
+    if runs_triton(h, scales):
+        return elementwise(h, (activation_step(spec, scales is not None),), (scales,))
     act = _value(h.to(_compute_dtype(h)), spec)
     if scales is not None:
         act *= scales.unsqueeze(-1)
@@ -166,6 +187,15 @@ def dactivation(
     Returns (dh, dscales, act); what is not needed is None. dh [..., 2I] and act [..., I] have h's dtype, dscales
     h.shape[:-1] that of scales. need_dscales needs scales.
     """
+    if runs_triton(dact, h, scales):
+        if not (need_dh or need_dscales or need_act):
+            return None, None, None
+        found = delementwise(
+            dact, h, (activation_step(spec, scales is not None),), (scales,), (h.dtype,),
+            need_dx=need_dh, need_operands=(need_dscales,), need_y=need_act,
+        )  # fmt: skip
+        d_row = found.operands[0]
+        return found.dx, None if d_row is None or scales is None else d_row.to(scales.dtype), found.y
     dtype = _compute_dtype(h)
     wide = h.to(dtype)
     dh = None
@@ -216,15 +246,17 @@ def _joined(value: Tensor, spec: Activation) -> Tensor:
     return value.flatten(-2) if spec.gated and spec.glu_interleave_size is not None else value
 
 
-def _check(h: Tensor, spec: Activation, scales: Tensor | None) -> None:
-    if spec.gated and h.shape[-1] % (2 * (spec.glu_interleave_size or 1)):
+def check_activation(shape: Sequence[int], spec: Activation, scales: Tensor | None) -> None:
+    """Raise ValueError if an h of this shape does not divide into gate and linear part, or scales do not fit it."""
+    if spec.gated and (not shape or shape[-1] % (2 * (spec.glu_interleave_size or 1))):
         size = spec.glu_interleave_size
         raise ValueError(
-            f"x has {h.shape[-1]} features, but {'2' if size is None else f'2 * glu_interleave_size = {2 * size}'} "
+            f"x has {shape[-1] if shape else 1} features, but "
+            f"{'2' if size is None else f'2 * glu_interleave_size = {2 * size}'} "
             "must divide them. Gate and linear part stand side by side: make twice the features that come out."
         )
-    if scales is not None and scales.shape != h.shape[:-1]:
+    if scales is not None and scales.shape != shape[:-1]:
         raise ValueError(
-            f"scales has shape {list(scales.shape)}, but x has shape {list(h.shape)}. "
-            f"Give one scale a row: {list(h.shape[:-1])}."
+            f"scales has shape {list(scales.shape)}, but x has shape {list(shape)}. "
+            f"Give one scale a row: {list(shape[:-1])}."
         )

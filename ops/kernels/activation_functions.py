@@ -3,7 +3,7 @@
     FORWARD[kind](x, A, B, C) -> y              BACKWARD[kind](dy, x, A, B, C) -> dx              without a gate
     FORWARD[kind](a, b, A, B, C) -> y           BACKWARD[kind](dy, a, b, A, B, C) -> (da, db)     gated
 
-The formulas are in `ops.kernels.activation`; `constants(spec)` gives its A, B, C. Tiles are float32, of one shape.
+The formulas, and which constants A, B, C are, stand in `ops.kernels.activation`. Tiles are float32, of one shape.
 
 Precision: float32, an error of a few units in the last place of the factors that a result is made of. One exponential
 for each sigmoid or tanh, which value and derivative share. Numbers up to 1e12 never give NaN; NaN stays NaN, also
@@ -15,10 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
-
-from ops.kernels.activation import constants
-
-__all__ = ["BACKWARD", "FORWARD", "constants"]
 
 # 2 sqrt(2 / pi), and 0.044715 times that
 GELU_LINEAR = tl.constexpr(1.5957691216057308)
