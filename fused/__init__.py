@@ -1,9 +1,36 @@
 """Fused operations. `FUSIONS` holds the built-in ones, in the order in which they are tried."""
 
+from fused.backward_activation_bias import BackwardActivationBias
 from fused.backward_add_rms_norm import BackwardAddRMSNorm
+from fused.backward_linear_add import BackwardLinearAdd
+from fused.backward_linear_scale import BackwardLinearScale
 from fused.elementwise_chain import ElementwiseChain
+from fused.forward_linear_bias_activation import ForwardLinearBiasActivation
+from fused.forward_linear_bias_add import ForwardLinearBiasAdd
+from fused.forward_linear_scale_add import ForwardLinearScaleAdd
 from fused.grouped_mlp import GroupedMLP
 
-FUSIONS = (GroupedMLP, ElementwiseChain, BackwardAddRMSNorm)
+FUSIONS = (
+    GroupedMLP,
+    ElementwiseChain,
+    ForwardLinearScaleAdd,
+    ForwardLinearBiasActivation,
+    ForwardLinearBiasAdd,
+    BackwardLinearScale,
+    BackwardActivationBias,
+    BackwardLinearAdd,
+    BackwardAddRMSNorm,
+)
 
-__all__ = ["FUSIONS", "BackwardAddRMSNorm", "ElementwiseChain", "GroupedMLP"]
+__all__ = [
+    "FUSIONS",
+    "BackwardActivationBias",
+    "BackwardAddRMSNorm",
+    "BackwardLinearAdd",
+    "BackwardLinearScale",
+    "ElementwiseChain",
+    "ForwardLinearBiasActivation",
+    "ForwardLinearBiasAdd",
+    "ForwardLinearScaleAdd",
+    "GroupedMLP",
+]

@@ -22,6 +22,7 @@ from fused.kernels.grouped_mlp_cpu import dgrouped_mlp_cpu, grouped_mlp_cpu
 from ops.activation import ActivationOperation
 from ops.clamped_swiglu import ClampedSwiGLU
 from ops.context import held_parameter
+from ops.gemm import quantizes
 from ops.grouped_linear import GroupedLinear
 from ops.kernels.activation import Activation, activation, dactivation
 from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
@@ -32,7 +33,7 @@ from ops.scaled_srelu import ScaledSReLU
 from ops.scaled_swiglu import ScaledSwiGLU
 from ops.situglu import SiTUGLU
 from ops.swiglu import SwiGLU
-from recipes.recipe import Recipe, Role
+from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.splits import Splits
 
@@ -94,7 +95,7 @@ class GroupedMLP(FusedOperation):
         if request.device.type == "cuda" and self.activation.kind == "swiglu":
             return "grouped GEMM + SwiGLU epilogue, grouped GEMM (Triton)"
         way = self.fc1.kernel(request)
-        if request.device.type == "cpu" and not _quantizes(request.recipe):
+        if request.device.type == "cpu" and not quantizes(request.recipe):
             way = "group by group (torch)"
         return f"{way}, {self.activation.kind} recomputed in backward"
 
@@ -150,7 +151,7 @@ class GroupedMLP(FusedOperation):
         first, _, last = ctxs
         inside = "output" in first.buffers or "grad_input" in last.buffers
         on_cpu = x.device.type == "cpu" and isinstance(first.path, GroupedPath)
-        return on_cpu and self.fc2.in_features % 32 == 0 and not (inside or _quantizes(first.recipe))
+        return on_cpu and self.fc2.in_features % 32 == 0 and not (inside or quantizes(first.recipe))
 
     def _forward_by_group(
         self, ctxs: Sequence[OperationContext], x: Tensor, splits: Splits, scales: Tensor | None
@@ -236,10 +237,6 @@ class GroupedMLP(FusedOperation):
             if wgrad:
                 d_fc1 |= fc1.weight_gradients(path.wgrad(dh_q, saved.x))
         return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
-
-
-def _quantizes(recipe: Recipe) -> bool:
-    return any(recipe.quantizer(role) is not None for role in Role)
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -10,6 +10,7 @@ applied to the float32 sum. The result is rounded once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from ops.kernels.grouped_operands import accumulator_like
 from recipes.grouped_tensor import GroupedTensor
 from recipes.quantized_tensor import Operand, QuantizedTensor
 from recipes.quantizer import Quantizer
+from recipes.recipe import Recipe, Role
 
 Layout = Literal["TN", "NN", "NT"]
 
@@ -43,6 +45,21 @@ def quantized(
 def for_wgrad(x: Any) -> Any:
     """What of x has to be kept for a weight gradient: of a quantized container the columnwise copy alone."""
     return x if isinstance(x, Tensor) or x.columnwise is None else replace(x, rowwise=None)
+
+
+def quantizes(recipe: Recipe) -> bool:
+    """Whether an operand of any product is quantized."""
+    return any(recipe.quantizer(role) is not None for role in Role)
+
+
+def commutes(scale: float, dtype: torch.dtype) -> bool:
+    """Whether a factor may be moved past a product without a change of its bits: (scale a) b = scale (a b).
+
+    True for powers of two. Not for float16, whose range is so small that a number may lose its last places, or
+    overflow, on one side alone; in the other dtypes only numbers within 2^32 of their range's ends do.
+    """
+    mantissa, exponent = math.frexp(scale)
+    return abs(mantissa) == 0.5 and abs(exponent - 1) <= 32 and dtype != torch.float16
 
 
 def gemm_dtype(nominal: torch.dtype, device: torch.device) -> torch.dtype:
@@ -87,8 +104,9 @@ def gemm(
     out_dtype: torch.dtype,
     *,
     added: Tensor | None = None,
+    alpha: float = 1.0,
 ) -> Tensor:
-    """The product of two matrices, plus `added` (broadcast), in out_dtype.
+    """alpha times the product of two matrices, plus `added` (broadcast), in out_dtype. Always new memory.
 
     a: TN [T, K], NN [T, N], NT [T, N]. b: TN [N, K], NN [N, K], NT [T, K].
     """
@@ -98,14 +116,18 @@ def gemm(
     w = w.T if layout == "TN" else w
     if left.alpha is None and right.alpha is None and x.dtype == out_dtype:
         if added is None:
-            return x @ w
+            return x @ w if alpha == 1 else torch.addmm(x.new_empty(()), x, w, beta=0, alpha=alpha)
         if added.dim() == 1:
-            return torch.addmm(added.to(out_dtype), x, w)
+            return torch.addmm(added.to(out_dtype), x, w, alpha=alpha)
     product = accumulator_like(x) @ accumulator_like(w)
-    alpha = combined_alpha(left, right)
-    if alpha is not None:
-        product = product * alpha
-    return (product if added is None else product + added).to(out_dtype)
+    scale = combined_alpha(left, right)
+    if scale is not None:
+        product *= scale
+    if alpha != 1:
+        product *= alpha
+    if added is not None:
+        product = product + added
+    return product.to(out_dtype)
 
 
 def combined_alpha(a: Operand, b: Operand) -> Tensor | None:

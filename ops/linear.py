@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ops.context import at_tensor
 from ops.gemm import for_wgrad, gemm, quantized
 from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
 from recipes.quantizer import Quantizer
@@ -64,6 +65,16 @@ class Linear(BasicOperation):
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        return self.fprop(ctx, x), {}
+
+    def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
+        dx, gradients = self.dgrad_and_wgrad(ctx, dy)
+        if "bias" in ctx.needs.params:
+            gradients["bias"] = column_sums(at_tensor(dy))
+        return dx, gradients, {}
+
+    def fprop(self, ctx: OperationContext, x: Any, alpha: float = 1.0) -> Tensor:
+        """alpha (x W^T + b), in memory of its own. Sets `ctx.saved`."""
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"x has shape {list(x.shape)}, but [..., {self.in_features}] is needed. "
@@ -72,12 +83,18 @@ class Linear(BasicOperation):
         wgrad = "weight" in ctx.needs.params
         rows = quantized(_matrix(x), ctx.recipe.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
         w = quantized(ctx.param("weight"), ctx.recipe.quantizer(Role.WEIGHT), rowwise=True)
-        y = gemm("TN", rows, w, ctx.dtype, added=None if self.bias is None else ctx.param("bias"))
+        bias = None if self.bias is None else ctx.param("bias")
+        if bias is not None and alpha != 1:
+            bias = bias * alpha
+        y = gemm("TN", rows, w, ctx.dtype, added=bias, alpha=alpha)
         if ctx.needs_grad:
             ctx.saved = self.Saved(for_wgrad(rows) if wgrad else None)
-        return y.view(*x.shape[:-1], self.out_features), {}
+        return y.view(*x.shape[:-1], self.out_features)
 
-    def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
+    def dgrad_and_wgrad(
+        self, ctx: OperationContext, dy: Any, alpha: float = 1.0
+    ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+        """alpha dy W, in memory of its own, and alpha dy^T x by its parameter's name; what is wanted of both."""
         saved: Linear.Saved = ctx.saved
         needs = ctx.needs
         wgrad = "weight" in needs.params
@@ -86,16 +103,18 @@ class Linear(BasicOperation):
         gradients: dict[str, Tensor | None] = {}
         if needs.input:
             w = quantized(ctx.param("weight"), ctx.recipe.quantizer(Role.WEIGHT), columnwise=True)
-            dx = gemm("NN", rows, w, ctx.dtype).view(*dy.shape[:-1], self.in_features)
+            dx = gemm("NN", rows, w, ctx.dtype, alpha=alpha).view(*dy.shape[:-1], self.in_features)
         if wgrad:
-            gradients["weight"] = gemm("NT", rows, saved.x, ctx.dtype)
-        if "bias" in needs.params:
-            plain = _matrix(dy if isinstance(dy, Tensor) else dy.dequantize())
-            gradients["bias"] = plain.sum(0, dtype=torch.promote_types(plain.dtype, torch.float32))
-        return dx, gradients, {}
+            gradients["weight"] = gemm("NT", rows, saved.x, ctx.dtype, alpha=alpha)
+        return dx, gradients
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def column_sums(dy: Tensor) -> Tensor:
+    """The gradient of a bias, [features]: the sum of dy [..., features] over its rows, in float32 or better."""
+    return _matrix(dy).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
 
 
 def _matrix(x: Any) -> Any:

@@ -1,0 +1,55 @@
+"""An activation and the bias in front of it, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from fused.linear_in_place import why_not_scaled
+from ops.activation import ActivationOperation
+from ops.bias import Bias
+from ops.linear import Linear, column_sums
+from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
+from recipes.request import PlanRequest
+
+
+class BackwardActivationBias(FusedOperation):
+    """dh = f'(h) dy and db, the sum of dh over the rows; then dx = dh W and dW = dh^T x, if a Linear has the bias.
+
+    Needs what the operations by themselves save: h, and the Linear's x. Refused for an activation with scales, and for
+    a Linear without a bias.
+    """
+
+    pattern = ((Bias, Linear), ActivationOperation)
+    passes = "backward"
+
+    @classmethod
+    def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
+        first, activation = operations
+        if isinstance(first, Linear) and first.bias is None:
+            return (
+                f"Linear has no bias, whose gradient could be summed while {type(activation).__name__} makes its own."
+            )
+        return why_not_scaled(activation)
+
+    def fuser_backward(
+        self, ctxs: Sequence[OperationContext], dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
+    ) -> BackwardOfFused:
+        first, activation = self.operations
+        ctx = ctxs[0]
+        dh, dbias = dactivation_bias(cast(ActivationOperation, activation), ctxs[1], dy, "bias" in ctx.needs.params)
+        dx: Tensor | None = dh
+        gradients: dict[str, Tensor | None] = {}
+        if isinstance(first, Linear):
+            dx, gradients = first.dgrad_and_wgrad(ctx, dh)
+        return dx, (gradients | {"bias": dbias}, {}), {}
+
+
+def dactivation_bias(
+    activation: ActivationOperation, ctx: OperationContext, dy: Tensor, need_dbias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """dh in ctx.dtype, and its sum over the rows in float32 or better, or None if that is not needed."""
+    dh, _, _ = activation.fuser_backward(ctx, dy, {})
+    return dh, column_sums(dh) if need_dbias else None

@@ -1,0 +1,49 @@
+"""Linear and a constant factor, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ops.constant_scale import ConstantScale
+from ops.context import held_parameter
+from ops.gemm import commutes, quantizes
+from ops.linear import Linear, column_sums
+from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
+from recipes.request import PlanRequest
+
+
+class BackwardLinearScale(FusedOperation):
+    """dx = scale dy W, dW = scale dy^T x and db = scale (the sum of dy over the rows), without scale dy itself.
+
+    Needs what the Linear by itself saves: x. Refused unless the scale is a power of two, in a dtype whose range has
+    room for it (see `ops.gemm.commutes`), and for recipes that quantize: otherwise the bits would be others.
+    """
+
+    pattern = (Linear, ConstantScale)
+    passes = "backward"
+
+    @classmethod
+    def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
+        scale = cast(ConstantScale, operations[1]).scale
+        if quantizes(request.recipe):
+            return f"{request.recipe.name} quantizes dy times the scale, so that this has to be computed before."
+        if torch.float16 in (request.dtype, held_parameter(operations[0], "weight").dtype):
+            return "float16's range is small: dy times the scale may lose its last places, where the products do not."
+        if not commutes(scale, request.dtype):
+            return (
+                f"The scale is {scale}, and behind a product only powers of two from 2^-32 to 2^32 round as before it."
+            )
+        return None
+
+    def fuser_backward(
+        self, ctxs: Sequence[OperationContext], dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
+    ) -> BackwardOfFused:
+        linear, scale = cast(Linear, self.operations[0]), cast(ConstantScale, self.operations[1]).scale
+        dx, gradients = linear.dgrad_and_wgrad(ctxs[0], dy, scale)
+        if "bias" in ctxs[0].needs.params:
+            gradients["bias"] = column_sums(dy).mul_(scale)
+        return dx, (gradients, {}), {}

@@ -1,0 +1,40 @@
+"""Linear, Bias and the end of a residual branch, forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from fused.linear_in_place import add_in_place, why_not_bias
+from ops.add_extra_input import AddExtraInput
+from ops.bias import Bias
+from ops.elementwise import ElementwiseOperation
+from ops.linear import Linear
+from ops.operation import BasicOperation, FusedOperation, OperationContext, optional
+from recipes.request import PlanRequest
+
+
+class ForwardLinearBiasAdd(FusedOperation):
+    """y = x W^T + b + extra, with the Linear's own bias, a Bias behind it, both or none.
+
+    Bias and extra tensor are added in the memory of the product, each rounded as by itself. Saves what the operations
+    by themselves save: x. Refused for a Bias of another size or dtype than the Linear.
+    """
+
+    pattern = (Linear, optional(Bias), AddExtraInput)
+    passes = "forward"
+    accepts_quantized = True
+
+    @classmethod
+    def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
+        return why_not_bias(operations)
+
+    def fuser_forward(
+        self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        y = cast(Linear, self.operations[0]).fprop(ctxs[0], x)
+        for operation, ctx in zip(self.operations[1:], ctxs[1:], strict=True):
+            add_in_place(cast(ElementwiseOperation, operation), ctx, y, extras)
+        return y, {}

@@ -1,0 +1,51 @@
+"""Linear, a constant factor and the end of a residual branch, forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from fused.linear_in_place import add_in_place, operand_of, why_not_bias
+from ops.add_extra_input import AddExtraInput
+from ops.bias import Bias
+from ops.constant_scale import ConstantScale
+from ops.gemm import commutes, quantizes
+from ops.linear import Linear
+from ops.operation import BasicOperation, FusedOperation, OperationContext, optional
+from recipes.request import PlanRequest
+
+
+class ForwardLinearScaleAdd(FusedOperation):
+    """y = scale (x W^T + b) + extra, with the Linear's own bias, a Bias behind it, both or none.
+
+    A power of two is the product's own factor, which is exact (see `ops.gemm.commutes`), if nothing is quantized;
+    any other scale multiplies in the memory of the product, where the extra tensor is added too. Each is rounded as by
+    itself. Saves what the operations by themselves save: x. Refused for a Bias of another size or dtype than the
+    Linear.
+    """
+
+    pattern = (Linear, optional(Bias), ConstantScale, AddExtraInput)
+    passes = "forward"
+    accepts_quantized = True
+
+    @classmethod
+    def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
+        return why_not_bias(operations)
+
+    def fuser_forward(
+        self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        linear, *biases, constant, add = self.operations
+        scale = cast(ConstantScale, constant).scale
+        first = ctxs[0]
+        alpha = scale if commutes(scale, first.dtype) and not quantizes(first.recipe) else 1.0
+        y = cast(Linear, linear).fprop(first, x, alpha)
+        for bias in biases:
+            add_in_place(cast(Bias, bias), ctxs[1], y, extras, alpha)
+        operand_of(cast(ConstantScale, constant), ctxs[-2], y, extras)
+        if alpha != scale:
+            y.mul_(scale)
+        add_in_place(cast(AddExtraInput, add), ctxs[-1], y, extras)
+        return y, {}

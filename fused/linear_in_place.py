@@ -1,0 +1,57 @@
+"""What the fusions that begin with a dense Linear share: linear operations behind it work in its product's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ops.activation import ActivationOperation
+from ops.bias import Bias
+from ops.context import held_parameter
+from ops.elementwise import ElementwiseOperation
+from ops.linear import Linear
+from ops.operation import BasicOperation, OperationContext
+
+
+def why_not_bias(operations: Sequence[BasicOperation]) -> str | None:
+    """Why a Bias behind the Linear that begins `operations` is not added in place; None if it is, or is not there."""
+    linear, bias = operations[:2]
+    if not isinstance(bias, Bias):
+        return None
+    assert isinstance(linear, Linear), "the pattern says so"
+    if bias.size != linear.out_features:
+        return f"Linear makes {linear.out_features} features, but Bias has {bias.size}."
+    dtypes = held_parameter(linear, "weight").dtype, held_parameter(bias, "bias").dtype
+    if dtypes[0] != dtypes[1]:
+        return f"Linear's weight is {dtypes[0]}, but Bias's vector is {dtypes[1]}."
+    return None
+
+
+def why_not_scaled(activation: BasicOperation) -> str | None:
+    """Why this activation is not fused with a dense Linear: it takes scales. None if it takes none."""
+    assert isinstance(activation, ActivationOperation), "the pattern says so"
+    if "scales" in activation.extra_inputs:
+        return f"{type(activation).__name__} takes scales, and only activations without them are fused with their bias."
+    return None
+
+
+def operand_of(
+    operation: ElementwiseOperation, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
+) -> Tensor | None:
+    """The checked operand of a linear operation on x, after `ctx.saved` is set as the operation by itself does."""
+    operand = operation.operand(ctx, x, extras)
+    operation.check(x.shape, operand)
+    if ctx.needs_grad:
+        ctx.saved = operation.Saved(None, operation.kept_operand(operation.step(), operand))
+    return operand
+
+
+def add_in_place(
+    operation: ElementwiseOperation, ctx: OperationContext, y: Tensor, extras: Mapping[str, Any], alpha: float = 1.0
+) -> None:
+    """y += alpha * operand, for a Bias or an AddExtraInput, rounded once to y's dtype."""
+    operand = operand_of(operation, ctx, y, extras)
+    assert operand is not None, "a Bias has a parameter, an AddExtraInput its extra input"
+    y.add_(operand, alpha=alpha)

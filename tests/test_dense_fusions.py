@@ -1,0 +1,390 @@
+"""Fusions with a dense Linear: as unfused bit for bit on the CPU, in every dtype and recipe; and what each refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused import (
+    FUSIONS,
+    BackwardActivationBias,
+    BackwardLinearAdd,
+    BackwardLinearScale,
+    ForwardLinearBiasActivation,
+    ForwardLinearBiasAdd,
+    ForwardLinearScaleAdd,
+)
+from fuser import Sequential, autocast, ops
+from fuser.testing import TOLERANCES, check_fusion
+from ops import BasicOperation
+from ops.activation import ActivationOperation
+from ops.gemm import commutes, gemm
+from ops.kernels.activation import Activation
+from tests.check_operation import DEVICES, DTYPES
+from tests.reference import assert_same_bits, gradients, leaves
+
+K, N = 32, 64  # in and out features of the Linear
+RECIPES = [None, "fp8_current", "mxfp8"]
+
+
+def linear(bias: bool = False) -> ops.Linear:
+    return ops.Linear(K, N, bias=bias)
+
+
+def bias(size: int = N) -> ops.Bias:
+    operation = ops.Bias(size)
+    torch.nn.init.normal_(operation.bias)
+    return operation
+
+
+def srelu() -> ActivationOperation:
+    """Not gated, and without scales."""
+    return ActivationOperation(Activation("srelu"))
+
+
+class Case(NamedTuple):
+    fusion: Any
+    make: Callable[[], Sequence[BasicOperation]]
+    extra: bool = False  # whether there is an extra input, of y's shape
+
+
+FORWARD = {
+    "linear-swiglu": Case(ForwardLinearBiasActivation, lambda: [linear(), ops.SwiGLU()]),
+    "linear_bias-clamped": Case(ForwardLinearBiasActivation, lambda: [linear(True), ops.ClampedSwiGLU()]),
+    "linear-bias-srelu": Case(ForwardLinearBiasActivation, lambda: [linear(), bias(), srelu()]),
+    "linear_bias-bias-swiglu": Case(
+        ForwardLinearBiasActivation, lambda: [linear(True), bias(), ops.SwiGLU(glu_interleave_size=8)]
+    ),
+    "linear-add": Case(ForwardLinearBiasAdd, lambda: [linear(), ops.AddExtraInput()], True),
+    "linear_bias-add": Case(ForwardLinearBiasAdd, lambda: [linear(True), ops.AddExtraInput()], True),
+    "linear-bias-add": Case(ForwardLinearBiasAdd, lambda: [linear(), bias(), ops.AddExtraInput()], True),
+} | {
+    f"{name}-scale{scale}-add": Case(
+        ForwardLinearScaleAdd,
+        lambda make=make, scale=scale: [*make(), ops.ConstantScale(scale), ops.AddExtraInput()],
+        True,
+    )
+    for scale in (1.0, 0.0, -2.5, 3.5, 0.25, -4.0)
+    for name, make in {
+        "linear": lambda: [linear()],
+        "linear_bias": lambda: [linear(True)],
+        "linear-bias": lambda: [linear(), bias()],
+    }.items()
+}
+BACKWARD = {
+    "bias-swiglu": Case(BackwardActivationBias, lambda: [bias(K), ops.SwiGLU()]),
+    "linear_bias-swiglu": Case(BackwardActivationBias, lambda: [linear(True), ops.SwiGLU()]),
+    "linear-bias-srelu": Case(BackwardActivationBias, lambda: [linear(), bias(), srelu()]),
+    "make-linear": Case(BackwardLinearAdd, lambda: [ops.MakeExtraOutput("copy"), linear(True)]),
+    "make_in_place-linear": Case(BackwardLinearAdd, lambda: [ops.MakeExtraOutput("copy", in_place=True), linear()]),
+    "make-linear-back": Case(
+        BackwardLinearAdd, lambda: [ops.MakeExtraOutput("copy"), linear(), ops.Linear(N, K), ops.AddExtraInput("copy")]
+    ),
+}
+SCALED = {
+    f"linear{'_bias' if with_bias else ''}-scale{scale}": Case(
+        BackwardLinearScale,
+        lambda with_bias=with_bias, scale=scale: [linear(with_bias), ops.ConstantScale(scale)],
+    )
+    for scale in (1.0, 0.25, -4.0, 2.0**-12)
+    for with_bias in (False, True)
+}
+SHAPES = [(K,), (7, K), (2, 3, K), (0, K), (2, 0, K), (130, K)]
+
+
+def check(case: Case, shape: tuple[int, ...], **settings: Any) -> None:
+    device = settings.get("device", "cpu")
+    tolerance = 0.0 if device == "cpu" else TOLERANCES[settings["dtype"]]
+    extras = {"extra": (*shape[:-1], N)} if case.extra else None
+    check_fusion(case.fusion, case.make, shape, extras=extras, tolerance=tolerance, **settings)
+
+
+def on(operations: Sequence[BasicOperation], *fusions: Any) -> Sequential:
+    return Sequential(*operations, fusions=fusions)
+
+
+# Fused as unfused
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+def test_fused_is_unfused(name: str, recipe: str | None, dtype: torch.dtype, device: str) -> None:
+    check((FORWARD | BACKWARD)[name], (9, K), recipe=recipe, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.values != (torch.float16,)])
+@pytest.mark.parametrize("name", SCALED)
+def test_a_scale_behind_the_products_is_one_before_them(name: str, dtype: torch.dtype, device: str) -> None:
+    check(SCALED[name], (9, K), dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "name", ["linear-bias-srelu", "linear-bias-add", "linear_bias-scale0.25-add", "linear-bias-scale3.5-add"]
+)
+def test_a_forward_of_any_shape(name: str, shape: tuple[int, ...], recipe: str | None) -> None:
+    check(FORWARD[name], shape, recipe=recipe, dtype=torch.float32, draws=4)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["bias-swiglu", "linear_bias-swiglu", "make-linear", "linear_bias-scale0.25"])
+def test_a_backward_of_any_shape(name: str, shape: tuple[int, ...]) -> None:
+    check((BACKWARD | SCALED)[name], shape, dtype=torch.float32, draws=4)
+
+
+def run(sequential: Sequential, x: Tensor, dy: Tensor, outputs: Sequence[str] = (), **extras: Tensor) -> dict[str, Any]:
+    """y and every gradient."""
+    given = leaves({"x": x, **extras})
+    sequential.zero_grad()
+    y = sequential(**given, outputs=outputs)
+    (y[0] if outputs else y).backward(dy)
+    return {"y": y[0] if outputs else y, **gradients({**given, **dict(sequential.named_parameters())})}
+
+
+def both(operations: Sequence[BasicOperation], *fusions: Any) -> tuple[Sequential, Sequential]:
+    """The same operations, fused and not."""
+    return on(operations, *fusions), on(operations)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("frozen", ["x", "0.weight", "0.bias", "1.bias"])
+@pytest.mark.parametrize("name", ["linear_bias-bias-swiglu", "linear_bias-swiglu", "linear_bias-scale0.25"])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(name: str, frozen: str, recipe: str | None) -> None:
+    case = (FORWARD | BACKWARD | SCALED)[name]
+    if case.fusion is BackwardLinearScale:
+        recipe = None
+    fused, unfused = both(case.make(), case.fusion)
+    for parameter, value in fused.named_parameters():
+        value.requires_grad_(parameter != frozen)
+    x = torch.randn(5, K).requires_grad_(frozen != "x")
+    with autocast(recipe=recipe):
+        dy = torch.randn_like(fused(x))
+        found, expected = run(fused, x, dy), run(unfused, x, dy)
+    assert_same_bits(found, expected)
+    assert found.get(f"gradient of {frozen}") is None
+
+
+def test_strides_of_x_dy_and_the_extra_input_do_not_matter() -> None:
+    operations = [ops.MakeExtraOutput("copy"), linear(True), ops.ConstantScale(0.5), ops.AddExtraInput()]
+    fused, unfused = both(operations, *FUSIONS)
+    x, extra, dy = torch.randn(K, 5).T, torch.randn(1, N).expand(5, N), torch.randn(N, 5).T
+    assert_same_bits(run(fused, x, dy, extra=extra), run(unfused, x, dy, extra=extra))
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
+def test_an_extra_input_of_a_wider_dtype_is_added_in_it(wide: torch.dtype) -> None:
+    operations = [linear().bfloat16(), ops.ConstantScale(0.5), ops.AddExtraInput()]
+    x, dy = torch.randn(5, K).bfloat16(), torch.randn(5, N).bfloat16()
+    extra = torch.randn(5, N, dtype=wide, requires_grad=True)
+    fused, unfused = both(operations, ForwardLinearScaleAdd)
+    assert_same_bits(run(fused, x, dy, extra=extra), run(unfused, x, dy, extra=extra))
+
+
+def test_an_extra_gradient_of_a_wider_dtype_is_added_in_it() -> None:
+    operations = [
+        ops.MakeExtraOutput("copy"), ops.Linear(K, K).bfloat16(), ops.Linear(K, K), ops.AddExtraInput("copy")
+    ]  # fmt: skip
+    fused, unfused = both(operations, BackwardLinearAdd)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(5, K, dtype=dtype, requires_grad=True)
+        dy = torch.randn(5, K)
+        assert_same_bits(run(fused, x, dy), run(unfused, x, dy))
+
+
+def test_torch_autocast_gives_the_same_fused() -> None:
+    operations = [ops.MakeExtraOutput("copy"), linear(), bias(), ops.SwiGLU(), ops.AddExtraInput("copy")]
+    fused, unfused = both(operations, *FUSIONS)
+    x, dy = torch.randn(5, K, requires_grad=True), torch.randn(5, K).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(run(fused, x, dy), run(unfused, x, dy))
+
+
+# BackwardLinearAdd: gradients that are absent
+
+
+def extra_output(fusions: Sequence[Any], used: str) -> dict[str, Tensor | None]:
+    torch.manual_seed(1)
+    sequential = on([ops.Linear(K, K), ops.MakeExtraOutput("copy"), linear(True)], *fusions)
+    x = torch.randn(5, K, requires_grad=True)
+    y, made = sequential(x, outputs=("copy",))
+    heads = {"y": [y], "copy": [made["copy"]], "both": [y, made["copy"]]}[used]
+    torch.autograd.backward(heads, [torch.randn_like(head) for head in heads])
+    return gradients({"x": x, **dict(sequential.named_parameters())})
+
+
+@pytest.mark.parametrize("used", ["y", "copy", "both"])
+def test_either_gradient_may_be_absent(used: str) -> None:
+    found = extra_output([BackwardLinearAdd], used)
+    assert_same_bits(found, extra_output([], used))
+    assert (found["gradient of 2.weight"] is None) == (used == "copy")
+
+
+def test_the_gradient_that_was_handed_in_is_left_as_it_is() -> None:
+    sequential = on([ops.MakeExtraOutput("copy"), linear()], BackwardLinearAdd)
+    y, made = sequential(torch.randn(5, K, requires_grad=True), outputs=("copy",))
+    dy, d_copy = torch.randn_like(y), torch.randn_like(made["copy"])
+    given = d_copy.clone()
+    torch.autograd.backward([y, made["copy"]], [dy, d_copy])
+    assert torch.equal(d_copy, given)
+
+
+@pytest.mark.parametrize("quantized", ["x", "dy"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_operands_that_are_quantized_already_are_taken_as_they_are(recipe: str | None, quantized: str) -> None:
+    operations = [ops.Quantize(), linear(), bias(), ops.AddExtraInput("add")]
+    if quantized == "dy":
+        operations = [ops.MakeExtraOutput("copy"), linear(True), ops.Quantize(forward=False, backward=True)]
+    fused, unfused = both(operations, ForwardLinearBiasAdd, BackwardLinearAdd)
+    x, dy = torch.randn(6, K, requires_grad=True), torch.randn(6, N)
+    extras = {"add": torch.randn(6, N)} if quantized == "x" else {}
+    outputs = [] if quantized == "x" else ["copy"]
+    with autocast(recipe=recipe):
+        assert_same_bits(run(fused, x, dy, outputs, **extras), run(unfused, x, dy, outputs, **extras))
+
+
+# Pairs
+
+
+def steps(sequential: Sequential, **settings: Any) -> list[list[str]]:
+    """The fused operations of the forward and of the backward pass."""
+    text = sequential.explain(**settings).split("\n  backward")
+    return [[fusion.__name__ for fusion in FUSIONS if f"{fusion.__name__} =" in part] for part in text]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fusions_of_both_passes_go_together(dtype: torch.dtype, recipe: str | None) -> None:
+    operations = [
+        ops.MakeExtraOutput("residual"), ops.Linear(K, 2 * N, bias=False), bias(2 * N), ops.SwiGLU(),
+        ops.Linear(N, K), ops.ConstantScale(0.5), ops.AddExtraInput("residual"), ops.Linear(K, N), srelu(),
+        ops.Linear(N, K), ops.AddExtraInput("more"),
+    ]  # fmt: skip
+    fused, unfused = both([operation.to(dtype) for operation in operations], *FUSIONS)
+    forward, backward = steps(fused, recipe=recipe, dtype=dtype)
+    assert forward == ["ForwardLinearScaleAdd", "ForwardLinearBiasActivation", "ForwardLinearBiasAdd"]
+    scaled = ["BackwardLinearScale"] if recipe is None and dtype != torch.float16 else []
+    assert [name for name in backward if name not in scaled] == ["BackwardActivationBias", "BackwardLinearAdd"]
+    assert all(name in backward for name in scaled)
+    x, more, dy = (torch.randn(9, K).to(dtype).requires_grad_() for _ in range(3))
+    with autocast(recipe=recipe):
+        assert_same_bits(run(fused, x, dy.detach(), more=more), run(unfused, x, dy.detach(), more=more))
+
+
+def test_a_fused_pair_passes_gradcheck() -> None:
+    operations = [ops.MakeExtraOutput("residual"), ops.Linear(4, 6), ops.SwiGLU(), ops.Linear(3, 4, bias=False)]
+    operations += [bias(4), ops.ConstantScale(-2.0), ops.AddExtraInput("residual")]
+    sequential = Sequential(*(operation.double() for operation in operations), retain_graph=True)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, *_: sequential(x), (x, *sequential.parameters()))
+
+
+# Refusals
+
+
+REFUSALS = {
+    "scaled": (
+        [ForwardLinearBiasActivation, BackwardActivationBias],
+        lambda: [linear(True), ops.ScaledSwiGLU()],
+        "ScaledSwiGLU takes scales, and only activations without them are fused with their bias.",
+    ),
+    "no_bias": (
+        [BackwardActivationBias],
+        lambda: [linear(), ops.SwiGLU()],
+        "Linear has no bias, whose gradient could be summed while SwiGLU makes its own.",
+    ),
+    "size": (
+        [ForwardLinearBiasActivation],
+        lambda: [linear(), bias(K), ops.SwiGLU()],
+        "Linear makes 64 features, but Bias has 32.",
+    ),
+    "size_add": (
+        [ForwardLinearBiasAdd],
+        lambda: [linear(), bias(K), ops.AddExtraInput()],
+        "Linear makes 64 features, but Bias has 32.",
+    ),
+    "dtype": (
+        [ForwardLinearScaleAdd],
+        lambda: [linear(), bias().bfloat16(), ops.ConstantScale(2.0), ops.AddExtraInput()],
+        "Linear's weight is torch.float32, but Bias's vector is torch.bfloat16.",
+    ),
+    "in_place": (
+        [ForwardLinearBiasAdd],
+        lambda: [linear(), ops.AddExtraInput(in_place=True)],
+        "AddExtraInput writes into 'extra' in place, which fused operations do not.",
+    ),
+    "scale": (
+        [BackwardLinearScale],
+        lambda: [linear(), ops.ConstantScale(0.3)],
+        "The scale is 0.3, and behind a product only powers of two from 2^-32 to 2^32 round as before it.",
+    ),
+    "float16": (
+        [BackwardLinearScale],
+        lambda: [linear().half(), ops.ConstantScale(0.5)],
+        "float16's range is small: dy times the scale may lose its last places, where the products do not.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_is_a_sentence(name: str) -> None:
+    fusions, make, sentence = REFUSALS[name]
+    sequential = on(make(), *fusions)
+    assert steps(sequential) in ([[]], [[], []])
+    plan = sequential.explain()
+    for fusion in fusions:
+        assert any(fusion.__name__ in line and line.endswith(sentence) for line in plan.splitlines()), plan
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_a_recipe_that_quantizes_dy_keeps_the_scale_in_front(recipe: str) -> None:
+    sequential = on([linear(), ops.ConstantScale(0.5)], BackwardLinearScale)
+    sentence = f"{recipe} quantizes dy times the scale, so that this has to be computed before."
+    assert sentence in sequential.explain(recipe=recipe)
+
+
+def test_an_extra_input_of_another_shape_is_an_error_as_unfused() -> None:
+    fused, unfused = both([linear(), ops.AddExtraInput()], ForwardLinearBiasAdd)
+    for sequential in (fused, unfused):
+        with pytest.raises(ValueError, match=r"extra has shape \[1, 64\], but x has shape \[5, 64\]"):
+            sequential(torch.randn(5, K), extra=torch.randn(1, N))
+
+
+# The factor of a product
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype", "expected"),
+    [
+        (1.0, torch.bfloat16, True),
+        (-0.5, torch.float32, True),
+        (2.0**32, torch.float64, True),
+        (2.0**33, torch.float64, False),
+        (2.0**-32, torch.float32, True),
+        (2.0**-33, torch.float32, False),
+        (0.0, torch.float32, False),
+        (3.0, torch.float32, False),
+        (0.5, torch.float16, False),
+    ],
+)
+def test_only_powers_of_two_commute_with_a_product(scale: float, dtype: torch.dtype, expected: bool) -> None:
+    assert commutes(scale, dtype) is expected
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.bfloat16, torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("alpha", [1.0, 0.3, -2.0])
+def test_gemm_takes_a_factor(alpha: float, added: bool, dtypes: tuple[torch.dtype, ...]) -> None:
+    a, b, out = torch.randn(5, K).to(dtypes[0]), torch.randn(N, K).to(dtypes[1]), dtypes[2]
+    vector = torch.randn(N) if added else None
+    y = gemm("TN", a, b, out, added=vector, alpha=alpha)
+    expected = alpha * (a.double() @ b.double().T) + (0 if vector is None else vector.to(out).double())
+    assert y.dtype == out
+    torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(out).eps, atol=40 * torch.finfo(out).eps)
