@@ -1,6 +1,7 @@
 """Fused operations. `FUSIONS` holds the built-in ones, in the order in which they are tried."""
 
 from fused.backward_activation_bias import BackwardActivationBias
+from fused.backward_add_rms_norm import BackwardAddRMSNorm
 from fused.backward_linear_add import BackwardLinearAdd
 from fused.backward_linear_scale import BackwardLinearScale
 from fused.elementwise_chain import ElementwiseChain
@@ -18,11 +19,13 @@ FUSIONS = (
     BackwardLinearScale,
     BackwardActivationBias,
     BackwardLinearAdd,
+    BackwardAddRMSNorm,
 )
 
 __all__ = [
     "FUSIONS",
     "BackwardActivationBias",
+    "BackwardAddRMSNorm",
     "BackwardLinearAdd",
     "BackwardLinearScale",
     "ElementwiseChain",

@@ -10,6 +10,8 @@ from torch import Tensor
 from fused.linear_in_place import why_not_scaled
 from ops.activation import ActivationOperation
 from ops.bias import Bias
+from ops.context import at_tensor
+from ops.kernels.elementwise import delementwise, runs_triton
 from ops.linear import Linear, column_sums
 from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from recipes.request import PlanRequest
@@ -50,6 +52,14 @@ class BackwardActivationBias(FusedOperation):
 def dactivation_bias(
     activation: ActivationOperation, ctx: OperationContext, dy: Tensor, need_dbias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """dh in ctx.dtype, and its sum over the rows in float32 or better, or None if that is not needed."""
+    """dh in ctx.dtype, and its sum over the rows in float32 or better, or None if that is not needed.
+
+    On a GPU one kernel makes both.
+    """
+    x = at_tensor(ctx.saved.x)
+    if runs_triton(dy, x):
+        found = delementwise(dy, x, (activation.step(),), (None,), (ctx.dtype,), need_column_sums=need_dbias)
+        assert found.dx is not None, "it is always asked for"
+        return found.dx, found.column_sums
     dh, _, _ = activation.fuser_backward(ctx, dy, {})
     return dh, column_sums(dh) if need_dbias else None

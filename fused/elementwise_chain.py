@@ -70,6 +70,9 @@ class ElementwiseChain(FusedOperation):
             return f"The element-wise kernel is Triton's; on {request.device.type} torch runs each operation by itself."
         if request.dtype == torch.float64:
             return "There is no element-wise kernel for float64, which torch computes operation by operation."
+        for operation in _chain(operations):
+            if operation.cache_quantized_input:
+                return f"{type(operation).__name__} keeps its input quantized, and a chain computes it again."
         steps = [operation.step() for operation in _chain(operations)]
         return _why_not_cast(operations, request.recipe, steps) or why_no_chain(steps)
 

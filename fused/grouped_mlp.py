@@ -28,8 +28,10 @@ from ops.kernels.activation import Activation, activation, dactivation
 from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from ops.paths import GroupedPath
 from ops.scaled_clamped_qgeglu import ScaledClampedQGeGLU
+from ops.scaled_situglu import ScaledSiTUGLU
 from ops.scaled_srelu import ScaledSReLU
 from ops.scaled_swiglu import ScaledSwiGLU
+from ops.situglu import SiTUGLU
 from ops.swiglu import SwiGLU
 from recipes.recipe import Role
 from recipes.request import PlanRequest
@@ -37,9 +39,13 @@ from recipes.splits import Splits
 
 
 class GroupedMLP(FusedOperation):
-    """GroupedLinear -> {SwiGLU, ScaledSwiGLU, ClampedSwiGLU, ScaledClampedQGeGLU, ScaledSReLU} -> GroupedLinear."""
+    """GroupedLinear -> an activation, most of them gated -> GroupedLinear."""
 
-    pattern = (GroupedLinear, (SwiGLU, ScaledSwiGLU, ClampedSwiGLU, ScaledClampedQGeGLU, ScaledSReLU), GroupedLinear)
+    pattern = (
+        GroupedLinear,
+        (SwiGLU, ScaledSwiGLU, SiTUGLU, ScaledSiTUGLU, ClampedSwiGLU, ScaledClampedQGeGLU, ScaledSReLU),
+        GroupedLinear,
+    )
     passes = "joint"
 
     class Saved(NamedTuple):
@@ -57,7 +63,8 @@ class GroupedMLP(FusedOperation):
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
         fc1, act, fc2 = operations
         assert isinstance(fc1, GroupedLinear) and isinstance(fc2, GroupedLinear), "the pattern says so"
-        width = cast(ActivationOperation, act).activation.input_features(fc2.in_features)
+        assert isinstance(act, ActivationOperation), "the pattern says so"
+        width = act.activation.input_features(fc2.in_features)
         if fc1.num_groups != fc2.num_groups:
             return f"FC1 has {fc1.num_groups} groups, but FC2 has {fc2.num_groups}."
         if fc1.out_features != width:
@@ -70,6 +77,8 @@ class GroupedMLP(FusedOperation):
             return f"FC1's weights are {dtypes[0]}, but FC2's are {dtypes[1]}."
         if fc1.scale_bias:
             return "FC1 scales its bias, and the scales belong to the activation and to FC2's bias."
+        if act.cache_quantized_input:
+            return f"{type(act).__name__} caches its input quantized, but the fused operation keeps it in full."
         if fc2.scale_bias and "scales" not in act.extra_inputs:
             return f"FC2 scales its bias, but {type(act).__name__} takes no scales."
         return None

@@ -8,8 +8,11 @@ from ops.constant_scale import ConstantScale
 from ops.dispatch import Dispatch
 from ops.dropout import Dropout
 from ops.elementwise import ElementwiseOperation
+from ops.gated_activations import GEGLU, GLU, QGEGLU, ReGLU, SReGLU
 from ops.grouped_linear import GroupedLinear
 from ops.identity import Identity
+from ops.l2_normalization import L2Normalization
+from ops.layer_norm import LayerNorm
 from ops.linear import Linear
 from ops.make_extra_output import MakeExtraOutput
 from ops.operation import (
@@ -22,12 +25,16 @@ from ops.operation import (
     several,
 )
 from ops.quantize import Quantize
+from ops.reshape import Reshape
 from ops.rms_norm import RMSNorm
 from ops.router import Router
 from ops.scaled_clamped_qgeglu import ScaledClampedQGeGLU
+from ops.scaled_situglu import ScaledSiTUGLU
 from ops.scaled_srelu import ScaledSReLU
 from ops.scaled_swiglu import ScaledSwiGLU
+from ops.situglu import SiTUGLU
 from ops.swiglu import SwiGLU
+from ops.ungated_activations import GELU, QGELU, ReLU, SiLU, SReLU
 
 __all__ = [
     "AddExtraInput",
@@ -41,18 +48,33 @@ __all__ = [
     "ElementwiseOperation",
     "FusedOperation",
     "FusibleOperation",
+    "GEGLU",
+    "GELU",
+    "GLU",
     "GroupedLinear",
     "Identity",
     "IndexTensor",
+    "L2Normalization",
+    "LayerNorm",
     "Linear",
     "MakeExtraOutput",
     "OperationContext",
+    "QGEGLU",
+    "QGELU",
     "Quantize",
     "RMSNorm",
+    "Reshape",
+    "ReGLU",
+    "ReLU",
     "Router",
+    "SReGLU",
+    "SReLU",
     "ScaledClampedQGeGLU",
     "ScaledSReLU",
+    "ScaledSiTUGLU",
     "ScaledSwiGLU",
+    "SiLU",
+    "SiTUGLU",
     "SwiGLU",
     "optional",
     "several",

@@ -14,6 +14,7 @@ class ClampedSwiGLU(ActivationOperation):
     Outside the limits the gradient is zero; at them it is handed on, as by torch.clamp.
 
     glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
+    cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`
 
     Raises ValueError for a limit that is not finite and above 0, an alpha or offset that is not finite, an interleave
     size that is not positive, and for an x whose features are no multiple of 2 S.
@@ -25,6 +26,8 @@ class ClampedSwiGLU(ActivationOperation):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
         *,
+        cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        super().__init__(Activation("clamped_swiglu", limit, alpha, glu_linear_offset, glu_interleave_size))
+        spec = Activation("clamped_swiglu", limit, alpha, glu_linear_offset, glu_interleave_size=glu_interleave_size)
+        super().__init__(spec, cache_quantized_input=cache_quantized_input)

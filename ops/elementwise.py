@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ops.context import at_tensor
 from ops.kernels.elementwise import Step, delementwise, elementwise, runs_triton
 from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
 
@@ -21,10 +22,12 @@ class ElementwiseOperation(BasicOperation):
 
     operand_name: the parameter (a column operand) or extra input (row, element) that is the operand; "" if none is
     hands_on_dy:  whether dx is dy itself, so that backward alone has nothing to launch for it
+    cache_quantized_input: whether x is kept for backward in eight bits (see `kept_x`), and so is never computed again
     """
 
     operand_name: str = ""
     hands_on_dy: bool = False
+    cache_quantized_input: bool = False
 
     class Saved(NamedTuple):
         x: Any  # None if the step is linear
@@ -60,6 +63,10 @@ class ElementwiseOperation(BasicOperation):
             return None
         return ctx.param(self.operand_name) if self.has_parameter else extras[self.operand_name]
 
+    def kept_x(self, x: Tensor) -> Any:
+        """What backward needs of x: x, or a container that can be dequantized."""
+        return x
+
     def kept_operand(self, step: Step, operand: Tensor | None) -> Tensor | None:
         """What backward needs of the operand, parameters apart."""
         return None if self.has_parameter or (step.linear and step.operand == "element") else operand
@@ -79,7 +86,7 @@ class ElementwiseOperation(BasicOperation):
         operand = self.operand(ctx, x, extras)
         self.check(x.shape, operand)
         if ctx.needs_grad:
-            ctx.saved = self.Saved(None if step.linear else x, self.kept_operand(step, operand))
+            ctx.saved = self.Saved(None if step.linear else self.kept_x(x), self.kept_operand(step, operand))
         if is_idle(step, operand):
             return x, {}
         if runs_triton(x) and self.in_place_input is None:
@@ -91,6 +98,7 @@ class ElementwiseOperation(BasicOperation):
     ) -> BackwardOfBasic:
         step = self.step()
         x, kept = ctx.saved
+        x = None if x is None else at_tensor(x)
         operand = self.operand_again(ctx, step, kept)
         need_dx, need_operand = ctx.needs.input, self.needs_operand(ctx)
         if is_idle(step, operand):

@@ -31,4 +31,6 @@ class ScaledClampedQGeGLU(ActivationOperation):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
     ) -> None:
-        super().__init__(Activation("clamped_swiglu", limit, alpha, glu_linear_offset, glu_interleave_size))
+        super().__init__(
+            Activation("clamped_swiglu", limit, alpha, glu_linear_offset, glu_interleave_size=glu_interleave_size)
+        )

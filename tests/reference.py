@@ -107,7 +107,10 @@ def grouped_linear(
 
 
 def gated(h: Tensor, kind: str, interleave: int | None = None) -> Tensor:
-    """The activation of that name, without scales: swiglu, clamped_swiglu (limit 7, alpha 1.702, offset 1), srelu."""
+    """The activation of that name, without scales.
+
+    swiglu, clamped_swiglu (limit 7, alpha 1.702, offset 1), situglu (beta1 4, beta2 25), srelu.
+    """
     if kind == "srelu":
         return F.relu(h).square()
     if interleave is None:
@@ -117,6 +120,8 @@ def gated(h: Tensor, kind: str, interleave: int | None = None) -> Tensor:
         a, b = blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
     if kind == "swiglu":
         return F.silu(a) * b
+    if kind == "situglu":
+        return 4.0 * torch.tanh(a / 4.0) * torch.sigmoid(a) * 25.0 * torch.tanh(b / 25.0)
     a, b = a.clamp(max=7.0), b.clamp(-7.0, 7.0)
     return a * torch.sigmoid(1.702 * a) * (b + 1)
 

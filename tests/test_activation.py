@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fuser import Sequential, ops
-from ops.kernels.activation import Activation, activation, activation_ref, dactivation
+from fuser import Sequential, autocast, ops
+from ops.kernels.activation import KINDS, Activation, activation, activation_ref, dactivation
+from recipes import E4M3
+from recipes.current_scaling import CurrentScalingQuantizer
 from tests.check_operation import DEVICES, DTYPES, check_gradients, check_operation
 from tests.reference import assert_close, assert_same_bits, gradients
 
@@ -40,6 +42,16 @@ def clamped_swiglu(x: Tensor, scales: Tensor | None = None, *, interleave: int |
     return scaled(a * torch.sigmoid(1.702 * a) * (b + 1), scales)
 
 
+def situglu(x: Tensor, scales: Tensor | None = None, *, interleave: int | None, betas: Any = (4.0, 25.0)) -> Tensor:
+    a, b = halves(x, interleave)
+    return scaled(betas[0] * torch.tanh(a / betas[0]) * torch.sigmoid(a) * betas[1] * torch.tanh(b / betas[1]), scales)
+
+
+def of_gate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    a, b = halves(x, None)
+    return function(a) * b
+
+
 def srelu(x: Tensor, scales: Tensor | None = None, *, interleave: int | None) -> Tensor:
     return scaled(F.relu(x) ** 2, scales)
 
@@ -55,31 +67,54 @@ class Case(NamedTuple):
     interleave: int | None
 
 
+def gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 def cases() -> list[Any]:
-    kinds = {
+    interleaved = {
         "SwiGLU": (ops.SwiGLU, swiglu, False),
         "ScaledSwiGLU": (ops.ScaledSwiGLU, swiglu, True),
+        "SiTUGLU": (ops.SiTUGLU, situglu, False),
+        "SiTUGLU(0.5, 2)": (partial(ops.SiTUGLU, beta1=0.5, beta2=2), partial(situglu, betas=(0.5, 2.0)), False),
+        "ScaledSiTUGLU": (ops.ScaledSiTUGLU, situglu, True),
         "ClampedSwiGLU": (partial(ops.ClampedSwiGLU, limit=LIMIT), clamped_swiglu, False),
         "ScaledClampedQGeGLU": (partial(ops.ScaledClampedQGeGLU, limit=LIMIT), clamped_swiglu, True),
     }
-    rows = [
-        pytest.param(
-            Case(partial(make, glu_interleave_size=size), partial(formula, interleave=size), scales, size),
-            id=f"{name}-{'halves' if size is None else f'S{size}'}",
-        )
-        for (name, (make, formula, scales)), size in itertools.product(kinds.items(), (None, 3))
+    others = {
+        "GELU": (ops.GELU, gelu),
+        "QGELU": (ops.QGELU, lambda x: x * torch.sigmoid(1.702 * x)),
+        "ReLU": (ops.ReLU, lambda x: F.relu(x)),
+        "SiLU": (ops.SiLU, lambda x: F.silu(x)),
+        "SReLU": (ops.SReLU, lambda x: F.relu(x) ** 2),
+        "GEGLU": (ops.GEGLU, partial(of_gate, gelu)),
+        "GLU": (ops.GLU, partial(of_gate, torch.sigmoid)),
+        "QGEGLU": (ops.QGEGLU, partial(of_gate, lambda a: a * torch.sigmoid(1.702 * a))),
+        "ReGLU": (ops.ReGLU, partial(of_gate, F.relu)),
+        "SReGLU": (ops.SReGLU, partial(of_gate, lambda a: F.relu(a) ** 2)),
+    }
+    return [
+        *[
+            pytest.param(
+                Case(partial(make, glu_interleave_size=size), partial(formula, interleave=size), scales, size),
+                id=f"{name}-{'halves' if size is None else f'S{size}'}",
+            )
+            for (name, (make, formula, scales)), size in itertools.product(interleaved.items(), (None, 3))
+        ],
+        *[pytest.param(Case(make, formula, False, None), id=name) for name, (make, formula) in others.items()],
+        pytest.param(Case(ops.ScaledSReLU, partial(srelu, interleave=None), True, None), id="ScaledSReLU"),
     ]
-    return [*rows, pytest.param(Case(ops.ScaledSReLU, partial(srelu, interleave=None), True, None), id="ScaledSReLU")]
 
 
 CASES = cases()
 # All features are multiples of 2 S.
 SHAPES = [(71, 192), (5, 7, 126), (6,), (1, 6), (13, 18), (0, 12), (2, 0, 12)]
 SPECS = [
-    pytest.param(Activation(kind, limit=LIMIT, glu_interleave_size=size), id=f"{kind}-{size}")
-    for kind, size in itertools.product(("swiglu", "clamped_swiglu", "srelu"), (None, 4))
-    if (kind, size) != ("srelu", 4)
+    pytest.param(spec, id=f"{kind}-{size}")
+    for kind, size in itertools.product(KINDS, (None, 4))
+    if (spec := Activation(kind, limit=LIMIT, beta1=0.5, beta2=2.0, glu_interleave_size=size)).gated or size is None
 ]
+CACHING = [case for case in CASES if not case.values[0].scaled]
 
 
 def random_extras(case: Case, x: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -186,13 +221,106 @@ def test_the_gate_is_not_clamped_from_below() -> None:
     assert x.grad is not None and x.grad[0, 0] != 0
 
 
+@pytest.mark.parametrize("operation", [ops.ReLU(), ops.SReLU()], ids=str)
+def test_the_gradient_at_a_kink_is_zero(operation: Any) -> None:
+    x = torch.tensor([-1.0, -0.0, 0.0, 1.0], requires_grad=True)
+    operation(x).sum().backward()
+    assert x.grad is not None and (x.grad != 0).tolist() == [False, False, False, True]
+
+
+def test_situglu_is_bounded_and_keeps_small_numbers() -> None:
+    operation = ops.SiTUGLU(beta1=2.0, beta2=3.0)
+    x = torch.tensor([[1e4, -1e4, torch.inf, -torch.inf, 1e4, -1e4, torch.inf, torch.inf]], requires_grad=True)
+    y = operation(x)
+    y.sum().backward()
+    assert y.tolist() == [[6.0, 0.0, 6.0, 0.0]]
+    assert x.grad is not None and not x.grad[0, :4].any() and not x.grad[0, 4:].any()
+    small = torch.tensor([[1e-20, 3e-3, 1e-15, 2e-3]])
+    a, b = small.double().chunk(2, -1)
+    expected = 2 * torch.tanh(a / 2) * torch.sigmoid(a) * 3 * torch.tanh(b / 3)
+    torch.testing.assert_close(operation(small).double(), expected, rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_large_numbers_overflow_into_no_nan(case: Case) -> None:
+    """Finite where the formula is finite in float64, and near it."""
+    large = torch.tensor([1e4, -1e4, 300.0, -300.0, 0.0, 1.0])
+    x = torch.cat([large, large.roll(1)]).reshape(1, 12)
+    check_operation(case.make(), case.formula, x, random_extras(case, x))
+
+
 def test_operations_show_their_settings() -> None:
     assert repr(ops.SwiGLU()) == "SwiGLU()"
     assert repr(ops.ScaledSwiGLU(32)) == "ScaledSwiGLU(glu_interleave_size=32)"
     assert repr(ops.ClampedSwiGLU(limit=2.5)) == "ClampedSwiGLU(limit=2.5)"
+    assert repr(ops.SiTUGLU(beta2=12.0, cache_quantized_input=True)) == (
+        "SiTUGLU(beta2=12.0, cache_quantized_input=True)"
+    )
+    assert repr(ops.GEGLU()) == "GEGLU()"
     assert repr(ops.ScaledClampedQGeGLU(8, glu_linear_offset=0.0)) == (
         "ScaledClampedQGeGLU(glu_linear_offset=0.0, glu_interleave_size=8)"
     )
+
+
+# The input of backward in eight bits
+
+
+def dequantized(x: Tensor) -> Tensor:
+    return CurrentScalingQuantizer(E4M3).quantize(x).dequantize()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(13, 18), (2, 3, 6), (0, 12)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CACHING)
+def test_a_quantized_input_changes_the_gradient_alone(
+    case: Case, dtype: torch.dtype, shape: tuple[int, ...], device: str
+) -> None:
+    """y is that of x, dx that of the dequantized x, both bit for bit."""
+    x = torch.randn(shape, dtype=dtype, device=device).requires_grad_()
+    coarse = dequantized(x).requires_grad_()
+    y = case.make(cache_quantized_input=True)(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    case.make()(coarse).backward(dy)
+    assert_same_bits({"y": y, "dx": x.grad}, {"y": case.make()(x), "dx": coarse.grad})
+    assert x.numel() == 0 or not torch.equal(coarse, x)
+
+
+@pytest.mark.parametrize("case", CACHING)
+def test_a_quantized_input_is_kept_in_eight_bits(case: Case) -> None:
+    kept: list[Tensor] = []
+    x = torch.randn(64, 36, requires_grad=True)
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        case.make(cache_quantized_input=True)(x)
+    assert sum(tensor.nbytes for tensor in kept) == x.numel() + 4  # codes, and one scale
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_between_quantizing_operations_the_input_may_be_cached(recipe: str) -> None:
+    linears = ops.Linear(32, 64), ops.Linear(32, 32)
+    results = []
+    for cached in (False, True):
+        x = torch.ones(8, 32).cumsum(0).sin().requires_grad_()
+        activation = ops.SwiGLU(cache_quantized_input=cached)
+        with autocast(recipe=recipe):
+            y = Sequential(linears[0], activation, linears[1])(x)
+            y.sum().backward()
+        results.append((y, x.grad))
+    (y, dx), (y_cached, dx_cached) = results
+    assert torch.equal(y, y_cached)
+    assert dx is not None and dx_cached is not None and not torch.equal(dx, dx_cached)
+    assert (dx - dx_cached).norm() < 0.1 * dx.norm()
+
+
+def test_scaled_activations_cache_nothing() -> None:
+    with pytest.raises(TypeError, match="cache_quantized_input"):
+        ops.ScaledSwiGLU(cache_quantized_input=True)  # type: ignore[call-arg]
 
 
 # Kernel functions
@@ -240,10 +368,12 @@ def test_results_are_those_of_float32_rounded_once(spec: Activation, dtype: torc
 def test_activation_agrees_with_its_reference(data: st.DataObject) -> None:
     size = data.draw(st.one_of(st.none(), st.integers(1, 5)))
     spec = Activation(
-        data.draw(st.sampled_from(["swiglu", "clamped_swiglu", "srelu"])),
+        data.draw(st.sampled_from(KINDS)),
         limit=data.draw(st.floats(0.1, 10)),
         alpha=data.draw(st.floats(-2, 2)),
         glu_linear_offset=data.draw(st.floats(-2, 2)),
+        beta1=data.draw(st.floats(0.1, 30)),
+        beta2=data.draw(st.floats(0.1, 30)),
         glu_interleave_size=size,
     )
     features = data.draw(st.integers(0, 4)) * 2 * (size or 1)
@@ -277,7 +407,11 @@ def test_activation_agrees_with_its_reference(data: st.DataObject) -> None:
         ),
         (lambda: ops.SwiGLU(glu_interleave_size=0), "glu_interleave_size is 0, but must be positive. Give None"),
         (lambda: ops.ScaledSwiGLU(-32), "glu_interleave_size is -32, but must be positive"),
-        (lambda: Activation("gelu"), "kind is 'gelu', but must be one of swiglu, clamped_swiglu, srelu"),
+        (lambda: ops.SiTUGLU(beta1=0.0), "beta1 is 0.0, but must be finite and above 0"),
+        (lambda: ops.SiTUGLU(beta2=float("inf")), "beta2 is inf, but must be finite and above 0"),
+        (lambda: ops.ScaledSiTUGLU(beta1=-1.0), "beta1 is -1.0, but must be finite and above 0"),
+        (lambda: ops.ScaledSiTUGLU(beta2=float("nan")), "beta2 is nan, but must be finite and above 0"),
+        (lambda: Activation("mish"), "kind is 'mish', but must be one of gelu, qgelu, relu"),
     ],
 )
 def test_bad_settings_are_refused(make: Callable[[], Any], message: str) -> None:
@@ -294,6 +428,7 @@ def test_bad_settings_are_refused(make: Callable[[], Any], message: str) -> None
             (4, 12),
             r"x has 12 features, but 2 \* glu_interleave_size = 8 must",
         ),
+        (ops.GEGLU(), (4, 7), "x has 7 features, but 2 must divide them"),
         (ops.ClampedSwiGLU(), (4, 1), "x has 1 features, but 2 must divide them"),
     ],
 )
@@ -317,5 +452,7 @@ def test_missing_scales_are_named() -> None:
 
 
 def test_input_features_are_twice_those_of_a_gated_activation() -> None:
-    assert Activation("swiglu").input_features(5) == Activation("clamped_swiglu").input_features(5) == 10
-    assert Activation("srelu").input_features(5) == 5
+    assert {kind for kind in KINDS if Activation(kind).input_features(5) == 5} == {
+        "gelu", "qgelu", "relu", "silu", "srelu",
+    }  # fmt: skip
+    assert {Activation(kind).input_features(5) for kind in KINDS} == {5, 10}

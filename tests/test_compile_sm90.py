@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fused.kernels import grouped_gemm_swiglu
-from ops.kernels import grouped_gemm
+from ops.kernels import grouped_gemm, norm_triton
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,6 +37,7 @@ MODES = {
 GROUPS = 4
 MANY_ROWS, FEW_ROWS = 1024, 128
 ALIGNED, ODD = (256, 512), (250, 510)  # in and out features
+NORM_WIDTHS = (*(2**n for n in range(16)), 4095, 100_000)
 LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory
 
 
@@ -65,11 +66,24 @@ def launch_grouped_gemm_swiglu(rows: int, features: tuple[int, int], dtype: torc
     launch(x, w, offsets, None, None, None, None, act, 0, tf32)
 
 
+def launch_norms(rows: int, N: int, dtype: torch.dtype) -> None:
+    x, weight = torch.empty(rows, N, dtype=dtype), torch.empty(N, dtype=dtype)
+    for w, bias in ((weight, None), (weight, weight), (None, None)):  # RMSNorm, LayerNorm, L2Normalization
+        _, mean, rstd = norm_triton.norm_triton(x, w, bias, 1e-5, 1 / N, centered=bias is not None)
+        needs = {"need_dweight": w is not None, "need_dbias": bias is not None}
+        norm_triton.dnorm_triton(x, x, mean, rstd, w, 1 / N, **needs)
+        norm_triton.dnorm_triton(x, x, mean, rstd, w, 1 / N, **needs, need_dx=False)
+        if w is not None and bias is None:
+            norm_triton.dnorm_triton(x, x, mean, rstd, w, 1 / N, **needs, added=x)
+
+
 def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[int, int]]) -> None:
     dtype, tf32 = MODES[mode]
     for rows, features in product(all_rows, all_features):
         launch_grouped_gemm(rows, features, dtype, tf32)
         launch_grouped_gemm_swiglu(rows, features, dtype, tf32)
+    for N in () if tf32 else NORM_WIDTHS:
+        launch_norms(MANY_ROWS, N, dtype)
 
 
 def shipped_configs(mode: str) -> set[tuple]:
@@ -84,6 +98,14 @@ def shipped_configs(mode: str) -> set[tuple]:
         for interleave in (0, 1, 5, 8, 32, 64, 128, 1024):
             config = grouped_gemm_swiglu.grouped_gemm_swiglu_config(dtype, glu_interleave_size=interleave, **about)
             configs.add(("grouped_gemm_swiglu_kernel", *config))
+    norms = {
+        "norm_kernel": norm_triton.norm_config,
+        "dnorm_kernel": lambda rows, N: norm_triton.dnorm_config(rows, N, 132),
+        "dparameters_kernel": lambda rows, N: norm_triton.dparameters_config(rows, N, 132),
+    }
+    for (kernel, choose), rows, N in product(() if tf32 else norms.items(), (1, 1_000_000), range(1, 20_000, 7)):
+        block_m, block_n, num_warps, _ = choose(rows, N)
+        configs.add((kernel, block_m, block_n, None, num_warps, None))
     return configs
 
 

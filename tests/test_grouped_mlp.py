@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,6 +39,8 @@ RECIPES = [None, "fp8_current", "mxfp8"]
 ACTIVATIONS = {
     "SwiGLU": (ops.SwiGLU, "swiglu", False),
     "ScaledSwiGLU": (ops.ScaledSwiGLU, "swiglu", True),
+    "SiTUGLU": (ops.SiTUGLU, "situglu", False),
+    "ScaledSiTUGLU": (ops.ScaledSiTUGLU, "situglu", True),
     "ClampedSwiGLU": (ops.ClampedSwiGLU, "clamped_swiglu", False),
     "ScaledClampedQGeGLU": (ops.ScaledClampedQGeGLU, "clamped_swiglu", True),
     "ScaledSReLU": (ops.ScaledSReLU, "srelu", True),
@@ -541,6 +544,10 @@ REFUSALS = {
     "nothing scales the activation": (
         lambda: altered(act=ops.SwiGLU, fc2_scale_bias=True),
         "FC2 scales its bias, but SwiGLU takes no scales.",
+    ),
+    "the activation caches its input": (
+        lambda: altered(act=partial(ops.SwiGLU, cache_quantized_input=True)),
+        "SwiGLU caches its input quantized, but the fused operation keeps it in full.",
     ),
 }
 

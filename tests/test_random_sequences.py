@@ -84,7 +84,7 @@ def sequences(draw: Callable[..., Any], most: int = 8) -> Drawn:
         elif choice in ("mlp", "relu mlp"):
             inner, interleave = draw(st.sampled_from([8, 32])), draw(st.sampled_from([None, 4]))
             glu = choice == "mlp"
-            kinds = [ops.SwiGLU, ops.ScaledSwiGLU, ops.ClampedSwiGLU, ops.ScaledClampedQGeGLU]
+            kinds = [ops.SwiGLU, ops.ScaledSwiGLU, ops.ClampedSwiGLU, ops.ScaledClampedQGeGLU, ops.ScaledSiTUGLU]
             kind = draw(st.sampled_from(kinds)) if glu else ops.ScaledSReLU
             scaled = "scales" in kind.extra_inputs and draw(st.booleans())
             add(ops.GroupedLinear, GROUPS, width, inner * (1 + glu), bias=draw(st.booleans()))
@@ -199,7 +199,7 @@ PLAIN: dict[type, Callable[[Any, Tensor, dict[str, Any]], Tensor]] = {
     ops.AddExtraInput: lambda m, x, env: x + env[m.name],
     ops.GroupedLinear: grouped,
     **dict.fromkeys([ops.SwiGLU, ops.ClampedSwiGLU], activated),
-    **dict.fromkeys([ops.ScaledSwiGLU, ops.ScaledClampedQGeGLU, ops.ScaledSReLU], activated),
+    **dict.fromkeys([ops.ScaledSwiGLU, ops.ScaledSiTUGLU, ops.ScaledClampedQGeGLU, ops.ScaledSReLU], activated),
     Sequential: lambda m, x, env: x + m[0].bias,
 }
 

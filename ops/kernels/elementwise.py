@@ -176,6 +176,7 @@ class ElementwiseConfig(NamedTuple):
     block_c: int
     tiles: int
     num_warps: int
+    num_stages: int = 1
 
     def programs(self, rows: int, columns: int) -> tuple[int, int]:
         """Row blocks and column blocks of the grid."""
@@ -188,12 +189,9 @@ PROGRAMS = 4096  # that keep every multiprocessor busy: about 31 on each of the 
 def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: bool = False) -> ElementwiseConfig:
     """Tiles for y [rows, columns]. sums_rows: whether backward sums something over the rows, for which a program goes
     through several tiles. casts: whether the result is cast, whose tiles hold whole blocks of 32."""
-    if casts:
+    if casts or sums_rows:
         tiles = rows * columns // (32 * 64 * PROGRAMS) if sums_rows else 1
-        return ElementwiseConfig(32, 64, triton.next_power_of_2(max(1, min(32, tiles))), 4)
-    if sums_rows:
-        tiles = rows * columns // (8 * 128 * PROGRAMS)
-        return ElementwiseConfig(8, 128, triton.next_power_of_2(max(1, min(32, tiles))), 2)
+        return ElementwiseConfig(32, 64, triton.next_power_of_2(max(1, min(16, tiles))), 4, 3)
     block_c = min(2048 if rows == 1 else 1024, max(16, triton.next_power_of_2(columns)))
     return ElementwiseConfig(2048 // block_c, block_c, 1, 4)
 
@@ -401,7 +399,8 @@ def delementwise_triton(
             dy, x, tuple(operands), dx, _codes(cast), tuple(shares), y, column_shares, rows, columns,
             columns * (1 + (_gate_of(steps) >= 0)), **_constants(tuple(steps), tuple(dtypes)),
             **_backwards(tuple(steps), tuple(dtypes)), **_cast_constants(cast, dy),
-            BLOCK_T=config.block_t, BLOCK_C=config.block_c, TILES=config.tiles, num_warps=config.num_warps,
+            BLOCK_T=config.block_t, BLOCK_C=config.block_c, TILES=config.tiles, STAGES=config.num_stages,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
         )  # fmt: skip
 

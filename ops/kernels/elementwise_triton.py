@@ -247,7 +247,7 @@ def delementwise_kernel(
     STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, KINDS: tl.constexpr,
     CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr, COUNT: tl.constexpr,
     GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles below each other a program. sums_a and sums_b: what is summed over the rows, and last of all dx."""
     column_blocks = tl.cdiv(COLUMNS, BLOCK_C)
@@ -258,7 +258,7 @@ def delementwise_kernel(
     columns_a, columns_b = _columns_of_lanes(columns, COLUMNS, INTERLEAVE)
     sums_a = _zeros(COUNT + 1, BLOCK_T, BLOCK_C)
     sums_b = _zeros(COUNT + 1, BLOCK_T, BLOCK_C)
-    for tile in range(TILES):
+    for tile in tl.range(TILES, num_stages=STAGES):
         rows = (row_block * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
         inside = (rows < T)[:, None] & (columns < COLUMNS)[None, :]
         start = rows.to(tl.int64)[:, None]

@@ -1,0 +1,71 @@
+"""What RMSNorm and LayerNorm share as operations: their settings, and x as rows of the features they normalise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ops.kernels.norm_triton import runs_in_triton
+from ops.operation import BasicOperation
+from recipes.request import PlanRequest
+
+
+class Normalization(BasicOperation):
+    """Normalises over the trailing dimensions `normalized_shape`, and multiplies by a learned weight of that shape.
+
+    learned: the names of its parameters, all of that shape
+
+    Raises ValueError for dimensions or an eps that are not positive.
+    """
+
+    learned: ClassVar[tuple[str, ...]] = ("weight",)
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        super().__init__()
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if not shape or min(shape) <= 0:
+            raise ValueError(f"normalized_shape is {normalized_shape}, but needs one dimension or more, all positive.")
+        if not eps > 0:
+            raise ValueError(f"eps is {eps}, but must be positive: a row of zeros would be divided by zero.")
+        self.normalized_shape = shape
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        for name in self.learned:
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """So that the factor is one."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def kernel(self, request: PlanRequest) -> str:
+        return "rows in registers (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"
+
+    def check(self, x: Tensor) -> None:
+        """Raises ValueError for an x with other trailing dimensions."""
+        if x.shape[-len(self.normalized_shape) :] != self.normalized_shape:
+            raise ValueError(
+                f"x has shape {list(x.shape)}, but must end in {list(self.normalized_shape)}. "
+                "Check the operation before this one."
+            )
+
+    def flat(self, x: Tensor) -> Tensor:
+        """x with the normalised dimensions, its last ones, as one."""
+        dims = len(self.normalized_shape)
+        return x if dims == 1 else x.flatten(-dims)
+
+    def extra_repr(self) -> str:
+        shape = self.normalized_shape[0] if len(self.normalized_shape) == 1 else self.normalized_shape
+        return f"{shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

@@ -1,0 +1,50 @@
+"""Reshape: the same numbers in another shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+
+
+class Reshape(BasicOperation):
+    """y = x.reshape(shape), dx = dy.reshape(x.shape).
+
+    shape: all dimensions of y, rows included; one of them may be -1, and is then what x leaves for it
+
+    Raises ValueError for a shape that no tensor has, and for an x that does not fill it.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+        if self.shape.count(-1) > 1 or any(size < -1 for size in self.shape):
+            raise ValueError(
+                f"shape is {self.shape}, but holds sizes of zero or more, and -1 once at most. "
+                "Give the other sizes as numbers."
+            )
+
+    def fuser_forward(
+        self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        given = prod(size for size in self.shape if size != -1)
+        fits = given and x.numel() % given == 0 if -1 in self.shape else x.numel() == given
+        if not fits:
+            raise ValueError(
+                f"x has shape {list(x.shape)}, {x.numel()} elements, which cannot take the shape {list(self.shape)}. "
+                "Give a shape of as many elements; -1 stands for one size that follows from the others."
+            )
+        ctx.x_shape = tuple(x.shape)
+        return x.reshape(self.shape), {}
+
+    def fuser_backward(
+        self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
+    ) -> BackwardOfBasic:
+        return dy.reshape(ctx.x_shape), {}, {}
+
+    def extra_repr(self) -> str:
+        return str(self.shape)
