@@ -1,0 +1,353 @@
+"""Element-wise chains, as they stand between two GEMMs, forward and forward + backward, against three others.
+
+    ours      Sequential of the chain's operations, fused where a fusion takes them
+    eager     torch's functions of the same formulas, one by one
+    compile   torch.compile of the same formulas (CUDA only)
+    copy      `copy_` of as many bytes as the chain must move: the limit that memory sets
+
+The chain is timed by itself, without the GEMMs. It must read each input and write each output once: forward reads x and
+the operands and writes y; backward reads dy, and x and the bias where a derivative depends on them, and writes dx and
+the gradient of the bias. The gradient of an added tensor is dy itself, and a dropout's mask can be drawn again, so
+neither moves anything. A copy of n bytes reads n / 2 and writes n / 2.
+
+Same random inputs for all. Before anything is timed, y and every gradient are held against float64. Where elements are
+dropped, each must be as if kept or as if dropped, in y and in the gradients alike, and as many be kept as p says. Timed
+by turns in one process, some calls on end, launches included; caches are as the turns leave them.
+"""
+
+# R rows, F features of y, W features of x
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.results import add_json_argument, write_results
+from bench.timing import Timing, time_interleaved
+from bench.usage import UsageError, require_device
+from fuser import BasicOperation, Sequential, ops
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+# Relative norm of the error of an output or gradient against float64: a few units of the dtype's last place.
+MAX_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+# R, F
+SHAPES = {"cuda": (16384, 4096), "cpu": (1024, 1024)}
+# A smaller working set may stay in the L2 cache of a GPU, and its figures say nothing of memory.
+CACHE_BYTES = 60e6
+
+SCALE = 0.7
+P = 0.1  # of Dropout
+# Where y, if kept, is farther from y, if dropped, than this, rounding cannot hide which of them it is.
+CLEARLY_KEPT = 0.25
+
+Step = Callable[[], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of operations, and the same as a formula in torch.
+
+    operations: made for F
+    formula:    y of x, of the operands by name, and of `drop`, a function that stands for the dropout
+    operands:   those of "bias" [W] and "extra" [R, F] that it has
+    width:      W / F
+    reads_x:    whether backward needs x and the bias
+    drops:      whether it has a dropout
+    """
+
+    operations: Callable[[int], list[BasicOperation]]
+    formula: Callable[..., Tensor]
+    operands: tuple[str, ...]
+    width: int = 1
+    reads_x: bool = False
+    drops: bool = False
+
+    def shapes(self, rows: int, features: int) -> dict[str, tuple[int, ...]]:
+        """Of x and the operands, by name."""
+        wide = self.width * features
+        shapes = {"x": (rows, wide), "bias": (wide,), "extra": (rows, features)}
+        return {name: shapes[name] for name in ("x", *self.operands)}
+
+    def numbers_moved(self, rows: int, features: int) -> tuple[int, int]:
+        """How many numbers forward and backward must read and write."""
+        sizes = {name: prod(shape) for name, shape in self.shapes(rows, features).items()}
+        y = rows * features
+        own = sizes["x"] + sizes.get("bias", 0)
+        return sum(sizes.values()) + y, y + own + (own if self.reads_x else 0)
+
+
+def _dropout(h: Tensor) -> Tensor:
+    return F.dropout(h, P)
+
+
+def _gelu(h: Tensor) -> Tensor:
+    return F.gelu(h, approximate="tanh")
+
+
+def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return _gelu(x + bias)
+
+
+def _bias_swiglu(x: Tensor, bias: Tensor) -> Tensor:
+    gate, linear = (x + bias).chunk(2, -1)
+    return F.silu(gate) * linear
+
+
+def _scale_add(x: Tensor, extra: Tensor) -> Tensor:
+    return x * SCALE + extra
+
+
+def _bias_dropout_add(x: Tensor, bias: Tensor, extra: Tensor, drop: Callable[[Tensor], Tensor] = _dropout) -> Tensor:
+    return drop(x + bias) + extra
+
+
+def _bias_gelu_scale_dropout_add(
+    x: Tensor, bias: Tensor, extra: Tensor, drop: Callable[[Tensor], Tensor] = _dropout
+) -> Tensor:
+    return drop(_gelu(x + bias) * SCALE) + extra
+
+
+CHAINS = {
+    "bias-gelu": Chain(lambda f: [ops.Bias(f), ops.GELU()], _bias_gelu, ("bias",), reads_x=True),
+    "bias-swiglu": Chain(lambda f: [ops.Bias(2 * f), ops.SwiGLU()], _bias_swiglu, ("bias",), width=2, reads_x=True),
+    "scale-add": Chain(lambda f: [ops.ConstantScale(SCALE), ops.AddExtraInput()], _scale_add, ("extra",)),
+    "bias-dropout-add": Chain(
+        lambda f: [ops.Bias(f), ops.Dropout(P), ops.AddExtraInput()], _bias_dropout_add, ("bias", "extra"), drops=True
+    ),
+    "bias-gelu-scale-dropout-add": Chain(
+        lambda f: [ops.Bias(f), ops.GELU(), ops.ConstantScale(SCALE), ops.Dropout(P), ops.AddExtraInput()],
+        _bias_gelu_scale_dropout_add,
+        ("bias", "extra"),
+        reads_x=True,
+        drops=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One chain in one dtype: seconds a call of each candidate, and its error against float64.
+
+    bytes:       what the passes must move
+    working_set: bytes of all the tensors that they touch
+    errors:      relative norms, the largest of y and the gradients
+    """
+
+    chain: str
+    dtype: str
+    passes: str
+    bytes: int
+    working_set: int
+    times: dict[str, Timing]
+    errors: dict[str, float]
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """GB/s of what must be moved."""
+        return {name: self.bytes / timing.median / 1e9 for name, timing in self.times.items()}
+
+    @property
+    def percent_of_copy(self) -> dict[str, float]:
+        """How near to the limit: 100 is as fast as the copy."""
+        return {name: 100 * self.times["copy"].median / timing.median for name, timing in self.times.items()}
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Our time over that of the others: below 1 is faster."""
+        ours = self.times["ours"].median
+        return {name: ours / self.times[name].median for name in self.errors if name != "ours"}
+
+
+def compare_chain(
+    name: str,
+    dtype: str,
+    *,
+    rows: int,
+    features: int,
+    device: torch.device | str = "cpu",
+    rounds: int = 30,
+    calls: int = 10,
+) -> list[Comparison]:
+    """Check all ways against float64, then time them by turns. AssertionError if one is wrong.
+
+    Two comparisons: forward, without grad mode, and forward + backward.
+    """
+    chain = CHAINS[name]
+    torch.manual_seed(0)
+    layer = make_layer(name, dtype, features, device)
+    inputs = {
+        key: torch.randn(shape, device=device).to(DTYPES[dtype]).requires_grad_()
+        for key, shape in chain.shapes(rows, features).items()
+    }
+    for bias in layer.parameters():
+        with torch.no_grad():
+            inputs["bias"] = bias.copy_(inputs["bias"])
+    dy = torch.randn(rows, features, device=device).to(DTYPES[dtype])
+    numbers = sum(tensor.numel() for tensor in (*inputs.values(), dy))  # y is as large as dy
+    forward, backward = chain.numbers_moved(rows, features)
+
+    ways = _ways(chain, layer, inputs)
+    comparisons = []
+    for passes, make_step, moved, touched in (
+        ("forward", _forward, forward, numbers),
+        ("forward + backward", _forward_and_backward, forward + backward, numbers + inputs["x"].numel() + dy.numel()),
+    ):
+        steps = {way: make_step(call, inputs, dy) for way, call in ways.items()}
+        errors = {way: _largest_error(chain, step(), inputs, dy) for way, step in steps.items()}
+        for way, error in errors.items():
+            limit = MAX_ERROR[dy.dtype]
+            assert error <= limit, f"{name}, {passes}: {way} is off by {error:.2e} in {dtype}, more than {limit:.0e}"
+        times = time_interleaved({**steps, "copy": _copy(moved, dy)}, rounds=rounds, calls=calls, device=device)
+        size = dy.element_size()
+        comparisons.append(Comparison(name, dtype, passes, moved * size, touched * size, times, errors))
+    return comparisons
+
+
+def make_layer(name: str, dtype: str, features: int, device: torch.device | str) -> Sequential:
+    """The chain of that name, in training mode."""
+    return Sequential(*CHAINS[name].operations(features)).to(device=device, dtype=DTYPES[dtype])
+
+
+def _ways(chain: Chain, layer: Sequential, inputs: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
+    extras = {key: tensor for key, tensor in inputs.items() if key == "extra"}
+    ways: dict[str, Callable[[], Tensor]] = {
+        "ours": lambda: layer(inputs["x"], **extras),
+        "eager": lambda: chain.formula(**inputs),
+    }
+    if inputs["x"].is_cuda:
+        torch.compiler.reset()  # what was compiled for other dtypes counts against a limit
+        compiled = torch.compile(chain.formula, fullgraph=True, dynamic=False)
+        ways["compile"] = lambda: compiled(**inputs)
+    return ways
+
+
+def _forward(call: Callable[[], Tensor], inputs: Mapping[str, Tensor], dy: Tensor) -> Step:
+    def step() -> list[Tensor]:
+        with torch.no_grad():
+            return [call()]
+
+    return step
+
+
+def _forward_and_backward(call: Callable[[], Tensor], inputs: Mapping[str, Tensor], dy: Tensor) -> Step:
+    wanted = tuple(inputs.values())
+
+    def step() -> list[Tensor]:
+        y = call()
+        return [y, *torch.autograd.grad(y, wanted, dy)]
+
+    return step
+
+
+def _copy(numbers: int, like: Tensor) -> Step:
+    """Reads and writes so many numbers in all."""
+    source, target = (torch.randn(numbers // 2, device=like.device).to(like.dtype) for _ in range(2))
+    return lambda: [target.copy_(source)]
+
+
+def _largest_error(chain: Chain, found: list[Tensor], inputs: Mapping[str, Tensor], dy: Tensor) -> float:
+    """The relative norm of the error of y, or of y and all gradients if they are there, against float64."""
+    exact = {key: tensor.detach().double().requires_grad_() for key, tensor in inputs.items()}
+
+    def reference(**drop: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        y = chain.formula(**exact, **drop)
+        gradients = torch.autograd.grad(y, tuple(exact.values()), dy.double()) if len(found) > 1 else ()
+        return [y.detach(), *gradients]
+
+    if chain.drops:
+        all_kept, all_dropped = reference(drop=lambda h: h / (1 - P)), reference(drop=lambda h: h * 0)
+        factor = _kept(found, all_kept, all_dropped) / (1 - P)
+        expected = reference(drop=lambda h: h * factor)
+    else:
+        expected = reference()
+    return max(((got.double() - want).norm() / want.norm()).item() for got, want in zip(found, expected, strict=True))
+
+
+def _kept(found: list[Tensor], all_kept: list[Tensor], all_dropped: list[Tensor]) -> Tensor:
+    """[R, F] bool: which elements were kept. AssertionError if they are too few or too many.
+
+    Read from y where that tells them apart, elsewhere from dx if it is there.
+    """
+    near_kept = [
+        (got - kept).abs() < (got - dropped).abs()
+        for got, kept, dropped in zip(found[:2], all_kept, all_dropped, strict=False)
+    ]
+    clear = (all_kept[0] - all_dropped[0]).abs() > CLEARLY_KEPT
+    count = int(clear.sum())
+    rate = near_kept[0][clear].double().mean().item()
+    deviation = (P * (1 - P) / count) ** 0.5
+    assert abs(rate - (1 - P)) <= 5 * deviation, f"{rate:.4f} of {count} elements were kept, expected {1 - P}"
+    return torch.where(clear, near_kept[0], near_kept[-1])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--chain", default=",".join(CHAINS), help="separated by commas (default: %(default)s)")
+    parser.add_argument("--dtype", default="bf16", help=f"of {', '.join(DTYPES)}, by commas (default: %(default)s)")
+    for index, name in enumerate(("rows", "features")):
+        defaults = ", ".join(f"{shape[index]} on {device}" for device, shape in SHAPES.items())
+        parser.add_argument(f"--{name}", type=int, help=f"of y (default: {defaults})")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="turns that count (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=10, help="calls on end in a turn (default: %(default)s)")
+    add_json_argument(parser, "elementwise")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """`python -m bench elementwise`."""
+    require_device(arguments.device)
+    names = _listed("--chain", arguments.chain, CHAINS)
+    dtypes = _listed("--dtype", arguments.dtype, DTYPES)
+    default_rows, default_features = SHAPES[arguments.device]
+    rows, features = arguments.rows or default_rows, arguments.features or default_features
+    print(f"element-wise chains, y [{rows}, {features}], on {arguments.device}; median (quartiles)")
+    if arguments.device == "cpu":
+        print("compile is left out: it is compared on CUDA only")
+    comparisons = []
+    for name in names:
+        for dtype in dtypes:
+            layer = make_layer(name, dtype, features, arguments.device)
+            print(layer.explain(device=arguments.device, dtype=DTYPES[dtype]))
+            for found in compare_chain(
+                name, dtype, rows=rows, features=features,
+                device=arguments.device, rounds=arguments.rounds, calls=arguments.calls,
+            ):  # fmt: skip
+                comparisons.append(found)
+                _show(found)
+    if arguments.json:
+        figures = {
+            "rows": rows,
+            "features": features,
+            "comparisons": [
+                asdict(found)
+                | {"gb_per_s": found.rates, "percent_of_copy": found.percent_of_copy, "ratios": found.ratios}
+                for found in comparisons
+            ],
+        }
+        print(f"written: {write_results(arguments.json, 'elementwise', arguments.device, figures)}")
+    return 0
+
+
+def _listed(option: str, given: str, known: Mapping[str, object]) -> list[str]:
+    names = given.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"{option} {unknown[0]} is unknown. Take {', '.join(known)}, or several by commas.")
+    return names
+
+
+def _show(found: Comparison) -> None:
+    fits = f", which fits the cache of {CACHE_BYTES / 1e6:.0f} MB" if found.working_set <= CACHE_BYTES else ""
+    print(
+        f"{found.chain}, {found.dtype}, {found.passes}: {found.bytes / 1e6:.1f} MB to move, "
+        f"working set {found.working_set / 1e6:.1f} MB{fits}"
+    )
+    for name, timing in found.times.items():
+        error = f"  error {found.errors[name]:.1e}" if name in found.errors else ""
+        print(
+            f"  {name:8} {timing.median * 1e3:8.3f} ms ({timing.low * 1e3:.3f} - {timing.high * 1e3:.3f})  "
+            f"{found.rates[name]:7.1f} GB/s  {found.percent_of_copy[name]:5.1f} % of copy{error}"
+        )
+    print("  " + ", ".join(f"ours / {name}: {ratio:.3f}" for name, ratio in found.ratios.items()))
