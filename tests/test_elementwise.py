@@ -170,7 +170,8 @@ def check(steps: Sequence[Step], shape: Sequence[int], dtypes: Sequence[torch.dt
         assert torch.equal(got.y, y)
     for d, want_d, step in zip(got.operands, want.operands, steps, strict=True):
         if step.operand not in ("", "random"):
-            d = d.flatten(0, -2) if step.operand == "element" else d
+            assert d.shape == (shape[:-1] if step.operand == "row" else d.shape)
+            d = d.flatten(0, -2) if step.operand == "element" else d.flatten()
             close(d, want_d, dtypes)
 
 

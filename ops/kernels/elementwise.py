@@ -296,12 +296,15 @@ def delementwise(
         dy.contiguous(), x if x is None else x.contiguous(), dx, cast, y, steps,
         [o if o is None else o.contiguous() for o in operands], shares, column_shares, dtypes, config,
     )  # fmt: skip
-    gradients = []
+    gradients: list[Tensor | None] = []
     for step, want, share in zip(steps, wanted, shares, strict=True):
         if share is None:
             gradients.append(dy if want else None)
+        elif step.operand == "element":
+            gradients.append(share)
         else:
-            gradients.append(share if step.operand == "element" else share.sum(0))
+            total = share.sum(0)
+            gradients.append(total if step.operand == "column" else total.view(dy.shape[:-1]))
     return ChainGradients(dx, tuple(gradients), y, None if column_shares is None else column_shares.sum(0))
 
 
