@@ -19,7 +19,7 @@ class ForwardLinearBiasActivation(FusedOperation):
     """h = x W^T + b, y = f(h), with the Linear's own bias, a Bias behind it, both or none.
 
     The Bias is added in the memory of the product. Saves what the operations by themselves save: x, and h.
-    Refused for an activation with scales, and for a Bias of another size or dtype than the Linear.
+    Refused for an activation with scales, and for a Bias of another dtype than the Linear.
     """
 
     pattern = (Linear, optional(Bias), ActivationOperation)

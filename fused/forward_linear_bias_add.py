@@ -20,7 +20,7 @@ class ForwardLinearBiasAdd(FusedOperation):
     """y = x W^T + b + extra, with the Linear's own bias, a Bias behind it, both or none.
 
     Bias and extra tensor are added in the memory of the product, each rounded as by itself. Saves what the operations
-    by themselves save: x. Refused for a Bias of another size or dtype than the Linear.
+    by themselves save: x. Refused for a Bias of another dtype than the Linear.
     """
 
     pattern = (Linear, optional(Bias), AddExtraInput)

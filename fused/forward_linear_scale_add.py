@@ -22,7 +22,7 @@ class ForwardLinearScaleAdd(FusedOperation):
 
     A power of two is the product's own factor, which is exact (see `ops.gemm.commutes`); any other scale multiplies in
     the memory of the product, where the extra tensor is added too. Each is rounded as by itself. Saves what the
-    operations by themselves save: x. Refused for a Bias of another size or dtype than the Linear.
+    operations by themselves save: x. Refused for a Bias of another dtype than the Linear.
     """
 
     pattern = (Linear, optional(Bias), ConstantScale, AddExtraInput)

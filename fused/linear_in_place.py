@@ -21,8 +21,6 @@ def why_not_bias(operations: Sequence[BasicOperation]) -> str | None:
     if not isinstance(bias, Bias):
         return None
     assert isinstance(linear, Linear), "the pattern says so"
-    if bias.size != linear.out_features:
-        return f"Linear makes {linear.out_features} features, but Bias has {bias.size}."
     dtypes = held_parameter(linear, "weight").dtype, held_parameter(bias, "bias").dtype
     if dtypes[0] != dtypes[1]:
         return f"Linear's weight is {dtypes[0]}, but Bias's vector is {dtypes[1]}."

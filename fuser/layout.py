@@ -49,7 +49,7 @@ class Layout:
     """The stages of a Sequential, and the names that pass between them.
 
     Raises ValueError if two operations make an extra output of the same name, or one asks for a name that only a
-    later one makes.
+    later one makes, or neighbours' features do not fit, as far as the operations know them (`features`).
     """
 
     def __init__(self, sequential: Container) -> None:
@@ -67,6 +67,7 @@ class Layout:
         self._close_run()
         self.produced = tuple(name for stage in self.stages for name in stage.makes)
         self.consumed = self._check_names()
+        self._check_features()
         later: set[str] = set()
         self.passed_on: list[tuple[str, ...]] = []
         for stage in reversed(self.stages):
@@ -174,6 +175,22 @@ class Layout:
                 "operation to the front, or give one of the two another name, with rename_extras."
             )
         return tuple(consumed)
+
+    def _check_features(self) -> None:
+        features: int | None = None
+        for stage in self.stages:
+            known: list[tuple[BasicOperation, str]] = []
+            if isinstance(stage.runner, Pipeline):
+                known = list(zip(stage.runner.operations, stage.runner.labels, strict=True))
+            elif isinstance(stage.runner, BasicOperation):
+                known = [(stage.runner, stage.label)]
+            else:
+                features = None
+            for operation, label in known:
+                try:
+                    features = operation.features(features)
+                except ValueError as error:
+                    raise ValueError(f"In operation {label} ({type(operation).__name__}): {error}") from error
 
 
 def _contents(container: Container) -> tuple[Any, ...]:

@@ -33,6 +33,10 @@ class Sequential(Container):
     hands the operation at an index a tensor of the caller's to write into.
 
     The list protocol is that of `torch.nn.Sequential`. After any change the plan is made anew.
+
+    Raises ValueError for operations that cannot follow each other: features that do not fit, as far as they are known
+    before x is, an extra tensor that is asked for before it is made, or made twice. After a change in place, when the
+    Sequential is called.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Sequential(Container):
                 self.add_module(name, module)
         else:
             self.extend(modules)  # type: ignore[arg-type]
+        self.layout()
 
     # The list protocol
 

@@ -38,6 +38,12 @@ class ActivationOperation(ElementwiseOperation):
     def check(self, shape: torch.Size, operand: Tensor | None) -> None:
         check_activation(shape, self.activation, operand)
 
+    def features(self, incoming: int | None) -> int | None:
+        if incoming is None:
+            return None
+        check_activation((incoming,), self.activation, None)
+        return incoming // 2 if self.activation.gated else incoming
+
     def kept_x(self, x: Tensor) -> Any:
         return _INPUT_QUANTIZER.quantize(x) if self.cache_quantized_input else x
 

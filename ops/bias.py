@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ops.elementwise import ElementwiseOperation
 from ops.kernels.elementwise import Step
 from ops.kernels.steps import ADD_COLUMN
+from ops.operation import check_features
 
 
 class Bias(ElementwiseOperation):
@@ -51,6 +52,10 @@ class Bias(ElementwiseOperation):
             return dy, None
         rows = dy if dy.dim() == 2 else dy.reshape(-1, self.size)
         return dy, rows.sum(0, dtype=torch.float64 if dy.dtype == torch.float64 else torch.float32)
+
+    def features(self, incoming: int | None) -> int | None:
+        check_features(incoming, self.size)
+        return self.size
 
     def extra_repr(self) -> str:
         return f"size={self.size}"

@@ -26,6 +26,9 @@ class Combine(BasicOperation):
     class Saved(NamedTuple):
         routing_map: RoutingMap
 
+    def features(self, incoming: int | None) -> int | None:
+        return incoming
+
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:

@@ -44,6 +44,9 @@ class Dispatch(BasicOperation):
             raise ValueError(f"Dispatch got num_experts={num_experts}. It must be positive.")
         self.num_experts = num_experts
 
+    def features(self, incoming: int | None) -> int | None:
+        return incoming
+
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:

@@ -79,6 +79,9 @@ class ElementwiseOperation(BasicOperation):
         """Whether the operand's gradient is wanted."""
         return self.operand_name in ctx.needs.params or self.operand_name in ctx.needs.extras
 
+    def features(self, incoming: int | None) -> int | None:
+        return incoming if incoming is None or not self.step().gated else incoming // 2
+
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.kernels.grouped_operands import accumulator_like
-from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from ops.operation import BackwardOfBasic, BasicOperation, OperationContext, check_features
 from ops.paths import SplitTensors
 from recipes.grouped_tensor import GroupedTensor
 from recipes.quantizer import Quantizer
@@ -223,6 +223,10 @@ class GroupedLinear(BasicOperation):
         for name in ("weight", "bias") if self.use_bias else ("weight",):
             _convert(state_dict, prefix + name, self.num_groups, self.stacked)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def features(self, incoming: int | None) -> int | None:
+        check_features(incoming, self.in_features)
+        return self.out_features
 
     def extra_repr(self) -> str:
         return (

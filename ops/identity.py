@@ -15,6 +15,9 @@ class Identity(BasicOperation):
 
     accepts_quantized = True
 
+    def features(self, incoming: int | None) -> int | None:
+        return incoming
+
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         return x, {}
 

@@ -33,6 +33,9 @@ class L2Normalization(BasicOperation):
     def kernel(self, request: PlanRequest) -> str:
         return "rows in registers (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"
 
+    def features(self, incoming: int | None) -> int | None:
+        return incoming
+
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:

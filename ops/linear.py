@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ops.context import at_tensor
 from ops.gemm import for_wgrad, gemm, quantized
-from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from ops.operation import BackwardOfBasic, BasicOperation, OperationContext, check_features
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
 
@@ -107,6 +107,10 @@ class Linear(BasicOperation):
         if wgrad:
             gradients["weight"] = gemm("NT", rows, saved.x, ctx.dtype, alpha=alpha)
         return dx, gradients
+
+    def features(self, incoming: int | None) -> int | None:
+        check_features(incoming, self.in_features)
+        return self.out_features
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

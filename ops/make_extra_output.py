@@ -31,6 +31,9 @@ class MakeExtraOutput(BasicOperation):
         self.reuses_gradients = in_place
         self.extra_outputs = {name: Tensor}
 
+    def features(self, incoming: int | None) -> int | None:
+        return incoming
+
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:

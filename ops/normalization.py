@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.kernels.norm_triton import runs_in_triton
-from ops.operation import BasicOperation
+from ops.operation import BasicOperation, check_features
 from recipes.request import PlanRequest
 
 
@@ -60,6 +60,10 @@ class Normalization(BasicOperation):
                 f"x has shape {list(x.shape)}, but must end in {list(self.normalized_shape)}. "
                 "Check the operation before this one."
             )
+
+    def features(self, incoming: int | None) -> int | None:
+        check_features(incoming, self.normalized_shape[-1])
+        return incoming
 
     def flat(self, x: Tensor) -> Tensor:
         """x with the normalised dimensions, its last ones, as one."""

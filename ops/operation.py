@@ -80,6 +80,13 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
         happens only to an operation that has some); `d_extra_outputs` holds the gradients that exist.
         """
 
+    def features(self, incoming: int | None) -> int | None:
+        """How many features, x's last dimension, come out where `incoming` go in; None where that is not known.
+
+        Raises ValueError if so many cannot go in. A Sequential asks when it is put together.
+        """
+        return None
+
     def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
         """What this operation quantizes its input with, or None."""
         return None
@@ -217,6 +224,12 @@ class FusedOperation(FusibleOperation):
     ) -> BackwardOfFused:
         """As `BasicOperation.fuser_backward`, with a list of parameter gradients, one for each covered operation."""
         raise NotImplementedError(f"{type(self).__name__} has passes={self.passes!r}, but no fuser_backward.")
+
+
+def check_features(incoming: int | None, needed: int) -> None:
+    """Raise ValueError if as many features come in, as far as that is known, as are not needed."""
+    if incoming not in (None, needed):
+        raise ValueError(f"x has {incoming} features, but {needed} are needed. Check the operation before this one.")
 
 
 def check_extras(

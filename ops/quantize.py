@@ -35,6 +35,9 @@ class Quantize(BasicOperation):
     def grad_output_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.GRAD_OUTPUT) if self.quantizes_backward else None
 
+    def features(self, incoming: int | None) -> int | None:
+        return incoming
+
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         return _quantized(x, self.input_quantizer(ctx.recipe)), {}
 

@@ -28,6 +28,9 @@ class Reshape(BasicOperation):
                 "Give the other sizes as numbers."
             )
 
+    def features(self, incoming: int | None) -> int | None:
+        return self.shape[-1] if self.shape and self.shape[-1] >= 0 else None
+
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:

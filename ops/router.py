@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.kernels.routing import droute, route
-from ops.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
+from ops.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext, check_features
 
 
 class Router(BasicOperation):
@@ -115,6 +115,10 @@ class Router(BasicOperation):
     def _weight(self, ctx: OperationContext) -> Tensor:
         """The weight as it is held: torch.autocast would round it."""
         return ctx.param("weight", torch.promote_types(ctx.dtype, torch.float32))
+
+    def features(self, incoming: int | None) -> int | None:
+        check_features(incoming, self.hidden_size)
+        return self.hidden_size
 
     def extra_repr(self) -> str:
         return (

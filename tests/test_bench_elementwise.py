@@ -26,6 +26,7 @@ def test_every_chain_agrees_with_its_formula(name, dtype):
         assert found.percent_of_copy["copy"] == 100 and found.ratios.keys() == {"eager"}
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.compile's own
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CHAINS)

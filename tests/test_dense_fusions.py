@@ -315,16 +315,6 @@ REFUSALS = {
         lambda: [linear(), ops.SwiGLU()],
         "Linear has no bias, whose gradient could be summed while SwiGLU makes its own.",
     ),
-    "size": (
-        [ForwardLinearBiasActivation],
-        lambda: [linear(), bias(K), ops.SwiGLU()],
-        "Linear makes 64 features, but Bias has 32.",
-    ),
-    "size_add": (
-        [ForwardLinearBiasAdd],
-        lambda: [linear(), bias(K), ops.AddExtraInput()],
-        "Linear makes 64 features, but Bias has 32.",
-    ),
     "dtype": (
         [ForwardLinearScaleAdd],
         lambda: [linear(), bias().bfloat16(), ops.ConstantScale(2.0), ops.AddExtraInput()],

@@ -525,14 +525,6 @@ def altered(**changes: Any) -> list[BasicOperation]:
 
 REFUSALS = {
     "groups": (lambda: altered(fc2=(3, 64, 40)), "FC1 has 4 groups, but FC2 has 3."),
-    "width": (
-        lambda: altered(fc1=(4, 40, 64)),
-        "FC1 makes 64 features, but ScaledSwiGLU needs 128 to give FC2 its 64.",
-    ),
-    "width without a gate": (
-        lambda: altered(act=ops.ScaledSReLU),
-        "FC1 makes 128 features, but ScaledSReLU needs 64 to give FC2 its 64.",
-    ),
     "dtypes": (
         lambda: [*altered()[:2], altered()[2].bfloat16()],
         "FC1's weights are torch.float32, but FC2's are torch.bfloat16.",

@@ -607,14 +607,47 @@ def test_an_unknown_output_is_an_error_that_lists_what_exists() -> None:
 @pytest.mark.parametrize("between", [(), (nn.Identity(),)], ids=["one pipeline", "two"])
 def test_an_extra_output_made_twice_is_refused(between: tuple[nn.Module, ...]) -> None:
     with pytest.raises(ValueError, match=r"2 operations make the extra output 'tapped'.*rename_extras.*'tapped'"):
-        Sequential(Tap(), *between, Tap())(torch.ones(2))
+        Sequential(Tap(), *between, Tap())
 
 
 @pytest.mark.parametrize("between", [(), (nn.Identity(),)], ids=["one pipeline", "two"])
 def test_an_extra_tensor_asked_for_before_it_is_made_is_refused(between: tuple[nn.Module, ...]) -> None:
-    sequential = Sequential(Multiply().rename_extras(other="tapped"), *between, Tap())
     with pytest.raises(ValueError, match=r"'tapped' is asked for before the operation that makes it.*rename_extras"):
-        sequential(torch.ones(2))
+        Sequential(Multiply().rename_extras(other="tapped"), *between, Tap())
+
+
+MISFITS = {
+    "linear": lambda: (ops.Linear(8, 16), ops.Linear(8, 4)),
+    "bias": lambda: (ops.Linear(8, 16), ops.Identity(), ops.Bias(8)),
+    "norm": lambda: (ops.Linear(8, 16), ops.ConstantScale(2.0), ops.RMSNorm(8)),
+    "norm of several dimensions": lambda: (ops.Linear(8, 16), ops.LayerNorm((3, 8))),
+    "after a gate": lambda: (ops.Linear(8, 16), ops.SwiGLU(), ops.Bias(16)),
+    "an odd gate": lambda: (ops.Linear(8, 15), ops.GEGLU()),
+    "grouped": lambda: (ops.GroupedLinear(2, 8, 16), ops.ScaledSwiGLU(), ops.GroupedLinear(2, 16, 8)),
+    "router": lambda: (ops.Bias(8), ops.Router(16, 4, topk=2)),
+    "reshape": lambda: (ops.Reshape((-1, 8)), ops.Bias(4)),
+    "nested": lambda: (ops.Linear(8, 16), Sequential(ops.Quantize(), ops.Bias(8))),
+}
+
+
+@pytest.mark.parametrize("make", MISFITS.values(), ids=MISFITS)
+def test_features_that_do_not_fit_are_refused_at_construction(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"^In operation [\d.]+ \(\w+\): x has \d+ features, but .*\."):
+        Sequential(*make())
+
+
+def test_features_that_are_not_known_at_construction_are_not_refused() -> None:
+    Sequential(ops.Linear(8, 16), nn.Linear(16, 8), ops.Bias(8))
+    Sequential(ops.Linear(8, 16), Tap(), ops.Bias(8))
+    Sequential(ops.Linear(8, 16), ops.Reshape((3, -1)), ops.Bias(8))
+
+
+def test_a_misfit_made_in_place_is_refused_at_the_call() -> None:
+    sequential = Sequential(ops.Linear(8, 16)).append(ops.Bias(8))
+    with pytest.raises(ValueError, match="In operation 1 \\(Bias\\): x has 16 features, but 8 are needed"):
+        sequential(torch.ones(2, 8))
+    sequential[1] = ops.Bias(16)
+    assert sequential(torch.ones(2, 8)).shape == (2, 16)
 
 
 def test_a_refused_call_changes_nothing() -> None:
@@ -627,7 +660,7 @@ def test_a_refused_call_changes_nothing() -> None:
 
 
 def test_a_sequential_repaired_after_a_refusal_runs() -> None:
-    sequential = Sequential(Tap(), Tap())
+    sequential = Sequential(Tap()).append(Tap())
     with pytest.raises(ValueError, match="2 operations make"):
         sequential(torch.ones(2))
     sequential[1].rename_extras(tapped="second")

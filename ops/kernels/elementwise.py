@@ -466,4 +466,5 @@ def _backwards(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict
         "LEAVES": tuple(dtype != after for dtype, after in zip(dtypes, behind, strict=True)),
         "BACKWARDS": tuple(step.backward for step in steps),
         "D_OPERANDS": tuple(step.d_operand for step in steps),
+        "READS": tuple(not step.linear for step in steps),
     }

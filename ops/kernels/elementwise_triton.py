@@ -1,8 +1,8 @@
 """The Triton kernels of `ops.kernels.elementwise`, which says what they compute and launches them.
 
 STEPS, BACKWARDS, D_OPERANDS are the functions of the steps, KINDS their operands, CONSTANTS three numbers each, DTYPES
-what each is rounded to, ENTERS and LEAVES whether x and dy come in another dtype, GATE the position of the gated one or
--1. Operand pointers that a step does not need are None.
+what each is rounded to, ENTERS and LEAVES whether x and dy come in another dtype, READS whether backward reads x, GATE
+the position of the gated one or -1. Operand pointers that a step does not need are None.
 codes are the row codes, row scales, column codes and column scales of a result that is cast to MXFP8 (FORM), else None.
 
 Before the gate every column of y stands for two of x: a tile is a pair (a, b), and each step runs on both.
@@ -244,7 +244,7 @@ def _store_row_share(d, pointer, column_block, rows, T, inside):
 @triton.jit
 def delementwise_kernel(
     dy_ptr, x_ptr, operands, dx_ptr, codes, d_operands, y_ptr, column_sums_ptr, T, COLUMNS, WIDTH,
-    STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, KINDS: tl.constexpr,
+    STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, READS: tl.constexpr, KINDS: tl.constexpr,
     CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr, COUNT: tl.constexpr,
     GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
@@ -279,7 +279,7 @@ def delementwise_kernel(
             tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
         for i in tl.static_range(COUNT - 1, -1, -1):
             xa, xb = a, b
-            if x_ptr is not None:
+            if READS[i]:
                 xa, xb = _up_to(
                     a, b, i, operands, rows, columns, columns_a, columns_b, first_column, T, COLUMNS, WIDTH, inside,
                     STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,
