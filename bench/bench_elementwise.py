@@ -12,7 +12,8 @@ neither moves anything. A copy of n bytes reads n / 2 and writes n / 2.
 
 Same random inputs for all. Before anything is timed, y and every gradient are held against float64. Where elements are
 dropped, each must be as if kept or as if dropped, in y and in the gradients alike, and as many be kept as p says. Timed
-by turns in one process, some calls on end, launches included; caches are as the turns leave them.
+by turns in one process, some calls on end, launches included; caches are as the turns leave them. With --captured each
+step is a CUDA graph, and so what is timed is the GPU alone.
 """
 
 # R rows, F features of y, W features of x
@@ -21,6 +22,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -171,10 +173,11 @@ def compare_chain(
     device: torch.device | str = "cpu",
     rounds: int = 30,
     calls: int = 10,
+    captured: bool = False,
 ) -> list[Comparison]:
     """Check all ways against float64, then time them by turns. AssertionError if one is wrong.
 
-    Two comparisons: forward, without grad mode, and forward + backward.
+    Two comparisons: forward, without grad mode, and forward + backward. captured: each step as a CUDA graph.
     """
     chain = CHAINS[name]
     torch.manual_seed(0)
@@ -196,11 +199,13 @@ def compare_chain(
         ("forward", _forward, forward, numbers),
         ("forward + backward", _forward_and_backward, forward + backward, numbers + inputs["x"].numel() + dy.numel()),
     ):
-        steps = {way: make_step(call, inputs, dy) for way, call in ways.items()}
+        steps: dict[str, Callable[[], Any]] = {way: make_step(call, inputs, dy) for way, call in ways.items()}
         errors = {way: _largest_error(chain, step(), inputs, dy) for way, step in steps.items()}
         for way, error in errors.items():
             limit = MAX_ERROR[dy.dtype]
             assert error <= limit, f"{name}, {passes}: {way} is off by {error:.2e} in {dtype}, more than {limit:.0e}"
+        if captured:
+            steps = {way: _captured(step) for way, step in steps.items()}
         times = time_interleaved({**steps, "copy": _copy(moved, dy)}, rounds=rounds, calls=calls, device=device)
         size = dy.element_size()
         comparisons.append(Comparison(name, dtype, passes, moved * size, touched * size, times, errors))
@@ -223,6 +228,20 @@ def _ways(chain: Chain, layer: Sequential, inputs: Mapping[str, Tensor]) -> dict
         compiled = torch.compile(chain.formula, fullgraph=True, dynamic=False)
         ways["compile"] = lambda: compiled(**inputs)
     return ways
+
+
+def _captured(step: Callable[[], object]) -> Callable[[], object]:
+    """A replay of the step, captured after three warm-ups on another stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def _forward(call: Callable[[], Tensor], inputs: Mapping[str, Tensor], dy: Tensor) -> Step:
@@ -293,6 +312,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=30, help="turns that count (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=10, help="calls on end in a turn (default: %(default)s)")
+    parser.add_argument("--captured", action="store_true", help="time CUDA graphs of the steps, without the host")
     add_json_argument(parser, "elementwise")
 
 
@@ -303,7 +323,10 @@ def main(arguments: argparse.Namespace) -> int:
     dtypes = _listed("--dtype", arguments.dtype, DTYPES)
     default_rows, default_features = SHAPES[arguments.device]
     rows, features = arguments.rows or default_rows, arguments.features or default_features
-    print(f"element-wise chains, y [{rows}, {features}], on {arguments.device}; median (quartiles)")
+    if arguments.captured and arguments.device != "cuda":
+        raise UsageError("--captured needs --device cuda: there are no graphs on the CPU.")
+    how = "CUDA graphs" if arguments.captured else "whole steps"
+    print(f"element-wise chains, y [{rows}, {features}], on {arguments.device}, {how}; median (quartiles)")
     if arguments.device == "cpu":
         print("compile is left out: it is compared on CUDA only")
     comparisons = []
@@ -313,7 +336,7 @@ def main(arguments: argparse.Namespace) -> int:
             print(layer.explain(device=arguments.device, dtype=DTYPES[dtype]))
             for found in compare_chain(
                 name, dtype, rows=rows, features=features,
-                device=arguments.device, rounds=arguments.rounds, calls=arguments.calls,
+                device=arguments.device, rounds=arguments.rounds, calls=arguments.calls, captured=arguments.captured,
             ):  # fmt: skip
                 comparisons.append(found)
                 _show(found)
@@ -321,6 +344,7 @@ def main(arguments: argparse.Namespace) -> int:
         figures = {
             "rows": rows,
             "features": features,
+            "captured": arguments.captured,
             "comparisons": [
                 asdict(found)
                 | {"gb_per_s": found.rates, "percent_of_copy": found.percent_of_copy, "ratios": found.ratios}

@@ -12,8 +12,11 @@ Before the gate every column of y stands for two of x: a tile is a pair (a, b), 
 import triton
 import triton.language as tl
 
+from ops.kernels.random import ROUNDS
 from recipes.kernels.cast_mxfp8_triton import store_mxfp8
 from recipes.kernels.rounding import round_to, widen
+
+PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
 
 @triton.jit
@@ -40,7 +43,7 @@ def _random_bits(seed_ptr, rows, first_column, BLOCK_C: tl.constexpr):
     c1 = (rows[:, None] + tl.zeros_like(octets)[None, :]).to(tl.uint32)
     c2 = tl.zeros_like(c0)
     c3 = tl.zeros_like(c0)
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(PHILOX_ROUNDS):
         high0, low0 = _product(c0, 0xD2511F53)
         high2, low2 = _product(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
