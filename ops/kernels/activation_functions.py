@@ -6,8 +6,9 @@
 The formulas, and which constants A, B, C are, stand in `ops.kernels.activation`. Tiles are float32, of one shape.
 
 Precision: float32, an error of a few units in the last place of the factors that a result is made of. One exponential
-for each sigmoid or tanh, which value and derivative share. Numbers up to 1e12 never give NaN; NaN stays NaN, also
-through a clamp, which is why none of them is `tl.minimum` or `tl.maximum`: those drop it.
+for each sigmoid or tanh, which value and derivative share. A sigmoid is never below 2^-126, also where it should be 0.
+Numbers up to 1e12 never give NaN; NaN stays NaN, also through a clamp, which is why none of them is `tl.minimum` or
+`tl.maximum`: those drop it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from triton.runtime.jit import JITFunction
 # 2 sqrt(2 / pi), and 0.044715 times that
 GELU_LINEAR = tl.constexpr(1.5957691216057308)
 GELU_CUBIC = tl.constexpr(0.07135481282553024)
-# Beyond it the tanh form of gelu is 0 or x, and its derivative 0 or 1, in float32 and float64.
-GELU_LIMIT = tl.constexpr(30.0)
+# Below it the tanh form of gelu and its derivative are 0 in float32.
+GELU_LIMIT = tl.constexpr(-30.0)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LARGEST_EXPONENT = tl.constexpr(125.5)  # of e in float32, with room for 1 + e
 QGELU_ALPHA = tl.constexpr(1.702)
 
 
@@ -34,12 +37,17 @@ def clamp(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
+def sides(t):
+    """1 / (1 + 2^t) and 2^t / (1 + 2^t), both to a few units in the last place, from one exponential."""
+    e = tl.exp2(tl.where(t > LARGEST_EXPONENT, LARGEST_EXPONENT, t))
+    first = 1 / (1 + e)
+    return first, e * first
+
+
+@triton.jit
 def sigmoids(x):
-    """sigmoid(x) and sigmoid(-x) = 1 - sigmoid(x), both to a few units in the last place, from one exponential."""
-    e = tl.exp(-tl.abs(x))  # at most 1: it does not overflow
-    large = 1 / (1 + e)
-    small = e * large
-    return tl.where(x < 0, small, large), tl.where(x < 0, large, small)
+    """sigmoid(x) and sigmoid(-x) = 1 - sigmoid(x)."""
+    return sides(x * -LOG2_E)
 
 
 @triton.jit
@@ -70,18 +78,17 @@ def soft_bound(x, BETA: tl.constexpr):
 @triton.jit
 def swish(x, ALPHA: tl.constexpr):
     """x sigmoid(ALPHA x) and its derivative."""
-    scaled = ALPHA * x
-    up, down = sigmoids(scaled)
-    return x * up, up * (1 + scaled * down)
+    up, down = sides(x * (-ALPHA * LOG2_E))
+    return x * up, up * tl.fma(ALPHA * x, down, 1.0)
 
 
 @triton.jit
 def gelu_and_slope(x):
     """gelu(x) and its derivative."""
-    near = clamp(x, -GELU_LIMIT, GELU_LIMIT)
+    near = tl.where(x < GELU_LIMIT, GELU_LIMIT, x)
     square = near * near
-    up, down = sigmoids(near * (GELU_LINEAR + GELU_CUBIC * square))
-    return x * up, up * (1 + near * (GELU_LINEAR + 3 * GELU_CUBIC * square) * down)
+    up, down = sides(near * tl.fma(square, -GELU_CUBIC * LOG2_E, -GELU_LINEAR * LOG2_E))
+    return x * up, up * tl.fma(near * tl.fma(square, 3 * GELU_CUBIC, GELU_LINEAR), down, 1.0)
 
 
 # Without a gate
