@@ -63,7 +63,7 @@ class Normalization(BasicOperation):
 
     def features(self, incoming: int | None) -> int | None:
         check_features(incoming, self.normalized_shape[-1])
-        return incoming
+        return self.normalized_shape[-1]
 
     def flat(self, x: Tensor) -> Tensor:
         """x with the normalised dimensions, its last ones, as one."""
