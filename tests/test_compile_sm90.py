@@ -23,7 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fused.kernels import grouped_gemm_swiglu
-from ops.kernels import grouped_gemm, norm_triton
+from ops.kernels import activation, elementwise, grouped_gemm, norm_triton, steps
+from ops.kernels.activation import KINDS, Activation, activation_step
+from recipes.formats import E4M3, E5M2
+from recipes.mxfp8 import MXFP8Quantizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -77,6 +80,31 @@ def launch_norms(rows: int, N: int, dtype: torch.dtype) -> None:
             norm_triton.dnorm_triton(x, x, mean, rstd, w, 1 / N, **needs, added=x)
 
 
+def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
+    """Each activation between a bias, and a scale, a dropout and an added tensor; alone with a factor a row; cast."""
+    x, dy = torch.empty(rows, features, dtype=dtype), torch.empty(rows, features, dtype=dtype)
+    wide, factors = torch.empty(rows, 2 * features, dtype=dtype), torch.empty(rows)
+    seed = torch.zeros(1, dtype=torch.int64)
+    behind = [steps.scale_step(0.5), steps.dropout_step(0.1), steps.ADD_ELEMENT]
+    for kind in KINDS:
+        spec = Activation(kind, glu_interleave_size=32 if kind == "situglu" else None)
+        given = wide if spec.gated else x
+        chain = [steps.ADD_COLUMN, activation_step(spec, False), *behind]
+        operands = [torch.empty(given.shape[1], dtype=dtype), None, None, seed, dy]
+        elementwise.elementwise(given, chain, operands)
+        elementwise.delementwise(dy, given, chain, operands, need_operands=(True, False, False, False, False))
+        scaled = [activation_step(spec, True)]
+        elementwise.elementwise(given, scaled, [factors])
+        elementwise.delementwise(dy, given, scaled, [factors], need_operands=(True,), need_y=True)
+    for form in (E4M3, E5M2):
+        room = MXFP8Quantizer(form).room(x.shape, dtype, x.device)
+        chain, operands = [steps.ADD_COLUMN, activation_step(Activation("gelu"), False)], [x[0], None]
+        elementwise.elementwise_cast(x, elementwise.Cast(*room.tensors()), chain, operands)
+        elementwise.delementwise(
+            dy, x, chain, operands, need_operands=(True, False), cast=elementwise.Cast(*room.tensors())
+        )  # fmt: skip
+
+
 def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[int, int]]) -> None:
     dtype, tf32 = MODES[mode]
     for rows, features in product(all_rows, all_features):
@@ -84,6 +112,8 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         launch_grouped_gemm_swiglu(rows, features, dtype, tf32)
     for N in () if tf32 else NORM_WIDTHS:
         launch_norms(MANY_ROWS, N, dtype)
+    if not tf32:
+        launch_chains(MANY_ROWS, ALIGNED[0], dtype)
 
 
 def shipped_configs(mode: str) -> set[tuple]:
@@ -131,6 +161,7 @@ def compile_all(mode: str, arch: int) -> None:
     triton.knobs.nvidia.dump_ptxas_log = True
     for module in (grouped_gemm, grouped_gemm_swiglu):
         module.capability = lambda x: divmod(arch, 10)
+    elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
     run = JITFunction.run
 
     def only_compile(kernel, *args, grid, warmup, **kwargs):
