@@ -19,6 +19,7 @@ from fuser import Sequential, autocast, ops
 from ops import BasicOperation
 from tests import reference
 from tests.reference import assert_close, assert_same_bits
+from tests.test_elementwise_chain import ChainAnywhere
 
 GROUPS = 3
 WIDTHS = [8, 24, 32, 64]
@@ -311,14 +312,6 @@ def test_fused_unfused_and_one_by_one_are_the_same(drawn, recipe, dtype):
                 assert_same_bits(without(unfused, "gradient of scales"), without(alone, "gradient of scales"))
             elif recipe is None:
                 assert_close(unfused, alone, {**CHAIN, torch.bfloat16: 0.05}, floor=1.0)
-
-
-class ChainAnywhere(ElementwiseChain):
-    """On the CPU too, where the steps' references run: not for speed, but so that chains are drawn here."""
-
-    @classmethod
-    def why_not(cls, operations: Any, request: Any) -> str | None:
-        return super().why_not(operations, request._replace(device=torch.device("cuda"), dtype=torch.float32))
 
 
 EVERY_FUSION = tuple(ChainAnywhere if fusion is ElementwiseChain else fusion for fusion in FUSIONS)

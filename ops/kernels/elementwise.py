@@ -34,7 +34,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -438,7 +438,7 @@ def _gate_of(steps: Sequence[Step]) -> int:
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
     """What both kernels get at compile time. SOURCE: Triton's cache on disk knows functions among constants by their
     names only, so here is what they say."""
@@ -458,7 +458,7 @@ def _constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict
     }
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _backwards(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
     """What the backward kernel gets besides."""
     behind = dtypes[1:] + dtypes[-1:]
