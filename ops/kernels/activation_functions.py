@@ -78,8 +78,9 @@ def soft_bound(x, BETA: tl.constexpr):
 @triton.jit
 def swish(x, ALPHA: tl.constexpr):
     """x sigmoid(ALPHA x) and its derivative."""
-    up, down = sides(x * (-ALPHA * LOG2_E))
-    return x * up, up * tl.fma(ALPHA * x, down, 1.0)
+    scaled = ALPHA * x
+    up, down = sigmoids(scaled)
+    return x * up, up * tl.fma(scaled, down, 1.0)
 
 
 @triton.jit
