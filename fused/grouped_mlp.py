@@ -103,7 +103,7 @@ class GroupedMLP(FusedOperation):
         if fc1_ctx.by_group:
             return self._forward_by_group(ctxs, x, splits, scales), {}
         path = fc1_ctx.path
-        quantizer = fc1_ctx.recipe.quantizer(Role.INPUT)
+        quantizer = fc1_ctx.quantizer(Role.INPUT)
         wgrad = self.fc1.wants_weight_grad(fc1_ctx)
         x_q = path.quantize(x, splits, quantizer, rowwise=True, columnwise=wgrad)
         out = self.fc1.buffer(fc1_ctx, "output", x, self.fc1.out_features)
@@ -189,7 +189,7 @@ class GroupedMLP(FusedOperation):
         fc1_ctx, act_ctx, fc2_ctx = ctxs
         saved: GroupedMLP.Saved = fc1_ctx.saved
         fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, saved.splits
-        inputs, gradients = fc1_ctx.recipe.quantizer(Role.INPUT), fc1_ctx.recipe.quantizer(Role.GRAD_OUTPUT)
+        inputs, gradients = fc1_ctx.quantizer(Role.INPUT), fc1_ctx.quantizer(Role.GRAD_OUTPUT)
 
         if fc1_ctx.by_group and fc2_ctx.needs.input:
             return self._backward_by_group(ctxs, dy)

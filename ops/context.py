@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recipes.quantizer import Quantizer
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, Role
 from recipes.request import Needs
 
 
@@ -53,6 +53,10 @@ class OperationContext:
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def quantizer(self, role: Role) -> Quantizer | None:
+        """What this operation quantizes its tensors in that role with; None leaves them in high precision."""
+        return self.recipe.quantizer(role)
 
     def param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The operation's parameter, in `dtype` or by default in `ctx.dtype`.

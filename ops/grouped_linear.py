@@ -107,7 +107,7 @@ class GroupedLinear(BasicOperation):
         """The weights as the path multiplies them: rowwise for fprop, columnwise for dgrad."""
         return ctx.path.weight(
             self._read(ctx, self.weight_names),
-            ctx.recipe.quantizer(Role.WEIGHT),
+            ctx.quantizer(Role.WEIGHT),
             rowwise=rowwise,
             columnwise=columnwise,
         )
@@ -157,7 +157,7 @@ class GroupedLinear(BasicOperation):
         splits, scales = self.check(x, extras)
         wgrad = self.wants_weight_grad(ctx)
         path = ctx.path
-        x_q = path.quantize(x, splits, ctx.recipe.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
+        x_q = path.quantize(x, splits, ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
         out = self.buffer(ctx, "output", x, self.out_features)
         y = path.fprop(x_q, self.weight_operand(ctx, rowwise=True), bias=self.biases(ctx), scales=scales, out=out)
         if ctx.needs_grad:
@@ -173,7 +173,7 @@ class GroupedLinear(BasicOperation):
         gradients, dscales = self.bias_gradients(ctx, dy, saved.splits, saved.scales)
         dx = None
         if needs.input or wgrad:
-            quantizer = ctx.recipe.quantizer(Role.GRAD_OUTPUT)
+            quantizer = ctx.quantizer(Role.GRAD_OUTPUT)
             dy_q = path.quantize(dy, saved.splits, quantizer, rowwise=needs.input, columnwise=wgrad)
             if needs.input:
                 out = self.buffer(ctx, "grad_input", dy, self.in_features)

@@ -81,8 +81,8 @@ class Linear(BasicOperation):
                 "Check the operation before this one."
             )
         wgrad = "weight" in ctx.needs.params
-        rows = quantized(_matrix(x), ctx.recipe.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
-        w = quantized(ctx.param("weight"), ctx.recipe.quantizer(Role.WEIGHT), rowwise=True)
+        rows = quantized(_matrix(x), ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
+        w = quantized(ctx.param("weight"), ctx.quantizer(Role.WEIGHT), rowwise=True)
         bias = None if self.bias is None else ctx.param("bias")
         if bias is not None and alpha != 1:
             bias = bias * alpha
@@ -98,11 +98,11 @@ class Linear(BasicOperation):
         saved: Linear.Saved = ctx.saved
         needs = ctx.needs
         wgrad = "weight" in needs.params
-        rows = quantized(_matrix(dy), ctx.recipe.quantizer(Role.GRAD_OUTPUT), rowwise=needs.input, columnwise=wgrad)
+        rows = quantized(_matrix(dy), ctx.quantizer(Role.GRAD_OUTPUT), rowwise=needs.input, columnwise=wgrad)
         dx = None
         gradients: dict[str, Tensor | None] = {}
         if needs.input:
-            w = quantized(ctx.param("weight"), ctx.recipe.quantizer(Role.WEIGHT), columnwise=True)
+            w = quantized(ctx.param("weight"), ctx.quantizer(Role.WEIGHT), columnwise=True)
             dx = gemm("NN", rows, w, ctx.dtype, alpha=alpha).view(*dy.shape[:-1], self.in_features)
         if wgrad:
             gradients["weight"] = gemm("NT", rows, saved.x, ctx.dtype, alpha=alpha)

@@ -27,10 +27,13 @@ class Operand(NamedTuple):
 
     values: exact in a dtype that matrix products take
     alpha: float32 factor that stays outside the product; () for one tensor, [G] for groups; None for 1
+    block: the rows of each group (of the one tensor) are padded with zeros to a multiple of this, so that `values` has
+           as many rows as `splits.padded(block)`; only of operands whose rows are summed over (NT)
     """
 
     values: Tensor
     alpha: Tensor | None
+    block: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,7 @@ class ScaledCodes(ABC):
 
     def dequantize(self, splits: Splits | None = None) -> Tensor:
         """fl(code * scale_inv) in float32; exactly 0 past the sum of the splits."""
-        values, alpha = self.operand(torch.float32, splits)
+        values, alpha, _ = self.operand(torch.float32, splits)
         if alpha is None:
             return values
         if splits is not None:

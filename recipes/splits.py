@@ -8,6 +8,7 @@ shape that does not depend on the sizes, so a CUDA graph can be replayed with ot
                                      ends                 [3, 3, 7]
                                      group_of_row      [0, 0, 0, 2, 2, 2, 2, 3]      (3 = none)
                                      aligned(4)        [0, 4, 4, 8]
+                                     row_in_padded(4)  [0, 1, 2, 4, 5, 6, 7, ...]
                                      block_of_row(2)   [0, 0, 1, 2, 2, 3, 3, ...]
                                      tiles(2)          [[0, 0], [0, 2], [2, 3], [2, 5], [-1, -1], ...]
 """
@@ -111,6 +112,23 @@ class Splits:
     def aligned_capacity(self, block: int) -> int:
         """The most rows that `aligned(block)` can need for any splits of this buffer; a multiple of `block`."""
         return (self.rows + self.num_groups * (block - 1)) // block * block
+
+    def padded(self, block: int) -> Splits:
+        """The splits of a buffer in which each group is padded to a multiple of `block` rows; itself for 1."""
+        if block == 1:
+            return self
+        return Splits({("offsets", 0): self.aligned(block)}, self.aligned_capacity(block), self.num_groups, None)
+
+    def row_in_padded(self, block: int) -> Tensor:
+        """[rows] int64: where each row stands in that buffer. Rows past the sum: somewhere in it; mask them."""
+
+        def compute() -> Tensor:
+            group = self.group_of_row
+            shift = (self.aligned(block) - self.offsets).index_select(0, group)
+            row = torch.arange(self.rows, device=group.device) + shift
+            return row.clamp(max=max(self.aligned_capacity(block) - 1, 0))
+
+        return self._once("row_in_padded", block, compute)
 
     def block_of_row(self, block: int) -> Tensor:
         """[rows] int64: which block of `block` rows each row falls in when each group starts a new block.

@@ -30,13 +30,13 @@ from ops.kernels.grouped_gemm import (
     GroupedGemmConfig,
     allow_tf32,
     capability,
-    find_tile,
     grouped_gemm_tn,
     grouped_gemm_tn_ref,
     is_aligned,
 )
 from ops.kernels.grouped_operands import check_m_grouped, per_group, with_contiguous_rows
 from recipes.kernels.rounding import round_to, widen
+from recipes.kernels.row_tiles import find_tile, num_slots
 from recipes.splits import Splits
 
 
@@ -238,7 +238,7 @@ def grouped_gemm_swiglu_triton(
         aligned=is_aligned(x_TK, w_GNK, act),
         capability=capability(act),
     )
-    slots = rows // config.block_m + num_groups + 1  # the tail is a group too
+    slots = num_slots(rows, num_groups, config.block_m)
     with torch.cuda.device_of(act):
         grouped_gemm_swiglu_kernel[(slots * triton.cdiv(act.shape[1], config.block_n),)](
             x_TK,

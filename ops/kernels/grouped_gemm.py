@@ -19,14 +19,7 @@ the same bits.
 Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
 device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
 
-The slots of the m_grouped kernels need no prefix sum over tiles. Group g owns BLOCK_M-row slots from
-floor(offsets[g] / BLOCK_M) + g on, which leaves room for its ceil(size / BLOCK_M) tiles since
-floor(b) - floor(a) + 1 >= ceil(b - a); at most one slot a group stays idle. The rows past the sum are treated as one
-more group, whose tiles hold zeros.
-
-    BLOCK_M = 4, rows = 12, sizes = [3, 0, 6]  ->  offsets    [0, 3, 3, 9]
-                                                   first slot  0, 1, 2, 5 (tail)
-                                                   slots       [0:3] | - | [3:7] [7:9] - | [9:12] -
+The slots of the m_grouped kernels: `recipes/kernels/row_tiles.py`.
 """
 # T rows, G groups, K in features, N out features
 
@@ -51,6 +44,7 @@ from ops.kernels.grouped_operands import (
     with_contiguous_rows,
 )
 from recipes.kernels.rounding import round_to, widen
+from recipes.kernels.row_tiles import find_tile, num_slots
 from recipes.splits import Splits
 
 # ---------------------------------------------------------------------------------------------------- references
@@ -191,22 +185,6 @@ def _fitting(config: GroupedGemmConfig, dtype: torch.dtype, capability: tuple[in
 
 
 # ------------------------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit
-def find_tile(offsets_ptr, slot, rows, num_groups, BLOCK_M: tl.constexpr):
-    """(group, first row, end row) of a slot; group == num_groups for the tail; first >= end if the slot is idle."""
-    CHUNK: tl.constexpr = 128
-    group = -1
-    for start in range(0, num_groups + 1, CHUNK):
-        offs_g = start + tl.arange(0, CHUNK)
-        begins = tl.load(offsets_ptr + offs_g, mask=offs_g <= num_groups, other=0)
-        owned = (begins // BLOCK_M + offs_g <= slot) & (offs_g <= num_groups)
-        group += tl.sum(owned.to(tl.int32), axis=0)
-    begin = tl.load(offsets_ptr + group)
-    end = tl.load(offsets_ptr + group + 1, mask=group < num_groups, other=rows)
-    first = begin + (slot - begin // BLOCK_M - group) * BLOCK_M
-    return group, first, end
 
 
 @triton.jit(do_not_specialize=["rows", "num_groups"])
@@ -581,7 +559,7 @@ def _launch_m_grouped(
     config = m_grouped_config(
         rows, num_groups, a.dtype, tf32=tf32, aligned=is_aligned(a, w, out), capability=capability(out)
     )
-    slots = rows // config.block_m + num_groups + 1  # the tail is a group too
+    slots = num_slots(rows, num_groups, config.block_m)
     with torch.cuda.device_of(out):
         m_grouped_kernel[(slots * triton.cdiv(C, config.block_n),)](
             a,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from recipes.kernels.rounding import INTERPRET
+from recipes.kernels.float8_triton import float8_codes
 
 BLOCK = tl.constexpr(32)
 
@@ -38,9 +38,8 @@ def store_mxfp8(
         at = row.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
         valid = (row < tl.cdiv(T, BLOCK))[:, None] & (columns < COLUMNS)[None, :]
     tl.store(scale_ptr + at, scale.to(tl.uint8), mask=valid)
-    scaled = tl.where(scaled > LARGEST, LARGEST, tl.where(scaled < -LARGEST, -LARGEST, scaled))  # keeps NaN
     at = rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-    tl.store(codes_ptr + at, _codes(scaled, FORM, NATIVE), mask=inside)
+    tl.store(codes_ptr + at, float8_codes(scaled, FORM, NATIVE), mask=inside)
 
 
 @triton.jit
@@ -59,28 +58,3 @@ def _reciprocal(scale):
     """2^(127 - E) in float32; that of 254 is subnormal."""
     bits = tl.where(scale == 254, 0x00400000, (254 - scale) << 23)
     return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _codes(x, FORM: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 within the format's range as codes (uint8): to nearest, ties to even; NaN is 0x7F."""
-    if NATIVE and not INTERPRET:
-        if FORM == "E4M3":
-            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    else:
-        MANTISSA: tl.constexpr = 3 if FORM == "E4M3" else 2
-        BIAS: tl.constexpr = 7 if FORM == "E4M3" else 15
-        bits = tl.where(x == x, x, 0.0).to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        # Below the smallest normal number all have its last place: adding a power of two there rounds to it.
-        exponent = tl.maximum(magnitude >> 23, 128 - BIAS)
-        unit = ((exponent + 23 - MANTISSA) << 23).to(tl.float32, bitcast=True)
-        rounded = ((magnitude.to(tl.float32, bitcast=True) + unit) - unit).to(tl.int32, bitcast=True)
-        is_normal = (rounded >> 23) >= 128 - BIAS
-        STEPS: tl.constexpr = 2.0 ** (BIAS - 1 + MANTISSA)
-        subnormal = (tl.where(is_normal, 0.0, rounded.to(tl.float32, bitcast=True)) * STEPS).to(tl.int32)
-        code = tl.where(is_normal, (rounded >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA), subnormal)
-        code = tl.where(x == x, code, 0x7F)
-        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)

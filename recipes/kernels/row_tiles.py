@@ -1,0 +1,34 @@
+"""Tiles of rows for kernels over grouped rows: each tile lies in one group, found from the offsets on the device.
+
+No prefix sum over tiles is needed. Group g owns BLOCK_M-row slots from floor(offsets[g] / BLOCK_M) + g on, which leaves
+room for its ceil(size / BLOCK_M) tiles since floor(b) - floor(a) + 1 >= ceil(b - a); at most one slot a group stays
+idle. The rows past the sum are treated as one more group, the tail.
+
+    BLOCK_M = 4, rows = 12, sizes = [3, 0, 6]  ->  offsets    [0, 3, 3, 9]
+                                                   first slot  0, 1, 2, 5 (tail)
+                                                   slots       [0:3] | - | [3:7] [7:9] - | [9:12] -
+"""
+
+import triton
+import triton.language as tl
+
+
+def num_slots(rows: int, num_groups: int, block_m: int) -> int:
+    """How many slots cover `rows` rows of `num_groups` groups and the tail, whatever their sizes."""
+    return rows // block_m + num_groups + 1
+
+
+@triton.jit
+def find_tile(offsets_ptr, slot, rows, num_groups, BLOCK_M: tl.constexpr):
+    """(group, first row, end row) of a slot; group == num_groups for the tail; first >= end if the slot is idle."""
+    CHUNK: tl.constexpr = 128
+    group = -1
+    for start in range(0, num_groups + 1, CHUNK):
+        offs_g = start + tl.arange(0, CHUNK)
+        begins = tl.load(offsets_ptr + offs_g, mask=offs_g <= num_groups, other=0)
+        owned = (begins // BLOCK_M + offs_g <= slot) & (offs_g <= num_groups)
+        group += tl.sum(owned.to(tl.int32), axis=0)
+    begin = tl.load(offsets_ptr + group)
+    end = tl.load(offsets_ptr + group + 1, mask=group < num_groups, other=rows)
+    first = begin + (slot - begin // BLOCK_M - group) * BLOCK_M
+    return group, first, end
