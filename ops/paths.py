@@ -125,7 +125,7 @@ class SplitPath:
         """As `GroupedPath.quantize`, each group alone."""
         sizes = tuple(splits.tolist())
         parts = x[: sum(sizes)].split(sizes)
-        members = [quantized(part, quantizer, rowwise=rowwise, columnwise=columnwise) for part in parts]
+        members = _members(parts, quantizer, rowwise, columnwise)
         return SplitTensors(tuple(members), sizes, x.shape[0])
 
     def weight(
@@ -133,7 +133,7 @@ class SplitPath:
     ) -> list[Tensor | QuantizedTensor]:
         """As `GroupedPath.weight`, each group alone."""
         members = w.unbind() if isinstance(w, Tensor) else w
-        return [quantized(member, quantizer, rowwise=rowwise, columnwise=columnwise) for member in members]
+        return _members(members, quantizer, rowwise, columnwise)
 
     def for_wgrad(self, x: SplitTensors) -> SplitTensors:
         """As `GroupedPath.for_wgrad`."""
@@ -206,6 +206,14 @@ def choose_path(request: PlanRequest) -> Path:
     if asked == "grouped" and refusal is not None:
         raise ValueError(f"path='grouped' cannot be taken: {refusal} Leave path unset, or ask for path='split'.")
     return _PATHS[asked or ("grouped" if refusal is None else "split")]
+
+
+def _members(parts: Sequence[Tensor], quantizer: Quantizer | None, rowwise: bool, columnwise: bool) -> list[Any]:
+    """Each group's tensor, quantized by itself where the recipe says so."""
+    return [
+        quantized(part, quantizer and quantizer.for_group(group), rowwise=rowwise, columnwise=columnwise)
+        for group, part in enumerate(parts)
+    ]
 
 
 def _allocate(out: Tensor | None, x: SplitTensors, features: int, like: Tensor | QuantizedTensor) -> Tensor:

@@ -1,10 +1,16 @@
 """Recipes by name: "mxfp8" wherever a recipe is asked for."""
 
 from recipes.current_scaling import Float8CurrentScaling
+from recipes.delayed_scaling import DelayedScaling
 from recipes.mxfp8 import MXFP8BlockScaling
 from recipes.recipe import HighPrecision, Recipe
 
-RECIPES: tuple[type[Recipe], ...] = (HighPrecision, Float8CurrentScaling, MXFP8BlockScaling)
+RECIPES: tuple[type[Recipe], ...] = (
+    HighPrecision,
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+)
 
 
 def as_recipe(recipe: Recipe | str | None) -> Recipe:

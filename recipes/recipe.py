@@ -7,9 +7,10 @@ nobody outside this folder asks for its class.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
@@ -54,6 +55,34 @@ class Recipe(ABC):
     def name(self) -> str:
         return self.names[0] if self.names else type(self).__name__
 
+    def to_dict(self) -> dict[str, Any]:
+        """Class name and fields as strings, numbers, bools, None and dicts: what JSON can hold.
+
+        Raises ValueError for a field that is a function: it cannot be written down.
+        """
+        return {"recipe": type(self).__name__} | {f.name: _plain(f.name, getattr(self, f.name)) for f in fields(self)}
+
+    @staticmethod
+    def from_dict(written: Mapping[str, Any]) -> Recipe:
+        """The recipe that `to_dict` wrote down; fields that are absent have their defaults.
+
+        Raises ValueError for a recipe or a field that does not exist.
+        """
+        kinds = {kind.__name__: kind for kind in _subclasses(Recipe)}  # type: ignore[type-abstract]
+        name = written.get("recipe")
+        if name not in kinds:
+            raise ValueError(f"there is no recipe {name!r}. There are: {', '.join(sorted(kinds))}.")
+        known = {f.name: f for f in fields(kinds[name])}
+        values = {key: value for key, value in written.items() if key != "recipe"}
+        for key in values:
+            if key not in known:
+                raise ValueError(f"{name} has no field {key!r}. It has: {', '.join(known)}.")
+        return kinds[name](**{key: _built(value, known[key].default) for key, value in values.items()})
+
+    def split_accumulator(self, product: Literal["fprop", "dgrad", "wgrad"]) -> bool:
+        """Whether a native FP8 product promotes partial sums to float32 on the way; else the tensor core keeps them."""
+        return bool(getattr(self, f"split_accumulator_{product}", True))
+
     @abstractmethod
     def quantizer(self, role: Role) -> Quantizer | None:
         """The quantizer for tensors in this role; None keeps them in high precision."""
@@ -84,3 +113,28 @@ class HighPrecision(Recipe):
 
     def support(self, device: torch.device) -> str:
         return "native"
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, Recipe):
+        return value.to_dict()
+    if isinstance(value, Enum):
+        return value.name
+    if callable(value):
+        raise ValueError(
+            f"The field {name!r} is a function, which cannot be written down. Keep it in code, or use a named setting."
+        )
+    return value
+
+
+def _built(value: Any, default: Any) -> Any:
+    """A field's value from what `_plain` made of it; `default` shows which Enum it is of."""
+    if isinstance(value, Mapping):
+        return Recipe.from_dict(value)
+    return type(default)[value] if isinstance(default, Enum) and isinstance(value, str) else value
+
+
+def _subclasses(kind: type[Recipe]) -> Iterator[type[Recipe]]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

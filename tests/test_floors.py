@@ -31,6 +31,7 @@ MAY_READ = {
     },
     "recipes/grouped_tensor.py": {"GroupedTensor.split": "a list of views needs sizes on the host"},
     "recipes/current_scaling.py": {"*.group": "one group alone, for the SplitPath"},
+    "recipes/mixed.py": {"*.group": "one group alone, for the SplitPath"},
     "fuser/testing.py": {"*": "it compares results, on the host"},
     "recipes/mxfp8.py": {"*.group": "one group alone, for the SplitPath", "_start": "where that group begins"},
 }
