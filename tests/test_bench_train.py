@@ -65,7 +65,7 @@ def test_all_files_are_written(corpus, tmp_path, capsys):
 
 
 def test_without_matplotlib_the_summary_says_so(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("bench.report.Figure", None)
+    monkeypatch.setattr("bench.plots.find_spec", lambda name: None)
     assert main(arguments(corpus, tmp_path, "--recipe", "bf16", "--steps", 1)) == 0
     assert "matplotlib is not installed" in (tmp_path / "summary.md").read_text()
     assert not (tmp_path / "loss.png").exists()
