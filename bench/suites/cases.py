@@ -29,9 +29,7 @@ WAYS = ["torch", *known_recipes()]
 PASS_IDS = ("forward", "forward_backward")  # names without blanks, in the order of PASSES
 
 ROUNDS = {"cuda": 30, "cpu": 7}
-WARMUP_PASS_IDS = ("forward", "forward_backward")  # names without blanks, in the order of PASSES
-
-ROUNDS = {"cuda": 5, "cpu": 2}
+WARMUP_ROUNDS = {"cuda": 5, "cpu": 2}
 
 
 class Measure(Protocol):
