@@ -15,7 +15,7 @@ from recipes import Recipe
 
 
 def _nvfp4_nearest() -> Recipe:
-    return _recipe_class("NVFP4BlockScaling")(stochastic_rounding=False)
+    return _recipe_class("NVFP4BlockScaling")(disable_stochastic_rounding=True)
 
 
 def _e5m2() -> Recipe:

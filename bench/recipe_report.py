@@ -142,7 +142,7 @@ def _draw_bars(path: Path, title: str, ways: list[str], series: Mapping[str, lis
         for way, bar in zip(ways, bars, strict=True):
             bar.set_hatch("//" if way in CONTROLS else "")
         if len(series) <= 2:
-            axes.bar_label(bars, fmt="%.3g", fontsize=8)
+            axes.bar_label(bars, fmt="%.3g" if max(heights) < 100 else "%.0f", fontsize=8)
     axes.set_xticks(range(len(ways)), ways)
     axes.set_title(title)
     if len(series) > 1:
