@@ -2,6 +2,7 @@
 
 from recipes.autocast import autocast, current_recipe
 from recipes.current_scaling import Float8CurrentScaling
+from recipes.float8_block import Float8BlockScaling
 from recipes.formats import E4M3, E5M2, Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
 from recipes.mxfp8 import MXFP8BlockScaling
@@ -15,6 +16,7 @@ from recipes.splits import Splits
 __all__ = [
     "E4M3",
     "E5M2",
+    "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8Format",
     "Format",

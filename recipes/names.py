@@ -1,10 +1,11 @@
 """Recipes by name: "mxfp8" wherever a recipe is asked for."""
 
 from recipes.current_scaling import Float8CurrentScaling
+from recipes.float8_block import Float8BlockScaling
 from recipes.mxfp8 import MXFP8BlockScaling
 from recipes.recipe import HighPrecision, Recipe
 
-RECIPES: tuple[type[Recipe], ...] = (HighPrecision, Float8CurrentScaling, MXFP8BlockScaling)
+RECIPES: tuple[type[Recipe], ...] = (HighPrecision, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling)
 
 
 def as_recipe(recipe: Recipe | str | None) -> Recipe:
