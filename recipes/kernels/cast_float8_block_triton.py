@@ -8,7 +8,7 @@ transposition moves words, not bytes.
 import triton
 import triton.language as tl
 
-from recipes.kernels.float8_triton import float8_codes, float8_values
+from recipes.kernels.float8_triton import float8_codes, float8_values, float8_words
 from recipes.kernels.rounding import INTERPRET, round_to, widen
 from recipes.kernels.row_tiles import find_padded_tile
 
@@ -21,7 +21,7 @@ def cast_float8_block_kernel(
     x_ptr, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, offsets_ptr, aligned_ptr,
     rows, columns, width, row_blocks, num_groups, amax_epsilon,
     SQUARE: tl.constexpr, POWER_2: tl.constexpr, LARGEST: tl.constexpr, PACKED: tl.constexpr,
-    FORM: tl.constexpr, NATIVE: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    FORM: tl.constexpr, NATIVE: tl.constexpr, GROUP_ROWS: tl.constexpr, RELOAD: tl.constexpr = False,
 ):  # fmt: skip
     """Cast one tile. A copy whose codes are None is not made.
 
@@ -41,40 +41,48 @@ def cast_float8_block_kernel(
     x3 = _load(x_ptr, start, first + offs_q + 3, offs_k, last, columns)
     column_blocks = tl.cdiv(columns, BLOCK)
     if SQUARE or column_codes_ptr is not None:
-        amax = tl.maximum(
-            tl.maximum(_column_amax(x0), _column_amax(x1)), tl.maximum(_column_amax(x2), _column_amax(x3))
-        )
+        peak = tl.maximum(tl.maximum(_magnitude(x0), _magnitude(x1)), tl.maximum(_magnitude(x2), _magnitude(x3)))
+        amax = tl.max(peak, axis=0)
         if SQUARE:
             amax = tl.max(amax, axis=0)
-        scale = _scale(amax, amax_epsilon, FORM, POWER_2, LARGEST)
-        q0 = float8_codes(x0 * scale, FORM, NATIVE)
-        q1 = float8_codes(x1 * scale, FORM, NATIVE)
-        q2 = float8_codes(x2 * scale, FORM, NATIVE)
-        q3 = float8_codes(x3 * scale, FORM, NATIVE)
-    if column_codes_ptr is not None:
-        words = q0.to(tl.uint32) | (q1.to(tl.uint32) << 8) | (q2.to(tl.uint32) << 16) | (q3.to(tl.uint32) << 24)
-        _store_transposed(column_codes_ptr, words, matrix.to(tl.int64) * columns, tile, offs_k, columns, width, PACKED)
-        inside = tile < row_blocks
-        if SQUARE:
-            at = (matrix * column_blocks + column_block).to(tl.int64) * row_blocks + tile
-            tl.store(column_scale_ptr + at, tl.div_rn(1.0, scale), mask=inside)
-        else:
-            at = (matrix * row_blocks + tile).to(tl.int64) * columns + offs_k
-            tl.store(column_scale_ptr + at, tl.div_rn(1.0, scale), mask=inside & (offs_k < columns))
-    if row_codes_ptr is not None:
-        if SQUARE:
-            at = (matrix * row_blocks + tile).to(tl.int64) * column_blocks + column_block
-            tl.store(row_scale_ptr + at, tl.div_rn(1.0, scale), mask=tile < row_blocks)
-        else:
-            row_scale_ptr += (matrix * column_blocks + column_block).to(tl.int64) * rows
-            q0 = _row_cast(x0, row_scale_ptr, first + offs_q, end, amax_epsilon, FORM, POWER_2, LARGEST, NATIVE)
-            q1 = _row_cast(x1, row_scale_ptr, first + offs_q + 1, end, amax_epsilon, FORM, POWER_2, LARGEST, NATIVE)
-            q2 = _row_cast(x2, row_scale_ptr, first + offs_q + 2, end, amax_epsilon, FORM, POWER_2, LARGEST, NATIVE)
-            q3 = _row_cast(x3, row_scale_ptr, first + offs_q + 3, end, amax_epsilon, FORM, POWER_2, LARGEST, NATIVE)
+        scale, scale_inv = _scale(amax, amax_epsilon, FORM, POWER_2, LARGEST)
+    if row_codes_ptr is not None and not SQUARE:
+        scales = row_scale_ptr + (matrix * column_blocks + column_block).to(tl.int64) * rows
+        q0 = _row_cast(x0, scales, first + offs_q, end, amax_epsilon, FORM, POWER_2, LARGEST, NATIVE)
+        q1 = _row_cast(x1, scales, first + offs_q + 1, end, amax_epsilon, FORM, POWER_2, LARGEST, NATIVE)
+        q2 = _row_cast(x2, scales, first + offs_q + 2, end, amax_epsilon, FORM, POWER_2, LARGEST, NATIVE)
+        q3 = _row_cast(x3, scales, first + offs_q + 3, end, amax_epsilon, FORM, POWER_2, LARGEST, NATIVE)
         _store(row_codes_ptr, q0, start, first + offs_q, offs_k, end, columns)
         _store(row_codes_ptr, q1, start, first + offs_q + 1, offs_k, end, columns)
         _store(row_codes_ptr, q2, start, first + offs_q + 2, offs_k, end, columns)
         _store(row_codes_ptr, q3, start, first + offs_q + 3, offs_k, end, columns)
+    if RELOAD:
+        tl.debug_barrier()
+        x0 = _load(x_ptr, start, first + offs_q, offs_k, last, columns)
+        x1 = _load(x_ptr, start, first + offs_q + 1, offs_k, last, columns)
+        x2 = _load(x_ptr, start, first + offs_q + 2, offs_k, last, columns)
+        x3 = _load(x_ptr, start, first + offs_q + 3, offs_k, last, columns)
+    if row_codes_ptr is not None and SQUARE:
+        q0 = float8_codes(x0 * scale, FORM, NATIVE)
+        q1 = float8_codes(x1 * scale, FORM, NATIVE)
+        q2 = float8_codes(x2 * scale, FORM, NATIVE)
+        q3 = float8_codes(x3 * scale, FORM, NATIVE)
+        at = (matrix * row_blocks + tile).to(tl.int64) * column_blocks + column_block
+        tl.store(row_scale_ptr + at, scale_inv, mask=tile < row_blocks)
+        _store(row_codes_ptr, q0, start, first + offs_q, offs_k, end, columns)
+        _store(row_codes_ptr, q1, start, first + offs_q + 1, offs_k, end, columns)
+        _store(row_codes_ptr, q2, start, first + offs_q + 2, offs_k, end, columns)
+        _store(row_codes_ptr, q3, start, first + offs_q + 3, offs_k, end, columns)
+    if column_codes_ptr is not None:
+        words = float8_words(x0 * scale, x1 * scale, x2 * scale, x3 * scale, FORM, NATIVE)
+        _store_transposed(column_codes_ptr, words, matrix.to(tl.int64) * columns, tile, offs_k, columns, width, PACKED)
+        inside = tile < row_blocks
+        if SQUARE:
+            at = (matrix * column_blocks + column_block).to(tl.int64) * row_blocks + tile
+            tl.store(column_scale_ptr + at, scale_inv, mask=inside)
+        else:
+            at = (matrix * row_blocks + tile).to(tl.int64) * columns + offs_k
+            tl.store(column_scale_ptr + at, scale_inv, mask=inside & (offs_k < columns))
 
 
 @triton.jit(do_not_specialize=["rows", "row_blocks", "num_groups"])
@@ -203,14 +211,9 @@ def _row_cast(
     FORM: tl.constexpr, POWER_2: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The codes of part of a tile, one scale a row, which is stored."""
-    scale = _scale(tl.max(_magnitude(x), axis=1), amax_epsilon, FORM, POWER_2, LARGEST)
-    tl.store(scale_ptr + row, tl.div_rn(1.0, scale), mask=row < end)
+    scale, scale_inv = _scale(tl.max(_magnitude(x), axis=1), amax_epsilon, FORM, POWER_2, LARGEST)
+    tl.store(scale_ptr + row, scale_inv, mask=row < end)
     return float8_codes(x * scale[:, None], FORM, NATIVE)
-
-
-@triton.jit
-def _column_amax(x):
-    return tl.max(_magnitude(x), axis=0)
 
 
 @triton.jit
@@ -224,12 +227,22 @@ def _magnitude(x):
 
 @triton.jit
 def _scale(amax, amax_epsilon, FORM: tl.constexpr, POWER_2: tl.constexpr, LARGEST: tl.constexpr):
-    """float32 scales of float32 amaxes; NaN only where all values are, and counts as 0."""
-    CODE_MAX: tl.constexpr = 448.0 if FORM == "E4M3" else 57344.0
+    """(scale, scale_inv) of float32 amaxes; NaN only where all values are, and counts as 0."""
     amax = tl.maximum(tl.where(amax == amax, amax, 0.0), amax_epsilon)
     usable = (amax > 0) & (amax < float("inf"))
-    scale = tl.div_rn(CODE_MAX, tl.where(usable, amax, 1.0))
-    scale = tl.where(scale == float("inf"), LARGEST, scale)
     if POWER_2:
-        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
-    return tl.where(usable, scale, 1.0)
+        # Both maxima are 1.75 * 2^n: the exponent is n less amax's, and one less if the mantissa of amax is larger.
+        SUM: tl.constexpr = 254 + 8 if FORM == "E4M3" else 254 + 15
+        INSTEAD: tl.constexpr = 254 if LARGEST > 1e30 else 127 + 15
+        bits = amax.to(tl.int32, bitcast=True)
+        exponent = SUM - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        exponent = tl.where(usable, tl.where(exponent > 254, INSTEAD, exponent), 127)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        # 2^-127 is subnormal
+        inverse = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)
+        return scale, inverse.to(tl.float32, bitcast=True)
+    else:
+        CODE_MAX: tl.constexpr = 448.0 if FORM == "E4M3" else 57344.0
+        scale = tl.div_rn(CODE_MAX, tl.where(usable, amax, 1.0))
+        scale = tl.where(usable, tl.where(scale == float("inf"), LARGEST, scale), 1.0)
+        return scale, tl.div_rn(1.0, scale)

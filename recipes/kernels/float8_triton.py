@@ -37,6 +37,24 @@ def float8_codes(x, FORM: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def float8_words(x0, x1, x2, x3, FORM: tl.constexpr, NATIVE: tl.constexpr):
+    """The codes of four float32 tensors as uint32 words, those of x0 lowest. FORM, NATIVE: as in `float8_codes`."""
+    if NATIVE and not INTERPRET:
+        # Two instructions a word; from four tensors of codes the compiler makes six.
+        CONVERT: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if FORM == "E4M3" else "cvt.rn.satfinite.e5m2x2.f32"
+        ASM: tl.constexpr = (
+            "{ .reg .b16 lo, hi; " + CONVERT + " lo, $2, $1; " + CONVERT + " hi, $4, $3; mov.b32 $0, {lo, hi}; }"
+        )
+        return tl.inline_asm_elementwise(
+            ASM, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        low = float8_codes(x0, FORM, NATIVE).to(tl.uint32) | (float8_codes(x1, FORM, NATIVE).to(tl.uint32) << 8)
+        high = float8_codes(x2, FORM, NATIVE).to(tl.uint32) | (float8_codes(x3, FORM, NATIVE).to(tl.uint32) << 8)
+        return low | (high << 16)
+
+
+@triton.jit
 def float8_values(codes, FORM: tl.constexpr, NATIVE: tl.constexpr):
     """The float32 values of codes (uint8). FORM, NATIVE: as in `float8_codes`."""
     if NATIVE and not INTERPRET:
