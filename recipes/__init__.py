@@ -4,6 +4,7 @@ from recipes.autocast import autocast
 from recipes.current_scaling import Float8CurrentScaling
 from recipes.custom import CustomRecipe
 from recipes.delayed_scaling import DelayedScaling
+from recipes.float8_block import Float8BlockScaling
 from recipes.formats import E4M3, E5M2, Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
 from recipes.mixed import MixedScaling
@@ -21,6 +22,7 @@ __all__ = [
     "CustomRecipe",
     "DelayedScaling",
     "E5M2",
+    "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8Format",
     "Format",

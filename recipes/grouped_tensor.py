@@ -33,7 +33,7 @@ class GroupedTensor:
     """Rows [T, K] divided among groups by `splits`.
 
     data: [T, K] in high precision, or None if there are only quantized copies
-    rowwise: scaled along K; columnwise: scaled along the rows inside each group, codes in the natural [T, K] order
+    rowwise: scaled along K; columnwise: scaled along the rows inside each group
     dtype: the nominal dtype, which `dequantize` returns
     """
 
@@ -45,7 +45,7 @@ class GroupedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        return self.data.shape if self.data is not None else either(self.rowwise, self.columnwise).codes.shape
+        return self.data.shape if self.data is not None else either(self.rowwise, self.columnwise).shape
 
     @property
     def device(self) -> torch.device:

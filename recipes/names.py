@@ -2,6 +2,7 @@
 
 from recipes.current_scaling import Float8CurrentScaling
 from recipes.delayed_scaling import DelayedScaling
+from recipes.float8_block import Float8BlockScaling
 from recipes.mxfp8 import MXFP8BlockScaling
 from recipes.recipe import HighPrecision, Recipe
 
@@ -9,6 +10,7 @@ RECIPES: tuple[type[Recipe], ...] = (
     HighPrecision,
     DelayedScaling,
     Float8CurrentScaling,
+    Float8BlockScaling,
     MXFP8BlockScaling,
 )
 

@@ -5,8 +5,8 @@ A tensor may be held twice, because the two matrix products it takes part in con
     rowwise      scaled along the last axis                            fprop, dgrad (x, dy); fprop (w)
     columnwise   scaled along the rows (for w: along the outputs)      wgrad (x, dy); dgrad (w)
 
-Both copies are cast from the high-precision input, and both keep their codes in the natural order: never transposed.
-A format brings its own `ScaledCodes`; nothing else here knows one.
+Both copies are cast from the high-precision input. A format brings its own `ScaledCodes`, which says how its codes lie
+in memory; nothing else here knows one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ScaledCodes(ABC):
-    """One copy: `codes` in the natural order and `scale_inv`, with value = code * scale_inv.
+    """One copy: `codes` and `scale_inv`, with value = code * scale_inv.
 
     Where the rows are divided among groups, methods are given the `splits` too.
     """
@@ -46,9 +46,14 @@ class ScaledCodes(ABC):
     codes: Tensor
     scale_inv: Tensor
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of the values in the natural order; a copy whose codes lie otherwise says its own."""
+        return self.codes.shape
+
     @abstractmethod
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
-        """Values in `dtype`, in the natural order; bfloat16 in place of a dtype that could not hold them."""
+        """Values in `dtype`, in the natural order; another dtype in place of one that could not hold them."""
 
     @abstractmethod
     def group(self, splits: Splits, group: int) -> ScaledCodes:
@@ -79,7 +84,7 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        return either(self.rowwise, self.columnwise).codes.shape
+        return either(self.rowwise, self.columnwise).shape
 
     @property
     def device(self) -> torch.device:

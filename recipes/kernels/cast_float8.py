@@ -15,7 +15,7 @@ from torch import Tensor
 from recipes.formats import Float8Format
 from recipes.splits import Splits
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT32_MAX = torch.finfo(torch.float32).max
 _CLEAR_MANTISSA = -(1 << 23)  # sign and exponent bits of a float32, as an int32
 
 
@@ -42,12 +42,17 @@ def amax_grouped_ref(x_TK: Tensor, splits: Splits) -> Tensor:
     return amax[:-1]
 
 
-def scale_from_amax_ref(amax: Tensor, form: Float8Format, power_2_scale: bool, amax_epsilon: float) -> Tensor:
-    """float32 scales from float32 amaxes of any shape. power_2_scale: rounded down to a power of two."""
+def scale_from_amax_ref(
+    amax: Tensor, form: Float8Format, power_2_scale: bool, amax_epsilon: float, largest: float = FLOAT32_MAX
+) -> Tensor:
+    """float32 scales from float32 amaxes of any shape. power_2_scale: rounded down to a power of two.
+
+    largest: stands in for a quotient of Inf
+    """
     amax = amax.clamp(min=amax_epsilon)
     # Not `form.max / amax`: torch turns a scalar numerator into a reciprocal and a product, which rounds twice.
-    scale = (torch.full_like(amax, form.max) / amax).clamp(max=_FLOAT32_MAX)
-    scale = scale.masked_fill((amax == 0) | amax.isinf(), 1.0)
+    scale = torch.full_like(amax, form.max) / amax
+    scale = scale.masked_fill(scale.isinf(), largest).masked_fill((amax == 0) | amax.isinf(), 1.0)
     return (scale.view(torch.int32) & _CLEAR_MANTISSA).view(torch.float32) if power_2_scale else scale
 
 

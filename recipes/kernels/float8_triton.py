@@ -1,4 +1,4 @@
-"""Casts to the eight-bit element formats for kernels: the hardware's where it has one, else in integers."""
+"""Casts to and from the eight-bit element formats for kernels: the hardware's where it has one, else in integers."""
 
 import triton
 import triton.language as tl
@@ -12,14 +12,14 @@ def float8_codes(x, FORM: tl.constexpr, NATIVE: tl.constexpr):
 
     FORM: "E4M3" or "E5M2". NATIVE: whether the GPU converts to float8 itself (sm_89 on).
     """
-    LARGEST: tl.constexpr = 448.0 if FORM == "E4M3" else 57344.0
-    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))  # keeps NaN
-    if NATIVE and not INTERPRET:
+    if NATIVE and not INTERPRET:  # cvt.rn.satfinite
         if FORM == "E4M3":
             return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
             return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
+        LARGEST: tl.constexpr = 448.0 if FORM == "E4M3" else 57344.0
+        x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))  # keeps NaN
         MANTISSA: tl.constexpr = 3 if FORM == "E4M3" else 2
         BIAS: tl.constexpr = 7 if FORM == "E4M3" else 15
         bits = tl.where(x == x, x, 0.0).to(tl.int32, bitcast=True)
@@ -34,3 +34,44 @@ def float8_codes(x, FORM: tl.constexpr, NATIVE: tl.constexpr):
         code = tl.where(is_normal, (rounded >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA), subnormal)
         code = tl.where(x == x, code, 0x7F)
         return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def float8_words(x0, x1, x2, x3, FORM: tl.constexpr, NATIVE: tl.constexpr):
+    """The codes of four float32 tensors as uint32 words, those of x0 lowest. FORM, NATIVE: as in `float8_codes`."""
+    if NATIVE and not INTERPRET:
+        # Two instructions a word; from four tensors of codes the compiler makes six.
+        CONVERT: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if FORM == "E4M3" else "cvt.rn.satfinite.e5m2x2.f32"
+        ASM: tl.constexpr = (
+            "{ .reg .b16 lo, hi; " + CONVERT + " lo, $2, $1; " + CONVERT + " hi, $4, $3; mov.b32 $0, {lo, hi}; }"
+        )
+        return tl.inline_asm_elementwise(
+            ASM, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        low = float8_codes(x0, FORM, NATIVE).to(tl.uint32) | (float8_codes(x1, FORM, NATIVE).to(tl.uint32) << 8)
+        high = float8_codes(x2, FORM, NATIVE).to(tl.uint32) | (float8_codes(x3, FORM, NATIVE).to(tl.uint32) << 8)
+        return low | (high << 16)
+
+
+@triton.jit
+def float8_values(codes, FORM: tl.constexpr, NATIVE: tl.constexpr):
+    """The float32 values of codes (uint8). FORM, NATIVE: as in `float8_codes`."""
+    if NATIVE and not INTERPRET:
+        if FORM == "E4M3":
+            return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            return codes.to(tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        MANTISSA: tl.constexpr = 3 if FORM == "E4M3" else 2
+        BIAS: tl.constexpr = 7 if FORM == "E4M3" else 15
+        LARGEST: tl.constexpr = 0x7E if FORM == "E4M3" else 0x7B
+        RAISE: tl.constexpr = 2.0 ** (127 - BIAS)
+        bits = codes.to(tl.int32)
+        magnitude = bits & 0x7F
+        # Read as a float32 of the same exponent field; subnormal numbers come out right as well.
+        value = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * RAISE
+        value = tl.where(magnitude > LARGEST, float("nan"), value)
+        if FORM == "E5M2":
+            value = tl.where(magnitude == LARGEST + 1, float("inf"), value)
+        return tl.where(bits >= 0x80, -value, value)

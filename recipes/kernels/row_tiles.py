@@ -1,8 +1,8 @@
 """Tiles of rows for kernels over grouped rows: each tile lies in one group, found from the offsets on the device.
 
-No prefix sum over tiles is needed. Group g owns BLOCK_M-row slots from floor(offsets[g] / BLOCK_M) + g on, which leaves
-room for its ceil(size / BLOCK_M) tiles since floor(b) - floor(a) + 1 >= ceil(b - a); at most one slot a group stays
-idle. The rows past the sum are treated as one more group, the tail.
+`find_tile` needs no prefix sum over tiles. Group g owns BLOCK_M-row slots from floor(offsets[g] / BLOCK_M) + g on: this
+leaves room for its ceil(size / BLOCK_M) tiles since floor(b) - floor(a) + 1 >= ceil(b - a); at most one slot a group
+stays idle. The rows past the sum are treated as one more group, the tail.
 
     BLOCK_M = 4, rows = 12, sizes = [3, 0, 6]  ->  offsets    [0, 3, 3, 9]
                                                    first slot  0, 1, 2, 5 (tail)
@@ -31,4 +31,23 @@ def find_tile(offsets_ptr, slot, rows, num_groups, BLOCK_M: tl.constexpr):
     begin = tl.load(offsets_ptr + group)
     end = tl.load(offsets_ptr + group + 1, mask=group < num_groups, other=rows)
     first = begin + (slot - begin // BLOCK_M - group) * BLOCK_M
+    return group, first, end
+
+
+@triton.jit
+def find_padded_tile(offsets_ptr, aligned_ptr, tile, rows, num_groups, BLOCK: tl.constexpr):
+    """(group, first row, end row) of a tile of the buffer in which each group is padded to whole tiles.
+
+    aligned: `splits.aligned(BLOCK)`. Behind the groups' tiles come those of the tail, group == num_groups. The buffer's
+    `splits.aligned_capacity(BLOCK) // BLOCK` tiles and one more are enough to hold the tail's rows too.
+    """
+    CHUNK: tl.constexpr = 128
+    group = -1
+    for start in range(0, num_groups + 1, CHUNK):
+        offs_g = start + tl.arange(0, CHUNK)
+        begins = tl.load(aligned_ptr + offs_g, mask=offs_g <= num_groups, other=0)
+        owned = (begins <= tile * BLOCK) & (offs_g <= num_groups)
+        group += tl.sum(owned.to(tl.int32), axis=0)
+    first = tl.load(offsets_ptr + group) + tile * BLOCK - tl.load(aligned_ptr + group)
+    end = tl.load(offsets_ptr + group + 1, mask=group < num_groups, other=rows)
     return group, first, end

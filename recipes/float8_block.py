@@ -1,0 +1,190 @@
+"""Float8BlockScaling: one float32 scale for each 1x128 values of activations and gradients, 128x128 of weights.
+
+Formula, layout of codes and scales, and source: `recipes/kernels/cast_float8_block.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from recipes.formats import Float8Format, Format
+from recipes.grouped_tensor import GroupedTensor
+from recipes.kernels.cast_float8_block import (
+    BLOCK,
+    BlockCopies,
+    BlockScale,
+    blocks_of,
+    cast_float8_block,
+    dequantize_float8_block,
+)
+from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
+from recipes.quantizer import Quantizer
+from recipes.recipe import Recipe, Role
+from recipes.splits import Splits
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """FP8 with one scale a block; emulated: dequantized operands are multiplied.
+
+    fp8_format: E4M3 for all tensors, or HYBRID with E5M2 for gradients
+    use_f32_scales: scales are any float32 number; else powers of two, rounded down
+    amax_epsilon: the least amax a scale is computed from
+    x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 is a scale for each 128 values along the axis
+        that is contracted, 2 is one for 128x128 values; 2 for at most one of the three
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("fp8_block",)
+
+    fp8_format: Format = Format.E4M3
+    use_f32_scales: bool = False
+    amax_epsilon: float = 0.0
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dims = {
+            "x_block_scaling_dim": self.x_block_scaling_dim,
+            "w_block_scaling_dim": self.w_block_scaling_dim,
+            "grad_block_scaling_dim": self.grad_block_scaling_dim,
+        }
+        for name, dim in dims.items():
+            if dim not in (1, 2):
+                raise ValueError(f"{name} is {dim!r}, but must be 1 (1x128 blocks) or 2 (128x128 blocks).")
+        square = [name for name, dim in dims.items() if dim == 2]
+        if len(square) > 1:
+            raise ValueError(
+                f"{' and '.join(square)} are 2, but a product of two operands with 128x128 blocks is not supported. "
+                "Leave at most one of them at 2."
+            )
+        if not self.amax_epsilon >= 0:
+            raise ValueError(f"amax_epsilon is {self.amax_epsilon!r}, but cannot be negative. Pass 0 for none.")
+
+    def quantizer(self, role: Role) -> Float8BlockQuantizer:
+        form = self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward
+        block_dim = {
+            Role.INPUT: self.x_block_scaling_dim,
+            Role.WEIGHT: self.w_block_scaling_dim,
+            Role.GRAD_OUTPUT: self.grad_block_scaling_dim,
+        }[role]
+        return Float8BlockQuantizer(form, block_dim, not self.use_f32_scales, self.amax_epsilon)
+
+
+@dataclass(frozen=True)
+class Float8BlockQuantizer(Quantizer):
+    """One float32 scale for each 128 values along K (rowwise) or the rows (columnwise); block_dim 2: for 128x128."""
+
+    form: Float8Format
+    block_dim: int = 1
+    power_2_scale: bool = True
+    amax_epsilon: float = 0.0
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        copies = cast_float8_block(x, self._how, rowwise=rowwise, columnwise=columnwise)
+        return QuantizedTensor(self._rowwise(copies), self._columnwise(copies, x.shape), x.dtype)
+
+    def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        copies = cast_float8_block(w_GNK, self._how, rowwise=rowwise, columnwise=columnwise, stacked=True)
+        return QuantizedTensor(self._rowwise(copies), self._columnwise(copies, w_GNK.shape), w_GNK.dtype)
+
+    def quantize_grouped(
+        self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
+    ) -> GroupedTensor:
+        copies = cast_float8_block(x_TK, self._how, rowwise=rowwise, columnwise=columnwise, splits=splits)
+        return GroupedTensor(
+            None, splits, self._rowwise(copies), self._columnwise(copies, x_TK.shape), x_TK.dtype
+        )  # fmt: skip
+
+    @property
+    def _how(self) -> BlockScale:
+        return BlockScale(self.form, self.block_dim, self.power_2_scale, self.amax_epsilon)
+
+    def _rowwise(self, copies: BlockCopies) -> BlockRowwiseCodes | None:
+        if copies.row_codes is None or copies.row_scale_inv is None:
+            return None
+        block = blocks_of(self.block_dim, columnwise=False)
+        return BlockRowwiseCodes(copies.row_codes, copies.row_scale_inv, block, self.power_2_scale)
+
+    def _columnwise(self, copies: BlockCopies, shape: torch.Size) -> BlockColumnwiseCodes | None:
+        if copies.column_codes is None or copies.column_scale_inv is None:
+            return None
+        block = blocks_of(self.block_dim, columnwise=True)
+        return BlockColumnwiseCodes(copies.column_codes, copies.column_scale_inv, block, self.power_2_scale, shape)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRowwiseCodes(ScaledCodes):
+    """Codes [..., K] in the natural order; scale_inv [ceil(K / 128), T], or [ceil(T / 128), ceil(K / 128)] if square.
+
+    block: how many rows and columns of the natural tensor share a scale: (1, 128) or (128, 128)
+    power_2_scale: whether all scales are powers of two, so that bfloat16 holds the values
+    """
+
+    block: tuple[int, int]
+    power_2_scale: bool
+
+    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
+        dtype = _holding(dtype, self.power_2_scale)
+        values = dequantize_float8_block(
+            self.codes, self.scale_inv, dtype, self.block, shape=self.shape, transposed=False, splits=splits
+        )
+        return Operand(values, None)
+
+    def group(self, splits: Splits, group: int) -> BlockRowwiseCodes:
+        start, size = sum(splits.tolist()[:group]), splits.tolist()[group]
+        if self.block[0] == 1:
+            scale_inv = self.scale_inv[:, start : start + size]
+        else:
+            scale_inv = self.scale_inv[_row_blocks(splits, group)]
+        return BlockRowwiseCodes(self.codes[start : start + size], scale_inv, self.block, self.power_2_scale)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockColumnwiseCodes(ScaledCodes):
+    """Codes transposed: [K, P] for one tensor and for grouped rows, [G, K, N] for stacked weights.
+
+    scale_inv: [P / 128, K], or [ceil(K / 128), P / 128] if square; stacked with a leading G
+    block: (128, 1) or (128, 128), rows and columns of the natural tensor; power_2_scale: as of the rowwise copy
+    natural_shape: of the values
+    """
+
+    block: tuple[int, int]
+    power_2_scale: bool
+    natural_shape: torch.Size
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.natural_shape
+
+    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
+        dtype = _holding(dtype, self.power_2_scale)
+        values = dequantize_float8_block(
+            self.codes, self.scale_inv, dtype, self.block, shape=self.shape, transposed=True, splits=splits
+        )
+        return Operand(values, None)
+
+    def group(self, splits: Splits, group: int) -> BlockColumnwiseCodes:
+        blocks = _row_blocks(splits, group)
+        codes = self.codes[:, blocks.start * BLOCK : blocks.stop * BLOCK]
+        scale_inv = self.scale_inv[blocks] if self.block[1] == 1 else self.scale_inv[:, blocks]
+        shape = torch.Size((splits.tolist()[group], self.shape[1]))
+        return BlockColumnwiseCodes(codes, scale_inv, self.block, self.power_2_scale, shape)
+
+
+def _holding(dtype: torch.dtype, power_2_scale: bool) -> torch.dtype:
+    """`dtype`, or the smallest that holds every value: bfloat16 has the range that float16 lacks."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return dtype
+    return torch.bfloat16 if power_2_scale else torch.float32
+
+
+def _row_blocks(splits: Splits, group: int) -> slice:
+    """Which blocks of 128 rows are the group's."""
+    blocks = [-(-size // BLOCK) for size in splits.tolist()[: group + 1]]
+    return slice(sum(blocks[:-1]), sum(blocks))

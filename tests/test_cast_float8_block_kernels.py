@@ -1,0 +1,185 @@
+"""The kernels of `cast_float8_block`: bit for bit what its references give, for every layout and every odd size."""
+
+import pytest
+import torch
+
+from recipes.formats import E4M3, E5M2
+from recipes.kernels import cast_float8_block as kernels
+from recipes.kernels.cast_float8_block import BlockScale, blocks_of
+from recipes.splits import Splits
+
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),
+    pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
+]
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
+EACH_DIM = pytest.mark.parametrize("block_dim", [1, 2])
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array with ndim > 0:DeprecationWarning",  # the interpreter of triton 3.6 with numpy 2
+    "ignore:overflow encountered:RuntimeWarning",  # the quotient of the smallest amaxes is Inf, as it should be
+    "ignore:invalid value encountered:RuntimeWarning",  # signalling NaNs
+)
+
+INF, NAN = float("inf"), float("nan")
+
+
+def cast_on(device, x, how, *, rowwise=True, columnwise=True, stacked=False, sizes=None):
+    """What the kernel writes, on the host. Without a GPU the launcher is called as CUDA tensors would call it."""
+    x = x.to(device)
+    splits = None if sizes is None else Splits.make(sizes, rows=x.shape[0], device=device)
+    wanted = {"rowwise": rowwise, "columnwise": columnwise, "stacked": stacked, "splits": splits}
+    copies = kernels.cast_float8_block_on_triton(x, how, **wanted)
+    return [
+        None if t is None else (t.cpu().view(torch.uint8) if t.dtype == how.form.dtype else t.cpu()) for t in copies
+    ]
+
+
+def assert_same_copies(found, expected):
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is None:
+            continue
+        assert mine.shape == other.shape
+        if other.dtype in (E4M3.dtype, E5M2.dtype):
+            # a NaN's sign and payload are the machine's
+            nan = other.float().isnan()
+            assert torch.equal(mine.view(other.dtype).float().isnan(), nan)
+            assert torch.equal(mine.masked_fill(nan, 0), other.view(torch.uint8).masked_fill(nan, 0))
+        else:
+            assert torch.equal(mine, other)
+
+
+def check(device, x, how, **options):
+    sizes = options.pop("sizes", None)
+    splits = None if sizes is None else Splits.make(sizes, rows=x.shape[0], device="cpu")
+    wanted = {"rowwise": True, "columnwise": True} | options
+    expected = kernels.cast_float8_block_ref(x, how, splits=splits, **wanted)
+    assert_same_copies(cast_on(device, x, how, sizes=sizes, **wanted), expected)
+
+
+def poisoned(*shape, dtype=torch.bfloat16):
+    """Values around powers of two over a wide range, a zero row, a NaN, an Inf, the largest number, tiny ones."""
+    x = torch.randn(shape) * torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1)).float())
+    x = x.to(dtype)
+    flat = x.view(-1)
+    for place, value in ((3, NAN), (5, INF), (7, -INF), (11, torch.finfo(dtype).max), (13, torch.finfo(dtype).tiny)):
+        if flat.numel():
+            flat[(place * 131) % flat.numel()] = value
+    if x.ndim == 2 and x.shape[0] > 1:
+        x[1] = 0
+    return x
+
+
+@EACH_DEVICE
+@EACH_DIM
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
+@pytest.mark.parametrize("power_2", [True, False], ids=["power-of-two", "float32"])
+def test_both_copies_of_a_matrix(device, block_dim, form, power_2):
+    check(device, poisoned(150, 136), BlockScale(form, block_dim, power_2, 0.0))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (3, 129), (257, 5), (2, 70, 40), (40,), (0, 8), (8, 0)], ids=str)
+def test_shapes(device, shape):
+    for block_dim in (1, 2):
+        check(device, poisoned(*shape), BlockScale(E4M3, block_dim, False, 0.0))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_dtypes(device, dtype):
+    check(device, poisoned(20, 140, dtype=dtype), BlockScale(E4M3, 1, False, 0.0))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "columnwise"])
+@EACH_DIM
+def test_one_copy_alone(device, rowwise, block_dim):
+    check(device, poisoned(30, 130), BlockScale(E4M3, block_dim, True, 1e-3), rowwise=rowwise, columnwise=not rowwise)
+
+
+@EACH_DEVICE
+@EACH_DIM
+@pytest.mark.parametrize("shape", [(2, 132, 20), (3, 5, 130), (0, 4, 4), (2, 0, 4)], ids=str)
+def test_stacked_weights(device, block_dim, shape):
+    check(device, poisoned(*shape), BlockScale(E4M3, block_dim, True, 0.0), stacked=True)
+
+
+@EACH_DEVICE
+@EACH_DIM
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        pytest.param(200, [3, 0, 150, 40], id="tail"),
+        pytest.param(128, [1], id="one-row"),
+        pytest.param(256, [128, 0, 0, 128], id="whole-blocks"),
+        pytest.param(130, [0, 0], id="nobody"),
+        pytest.param(0, [0, 0, 0], id="no-rows"),
+    ],
+)
+def test_grouped_rows(device, block_dim, rows, sizes):
+    x = poisoned(rows, 24)
+    x[sum(sizes) :] = NAN
+    check(device, x, BlockScale(E4M3, block_dim, True, 0.0), sizes=sizes)
+
+
+@EACH_DEVICE
+def test_more_groups_than_are_looked_up_at_a_time(device):
+    check(device, poisoned(140, 8), BlockScale(E4M3, 2, True, 0.0), sizes=[1] * 139, columnwise=False)
+
+
+@EACH_DEVICE
+def test_input_that_is_not_contiguous(device):
+    x = poisoned(140, 60)
+    check(device, x.T, BlockScale(E4M3, 1, True, 0.0))
+    check(device, x[::2, 3:], BlockScale(E4M3, 1, True, 0.0))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
+def test_all_bf16_numbers(device, form):
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    for power_2 in (True, False):
+        # alone in its block, and among all others of its exponent
+        alone = torch.nn.functional.pad(every[::16, None], (0, 1))
+        check(device, alone, BlockScale(form, 1, power_2, 0.0), columnwise=False)
+        check(device, every.view(-1, 128), BlockScale(form, 1, power_2, 0.0))
+
+
+@EACH_DEVICE
+@EACH_DIM
+@pytest.mark.parametrize("transposed", [False, True], ids=["rowwise", "columnwise"])
+@pytest.mark.parametrize("kind", ["single", "stacked", "odd-stacked", "grouped"])
+def test_dequantize(device, block_dim, transposed, kind):
+    sizes = [3, 0, 130, 20] if kind == "grouped" else None
+    x = poisoned(*{"stacked": (2, 132, 40), "odd-stacked": (2, 7, 130)}.get(kind, (170, 72)))
+    stacked = "stacked" in kind
+    splits = None if sizes is None else Splits.make(sizes, rows=len(x), device="cpu")
+    for form, power_2 in ((E4M3, True), (E5M2, False)):
+        how = BlockScale(form, block_dim, power_2, 0.0)
+        copies = kernels.cast_float8_block_ref(
+            x, how, rowwise=not transposed, columnwise=transposed, stacked=stacked, splits=splits
+        )
+        codes, scale_inv = copies[2 * transposed], copies[2 * transposed + 1]
+        about = {"shape": x.shape, "transposed": transposed}
+        block = blocks_of(block_dim, columnwise=transposed)
+        for dtype in (torch.bfloat16, torch.float32):
+            expected = kernels.dequantize_float8_block_ref(codes, scale_inv, dtype, block, splits=splits, **about)
+            there = None if splits is None else Splits.make(sizes, rows=len(x), device=device)
+            found = kernels.dequantize_float8_block_on_triton(
+                codes.to(device), scale_inv.to(device), dtype, block, splits=there, **about
+            )
+            assert found.dtype == dtype
+            assert torch.equal(found.cpu().float().nan_to_num(1e9), expected.float().nan_to_num(1e9))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
+def test_all_codes_dequantize(device, form):
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128).view(form.dtype)
+    scale_inv = torch.tensor([[1.0, 2.0**-127]])
+    found = kernels.dequantize_float8_block_on_triton(
+        codes.to(device), scale_inv.to(device), torch.float32, (1, 128), shape=codes.shape, transposed=False
+    )
+    expected = codes.float() * scale_inv.T
+    assert torch.equal(found.cpu().nan_to_num(1e9), expected.nan_to_num(1e9))
