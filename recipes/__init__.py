@@ -6,6 +6,7 @@ from recipes.formats import E4M3, E5M2, Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
 from recipes.mxfp8 import MXFP8BlockScaling
 from recipes.names import as_recipe
+from recipes.nvfp4 import NVFP4BlockScaling
 from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
 from recipes.quantizer import Quantizer
 from recipes.recipe import HighPrecision, Recipe, Role, Target
@@ -21,6 +22,7 @@ __all__ = [
     "GroupedTensor",
     "HighPrecision",
     "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "Needs",
     "Operand",
     "PlanRequest",

@@ -2,9 +2,10 @@
 
 from recipes.current_scaling import Float8CurrentScaling
 from recipes.mxfp8 import MXFP8BlockScaling
+from recipes.nvfp4 import NVFP4BlockScaling
 from recipes.recipe import HighPrecision, Recipe
 
-RECIPES: tuple[type[Recipe], ...] = (HighPrecision, Float8CurrentScaling, MXFP8BlockScaling)
+RECIPES: tuple[type[Recipe], ...] = (HighPrecision, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling)
 
 
 def as_recipe(recipe: Recipe | str | None) -> Recipe:
