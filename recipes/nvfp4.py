@@ -1,6 +1,6 @@
 """NVFP4BlockScaling: four-bit codes, one E4M3 scale for each 16 values, one float32 amax for each tensor.
 
-Formula, layout, Hadamard transform and source: `recipes/kernels/cast_nvfp4.py`.
+Formula, layout, rounding and source: `recipes/kernels/cast_nvfp4.py`; Hadamard transform: `recipes/kernels/hadamard.py`.
 """
 # T rows, P rows with the padding, K columns, G groups
 
@@ -20,8 +20,8 @@ from recipes.kernels.cast_nvfp4 import (
     amax_nvfp4,
     cast_nvfp4,
     dequantize_nvfp4,
-    hadamard_ref,
 )
+from recipes.kernels.hadamard import hadamard_ref
 from recipes.kernels.random import new_seed
 from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
 from recipes.quantizer import Quantizer

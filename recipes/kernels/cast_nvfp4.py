@@ -14,11 +14,8 @@ partial block counts as if padded by zeros. -0 keeps its sign.
 NaN counts as 0 in every amax. E2M1 has no NaN, so a block that holds one gets the scale NaN (0x7F) and codes of 0: all
 16 (256) of its values are NaN, and the NaN shows in the result. This is a choice of ours; TransformerEngine loses it.
 
-Random Hadamard transform (columnwise copies of inputs and gradients): each 16 rows of a column, those past the end 0,
-are multiplied by H diag(signs) / 4, H the Sylvester matrix of 16. All in float32, never rounded to the input's type,
-in one order: the signs, then butterflies (a + b, a - b) of rows 1, 2, 4 and 8 apart, then times 1/4. No step can be
-contracted into another, so that the bits agree everywhere. The transform is orthogonal: it leaves dy^T x as it was. It
-spreads an Inf or NaN over the 16 rows.
+Columnwise copies of inputs and gradients may be transformed before they are cast: `hadamard.py`. The transform spreads
+an Inf or NaN over its 16 rows.
 
 Stochastic rounding (gradients): up with probability RNE(256 f) / 256, where f is the distance from the lower neighbour
 in units of the step; numbers that are representable never move. The 8 random bits depend on the seed, the copy, the
@@ -41,6 +38,7 @@ group counts by itself. Rows past the sum of the splits count as 0, whatever sta
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -48,13 +46,19 @@ from torch import Tensor
 
 from recipes.formats import E2M1_VALUES, E4M3
 from recipes.kernels.cast_float8 import abs_without_nan, amax_grouped_ref, amax_ref, amax_stacked_ref, cast_float8_ref
+from recipes.kernels.cast_nvfp4_triton import (
+    amax_nvfp4_kernel,
+    cast_nvfp4_kernel,
+    dequantize_columns_kernel,
+    dequantize_rows_kernel,
+)
+from recipes.kernels.hadamard import hadamard_ref
 from recipes.kernels.random import random_bytes_ref
+from recipes.kernels.row_tiles import num_slots
 from recipes.splits import Splits
 
 BLOCK = 16
-RANGE = 2688.0  # the largest code times the largest scale
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-ONE_SIXTH = 0.1666666716337204  # fl(1/6)
+RANGE = E2M1_VALUES[-1] * E4M3.max
 NAN_SCALE = 0x7F
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _ROUND = 1.5 * 2**23  # a number between 0 and 2^22 added to this is rounded to an integer, ties to even
@@ -144,19 +148,6 @@ def dequantize_nvfp4_ref(codes: Tensor, scale: Tensor, length: int, dtype: torch
     return values.transpose(-1, -2).contiguous() if transpose else values
 
 
-def hadamard_ref(x: Tensor, *, inverse: bool = False) -> Tensor:
-    """The random Hadamard transform of each 16 rows of x [..., 16 n, K] float32, or its inverse."""
-    y = x.unflatten(-2, (x.shape[-2] // BLOCK, BLOCK))
-    signs = torch.tensor(SIGNS, dtype=x.dtype, device=x.device)[:, None]
-    y = y if inverse else y * signs
-    for distance in (1, 2, 4, 8):
-        pairs = y.unflatten(-2, (BLOCK // (2 * distance), 2, distance))
-        a, b = pairs.unbind(-3)
-        y = torch.stack((a + b, a - b), -3).flatten(-4, -2)
-    y = y * 0.25
-    return (y * signs if inverse else y).flatten(-3, -2)
-
-
 def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
     """E2M1 codes 0 to 15 (int32) of float32 x: to nearest, ties to even, or stochastic with 8 random bits an element.
 
@@ -175,6 +166,177 @@ def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
     return code + 8 * torch.signbit(x)
 
 
+class NVFP4Config(NamedTuple):
+    """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits."""
+
+    block_r: int
+    block_c: int
+    tiles: int
+    num_warps: int
+
+
+def amax_nvfp4_config() -> NVFP4Config:
+    return NVFP4Config(block_r=4, block_c=128, tiles=8, num_warps=4)
+
+
+def cast_nvfp4_config() -> NVFP4Config:
+    """A thread has 8 columns, whose codes make one word, and all 16 rows of a block."""
+    return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2)
+
+
+def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
+    """block_r counts rows, not blocks, if not `transpose`."""
+    return NVFP4Config(4, 64, 1, 4) if transpose else NVFP4Config(16, 256, 1, 4)
+
+
+def amax_nvfp4(
+    x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool, rht: bool, row_scaled: bool
+) -> Amaxes:
+    """max |x| of each copy that is asked for, in one read of x; the columnwise one after the transform.
+
+    x: [T, K] float, [T, K] with splits, or [G, N, K]. The copies share one tensor where their amaxes are the same.
+    """
+    if not runs_triton(x):
+        return amax_nvfp4_ref(x, splits, rowwise=rowwise, columnwise=columnwise, rht=rht, row_scaled=row_scaled)
+    return amax_nvfp4_triton(x, splits, rowwise=rowwise, columnwise=columnwise, rht=rht, row_scaled=row_scaled)
+
+
+def cast_nvfp4(
+    x: Tensor, splits: Splits | None, amaxes: Amaxes, *, rht: bool, row_scaled: bool, two_d: bool, seed: Tensor | None
+) -> Codes:
+    """Codes and scales of the copies that have an amax, in one read of x. Takes what `cast_nvfp4_ref` takes."""
+    if not runs_triton(x):
+        return cast_nvfp4_ref(x, splits, amaxes, rht=rht, row_scaled=row_scaled, two_d=two_d, seed=seed)
+    made = codes_room(x, splits, rowwise=amaxes.rowwise is not None, columnwise=amaxes.columnwise is not None)
+    cast_nvfp4_triton(x, splits, amaxes, made, rht=rht, row_scaled=row_scaled, two_d=two_d, seed=seed)
+    return made
+
+
+def dequantize_nvfp4(codes: Tensor, scale: Tensor, length: int, dtype: torch.dtype, *, transpose: bool) -> Tensor:
+    """code * s in `dtype`, [..., R, length], or with transpose [..., length, R]; without alpha."""
+    if not runs_triton(codes):
+        return dequantize_nvfp4_ref(codes, scale, length, dtype, transpose=transpose)
+    shape = (*codes.shape[:-2], length, codes.shape[-2]) if transpose else (*codes.shape[:-1], length)
+    values = codes.new_empty(shape, dtype=torch.float32 if dtype == torch.float64 else dtype)
+    dequantize_nvfp4_triton(codes, scale, values, transpose=transpose)
+    return values.to(dtype)
+
+
+def runs_triton(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def codes_room(x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool) -> Codes:
+    """Uninitialised codes and scales of the copies of x."""
+    T, K = x.shape[-2:]
+    P = splits.aligned_capacity(BLOCK) if splits is not None else -(-T // BLOCK) * BLOCK
+    row, column = (*x.shape[:-1],), (*x.shape[:-2], K)
+
+    def room(*shape: int) -> tuple[Tensor, Tensor]:
+        *rest, length = shape
+        codes = x.new_empty(*rest, -(-length // 2), dtype=torch.uint8)
+        return codes, x.new_empty(*rest, -(-length // BLOCK), dtype=E4M3.dtype)
+
+    return Codes(
+        *(room(*row, K) if rowwise else (None, None)),
+        *(room(*column, P) if columnwise else (None, None)),
+    )
+
+
+def amax_nvfp4_triton(
+    x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool, rht: bool, row_scaled: bool
+) -> Amaxes:
+    shape = () if x.ndim == 2 and splits is None else (_num_groups(x, splits),)
+    shared = rowwise and columnwise and not rht and not row_scaled
+    of_rows = of_columns = None
+    if rowwise:
+        of_rows = x.new_zeros(x.shape[:-1] if row_scaled else shape, dtype=torch.float32)
+    if columnwise:
+        of_columns = of_rows if shared else x.new_zeros(shape, dtype=torch.float32)
+    if x.numel() and (rowwise or columnwise):
+        config = amax_nvfp4_config()
+        tiles = min(config.tiles, -(-x.shape[-1] // config.block_c))
+        launch = _Launch(x, splits, config.block_r, config.block_c * tiles)
+        amax_nvfp4_kernel[launch.grid](
+            launch.x, *launch.offsets, of_rows, None if shared else of_columns, *launch.sizes, ROW_SCALED=row_scaled,
+            RHT=rht, TILES=tiles, BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps,
+        )  # fmt: skip
+    return Amaxes(of_rows, of_columns)
+
+
+def cast_nvfp4_triton(
+    x: Tensor,
+    splits: Splits | None,
+    amaxes: Amaxes,
+    made: Codes,
+    *,
+    rht: bool,
+    row_scaled: bool,
+    two_d: bool,
+    seed: Tensor | None,
+) -> None:
+    """Writes `made`, from `codes_room`."""
+    if not x.numel():
+        for tensor in made:
+            if tensor is not None:
+                tensor.view(torch.uint8).zero_()  # the padding of no rows
+        return
+    config = cast_nvfp4_config()
+    launch = _Launch(x, splits, config.block_r, config.block_c)
+    words = made.columnwise.view(torch.int64) if made.columnwise is not None else None
+    cast_nvfp4_kernel[launch.grid](
+        launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), words,
+        _bytes(made.columnwise_scale), *launch.sizes, ROW_SCALED=row_scaled, RHT=rht, TWO_D=two_d,
+        WORDS=x.shape[-1] % 8 == 0, NATIVE=x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9),
+        BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, transpose: bool) -> None:
+    """Writes `values`, float32, bfloat16 or float16."""
+    if not values.numel():
+        return
+    config = dequantize_nvfp4_config(transpose)
+    about = {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "num_warps": config.num_warps}
+    codes, scale = codes.contiguous(), scale.view(torch.uint8).contiguous()
+    *_, R, K = values.shape
+    num_groups = values.numel() // (R * K)
+    column_tiles = -(-K // config.block_c)
+    if transpose:
+        grid = (num_groups * -(-R // (BLOCK * config.block_r)) * column_tiles,)
+        dequantize_columns_kernel[grid](codes.view(torch.int64), scale, values, K, R, **about)
+    else:
+        rows = num_groups * R
+        grid = (-(-rows // config.block_r) * column_tiles,)
+        dequantize_rows_kernel[grid](codes, scale, values, rows, K, **about)
+
+
+class _Launch:
+    """What the kernels over x take: x, the offsets of its groups, sizes, and the grid of the tiles."""
+
+    def __init__(self, x: Tensor, splits: Splits | None, block_r: int, columns: int) -> None:
+        *groups, T, K = x.shape
+        rows = math.prod(groups) * T
+        self.x = (x.float() if x.dtype == torch.float64 else x).contiguous()
+        self.offsets = (None, None) if splits is None else (splits.offsets, splits.aligned(BLOCK))
+        if splits is None:
+            num_groups, P = math.prod(groups), -(-T // BLOCK) * BLOCK
+            slots = num_groups * -(-T // (BLOCK * block_r))
+        else:
+            num_groups, P = splits.num_groups, splits.aligned_capacity(BLOCK)
+            slots = num_slots(rows + BLOCK * num_groups, num_groups, BLOCK * block_r)  # as the kernel counts them
+        self.sizes = (rows, num_groups, K, P)
+        self.grid = (slots * -(-K // columns),)
+
+
+def _num_groups(x: Tensor, splits: Splits | None) -> int:
+    return splits.num_groups if splits is not None else math.prod(x.shape[:-2])
+
+
+def _bytes(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.view(torch.uint8)
+
+
 def _cast_blocks(x: Tensor, amax: Tensor, two_d: bool, bits: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes [..., R, L], not packed, and scales [..., R, L / 16] of x float32. amax: as the scales, or broadcast."""
     blocks = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
@@ -184,7 +346,7 @@ def _cast_blocks(x: Tensor, amax: Tensor, two_d: bool, bits: Tensor | None) -> t
     one = torch.ones_like(amax)
     encode = (RANGE * one / amax).clamp(max=_FLOAT32_MAX).masked_fill((amax == 0) | amax.isinf(), 1.0)
     decode = one / encode
-    scale = cast_float8_ref((block_amax * (encode * ONE_SIXTH)).clamp(max=_FLOAT32_MAX), E4M3)
+    scale = cast_float8_ref((block_amax * (encode * (1.0 / 6.0))).clamp(max=_FLOAT32_MAX), E4M3)
     factor = scale.to(torch.float32) * decode
     factor = (torch.ones_like(factor) / factor).clamp(max=_FLOAT32_MAX)
     codes = e2m1_codes_ref((blocks * factor[..., None]).flatten(-2), bits)
@@ -230,6 +392,3 @@ def _amax(x: Tensor, splits: Splits | None) -> Tensor:
     if splits is not None:
         return amax_grouped_ref(x, splits)
     return amax_stacked_ref(x) if x.ndim == 3 else amax_ref(x)
-
-
-amax_nvfp4, cast_nvfp4, dequantize_nvfp4 = amax_nvfp4_ref, cast_nvfp4_ref, dequantize_nvfp4_ref
