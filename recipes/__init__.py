@@ -10,6 +10,7 @@ from recipes.grouped_tensor import GroupedTensor
 from recipes.mixed import MixedScaling
 from recipes.mxfp8 import MXFP8BlockScaling
 from recipes.names import as_recipe
+from recipes.nvfp4 import NVFP4BlockScaling
 from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
 from recipes.quantizer import Quantizer
 from recipes.recipe import HighPrecision, Recipe, Role, Target
@@ -30,6 +31,7 @@ __all__ = [
     "HighPrecision",
     "MXFP8BlockScaling",
     "MixedScaling",
+    "NVFP4BlockScaling",
     "Needs",
     "Operand",
     "PlanRequest",

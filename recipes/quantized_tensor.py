@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ class ScaledCodes(ABC):
     Where the rows are divided among groups, methods are given the `splits` too.
     """
 
+    # The fields that hold tensors; all of them travel through `save_for_backward`.
+    tensor_fields: ClassVar[tuple[str, ...]] = ("codes", "scale_inv")
+
     codes: Tensor
     scale_inv: Tensor
 
@@ -50,6 +53,13 @@ class ScaledCodes(ABC):
     def shape(self) -> torch.Size:
         """Of the values in the natural order; a copy whose codes lie otherwise says its own."""
         return self.codes.shape
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self, name) for name in self.tensor_fields)
+
+    def over(self, tensors: Sequence[Tensor | None]) -> ScaledCodes:
+        """The same copy over `tensors`, which come from `tensors()`. With Nones: an empty template."""
+        return replace(self, **dict(zip(self.tensor_fields, tensors, strict=True)))  # type: ignore[arg-type]
 
     @abstractmethod
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
@@ -126,11 +136,9 @@ def pick(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None, want_colum
 
 
 def copies_to_tensors(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None) -> tuple[Tensor | None, ...]:
-    """Four tensors; a shared copy is named once, so that it is saved once."""
-    tensors: list[Tensor | None] = []
-    for copy in (rowwise, columnwise if columnwise is not rowwise else None):
-        tensors += (copy.codes, copy.scale_inv) if copy is not None else (None, None)
-    return tuple(tensors)
+    """The tensors of both copies, two Nones for one that is missing; a shared copy is named once, to be saved once."""
+    copies = (rowwise, columnwise if columnwise is not rowwise else None)
+    return tuple(tensor for copy in copies for tensor in (copy.tensors() if copy is not None else (None, None)))
 
 
 def copies_from_tensors(
@@ -138,9 +146,6 @@ def copies_from_tensors(
 ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
     """The two copies over other tensors, in the order of `copies_to_tensors`."""
     shared = columnwise is rowwise
-    rowwise = rowwise and _over(rowwise, *tensors[0:2])
-    return rowwise, rowwise if shared else columnwise and _over(columnwise, *tensors[2:4])
-
-
-def _over(copy: ScaledCodes, codes: Tensor | None, scale_inv: Tensor | None) -> ScaledCodes:
-    return replace(copy, codes=codes, scale_inv=scale_inv)  # type: ignore[arg-type]  # None in an empty template
+    count = len(rowwise.tensor_fields) if rowwise is not None else 2
+    rowwise = rowwise and rowwise.over(tensors[:count])
+    return rowwise, rowwise if shared else columnwise and columnwise.over(tensors[count:])

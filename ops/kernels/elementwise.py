@@ -43,7 +43,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.kernels.elementwise_triton import delementwise_kernel, elementwise_kernel
-from ops.kernels.random import random_bits_ref
+from recipes.kernels.random import random_bits_ref
 
 Kind = Literal["", "column", "row", "element", "random"]
 

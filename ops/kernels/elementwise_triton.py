@@ -12,11 +12,9 @@ Before the gate every column of y stands for two of x: a tile is a pair (a, b), 
 import triton
 import triton.language as tl
 
-from ops.kernels.random import ROUNDS
 from recipes.kernels.cast_mxfp8_triton import store_mxfp8
+from recipes.kernels.random_triton import philox
 from recipes.kernels.rounding import round_to, widen
-
-PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
 
 @triton.jit
@@ -26,29 +24,12 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _product(a, b: tl.constexpr):
-    """High and low 32 bits of a product, by one multiplication."""
-    product = a.to(tl.uint64) * b
-    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
-
-
-@triton.jit
 def _random_bits(seed_ptr, rows, first_column, BLOCK_C: tl.constexpr):
     """16 bits an element, [rows, BLOCK_C]: `random_bits_ref`. One counter gives those of eight neighbours."""
-    seed = tl.load(seed_ptr)
-    k0 = seed.to(tl.uint32)
-    k1 = (seed >> 32).to(tl.uint32)
     octets = first_column // 8 + tl.arange(0, BLOCK_C // 8)
     c0 = (octets[None, :] + tl.zeros_like(rows)[:, None]).to(tl.uint32)
     c1 = (rows[:, None] + tl.zeros_like(octets)[None, :]).to(tl.uint32)
-    c2 = tl.zeros_like(c0)
-    c3 = tl.zeros_like(c0)
-    for _ in tl.static_range(PHILOX_ROUNDS):
-        high0, low0 = _product(c0, 0xD2511F53)
-        high2, low2 = _product(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
-        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
-        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    c0, c1, c2, c3 = philox(tl.load(seed_ptr), c0, c1, tl.zeros_like(c0))
     words = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [rows.shape[0], BLOCK_C // 2])
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), [rows.shape[0], BLOCK_C])
 
