@@ -89,8 +89,9 @@ def require_same_bits(case: GroupedCase, label: str, other: str) -> None:
 def explain_line(case: GroupedCase, label: str) -> str:
     """Which path a recipe takes and why, by which kernels, native or emulated."""
     recipe = recipe_named(label)
-    plan = case.layer.explain(recipe=recipe, device=case.device, dtype=DTYPE).splitlines()[2:]
-    return f"{label}: {recipe.support(case.device)} on {case.device.type}; {'; '.join(map(str.strip, plan))}"
+    plan = case.layer.explain(recipe=recipe, device=case.device, dtype=DTYPE).splitlines()[1:]
+    facts = "; ".join(line.strip() for line in plan if not line.startswith("stage"))
+    return f"{label}: {recipe.support(case.device)} on {case.device.type}; {facts}"
 
 
 def _other(label: str, labels: list[str]) -> str | None:
