@@ -174,9 +174,9 @@ def launched(o: Operands, mode: str, *, extras: bool, out_dtype: torch.dtype = t
     (T, R), (G, C, _) = o.a.shape, o.b.shape
     bias, scales = (o.bias, o.scales) if extras else (None, None)
     tn, nt = (poisoned(*shape, like=o.bias, dtype=out_dtype) for shape in ((T, C), (G, C, R)))
-    split = mode == "split"
+    split, x_scale = mode == "split", o.x_scale if o.x_scale.dim() == 2 else o.x_scale.expand(G)
     gg.grouped_gemm_tn_float8_triton(o.a, o.a_scale, o.b, o.b_scale, o.splits.offsets, bias, scales, tn, split)
-    gg.grouped_gemm_nt_float8_triton(o.dy, o.dy_scale, o.x, o.x_scale.expand(G) if o.x_scale.dim() < 2 else o.x_scale, o.aligned, nt, split)  # fmt: skip
+    gg.grouped_gemm_nt_float8_triton(o.dy, o.dy_scale, o.x, x_scale, o.aligned, nt, split)
     return {"tn": tn, "nt": nt}
 
 
@@ -184,9 +184,7 @@ def dispatched(o: Operands, mode: str, *, extras: bool, out_dtype: torch.dtype =
     bias, scales = (o.bias, o.scales) if extras else (None, None)
     about = {"out_dtype": out_dtype, "split_accumulation": mode == "split"}
     return {
-        "tn": grouped_gemm_tn_float8(
-            o.a, o.a_scale, o.b, o.b_scale, o.splits, bias_GC=bias, scales_T=scales, **about
-        ),  # fmt: skip
+        "tn": grouped_gemm_tn_float8(o.a, o.a_scale, o.b, o.b_scale, o.splits, bias_GC=bias, scales_T=scales, **about),
         "nt": grouped_gemm_nt_float8(o.dy, o.dy_scale, o.x, o.x_scale, o.aligned, **about),
     }
 

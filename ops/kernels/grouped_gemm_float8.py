@@ -28,6 +28,7 @@ Graph safety: as `grouped_gemm`. Grids follow from capacities, groups are found 
 """
 # T rows, G groups, R summed features, C features that come out; P columns of the padded groups; for NT [N, K] come out
 
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ops.kernels.grouped_gemm import capability, shared_memory_limit
+from ops.kernels.grouped_gemm import capability
 from ops.kernels.grouped_operands import check_rows, check_scales, output, row_slices, with_contiguous_rows
 from ops.kernels.ragged_tma import ragged_descriptor, ragged_indices
 from recipes.kernels.rounding import round_to, widen
@@ -102,7 +103,7 @@ def grouped_gemm_nt_float8_ref(
     dw = torch.zeros(
         num_groups, dy_codes_NP.shape[0], x_codes_KP.shape[0], dtype=dtype, device=dy_codes_NP.device
     )  # fmt: skip
-    for g, (begin, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for g, (begin, end) in enumerate(pairwise(ends)):
         if begin < end:
             dy, x = (
                 codes[:, begin:end].to(dtype) * _scale_of_columns(scale, num_groups, g, begin, end).to(dtype)
@@ -260,7 +261,7 @@ def m_grouped_float8_kernel(
                 b_scale_ptrs = b_scale_ptr + group_64 * num_steps * C + first_c + offs_c
 
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for step in range(0, tl.where(active, num_steps, 0)):
+            for step in range(tl.where(active, num_steps, 0)):
                 if TMA:
                     a_tile = a.load([first_a, step * BLOCK_K])
                     b_tile = b.load([first_b, step * BLOCK_K])
