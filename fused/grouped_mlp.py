@@ -128,8 +128,9 @@ class GroupedMLP(FusedOperation):
     ) -> tuple[Tensor, Tensor]:
         w, bias = self.fc1.weight_operand(ctx, rowwise=True), self.fc1.biases(ctx)
         on_gpu = isinstance(ctx.path, GroupedPath) and splits.device.type == "cuda"
-        if on_gpu and self.activation.kind == "swiglu" and out is None:
-            left, right, alpha = ctx.path.factors("TN", x, w)
+        factors = ctx.path.factors(x, w) if on_gpu and self.activation.kind == "swiglu" and out is None else None
+        if factors is not None:
+            left, right, alpha = factors
             h, act = grouped_gemm_swiglu(
                 left, right, splits, bias_GN=bias, scales_T=scales if self.scaled else None, alpha_G=alpha,
                 glu_interleave_size=self.activation.glu_interleave_size, out_dtype=ctx.dtype,

@@ -87,7 +87,8 @@ class Linear(BasicOperation):
         bias = None if self.bias is None else ctx.param("bias")
         if bias is not None and alpha != 1:
             bias = bias * alpha
-        y = gemm("TN", rows, w, ctx.dtype, added=bias, alpha=alpha)
+        split = ctx.recipe.split_accumulator("fprop")
+        y = gemm("TN", rows, w, ctx.dtype, added=bias, alpha=alpha, split_accumulator=split)
         if ctx.needs_grad:
             ctx.saved = self.Saved(for_wgrad(rows) if wgrad else None)
         return y.view(*x.shape[:-1], self.out_features)
@@ -104,9 +105,13 @@ class Linear(BasicOperation):
         gradients: dict[str, Tensor | None] = {}
         if needs.input:
             w = self._weight(ctx, columnwise=True)
-            dx = gemm("NN", rows, w, ctx.dtype, alpha=alpha).view(*dy.shape[:-1], self.in_features)
+            split = ctx.recipe.split_accumulator("dgrad")
+            dx = gemm("NN", rows, w, ctx.dtype, alpha=alpha, split_accumulator=split).view(
+                *dy.shape[:-1], self.in_features
+            )
         if wgrad:
-            gradients["weight"] = gemm("NT", rows, saved.x, ctx.dtype, alpha=alpha)
+            split = ctx.recipe.split_accumulator("wgrad")
+            gradients["weight"] = gemm("NT", rows, saved.x, ctx.dtype, alpha=alpha, split_accumulator=split)
         return dx, gradients
 
     def _weight(self, ctx: OperationContext, *, rowwise: bool = False, columnwise: bool = False) -> Any:

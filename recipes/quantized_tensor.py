@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,20 @@ class Operand(NamedTuple):
 
     values: Tensor
     alpha: Tensor | None
+    block: int = 1
+
+
+class Float8Operand(NamedTuple):
+    """The same of codes that tensor cores take: float8, contiguous along the axis to be contracted.
+
+    scale: float32, value = code * scale. How it lies follows from `scaling` and is said in the kernel's file.
+    scaling: "tensor", "row" (one for each 128 codes along the axis to be contracted) or "square" (for 128x128 codes)
+    block: of a transposed copy, the columns of each group begin at multiples of this and are padded with zeros
+    """
+
+    codes: Tensor
+    scale: Tensor
+    scaling: Literal["tensor", "row", "square"]
     block: int = 1
 
 
@@ -64,6 +78,10 @@ class ScaledCodes(ABC):
     @abstractmethod
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
         """Values in `dtype`, in the natural order; another dtype in place of one that could not hold them."""
+
+    def float8_operand(self) -> Float8Operand | None:
+        """The codes themselves, if a GPU with float8 products can multiply them."""
+        return None
 
     @abstractmethod
     def group(self, splits: Splits, group: int) -> ScaledCodes:

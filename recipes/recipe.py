@@ -16,6 +16,8 @@ import torch
 
 from recipes.quantizer import Quantizer
 
+Product = Literal["fprop", "dgrad", "wgrad"]
+
 
 class Role(Enum):
     """What a tensor is to a matrix product: x and w of fprop, dy of dgrad and wgrad."""
@@ -79,7 +81,7 @@ class Recipe(ABC):
                 raise ValueError(f"{name} has no field {key!r}. It has: {', '.join(known)}.")
         return kinds[name](**{key: _built(value, known[key].default) for key, value in values.items()})
 
-    def split_accumulator(self, product: Literal["fprop", "dgrad", "wgrad"]) -> bool:
+    def split_accumulator(self, product: Product) -> bool:
         """Whether a native FP8 product promotes partial sums to float32 on the way; else the tensor core keeps them."""
         return bool(getattr(self, f"split_accumulator_{product}", True))
 
