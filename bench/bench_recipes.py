@@ -105,10 +105,8 @@ def _seeded(step: Step) -> list[Tensor]:
     return step()
 
 
-def _counted(step: Step) -> Counts | None:
+def _counted(step: Step) -> Counts:
     """Elements, saturated, flushed and non-finite ones of each cast of a step."""
-    if not hasattr(fuser, "count_casts"):
-        return None
     with fuser.count_casts() as counter:
         step()
     names = ("elements", "saturated", "flushed", "non_finite")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ops.quantizer_state import QuantizerState
+from recipes.cast_counts import watched
 from recipes.pending import PendingUpdates
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
@@ -71,7 +72,7 @@ class OperationContext:
             updates = self.updates if in_backward == (role is Role.GRAD_OUTPUT) else None
             state = QuantizerState(self.operation, role, self.operation.num_scales)
             quantizer = quantizer.bound(state, updates, snapshot)
-        return quantizer
+        return None if quantizer is None else watched(quantizer, self.operation, role)
 
     def param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The operation's parameter, in `dtype` or by default in `ctx.dtype`.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ops.context import OperationContext, held_parameter, state_of
+from recipes.cast_counts import is_counting
 from recipes.quantized_tensor import QuantizedTensor
 from recipes.quantizer import Quantizer
 from recipes.recipe import Role
@@ -90,4 +91,4 @@ def quantized_weights(
 
 def _can_be_kept(operation: Any, parameters: Sequence[Tensor]) -> bool:
     capturing = parameters[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    return not (operation._forward_pre_hooks or capturing or any(p.is_inference() for p in parameters))
+    return not (operation._forward_pre_hooks or capturing or is_counting() or any(p.is_inference() for p in parameters))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -106,10 +106,10 @@ class DelayedScalingQuantizer(Quantizer):
     def state_shapes(self, num_scales: int) -> StateShapes:
         return {"amax_history": ((self.recipe.amax_history_len, num_scales), 0.0), "scale": ((num_scales,), 1.0)}
 
-    def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Self:
+    def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
         return replace(self, source=source, updates=updates, scale=scale)
 
-    def for_group(self, group: int) -> Self:
+    def for_group(self, group: int) -> Quantizer:
         return replace(self, group=group)
 
     def snapshot(self, device: torch.device) -> Tensor | None:

@@ -74,6 +74,10 @@ class NVFP4Quantizer(Quantizer):
     two_d: bool = False
     row_scaled: bool = False
 
+    @property
+    def columnwise_transform(self) -> str | None:
+        return "a Hadamard transform" if self.rht else None
+
     def __post_init__(self) -> None:
         if self.two_d and (self.rht or self.row_scaled):
             raise ValueError(
@@ -142,6 +146,13 @@ class RowwiseNVFP4(ScaledCodes):
     def shape(self) -> torch.Size:
         return self.size
 
+    def largest_codes(self) -> Tensor:
+        return _largest_codes(self.codes)
+
+    @property
+    def half_step(self) -> float:
+        return _HALF_STEP
+
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
         """Exact values [..., K]; alpha () or [G], or [T, 1] ([G, N, 1]) if row-scaled."""
         values = dequantize_nvfp4(self.codes, self.scale_inv, self.size[-1], dtype, transpose=False)
@@ -180,6 +191,17 @@ class ColumnwiseNVFP4(ScaledCodes):
     @property
     def shape(self) -> torch.Size:
         return self.size
+
+    @property
+    def transform(self) -> str | None:
+        return "a Hadamard transform" if self.rht else None
+
+    def largest_codes(self) -> Tensor:
+        return _largest_codes(self.codes)
+
+    @property
+    def half_step(self) -> float:
+        return _HALF_STEP
 
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
         """Exact values in the natural order; padded, with block 16, if transformed (and still so) or grouped."""
@@ -220,3 +242,12 @@ class ColumnwiseNVFP4(ScaledCodes):
     def _cropped(self, values: Tensor) -> Tensor:
         num_rows = self.size[-2] if values.ndim == 3 else math.prod(self.size[:-1])
         return values[..., :num_rows, :].reshape(self.size)
+
+
+_HALF_STEP = 1 / 6  # E2M1: 6, and 8 would be next
+
+
+def _largest_codes(packed: Tensor) -> Tensor:
+    """Packed codes with 0 for all but 6 and -6."""
+    low, high = packed & 0x0F, packed & 0xF0
+    return torch.where((low & 0x07) == 0x07, low, 0) | torch.where((high & 0x70) == 0x70, high, 0)

@@ -21,6 +21,10 @@ from torch import Tensor
 
 from recipes.splits import Splits
 
+# Of each element format: the code of the largest number, and half of the step above it as a share of it.
+_LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
+_HALF_STEP = {torch.float8_e4m3fn: 1 / 28, torch.float8_e5m2: 1 / 14}
+
 
 class Operand(NamedTuple):
     """One side of a matrix product: y = alpha_a * alpha_b * (a @ b).
@@ -78,6 +82,22 @@ class ScaledCodes(ABC):
     @abstractmethod
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
         """Values in `dtype`, in the natural order; another dtype in place of one that could not hold them."""
+
+    @property
+    def transform(self) -> str | None:
+        """The orthogonal transform that the values are in; None if they are those of the tensor."""
+        return None
+
+    def largest_codes(self) -> Tensor:
+        """The codes, with 0 for all but those of the largest magnitude."""
+        code = _LARGEST[self.codes.dtype]
+        bytes_ = self.codes.view(torch.uint8)
+        return torch.where((bytes_ & 0x7F) == code, bytes_, 0).view(self.codes.dtype)
+
+    @property
+    def half_step(self) -> float:
+        """By how much of itself the largest number may lie below what is rounded to it."""
+        return _HALF_STEP[self.codes.dtype]
 
     def float8_operand(self) -> Float8Operand | None:
         """The codes themselves, if a GPU with float8 products can multiply them."""

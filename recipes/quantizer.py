@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class Quantizer(ABC):
         """What is kept for `num_scales` tensors that have a scale each, one for each group of a grouped operation."""
         return {}
 
-    def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Self:
+    def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
         """This quantizer over an operation's state.
 
         updates: takes note of states that change at the end of the step; None: nothing is recorded.
@@ -80,7 +80,7 @@ class Quantizer(ABC):
         """Equal as long as casts give equal codes. None: it cannot be told."""
         return ()
 
-    def for_group(self, group: int) -> Self:
+    def for_group(self, group: int) -> Quantizer:
         """This quantizer for one group's tensor alone."""
         return self
 
