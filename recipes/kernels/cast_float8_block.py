@@ -76,7 +76,7 @@ def cast_float8_block_ref(
     x: Tensor, how: BlockScale, *, rowwise: bool, columnwise: bool, stacked: bool = False, splits: Splits | None = None
 ) -> BlockCopies:
     """`cast_float8_block` in plain torch."""
-    x32, largest = x.to(torch.float32), largest_scale(x.dtype)
+    x32, largest = x.to(torch.float32).contiguous(), largest_scale(x.dtype)
     if splits is None:
         matrix = x32 if stacked else x32.reshape(_rows(x), x.shape[-1])
         width = matrix.shape[-2] if stacked else _up(matrix.shape[-2])
