@@ -1,6 +1,6 @@
 """NVFP4BlockScaling: four-bit codes, one E4M3 scale for each 16 values, one float32 amax for each tensor.
 
-Formula, layout, rounding, source: `recipes/kernels/cast_nvfp4.py`; Hadamard transform: `recipes/kernels/hadamard.py`.
+Formula, layout, rounding and source: `recipes/kernels/cast_nvfp4.py`, of the Hadamard transform `hadamard.py`.
 """
 # T rows, P rows with the padding, K columns, G groups
 

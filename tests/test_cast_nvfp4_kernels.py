@@ -20,13 +20,13 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def on_any_device(monkeypatch):
-    """The launchers launch, also on CPU tensors; with tiles of one warp, which are small."""
+    """The launchers launch, also on CPU tensors."""
     monkeypatch.setattr(nvfp4, "runs_triton", lambda x: True)
 
 
 def bits(tensor):
     """Bytes of a tensor on the CPU, comparable with NaN in it."""
-    return None if tensor is None else tensor.cpu().contiguous().view(torch.uint8).tolist()
+    return None if tensor is None else tensor.cpu().flatten().view(torch.uint8).tolist()
 
 
 def spread(*shape, dtype):

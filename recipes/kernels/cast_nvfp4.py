@@ -287,7 +287,7 @@ def cast_nvfp4_triton(
     cast_nvfp4_kernel[launch.grid](
         launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), words,
         _bytes(made.columnwise_scale), *launch.sizes, ROW_SCALED=row_scaled, RHT=rht, TWO_D=two_d,
-        WORDS=x.shape[-1] % 8 == 0, NATIVE=x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9),
+        WORDS=x.shape[-1] % 8 == 0, NATIVE=_native(x),
         BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -392,3 +392,8 @@ def _amax(x: Tensor, splits: Splits | None) -> Tensor:
     if splits is not None:
         return amax_grouped_ref(x, splits)
     return amax_stacked_ref(x) if x.ndim == 3 else amax_ref(x)
+
+
+def _native(x: Tensor) -> bool:
+    """Whether the GPU converts to float8 itself."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)

@@ -67,7 +67,7 @@ def _load_tile(x_ptr, first, end, ROWS, columns, K, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def _hadamard(xs):
-    """`hadamard_ref` of the 16 tensors."""
+    """`hadamard_ref` of the 16 tensors, without its factor of 1/4."""
     ys = ()
     for i in tl.static_range(16):
         # Not -x, which Triton reads as 0 - x: that loses the sign of a zero.
@@ -81,10 +81,7 @@ def _hadamard(xs):
                 z = ys[i - (1 << stage)] - ys[i]
             zs = zs + (z,)  # type: ignore[assignment]  # noqa: RUF005
         ys = zs
-    zs = ()
-    for i in tl.static_range(16):
-        zs = zs + (ys[i] * 0.25,)  # type: ignore[assignment]  # noqa: RUF005
-    return zs
+    return ys
 
 
 @triton.jit
@@ -102,14 +99,24 @@ def _max_of_tensors(xs):
 
 
 @triton.jit
+def _in_words(x):
+    """x [R, C] as [R, C / 16, 2, 8]: blocks, words of codes, codes."""
+    return tl.reshape(x, [x.shape[0], x.shape[1] // 16, 2, 8])
+
+
+@triton.jit
+def _in_words_each(xs):
+    return _in_words(xs[0]), _in_words(xs[1]), _in_words(xs[2]), _in_words(xs[3])
+
+
+@triton.jit
 def _max_of_columns(x):
-    """[R, C / 16]: max |x| over 16 columns of x [R, C]; NaN if one is."""
-    blocks = tl.reshape(x, [x.shape[0], x.shape[1] // 16, 16])
+    """[R, C / 16]: max |x| over the blocks of x [R, C / 16, 2, 8]; NaN if one is."""
     if INTERPRET:  # whose reductions by a function are slow; NaN has the largest bits
-        largest = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2).to(tl.float32, bitcast=True)
+        largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=3), axis=2)
+        return largest.to(tl.float32, bitcast=True)
     else:
-        largest = tl.reduce(tl.abs(blocks), 2, _max_of_two)
-    return largest
+        return tl.reduce(tl.reduce(tl.abs(x), 3, _max_of_two), 2, _max_of_two)
 
 
 @triton.jit
@@ -123,43 +130,50 @@ def _encode(amax):
 
 
 @triton.jit
-def _scales(amax, encode, decode, NATIVE: tl.constexpr):
-    """E4M3 scales (uint8) of block amaxes, and the factors e. A NaN amax: 0x7F."""
-    scale = float8_codes(amax * encode, "E4M3", NATIVE)
-    # The byte's fields, in a float32's place, are those of the value times 2^-120.
-    value = (scale.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36 * decode
-    vanishes = value == 0
-    factor = tl.div_rn(tl.full(value.shape, 1.0, tl.float32), tl.where(vanishes, 1.0, value))
-    return scale, tl.where(vanishes, FLOAT32_MAX, tl.minimum(factor, FLOAT32_MAX))
+def _reciprocal(x):
+    """fl(1 / x), Inf for 0."""
+    if INTERPRET:
+        return tl.where(x == 0, float("inf"), tl.div_rn(1.0, tl.where(x == 0, 1.0, x)))
+    else:  # cheaper than a division
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _positions(x, STOCHASTIC: tl.constexpr):
-    """The bits of ROUND + position of x's magnitude on the axis of codes; of 256 positions if STOCHASTIC (int32)."""
+def _scales(amax, encode, decode, NATIVE: tl.constexpr):
+    """E4M3 scales (uint8) of block amaxes, and the factors fl(e / 2). A NaN amax: 0x7F."""
+    if NATIVE and not INTERPRET:  # the conversion saturates by itself
+        scale = (amax * encode).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        scale = float8_codes(amax * encode, "E4M3", NATIVE)
+    # The byte's fields, in a float32's place, are those of the value times 2^-120.
+    value = (scale.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return scale, tl.minimum(_reciprocal(value * decode), FLOAT32_MAX) * 0.5
+
+
+@triton.jit
+def _positions(h, STOCHASTIC: tl.constexpr):
+    """The bits of ROUND + the position of h >= 0 on the axis of codes; of 256 positions if STOCHASTIC (int32)."""
     if INTERPRET:
         STEPS: tl.constexpr = 256.0 if STOCHASTIC else 1.0
-        h = tl.abs(x) * 0.5
         position = tl.minimum(h, 1.0) * (4.0 * STEPS) + ROUND
         position = tl.minimum(tl.maximum(h - 1.0, 0.0), 1.0) * (2.0 * STEPS) + position
         position = tl.minimum(tl.maximum(h - 2.0, 0.0), 1.0) * STEPS + position
         return position.to(tl.int32, bitcast=True)
     elif STOCHASTIC:
-        # Saturating additions clamp for nothing. The factors are 1024, 512 and 256.
+        # Saturating additions clamp for nothing; without .rn ptxas would contract them with the product before. The factors are 1024, 512 and 256.
         return tl.inline_asm_elementwise(
             """{
-            .reg .f32 h, a, b, c;
-            mul.rn.f32 h, $1, 0f3F000000;
-            abs.f32 h, h;
-            add.sat.f32 a, h, 0f00000000;
-            add.sat.f32 b, h, 0fBF800000;
-            add.sat.f32 c, h, 0fC0000000;
+            .reg .f32 a, b, c;
+            add.rn.sat.f32 a, $1, 0f00000000;
+            add.rn.sat.f32 b, $1, 0fBF800000;
+            add.rn.sat.f32 c, $1, 0fC0000000;
             fma.rn.f32 a, a, 0f44800000, 0f4B400000;
             fma.rn.f32 a, b, 0f44000000, a;
             fma.rn.f32 a, c, 0f43800000, a;
             mov.b32 $0, a;
             }""",
             "=r,f",
-            [x],
+            [h],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
@@ -167,19 +181,17 @@ def _positions(x, STOCHASTIC: tl.constexpr):
     else:
         return tl.inline_asm_elementwise(
             """{
-            .reg .f32 h, a, b, c;
-            mul.rn.f32 h, $1, 0f3F000000;
-            abs.f32 h, h;
-            add.sat.f32 a, h, 0f00000000;
-            add.sat.f32 b, h, 0fBF800000;
-            add.sat.f32 c, h, 0fC0000000;
+            .reg .f32 a, b, c;
+            add.rn.sat.f32 a, $1, 0f00000000;
+            add.rn.sat.f32 b, $1, 0fBF800000;
+            add.rn.sat.f32 c, $1, 0fC0000000;
             fma.rn.f32 a, a, 0f40800000, 0f4B400000;
             fma.rn.f32 a, b, 0f40000000, a;
             add.rn.f32 a, c, a;
             mov.b32 $0, a;
             }""",
             "=r,f",
-            [x],
+            [h],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
@@ -187,13 +199,24 @@ def _positions(x, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def _magnitudes(x, random, i: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """E2M1 magnitudes 0 to 7 of x, plus what `_without_surplus` takes off again (int32)."""
-    position = _positions(x, STOCHASTIC)
+def _magnitudes(h, random, i: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """E2M1 magnitudes 0 to 7 of 2 h, plus what `_without_surplus` takes off again (int32)."""
+    position = _positions(h, STOCHASTIC)
     if STOCHASTIC:
         byte = (random[i // 4] >> (8 * (i % 4))) & 0xFF
         position = (position + byte.to(tl.int32)) >> 8
     return position
+
+
+@triton.jit
+def _shift_in(word, bits):
+    """word (uint32) with the four highest bits of `bits` pushed in from below."""
+    if INTERPRET:
+        return (word << 4) | (bits >> 28)
+    else:  # one instruction, which ptxas does not find by itself
+        return tl.inline_asm_elementwise(
+            "shf.l.wrap.b32 $0, $1, $2, 4;", "=r,r,r", [bits, word], dtype=tl.uint32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -214,35 +237,57 @@ def _random(seed_ptr, row, columns, STREAM: tl.constexpr, BLOCK_R: tl.constexpr)
 
 
 @triton.jit
-def _store_rows(
-    codes_ptr, scale_ptr, x, magnitudes, amax, scale, row, end, ROWS, first_column, K, WORDS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):  # fmt: skip
-    """Pack and store one row of each block: magnitudes [R, C] with the signs of x; amax and scale are [R, C / 16]."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    shifts = 4 * tl.arange(0, 8)[None, None, None, :]
-    bits = tl.reshape(x.to(tl.int32, bitcast=True), [R, C // 16, 2, 8])
-    signs = tl.sum(((bits >> 28) & 8) << shifts, axis=3)
-    word = tl.sum(tl.reshape(magnitudes, [R, C // 16, 2, 8]) << shifts, axis=3)
-    word = _without_surplus(word, STOCHASTIC) | signs
-    word = tl.where((amax == amax)[:, :, None], word, 0)
-    valid = row < tl.minimum(end, ROWS)
-    start = row.to(tl.int64)[:, None]
-    if WORDS:  # K is a multiple of 8
-        column = first_column // 8 + tl.arange(0, C // 8)
-        mask = valid[:, None] & (column < K // 8)[None, :]
-        tl.store(codes_ptr.to(tl.pointer_type(tl.int32)) + start * (K // 8) + column[None, :],
-                 tl.reshape(word, [R, C // 8]), mask=mask)  # fmt: skip
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _packed(x, magnitudes, amax, STOCHASTIC: tl.constexpr):
+    """Words [R, C / 16, 2] of the magnitudes with the signs of x, both [R, C / 16, 2, 8]; 0 where amax is NaN."""
+    place = 4 * tl.arange(0, 8)[None, None, None, :]
+    word = _without_surplus(tl.sum(magnitudes << place, axis=3), STOCHASTIC)
+    signs = (x.to(tl.uint32, bitcast=True) >> (28 - place).to(tl.uint32)) & (8 << place).to(tl.uint32)
+    if INTERPRET:
+        signs = tl.sum(signs.to(tl.int32, bitcast=True), axis=3)
     else:
-        column = first_column // 2 + tl.arange(0, C // 2)
-        mask = valid[:, None] & (column < tl.cdiv(K, 2))[None, :]
+        signs = tl.reduce(signs.to(tl.int32, bitcast=True), 3, _or)
+    return tl.where((amax == amax)[:, :, None], word | signs, 0)
+
+
+@triton.jit
+def _store_row_codes(codes_ptr, word, row, valid, first_column, K, WORDS: tl.constexpr):
+    """Store the words [R, C / 16, 2] of rows `row`. WORDS: K is a multiple of 8."""
+    R: tl.constexpr = word.shape[0]
+    C: tl.constexpr = 16 * word.shape[1]
+    start = row.to(tl.int64)[:, None]
+    if WORDS:
+        column = first_column // 8 + tl.arange(0, C // 8)
+        at = start * (K // 8) + column[None, :]
+        mask = valid[:, None] & (column < K // 8)[None, :]
+        tl.store(codes_ptr.to(tl.pointer_type(tl.int32)) + at, tl.reshape(word, [R, C // 8]), mask=mask)
+    else:
         byte = (word[:, :, :, None] >> (8 * tl.arange(0, 4))[None, None, None, :]) & 0xFF
-        tl.store(codes_ptr + start * tl.cdiv(K, 2) + column[None, :],
-                 tl.reshape(byte, [R, C // 2]).to(tl.uint8), mask=mask)  # fmt: skip
-    column = first_column // 16 + tl.arange(0, C // 16)
-    mask = valid[:, None] & (column < tl.cdiv(K, 16))[None, :]
-    tl.store(scale_ptr + start * tl.cdiv(K, 16) + column[None, :], scale, mask=mask)
+        column = first_column // 2 + tl.arange(0, C // 2)
+        at = start * tl.cdiv(K, 2) + column[None, :]
+        mask = valid[:, None] & (column < tl.cdiv(K, 2))[None, :]
+        tl.store(codes_ptr + at, tl.reshape(byte, [R, C // 2]).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _store_row_scales(scale_ptr, scales, first, end, first_column, K):
+    """Store the scales [R, C / 16] of 16 rows at once: a store by itself would pay for a change of layout each time."""
+    R: tl.constexpr = scales[0].shape[0]
+    B: tl.constexpr = scales[0].shape[1]
+    for stage in tl.static_range(4):
+        joined = ()
+        for i in tl.static_range(8 >> stage):
+            joined = joined + (tl.join(scales[i], scales[i + (8 >> stage)]),)  # type: ignore[assignment]  # noqa: RUF005
+        scales = joined
+    scale = tl.reshape(scales[0], [R, B, 16])
+    block = first_column // 16 + tl.arange(0, B)[None, :, None]
+    row = first + 16 * tl.arange(0, R)[:, None, None] + tl.arange(0, 16)[None, None, :]
+    mask = (row < end) & (block < tl.cdiv(K, 16))
+    tl.store(scale_ptr + row.to(tl.int64) * tl.cdiv(K, 16) + block, scale, mask=mask)
 
 
 @triton.jit
@@ -289,15 +334,17 @@ def cast_nvfp4_kernel(
             active_end = end
         else:
             active_end = first  # the tail counts as zeros
+        row_end = tl.minimum(end, ROWS)
         xs = _load_tile(x_ptr, first, active_end, ROWS, columns, K, BLOCK_R)
         if TWO_D:
-            both_amax = _max_of_columns(_max_of_tensors(xs))
+            both_amax = _max_of_columns(_in_words(_max_of_tensors(xs)))
         random = (0, 0, 0, 0)
         if row_amax_ptr is not None:
             if STOCHASTIC:
-                random = _random(seed_ptr, row, columns, 0, BLOCK_R)
+                random = _in_words_each(_random(seed_ptr, row, columns, 0, BLOCK_R))
             if not ROW_SCALED:
                 encode, decode = _encode(tl.load(row_amax_ptr + group, mask=group < num_groups, other=0.0))
+            scales = ()
             for i in tl.static_range(16):
                 rows = first + 16 * tl.arange(0, BLOCK_R) + i
                 if ROW_SCALED:
@@ -305,16 +352,17 @@ def cast_nvfp4_kernel(
                     row_encode, row_decode = _encode(amax)
                     encode = row_encode[:, None]
                     decode = row_decode[:, None]
+                x = _in_words(xs[i])
                 if TWO_D:
                     amax = both_amax
                 else:
-                    amax = _max_of_columns(xs[i])
+                    amax = _max_of_columns(x)
                 scale, factor = _scales(amax, encode, decode, NATIVE)
-                magnitudes = _magnitudes(xs[i] * _spread(factor), random, i, STOCHASTIC)
-                _store_rows(
-                    row_codes_ptr, row_scale_ptr, xs[i], magnitudes, amax, scale, rows, end, ROWS, first_column, K,
-                    WORDS, STOCHASTIC,
-                )  # fmt: skip
+                magnitudes = _magnitudes(tl.abs(x) * factor[:, :, None, None], random, i, STOCHASTIC)
+                word = _packed(x, magnitudes, amax, STOCHASTIC)
+                _store_row_codes(row_codes_ptr, word, rows, rows < row_end, first_column, K, WORDS)
+                scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
+            _store_row_scales(row_scale_ptr, scales, first, row_end, first_column, K)
         if column_amax_ptr is not None:
             if STOCHASTIC:
                 random = _random(seed_ptr, row, columns, 1, BLOCK_R)
@@ -328,14 +376,18 @@ def cast_nvfp4_kernel(
                 factor = _spread(factor)
             else:
                 amax = _max_of_tensors(xs)
+                if RHT:
+                    amax *= 0.25
                 scale, factor = _scales(amax, encode, decode, NATIVE)
+                if RHT:
+                    factor *= 0.25
             words = ()
             for half in tl.static_range(2):
                 word = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)
                 signs = tl.zeros([BLOCK_R, BLOCK_C], tl.uint32)
                 for i in tl.static_range(8 * half + 7, 8 * half - 1, -1):
-                    word = (word << 4) + _magnitudes(xs[i] * factor, random, i, STOCHASTIC)
-                    signs = (signs << 4) | (xs[i].to(tl.uint32, bitcast=True) >> 28)
+                    word = (word << 4) + _magnitudes(tl.abs(xs[i]) * factor, random, i, STOCHASTIC)
+                    signs = _shift_in(signs, xs[i].to(tl.uint32, bitcast=True))
                 word = _without_surplus(word, STOCHASTIC) | (signs & 0x88888888).to(tl.int32, bitcast=True)
                 words = words + (word,)  # type: ignore[assignment]  # noqa: RUF005
             _store_columns(
@@ -389,7 +441,10 @@ def amax_nvfp4_kernel(
         if row_amax_ptr is not None and not ROW_SCALED:
             _add_to_amax(row_amax_ptr + group, tl.max(of_rows), None)
         if column_amax_ptr is not None:
-            _add_to_amax(column_amax_ptr + group, tl.max(of_columns), None)
+            amax = tl.max(of_columns)
+            if RHT:
+                amax *= 0.25
+            _add_to_amax(column_amax_ptr + group, amax, None)
 
 
 @triton.jit
