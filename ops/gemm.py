@@ -164,6 +164,9 @@ def gemm(
         if added.dim() == 1:
             return torch.addmm(added.to(out_dtype), x, w, alpha=alpha)
     product = accumulator_like(x) @ accumulator_like(w)
+    if left.alpha is not None and left.alpha.dim() == 2 and right.alpha is not None:
+        product *= right.alpha  # one after the other, as the grouped path does where each row has a factor
+        right = right._replace(alpha=None)
     scale = combined_alpha(left, right)
     if scale is not None:
         product *= scale * alpha

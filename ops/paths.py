@@ -274,6 +274,8 @@ def choose_path(request: PlanRequest) -> Path:
 
 def _members(parts: Sequence[Tensor], quantizer: Quantizer | None, rowwise: bool, columnwise: bool) -> list[Any]:
     """Each group's tensor, quantized by itself where the recipe says so."""
+    if quantizer is not None and parts:
+        quantizer = quantizer.seeded(parts[0].device)
     return [
         quantized(part, quantizer and quantizer.for_group(group), rowwise=rowwise, columnwise=columnwise)
         for group, part in enumerate(parts)

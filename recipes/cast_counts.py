@@ -158,6 +158,9 @@ class _Watched(Quantizer):
         self.note(x_TK, cast)
         return cast
 
+    def seeded(self, device: torch.device) -> Quantizer:
+        return _Watched(self.inner.seeded(device), self.note)
+
     def for_group(self, group: int) -> Quantizer:
         return _Watched(self.inner.for_group(group), self.note)
 

@@ -113,6 +113,9 @@ class MixedQuantizer(Quantizer):
 
         return copy(self.rowwise, False) if rowwise else None, copy(self.columnwise, True) if columnwise else None
 
+    def seeded(self, device: torch.device) -> MixedQuantizer:
+        return MixedQuantizer(*(half and half.seeded(device) for half in (self.rowwise, self.columnwise)))
+
     def knows_groups(self) -> bool:
         return all(quantizer is None or quantizer.knows_groups() for quantizer in (self.rowwise, self.columnwise))
 

@@ -7,7 +7,7 @@ Formula, layout, rounding and source: `recipes/kernels/cast_nvfp4.py`, of the Ha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -64,7 +64,7 @@ class NVFP4Quantizer(Quantizer):
     """E2M1 codes in blocks of 16 along K (rowwise) and along the rows (columnwise).
 
     rht: transform the columnwise copy
-    stochastic: round stochastically, with a seed drawn from torch's generator of the device at each call, or given
+    stochastic: round stochastically, with `seed` or one drawn from torch's generator of the device at each cast
     two_d: blocks of 16x16, so that both copies have the same codes
     row_scaled: one amax for each row of the rowwise copy
     """
@@ -73,6 +73,7 @@ class NVFP4Quantizer(Quantizer):
     stochastic: bool = False
     two_d: bool = False
     row_scaled: bool = False
+    seed: Tensor | None = field(default=None, compare=False)
 
     @property
     def columnwise_transform(self) -> str | None:
@@ -85,37 +86,27 @@ class NVFP4Quantizer(Quantizer):
                 "Set two_d alone, or rht and row_scaled without it."
             )
 
-    def quantize(
-        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False, seed: Tensor | None = None
-    ) -> QuantizedTensor:
-        rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        return QuantizedTensor(*self._copies(rows, None, x.shape, rowwise, columnwise, seed), x.dtype)
+    def seeded(self, device: torch.device) -> NVFP4Quantizer:
+        return replace(self, seed=new_seed(device)) if self.stochastic and self.seed is None else self
 
-    def quantize_stacked(
-        self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False, seed: Tensor | None = None
-    ) -> QuantizedTensor:
-        copies = self._copies(w_GNK.detach(), None, w_GNK.shape, rowwise, columnwise, seed)
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        return QuantizedTensor(*self._copies(rows, None, x.shape, rowwise, columnwise), x.dtype)
+
+    def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        copies = self._copies(w_GNK.detach(), None, w_GNK.shape, rowwise, columnwise)
         return QuantizedTensor(*copies, w_GNK.dtype)
 
     def quantize_grouped(
-        self,
-        x_TK: Tensor,
-        splits: Splits,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = False,
-        seed: Tensor | None = None,
+        self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
-        copies = self._copies(x_TK.detach(), splits, x_TK.shape, rowwise, columnwise, seed)
+        copies = self._copies(x_TK.detach(), splits, x_TK.shape, rowwise, columnwise)
         return GroupedTensor(None, splits, *copies, x_TK.dtype)
 
     def _copies(
-        self, x: Tensor, splits: Splits | None, shape: torch.Size, rowwise: bool, columnwise: bool, seed: Tensor | None
+        self, x: Tensor, splits: Splits | None, shape: torch.Size, rowwise: bool, columnwise: bool
     ) -> tuple[RowwiseNVFP4 | None, ColumnwiseNVFP4 | None]:
-        if not self.stochastic:
-            seed = None
-        elif seed is None:
-            seed = new_seed(x.device)
+        seed = self.seeded(x.device).seed
         kind = {"rht": self.rht, "row_scaled": self.row_scaled}
         amaxes = amax_nvfp4(x, splits, rowwise=rowwise, columnwise=columnwise, **kind)
         made = cast_nvfp4(x, splits, amaxes, two_d=self.two_d, seed=seed, **kind)

@@ -80,6 +80,10 @@ class Quantizer(ABC):
         """Equal as long as casts give equal codes. None: it cannot be told."""
         return ()
 
+    def seeded(self, device: torch.device) -> Quantizer:
+        """This quantizer with the random numbers of one cast drawn, so that the groups of one buffer share them."""
+        return self
+
     def for_group(self, group: int) -> Quantizer:
         """This quantizer for one group's tensor alone."""
         return self
