@@ -32,6 +32,10 @@ MAY_READ = {
     "recipes/grouped_tensor.py": {"GroupedTensor.split": "a list of views needs sizes on the host"},
     "recipes/current_scaling.py": {"*.group": "one group alone, for the SplitPath"},
     "fuser/testing.py": {"*": "it compares results, on the host"},
+    "recipes/float8_block.py": {
+        "*.group": "one group alone, for the SplitPath",
+        "_row_blocks": "where that group stands",
+    },
     "recipes/mxfp8.py": {"*.group": "one group alone, for the SplitPath", "_start": "where that group begins"},
 }
 
