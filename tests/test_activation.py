@@ -301,7 +301,7 @@ def test_a_quantized_input_is_kept_in_eight_bits(case: Case) -> None:
     assert sum(tensor.nbytes for tensor in kept) == x.numel() + 4  # codes, and one scale
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
 def test_between_quantizing_operations_the_input_may_be_cached(recipe: str) -> None:
     linears = ops.Linear(32, 64), ops.Linear(32, 32)
     results = []

@@ -29,7 +29,7 @@ from tests.check_operation import DEVICES, DTYPES
 from tests.reference import assert_same_bits, gradients, leaves
 
 K, N = 32, 64  # in and out features of the Linear
-RECIPES = [None, "fp8_current", "mxfp8"]
+RECIPES = [None, "fp8_current", "mxfp8", "fp8_block"]
 
 
 def linear(bias: bool = False) -> ops.Linear:
@@ -348,7 +348,7 @@ def test_a_refusal_is_a_sentence(name: str) -> None:
         assert any(fusion.__name__ in line and line.endswith(sentence) for line in plan.splitlines()), plan
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
 def test_a_recipe_that_quantizes_dy_keeps_the_scale_in_front(recipe: str) -> None:
     sequential = on([linear(), ops.ConstantScale(0.5)], BackwardLinearScale)
     sentence = f"{recipe} quantizes dy times the scale, so that this has to be computed before."

@@ -33,6 +33,10 @@ MAY_READ = {
     "recipes/current_scaling.py": {"*.group": "one group alone, for the SplitPath"},
     "recipes/mixed.py": {"*.group": "one group alone, for the SplitPath"},
     "fuser/testing.py": {"*": "it compares results, on the host"},
+    "recipes/float8_block.py": {
+        "*.group": "one group alone, for the SplitPath",
+        "_row_blocks": "where that group stands",
+    },
     "recipes/mxfp8.py": {"*.group": "one group alone, for the SplitPath", "_start": "where that group begins"},
 }
 

@@ -266,7 +266,7 @@ def test_rows_do_not_depend_on_the_other_groups():
     torch.testing.assert_close(among_others[6:11], alone, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("recipe", [None, "fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", [None, "fp8_current", "mxfp8", "fp8_block"])
 def test_a_nan_stays_in_its_row_and_its_group(recipe):
     op = make(3, 64, 32)
     x, _, dy = data(12, 12, 64, 32, "bias", torch.float32)
@@ -362,7 +362,7 @@ def test_only_the_gradients_that_are_wanted_exist(wanted):
         assert_same_bits({name: got}, {name: everything[f"gradient of {name}"] if want else None})
 
 
-@pytest.mark.parametrize("recipe", [None, "fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", [None, "fp8_current", "mxfp8", "fp8_block"])
 def test_one_frozen_group_of_separate_weights_costs_the_others_nothing(recipe):
     op = make(3, 32, 32, stacked=False)
     x, _, dy = data(9, 9, 32, 32, "bias", torch.float32)
@@ -425,6 +425,8 @@ RECIPES = [
     recipes.Float8CurrentScaling(power_2_scale=True),
     recipes.MXFP8BlockScaling(),
     recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID),
+    recipes.Float8BlockScaling(),
+    recipes.Float8BlockScaling(fp8_format=recipes.Format.HYBRID, use_f32_scales=True),
 ]
 
 
@@ -672,7 +674,7 @@ def test_scale_bias_needs_a_bias():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [None, "fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", [None, "fp8_current", "mxfp8", "fp8_block"])
 def test_nothing_waits_for_the_device(recipe):
     op = make(4, 64, 32, "scaled bias", dtype=torch.bfloat16, device="cuda")
     x, scales, dy = data(40, 40, 64, 32, "scaled bias", torch.bfloat16, "cuda")
@@ -692,7 +694,7 @@ def test_bad_sizes_on_the_device_are_clamped():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [None, "fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", [None, "fp8_current", "mxfp8", "fp8_block"])
 def test_a_captured_graph_is_replayed_with_other_splits(recipe):
     op = make(4, 64, 32, "scaled bias", dtype=torch.bfloat16, device="cuda")
     x, scales, dy = data(200, 200, 64, 32, "scaled bias", torch.bfloat16, "cuda")

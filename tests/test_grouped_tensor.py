@@ -8,15 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes import Float8CurrentScaling, Format, GroupedTensor, MXFP8BlockScaling, Role, Splits
+from recipes import Float8BlockScaling, Float8CurrentScaling, Format, GroupedTensor, MXFP8BlockScaling, Role, Splits
 
 RECIPES = [
     Float8CurrentScaling(),
     Float8CurrentScaling(power_2_scale=True, amax_epsilon=1e-3),
     MXFP8BlockScaling(),
     MXFP8BlockScaling(Format.HYBRID),
+    Float8BlockScaling(),
+    Float8BlockScaling(Format.HYBRID, use_f32_scales=True, x_block_scaling_dim=2, w_block_scaling_dim=1),
 ]
-PLAIN = [RECIPES[0], RECIPES[2]]
+PLAIN = [RECIPES[0], RECIPES[2], RECIPES[4]]
 EACH_RECIPE = pytest.mark.parametrize("recipe", PLAIN, ids=lambda recipe: recipe.name)
 POISON = [0.0, float("nan"), float("inf"), float("-inf"), 1e30]
 

@@ -18,7 +18,7 @@ H, E, INNER = 24, 5, 16
 
 DTYPES = [pytest.param(torch.float64, id="fp64"), pytest.param(torch.float32, id="fp32")]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-RECIPES = [None, "fp8_current", "mxfp8"]
+RECIPES = [None, "fp8_current", "mxfp8", "fp8_block"]
 LAYER = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 0.05}
 
 
@@ -272,7 +272,7 @@ def test_both_paths_give_the_same(recipe):
     assert_close(grouped, split)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
 def test_a_recipe_stays_near_high_precision(recipe):
     layer = make(dtype=torch.float32)
     x, dy = data(64, torch.float32)

@@ -16,6 +16,7 @@ from ops import GroupedLinear
 from ops.paths import GroupedPath, SplitPath, choose_path
 from recipes import (
     E4M3,
+    Float8BlockScaling,
     Float8CurrentScaling,
     HighPrecision,
     MXFP8BlockScaling,
@@ -42,6 +43,7 @@ RECIPES = [
     Float8CurrentScaling(),
     Float8CurrentScaling(power_2_scale=True),
     MXFP8BlockScaling(),
+    Float8BlockScaling(),
 ]
 GROUPED, SPLIT = GroupedPath(), SplitPath()
 SIZES = [[6, 6, 6, 6], [12, 0, 18, 6], [3, 17, 1, 9], [0, 0, 25, 0], [9, 4, 7, 0], [0, 0, 0, 0]]

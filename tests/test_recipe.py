@@ -11,12 +11,14 @@ import torch
 from recipes import (
     CustomRecipe,
     DelayedScaling,
+    Float8BlockScaling,
     Float8CurrentScaling,
     Format,
     HighPrecision,
     MixedScaling,
     MXFP8BlockScaling,
     Needs,
+    NVFP4BlockScaling,
     PlanRequest,
     QuantizedTensor,
     Quantizer,
@@ -27,7 +29,14 @@ from recipes import (
 from recipes.formats import E4M3, E5M2
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-BUILT_IN = [HighPrecision(), DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()]
+BUILT_IN = [
+    HighPrecision(),
+    DelayedScaling(),
+    Float8CurrentScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(),
+]
 FP8 = BUILT_IN[1:]
 
 
@@ -72,6 +81,7 @@ def test_recipes_of_different_kinds_differ():
         ("fp32", HighPrecision()),
         ("fp8_current", Float8CurrentScaling()),
         ("mxfp8", MXFP8BlockScaling()),
+        ("fp8_block", Float8BlockScaling()),
         (None, HighPrecision()),
         (MXFP8BlockScaling(path="split"), MXFP8BlockScaling(path="split")),
     ],

@@ -715,7 +715,7 @@ def deep() -> Sequential:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("recipe", [None, "fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", [None, "fp8_current", "mxfp8", "fp8_block"])
 def test_checkpointed_gradients_are_bit_equal(use_reentrant: bool, recipe: str | None) -> None:
     sequential = deep()
     x = torch.randn(8, 32)
@@ -792,7 +792,7 @@ def test_save_on_cpu_and_other_hooks_see_every_saved_tensor() -> None:
         assert_same(gradients(sequential, x), expected)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
 def test_quantized_containers_pass_saved_tensor_hooks(recipe: str) -> None:
     sequential = Sequential(ops.Linear(32, 32), ops.GroupedLinear(2, 32, 32), Scale())
     x = torch.randn(64, 32)
@@ -1140,9 +1140,7 @@ def test_a_dropped_graph_frees_everything_without_the_garbage_collector() -> Non
 def test_an_inplace_module_may_follow_a_pipeline(shape: tuple[int, ...]) -> None:
     linear = ops.Linear(3, 3)
     x = torch.randn(shape)
-    assert_same(
-        gradients(Sequential(linear, nn.ReLU(inplace=True)), x), gradients(Sequential(linear, nn.ReLU()), x)
-    )
+    assert_same(gradients(Sequential(linear, nn.ReLU(inplace=True)), x), gradients(Sequential(linear, nn.ReLU()), x))
 
 
 def test_an_inplace_change_of_y_that_would_reach_an_extra_output_is_refused() -> None:

@@ -15,7 +15,7 @@ from recipes.recipe import Role
 from tests.check_operation import DEVICES, DTYPES, check_gradients, check_operation
 from tests.reference import ROUNDED_ONCE, assert_close, assert_same_bits, gradients
 
-RECIPES = ["fp8_current", "mxfp8"]
+RECIPES = ["fp8_current", "mxfp8", "fp8_block"]
 SHAPES = [(32, 32), (7,), (3, 1, 5), (0, 4), (2, 0, 4)]
 
 

@@ -350,7 +350,7 @@ def test_splits_with_empty_groups_and_rows_left_over_are_drawn(fault: str, culpr
         check_fusion(fusion, two_grouped_linears, (7, 4), num_groups=3)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
 def test_the_recipe_is_in_force_in_both_runs(recipe: str) -> None:
     seen: list[str] = []
 

@@ -49,6 +49,7 @@ from recipes.kernels.cast_float8_block_triton import cast_float8_block_kernel, d
 from recipes.splits import Splits
 
 BLOCK = 128
+DEQUANTIZE_WARPS = 8  # measured on H200
 
 
 class BlockCopies(NamedTuple):
@@ -184,15 +185,16 @@ def _spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
 
 
 class CastBlockConfig(NamedTuple):
-    """num_warps a program; GROUP_ROWS row tiles are walked through together, so that transposed stores lie close."""
+    """A program casts `tiles` tiles of 128x128 values side by side, which hold whole blocks in both directions."""
 
+    tiles: int
     num_warps: int
-    group_rows: int
+    num_stages: int
 
 
 def cast_float8_block_config() -> CastBlockConfig:
-    """Measured on H200. A program has 128x128 values, which hold whole blocks in both directions."""
-    return CastBlockConfig(num_warps=8, group_rows=1)
+    """Measured on H200."""
+    return CastBlockConfig(tiles=8, num_warps=8, num_stages=2)
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
@@ -294,7 +296,8 @@ def cast_float8_block_triton(
     transposed = None if column_codes is None else _words(column_codes)
     config = cast_float8_block_config()
     row_blocks = _row_blocks(rows, offsets)
-    grid = (groups * (row_blocks + (offsets is not None)) * _ceil_div(columns, BLOCK),)
+    strips = _ceil_div(_ceil_div(columns, BLOCK), config.tiles)
+    grid = (groups * (row_blocks + (offsets is not None)) * strips,)
     if not grid[0]:
         return
     with torch.cuda.device_of(x_GTK):
@@ -303,7 +306,7 @@ def cast_float8_block_triton(
             rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
             0 if offsets is None else len(offsets) - 1, amax_epsilon,
             SQUARE=block_dim == 2, POWER_2=power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
-            **_format(codes), GROUP_ROWS=config.group_rows, num_warps=config.num_warps,
+            **_format(codes), TILES=config.tiles, STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip
 
 
@@ -319,7 +322,6 @@ def dequantize_float8_block_triton(
     """Launch the dequantization into out: [1, T, K] or [G, N, K]. All tensors contiguous."""
     groups, rows, columns = out_GTK.shape
     given = _words(codes) if transposed else codes.view(torch.uint8)
-    config = cast_float8_block_config()
     row_blocks = _row_blocks(rows, offsets)
     grid = (groups * (row_blocks + (offsets is not None)) * _ceil_div(columns, BLOCK),)
     if not out_GTK.numel():
@@ -329,7 +331,7 @@ def dequantize_float8_block_triton(
             given, scale_inv, out_GTK, offsets, aligned,
             rows, columns, given.shape[-1], row_blocks, 0 if offsets is None else len(offsets) - 1,
             SQUARE=square, TRANSPOSED=transposed, PACKED=_packed(given),
-            **_format(codes), GROUP_ROWS=config.group_rows, num_warps=config.num_warps,
+            **_format(codes), num_warps=DEQUANTIZE_WARPS,
         )  # fmt: skip
 
 
