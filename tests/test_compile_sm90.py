@@ -76,19 +76,22 @@ def launch_grouped_gemm_float8(rows: int, features: tuple[int, int], out_dtype: 
     offsets, bias, scales = torch.zeros(GROUPS + 1, dtype=torch.int64), torch.empty(GROUPS, N), torch.empty(rows)
     one, row = torch.empty(GROUPS), torch.empty(steps, rows)
     square, column = torch.empty(GROUPS, -(-N // 128), steps), torch.empty(GROUPS, steps, N)
-    for a, b in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))[: 3 if out_dtype == torch.bfloat16 else 1]:
+    every_pair = out_dtype == torch.bfloat16 and rows == MANY_ROWS and features == ALIGNED
+    for a, b in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))[: 3 if every_pair else 1]:
         x, w = torch.empty(rows, K, dtype=a.dtype), torch.empty(GROUPS, N, K, dtype=b.dtype)
         y, dw = torch.empty(rows, N, dtype=out_dtype), torch.empty(GROUPS, N, K, dtype=out_dtype)
+        launch_tn = grouped_gemm_float8.grouped_gemm_tn_float8_triton
+        launch_tn(x, one, w, one, offsets, None, None, y, False)
+        if rows == FEW_ROWS:  # only the fast accumulation of a few rows has tiles of its own
+            continue
         for x_scale, w_scale, split in (
             (one, one, False),
             (one, one, True),
             (row, square, False),
             (row, column, False),
         ):
-            for extras in ((None, None), (bias, scales)) if rows == MANY_ROWS else ((None, None),):
-                grouped_gemm_float8.grouped_gemm_tn_float8_triton(
-                    x, x_scale, w, w_scale, offsets, *extras, y, split
-                )  # fmt: skip
+            for extras in ((None, None), (bias, scales)):
+                launch_tn(x, x_scale, w, w_scale, offsets, *extras, y, split)
         dy_T, x_T = torch.empty(N, columns, dtype=a.dtype), torch.empty(K, columns, dtype=b.dtype)
         blocks = torch.empty(columns // 128, N), torch.empty(columns // 128, K)
         for (dy_scale, x_scale), split in (((one, one), False), ((one, one), True), (blocks, False)):
@@ -137,7 +140,8 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         launch_grouped_gemm(rows, features, dtype, tf32)
         launch_grouped_gemm_swiglu(rows, features, dtype, tf32)
         if not tf32 and grouped_gemm_float8.capability(None) >= (8, 9):
-            launch_grouped_gemm_float8(rows, features, dtype)
+            for in_features in {features[0], ALIGNED[0]}:  # odd out features alone: rows of codes are aligned
+                launch_grouped_gemm_float8(rows, (in_features, features[1]), dtype)
     for N in () if tf32 else NORM_WIDTHS:
         launch_norms(MANY_ROWS, N, dtype)
     if not tf32:
@@ -156,10 +160,11 @@ def shipped_configs(mode: str) -> set[tuple]:
         for interleave in (0, 1, 5, 8, 32, 64, 128, 1024):
             config = grouped_gemm_swiglu.grouped_gemm_swiglu_config(dtype, glu_interleave_size=interleave, **about)
             configs.add(("grouped_gemm_swiglu_kernel", *config))
-    for rows, aligned, blockwise in product(() if tf32 else (100, 1_000_000), (True, False), (True, False)):
-        about = {"aligned": aligned, "blockwise": blockwise, "capability": (9, 0)}
+    for rows, *about in () if tf32 else product((100, 1_000_000), *3 * [(True, False)]):
+        about = {**dict(zip(("aligned", "out_aligned", "blockwise"), about, strict=True)), "capability": (9, 0)}
         configs.add(("m_grouped_float8_kernel", *grouped_gemm_float8.m_grouped_float8_config(rows, 8, **about)[:5]))
-        configs.add(("k_grouped_float8_kernel", *grouped_gemm_float8.k_grouped_float8_config(**about)[:5]))
+        if about["aligned"]:  # P is a multiple of 16
+            configs.add(("k_grouped_float8_kernel", *grouped_gemm_float8.k_grouped_float8_config(**about)[:5]))
     norms = {
         "norm_kernel": norm_triton.norm_config,
         "dnorm_kernel": lambda rows, N: norm_triton.dnorm_config(rows, N, 132),

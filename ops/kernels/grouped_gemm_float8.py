@@ -171,26 +171,38 @@ class GroupedFloat8Config(NamedTuple):
 
 
 def m_grouped_float8_config(
-    rows: int, num_groups: int, *, blockwise: bool, aligned: bool, capability: tuple[int, int]
+    rows: int, num_groups: int, *, blockwise: bool, aligned: bool, out_aligned: bool, capability: tuple[int, int]
 ) -> GroupedFloat8Config:
-    """Tiles of the kernel for TN. blockwise: scales of blocks. aligned: rows start at multiples of 16 bytes."""
-    if not aligned or capability < (9, 0):
-        return _POINTERS
+    """Tiles of the kernel for TN. blockwise: scales of blocks. aligned, out_aligned: see `is_aligned`."""
+    if not (aligned and out_aligned and capability >= (9, 0)):
+        return _POINTERS if aligned else _ODD
     return _SMALL if blockwise or rows < 96 * num_groups else _WIDE
 
 
-def k_grouped_float8_config(*, blockwise: bool, aligned: bool, capability: tuple[int, int]) -> GroupedFloat8Config:
-    """Tiles of the kernel for NT. blockwise, aligned: as above."""
-    if not aligned or capability < (9, 0):
-        return _POINTERS
+def k_grouped_float8_config(
+    *, blockwise: bool, aligned: bool, out_aligned: bool, capability: tuple[int, int]
+) -> GroupedFloat8Config:
+    """Tiles of the kernel for NT. blockwise, aligned, out_aligned: as above."""
+    if not (aligned and out_aligned and capability >= (9, 0)):
+        return _POINTERS if aligned else _ODD
     return _SMALL if blockwise else _WIDE
 
 
+def is_aligned(*tensors: Tensor) -> bool:
+    """May descriptors describe these, or rows be read in pieces of 16 bytes? Nothing empty, rows 16 bytes apart."""
+    return all(
+        x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(-2) * x.itemsize % 16 == 0 and x.stride(-1) == 1
+        for x in tensors
+    )
+
+
 # Steps of 128 everywhere: a promotion is then one step, and a step has one scale.
-_POINTERS = GroupedFloat8Config(64, 64, BLOCK, num_warps=4, num_stages=2, tma=False, programs=2)
 _WIDE = GroupedFloat8Config(128, 256, BLOCK, num_warps=8, num_stages=3, tma=True, programs=1)
 # Block scales spill in a wide tile. Of two programs one multiplies while the other scales.
 _SMALL = GroupedFloat8Config(64, 128, BLOCK, num_warps=4, num_stages=3, tma=True, programs=2)
+_POINTERS = GroupedFloat8Config(64, 64, BLOCK, num_warps=4, num_stages=2, tma=False, programs=2)
+# Byte by byte: an address in a register for each.
+_ODD = GroupedFloat8Config(64, 32, BLOCK, num_warps=8, num_stages=2, tma=False, programs=1)
 
 
 # ------------------------------------------------------------------------------------------------------- kernels
@@ -660,8 +672,14 @@ def grouped_gemm_tn_float8_triton(
     (G, C, R), rows = b.shape, a.shape[0]
     layout = scale_layout(b_scale, C, R)
     promote = split_accumulation or layout != "tensor"
-    about = {"aligned": _tma_takes(a, b, out), "capability": capability(out)}
-    config = m_grouped_float8_config(rows, G, blockwise=layout != "tensor", **about)
+    config = m_grouped_float8_config(
+        rows,
+        G,
+        blockwise=layout != "tensor",
+        aligned=is_aligned(a, b),
+        out_aligned=is_aligned(out),
+        capability=capability(out),
+    )
     block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
     with torch.cuda.device_of(out):
         num_tiles = (rows // block_m + G + 1) * triton.cdiv(C, block_n)
@@ -711,7 +729,9 @@ def grouped_gemm_nt_float8_triton(
     G, N, K = out.shape
     blockwise = dy_scale.dim() == 2
     promote = split_accumulation or blockwise
-    config = k_grouped_float8_config(blockwise=blockwise, aligned=_tma_takes(dy, x, out), capability=capability(out))
+    config = k_grouped_float8_config(
+        blockwise=blockwise, aligned=is_aligned(dy, x), out_aligned=is_aligned(out), capability=capability(out)
+    )
     block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
     with torch.cuda.device_of(out):
         num_tiles = G * triton.cdiv(N, block_m) * triton.cdiv(K, block_n)
@@ -743,14 +763,6 @@ def grouped_gemm_nt_float8_triton(
 
 
 _BAND = 16  # tiles of 128 rows in a band
-
-
-def _tma_takes(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether descriptors may describe these: nothing empty, 16-byte addresses and distances of rows."""
-    return all(
-        x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(-2) * x.itemsize % 16 == 0 and x.stride(-1) == 1
-        for x in (a, b, out)
-    )
 
 
 def _multiprocessors(x: Tensor) -> int:
