@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fused.kernels import grouped_gemm_swiglu
-from ops.kernels import activation, elementwise, grouped_gemm, norm_triton, steps
+from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
 from recipes.formats import E4M3, E5M2
 from recipes.mxfp8 import MXFP8Quantizer
@@ -69,6 +69,35 @@ def launch_grouped_gemm_swiglu(rows: int, features: tuple[int, int], dtype: torc
     launch(x, w, offsets, None, None, None, None, act, 0, tf32)
 
 
+def launch_grouped_gemm_float8(rows: int, features: tuple[int, int], out_dtype: torch.dtype) -> None:
+    """Per tensor, with fast and with split accumulation; 1x128 with 128x128; 1x128 with 1x128."""
+    K, N = features
+    steps, columns = -(-K // 128), -(-rows // 128) * 128
+    offsets, bias, scales = torch.zeros(GROUPS + 1, dtype=torch.int64), torch.empty(GROUPS, N), torch.empty(rows)
+    one, row = torch.empty(GROUPS), torch.empty(steps, rows)
+    square, column = torch.empty(GROUPS, -(-N // 128), steps), torch.empty(GROUPS, steps, N)
+    every_pair = out_dtype == torch.bfloat16 and rows == MANY_ROWS and features == ALIGNED
+    for a, b in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))[: 3 if every_pair else 1]:
+        x, w = torch.empty(rows, K, dtype=a.dtype), torch.empty(GROUPS, N, K, dtype=b.dtype)
+        y, dw = torch.empty(rows, N, dtype=out_dtype), torch.empty(GROUPS, N, K, dtype=out_dtype)
+        launch_tn = grouped_gemm_float8.grouped_gemm_tn_float8_triton
+        launch_tn(x, one, w, one, offsets, None, None, y, False)
+        if rows == FEW_ROWS:  # only the fast accumulation of a few rows has tiles of its own
+            continue
+        for x_scale, w_scale, split in (
+            (one, one, False),
+            (one, one, True),
+            (row, square, False),
+            (row, column, False),
+        ):
+            for extras in ((None, None), (bias, scales)):
+                launch_tn(x, x_scale, w, w_scale, offsets, *extras, y, split)
+        dy_T, x_T = torch.empty(N, columns, dtype=a.dtype), torch.empty(K, columns, dtype=b.dtype)
+        blocks = torch.empty(columns // 128, N), torch.empty(columns // 128, K)
+        for (dy_scale, x_scale), split in (((one, one), False), ((one, one), True), (blocks, False)):
+            grouped_gemm_float8.grouped_gemm_nt_float8_triton(dy_T, dy_scale, x_T, x_scale, offsets, dw, split)
+
+
 def launch_norms(rows: int, N: int, dtype: torch.dtype) -> None:
     x, weight = torch.empty(rows, N, dtype=dtype), torch.empty(N, dtype=dtype)
     for w, bias in ((weight, None), (weight, weight), (None, None)):  # RMSNorm, LayerNorm, L2Normalization
@@ -110,6 +139,9 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
     for rows, features in product(all_rows, all_features):
         launch_grouped_gemm(rows, features, dtype, tf32)
         launch_grouped_gemm_swiglu(rows, features, dtype, tf32)
+        if not tf32 and grouped_gemm_float8.capability(None) >= (8, 9):
+            for in_features in {features[0], ALIGNED[0]}:  # odd out features alone: rows of codes are aligned
+                launch_grouped_gemm_float8(rows, (in_features, features[1]), dtype)
     for N in () if tf32 else NORM_WIDTHS:
         launch_norms(MANY_ROWS, N, dtype)
     if not tf32:
@@ -128,6 +160,11 @@ def shipped_configs(mode: str) -> set[tuple]:
         for interleave in (0, 1, 5, 8, 32, 64, 128, 1024):
             config = grouped_gemm_swiglu.grouped_gemm_swiglu_config(dtype, glu_interleave_size=interleave, **about)
             configs.add(("grouped_gemm_swiglu_kernel", *config))
+    for rows, *about in () if tf32 else product((100, 1_000_000), *3 * [(True, False)]):
+        about = {**dict(zip(("aligned", "out_aligned", "blockwise"), about, strict=True)), "capability": (9, 0)}
+        configs.add(("m_grouped_float8_kernel", *grouped_gemm_float8.m_grouped_float8_config(rows, 8, **about)[:5]))
+        if about["aligned"]:  # P is a multiple of 16
+            configs.add(("k_grouped_float8_kernel", *grouped_gemm_float8.k_grouped_float8_config(**about)[:5]))
     norms = {
         "norm_kernel": norm_triton.norm_config,
         "dnorm_kernel": lambda rows, N: norm_triton.dnorm_config(rows, N, 132),
@@ -159,7 +196,7 @@ def compile_all(mode: str, arch: int) -> None:
     """Launches everything, prints what ptxas says of each kernel."""
     triton.runtime.driver.set_active(OfflineDriver(arch))
     triton.knobs.nvidia.dump_ptxas_log = True
-    for module in (grouped_gemm, grouped_gemm_swiglu):
+    for module in (grouped_gemm, grouped_gemm_float8, grouped_gemm_swiglu):
         module.capability = lambda x: divmod(arch, 10)
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
     run = JITFunction.run
@@ -207,7 +244,7 @@ def test_every_configuration_compiles_for_hopper(mode, tmp_path):
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90], report
         if "gemm" in report["kernel"] or "grouped" in report["kernel"]:
-            assert bool(report["wgmma"]) == (mode != "fp32"), report
+            assert bool(report["wgmma"]) == (mode != "fp32" or "float8" in report["kernel"]), report
         # ptxas serialises the float16 kernel that stores no pre-activation, which inference alone uses
         assert not report["warnings"] or (mode == "fp16" and "swiglu" in report["kernel"]), report
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ops.kernels import grouped_gemm_float8 as gg
+from ops.kernels.grouped_gemm import shared_memory_limit
 from ops.kernels.grouped_gemm_float8 import BLOCK, grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from recipes.formats import E4M3, E5M2
 from recipes.splits import Splits
@@ -131,7 +132,7 @@ def operands(
 def naive(o: Operands, *, extras: bool) -> dict[str, Exact]:
     """Products of dequantized operands in float64, and the same of absolute values."""
     C, R = o.b.shape[1:]
-    b = o.b.double() * gg_scale(o.b_scale, C, R).double()
+    b = o.b.double() * spread_b(o.b_scale, C, R).double()
     y, dw = [], []
     for sign in (lambda t: t, torch.abs):
         out = torch.zeros(o.splits.rows, C, dtype=torch.float64, device=o.a.device)
@@ -160,7 +161,7 @@ def spread(scale: Tensor, length: int) -> Tensor:
     return scale.repeat_interleave(BLOCK, 0)[:length]
 
 
-def gg_scale(scale: Tensor, C: int, R: int) -> Tensor:
+def spread_b(scale: Tensor, C: int, R: int) -> Tensor:
     """b's scales, [G, C, R] or [G, 1, 1]."""
     if scale.dim() == 1:
         return scale[:, None, None]
@@ -249,3 +250,165 @@ def test_small_integers_are_exact(case, pair, mode, out_dtype, device):
 def test_kernels_take_more_groups_than_one_step_of_the_search(device):
     o = operands(MANY_GROUPS, "fast", device=device)
     assert_all_close(launched(o, "fast", extras=True), naive(o, extras=True), o, "fast")
+
+
+# Not under the interpreter, which reads NaN codes as numbers: the reference, or the kernel on the GPU.
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("mode", MODES)
+def test_nan_codes_stay_in_their_group(mode, device):
+    o = operands(CASES["three groups"], mode, pair=(E5M2, E4M3), device=device)
+    o.b[1] = torch.nan
+    y = dispatched(o, mode, extras=False)["tn"]
+    assert y[5:12].isnan().all() and not y[:5].isnan().any() and not y[12:].isnan().any()
+
+
+# -------------------------------------------------------------------------------------------------------- errors
+
+
+def wrong(**changed):
+    o = operands(Case([3, 1], R=256, C=32), changed.pop("mode", "fast"))
+    return o._replace(**{name: change(getattr(o, name)) for name, change in changed.items()})
+
+
+@pytest.mark.parametrize(
+    ("o", "error", "text"),
+    [
+        (wrong(a=lambda a: a.float()), TypeError, "codes are torch.float32, but must be torch.float8_e4m3fn or"),
+        (wrong(a=lambda a: a[:3]), ValueError, r"shape \[3, 256\], but the splits were made for 4 rows"),
+        (wrong(b=lambda b: b.transpose(1, 2)), ValueError, r"\[2, 256, 32\], but must be \[2, C, 256\]"),
+        (wrong(b_scale=lambda s: s.double()), ValueError, "b_scale is torch.float64"),
+        (wrong(mode="square", a_scale=lambda s: s.T), ValueError, r"a_scale is torch.float32 \[4, 2\]"),
+        (wrong(mode="square", b_scale=lambda s: s[:, 0, 0]), ValueError, "one operand has scales of blocks"),
+        (wrong(bias=lambda b: b[0]), ValueError, r"bias has shape \[32\], but must be \[2, 32\]"),
+        (wrong(scales=lambda s: s[1:]), ValueError, r"scales has shape \[3\], but must be \[4\]"),
+    ],
+)
+def test_wrong_arguments_of_tn_are_named(o, error, text):
+    with pytest.raises(error, match=text):
+        grouped_gemm_tn_float8(o.a, o.a_scale, o.b, o.b_scale, o.splits, bias_GC=o.bias, scales_T=o.scales)
+
+
+@pytest.mark.parametrize(
+    ("o", "error", "text"),
+    [
+        (wrong(x=lambda x: x.float()), TypeError, "Quantize them"),
+        (wrong(x=lambda x: x[:, :16]), ValueError, r"must be \[N, P\] and \[K, P\], P a multiple of 16"),
+        (wrong(aligned=lambda a: a.int()), ValueError, r"Pass splits.aligned\(16\)"),
+        (wrong(mode="row", dy_scale=lambda s: s.T), ValueError, "dy_scale is torch.float32"),
+    ],
+)
+def test_wrong_arguments_of_nt_are_named(o, error, text):
+    with pytest.raises(error, match=text):
+        grouped_gemm_nt_float8(o.dy, o.dy_scale, o.x, o.x_scale, o.aligned)
+
+
+def test_a_buffer_of_the_caller_is_filled():
+    o = operands(CASES["tail"], "fast")
+    (T, _), (G, C, R) = o.a.shape, o.b.shape
+    y, dw = poisoned(C, T, like=o.bias).T, poisoned(G, C, R, like=o.bias)
+    assert grouped_gemm_tn_float8(o.a, o.a_scale, o.b, o.b_scale, o.splits, out=y) is y
+    assert grouped_gemm_nt_float8(o.dy, o.dy_scale, o.x, o.x_scale, o.aligned, out=dw) is dw
+    assert_all_close({"tn": y, "nt": dw}, naive(o, extras=False), o, "fast")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtypes", "reason"),
+    [
+        (None, (E4M3.dtype,), "need a CUDA device"),
+        ((8, 0), (E4M3.dtype,), "this GPU has 8.0"),
+        ((9, 0), (E4M3.dtype, torch.uint8), "an operand has torch.uint8"),
+    ],
+)
+def test_a_reason_is_given_where_float8_cannot_run(capability, dtypes, reason):
+    assert reason in gg.why_not_float8(capability, *dtypes)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
+def test_no_reason_is_given_where_float8_runs(capability):
+    assert gg.why_not_float8(capability, E4M3.dtype, E5M2.dtype) is None
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("out_aligned", [False, True])
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_tiles_fit_shared_memory(blockwise, out_aligned, aligned, capability):
+    about = {"blockwise": blockwise, "aligned": aligned, "out_aligned": out_aligned, "capability": capability}
+    for config in (
+        *(gg.m_grouped_float8_config(rows, 8, **about) for rows in (8192, 64)),
+        gg.k_grouped_float8_config(**about),
+    ):
+        used = (config.block_m + config.block_n) * config.block_k * config.num_stages * config.programs
+        assert used <= shared_memory_limit(capability) and config.tma == (
+            aligned and out_aligned and capability >= (9, 0)
+        )
+        assert config.block_k == BLOCK, "a step has one scale"
+
+
+@pytest.mark.interpreter
+def test_launchers_are_sound_custom_ops():
+    o, checks = operands(CASES["tail"], "row"), ("test_faketensor",)  # test_schema cannot compare float8
+    y, dw = torch.empty(o.a.shape[0], o.b.shape[1]), torch.empty(o.b.shape)
+    arguments = (o.a, o.a_scale, o.b, o.b_scale, o.splits.offsets, o.bias, None, y, False)
+    torch.library.opcheck(gg.grouped_gemm_tn_float8_triton, arguments, test_utils=checks)
+    arguments = (o.dy, o.dy_scale, o.x, o.x_scale, o.aligned, dw, False)
+    torch.library.opcheck(gg.grouped_gemm_nt_float8_triton, arguments, test_utils=checks)
+
+
+# ------------------------------------------------------------------------------------------------------------ GPU
+
+LARGE = Case([700, 0, 1500, 77, 128, 1000], tail=384, R=2048, C=1536)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", [LARGE, LARGE._replace(R=2040, C=1530)], ids=["aligned", "odd"])
+def test_large_shapes(case, mode, pair):
+    o = operands(case, mode, pair=pair, device="cuda")
+    assert_all_close(dispatched(o, mode, extras=True, out_dtype=torch.float32), naive(o, extras=True), o, mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_repeats_give_the_same_bits(mode):
+    o = operands(LARGE, mode, device="cuda")
+    first = dispatched(o, mode, extras=True)
+    for _ in range(10):
+        for name, again in dispatched(o, mode, extras=True).items():
+            assert torch.equal(first[name], again), name
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("mode", MODES)
+def test_dispatch_never_waits_for_the_device(mode):
+    o = operands(LARGE, mode, device="cuda")
+    dispatched(o, mode, extras=True)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        dispatched(o, mode, extras=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_graph_replay_with_other_splits_equals_eager(mode):
+    o = operands(Case([128, 256, 0, 128], R=256, C=144), mode, device="cuda")
+    sizes, unit = torch.tensor([128, 256, 0, 128], device="cuda"), 16 if mode in ("fast", "split") else BLOCK
+
+    def step() -> dict[str, Tensor]:
+        splits = Splits.make(sizes, rows=512, device="cuda")
+        return dispatched(o._replace(splits=splits, aligned=splits.aligned(unit)), mode, extras=True)
+
+    step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for other in ([0, 512, 0, 0], [128, 128, 128, 128], [0, 0, 0, 0], [256, 0, 0, 128]):
+        sizes.copy_(torch.tensor(other))
+        graph.replay()
+        replayed = {name: result.clone() for name, result in captured.items()}
+        for name, eager in step().items():
+            assert torch.equal(replayed[name], eager), (name, other)
