@@ -167,21 +167,29 @@ def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
 
 
 class NVFP4Config(NamedTuple):
-    """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits."""
+    """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits.
+
+    registers: the most that a thread may have; None leaves it to the compiler
+    """
 
     block_r: int
     block_c: int
     tiles: int
     num_warps: int
+    registers: int | None = None
 
 
 def amax_nvfp4_config() -> NVFP4Config:
     return NVFP4Config(block_r=4, block_c=128, tiles=8, num_warps=4)
 
 
-def cast_nvfp4_config() -> NVFP4Config:
-    """A thread has 8 columns, whose codes make one word, and all 16 rows of a block."""
-    return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2)
+def cast_nvfp4_config(*, two_d: bool, stochastic: bool) -> NVFP4Config:
+    """A thread has 8 columns, whose codes make one word, and all 16 rows of a block.
+
+    With 168 registers twelve warps run at once; left alone, ptxas takes 255. The other kinds would spill.
+    """
+    registers = None if two_d or stochastic else 168
+    return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2, registers=registers)
 
 
 def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
@@ -281,14 +289,14 @@ def cast_nvfp4_triton(
             if tensor is not None:
                 tensor.view(torch.uint8).zero_()  # the padding of no rows
         return
-    config = cast_nvfp4_config()
+    config = cast_nvfp4_config(two_d=two_d, stochastic=seed is not None)
     launch = _Launch(x, splits, config.block_r, config.block_c)
     words = made.columnwise.view(torch.int64) if made.columnwise is not None else None
     cast_nvfp4_kernel[launch.grid](
         launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), words,
         _bytes(made.columnwise_scale), *launch.sizes, ROW_SCALED=row_scaled, RHT=rht, TWO_D=two_d,
         WORDS=x.shape[-1] % 8 == 0, NATIVE=_native(x),
-        BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps,
+        BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps, maxnreg=config.registers,
     )  # fmt: skip
 
 

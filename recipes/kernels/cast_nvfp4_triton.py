@@ -160,7 +160,7 @@ def _positions(h, STOCHASTIC: tl.constexpr):
         position = tl.minimum(tl.maximum(h - 2.0, 0.0), 1.0) * STEPS + position
         return position.to(tl.int32, bitcast=True)
     elif STOCHASTIC:
-        # Saturating additions clamp for nothing; without .rn ptxas would contract them with the product before. The factors are 1024, 512 and 256.
+        # Saturating additions clamp for nothing. Without .rn ptxas would contract them with the product before.
         return tl.inline_asm_elementwise(
             """{
             .reg .f32 a, b, c;
@@ -291,6 +291,29 @@ def _store_row_scales(scale_ptr, scales, first, end, first_column, K):
 
 
 @triton.jit
+def _half(x, HALF: tl.constexpr):
+    """[R, C / 2]: columns 0 to 3 (4 to 7) of each eight of x [R, C]."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    low, high = tl.split(tl.permute(tl.reshape(x, [R, C // 8, 2, 4]), [0, 1, 3, 2]))
+    if HALF == 0:
+        return tl.reshape(low, [R, C // 2])
+    else:
+        return tl.reshape(high, [R, C // 2])
+
+
+@triton.jit
+def _column_word(xs, factor, random, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The codes of tensors FIRST to FIRST + 7 in words."""
+    word = tl.zeros(factor.shape, tl.int32)
+    signs = tl.zeros(factor.shape, tl.uint32)
+    for i in tl.static_range(FIRST + 7, FIRST - 1, -1):
+        word = (word << 4) + _magnitudes(tl.abs(xs[i]) * factor, random, i, STOCHASTIC)
+        signs = _shift_in(signs, xs[i].to(tl.uint32, bitcast=True))
+    return _without_surplus(word, STOCHASTIC) | (signs & 0x88888888).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _store_columns(
     codes_ptr, scale_ptr, words, amax, scale, first_block, end_block, of_columns, columns, K, P,
 ):  # fmt: skip
@@ -364,36 +387,35 @@ def cast_nvfp4_kernel(
                 scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
             _store_row_scales(row_scale_ptr, scales, first, row_end, first_column, K)
         if column_amax_ptr is not None:
-            if STOCHASTIC:
-                random = _random(seed_ptr, row, columns, 1, BLOCK_R)
-            if RHT:
-                xs = _hadamard(xs)
             encode, decode = _encode(tl.load(column_amax_ptr + group, mask=group < num_groups, other=0.0))
-            if TWO_D:
-                scale, factor = _scales(both_amax, encode, decode, NATIVE)
-                amax = _spread(both_amax)
-                scale = _spread(scale)
-                factor = _spread(factor)
-            else:
-                amax = _max_of_tensors(xs)
-                if RHT:
-                    amax *= 0.25
-                scale, factor = _scales(amax, encode, decode, NATIVE)
-                if RHT:
-                    factor *= 0.25
-            words = ()
+            # One half of a thread's columns after the other: all of them would need too many registers at once.
             for half in tl.static_range(2):
-                word = tl.zeros([BLOCK_R, BLOCK_C], tl.int32)
-                signs = tl.zeros([BLOCK_R, BLOCK_C], tl.uint32)
-                for i in tl.static_range(8 * half + 7, 8 * half - 1, -1):
-                    word = (word << 4) + _magnitudes(tl.abs(xs[i]) * factor, random, i, STOCHASTIC)
-                    signs = _shift_in(signs, xs[i].to(tl.uint32, bitcast=True))
-                word = _without_surplus(word, STOCHASTIC) | (signs & 0x88888888).to(tl.int32, bitcast=True)
-                words = words + (word,)  # type: ignore[assignment]  # noqa: RUF005
-            _store_columns(
-                column_codes_ptr, column_scale_ptr, words, amax, scale, first_block, end_block, of_columns, columns,
-                K, P,
-            )  # fmt: skip
+                lane = tl.arange(0, BLOCK_C // 2)
+                columns = first_column + lane // 4 * 8 + 4 * half + lane % 4
+                if STOCHASTIC:
+                    random = _random(seed_ptr, row, columns, 1, BLOCK_R)
+                ys = ()
+                for i in tl.static_range(16):
+                    ys = ys + (_half(xs[i], half),)  # type: ignore[assignment]  # noqa: RUF005
+                if RHT:
+                    ys = _hadamard(ys)
+                if TWO_D:
+                    amax = _half(_spread(both_amax), half)
+                else:
+                    amax = _max_of_tensors(ys)
+                if RHT:
+                    scale, factor = _scales(amax * 0.25, encode, decode, NATIVE)
+                    factor *= 0.25
+                else:
+                    scale, factor = _scales(amax, encode, decode, NATIVE)
+                words = (
+                    _column_word(ys, factor, random, 0, STOCHASTIC),
+                    _column_word(ys, factor, random, 8, STOCHASTIC),
+                )
+                _store_columns(
+                    column_codes_ptr, column_scale_ptr, words, amax, scale, first_block, end_block, of_columns, columns,
+                    K, P,
+                )  # fmt: skip
 
 
 @triton.jit
