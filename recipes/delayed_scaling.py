@@ -28,7 +28,7 @@ from recipes.kernels.cast_float8 import (
 from recipes.pending import PendingUpdates
 from recipes.quantized_tensor import QuantizedTensor
 from recipes.quantizer import Quantizer, StateOfRole, StateShapes
-from recipes.recipe import Recipe, Role
+from recipes.recipe import Recipe, Role, support_of_float8
 from recipes.splits import Splits
 from recipes.stack import scale_in_use
 
@@ -71,6 +71,9 @@ class DelayedScaling(Recipe):
             raise ValueError(
                 f'amax_compute_algo is {self.amax_compute_algo!r}, but must be "max", "most_recent" or a function.'
             )
+
+    def support(self, device: torch.device) -> str:
+        return support_of_float8(device)
 
     def quantizer(self, role: Role) -> DelayedScalingQuantizer:
         return DelayedScalingQuantizer(

@@ -117,6 +117,13 @@ class HighPrecision(Recipe):
         return "native"
 
 
+def support_of_float8(device: torch.device) -> str:
+    """`Recipe.support` of float8 codes with scales of a tensor or of 128 values: native from sm_89 on."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "emulated"
+    return "native" if torch.cuda.get_device_capability(device) >= (8, 9) else "emulated"
+
+
 def _plain(name: str, value: Any) -> Any:
     if isinstance(value, Recipe):
         return value.to_dict()
