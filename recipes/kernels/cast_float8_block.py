@@ -42,6 +42,7 @@ from recipes.kernels.cast_float8 import (
     FLOAT32_MAX,
     abs_without_nan,
     cast_float8_ref,
+    format_of,
     scale_from_amax_ref,
     scale_inv_ref,
 )
@@ -303,7 +304,7 @@ def cast_float8_block_triton(
             rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
             0 if offsets is None else len(offsets) - 1, amax_epsilon,
             SQUARE=block_dim == 2, POWER_2=power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
-            **_format(codes), GROUP_ROWS=config.group_rows, num_warps=config.num_warps,
+            **format_of(codes), GROUP_ROWS=config.group_rows, num_warps=config.num_warps,
         )  # fmt: skip
 
 
@@ -329,7 +330,7 @@ def dequantize_float8_block_triton(
             given, scale_inv, out_GTK, offsets, aligned,
             rows, columns, given.shape[-1], row_blocks, 0 if offsets is None else len(offsets) - 1,
             SQUARE=square, TRANSPOSED=transposed, PACKED=_packed(given),
-            **_format(codes), GROUP_ROWS=config.group_rows, num_warps=config.num_warps,
+            **format_of(codes), GROUP_ROWS=config.group_rows, num_warps=config.num_warps,
         )  # fmt: skip
 
 
@@ -351,11 +352,6 @@ def _empty_copies(
         empty(columnwise, (*lead, columns, rows if stacked else padded), how.form.dtype),
         empty(columnwise, (*lead, column_blocks, row_blocks) if square else (*lead, row_blocks, columns)),
     )
-
-
-def _format(codes: Tensor) -> dict[str, bool | str]:
-    native = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
-    return {"FORM": "E4M3" if codes.dtype == torch.float8_e4m3fn else "E5M2", "NATIVE": native}
 
 
 def _bytes(codes: Tensor | None) -> Tensor | None:

@@ -8,9 +8,9 @@ transposition moves words, not bytes.
 import triton
 import triton.language as tl
 
-from recipes.kernels.float8_triton import float8_codes, float8_values, float8_words
-from recipes.kernels.rounding import INTERPRET, round_to, widen
-from recipes.kernels.row_tiles import find_padded_tile
+from recipes.kernels.float8_triton import float8_codes, float8_values, float8_words, magnitude
+from recipes.kernels.rounding import round_to, widen
+from recipes.kernels.row_tiles import find_block
 
 BLOCK = tl.constexpr(128)
 PART = tl.constexpr(32)
@@ -41,7 +41,7 @@ def cast_float8_block_kernel(
     x3 = _load(x_ptr, start, first + offs_q + 3, offs_k, last, columns)
     column_blocks = tl.cdiv(columns, BLOCK)
     if SQUARE or column_codes_ptr is not None:
-        peak = tl.maximum(tl.maximum(_magnitude(x0), _magnitude(x1)), tl.maximum(_magnitude(x2), _magnitude(x3)))
+        peak = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
         amax = tl.max(peak, axis=0)
         if SQUARE:
             amax = tl.max(amax, axis=0)
@@ -144,16 +144,9 @@ def _find(offsets_ptr, aligned_ptr, rows, columns, row_blocks, num_groups, GROUP
         within = pid % (GROUP_ROWS * column_blocks)
         tile = strip * GROUP_ROWS + within % height
         column_block = within // height
-    if offsets_ptr is None:
-        matrix = tile // row_blocks
-        tile = tile % row_blocks
-        first = tile.to(tl.int64) * BLOCK
-        end = rows.to(tl.int64)
-        active = end > 0
-    else:
-        matrix = tile * 0
-        group, first, end = find_padded_tile(offsets_ptr, aligned_ptr, tile, rows, num_groups, BLOCK)
-        active = group < num_groups
+    matrix, tile, first, end, active = find_block(
+        offsets_ptr, aligned_ptr, tile, rows, row_blocks, num_groups, BLOCK
+    )  # fmt: skip
     return matrix, tile, column_block, first, end, active
 
 
@@ -211,18 +204,9 @@ def _row_cast(
     FORM: tl.constexpr, POWER_2: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The codes of part of a tile, one scale a row, which is stored."""
-    scale, scale_inv = _scale(tl.max(_magnitude(x), axis=1), amax_epsilon, FORM, POWER_2, LARGEST)
+    scale, scale_inv = _scale(tl.max(magnitude(x), axis=1), amax_epsilon, FORM, POWER_2, LARGEST)
     tl.store(scale_ptr + row, scale_inv, mask=row < end)
     return float8_codes(x * scale[:, None], FORM, NATIVE)
-
-
-@triton.jit
-def _magnitude(x):
-    """|x|. The GPU's maximum takes the other number for NaN; the interpreter's does not."""
-    if INTERPRET:
-        return tl.where(x == x, tl.abs(x), 0.0)
-    else:
-        return tl.abs(x)
 
 
 @triton.jit
