@@ -67,3 +67,9 @@ def cast_float8_ref(scaled: Tensor, form: Float8Format) -> Tensor:
     torch's own E4M3 cast saturates from 2.12 on and gives NaN before, its E5M2 cast overflows to Inf: hence the clamp.
     """
     return scaled.clamp(-form.max, form.max).to(form.dtype)
+
+
+def format_of(codes: Tensor) -> dict[str, bool | str]:
+    """FORM and NATIVE of `float8_codes` for these codes on their device."""
+    native = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
+    return {"FORM": "E4M3" if codes.dtype == torch.float8_e4m3fn else "E5M2", "NATIVE": native}

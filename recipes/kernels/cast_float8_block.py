@@ -42,6 +42,7 @@ from recipes.kernels.cast_float8 import (
     FLOAT32_MAX,
     abs_without_nan,
     cast_float8_ref,
+    format_of,
     scale_from_amax_ref,
     scale_inv_ref,
 )
@@ -306,7 +307,7 @@ def cast_float8_block_triton(
             rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
             0 if offsets is None else len(offsets) - 1, amax_epsilon,
             SQUARE=block_dim == 2, POWER_2=power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
-            **_format(codes), TILES=config.tiles, STAGES=config.num_stages, num_warps=config.num_warps,
+            **format_of(codes), TILES=config.tiles, STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip
 
 
@@ -331,7 +332,7 @@ def dequantize_float8_block_triton(
             given, scale_inv, out_GTK, offsets, aligned,
             rows, columns, given.shape[-1], row_blocks, 0 if offsets is None else len(offsets) - 1,
             SQUARE=square, TRANSPOSED=transposed, PACKED=_packed(given),
-            **_format(codes), num_warps=DEQUANTIZE_WARPS,
+            **format_of(codes), num_warps=DEQUANTIZE_WARPS,
         )  # fmt: skip
 
 
@@ -353,11 +354,6 @@ def _empty_copies(
         empty(columnwise, (*lead, columns, rows if stacked else padded), how.form.dtype),
         empty(columnwise, (*lead, column_blocks, row_blocks) if square else (*lead, row_blocks, columns)),
     )
-
-
-def _format(codes: Tensor) -> dict[str, bool | str]:
-    native = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
-    return {"FORM": "E4M3" if codes.dtype == torch.float8_e4m3fn else "E5M2", "NATIVE": native}
 
 
 def _bytes(codes: Tensor | None) -> Tensor | None:

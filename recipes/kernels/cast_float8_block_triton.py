@@ -8,8 +8,8 @@ transposition moves words, not bytes.
 import triton
 import triton.language as tl
 
-from recipes.kernels.float8_triton import float8_codes, float8_values, float8_words
-from recipes.kernels.rounding import INTERPRET, round_to, widen
+from recipes.kernels.float8_triton import float8_codes, float8_values, float8_words, magnitude
+from recipes.kernels.rounding import round_to, widen
 from recipes.kernels.row_tiles import find_padded_tile
 
 BLOCK = tl.constexpr(128)
@@ -52,7 +52,7 @@ def cast_float8_block_kernel(
         x2 = _load(x_ptr, offs_q + 2, offs_k, given, columns)
         x3 = _load(x_ptr, offs_q + 3, offs_k, given, columns)
         if SQUARE or column_codes_ptr is not None:
-            peak = tl.maximum(tl.maximum(_magnitude(x0), _magnitude(x1)), tl.maximum(_magnitude(x2), _magnitude(x3)))
+            peak = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
             amax = tl.max(peak, axis=0)
             if SQUARE:
                 amax = tl.max(amax, axis=0)
@@ -207,17 +207,8 @@ def _row_cast(
     x, amax_epsilon, FORM: tl.constexpr, POWER_2: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr
 ):  # fmt: skip
     """(codes, scale_inv) of part of a tile, one scale a row."""
-    scale, scale_inv = _scale(tl.max(_magnitude(x), axis=1), amax_epsilon, FORM, POWER_2, LARGEST)
+    scale, scale_inv = _scale(tl.max(magnitude(x), axis=1), amax_epsilon, FORM, POWER_2, LARGEST)
     return float8_codes(x * scale[:, None], FORM, NATIVE), scale_inv
-
-
-@triton.jit
-def _magnitude(x):
-    """|x|. The GPU's maximum takes the other number for NaN; the interpreter's does not."""
-    if INTERPRET:
-        return tl.where(x == x, tl.abs(x), 0.0)
-    else:
-        return tl.abs(x)
 
 
 @triton.jit
