@@ -66,6 +66,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     reuses_gradients: bool = False
     num_scales: int = 1
     _quantized_weights: Any = None
+    _captured_weights: Any = None
     _recipe: Recipe | None = None
     _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
     _names: Mapping[str, str] = {}
@@ -186,6 +187,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
         state = self.__dict__.copy()
         state.pop("_pipelines", None)
         state.pop("_quantized_weights", None)
+        state.pop("_captured_weights", None)
         return state
 
     def forget_quantized_weights(self) -> None:

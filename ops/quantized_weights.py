@@ -4,7 +4,7 @@ So microbatches and both passes quantize a weight once. What is kept is known by
 address, and the quantizer with the state it casts by, so keeping changes no bit. A write through `parameter.data`
 changes neither version nor address: call `forget_quantized_weights()` on the operation after one. Nothing is kept of
 weights that FSDP gathers (it writes them without a new version), of inference tensors (which have none), and while a
-CUDA graph is captured.
+CUDA graph is captured: there a flag on the device decides at each replay (`keep_weights` of `autocast`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from recipes.cast_counts import is_counting
 from recipes.quantized_tensor import QuantizedTensor
 from recipes.quantizer import Quantizer
 from recipes.recipe import Role
+from recipes.stack import keep_weights_flag
 
 # Makes the copies that are asked for: rowwise, columnwise -> a quantized tensor, or one for each group.
 Quantize = Callable[[bool, bool], Any]
@@ -79,6 +80,11 @@ def quantized_weights(
     parameters = [held_parameter(operation, name) for name in names]
     state = quantizer.state_version(parameters[0].device)
     key = (ctx.recipe.quantizer(Role.WEIGHT), state, ctx.path.name, ctx.dtype, tuple(map(state_of, parameters)))
+    flag = keep_weights_flag()
+    if flag is not None and _is_capturing(parameters):
+        kept = _captured(operation, parameters, key, flag, quantize(rowwise, columnwise))
+        ctx.quantized_weights = kept
+        return kept.copies(rowwise, columnwise, quantize)
     kept = operation._quantized_weights
     if state is None or not _can_be_kept(operation, parameters):
         kept = QuantizedWeights(parameters, key)
@@ -90,5 +96,34 @@ def quantized_weights(
 
 
 def _can_be_kept(operation: Any, parameters: Sequence[Tensor]) -> bool:
-    capturing = parameters[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    return not (operation._forward_pre_hooks or capturing or is_counting() or any(p.is_inference() for p in parameters))
+    unknown = operation._forward_pre_hooks or any(p.is_inference() for p in parameters)
+    return not (unknown or is_counting() or _is_capturing(parameters))
+
+
+def _is_capturing(parameters: Sequence[Tensor]) -> bool:
+    return parameters[0].is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _captured(operation: Any, parameters: Sequence[Tensor], key: Any, flag: Tensor, fresh: Any) -> QuantizedWeights:
+    """The copies that all graphs of these weights share, each overwritten by `fresh` where the flag is 0 at replay."""
+    shared = operation._captured_weights
+    if shared is None or not shared.serves(parameters, key):
+        shared = operation._captured_weights = QuantizedWeights(parameters, key)
+    asked = fresh if isinstance(fresh, QuantizedTensor) else fresh[0]
+    copies = shared.copies(asked.rowwise is not None, asked.columnwise is not None, lambda *_: _room_like(fresh))
+    for old, new in zip(_tensors(copies), _tensors(fresh), strict=True):
+        if new is not None:
+            old_bytes, new_bytes = (tensor.flatten().view(torch.uint8) for tensor in (old, new))
+            old_bytes.copy_(torch.where(flag != 0, old_bytes, new_bytes))
+    return shared
+
+
+def _room_like(copies: Any) -> Any:
+    if not isinstance(copies, QuantizedTensor):
+        return [_room_like(member) for member in copies]
+    return copies.rebuild([None if tensor is None else torch.empty_like(tensor) for tensor in copies.tensors()])
+
+
+def _tensors(copies: Any) -> list[Any]:
+    members = [copies] if isinstance(copies, QuantizedTensor) else copies
+    return [tensor for member in members for tensor in member.tensors()]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch import Tensor
 
 from recipes.names import as_recipe
 from recipes.pending import PendingUpdates
@@ -19,6 +20,7 @@ def autocast(
     enabled: bool = True,
     *,
     amax_reduction_group: dist.ProcessGroup | None = None,
+    keep_weights: Tensor | None = None,
     scales: CastScales | None = None,
 ) -> Iterator[Recipe]:
     """Run what is inside under `recipe`, a Recipe or a name such as "mxfp8"; also a decorator.
@@ -28,6 +30,10 @@ def autocast(
     The outermost context is a step of delayed scaling: when it ends, the amaxes of what forward quantized with
     gradients on go into the histories and give the next step's scales; if it ends by an exception they are forgotten.
     amax_reduction_group: the process group that takes part in their maximum; by default all processes
+    keep_weights: for CUDA graphs, a tensor of one number on the device. What is captured inside casts its weights at each
+        replay, unless this number is not 0 then: it multiplies with the codes of the replay before. Set it to 0 for
+        the first microbatch of a step (of any graph that was captured with the same weights), to 1 for the others.
+        Outside of a capture it is not looked at.
     scales: where `fuser.checkpoint` keeps the scales of a first run for its recomputation
 
     The stack is one for the process: enter contexts from one thread at a time. Plain `torch.utils.checkpoint` computes
@@ -35,7 +41,8 @@ def autocast(
     """
     chosen = as_recipe(recipe) if enabled else HighPrecision()
     outermost = not stack
-    entry = Entry(chosen, PendingUpdates(amax_reduction_group) if outermost else stack[0].updates, scales)
+    updates = PendingUpdates(amax_reduction_group) if outermost else stack[0].updates
+    entry = Entry(chosen, updates, scales, keep_weights)
     stack.append(entry)
     try:
         yield chosen

@@ -43,6 +43,7 @@ class Entry:
     recipe: Recipe
     updates: PendingUpdates
     scales: CastScales | None
+    keep_weights: Tensor | None = None
 
 
 stack: list[Entry] = []
@@ -73,3 +74,8 @@ def records_amaxes() -> bool:
         return all(run.records and not run.replays for run in runs)
     # A forward inside of a backward is a recomputation, by torch's own checkpoint.
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def keep_weights_flag() -> Tensor | None:
+    """The innermost `keep_weights` of `autocast`; None if there is none."""
+    return next((entry.keep_weights for entry in reversed(stack) if entry.keep_weights is not None), None)

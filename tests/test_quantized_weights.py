@@ -139,3 +139,51 @@ def test_a_change_between_forward_and_backward_is_refused():
         op.weight.mul_(2)
     with pytest.raises(RuntimeError, match="'weight' was changed in place"):
         y.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed"])
+def test_a_flag_on_the_device_keeps_the_weights_of_the_replay_before(recipe):
+    factory = {"device": "cuda", "dtype": torch.bfloat16}
+    layers = (
+        ops.GroupedLinear(2, 64, 128, bias=False, **factory),
+        ops.SwiGLU(),
+        ops.GroupedLinear(2, 64, 64, bias=False, **factory),
+    )
+    model = Sequential(*layers)
+    x = torch.randn(40, 64, **factory).requires_grad_()
+    sizes = torch.tensor([13, 20], device="cuda")
+    flag = torch.zeros((), device="cuda")
+    static = {}
+
+    def run():
+        with autocast(recipe, keep_weights=flag):
+            y = model(x, split_sizes=sizes)
+        static["y"], (static["dx"],) = y, torch.autograd.grad(y.float().square().sum(), [x])
+
+    torch.use_deterministic_algorithms(False)  # poisoning memory is not allowed in a capture
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+
+    def replayed(keep):
+        flag.fill_(keep)
+        graph.replay()
+        return {name: tensor.clone() for name, tensor in static.items()}
+
+    replayed(0)
+    old = replayed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-2)
+    kept, new = replayed(1), replayed(0)
+    if recipe in ("fp8_current", "fp8_block", "mxfp8"):  # no random numbers, and no scales that move
+        assert all(torch.equal(kept[name], old[name]) for name in old)
+    assert not torch.equal(kept["dx"], new["dx"])
+    again = replayed(1)
+    if recipe in ("fp8_current", "fp8_block", "mxfp8"):
+        assert all(torch.equal(again[name], new[name]) for name in new)
