@@ -25,15 +25,17 @@ Precision: products of codes are exact, and are added in one of two ways:
 Then scales, bias, and one rounding to the output's dtype. All sums have a fixed order: there are no atomics, and
 repeating a call gives the same bits.
 
-Hopper's tensor core adds 32 products a step to its sum and cuts every addend at 2^-13 of the power of two of the
-largest. So a sum of n terms on it errs by at most n/32 * 33 * 2^-13 of the sum of absolute products S: 1.6 % of S in
-split accumulation, and no useful bound for long sums in fast accumulation. Measured on an H200, largest error / S:
+Hopper's tensor core adds 32 products a step to its sum and, as far as measured (it is not documented), cuts every
+addend at 2^-13 of the power of two of the largest. Then a sum of n terms errs by at most n/32 * 33 * 2^-13 of the sum
+of absolute products S: 1.6 % of S in split accumulation, and no useful bound for long sums in fast accumulation.
+Measured on an H200, largest error / S:
 
                               normal codes, n = 7168   all positive   one large term   a large term every 128
     fast accumulation                         9.2e-4         1.4e-1           3.3e-1                   9.4e-3
     split accumulation, blocks                2.1e-5         1.6e-4           5.1e-3                   8.2e-3
 
-(wgrad of 2048 terms: 7.3e-4 and 6.1e-5.) cuBLAS errs alike. Small integers are exact in both.
+(Normal codes, n = 2048: 8.1e-4 and 8.5e-5.) cuBLAS's split accumulation errs by the same in the last three columns,
+its fast accumulation by half as much in the second and third. Small integers are exact in both.
 
 Graph safety: as `grouped_gemm`. Grids follow from capacities, groups are found from the offsets on the device.
 """
