@@ -330,19 +330,26 @@ def test_no_reason_is_given_where_float8_runs(capability):
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
 @pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("out_aligned", [False, True])
 @pytest.mark.parametrize("blockwise", [False, True])
-def test_tiles_fit_shared_memory(blockwise, out_aligned, aligned, capability):
-    about = {"blockwise": blockwise, "aligned": aligned, "out_aligned": out_aligned, "capability": capability}
+def test_tiles_fit_shared_memory(blockwise, aligned, capability):
+    about = {"blockwise": blockwise, "aligned": aligned, "capability": capability}
     for config in (
         *(gg.m_grouped_float8_config(rows, 8, **about) for rows in (8192, 64)),
         gg.k_grouped_float8_config(**about),
     ):
         used = (config.block_m + config.block_n) * config.block_k * config.num_stages * config.programs
-        assert used <= shared_memory_limit(capability) and config.tma == (
-            aligned and out_aligned and capability >= (9, 0)
-        )
+        assert used <= shared_memory_limit(capability) and config.tma == (aligned and capability >= (9, 0))
         assert config.block_k == BLOCK, "a step has one scale"
+
+
+@pytest.mark.parametrize("shape", [(5, 33), (2, 3, 16), (4, 1), (0, 5)])
+def test_rows_of_codes_are_aligned_by_zeros(shape):
+    codes = torch.randn(shape).to(E4M3.dtype)
+    for given in (codes, codes.transpose(-1, -2), torch.cat([codes, codes], -1)[..., 1 : shape[-1] + 1]):
+        ready = gg.with_aligned_rows(given)
+        assert ready.numel() == 0 or gg.is_aligned(ready)
+        assert torch.equal(ready[..., : given.shape[-1]].float(), given.float())
+        assert not ready[..., given.shape[-1] :].float().any()
 
 
 @pytest.mark.interpreter

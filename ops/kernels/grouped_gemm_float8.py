@@ -25,15 +25,17 @@ Precision: products of codes are exact, and are added in one of two ways:
 Then scales, bias, and one rounding to the output's dtype. All sums have a fixed order: there are no atomics, and
 repeating a call gives the same bits.
 
-Hopper's tensor core adds 32 products a step to its sum and cuts every addend at 2^-13 of the power of two of the
-largest. So a sum of n terms on it errs by at most n/32 * 33 * 2^-13 of the sum of absolute products S: 1.6 % of S in
-split accumulation, and no useful bound for long sums in fast accumulation. Measured on an H200, largest error / S:
+Hopper's tensor core adds 32 products a step to its sum and, as far as measured (it is not documented), cuts every
+addend at 2^-13 of the power of two of the largest. Then a sum of n terms errs by at most n/32 * 33 * 2^-13 of the sum
+of absolute products S: 1.6 % of S in split accumulation, and no useful bound for long sums in fast accumulation.
+Measured on an H200, largest error / S:
 
                               normal codes, n = 7168   all positive   one large term   a large term every 128
     fast accumulation                         9.2e-4         1.4e-1           3.3e-1                   9.4e-3
     split accumulation, blocks                2.1e-5         1.6e-4           5.1e-3                   8.2e-3
 
-(wgrad of 2048 terms: 7.3e-4 and 6.1e-5.) cuBLAS errs alike. Small integers are exact in both.
+(Normal codes, n = 2048: 8.1e-4 and 8.5e-5.) cuBLAS's split accumulation errs by the same in the last three columns,
+its fast accumulation by half as much in the second and third. Small integers are exact in both.
 
 Graph safety: as `grouped_gemm`. Grids follow from capacities, groups are found from the offsets on the device.
 """
@@ -171,25 +173,23 @@ class GroupedFloat8Config(NamedTuple):
 
 
 def m_grouped_float8_config(
-    rows: int, num_groups: int, *, blockwise: bool, aligned: bool, out_aligned: bool, capability: tuple[int, int]
+    rows: int, num_groups: int, *, blockwise: bool, aligned: bool, capability: tuple[int, int]
 ) -> GroupedFloat8Config:
-    """Tiles of the kernel for TN. blockwise: scales of blocks. aligned, out_aligned: see `is_aligned`."""
-    if not (aligned and out_aligned and capability >= (9, 0)):
-        return _POINTERS if aligned else _ODD
+    """Tiles of the kernel for TN. blockwise: scales of blocks. aligned: see `is_aligned`."""
+    if not aligned or capability < (9, 0):
+        return _POINTERS
     return _SMALL if blockwise or rows < 96 * num_groups else _WIDE
 
 
-def k_grouped_float8_config(
-    *, blockwise: bool, aligned: bool, out_aligned: bool, capability: tuple[int, int]
-) -> GroupedFloat8Config:
-    """Tiles of the kernel for NT. blockwise, aligned, out_aligned: as above."""
-    if not (aligned and out_aligned and capability >= (9, 0)):
-        return _POINTERS if aligned else _ODD
+def k_grouped_float8_config(*, blockwise: bool, aligned: bool, capability: tuple[int, int]) -> GroupedFloat8Config:
+    """Tiles of the kernel for NT. blockwise, aligned: as above."""
+    if not aligned or capability < (9, 0):
+        return _POINTERS
     return _SMALL if blockwise else _WIDE
 
 
 def is_aligned(*tensors: Tensor) -> bool:
-    """May descriptors describe these, or rows be read in pieces of 16 bytes? Nothing empty, rows 16 bytes apart."""
+    """May descriptors describe these? Nothing empty, elements of a row side by side, rows a multiple of 16 bytes."""
     return all(
         x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(-2) * x.itemsize % 16 == 0 and x.stride(-1) == 1
         for x in tensors
@@ -201,8 +201,6 @@ _WIDE = GroupedFloat8Config(128, 256, BLOCK, num_warps=8, num_stages=3, tma=True
 # Block scales spill in a wide tile. Of two programs one multiplies while the other scales.
 _SMALL = GroupedFloat8Config(64, 128, BLOCK, num_warps=4, num_stages=3, tma=True, programs=2)
 _POINTERS = GroupedFloat8Config(64, 64, BLOCK, num_warps=4, num_stages=2, tma=False, programs=2)
-# Byte by byte: an address in a register for each.
-_ODD = GroupedFloat8Config(64, 32, BLOCK, num_warps=8, num_stages=2, tma=False, programs=1)
 
 
 # ------------------------------------------------------------------------------------------------------- kernels
@@ -598,9 +596,9 @@ def grouped_gemm_tn_float8(
         return out.copy_(y)
     target = with_contiguous_rows(out, empty=True)
     grouped_gemm_tn_float8_triton(
-        with_contiguous_rows(a_codes_TR),
+        with_aligned_rows(a_codes_TR),
         _ready(a_scale, splits.num_groups),
-        b_codes_GCR.contiguous(),
+        with_aligned_rows(b_codes_GCR.contiguous()),
         _ready(b_scale, splits.num_groups),
         splits.offsets,
         None if bias_GC is None else bias_GC.contiguous(),
@@ -640,9 +638,9 @@ def grouped_gemm_nt_float8(
         return out.copy_(dw)
     target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     grouped_gemm_nt_float8_triton(
-        with_contiguous_rows(dy_codes_NP),
+        with_aligned_rows(dy_codes_NP),
         _ready(dy_scale, num_groups),
-        with_contiguous_rows(x_codes_KP),
+        with_aligned_rows(x_codes_KP),
         _ready(x_scale, num_groups),
         offsets_aligned,
         target,
@@ -665,7 +663,8 @@ def grouped_gemm_tn_float8_triton(
 ) -> None:
     """Launches TN. Rows of a and out are contiguous, b, bias, scales and block scales are contiguous; offsets [G + 1].
 
-    Scales per tensor: [G], which may be an expanded ().
+    Rows of codes that are not aligned are right, but slow: `with_aligned_rows`. Scales per tensor: [G], which may be an
+    expanded ().
     """
     if out.numel() == 0:
         return
@@ -673,12 +672,7 @@ def grouped_gemm_tn_float8_triton(
     layout = scale_layout(b_scale, C, R)
     promote = split_accumulation or layout != "tensor"
     config = m_grouped_float8_config(
-        rows,
-        G,
-        blockwise=layout != "tensor",
-        aligned=is_aligned(a, b),
-        out_aligned=is_aligned(out),
-        capability=capability(out),
+        rows, G, blockwise=layout != "tensor", aligned=is_aligned(a, b, out), capability=capability(out)
     )
     block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
     with torch.cuda.device_of(out):
@@ -729,9 +723,7 @@ def grouped_gemm_nt_float8_triton(
     G, N, K = out.shape
     blockwise = dy_scale.dim() == 2
     promote = split_accumulation or blockwise
-    config = k_grouped_float8_config(
-        blockwise=blockwise, aligned=is_aligned(dy, x), out_aligned=is_aligned(out), capability=capability(out)
-    )
+    config = k_grouped_float8_config(blockwise=blockwise, aligned=is_aligned(dy, x, out), capability=capability(out))
     block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
     with torch.cuda.device_of(out):
         num_tiles = G * triton.cdiv(N, block_m) * triton.cdiv(K, block_n)
@@ -763,6 +755,14 @@ def grouped_gemm_nt_float8_triton(
 
 
 _BAND = 16  # tiles of 128 rows in a band
+
+
+def with_aligned_rows(codes: Tensor) -> Tensor:
+    """The codes if their rows are multiples of 16 bytes, or a copy in which zeros make them so."""
+    missing = -codes.shape[-1] % 16
+    if codes.numel() == 0 or (missing == 0 and is_aligned(codes)):
+        return codes
+    return torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).contiguous().view(codes.dtype)
 
 
 def _multiprocessors(x: Tensor) -> int:
