@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from recipes.formats import E8M0_DTYPE, E8M0_LARGEST, Float8Format
-from recipes.kernels.cast_float8 import abs_without_nan, cast_float8_ref, format_of
+from recipes.kernels.cast_float8 import abs_without_nan, format_of, round_to_float8_ref
 from recipes.kernels.cast_mxfp8_triton import cast_mxfp8_kernel, dequantize_mxfp8_kernel
 from recipes.splits import Splits
 
@@ -99,7 +99,7 @@ def cast_mxfp8_ref(
         return scale_from_amax_ref(amax, how.form, how.scaling)
 
     def codes(factor: Tensor) -> Tensor:
-        return cast_float8_ref(x32 * factor, how.form).view(x.shape)
+        return round_to_float8_ref(x32 * factor, how.form).view(x.shape)
 
     copies = MXFP8Copies(None, None, None, None)
     square = scales(_block_amax(_row_block_amax(magnitude, splits))) if how.square else None
@@ -269,7 +269,7 @@ def cast_mxfp8_triton(
             x_GTK, _bytes(row_codes), row_scale, None if column_codes is row_codes else _bytes(column_codes),
             column_scale, offsets, aligned,
             rows, columns, row_blocks, 0 if offsets is None else len(offsets) - 1,
-            SQUARE=square, FLOOR=scaling == "floor", **format_of(codes),
+            SQUARE=square, FLOOR=scaling == "floor", **format_of(codes.dtype, codes.device),
             BLOCK_K=config.block_k, num_warps=config.num_warps,
         )  # fmt: skip
 
@@ -293,7 +293,8 @@ def dequantize_mxfp8_triton(
         dequantize_mxfp8_kernel[grid](
             codes.view(torch.uint8), scale, out_GTK, offsets, aligned,
             rows, columns, row_blocks, 0 if offsets is None else len(offsets) - 1,
-            COLUMNWISE=columnwise, **format_of(codes), BLOCK_K=config.block_k, num_warps=config.num_warps,
+            COLUMNWISE=columnwise, **format_of(codes.dtype, codes.device),
+            BLOCK_K=config.block_k, num_warps=config.num_warps,
         )  # fmt: skip
 
 
