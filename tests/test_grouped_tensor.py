@@ -148,7 +148,8 @@ def test_tensors_and_rebuild_are_a_round_trip(recipe):
     for q in (quantizer.quantize(x, columnwise=True), quantize(recipe, x, [10, 0, 25])):
         tensors = q.tensors()
         kept = [tensor for tensor in tensors if tensor is not None]
-        assert len({tensor.data_ptr() for tensor in kept}) == len(kept), "nothing is saved twice"
+        codes = [tensor for tensor in kept if tensor.dtype != torch.float32]  # both copies may share one scale
+        assert len({tensor.data_ptr() for tensor in codes}) == len(codes), "nothing is saved twice"
         empty = q.rebuild([None] * len(tensors))
         assert all(tensor is None for tensor in empty.tensors())
         rebuilt = empty.rebuild([tensor if tensor is None else tensor.clone() for tensor in tensors])
