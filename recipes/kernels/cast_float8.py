@@ -186,9 +186,11 @@ def amax_config() -> CastFloat8Config:
     return CastFloat8Config(block_m=64, block_k=256, num_warps=8)
 
 
-def cast_float8_config() -> CastFloat8Config:
+def cast_float8_config(columns: int) -> CastFloat8Config:
     """Measured on H200. block_m is a multiple of 16, so that a tile begins at a multiple of 16 of a group's rows."""
-    return CastFloat8Config(block_m=128, block_k=128, num_warps=8)
+    if columns % 16:  # each element has an address of its own, which takes registers
+        return CastFloat8Config(block_m=128, block_k=32, num_warps=8)
+    return CastFloat8Config(block_m=256, block_k=64, num_warps=8)
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
@@ -310,7 +312,7 @@ def cast_float8_triton(
     given: [n] float32, scales or amaxes
     """
     groups, rows, columns = x_GTK.shape
-    config = cast_float8_config()
+    config = cast_float8_config(columns)
     width = 0 if column_codes is None else column_codes.shape[-1]
     slots = _slots(groups, rows, offsets, config.block_m, BLOCK) if columns else 0
     # One program at least: it writes scale_inv.
@@ -333,7 +335,7 @@ def untranspose_triton(codes: Tensor, out_GTK: Tensor, offsets: Tensor | None, a
     groups, rows, columns = out_GTK.shape
     if not out_GTK.numel():
         return
-    config = cast_float8_config()
+    config = cast_float8_config(columns)
     packed = codes.shape[-1] % 4 == 0
     grid = (_slots(groups, rows, offsets, config.block_m, 0) * _ceil_div(columns, config.block_k),)
     with torch.cuda.device_of(codes):

@@ -128,7 +128,7 @@ def _find(
         end = rows.to(tl.int64)
         start = group * end + first
         first_place = first
-        last_place = width.to(tl.int64)
+        last_place = width
     else:
         group, first, end = find_tile(offsets_ptr, slot, rows + PAD * num_groups, num_groups, BLOCK_M)
         matrix = slot * 0

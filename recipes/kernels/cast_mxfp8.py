@@ -165,15 +165,17 @@ def _largest_exponent(form: Float8Format) -> int:
 
 
 class CastMXFP8Config(NamedTuple):
-    """A program has 32 rows and BLOCK_K columns. Its warps lie below each other."""
+    """A program has 32 rows and BLOCK_K columns."""
 
     block_k: int
     num_warps: int
 
 
-def cast_mxfp8_config() -> CastMXFP8Config:
-    """Measured on H200."""
-    return CastMXFP8Config(block_k=128, num_warps=1)
+def cast_mxfp8_config(columns: int, *, both: bool) -> CastMXFP8Config:
+    """Measured on H200. both: whether two copies are made, whose columns take registers."""
+    if columns % 16:  # each element has an address of its own, which takes more
+        return CastMXFP8Config(block_k=64, num_warps=4)
+    return CastMXFP8Config(block_k=128, num_warps=2 if both else 1)
 
 
 def dequantize_mxfp8_config() -> CastMXFP8Config:
@@ -259,7 +261,7 @@ def cast_mxfp8_triton(
     if codes is None or not x_GTK.shape[0] * x_GTK.shape[2]:
         return
     groups, rows, columns = x_GTK.shape
-    config = cast_mxfp8_config()
+    config = cast_mxfp8_config(columns, both=row_codes is not None and column_codes is not None)
     row_blocks = _row_blocks(rows, offsets)
     grid = (groups * (row_blocks + (offsets is not None)) * _ceil_div(columns, config.block_k),)
     if not grid[0]:
