@@ -30,9 +30,9 @@ def autocast(
     The outermost context is a step of delayed scaling: when it ends, the amaxes of what forward quantized with
     gradients on go into the histories and give the next step's scales; if it ends by an exception they are forgotten.
     amax_reduction_group: the process group that takes part in their maximum; by default all processes
-    keep_weights: for CUDA graphs, a tensor of one number on the device. What is captured inside casts its weights at each
-        replay, unless this number is not 0 then: it multiplies with the codes of the replay before. Set it to 0 for
-        the first microbatch of a step (of any graph that was captured with the same weights), to 1 for the others.
+    keep_weights: for CUDA graphs, a tensor of one number on the device. What is captured inside casts its weights at
+        each replay, unless this number is not 0 then: it multiplies with the codes of the replay before. Set it to 0
+        for the first microbatch of a step (of any graph captured with the same weights), to 1 for the others.
         Outside of a capture it is not looked at.
     scales: where `fuser.checkpoint` keeps the scales of a first run for its recomputation
 

@@ -14,17 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from recipes.current_scaling import TensorScaledCodes
+from recipes.current_scaling import tensor_scaled
 from recipes.formats import Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
 from recipes.kernels.amax_history import end_step_ref
-from recipes.kernels.cast_float8 import (
-    amax_grouped_ref,
-    amax_ref,
-    amax_stacked_ref,
-    cast_float8_ref,
-    scale_inv_ref,
-)
+from recipes.kernels.cast_float8 import cast_float8
 from recipes.pending import PendingUpdates
 from recipes.quantized_tensor import QuantizedTensor
 from recipes.quantizer import Quantizer, StateOfRole, StateShapes
@@ -135,32 +129,24 @@ class DelayedScalingQuantizer(Quantizer):
 
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         scale, amax = self._for_cast(x.device, 1)
-        x32 = x.detach().to(torch.float32)
-        if amax is not None:
-            amax.copy_(torch.maximum(amax, amax_ref(x32)))
-        copy = TensorScaledCodes(cast_float8_ref(x32 * scale, self.form), scale_inv_ref(scale[0]))
-        return QuantizedTensor(copy if rowwise else None, copy if columnwise else None, x.dtype)
+        copies = cast_float8(x, self.form, rowwise=rowwise, columnwise=columnwise, scale=scale, amax_out=amax)
+        return QuantizedTensor(*tensor_scaled(copies, x.shape), x.dtype)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         scale, amax = self._for_cast(w_GNK.device, len(w_GNK))
-        w32 = w_GNK.detach().to(torch.float32)
-        if amax is not None:
-            amax.copy_(torch.maximum(amax, amax_stacked_ref(w32)))
-        copy = TensorScaledCodes(cast_float8_ref(w32 * scale[:, None, None], self.form), scale_inv_ref(scale))
-        return QuantizedTensor(copy if rowwise else None, copy if columnwise else None, w_GNK.dtype)
+        copies = cast_float8(
+            w_GNK, self.form, rowwise=rowwise, columnwise=columnwise, stacked=True, scale=scale, amax_out=amax
+        )
+        return QuantizedTensor(*tensor_scaled(copies, w_GNK.shape), w_GNK.dtype)
 
     def quantize_grouped(
         self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
         scale, amax = self._for_cast(x_TK.device, splits.num_groups)
-        x32 = x_TK.detach().to(torch.float32)
-        if amax is not None:
-            amax.copy_(torch.maximum(amax, amax_grouped_ref(x32, splits)))
-        group = splits.group_of_row
-        scaled = x32 * scale.index_select(0, group.clamp(max=splits.num_groups - 1))[:, None]
-        scaled = scaled.masked_fill((group == splits.num_groups)[:, None], 0.0)
-        copy = TensorScaledCodes(cast_float8_ref(scaled, self.form), scale_inv_ref(scale))
-        return GroupedTensor(None, splits, copy if rowwise else None, copy if columnwise else None, x_TK.dtype)
+        copies = cast_float8(
+            x_TK, self.form, rowwise=rowwise, columnwise=columnwise, splits=splits, scale=scale, amax_out=amax
+        )
+        return GroupedTensor(None, splits, *tensor_scaled(copies, x_TK.shape), x_TK.dtype)
 
     def _for_cast(self, device: torch.device, num_scales: int) -> tuple[Tensor, Tensor | None]:
         """The scales [n] and, if amaxes are recorded, where they go [n]."""

@@ -26,7 +26,9 @@ from fused.kernels import grouped_gemm_swiglu
 from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
 from recipes.formats import E4M3, E5M2
+from recipes.kernels import cast_float8, cast_float8_block, cast_mxfp8
 from recipes.mxfp8 import MXFP8Quantizer
+from recipes.splits import Splits
 
 ROOT = Path(__file__).parents[1]
 
@@ -135,6 +137,23 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
         )  # fmt: skip
 
 
+def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> None:
+    """MXFP8 and per-tensor FP8, both ways, of single tensors, stacked weights and grouped rows."""
+    x, w = torch.empty(rows, features[1], dtype=dtype), torch.empty(GROUPS, *features, dtype=dtype)
+    splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
+    scale, amax = torch.empty(GROUPS), torch.empty(GROUPS)
+    for form, kind in product((E4M3, E5M2), ({}, {"stacked": True}, {"splits": splits})):
+        given, both = w if "stacked" in kind else x, {"rowwise": True, "columnwise": True}
+        for how in (cast_mxfp8.MXFP8Scale(form), cast_mxfp8.MXFP8Scale(form, "floor", square=True)):
+            copies = cast_mxfp8.cast_mxfp8_on_triton(given, how, **both, **kind)
+        cast_mxfp8.dequantize_mxfp8_on_triton(*copies[:2], dtype, columnwise=False)
+        cast_mxfp8.dequantize_mxfp8_on_triton(*copies[2:], dtype, columnwise=True, splits=kind.get("splits"))
+        cast = cast_float8.cast_float8_on_triton
+        copies = cast(given, form, **both, **kind)
+        cast(given, form, **both, **kind, scale=scale if kind else scale[:1], amax_out=amax)
+        cast_float8.untranspose_on_triton(copies.column_codes, dtype, given.shape, kind.get("splits"))
+
+
 def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[int, int]]) -> None:
     dtype, tf32 = MODES[mode]
     for rows, features in product(all_rows, all_features):
@@ -147,6 +166,8 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         launch_norms(MANY_ROWS, N, dtype)
     if not tf32:
         launch_chains(MANY_ROWS, ALIGNED[0], dtype)
+        for features in all_features:
+            launch_casts(MANY_ROWS, features, dtype)
 
 
 def shipped_configs(mode: str) -> set[tuple]:
@@ -195,9 +216,13 @@ class OfflineDriver:
 def compile_all(mode: str, arch: int) -> None:
     """Launches everything, prints what ptxas says of each kernel."""
     triton.runtime.driver.set_active(OfflineDriver(arch))
+    format_of = cast_float8.format_of
     triton.knobs.nvidia.dump_ptxas_log = True
     for module in (grouped_gemm, grouped_gemm_float8, grouped_gemm_swiglu):
         module.capability = lambda x: divmod(arch, 10)
+    native = {"NATIVE": arch >= 89}
+    for casts in (cast_float8, cast_float8_block, cast_mxfp8):
+        casts.format_of = lambda dtype, device: format_of(dtype, device) | native
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
     run = JITFunction.run
 

@@ -41,8 +41,8 @@ from recipes.formats import Float8Format
 from recipes.kernels.cast_float8 import (
     FLOAT32_MAX,
     abs_without_nan,
-    cast_float8_ref,
     format_of,
+    round_to_float8_ref,
     scale_from_amax_ref,
     scale_inv_ref,
 )
@@ -145,7 +145,7 @@ def _cast_ref(
     def cast(block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         amax = _block_amax(x, block)
         scale = scale_from_amax_ref(amax, how.form, how.power_2_scale, how.amax_epsilon, largest)
-        return cast_float8_ref(x * _spread(scale, block, x.shape), how.form), scale_inv_ref(scale)
+        return round_to_float8_ref(x * _spread(scale, block, x.shape), how.form), scale_inv_ref(scale)
 
     copies = BlockCopies(None, None, None, None)
     if rowwise:
@@ -307,7 +307,7 @@ def cast_float8_block_triton(
             rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
             0 if offsets is None else len(offsets) - 1, amax_epsilon,
             SQUARE=block_dim == 2, POWER_2=power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
-            **format_of(codes), TILES=config.tiles, STAGES=config.num_stages, num_warps=config.num_warps,
+            **format_of(codes.dtype, codes.device), TILES=config.tiles, STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def dequantize_float8_block_triton(
             given, scale_inv, out_GTK, offsets, aligned,
             rows, columns, given.shape[-1], row_blocks, 0 if offsets is None else len(offsets) - 1,
             SQUARE=square, TRANSPOSED=transposed, PACKED=_packed(given),
-            **format_of(codes), num_warps=DEQUANTIZE_WARPS,
+            **format_of(codes.dtype, codes.device), num_warps=DEQUANTIZE_WARPS,
         )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from recipes.formats import E8M0_DTYPE, E8M0_LARGEST, Float8Format
-from recipes.kernels.cast_float8 import abs_without_nan, cast_float8_ref, format_of
+from recipes.kernels.cast_float8 import abs_without_nan, format_of, round_to_float8_ref
 from recipes.kernels.cast_mxfp8_triton import cast_mxfp8_kernel, dequantize_mxfp8_kernel
 from recipes.splits import Splits
 
@@ -99,7 +99,7 @@ def cast_mxfp8_ref(
         return scale_from_amax_ref(amax, how.form, how.scaling)
 
     def codes(factor: Tensor) -> Tensor:
-        return cast_float8_ref(x32 * factor, how.form).view(x.shape)
+        return round_to_float8_ref(x32 * factor, how.form).view(x.shape)
 
     copies = MXFP8Copies(None, None, None, None)
     square = scales(_block_amax(_row_block_amax(magnitude, splits))) if how.square else None
@@ -165,15 +165,17 @@ def _largest_exponent(form: Float8Format) -> int:
 
 
 class CastMXFP8Config(NamedTuple):
-    """A program has 32 rows and BLOCK_K columns. Its warps lie below each other."""
+    """A program has 32 rows and BLOCK_K columns."""
 
     block_k: int
     num_warps: int
 
 
-def cast_mxfp8_config() -> CastMXFP8Config:
-    """Measured on H200."""
-    return CastMXFP8Config(block_k=128, num_warps=1)
+def cast_mxfp8_config(columns: int, *, both: bool) -> CastMXFP8Config:
+    """Measured on H200. both: whether two copies are made, whose columns take registers."""
+    if columns % 16:  # each element has an address of its own, which takes more
+        return CastMXFP8Config(block_k=64, num_warps=4)
+    return CastMXFP8Config(block_k=128, num_warps=2 if both else 1)
 
 
 def dequantize_mxfp8_config() -> CastMXFP8Config:
@@ -259,7 +261,7 @@ def cast_mxfp8_triton(
     if codes is None or not x_GTK.shape[0] * x_GTK.shape[2]:
         return
     groups, rows, columns = x_GTK.shape
-    config = cast_mxfp8_config()
+    config = cast_mxfp8_config(columns, both=row_codes is not None and column_codes is not None)
     row_blocks = _row_blocks(rows, offsets)
     grid = (groups * (row_blocks + (offsets is not None)) * _ceil_div(columns, config.block_k),)
     if not grid[0]:
@@ -269,7 +271,7 @@ def cast_mxfp8_triton(
             x_GTK, _bytes(row_codes), row_scale, None if column_codes is row_codes else _bytes(column_codes),
             column_scale, offsets, aligned,
             rows, columns, row_blocks, 0 if offsets is None else len(offsets) - 1,
-            SQUARE=square, FLOOR=scaling == "floor", **format_of(codes),
+            SQUARE=square, FLOOR=scaling == "floor", **format_of(codes.dtype, codes.device),
             BLOCK_K=config.block_k, num_warps=config.num_warps,
         )  # fmt: skip
 
@@ -293,7 +295,8 @@ def dequantize_mxfp8_triton(
         dequantize_mxfp8_kernel[grid](
             codes.view(torch.uint8), scale, out_GTK, offsets, aligned,
             rows, columns, row_blocks, 0 if offsets is None else len(offsets) - 1,
-            COLUMNWISE=columnwise, **format_of(codes), BLOCK_K=config.block_k, num_warps=config.num_warps,
+            COLUMNWISE=columnwise, **format_of(codes.dtype, codes.device),
+            BLOCK_K=config.block_k, num_warps=config.num_warps,
         )  # fmt: skip
 
 

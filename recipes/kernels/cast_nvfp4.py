@@ -45,7 +45,13 @@ import torch
 from torch import Tensor
 
 from recipes.formats import E2M1_VALUES, E4M3
-from recipes.kernels.cast_float8 import abs_without_nan, amax_grouped_ref, amax_ref, amax_stacked_ref, cast_float8_ref
+from recipes.kernels.cast_float8 import (
+    abs_without_nan,
+    amax_grouped_ref,
+    amax_ref,
+    amax_stacked_ref,
+    round_to_float8_ref,
+)
 from recipes.kernels.cast_nvfp4_triton import (
     amax_nvfp4_kernel,
     cast_nvfp4_kernel,
@@ -354,7 +360,7 @@ def _cast_blocks(x: Tensor, amax: Tensor, two_d: bool, bits: Tensor | None) -> t
     one = torch.ones_like(amax)
     encode = (RANGE * one / amax).clamp(max=_FLOAT32_MAX).masked_fill((amax == 0) | amax.isinf(), 1.0)
     decode = one / encode
-    scale = cast_float8_ref((block_amax * (encode * (1.0 / 6.0))).clamp(max=_FLOAT32_MAX), E4M3)
+    scale = round_to_float8_ref((block_amax * (encode * (1.0 / 6.0))).clamp(max=_FLOAT32_MAX), E4M3)
     factor = scale.to(torch.float32) * decode
     factor = (torch.ones_like(factor) / factor).clamp(max=_FLOAT32_MAX)
     codes = e2m1_codes_ref((blocks * factor[..., None]).flatten(-2), bits)
