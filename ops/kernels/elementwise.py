@@ -182,6 +182,10 @@ class ElementwiseConfig(NamedTuple):
         """Row blocks and column blocks of the grid."""
         return triton.cdiv(rows, self.block_t * self.tiles), triton.cdiv(columns, self.block_c)
 
+    def whole(self, rows: int, columns: int) -> bool:
+        """Whether programs have nothing but rows and columns that there are."""
+        return rows % (self.block_t * self.tiles) == 0 and columns % self.block_c == 0
+
 
 PROGRAMS = 4096  # that keep every multiprocessor busy: about 31 on each of the H200's 132
 
@@ -375,7 +379,8 @@ def elementwise_triton(
         elementwise_kernel[(math.prod(config.programs(rows, columns)),)](
             x, y, _codes(cast), tuple(operands), rows, columns, columns * (1 + gated),
             **_constants(tuple(steps), tuple(dtypes)), **_cast_constants(cast, x), BLOCK_T=config.block_t,
-            BLOCK_C=config.block_c, num_warps=config.num_warps, enable_fp_fusion=False,
+            BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns), num_warps=config.num_warps,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -402,8 +407,8 @@ def delementwise_triton(
             dy, x, tuple(operands), dx, _codes(cast), tuple(shares), y, column_shares, rows, columns,
             columns * (1 + (_gate_of(steps) >= 0)), **_constants(tuple(steps), tuple(dtypes)),
             **_backwards(tuple(steps), tuple(dtypes)), **_cast_constants(cast, dy),
-            BLOCK_T=config.block_t, BLOCK_C=config.block_c, TILES=config.tiles, STAGES=config.num_stages,
-            num_warps=config.num_warps,
+            BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns), TILES=config.tiles,
+            STAGES=config.num_stages, num_warps=config.num_warps,
             enable_fp_fusion=False,
         )  # fmt: skip
 
