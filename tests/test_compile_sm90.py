@@ -112,8 +112,8 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         launch_grouped_gemm_swiglu(rows, features, dtype, tf32)
     for N in () if tf32 else NORM_WIDTHS:
         launch_norms(MANY_ROWS, N, dtype)
-    if not tf32:
-        launch_chains(MANY_ROWS, ALIGNED[0], dtype)
+    for features in () if tf32 else (ALIGNED[0], ODD[0]):  # whole tiles, and masked ones
+        launch_chains(MANY_ROWS, features, dtype)
 
 
 def shipped_configs(mode: str) -> set[tuple]:
@@ -134,7 +134,7 @@ def shipped_configs(mode: str) -> set[tuple]:
         "dparameters_kernel": lambda rows, N: norm_triton.dparameters_config(rows, N, 132),
     }
     for (kernel, choose), rows, N in product(() if tf32 else norms.items(), (1, 1_000_000), range(1, 20_000, 7)):
-        block_m, block_n, num_warps, _ = choose(rows, N)
+        block_m, block_n, num_warps, *_ = choose(rows, N)
         configs.add((kernel, block_m, block_n, None, num_warps, None))
     return configs
 
@@ -161,6 +161,7 @@ def compile_all(mode: str, arch: int) -> None:
     triton.knobs.nvidia.dump_ptxas_log = True
     for module in (grouped_gemm, grouped_gemm_swiglu):
         module.capability = lambda x: divmod(arch, 10)
+    norm_triton.shared_memory = lambda x: LIMITS[arch]
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
     run = JITFunction.run
 
