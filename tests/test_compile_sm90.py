@@ -165,9 +165,10 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
     for N in () if tf32 else NORM_WIDTHS:
         launch_norms(MANY_ROWS, N, dtype)
     if not tf32:
-        launch_chains(MANY_ROWS, ALIGNED[0], dtype)
         for features in all_features:
             launch_casts(MANY_ROWS, features, dtype)
+    for features in () if tf32 else (ALIGNED[0], ODD[0]):  # whole tiles, and masked ones
+        launch_chains(MANY_ROWS, features, dtype)
 
 
 def shipped_configs(mode: str) -> set[tuple]:
@@ -192,7 +193,7 @@ def shipped_configs(mode: str) -> set[tuple]:
         "dparameters_kernel": lambda rows, N: norm_triton.dparameters_config(rows, N, 132),
     }
     for (kernel, choose), rows, N in product(() if tf32 else norms.items(), (1, 1_000_000), range(1, 20_000, 7)):
-        block_m, block_n, num_warps, _ = choose(rows, N)
+        block_m, block_n, num_warps, *_ = choose(rows, N)
         configs.add((kernel, block_m, block_n, None, num_warps, None))
     return configs
 
@@ -223,6 +224,7 @@ def compile_all(mode: str, arch: int) -> None:
     native = {"NATIVE": arch >= 89}
     for casts in (cast_float8, cast_float8_block, cast_mxfp8):
         casts.format_of = lambda dtype, device: format_of(dtype, device) | native
+    norm_triton.shared_memory = lambda x: LIMITS[arch]
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
     run = JITFunction.run
 

@@ -118,7 +118,7 @@ CHAINS = {
         ADD_ELEMENT,
     ],
 }  # fmt: skip
-SHAPES = [(5, 8), (70, 16), (3, 136), (1, 8), (0, 8), (2, 3, 24)]
+SHAPES = [(5, 8), (70, 16), (64, 64), (3, 136), (1, 8), (0, 8), (2, 3, 24)]  # (64, 64) is whole tiles
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
