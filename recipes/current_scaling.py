@@ -15,19 +15,20 @@ from torch import Tensor
 from recipes.formats import Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
 from recipes.kernels.cast_float8 import BLOCK, Float8Copies, cast_float8, untranspose
-from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
+from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes
 from recipes.quantizer import Quantizer
-from recipes.recipe import Recipe, Role
+from recipes.recipe import Recipe, Role, support_of_float8
 from recipes.splits import Splits
 
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """FP8 with per-tensor scales computed from the current tensor; emulated: codes are multiplied in a wider dtype.
+    """FP8 with per-tensor scales computed from the current tensor.
 
     fp8_format: HYBRID is E4M3 forward and E5M2 for gradients
     power_2_scale: round scales down to powers of two
     amax_epsilon: the least amax a scale is computed from
+    split_accumulator_*: whether native products promote partial sums to float32, product by product
     """
 
     names: ClassVar[tuple[str, ...]] = ("fp8_current",)
@@ -35,6 +36,12 @@ class Float8CurrentScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+    split_accumulator_fprop: bool = False
+    split_accumulator_dgrad: bool = True
+    split_accumulator_wgrad: bool = True
+
+    def support(self, device: torch.device) -> str:
+        return support_of_float8(device)
 
     def quantizer(self, role: Role) -> CurrentScalingQuantizer:
         form = self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward
@@ -87,6 +94,9 @@ class TensorScaledCodes(ScaledCodes):
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
         return Operand(self.codes.to(dtype), self.scale_inv)
 
+    def float8_operand(self) -> Float8Operand:
+        return Float8Operand(self.codes, self.scale_inv, "tensor")
+
     def group(self, splits: Splits, group: int) -> TensorScaledCodes:
         start = sum(splits.tolist()[:group])
         return TensorScaledCodes(self.codes[start : start + splits.tolist()[group]], self.scale_inv[group])
@@ -107,6 +117,9 @@ class TransposedTensorScaledCodes(ScaledCodes):
 
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
         return Operand(untranspose(self.codes, dtype, self.shape, splits), self.scale_inv)
+
+    def float8_operand(self) -> Float8Operand:
+        return Float8Operand(self.codes, self.scale_inv, "tensor", BLOCK)
 
     def group(self, splits: Splits, group: int) -> TransposedTensorScaledCodes:
         sizes = splits.tolist()

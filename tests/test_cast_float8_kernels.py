@@ -144,7 +144,7 @@ def test_each_group_is_cast_as_if_alone(device, given):
     for group, size in enumerate(sizes):
         own = None if scale is None else scale[group : group + 1]
         alone = kernels.cast_float8_on_triton(x[row : row + size], E4M3, scale=own, **both)
-        padded = -(-size // 16) * 16
+        padded = -(-size // kernels.BLOCK) * kernels.BLOCK
         assert_same_codes("row_codes", whole.row_codes[row : row + size], alone.row_codes.cpu())
         assert_same_codes("column_codes", whole.column_codes[:, place : place + padded], alone.column_codes.cpu())
         assert whole.scale_inv[group] == alone.scale_inv

@@ -171,7 +171,7 @@ def test_a_tensor_against_numpy(form, dtype, shape):
     assert_same_codes(q.rowwise.codes, oracle_codes(x32 * torch.tensor(scale), form), form)
     assert q.rowwise.scale_inv.item() == np.float32(1) / scale
     rows = math.prod(shape[:-1])
-    assert q.columnwise.codes.shape == (shape[-1], -(-rows // 16) * 16)
+    assert q.columnwise.codes.shape == (shape[-1], -(-rows // 32) * 32)
     transposed = q.columnwise.codes.view(torch.uint8)
     assert torch.equal(transposed[:, :rows], q.rowwise.codes.view(torch.uint8).reshape(rows, shape[-1]).T)
     assert not transposed[:, rows:].any()

@@ -307,7 +307,8 @@ def cast_float8_block_triton(
             rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
             0 if offsets is None else len(offsets) - 1, amax_epsilon,
             SQUARE=block_dim == 2, POWER_2=power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
-            **format_of(codes.dtype, codes.device), TILES=config.tiles, STAGES=config.num_stages, num_warps=config.num_warps,
+            TILES=config.tiles, STAGES=config.num_stages, num_warps=config.num_warps,
+            **format_of(codes.dtype, codes.device),
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from recipes.kernels.rounding import round_to, widen
 from recipes.kernels.row_tiles import find_tile
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
-PADDING = tl.constexpr(16)
+PADDING = tl.constexpr(32)
 
 
 @triton.jit(do_not_specialize=["rows", "num_groups"])
