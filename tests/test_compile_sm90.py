@@ -26,7 +26,10 @@ from fused.kernels import grouped_gemm_swiglu
 from ops.kernels import activation, elementwise, grouped_gemm, norm_triton, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
 from recipes.formats import E4M3, E5M2
+from recipes.kernels import cast_float8_block
+from recipes.kernels.cast_float8_block import BlockScale
 from recipes.mxfp8 import MXFP8Quantizer
+from recipes.splits import Splits
 
 ROOT = Path(__file__).parents[1]
 
@@ -105,6 +108,23 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
         )  # fmt: skip
 
 
+def launch_block_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> None:
+    """Casts of rows, groups and weights in all kinds of blocks, and the way back of each copy."""
+    x, w = torch.empty(rows, features[0], dtype=dtype), torch.empty(GROUPS, *features, dtype=dtype)
+    splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
+    for block_dim, power_2 in product((1, 2), (True, False)):
+        how = BlockScale(E4M3, block_dim, power_2, 0.0)
+        for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+            cast_float8_block.cast_float8_block_on_triton(x, how, rowwise=rowwise, columnwise=columnwise)
+        cast_float8_block.cast_float8_block_on_triton(x, how, rowwise=True, columnwise=True, splits=splits)
+    how = BlockScale(E5M2, 2, True, 0.0)
+    cast_float8_block.cast_float8_block_on_triton(w, how, rowwise=True, columnwise=True, stacked=True)
+    for square, transposed, offsets in product((True, False), (True, False), (None, splits.offsets)):
+        codes, scale_inv = torch.empty(x.T.shape if transposed else x.shape, dtype=E4M3.dtype), torch.empty(1)
+        launch = cast_float8_block.dequantize_float8_block_triton
+        launch(codes, scale_inv, torch.empty_like(x)[None], offsets, offsets, square, transposed)
+
+
 def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[int, int]]) -> None:
     dtype, tf32 = MODES[mode]
     for rows, features in product(all_rows, all_features):
@@ -114,6 +134,8 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         launch_norms(MANY_ROWS, N, dtype)
     if not tf32:
         launch_chains(MANY_ROWS, ALIGNED[0], dtype)
+        for features in all_features:
+            launch_block_casts(MANY_ROWS, features, dtype)
 
 
 def shipped_configs(mode: str) -> set[tuple]:
@@ -162,6 +184,7 @@ def compile_all(mode: str, arch: int) -> None:
     for module in (grouped_gemm, grouped_gemm_swiglu):
         module.capability = lambda x: divmod(arch, 10)
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
+    cast_float8_block.converts_float8 = lambda codes: arch >= 89
     run = JITFunction.run
 
     def only_compile(kernel, *args, grid, warmup, **kwargs):

@@ -49,8 +49,7 @@ from recipes.kernels.cast_float8_block_triton import cast_float8_block_kernel, d
 from recipes.splits import Splits
 
 BLOCK = 128
-# Measured on H200, as is a program for each tile of 128x128 values, which hold whole blocks in both directions.
-CAST_WARPS, DEQUANTIZE_WARPS = 4, 8
+DEQUANTIZE_WARPS = 8  # measured on H200
 
 
 class BlockCopies(NamedTuple):
@@ -182,6 +181,18 @@ def _spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     return scale
 
 
+# -------------------------------------------------------------------------------------------------------------- config
+
+
+def cast_warps(columns: int, dtype: torch.dtype) -> int:
+    """Warps for a tile of 128x128 values, which hold whole blocks in both directions. Measured on H200.
+
+    Rows that do not begin at multiples of 16 bytes are read value by value, which takes four warps more registers than
+    there are.
+    """
+    return 4 if columns * dtype.itemsize % 16 == 0 else 8
+
+
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 
@@ -289,7 +300,7 @@ def cast_float8_block_triton(
             rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
             0 if offsets is None else len(offsets) - 1, amax_epsilon,
             SQUARE=block_dim == 2, POWER_2=power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
-            **_format(codes),   num_warps=CAST_WARPS,
+            **_format(codes),   num_warps=cast_warps(columns, x_GTK.dtype),
         )  # fmt: skip
 
 
