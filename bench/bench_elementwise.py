@@ -19,7 +19,7 @@ step is a CUDA graph, and so what is timed is the GPU alone.
 # R rows, F features of y, W features of x
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -164,6 +164,17 @@ class Comparison:
         return {name: ours / self.times[name].median for name in self.errors if name != "ours"}
 
 
+@dataclass(frozen=True)
+class CheckedPasses:
+    """What may be timed of a chain: steps by candidate, "copy" among them, and what they were found to be."""
+
+    passes: str
+    bytes: int
+    working_set: int
+    steps: dict[str, Callable[[], Any]]
+    errors: dict[str, float]
+
+
 def compare_chain(
     name: str,
     dtype: str,
@@ -179,6 +190,25 @@ def compare_chain(
 
     Two comparisons: forward, without grad mode, and forward + backward. captured: each step as a CUDA graph.
     """
+    comparisons = []
+    for checked in checked_passes(name, dtype, rows=rows, features=features, device=device, captured=captured):
+        times = time_interleaved(checked.steps, rounds=rounds, calls=calls, device=device)
+        comparisons.append(
+            Comparison(name, dtype, checked.passes, checked.bytes, checked.working_set, times, checked.errors)
+        )
+    return comparisons
+
+
+def checked_passes(
+    name: str,
+    dtype: str,
+    *,
+    rows: int,
+    features: int,
+    device: torch.device | str = "cpu",
+    captured: bool = False,
+) -> Iterator[CheckedPasses]:
+    """Forward, without grad mode, and forward + backward, once all ways were held against float64."""
     chain = CHAINS[name]
     torch.manual_seed(0)
     layer = make_layer(name, dtype, features, device)
@@ -194,7 +224,6 @@ def compare_chain(
     forward, backward = chain.numbers_moved(rows, features)
 
     ways = _ways(chain, layer, inputs)
-    comparisons = []
     for passes, make_step, moved, touched in (
         ("forward", _forward, forward, numbers),
         ("forward + backward", _forward_and_backward, forward + backward, numbers + inputs["x"].numel() + dy.numel()),
@@ -206,10 +235,8 @@ def compare_chain(
             assert error <= limit, f"{name}, {passes}: {way} is off by {error:.2e} in {dtype}, more than {limit:.0e}"
         if captured:
             steps = {way: _captured(step) for way, step in steps.items()}
-        times = time_interleaved({**steps, "copy": _copy(moved, dy)}, rounds=rounds, calls=calls, device=device)
         size = dy.element_size()
-        comparisons.append(Comparison(name, dtype, passes, moved * size, touched * size, times, errors))
-    return comparisons
+        yield CheckedPasses(passes, moved * size, touched * size, {**steps, "copy": _copy(moved, dy)}, errors)
 
 
 def make_layer(name: str, dtype: str, features: int, device: torch.device | str) -> Sequential:

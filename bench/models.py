@@ -1,7 +1,7 @@
 """Expert layers of known models by name: their shapes, and the one place where such a layer is written as operations.
 
 H hidden size, F expert width (of one of gate and up), E experts on this device, K experts a token. Sources: the
-published configurations; R = tokens * K rows reach the experts.
+published configurations (the `config.json` beside each model's card); R = tokens * K rows reach the experts.
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from fuser import ops
+
+TINY_FACTOR = 16
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,28 @@ class ExpertShape:
         weights = 3 * self.hidden * self.intermediate
         biases = 2 * self.intermediate + self.hidden if self.bias else 0
         return self.num_experts * (weights + biases)
+
+    @property
+    def rows(self) -> int:
+        """R: how many rows the experts get of the default tokens."""
+        return self.tokens * self.topk
+
+    def tiny(self) -> "ExpertShape":
+        """The shape for a CPU: widths, experts and tokens divided by `TINY_FACTOR`.
+
+        Widths are rounded up to a multiple of 32, and two experts stay at least.
+        """
+        hidden, intermediate = (-(-width // (32 * TINY_FACTOR)) * 32 for width in (self.hidden, self.intermediate))
+        num_experts = max(2, self.num_experts // TINY_FACTOR)
+        return replace(
+            self,
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=num_experts,
+            topk=min(self.topk, num_experts),
+            tokens=self.tokens // TINY_FACTOR,
+            note=f"widths, experts and tokens of the model divided by {TINY_FACTOR}",
+        )
 
 
 # gpt-oss keeps gate and up in turn (even, odd), clamps both and scales by a sigmoid; its probabilities are a softmax
@@ -61,7 +85,12 @@ EXPERT_SHAPES = {
     "deepseek-v3-ep8": ExpertShape(
         7168, 2048, 32, 4, tokens=16384, note="one of 8 expert-parallel ranks: 65,536 rows for its 32 experts"
     ),
+    "kimi-k2": ExpertShape(7168, 2048, 384, 8, note="router scores by softmax here, by sigmoid in the model"),
+    "kimi-k2-ep8": ExpertShape(
+        7168, 2048, 48, 4, tokens=16384, note="one of 8 expert-parallel ranks: 65,536 rows for its 48 experts"
+    ),
 }
+TINY_SHAPES = {f"tiny-{name}": shape.tiny() for name, shape in EXPERT_SHAPES.items()}
 
 
 def expert_operations(shape: ExpertShape, *, device: torch.device | str | None = None) -> list[nn.Module]:

@@ -12,23 +12,15 @@ import torch
 
 from bench.corpus import Corpus
 from bench.environment import environment
+from bench.plots import COLOURS, bare, make_figure, save, why_no_plots
 from bench.run_files import Record, read_metrics
 from bench.schedule import BASELINE, RecipeSchedule, recipe_named
-
-try:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-except ImportError:
-    Figure = None  # type: ignore[assignment,misc]
 
 TOLERANCE = 0.02  # of the baseline's validation loss
 # From then on the tiny model knows more of a byte than the byte before it tells.
 STEPS_TO_BEAT_BIGRAM = 300
 SEED_NOISE = 0.03  # nats/byte between three bf16 seeds of the tiny model after 300 steps
 SMOOTHING = 10  # steps of the running mean in the plot
-
-# Distinguishable to the colour-blind (Okabe and Ito, 2008).
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 @dataclass(frozen=True)
@@ -70,11 +62,13 @@ def outcomes(directory: Path) -> dict[str, Outcome]:
 
 def complaints(directory: Path, bigram_entropy: float = math.inf) -> list[str]:
     """A sentence for every recipe whose validation loss is not finite, more than 2 % away from the baseline's, or
-    after 300 steps not below the corpus' bigram entropy."""
+    after 300 steps not below the corpus' bigram entropy. Of a negative control nothing is asked."""
     found = outcomes(directory)
     reference = found[BASELINE].validation_loss
     sentences = []
     for recipe, outcome in found.items():
+        if RecipeSchedule.parse(recipe).is_control:
+            continue
         loss = outcome.validation_loss
         if not math.isfinite(loss):
             sentences.append(f"the validation loss of {recipe} is {loss}.")
@@ -95,8 +89,8 @@ def complaints(directory: Path, bigram_entropy: float = math.inf) -> list[str]:
 def write_report(directory: Path, corpus: Corpus, *, model: str, device: str) -> str:
     """Write DIR/summary.md and, if matplotlib is installed, DIR/loss.png. Returns the summary."""
     found = outcomes(directory)
-    if Figure is None:
-        picture = "No loss.png: matplotlib is not installed (`pip install matplotlib`)."
+    if missing := why_no_plots():
+        picture = f"No loss.png: {missing}"
     else:
         _draw(found, corpus, directory / "loss.png")
         picture = "![training loss by step](loss.png)"
@@ -151,7 +145,8 @@ def _verdict(found: dict[str, Outcome]) -> str:
     """What the table does and does not show."""
     sentences = []
     baseline = found.get(BASELINE)
-    others = [outcome for recipe, outcome in found.items() if recipe != BASELINE]
+    controls = [recipe for recipe in found if RecipeSchedule.parse(recipe).is_control]
+    others = [outcome for recipe, outcome in found.items() if recipe != BASELINE and recipe not in controls]
     if baseline and others:
         apart = max(abs(other.validation_loss - baseline.validation_loss) for other in others)
         seeds = list(baseline.validation_losses.values())
@@ -164,6 +159,8 @@ def _verdict(found: dict[str, Outcome]) -> str:
             f"At this length the recipes lie up to {apart:.3f} nats/byte from {BASELINE}, {compared} the noise between "
             f"seeds ({noise:.3f}, {source}): the table shows whether anything breaks, not which recipe is better."
         )
+    if controls:
+        sentences.append(f"Negative controls, drawn dashed and not compared: {', '.join(controls)}.")
     sentences.append(
         '"Emulated" numbers are exactly those of the format, computed without hardware for it; their speed says '
         "nothing about the format."
@@ -182,8 +179,7 @@ def _support(label: str, device: torch.device) -> str:
 def _draw(found: dict[str, Outcome], corpus: Corpus, path: Path) -> None:
     """The curves, and below them, where there is a baseline, how far each lies from the baseline's."""
     baseline = found.get(BASELINE)
-    figure = Figure(figsize=(9, 7 if baseline else 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(9, 7 if baseline else 5)
     upper, *lower = figure.subplots(2 if baseline else 1, squeeze=False, sharex=True)[:, 0]
     for name, entropy in (("unigram", corpus.unigram_entropy), ("bigram", corpus.bigram_entropy)):
         upper.axhline(entropy, color="grey", linewidth=0.8, linestyle=":")
@@ -199,7 +195,8 @@ def _draw(found: dict[str, Outcome], corpus: Corpus, path: Path) -> None:
         apart = [(min(at) - zero, max(at) - zero) for at, zero in zip(seeds, base, strict=False)]
         lower[0].fill_between(steps[: len(apart)], *zip(*apart, strict=True), color="lightgrey")
     for index, (recipe, losses) in enumerate(curves.items()):
-        style = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.4}
+        dashed = RecipeSchedule.parse(recipe).is_control
+        style = {"color": COLOURS[index % len(COLOURS)], "linewidth": 1.4, "linestyle": "--" if dashed else "-"}
         label = f"{recipe} (validation {found[recipe].validation_loss:.3f})"
         upper.plot(range(1, len(losses) + 1), losses, label=label, **style)
         apart_from_base = [loss - zero for loss, zero in zip(losses, base, strict=False)]
@@ -211,11 +208,9 @@ def _draw(found: dict[str, Outcome], corpus: Corpus, path: Path) -> None:
     for axes in lower:
         axes.set(title=f"Distance from {BASELINE}, nats/byte")
     for axes in (upper, *lower):
-        axes.spines[["top", "right"]].set_visible(False)
+        bare(axes)
     (upper, *lower)[-1].set(xlabel="step")
-    part = path.with_suffix(".part.png")
-    figure.savefig(part, dpi=150)
-    part.replace(path)
+    save(figure, path)
 
 
 def _running_mean(losses: list[float]) -> list[float]:

@@ -3,7 +3,7 @@
     "bf16"                     bf16 throughout
     "bf16+50:mxfp8+80:bf16"    bf16, from step 50 on mxfp8, from step 80 on bf16 again
 
-Names are those of `recipes.as_recipe`, and "fp32" for no reduced precision at all.
+Names are those of `recipes.as_recipe` ("fp32" for no reduced precision at all) and the labels of `bench.controls`.
 """
 
 import itertools
@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.controls import CONTROLS, make_control
 from bench.usage import UsageError
 from fuser import autocast, recipes
-from recipes import Recipe
+from recipes import Recipe, Role
+from recipes.names import RECIPES
 
 BASELINE = "bf16"
 
@@ -42,13 +44,26 @@ class RecipeSchedule:
     def label(self) -> str:
         return "+".join([self.parts[0][1], *(f"{step}:{name}" for step, name in self.parts[1:])])
 
+    @property
+    def is_control(self) -> bool:
+        """Whether a negative control has any part in it."""
+        return any(name in CONTROLS for _, name in self.parts)
+
     def at(self, step: int) -> str:
         """The recipe's name for this step."""
         return next(name for first, name in reversed(self.parts) if first <= step)
 
 
+def known_recipes() -> list[str]:
+    """bf16, and the first name of every recipe that quantizes."""
+    kinds = [kind for kind in RECIPES if kind.names]
+    return [BASELINE, *(kind.names[0] for kind in kinds if kind().quantizer(Role.INPUT) is not None)]
+
+
 def recipe_named(name: str) -> Recipe:
-    """The recipe of a name; UsageError lists the known ones."""
+    """The recipe of a name or of a control's label; UsageError lists the known names."""
+    if name in CONTROLS:
+        return make_control(name)
     try:
         return recipes.HighPrecision() if name == "fp32" else recipes.as_recipe(name)
     except ValueError as error:

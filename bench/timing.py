@@ -48,5 +48,6 @@ def time_interleaved(
 
 
 def _timing(values: list[float]) -> Timing:
-    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    # Inclusive: quartiles of few values must not lie outside of them.
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return Timing(median, low, high)

@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.controls import CONTROLS
 from bench.corpus import Corpus, batch, read_corpus
 from bench.language_model import LANGUAGE_MODELS, LanguageModel, LanguageModelConfig
 from bench.progress import TrainingProgress
 from bench.report import complaints, write_report
 from bench.run_files import Record, RunFiles, RunKey
-from bench.schedule import BASELINE, RecipeSchedule, numerics
+from bench.schedule import BASELINE, RecipeSchedule, known_recipes, numerics
 from bench.usage import UsageError, require_device
 
 BALANCE_COEFFICIENT = 1e-2
@@ -169,8 +170,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         default="bf16,fp8_current,mxfp8",
-        help="recipes, separated by commas: bf16, fp8_current, mxfp8, fp32; "
+        help=f"recipes, separated by commas: {', '.join(known_recipes())}, fp32; "
         "bf16+50:mxfp8 changes over at step 50 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--controls",
+        action="store_true",
+        help=f"train the negative controls too, drawn dashed: {', '.join(CONTROLS)}; --recipe takes them one by one",
     )
     parser.add_argument(
         "--switch",
@@ -210,7 +216,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """`python -m bench train`: train, write summary.md and loss.png, print the summary. Returns the exit code."""
     require_device(arguments.device)
-    schedules = tuple(RecipeSchedule.parse(name, tuple(arguments.switch)) for name in arguments.recipe.split(","))
+    names = arguments.recipe.split(",")
+    if arguments.controls:
+        names += [label for label in CONTROLS if label not in names]
+    schedules = tuple(RecipeSchedule.parse(name, tuple(arguments.switch)) for name in names)
     if arguments.check and BASELINE not in [schedule.label for schedule in schedules]:
         raise UsageError(f"--check compares with {BASELINE}, which is not among the runs. Add it to --recipe.")
     config = TrainConfig(

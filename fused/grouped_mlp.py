@@ -53,6 +53,7 @@ class GroupedMLP(FusedOperation):
         h: Tensor  # pre-activation
         scales: Tensor | None
         splits: Splits
+        act_scale: Tensor | None  # what act was cast with, if that is a state that changes
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
         super().__init__(operations)
@@ -103,12 +104,12 @@ class GroupedMLP(FusedOperation):
         if fc1_ctx.by_group:
             return self._forward_by_group(ctxs, x, splits, scales), {}
         path = fc1_ctx.path
-        quantizer = fc1_ctx.quantizer(Role.INPUT)
         wgrad = self.fc1.wants_weight_grad(fc1_ctx)
-        x_q = path.quantize(x, splits, quantizer, rowwise=True, columnwise=wgrad)
+        x_q = path.quantize(x, splits, fc1_ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
         out = self.fc1.buffer(fc1_ctx, "output", x, self.fc1.out_features)
         h, act = self._fc1_and_activation(fc1_ctx, x_q, splits, scales, out)
         # The activation is not kept, so its columnwise copy is made in backward.
+        quantizer = fc2_ctx.quantizer(Role.INPUT)
         act_q = path.quantize(act, splits, quantizer, rowwise=True, columnwise=False)
         y = path.fprop(
             act_q,
@@ -118,7 +119,8 @@ class GroupedMLP(FusedOperation):
             out=self.fc2.buffer(fc2_ctx, "output", x, self.fc2.out_features),
         )
         if any(ctx.needs_grad for ctx in ctxs):
-            fc1_ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, h, scales, splits)
+            act_scale = None if quantizer is None else quantizer.snapshot(x.device)
+            fc1_ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, h, scales, splits, act_scale)
         return y, {}
 
     def _fc1_and_activation(
@@ -126,8 +128,9 @@ class GroupedMLP(FusedOperation):
     ) -> tuple[Tensor, Tensor]:
         w, bias = self.fc1.weight_operand(ctx, rowwise=True), self.fc1.biases(ctx)
         on_gpu = isinstance(ctx.path, GroupedPath) and splits.device.type == "cuda"
-        if on_gpu and self.activation.kind == "swiglu" and out is None:
-            left, right, alpha = ctx.path.factors("TN", x, w)
+        factors = ctx.path.factors(x, w) if on_gpu and self.activation.kind == "swiglu" and out is None else None
+        if factors is not None:
+            left, right, alpha = factors
             h, act = grouped_gemm_swiglu(
                 left, right, splits, bias_GN=bias, scales_T=scales if self.scaled else None, alpha_G=alpha,
                 glu_interleave_size=self.activation.glu_interleave_size, out_dtype=ctx.dtype,
@@ -158,7 +161,7 @@ class GroupedMLP(FusedOperation):
             out=fc2.buffer(last, "output", x, fc2.out_features),
         )  # fmt: skip
         if any(ctx.needs_grad for ctx in ctxs):
-            first.saved = self.Saved(x if fc1.wants_weight_grad(first) else None, h, scales, splits)
+            first.saved = self.Saved(x if fc1.wants_weight_grad(first) else None, h, scales, splits, None)
         return y
 
     def _backward_by_group(self, ctxs: Sequence[OperationContext], dy: Tensor) -> BackwardOfFused:
@@ -189,7 +192,6 @@ class GroupedMLP(FusedOperation):
         fc1_ctx, act_ctx, fc2_ctx = ctxs
         saved: GroupedMLP.Saved = fc1_ctx.saved
         fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, saved.splits
-        inputs, gradients = fc1_ctx.quantizer(Role.INPUT), fc1_ctx.quantizer(Role.GRAD_OUTPUT)
 
         if fc1_ctx.by_group and fc2_ctx.needs.input:
             return self._backward_by_group(ctxs, dy)
@@ -200,6 +202,7 @@ class GroupedMLP(FusedOperation):
         d_fc1: Mapping[str, Tensor | None] = {}
         if not (act_ctx.needs_grad or act_ctx.needs.input or fc2_ctx.needs.input or wgrad):
             return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
+        gradients = fc2_ctx.quantizer(Role.GRAD_OUTPUT)
         dy_q = path.quantize(dy, splits, gradients, rowwise=fc2_ctx.needs.input, columnwise=wgrad)
         scales = saved.scales if self.scaled else None
         act = dh = d_act_scales = None
@@ -214,6 +217,7 @@ class GroupedMLP(FusedOperation):
         elif wgrad:
             act = activation(saved.h, self.activation, scales)
         if wgrad:
+            inputs = fc2_ctx.quantizer(Role.INPUT, saved.act_scale)
             act_q = path.quantize(act, splits, inputs, rowwise=False, columnwise=True)
             d_fc2 |= fc2.weight_gradients(path.wgrad(dy_q, act_q))
             del act, act_q
@@ -224,6 +228,7 @@ class GroupedMLP(FusedOperation):
         if dh is not None and fc1_ctx.needs_grad:
             d_fc1, _ = fc1.bias_gradients(fc1_ctx, dh, splits, None)
             wgrad = fc1.wants_weight_grad(fc1_ctx)
+            gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT)
             dh_q = path.quantize(dh, splits, gradients, rowwise=fc1_ctx.needs.input, columnwise=wgrad)
             if fc1_ctx.needs.input:
                 out = fc1.buffer(fc1_ctx, "grad_input", dh, fc1.in_features)

@@ -8,6 +8,7 @@ from fuser.plan import Registration, register_fusion
 from fuser.sequential import Sequential
 from ops.operation import BasicOperation, FusedOperation, OperationContext, optional, several
 from recipes.autocast import autocast
+from recipes.cast_counts import count_casts
 
 __all__ = [
     "BasicOperation",
@@ -17,6 +18,7 @@ __all__ = [
     "Sequential",
     "autocast",
     "checkpoint",
+    "count_casts",
     "ops",
     "optional",
     "recipes",

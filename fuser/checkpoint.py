@@ -8,12 +8,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from recipes.autocast import autocast, current_recipe
+from recipes.autocast import autocast
+from recipes.stack import CastScales, current_recipe
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """`torch.utils.checkpoint.checkpoint`, with the recipe of the call re-entered when it is computed again.
 
+    Under delayed scaling it casts with the scales of the first time and records no amax a second time.
     Backward usually runs outside of `autocast(recipe=...)`, and the plain function would recompute without a recipe.
     All other arguments are those of torch's function.
 
@@ -22,6 +24,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     """
     recipe = current_recipe()
     versions = _versions(kwargs)
+    scales = CastScales()
+    runs = iter((False, True))
 
     def under_recipe(*inputs: Any, **named: Any) -> Any:
         changed = [name for name, version in versions.items() if _versions(named).get(name) != version]
@@ -30,7 +34,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
                 f"{changed[0]} was changed in place since the checkpointed function was called, so that cannot be "
                 "computed again. Do not write into the inputs of a checkpointed function."
             )
-        with autocast(recipe=recipe):
+        scales.replays = next(runs, True)
+        with autocast(recipe=recipe, scales=scales):
             return function(*inputs, **named)
 
     return torch_checkpoint(under_recipe, *args, use_reentrant=use_reentrant, **kwargs)

@@ -27,11 +27,14 @@ def explain(
     lines = [f"recipe {recipe!r}: {recipe.support(device)} on {device.type}, {str(dtype).removeprefix('torch.')}"]
     for number, stage in enumerate(layout.stages):
         if isinstance(stage.runner, Pipeline):
+            own = stage.runner.recipe
+            chosen = own or recipe
             request = PlanRequest(
-                recipe, device, dtype, stage.runner.all_needs(requires_grad), training,
-                stage.runner.path or recipe.path, fusions_version(),
+                chosen, device, dtype, stage.runner.all_needs(requires_grad), training,
+                stage.runner.path or chosen.path, fusions_version(),
             )  # fmt: skip
-            lines += [f"stage {number}: pipeline", *_explain_pipeline(stage.runner, request)]
+            says = f" under its own recipe {own!r}: {own.support(device)}" if own is not None else ""
+            lines += [f"stage {number}: pipeline{says}", *_explain_pipeline(stage.runner, request)]
         else:
             reason = f", called by itself because {stage.why_alone}" if stage.why_alone else ""
             lines.append(f"stage {number}: {stage.label}  {type(stage.runner).__name__}{reason}")

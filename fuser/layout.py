@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fuser.plan import FusionPlanner
 from ops.operation import BasicOperation
 from ops.run import Buffers, Pipeline
+from recipes.recipe import Recipe
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -60,7 +61,7 @@ class Layout:
         self._hooks: list[Mapping[Any, Any]] = []
         self._nested: list[tuple[Container, Layout]] = []
         self._hooked: list[tuple[Mapping[Any, Any], ...]] = []
-        self._names: list[tuple[BasicOperation, Mapping[str, str]]] = []
+        self._settings: list[tuple[BasicOperation, Mapping[str, str], Recipe | None]] = []
         self.stages: list[Stage] = []
         self._run: list[tuple[int | None, str, BasicOperation]] = []
         self._collect(sequential, "")
@@ -75,10 +76,10 @@ class Layout:
             later |= set(stage.asks)
 
     def is_current(self) -> bool:
-        """Whether no module, hook or name has changed since."""
+        """Whether no module, hook, name or recipe of an operation has changed since."""
         return (
             not any(self._hooks)
-            and all(operation._names is names for operation, names in self._names)
+            and all(o._names is names and o._recipe is recipe for o, names, recipe in self._settings)
             and all(_contents(container) == contents for container, contents in self._contents)
             and all(any(hooks) for hooks in self._hooked)
             and all(nested.layout() is layout for nested, layout in self._nested)
@@ -100,8 +101,10 @@ class Layout:
             hooked = any(hooks)
             (self._hooked.append(hooks) if hooked else self._hooks.extend(hooks))
             if isinstance(module, BasicOperation):
-                self._names.append((module, module._names))
+                self._settings.append((module, module._names, module._recipe))
             if isinstance(module, BasicOperation) and not hooked:
+                if self._run and self._run[-1][2].recipe != module.recipe:
+                    self._close_run()
                 self._run.append((position, label, module))
             elif isinstance(module, Container) and not hooked and self._same_settings(module):
                 self._collect(module, f"{label}.")
@@ -150,7 +153,7 @@ class Layout:
             pipeline = Pipeline(
                 [operation for _, _, operation in self._run],
                 planner=self.planner, path=self.path, retain_graph=self.retain_graph,
-                labels=[label for _, label, _ in self._run],
+                labels=[label for _, label, _ in self._run], recipe=self._run[0][2].recipe,
             )  # fmt: skip
             indices = tuple(position for position, _, _ in self._run)
             self.stages.append(Stage(pipeline, pipeline.consumed, tuple(pipeline.produced), indices, self._run[0][1]))

@@ -13,9 +13,9 @@ from fuser.layout import Container, Layout
 from fuser.plan import Fusion, FusionPlanner, fusions_version
 from ops.operation import BasicOperation, at_border, check_buffers, check_extras
 from ops.run import Pipeline
-from recipes.autocast import current_recipe
 from recipes.names import as_recipe
 from recipes.recipe import Recipe
+from recipes.stack import current_recipe
 
 
 class Sequential(Container):

@@ -11,6 +11,7 @@ from ops.context import OperationContext, at_tensor
 from ops.in_place import memory_of
 from ops.program import Program, Wiring
 from ops.saved import Spec, unflatten
+from recipes.pending import PendingUpdates
 
 
 class Record(NamedTuple):
@@ -19,6 +20,7 @@ class Record(NamedTuple):
     states:      for each operation the values of its context, and the spec of its `Saved`
     parameters, parameter_states: of all operations, as forward saw them
     input_names: the extra inputs that autograd knows; returned: the extra outputs that it does
+    amax_reduction_group: of the outermost autocast of forward
     """
 
     program: Program
@@ -28,6 +30,7 @@ class Record(NamedTuple):
     parameter_states: Sequence[Any]
     input_names: tuple[str, ...]
     returned: tuple[str, ...]
+    amax_reduction_group: Any
 
 
 def run_backward(
@@ -35,8 +38,27 @@ def run_backward(
 ) -> list[Tensor | None]:
     """The gradients of x, of every parameter, and of the extra inputs, in this order.
 
-    The entries of `saved` are given up step by step.
+    The entries of `saved` are given up step by step. It is a step of its own for quantizers with a state.
     """
+    if not record.program.keeps_state:
+        return _run(record, saved, dy, d_returned, None)
+    updates = PendingUpdates(record.amax_reduction_group)
+    try:
+        gradients = _run(record, saved, dy, d_returned, updates)
+    except BaseException:
+        updates.discard()
+        raise
+    updates.apply()
+    return gradients
+
+
+def _run(
+    record: Record,
+    saved: list[Tensor | None],
+    dy: Tensor | None,
+    d_returned: Sequence[Tensor | None],
+    updates: PendingUpdates | None,
+) -> list[Tensor | None]:
     program = record.program
     # Gradients of extra tensors by name, the contributions in the order of the operations that made them.
     d_extras = {name: [d] for name, d in zip(record.returned, d_returned, strict=True) if d is not None}
@@ -62,7 +84,7 @@ def run_backward(
         if wiring.reuses_gradients:
             own = _own(d_outputs, foreign, (dx, *d_parameters, *(d for ds in d_extras.values() for d in ds)))
         try:
-            dx, d_params, d_inputs = _run_step(record, wiring, saved, dx, d_outputs, own)
+            dx, d_params, d_inputs = _run_step(record, wiring, saved, dx, d_outputs, own, updates)
             _take_gradients(record, wiring, d_params, d_parameters)
             _take_extra_gradients(wiring, d_inputs, d_extras)
         except Exception as error:
@@ -87,6 +109,7 @@ def _run_step(
     dy: Any,
     d_outputs: dict[str, Tensor],
     own: frozenset[str],
+    updates: PendingUpdates | None,
 ) -> tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]:
     step = wiring.step
     contexts = []
@@ -96,6 +119,8 @@ def _run_step(
         context.__dict__ = values.copy()
         context.saved = unflatten(spec, saved)
         context.seen_in_forward = (record.parameters, record.parameter_states)
+        if updates is not None:
+            context.updates = updates
         contexts.append(context)
     if own:
         contexts[0].own_gradients = own

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ops.quantizer_state import QuantizerState
+from recipes.cast_counts import watched
+from recipes.pending import PendingUpdates
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
 from recipes.request import Needs
@@ -32,6 +35,7 @@ class OperationContext:
     own_gradients: in the backward of an operation with `reuses_gradients`, the names of the extra outputs whose
              gradients lie in memory that nobody else sees: it may write into them
     next_input_quantizer, previous_grad_quantizer: what the neighbours would quantize their operand with
+    updates: where quantizers with a state record that it changes at the end of the step; None: they record nothing
     """
 
     operation: Any
@@ -47,6 +51,8 @@ class OperationContext:
     parameter_slots: Mapping[str, int]
     saved: Any = None
     own_gradients: frozenset[str] = frozenset()
+    updates: PendingUpdates | None = None
+    quantized_weights: Any = None  # those that forward multiplied with, where backward could not cast them again
     seen_in_forward: tuple[Sequence[torch.Tensor], Sequence[Any]] | None = None  # the pipeline's parameters, states
 
     if TYPE_CHECKING:  # an operation may set numbers of its own
@@ -54,9 +60,19 @@ class OperationContext:
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    def quantizer(self, role: Role) -> Quantizer | None:
-        """What this operation quantizes its tensors in that role with; None leaves them in high precision."""
-        return self.recipe.quantizer(role)
+    def quantizer(self, role: Role, snapshot: torch.Tensor | None = None) -> Quantizer | None:
+        """What this operation quantizes its tensors in that role with; None leaves them in high precision.
+
+        snapshot: what `Quantizer.snapshot` gave in forward, to cast in backward what forward cast.
+        """
+        quantizer = self.recipe.quantizer(role)
+        if quantizer is not None and quantizer.keeps_state:
+            # Gradients are recorded in backward, everything else in forward: what backward casts again is known.
+            in_backward = self.seen_in_forward is not None
+            updates = self.updates if in_backward == (role is Role.GRAD_OUTPUT) else None
+            state = QuantizerState(self.operation, role, self.operation.num_scales)
+            quantizer = quantizer.bound(state, updates, snapshot)
+        return None if quantizer is None else watched(quantizer, self.operation, role)
 
     def param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The operation's parameter, in `dtype` or by default in `ctx.dtype`.
@@ -65,12 +81,14 @@ class OperationContext:
         """
         parameter = held_parameter(self.operation, name)
         if self.seen_in_forward is not None:
-            self._check_unchanged(name, parameter)
+            self.check_unchanged(name)
         dtype = dtype or self.dtype
         return parameter if parameter.dtype == dtype else parameter.to(dtype)
 
-    def _check_unchanged(self, name: str, parameter: torch.Tensor) -> None:
+    def check_unchanged(self, name: str) -> None:
+        """In backward: raise RuntimeError unless the parameter is the very tensor that forward used, unchanged."""
         assert self.seen_in_forward is not None
+        parameter = held_parameter(self.operation, name)
         slot = self.parameter_slots[name]
         forward_parameter, state = (seen[slot] for seen in self.seen_in_forward)
         now = state_of(parameter)

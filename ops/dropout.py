@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation
 from ops.kernels.elementwise import Step
-from ops.kernels.random import new_seed
 from ops.kernels.steps import dropout_step
 from ops.operation import OperationContext
+from recipes.kernels.random import new_seed
 
 
 class Dropout(ElementwiseOperation):

@@ -5,7 +5,8 @@
     NT   dw = dy^T x     both read along the rows        (wgrad)
 
 A quantized operand is multiplied by its exact values (see `gemm_dtype`); scales that hold for a whole tensor are
-applied to the float32 sum. The result is rounded once.
+applied to the float32 sum. Float8 codes with scales of a tensor or of 128 values are multiplied as they are where the
+GPU can (`float8_operands`). The result is rounded once.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ops.kernels.grouped_gemm_float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8, why_not_float8
 from ops.kernels.grouped_operands import accumulator_like
 from recipes.grouped_tensor import GroupedTensor
-from recipes.quantized_tensor import Operand, QuantizedTensor
+from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor
 from recipes.quantizer import Quantizer
-from recipes.recipe import Recipe, Role
+from recipes.recipe import Product, Recipe, Role
+from recipes.splits import Splits
 
 Layout = Literal["TN", "NN", "NT"]
+
+LAYOUTS: dict[Product, Layout] = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
 
 # layout -> whether the first and the second operand are read columnwise
 _COLUMNWISE: dict[Layout, tuple[bool, bool]] = {"TN": (False, False), "NN": (False, True), "NT": (True, True)}
@@ -87,7 +93,38 @@ def operands(layout: Layout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tupl
     if left.values.dtype == right.values.dtype:
         return left, right
     dtype = torch.promote_types(left.values.dtype, right.values.dtype)  # they differ if only one is quantized
-    return Operand(left.values.to(dtype), left.alpha), Operand(right.values.to(dtype), right.alpha)
+    return left._replace(values=left.values.to(dtype)), right._replace(values=right.values.to(dtype))
+
+
+def float8_operands(layout: Layout, a: Matrix, b: Matrix) -> tuple[Float8Operand, Float8Operand] | None:
+    """The codes of both, where the GPU multiplies them as they are; None where values are multiplied instead."""
+    if a.device.type != "cuda" or isinstance(a, Tensor) or isinstance(b, Tensor):
+        return None
+    copies = [
+        x.columnwise if columnwise else x.rowwise for x, columnwise in zip((a, b), _COLUMNWISE[layout], strict=True)
+    ]
+    left, right = (None if copy is None else copy.float8_operand() for copy in copies)
+    if left is None or right is None or a.dtype == torch.float64:
+        return None
+    fitting = (("tensor",) * 2, ("row",) * 2) if layout == "NT" else (("tensor",) * 2, ("row", "square"))
+    if (left.scaling, right.scaling) not in fitting or left.block != (right.block if layout == "NT" else 1):
+        return None
+    refusal = why_not_float8(torch.cuda.get_device_capability(a.device), left.codes.dtype, right.codes.dtype)
+    return (left, right) if refusal is None else None
+
+
+def in_blocks(operand: Operand, block: int, splits: Splits) -> Tensor:
+    """The values of grouped rows, those of each group padded with zeros to a multiple of `block`."""
+    values = operand.values
+    if operand.block == block:
+        return values
+    if operand.block > 1:
+        inactive = splits.group_of_row == splits.num_groups
+        values = values.index_select(0, splits.row_in_padded(operand.block)).masked_fill(inactive[:, None], 0)
+    if block == 1:
+        return values
+    padded = values.new_zeros(splits.aligned_capacity(block), values.shape[1])
+    return padded.index_add_(0, splits.row_in_padded(block), values)  # zeros past the sum change nothing
 
 
 def _plain(x: Matrix) -> Tensor | None:
@@ -105,13 +142,20 @@ def gemm(
     *,
     added: Tensor | None = None,
     alpha: float = 1.0,
+    split_accumulator: bool = True,
 ) -> Tensor:
     """alpha times the product of two matrices, plus `added` (broadcast), in out_dtype. Always new memory.
 
     a: TN [T, K], NN [T, N], NT [T, N]. b: TN [N, K], NN [N, K], NT [T, K].
+    split_accumulator: of products of float8 codes, see `Recipe.split_accumulator`
     """
+    codes = float8_operands(layout, a, b)
+    if codes is not None:
+        return _float8_gemm(layout, *codes, out_dtype, added, alpha, split_accumulator)
     left, right = operands(layout, a, b, out_dtype)
     x, w = left.values.flatten(0, -2), right.values.flatten(0, -2)
+    if layout == "NT" and len(x) != len(w):  # one has rows of zeros at its end
+        x, w = (F.pad(t, (0, 0, 0, max(len(x), len(w)) - len(t))) for t in (x, w))
     x = x.T if layout == "NT" else x
     w = w.T if layout == "TN" else w
     if left.alpha is None and right.alpha is None and x.dtype == out_dtype:
@@ -120,6 +164,9 @@ def gemm(
         if added.dim() == 1:
             return torch.addmm(added.to(out_dtype), x, w, alpha=alpha)
     product = accumulator_like(x) @ accumulator_like(w)
+    if left.alpha is not None and left.alpha.dim() == 2 and right.alpha is not None:
+        product *= right.alpha  # one after the other, as the grouped path does where each row has a factor
+        right = right._replace(alpha=None)
     scale = combined_alpha(left, right)
     if scale is not None:
         product *= scale * alpha
@@ -128,6 +175,38 @@ def gemm(
     if added is not None:
         product = product + added
     return product.to(out_dtype)
+
+
+def _float8_gemm(
+    layout: Layout,
+    a: Float8Operand,
+    b: Float8Operand,
+    out_dtype: torch.dtype,
+    added: Tensor | None,
+    alpha: float,
+    split_accumulator: bool,
+) -> Tensor:
+    """`gemm` of codes: the grouped kernel on one group."""
+    bias = added if added is not None and added.dim() == 1 and alpha == 1 else None
+    plain = added is bias and alpha == 1
+    dtype = out_dtype if plain else torch.float32
+    if layout == "NT":
+        offsets = Splits.whole(a.codes.shape[1], a.codes.device).offsets
+        product = grouped_gemm_nt_float8(
+            a.codes, a.scale, b.codes, b.scale, offsets, out_dtype=dtype, split_accumulation=split_accumulator
+        )[0]
+    else:
+        rows = a.codes.flatten(0, -2)
+        columns = b.codes[None, :, : rows.shape[1]].contiguous()  # a copy only where the transposed codes are padded
+        scale = b.scale if b.scaling == "tensor" else b.scale[None]
+        product = grouped_gemm_tn_float8(
+            rows, a.scale, columns, scale, Splits.whole(len(rows), rows.device),
+            bias_GC=None if bias is None else bias[None], out_dtype=dtype, split_accumulation=split_accumulator,
+        )  # fmt: skip
+    if plain:
+        return product
+    product *= alpha
+    return (product if added is None else product + added).to(out_dtype)
 
 
 def combined_alpha(a: Operand, b: Operand) -> Tensor | None:

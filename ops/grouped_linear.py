@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ops.kernels.grouped_operands import accumulator_like
 from ops.operation import BackwardOfBasic, BasicOperation, OperationContext, check_features
 from ops.paths import SplitTensors
+from ops.quantized_weights import quantized_weights
 from recipes.grouped_tensor import GroupedTensor
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
@@ -66,7 +67,7 @@ class GroupedLinear(BasicOperation):
             )
         if scale_bias and not bias:
             raise ValueError("scale_bias=True needs a bias to scale. Give bias=True, or leave scale_bias out.")
-        self.num_groups = num_groups
+        self.num_groups = self.num_scales = num_groups
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = bias
@@ -104,13 +105,20 @@ class GroupedLinear(BasicOperation):
         return "grouped GEMM (Triton)" if request.device.type == "cuda" else "grouped GEMM (torch)"
 
     def weight_operand(self, ctx: OperationContext, *, rowwise: bool = False, columnwise: bool = False) -> Any:
-        """The weights as the path multiplies them: rowwise for fprop, columnwise for dgrad."""
-        return ctx.path.weight(
-            self._read(ctx, self.weight_names),
-            ctx.quantizer(Role.WEIGHT),
-            rowwise=rowwise,
-            columnwise=columnwise,
-        )
+        """The weights as the path multiplies them: rowwise for fprop, columnwise for dgrad.
+
+        Quantized, they may have both copies, if both will be needed.
+        """
+        quantizer = ctx.quantizer(Role.WEIGHT)
+
+        def quantize(rowwise: bool, columnwise: bool) -> Any:
+            weights = self._read(ctx, self.weight_names)
+            return ctx.path.weight(weights, quantizer, rowwise=rowwise, columnwise=columnwise)
+
+        if quantizer is None:
+            return quantize(rowwise, columnwise)
+        columnwise = columnwise or ctx.needs.input
+        return quantized_weights(ctx, self.weight_names, quantizer, quantize, rowwise=rowwise, columnwise=columnwise)
 
     def stacked_weights(self, ctx: OperationContext) -> Tensor:
         """[G, N, K], in high precision."""

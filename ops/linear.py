@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ops.context import at_tensor
 from ops.gemm import for_wgrad, gemm, quantized
 from ops.operation import BackwardOfBasic, BasicOperation, OperationContext, check_features
+from ops.quantized_weights import quantized_weights
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
 
@@ -82,11 +83,12 @@ class Linear(BasicOperation):
             )
         wgrad = "weight" in ctx.needs.params
         rows = quantized(_matrix(x), ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
-        w = quantized(ctx.param("weight"), ctx.quantizer(Role.WEIGHT), rowwise=True)
+        w = self._weight(ctx, rowwise=True)
         bias = None if self.bias is None else ctx.param("bias")
         if bias is not None and alpha != 1:
             bias = bias * alpha
-        y = gemm("TN", rows, w, ctx.dtype, added=bias, alpha=alpha)
+        split = ctx.recipe.split_accumulator("fprop")
+        y = gemm("TN", rows, w, ctx.dtype, added=bias, alpha=alpha, split_accumulator=split)
         if ctx.needs_grad:
             ctx.saved = self.Saved(for_wgrad(rows) if wgrad else None)
         return y.view(*x.shape[:-1], self.out_features)
@@ -102,11 +104,27 @@ class Linear(BasicOperation):
         dx = None
         gradients: dict[str, Tensor | None] = {}
         if needs.input:
-            w = quantized(ctx.param("weight"), ctx.quantizer(Role.WEIGHT), columnwise=True)
-            dx = gemm("NN", rows, w, ctx.dtype, alpha=alpha).view(*dy.shape[:-1], self.in_features)
+            w = self._weight(ctx, columnwise=True)
+            split = ctx.recipe.split_accumulator("dgrad")
+            dx = gemm("NN", rows, w, ctx.dtype, alpha=alpha, split_accumulator=split).view(
+                *dy.shape[:-1], self.in_features
+            )
         if wgrad:
-            gradients["weight"] = gemm("NT", rows, saved.x, ctx.dtype, alpha=alpha)
+            split = ctx.recipe.split_accumulator("wgrad")
+            gradients["weight"] = gemm("NT", rows, saved.x, ctx.dtype, alpha=alpha, split_accumulator=split)
         return dx, gradients
+
+    def _weight(self, ctx: OperationContext, *, rowwise: bool = False, columnwise: bool = False) -> Any:
+        """The weight as an operand: rowwise for fprop, columnwise for dgrad; both if both will be needed."""
+        quantizer = ctx.quantizer(Role.WEIGHT)
+        if quantizer is None:
+            return ctx.param("weight")
+
+        def quantize(rowwise: bool, columnwise: bool) -> Any:
+            return quantizer.quantize(ctx.param("weight"), rowwise=rowwise, columnwise=columnwise)
+
+        columnwise = columnwise or ctx.needs.input
+        return quantized_weights(ctx, ("weight",), quantizer, quantize, rowwise=rowwise, columnwise=columnwise)
 
     def features(self, incoming: int | None) -> int | None:
         check_features(incoming, self.in_features)

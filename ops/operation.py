@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from torch import Tensor, nn
 
 from ops.context import IndexTensor, OperationContext
+from ops.quantizer_state import apply_to_state, prepare_loading
 from ops.run import Pipeline
+from recipes.names import as_recipe
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
@@ -52,6 +54,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     in_place_input: the extra input into whose memory its forward writes, and which it returns as y. The runner has
     made sure that nothing else needs what was there. Such an operation is never fused.
     reuses_gradients: whether its backward asks for `ctx.own_gradients`.
+    num_scales: how many tensors with a scale each it quantizes in one role: groups, or one.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
     """
@@ -61,6 +64,10 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     buffer_names: tuple[str, ...] = ()
     in_place_input: str | None = None
     reuses_gradients: bool = False
+    num_scales: int = 1
+    _quantized_weights: Any = None
+    _captured_weights: Any = None
+    _recipe: Recipe | None = None
     _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
     _names: Mapping[str, str] = {}
 
@@ -115,6 +122,21 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
         self._pipelines = {}
         return self
 
+    @property
+    def recipe(self) -> Recipe | None:
+        """This operation's own recipe, or None if it follows `autocast`."""
+        return self._recipe
+
+    def set_recipe(self, recipe: Recipe | str | None) -> Self:
+        """Run this operation under a recipe of its own, a Recipe or a name, inside and outside of any `autocast`.
+
+        "high_precision" keeps it out of every recipe, None makes it follow `autocast` again. Neighbours under different
+        recipes are different pipelines, and are not fused.
+        """
+        self._recipe = None if recipe is None else as_recipe(recipe)
+        self._pipelines = {}
+        return self
+
     def parameter_names(self) -> tuple[str, ...]:
         """The names of its parameters, those of submodules dotted."""
         if "parametrizations" in self._modules:
@@ -145,7 +167,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
         """
         pipeline = self._pipelines.get((path, retain_graph))
         if pipeline is None:
-            pipeline = Pipeline((self,), path=path, retain_graph=retain_graph)
+            pipeline = Pipeline((self,), path=path, retain_graph=retain_graph, recipe=self._recipe)
             self._pipelines = {**self._pipelines, (path, retain_graph): pipeline}
         check_extras(pipeline.consumed, pipeline.produced, extras, outputs)
         if buffers:
@@ -161,10 +183,24 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Plans are made again by a copy: they hold this very object.
+        # Plans are made again by a copy: they hold this very object. So are quantized weights.
         state = self.__dict__.copy()
         state.pop("_pipelines", None)
+        state.pop("_quantized_weights", None)
+        state.pop("_captured_weights", None)
         return state
+
+    def forget_quantized_weights(self) -> None:
+        """Quantize the weights anew at the next use. Needed after a write through `parameter.data` alone."""
+        self._quantized_weights = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        apply_to_state(self, lambda: super(BasicOperation, self)._apply(fn, recurse))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        prepare_loading(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class Optional(NamedTuple):

@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.gemm import Layout, combined_alpha, for_wgrad, gemm, operands, quantized
+from ops.gemm import LAYOUTS, combined_alpha, float8_operands, for_wgrad, gemm, in_blocks, operands, quantized
 from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_gemm_float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_operands import accumulator_like
 from recipes.grouped_tensor import GroupedTensor
-from recipes.quantized_tensor import QuantizedTensor
+from recipes.quantized_tensor import Operand, QuantizedTensor
 from recipes.quantizer import Quantizer
+from recipes.recipe import HighPrecision, Product, Recipe
 from recipes.request import PlanRequest
 from recipes.splits import Splits
 
@@ -60,6 +62,9 @@ class GroupedPath:
 
     name = "grouped"
 
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        self.recipe = recipe or HighPrecision()
+
     def quantize(
         self, x: Tensor, splits: Splits, quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
     ) -> GroupedTensor:
@@ -91,22 +96,74 @@ class GroupedPath:
         out: Tensor | None = None,
     ) -> Tensor:
         """y[t] = x[t] w_g^T + scales[t] b_g, [T, N] in x's dtype; rows past the last group are zero."""
-        a, b, alpha = self.factors("TN", x, w)
-        return grouped_gemm_tn(a, b, x.splits, bias_GN=bias, scales_T=scales, alpha_G=alpha, out=out, out_dtype=x.dtype)
+        codes = float8_operands("TN", x, w)
+        if codes is not None:
+            a, b = codes
+            return grouped_gemm_tn_float8(
+                a.codes, a.scale, b.codes, b.scale, x.splits, bias_GC=bias, scales_T=scales, out=out, out_dtype=x.dtype,
+                split_accumulation=self.recipe.split_accumulator("fprop"),
+            )  # fmt: skip
+        left, right = operands("TN", x, w, x.dtype)
+        if left.alpha is not None and left.alpha.dim() == 2:
+            return self._fprop_row_scaled(left, right, x, bias, scales, out)
+        return grouped_gemm_tn(
+            left.values, right.values, x.splits, bias_GN=bias, scales_T=scales, alpha_G=combined_alpha(left, right),
+            out=out, out_dtype=x.dtype,
+        )  # fmt: skip
+
+    def _fprop_row_scaled(
+        self, a: Operand, b: Operand, x: GroupedTensor, bias: Tensor | None, scales: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        """fprop where x has a factor for each row, which the grouped GEMM does not know."""
+        assert a.alpha is not None, "the caller has seen it"
+        product = grouped_gemm_tn(a.values, b.values, x.splits, alpha_G=b.alpha, out_dtype=torch.float32)
+        product *= a.alpha
+        group = x.splits.group_of_row
+        if bias is not None:
+            rows = accumulator_like(bias).index_select(0, group.clamp(max=x.splits.num_groups - 1))
+            product += rows if scales is None else rows * scales[:, None]
+        product.masked_fill_((group == x.splits.num_groups)[:, None], 0)
+        return product.to(x.dtype) if out is None else out.copy_(product)
 
     def dgrad(self, dy: GroupedTensor, w: Tensor | QuantizedTensor, *, out: Tensor | None = None) -> Tensor:
         """dx[t] = dy[t] w_g, [T, K] in dy's dtype; rows past the last group are zero."""
-        a, b, alpha = self.factors("NN", dy, w)
-        return grouped_gemm_nn(a, b, dy.splits, alpha_G=alpha, out=out, out_dtype=dy.dtype)
+        codes = float8_operands("NN", dy, w)
+        if codes is not None:
+            a, b = codes
+            return grouped_gemm_tn_float8(
+                a.codes, a.scale, b.codes, b.scale, dy.splits, out=out, out_dtype=dy.dtype,
+                split_accumulation=self.recipe.split_accumulator("dgrad"),
+            )  # fmt: skip
+        left, right = operands("NN", dy, w, dy.dtype)
+        alpha = combined_alpha(left, right)
+        return grouped_gemm_nn(left.values, right.values, dy.splits, alpha_G=alpha, out=out, out_dtype=dy.dtype)
 
     def wgrad(self, dy: GroupedTensor, x: GroupedTensor) -> Tensor:
         """dw_g = dy_g^T x_g, [G, N, K] in dy's dtype; an empty group's is zero."""
-        a, b, alpha = self.factors("NT", dy, x)
-        return grouped_gemm_nt(a, b, dy.splits, alpha_G=alpha, out_dtype=dy.dtype)
+        codes = float8_operands("NT", dy, x)
+        if codes is not None:
+            a, b = codes
+            return grouped_gemm_nt_float8(
+                a.codes, a.scale, b.codes, b.scale, dy.splits.aligned(a.block), out_dtype=dy.dtype,
+                split_accumulation=self.recipe.split_accumulator("wgrad"),
+            )  # fmt: skip
+        left, right = operands("NT", dy, x, dy.dtype)
+        block = max(left.block, right.block)
+        return grouped_gemm_nt(
+            in_blocks(left, block, dy.splits), in_blocks(right, block, dy.splits), dy.splits.padded(block),
+            alpha_G=combined_alpha(left, right), out_dtype=dy.dtype,
+        )  # fmt: skip
 
-    def factors(self, layout: Layout, a: GroupedTensor, b: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What a grouped GEMM multiplies, and the product of the operands' per-tensor scales [G], if they have any."""
-        left, right = operands(layout, a, b, a.dtype)
+    def factors(self, x: GroupedTensor, w: Tensor | QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """What a grouped GEMM multiplies in fprop, and the product of the operands' per-tensor scales [G], if any.
+
+        None if fprop multiplies something else: codes, or rows that have factors of their own.
+        """
+        if float8_operands("TN", x, w) is not None:
+            return None
+        left, right = operands("TN", x, w, x.dtype)
+        if left.alpha is not None and left.alpha.dim() == 2:
+            return None
         return left.values, right.values, combined_alpha(left, right)
 
     def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
@@ -119,13 +176,16 @@ class SplitPath:
 
     name = "split"
 
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        self.recipe = recipe or HighPrecision()
+
     def quantize(
         self, x: Tensor, splits: Splits, quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
     ) -> SplitTensors:
         """As `GroupedPath.quantize`, each group alone."""
         sizes = tuple(splits.tolist())
         parts = x[: sum(sizes)].split(sizes)
-        members = [quantized(part, quantizer, rowwise=rowwise, columnwise=columnwise) for part in parts]
+        members = _members(parts, quantizer, rowwise, columnwise)
         return SplitTensors(tuple(members), sizes, x.shape[0])
 
     def weight(
@@ -133,7 +193,7 @@ class SplitPath:
     ) -> list[Tensor | QuantizedTensor]:
         """As `GroupedPath.weight`, each group alone."""
         members = w.unbind() if isinstance(w, Tensor) else w
-        return [quantized(member, quantizer, rowwise=rowwise, columnwise=columnwise) for member in members]
+        return _members(members, quantizer, rowwise, columnwise)
 
     def for_wgrad(self, x: SplitTensors) -> SplitTensors:
         """As `GroupedPath.for_wgrad`."""
@@ -156,7 +216,7 @@ class SplitPath:
             added = None
             if bias is not None:
                 added = bias[group] if scales is None else accumulator_like(scales[rows, None]) * bias[group]
-            out[rows] = gemm("TN", x.members[group], w[group], out.dtype, added=added)
+            out[rows] = self._gemm("fprop", x.members[group], w[group], out.dtype, added)
             begin += size
         out[begin:] = 0
         return out
@@ -166,7 +226,7 @@ class SplitPath:
         out = _allocate(out, dy, w[0].shape[1], w[0])
         begin = 0
         for member, weight, size in zip(dy.members, w, dy.sizes, strict=True):
-            out[begin : begin + size] = gemm("NN", member, weight, out.dtype)
+            out[begin : begin + size] = self._gemm("dgrad", member, weight, out.dtype)
             begin += size
         out[begin:] = 0
         return out
@@ -178,7 +238,7 @@ class SplitPath:
         dw = torch.zeros(groups, first_dy.shape[1], first_x.shape[1], dtype=first_dy.dtype, device=first_dy.device)
         for group in range(groups):
             if dy.sizes[group]:
-                dw[group] = gemm("NT", dy.members[group], x.members[group], dw.dtype)
+                dw[group] = self._gemm("wgrad", dy.members[group], x.members[group], dw.dtype)
         return dw
 
     def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
@@ -187,9 +247,13 @@ class SplitPath:
         sizes = splits.tolist()
         return torch.stack([part.sum(0) for part in rows[: sum(sizes)].split(sizes)]).to(dy.dtype)
 
+    def _gemm(self, product: Product, a: Any, b: Any, out_dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
+        split = self.recipe.split_accumulator(product)
+        return gemm(LAYOUTS[product], a, b, out_dtype, added=added, split_accumulator=split)
+
 
 Path = GroupedPath | SplitPath
-_PATHS: dict[str, Path] = {"grouped": GroupedPath(), "split": SplitPath()}
+_PATHS: dict[str, type[Path]] = {GroupedPath.name: GroupedPath, SplitPath.name: SplitPath}
 
 
 def choose_path(request: PlanRequest) -> Path:
@@ -205,7 +269,17 @@ def choose_path(request: PlanRequest) -> Path:
     refusal = request.recipe.why_not_grouped(request)
     if asked == "grouped" and refusal is not None:
         raise ValueError(f"path='grouped' cannot be taken: {refusal} Leave path unset, or ask for path='split'.")
-    return _PATHS[asked or ("grouped" if refusal is None else "split")]
+    return _PATHS[asked or ("grouped" if refusal is None else "split")](request.recipe)
+
+
+def _members(parts: Sequence[Tensor], quantizer: Quantizer | None, rowwise: bool, columnwise: bool) -> list[Any]:
+    """Each group's tensor, quantized by itself where the recipe says so."""
+    if quantizer is not None and parts:
+        quantizer = quantizer.seeded(parts[0].device)
+    return [
+        quantized(part, quantizer and quantizer.for_group(group), rowwise=rowwise, columnwise=columnwise)
+        for group, part in enumerate(parts)
+    ]
 
 
 def _allocate(out: Tensor | None, x: SplitTensors, features: int, like: Tensor | QuantizedTensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ops.context import held_parameter
 from ops.paths import choose_path
+from recipes.recipe import Role
 from recipes.request import Needs, PlanRequest
 
 
@@ -83,6 +84,8 @@ class Program:
         self.request = request
         self.input_dtype = input_dtype
         self.path = choose_path(request)
+        quantizers = [request.recipe.quantizer(role) for role in Role]
+        self.keeps_state = any(quantizer is not None and quantizer.keeps_state for quantizer in quantizers)
         flags = iter(request.needs[1])
         wanted_extras = request.needs[2]
 

@@ -39,10 +39,10 @@ class Quantize(BasicOperation):
         return incoming
 
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        return _quantized(x, self.input_quantizer(ctx.recipe)), {}
+        return _quantized(x, ctx.quantizer(Role.INPUT) if self.quantizes_forward else None), {}
 
     def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
-        return _quantized(dy, self.grad_output_quantizer(ctx.recipe)), {}, {}
+        return _quantized(dy, ctx.quantizer(Role.GRAD_OUTPUT) if self.quantizes_backward else None), {}, {}
 
     def extra_repr(self) -> str:
         return f"forward={self.quantizes_forward}, backward={self.quantizes_backward}"

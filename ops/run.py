@@ -5,8 +5,8 @@ A call is one dictionary look-up, for the `Program` of this request, and then a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -18,9 +18,11 @@ from ops.context import OperationContext, at_tensor, state_of
 from ops.in_place import check_writable, memory_of
 from ops.program import Planner, Program, Wiring, plan_unfused
 from ops.saved import flatten
-from recipes.autocast import current_recipe
+from recipes.pending import PendingUpdates
+from recipes.recipe import Recipe
 from recipes.request import PlanRequest
 from recipes.splits import Splits
+from recipes.stack import current_recipe, current_updates, records_amaxes
 
 Buffers = Mapping[int, Mapping[str, Tensor]]
 
@@ -45,6 +47,7 @@ class Pipeline:
     path:         "grouped" or "split" to force one of the two storage paths, else None
     retain_graph: keep what backward needs after the first backward
     labels:       where each operation stands, for messages; by default its position
+    recipe:       the operations' own recipe; None: that of `autocast`
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class Pipeline:
         path: str | None = None,
         retain_graph: bool = False,
         labels: Sequence[str] | None = None,
+        recipe: Recipe | None = None,
     ) -> None:
+        self.recipe = recipe
         self.operations = tuple(operations)
         self.labels = tuple(map(str, range(len(self.operations)))) if labels is None else tuple(labels)
         self.planner = planner
@@ -111,7 +116,7 @@ class Pipeline:
         else:
             needs = (False, (False,) * len(present), ())
         dtypes = tuple(map(_dtype, present))
-        recipe = current_recipe()
+        recipe = self.recipe or current_recipe()
         # All that the request is made of, and what the program knows beyond it.
         key = (recipe, device, needs, training, fusions_version, x.dtype, autocast_dtype, dtypes, parameters.layout)
         program = self.programs.get(key)
@@ -155,7 +160,10 @@ class Pipeline:
         program = self._program(x, extras, parameters, training, fusions_version)
         call = _Call(program, extras, tuple(wanted), buffers or {}, self.retain_graph, self.labels)
         # Inside a Function, torch.autocast would still change the products of the references.
-        with torch.autocast(x.device.type, enabled=False) if _autocasts(x.device) else _NOTHING:
+        with (
+            torch.autocast(x.device.type, enabled=False) if _autocasts(x.device) else _NOTHING,
+            _step(call) if program.keeps_state else _NOTHING,
+        ):
             if not program.needs_grad:
                 return at_tensor(call.forward(x)), call.produced
             call.input_names = [name for name in self.consumed if isinstance(extras[name], Tensor)]
@@ -166,6 +174,24 @@ class Pipeline:
 
 
 _NOTHING = nullcontext()
+
+
+@contextmanager
+def _step(call: _Call) -> Iterator[None]:
+    """Lets quantizers with a state record: for the end of the outermost autocast, or without one of this call."""
+    if not records_amaxes():
+        yield
+        return
+    own = None if current_updates() is not None else PendingUpdates()
+    call.updates = own or current_updates()
+    try:
+        yield
+    except BaseException:
+        if own is not None:
+            own.discard()
+        raise
+    if own is not None:
+        own.apply()
 
 
 def _autocasts(device: torch.device) -> bool:
@@ -195,6 +221,7 @@ class _Call:
         self.input_names: list[str] = []
         self.given: list[Tensor] = []  # x and the extra inputs, where an operation writes in place
         self.written: dict[str, Tensor] = {}  # those of them that were, and have a history
+        self.updates: PendingUpdates | None = None
         self.retains = retains
         self.labels = labels
 
@@ -203,6 +230,9 @@ class _Call:
             context = OperationContext.__new__(OperationContext)
             context.__dict__ = prototype.copy()
             self.contexts.append(context)
+        if self.updates is not None:
+            for context in self.contexts:
+                context.updates = self.updates
         for index, named in self.buffers.items():
             self.contexts[index].buffers = dict(named)
         if self.program.read_after:
@@ -299,6 +329,7 @@ class _RetainingFunction(torch.autograd.Function):
         states = []
         for context in call.contexts:
             values = context.__dict__
+            values.pop("updates", None)
             try:
                 spec = flatten(values.pop("saved", None), flat)
             except TypeError as error:
@@ -308,7 +339,7 @@ class _RetainingFunction(torch.autograd.Function):
         parameters = tensors[: program.num_parameters]
         fctx.record = Record(
             program, call.labels, states, parameters, [state_of(p) for p in parameters],
-            tuple(call.input_names), tuple(returned),
+            tuple(call.input_names), tuple(returned), None if call.updates is None else call.updates.group,
         )  # fmt: skip
         fctx.has_run = False
         fctx.retains = call.retains

@@ -1,20 +1,27 @@
 """Number formats, quantized tensors and recipes: in which numbers a pipeline is computed."""
 
-from recipes.autocast import autocast, current_recipe
+from recipes.autocast import autocast
 from recipes.current_scaling import Float8CurrentScaling
+from recipes.custom import CustomRecipe
+from recipes.delayed_scaling import DelayedScaling
 from recipes.float8_block import Float8BlockScaling
 from recipes.formats import E4M3, E5M2, Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
+from recipes.mixed import MixedScaling
 from recipes.mxfp8 import MXFP8BlockScaling
 from recipes.names import as_recipe
+from recipes.nvfp4 import NVFP4BlockScaling
 from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
 from recipes.quantizer import Quantizer
 from recipes.recipe import HighPrecision, Recipe, Role, Target
 from recipes.request import Needs, PlanRequest
 from recipes.splits import Splits
+from recipes.stack import current_recipe
 
 __all__ = [
     "E4M3",
+    "CustomRecipe",
+    "DelayedScaling",
     "E5M2",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -23,6 +30,8 @@ __all__ = [
     "GroupedTensor",
     "HighPrecision",
     "MXFP8BlockScaling",
+    "MixedScaling",
+    "NVFP4BlockScaling",
     "Needs",
     "Operand",
     "PlanRequest",

@@ -1,38 +1,57 @@
-"""autocast: choose the recipe for everything that runs inside.
+"""autocast: choose the recipe for everything that runs inside."""
 
-The stack of recipes is one for the process, not one a thread: autograd runs CUDA backwards on a thread of its own,
-and a recomputation there must see the recipe that the caller chose.
-"""
+from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from recipes.names import as_recipe
-from recipes.recipe import HighPrecision, Recipe
+import torch.distributed as dist
+from torch import Tensor
 
-_HIGH_PRECISION = HighPrecision()
-_stack: list[list[Recipe]] = []
+from recipes.names import as_recipe
+from recipes.pending import PendingUpdates
+from recipes.recipe import HighPrecision, Recipe
+from recipes.stack import CastScales, Entry, stack
 
 
 @contextmanager
-def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[Recipe]:
+def autocast(
+    recipe: Recipe | str | None = None,
+    enabled: bool = True,
+    *,
+    amax_reduction_group: dist.ProcessGroup | None = None,
+    keep_weights: Tensor | None = None,
+    scales: CastScales | None = None,
+) -> Iterator[Recipe]:
     """Run what is inside under `recipe`, a Recipe or a name such as "mxfp8"; also a decorator.
 
     Contexts nest, and the innermost one counts. `enabled=False`, like None, means high precision. Yields the recipe.
 
+    The outermost context is a step of delayed scaling: when it ends, the amaxes of what forward quantized with
+    gradients on go into the histories and give the next step's scales; if it ends by an exception they are forgotten.
+    amax_reduction_group: the process group that takes part in their maximum; by default all processes
+    keep_weights: for CUDA graphs, a tensor of one number on the device. What is captured inside casts its weights at
+        each replay, unless this number is not 0 then: it multiplies with the codes of the replay before. Set it to 0
+        for the first microbatch of a step (of any graph captured with the same weights), to 1 for the others.
+        Outside of a capture it is not looked at.
+    scales: where `fuser.checkpoint` keeps the scales of a first run for its recomputation
+
     The stack is one for the process: enter contexts from one thread at a time. Plain `torch.utils.checkpoint` computes
     again outside of the context, unless backward runs inside; `fuser.checkpoint` enters the recipe again.
     """
-    chosen = as_recipe(recipe) if enabled else _HIGH_PRECISION
-    entry = [chosen]
-    _stack.append(entry)
+    chosen = as_recipe(recipe) if enabled else HighPrecision()
+    outermost = not stack
+    updates = PendingUpdates(amax_reduction_group) if outermost else stack[0].updates
+    entry = Entry(chosen, updates, scales, keep_weights)
+    stack.append(entry)
     try:
         yield chosen
+    except BaseException:
+        if outermost:
+            entry.updates.discard()
+        raise
     finally:
         # its own entry, also if another thread has put one on top
-        del _stack[next(i for i, other in enumerate(_stack) if other is entry)]
-
-
-def current_recipe() -> Recipe:
-    """The recipe of the innermost `autocast`, `HighPrecision()` outside of any."""
-    return _stack[-1][0] if _stack else _HIGH_PRECISION
+        del stack[next(i for i, other in enumerate(stack) if other is entry)]
+    if outermost:
+        entry.updates.apply()

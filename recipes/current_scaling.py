@@ -1,27 +1,20 @@
 """Float8CurrentScaling: one scale for each tensor, from the tensor itself.
 
-Formula and source: `recipes/kernels/cast_float8.py`. One scale serves both copies, so their codes are stored once.
-Grouped rows and stacked weights have one scale a group; an empty group's is 1.
+Formula, layout and source: `recipes/kernels/cast_float8.py`. One scale serves both copies. Grouped rows and stacked
+weights have one scale a group; an empty group's is 1.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from recipes.formats import Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
-from recipes.kernels.cast_float8 import (
-    amax_grouped_ref,
-    amax_ref,
-    amax_stacked_ref,
-    cast_float8_ref,
-    scale_from_amax_ref,
-    scale_inv_ref,
-)
+from recipes.kernels.cast_float8 import BLOCK, Float8Copies, cast_float8, untranspose
 from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
@@ -57,30 +50,34 @@ class CurrentScalingQuantizer(Quantizer):
     amax_epsilon: float = 0.0
 
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        x32 = x.detach().to(torch.float32)
-        scale = self._scale(amax_ref(x32))
-        copy = TensorScaledCodes(cast_float8_ref(x32 * scale, self.form), scale_inv_ref(scale))
-        return QuantizedTensor(copy if rowwise else None, copy if columnwise else None, x.dtype)
+        copies = cast_float8(x, self.form, rowwise=rowwise, columnwise=columnwise, **self._options)
+        return QuantizedTensor(*tensor_scaled(copies, x.shape), x.dtype)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        w32 = w_GNK.detach().to(torch.float32)
-        scale = self._scale(amax_stacked_ref(w32))
-        copy = TensorScaledCodes(cast_float8_ref(w32 * scale[:, None, None], self.form), scale_inv_ref(scale))
-        return QuantizedTensor(copy if rowwise else None, copy if columnwise else None, w_GNK.dtype)
+        copies = cast_float8(w_GNK, self.form, rowwise=rowwise, columnwise=columnwise, stacked=True, **self._options)
+        return QuantizedTensor(*tensor_scaled(copies, w_GNK.shape), w_GNK.dtype)
 
     def quantize_grouped(
         self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
-        x32 = x_TK.detach().to(torch.float32)
-        scale = self._scale(amax_grouped_ref(x32, splits))
-        group = splits.group_of_row
-        scaled = x32 * scale.index_select(0, group.clamp(max=splits.num_groups - 1))[:, None]
-        scaled = scaled.masked_fill((group == splits.num_groups)[:, None], 0.0)
-        copy = TensorScaledCodes(cast_float8_ref(scaled, self.form), scale_inv_ref(scale))
-        return GroupedTensor(None, splits, copy if rowwise else None, copy if columnwise else None, x_TK.dtype)
+        copies = cast_float8(x_TK, self.form, rowwise=rowwise, columnwise=columnwise, splits=splits, **self._options)
+        return GroupedTensor(None, splits, *tensor_scaled(copies, x_TK.shape), x_TK.dtype)
 
-    def _scale(self, amax: Tensor) -> Tensor:
-        return scale_from_amax_ref(amax, self.form, self.power_2_scale, self.amax_epsilon)
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
+
+
+def tensor_scaled(
+    copies: Float8Copies, shape: torch.Size
+) -> tuple[TensorScaledCodes | None, TransposedTensorScaledCodes | None]:
+    """The containers of both copies of a tensor of this shape."""
+    rowwise = columnwise = None
+    if copies.row_codes is not None:
+        rowwise = TensorScaledCodes(copies.row_codes, copies.scale_inv)
+    if copies.column_codes is not None:
+        columnwise = TransposedTensorScaledCodes(copies.column_codes, copies.scale_inv, shape)
+    return rowwise, columnwise
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,3 +90,26 @@ class TensorScaledCodes(ScaledCodes):
     def group(self, splits: Splits, group: int) -> TensorScaledCodes:
         start = sum(splits.tolist()[:group])
         return TensorScaledCodes(self.codes[start : start + splits.tolist()[group]], self.scale_inv[group])
+
+
+@dataclass(frozen=True, eq=False)
+class TransposedTensorScaledCodes(ScaledCodes):
+    """Codes [K, P], [G, K, N] of stacked weights, [K, C] of grouped rows; scale_inv as of `TensorScaledCodes`.
+
+    natural_shape: of the values
+    """
+
+    natural_shape: torch.Size
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.natural_shape
+
+    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
+        return Operand(untranspose(self.codes, dtype, self.shape, splits), self.scale_inv)
+
+    def group(self, splits: Splits, group: int) -> TransposedTensorScaledCodes:
+        sizes = splits.tolist()
+        blocks = [-(-size // BLOCK) for size in sizes[: group + 1]]
+        codes = self.codes[:, sum(blocks[:-1]) * BLOCK : sum(blocks) * BLOCK]
+        return TransposedTensorScaledCodes(codes, self.scale_inv[group], torch.Size((sizes[group], self.shape[1])))

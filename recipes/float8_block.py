@@ -6,7 +6,7 @@ Formula, layout of codes and scales, and source: `recipes/kernels/cast_float8_bl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,15 +21,16 @@ from recipes.kernels.cast_float8_block import (
     cast_float8_block,
     dequantize_float8_block,
 )
-from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
+from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes
 from recipes.quantizer import Quantizer
-from recipes.recipe import Recipe, Role
+from recipes.recipe import Recipe, Role, support_of_float8
 from recipes.splits import Splits
 
 
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
-    """FP8 with one scale a block; emulated: dequantized operands are multiplied.
+    """FP8 with one scale a block. Native products add sums of 128 terms in float32; else dequantized operands are
+    multiplied ("emulated").
 
     fp8_format: E4M3 for all tensors, or HYBRID with E5M2 for gradients
     use_f32_scales: scales are any float32 number; else powers of two, rounded down
@@ -65,6 +66,10 @@ class Float8BlockScaling(Recipe):
             )
         if not self.amax_epsilon >= 0:
             raise ValueError(f"amax_epsilon is {self.amax_epsilon!r}, but cannot be negative. Pass 0 for none.")
+
+    def support(self, device: torch.device) -> str:
+        one_d = self.x_block_scaling_dim == self.grad_block_scaling_dim == 1
+        return support_of_float8(device) if one_d else "emulated"
 
     def quantizer(self, role: Role) -> Float8BlockQuantizer:
         form = self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward
@@ -136,6 +141,9 @@ class BlockRowwiseCodes(ScaledCodes):
         )
         return Operand(values, None)
 
+    def float8_operand(self) -> Float8Operand:
+        return Float8Operand(self.codes, self.scale_inv, "row" if self.block[0] == 1 else "square")
+
     def group(self, splits: Splits, group: int) -> BlockRowwiseCodes:
         start, size = sum(splits.tolist()[:group]), splits.tolist()[group]
         if self.block[0] == 1:
@@ -168,6 +176,11 @@ class BlockColumnwiseCodes(ScaledCodes):
             self.codes, self.scale_inv, dtype, self.block, shape=self.shape, transposed=True, splits=splits
         )
         return Operand(values, None)
+
+    def float8_operand(self) -> Float8Operand:
+        scaling: Literal["row", "square"] = "row" if self.block[1] == 1 else "square"
+        # Of stacked weights and of dgrad's operand the columns are not padded, and belong to one group.
+        return Float8Operand(self.codes, self.scale_inv, scaling, BLOCK if scaling == "row" else 1)
 
     def group(self, splits: Splits, group: int) -> BlockColumnwiseCodes:
         blocks = _row_blocks(splits, group)

@@ -72,7 +72,7 @@ class GroupedTensor:
         return either(self.rowwise, self.columnwise).dequantize(self.splits).to(self.dtype)
 
     def operand(self, columnwise: bool, dtype: torch.dtype) -> Operand:
-        """One side of a grouped matrix product, [T, K] in the natural order, also columnwise; `data` as it is."""
+        """One side of a grouped matrix product, [T, K] in the natural order, or padded to `Operand.block`."""
         if self.data is not None:
             return Operand(self.data, None)
         return pick(self.rowwise, self.columnwise, columnwise).operand(dtype, self.splits)
@@ -83,8 +83,9 @@ class GroupedTensor:
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> GroupedTensor:
         """The same container over `tensors`, which come from `tensors()`. With Nones: an empty template."""
-        rowwise, columnwise = copies_from_tensors(self.rowwise, self.columnwise, tensors[1:5])
-        splits = self.splits.rebuild(tensors[5:])
+        end = 1 + len(copies_to_tensors(self.rowwise, self.columnwise))
+        rowwise, columnwise = copies_from_tensors(self.rowwise, self.columnwise, tensors[1:end])
+        splits = self.splits.rebuild(tensors[end:])
         return replace(self, data=tensors[0], splits=splits, rowwise=rowwise, columnwise=columnwise)
 
     def _quantized_group(self, group: int) -> QuantizedTensor:

@@ -5,16 +5,23 @@ Formula, layout of the scales and source: `recipes/kernels/cast_mxfp8.py`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
 
 from recipes.formats import Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
-from recipes.kernels.cast_mxfp8 import BLOCK, cast_mxfp8_grouped_ref, cast_mxfp8_ref, scale_value, spread
+from recipes.kernels.cast_mxfp8 import (
+    BLOCK,
+    MXFP8Copies,
+    MXFP8Scale,
+    Scaling,
+    cast_mxfp8,
+    dequantize_mxfp8,
+    empty_mxfp8,
+)
 from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
@@ -26,53 +33,66 @@ class MXFP8BlockScaling(Recipe):
     """MXFP8, emulated: dequantized operands are exact, so only the order of summation differs from real MXFP8 products.
 
     fp8_format: E4M3 for all tensors, or HYBRID with E5M2 for gradients
+    scaling: "round_up" gives scales with which no value saturates; "floor" is the rule of OCP MX v1.0, with which the
+        largest values of a block may
+    enable_2d_quantization: weights in blocks of 32x32, so that both copies have the same codes
     """
 
     names: ClassVar[tuple[str, ...]] = ("mxfp8",)
 
     fp8_format: Format = Format.E4M3
+    scaling: Scaling = "round_up"
+    enable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scaling not in get_args(Scaling):
+            raise ValueError(f'scaling is {self.scaling!r}, but must be "round_up" or "floor".')
 
     def quantizer(self, role: Role) -> MXFP8Quantizer:
-        return MXFP8Quantizer(self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward)
+        form = self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward
+        return MXFP8Quantizer(form, self.scaling, self.enable_2d_quantization and role is Role.WEIGHT)
 
 
 @dataclass(frozen=True)
 class MXFP8Quantizer(Quantizer):
-    """One E8M0 scale for each 32 values along K (rowwise) or along the rows (columnwise)."""
+    """One E8M0 scale for each 32 values along K (rowwise) or along the rows (columnwise); square: for 32x32 values."""
 
     form: Float8Format
+    scaling: Scaling = "round_up"
+    square: bool = False
 
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        x32 = x.detach().to(torch.float32)
-        along_K = RowwiseCodes(*cast_mxfp8_ref(x32, self.form, -1)) if rowwise else None
-        if not columnwise:
-            return QuantizedTensor(along_K, None, x.dtype)
-        codes, scale = cast_mxfp8_ref(x32.reshape(math.prod(x.shape[:-1]), x.shape[-1]), self.form, -2)
-        return QuantizedTensor(along_K, ColumnwiseCodes(codes.reshape(x.shape), scale), x.dtype)
+        copies = cast_mxfp8(x, self._how, rowwise=rowwise, columnwise=columnwise)
+        return QuantizedTensor(*_containers(copies), x.dtype)
 
-    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
-        rows, columns = math.prod(shape[:-1]), shape[-1]
-        codes = [torch.empty(shape, dtype=self.form.dtype, device=device) for _ in range(2)]
-        scales = [
-            torch.empty(size, dtype=torch.uint8, device=device)
-            for size in ((*shape[:-1], _ceil_div(columns, BLOCK)), (_ceil_div(rows, BLOCK), columns))
-        ]
-        return QuantizedTensor(RowwiseCodes(codes[0], scales[0]), ColumnwiseCodes(codes[1], scales[1]), dtype)
+    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedTensor | None:
+        if self.scaling != "round_up" or self.square:
+            return None
+        return QuantizedTensor(*_containers(empty_mxfp8(shape, self.form, device)), dtype)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        w32 = w_GNK.detach().to(torch.float32)
-        along_K = RowwiseCodes(*cast_mxfp8_ref(w32, self.form, -1)) if rowwise else None
-        along_N = ColumnwiseCodes(*cast_mxfp8_ref(w32, self.form, -2)) if columnwise else None
-        return QuantizedTensor(along_K, along_N, w_GNK.dtype)
+        copies = cast_mxfp8(w_GNK, self._how, rowwise=rowwise, columnwise=columnwise, stacked=True)
+        return QuantizedTensor(*_containers(copies), w_GNK.dtype)
 
     def quantize_grouped(
         self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
-        inactive = splits.group_of_row == splits.num_groups
-        x32 = x_TK.detach().to(torch.float32).masked_fill(inactive[:, None], 0.0)
-        along_K = RowwiseCodes(*cast_mxfp8_ref(x32, self.form, -1)) if rowwise else None
-        along_T = ColumnwiseCodes(*cast_mxfp8_grouped_ref(x32, splits, self.form)) if columnwise else None
-        return GroupedTensor(None, splits, along_K, along_T, x_TK.dtype)
+        copies = cast_mxfp8(x_TK, self._how, rowwise=rowwise, columnwise=columnwise, splits=splits)
+        return GroupedTensor(None, splits, *_containers(copies), x_TK.dtype)
+
+    @property
+    def _how(self) -> MXFP8Scale:
+        return MXFP8Scale(self.form, self.scaling, self.square)
+
+
+def _containers(copies: MXFP8Copies) -> tuple[RowwiseCodes | None, ColumnwiseCodes | None]:
+    rowwise = columnwise = None
+    if copies.row_codes is not None and copies.row_scale is not None:
+        rowwise = RowwiseCodes(copies.row_codes, copies.row_scale)
+    if copies.column_codes is not None and copies.column_scale is not None:
+        columnwise = ColumnwiseCodes(copies.column_codes, copies.column_scale)
+    return rowwise, columnwise
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +100,7 @@ class RowwiseCodes(ScaledCodes):
     """Codes [..., K] in float8; scale_inv [..., ceil(K / 32)] uint8."""
 
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
-        return _operand(self.codes, spread(scale_value(self.scale_inv), -1, self.codes.shape[-1]), dtype)
+        return Operand(dequantize_mxfp8(self.codes, self.scale_inv, _holding(dtype), columnwise=False), None)
 
     def group(self, splits: Splits, group: int) -> RowwiseCodes:
         start, size = _start(splits, group, 1), splits.tolist()[group]
@@ -95,12 +115,8 @@ class ColumnwiseCodes(ScaledCodes):
     """
 
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
-        factor = scale_value(self.scale_inv)
-        if splits is not None:
-            return _operand(self.codes, factor.index_select(0, splits.block_of_row(BLOCK)), dtype)
-        stacked = self.scale_inv.ndim == 3
-        num_rows = self.codes.shape[-2] if stacked else math.prod(self.codes.shape[:-1])
-        return _operand(self.codes, spread(factor, -2, num_rows).reshape(self.codes.shape), dtype)
+        values = dequantize_mxfp8(self.codes, self.scale_inv, _holding(dtype), columnwise=True, splits=splits)
+        return Operand(values, None)
 
     def group(self, splits: Splits, group: int) -> ColumnwiseCodes:
         start, size = _start(splits, group, 1), splits.tolist()[group]
@@ -108,10 +124,9 @@ class ColumnwiseCodes(ScaledCodes):
         return ColumnwiseCodes(self.codes[start : start + size], self.scale_inv[first : first + _ceil_div(size, BLOCK)])
 
 
-def _operand(codes: Tensor, factor: Tensor, dtype: torch.dtype) -> Operand:
-    # float16 has not the range for 2^E; bfloat16 has, and holds every product exactly.
-    dtype = torch.bfloat16 if dtype == torch.float16 else dtype
-    return Operand((codes.to(torch.float32) * factor).to(dtype), None)
+def _holding(dtype: torch.dtype) -> torch.dtype:
+    """float16 has not the range for 2^E; bfloat16 has, and holds every value exactly."""
+    return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
 def _start(splits: Splits, group: int, block: int) -> int:

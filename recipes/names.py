@@ -1,11 +1,20 @@
 """Recipes by name: "mxfp8" wherever a recipe is asked for."""
 
 from recipes.current_scaling import Float8CurrentScaling
+from recipes.delayed_scaling import DelayedScaling
 from recipes.float8_block import Float8BlockScaling
 from recipes.mxfp8 import MXFP8BlockScaling
+from recipes.nvfp4 import NVFP4BlockScaling
 from recipes.recipe import HighPrecision, Recipe
 
-RECIPES: tuple[type[Recipe], ...] = (HighPrecision, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling)
+RECIPES: tuple[type[Recipe], ...] = (
+    HighPrecision,
+    DelayedScaling,
+    Float8CurrentScaling,
+    Float8BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 
 
 def as_recipe(recipe: Recipe | str | None) -> Recipe:

@@ -14,12 +14,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from recipes.splits import Splits
+
+# Of each element format: the code of the largest number, and half of the step above it as a share of it.
+_LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
+_HALF_STEP = {torch.float8_e4m3fn: 1 / 28, torch.float8_e5m2: 1 / 14}
 
 
 class Operand(NamedTuple):
@@ -36,12 +40,29 @@ class Operand(NamedTuple):
     block: int = 1
 
 
+class Float8Operand(NamedTuple):
+    """The same of codes that tensor cores take: float8, contiguous along the axis to be contracted.
+
+    scale: float32, value = code * scale. How it lies follows from `scaling` and is said in the kernel's file.
+    scaling: "tensor", "row" (one for each 128 codes along the axis to be contracted) or "square" (for 128x128 codes)
+    block: of a transposed copy, the columns of each group begin at multiples of this and are padded with zeros
+    """
+
+    codes: Tensor
+    scale: Tensor
+    scaling: Literal["tensor", "row", "square"]
+    block: int = 1
+
+
 @dataclass(frozen=True, eq=False)
 class ScaledCodes(ABC):
     """One copy: `codes` and `scale_inv`, with value = code * scale_inv.
 
     Where the rows are divided among groups, methods are given the `splits` too.
     """
+
+    # The fields that hold tensors; all of them travel through `save_for_backward`.
+    tensor_fields: ClassVar[tuple[str, ...]] = ("codes", "scale_inv")
 
     codes: Tensor
     scale_inv: Tensor
@@ -51,9 +72,36 @@ class ScaledCodes(ABC):
         """Of the values in the natural order; a copy whose codes lie otherwise says its own."""
         return self.codes.shape
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self, name) for name in self.tensor_fields)
+
+    def over(self, tensors: Sequence[Tensor | None]) -> ScaledCodes:
+        """The same copy over `tensors`, which come from `tensors()`. With Nones: an empty template."""
+        return replace(self, **dict(zip(self.tensor_fields, tensors, strict=True)))  # type: ignore[arg-type]
+
     @abstractmethod
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
         """Values in `dtype`, in the natural order; another dtype in place of one that could not hold them."""
+
+    @property
+    def transform(self) -> str | None:
+        """The orthogonal transform that the values are in; None if they are those of the tensor."""
+        return None
+
+    def largest_codes(self) -> Tensor:
+        """The codes, with 0 for all but those of the largest magnitude."""
+        code = _LARGEST[self.codes.dtype]
+        bytes_ = self.codes.view(torch.uint8)
+        return torch.where((bytes_ & 0x7F) == code, bytes_, 0).view(self.codes.dtype)
+
+    @property
+    def half_step(self) -> float:
+        """By how much of itself the largest number may lie below what is rounded to it."""
+        return _HALF_STEP[self.codes.dtype]
+
+    def float8_operand(self) -> Float8Operand | None:
+        """The codes themselves, if a GPU with float8 products can multiply them."""
+        return None
 
     @abstractmethod
     def group(self, splits: Splits, group: int) -> ScaledCodes:
@@ -126,11 +174,9 @@ def pick(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None, want_colum
 
 
 def copies_to_tensors(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None) -> tuple[Tensor | None, ...]:
-    """Four tensors; a shared copy is named once, so that it is saved once."""
-    tensors: list[Tensor | None] = []
-    for copy in (rowwise, columnwise if columnwise is not rowwise else None):
-        tensors += (copy.codes, copy.scale_inv) if copy is not None else (None, None)
-    return tuple(tensors)
+    """The tensors of both copies, two Nones for one that is missing; a shared copy is named once, to be saved once."""
+    copies = (rowwise, columnwise if columnwise is not rowwise else None)
+    return tuple(tensor for copy in copies for tensor in (copy.tensors() if copy is not None else (None, None)))
 
 
 def copies_from_tensors(
@@ -138,9 +184,6 @@ def copies_from_tensors(
 ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
     """The two copies over other tensors, in the order of `copies_to_tensors`."""
     shared = columnwise is rowwise
-    rowwise = rowwise and _over(rowwise, *tensors[0:2])
-    return rowwise, rowwise if shared else columnwise and _over(columnwise, *tensors[2:4])
-
-
-def _over(copy: ScaledCodes, codes: Tensor | None, scale_inv: Tensor | None) -> ScaledCodes:
-    return replace(copy, codes=codes, scale_inv=scale_inv)  # type: ignore[arg-type]  # None in an empty template
+    count = len(rowwise.tensor_fields) if rowwise is not None else 2
+    rowwise = rowwise and rowwise.over(tensors[:count])
+    return rowwise, rowwise if shared else columnwise and columnwise.over(tensors[count:])

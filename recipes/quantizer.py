@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from recipes.grouped_tensor import GroupedTensor
+from recipes.pending import PendingUpdates
 from recipes.quantized_tensor import QuantizedTensor
 from recipes.splits import Splits
+
+# name -> (shape, initial value) of the float32 tensors that a quantizer keeps from step to step
+StateShapes = Mapping[str, tuple[tuple[int, ...], float]]
+
+
+class StateOfRole(Protocol):
+    """Where the state of one operation's quantizer for one role is kept."""
+
+    def tensors(self, quantizer: Quantizer, device: torch.device | None) -> Mapping[str, Tensor]:
+        """The tensors that `quantizer.state_shapes` asks for, made on `device` if they are not there yet."""
+        ...
 
 
 class Quantizer(ABC):
@@ -19,7 +33,12 @@ class Quantizer(ABC):
     Each copy that is asked for is cast from this input, never from the other copy. Not differentiable.
 
     Only `quantize` must be there. A quantizer with that alone runs on the split path.
+
+    keeps_state: whether casts depend on earlier ones, through the tensors that `state_shapes` names. They are kept on
+    the operation that quantizes, as buffers.
     """
+
+    keeps_state: ClassVar[bool] = False
 
     @abstractmethod
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
@@ -43,6 +62,39 @@ class Quantizer(ABC):
 
         None if this quantizer has to see the whole tensor first, or has no such kernel.
         """
+        return None
+
+    def state_shapes(self, num_scales: int) -> StateShapes:
+        """What is kept for `num_scales` tensors that have a scale each, one for each group of a grouped operation."""
+        return {}
+
+    def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
+        """This quantizer over an operation's state.
+
+        updates: takes note of states that change at the end of the step; None: nothing is recorded.
+        scale: a `snapshot` to cast with in place of the state's scales.
+        """
+        return self
+
+    def state_version(self, device: torch.device) -> Hashable:
+        """Equal as long as casts give equal codes. None: it cannot be told."""
+        return ()
+
+    def seeded(self, device: torch.device) -> Quantizer:
+        """This quantizer with the random numbers of one cast drawn, so that the groups of one buffer share them."""
+        return self
+
+    def for_group(self, group: int) -> Quantizer:
+        """This quantizer for one group's tensor alone."""
+        return self
+
+    def snapshot(self, device: torch.device) -> Tensor | None:
+        """What of the state a later cast must have to give the codes of this step; None without a state."""
+        return None
+
+    @property
+    def columnwise_transform(self) -> str | None:
+        """The orthogonal transform of the rows that columnwise copies are in; only two of one kind cancel."""
         return None
 
     def knows_groups(self) -> bool:

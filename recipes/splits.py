@@ -74,6 +74,11 @@ class Splits:
             )
         return splits
 
+    @staticmethod
+    def whole(rows: int, device: torch.device) -> Splits:
+        """One group that has all rows. Made on the device, also while a CUDA graph is captured."""
+        return Splits({("offsets", 0): torch.arange(2, device=device) * rows}, rows, 1, [rows])
+
     @property
     def device(self) -> torch.device:
         return self.offsets.device

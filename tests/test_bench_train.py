@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from bench.__main__ import main
+from bench.controls import CONTROLS
 from bench.corpus import batch
 from bench.language_model import LANGUAGE_MODELS, LanguageModel
+from bench.plots import save
 from bench.report import complaints, outcomes
 from bench.run_files import read_metrics
 from bench.schedule import RecipeSchedule, numerics
 from bench.usage import UsageError
+from recipes import Float8CurrentScaling, Format
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -65,7 +68,7 @@ def test_all_files_are_written(corpus, tmp_path, capsys):
 
 
 def test_without_matplotlib_the_summary_says_so(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("bench.report.Figure", None)
+    monkeypatch.setattr("bench.plots.find_spec", lambda name: None)
     assert main(arguments(corpus, tmp_path, "--recipe", "bf16", "--steps", 1)) == 0
     assert "matplotlib is not installed" in (tmp_path / "summary.md").read_text()
     assert not (tmp_path / "loss.png").exists()
@@ -189,6 +192,35 @@ def test_resume_refuses_another_corpus(corpus, tmp_path, capsys):
         main(arguments(str(tmp_path / "other"), tmp_path / "out", "--recipe", "bf16", "--steps", 2, "--resume"))
     assert exit_info.value.code == 2
     assert "was made with corpus" in capsys.readouterr().err
+
+
+# --- negative controls
+
+
+def test_controls_are_trained_drawn_dashed_and_not_asked_to_keep_up(corpus, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    for label in list(CONTROLS):
+        monkeypatch.delitem(CONTROLS, label)
+    monkeypatch.setitem(CONTROLS, "e5m2-test", lambda: Float8CurrentScaling(fp8_format=Format.E5M2))
+    styles = {}
+
+    def take_styles(figure, path):
+        styles.update({line.get_label().split()[0]: line.get_linestyle() for line in figure.axes[0].lines})
+        save(figure, path)
+
+    monkeypatch.setattr("bench.report.save", take_styles)
+    assert main(arguments(corpus, tmp_path, "--recipe", "bf16,mxfp8", "--controls", "--steps", 2)) == 0
+    assert [record["recipe"] for record in curve(tmp_path) if record["step"] == 1] == ["bf16", "mxfp8", "e5m2-test"]
+    assert (styles["bf16"], styles["mxfp8"], styles["e5m2-test"]) == ("-", "-", "--")
+    assert "Negative controls, drawn dashed and not compared: e5m2-test." in capsys.readouterr().out
+
+    records = [
+        {"recipe": recipe, "seed": 0, "step": 1, **figures}
+        for recipe, loss in (("bf16", 2.0), ("e5m2-test", 3.0), ("bf16+2:e5m2-test", 3.0))
+        for figures in ({"loss": loss, "tokens_per_s": 1.0}, {"validation_loss": loss})
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert complaints(tmp_path) == []
 
 
 # --- switching recipes

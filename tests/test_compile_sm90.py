@@ -23,10 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fused.kernels import grouped_gemm_swiglu
-from ops.kernels import activation, elementwise, grouped_gemm, norm_triton, steps
+from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
 from recipes.formats import E4M3, E5M2
-from recipes.kernels import cast_float8_block
+from recipes.kernels import cast_float8, cast_float8_block, cast_mxfp8
 from recipes.kernels.cast_float8_block import BlockScale
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.splits import Splits
@@ -70,6 +70,36 @@ def launch_grouped_gemm_swiglu(rows: int, features: tuple[int, int], dtype: torc
         launch(x, w, offsets, bias, scales, alpha, h, act, interleave, tf32)
     launch(x, w, offsets, None, scales, None, h, act, 0, tf32)
     launch(x, w, offsets, None, None, None, None, act, 0, tf32)
+
+
+def launch_grouped_gemm_float8(rows: int, features: tuple[int, int], out_dtype: torch.dtype) -> None:
+    """Per tensor, with fast and with split accumulation; 1x128 with 128x128; 1x128 with 1x128."""
+    K, N = features
+    steps, columns = -(-K // 128), -(-rows // 128) * 128
+    offsets, bias, scales = torch.zeros(GROUPS + 1, dtype=torch.int64), torch.empty(GROUPS, N), torch.empty(rows)
+    one, row = torch.empty(GROUPS), torch.empty(steps, rows)
+    square, column = torch.empty(GROUPS, -(-N // 128), steps), torch.empty(GROUPS, steps, N)
+    every_pair = out_dtype == torch.bfloat16 and rows == MANY_ROWS and features == ALIGNED
+    for a, b in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))[: 3 if every_pair else 1]:
+        x, w = torch.empty(rows, K, dtype=a.dtype), torch.empty(GROUPS, N, K, dtype=b.dtype)
+        y, dw = torch.empty(rows, N, dtype=out_dtype), torch.empty(GROUPS, N, K, dtype=out_dtype)
+        launch_tn = grouped_gemm_float8.grouped_gemm_tn_float8_triton
+        launch_tn(x, one, w, one, offsets, None, None, y, False)
+        if rows == FEW_ROWS:  # only the fast accumulation of a few rows has tiles of its own
+            continue
+        for x_scale, w_scale, split in (
+            (one, one, False),
+            (one, one, True),
+            (row, square, False),
+            (row, column, False),
+        ):
+            for extras in ((None, None), (bias, scales)):
+                launch_tn(x, x_scale, w, w_scale, offsets, *extras, y, split)
+        K_out = K if features[1] == ALIGNED[1] else ODD[0]
+        dy_T, x_T = torch.empty(N, columns, dtype=a.dtype), torch.empty(K_out, columns, dtype=b.dtype)
+        blocks, dw = (torch.empty(columns // 128, N), torch.empty(columns // 128, K_out)), dw[..., :K_out].contiguous()
+        for (dy_scale, x_scale), split in (((one, one), False), ((one, one), True), (blocks, False)):
+            grouped_gemm_float8.grouped_gemm_nt_float8_triton(dy_T, dy_scale, x_T, x_scale, offsets, dw, split)
 
 
 def launch_norms(rows: int, N: int, dtype: torch.dtype) -> None:
@@ -125,17 +155,39 @@ def launch_block_casts(rows: int, features: tuple[int, int], dtype: torch.dtype)
         launch(codes, scale_inv, torch.empty_like(x)[None], offsets, offsets, square, transposed)
 
 
+def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> None:
+    """MXFP8 and per-tensor FP8, both ways, of single tensors, stacked weights and grouped rows."""
+    x, w = torch.empty(rows, features[1], dtype=dtype), torch.empty(GROUPS, *features, dtype=dtype)
+    splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
+    scale, amax = torch.empty(GROUPS), torch.empty(GROUPS)
+    for form, kind in product((E4M3, E5M2), ({}, {"stacked": True}, {"splits": splits})):
+        given, both = w if "stacked" in kind else x, {"rowwise": True, "columnwise": True}
+        for how in (cast_mxfp8.MXFP8Scale(form), cast_mxfp8.MXFP8Scale(form, "floor", square=True)):
+            copies = cast_mxfp8.cast_mxfp8_on_triton(given, how, **both, **kind)
+        cast_mxfp8.dequantize_mxfp8_on_triton(*copies[:2], dtype, columnwise=False)
+        cast_mxfp8.dequantize_mxfp8_on_triton(*copies[2:], dtype, columnwise=True, splits=kind.get("splits"))
+        cast = cast_float8.cast_float8_on_triton
+        copies = cast(given, form, **both, **kind)
+        cast(given, form, **both, **kind, scale=scale if kind else scale[:1], amax_out=amax)
+        cast_float8.untranspose_on_triton(copies.column_codes, dtype, given.shape, kind.get("splits"))
+
+
 def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[int, int]]) -> None:
     dtype, tf32 = MODES[mode]
     for rows, features in product(all_rows, all_features):
         launch_grouped_gemm(rows, features, dtype, tf32)
         launch_grouped_gemm_swiglu(rows, features, dtype, tf32)
+        if not tf32 and grouped_gemm_float8.capability(None) >= (8, 9):
+            # The launcher aligns rows of codes; rows of the output stay odd.
+            launch_grouped_gemm_float8(rows, (ALIGNED[0], features[1]), dtype)
     for N in () if tf32 else NORM_WIDTHS:
         launch_norms(MANY_ROWS, N, dtype)
     if not tf32:
-        launch_chains(MANY_ROWS, ALIGNED[0], dtype)
         for features in all_features:
+            launch_casts(MANY_ROWS, features, dtype)
             launch_block_casts(MANY_ROWS, features, dtype)
+    for features in () if tf32 else (ALIGNED[0], ODD[0]):  # whole tiles, and masked ones
+        launch_chains(MANY_ROWS, features, dtype)
 
 
 def shipped_configs(mode: str) -> set[tuple]:
@@ -150,13 +202,17 @@ def shipped_configs(mode: str) -> set[tuple]:
         for interleave in (0, 1, 5, 8, 32, 64, 128, 1024):
             config = grouped_gemm_swiglu.grouped_gemm_swiglu_config(dtype, glu_interleave_size=interleave, **about)
             configs.add(("grouped_gemm_swiglu_kernel", *config))
+    for rows, aligned, blockwise in product(() if tf32 else (100, 1_000_000), (True, False), (True, False)):
+        about = {"aligned": aligned, "blockwise": blockwise, "capability": (9, 0)}
+        configs.add(("m_grouped_float8_kernel", *grouped_gemm_float8.m_grouped_float8_config(rows, 8, **about)[:5]))
+        configs.add(("k_grouped_float8_kernel", *grouped_gemm_float8.k_grouped_float8_config(**about)[:5]))
     norms = {
         "norm_kernel": norm_triton.norm_config,
         "dnorm_kernel": lambda rows, N: norm_triton.dnorm_config(rows, N, 132),
         "dparameters_kernel": lambda rows, N: norm_triton.dparameters_config(rows, N, 132),
     }
     for (kernel, choose), rows, N in product(() if tf32 else norms.items(), (1, 1_000_000), range(1, 20_000, 7)):
-        block_m, block_n, num_warps, _ = choose(rows, N)
+        block_m, block_n, num_warps, *_ = choose(rows, N)
         configs.add((kernel, block_m, block_n, None, num_warps, None))
     return configs
 
@@ -180,11 +236,15 @@ class OfflineDriver:
 def compile_all(mode: str, arch: int) -> None:
     """Launches everything, prints what ptxas says of each kernel."""
     triton.runtime.driver.set_active(OfflineDriver(arch))
+    format_of = cast_float8.format_of
     triton.knobs.nvidia.dump_ptxas_log = True
-    for module in (grouped_gemm, grouped_gemm_swiglu):
+    for module in (grouped_gemm, grouped_gemm_float8, grouped_gemm_swiglu):
         module.capability = lambda x: divmod(arch, 10)
+    native = {"NATIVE": arch >= 89}
+    for casts in (cast_float8, cast_float8_block, cast_mxfp8):
+        casts.format_of = lambda dtype, device: format_of(dtype, device) | native
+    norm_triton.shared_memory = lambda x: LIMITS[arch]
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
-    cast_float8_block.converts_float8 = lambda codes: arch >= 89
     run = JITFunction.run
 
     def only_compile(kernel, *args, grid, warmup, **kwargs):
@@ -230,7 +290,7 @@ def test_every_configuration_compiles_for_hopper(mode, tmp_path):
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90], report
         if "gemm" in report["kernel"] or "grouped" in report["kernel"]:
-            assert bool(report["wgmma"]) == (mode != "fp32"), report
+            assert bool(report["wgmma"]) == (mode != "fp32" or "float8" in report["kernel"]), report
         # ptxas serialises the float16 kernel that stores no pre-activation, which inference alone uses
         assert not report["warnings"] or (mode == "fp16" and "swiglu" in report["kernel"]), report
 

@@ -22,9 +22,9 @@ from ops.kernels.elementwise import (
     elementwise_cast,
     elementwise_ref,
 )
-from ops.kernels.random import new_seed
 from ops.kernels.steps import ADD_COLUMN, ADD_ELEMENT, dropout_step, scale_step
 from recipes.formats import E4M3, E5M2, Float8Format
+from recipes.kernels.random import new_seed
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.quantized_tensor import QuantizedTensor
 from tests.grouped_cases import DEVICES
@@ -118,7 +118,7 @@ CHAINS = {
         ADD_ELEMENT,
     ],
 }  # fmt: skip
-SHAPES = [(5, 8), (70, 16), (3, 136), (1, 8), (0, 8), (2, 3, 24)]
+SHAPES = [(5, 8), (70, 16), (64, 64), (3, 136), (1, 8), (0, 8), (2, 3, 24)]  # (64, 64) is whole tiles
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -18,7 +18,7 @@ from fuser import Sequential, ops
 from fuser.testing import check_fusion
 from ops import ElementwiseOperation
 from ops.kernels.elementwise import Step
-from ops.kernels.random import random_bits_ref
+from recipes.kernels.random import random_bits_ref
 from tests.check_operation import DEVICES, DTYPES, check_gradients, check_operation
 from tests.reference import assert_same_bits, gradients
 

@@ -1,5 +1,7 @@
 """Per-tensor FP8: every rounding against ml_dtypes, scales against tables in float32 bits, worked tensors by code."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from recipes import E4M3, E5M2, Float8CurrentScaling, Format, Role
 from recipes.current_scaling import CurrentScalingQuantizer
-from recipes.kernels.cast_float8 import cast_float8_ref, scale_from_amax_ref
+from recipes.kernels.cast_float8 import round_to_float8_ref, scale_from_amax_ref
 
 INF, NAN = float("inf"), float("nan")
 FLT_MAX = torch.finfo(torch.float32).max
@@ -44,7 +46,7 @@ def quantize(values, form=E4M3, dtype=torch.float32, **options):
 @FORMS
 def test_every_bf16_value_is_rounded_as_ml_dtypes_does(form):
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    assert_same_codes(cast_float8_ref(x, form), oracle_codes(x, form), form)
+    assert_same_codes(round_to_float8_ref(x, form), oracle_codes(x, form), form)
 
 
 @FORMS
@@ -53,7 +55,7 @@ def test_ties_and_their_neighbours_are_rounded_as_ml_dtypes_does(form):
     finite = codes[codes.isfinite()].sort().values
     ties = (finite[1:] + finite[:-1]) / 2
     x = torch.cat([ties, torch.nextafter(ties, torch.tensor(INF)), torch.nextafter(ties, torch.tensor(-INF))])
-    assert_same_codes(cast_float8_ref(x, form), oracle_codes(x, form), form)
+    assert_same_codes(round_to_float8_ref(x, form), oracle_codes(x, form), form)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +81,8 @@ def test_ties_and_their_neighbours_are_rounded_as_ml_dtypes_does(form):
 )
 def test_rounding_saturates(x, e4m3, e5m2):
     x = torch.tensor(x)
-    assert cast_float8_ref(x, E4M3).view(torch.uint8).item() == e4m3
-    assert cast_float8_ref(x, E5M2).view(torch.uint8).item() == e5m2
+    assert round_to_float8_ref(x, E4M3).view(torch.uint8).item() == e4m3
+    assert round_to_float8_ref(x, E5M2).view(torch.uint8).item() == e5m2
 
 
 # Scales
@@ -168,7 +170,13 @@ def test_a_tensor_against_numpy(form, dtype, shape):
     scale = np.float32(form.max) / amax if amax else np.float32(1)
     assert_same_codes(q.rowwise.codes, oracle_codes(x32 * torch.tensor(scale), form), form)
     assert q.rowwise.scale_inv.item() == np.float32(1) / scale
-    assert q.columnwise is q.rowwise
+    rows = math.prod(shape[:-1])
+    assert q.columnwise.codes.shape == (shape[-1], -(-rows // 16) * 16)
+    transposed = q.columnwise.codes.view(torch.uint8)
+    assert torch.equal(transposed[:, :rows], q.rowwise.codes.view(torch.uint8).reshape(rows, shape[-1]).T)
+    assert not transposed[:, rows:].any()
+    assert torch.equal(q.operand(True, dtype).values, q.operand(False, dtype).values)
+    assert q.columnwise.scale_inv is q.rowwise.scale_inv
     assert q.shape == x.shape and q.dtype == q.dequantize().dtype == dtype
     assert torch.equal(q.dequantize(), (q.rowwise.codes.float() * q.rowwise.scale_inv).to(dtype))
 
@@ -176,7 +184,7 @@ def test_a_tensor_against_numpy(form, dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operands_are_the_codes_and_alpha_the_scale(dtype):
     q = quantize(torch.randn(5, 48))
-    values, alpha = q.operand(False, dtype)
+    values, alpha, _ = q.operand(False, dtype)
     assert values.dtype == dtype and torch.equal(values.double(), q.rowwise.codes.double())
     assert alpha is q.rowwise.scale_inv and alpha.shape == ()
     assert torch.equal(values.float() * alpha, q.dequantize())
@@ -186,7 +194,8 @@ def test_stacked_weights_are_scaled_one_by_one():
     w = torch.randn(3, 8, 40, dtype=torch.bfloat16) * torch.tensor([1.0, 0.0, 100.0])[:, None, None]
     quantizer = Float8CurrentScaling().quantizer(Role.WEIGHT)
     q = quantizer.quantize_stacked(w, rowwise=True, columnwise=True)
-    assert q.rowwise is q.columnwise and q.rowwise.scale_inv.shape == (3,)
+    assert q.columnwise.codes.shape == (3, 40, 8) and q.rowwise.scale_inv.shape == (3,)
+    assert torch.equal(q.operand(True, torch.bfloat16).values, q.operand(False, torch.bfloat16).values)
     for group in range(3):
         alone = quantizer.quantize(w[group])
         assert torch.equal(q.rowwise.codes[group].view(torch.uint8), alone.rowwise.codes.view(torch.uint8))

@@ -31,6 +31,9 @@ MAY_READ = {
     },
     "recipes/grouped_tensor.py": {"GroupedTensor.split": "a list of views needs sizes on the host"},
     "recipes/current_scaling.py": {"*.group": "one group alone, for the SplitPath"},
+    "recipes/nvfp4.py": {"*.group": "one group alone, for the SplitPath"},
+    "recipes/cast_counts.py": {"CountedCasts.counts": "the counts are read when they are asked for"},
+    "recipes/mixed.py": {"*.group": "one group alone, for the SplitPath"},
     "fuser/testing.py": {"*": "it compares results, on the host"},
     "recipes/float8_block.py": {
         "*.group": "one group alone, for the SplitPath",

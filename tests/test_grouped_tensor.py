@@ -83,8 +83,8 @@ def test_an_empty_group_has_scale_one_or_no_block(recipe):
     grouped = quantize(recipe, torch.full((8, 32), 3.0), [3, 0, 5])
     empty = grouped.split()[1]
     assert empty.shape == (0, 32)
-    if grouped.rowwise is grouped.columnwise:
-        assert empty.operand(False, torch.float32).alpha.item() == 1.0
+    if empty.operand(False, torch.float32).alpha is not None:
+        assert empty.columnwise.scale_inv.item() == 1.0 and empty.columnwise.codes.shape == (32, 0)
     else:
         assert empty.columnwise.scale_inv.shape == (0, 32)
 
@@ -99,7 +99,7 @@ def test_unused_mxfp8_blocks_are_zero():
 def test_values_times_alpha_are_the_dequantized_numbers(recipe):
     x = torch.randn(70, 48)
     grouped = quantize(recipe, x, [30, 0, 33])
-    values, alpha = grouped.operand(False, torch.float32)
+    values, alpha, _ = grouped.operand(False, torch.float32)
     if alpha is not None:
         values = values * alpha.repeat_interleave(torch.tensor([30, 0, 40]))[:, None]
     assert torch.equal(values, grouped.dequantize())
@@ -150,7 +150,8 @@ def test_tensors_and_rebuild_are_a_round_trip(recipe):
     for q in (quantizer.quantize(x, columnwise=True), quantize(recipe, x, [10, 0, 25])):
         tensors = q.tensors()
         kept = [tensor for tensor in tensors if tensor is not None]
-        assert len({tensor.data_ptr() for tensor in kept}) == len(kept), "nothing is saved twice"
+        codes = [tensor for tensor in kept if tensor.dtype != torch.float32]  # both copies may share one scale
+        assert len({tensor.data_ptr() for tensor in codes}) == len(codes), "nothing is saved twice"
         empty = q.rebuild([None] * len(tensors))
         assert all(tensor is None for tensor in empty.tensors())
         rebuilt = empty.rebuild([tensor if tensor is None else tensor.clone() for tensor in tensors])

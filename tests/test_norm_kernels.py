@@ -14,7 +14,14 @@ from torch import Tensor
 from ops.kernels import norm_triton
 from ops.kernels.l2_normalization import l2_normalization_ref
 from ops.kernels.layer_norm import layer_norm_ref
-from ops.kernels.norm_triton import dnorm_config, dnorm_triton, dparameters_config, norm_config, runs_in_triton
+from ops.kernels.norm_triton import (
+    dnorm_config,
+    dnorm_stages,
+    dnorm_triton,
+    dparameters_config,
+    norm_config,
+    runs_in_triton,
+)
 from ops.kernels.rms_norm import rms_norm_ref
 from tests.check_operation import DTYPES
 from tests.grouped_cases import DEVICES
@@ -261,6 +268,19 @@ def test_configurations_cover_all_rows_and_fit(rows: int, N: int, sms: int) -> N
     if backward.block_n >= N:
         assert backward.programs * backward.num_warps <= 16 * sms, "all programs are resident at once"
     assert parameters.programs <= max(1, 4 * sms)
+
+
+@pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, 227 << 10])  # RTX 40, A100, H100
+@pytest.mark.parametrize("element_bytes", [6, 8, 12, 16])
+@pytest.mark.parametrize("N", [16, 1024, 4096, 8192, 8193])
+def test_what_is_loaded_ahead_fits_into_shared_memory(N: int, element_bytes: int, shared_memory: int) -> None:
+    config = dnorm_config(1_000_000, N, sms=132)
+    num_stages = dnorm_stages(config, N, element_bytes, shared_memory)
+    ahead = (num_stages - 1) * config.block_m * config.block_n * element_bytes
+    assert ahead * (16 // config.num_warps) < shared_memory, "all programs are resident at once"
+    assert num_stages == 1 or N >= 1024
+    if 1024 <= N <= 8192 and element_bytes <= 8 and shared_memory > 200_000:
+        assert num_stages == 3
 
 
 def test_kernels_run_on_a_gpu_and_not_in_float64() -> None:

@@ -1,6 +1,7 @@
 """Recipes: values, names, answers about themselves."""
 
 import copy
+import json
 import pickle
 from dataclasses import FrozenInstanceError, dataclass, replace
 
@@ -8,12 +9,16 @@ import pytest
 import torch
 
 from recipes import (
+    CustomRecipe,
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
     HighPrecision,
+    MixedScaling,
     MXFP8BlockScaling,
     Needs,
+    NVFP4BlockScaling,
     PlanRequest,
     QuantizedTensor,
     Quantizer,
@@ -24,7 +29,14 @@ from recipes import (
 from recipes.formats import E4M3, E5M2
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-BUILT_IN = [HighPrecision(), Float8CurrentScaling(), MXFP8BlockScaling(), Float8BlockScaling()]
+BUILT_IN = [
+    HighPrecision(),
+    DelayedScaling(),
+    Float8CurrentScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(),
+]
 FP8 = BUILT_IN[1:]
 
 
@@ -81,7 +93,7 @@ def test_recipes_have_names(name, recipe):
 
 def test_an_unknown_name_is_answered_with_those_that_exist():
     with pytest.raises(
-        ValueError, match=r"no recipe named 'fp8'\. Pass \"high_precision\", .*\"fp8_current\", \"mxfp8\""
+        ValueError, match=r"no recipe named 'fp8'\. Pass \"high_precision\", .*\"fp8_current\", .*\"mxfp8\""
     ):
         as_recipe("fp8")
     with pytest.raises(TypeError, match="must be a Recipe or a name"):
@@ -109,7 +121,7 @@ def test_high_precision_quantizes_nothing():
 
 
 def test_support_is_told():
-    assert [recipe.support(CPU) for recipe in BUILT_IN] == ["native", "emulated", "emulated", "emulated"]
+    assert [recipe.support(CPU) for recipe in BUILT_IN] == ["native"] + ["emulated"] * (len(BUILT_IN) - 1)
 
 
 @pytest.mark.parametrize("recipe", BUILT_IN, ids=by_name)
@@ -156,3 +168,44 @@ def test_requests_are_keys_by_value():
     assert request_for(MXFP8BlockScaling(), path="split") not in plans
     needs = Needs(input=True, params=frozenset({"weight"}))
     assert request_for(MXFP8BlockScaling())._replace(needs=(needs,)) not in plans
+
+
+# ------------------------------------------------------------------------------------------------- written down
+
+WRITTEN = [
+    *BUILT_IN,
+    DelayedScaling(margin=1, fp8_format=Format.E4M3, amax_history_len=3, amax_compute_algo="most_recent"),
+    Float8CurrentScaling(fp8_format=Format.E5M2, power_2_scale=True, amax_epsilon=1e-3, path="split"),
+    MixedScaling("mxfp8", Float8CurrentScaling(power_2_scale=True), grad_output_for_wgrad="bf16"),
+]
+
+
+@pytest.mark.parametrize("recipe", WRITTEN, ids=lambda recipe: recipe.name)
+def test_what_is_written_down_comes_back(recipe):
+    text = json.dumps(recipe.to_dict())
+    assert Recipe.from_dict(json.loads(text)) == recipe
+
+
+def test_absent_fields_have_their_defaults():
+    assert Recipe.from_dict({"recipe": "DelayedScaling", "margin": 2}) == DelayedScaling(margin=2)
+
+
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(amax_compute_algo=lambda history: history[0]), CustomRecipe(lambda role: None)]
+)
+def test_a_function_is_not_written_down(recipe):
+    with pytest.raises(ValueError, match="is a function, which cannot be written down"):
+        recipe.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        pytest.param({"recipe": "FP4"}, "there is no recipe 'FP4'. There are: .*MXFP8BlockScaling", id="class"),
+        pytest.param({}, "there is no recipe None", id="nothing"),
+        pytest.param({"recipe": "MXFP8BlockScaling", "sigma": 1}, "MXFP8BlockScaling has no field 'sigma'", id="field"),
+    ],
+)
+def test_what_was_never_written_is_refused(written, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe.from_dict(written)

@@ -1,4 +1,7 @@
-"""FSDP2 (`fully_shard`) over two gloo ranks: outputs and gradients are those of the unsharded model."""
+"""FSDP2 (`fully_shard`) over two gloo ranks: outputs and gradients are those of the unsharded model.
+
+Under quantizing recipes the first output is the same to the bit; later ones differ as the optimizer steps do.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fuser import Sequential, ops
+from fuser import Sequential, autocast, ops
 
 RANKS = 2
 
@@ -32,6 +35,18 @@ def step(sequential: nn.Module, x: Tensor) -> Tensor:
     y = sequential(x, split_sizes=torch.tensor([3, 0, 4, 1]), scales=torch.linspace(0.5, 1, 8))
     y.square().sum().backward()
     return y.detach()
+
+
+def train(sequential: nn.Module, recipe: str) -> list[Tensor]:
+    """Outputs of three steps of gradient descent: the weights change under the same addresses."""
+    optimizer = torch.optim.SGD(sequential.parameters(), lr=0.05)
+    outputs = []
+    for seed in range(3):
+        optimizer.zero_grad()
+        with autocast(recipe):
+            outputs.append(step(sequential, torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))))
+        optimizer.step()
+    return outputs
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -56,6 +71,9 @@ def run_rank(rank: int, shard: str, rendezvous: str) -> None:
             torch.testing.assert_close(
                 whole(parameter.grad), expected[name].grad, msg=lambda text, n=name: f"{n}: {text}"
             )
+        for recipe in ("mxfp8", "fp8_delayed"):
+            for ours, other in zip(train(sharded, recipe), train(plain, recipe), strict=True):
+                torch.testing.assert_close(ours, other, rtol=0.02, atol=0.02, msg=lambda t, n=recipe: f"{n}: {t}")
     finally:
         dist.destroy_process_group()
 

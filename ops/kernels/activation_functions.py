@@ -17,11 +17,13 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from recipes.kernels.rounding import INTERPRET
+
 # 2 sqrt(2 / pi), and 0.044715 times that
 GELU_LINEAR = tl.constexpr(1.5957691216057308)
 GELU_CUBIC = tl.constexpr(0.07135481282553024)
-# Below it the tanh form of gelu and its derivative are 0 in float32.
-GELU_LIMIT = tl.constexpr(-30.0)
+# Where the exponent in the tanh form of gelu is LARGEST_EXPONENT; below, gelu and its derivative are less than 1e-36.
+GELU_LIMIT = tl.constexpr(-9.98)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST_EXPONENT = tl.constexpr(125.5)  # of e in float32, with room for 1 + e
 QGELU_ALPHA = tl.constexpr(1.702)
@@ -37,24 +39,35 @@ def clamp(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x to a unit in the last place, for x from 1 to 2^126: one instruction, and a division takes eight."""
+    if INTERPRET:
+        return 1 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def sides(t):
-    """1 / (1 + 2^t) and 2^t / (1 + 2^t), both to a few units in the last place, from one exponential."""
-    e = tl.exp2(tl.where(t > LARGEST_EXPONENT, LARGEST_EXPONENT, t))
-    first = 1 / (1 + e)
+    """1 / (1 + 2^t) and 2^t / (1 + 2^t) for t up to LARGEST_EXPONENT, both to a few units in the last place, from one
+    exponential."""
+    e = tl.exp2(t)
+    first = reciprocal(1 + e)
     return first, e * first
 
 
 @triton.jit
 def sigmoids(x):
     """sigmoid(x) and sigmoid(-x) = 1 - sigmoid(x)."""
-    return sides(x * -LOG2_E)
+    t = x * -LOG2_E
+    return sides(tl.where(t > LARGEST_EXPONENT, LARGEST_EXPONENT, t))
 
 
 @triton.jit
 def tanh_and_slope(x):
     """tanh(x) and its derivative 1 - tanh(x)^2, both to a few units in the last place, from one exponential."""
     e = tl.exp(-2 * tl.abs(x))
-    inverse = 1 / (1 + e)
+    inverse = reciprocal(1 + e)
     far = (1 - e) * inverse
     far = tl.where(x < 0, -far, far)
     # Near 0, where 1 - e cancels: x + x z P(z), z = x^2; P fitted to tanh for the least relative error, 2^-28.

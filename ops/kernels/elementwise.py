@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -43,7 +43,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.kernels.elementwise_triton import delementwise_kernel, elementwise_kernel
-from ops.kernels.random import random_bits_ref
+from recipes.kernels.random import random_bits_ref
 
 Kind = Literal["", "column", "row", "element", "random"]
 
@@ -180,12 +180,17 @@ class ElementwiseConfig(NamedTuple):
 
     def programs(self, rows: int, columns: int) -> tuple[int, int]:
         """Row blocks and column blocks of the grid."""
-        return triton.cdiv(rows, self.block_t * self.tiles), triton.cdiv(columns, self.block_c)
+        return -(-rows // (self.block_t * self.tiles)), -(-columns // self.block_c)
+
+    def whole(self, rows: int, columns: int) -> bool:
+        """Whether programs have nothing but rows and columns that there are."""
+        return rows % (self.block_t * self.tiles) == 0 and columns % self.block_c == 0
 
 
 PROGRAMS = 4096  # that keep every multiprocessor busy: about 31 on each of the H200's 132
 
 
+@lru_cache(maxsize=1024)  # Triton's arithmetic would cost the host 5 us a call
 def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: bool = False) -> ElementwiseConfig:
     """Tiles for y [rows, columns]. sums_rows: whether backward sums something over the rows, for which a program goes
     through several tiles. casts: whether the result is cast, whose tiles hold whole blocks of 32."""
@@ -375,7 +380,8 @@ def elementwise_triton(
         elementwise_kernel[(math.prod(config.programs(rows, columns)),)](
             x, y, _codes(cast), tuple(operands), rows, columns, columns * (1 + gated),
             **_constants(tuple(steps), tuple(dtypes)), **_cast_constants(cast, x), BLOCK_T=config.block_t,
-            BLOCK_C=config.block_c, num_warps=config.num_warps, enable_fp_fusion=False,
+            BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns), num_warps=config.num_warps,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -402,8 +408,8 @@ def delementwise_triton(
             dy, x, tuple(operands), dx, _codes(cast), tuple(shares), y, column_shares, rows, columns,
             columns * (1 + (_gate_of(steps) >= 0)), **_constants(tuple(steps), tuple(dtypes)),
             **_backwards(tuple(steps), tuple(dtypes)), **_cast_constants(cast, dy),
-            BLOCK_T=config.block_t, BLOCK_C=config.block_c, TILES=config.tiles, STAGES=config.num_stages,
-            num_warps=config.num_warps,
+            BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns), TILES=config.tiles,
+            STAGES=config.num_stages, num_warps=config.num_warps,
             enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -435,6 +441,16 @@ def _gate_of(steps: Sequence[Step]) -> int:
     return next((i for i, step in enumerate(steps) if step.gated), -1)
 
 
+class _Hashed(tuple):
+    """A tuple that is hashed once: Triton hashes the constants at every launch, and its functions take long to hash."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._hash = hash(tuple(self))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -446,7 +462,7 @@ def _constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict
     source = "".join(getattr(function, "cache_key", repr(function)) for function in functions)
     gate = _gate_of(steps)
     return {
-        "STEPS": tuple(step.forward for step in steps),
+        "STEPS": _Hashed(step.forward for step in steps),
         "KINDS": tuple(step.operand for step in steps),
         "CONSTANTS": tuple(number for step in steps for number in step.constants),
         "DTYPES": tuple(_TRITON_DTYPES[dtype] for dtype in dtypes),
@@ -464,7 +480,7 @@ def _backwards(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict
     behind = dtypes[1:] + dtypes[-1:]
     return {
         "LEAVES": tuple(dtype != after for dtype, after in zip(dtypes, behind, strict=True)),
-        "BACKWARDS": tuple(step.backward for step in steps),
-        "D_OPERANDS": tuple(step.d_operand for step in steps),
+        "BACKWARDS": _Hashed(step.backward for step in steps),
+        "D_OPERANDS": _Hashed(step.d_operand for step in steps),
         "READS": tuple(not step.linear for step in steps),
     }

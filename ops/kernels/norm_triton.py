@@ -22,8 +22,8 @@ Graph safety: grids follow from shapes, and nothing is read by the host, so call
 """
 # T rows, N columns (features)
 
-from functools import cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -50,6 +50,7 @@ _WIDEST_FORWARD, _WIDEST_BACKWARD = 16384, 8192
 _WARPS_A_MULTIPROCESSOR = 16
 
 
+@lru_cache(maxsize=1024)  # this and those below: Triton's arithmetic would cost the host 5 us a call
 def norm_config(rows: int, N: int) -> NormConfig:
     """Forward: about 2048 elements a step, or a row if that is longer, and a program for each step."""
     if N > _WIDEST_FORWARD:
@@ -59,14 +60,29 @@ def norm_config(rows: int, N: int) -> NormConfig:
     return NormConfig(block_m, block_n, min(16, max(4, block_n // 512)), programs=triton.cdiv(rows, block_m))
 
 
+@lru_cache(maxsize=1024)
 def dnorm_config(rows: int, N: int, sms: int) -> NormConfig:
     """Backward: steps as in forward, shared by as many programs as `sms` multiprocessors hold at once."""
     if N > _WIDEST_BACKWARD:
         return NormConfig(1, 4096, num_warps=8, programs=rows)
-    block_m, block_n, num_warps, steps = norm_config(rows, N)
-    return NormConfig(block_m, block_n, num_warps, min(steps, sms * _WARPS_A_MULTIPROCESSOR // num_warps))
+    forward = norm_config(rows, N)
+    return forward._replace(programs=min(forward.programs, sms * _WARPS_A_MULTIPROCESSOR // forward.num_warps))
 
 
+@lru_cache(maxsize=1024)
+def dnorm_stages(config: NormConfig, N: int, element_bytes: int, shared_memory: int) -> int:
+    """How many steps of backward are under way at once: loads run ahead into shared memory.
+
+    element_bytes: of all that a step loads for one element. shared_memory: bytes of a multiprocessor, which it divides
+    among as many programs as it holds. Rows of less than 1024 do not gain by it (measured on an H200).
+    """
+    if config.block_n < max(N, 1024):
+        return 1
+    share = shared_memory * config.num_warps // _WARPS_A_MULTIPROCESSOR - 1024  # which the sums of rows may take
+    return max(1, min(3, 1 + share // (config.block_m * config.block_n * element_bytes)))
+
+
+@lru_cache(maxsize=1024)
 def dparameters_config(rows: int, N: int, sms: int) -> NormConfig:
     """dweight and dbias alone: 16 x 128 elements a step; `programs` share the rows of each 128 columns."""
     block_m, block_n, num_warps = 16, 128, 4
@@ -231,6 +247,7 @@ def dnorm_kernel(
     WHOLE: tl.constexpr,  # BLOCK_N >= N; dweight_ptr and dbias_ptr are None otherwise
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """dx of every step = program, program + programs, ..., and the sums of dweight and dbias over these rows."""
     program = tl.program_id(0).to(tl.int64)
@@ -239,7 +256,7 @@ def dnorm_kernel(
     if WHOLE:
         dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(program, tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
+        for step in tl.range(program, tl.cdiv(rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
             offs_t = step * BLOCK_M + tl.arange(0, BLOCK_M)
             mask_t = offs_t < rows
             dy = load_block(dy_ptr, offs_t, mask_t, offs_n, N)
@@ -405,6 +422,8 @@ def dnorm_triton(
     whole = config.block_n >= N
     together = need_dx and whole
     dx = torch.empty_like(x) if need_dx else None
+    loaded = [tensor for tensor in (dy, x, weight, added) if tensor is not None]
+    num_stages = dnorm_stages(config, N, sum(tensor.element_size() for tensor in loaded), shared_memory(x))
     apart = dparameters_config(rows, N, sms)
     programs = config.programs if together else apart.programs
     partials = torch.empty(programs, need_dweight + need_dbias, N, dtype=torch.float32, device=x.device)
@@ -431,6 +450,7 @@ def dnorm_triton(
                 WHOLE=whole,
                 BLOCK_M=config.block_m,
                 BLOCK_N=config.block_n,
+                STAGES=num_stages,
                 num_warps=config.num_warps,
                 # A multiplication joined to the addition of `added` would skip the rounding between them.
                 enable_fp_fusion=False,
@@ -459,12 +479,17 @@ def dnorm_triton(
 
 def multiprocessors(x: Tensor) -> int:
     """How many x's GPU has; an H200's 132 for a CPU tensor, which only the interpreter brings here."""
-    return _multiprocessors(x.get_device()) if x.is_cuda else 132
+    return _properties(x.get_device()).multi_processor_count if x.is_cuda else 132
+
+
+def shared_memory(x: Tensor) -> int:
+    """Bytes that a program may take of x's GPU; 163 KB, as an A100 has, for a CPU tensor."""
+    return _properties(x.get_device()).shared_memory_per_block_optin if x.is_cuda else 163 << 10
 
 
 @cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _properties(device: int) -> Any:
+    return torch.cuda.get_device_properties(device)
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

@@ -41,7 +41,8 @@ from recipes.formats import Float8Format
 from recipes.kernels.cast_float8 import (
     FLOAT32_MAX,
     abs_without_nan,
-    cast_float8_ref,
+    format_of,
+    round_to_float8_ref,
     scale_from_amax_ref,
     scale_inv_ref,
 )
@@ -144,7 +145,7 @@ def _cast_ref(
     def cast(block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         amax = _block_amax(x, block)
         scale = scale_from_amax_ref(amax, how.form, how.power_2_scale, how.amax_epsilon, largest)
-        return cast_float8_ref(x * _spread(scale, block, x.shape), how.form), scale_inv_ref(scale)
+        return round_to_float8_ref(x * _spread(scale, block, x.shape), how.form), scale_inv_ref(scale)
 
     copies = BlockCopies(None, None, None, None)
     if rowwise:
@@ -300,7 +301,7 @@ def cast_float8_block_triton(
             rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
             0 if offsets is None else len(offsets) - 1, amax_epsilon,
             SQUARE=block_dim == 2, POWER_2=power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
-            **_format(codes),   num_warps=cast_warps(columns, x_GTK.dtype),
+            **format_of(codes.dtype, codes.device), num_warps=cast_warps(columns, x_GTK.dtype),
         )  # fmt: skip
 
 
@@ -325,13 +326,8 @@ def dequantize_float8_block_triton(
             given, scale_inv, out_GTK, offsets, aligned,
             rows, columns, given.shape[-1], row_blocks, 0 if offsets is None else len(offsets) - 1,
             SQUARE=square, TRANSPOSED=transposed, PACKED=_packed(given),
-            **_format(codes), num_warps=DEQUANTIZE_WARPS,
+            **format_of(codes.dtype, codes.device), num_warps=DEQUANTIZE_WARPS,
         )  # fmt: skip
-
-
-def converts_float8(codes: Tensor) -> bool:
-    """Whether the device has instructions for casts to and from float8."""
-    return codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
 
 
 def _empty_copies(
@@ -352,10 +348,6 @@ def _empty_copies(
         empty(columnwise, (*lead, columns, rows if stacked else padded), how.form.dtype),
         empty(columnwise, (*lead, column_blocks, row_blocks) if square else (*lead, row_blocks, columns)),
     )
-
-
-def _format(codes: Tensor) -> dict[str, bool | str]:
-    return {"FORM": "E4M3" if codes.dtype == torch.float8_e4m3fn else "E5M2", "NATIVE": converts_float8(codes)}
 
 
 def _bytes(codes: Tensor | None) -> Tensor | None:

@@ -8,8 +8,8 @@ threads, and the transposition moves words, not bytes.
 import triton
 import triton.language as tl
 
-from recipes.kernels.float8_triton import float8_codes, float8_values, float8_words
-from recipes.kernels.rounding import INTERPRET, round_to, widen
+from recipes.kernels.float8_triton import float8_codes, float8_values, float8_words, magnitude
+from recipes.kernels.rounding import round_to, widen
 from recipes.kernels.row_tiles import find_padded_tile
 
 BLOCK = tl.constexpr(128)
@@ -57,16 +57,16 @@ def cast_float8_block_kernel(
             x = ahead.to(tl.float32)
             ahead = _load(x_ptr, offs_t + (j + 1) * PART, offs_k, given, columns)
             if COLUMNS:
-                peak = tl.maximum(peak, _magnitude(x))
-            row_scale, row_scale_inv = _scale(tl.max(_magnitude(x), axis=1), amax_epsilon, FORM, POWER_2, LARGEST)
+                peak = tl.maximum(peak, magnitude(x))
+            row_scale, row_scale_inv = _scale(tl.max(magnitude(x), axis=1), amax_epsilon, FORM, POWER_2, LARGEST)
             row = offs_t + j * PART
             _store(row_codes_ptr, float8_codes(x * row_scale[:, None], FORM, NATIVE), row, offs_k, height, columns)
             tl.store(row_scale_ptr + row, row_scale_inv, mask=row < height)
     else:
-        peak = _magnitude(_load(x_ptr, offs_t, offs_k, given, columns).to(tl.float32))
+        peak = magnitude(_load(x_ptr, offs_t, offs_k, given, columns).to(tl.float32))
         for j in tl.static_range(1, 4):
             x = _load(x_ptr, offs_t + j * PART, offs_k, given, columns).to(tl.float32)
-            peak = tl.maximum(peak, _magnitude(x))
+            peak = tl.maximum(peak, magnitude(x))
 
     if COLUMNS:
         amax = tl.max(peak, axis=0)
@@ -209,15 +209,6 @@ def _load_transposed(codes_ptr, tile, column_block, columns, width, active, PACK
             codes = tl.load(codes_ptr + tile * BLOCK + (row * width + 4 * word + j), mask=inside, other=0)
             words = words | (codes.to(tl.uint32) << (8 * j))
     return tl.trans(words)
-
-
-@triton.jit
-def _magnitude(x):
-    """|x|. The GPU's maximum takes the other number for NaN; the interpreter's does not."""
-    if INTERPRET:
-        return tl.where(x == x, tl.abs(x), 0.0)
-    else:
-        return tl.abs(x)
 
 
 @triton.jit

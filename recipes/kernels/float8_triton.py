@@ -75,3 +75,12 @@ def float8_values(codes, FORM: tl.constexpr, NATIVE: tl.constexpr):
         if FORM == "E5M2":
             value = tl.where(magnitude == LARGEST + 1, float("inf"), value)
         return tl.where(bits >= 0x80, -value, value)
+
+
+@triton.jit
+def magnitude(x):
+    """|x| for a maximum that ignores NaN: the GPU's takes the other number, the interpreter's does not."""
+    if INTERPRET:
+        return tl.where(x == x, tl.abs(x), 0.0)
+    else:
+        return tl.abs(x)

@@ -51,3 +51,23 @@ def find_padded_tile(offsets_ptr, aligned_ptr, tile, rows, num_groups, BLOCK: tl
     first = tl.load(offsets_ptr + group) + tile * BLOCK - tl.load(aligned_ptr + group)
     end = tl.load(offsets_ptr + group + 1, mask=group < num_groups, other=rows)
     return group, first, end
+
+
+@triton.jit
+def find_block(offsets_ptr, aligned_ptr, tile, rows, row_blocks, num_groups, BLOCK: tl.constexpr):
+    """(matrix, block of its rows, first row, end row, whether the rows are any group's) of a tile of BLOCK rows.
+
+    Without offsets there are matrices of `rows` rows each, `row_blocks` tiles a matrix. With offsets there is one, its
+    tiles are those of `find_padded_tile`.
+    """
+    if offsets_ptr is None:
+        matrix = tile // row_blocks
+        tile = tile % row_blocks
+        first = tile.to(tl.int64) * BLOCK
+        end = rows.to(tl.int64)
+        active = end > 0
+    else:
+        matrix = tile * 0
+        group, first, end = find_padded_tile(offsets_ptr, aligned_ptr, tile, rows, num_groups, BLOCK)
+        active = group < num_groups
+    return matrix, tile, first, end, active

@@ -1,0 +1,187 @@
+"""One live grouped MLP whose recipe is switched in place: what each recipe costs, keeps and gets wrong.
+
+    a recipe        GroupedLinear -> ScaledSwiGLU -> GroupedLinear under `autocast(recipe=...)`, never rebuilt
+    torch           the same with `F.grouped_mm` and eager SwiGLU, in bf16
+    torch compiled  the same formula under torch.compile (CUDA only)
+
+Same weights, inputs, split sizes. First every way is held against fp32, expert by expert (SQNR in dB of the output and
+of each gradient), and each recipe is run, another one, and the first again, which must give the same bits. Only then
+all ways are timed by turns in one process, whole steps with their launches; caches are as the turns leave them.
+Useful FLOP: 6 R H F forward, 18 R H F forward + backward.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import fuser
+from bench.grouped_case import DTYPE, PASSES, GroupedCase, Step, expert_mlp
+from bench.memory import peak_bytes, saved_bytes
+from bench.models import EXPERT_SHAPES, TINY_SHAPES
+from bench.plots import why_no_plots
+from bench.recipe_report import Counts, Outcome, draw_recipes, figures, show_recipes, write_csv
+from bench.results import add_json_argument, write_results
+from bench.schedule import BASELINE, known_recipes, recipe_named
+from bench.sqnr import require_sqnr, sqnr_floor
+from bench.timing import time_interleaved
+from bench.usage import UsageError, require_device
+from recipes import Role
+
+MODELS = {**EXPERT_SHAPES, **TINY_SHAPES}
+DEFAULT_MODELS = {"cuda": "qwen3-30b-a3b", "cpu": "tiny-qwen3-30b-a3b"}
+# Steps on the same data after which a recipe with a history gives the same bits each time.
+SETTLING_STEPS = 4
+
+
+def compare_recipes(case: GroupedCase, labels: list[str], *, steps: int = 20) -> list[Outcome]:
+    """Check all recipes and torch's own ways, then time them by turns. AssertionError if one is wrong."""
+    ways: dict[str, Callable[[], Tensor]] = {label: case.ours(label) for label in labels}
+    ways["torch"] = case.torchs()
+    if case.device.type == "cuda":
+        torch.compiler.reset()  # what was compiled for other shapes counts against a limit
+        ways["torch compiled"] = case.torchs(compiled=True)
+
+    outcomes = []
+    for way, call in ways.items():
+        ours = way in labels
+        step = case.step(call, PASSES[-1])
+        sqnr = case.sqnr(step())
+        require_sqnr(way, sqnr, sqnr_floor(way if ours else BASELINE))
+        found = Outcome(
+            way,
+            recipe_named(way).support(case.device) if ours else "torch",
+            sqnr,
+            saved_bytes(call, but=case.weights) / case.rows,
+            peak_bytes(step, case.device),
+        )
+        if ours:
+            other = _other(way, labels)
+            if other is not None:
+                require_same_bits(case, way, other)
+            found = replace(found, same_bits_after=other, counts=_counted(step))
+        outcomes.append(found)
+
+    times = {
+        passes: time_interleaved(
+            {way: case.step(call, passes) for way, call in ways.items()}, rounds=steps, device=case.device
+        )
+        for passes in PASSES
+    }
+    return [replace(found, times={passes: times[passes][found.way] for passes in PASSES}) for found in outcomes]
+
+
+def require_same_bits(case: GroupedCase, label: str, other: str) -> None:
+    """AssertionError unless the recipe gives its bits again after another one ran on the same live model."""
+    step = case.step(case.ours(label), PASSES[-1])
+    for _ in range(SETTLING_STEPS):
+        step()
+    before = _seeded(step)
+    _seeded(case.step(case.ours(other), PASSES[-1]))
+    after = _seeded(step)
+    for name, first, again in zip(case.names, before, after, strict=True):
+        assert torch.equal(first, again), f"{label}, {other}, {label}: {name} has other bits than before"
+
+
+def explain_line(case: GroupedCase, label: str) -> str:
+    """Which path a recipe takes and why, by which kernels, native or emulated."""
+    recipe = recipe_named(label)
+    plan = case.layer.explain(recipe=recipe, device=case.device, dtype=DTYPE).splitlines()[1:]
+    facts = "; ".join(line.strip() for line in plan if not line.startswith("stage"))
+    return f"{label}: {recipe.support(case.device)} on {case.device.type}; {facts}"
+
+
+def _other(label: str, labels: list[str]) -> str | None:
+    """The next recipe in turn, if there is another one."""
+    following = labels[(labels.index(label) + 1) % len(labels)]
+    return following if following != label else None
+
+
+def _seeded(step: Step) -> list[Tensor]:
+    torch.manual_seed(0)  # for recipes that round at random
+    return step()
+
+
+def _counted(step: Step) -> Counts:
+    """Elements, saturated, flushed and non-finite ones of each cast of a step."""
+    with fuser.count_casts() as counter:
+        step()
+    names = ("elements", "saturated", "flushed", "non_finite")
+    return {place: {name: int(getattr(counts, name)) for name in names} for place, counts in counter.counts.items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        help=f"of {', '.join(EXPERT_SHAPES)}; each also as tiny-NAME for a CPU "
+        f"(default: {DEFAULT_MODELS['cuda']}, on the CPU {DEFAULT_MODELS['cpu']})",
+    )
+    parser.add_argument(
+        "--recipes", default=",".join(known_recipes()), help="separated by commas (default: %(default)s)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--tokens", type=int, help="each is sent to top-k experts (default: those of the model)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each way (default: %(default)s)")
+    add_json_argument(parser, "recipes")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each way and pass")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write speed.png, saved_bytes.png and sqnr.png there")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """`python -m bench recipes`."""
+    require_device(arguments.device)
+    labels = _labels(arguments.recipes)
+    model = arguments.model or DEFAULT_MODELS[arguments.device]
+    if model not in MODELS:
+        raise UsageError(f"--model {model} is unknown. Take {', '.join(EXPERT_SHAPES)}, or tiny- before one of these.")
+    for option in ("tokens", "steps"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise UsageError(f"--{option} is {value}, but must be at least 1.")
+    if arguments.plot and (missing := why_no_plots()):
+        raise UsageError(f"--plot: {missing}")
+
+    shape = MODELS[model]
+    case = expert_mlp(shape, device=arguments.device, tokens=arguments.tokens)
+    note = f" ({shape.note})" if shape.note else ""
+    print(
+        f"recipes on {model}{note}: {shape.num_experts} experts, {case.rows} rows divided at random, "
+        f"{shape.hidden} / {shape.intermediate}, bf16, on {arguments.device}"
+    )
+    for label in labels:
+        print(explain_line(case, label))
+    outcomes = compare_recipes(case, labels, steps=arguments.steps)
+    flop = {passes: case.flop_of(passes) for passes in PASSES}
+    show_recipes(outcomes, flop)
+    written = []
+    if arguments.json:
+        record = {
+            "model": model,
+            "shape": asdict(shape),
+            "rows": case.rows,
+            "steps": arguments.steps,
+            "flop": flop,
+            "ways": figures(outcomes, flop),
+        }
+        written.append(write_results(arguments.json, "recipes", arguments.device, record))
+    if arguments.csv:
+        written.append(write_csv(arguments.csv, model, arguments.device, outcomes, flop))
+    if arguments.plot:
+        written += draw_recipes(arguments.plot, model, outcomes)
+    if written:
+        print(f"written: {', '.join(map(str, written))}")
+    return 0
+
+
+def _labels(text: str) -> list[str]:
+    """The recipes in the order given, bf16 first: all are compared with it."""
+    labels = list(dict.fromkeys([BASELINE, *text.split(",")]))
+    for label in labels:
+        if label != BASELINE and recipe_named(label).quantizer(Role.INPUT) is None:
+            raise UsageError(
+                f"--recipes {label}: the model of this benchmark is bf16. Take {', '.join(known_recipes())}."
+            )
+    return labels

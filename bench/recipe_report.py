@@ -1,0 +1,165 @@
+"""The outcomes of `bench recipes` as tables, as JSON and CSV, and as pictures."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.controls import CONTROLS
+from bench.environment import environment
+from bench.plots import COLOURS, bare, make_figure, save
+from bench.schedule import BASELINE
+from bench.table import print_table
+from bench.timing import Timing
+
+Counts = dict[str, dict[str, int]]
+# What each way is compared with, in the same run.
+COMPARED_WITH = (BASELINE, "torch")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found of one way to run the model: a recipe, or torch's own.
+
+    numbers:             "native", "emulated", or "torch"
+    sqnr:                dB by name of the output ("y") and of each gradient
+    saved_bytes_per_row: what is kept for backward; parameters do not count
+    peak_bytes:          the most that a forward + backward allocates; None if not measured
+    same_bits_after:     the recipe after which this one gave its first bits again; None if that was not tried
+    counts:              casts by "operation.role"; None if they cannot be counted
+    times:               seconds by name of the pass
+    """
+
+    way: str
+    numbers: str
+    sqnr: dict[str, float]
+    saved_bytes_per_row: float
+    peak_bytes: int | None = None
+    same_bits_after: str | None = None
+    counts: Counts | None = None
+    times: dict[str, Timing] = field(default_factory=dict)
+
+
+def figures(outcomes: Sequence[Outcome], flop: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Everything that JSON takes: of each way its fields, the times with rates and ratios."""
+    by_way = {found.way: found for found in outcomes}
+    return [
+        asdict(found) | {"times": {passes: _rates(found, passes, by_way, flop) for passes in found.times}}
+        for found in outcomes
+    ]
+
+
+def show_recipes(outcomes: Sequence[Outcome], flop: Mapping[str, int]) -> None:
+    """Print the tables."""
+    by_way = {found.way: found for found in outcomes}
+    for passes in outcomes[0].times:
+        rows = []
+        for found in outcomes:
+            rates = _rates(found, passes, by_way, flop)
+            ms = [f"{rates[f'{name}_s'] * 1e3:.3f}" for name in Timing._fields]
+            ratios = [f"{rates[f'over_{other}']:.3f}" for other in COMPARED_WITH]
+            rows.append([found.way, found.numbers, ms[0], f"{ms[1]} - {ms[2]}", *ratios, f"{rates['tflop_per_s']:.3f}"])
+        print_table(
+            f"{passes}: time of a step; below 1 is faster",
+            ["", "numbers", "median ms", "quartiles", *(f"/ {other}" for other in COMPARED_WITH), "TFLOP/s"],
+            rows,
+        )
+    print_table(
+        "memory: kept for backward, and allocated at most in forward + backward",
+        ["", "bytes a row", "peak MB"],
+        [
+            [found.way, f"{found.saved_bytes_per_row:.0f}", _or("not measured", found.peak_bytes, 1e-6)]
+            for found in outcomes
+        ],
+    )
+    print_table(
+        "error: SQNR in dB against fp32",
+        ["", *outcomes[0].sqnr, "same bits again after"],
+        [[found.way, *(f"{db:.1f}" for db in found.sqnr.values()), found.same_bits_after or "-"] for found in outcomes],
+    )
+    counted = [(found.way, place, counts) for found in outcomes for place, counts in (found.counts or {}).items()]
+    if counted:
+        print_table(
+            "casts of a forward + backward",
+            ["", "cast", *counted[0][2]],
+            [[way, place, *(str(number) for number in counts.values())] for way, place, counts in counted],
+        )
+
+
+def write_csv(path: Path, model: str, device: str, outcomes: Sequence[Outcome], flop: Mapping[str, int]) -> Path:
+    """A row for each way and pass. Seconds, TFLOP/s, bytes, dB."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    by_way = {found.way: found for found in outcomes}
+    rows = [
+        {
+            "model": model,
+            **environment(device),
+            "way": found.way,
+            "numbers": found.numbers,
+            "pass": passes,
+            **_rates(found, passes, by_way, flop),
+            "saved_bytes_per_row": found.saved_bytes_per_row,
+            "peak_bytes": found.peak_bytes,
+            **{f"sqnr_{name}": db for name, db in found.sqnr.items()},
+        }
+        for found in outcomes
+        for passes in found.times
+    ]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def draw_recipes(directory: Path, model: str, outcomes: Sequence[Outcome]) -> list[Path]:
+    """Write speed.png, saved_bytes.png and sqnr.png. Controls are hatched."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ways = [found.way for found in outcomes]
+    speed = {
+        passes: [outcomes[0].times[passes].median / found.times[passes].median for found in outcomes]
+        for passes in outcomes[0].times
+    }
+    saved = {"bytes": [found.saved_bytes_per_row for found in outcomes]}
+    sqnr = {name: [found.sqnr[name] for found in outcomes] for name in outcomes[0].sqnr}
+    pictures = {
+        "speed.png": (f"{model}: speed over that of {BASELINE}; above 1 is faster", speed),
+        "saved_bytes.png": (f"{model}: bytes kept for backward, a row", saved),
+        "sqnr.png": (f"{model}: SQNR against fp32, dB", sqnr),
+    }
+    return [_draw_bars(directory / name, title, ways, series) for name, (title, series) in pictures.items()]
+
+
+def _draw_bars(path: Path, title: str, ways: list[str], series: Mapping[str, list[float]]) -> Path:
+    """Groups of bars: one group a way, one colour a series."""
+    figure = make_figure(max(6.0, 1.3 * len(ways)), 4)
+    axes = figure.subplots()
+    width = 0.8 / len(series)
+    for index, (name, heights) in enumerate(series.items()):
+        places = [position + (index - (len(series) - 1) / 2) * width for position in range(len(ways))]
+        bars = axes.bar(places, heights, width, color=COLOURS[index % len(COLOURS)], label=name)
+        for way, bar in zip(ways, bars, strict=True):
+            bar.set_hatch("//" if way in CONTROLS else "")
+        if len(series) <= 2:
+            axes.bar_label(bars, fmt="%.3g" if max(heights) < 100 else "%.0f", fontsize=8)
+    axes.set_xticks(range(len(ways)), ways)
+    axes.set_title(title)
+    if len(series) > 1:
+        axes.legend(frameon=False, ncols=len(series), fontsize=8)
+        axes.margins(y=0.15)
+    bare(axes)
+    save(figure, path)
+    return path
+
+
+def _rates(found: Outcome, passes: str, by_way: Mapping[str, Outcome], flop: Mapping[str, int]) -> dict[str, float]:
+    """Seconds, TFLOP/s of the useful FLOP, and our time over that of those it is compared with."""
+    timing = found.times[passes]
+    ratios = {f"over_{other}": timing.median / by_way[other].times[passes].median for other in COMPARED_WITH}
+    seconds = {f"{name}_s": value for name, value in timing._asdict().items()}
+    return {**seconds, "tflop_per_s": flop[passes] / timing.median / 1e12, **ratios}
+
+
+def _or(otherwise: str, value: float | None, factor: float) -> str:
+    return otherwise if value is None else f"{value * factor:.0f}"

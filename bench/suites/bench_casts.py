@@ -1,0 +1,70 @@
+"""Casts to each quantizing recipe's numbers, of a model's grouped activations [R, H] and its FC1 weights [E, 2F, H].
+
+Bytes: bf16 read once, codes and scales written. Before a cast is timed, the copies that keep their places are
+dequantized and held against what was cast; copies of rotated rows (a random Hadamard transform) are not, and are held
+against fp32 as products in the other suites.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.grouped_case import GroupedCase, expert_linear
+from bench.schedule import recipe_named
+from bench.sqnr import sqnr_db, sqnr_floor
+from bench.suites.cases import DEVICE, QUANTIZING, SUITE_SHAPES, Measure
+from recipes import GroupedTensor, QuantizedTensor, Role, Splits
+
+COPIES = {"rowwise": (True, False), "both": (True, True)}
+
+
+@lru_cache(maxsize=1)
+def case_of(model: str) -> GroupedCase:
+    return expert_linear(SUITE_SHAPES[model], device=DEVICE)
+
+
+@pytest.mark.parametrize("label", QUANTIZING)
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("model", SUITE_SHAPES)
+def test_cast_activations(model: str, copies: str, label: str, measure: Measure) -> None:
+    case, (rowwise, columnwise) = case_of(model), COPIES[copies]
+    x = case.inputs["x"].detach()
+    splits = Splits.make(torch.tensor(case.sizes, device=DEVICE), rows=case.rows, device=x.device)
+    quantizer = recipe_named(label).quantizer(Role.INPUT)
+    assert quantizer is not None, "only such recipes are here"
+    time_cast(
+        lambda: quantizer.quantize_grouped(x, splits, rowwise=rowwise, columnwise=columnwise),
+        x, splits, label, f"cast of activations, {model}, {copies}", measure,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("label", QUANTIZING)
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("model", SUITE_SHAPES)
+def test_cast_weights(model: str, copies: str, label: str, measure: Measure) -> None:
+    (weight,), (rowwise, columnwise) = case_of(model).weights, COPIES[copies]
+    w = weight.detach()
+    quantizer = recipe_named(label).quantizer(Role.WEIGHT)
+    assert quantizer is not None, "only such recipes are here"
+    time_cast(
+        lambda: quantizer.quantize_stacked(w, rowwise=rowwise, columnwise=columnwise),
+        w, None, label, f"cast of weights, {model}, {copies}", measure,
+    )  # fmt: skip
+
+
+def time_cast(
+    cast: Callable[[], GroupedTensor | QuantizedTensor],
+    given: Tensor, splits: Splits | None, label: str, group: str, measure: Measure,
+) -> None:  # fmt: skip
+    """Check the copies that can be, and time the cast."""
+    quantized = cast()
+    for copy in (quantized.rowwise, quantized.columnwise):
+        if copy is not None and copy.operand(torch.float32, splits).block == 1:
+            db = sqnr_db(copy.dequantize(splits), given)
+            assert db >= sqnr_floor(label), f"{label}: the cast has {db:.1f} dB, but must have {sqnr_floor(label):.0f}"
+    of_splits = [] if splits is None else [id(tensor) for tensor in splits.tensors()]
+    written = sum(t.nbytes for t in quantized.tensors() if t is not None and id(t) not in of_splits)
+    measure(cast, group, num_bytes=given.nbytes + written)

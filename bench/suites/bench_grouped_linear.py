@@ -1,0 +1,20 @@
+"""GroupedLinear, FC1 of each model, by recipe and pass; "torch" is `F.grouped_mm`. Checked against fp32 before."""
+
+from functools import lru_cache
+
+import pytest
+
+from bench.grouped_case import PASSES, GroupedCase, expert_linear
+from bench.suites.cases import DEVICE, PASS_IDS, SUITE_SHAPES, WAYS, Measure, time_checked
+
+
+@lru_cache(maxsize=1)
+def case_of(model: str) -> GroupedCase:
+    return expert_linear(SUITE_SHAPES[model], device=DEVICE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("passes", PASSES, ids=PASS_IDS)
+@pytest.mark.parametrize("model", SUITE_SHAPES)
+def test_grouped_linear(model: str, passes: str, way: str, measure: Measure) -> None:
+    time_checked(case_of(model), f"grouped linear, {model}, {passes}", passes, way, measure)

@@ -1,0 +1,24 @@
+"""GroupedLinear -> ScaledSwiGLU -> GroupedLinear by model, recipe and pass.
+
+"torch" is `F.grouped_mm` with eager SwiGLU. Before a step is timed, all that it gives is held against fp32, expert by
+expert.
+"""
+
+from functools import lru_cache
+
+import pytest
+
+from bench.grouped_case import PASSES, GroupedCase, expert_mlp
+from bench.suites.cases import DEVICE, PASS_IDS, SUITE_SHAPES, WAYS, Measure, time_checked
+
+
+@lru_cache(maxsize=1)
+def case_of(model: str) -> GroupedCase:
+    return expert_mlp(SUITE_SHAPES[model], device=DEVICE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("passes", PASSES, ids=PASS_IDS)
+@pytest.mark.parametrize("model", SUITE_SHAPES)
+def test_grouped_mlp(model: str, passes: str, way: str, measure: Measure) -> None:
+    time_checked(case_of(model), f"grouped MLP, {model}, {passes}", passes, way, measure)

@@ -1,0 +1,845 @@
+"""Grouped GEMM of float8 codes on the tensor cores: scales are applied to sums, nothing is dequantized before.
+
+    TN   y[t]  = sum_r a[t, r] b[g, c, r] + s[t] bias[g]      grouped_gemm_tn_float8    m_grouped (fprop, dgrad)
+    NT   dw_g  = sum_t dy[t] x[t]^T over group g              grouped_gemm_nt_float8    k_grouped (wgrad)
+
+g is the group of row t. Both operands lie along the summed axis, as Hopper's float8 instructions want them: for fprop
+b is the weight's rowwise copy [G, N, K], for dgrad its transposed copy [G, K, N]; for wgrad both are the transposed
+columnwise copies, in which each group starts at a multiple of 16 (block scales: 128) columns and is padded with zeros.
+Multiples of 32 are worth having: those of 16 cost wgrad a quarter of its rate, because boxes start inside a sector.
+
+Scales (float32, value = code * scale):
+
+    per tensor   a_scale, b_scale, dy_scale, x_scale: () or [G]
+    1x128        a_scale [ceil(R/128), T], b_scale [G, ceil(R/128), C], dy_scale [P/128, N], x_scale [P/128, K]
+    128x128      b_scale [G, ceil(C/128), ceil(R/128)]
+
+Rows past `splits.offsets[-1]` belong to no group: they are zero in y, whatever their codes and scales are. A group
+without rows has dw exactly zero. Every element of an output is written.
+
+Precision: products of codes are exact, and are added in one of two ways:
+
+    fast accumulation    the tensor core's own sum runs over all terms (per tensor, split_accumulation=False)
+    split accumulation   the tensor core sums 128 terms, and these sums are added in float32 (block scales always)
+
+Then scales, bias, and one rounding to the output's dtype. All sums have a fixed order: there are no atomics, and
+repeating a call gives the same bits.
+
+Hopper's tensor core adds 32 products a step to its sum and, as far as measured (it is not documented), cuts every
+addend at 2^-13 of the power of two of the largest. Then a sum of n terms errs by at most n/32 * 33 * 2^-13 of the sum
+of absolute products S: 1.6 % of S in split accumulation, and no useful bound for long sums in fast accumulation.
+Measured on an H200, largest error / S:
+
+                              normal codes, n = 7168   all positive   one large term   a large term every 128
+    fast accumulation                         9.2e-4         1.4e-1           3.3e-1                   9.4e-3
+    split accumulation, blocks                2.1e-5         1.6e-4           5.1e-3                   8.2e-3
+
+(Normal codes, n = 2048: 8.1e-4 and 8.5e-5.) cuBLAS's split accumulation errs by the same in the last three columns,
+its fast accumulation by half as much in the second and third. Small integers are exact in both.
+
+Graph safety: as `grouped_gemm`. Grids follow from capacities, groups are found from the offsets on the device.
+"""
+# T rows, G groups, R summed features, C features that come out; P columns of the padded groups; for NT [N, K] come out
+
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ops.kernels.grouped_gemm import capability
+from ops.kernels.grouped_operands import check_rows, check_scales, output, row_slices, with_contiguous_rows
+from ops.kernels.ragged_tma import ragged_descriptor, ragged_indices
+from recipes.kernels.rounding import round_to, widen
+from recipes.kernels.row_tiles import find_tile
+from recipes.splits import Splits
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+BLOCK = 128  # codes of one scale, and terms of one sum in split accumulation
+
+
+def why_not_float8(capability: tuple[int, int] | None, *dtypes: torch.dtype) -> str | None:
+    """Why these codes cannot be multiplied natively on a GPU of this compute capability (None: a CPU), or None."""
+    if capability is None:
+        return "float8 products need a CUDA device, and the operands are on the CPU."
+    if capability < (8, 9):
+        major, minor = capability
+        return f"float8 products need compute capability 8.9 (Ada, Hopper) or newer, and this GPU has {major}.{minor}."
+    other = next((dtype for dtype in dtypes if dtype not in FLOAT8), None)
+    if other is not None:
+        return f"float8 products take codes in {FLOAT8[0]} and {FLOAT8[1]}, and an operand has {other}."
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- references
+
+
+def grouped_gemm_tn_float8_ref(
+    a_codes_TR: Tensor,
+    a_scale: Tensor,
+    b_codes_GCR: Tensor,
+    b_scale: Tensor,
+    splits: Splits,
+    *,
+    bias_GC: Tensor | None = None,
+    scales_T: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`grouped_gemm_tn_float8` in plain torch, group by group, computed in `dtype`. Returns y [T, C]."""
+    y = torch.zeros(a_codes_TR.shape[0], b_codes_GCR.shape[1], dtype=dtype, device=a_codes_TR.device)
+    for g, rows in row_slices(splits):
+        a = a_codes_TR[rows].to(dtype) * _scale_a(a_scale, splits, g, rows, a_codes_TR.shape[1]).to(dtype)
+        b = b_codes_GCR[g].to(dtype) * _scale_b(b_scale, splits, g, b_codes_GCR.shape[1:]).to(dtype)
+        y[rows] = a @ b.T
+        if bias_GC is not None:
+            y[rows] += bias_GC[g].to(dtype) * (1 if scales_T is None else scales_T[rows, None].to(dtype))
+    return y.to(out_dtype)
+
+
+def grouped_gemm_nt_float8_ref(
+    dy_codes_NP: Tensor,
+    dy_scale: Tensor,
+    x_codes_KP: Tensor,
+    x_scale: Tensor,
+    offsets_aligned: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`grouped_gemm_nt_float8` in plain torch, group by group, computed in `dtype`. Returns dw [G, N, K]."""
+    ends = offsets_aligned.tolist()
+    num_groups = len(ends) - 1
+    dw = torch.zeros(
+        num_groups, dy_codes_NP.shape[0], x_codes_KP.shape[0], dtype=dtype, device=dy_codes_NP.device
+    )  # fmt: skip
+    for g, (begin, end) in enumerate(pairwise(ends)):
+        if begin < end:
+            dy, x = (
+                codes[:, begin:end].to(dtype) * _scale_of_columns(scale, num_groups, g, begin, end).to(dtype)
+                for codes, scale in ((dy_codes_NP, dy_scale), (x_codes_KP, x_scale))
+            )
+            dw[g] = dy @ x.T
+    return dw.to(out_dtype)
+
+
+def _scale_a(scale: Tensor, splits: Splits, g: int, rows: slice, R: int) -> Tensor:
+    if scale.dim() < 2:
+        return scale.expand(splits.num_groups)[g]
+    return scale[:, rows].repeat_interleave(BLOCK, 0)[:R].T
+
+
+def _scale_b(scale: Tensor, splits: Splits, g: int, shape: torch.Size) -> Tensor:
+    if scale.dim() < 2:
+        return scale.expand(splits.num_groups)[g]
+    C, R = shape
+    if scale_layout(scale, C, R) == "row":
+        return scale[g].repeat_interleave(BLOCK, 0)[:R].T
+    return scale[g].repeat_interleave(BLOCK, 0)[:C].repeat_interleave(BLOCK, 1)[:, :R]
+
+
+def _scale_of_columns(scale: Tensor, num_groups: int, g: int, begin: int, end: int) -> Tensor:
+    if scale.dim() < 2:
+        return scale.expand(num_groups)[g]
+    return scale[begin // BLOCK : end // BLOCK].repeat_interleave(BLOCK, 0).T
+
+
+# ------------------------------------------------------------------------------------------------ configurations
+
+# One scale a tensor; of 128x128 codes; of 1x128 codes along the summed axis.
+ScaleLayout = Literal["tensor", "square", "row"]
+
+
+def scale_layout(b_scale: Tensor, C: int, R: int) -> ScaleLayout:
+    """How b's scales lie, told by their shape. (Both block layouts are [G, 1, 1] for C = 1: then they agree.)"""
+    if b_scale.dim() < 2:
+        return "tensor"
+    return "square" if b_scale.shape[1:] == (triton.cdiv(C, BLOCK), triton.cdiv(R, BLOCK)) else "row"
+
+
+class GroupedFloat8Config(NamedTuple):
+    """Tile of the output, length of a step along the sum, and how the kernel is compiled and launched."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    tma: bool  # operands and output through descriptors
+    programs: int  # that share a multiprocessor; each takes tile after tile
+
+
+def m_grouped_float8_config(
+    rows: int, num_groups: int, *, blockwise: bool, aligned: bool, capability: tuple[int, int]
+) -> GroupedFloat8Config:
+    """Tiles of the kernel for TN. blockwise: scales of blocks. aligned: see `is_aligned`."""
+    if not aligned or capability < (9, 0):
+        return _POINTERS
+    return _SMALL if blockwise or rows < 96 * num_groups else _WIDE
+
+
+def k_grouped_float8_config(*, blockwise: bool, aligned: bool, capability: tuple[int, int]) -> GroupedFloat8Config:
+    """Tiles of the kernel for NT. blockwise, aligned: as above."""
+    if not aligned or capability < (9, 0):
+        return _POINTERS
+    return _SMALL if blockwise else _WIDE
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """May descriptors describe these? Nothing empty, elements of a row side by side, rows a multiple of 16 bytes."""
+    return all(
+        x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(-2) * x.itemsize % 16 == 0 and x.stride(-1) == 1
+        for x in tensors
+    )
+
+
+# Steps of 128 everywhere: a promotion is then one step, and a step has one scale.
+_WIDE = GroupedFloat8Config(128, 256, BLOCK, num_warps=8, num_stages=3, tma=True, programs=1)
+# Block scales spill in a wide tile. Of two programs one multiplies while the other scales.
+_SMALL = GroupedFloat8Config(64, 128, BLOCK, num_warps=4, num_stages=3, tma=True, programs=2)
+_POINTERS = GroupedFloat8Config(64, 64, BLOCK, num_warps=4, num_stages=2, tma=False, programs=2)
+
+
+# ------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def tile_in_bands(tile, num_m, num_n, BAND: tl.constexpr):
+    """(m, n) of a tile: bands of BAND tiles along m, inside a band m runs fastest, so that few operands stay in L2."""
+    band = tile // (BAND * num_n)
+    height = tl.minimum(num_m - band * BAND, BAND)
+    within = tile - band * BAND * num_n
+    return band * BAND + within % height, within // height
+
+
+@triton.jit
+def halves(acc):
+    """The left and the right half of a tile."""
+    split = tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2))
+    return tl.split(tl.permute(split, (0, 2, 1)))
+
+
+@triton.jit
+def promote(acc, a, b, row_scale, column_scale):
+    """acc + a b^T, times a factor a row and a factor a column; without those that are None."""
+    product = tl.dot(widen(a), widen(b).T)
+    if row_scale is not None:
+        product *= row_scale[:, None]
+    if column_scale is not None:
+        product *= column_scale[None, :]
+    return acc + product
+
+
+@triton.jit
+def store_m_grouped(
+    acc,
+    out,
+    out_ptr,
+    a_scale_ptr,  # None where the sums are scaled already
+    b_scale_ptr,
+    bias_ptr,
+    scales_ptr,
+    group,
+    num_groups,
+    first,
+    end,
+    first_c,
+    C,
+    out_stride,
+    TMA: tl.constexpr,
+):
+    """Scales acc, adds the bias, rounds, and stores rows first to end and columns first_c to C of the output."""
+    offs_t = tl.arange(0, acc.shape[0])
+    offs_c = tl.arange(0, acc.shape[1])
+    mask_t = offs_t < end - first
+    mask_c = offs_c < C - first_c
+    active = group < num_groups
+    if a_scale_ptr is not None:
+        # One after the other: the product of two scales may be too small for float32.
+        acc *= tl.load(a_scale_ptr, mask=active, other=0.0)
+        acc *= tl.load(b_scale_ptr, mask=active, other=0.0)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + group.to(tl.int64) * C + first_c + offs_c
+        bias = tl.load(bias_ptrs, mask=mask_c & active, other=0.0).to(tl.float32)[None, :]
+        if scales_ptr is not None:
+            # scales of rows that belong to no group may be anything
+            bias *= tl.load(scales_ptr + first + offs_t, mask=mask_t & active, other=0.0).to(tl.float32)[:, None]
+        acc += bias
+    rounded = round_to(acc, out_ptr.dtype.element_ty)
+    if TMA:
+        z, y, x = ragged_indices(first, end - first, 0, 1)
+        out.store([z, y, x, first_c], rounded.reshape(1, 1, acc.shape[0], acc.shape[1]))
+    else:
+        out_ptrs = out_ptr + first * out_stride + first_c + (offs_t[:, None] * out_stride + offs_c[None, :])
+        tl.store(out_ptrs, rounded, mask=mask_t[:, None] & mask_c[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "num_groups"])
+def m_grouped_float8_kernel(
+    a,  # [T, R] codes: descriptor, or pointer to rows a_stride apart
+    b,  # [G, C, R] codes: descriptor of [G * C, R], or pointer
+    out,  # [T, C]: ragged descriptor, or None
+    out_ptr,  # [T, C], rows out_stride apart
+    a_scale_ptr,  # [G], a_scale_stride apart; or [ceil(R/128), T]
+    b_scale_ptr,  # [G], b_scale_stride apart; or [G, ceil(C/128), ceil(R/128)]; or [G, ceil(R/128), C]
+    offsets_ptr,  # [G + 1] int64
+    bias_ptr,  # [G, C] or None
+    scales_ptr,  # [T] or None
+    rows,
+    num_groups,
+    R,
+    C,
+    a_stride,
+    out_stride,
+    a_scale_stride,
+    b_scale_stride,
+    LAYOUT: tl.constexpr,  # "tensor", "square" or "row"
+    PROMOTE: tl.constexpr,
+    TMA: tl.constexpr,
+    BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[t, c] = sum_r a[t, r] b[g, c, r] + scales[t] bias[g, c], tile after tile of one group."""
+    # A wide tile is promoted in halves: registers hold its sum and the product of one half.
+    TWO: tl.constexpr = PROMOTE and BLOCK_N == 256
+    WIDTH: tl.constexpr = BLOCK_N // 2 if TWO else BLOCK_N
+    num_slots = rows // BLOCK_M + num_groups + 1
+    num_tiles_c = tl.cdiv(C, BLOCK_N)
+    num_steps = tl.cdiv(R, BLOCK_K)
+    offs_t = tl.arange(0, BLOCK_M)  # offsets within the tile, which fit 32 bits
+    offs_c = tl.arange(0, WIDTH)
+    offs_r = tl.arange(0, BLOCK_K)
+    for tile in range(tl.program_id(0), num_slots * num_tiles_c, tl.num_programs(0)):
+        slot, tile_c = tile_in_bands(tile, num_slots, num_tiles_c, BAND)
+        group, first, end = find_tile(offsets_ptr, slot, rows, num_groups, BLOCK_M)
+        if first < end:
+            first_c = tile_c * BLOCK_N
+            mask_t = offs_t < end - first
+            mask_c = offs_c < C - first_c
+            group_64 = group.to(tl.int64)
+            if TMA:
+                first_a = first.to(tl.int32)
+                first_b = group * C + first_c
+            else:
+                a_ptrs = a + first * a_stride + (offs_t[:, None] * a_stride + offs_r[None, :])
+                b_ptrs = b + (group_64 * C + first_c) * R + (offs_c[:, None] * R + offs_r[None, :])
+            if LAYOUT != "tensor":
+                a_scale_ptrs = a_scale_ptr + first + offs_t
+            if LAYOUT == "square":
+                b_scale_ptrs = b_scale_ptr + (group_64 * tl.cdiv(C, 128) + first_c // 128) * num_steps
+            if LAYOUT == "row":
+                b_scale_ptrs = b_scale_ptr + group_64 * num_steps * C + first_c + offs_c
+
+            acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+            right = acc
+            # Rows past the sum have a product of no steps.
+            for step in range(tl.where(group < num_groups, num_steps, 0)):
+                r = step * BLOCK_K
+                if TMA:
+                    a_tile = a.load([first_a, r])
+                    b_tile = b.load([first_b, r])
+                    if TWO:
+                        b_right = b.load([first_b + WIDTH, r])
+                else:
+                    mask_r = offs_r < R - r
+                    a_tile = tl.load(a_ptrs, mask=mask_t[:, None] & mask_r[None, :], other=0.0)
+                    b_tile = tl.load(b_ptrs, mask=mask_c[:, None] & mask_r[None, :], other=0.0)
+                    a_ptrs += BLOCK_K
+                    b_ptrs += BLOCK_K
+                # Scales are loaded before the product, which then hides how long that takes.
+                scale_t, scale_right, scale_c, scale_cright = None, None, None, None
+                if LAYOUT != "tensor":
+                    scale_t = tl.load(a_scale_ptrs, mask=mask_t, other=0.0)
+                    scale_right = scale_t
+                    a_scale_ptrs += rows
+                if LAYOUT == "square":
+                    if TWO:
+                        scale_right *= tl.load(b_scale_ptrs + num_steps, mask=first_c + WIDTH < C, other=0.0)
+                    scale_t *= tl.load(b_scale_ptrs)
+                    b_scale_ptrs += 1
+                if LAYOUT == "row":
+                    scale_c = tl.load(b_scale_ptrs, mask=mask_c, other=0.0)
+                    if TWO:
+                        scale_cright = tl.load(b_scale_ptrs + WIDTH, mask=offs_c < C - first_c - WIDTH, other=0.0)
+                    b_scale_ptrs += C
+                if PROMOTE:
+                    acc = promote(acc, a_tile, b_tile, scale_t, scale_c)
+                    if TWO:
+                        right = promote(right, a_tile, b_right, scale_right, scale_cright)
+                else:
+                    acc = tl.dot(widen(a_tile), widen(b_tile).T, acc)
+
+            if LAYOUT == "tensor":
+                a_alpha, b_alpha = a_scale_ptr + group * a_scale_stride, b_scale_ptr + group * b_scale_stride
+            else:
+                a_alpha, b_alpha = None, None
+            if BLOCK_N == 256:
+                if TWO:
+                    left = acc
+                else:
+                    left, right = halves(acc)
+                store_m_grouped(
+                    left,
+                    out,
+                    out_ptr,
+                    a_alpha,
+                    b_alpha,
+                    bias_ptr,
+                    scales_ptr,
+                    group,
+                    num_groups,
+                    first,
+                    end,
+                    first_c,
+                    C,
+                    out_stride,
+                    TMA,
+                )
+                store_m_grouped(
+                    right,
+                    out,
+                    out_ptr,
+                    a_alpha,
+                    b_alpha,
+                    bias_ptr,
+                    scales_ptr,
+                    group,
+                    num_groups,
+                    first,
+                    end,
+                    first_c + BLOCK_N // 2,
+                    C,
+                    out_stride,
+                    TMA,
+                )
+            else:
+                store_m_grouped(
+                    acc,
+                    out,
+                    out_ptr,
+                    a_alpha,
+                    b_alpha,
+                    bias_ptr,
+                    scales_ptr,
+                    group,
+                    num_groups,
+                    first,
+                    end,
+                    first_c,
+                    C,
+                    out_stride,
+                    TMA,
+                )
+
+
+@triton.jit
+def store_k_grouped(
+    acc,
+    out,
+    out_ptr,
+    dy_scale_ptr,  # None where the sums are scaled already
+    x_scale_ptr,
+    group,
+    size,
+    first_n,
+    first_k,
+    N,
+    K,
+    TMA: tl.constexpr,
+):
+    """Scales acc, rounds, and stores rows first_n to N and columns first_k to K of a group's output."""
+    if dy_scale_ptr is not None:
+        # Scales of a group without rows may be anything.
+        acc *= tl.load(dy_scale_ptr, mask=size > 0, other=0.0)
+        acc *= tl.load(x_scale_ptr, mask=size > 0, other=0.0)
+    rounded = round_to(acc, out_ptr.dtype.element_ty)
+    if TMA:
+        out.store([group, first_n, first_k], rounded.reshape(1, acc.shape[0], acc.shape[1]))
+    else:
+        offs_n = tl.arange(0, acc.shape[0])
+        offs_k = tl.arange(0, acc.shape[1])
+        out_ptrs = out_ptr + (group.to(tl.int64) * N + first_n) * K + first_k + (offs_n[:, None] * K + offs_k[None, :])
+        tl.store(out_ptrs, rounded, mask=(offs_n < N - first_n)[:, None] & (offs_k < K - first_k)[None, :])
+
+
+@triton.jit
+def k_grouped_float8_kernel(
+    dy,  # [N, P] codes: ragged descriptor, or pointer to rows dy_stride apart
+    x,  # [K, P] codes: ragged descriptor, or pointer to rows x_stride apart
+    out,  # [G, N, K]: descriptor, or None
+    out_ptr,  # [G, N, K] contiguous
+    dy_scale_ptr,  # [G], dy_scale_stride apart; or [P/128, N]
+    x_scale_ptr,  # [G], x_scale_stride apart; or [P/128, K]
+    offsets_ptr,  # [G + 1] int64, multiples of 16; of 128 for block scales
+    num_groups,
+    N,
+    K,
+    dy_stride,
+    x_stride,
+    dy_scale_stride,
+    x_scale_stride,
+    BLOCKWISE: tl.constexpr,  # scales of 1x128
+    PROMOTE: tl.constexpr,
+    TMA: tl.constexpr,
+    BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[g, n, k] = sum_p dy[n, p] x[k, p] over the columns of group g, tile after tile."""
+    TWO: tl.constexpr = PROMOTE and BLOCK_N == 256  # as above
+    WIDTH: tl.constexpr = BLOCK_N // 2 if TWO else BLOCK_N
+    num_tiles_n = tl.cdiv(N, BLOCK_M)
+    num_tiles_k = tl.cdiv(K, BLOCK_N)
+    num_tiles = num_tiles_n * num_tiles_k
+    offs_n = tl.arange(0, BLOCK_M)  # offsets within the tile, which fit 32 bits
+    offs_k = tl.arange(0, WIDTH)
+    offs_p = tl.arange(0, BLOCK_K)
+    for tile in range(tl.program_id(0), num_groups * num_tiles, tl.num_programs(0)):
+        group = tile // num_tiles
+        tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
+        begin = tl.multiple_of(tl.load(offsets_ptr + group), 16)
+        size = tl.multiple_of((tl.load(offsets_ptr + group + 1) - begin).to(tl.int32), 16)
+        first_n = tile_n * BLOCK_M
+        first_k = tile_k * BLOCK_N
+        mask_n = offs_n < N - first_n
+        mask_k = offs_k < K - first_k
+        if not TMA:
+            dy_ptrs = dy + first_n.to(tl.int64) * dy_stride + begin + (offs_n[:, None] * dy_stride + offs_p[None, :])
+            x_ptrs = x + first_k.to(tl.int64) * x_stride + begin + (offs_k[:, None] * x_stride + offs_p[None, :])
+        if BLOCKWISE:
+            dy_scale_ptrs = dy_scale_ptr + begin // 128 * N + first_n + offs_n
+            x_scale_ptrs = x_scale_ptr + begin // 128 * K + first_k + offs_k
+
+        acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        right = acc
+        for p in range(0, size, BLOCK_K):
+            if TMA:
+                z, y, column = ragged_indices(begin, size, p, 16)
+                dy_tile = dy.load([z, y, first_n, column]).reshape(BLOCK_M, BLOCK_K)
+                x_tile = x.load([z, y, first_k, column]).reshape(WIDTH, BLOCK_K)
+                if TWO:
+                    x_right = x.load([z, y, first_k + WIDTH, column]).reshape(WIDTH, BLOCK_K)
+            else:
+                mask_p = offs_p < size - p
+                dy_tile = tl.load(dy_ptrs, mask=mask_n[:, None] & mask_p[None, :], other=0.0)
+                x_tile = tl.load(x_ptrs, mask=mask_k[:, None] & mask_p[None, :], other=0.0)
+                dy_ptrs += BLOCK_K
+                x_ptrs += BLOCK_K
+            scale_n, scale_k, scale_right = None, None, None
+            if BLOCKWISE:
+                scale_n = tl.load(dy_scale_ptrs, mask=mask_n, other=0.0)
+                scale_k = tl.load(x_scale_ptrs, mask=mask_k, other=0.0)
+                if TWO:
+                    scale_right = tl.load(x_scale_ptrs + WIDTH, mask=offs_k < K - first_k - WIDTH, other=0.0)
+                dy_scale_ptrs += N
+                x_scale_ptrs += K
+            if PROMOTE:
+                acc = promote(acc, dy_tile, x_tile, scale_n, scale_k)
+                if TWO:
+                    right = promote(right, dy_tile, x_right, scale_n, scale_right)
+            else:
+                acc = tl.dot(widen(dy_tile), widen(x_tile).T, acc)
+
+        if BLOCKWISE:
+            dy_alpha, x_alpha = None, None
+        else:
+            dy_alpha, x_alpha = dy_scale_ptr + group * dy_scale_stride, x_scale_ptr + group * x_scale_stride
+        if BLOCK_N == 256:
+            if TWO:
+                left = acc
+            else:
+                left, right = halves(acc)
+            store_k_grouped(left, out, out_ptr, dy_alpha, x_alpha, group, size, first_n, first_k, N, K, TMA)
+            store_k_grouped(
+                right, out, out_ptr, dy_alpha, x_alpha, group, size, first_n, first_k + BLOCK_N // 2, N, K, TMA
+            )
+        else:
+            store_k_grouped(acc, out, out_ptr, dy_alpha, x_alpha, group, size, first_n, first_k, N, K, TMA)
+
+
+# ----------------------------------------------------------------------------------------------------- launchers
+
+
+def grouped_gemm_tn_float8(
+    a_codes_TR: Tensor,
+    a_scale: Tensor,
+    b_codes_GCR: Tensor,
+    b_scale: Tensor,
+    splits: Splits,
+    *,
+    bias_GC: Tensor | None = None,
+    scales_T: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    split_accumulation: bool = False,
+) -> Tensor:
+    """y[t] = sum_r a[t, r] b[g, :, r] + scales[t] bias_g. Returns y [T, C], or `out` filled with it.
+
+    a_codes: [T, R], b_codes: [G, C, R] in E4M3 or E5M2, each its own. Scales: see the top of the file; both per tensor
+    or both of blocks. bias: [G, C], scales: [T] (1 if None; scale the bias alone). out: [T, C]. out_dtype: bfloat16,
+    float16 or float32, used if there is no `out`. split_accumulation: add sums of 128 in float32. Rows of no group
+    are zero.
+    """
+    _check_tn(a_codes_TR, a_scale, b_codes_GCR, b_scale, splits, bias_GC)
+    check_scales(scales_T, splits)
+    out = output(out, (a_codes_TR.shape[0], b_codes_GCR.shape[1]), None if out is not None else out_dtype, a_codes_TR)
+    if a_codes_TR.device.type != "cuda":
+        y = grouped_gemm_tn_float8_ref(
+            a_codes_TR, a_scale, b_codes_GCR, b_scale, splits, bias_GC=bias_GC, scales_T=scales_T, out_dtype=out.dtype
+        )
+        return out.copy_(y)
+    target = with_contiguous_rows(out, empty=True)
+    grouped_gemm_tn_float8_triton(
+        with_aligned_rows(a_codes_TR),
+        _ready(a_scale, splits.num_groups),
+        with_aligned_rows(b_codes_GCR.contiguous()),
+        _ready(b_scale, splits.num_groups),
+        splits.offsets,
+        None if bias_GC is None else bias_GC.contiguous(),
+        None if scales_T is None else scales_T.contiguous(),
+        target,
+        split_accumulation,
+    )
+    return out if target is out else out.copy_(target)
+
+
+def grouped_gemm_nt_float8(
+    dy_codes_NP: Tensor,
+    dy_scale: Tensor,
+    x_codes_KP: Tensor,
+    x_scale: Tensor,
+    offsets_aligned: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    split_accumulation: bool = False,
+) -> Tensor:
+    """dw_g = sum of dy[:, p] x[:, p]^T over the columns p of group g. Returns dw [G, N, K], or `out` filled with it.
+
+    dy_codes: [N, P], x_codes: [K, P] in E4M3 or E5M2, each its own: the transposed columnwise copies. Group g has the
+    columns offsets_aligned[g] to offsets_aligned[g + 1], [G + 1] int64, multiples of 16 (per tensor) or 128 (1x128
+    scales); what pads it is zeros. Scales: see the top of the file. out: [G, N, K]. out_dtype and split_accumulation:
+    as `grouped_gemm_tn_float8`. A group without columns gets zeros.
+    """
+    _check_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned)
+    num_groups = offsets_aligned.shape[0] - 1
+    shape = (num_groups, dy_codes_NP.shape[0], x_codes_KP.shape[0])
+    out = output(out, shape, None if out is not None else out_dtype, dy_codes_NP)
+    if dy_codes_NP.device.type != "cuda":
+        dw = grouped_gemm_nt_float8_ref(
+            dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out_dtype=out.dtype
+        )  # fmt: skip
+        return out.copy_(dw)
+    target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    grouped_gemm_nt_float8_triton(
+        with_aligned_rows(dy_codes_NP),
+        _ready(dy_scale, num_groups),
+        with_aligned_rows(x_codes_KP),
+        _ready(x_scale, num_groups),
+        offsets_aligned,
+        target,
+        split_accumulation,
+    )
+    return out if target is out else out.copy_(target)
+
+
+@torch.library.custom_op("fuser::grouped_gemm_tn_float8", mutates_args=("out",))
+def grouped_gemm_tn_float8_triton(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    out: Tensor,
+    split_accumulation: bool,
+) -> None:
+    """Launches TN. Rows of a and out are contiguous, b, bias, scales and block scales are contiguous; offsets [G + 1].
+
+    Rows of codes that are not aligned are right, but slow: `with_aligned_rows`. Scales per tensor: [G], which may be an
+    expanded ().
+    """
+    if out.numel() == 0:
+        return
+    (G, C, R), rows = b.shape, a.shape[0]
+    layout = scale_layout(b_scale, C, R)
+    promote = split_accumulation or layout != "tensor"
+    config = m_grouped_float8_config(
+        rows, G, blockwise=layout != "tensor", aligned=is_aligned(a, b, out), capability=capability(out)
+    )
+    block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
+    with torch.cuda.device_of(out):
+        num_tiles = (rows // block_m + G + 1) * triton.cdiv(C, block_n)
+        m_grouped_float8_kernel[(min(num_tiles, config.programs * _multiprocessors(out)),)](
+            TensorDescriptor.from_tensor(a, [block_m, block_k]) if tma else a,
+            TensorDescriptor.from_tensor(b.view(G * C, R), [min(block_n, 128) if promote else block_n, block_k])
+            if tma
+            else b,
+            ragged_descriptor(out, (block_m, min(block_n, 128)), axis=0) if tma else None,
+            out,
+            a_scale,
+            b_scale,
+            offsets,
+            bias,
+            scales,
+            rows,
+            G,
+            R,
+            C,
+            a.stride(0),
+            out.stride(0),
+            a_scale.stride(0),
+            b_scale.stride(0),
+            LAYOUT=layout,
+            PROMOTE=promote,
+            TMA=tma,
+            BAND=_BAND * 128 // block_m,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+
+@torch.library.custom_op("fuser::grouped_gemm_nt_float8", mutates_args=("out",))
+def grouped_gemm_nt_float8_triton(
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor, out: Tensor, split_accumulation: bool
+) -> None:
+    """Launches NT. Rows of dy and x are contiguous, out and block scales are contiguous; offsets [G + 1], aligned.
+
+    Scales per tensor: [G], which may be an expanded ().
+    """
+    if dy.numel() == 0 or x.numel() == 0:
+        out.zero_()
+        return
+    G, N, K = out.shape
+    blockwise = dy_scale.dim() == 2
+    promote = split_accumulation or blockwise
+    config = k_grouped_float8_config(blockwise=blockwise, aligned=is_aligned(dy, x, out), capability=capability(out))
+    block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
+    with torch.cuda.device_of(out):
+        num_tiles = G * triton.cdiv(N, block_m) * triton.cdiv(K, block_n)
+        k_grouped_float8_kernel[(min(num_tiles, config.programs * _multiprocessors(out)),)](
+            ragged_descriptor(dy, (block_m, block_k), axis=1, unit=16) if tma else dy,
+            ragged_descriptor(x, (min(block_n, 128) if promote else block_n, block_k), axis=1, unit=16) if tma else x,
+            TensorDescriptor.from_tensor(out, [1, block_m, min(block_n, 128)]) if tma else None,
+            out,
+            dy_scale,
+            x_scale,
+            offsets,
+            G,
+            N,
+            K,
+            dy.stride(0),
+            x.stride(0),
+            dy_scale.stride(0),
+            x_scale.stride(0),
+            BLOCKWISE=blockwise,
+            PROMOTE=promote,
+            TMA=tma,
+            BAND=_BAND * 128 // block_m,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+
+_BAND = 16  # tiles of 128 rows in a band
+
+
+def with_aligned_rows(codes: Tensor) -> Tensor:
+    """The codes if their rows are multiples of 16 bytes, or a copy in which zeros make them so."""
+    missing = -codes.shape[-1] % 16
+    if codes.numel() == 0 or (missing == 0 and is_aligned(codes)):
+        return codes
+    return torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).contiguous().view(codes.dtype)
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+
+
+def _ready(scale: Tensor, num_groups: int) -> Tensor:
+    return scale.expand(num_groups) if scale.dim() < 2 else scale.contiguous()
+
+
+def _check_tn(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, splits: Splits, bias: Tensor | None
+) -> None:  # fmt: skip
+    check_rows(a, splits)
+    _check_codes(a, b)
+    G, (T, R) = splits.num_groups, a.shape
+    if b.dim() != 3 or b.shape[0] != G or b.shape[2] != R:
+        raise ValueError(
+            f"b has shape {list(b.shape)}, but must be [{G}, C, {R}] for {G} groups and sums over {R} features. "
+            "Pass the copy whose last axis is summed over."
+        )
+    C = b.shape[1]
+    steps = triton.cdiv(R, BLOCK)
+    _check_scale("a_scale", a_scale, G, [(steps, T)])
+    _check_scale("b_scale", b_scale, G, [(G, triton.cdiv(C, BLOCK), steps), (G, steps, C)])
+    _check_kinds(a_scale, b_scale)
+    if bias is not None and bias.shape != (G, C):
+        raise ValueError(f"bias has shape {list(bias.shape)}, but must be {[G, C]}. Pass one row for each group.")
+
+
+def _check_nt(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> None:
+    _check_codes(dy, x)
+    if dy.dim() != 2 or x.dim() != 2 or dy.shape[1] != x.shape[1] or x.shape[1] % 16:
+        raise ValueError(
+            f"the codes have shapes {list(dy.shape)} and {list(x.shape)}, but must be [N, P] and [K, P], P a multiple "
+            "of 16. Pass the transposed columnwise copies of one set of rows."
+        )
+    if offsets.dim() != 1 or offsets.dtype != torch.int64 or offsets.device != dy.device:
+        raise ValueError(
+            f"offsets_aligned is {offsets.dtype} {list(offsets.shape)} on {offsets.device}, but must be int64 [G + 1] "
+            f"on {dy.device}. Pass splits.aligned(16), or splits.aligned(128) for block scales."
+        )
+    G = offsets.shape[0] - 1
+    _check_scale("dy_scale", dy_scale, G, [(dy.shape[1] // BLOCK, dy.shape[0])])
+    _check_scale("x_scale", x_scale, G, [(x.shape[1] // BLOCK, x.shape[0])])
+    _check_kinds(dy_scale, x_scale)
+
+
+def _check_codes(a: Tensor, b: Tensor) -> None:
+    for codes in (a, b):
+        if codes.dtype not in FLOAT8:
+            raise TypeError(f"codes are {codes.dtype}, but must be {FLOAT8[0]} or {FLOAT8[1]}. Quantize them.")
+    if a.device != b.device:
+        raise ValueError(f"the codes are on {a.device} and {b.device}, but must be on one device. Move one of them.")
+
+
+def _check_scale(name: str, scale: Tensor, num_groups: int, blocks: list[tuple[int, ...]]) -> None:
+    if scale.dtype != torch.float32 or scale.shape not in [(), (num_groups,), *blocks]:
+        allowed = " or ".join(map(str, [[], [num_groups], *map(list, blocks)]))
+        raise ValueError(
+            f"{name} is {scale.dtype} {list(scale.shape)}, but must be float32 {allowed}. "
+            "Pass the scale_inv that belongs to the codes."
+        )
+
+
+def _check_kinds(a_scale: Tensor, b_scale: Tensor) -> None:
+    if (a_scale.dim() < 2) != (b_scale.dim() < 2):
+        raise ValueError(
+            f"one operand has scales of blocks and the other has not ({list(a_scale.shape)}, {list(b_scale.shape)}). "
+            "Quantize both with one recipe."
+        )
+
+
+# Every buffer that a launcher writes is an argument, so nothing comes back and there is no shape to derive.
+@grouped_gemm_tn_float8_triton.register_fake
+def _(a, a_scale, b, b_scale, offsets, bias, scales, out, split_accumulation) -> None: ...
+
+
+@grouped_gemm_nt_float8_triton.register_fake
+def _(dy, dy_scale, x, x_scale, offsets, out, split_accumulation) -> None: ...

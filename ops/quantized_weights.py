@@ -1,0 +1,129 @@
+"""Quantized copies of an operation's weights, kept as long as the weights stay as they are.
+
+So microbatches and both passes quantize a weight once. What is kept is known by the parameter itself, its version and
+address, and the quantizer with the state it casts by, so keeping changes no bit. A write through `parameter.data`
+changes neither version nor address: call `forget_quantized_weights()` on the operation after one. Nothing is kept of
+weights that FSDP gathers (it writes them without a new version), of inference tensors (which have none), and while a
+CUDA graph is captured: there a flag on the device decides at each replay (`keep_weights` of `autocast`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.context import OperationContext, held_parameter, state_of
+from recipes.cast_counts import is_counting
+from recipes.quantized_tensor import QuantizedTensor
+from recipes.quantizer import Quantizer
+from recipes.recipe import Role
+from recipes.stack import keep_weights_flag
+
+# Makes the copies that are asked for: rowwise, columnwise -> a quantized tensor, or one for each group.
+Quantize = Callable[[bool, bool], Any]
+
+
+class QuantizedWeights:
+    """The copies of one operation, for the last quantizer that asked."""
+
+    def __init__(self, parameters: Sequence[Tensor], key: Any) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._key = key
+        self._copies: Any = None
+
+    def serves(self, parameters: Sequence[Tensor], key: Any) -> bool:
+        """Whether these are the copies of just these weights."""
+        same = len(parameters) == len(self._parameters) and self._key == key
+        return same and all(ref() is p for ref, p in zip(self._parameters, parameters, strict=True))
+
+    def copies(self, rowwise: bool, columnwise: bool, quantize: Quantize) -> Any:
+        """With at least the copies asked for; what is missing is cast now, from the high-precision weights."""
+        if self._copies is None:
+            self._copies = quantize(rowwise, columnwise)
+            return self._copies
+        first = self._copies if isinstance(self._copies, QuantizedTensor) else self._copies[0]
+        missing = rowwise and first.rowwise is None, columnwise and first.columnwise is None
+        if any(missing):
+            self._copies = _merged(self._copies, quantize(*missing))
+        return self._copies
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not isinstance(old, QuantizedTensor):
+        return [_merged(*pair) for pair in zip(old, new, strict=True)]
+    return replace(old, rowwise=old.rowwise or new.rowwise, columnwise=old.columnwise or new.columnwise)
+
+
+def quantized_weights(
+    ctx: OperationContext,
+    names: Sequence[str],
+    quantizer: Quantizer,
+    quantize: Quantize,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+) -> Any:
+    """The copies of the weights of these names that `quantize` makes, kept on the operation where that is safe.
+
+    A backward takes the copies of its own forward, if the quantizer's state may have changed since.
+    """
+    if ctx.seen_in_forward is not None and ctx.quantized_weights is not None:
+        for name in names:
+            ctx.check_unchanged(name)
+        return ctx.quantized_weights.copies(rowwise, columnwise, quantize)
+    operation = ctx.operation
+    parameters = [held_parameter(operation, name) for name in names]
+    state = quantizer.state_version(parameters[0].device)
+    key = (ctx.recipe.quantizer(Role.WEIGHT), state, ctx.path.name, ctx.dtype, tuple(map(state_of, parameters)))
+    flag = keep_weights_flag()
+    if flag is not None and _is_capturing(parameters):
+        kept = _captured(operation, parameters, key, flag, quantize(rowwise, columnwise))
+        ctx.quantized_weights = kept
+        return kept.copies(rowwise, columnwise, quantize)
+    kept = operation._quantized_weights
+    if state is None or not _can_be_kept(operation, parameters):
+        kept = QuantizedWeights(parameters, key)
+    elif kept is None or not kept.serves(parameters, key):
+        kept = operation._quantized_weights = QuantizedWeights(parameters, key)
+    if quantizer.keeps_state and ctx.needs_grad:
+        ctx.quantized_weights = kept
+    return kept.copies(rowwise, columnwise, quantize)
+
+
+def _can_be_kept(operation: Any, parameters: Sequence[Tensor]) -> bool:
+    unknown = operation._forward_pre_hooks or any(p.is_inference() for p in parameters)
+    return not (unknown or is_counting() or _is_capturing(parameters))
+
+
+def _is_capturing(parameters: Sequence[Tensor]) -> bool:
+    return parameters[0].is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _captured(operation: Any, parameters: Sequence[Tensor], key: Any, flag: Tensor, fresh: Any) -> QuantizedWeights:
+    """The copies that all graphs of these weights share, each overwritten by `fresh` where the flag is 0 at replay."""
+    shared = operation._captured_weights
+    if shared is None or not shared.serves(parameters, key):
+        shared = operation._captured_weights = QuantizedWeights(parameters, key)
+    asked = fresh if isinstance(fresh, QuantizedTensor) else fresh[0]
+    copies = shared.copies(asked.rowwise is not None, asked.columnwise is not None, lambda *_: _room_like(fresh))
+    for old, new in zip(_tensors(copies), _tensors(fresh), strict=True):
+        if new is not None:
+            old_bytes, new_bytes = (tensor.flatten().view(torch.uint8) for tensor in (old, new))
+            old_bytes.copy_(torch.where(flag != 0, old_bytes, new_bytes))
+    return shared
+
+
+def _room_like(copies: Any) -> Any:
+    if not isinstance(copies, QuantizedTensor):
+        return [_room_like(member) for member in copies]
+    return copies.rebuild([None if tensor is None else torch.empty_like(tensor) for tensor in copies.tensors()])
+
+
+def _tensors(copies: Any) -> list[Any]:
+    members = [copies] if isinstance(copies, QuantizedTensor) else copies
+    return [tensor for member in members for tensor in member.tensors()]

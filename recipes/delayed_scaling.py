@@ -1,0 +1,180 @@
+"""DelayedScaling: FP8 with the scales that the amaxes of earlier steps gave.
+
+The cast reads its input once: the scale is known before, and this step's amax is found on the way. What is kept from
+step to step are two buffers for each role on the operation that quantizes, one column for each tensor (for each group
+of a grouped operation); see `recipes/kernels/amax_history.py` for the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from recipes.current_scaling import tensor_scaled
+from recipes.formats import Float8Format, Format
+from recipes.grouped_tensor import GroupedTensor
+from recipes.kernels.amax_history import end_step_ref
+from recipes.kernels.cast_float8 import cast_float8
+from recipes.pending import PendingUpdates
+from recipes.quantized_tensor import QuantizedTensor
+from recipes.quantizer import Quantizer, StateOfRole, StateShapes
+from recipes.recipe import Recipe, Role, support_of_float8
+from recipes.splits import Splits
+from recipes.stack import scale_in_use
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """FP8 with per-tensor scales from the amaxes of earlier steps. A step: see `recipes/pending.py`.
+
+    margin: scales leave room for 2^margin times the largest amax
+    fp8_format: HYBRID is E4M3 forward and E5M2 for gradients
+    amax_history_len: how many steps a scale looks back
+    amax_compute_algo: "max" over the history, "most_recent", or a function of the history [L, n] that gives [n]; its
+                       first row is this step
+    scaling_factor_compute_algo: a function of (amax [n], old scale [n], largest number of the format, recipe) that
+                       gives the scales [n]; None for the formula
+    reduce_amax: take the maximum of amaxes over the processes of autocast's amax_reduction_group
+    split_accumulator_*: whether native FP8 products promote partial sums to float32, product by product
+
+    Values above 448 (57344) over the scale saturate. Only calls with gradients on record amaxes: evaluation leaves the
+    state alone. Raises ValueError for a history without rows or an unknown algorithm.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("fp8_delayed",)
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    scaling_factor_compute_algo: Callable[[Tensor, Tensor, float, Any], Tensor] | None = None
+    reduce_amax: bool = True
+    split_accumulator_fprop: bool = False
+    split_accumulator_dgrad: bool = True
+    split_accumulator_wgrad: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.amax_history_len < 1:
+            raise ValueError(f"amax_history_len is {self.amax_history_len}, but must be at least 1.")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(
+                f'amax_compute_algo is {self.amax_compute_algo!r}, but must be "max", "most_recent" or a function.'
+            )
+
+    def support(self, device: torch.device) -> str:
+        return support_of_float8(device)
+
+    def quantizer(self, role: Role) -> DelayedScalingQuantizer:
+        return DelayedScalingQuantizer(
+            self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward, self
+        )
+
+
+@dataclass(frozen=True)
+class DelayedScalingQuantizer(Quantizer):
+    """Casts with the scales of its state, [n], and records amaxes in the open slot of its history, [L, n].
+
+    Without a state (`bound`) every scale is 1 and nothing is recorded.
+    """
+
+    keeps_state: ClassVar[bool] = True
+
+    form: Float8Format
+    recipe: DelayedScaling
+    source: StateOfRole | None = None
+    updates: PendingUpdates | None = None
+    scale: Tensor | None = None  # in place of the state's
+    group: int | None = None
+
+    @property
+    def reduce_amax(self) -> bool:
+        return self.recipe.reduce_amax
+
+    @property
+    def amax(self) -> Tensor:
+        """[n] float32: the open slot, a view."""
+        return self._state()["amax_history"][0]
+
+    def state_shapes(self, num_scales: int) -> StateShapes:
+        return {"amax_history": ((self.recipe.amax_history_len, num_scales), 0.0), "scale": ((num_scales,), 1.0)}
+
+    def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
+        return replace(self, source=source, updates=updates, scale=scale)
+
+    def for_group(self, group: int) -> Quantizer:
+        return replace(self, group=group)
+
+    def snapshot(self, device: torch.device) -> Tensor | None:
+        return self._scale(device).clone()
+
+    def state_version(self, device: torch.device) -> Hashable:
+        assert self.source is not None, "only the operation that holds the state asks"
+        scale = self.source.tensors(self, device)["scale"]
+        return (scale.data_ptr(), scale._version) if self._scale(device) is scale else None
+
+    def end_step(self) -> None:
+        """The step is over: its amaxes enter the history, the scales follow."""
+        state, recipe = self._state(), self.recipe
+        largest = self.form.max * 2.0**-recipe.margin
+        custom = recipe.scaling_factor_compute_algo
+        end_step_ref(
+            state["amax_history"], state["scale"], largest, recipe.amax_compute_algo,
+            None if custom is None else lambda amax, scale: custom(amax, scale, self.form.max, recipe),
+        )  # fmt: skip
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        scale, amax = self._for_cast(x.device, 1)
+        copies = cast_float8(x, self.form, rowwise=rowwise, columnwise=columnwise, scale=scale, amax_out=amax)
+        return QuantizedTensor(*tensor_scaled(copies, x.shape), x.dtype)
+
+    def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        scale, amax = self._for_cast(w_GNK.device, len(w_GNK))
+        copies = cast_float8(
+            w_GNK, self.form, rowwise=rowwise, columnwise=columnwise, stacked=True, scale=scale, amax_out=amax
+        )
+        return QuantizedTensor(*tensor_scaled(copies, w_GNK.shape), w_GNK.dtype)
+
+    def quantize_grouped(
+        self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
+    ) -> GroupedTensor:
+        scale, amax = self._for_cast(x_TK.device, splits.num_groups)
+        copies = cast_float8(
+            x_TK, self.form, rowwise=rowwise, columnwise=columnwise, splits=splits, scale=scale, amax_out=amax
+        )
+        return GroupedTensor(None, splits, *tensor_scaled(copies, x_TK.shape), x_TK.dtype)
+
+    def _for_cast(self, device: torch.device, num_scales: int) -> tuple[Tensor, Tensor | None]:
+        """The scales [n] and, if amaxes are recorded, where they go [n]."""
+        if self.source is None and self.scale is None:
+            return torch.ones(num_scales, device=device), None
+        scale = self._scale(device)
+        amax = None
+        if self.updates is not None and self.source is not None:
+            history = self.source.tensors(self, device)["amax_history"]
+            self.updates.add(self, history)
+            amax = history[0]
+        if self.group is not None:
+            scale = scale[self.group : self.group + 1]
+            amax = None if amax is None else amax[self.group : self.group + 1]
+        if len(scale) != num_scales:
+            raise ValueError(
+                f"there are scales for {len(scale)} tensors, but {num_scales} are quantized. An operation's delayed "
+                "scales belong to its own groups."
+            )
+        return scale, amax
+
+    def _scale(self, device: torch.device) -> Tensor:
+        if self.scale is not None:
+            return self.scale
+        assert self.source is not None, "an unbound quantizer has no state to ask for"
+        scale = self.source.tensors(self, device)["scale"]
+        return scale_in_use(scale.data_ptr(), scale)
+
+    def _state(self) -> Mapping[str, Tensor]:
+        assert self.source is not None, "only a bound quantizer records an amax"
+        return self.source.tensors(self, None)

@@ -1,0 +1,413 @@
+"""Cast to NVFP4: E2M1 codes, one E4M3 scale for each 16 values along an axis, one float32 amax above them.
+
+    S_enc = min(fl(2688 / amax), FLT_MAX)         1 if amax is 0 or Inf; 2688 = 6 * 448
+    S_dec = fl(1 / S_enc)
+    s     = E4M3(min(fl(amax_block * fl(S_enc * fl(1/6))), FLT_MAX))        saturating
+    e     = min(fl(1 / fl(s * S_dec)), FLT_MAX)
+    code  = E2M1(fl(x * e))                       to nearest, ties to even, or stochastic; saturating, also from Inf
+    value = code * s * alpha,  alpha = fl(amax / 2688), 1 if amax is Inf    code * s is exact in bfloat16 and float16
+
+amax is one number for a tensor or a group, taken of the very copy that is cast, or one for each row (rowwise copies
+only). A block is 1x16 along the axis that is contracted, or 16x16 (weights: both copies then have the same codes). A
+partial block counts as if padded by zeros. -0 keeps its sign.
+
+NaN counts as 0 in every amax. E2M1 has no NaN, so a block that holds one gets the scale NaN (0x7F) and codes of 0: all
+16 (256) of its values are NaN, and the NaN shows in the result. This is a choice of ours; TransformerEngine loses it.
+
+Columnwise copies of inputs and gradients may be transformed before they are cast: `hadamard.py`. The transform spreads
+an Inf or NaN over its 16 rows.
+
+Stochastic rounding (gradients): up with probability RNE(256 f) / 256, where f is the distance from the lower neighbour
+in units of the step; numbers that are representable never move. The 8 random bits depend on the seed, the copy, the
+element's column and its row within its group alone (`random_bytes_ref`; stream 0 rowwise, 1 columnwise): the bits of
+a group do not depend on the groups before it, and groups quantized alone with the same seed give the same codes.
+
+Layout: two codes a byte along the contracted axis, the even one in the low nibble; scales float8_e4m3fn.
+
+    rowwise     codes [..., T, ceil(K / 2)], scales [..., T, ceil(K / 16)]
+    columnwise  transposed: codes [..., K, P / 2], scales [..., K, P / 16], with P = T rounded up to 16; of grouped rows
+                P = splits.aligned_capacity(16) and group g begins at splits.aligned(16)[g]. What lies between: 0
+
+16x16 scales are written once for each of their 16 rows. x is [T, K], [T, K] with splits, or [G, N, K] of which every
+group counts by itself. Rows past the sum of the splits count as 0, whatever stands there.
+
+`*_ref` is plain torch and the definition. Nothing here waits for the device. Sources: OCP Microscaling Formats v1.0
+(E2M1); numerics and layout as TransformerEngine's NVFP4BlockScaling (read at d0067d0).
+"""
+# T rows, P rows with the padding, K columns, L values along the contracted axis, R the others
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recipes.formats import E2M1_VALUES, E4M3
+from recipes.kernels.cast_float8 import (
+    abs_without_nan,
+    amax_grouped_ref,
+    amax_ref,
+    amax_stacked_ref,
+    round_to_float8_ref,
+)
+from recipes.kernels.cast_nvfp4_triton import (
+    amax_nvfp4_kernel,
+    cast_nvfp4_kernel,
+    dequantize_columns_kernel,
+    dequantize_rows_kernel,
+)
+from recipes.kernels.hadamard import hadamard_ref
+from recipes.kernels.random import random_bytes_ref
+from recipes.kernels.row_tiles import num_slots
+from recipes.splits import Splits
+
+BLOCK = 16
+RANGE = E2M1_VALUES[-1] * E4M3.max
+NAN_SCALE = 0x7F
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_ROUND = 1.5 * 2**23  # a number between 0 and 2^22 added to this is rounded to an integer, ties to even
+
+
+class Amaxes(NamedTuple):
+    """max |x| of each copy, None for a copy that is not made: () float32, [G], or of rows [..., T] with zeros in the
+    rows of no group."""
+
+    rowwise: Tensor | None
+    columnwise: Tensor | None
+
+
+class Codes(NamedTuple):
+    """Codes and scales of both copies; None for one that was not asked for."""
+
+    rowwise: Tensor | None
+    rowwise_scale: Tensor | None
+    columnwise: Tensor | None
+    columnwise_scale: Tensor | None
+
+
+def alpha_from_amax(amax: Tensor) -> Tensor:
+    """fl(amax / 2688) in float32, the factor that is left outside the codes and block scales; 1 if amax is Inf."""
+    # Not `amax / RANGE`: on CUDA torch would turn a scalar divisor into its reciprocal, which rounds twice.
+    return (amax / torch.full_like(amax, RANGE)).masked_fill(amax.isinf(), 1.0)
+
+
+def amax_nvfp4_ref(
+    x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool, rht: bool, row_scaled: bool
+) -> Amaxes:
+    """The amaxes that `cast_nvfp4_ref` takes."""
+    padded = _padded(x, splits)
+    padded_splits = None if splits is None else splits.padded(BLOCK)
+    of_rows = of_columns = None
+    if rowwise and row_scaled:
+        of_rows = _cropped(abs_without_nan(padded).amax(-1, keepdim=True), x, splits)[..., 0]
+    elif rowwise:
+        of_rows = _amax(padded, padded_splits)
+    if columnwise:
+        of_columns = _amax(hadamard_ref(padded) if rht else padded, padded_splits)
+    return Amaxes(of_rows, of_columns)
+
+
+def cast_nvfp4_ref(
+    x: Tensor, splits: Splits | None, amaxes: Amaxes, *, rht: bool, row_scaled: bool, two_d: bool, seed: Tensor | None
+) -> Codes:
+    """Codes and scales of the copies that have an amax. rht: transform the columnwise copy. two_d: blocks of 16x16.
+
+    seed: [1] int64 for stochastic rounding, None for nearest
+    """
+    padded = _padded(x, splits)
+    P = padded.shape[-2]
+    row = torch.arange(P, device=x.device)
+    if splits is not None:
+        group = splits.padded(BLOCK).group_of_row  # num_groups for the padding at the end
+        row = row - splits.aligned(BLOCK).index_select(0, group)
+        group = group.clamp(max=splits.num_groups - 1)
+    row_codes = row_scale = column_codes = column_scale = None
+    if amaxes.rowwise is not None:
+        amax = amaxes.rowwise
+        if row_scaled:
+            amax = _padded(amax[..., None], splits)[..., :1]
+        elif splits is not None:
+            amax = amax.index_select(0, group)[:, None]
+        else:
+            amax = amax[..., None, None]
+        bits = None if seed is None else random_bytes_ref(seed, row, padded.shape[-1], 0)
+        codes, scale = _cast_blocks(padded, amax, two_d, bits)
+        row_codes = _cropped(_packed(codes), x, splits)[..., : (x.shape[-1] + 1) // 2].contiguous()
+        row_scale = _cropped(scale, x, splits)
+    if amaxes.columnwise is not None:
+        amax = amaxes.columnwise
+        amax = amax[..., None, None] if splits is None else amax.index_select(0, group[::BLOCK])
+        bits = None if seed is None else random_bytes_ref(seed, row, padded.shape[-1], 1).T
+        transposed = (hadamard_ref(padded) if rht else padded).transpose(-1, -2)
+        codes, scale = _cast_blocks(transposed, amax, two_d, bits)
+        column_codes, column_scale = (t[..., : x.shape[-1], :].contiguous() for t in (_packed(codes), scale))
+    return Codes(row_codes, row_scale, column_codes, column_scale)
+
+
+def dequantize_nvfp4_ref(codes: Tensor, scale: Tensor, length: int, dtype: torch.dtype, *, transpose: bool) -> Tensor:
+    """code * s in `dtype`, [..., R, length], or with transpose [..., length, R]; without alpha."""
+    nibbles = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)[..., :length].long()
+    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=codes.device)[nibbles]
+    values = (values * scale.to(torch.float32).repeat_interleave(BLOCK, -1)[..., :length]).to(dtype)
+    return values.transpose(-1, -2).contiguous() if transpose else values
+
+
+def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
+    """E2M1 codes 0 to 15 (int32) of float32 x: to nearest, ties to even, or stochastic with 8 random bits an element.
+
+    On the axis of codes a magnitude stands at 4 clamp(h) + 2 clamp(h - 1) + clamp(h - 2), where h is half of it and
+    clamp goes from 0 to 1: 0, 2, 4, 6 stand at 0, 4, 6, 7. Each term is exact, and at most one is no integer, so that
+    adding them to a number whose last place is 1 (or 1/256) rounds once.
+    """
+    h = 0.5 * x.abs()
+    steps = 1.0 if bits is None else 256.0
+    position = torch.full_like(h, _ROUND)
+    for start, codes in ((0.0, 4.0), (1.0, 2.0), (2.0, 1.0)):
+        position = position + (h - start).clamp(0.0, 1.0) * (codes * steps)
+    code = (position - _ROUND).to(torch.int32)
+    if bits is not None:
+        code = (code + bits.to(torch.int32)) >> 8
+    return code + 8 * torch.signbit(x)
+
+
+class NVFP4Config(NamedTuple):
+    """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits.
+
+    registers: the most that a thread may have; None leaves it to the compiler
+    """
+
+    block_r: int
+    block_c: int
+    tiles: int
+    num_warps: int
+    registers: int | None = None
+
+
+def amax_nvfp4_config() -> NVFP4Config:
+    return NVFP4Config(block_r=4, block_c=128, tiles=8, num_warps=4)
+
+
+def cast_nvfp4_config(*, two_d: bool, stochastic: bool) -> NVFP4Config:
+    """A thread has 8 columns, whose codes make one word, and all 16 rows of a block.
+
+    With 168 registers twelve warps run at once; left alone, ptxas takes 255. The other kinds would spill.
+    """
+    registers = None if two_d or stochastic else 168
+    return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2, registers=registers)
+
+
+def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
+    """block_r counts rows, not blocks, if not `transpose`."""
+    return NVFP4Config(4, 64, 1, 4) if transpose else NVFP4Config(16, 256, 1, 4)
+
+
+def amax_nvfp4(
+    x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool, rht: bool, row_scaled: bool
+) -> Amaxes:
+    """max |x| of each copy that is asked for, in one read of x; the columnwise one after the transform.
+
+    x: [T, K] float, [T, K] with splits, or [G, N, K]. The copies share one tensor where their amaxes are the same.
+    """
+    if not runs_triton(x):
+        return amax_nvfp4_ref(x, splits, rowwise=rowwise, columnwise=columnwise, rht=rht, row_scaled=row_scaled)
+    return amax_nvfp4_triton(x, splits, rowwise=rowwise, columnwise=columnwise, rht=rht, row_scaled=row_scaled)
+
+
+def cast_nvfp4(
+    x: Tensor, splits: Splits | None, amaxes: Amaxes, *, rht: bool, row_scaled: bool, two_d: bool, seed: Tensor | None
+) -> Codes:
+    """Codes and scales of the copies that have an amax, in one read of x. Takes what `cast_nvfp4_ref` takes."""
+    if not runs_triton(x):
+        return cast_nvfp4_ref(x, splits, amaxes, rht=rht, row_scaled=row_scaled, two_d=two_d, seed=seed)
+    made = codes_room(x, splits, rowwise=amaxes.rowwise is not None, columnwise=amaxes.columnwise is not None)
+    cast_nvfp4_triton(x, splits, amaxes, made, rht=rht, row_scaled=row_scaled, two_d=two_d, seed=seed)
+    return made
+
+
+def dequantize_nvfp4(codes: Tensor, scale: Tensor, length: int, dtype: torch.dtype, *, transpose: bool) -> Tensor:
+    """code * s in `dtype`, [..., R, length], or with transpose [..., length, R]; without alpha."""
+    if not runs_triton(codes):
+        return dequantize_nvfp4_ref(codes, scale, length, dtype, transpose=transpose)
+    shape = (*codes.shape[:-2], length, codes.shape[-2]) if transpose else (*codes.shape[:-1], length)
+    values = codes.new_empty(shape, dtype=torch.float32 if dtype == torch.float64 else dtype)
+    dequantize_nvfp4_triton(codes, scale, values, transpose=transpose)
+    return values.to(dtype)
+
+
+def runs_triton(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def codes_room(x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool) -> Codes:
+    """Uninitialised codes and scales of the copies of x."""
+    T, K = x.shape[-2:]
+    P = splits.aligned_capacity(BLOCK) if splits is not None else -(-T // BLOCK) * BLOCK
+    row, column = (*x.shape[:-1],), (*x.shape[:-2], K)
+
+    def room(*shape: int) -> tuple[Tensor, Tensor]:
+        *rest, length = shape
+        codes = x.new_empty(*rest, -(-length // 2), dtype=torch.uint8)
+        return codes, x.new_empty(*rest, -(-length // BLOCK), dtype=E4M3.dtype)
+
+    return Codes(
+        *(room(*row, K) if rowwise else (None, None)),
+        *(room(*column, P) if columnwise else (None, None)),
+    )
+
+
+def amax_nvfp4_triton(
+    x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool, rht: bool, row_scaled: bool
+) -> Amaxes:
+    shape = () if x.ndim == 2 and splits is None else (_num_groups(x, splits),)
+    shared = rowwise and columnwise and not rht and not row_scaled
+    of_rows = of_columns = None
+    if rowwise:
+        of_rows = x.new_zeros(x.shape[:-1] if row_scaled else shape, dtype=torch.float32)
+    if columnwise:
+        of_columns = of_rows if shared else x.new_zeros(shape, dtype=torch.float32)
+    if x.numel() and (rowwise or columnwise):
+        config = amax_nvfp4_config()
+        tiles = min(config.tiles, -(-x.shape[-1] // config.block_c))
+        launch = _Launch(x, splits, config.block_r, config.block_c * tiles)
+        amax_nvfp4_kernel[launch.grid](
+            launch.x, *launch.offsets, of_rows, None if shared else of_columns, *launch.sizes, ROW_SCALED=row_scaled,
+            RHT=rht, TILES=tiles, BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps,
+        )  # fmt: skip
+    return Amaxes(of_rows, of_columns)
+
+
+def cast_nvfp4_triton(
+    x: Tensor,
+    splits: Splits | None,
+    amaxes: Amaxes,
+    made: Codes,
+    *,
+    rht: bool,
+    row_scaled: bool,
+    two_d: bool,
+    seed: Tensor | None,
+) -> None:
+    """Writes `made`, from `codes_room`."""
+    if not x.numel():
+        for tensor in made:
+            if tensor is not None:
+                tensor.view(torch.uint8).zero_()  # the padding of no rows
+        return
+    config = cast_nvfp4_config(two_d=two_d, stochastic=seed is not None)
+    launch = _Launch(x, splits, config.block_r, config.block_c)
+    words = made.columnwise.view(torch.int64) if made.columnwise is not None else None
+    cast_nvfp4_kernel[launch.grid](
+        launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), words,
+        _bytes(made.columnwise_scale), *launch.sizes, ROW_SCALED=row_scaled, RHT=rht, TWO_D=two_d,
+        WORDS=x.shape[-1] % 8 == 0, NATIVE=_native(x),
+        BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps, maxnreg=config.registers,
+    )  # fmt: skip
+
+
+def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, transpose: bool) -> None:
+    """Writes `values`, float32, bfloat16 or float16."""
+    if not values.numel():
+        return
+    config = dequantize_nvfp4_config(transpose)
+    about = {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "num_warps": config.num_warps}
+    codes, scale = codes.contiguous(), scale.view(torch.uint8).contiguous()
+    *_, R, K = values.shape
+    num_groups = values.numel() // (R * K)
+    column_tiles = -(-K // config.block_c)
+    if transpose:
+        grid = (num_groups * -(-R // (BLOCK * config.block_r)) * column_tiles,)
+        dequantize_columns_kernel[grid](codes.view(torch.int64), scale, values, K, R, **about)
+    else:
+        rows = num_groups * R
+        grid = (-(-rows // config.block_r) * column_tiles,)
+        dequantize_rows_kernel[grid](codes, scale, values, rows, K, **about)
+
+
+class _Launch:
+    """What the kernels over x take: x, the offsets of its groups, sizes, and the grid of the tiles."""
+
+    def __init__(self, x: Tensor, splits: Splits | None, block_r: int, columns: int) -> None:
+        *groups, T, K = x.shape
+        rows = math.prod(groups) * T
+        self.x = (x.float() if x.dtype == torch.float64 else x).contiguous()
+        self.offsets = (None, None) if splits is None else (splits.offsets, splits.aligned(BLOCK))
+        if splits is None:
+            num_groups, P = math.prod(groups), -(-T // BLOCK) * BLOCK
+            slots = num_groups * -(-T // (BLOCK * block_r))
+        else:
+            num_groups, P = splits.num_groups, splits.aligned_capacity(BLOCK)
+            slots = num_slots(rows + BLOCK * num_groups, num_groups, BLOCK * block_r)  # as the kernel counts them
+        self.sizes = (rows, num_groups, K, P)
+        self.grid = (slots * -(-K // columns),)
+
+
+def _num_groups(x: Tensor, splits: Splits | None) -> int:
+    return splits.num_groups if splits is not None else math.prod(x.shape[:-2])
+
+
+def _bytes(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.view(torch.uint8)
+
+
+def _cast_blocks(x: Tensor, amax: Tensor, two_d: bool, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes [..., R, L], not packed, and scales [..., R, L / 16] of x float32. amax: as the scales, or broadcast."""
+    blocks = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
+    block_amax, has_nan = abs_without_nan(blocks).amax(-1), blocks.isnan().any(-1)
+    if two_d:
+        block_amax, has_nan = _over_rows(block_amax), _over_rows(has_nan)
+    one = torch.ones_like(amax)
+    encode = (RANGE * one / amax).clamp(max=_FLOAT32_MAX).masked_fill((amax == 0) | amax.isinf(), 1.0)
+    decode = one / encode
+    scale = round_to_float8_ref((block_amax * (encode * (1.0 / 6.0))).clamp(max=_FLOAT32_MAX), E4M3)
+    factor = scale.to(torch.float32) * decode
+    factor = (torch.ones_like(factor) / factor).clamp(max=_FLOAT32_MAX)
+    codes = e2m1_codes_ref((blocks * factor[..., None]).flatten(-2), bits)
+    codes = codes.view_as(blocks).masked_fill(has_nan[..., None], 0).flatten(-2)
+    return codes, scale.view(torch.uint8).masked_fill(has_nan, NAN_SCALE).view(E4M3.dtype)
+
+
+def _over_rows(of_blocks: Tensor) -> Tensor:
+    """The maximum over each 16 rows of [..., 16 n, B], in each of them."""
+    return of_blocks.unflatten(-2, (of_blocks.shape[-2] // BLOCK, BLOCK)).amax(-2).repeat_interleave(BLOCK, -2)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    low, high = codes.unflatten(-1, (codes.shape[-1] // 2, 2)).unbind(-1)
+    return (low | high << 4).to(torch.uint8)
+
+
+def _padded(x: Tensor, splits: Splits | None) -> Tensor:
+    """x in float32, both its sides, and each group's rows, padded by zeros to multiples of 16."""
+    x = torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[-1] % BLOCK))
+    if splits is None:
+        return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % BLOCK))
+    # One row more takes the rows of no group.
+    active = splits.group_of_row < splits.num_groups
+    capacity = splits.aligned_capacity(BLOCK)
+    to = torch.where(active, splits.row_in_padded(BLOCK), capacity)
+    padded = x.new_zeros(capacity + 1, x.shape[1])
+    return padded.index_copy_(0, to, x)[:-1] if len(x) else padded[:-1]
+
+
+def _cropped(padded: Tensor, x: Tensor, splits: Splits | None) -> Tensor:
+    """The rows of x out of its padded form; 0 for those of no group."""
+    if splits is None:
+        return padded[..., : x.shape[-2], :].contiguous()
+    inactive = splits.group_of_row == splits.num_groups
+    if not padded.shape[0]:
+        return padded.new_zeros(len(x), padded.shape[1])
+    rows = padded.view(torch.uint8) if padded.dtype == E4M3.dtype else padded
+    return rows.index_select(0, splits.row_in_padded(BLOCK)).masked_fill(inactive[:, None], 0).view(padded.dtype)
+
+
+def _amax(x: Tensor, splits: Splits | None) -> Tensor:
+    if splits is not None:
+        return amax_grouped_ref(x, splits)
+    return amax_stacked_ref(x) if x.ndim == 3 else amax_ref(x)
+
+
+def _native(x: Tensor) -> bool:
+    """Whether the GPU converts to float8 itself."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)

@@ -1,0 +1,28 @@
+"""The random Hadamard transform of 16 rows: y = H diag(signs) x / 4, H the Sylvester matrix of 16, the signs fixed.
+
+It is orthogonal, so that dy^T x stays what it was when both are transformed, and it spreads an outlier over 16 numbers.
+
+All in float32 and in one order: the signs, then butterflies (a + b, a - b) of rows 1, 2, 4 and 8 apart, then times 1/4.
+No two steps can be contracted into one, so the bits agree everywhere; they are not rounded to the input's type.
+
+Source: signs and size as TransformerEngine's NVFP4BlockScaling (read at d0067d0).
+"""
+
+import torch
+from torch import Tensor
+
+SIZE = 16
+SIGNS = (1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0)
+
+
+def hadamard_ref(x: Tensor, *, inverse: bool = False) -> Tensor:
+    """The random Hadamard transform of each 16 rows of x [..., 16 n, K] float32, or its inverse."""
+    y = x.unflatten(-2, (x.shape[-2] // SIZE, SIZE))
+    signs = torch.tensor(SIGNS, dtype=x.dtype, device=x.device)[:, None]
+    y = y if inverse else y * signs
+    for distance in (1, 2, 4, 8):
+        pairs = y.unflatten(-2, (SIZE // (2 * distance), 2, distance))
+        a, b = pairs.unbind(-3)
+        y = torch.stack((a + b, a - b), -3).flatten(-4, -2)
+    y = y * 0.25
+    return (y * signs if inverse else y).flatten(-3, -2)

@@ -1,0 +1,138 @@
+"""MixedScaling: another recipe for each operand of each product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes.grouped_tensor import GroupedTensor
+from recipes.names import as_recipe
+from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes, pick
+from recipes.quantizer import Quantizer
+from recipes.recipe import Recipe, Role
+from recipes.splits import Splits
+
+
+@dataclass(frozen=True)
+class MixedScaling(Recipe):
+    """Which recipe quantizes which operand of which product, as torchao's Float8LinearConfig writes it down.
+
+        fprop  y  = x w^T      input, weight
+        dgrad  dx = dy w       grad_output, weight_for_dgrad
+        wgrad  dw = dy^T x     grad_output_for_wgrad, input_for_wgrad
+
+    Each is a recipe or its name; "high_precision" leaves the operand as it is. A recipe quantizes an operand as it
+    would quantize a tensor in that role. What is None is as the field of the same role without `_for_...`.
+
+    Raises ValueError for a recipe with a state (delayed scaling), and for a wgrad of which one operand alone is
+    transformed (NVFP4's random Hadamard transform cancels only between the two).
+    """
+
+    input: Recipe | str = "high_precision"
+    weight: Recipe | str = "high_precision"
+    grad_output: Recipe | str = "high_precision"
+    input_for_wgrad: Recipe | str | None = None
+    weight_for_dgrad: Recipe | str | None = None
+    grad_output_for_wgrad: Recipe | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "path" or (value is None and "_for_" in field.name):
+                continue
+            object.__setattr__(self, field.name, as_recipe(value))
+        for role in Role:
+            for quantizer in self._pair(role):
+                if quantizer is not None and quantizer.keeps_state:
+                    raise ValueError(
+                        f"The recipe for {role.value} keeps a state from step to step, which MixedScaling has no place "
+                        "for. Use one without, or DelayedScaling for all operands."
+                    )
+        transforms = [_transform(self._pair(role)[1]) for role in (Role.GRAD_OUTPUT, Role.INPUT)]
+        if transforms[0] != transforms[1]:
+            raise ValueError(
+                f"In wgrad the gradient is transformed by {transforms[0]} and the input by {transforms[1]}, but a "
+                "transform cancels only if both operands have it. Give both the same recipe, or disable it."
+            )
+
+    def quantizer(self, role: Role) -> Quantizer | None:
+        rowwise, columnwise = self._pair(role)
+        return rowwise if rowwise == columnwise else MixedQuantizer(rowwise, columnwise)
+
+    def _pair(self, role: Role) -> tuple[Quantizer | None, Quantizer | None]:
+        """For the product that reads the tensor along its last axis, and for the one that reads it along its rows."""
+        other = {
+            Role.INPUT: self.input_for_wgrad,
+            Role.WEIGHT: self.weight_for_dgrad,
+            Role.GRAD_OUTPUT: self.grad_output_for_wgrad,
+        }[role]
+        first: Any = {Role.INPUT: self.input, Role.WEIGHT: self.weight, Role.GRAD_OUTPUT: self.grad_output}[role]
+        return as_recipe(first).quantizer(role), as_recipe(first if other is None else other).quantizer(role)
+
+
+def _transform(quantizer: Quantizer | None) -> str | None:
+    return None if quantizer is None else quantizer.columnwise_transform
+
+
+@dataclass(frozen=True)
+class MixedQuantizer(Quantizer):
+    """One quantizer for each copy; None keeps that copy in high precision."""
+
+    rowwise: Quantizer | None
+    columnwise: Quantizer | None
+
+    @property
+    def columnwise_transform(self) -> str | None:
+        return _transform(self.columnwise)
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        return QuantizedTensor(*self._copies(Quantizer.quantize.__name__, x, rowwise, columnwise), x.dtype)
+
+    def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        copies = self._copies(Quantizer.quantize_stacked.__name__, w_GNK, rowwise, columnwise)
+        return QuantizedTensor(*copies, w_GNK.dtype)
+
+    def quantize_grouped(
+        self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
+    ) -> GroupedTensor:
+        copies = self._copies(Quantizer.quantize_grouped.__name__, x_TK, rowwise, columnwise, splits)
+        return GroupedTensor(None, splits, *copies, x_TK.dtype)
+
+    def _copies(
+        self, method: str, x: Tensor, rowwise: bool, columnwise: bool, *splits: Splits
+    ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
+        def copy(quantizer: Quantizer | None, of_columns: bool) -> ScaledCodes:
+            if quantizer is None:
+                return Unquantized.of(x)
+            made = getattr(quantizer, method)(x, *splits, rowwise=not of_columns, columnwise=of_columns)
+            return pick(made.rowwise, made.columnwise, of_columns)
+
+        return copy(self.rowwise, False) if rowwise else None, copy(self.columnwise, True) if columnwise else None
+
+    def seeded(self, device: torch.device) -> MixedQuantizer:
+        return MixedQuantizer(*(half and half.seeded(device) for half in (self.rowwise, self.columnwise)))
+
+    def knows_groups(self) -> bool:
+        return all(quantizer is None or quantizer.knows_groups() for quantizer in (self.rowwise, self.columnwise))
+
+
+@dataclass(frozen=True, eq=False)
+class Unquantized(ScaledCodes):
+    """A copy that is the tensor itself; scale_inv is 1."""
+
+    @staticmethod
+    def of(x: Tensor) -> Unquantized:
+        return Unquantized(x.detach(), torch.ones((), device=x.device))
+
+    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
+        if splits is None:
+            return Operand(self.codes, None)
+        return Operand(self.codes.masked_fill((splits.group_of_row == splits.num_groups)[:, None], 0), None)
+
+    def group(self, splits: Splits, group: int) -> Unquantized:
+        start = sum(splits.tolist()[:group])
+        return Unquantized(self.codes[start : start + splits.tolist()[group]], self.scale_inv)

@@ -1,0 +1,245 @@
+"""The kernels of `cast_float8`: bit for bit what its references give, for every layout and every odd size."""
+
+import pytest
+import torch
+
+from recipes.formats import E4M3, E5M2
+from recipes.kernels import cast_float8 as kernels
+from recipes.splits import Splits
+
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),
+    pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
+]
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
+FORMS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
+# None: from the amax of x
+SCALES = pytest.mark.parametrize("given", [False, True], ids=["current", "given"])
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array with ndim > 0:DeprecationWarning",  # the interpreter of triton 3.6 with numpy 2
+    "ignore:overflow encountered:RuntimeWarning",  # the quotient of the smallest amaxes is Inf, as it should be
+    "ignore:invalid value encountered:RuntimeWarning",  # signalling NaNs
+)
+
+INF, NAN = float("inf"), float("nan")
+
+
+def assert_same_codes(name, mine, other):
+    assert (mine is None) == (other is None), name
+    if mine is None:
+        return
+    mine = mine.cpu()
+    assert mine.shape == other.shape and mine.dtype == other.dtype, name
+    nan = other.float().isnan()  # whose sign and payload are the machine's
+    assert torch.equal(mine.float().isnan(), nan), name
+    mine, other = (codes.view(torch.uint8).masked_fill(nan, 0) for codes in (mine, other))
+    assert torch.equal(mine, other), name
+
+
+def check(device, x, form=E4M3, *, given=False, sizes=None, **options):
+    """Copies and amaxes of the kernels and of the references."""
+    options = {"rowwise": True, "columnwise": True} | options
+    splits = [None if sizes is None else Splits.make(sizes, rows=len(x), device=place) for place in ("cpu", device)]
+    count = len(sizes) if sizes is not None else len(x) if options.get("stacked") else 1
+    scale, amaxes = None, [None, None]
+    if given:
+        scale = torch.rand(count) * 8 + 2.0**-9
+        before = torch.zeros(count)
+        before[::2] = 3.5
+        amaxes = [before.clone(), before.to(device)]
+    run = [kernels.cast_float8_ref, kernels.cast_float8_on_triton]
+    expected, found = (
+        cast(x.to(place), form, splits=s, scale=None if scale is None else scale.to(place), amax_out=a, **options)
+        for cast, place, s, a in zip(run, ("cpu", device), splits, amaxes, strict=True)
+    )
+    assert_same_codes("row_codes", found.row_codes, expected.row_codes)
+    assert_same_codes("column_codes", found.column_codes, expected.column_codes)
+    assert found.scale_inv.shape == expected.scale_inv.shape
+    assert torch.equal(found.scale_inv.cpu(), expected.scale_inv)
+    if given:
+        assert torch.equal(amaxes[1].cpu(), amaxes[0])
+
+
+def poisoned(*shape, dtype=torch.bfloat16, inf=False):
+    """Values over a wide range, a zero row, a NaN, the largest number, tiny ones, and an Inf if asked for."""
+    x = torch.randn(shape) * torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1)).float())
+    x = x.to(dtype)
+    flat = x.view(-1)
+    for place, value in ((3, NAN), (7, -INF if inf else 2.5), (11, 1000.0), (13, torch.finfo(dtype).tiny)):
+        if flat.numel():
+            flat[(place * 131) % flat.numel()] = value
+    if x.ndim == 2 and x.shape[0] > 1:
+        x[1] = 0
+    return x
+
+
+@EACH_DEVICE
+@FORMS
+@SCALES
+@pytest.mark.parametrize("inf", [False, True], ids=["finite", "inf"])
+def test_both_copies_of_a_matrix(device, form, given, inf):
+    check(device, poisoned(150, 136, inf=inf), form, given=given)
+
+
+@EACH_DEVICE
+@SCALES
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (3, 129), (257, 5), (2, 70, 40), (40,), (0, 8), (8, 0)], ids=str)
+def test_shapes(device, given, shape):
+    check(device, poisoned(*shape), given=given)
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_dtypes(device, dtype):
+    check(device, poisoned(20, 140, dtype=dtype))
+
+
+@EACH_DEVICE
+@SCALES
+@pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "columnwise"])
+def test_one_copy_alone(device, given, rowwise):
+    check(device, poisoned(30, 130), given=given, rowwise=rowwise, columnwise=not rowwise)
+
+
+@EACH_DEVICE
+@SCALES
+@pytest.mark.parametrize("shape", [(2, 132, 20), (3, 5, 130), (2, 6, 7), (0, 4, 4), (2, 0, 4)], ids=str)
+def test_stacked_weights(device, given, shape):
+    check(device, poisoned(*shape), given=given, stacked=True)
+
+
+@EACH_DEVICE
+@SCALES
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        pytest.param(200, [3, 0, 150, 40], id="tail"),
+        pytest.param(128, [1], id="one-row"),
+        pytest.param(256, [128, 0, 0, 128], id="whole-tiles"),
+        pytest.param(130, [0, 0], id="nobody"),
+        pytest.param(0, [0, 0, 0], id="no-rows"),
+        pytest.param(30, [1, 1, 28], id="much-padding"),
+    ],
+)
+def test_grouped_rows(device, given, rows, sizes):
+    x = poisoned(rows, 24)
+    x[sum(sizes) :] = NAN
+    check(device, x, given=given, sizes=sizes)
+
+
+@EACH_DEVICE
+def test_more_groups_than_are_looked_up_at_a_time(device):
+    check(device, poisoned(140, 8), sizes=[1] * 139)
+
+
+@EACH_DEVICE
+@SCALES
+def test_each_group_is_cast_as_if_alone(device, given):
+    sizes, both = [33, 0, 5, 64], {"rowwise": True, "columnwise": True}
+    x = poisoned(110, 40).to(device)
+    splits = Splits.make(sizes, rows=110, device=device)
+    scale = torch.tensor([1.0, 2.0, 0.3, 7.0], device=device) if given else None
+    whole = kernels.cast_float8_on_triton(x, E4M3, splits=splits, scale=scale, **both)
+    row = place = 0
+    for group, size in enumerate(sizes):
+        own = None if scale is None else scale[group : group + 1]
+        alone = kernels.cast_float8_on_triton(x[row : row + size], E4M3, scale=own, **both)
+        padded = -(-size // 16) * 16
+        assert_same_codes("row_codes", whole.row_codes[row : row + size], alone.row_codes.cpu())
+        assert_same_codes("column_codes", whole.column_codes[:, place : place + padded], alone.column_codes.cpu())
+        assert whole.scale_inv[group] == alone.scale_inv
+        row, place = row + size, place + padded
+
+
+@EACH_DEVICE
+def test_input_that_is_not_contiguous(device):
+    x = poisoned(140, 60)
+    check(device, x.T)
+    check(device, x[::2, 3:])
+
+
+@EACH_DEVICE
+@FORMS
+@SCALES
+def test_all_bf16_numbers(device, form, given):
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    check(device, every.view(-1, 128), form, given=given)
+    check(device, every[every.isfinite()].reshape(-1, 256), form, given=given)
+
+
+@EACH_DEVICE
+@FORMS
+def test_scales_of_all_magnitudes(device, form):
+    """Each number the amax of a group, its own and a given one's; powers of two, their neighbours, subnormals."""
+    powers = torch.exp2(torch.arange(-149, 128).double()).float()
+    amax = torch.cat([powers, (powers * form.max).clamp(max=torch.finfo(torch.float32).max), torch.tensor([0.0, INF])])
+    amax = torch.cat([amax, *(torch.nextafter(amax, torch.tensor(towards)) for towards in (0.0, INF))])
+    amax = amax[:: 1 if device == "cuda" else 8]
+    w = amax[:, None, None]
+    for power_2, epsilon in ((False, 0.0), (True, 0.0), (False, 1e-20)):
+        scale = kernels.scale_from_amax_ref(amax, form, power_2, epsilon)
+        found = kernels.cast_float8_on_triton(
+            w.to(device),
+            form,
+            rowwise=True,
+            columnwise=False,
+            stacked=True,
+            power_2_scale=power_2,
+            amax_epsilon=epsilon,
+        )
+        assert torch.equal(found.scale_inv.cpu(), kernels.scale_inv_ref(scale))
+    check(device, w, form, stacked=True)
+
+
+@EACH_DEVICE
+@FORMS
+def test_ties_of_all_codes(device, form):
+    codes = torch.arange(256, dtype=torch.uint8).view(form.dtype).float()
+    finite = codes[codes.isfinite()].sort().values
+    ties = (finite[1:] + finite[:-1]) / 2
+    around = torch.stack([ties, *(torch.nextafter(ties, torch.tensor(towards)) for towards in (-INF, INF))])
+    x = torch.cat([around, torch.full((3, 1), form.max)], 1)  # a scale of 1
+    check(device, x, form)
+
+
+@EACH_DEVICE
+@FORMS
+@pytest.mark.parametrize("kind", ["single", "stacked", "odd-stacked", "grouped", "nobody"])
+def test_the_transposed_copy_comes_back(device, form, kind):
+    sizes = {"grouped": [3, 0, 130, 20], "nobody": [0, 0]}.get(kind)
+    x = poisoned(*{"stacked": (2, 132, 40), "odd-stacked": (2, 7, 130)}.get(kind, (170, 72)))
+    splits = [None if sizes is None else Splits.make(sizes, rows=len(x), device=place) for place in ("cpu", device)]
+    copies = kernels.cast_float8_ref(
+        x, form, rowwise=True, columnwise=True, stacked="stacked" in kind, splits=splits[0]
+    )  # fmt: skip
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for run, place, s in zip(
+            (kernels.untranspose_ref, kernels.untranspose_on_triton), ("cpu", device), splits, strict=True
+        ):
+            found = run(copies.column_codes.to(place), dtype, x.shape, s)
+            assert found.dtype == dtype
+            assert torch.equal(found.cpu().nan_to_num(1e9), copies.row_codes.to(dtype).nan_to_num(1e9))
+
+
+@EACH_DEVICE
+def test_amaxes_only_grow(device):
+    x = torch.tensor([[1.0, -3.0, NAN]]).bfloat16().to(device)
+    amax, scale = torch.tensor([2.0], device=device), torch.ones(1, device=device)
+    for factor, expected in ((1.0, 3.0), (0.5, 3.0), (2.0, 6.0), (INF, INF)):
+        kernels.cast_float8_on_triton(x * factor, E4M3, rowwise=True, columnwise=False, scale=scale, amax_out=amax)
+        assert amax.item() == expected
+
+
+@pytest.mark.gpu
+@FORMS
+@SCALES
+def test_large_random_splits(form, given):
+    generator = torch.Generator().manual_seed(0)
+    for columns in (1024, 1000, 77):
+        sizes = torch.randint(0, 400, (37,), generator=generator).tolist()
+        sizes[5] = sizes[36] = 0
+        x = poisoned(sum(sizes) + 333, columns)
+        x[sum(sizes) :] = NAN
+        check("cuda", x, form, given=given, sizes=sizes)
+    check("cuda", poisoned(8, 384, 640), form, given=given, stacked=True)
+    check("cuda", poisoned(4097, 2048), form, given=given)

@@ -1,0 +1,169 @@
+"""MixedScaling and CustomRecipe: each operand of each product by itself."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fuser import Sequential, autocast, ops
+from recipes import (
+    E4M3,
+    E5M2,
+    CustomRecipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    MixedScaling,
+    MXFP8BlockScaling,
+    QuantizedTensor,
+    Quantizer,
+    Role,
+)
+from recipes.mxfp8 import MXFP8Quantizer
+
+SIZES = [5, 0, 9]
+
+
+def layer(path=None):
+    torch.manual_seed(3)
+    return Sequential(ops.GroupedLinear(3, 64, 32, bias=False), path=path)
+
+
+def run(recipe, path=None):
+    model, x = layer(path), torch.randn(16, 64, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    with autocast(recipe):
+        y = model(x, split_sizes=SIZES)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(6)))
+    return {"y": y.detach(), "dx": x.grad, "dw": model[0].weight.grad}
+
+
+def same(left, right):
+    return {name for name in left if torch.equal(left[name], right[name])}
+
+
+PLAIN, FULL = run(None), run("mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "plain", "full"),
+    [
+        pytest.param(MixedScaling(), {"y", "dx", "dw"}, set(), id="nothing"),
+        pytest.param(MixedScaling("mxfp8", "mxfp8", "mxfp8"), set(), {"y", "dx", "dw"}, id="all"),
+        pytest.param(MixedScaling("mxfp8", "mxfp8", "mxfp8", "bf16", None, "bf16"), {"dw"}, {"y", "dx"}, id="wgrad"),
+        pytest.param(MixedScaling("bf16", "bf16", "mxfp8", "mxfp8", "mxfp8"), {"y"}, {"dx", "dw"}, id="bf16-fprop"),
+    ],
+)
+@pytest.mark.parametrize("path", [None, "split"])
+def test_each_product_has_its_own_formats(recipe, plain, full, path):
+    result = run(recipe, path)
+    assert same(result, PLAIN) == plain and same(result, FULL) == full
+
+
+def test_one_operand_alone_may_be_quantized():
+    only_weights = run(MixedScaling(weight="mxfp8"))
+    assert same(only_weights, PLAIN) == {"dw"}
+    w_q = MXFP8Quantizer(E4M3).quantize_stacked(layer()[0].weight.detach()).dequantize()
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(only_weights["y"][:5], x[:5] @ w_q[0].T)
+
+
+def test_rows_past_the_sum_stay_zero_in_a_product_that_is_not_quantized():
+    model = layer()
+    x = torch.full((16, 64), float("nan"))
+    x[:14] = 1.0
+    with autocast(MixedScaling("bf16", "mxfp8", "mxfp8", "mxfp8")):
+        y = model(x.requires_grad_(), split_sizes=SIZES)
+    y[:14].sum().backward()
+    assert y[14:].eq(0).all() and x.grad[14:].eq(0).all() and model[0].weight.grad.isfinite().all()
+
+
+def test_equal_halves_are_one_quantizer():
+    assert MixedScaling("mxfp8", "mxfp8").quantizer(Role.INPUT) == MXFP8Quantizer(E4M3)
+    mixed = MixedScaling(grad_output=Float8CurrentScaling(), grad_output_for_wgrad="mxfp8").quantizer(Role.GRAD_OUTPUT)
+    assert (mixed.rowwise.form, mixed.columnwise.form) == (E5M2, E4M3)
+
+
+def test_a_recipe_with_state_is_refused():
+    with pytest.raises(ValueError, match="The recipe for weight keeps a state from step to step"):
+        MixedScaling("mxfp8", DelayedScaling())
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="no recipe named 'fp3'"):
+        MixedScaling("fp3")
+
+
+# -------------------------------------------------------------------------------------------------- CustomRecipe
+
+
+@dataclass(frozen=True)
+class SingleTensors(Quantizer):
+    """Knows no groups: the split path it is."""
+
+    def quantize(self, x, *, rowwise=True, columnwise=False) -> QuantizedTensor:
+        return MXFP8Quantizer(E4M3).quantize(x, rowwise=rowwise, columnwise=columnwise)
+
+
+def test_quantizers_decide_the_path():
+    grouped, single = (CustomRecipe(lambda role, q=q: q) for q in (MXFP8Quantizer(E4M3), SingleTensors()))
+    assert "path: grouped" in layer().explain(recipe=grouped)
+    says = layer().explain(recipe=single)
+    assert "path: split: SingleTensors knows single tensors only; the split path quantizes group by group." in says
+    assert same(run(grouped), FULL) == same(run(single), FULL) == {"y", "dx", "dw"}
+
+
+@pytest.mark.parametrize("qfactory", [None, "mxfp8"])
+def test_a_factory_must_be_a_function(qfactory):
+    with pytest.raises(TypeError, match="but must be a function of a Role"):
+        CustomRecipe(qfactory)
+
+
+def test_a_factory_must_make_quantizers():
+    with pytest.raises(TypeError, match="returned 'mxfp8', but must return a Quantizer"):
+        CustomRecipe(lambda role: "mxfp8").quantizer(Role.INPUT)
+
+
+# ------------------------------------------------------------------------------------- an operation's own recipe
+
+
+def test_an_operation_has_its_own_recipe():
+    torch.manual_seed(0)
+    model = Sequential(ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 32).set_recipe("bf16"), ops.Linear(32, 32))
+    x = torch.randn(8, 32)
+    with autocast("mxfp8"):
+        y = model(x)
+        h = model[1](model[0](x))
+    with autocast(None):
+        h = model[2](h)
+    with autocast("mxfp8"):
+        assert torch.equal(model[3](h), y)
+    says = model.explain(recipe="mxfp8")
+    assert says.count("pipeline") == 3 and "under its own recipe HighPrecision(path=None): native" in says
+
+
+def test_an_own_recipe_counts_outside_of_any_context_too():
+    op, x = ops.Linear(32, 32), torch.randn(8, 32)
+    with autocast("mxfp8"):
+        expected = op(x)
+    assert torch.equal(op.set_recipe(MXFP8BlockScaling())(x), expected)
+    assert not torch.equal(op.set_recipe(None)(x), expected)
+
+
+def test_a_change_of_an_operations_recipe_is_seen():
+    model, x = Sequential(ops.Linear(32, 32), ops.Linear(32, 32)), torch.randn(8, 32)
+    plain = model(x)
+    model[1].set_recipe("mxfp8")
+    assert not torch.equal(model(x), plain)
+    model[1].set_recipe(None)
+    assert torch.equal(model(x), plain)
+
+
+def test_extras_pass_between_operations_of_different_recipes():
+    torch.manual_seed(0)
+    fc1, fc2 = ops.GroupedLinear(2, 32, 64), ops.GroupedLinear(2, 32, 32)
+    fused = Sequential(fc1, ops.ScaledSwiGLU(), fc2)
+    extras = {"split_sizes": [3, 4], "scales": torch.rand(8)}
+    x = torch.randn(8, 32)
+    with autocast("mxfp8"):
+        expected = fused(x, **extras)
+    mixed = Sequential(fc1.set_recipe("mxfp8"), ops.ScaledSwiGLU(), fc2.set_recipe("mxfp8"))
+    assert torch.equal(mixed(x, **extras), expected)

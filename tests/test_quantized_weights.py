@@ -1,0 +1,189 @@
+"""Quantized copies of weights are kept while the weights are as they were, and never a moment longer."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from fuser import Sequential, autocast, ops
+from recipes import E4M3, CustomRecipe, Role
+from recipes.mxfp8 import MXFP8Quantizer
+
+casts: list[tuple[str, bool, bool]] = []
+
+
+@dataclass(frozen=True)
+class Counting(MXFP8Quantizer):
+    """Notes every cast of a weight."""
+
+    def quantize(self, x, *, rowwise=True, columnwise=False):
+        casts.append(("single", rowwise, columnwise))
+        return super().quantize(x, rowwise=rowwise, columnwise=columnwise)
+
+    def quantize_stacked(self, w_GNK, *, rowwise=True, columnwise=False):
+        casts.append(("stacked", rowwise, columnwise))
+        return super().quantize_stacked(w_GNK, rowwise=rowwise, columnwise=columnwise)
+
+
+RECIPE = CustomRecipe(lambda role: Counting(E4M3) if role is Role.WEIGHT else MXFP8Quantizer(E4M3))
+
+
+@pytest.fixture(autouse=True)
+def none_yet():
+    casts.clear()
+
+
+def step(op, x, **extras):
+    with autocast(RECIPE):
+        y = op(x, **extras)
+    if y.requires_grad:
+        y.sum().backward()
+    return y.detach()
+
+
+def test_microbatches_and_both_passes_cast_a_weight_once():
+    op = ops.GroupedLinear(2, 32, 32)
+    for _ in range(3):
+        step(op, torch.randn(8, 32, requires_grad=True), split_sizes=[3, 5])
+    assert casts == [("stacked", True, True)]
+
+
+def test_the_fused_mlp_casts_each_weight_once():
+    mlp = Sequential(ops.GroupedLinear(2, 32, 64), ops.SwiGLU(), ops.GroupedLinear(2, 32, 32))
+    for _ in range(2):
+        step(mlp, torch.randn(8, 32, requires_grad=True), split_sizes=[3, 5])
+    assert casts == [("stacked", True, True)] * 2
+
+
+def test_a_forward_alone_makes_one_copy_and_the_other_is_added():
+    op = ops.Linear(32, 32)
+    with torch.no_grad():
+        step(op, torch.randn(4, 32))
+    assert casts == [("single", True, False)]
+    step(op, torch.randn(4, 32, requires_grad=True))
+    assert casts == [("single", True, False), ("single", False, True)]
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("path", ["grouped", "split"])
+def test_an_optimizer_step_is_seen(stacked, path):
+    op = ops.GroupedLinear(2, 32, 32, stacked=stacked)
+    optimizer = torch.optim.SGD(op.parameters(), lr=0.1)
+    x = torch.randn(8, 32)
+    for _ in range(3):
+        with autocast(RECIPE):
+            y = op(x, split_sizes=[3, 5], path=path)
+        op.forget_quantized_weights()
+        with autocast(RECIPE):
+            assert torch.equal(op(x, split_sizes=[3, 5], path=path), y)
+        y.sum().backward()
+        optimizer.step()
+
+
+CHANGES = {
+    "in-place": lambda op: torch.nn.init.normal_(op.weight),
+    "new-parameter": lambda op: setattr(op, "weight", torch.nn.Parameter(torch.randn(32, 32))),
+    "new-data": lambda op: setattr(op.weight, "data", torch.randn(32, 32)),
+    "loading": lambda op: op.load_state_dict({"weight": torch.randn(32, 32), "bias": torch.randn(32)}),
+    "told": lambda op: (op.weight.data.mul_(2), op.forget_quantized_weights()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(change):
+    op, x = ops.Linear(32, 32), torch.randn(4, 32)
+    step(op, x)
+    CHANGES[change](op)
+    y = step(op, x)
+    assert len(casts) == 2
+    fresh = ops.Linear(32, 32)
+    fresh.load_state_dict(op.state_dict())
+    assert torch.equal(step(fresh, x), y)
+
+
+def test_other_tensors_in_place_of_the_parameters_are_seen():
+    op, x = ops.Linear(32, 32, bias=False), torch.randn(4, 32)
+    seen = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        with autocast(RECIPE):
+            seen.append(functional_call(op, {"weight": torch.randn(32, 32)}, (x,)))
+    assert len(casts) == 6
+    assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_another_recipe_casts_anew():
+    op, x = ops.Linear(32, 32), torch.randn(4, 32)
+    first = step(op, x)
+    with autocast("fp8_current"):
+        op(x)
+    assert torch.equal(step(op, x), first) and len(casts) == 2
+
+
+def test_inference_tensors_are_never_kept():
+    with torch.inference_mode():
+        op = ops.Linear(32, 32)
+        x = torch.randn(4, 32)
+        step(op, x)
+        op.weight.mul_(2)
+        step(op, x)
+    assert len(casts) == 2
+
+
+def test_a_change_between_forward_and_backward_is_refused():
+    op = ops.Linear(32, 32)
+    with autocast(RECIPE):
+        y = op(torch.randn(4, 32, requires_grad=True))
+    with torch.no_grad():
+        op.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="'weight' was changed in place"):
+        y.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed"])
+def test_a_flag_on_the_device_keeps_the_weights_of_the_replay_before(recipe):
+    factory = {"device": "cuda", "dtype": torch.bfloat16}
+    layers = (
+        ops.GroupedLinear(2, 64, 128, bias=False, **factory),
+        ops.SwiGLU(),
+        ops.GroupedLinear(2, 64, 64, bias=False, **factory),
+    )
+    model = Sequential(*layers)
+    x = torch.randn(40, 64, **factory).requires_grad_()
+    sizes = torch.tensor([13, 20], device="cuda")
+    flag = torch.zeros((), device="cuda")
+    static = {}
+
+    def run():
+        with autocast(recipe, keep_weights=flag):
+            y = model(x, split_sizes=sizes)
+        static["y"], (static["dx"],) = y, torch.autograd.grad(y.float().square().sum(), [x])
+
+    torch.use_deterministic_algorithms(False)  # poisoning memory is not allowed in a capture
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+
+    def replayed(keep):
+        flag.fill_(keep)
+        graph.replay()
+        return {name: tensor.clone() for name, tensor in static.items()}
+
+    replayed(0)
+    old = replayed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-2)
+    kept, new = replayed(1), replayed(0)
+    if recipe in ("fp8_current", "fp8_block", "mxfp8"):  # no random numbers, and no scales that move
+        assert all(torch.equal(kept[name], old[name]) for name in old)
+    assert not torch.equal(kept["dx"], new["dx"])
+    again = replayed(1)
+    if recipe in ("fp8_current", "fp8_block", "mxfp8"):
+        assert all(torch.equal(again[name], new[name]) for name in new)
