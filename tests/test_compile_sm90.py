@@ -27,6 +27,7 @@ from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_floa
 from ops.kernels.activation import KINDS, Activation, activation_step
 from recipes.formats import E4M3, E5M2
 from recipes.kernels import cast_float8, cast_float8_block, cast_mxfp8
+from recipes.kernels.cast_float8_block import BlockScale
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.splits import Splits
 
@@ -137,6 +138,23 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
         )  # fmt: skip
 
 
+def launch_block_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> None:
+    """Casts of rows, groups and weights in all kinds of blocks, and the way back of each copy."""
+    x, w = torch.empty(rows, features[0], dtype=dtype), torch.empty(GROUPS, *features, dtype=dtype)
+    splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
+    for block_dim, power_2 in product((1, 2), (True, False)):
+        how = BlockScale(E4M3, block_dim, power_2, 0.0)
+        for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+            cast_float8_block.cast_float8_block_on_triton(x, how, rowwise=rowwise, columnwise=columnwise)
+        cast_float8_block.cast_float8_block_on_triton(x, how, rowwise=True, columnwise=True, splits=splits)
+    how = BlockScale(E5M2, 2, True, 0.0)
+    cast_float8_block.cast_float8_block_on_triton(w, how, rowwise=True, columnwise=True, stacked=True)
+    for square, transposed, offsets in product((True, False), (True, False), (None, splits.offsets)):
+        codes, scale_inv = torch.empty(x.T.shape if transposed else x.shape, dtype=E4M3.dtype), torch.empty(1)
+        launch = cast_float8_block.dequantize_float8_block_triton
+        launch(codes, scale_inv, torch.empty_like(x)[None], offsets, offsets, square, transposed)
+
+
 def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> None:
     """MXFP8 and per-tensor FP8, both ways, of single tensors, stacked weights and grouped rows."""
     x, w = torch.empty(rows, features[1], dtype=dtype), torch.empty(GROUPS, *features, dtype=dtype)
@@ -167,6 +185,7 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
     if not tf32:
         for features in all_features:
             launch_casts(MANY_ROWS, features, dtype)
+            launch_block_casts(MANY_ROWS, features, dtype)
     for features in () if tf32 else (ALIGNED[0], ODD[0]):  # whole tiles, and masked ones
         launch_chains(MANY_ROWS, features, dtype)
 

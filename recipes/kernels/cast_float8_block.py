@@ -185,17 +185,13 @@ def _spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
 # -------------------------------------------------------------------------------------------------------------- config
 
 
-class CastBlockConfig(NamedTuple):
-    """A program casts `tiles` tiles of 128x128 values side by side, which hold whole blocks in both directions."""
+def cast_warps(columns: int, dtype: torch.dtype) -> int:
+    """Warps for a tile of 128x128 values, which hold whole blocks in both directions. Measured on H200.
 
-    tiles: int
-    num_warps: int
-    num_stages: int
-
-
-def cast_float8_block_config() -> CastBlockConfig:
-    """Measured on H200."""
-    return CastBlockConfig(tiles=8, num_warps=8, num_stages=2)
+    Rows that do not begin at multiples of 16 bytes are read value by value, which takes four warps more registers than
+    there are.
+    """
+    return 4 if columns * dtype.itemsize % 16 == 0 else 8
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
@@ -295,10 +291,8 @@ def cast_float8_block_triton(
         return
     groups, rows, columns = x_GTK.shape
     transposed = None if column_codes is None else _words(column_codes)
-    config = cast_float8_block_config()
     row_blocks = _row_blocks(rows, offsets)
-    strips = _ceil_div(_ceil_div(columns, BLOCK), config.tiles)
-    grid = (groups * (row_blocks + (offsets is not None)) * strips,)
+    grid = (groups * (row_blocks + (offsets is not None)) * _ceil_div(columns, BLOCK),)
     if not grid[0]:
         return
     with torch.cuda.device_of(x_GTK):
@@ -307,8 +301,7 @@ def cast_float8_block_triton(
             rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
             0 if offsets is None else len(offsets) - 1, amax_epsilon,
             SQUARE=block_dim == 2, POWER_2=power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
-            TILES=config.tiles, STAGES=config.num_stages, num_warps=config.num_warps,
-            **format_of(codes.dtype, codes.device),
+            **format_of(codes.dtype, codes.device), num_warps=cast_warps(columns, x_GTK.dtype),
         )  # fmt: skip
 
 

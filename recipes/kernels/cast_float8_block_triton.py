@@ -1,8 +1,8 @@
 """The kernels of `cast_float8_block`: both copies of a 128x128 tile from one read of x, and the way back.
 
-The 128 rows of a tile are taken in four parts, rows 4 q + j in part j: so the four codes that lie side by side in the
-transposed copy are in one place of four tensors, become one 32-bit word without any exchange between threads, and the
-transposition moves words, not bytes.
+For the transposed copy the 128 rows of a tile are taken in four parts, rows 4 q + j in part j: the four codes that lie
+side by side in that copy are then in one place of four tensors and become one 32-bit word without any exchange between
+threads, and the transposition moves words, not bytes.
 """
 
 import triton
@@ -21,64 +21,73 @@ def cast_float8_block_kernel(
     x_ptr, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, offsets_ptr, aligned_ptr,
     rows, columns, width, row_blocks, num_groups, amax_epsilon,
     SQUARE: tl.constexpr, POWER_2: tl.constexpr, LARGEST: tl.constexpr, PACKED: tl.constexpr,
-    FORM: tl.constexpr, NATIVE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Cast TILES tiles side by side. A copy whose codes are None is not made.
+    """Cast one tile. A copy whose codes are None is not made.
 
     rows: of each matrix; row_blocks: of each matrix, in the padded buffer if there are offsets. SQUARE: 128x128 blocks.
     PACKED: column_codes are words; width: of their rows, in words or in bytes. FORM, NATIVE: as in `float8_codes`.
+
+    x is read once more for the transposed copy, from the cache: the registers that would hold it are what lets enough
+    programs run side by side.
     """
     column_blocks = tl.cdiv(columns, BLOCK)
-    strips = tl.cdiv(column_blocks, TILES)
     matrix, tile, first, end, active = _find(
-        offsets_ptr, aligned_ptr, tl.program_id(0) // strips, rows, row_blocks, num_groups
+        offsets_ptr, aligned_ptr, tl.program_id(0) // column_blocks, rows, row_blocks, num_groups
     )
-    begin = tl.program_id(0) % strips * TILES
+    column_block = tl.program_id(0) % column_blocks
     # Addresses inside a tile fit in 32 bits: its first one takes 64.
     x_ptr += (matrix.to(tl.int64) * rows + first) * columns
-    offs_t = tl.arange(0, BLOCK)
-    offs_q = 4 * tl.arange(0, PART)
+    offs_k = column_block * BLOCK + tl.arange(0, BLOCK)
     height = tl.minimum(end - first, BLOCK).to(tl.int32)
     given = tl.where(active, height, 0)
+    COLUMNS: tl.constexpr = SQUARE or column_codes_ptr is not None
+    ROWS: tl.constexpr = row_codes_ptr is not None and not SQUARE
     if row_codes_ptr is not None:
         row_codes_ptr += (matrix.to(tl.int64) * rows + first) * columns
-    if column_codes_ptr is not None:
-        column_codes_ptr += matrix.to(tl.int64) * columns * width
-    for i in tl.range(0, tl.minimum(TILES, column_blocks - begin), num_stages=STAGES):
-        column_block = begin + i
-        offs_k = column_block * BLOCK + tl.arange(0, BLOCK)
-        x0 = _load(x_ptr, offs_q, offs_k, given, columns)
-        x1 = _load(x_ptr, offs_q + 1, offs_k, given, columns)
-        x2 = _load(x_ptr, offs_q + 2, offs_k, given, columns)
-        x3 = _load(x_ptr, offs_q + 3, offs_k, given, columns)
-        if SQUARE or column_codes_ptr is not None:
-            peak = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
-            amax = tl.max(peak, axis=0)
-            if SQUARE:
-                amax = tl.max(amax, axis=0)
-            scale, scale_inv = _scale(amax, amax_epsilon, FORM, POWER_2, LARGEST)
-        if row_codes_ptr is not None:
-            if SQUARE:
-                q0 = float8_codes(x0 * scale, FORM, NATIVE)
-                q1 = float8_codes(x1 * scale, FORM, NATIVE)
-                q2 = float8_codes(x2 * scale, FORM, NATIVE)
-                q3 = float8_codes(x3 * scale, FORM, NATIVE)
-                at = (matrix * row_blocks + tile).to(tl.int64) * column_blocks + column_block
-                tl.store(row_scale_ptr + at, scale_inv, mask=tile < row_blocks)
-            else:
-                q0, inverse0 = _row_cast(x0, amax_epsilon, FORM, POWER_2, LARGEST, NATIVE)
-                q1, inverse1 = _row_cast(x1, amax_epsilon, FORM, POWER_2, LARGEST, NATIVE)
-                q2, inverse2 = _row_cast(x2, amax_epsilon, FORM, POWER_2, LARGEST, NATIVE)
-                q3, inverse3 = _row_cast(x3, amax_epsilon, FORM, POWER_2, LARGEST, NATIVE)
-                inverse = tl.reshape(tl.join(tl.join(inverse0, inverse2), tl.join(inverse1, inverse3)), [BLOCK])
-                at = (matrix * column_blocks + column_block).to(tl.int64) * rows + first + offs_t
-                tl.store(row_scale_ptr + at, inverse, mask=offs_t < height)
-            _store(row_codes_ptr, q0, offs_q, offs_k, height, columns)
-            _store(row_codes_ptr, q1, offs_q + 1, offs_k, height, columns)
-            _store(row_codes_ptr, q2, offs_q + 2, offs_k, height, columns)
-            _store(row_codes_ptr, q3, offs_q + 3, offs_k, height, columns)
+    if ROWS:
+        row_scale_ptr += (matrix * column_blocks + column_block).to(tl.int64) * rows + first
+
+    offs_t = tl.arange(0, PART)
+    if ROWS:
+        peak = tl.zeros([PART, BLOCK], tl.float32)
+        ahead = _load(x_ptr, offs_t, offs_k, given, columns)
+        # A loop that is not unrolled: it holds one part and the next.
+        for j in tl.range(0, tl.cdiv(height, PART), num_stages=1):
+            x = ahead.to(tl.float32)
+            ahead = _load(x_ptr, offs_t + (j + 1) * PART, offs_k, given, columns)
+            if COLUMNS:
+                peak = tl.maximum(peak, magnitude(x))
+            row_scale, row_scale_inv = _scale(tl.max(magnitude(x), axis=1), amax_epsilon, FORM, POWER_2, LARGEST)
+            row = offs_t + j * PART
+            _store(row_codes_ptr, float8_codes(x * row_scale[:, None], FORM, NATIVE), row, offs_k, height, columns)
+            tl.store(row_scale_ptr + row, row_scale_inv, mask=row < height)
+    else:
+        peak = magnitude(_load(x_ptr, offs_t, offs_k, given, columns).to(tl.float32))
+        for j in tl.static_range(1, 4):
+            x = _load(x_ptr, offs_t + j * PART, offs_k, given, columns).to(tl.float32)
+            peak = tl.maximum(peak, magnitude(x))
+
+    if COLUMNS:
+        amax = tl.max(peak, axis=0)
+        if SQUARE:
+            amax = tl.max(amax, axis=0)
+        scale, scale_inv = _scale(amax, amax_epsilon, FORM, POWER_2, LARGEST)
+        offs_q = 4 * tl.arange(0, PART)
+        x0 = _load(x_ptr, offs_q, offs_k, given, columns).to(tl.float32) * scale
+        x1 = _load(x_ptr, offs_q + 1, offs_k, given, columns).to(tl.float32) * scale
+        x2 = _load(x_ptr, offs_q + 2, offs_k, given, columns).to(tl.float32) * scale
+        x3 = _load(x_ptr, offs_q + 3, offs_k, given, columns).to(tl.float32) * scale
+        if row_codes_ptr is not None and SQUARE:
+            _store(row_codes_ptr, float8_codes(x0, FORM, NATIVE), offs_q, offs_k, height, columns)
+            _store(row_codes_ptr, float8_codes(x1, FORM, NATIVE), offs_q + 1, offs_k, height, columns)
+            _store(row_codes_ptr, float8_codes(x2, FORM, NATIVE), offs_q + 2, offs_k, height, columns)
+            _store(row_codes_ptr, float8_codes(x3, FORM, NATIVE), offs_q + 3, offs_k, height, columns)
+            at = (matrix * row_blocks + tile).to(tl.int64) * column_blocks + column_block
+            tl.store(row_scale_ptr + at, scale_inv, mask=tile < row_blocks)
         if column_codes_ptr is not None:
-            words = float8_words(x0 * scale, x1 * scale, x2 * scale, x3 * scale, FORM, NATIVE)
+            words = float8_words(x0, x1, x2, x3, FORM, NATIVE)
+            column_codes_ptr += matrix.to(tl.int64) * columns * width
             _store_transposed(column_codes_ptr, words, tile, column_block, columns, width, PACKED)
             if SQUARE:
                 at = (matrix * column_blocks + column_block).to(tl.int64) * row_blocks + tile
@@ -154,9 +163,9 @@ def _find(offsets_ptr, aligned_ptr, tile, rows, row_blocks, num_groups):
 
 @triton.jit
 def _load(x_ptr, row, offs_k, height, columns):
-    """Part of a tile in float32, 0 outside. [PART, BLOCK]"""
+    """Part of a tile, 0 outside. [PART, BLOCK]"""
     inside = (row < height)[:, None] & (offs_k < columns)[None, :]
-    return widen(tl.load(x_ptr + (row[:, None] * columns + offs_k[None, :]), mask=inside, other=0.0)).to(tl.float32)
+    return widen(tl.load(x_ptr + (row[:, None] * columns + offs_k[None, :]), mask=inside, other=0.0))
 
 
 @triton.jit
@@ -200,15 +209,6 @@ def _load_transposed(codes_ptr, tile, column_block, columns, width, active, PACK
             codes = tl.load(codes_ptr + tile * BLOCK + (row * width + 4 * word + j), mask=inside, other=0)
             words = words | (codes.to(tl.uint32) << (8 * j))
     return tl.trans(words)
-
-
-@triton.jit
-def _row_cast(
-    x, amax_epsilon, FORM: tl.constexpr, POWER_2: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr
-):  # fmt: skip
-    """(codes, scale_inv) of part of a tile, one scale a row."""
-    scale, scale_inv = _scale(tl.max(magnitude(x), axis=1), amax_epsilon, FORM, POWER_2, LARGEST)
-    return float8_codes(x * scale[:, None], FORM, NATIVE), scale_inv
 
 
 @triton.jit
