@@ -26,7 +26,9 @@ from fused.kernels import grouped_gemm_swiglu
 from ops.kernels import activation, elementwise, grouped_gemm, norm_triton, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
 from recipes.formats import E4M3, E5M2
+from recipes.kernels import cast_nvfp4
 from recipes.mxfp8 import MXFP8Quantizer
+from recipes.splits import Splits
 
 ROOT = Path(__file__).parents[1]
 
@@ -105,6 +107,21 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
         )  # fmt: skip
 
 
+def launch_nvfp4(rows: int, features: int, dtype: torch.dtype) -> None:
+    """Every kind of cast, of one tensor and of groups, each copy alone too."""
+    x, seed = torch.empty(rows, features, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    plain = {"rht": False, "row_scaled": False, "two_d": False, "seed": None}
+    kinds = ({}, {"rht": True}, {"rht": True, "seed": seed}, {"two_d": True}, {"rht": True, "row_scaled": True})
+    for splits, given in product((None, Splits.make([rows], rows=rows, device="cpu")), kinds):
+        kind = plain | given
+        about = {"rht": kind["rht"], "row_scaled": kind["row_scaled"]}
+        for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+            amaxes = cast_nvfp4.amax_nvfp4(x, splits, rowwise=rowwise, columnwise=columnwise, **about)
+            made = cast_nvfp4.cast_nvfp4(x, splits, amaxes, **kind)
+    for copy, transpose in ((made[2:], True), (cast_nvfp4.codes_room(x, None, rowwise=True, columnwise=False), False)):
+        cast_nvfp4.dequantize_nvfp4(copy[0], copy[1], rows if transpose else features, dtype, transpose=transpose)
+
+
 def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[int, int]]) -> None:
     dtype, tf32 = MODES[mode]
     for rows, features in product(all_rows, all_features):
@@ -114,6 +131,8 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         launch_norms(MANY_ROWS, N, dtype)
     if not tf32:
         launch_chains(MANY_ROWS, ALIGNED[0], dtype)
+        for features in (ALIGNED[0], ODD[0]):
+            launch_nvfp4(MANY_ROWS, features, dtype)
 
 
 def shipped_configs(mode: str) -> set[tuple]:
@@ -161,6 +180,8 @@ def compile_all(mode: str, arch: int) -> None:
     triton.knobs.nvidia.dump_ptxas_log = True
     for module in (grouped_gemm, grouped_gemm_swiglu):
         module.capability = lambda x: divmod(arch, 10)
+    cast_nvfp4.runs_triton = lambda x: True
+    cast_nvfp4.converts_to_float8 = lambda x: arch >= 89
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
     run = JITFunction.run
 

@@ -13,6 +13,7 @@ from recipes import (
     HighPrecision,
     MXFP8BlockScaling,
     Needs,
+    NVFP4BlockScaling,
     PlanRequest,
     QuantizedTensor,
     Quantizer,
@@ -23,7 +24,7 @@ from recipes import (
 from recipes.formats import E4M3, E5M2
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-BUILT_IN = [HighPrecision(), Float8CurrentScaling(), MXFP8BlockScaling()]
+BUILT_IN = [HighPrecision(), Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
 FP8 = BUILT_IN[1:]
 
 
@@ -68,6 +69,7 @@ def test_recipes_of_different_kinds_differ():
         ("fp32", HighPrecision()),
         ("fp8_current", Float8CurrentScaling()),
         ("mxfp8", MXFP8BlockScaling()),
+        ("nvfp4", NVFP4BlockScaling()),
         (None, HighPrecision()),
         (MXFP8BlockScaling(path="split"), MXFP8BlockScaling(path="split")),
     ],
@@ -107,7 +109,7 @@ def test_high_precision_quantizes_nothing():
 
 
 def test_support_is_told():
-    assert [recipe.support(CPU) for recipe in BUILT_IN] == ["native", "emulated", "emulated"]
+    assert [recipe.support(CPU) for recipe in BUILT_IN] == ["native"] + ["emulated"] * len(FP8)
 
 
 @pytest.mark.parametrize("recipe", BUILT_IN, ids=by_name)

@@ -95,7 +95,8 @@ def amax_nvfp4_ref(
     padded_splits = None if splits is None else splits.padded(BLOCK)
     of_rows = of_columns = None
     if rowwise and row_scaled:
-        of_rows = _cropped(abs_without_nan(padded).amax(-1, keepdim=True), x, splits)[..., 0]
+        magnitudes = torch.nn.functional.pad(abs_without_nan(padded), (0, 1))  # a row may have no columns
+        of_rows = _cropped(magnitudes.amax(-1, keepdim=True), x, splits)[..., 0]
     elif rowwise:
         of_rows = _amax(padded, padded_splits)
     if columnwise:
@@ -295,7 +296,7 @@ def cast_nvfp4_triton(
     cast_nvfp4_kernel[launch.grid](
         launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), words,
         _bytes(made.columnwise_scale), *launch.sizes, ROW_SCALED=row_scaled, RHT=rht, TWO_D=two_d,
-        WORDS=x.shape[-1] % 8 == 0, NATIVE=_native(x),
+        WORDS=x.shape[-1] % 8 == 0, NATIVE=converts_to_float8(x),
         BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps, maxnreg=config.registers,
     )  # fmt: skip
 
@@ -402,6 +403,6 @@ def _amax(x: Tensor, splits: Splits | None) -> Tensor:
     return amax_stacked_ref(x) if x.ndim == 3 else amax_ref(x)
 
 
-def _native(x: Tensor) -> bool:
+def converts_to_float8(x: Tensor) -> bool:
     """Whether the GPU converts to float8 itself."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)

@@ -71,7 +71,7 @@ def _hadamard(xs):
     ys = ()
     for i in tl.static_range(16):
         # Not -x, which Triton reads as 0 - x: that loses the sign of a zero.
-        ys = ys + (xs[i] * SIGNS[i],)  # type: ignore[assignment]  # noqa: RUF005
+        ys = ys + (xs[i] * SIGNS[i],)  # noqa: RUF005
     for stage in tl.static_range(4):
         zs = ()
         for i in tl.static_range(16):
@@ -79,7 +79,7 @@ def _hadamard(xs):
                 z = ys[i] + ys[i + (1 << stage)]
             else:
                 z = ys[i - (1 << stage)] - ys[i]
-            zs = zs + (z,)  # type: ignore[assignment]  # noqa: RUF005
+            zs = zs + (z,)  # noqa: RUF005
         ys = zs
     return ys
 
@@ -281,7 +281,7 @@ def _store_row_scales(scale_ptr, scales, first, end, first_column, K):
     for stage in tl.static_range(4):
         joined = ()
         for i in tl.static_range(8 >> stage):
-            joined = joined + (tl.join(scales[i], scales[i + (8 >> stage)]),)  # type: ignore[assignment]  # noqa: RUF005
+            joined = joined + (tl.join(scales[i], scales[i + (8 >> stage)]),)  # noqa: RUF005
         scales = joined
     scale = tl.reshape(scales[0], [R, B, 16])
     block = first_column // 16 + tl.arange(0, B)[None, :, None]
