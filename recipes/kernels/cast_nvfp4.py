@@ -180,16 +180,24 @@ class NVFP4Config(NamedTuple):
     registers: int | None = None
 
 
-def amax_nvfp4_config() -> NVFP4Config:
+def amax_nvfp4_config(columns: int) -> NVFP4Config:
+    if columns % BLOCK:
+        return NVFP4Config(block_r=4, block_c=64, tiles=8, num_warps=4)
     return NVFP4Config(block_r=4, block_c=128, tiles=8, num_warps=4)
 
 
-def cast_nvfp4_config(*, two_d: bool, stochastic: bool) -> NVFP4Config:
-    """A thread has 8 columns, whose codes make one word, and all 16 rows of a block.
+def cast_nvfp4_config(columns: int, *, rht: bool, two_d: bool, stochastic: bool, grouped: bool) -> NVFP4Config:
+    """A thread has all 16 rows of a block and 8 columns, whose codes make one word.
 
-    With 168 registers twelve warps run at once; left alone, ptxas takes 255. The other kinds would spill.
+    With 168 registers twelve warps run at once; left alone, ptxas takes 255. The other kinds would spill. Where rows do
+    not begin at multiples of 32 bytes every element has its own address, so that a thread has room for one column.
     """
-    registers = None if two_d or stochastic else 168
+    if columns % BLOCK:
+        return NVFP4Config(block_r=4, block_c=32, tiles=1, num_warps=4)
+    if two_d:
+        return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=4)
+    fits = not stochastic and (rht or not grouped)
+    registers = (200 if grouped else 168) if fits else None
     return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2, registers=registers)
 
 
@@ -263,7 +271,7 @@ def amax_nvfp4_triton(
     if columnwise:
         of_columns = of_rows if shared else x.new_zeros(shape, dtype=torch.float32)
     if x.numel() and (rowwise or columnwise):
-        config = amax_nvfp4_config()
+        config = amax_nvfp4_config(x.shape[-1])
         tiles = min(config.tiles, -(-x.shape[-1] // config.block_c))
         launch = _Launch(x, splits, config.block_r, config.block_c * tiles)
         amax_nvfp4_kernel[launch.grid](
@@ -290,7 +298,9 @@ def cast_nvfp4_triton(
             if tensor is not None:
                 tensor.view(torch.uint8).zero_()  # the padding of no rows
         return
-    config = cast_nvfp4_config(two_d=two_d, stochastic=seed is not None)
+    config = cast_nvfp4_config(
+        x.shape[-1], rht=rht, two_d=two_d, stochastic=seed is not None, grouped=splits is not None
+    )  # fmt: skip
     launch = _Launch(x, splits, config.block_r, config.block_c)
     words = made.columnwise.view(torch.int64) if made.columnwise is not None else None
     cast_nvfp4_kernel[launch.grid](
