@@ -186,18 +186,19 @@ def amax_nvfp4_config(columns: int) -> NVFP4Config:
     return NVFP4Config(block_r=4, block_c=128, tiles=8, num_warps=4)
 
 
-def cast_nvfp4_config(columns: int, *, rht: bool, two_d: bool, stochastic: bool, grouped: bool) -> NVFP4Config:
-    """A thread has all 16 rows of a block and 8 columns, whose codes make one word.
+def cast_nvfp4_config(
+    columns: int, itemsize: int, *, rht: bool, two_d: bool, stochastic: bool, grouped: bool
+) -> NVFP4Config:
+    """A thread has all 16 rows of a block and 8 columns, whose codes make one word; 4 where it would spill with 8.
 
-    With 168 registers twelve warps run at once; left alone, ptxas takes 255. The other kinds would spill. Where rows do
-    not begin at multiples of 32 bytes every element has its own address, so that a thread has room for one column.
+    With 168 registers twelve warps run at once; left alone, ptxas takes 255. Where rows do not begin at multiples of 32
+    bytes every element has its own address, so that a thread has room for one column.
     """
     if columns % BLOCK:
         return NVFP4Config(block_r=4, block_c=32, tiles=1, num_warps=4)
-    if two_d:
-        return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=4)
-    fits = not stochastic and (rht or not grouped)
-    registers = (200 if grouped else 168) if fits else None
+    if two_d or itemsize > 2 or (grouped and not rht):
+        return NVFP4Config(block_r=4, block_c=64 if stochastic and itemsize > 2 else 128, tiles=1, num_warps=4)
+    registers = None if stochastic else 200 if grouped else 168
     return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2, registers=registers)
 
 
@@ -299,7 +300,8 @@ def cast_nvfp4_triton(
                 tensor.view(torch.uint8).zero_()  # the padding of no rows
         return
     config = cast_nvfp4_config(
-        x.shape[-1], rht=rht, two_d=two_d, stochastic=seed is not None, grouped=splits is not None
+        x.shape[-1], min(x.element_size(), 4), rht=rht, two_d=two_d, stochastic=seed is not None,
+        grouped=splits is not None,
     )  # fmt: skip
     launch = _Launch(x, splits, config.block_r, config.block_c)
     words = made.columnwise.view(torch.int64) if made.columnwise is not None else None
