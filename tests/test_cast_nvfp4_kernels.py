@@ -8,6 +8,11 @@ from recipes.kernels.random import new_seed
 from recipes.splits import Splits
 from tests.grouped_cases import DEVICES
 
+# The interpreter is numpy: it tells of a loop over a runtime bound, and of Inf and NaN, which are meant here.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array with ndim > 0:DeprecationWarning",
+    "ignore:(overflow|invalid value) encountered:RuntimeWarning",
+)
 DEVICE = pytest.mark.parametrize("device", DEVICES)
 KINDS = {
     "nearest": {},
@@ -68,7 +73,69 @@ def check(x, sizes, device, *, rht=False, row_scaled=False, two_d=False, seed=Fa
                 torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
+# Tiles are 64 rows of 128 columns.
+
+
 @DEVICE
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_tensor(device, kind):
     check(spread(70, 136, dtype=torch.bfloat16), None, device, **KINDS[kind])
+
+
+@DEVICE
+@pytest.mark.parametrize("shape", [(1, 1), (17, 5), (16, 16), (3, 130)], ids=str)
+def test_odd_sizes(device, shape):
+    check(spread(*shape, dtype=torch.float32), None, device, rht=True, seed=True)
+
+
+@DEVICE
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_and_what_lies_behind_them(device, kind):
+    x = spread(80, 24, dtype=torch.bfloat16)
+    x[50:] = float("nan")
+    check(x, [7, 0, 33, 10], device, **KINDS[kind])
+
+
+@DEVICE
+@pytest.mark.parametrize("sizes", [[0, 0], [1] * 6, [65, 5]], ids=str)
+def test_empty_many_and_large_groups(device, sizes):
+    check(spread(70, 8, dtype=torch.float32), sizes, device, rht=True)
+
+
+@DEVICE
+@pytest.mark.parametrize("kind", ["nearest", "16x16", "stochastic"])
+def test_stacked(device, kind):
+    check(spread(3, 20, 40, dtype=torch.bfloat16), None, device, **KINDS[kind])
+
+
+@DEVICE
+@pytest.mark.parametrize("copies", [(True, False), (False, True)], ids=["rowwise", "columnwise"])
+def test_one_copy_alone(device, copies):
+    check(spread(20, 40, dtype=torch.float16), None, device, rht=True, rowwise=copies[0], columnwise=copies[1])
+
+
+@DEVICE
+@pytest.mark.parametrize(
+    ("kind", "extreme"),
+    [("nearest", 2.0**-130), ("nearest", 3e38), ("rht", float("inf")), ("stochastic", 3e38), ("16x16", float("inf")),
+     ("row-scaled", 2.0**-130)],
+)  # fmt: skip
+def test_nan_inf_and_extremes(device, kind, extreme):
+    x = torch.randn(64, 64)
+    x[3, 3], x[20, 20] = float("nan"), -0.0
+    x[32:48, 32:] *= 2.0**-40
+    if extreme < 1:
+        x *= extreme
+    x[40, 5] = extreme
+    check(x, None, device, **KINDS[kind])
+
+
+@DEVICE
+def test_float64_is_rounded_first(device):
+    check(spread(20, 40, dtype=torch.float64), None, device, rht=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_tensor(kind):
+    check(spread(1000, 2000, dtype=torch.bfloat16), [300, 0, 511, 100], "cuda", **KINDS[kind])

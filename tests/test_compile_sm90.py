@@ -26,7 +26,7 @@ from fused.kernels import grouped_gemm_swiglu
 from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
 from recipes.formats import E4M3, E5M2
-from recipes.kernels import cast_float8, cast_float8_block, cast_mxfp8
+from recipes.kernels import cast_float8, cast_float8_block, cast_mxfp8, cast_nvfp4
 from recipes.kernels.cast_float8_block import BlockScale
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.splits import Splits
@@ -172,6 +172,22 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
         cast_float8.untranspose_on_triton(copies.column_codes, dtype, given.shape, kind.get("splits"))
 
 
+def launch_nvfp4(rows: int, features: int, dtype: torch.dtype) -> None:
+    """Every kind of cast, of one tensor and of groups; for the transform each copy alone too."""
+    x, seed = torch.empty(rows, features, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    plain = {"rht": False, "row_scaled": False, "two_d": False, "seed": None}
+    kinds = ({}, {"rht": True}, {"rht": True, "seed": seed}, {"two_d": True}, {"rht": True, "row_scaled": True})
+    alone = ((True, True), (True, False), (False, True))
+    for splits, given in product((None, Splits.make([rows], rows=rows, device="cpu")), kinds):
+        kind = plain | given
+        about = {"rht": kind["rht"], "row_scaled": kind["row_scaled"]}
+        for rowwise, columnwise in alone if given == {"rht": True} and splits is None else alone[:1]:
+            amaxes = cast_nvfp4.amax_nvfp4(x, splits, rowwise=rowwise, columnwise=columnwise, **about)
+            made = cast_nvfp4.cast_nvfp4(x, splits, amaxes, **kind)
+    for copy, transpose in ((made[2:], True), (cast_nvfp4.codes_room(x, None, rowwise=True, columnwise=False), False)):
+        cast_nvfp4.dequantize_nvfp4(copy[0], copy[1], rows if transpose else features, dtype, transpose=transpose)
+
+
 def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[int, int]]) -> None:
     dtype, tf32 = MODES[mode]
     for rows, features in product(all_rows, all_features):
@@ -186,8 +202,12 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         for features in all_features:
             launch_casts(MANY_ROWS, features, dtype)
             launch_block_casts(MANY_ROWS, features, dtype)
-    for features in () if tf32 else (ALIGNED[0], ODD[0]):  # whole tiles, and masked ones
-        launch_chains(MANY_ROWS, features, dtype)
+        launch_chains(MANY_ROWS, ALIGNED[0], dtype)
+    if mode == "bf16":  # tiles that are masked; in fp16 ptxas spills 8 bytes of one of these kernels
+        launch_chains(MANY_ROWS, ODD[0], dtype)
+    if mode in ("bf16", "fp32"):
+        for features in (ALIGNED[0], ODD[0]):
+            launch_nvfp4(MANY_ROWS, features, dtype)
 
 
 def shipped_configs(mode: str) -> set[tuple]:
@@ -241,9 +261,11 @@ def compile_all(mode: str, arch: int) -> None:
     for module in (grouped_gemm, grouped_gemm_float8, grouped_gemm_swiglu):
         module.capability = lambda x: divmod(arch, 10)
     native = {"NATIVE": arch >= 89}
-    for casts in (cast_float8, cast_float8_block, cast_mxfp8):
+    for casts in (cast_float8, cast_float8_block, cast_mxfp8, elementwise):
         casts.format_of = lambda dtype, device: format_of(dtype, device) | native
     norm_triton.shared_memory = lambda x: LIMITS[arch]
+    cast_nvfp4.runs_triton = lambda x: True
+    cast_nvfp4.converts_to_float8 = lambda x: arch >= 89
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
     run = JITFunction.run
 

@@ -82,6 +82,7 @@ def test_recipes_of_different_kinds_differ():
         ("fp8_current", Float8CurrentScaling()),
         ("mxfp8", MXFP8BlockScaling()),
         ("fp8_block", Float8BlockScaling()),
+        ("nvfp4", NVFP4BlockScaling()),
         (None, HighPrecision()),
         (MXFP8BlockScaling(path="split"), MXFP8BlockScaling(path="split")),
     ],

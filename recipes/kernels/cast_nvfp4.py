@@ -101,7 +101,8 @@ def amax_nvfp4_ref(
     padded_splits = None if splits is None else splits.padded(BLOCK)
     of_rows = of_columns = None
     if rowwise and row_scaled:
-        of_rows = _cropped(abs_without_nan(padded).amax(-1, keepdim=True), x, splits)[..., 0]
+        magnitudes = torch.nn.functional.pad(abs_without_nan(padded), (0, 1))  # a row may have no columns
+        of_rows = _cropped(magnitudes.amax(-1, keepdim=True), x, splits)[..., 0]
     elif rowwise:
         of_rows = _amax(padded, padded_splits)
     if columnwise:
@@ -185,16 +186,25 @@ class NVFP4Config(NamedTuple):
     registers: int | None = None
 
 
-def amax_nvfp4_config() -> NVFP4Config:
+def amax_nvfp4_config(columns: int) -> NVFP4Config:
+    if columns % BLOCK:
+        return NVFP4Config(block_r=4, block_c=64, tiles=8, num_warps=4)
     return NVFP4Config(block_r=4, block_c=128, tiles=8, num_warps=4)
 
 
-def cast_nvfp4_config(*, two_d: bool, stochastic: bool) -> NVFP4Config:
-    """A thread has 8 columns, whose codes make one word, and all 16 rows of a block.
+def cast_nvfp4_config(
+    columns: int, itemsize: int, *, rht: bool, two_d: bool, stochastic: bool, grouped: bool
+) -> NVFP4Config:
+    """A thread has all 16 rows of a block and 8 columns, whose codes make one word; 4 where it would spill with 8.
 
-    With 168 registers twelve warps run at once; left alone, ptxas takes 255. The other kinds would spill.
+    With 168 registers twelve warps run at once; left alone, ptxas takes 255. Where rows do not begin at multiples of 32
+    bytes every element has its own address, so that a thread has room for one column.
     """
-    registers = None if two_d or stochastic else 168
+    if columns % BLOCK:
+        return NVFP4Config(block_r=4, block_c=32, tiles=1, num_warps=4)
+    if two_d or itemsize > 2 or (grouped and not rht):
+        return NVFP4Config(block_r=4, block_c=64 if stochastic and itemsize > 2 else 128, tiles=1, num_warps=4)
+    registers = None if stochastic else 200 if grouped else 168
     return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2, registers=registers)
 
 
@@ -268,7 +278,7 @@ def amax_nvfp4_triton(
     if columnwise:
         of_columns = of_rows if shared else x.new_zeros(shape, dtype=torch.float32)
     if x.numel() and (rowwise or columnwise):
-        config = amax_nvfp4_config()
+        config = amax_nvfp4_config(x.shape[-1])
         tiles = min(config.tiles, -(-x.shape[-1] // config.block_c))
         launch = _Launch(x, splits, config.block_r, config.block_c * tiles)
         amax_nvfp4_kernel[launch.grid](
@@ -295,13 +305,16 @@ def cast_nvfp4_triton(
             if tensor is not None:
                 tensor.view(torch.uint8).zero_()  # the padding of no rows
         return
-    config = cast_nvfp4_config(two_d=two_d, stochastic=seed is not None)
+    config = cast_nvfp4_config(
+        x.shape[-1], min(x.element_size(), 4), rht=rht, two_d=two_d, stochastic=seed is not None,
+        grouped=splits is not None,
+    )  # fmt: skip
     launch = _Launch(x, splits, config.block_r, config.block_c)
     words = made.columnwise.view(torch.int64) if made.columnwise is not None else None
     cast_nvfp4_kernel[launch.grid](
         launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), words,
         _bytes(made.columnwise_scale), *launch.sizes, ROW_SCALED=row_scaled, RHT=rht, TWO_D=two_d,
-        WORDS=x.shape[-1] % 8 == 0, NATIVE=_native(x),
+        WORDS=x.shape[-1] % 8 == 0, NATIVE=converts_to_float8(x),
         BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps, maxnreg=config.registers,
     )  # fmt: skip
 
@@ -408,6 +421,6 @@ def _amax(x: Tensor, splits: Splits | None) -> Tensor:
     return amax_stacked_ref(x) if x.ndim == 3 else amax_ref(x)
 
 
-def _native(x: Tensor) -> bool:
+def converts_to_float8(x: Tensor) -> bool:
     """Whether the GPU converts to float8 itself."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)

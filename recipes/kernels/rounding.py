@@ -42,9 +42,9 @@ def round_to(x, DTYPE: tl.constexpr):
         return x.to(DTYPE)
 
 
-# The GPU converts one number on a unit eight times slower than that for pairs of them, and moves the upper half of a
-# pair before it shifts it. So where a tile is rounded but not stored, these are faster than `round_to` and `widen`; but
-# the compiler sees nothing through them: it cannot add two bfloat16 numbers by one instruction, as it otherwise does.
+# The compiler converts to bfloat16 one number at a time, on a unit eight times slower than that for pairs, and moves
+# the upper half of a pair before it shifts it. So where a tile is rounded but not stored, these are faster than
+# `round_to` and `widen`. But the compiler sees nothing through them: it no longer adds two bfloat16 by one instruction.
 
 
 @triton.jit
@@ -61,13 +61,9 @@ def widen_pairs(x):
 @triton.jit
 def round_pairs_to(x, DTYPE: tl.constexpr):
     """`round_to`."""
-    if INTERPRET or DTYPE == tl.float32:
+    if INTERPRET or DTYPE != tl.bfloat16:
         return round_to(x, DTYPE)
-    elif DTYPE == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, is_pure=True, pack=2
-        )
     else:
         return tl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.float16, is_pure=True, pack=2
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, is_pure=True, pack=2
         )
