@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from bench import bench_elementwise, bench_grouped_mlp, bench_host, bench_recipes, explain, train
+from bench import bench_casts, bench_elementwise, bench_grouped_mlp, bench_host, bench_recipes, explain, train
 from bench.usage import UsageError
 
 COMMANDS = {
@@ -11,6 +11,7 @@ COMMANDS = {
     "explain": (explain, "print the plan of a known model's expert layer"),
     "host": (bench_host, "cost of the framework on the host, against one hand-written autograd.Function"),
     "grouped_mlp": (bench_grouped_mlp, "the fused grouped MLP against torch's grouped_mm with eager SwiGLU"),
+    "casts": (bench_casts, "casts of every recipe against a plain copy"),
     "recipes": (bench_recipes, "one grouped MLP whose recipe is switched: speed, memory and error of each recipe"),
     "elementwise": (bench_elementwise, "element-wise chains against torch eager, torch.compile and a plain copy"),
 }

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.bench_casts import check_cast, written_bytes
 from bench.grouped_case import GroupedCase, expert_linear
 from bench.schedule import recipe_named
-from bench.sqnr import sqnr_db, sqnr_floor
 from bench.suites.cases import DEVICE, QUANTIZING, SUITE_SHAPES, Measure
 from recipes import GroupedTensor, QuantizedTensor, Role, Splits
 
@@ -61,10 +61,5 @@ def time_cast(
 ) -> None:  # fmt: skip
     """Check the copies that can be, and time the cast."""
     quantized = cast()
-    for copy in (quantized.rowwise, quantized.columnwise):
-        if copy is not None and copy.operand(torch.float32, splits).block == 1:
-            db = sqnr_db(copy.dequantize(splits), given)
-            assert db >= sqnr_floor(label), f"{label}: the cast has {db:.1f} dB, but must have {sqnr_floor(label):.0f}"
-    of_splits = [] if splits is None else [id(tensor) for tensor in splits.tensors()]
-    written = sum(t.nbytes for t in quantized.tensors() if t is not None and id(t) not in of_splits)
-    measure(cast, group, num_bytes=given.nbytes + written)
+    check_cast(quantized, given, splits, label)
+    measure(cast, group, num_bytes=given.nbytes + written_bytes(quantized, splits))
