@@ -44,7 +44,7 @@ lint: setup
 # Two cores: one test process for each, one thread a process. Benchmarks are measured by `make bench`, never here.
 # The closing lines: the whole suite, then what depends on Triton once more with the second release.
 test: export OMP_NUM_THREADS := 1
-test: PYTEST := -m pytest -n 2 --benchmark-disable --timeout=600
+test: PYTEST := -m pytest -n 2 --dist worksteal --benchmark-disable --timeout=600
 test: lint $(OVERLAY)/.ready
 	$(PY) $(PYTEST) --durations=10 tests
 	PYTHONPATH="$(CURDIR)/$(OVERLAY)" $(PY) -c "import triton; v = triton.__version__; assert v == '$(SECOND_TRITON)', v"
