@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,14 @@ Quantize = Callable[[bool, bool], Any]
 
 
 class QuantizedWeights:
-    """The copies of one operation, for the last quantizer that asked."""
+    """The copies of one operation, for the last quantizer that asked. kept: what a fresh copy becomes before that."""
 
-    def __init__(self, parameters: Sequence[Tensor], key: Any) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], key: Any, kept: Callable[[Any], Any] = lambda fresh: fresh
+    ) -> None:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._key = key
+        self._kept = kept
         self._copies: Any = None
 
     def serves(self, parameters: Sequence[Tensor], key: Any) -> bool:
@@ -44,12 +48,12 @@ class QuantizedWeights:
     def copies(self, rowwise: bool, columnwise: bool, quantize: Quantize) -> Any:
         """With at least the copies asked for; what is missing is cast now, from the high-precision weights."""
         if self._copies is None:
-            self._copies = quantize(rowwise, columnwise)
+            self._copies = self._kept(quantize(rowwise, columnwise))
             return self._copies
-        first = self._copies if isinstance(self._copies, QuantizedTensor) else self._copies[0]
+        first = _first(self._copies)
         missing = rowwise and first.rowwise is None, columnwise and first.columnwise is None
         if any(missing):
-            self._copies = _merged(self._copies, quantize(*missing))
+            self._copies = _merged(self._copies, self._kept(quantize(*missing)))
         return self._copies
 
 
@@ -81,10 +85,12 @@ def quantized_weights(
     state = quantizer.state_version(parameters[0].device)
     key = (ctx.recipe.quantizer(Role.WEIGHT), state, ctx.path.name, ctx.dtype, tuple(map(state_of, parameters)))
     flag = keep_weights_flag()
-    if flag is not None and _is_capturing(parameters):
-        kept = _captured(operation, parameters, key, flag, quantize(rowwise, columnwise))
-        ctx.quantized_weights = kept
-        return kept.copies(rowwise, columnwise, quantize)
+    if flag is not None:
+        shared = _shared_by_graphs(operation, parameters, (key[0], ctx.path.name, ctx.dtype))
+        if _is_capturing(parameters):
+            kept = QuantizedWeights(parameters, key, partial(_unless_flagged, shared, flag))
+            ctx.quantized_weights = kept
+            return kept.copies(rowwise, columnwise, quantize)
     kept = operation._quantized_weights
     if state is None or not _can_be_kept(operation, parameters):
         kept = QuantizedWeights(parameters, key)
@@ -92,7 +98,10 @@ def quantized_weights(
         kept = operation._quantized_weights = QuantizedWeights(parameters, key)
     if quantizer.keeps_state and ctx.needs_grad:
         ctx.quantized_weights = kept
-    return kept.copies(rowwise, columnwise, quantize)
+    copies = kept.copies(rowwise, columnwise, quantize)
+    if flag is not None:
+        shared.copies(rowwise, columnwise, partial(_cloned, copies))
+    return copies
 
 
 def _can_be_kept(operation: Any, parameters: Sequence[Tensor]) -> bool:
@@ -104,24 +113,45 @@ def _is_capturing(parameters: Sequence[Tensor]) -> bool:
     return parameters[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _captured(operation: Any, parameters: Sequence[Tensor], key: Any, flag: Tensor, fresh: Any) -> QuantizedWeights:
-    """The copies that all graphs of these weights share, each overwritten by `fresh` where the flag is 0 at replay."""
+def _shared_by_graphs(operation: Any, parameters: Sequence[Tensor], key: Any) -> QuantizedWeights:
+    """The copies that all graphs of these weights share. Made by runs before the capture: what is allocated within one
+    may lie where a replay puts something else first."""
     shared = operation._captured_weights
     if shared is None or not shared.serves(parameters, key):
         shared = operation._captured_weights = QuantizedWeights(parameters, key)
-    asked = fresh if isinstance(fresh, QuantizedTensor) else fresh[0]
-    copies = shared.copies(asked.rowwise is not None, asked.columnwise is not None, lambda *_: _room_like(fresh))
+    return shared
+
+
+def _unless_flagged(shared: QuantizedWeights, flag: Tensor, fresh: Any) -> Any:
+    """The shared copies, overwritten by `fresh` where the flag is 0 at replay."""
+    asked = _first(fresh)
+    copies = shared.copies(asked.rowwise is not None, asked.columnwise is not None, _refuse_to_allocate)
     for old, new in zip(_tensors(copies), _tensors(fresh), strict=True):
         if new is not None:
             old_bytes, new_bytes = (tensor.flatten().view(torch.uint8) for tensor in (old, new))
             old_bytes.copy_(torch.where(flag != 0, old_bytes, new_bytes))
-    return shared
+    return copies
 
 
-def _room_like(copies: Any) -> Any:
+def _refuse_to_allocate(rowwise: bool, columnwise: bool) -> Any:
+    raise RuntimeError(
+        "keep_weights under graph capture: these weights were not cast under it before the capture, so there "
+        "is no memory outside of the graph to keep them in. Run the same passes once under the same "
+        "`autocast(recipe, keep_weights=flag)` before capturing them."
+    )
+
+
+def _cloned(copies: Any, rowwise: bool, columnwise: bool) -> Any:
     if not isinstance(copies, QuantizedTensor):
-        return [_room_like(member) for member in copies]
-    return copies.rebuild([None if tensor is None else torch.empty_like(tensor) for tensor in copies.tensors()])
+        return [_cloned(member, rowwise, columnwise) for member in copies]
+    clone = copies.rebuild([None if tensor is None else tensor.clone() for tensor in copies.tensors()])
+    return replace(
+        clone, rowwise=clone.rowwise if rowwise else None, columnwise=clone.columnwise if columnwise else None
+    )
+
+
+def _first(copies: Any) -> QuantizedTensor:
+    return copies if isinstance(copies, QuantizedTensor) else copies[0]
 
 
 def _tensors(copies: Any) -> list[Any]:

@@ -38,6 +38,11 @@ class QuantizerState:
 
     def _make(self, name: str, old: Tensor | None, shapes: StateShapes, device: torch.device | None) -> Tensor:
         shape, initial = shapes[name]
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self.operation).__name__} has no {self.prefix + name} yet, and what a graph makes while it is "
+                "captured, each replay makes anew. Run forward and backward once under the recipe before the capture."
+            )
         new = torch.full(shape, initial, dtype=torch.float32, device=device or (None if old is None else old.device))
         if old is not None and not old.is_meta:
             if old.shape[1:] != new.shape[1:] or old.dim() != new.dim():

@@ -33,7 +33,7 @@ def autocast(
     keep_weights: for CUDA graphs, a tensor of one number on the device. What is captured inside casts its weights at
         each replay, unless this number is not 0 then: it multiplies with the codes of the replay before. Set it to 0
         for the first microbatch of a step (of any graph captured with the same weights), to 1 for the others.
-        Outside of a capture it is not looked at.
+        Outside of a capture it is not looked at, but run the same passes once under it before they are captured.
     scales: where `fuser.checkpoint` keeps the scales of a first run for its recomputation
 
     The stack is one for the process: enter contexts from one thread at a time. Plain `torch.utils.checkpoint` computes

@@ -361,3 +361,12 @@ def test_a_state_of_other_groups_is_refused():
 
 def test_forms_follow_the_roles():
     assert [DelayedScaling().quantizer(role).form for role in Role] == [E4M3, E4M3, E5M2]
+
+
+def test_state_is_not_made_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    op = ops.Linear(32, 32)
+    with autocast("fp8_delayed"), pytest.raises(RuntimeError, match="Run forward and backward once under the recipe"):
+        op(torch.randn(4, 32))
+    assert "quantizer_input_amax_history" not in op.state_dict()

@@ -17,7 +17,7 @@ from fuser import Sequential, autocast, ops, recipes
 from ops import GroupedLinear
 from recipes import Role, Splits
 from tests import reference
-from tests.reference import assert_close, assert_same_bits
+from tests.reference import ROUNDED_ONCE, assert_close, assert_same_bits
 
 DTYPES = [
     pytest.param(torch.float64, id="fp64"),
@@ -436,6 +436,9 @@ RECIPES = [
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
 def test_a_recipe_changes_the_operands_and_nothing_else(recipe, shape, dtype, device):
     k, n = shape
+    # Hopper adds float8 products with fewer bits: `ops.kernels.grouped_gemm_float8` has the figures.
+    more = 5e-4 if recipe.support(torch.device(device)) == "native" else 0.0
+    tolerances = {key: tolerance + more for key, tolerance in ROUNDED_ONCE.items()}
     for (name, sizes), stacked in zip(SPLITS.items(), itertools.cycle([True, False]), strict=False):
         active = sum(sizes)
         op = make(4, k, n, dtype=dtype, device=device, stacked=stacked)
@@ -444,7 +447,7 @@ def test_a_recipe_changes_the_operands_and_nothing_else(recipe, shape, dtype, de
             got = run(op, op, x, torch.tensor(sizes, device=device), None, dy)
         cpu = copy.deepcopy(op).cpu()
         try:
-            assert_close(got, quantized_reference(cpu, recipe, x.cpu(), sizes, dy.cpu()))
+            assert_close(got, quantized_reference(cpu, recipe, x.cpu(), sizes, dy.cpu()), tolerances)
         except AssertionError as error:
             raise AssertionError(f"splits {name!r}: {error}") from None
 

@@ -141,17 +141,50 @@ def test_a_change_between_forward_and_backward_is_refused():
         y.sum().backward()
 
 
+def mlp(**factory):
+    layers = ops.GroupedLinear(2, 64, 128, bias=False, **factory), ops.SwiGLU()
+    return Sequential(*layers, ops.GroupedLinear(2, 64, 64, bias=False, **factory))
+
+
+STATELESS = ("fp8_current", "fp8_block", "mxfp8")  # no random numbers, and no scales that move
+
+
+@pytest.mark.parametrize("needs_dw", [True, False])
+@pytest.mark.parametrize("recipe", STATELESS)
+def test_a_flag_keeps_the_weights_that_a_capture_shares(recipe, needs_dw, monkeypatch):
+    """What a capture records, run at once: a replay would give the same."""
+    model, x = mlp().requires_grad_(needs_dw), torch.randn(40, 64).requires_grad_()
+
+    def run(keep):
+        with autocast(recipe, keep_weights=torch.tensor(keep)):
+            y = model(x, split_sizes=[13, 20])
+        return y, *torch.autograd.grad(y.square().sum(), [x])
+
+    first = run(0)
+    monkeypatch.setattr("ops.quantized_weights._is_capturing", lambda parameters: True)
+    old = run(0)
+    assert all(map(torch.equal, old, first))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(-2)  # as a replay sees it: the same versions
+    kept, new, again = run(1), run(0), run(1)
+    for name in range(2):
+        assert torch.equal(kept[name], old[name]) and torch.equal(again[name], new[name])
+        assert not torch.equal(new[name], old[name])
+
+
+def test_a_capture_without_a_run_before_it_is_refused(monkeypatch):
+    monkeypatch.setattr("ops.quantized_weights._is_capturing", lambda parameters: True)
+    refused = pytest.raises(RuntimeError, match=r"Run the same passes once under the same `autocast\(recipe")
+    with autocast("mxfp8", keep_weights=torch.tensor(0)), refused:
+        mlp()(torch.randn(40, 64), split_sizes=[13, 20])
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", [*STATELESS, "nvfp4", "fp8_delayed"])
 def test_a_flag_on_the_device_keeps_the_weights_of_the_replay_before(recipe):
     factory = {"device": "cuda", "dtype": torch.bfloat16}
-    layers = (
-        ops.GroupedLinear(2, 64, 128, bias=False, **factory),
-        ops.SwiGLU(),
-        ops.GroupedLinear(2, 64, 64, bias=False, **factory),
-    )
-    model = Sequential(*layers)
-    x = torch.randn(40, 64, **factory).requires_grad_()
+    model, x = mlp(**factory), torch.randn(40, 64, **factory).requires_grad_()
     sizes = torch.tensor([13, 20], device="cuda")
     flag = torch.zeros((), device="cuda")
     static = {}
@@ -167,7 +200,7 @@ def test_a_flag_on_the_device_keeps_the_weights_of_the_replay_before(recipe):
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         run()
 
     def replayed(keep):
@@ -181,9 +214,9 @@ def test_a_flag_on_the_device_keeps_the_weights_of_the_replay_before(recipe):
         for parameter in model.parameters():
             parameter.mul_(-2)
     kept, new = replayed(1), replayed(0)
-    if recipe in ("fp8_current", "fp8_block", "mxfp8"):  # no random numbers, and no scales that move
+    if recipe in STATELESS:
         assert all(torch.equal(kept[name], old[name]) for name in old)
     assert not torch.equal(kept["dx"], new["dx"])
     again = replayed(1)
-    if recipe in ("fp8_current", "fp8_block", "mxfp8"):
+    if recipe in STATELESS:
         assert all(torch.equal(again[name], new[name]) for name in new)
