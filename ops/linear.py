@@ -120,7 +120,7 @@ class Linear(OperationWithWeights):
             )
         if need_wgrad:
             split = ctx.recipe.split_accumulator("wgrad")
-            product = partial(wgrad, rows, saved.x, ctx.dtype, alpha=alpha, split_accumulator=split)
+            product = partial(wgrad, rows, saved.x, dtype=ctx.dtype, alpha=alpha, split_accumulator=split)
             gradients |= self.land(ctx, product)
         return dx, gradients
 

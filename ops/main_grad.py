@@ -27,7 +27,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +40,9 @@ from ops.gemm import store
 from ops.operation import BasicOperation
 from ops.run import without_autocast
 
-
-class Product(Protocol):
-    """The gradient of all weights of an operation, still to be computed: in new memory, or into `out`."""
-
-    def __call__(self, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor: ...
+# The gradient of all weights of an operation, still to be computed: product() gives new memory,
+# product(out=buffer, accumulate=...) writes there. What it multiplies are its arguments by position.
+Product = partial[Tensor]
 
 
 class OperationWithWeights(BasicOperation):
@@ -59,7 +58,7 @@ class OperationWithWeights(BasicOperation):
         super().__init__()
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = self.keeps_dy = delay_wgrad_compute
-        self._delayed: deque[_Delayed] = deque()
+        self._delayed: deque[_Gradient] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
 
     @property
@@ -85,7 +84,7 @@ class OperationWithWeights(BasicOperation):
                     "of its own. Give the parameter itself, or leave accumulate_into_main_grad and "
                     "delay_wgrad_compute out."
                 )
-        gradient = _Delayed(weights, product, torch._C._current_graph_task_id())
+        gradient = _Gradient(weights, product, _versions(product), torch._C._current_graph_task_id())
         if self.delay_wgrad_compute:
             self._delayed.append(gradient)
         else:
@@ -118,6 +117,11 @@ class OperationWithWeights(BasicOperation):
         backward = self._delayed[0].backward
         while self._delayed and self._delayed[0].backward == backward:  # as often as that backward used the weights
             gradient = self._delayed[0]
+            if _versions(gradient.product) != gradient.versions:
+                raise RuntimeError(
+                    "The input of this operation, or the gradient of its output, was changed in place since the "
+                    "backward that left the weight gradient to backward_dw(). Call backward_dw() before."
+                )
             for name, weight in gradient.weights.items():
                 if held_parameter(self, name) is not weight:
                     raise RuntimeError(
@@ -134,7 +138,7 @@ class OperationWithWeights(BasicOperation):
             self._delayed.popleft()
             del gradient
 
-    def _land_in_main_grad(self, gradient: _Delayed) -> None:
+    def _land_in_main_grad(self, gradient: _Gradient) -> None:
         targets = {name: _target(name, weight, gradient.backward) for name, weight in gradient.weights.items()}
         if self.stacked:
             [(out, accumulate)] = targets.values()
@@ -182,11 +186,15 @@ class OperationWithWeights(BasicOperation):
         self._mark_delayed()  # copies of parameters lose their attributes
 
 
-class _Delayed(NamedTuple):
-    """A gradient to be computed. weights: those that want it, by name; backward: autograd's number of the backward."""
+class _Gradient(NamedTuple):
+    """A gradient to be computed.
+
+    weights: those that want it, by name; versions: of the operands; backward: autograd's number of the backward
+    """
 
     weights: dict[str, Tensor]
     product: Product
+    versions: list[int]
     backward: int
 
 
@@ -217,6 +225,12 @@ def backward_dw(operations: Sequence[tuple[str, OperationWithWeights]]) -> None:
         except Exception as error:
             raise_located([label], 0, operation, error)
         operation._trigger_wgrad_accumulation_and_reduce_hooks()
+
+
+def _versions(product: Product) -> list[int]:
+    """How often each operand was changed in place; an inference tensor does not count."""
+    operands = [[x] if isinstance(x, Tensor) else x.tensors() for x in product.args]
+    return [t._version for tensors in operands for t in tensors if t is not None and not t.is_inference()]
 
 
 def _target(name: str, weight: Any, backward: int) -> _Target:
