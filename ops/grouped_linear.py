@@ -64,9 +64,7 @@ class GroupedLinear(OperationWithWeights):
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
     ) -> None:
-        super().__init__(
-            accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute
-        )
+        super().__init__(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
         if num_groups <= 0 or in_features <= 0 or out_features <= 0:
             raise ValueError(
                 f"GroupedLinear got num_groups={num_groups}, in_features={in_features}, out_features={out_features}. "

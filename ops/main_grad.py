@@ -78,13 +78,13 @@ class OperationWithWeights(BasicOperation):
         seen, _ = ctx.seen_in_forward
         weights = {name: seen[ctx.parameter_slots[name]] for name in self.weight_names if name in ctx.needs.params}
         for name, weight in weights.items():
-            if not weight.is_leaf:
+            if weight.grad_fn is not None:
                 raise RuntimeError(
-                    f"Weight {name!r} was computed from other tensors ({weight.grad_fn}), so it has no gradient buffer "
-                    "of its own. Give the parameter itself, or leave accumulate_into_main_grad and "
+                    f"Weight {name!r} was computed from other tensors ({weight.grad_fn.name()}), so it has no gradient "
+                    "buffer of its own. Give the parameter itself, or leave accumulate_into_main_grad and "
                     "delay_wgrad_compute out."
                 )
-        gradient = _Gradient(weights, product, _versions(product), torch._C._current_graph_task_id())
+        gradient = _Gradient(weights, product, _operands(product), torch._C._current_graph_task_id())
         if self.delay_wgrad_compute:
             self._delayed.append(gradient)
         else:
@@ -117,7 +117,7 @@ class OperationWithWeights(BasicOperation):
         backward = self._delayed[0].backward
         while self._delayed and self._delayed[0].backward == backward:  # as often as that backward used the weights
             gradient = self._delayed[0]
-            if _versions(gradient.product) != gradient.versions:
+            if any(operand._version != version for operand, version in gradient.operands):
                 raise RuntimeError(
                     "The input of this operation, or the gradient of its output, was changed in place since the "
                     "backward that left the weight gradient to backward_dw(). Call backward_dw() before."
@@ -156,8 +156,13 @@ class OperationWithWeights(BasicOperation):
             elif getattr(weight, "overwrite_main_grad", False):
                 _overwritten_in[weight] = gradient.backward
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Because there is this method, FSDP2 sets the weights that it has gathered by it, and not behind our back.
+        super().__setattr__(name, value)
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
+        self.forget_quantized_weights()  # the same parameter may hold other values
         self._mark_delayed()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -189,12 +194,12 @@ class OperationWithWeights(BasicOperation):
 class _Gradient(NamedTuple):
     """A gradient to be computed.
 
-    weights: those that want it, by name; versions: of the operands; backward: autograd's number of the backward
+    weights: those that want it, by name; operands: with their versions; backward: autograd's number of the backward
     """
 
     weights: dict[str, Tensor]
     product: Product
-    versions: list[int]
+    operands: list[tuple[Tensor, int]]
     backward: int
 
 
@@ -227,10 +232,10 @@ def backward_dw(operations: Sequence[tuple[str, OperationWithWeights]]) -> None:
         operation._trigger_wgrad_accumulation_and_reduce_hooks()
 
 
-def _versions(product: Product) -> list[int]:
-    """How often each operand was changed in place; an inference tensor does not count."""
-    operands = [[x] if isinstance(x, Tensor) else x.tensors() for x in product.args]
-    return [t._version for tensors in operands for t in tensors if t is not None and not t.is_inference()]
+def _operands(product: Product) -> list[tuple[Tensor, int]]:
+    """What the product multiplies, with the number of times it was changed in place; inference tensors do not count."""
+    tensors = [t for x in product.args for t in ([x] if isinstance(x, Tensor) else x.tensors()) if t is not None]
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
 def _target(name: str, weight: Any, backward: int) -> _Target:
