@@ -191,16 +191,26 @@ def test_flat_and_padded_buffers_are_written_in_place(layout: Any, path: str) ->
         assert torch.as_strided(buffer, (len(SIZES) - 1, 8), (buffer.stride(0), 1), buffer[0].numel()).isnan().all()
 
 
-def test_parts_of_one_flat_bucket_are_written_in_place() -> None:
-    expected = gradients(make("experts, per group"), 1)
-    sequential = make("experts, per group", accumulate_into_main_grad=True)
+@pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
+@pytest.mark.parametrize("order", ["as the groups", "reversed"])
+@pytest.mark.parametrize("room", [0, 8])
+def test_each_groups_part_of_a_flat_bucket_is_written_in_place(room: int, order: str, overwrite: bool) -> None:
+    expected = gradients(make("grouped, per group"), 1)
+    sequential = make("grouped, per group", accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.0, overwrite=overwrite)
     weights = weights_of(sequential)
-    bucket = torch.full((sum(weight.numel() for weight in weights.values()),), 0.5)
-    parts = bucket.split([weight.numel() for weight in weights.values()])
+    size = IN * OUT
+    bucket = torch.full((len(SIZES), size + room), -0.0)
+    parts = bucket.unbind() if order == "as the groups" else bucket.unbind()[::-1]
     for weight, part in zip(weights.values(), parts, strict=True):
-        weight.main_grad = part.view(weight.shape)
+        weight.main_grad = part[:size].view(weight.shape)
     backward(sequential)
-    assert_near(bucket, torch.cat([expected[name].flatten() + 0.5 for name in weights]))
+    for name, weight in weights.items():
+        assert_near(weight.main_grad, expected[name])
+    assert not bucket[:, size:].any()
+    if order == "as the groups":  # nothing was added, not even a zero
+        untouched = weights[f"0.weight{SIZES.index(0)}"].main_grad.signbit()
+        assert untouched.all() != overwrite
 
 
 REFUSED = {
