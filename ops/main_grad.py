@@ -64,7 +64,6 @@ class OperationWithWeights(BasicOperation):
 
     @property
     def lands_elsewhere(self) -> bool:
-        """Whether the weights' gradients are anything but what autograd gets."""
         return self.accumulate_into_main_grad or self.delay_wgrad_compute
 
     def weight_gradients(self, dw: Tensor) -> dict[str, Tensor]:
