@@ -262,20 +262,22 @@ def _buffer(name: str, weight: Any) -> Tensor:
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()
     buffer: Tensor | None = getattr(weight, "main_grad", None)
+    dtypes = dict.fromkeys((torch.float32, weight.dtype))
+    accepted = " or ".join(map(str, dtypes))
     if buffer is None:
         found = "main_grad is None" if hasattr(weight, "main_grad") else "there is no main_grad"
         raise RuntimeError(
             f"accumulate_into_main_grad=True writes the gradient of {name!r} into {name}.main_grad, but {found}. "
-            f"Set it before backward to a float32 or {weight.dtype} tensor of shape {list(weight.shape)}."
+            f"Set it before backward to a {accepted} tensor of shape {list(weight.shape)}."
         )
-    if buffer.dtype in (torch.float32, weight.dtype) and buffer.device == weight.device:
+    if buffer.dtype in dtypes and buffer.device == weight.device:
         if buffer.dim() == 1 and buffer.numel() == weight.numel() and buffer.is_contiguous():
             return buffer.view(weight.shape)
         if buffer.shape == weight.shape and _is_dense(buffer):
             return buffer
     raise ValueError(
         f"{name}.main_grad has shape {list(buffer.shape)}, strides {list(buffer.stride())}, {buffer.dtype}, on "
-        f"{buffer.device}. Needed for {name!r}: float32 or {weight.dtype}, on {weight.device}, contiguous, of shape "
+        f"{buffer.device}. Needed for {name!r}: {accepted}, on {weight.device}, contiguous, of shape "
         f"{list(weight.shape)} or flat with {weight.numel()} elements; the groups of stacked weights may lie apart, "
         "each contiguous."
     )

@@ -243,7 +243,7 @@ def test_a_buffer_that_does_not_fit_is_refused_in_one_sentence(model: str, kind:
     message = (
         f"In operation {place}: {own_name}.main_grad has shape "
         f"{list(buffer.shape)}, strides {list(buffer.stride())}, {buffer.dtype}, on {buffer.device}. Needed for "
-        f"{own_name!r}: float32 or torch.float32, on cpu, contiguous, of shape {list(weight.shape)} or flat"
+        f"{own_name!r}: torch.float32, on cpu, contiguous, of shape {list(weight.shape)} or flat"
     )
     if delay:
         backward(sequential)
@@ -263,7 +263,9 @@ def test_a_weight_without_a_buffer_is_refused_in_wgrad(model: str, value: Any, d
     found = "main_grad is None" if value is None else "there is no main_grad"
     if delay:
         backward(sequential)
-    with pytest.raises(RuntimeError, match=f"In operation .*, but {found}. Set it before backward to a float32"):
+    with pytest.raises(
+        RuntimeError, match=f"In operation .*, but {found}. Set it before backward to a torch.float32 tensor"
+    ):
         sequential.backward_dw() if delay else backward(sequential)
 
 
