@@ -169,6 +169,7 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
         cast = cast_float8.cast_float8_on_triton
         copies = cast(given, form, **both, **kind)
         cast(given, form, **both, **kind, scale=scale if kind else scale[:1], amax_out=amax)
+        cast_float8.widened_on_triton(copies.row_codes, dtype)
         cast_float8.untranspose_on_triton(copies.column_codes, dtype, given.shape, kind.get("splits"))
 
 

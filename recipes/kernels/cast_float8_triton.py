@@ -84,6 +84,14 @@ def cast_float8_kernel(
             )  # fmt: skip
 
 
+@triton.jit
+def widen_kernel(codes_ptr, out_ptr, size, FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """The numbers of BLOCK codes."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = float8_values(tl.load(codes_ptr + at, mask=at < size, other=0), FORM, NATIVE)
+    tl.store(out_ptr + at, round_to(value, out_ptr.dtype.element_ty), mask=at < size)
+
+
 @triton.jit(do_not_specialize=["rows", "num_groups"])
 def untranspose_kernel(
     codes_ptr, out_ptr, offsets_ptr, aligned_ptr, rows, columns, width, num_groups,

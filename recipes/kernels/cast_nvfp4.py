@@ -55,6 +55,7 @@ from recipes.kernels.cast_float8 import (
 from recipes.kernels.cast_nvfp4_triton import (
     amax_nvfp4_kernel,
     cast_nvfp4_kernel,
+    cast_nvfp4_square_kernel,
     dequantize_columns_kernel,
     dequantize_rows_kernel,
 )
@@ -202,7 +203,9 @@ def cast_nvfp4_config(
     """
     if columns % BLOCK:
         return NVFP4Config(block_r=4, block_c=32, tiles=1, num_warps=4)
-    if two_d or itemsize > 2 or (grouped and not rht):
+    if two_d:
+        return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2, registers=128)
+    if itemsize > 2 or (grouped and not rht):
         return NVFP4Config(block_r=4, block_c=64 if stochastic and itemsize > 2 else 128, tiles=1, num_warps=4)
     registers = None if stochastic else 200 if grouped else 168
     return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2, registers=registers)
@@ -311,12 +314,19 @@ def cast_nvfp4_triton(
     )  # fmt: skip
     launch = _Launch(x, splits, config.block_r, config.block_c)
     words = made.columnwise.view(torch.int64) if made.columnwise is not None else None
-    cast_nvfp4_kernel[launch.grid](
-        launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), words,
-        _bytes(made.columnwise_scale), *launch.sizes, ROW_SCALED=row_scaled, RHT=rht, TWO_D=two_d,
-        WORDS=x.shape[-1] % 8 == 0, NATIVE=converts_to_float8(x),
-        BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps, maxnreg=config.registers,
-    )  # fmt: skip
+    codes = made.rowwise, _bytes(made.rowwise_scale), words, _bytes(made.columnwise_scale)
+    about = {
+        "WORDS": x.shape[-1] % 8 == 0, "NATIVE": converts_to_float8(x),
+        "BLOCK_R": config.block_r, "BLOCK_C": config.block_c,
+        "num_warps": config.num_warps, "maxnreg": config.registers,
+    }  # fmt: skip
+    if two_d:
+        amax = amaxes.rowwise if amaxes.rowwise is not None else amaxes.columnwise
+        cast_nvfp4_square_kernel[launch.grid](launch.x, *launch.offsets, amax, *codes, *launch.sizes, **about)
+    else:
+        cast_nvfp4_kernel[launch.grid](
+            launch.x, *launch.offsets, *amaxes, seed, *codes, *launch.sizes, ROW_SCALED=row_scaled, RHT=rht, **about
+        )
 
 
 def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, transpose: bool) -> None:

@@ -58,11 +58,18 @@ def _load_tile(x_ptr, first, end, ROWS, columns, K, BLOCK_R: tl.constexpr):
     """The 16 tensors of a tile in float32, 0 outside of the group."""
     xs = ()
     for i in tl.static_range(16):
-        row = first + 16 * tl.arange(0, BLOCK_R) + i
-        inside = ((row < end) & (row < ROWS))[:, None] & (columns < K)[None, :]
-        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * K + columns[None, :], mask=inside, other=0)
-        xs = xs + (widen(x).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        x = _load_row(x_ptr, first + i, end, ROWS, columns, K, BLOCK_R)
+        xs = xs + (x,)  # type: ignore[assignment]  # noqa: RUF005
     return xs
+
+
+@triton.jit
+def _load_row(x_ptr, first, end, ROWS, columns, K, BLOCK_R: tl.constexpr):
+    """Rows first, first + 16, ... in float32, 0 outside of the group."""
+    row = first + 16 * tl.arange(0, BLOCK_R)
+    inside = ((row < end) & (row < ROWS))[:, None] & (columns < K)[None, :]
+    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * K + columns[None, :], mask=inside, other=0)
+    return widen(x).to(tl.float32)
 
 
 @triton.jit
@@ -333,14 +340,14 @@ def _spread(of_blocks):
     """[R, C / 16] as [R, C]."""
     R: tl.constexpr = of_blocks.shape[0]
     B: tl.constexpr = of_blocks.shape[1]
-    return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], [R, B, 16]), [R, 16 * B])
+    return tl.reshape(tl.broadcast_to(of_blocks[:, :, None, None], [R, B, 2, 8]), [R, 16 * B])
 
 
 @triton.jit
 def cast_nvfp4_kernel(
     x_ptr, offsets_ptr, aligned_ptr, row_amax_ptr, column_amax_ptr, seed_ptr,
     row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, ROWS, num_groups, K, P,
-    ROW_SCALED: tl.constexpr, RHT: tl.constexpr, TWO_D: tl.constexpr, WORDS: tl.constexpr, NATIVE: tl.constexpr,
+    ROW_SCALED: tl.constexpr, RHT: tl.constexpr, WORDS: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Amaxes are None for a copy that is not made, the seed for rounding to nearest."""
@@ -359,8 +366,6 @@ def cast_nvfp4_kernel(
             active_end = first  # the tail counts as zeros
         row_end = tl.minimum(end, ROWS)
         xs = _load_tile(x_ptr, first, active_end, ROWS, columns, K, BLOCK_R)
-        if TWO_D:
-            both_amax = _max_of_columns(_in_words(_max_of_tensors(xs)))
         random = (0, 0, 0, 0)
         if row_amax_ptr is not None:
             if STOCHASTIC:
@@ -376,10 +381,7 @@ def cast_nvfp4_kernel(
                     encode = row_encode[:, None]
                     decode = row_decode[:, None]
                 x = _in_words(xs[i])
-                if TWO_D:
-                    amax = both_amax
-                else:
-                    amax = _max_of_columns(x)
+                amax = _max_of_columns(x)
                 scale, factor = _scales(amax, encode, decode, NATIVE)
                 magnitudes = _magnitudes(tl.abs(x) * factor[:, :, None, None], random, i, STOCHASTIC)
                 word = _packed(x, magnitudes, amax, STOCHASTIC)
@@ -399,10 +401,7 @@ def cast_nvfp4_kernel(
                     ys = ys + (_half(xs[i], half),)  # type: ignore[assignment]  # noqa: RUF005
                 if RHT:
                     ys = _hadamard(ys)
-                if TWO_D:
-                    amax = _half(_spread(both_amax), half)
-                else:
-                    amax = _max_of_tensors(ys)
+                amax = _max_of_tensors(ys)
                 if RHT:
                     scale, factor = _scales(amax * 0.25, encode, decode, NATIVE)
                     factor *= 0.25
@@ -416,6 +415,62 @@ def cast_nvfp4_kernel(
                     column_codes_ptr, column_scale_ptr, words, amax, scale, first_block, end_block, of_columns, columns,
                     K, P,
                 )  # fmt: skip
+
+
+@triton.jit
+def cast_nvfp4_square_kernel(
+    x_ptr, offsets_ptr, aligned_ptr, amax_ptr,
+    row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, ROWS, num_groups, K, P,
+    WORDS: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Blocks of 16x16, to nearest: a number has one code, which goes into both copies. Codes are None of one not made.
+
+    x is read once more for its codes, from the cache: the registers that would hold it are what lets enough programs
+    run side by side.
+    """
+    column_tiles = tl.cdiv(K, BLOCK_C)
+    slot = tl.program_id(0) // column_tiles
+    first_column = tl.program_id(0) % column_tiles * BLOCK_C
+    group, _, first, end, first_block, end_block, of_columns = _tile(
+        offsets_ptr, aligned_ptr, slot, ROWS, num_groups, P, BLOCK_R
+    )  # fmt: skip
+    if first_block < end_block:
+        columns = first_column + tl.arange(0, BLOCK_C)
+        row_end = tl.minimum(end, ROWS)
+        if group < num_groups:
+            active_end = end
+        else:
+            active_end = first  # the tail counts as zeros
+        peak = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+        for i in tl.static_range(16):
+            peak = _max_of_two(peak, tl.abs(_load_row(x_ptr, first + i, active_end, ROWS, columns, K, BLOCK_R)))
+        amax = _max_of_columns(_in_words(peak))
+        encode, decode = _encode(tl.load(amax_ptr + group, mask=group < num_groups, other=0.0))
+        scale, factor = _scales(amax, encode, decode, NATIVE)
+        columns_of_words = ()
+        scales = ()
+        for half in tl.static_range(2):
+            word = tl.zeros([BLOCK_R, BLOCK_C // 16, 2, 8], tl.int32)
+            signs = tl.zeros([BLOCK_R, BLOCK_C // 16, 2, 8], tl.uint32)
+            for i in tl.static_range(8 * half + 7, 8 * half - 1, -1):
+                x = _in_words(_load_row(x_ptr, first + i, active_end, ROWS, columns, K, BLOCK_R))
+                magnitudes = _magnitudes(tl.abs(x) * factor[:, :, None, None], (0, 0, 0, 0), i, False)
+                if row_codes_ptr is not None:
+                    rows = first + 16 * tl.arange(0, BLOCK_R) + i
+                    packed = _packed(x, magnitudes, amax, False)
+                    _store_row_codes(row_codes_ptr, packed, rows, rows < row_end, first_column, K, WORDS)
+                word = (word << 4) + magnitudes
+                signs = _shift_in(signs, x.to(tl.uint32, bitcast=True))
+                scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
+            word = _without_surplus(word, False) | (signs & 0x88888888).to(tl.int32, bitcast=True)
+            columns_of_words = columns_of_words + (tl.reshape(word, [BLOCK_R, BLOCK_C]),)  # type: ignore[assignment]  # noqa: RUF005
+        if row_codes_ptr is not None:
+            _store_row_scales(row_scale_ptr, scales, first, row_end, first_column, K)
+        if column_codes_ptr is not None:
+            _store_columns(
+                column_codes_ptr, column_scale_ptr, columns_of_words, _spread(amax), _spread(scale),
+                first_block, end_block, of_columns, columns, K, P,
+            )  # fmt: skip
 
 
 @triton.jit
