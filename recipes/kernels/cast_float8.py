@@ -226,6 +226,16 @@ def cast_float8(
     )  # fmt: skip
 
 
+def empty_float8(shape: torch.Size, form: Float8Format, device: torch.device) -> Float8Copies:
+    """Uninitialised copies of a single tensor of this shape."""
+    width = _ceil_div(math.prod(shape[:-1]), BLOCK) * BLOCK
+    return Float8Copies(
+        torch.empty(shape, dtype=form.dtype, device=device),
+        torch.empty(shape[-1], width, dtype=form.dtype, device=device),
+        torch.empty((), dtype=torch.float32, device=device),
+    )
+
+
 def cast_float8_on_triton(
     x: Tensor,
     form: Float8Format,

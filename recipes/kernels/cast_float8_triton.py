@@ -116,6 +116,27 @@ def untranspose_kernel(
 
 
 @triton.jit
+def store_float8(
+    x, row_codes_ptr, column_codes_ptr, scale_inv_ptr, scale_ptr, amax_ptr, rows, columns, T, COLUMNS, inside,
+    FORM: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Cast the float32 tile x of a matrix [T, COLUMNS] with a given scale and store both copies, which are there.
+
+    The tiles cover T rounded up to PADDING. amax_ptr: as in `cast_float8_kernel`. FORM, NATIVE: as in `float8_codes`.
+    """
+    if tl.program_id(0) == 0:
+        _store_scale_inv(scale_inv_ptr, scale_ptr, 1, 0.0, True, False, FORM)
+    x = tl.where(inside, x, 0.0)
+    if amax_ptr is not None:
+        _add_amax(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), 0, None)
+    codes = float8_codes(x * tl.load(scale_ptr), FORM, NATIVE)
+    tl.store(row_codes_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], codes, mask=inside)
+    width = tl.cdiv(T, PADDING) * PADDING
+    at = columns.to(tl.int64)[:, None] * width + rows[None, :]
+    tl.store(column_codes_ptr + at, tl.trans(codes), mask=(columns < COLUMNS)[:, None] & (rows < width)[None, :])
+
+
+@triton.jit
 def _find(
     offsets_ptr, aligned_ptr, rows, columns, width, num_groups, PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
