@@ -199,7 +199,7 @@ def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str =
     """Tiles for y [rows, columns].
 
     sums_rows: whether backward sums something over the rows, for which a program goes through several tiles
-    casts: how the result is cast, if it is: "blocks" of 32, which tiles hold as a whole, or with a scale that is "given"
+    casts: how the result is cast, if it is: in "blocks" of 32, which tiles hold as a whole, or with a "given" scale
     """
     if casts or sums_rows:
         tiles = rows * columns // (32 * 64 * PROGRAMS) if sums_rows else 1
