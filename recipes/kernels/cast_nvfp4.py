@@ -204,7 +204,7 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, two_d: bool, stochastic: b
 
 def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
     """block_r counts rows, not blocks, if not `transpose`."""
-    return NVFP4Config(4, 64, 1, 4) if transpose else NVFP4Config(16, 256, 1, 4)
+    return NVFP4Config(8, 256, 1, 4) if transpose else NVFP4Config(16, 512, 1, 4)
 
 
 def amax_nvfp4(
@@ -333,7 +333,9 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
     else:
         rows = num_groups * R
         grid = (-(-rows // config.block_r) * column_tiles,)
-        dequantize_rows_kernel[grid](codes, scale, values, rows, K, **about)
+        words = K % 8 == 0
+        codes = codes.view(torch.int32) if words else codes
+        dequantize_rows_kernel[grid](codes, scale, values, rows, K, WORDS=words, **about)
 
 
 class _Launch:
