@@ -175,7 +175,9 @@ class Schedule:
             *_chaining_problems(places, follows, chunks),
         ]
         if delayed is not None and not isinstance(delayed, bool) and len(delayed) != chunks:
-            problems.append(Problem("R1", (), f"delayed has {len(delayed)} values for {chunks} chunks. Give one each."))
+            problems.append(
+                Problem("R1 (totals)", (), f"delayed has {len(delayed)} values for {chunks} chunks. Give one each.")
+            )
         if problems:
             raise ScheduleError(items, problems)
         counted = {position: k for positions in places.values() for k, position in enumerate(positions)}
