@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fuser import Sequential, ops
 from fuser.schedule import Schedule, ScheduleError
 from fuser.schedule_make import order_interleaved, overlap_layers
 from fuser.schedule_run import run_schedule
@@ -98,8 +99,7 @@ def assert_same(ran, expected) -> None:
         torch.testing.assert_close(ran[key], expected[key], rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def check_bits(schedule: Schedule, chained: bool) -> None:
-    chunks = make_chunks(schedule)
+def check_bits(schedule: Schedule, chunks, chained: bool) -> None:
     numbers = range(1, len(chunks) + 1)
     inputs = tensors([1] if chained else numbers, schedule.microbatches, requires_grad=True)
     output_grads = tensors([len(chunks)] if chained else numbers, schedule.microbatches)
@@ -115,18 +115,25 @@ def check_bits(schedule: Schedule, chained: bool) -> None:
 
 @given(schedules())
 def test_random_schedules_of_independent_chunks_have_the_bits_of_single_microbatches(schedule):
-    check_bits(schedule, chained=False)
+    check_bits(schedule, make_chunks(schedule), chained=False)
 
 
 @given(schedules(chained=True))
 def test_random_schedules_of_one_model_have_the_bits_of_single_microbatches(schedule):
-    check_bits(schedule, chained=True)
+    check_bits(schedule, make_chunks(schedule), chained=True)
 
 
 @given(st.integers(1, 3), st.integers(0, 2), st.integers(1, 2), st.booleans())
 def test_pipelines_spread_over_layers_have_the_bits_of_single_microbatches(stages, stage, groups, delayed):
     order = order_interleaved(stages, stage % stages, 2, groups * stages)
-    check_bits(Schedule.parse(overlap_layers(order, [1, 2], delayed=delayed)), chained=True)
+    schedule = Schedule.parse(overlap_layers(order, [1, 2], delayed=delayed))
+    check_bits(schedule, make_chunks(schedule), chained=True)
+
+
+def test_our_own_pipelines_have_the_bits_of_single_microbatches():
+    schedule = Schedule.parse(order_interleaved(stages=2, stage=0, chunks=2, microbatches=4), layers=[1, 2])
+    layers = [Sequential(ops.RMSNorm(SIZE), ops.Linear(SIZE, SIZE)) for _ in range(3)]
+    check_bits(schedule, [layers[:1], layers[1:]], chained=True)
 
 
 def test_wgrads_of_a_chunk_come_where_they_stand():
