@@ -54,6 +54,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     in_place_input: the extra input into whose memory its forward writes, and which it returns as y. The runner has
     made sure that nothing else needs what was there. Such an operation is never fused.
     reuses_gradients: whether its backward asks for `ctx.own_gradients`.
+    keeps_dy: whether it keeps dy beyond its backward, so that nobody may write into it.
     num_scales: how many tensors with a scale each it quantizes in one role: groups, or one.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
@@ -64,6 +65,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     buffer_names: tuple[str, ...] = ()
     in_place_input: str | None = None
     reuses_gradients: bool = False
+    keeps_dy: bool = False
     num_scales: int = 1
     _quantized_weights: Any = None
     _captured_weights: Any = None
