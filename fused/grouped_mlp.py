@@ -48,6 +48,7 @@ class GroupedMLP(FusedOperation):
         GroupedLinear,
     )
     passes = "joint"
+    lands_gradients = True
 
     class Saved(NamedTuple):
         x: Any  # a Tensor, or what the path keeps of it for wgrad; None if FC1 wants none

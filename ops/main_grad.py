@@ -26,8 +26,9 @@ Gradients of biases are autograd's in all cases, at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -63,7 +64,6 @@ class OperationWithWeights(BasicOperation):
 
     @property
     def lands_elsewhere(self) -> bool:
-        """Whether the weights' gradients are anything but what autograd gets."""
         return self.accumulate_into_main_grad or self.delay_wgrad_compute
 
     def weight_gradients(self, dw: Tensor) -> dict[str, Tensor]:
@@ -140,9 +140,9 @@ class OperationWithWeights(BasicOperation):
 
     def _land_in_main_grad(self, gradient: _Gradient) -> None:
         targets = {name: _target(name, weight, gradient.backward) for name, weight in gradient.weights.items()}
-        if self.stacked:
-            [(out, accumulate)] = targets.values()
-            gradient.product(out=out, accumulate=accumulate)
+        whole = targets["weight"] if self.stacked else _as_one(targets.values(), len(self.weight_names))
+        if whole is not None:
+            gradient.product(out=whole.buffer, accumulate=whole.accumulate)
         else:
             weight = next(iter(gradient.weights.values()))
             dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -285,6 +285,18 @@ def _is_dense(buffer: Tensor) -> bool:
     if buffer.dim() < 3 or buffer.is_contiguous():
         return buffer.is_contiguous()
     return buffer[0].is_contiguous() and buffer.stride(0) >= buffer[0].numel()
+
+
+def _as_one(targets: Collection[_Target], num_groups: int) -> _Target | None:
+    """The targets of all groups as one of shape [G, N, K], if they lie evenly in one memory and do the same."""
+    (first, accumulate), *_ = targets
+    places = [(t.buffer.untyped_storage()._cdata, t.buffer.dtype, t.accumulate) for t in targets]
+    offsets = [t.buffer.storage_offset() for t in targets]
+    steps = {after - before for before, after in pairwise(offsets)} or {first.numel()}
+    if len(places) != num_groups or len(set(places)) > 1 or len(steps) > 1 or min(steps) < first.numel():
+        return None
+    strides = (min(steps), *first.stride())
+    return _Target(first.as_strided((num_groups, *first.shape), strides), accumulate)
 
 
 def _placeholder(weight: Any) -> Tensor:

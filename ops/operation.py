@@ -104,6 +104,11 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
         """What this operation quantizes the gradient of its output with, or None."""
         return None
 
+    @property
+    def lands_elsewhere(self) -> bool:
+        """Whether gradients of its parameters go to anything but autograd (see `ops.main_grad`)."""
+        return False
+
     def extra_name(self, name: str) -> str:
         """The name by which the pipeline knows this operation's extra tensor `name`."""
         return self._names.get(name, name)
@@ -237,11 +242,14 @@ class FusedOperation(FusibleOperation):
     fewest:  how many operations a match must cover, for patterns of which much is optional
     passes:  "joint" (both; may save what it likes, in `ctxs[0].saved`), "forward" (fills every covered operation's
              `Saved` exactly as that would itself) or "backward" (consumes what those saved).
+    lands_gradients: whether its backward gives the products of weight gradients to the covered operations, by `land`
+             (see `ops.main_grad`) or in their own backward. Without, it is refused where gradients land elsewhere.
     """
 
     pattern: ClassVar[tuple[Any, ...]] = ()
     fewest: ClassVar[int] = 1
     passes: ClassVar[Literal["joint", "forward", "backward"]] = "joint"
+    lands_gradients: ClassVar[bool] = False
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
         self.operations = tuple(operations)

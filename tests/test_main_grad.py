@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from fuser import Sequential, autocast, ops
+from ops.operation import FusedOperation
 from tests.check_operation import DEVICES
 from tests.main_grad_cases import (
     FEW_MODELS,
@@ -191,16 +192,26 @@ def test_flat_and_padded_buffers_are_written_in_place(layout: Any, path: str) ->
         assert torch.as_strided(buffer, (len(SIZES) - 1, 8), (buffer.stride(0), 1), buffer[0].numel()).isnan().all()
 
 
-def test_parts_of_one_flat_bucket_are_written_in_place() -> None:
-    expected = gradients(make("experts, per group"), 1)
-    sequential = make("experts, per group", accumulate_into_main_grad=True)
+@pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
+@pytest.mark.parametrize("order", ["as the groups", "reversed"])
+@pytest.mark.parametrize("room", [0, 8])
+def test_each_groups_part_of_a_flat_bucket_is_written_in_place(room: int, order: str, overwrite: bool) -> None:
+    expected = gradients(make("grouped, per group"), 1)
+    sequential = make("grouped, per group", accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.0, overwrite=overwrite)
     weights = weights_of(sequential)
-    bucket = torch.full((sum(weight.numel() for weight in weights.values()),), 0.5)
-    parts = bucket.split([weight.numel() for weight in weights.values()])
+    size = IN * OUT
+    bucket = torch.full((len(SIZES), size + room), -0.0)
+    parts = bucket.unbind() if order == "as the groups" else bucket.unbind()[::-1]
     for weight, part in zip(weights.values(), parts, strict=True):
-        weight.main_grad = part.view(weight.shape)
+        weight.main_grad = part[:size].view(weight.shape)
     backward(sequential)
-    assert_near(bucket, torch.cat([expected[name].flatten() + 0.5 for name in weights]))
+    for name, weight in weights.items():
+        assert_near(weight.main_grad, expected[name])
+    assert not bucket[:, size:].any()
+    if order == "as the groups":  # nothing was added, not even a zero
+        untouched = weights[f"0.weight{SIZES.index(0)}"].main_grad.signbit()
+        assert untouched.all() != overwrite
 
 
 REFUSED = {
@@ -440,6 +451,36 @@ def test_fused_and_unfused_land_the_same_bits() -> None:
         results.append([weight.main_grad for weight in weights_of(sequential).values()])
     for fused, unfused in zip(*results, strict=True):
         assert torch.equal(fused, unfused)
+
+
+class HandWritten(FusedOperation):
+    """A joint fusion of a user's, which returns the weight's gradient itself."""
+
+    pattern = (ops.Linear, ops.ConstantScale)
+
+    class Saved(NamedTuple):
+        x: Tensor
+
+    def fuser_forward(self, ctxs: Any, x: Any, extras: Any) -> Any:
+        ctxs[0].saved = self.Saved(x)
+        return 2 * torch.nn.functional.linear(x, ctxs[0].param("weight"), ctxs[0].param("bias")), {}
+
+    def fuser_backward(self, ctxs: Any, dy: Any, d_extra_outputs: Any) -> Any:
+        gradients = {"weight": 2 * dy.T @ ctxs[0].saved.x, "bias": 2 * dy.sum(0)}
+        return 2 * dy @ ctxs[0].param("weight"), (gradients, {}), {}
+
+
+def test_a_fusion_that_does_not_know_of_main_grad_is_refused_only_where_it_matters() -> None:
+    refusal = "It returns weight gradients, but they go into main_grad or are delayed"
+    expected = gradients(make("linear and scale"), 1)["0.weight"]
+    plain = Sequential(*make("linear and scale"), fusions=(HandWritten,))
+    assert refusal not in plain.explain() and "HandWritten" in plain.explain()
+    assert_near(gradients(plain, 1)["0.weight"], expected)
+    sequential = Sequential(*make("linear and scale", accumulate_into_main_grad=True), fusions=(HandWritten,))
+    assert refusal in sequential.explain()
+    give_main_grads(sequential, 0.5)
+    backward(sequential)
+    assert_near(sequential[0].weight.main_grad, expected + 0.5)
 
 
 def test_switches_that_are_on_are_shown() -> None:

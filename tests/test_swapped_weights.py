@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fuser import Sequential, autocast, checkpoint
+from fuser import Sequential, autocast, checkpoint, ops
 from tests.main_grad_cases import (
     FEW_MODELS,
     IN,
@@ -236,6 +237,32 @@ def test_a_second_backward_is_an_error_that_adds_nothing_or_adds_once_more_if_it
 RANKS = 2
 
 
+class Block(nn.Module):
+    """Pipelines inside a module that is sharded: the operations do not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipeline = Sequential(ops.Linear(IN, IN), ops.SiLU(), ops.Linear(IN, IN))
+        self.last = nn.Linear(IN, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.pipeline(x))
+
+
+def train(model: nn.Module) -> list[Tensor]:
+    """Outputs of steps under a recipe that keeps quantized weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    outputs = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with autocast("mxfp8"):
+            y = model(torch.linspace(-1, 1, 8 * IN).view(8, IN))
+        y.square().mean().backward()
+        optimizer.step()
+        outputs.append(y.detach())
+    return outputs
+
+
 def run_rank(rank: int, rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     try:
@@ -250,6 +277,13 @@ def run_rank(rank: int, rendezvous: str) -> None:
                 backward(sequential, 1)
             for name, parameter in weights_of(sequential).items():
                 assert torch.equal(parameter.grad.full_tensor(), expected[name])
+        for reshard in (False, True):
+            torch.manual_seed(0)
+            plain = nn.Sequential(Block(), Block())
+            sharded = copy.deepcopy(plain)
+            for block in sharded:
+                fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+            assert_same_bits(train(sharded), train(plain))
         sequential = make("linear", delay_wgrad_compute=True)
         fully_shard(sequential, mesh=mesh)
         backward(sequential)
