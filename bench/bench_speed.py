@@ -15,6 +15,7 @@ width.
 """
 
 import argparse
+import gc
 import itertools
 import subprocess
 import time
@@ -26,9 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.case import PASSES
+from bench.case import PASSES, Call
 from bench.environment import gpu_state
-from bench.grouped_case import expert_mlp
+from bench.grouped_case import GroupedCase, expert_mlp
 from bench.limit import limit_products, of_pass, products_sqnr, run_products
 from bench.models import EXPERT_SHAPES, TINY_SHAPES, ExpertShape
 from bench.peers import PEER_FLOOR, PEERS, Peer, why_no_peer
@@ -130,7 +131,7 @@ def measure_mlp(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[M
         ways = {OURS: case.ours(BASELINE), TORCH: case.torchs()}
         if setup.compiles:
             ways[COMPILED] = case.torchs(compiled=True)
-        sqnr = {way: checked(way, case.sqnr(case.step(call, PASSES[-1])()), dtype) for way, call in ways.items()}
+        sqnr = checked_ways(case, ways, dtype)
         for passes in PASSES:
             steps: dict[str, Run] = {way: case.step(call, passes) for way, call in ways.items()}
             steps[LIMIT] = partial(run_products, of_pass(products, passes))
@@ -144,7 +145,7 @@ def measure_host(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[
     case = expert_mlp(MODELS[model], device=setup.device, tokens=tokens)
     ways = {OURS: case.ours(BASELINE), TORCH: case.torchs(), COMPILED: case.torchs(compiled=True)}
     steps = {way: case.step(call, PASSES[-1]) for way, call in ways.items()}
-    sqnr = {way: checked(way, case.sqnr(step()), dtype) for way, step in steps.items()}
+    sqnr = checked_ways(case, ways, dtype)
     yield setup.measured("host", model, tokens, steps, sqnr, clock="host")
 
 
@@ -155,15 +156,17 @@ def measure_layer(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator
         ways = {OURS: case.ours(), TORCH: case.torchs()}
         if setup.compiles:
             ways[COMPILED] = case.torchs(compiled=True)
-        sqnr = {way: checked(way, case.sqnr(case.step(call, PASSES[-1])()), dtype) for way, call in ways.items()}
+        sqnr = checked_ways(case, ways, dtype)
         peers = {}
         for name, make in setup.peers.items():
             try:
                 peer = make(case)
-                sqnr[name] = peer.sqnr(case, peer.step(case, PASSES[-1])())
-                require_sqnr(name, sqnr[name], PEER_FLOOR)
+                for passes in PASSES:
+                    sqnr[name] = peer.sqnr(case, peer.step(case, passes)())
+                    require_sqnr(name, sqnr[name], PEER_FLOOR)
                 peers[name] = peer
             except Exception as error:  # whatever a peer does, the others are to be measured
+                sqnr.pop(name, None)
                 setup.leave_out(f"{name} on {model}: {type(error).__name__}: {error}")
         for passes in PASSES:
             steps = {way: case.step(call, passes) for way, call in ways.items()}
@@ -219,6 +222,15 @@ TITLES = {
 }
 
 
+def checked_ways(case: GroupedCase | LayerCase, ways: Mapping[str, Call], dtype: str) -> dict[str, dict[str, float]]:
+    """dB by way and name, of forward + backward. Forward alone, which keeps nothing, is checked too."""
+    sqnr = {}
+    for way, call in ways.items():
+        for passes in PASSES:
+            sqnr[way] = checked(way, case.sqnr(case.step(call, passes)()), dtype)
+    return sqnr
+
+
 def checked(way: str, sqnr: dict[str, float], dtype: str) -> dict[str, float]:
     """The same, if it is right. AssertionError names the tensor that is not."""
     require_sqnr(way, sqnr, FLOORS[dtype])
@@ -261,19 +273,28 @@ def run_jobs(todo: list[Job], setup: Setup, keep: Callable[[list[Measured]], Non
                 f"no time was left for {len(todo) - index} of {len(todo)} comparisons: {_names(todo[index:])}"
             )
             break
-        if setup.compiles:
-            torch.compiler.reset()  # what was compiled for other shapes counts against a limit
+        if setup.device == "cuda":
+            _clear_gpu()
         start = len(found)
         try:
             for one in PARTS[job.part](job.model, job.tokens, job.dtype, setup):
                 found.append(one)
-        except (AssertionError, RuntimeError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired:
+            setup.leave_out(f"no time was left to end {_names([job])}")
+        except (AssertionError, RuntimeError) as error:
             setup.failed.append(f"{_names([job])}: {error}")
             print(f"FAILED {setup.failed[-1]}", flush=True)
         if found[start:]:
             show(TITLES[job.part], found[start:])
         keep(found)
     return found
+
+
+def _clear_gpu() -> None:
+    """What was compiled for other shapes counts against a limit, and a start of its own process needs memory."""
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _names(todo: list[Job]) -> str:

@@ -73,13 +73,13 @@ class GroupedCase(Case):
         For fp32 itself in float64.
         """
         sums = {name: Sqnr() for name in self.names[: len(found)]}
-        for rows, expert, exact in self._reference():
+        for rows, expert, exact in self._reference(backward=len(found) > 1):
             for index, (name, got) in enumerate(zip(sums, found, strict=True)):
                 part = got[rows] if index <= len(self.inputs) else got[expert]
                 sums[name].add(part, exact[index])
         return {name: total.db for name, total in sums.items()}
 
-    def _reference(self) -> Iterator[tuple[slice, int, list[Tensor]]]:
+    def _reference(self, *, backward: bool) -> Iterator[tuple[slice, int, list[Tensor]]]:
         """The rows of each expert, its number, and its part of the results; one expert at a time, to save memory."""
         wide = torch.float64 if self.dy.dtype == torch.float32 else torch.float32
         start = 0
@@ -89,7 +89,8 @@ class GroupedCase(Case):
             mine = [tensor[rows] for tensor in self.inputs.values()] + [weight[expert] for weight in self.weights]
             exact = [tensor.detach().to(wide).requires_grad_() for tensor in mine]
             y = self.formula(lambda x, w: x @ w.mT, *exact)
-            yield rows, expert, [y.detach(), *torch.autograd.grad(y, exact, self.dy[rows].to(wide))]
+            gradients = torch.autograd.grad(y, exact, self.dy[rows].to(wide)) if backward else ()
+            yield rows, expert, [y.detach(), *gradients]
 
 
 def expert_mlp(

@@ -37,9 +37,12 @@ class Peer:
         return make_step(self.call, self.wanted, case.dy, passes)
 
     def sqnr(self, case: LayerCase, found: list[Tensor]) -> dict[str, float]:
-        """dB of all that a forward + backward gives, as `LayerCase.sqnr`."""
-        y, dx, drouter, dw1, dw2 = found
-        return case.sqnr([y, dx, drouter, self.as_fc1(dw1), dw2])
+        """dB of what a step gives, as `LayerCase.sqnr`."""
+        y, *gradients = found
+        if gradients:
+            dx, drouter, dw1, dw2 = gradients
+            gradients = [dx, drouter, self.as_fc1(dw1), dw2]
+        return case.sqnr([y, *gradients])
 
 
 def make_sonicmoe(case: LayerCase) -> Peer:

@@ -67,7 +67,7 @@ def figures(found: Sequence[Measured]) -> list[dict[str, Any]]:
     return [
         asdict(one)
         | {
-            "times_s": {way: timing._asdict() for way, timing in one.times.items()},
+            "times": {way: timing._asdict() for way, timing in one.times.items()},
             "tflop_per_s": {way: one.tflop_per_s(way) for way in one.times} if one.flop else {},
             "share_of_limit": one.share_of_limit,
         }
@@ -132,13 +132,16 @@ def show_targets(found: Sequence[Measured]) -> None:
 
 
 def draw_share_of_limit(path: Path, found: Sequence[Measured]) -> Path:
-    """Share of the limit over rows an expert, a panel for each pass, random routing, a colour for each way."""
+    """Share of the limit over rows an expert, a panel for each pass, bf16, random routing, a colour for each way."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = make_figure(11, 4.5)
     for panel, (axes, passes) in enumerate(zip(figure.subplots(1, len(PASSES), sharey=True), PASSES, strict=True)):
         shown = [one for one in found if one.share_of_limit and one.passes == passes and one.routing == "random"]
+        shown = [one for one in shown if one.dtype == "bf16"]
         for colour, way in zip(COLOURS, (OURS, COMPILED, TORCH), strict=False):
             with_way = [one for one in shown if way in one.times]
+            if not with_way:
+                continue
             rows = [one.rows_per_expert for one in with_way]
             shares = [one.share_of_limit[way] for one in with_way]
             axes.scatter(rows, shares, color=colour, label=way, s=24)
@@ -147,6 +150,7 @@ def draw_share_of_limit(path: Path, found: Sequence[Measured]) -> Path:
                     axes.annotate(one.model, (x, y), xytext=(3, 3), textcoords="offset points", fontsize=6)
         axes.axhline(1, color="grey", linewidth=0.8)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_title(f"{passes}: share of the limit")
         axes.set_xlabel("rows an expert")
         if not panel:

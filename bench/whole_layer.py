@@ -46,17 +46,14 @@ class LayerCase(Case):
         way = _torch_layer(compiled)
         return lambda: way(self.inputs["x"], *self.weights, self.topk)
 
-    def routing(self) -> tuple[Tensor, Tensor]:
-        """(probs, indices), each [T, topk], without gradients: what every way should find."""
-        with torch.no_grad():
-            return route(self.inputs["x"], self.weights[0], self.topk)
-
     def sqnr(self, found: list[Tensor]) -> dict[str, float]:
         """dB of each tensor of a step (or of y alone) by name, against a loop over the experts in fp32."""
-        exact = self._reference()
-        return {name: sqnr_db(got, want) for name, got, want in zip(self.names, found, exact, strict=False)}
+        exact = self._reference(backward=len(found) > 1)
+        return {
+            name: sqnr_db(got, want) for name, got, want in zip(self.names[: len(found)], found, exact, strict=True)
+        }
 
-    def _reference(self) -> list[Tensor]:
+    def _reference(self, *, backward: bool) -> list[Tensor]:
         wanted = [tensor.detach().float().requires_grad_() for tensor in (self.inputs["x"], *self.weights)]
         x, router, fc1, fc2 = wanted
         probs, indices = route(x, router, self.topk)
@@ -65,7 +62,7 @@ class LayerCase(Case):
             tokens, slots = (indices == expert).nonzero(as_tuple=True)
             act = _scaled_swiglu(x[tokens] @ w1.mT, probs[tokens, slots])
             y = y.index_add(0, tokens, act @ w2.mT)
-        return [y.detach(), *torch.autograd.grad(y, wanted, self.dy.float())]
+        return [y.detach(), *(torch.autograd.grad(y, wanted, self.dy.float()) if backward else ())]
 
 
 def whole_layer(

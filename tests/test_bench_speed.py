@@ -1,6 +1,7 @@
 """`bench speed`: what is wrong is never timed, figures add up, the limit has the FLOP it claims, the command runs."""
 
 import json
+import shutil
 import sys
 import types
 from dataclasses import replace
@@ -10,8 +11,9 @@ import torch
 
 from bench import bench_speed, speed_report
 from bench.__main__ import main
-from bench.bench_speed import MODELS, PARTS, START_MODEL, Job, Setup, jobs, run_jobs
+from bench.bench_speed import MODELS, PARTS, START_MODEL, Job, Setup, checked_ways, jobs, run_jobs
 from bench.case import PASSES
+from bench.environment import gpu_state
 from bench.grouped_case import expert_mlp
 from bench.limit import limit_products, of_pass, products_sqnr, run_products
 from bench.models import EXPERT_SHAPES, ExpertShape
@@ -57,9 +59,9 @@ def test_the_command_runs_end_to_end_and_writes_json_and_a_plot(small, tmp_path,
         (dtype, routing, passes) for dtype in ("bf16", "fp32") for routing in ("random", "skewed") for passes in PASSES
     ]
     for one in mlp:
-        assert one["times_s"].keys() == one["sqnr"].keys() == {OURS, TORCH, LIMIT}
+        assert one["times"].keys() == one["sqnr"].keys() == {OURS, TORCH, LIMIT}
         assert one["rows"] == 64 and one["flop"] == (6 if one["passes"] == PASSES[0] else 18) * 64 * 64 * 32
-        assert one["tflop_per_s"][OURS] == pytest.approx(one["flop"] / one["times_s"][OURS]["median"] / 1e12)
+        assert one["tflop_per_s"][OURS] == pytest.approx(one["flop"] / one["times"][OURS]["median"] / 1e12)
         share = one["tflop_per_s"][OURS] / one["tflop_per_s"][LIMIT]
         assert one["share_of_limit"][OURS] == pytest.approx(share)
     assert {one["part"] for one in record["measured"]} >= {"mlp", "layer", "skew"}
@@ -124,6 +126,20 @@ def test_a_failed_check_is_the_exit_code(small, monkeypatch, capsys):
     monkeypatch.setattr(ops, "ScaledSwiGLU", ops.ScaledClampedQGeGLU)
     assert main(["speed", "--device", "cpu", "--parts", "skew"]) == 1
     assert "FAILED: skew of cpu, 32 tokens, bf16: uniform: y has" in capsys.readouterr().out
+
+
+class WrongWithoutGradients(ops.ScaledSwiGLU):
+    def fuser_forward(self, ctx, x, extras):
+        y, made = super().fuser_forward(ctx, x, extras)
+        return (y if ctx.needs_grad else 1.1 * y), made
+
+
+def test_forward_alone_is_checked_too(monkeypatch):
+    monkeypatch.setattr(ops, "ScaledSwiGLU", WrongWithoutGradients)
+    case = whole_layer(SHAPE)
+    require_sqnr("layer", case.sqnr(case.step(case.ours(), PASSES[1])()), 40)
+    with pytest.raises(AssertionError, match="ours: y has 20.* dB against fp32"):
+        checked_ways(case, {OURS: case.ours()}, "bf16")
 
 
 @pytest.mark.parametrize("index", range(5))
@@ -333,18 +349,26 @@ def test_the_clocks_of_a_gpu_show_what_they_say():
 
 
 @pytest.mark.gpu
+def test_the_state_of_a_gpu_has_its_clocks():
+    if shutil.which("nvidia-smi") is None:
+        pytest.skip("there is no nvidia-smi")
+    assert gpu_state()["clocks.sm"].endswith("MHz")
+
+
+@pytest.mark.gpu
 def test_a_warm_start_is_faster_than_a_cold_one():
     starts = measure_starts(START_MODEL, timeout=300)
     assert 0 < starts["warm"] < starts["cold"]
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.compile's own
 @pytest.mark.gpu
 def test_the_command_runs_on_a_gpu(tmp_path, capsys):
     path = tmp_path / "speed.json"
     options = ["--models", "tiny-olmoe-1b-7b", "--tokens", "model", "--rounds", "2", "--json", str(path)]
     assert main(["speed", "--parts", "mlp,host,layer,skew,wgrad", *options]) == 0
     record = json.loads(path.read_text())
-    assert record["failed"] == [] and COMPILED in record["measured"][0]["times_s"]
+    assert record["failed"] == [] and COMPILED in record["measured"][0]["times"]
 
 
 @pytest.mark.gpu
