@@ -57,7 +57,7 @@ demo: setup
 
 bench: setup
 	$(PY) -m bench host
-	$(PY) -m bench grouped_mlp
+	$(PY) -m bench speed $(DEVICE)
 	$(PY) -m bench recipes $(DEVICE)
 
 $(VENV)/.ready: pyproject.toml constraints.txt
