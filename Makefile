@@ -53,11 +53,11 @@ test: lint $(OVERLAY)/.ready
 endif
 
 demo: setup
-	$(PY) -m bench train --recipe bf16,fp8_current,mxfp8 --steps 100 --check --out runs/demo $(DEVICE)
+	$(PY) -m bench train --recipe bf16,fp8_delayed,fp8_current,fp8_block,mxfp8,nvfp4 --steps 100 --check --out runs/demo $(DEVICE)
 
 bench: setup
 	$(PY) -m bench host
-	$(PY) -m bench grouped_mlp
+	$(PY) -m bench speed $(DEVICE)
 	$(PY) -m bench recipes $(DEVICE)
 
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -3,14 +3,14 @@
 import argparse
 import sys
 
-from bench import bench_casts, bench_elementwise, bench_grouped_mlp, bench_host, bench_recipes, explain, train
+from bench import bench_casts, bench_elementwise, bench_host, bench_recipes, bench_speed, explain, train
 from bench.usage import UsageError
 
 COMMANDS = {
     "train": (train, "train a byte-level mixture-of-experts language model under several recipes and compare them"),
     "explain": (explain, "print the plan of a known model's expert layer"),
     "host": (bench_host, "cost of the framework on the host, against one hand-written autograd.Function"),
-    "grouped_mlp": (bench_grouped_mlp, "the fused grouped MLP against torch's grouped_mm with eager SwiGLU"),
+    "speed": (bench_speed, "the bf16 path against torch, other libraries and the limit, on a GPU"),
     "casts": (bench_casts, "casts of every recipe against a plain copy"),
     "recipes": (bench_recipes, "one grouped MLP whose recipe is switched: speed, memory and error of each recipe"),
     "elementwise": (bench_elementwise, "element-wise chains against torch eager, torch.compile and a plain copy"),

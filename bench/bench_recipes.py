@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import fuser
-from bench.grouped_case import DTYPE, PASSES, GroupedCase, Step, expert_mlp
+from bench.case import DTYPE, PASSES, Step
+from bench.grouped_case import GroupedCase, expert_mlp
 from bench.memory import peak_bytes, saved_bytes
 from bench.models import EXPERT_SHAPES, TINY_SHAPES
 from bench.plots import why_no_plots

@@ -2,6 +2,8 @@
 
 import datetime
 import platform
+import shutil
+import subprocess
 
 import torch
 import triton
@@ -24,3 +26,15 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def gpu_state() -> dict[str, str]:
+    """What nvidia-smi says of torch's GPU right now: clocks, power, driver. Empty without one or the other."""
+    program = shutil.which("nvidia-smi")
+    if program is None or not torch.cuda.is_available():
+        return {}
+    names = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "driver_version")
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"
+    command = [program, gpu, f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return dict(zip(names, map(str.strip, done.stdout.split(",")), strict=False)) if done.returncode == 0 else {}

@@ -3,7 +3,7 @@
     x -> f_0 -> f_1 -> ... -> f_{n-1} -> y
 
 A `Quantize` of y behind them, or of dx before them, is a part of the kernel if its quantizer needs no pass of its own
-to find the scales (MXFP8).
+to find the scales (MXFP8, delayed scaling).
 
 Joint: what is kept for backward is x and the operands that are needed to compute again what stands between; every value
 there is rounded as the operations by themselves would store it.
@@ -12,7 +12,7 @@ there is rounded as the operations by themselves would store it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ from ops.kernels.elementwise import (
 )
 from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext, optional, several
 from ops.quantize import Quantize
-from recipes.recipe import Recipe
+from recipes.quantizer import Quantizer, Room
+from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
 
 
@@ -96,11 +97,13 @@ class ElementwiseChain(FusedOperation):
             ctxs[0].saved = self._kept(steps, operands, x)
         active = [i for i, step in enumerate(steps) if not is_idle(step, operands[i])]
         steps, operands, dtypes = _pick(steps, active), _pick(operands, active), [own[i].dtype for i in active]
-        quantizer = self.operations[-1].input_quantizer(ctxs[-1].recipe) if self._ends_in_quantize else None
-        room = None if quantizer is None else quantizer.room(shape, own[-1].dtype, x.device)
-        if active and room is not None and runs_triton(x, *operands, dtypes=dtypes):
-            elementwise_cast(x, Cast(*room.tensors()), steps, operands, dtypes)
-            return room, {}
+        quantizer = None
+        if self._ends_in_quantize and self.operations[-1].input_quantizer(ctxs[-1].recipe) is not None:
+            quantizer = ctxs[-1].quantizer(Role.INPUT)
+        if active and _casts(quantizer, x) and runs_triton(x, *operands, dtypes=dtypes):
+            room = quantizer.room(shape, own[-1].dtype, x.device)
+            elementwise_cast(x, _into(room), steps, operands, dtypes)
+            return room.copies, {}
         y = elementwise(x, steps, operands, dtypes) if active else x
         return y if quantizer is None else quantizer.quantize(y, rowwise=True, columnwise=True), {}
 
@@ -130,25 +133,24 @@ class ElementwiseChain(FusedOperation):
         active = [i for i, step in enumerate(steps) if not is_idle(step, operands[i])]
         steps, operands, dtypes = _pick(steps, active), _pick(operands, active), [own[i].dtype for i in active]
         wanted = [self.chain[i].needs_operand(own[i]) for i in active]
-        quantizer = self.operations[0].grad_output_quantizer(ctxs[0].recipe) if self.first else None
-        room = None
-        if (
-            quantizer is not None
-            and active
-            and own[0].needs.input
-            and runs_triton(dy, saved.x, *operands, dtypes=dtypes)
-        ):
+        quantizer = room = None
+        if self.first and self.operations[0].grad_output_quantizer(ctxs[0].recipe) is not None:
+            quantizer = ctxs[0].quantizer(Role.GRAD_OUTPUT)
+        needs_dx, on_triton = own[0].needs.input, runs_triton(dy, saved.x, *operands, dtypes=dtypes)
+        if active and needs_dx and _casts(quantizer, dy) and on_triton:
             room = quantizer.room(dy.shape, dtypes[0], dy.device)
         dx: Any = dy
         gradients: Sequence[Tensor | None] = ()
         if active:
             found = delementwise(
-                dy, saved.x, steps, operands, dtypes, need_dx=own[0].needs.input, need_operands=wanted,
-                cast=None if room is None else Cast(*room.tensors()),
+                dy, saved.x, steps, operands, dtypes, need_dx=needs_dx, need_operands=wanted,
+                cast=None if room is None else _into(room),
             )  # fmt: skip
             dx, gradients = found.dx, found.operands
-        if quantizer is not None and dx is not None and room is None:
-            room = quantizer.quantize(dx, rowwise=True, columnwise=True)
+        if room is not None:
+            dx = room.copies
+        elif quantizer is not None and dx is not None:
+            dx = quantizer.quantize(dx, rowwise=True, columnwise=True)
         d_parameters: list[dict[str, Tensor | None]] = [{} for _ in self.operations]
         d_extras: dict[str, Tensor | None] = {}
         for i, gradient in zip(active, gradients, strict=True):
@@ -160,7 +162,18 @@ class ElementwiseChain(FusedOperation):
             else:
                 before = d_extras.get(operation.operand_name)
                 d_extras[operation.operand_name] = gradient if before is None else gradient + before
-        return dx if room is None else room, d_parameters, d_extras
+        return dx, d_parameters, d_extras
+
+
+def _casts(quantizer: Quantizer | None, x: Tensor) -> TypeGuard[Quantizer]:
+    """Whether the chain's kernel casts what it makes of x."""
+    return quantizer is not None and quantizer.casts_in_kernels and x.numel() > 0
+
+
+def _into(room: Room) -> Cast:
+    rowwise, columnwise = room.copies.rowwise, room.copies.columnwise
+    assert rowwise is not None and columnwise is not None, "a room has both copies"
+    return Cast(rowwise.codes, rowwise.scale_inv, columnwise.codes, columnwise.scale_inv, room.scale, room.amax)
 
 
 def _chain(operations: Sequence[BasicOperation]) -> tuple[ElementwiseOperation, ...]:
@@ -168,7 +181,6 @@ def _chain(operations: Sequence[BasicOperation]) -> tuple[ElementwiseOperation, 
 
 
 def _why_not_cast(operations: Sequence[BasicOperation], recipe: Recipe, steps: Sequence[Step]) -> str | None:
-    shape, dtype, device = torch.Size((0, 0)), torch.bfloat16, torch.device("cpu")
     first, last = operations[0], operations[-1]
     quantizers = []
     if isinstance(first, Quantize):
@@ -182,7 +194,7 @@ def _why_not_cast(operations: Sequence[BasicOperation], recipe: Recipe, steps: S
         if last.grad_output_quantizer(recipe) is not None:
             return "The Quantize behind quantizes dy, which is not what the chain computes."
     for quantizer in quantizers:
-        if quantizer is not None and quantizer.room(shape, dtype, device) is None:
+        if quantizer is not None and not quantizer.casts_in_kernels:
             return f"{type(quantizer).__name__} must see the whole tensor before it can cast, which takes another pass."
     return None
 

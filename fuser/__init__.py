@@ -5,6 +5,11 @@ import recipes
 from fuser import testing
 from fuser.checkpoint import checkpoint
 from fuser.plan import Registration, register_fusion
+from fuser.schedule import Schedule, ScheduleError
+from fuser.schedule_explain import explain_schedule
+from fuser.schedule_make import order_1f1b, order_interleaved, overlap_layers
+from fuser.schedule_memory import LayerMemory, plan_memory
+from fuser.schedule_run import run_schedule
 from fuser.sequential import Sequential
 from ops.operation import BasicOperation, FusedOperation, OperationContext, optional, several
 from recipes.autocast import autocast
@@ -13,16 +18,25 @@ from recipes.cast_counts import count_casts
 __all__ = [
     "BasicOperation",
     "FusedOperation",
+    "LayerMemory",
     "OperationContext",
     "Registration",
+    "Schedule",
+    "ScheduleError",
     "Sequential",
     "autocast",
     "checkpoint",
     "count_casts",
+    "explain_schedule",
     "ops",
     "optional",
+    "order_1f1b",
+    "order_interleaved",
+    "overlap_layers",
+    "plan_memory",
     "recipes",
     "register_fusion",
+    "run_schedule",
     "several",
     "testing",
 ]

@@ -188,6 +188,11 @@ class Sequential(Container):
         """
         backward_dw(self._with_weights()[::-1])
 
+    @property
+    def delay_wgrad_compute(self) -> bool:
+        """Whether any operation leaves weight gradients to `backward_dw()`."""
+        return any(operation.delay_wgrad_compute for _, operation in self._with_weights())
+
     def need_backward_dw(self) -> bool:
         """Whether gradients are left to be computed by `backward_dw()`."""
         return any(operation.need_backward_dw() for _, operation in self._with_weights())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recipes.formats import Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
-from recipes.kernels.cast_float8 import BLOCK, Float8Copies, cast_float8, untranspose
+from recipes.kernels.cast_float8 import BLOCK, Float8Copies, cast_float8, untranspose, widened
 from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role, support_of_float8
@@ -92,7 +92,7 @@ class TensorScaledCodes(ScaledCodes):
     """Codes [..., K] in float8; scale_inv () float32 for one tensor, [G] for stacked weights or grouped rows."""
 
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
-        return Operand(self.codes.to(dtype), self.scale_inv)
+        return Operand(widened(self.codes, dtype), self.scale_inv)
 
     def float8_operand(self) -> Float8Operand:
         return Float8Operand(self.codes, self.scale_inv, "tensor")

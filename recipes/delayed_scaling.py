@@ -18,10 +18,10 @@ from recipes.current_scaling import tensor_scaled
 from recipes.formats import Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
 from recipes.kernels.amax_history import end_step_ref
-from recipes.kernels.cast_float8 import cast_float8
+from recipes.kernels.cast_float8 import cast_float8, empty_float8
 from recipes.pending import PendingUpdates
 from recipes.quantized_tensor import QuantizedTensor
-from recipes.quantizer import Quantizer, StateOfRole, StateShapes
+from recipes.quantizer import Quantizer, Room, StateOfRole, StateShapes
 from recipes.recipe import Recipe, Role, support_of_float8
 from recipes.splits import Splits
 from recipes.stack import scale_in_use
@@ -131,6 +131,14 @@ class DelayedScalingQuantizer(Quantizer):
         scale, amax = self._for_cast(x.device, 1)
         copies = cast_float8(x, self.form, rowwise=rowwise, columnwise=columnwise, scale=scale, amax_out=amax)
         return QuantizedTensor(*tensor_scaled(copies, x.shape), x.dtype)
+
+    @property
+    def casts_in_kernels(self) -> bool:
+        return True
+
+    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Room:
+        copies = empty_float8(shape, self.form, device)
+        return Room(QuantizedTensor(*tensor_scaled(copies, shape), dtype), *self._for_cast(device, 1))
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         scale, amax = self._for_cast(w_GNK.device, len(w_GNK))

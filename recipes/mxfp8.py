@@ -23,7 +23,7 @@ from recipes.kernels.cast_mxfp8 import (
     empty_mxfp8,
 )
 from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
-from recipes.quantizer import Quantizer
+from recipes.quantizer import Quantizer, Room
 from recipes.recipe import Recipe, Role
 from recipes.splits import Splits
 
@@ -66,10 +66,12 @@ class MXFP8Quantizer(Quantizer):
         copies = cast_mxfp8(x, self._how, rowwise=rowwise, columnwise=columnwise)
         return QuantizedTensor(*_containers(copies), x.dtype)
 
-    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedTensor | None:
-        if self.scaling != "round_up" or self.square:
-            return None
-        return QuantizedTensor(*_containers(empty_mxfp8(shape, self.form, device)), dtype)
+    @property
+    def casts_in_kernels(self) -> bool:
+        return self.scaling == "round_up" and not self.square
+
+    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Room:
+        return Room(QuantizedTensor(*_containers(empty_mxfp8(shape, self.form, device)), dtype))
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         copies = cast_mxfp8(w_GNK, self._how, rowwise=rowwise, columnwise=columnwise, stacked=True)

@@ -80,10 +80,10 @@ class NVFP4Quantizer(Quantizer):
         return "a Hadamard transform" if self.rht else None
 
     def __post_init__(self) -> None:
-        if self.two_d and (self.rht or self.row_scaled):
+        if self.two_d and (self.rht or self.row_scaled or self.stochastic):
             raise ValueError(
                 f"{self} asks for 16x16 blocks of numbers that differ in the two copies. "
-                "Set two_d alone, or rht and row_scaled without it."
+                "Set two_d alone, or rht, stochastic and row_scaled without it."
             )
 
     def seeded(self, device: torch.device) -> NVFP4Quantizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,18 @@ class StateOfRole(Protocol):
     def tensors(self, quantizer: Quantizer, device: torch.device | None) -> Mapping[str, Tensor]:
         """The tensors that `quantizer.state_shapes` asks for, made on `device` if they are not there yet."""
         ...
+
+
+class Room(NamedTuple):
+    """Both copies of a tensor, uninitialised.
+
+    scale: [1] float32 to cast with; None if each block's own is found on the way
+    amax:  [1] float32 that max |x| is to raise; None if nothing is recorded
+    """
+
+    copies: QuantizedTensor
+    scale: Tensor | None = None
+    amax: Tensor | None = None
 
 
 class Quantizer(ABC):
@@ -57,12 +69,14 @@ class Quantizer(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} quantizes single tensors only. Quantize group by group.")
 
-    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedTensor | None:
-        """Uninitialised codes and scales of both copies, for a kernel that casts what it has just computed.
+    @property
+    def casts_in_kernels(self) -> bool:
+        """Whether a kernel may cast, tile by tile, what it has just computed. Not if the whole must be seen first."""
+        return False
 
-        None if this quantizer has to see the whole tensor first, or has no such kernel.
-        """
-        return None
+    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Room:
+        """For such a kernel, where both copies of a tensor [..., K] that is not empty go."""
+        raise NotImplementedError(f"{type(self).__name__} casts by its own kernels only: casts_in_kernels is False.")
 
     def state_shapes(self, num_scales: int) -> StateShapes:
         """What is kept for `num_scales` tensors that have a scale each, one for each group of a grouped operation."""

@@ -1,12 +1,9 @@
-"""The command line's other doors: --help, explain, host, grouped_mlp."""
-
-import json
+"""The command line's other doors: --help, explain, host."""
 
 import pytest
 import torch
 
 from bench.__main__ import COMMANDS, main
-from bench.bench_grouped_mlp import GroupedMLPShape, compare_grouped_mlp, split_sizes
 from bench.bench_host import measure_host_cost
 from bench.explain import explain_model
 from bench.models import EXPERT_SHAPES, expert_operations
@@ -33,14 +30,8 @@ def test_a_wrong_recipe_is_a_sentence_and_exit_code_2(capsys):
     assert "no recipe named 'bf17'" in capsys.readouterr().err
 
 
-def test_a_wrong_dtype_is_a_sentence(capsys):
-    with pytest.raises(SystemExit):
-        main(["grouped_mlp", "--dtype", "fp7"])
-    assert "--dtype fp7 is unknown. Take fp32, bf16" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("command", ["train", "grouped_mlp"])
+@pytest.mark.parametrize("command", ["train", "speed"])
 def test_a_missing_gpu_is_a_sentence(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--device", "cuda"])
@@ -81,34 +72,9 @@ def test_parameter_count_of_a_shape(name):
 # --- benchmarks, run once for their checks and not for their times
 
 
-@pytest.mark.parametrize("routing", ["uniform", "random", "skewed"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_grouped_mlp_benchmark_checks_both_ways(dtype, routing):
-    found = compare_grouped_mlp(GroupedMLPShape(4, 64, 32, 32), dtype, routing=routing, rounds=2)
-    assert found.ours.median > 0 and found.torch.median > 0
-
-
-@pytest.mark.parametrize("routing", ["uniform", "random", "skewed"])
-def test_split_sizes_sum_to_the_rows(routing):
-    sizes = split_sizes(8, 2048, routing)
-    assert len(sizes) == 8 and sum(sizes) == 2048 and min(sizes) >= 0
-    assert (sizes[-1] == 0) == (routing == "skewed")
-
-
 def test_host_benchmark_runs_and_agrees_by_bits():
     cost = measure_host_cost(rounds=2, calls=1)
     assert cost.ours.median > 0 and cost.allowed_on_top == pytest.approx(100e-6)
-
-
-def test_json_carries_where_it_was_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("bench.bench_grouped_mlp.SHAPES", {"cpu": GroupedMLPShape(4, 64, 32, 32)})
-    path = tmp_path / "figures.json"
-    assert main(["grouped_mlp", "--dtype", "fp32", "--rounds", "2", "--json", str(path)]) == 0
-    record = json.loads(path.read_text())
-    assert record["benchmark"] == "grouped_mlp"
-    assert record["environment"]["torch"] == torch.__version__
-    assert {"date", "device", "triton"} <= record["environment"].keys()
-    assert record["comparisons"][0]["ratio"] > 0
 
 
 def test_candidates_take_turns():

@@ -13,8 +13,9 @@ import fuser
 from bench import controls, table
 from bench.__main__ import main
 from bench.bench_recipes import compare_recipes, explain_line, require_same_bits
+from bench.case import PASSES
 from bench.controls import CONTROLS, make_control
-from bench.grouped_case import PASSES, expert_linear, expert_mlp
+from bench.grouped_case import expert_linear, expert_mlp
 from bench.memory import peak_bytes, saved_bytes
 from bench.models import EXPERT_SHAPES, TINY_FACTOR, TINY_SHAPES, ExpertShape
 from bench.recipe_report import Outcome, draw_recipes

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.grouped_case import PASSES, expert_linear, expert_mlp
+from bench.case import PASSES
+from bench.grouped_case import expert_linear, expert_mlp
 from bench.models import ExpertShape
 from bench.suites.bench_casts import time_cast
 from bench.suites.cases import QUANTIZING, SUITE_SHAPES, WAYS, time_checked

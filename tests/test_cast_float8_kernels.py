@@ -222,6 +222,16 @@ def test_the_transposed_copy_comes_back(device, form, kind):
 
 
 @EACH_DEVICE
+@FORMS
+def test_codes_become_their_numbers(device, form):
+    codes = torch.arange(3 * 4099, dtype=torch.uint8).view(form.dtype).reshape(3, 4099)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        found = kernels.widened_on_triton(codes.to(device), dtype)
+        assert found.dtype == dtype and found.shape == codes.shape
+        assert torch.equal(found.cpu().nan_to_num(1e9), codes.to(dtype).nan_to_num(1e9))
+
+
+@EACH_DEVICE
 def test_amaxes_only_grow(device):
     x = torch.tensor([[1.0, -3.0, NAN]]).bfloat16().to(device)
     amax, scale = torch.tensor([2.0], device=device), torch.ones(1, device=device)

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from fused.kernels import grouped_gemm_swiglu
 from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
+from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
 from recipes.formats import E4M3, E5M2
 from recipes.kernels import cast_float8, cast_float8_block, cast_mxfp8, cast_nvfp4
 from recipes.kernels.cast_float8_block import BlockScale
@@ -132,12 +133,12 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
         elementwise.elementwise(given, scaled, [factors])
         elementwise.delementwise(dy, given, scaled, [factors], need_operands=(True,), need_y=True)
     for form in (E4M3, E5M2):
-        room = MXFP8Quantizer(form).room(x.shape, dtype, x.device)
         chain, operands = [steps.ADD_COLUMN, activation_step(Activation("gelu"), False)], [x[0], None]
-        elementwise.elementwise_cast(x, elementwise.Cast(*room.tensors()), chain, operands)
-        elementwise.delementwise(
-            dy, x, chain, operands, need_operands=(True, False), cast=elementwise.Cast(*room.tensors())
-        )  # fmt: skip
+        for quantizer in (MXFP8Quantizer(form), DelayedScalingQuantizer(form, DelayedScaling())):
+            room = quantizer.room(x.shape, dtype, x.device)
+            cast = elementwise.Cast(*room.copies.tensors(), room.scale, torch.empty(1))
+            elementwise.elementwise_cast(x, cast, chain, operands)
+            elementwise.delementwise(dy, x, chain, operands, need_operands=(True, False), cast=cast)
 
 
 def launch_block_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> None:
@@ -171,6 +172,7 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
         cast = cast_float8.cast_float8_on_triton
         copies = cast(given, form, **both, **kind)
         cast(given, form, **both, **kind, scale=scale if kind else scale[:1], amax_out=amax)
+        cast_float8.widened_on_triton(copies.row_codes, dtype)
         cast_float8.untranspose_on_triton(copies.column_codes, dtype, given.shape, kind.get("splits"))
 
 

@@ -86,7 +86,8 @@ def test_a_quantize_at_either_end_is_part_of_the_chain():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(70, 48), (3, 5, 33), (0, 32)], ids=str)
-def test_a_fused_quantize_gives_the_codes_of_an_unfused_one(shape, dtype, device):
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
+def test_a_fused_quantize_gives_the_codes_of_an_unfused_one(shape, dtype, device, recipe):
     def make() -> list[Any]:
         size = shape[-1]
         return [
@@ -94,7 +95,7 @@ def test_a_fused_quantize_gives_the_codes_of_an_unfused_one(shape, dtype, device
             ops.Linear(size, size),
         ]  # fmt: skip
 
-    check_fusion(ChainAnywhere, make, shape, recipe="mxfp8", dtype=dtype, device=device, draws=4)
+    check_fusion(ChainAnywhere, make, shape, recipe=recipe, dtype=dtype, device=device, draws=4)
 
 
 # name -> (operations, shapes of the extra inputs)

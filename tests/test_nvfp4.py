@@ -554,7 +554,7 @@ def test_roles():
     by_rows = NVFP4BlockScaling(row_scaled_activation=True)
     assert [by_rows.quantizer(role).row_scaled for role in Role] == [True, False, False]
     with pytest.raises(ValueError, match="16x16 blocks"):
-        NVFP4Quantizer(two_d=True, rht=True)
+        NVFP4Quantizer(two_d=True, stochastic=True)
 
 
 def test_signal_to_noise():

@@ -5,7 +5,7 @@ from functools import lru_cache
 import pytest
 
 from bench.bench_elementwise import CHAINS, SHAPES, CheckedPasses, checked_passes
-from bench.grouped_case import PASSES
+from bench.case import PASSES
 from bench.suites.cases import DEVICE, PASS_IDS, Measure
 
 CANDIDATES = ["ours", "eager", *(["compile"] if DEVICE == "cuda" else []), "copy"]

@@ -8,7 +8,8 @@ from functools import lru_cache
 
 import pytest
 
-from bench.grouped_case import PASSES, GroupedCase, expert_mlp
+from bench.case import PASSES
+from bench.grouped_case import GroupedCase, expert_mlp
 from bench.suites.cases import DEVICE, PASS_IDS, SUITE_SHAPES, WAYS, Measure, time_checked
 
 

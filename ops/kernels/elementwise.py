@@ -83,15 +83,18 @@ class Step:
 
 
 class Cast(NamedTuple):
-    """Where to put what comes out of a chain, cast to MXFP8 instead of stored; see `recipes.kernels.cast_mxfp8`.
+    """Where to put both copies of what comes out of a chain, cast instead of stored. The fields of `Room`, as it says.
 
-    Codes [..., C] in a float8 dtype, scales uint8; both of a copy that is not made are None.
+    MXFP8 (`recipes.kernels.cast_mxfp8`), or with a given scale FP8 of one scale (`recipes.kernels.cast_float8`), whose
+    scales here are one tensor.
     """
 
-    row_codes: Tensor | None
-    row_scales: Tensor | None
-    column_codes: Tensor | None
-    column_scales: Tensor | None
+    row_codes: Tensor
+    row_scales: Tensor
+    column_codes: Tensor
+    column_scales: Tensor
+    scale: Tensor | None = None
+    amax: Tensor | None = None
 
 
 class ChainGradients(NamedTuple):
@@ -192,13 +195,16 @@ PROGRAMS = 4096  # that keep every multiprocessor busy: about 31 on each of the 
 
 
 @lru_cache(maxsize=1024)  # Triton's arithmetic would cost the host 5 us a call
-def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: bool = False) -> ElementwiseConfig:
-    """Tiles for y [rows, columns]. sums_rows: whether backward sums something over the rows, for which a program goes
-    through several tiles. casts: whether the result is cast, whose tiles hold whole blocks of 32."""
+def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str = "") -> ElementwiseConfig:
+    """Tiles for y [rows, columns].
+
+    sums_rows: whether backward sums something over the rows, for which a program goes through several tiles
+    casts: how the result is cast, if it is: in "blocks" of 32, which tiles hold as a whole, or with a "given" scale
+    """
     if casts or sums_rows:
         tiles = rows * columns // (32 * 64 * PROGRAMS) if sums_rows else 1
         # A cast's maxima are cheap where a thread has many columns and rows (measured on H200).
-        num_warps = 4 if not casts else 1 if sums_rows else 2
+        num_warps = 4 if casts != "blocks" else 1 if sums_rows else 2
         return ElementwiseConfig(32, 64, triton.next_power_of_2(max(1, min(16, tiles))), num_warps, 3)
     block_c = min(2048 if rows == 1 else 1024, max(16, triton.next_power_of_2(columns)))
     return ElementwiseConfig(2048 // block_c, block_c, 1, 4)
@@ -247,7 +253,7 @@ def elementwise_cast(
     operands: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """`elementwise`, whose result, rounded to its dtype, is cast to MXFP8 instead of stored. Where `runs_triton` is."""
+    """`elementwise`, whose result, rounded to its dtype, is cast instead. Where `runs_triton` is, of an x not empty."""
     dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
     elementwise_triton(
         x.contiguous(), None, cast, steps, [o if o is None else o.contiguous() for o in operands], dtypes
@@ -284,7 +290,7 @@ def delementwise(
     sums_rows = need_column_sums or any(w and s.operand == "column" for w, s in zip(wanted, steps, strict=True))
     rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums_rows, casts=cast is not None)
     width = columns * 2 if gate >= 0 else columns
-    config = elementwise_config(rows, columns, sums_rows=sums_rows, casts=cast is not None)
+    config = elementwise_config(rows, columns, sums_rows=sums_rows, casts=_kind(cast))
     row_blocks, column_blocks = config.programs(rows, columns)
     shares: list[Tensor | None] = []
     for i, (step, want, dtype) in enumerate(zip(steps, wanted, dtypes, strict=True)):
@@ -378,7 +384,7 @@ def elementwise_triton(
     gated = _gate_of(steps) >= 0
     shape = _halved(x.shape) if gated else x.shape
     rows, columns = _rows_and_columns(steps, shape, sums_rows=False, casts=cast is not None)
-    config = elementwise_config(rows, columns, sums_rows=False, casts=cast is not None)
+    config = elementwise_config(rows, columns, sums_rows=False, casts=_kind(cast))
     with torch.cuda.device_of(x):
         elementwise_kernel[(math.prod(config.programs(rows, columns)),)](
             x, y, _codes(cast), tuple(operands), rows, columns, columns * (1 + gated),
@@ -426,17 +432,25 @@ def _rows_and_columns(
     return 1, math.prod(shape)
 
 
+def _kind(cast: Cast | None) -> str:
+    return "" if cast is None else "blocks" if cast.scale is None else "given"
+
+
 def _codes(cast: Cast | None) -> tuple[Tensor | None, ...]:
-    """As bytes: the interpreter's own float8 rounds wrongly."""
-    return (None,) * 4 if cast is None else tuple(t if t is None else t.view(torch.uint8) for t in cast)
+    """Codes as bytes: the interpreter's own float8 rounds wrongly. The amax as bits, which are ordered as it is."""
+    if cast is None:
+        return (None,) * len(Cast._fields)
+    return cast._replace(
+        row_codes=cast.row_codes.view(torch.uint8),
+        column_codes=cast.column_codes.view(torch.uint8),
+        amax=None if cast.amax is None else cast.amax.view(torch.int32),
+    )
 
 
 def _cast_constants(cast: Cast | None, x: Tensor) -> dict[str, Any]:
     if cast is None:
         return {"FORM": "", "NATIVE": False}
-    codes = cast.column_codes if cast.row_codes is None else cast.row_codes
-    assert codes is not None, "one of the copies is made"
-    return format_of(codes.dtype, x.device)
+    return format_of(cast.row_codes.dtype, x.device)
 
 
 def _gate_of(steps: Sequence[Step]) -> int:

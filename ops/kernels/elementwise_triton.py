@@ -4,7 +4,7 @@ STEPS, BACKWARDS, D_OPERANDS are the functions of the steps, KINDS their operand
 what each is rounded to, ENTERS and LEAVES whether x and dy come in another dtype, READS whether backward reads x, GATE
 the position of the gated one or -1. Operand pointers that a step does not need are None.
 WHOLE: no tile has rows or columns beyond those of y.
-codes are the row codes, row scales, column codes and column scales of a result that is cast to MXFP8 (FORM), else None.
+codes: the fields of a `Cast` for a result that is cast to FORM, else Nones.
 
 Before the gate every column of y stands for two of x: a tile is a pair (a, b), and each step runs on both.
 Between two steps a tile is as it would be stored, in the dtype of the step that made it.
@@ -14,6 +14,7 @@ Between two steps a tile is as it would be stored, in the dtype of the step that
 import triton
 import triton.language as tl
 
+from recipes.kernels.cast_float8_triton import store_float8
 from recipes.kernels.cast_mxfp8_triton import store_mxfp8
 from recipes.kernels.random_triton import philox
 from recipes.kernels.rounding import round_pairs_to, round_to, widen, widen_pairs
@@ -213,9 +214,12 @@ def elementwise_kernel(
 
 @triton.jit
 def _store_codes(x, codes, rows, columns, T, COLUMNS, inside, FORM: tl.constexpr, NATIVE: tl.constexpr):
-    if codes[0] is not None:
+    if codes[4] is not None:
+        store_float8(
+            x, codes[0], codes[2], codes[1], codes[4], codes[5], rows, columns, T, COLUMNS, inside, FORM, NATIVE
+        )  # fmt: skip
+    elif codes[0] is not None:
         store_mxfp8(x, codes[0], codes[1], rows, columns, T, COLUMNS, inside, FORM, True, NATIVE)
-    if codes[2] is not None:
         store_mxfp8(x, codes[2], codes[3], rows, columns, T, COLUMNS, inside, FORM, False, NATIVE)
 
 

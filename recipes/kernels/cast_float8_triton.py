@@ -84,6 +84,14 @@ def cast_float8_kernel(
             )  # fmt: skip
 
 
+@triton.jit
+def widen_kernel(codes_ptr, out_ptr, size, FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """The numbers of BLOCK codes."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = float8_values(tl.load(codes_ptr + at, mask=at < size, other=0), FORM, NATIVE)
+    tl.store(out_ptr + at, round_to(value, out_ptr.dtype.element_ty), mask=at < size)
+
+
 @triton.jit(do_not_specialize=["rows", "num_groups"])
 def untranspose_kernel(
     codes_ptr, out_ptr, offsets_ptr, aligned_ptr, rows, columns, width, num_groups,
@@ -105,6 +113,27 @@ def untranspose_kernel(
         value = float8_values(((words >> (8 * j)) & 0xFF).to(tl.uint8), FORM, NATIVE)
         value = round_to(value, out_ptr.dtype.element_ty)
         _store(out_ptr, value, j, height, columns, first_column, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def store_float8(
+    x, row_codes_ptr, column_codes_ptr, scale_inv_ptr, scale_ptr, amax_ptr, rows, columns, T, COLUMNS, inside,
+    FORM: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Cast the float32 tile x of a matrix [T, COLUMNS] with a given scale and store both copies, which are there.
+
+    The tiles cover T rounded up to PADDING. amax_ptr: as in `cast_float8_kernel`. FORM, NATIVE: as in `float8_codes`.
+    """
+    if tl.program_id(0) == 0:
+        _store_scale_inv(scale_inv_ptr, scale_ptr, 1, 0.0, True, False, FORM)
+    x = tl.where(inside, x, 0.0)
+    if amax_ptr is not None:
+        _add_amax(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), 0, None)
+    codes = float8_codes(x * tl.load(scale_ptr), FORM, NATIVE)
+    tl.store(row_codes_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], codes, mask=inside)
+    width = tl.cdiv(T, PADDING) * PADDING
+    at = columns.to(tl.int64)[:, None] * width + rows[None, :]
+    tl.store(column_codes_ptr + at, tl.trans(codes), mask=(columns < COLUMNS)[:, None] & (rows < width)[None, :])
 
 
 @triton.jit

@@ -58,11 +58,18 @@ def _load_tile(x_ptr, first, end, ROWS, columns, K, BLOCK_R: tl.constexpr):
     """The 16 tensors of a tile in float32, 0 outside of the group."""
     xs = ()
     for i in tl.static_range(16):
-        row = first + 16 * tl.arange(0, BLOCK_R) + i
-        inside = ((row < end) & (row < ROWS))[:, None] & (columns < K)[None, :]
-        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * K + columns[None, :], mask=inside, other=0)
-        xs = xs + (widen(x).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        x = _load_row(x_ptr, first + i, end, ROWS, columns, K, BLOCK_R)
+        xs = xs + (x,)  # type: ignore[assignment]  # noqa: RUF005
     return xs
+
+
+@triton.jit
+def _load_row(x_ptr, first, end, ROWS, columns, K, BLOCK_R: tl.constexpr):
+    """Rows first, first + 16, ... in float32, 0 outside of the group."""
+    row = first + 16 * tl.arange(0, BLOCK_R)
+    inside = ((row < end) & (row < ROWS))[:, None] & (columns < K)[None, :]
+    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * K + columns[None, :], mask=inside, other=0)
+    return widen(x).to(tl.float32)
 
 
 @triton.jit
@@ -150,6 +157,23 @@ def _scales(amax, encode, decode, NATIVE: tl.constexpr):
     return scale, tl.minimum(_reciprocal(value * decode), FLOAT32_MAX) * 0.5
 
 
+# Saturating additions clamp for nothing. Without .rn ptxas would contract them with the product before.
+_POSITION = """{{
+            .reg .f32 a, b, c;
+            add.rn.sat.f32 a, $1, 0f00000000;
+            add.rn.sat.f32 b, $1, 0fBF800000;
+            add.rn.sat.f32 c, $1, 0fC0000000;
+            fma.rn.f32 a, a, {four}, 0f4B400000;
+            fma.rn.f32 a, b, {two}, a;
+            {add_c};
+            mov.b32 $0, a;
+            }}"""
+POSITION = tl.constexpr(_POSITION.format(four="0f40800000", two="0f40000000", add_c="add.rn.f32 a, c, a"))
+POSITION_OF_256 = tl.constexpr(
+    _POSITION.format(four="0f44800000", two="0f44000000", add_c="fma.rn.f32 a, c, 0f43800000, a")
+)
+
+
 @triton.jit
 def _positions(h, STOCHASTIC: tl.constexpr):
     """The bits of ROUND + the position of h >= 0 on the axis of codes; of 256 positions if STOCHASTIC (int32)."""
@@ -159,43 +183,9 @@ def _positions(h, STOCHASTIC: tl.constexpr):
         position = tl.minimum(tl.maximum(h - 1.0, 0.0), 1.0) * (2.0 * STEPS) + position
         position = tl.minimum(tl.maximum(h - 2.0, 0.0), 1.0) * STEPS + position
         return position.to(tl.int32, bitcast=True)
-    elif STOCHASTIC:
-        # Saturating additions clamp for nothing. Without .rn ptxas would contract them with the product before.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .f32 a, b, c;
-            add.rn.sat.f32 a, $1, 0f00000000;
-            add.rn.sat.f32 b, $1, 0fBF800000;
-            add.rn.sat.f32 c, $1, 0fC0000000;
-            fma.rn.f32 a, a, 0f44800000, 0f4B400000;
-            fma.rn.f32 a, b, 0f44000000, a;
-            fma.rn.f32 a, c, 0f43800000, a;
-            mov.b32 $0, a;
-            }""",
-            "=r,f",
-            [h],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
     else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .f32 a, b, c;
-            add.rn.sat.f32 a, $1, 0f00000000;
-            add.rn.sat.f32 b, $1, 0fBF800000;
-            add.rn.sat.f32 c, $1, 0fC0000000;
-            fma.rn.f32 a, a, 0f40800000, 0f4B400000;
-            fma.rn.f32 a, b, 0f40000000, a;
-            add.rn.f32 a, c, a;
-            mov.b32 $0, a;
-            }""",
-            "=r,f",
-            [h],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        ASM: tl.constexpr = POSITION_OF_256 if STOCHASTIC else POSITION
+        return tl.inline_asm_elementwise(ASM, "=r,f", [h], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -291,18 +281,6 @@ def _store_row_scales(scale_ptr, scales, first, end, first_column, K):
 
 
 @triton.jit
-def _half(x, HALF: tl.constexpr):
-    """[R, C / 2]: columns 0 to 3 (4 to 7) of each eight of x [R, C]."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    low, high = tl.split(tl.permute(tl.reshape(x, [R, C // 8, 2, 4]), [0, 1, 3, 2]))
-    if HALF == 0:
-        return tl.reshape(low, [R, C // 2])
-    else:
-        return tl.reshape(high, [R, C // 2])
-
-
-@triton.jit
 def _column_word(xs, factor, random, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
     """The codes of tensors FIRST to FIRST + 7 in words."""
     word = tl.zeros(factor.shape, tl.int32)
@@ -333,17 +311,47 @@ def _spread(of_blocks):
     """[R, C / 16] as [R, C]."""
     R: tl.constexpr = of_blocks.shape[0]
     B: tl.constexpr = of_blocks.shape[1]
-    return tl.reshape(tl.broadcast_to(of_blocks[:, :, None], [R, B, 16]), [R, 16 * B])
+    return tl.reshape(tl.broadcast_to(of_blocks[:, :, None, None], [R, B, 2, 8]), [R, 16 * B])
+
+
+@triton.jit
+def _cast_columns(
+    x_ptr, seed_ptr, codes_ptr, scale_ptr, encode, decode, row, first, end, ROWS, first_block, end_block, of_columns,
+    columns, K, P, RHT: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """The columnwise copy of BLOCK_R blocks of rows."""
+    STOCHASTIC: tl.constexpr = seed_ptr is not None
+    random = (0, 0, 0, 0)
+    if STOCHASTIC:
+        random = _random(seed_ptr, row, columns, 1, BLOCK_R)
+    xs = _load_tile(x_ptr, first, end, ROWS, columns, K, BLOCK_R)
+    if RHT:
+        xs = _hadamard(xs)
+    amax = _max_of_tensors(xs)
+    if RHT:
+        scale, factor = _scales(amax * 0.25, encode, decode, NATIVE)
+        factor *= 0.25
+    else:
+        scale, factor = _scales(amax, encode, decode, NATIVE)
+    words = _column_word(xs, factor, random, 0, STOCHASTIC), _column_word(xs, factor, random, 8, STOCHASTIC)
+    _store_columns(
+        codes_ptr, scale_ptr, words, amax, scale, first_block, end_block, of_columns, columns, K, P
+    )  # fmt: skip
 
 
 @triton.jit
 def cast_nvfp4_kernel(
     x_ptr, offsets_ptr, aligned_ptr, row_amax_ptr, column_amax_ptr, seed_ptr,
     row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, ROWS, num_groups, K, P,
-    ROW_SCALED: tl.constexpr, RHT: tl.constexpr, TWO_D: tl.constexpr, WORDS: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROW_SCALED: tl.constexpr, RHT: tl.constexpr, WORDS: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Amaxes are None for a copy that is not made, the seed for rounding to nearest."""
+    """Amaxes are None for a copy that is not made, the seed for rounding to nearest. PART of the BLOCK_R blocks of rows
+    are cast columnwise at once.
+
+    x is read for each copy, the second time from the cache: the registers that would hold it are what lets enough
+    programs run side by side.
+    """
     STOCHASTIC: tl.constexpr = seed_ptr is not None
     column_tiles = tl.cdiv(K, BLOCK_C)
     slot = tl.program_id(0) // column_tiles
@@ -358,9 +366,6 @@ def cast_nvfp4_kernel(
         else:
             active_end = first  # the tail counts as zeros
         row_end = tl.minimum(end, ROWS)
-        xs = _load_tile(x_ptr, first, active_end, ROWS, columns, K, BLOCK_R)
-        if TWO_D:
-            both_amax = _max_of_columns(_in_words(_max_of_tensors(xs)))
         random = (0, 0, 0, 0)
         if row_amax_ptr is not None:
             if STOCHASTIC:
@@ -375,11 +380,8 @@ def cast_nvfp4_kernel(
                     row_encode, row_decode = _encode(amax)
                     encode = row_encode[:, None]
                     decode = row_decode[:, None]
-                x = _in_words(xs[i])
-                if TWO_D:
-                    amax = both_amax
-                else:
-                    amax = _max_of_columns(x)
+                x = _in_words(_load_row(x_ptr, first + i, active_end, ROWS, columns, K, BLOCK_R))
+                amax = _max_of_columns(x)
                 scale, factor = _scales(amax, encode, decode, NATIVE)
                 magnitudes = _magnitudes(tl.abs(x) * factor[:, :, None, None], random, i, STOCHASTIC)
                 word = _packed(x, magnitudes, amax, STOCHASTIC)
@@ -388,34 +390,68 @@ def cast_nvfp4_kernel(
             _store_row_scales(row_scale_ptr, scales, first, row_end, first_column, K)
         if column_amax_ptr is not None:
             encode, decode = _encode(tl.load(column_amax_ptr + group, mask=group < num_groups, other=0.0))
-            # One half of a thread's columns after the other: all of them would need too many registers at once.
-            for half in tl.static_range(2):
-                lane = tl.arange(0, BLOCK_C // 2)
-                columns = first_column + lane // 4 * 8 + 4 * half + lane % 4
-                if STOCHASTIC:
-                    random = _random(seed_ptr, row, columns, 1, BLOCK_R)
-                ys = ()
-                for i in tl.static_range(16):
-                    ys = ys + (_half(xs[i], half),)  # type: ignore[assignment]  # noqa: RUF005
-                if RHT:
-                    ys = _hadamard(ys)
-                if TWO_D:
-                    amax = _half(_spread(both_amax), half)
-                else:
-                    amax = _max_of_tensors(ys)
-                if RHT:
-                    scale, factor = _scales(amax * 0.25, encode, decode, NATIVE)
-                    factor *= 0.25
-                else:
-                    scale, factor = _scales(amax, encode, decode, NATIVE)
-                words = (
-                    _column_word(ys, factor, random, 0, STOCHASTIC),
-                    _column_word(ys, factor, random, 8, STOCHASTIC),
-                )
-                _store_columns(
-                    column_codes_ptr, column_scale_ptr, words, amax, scale, first_block, end_block, of_columns, columns,
-                    K, P,
+            for part in tl.range(0, BLOCK_R, PART):
+                _cast_columns(
+                    x_ptr, seed_ptr, column_codes_ptr, column_scale_ptr, encode, decode, row + 16 * part,
+                    first + 16 * part, active_end, ROWS, first_block + part, end_block, of_columns, columns, K, P,
+                    RHT, NATIVE, PART,
                 )  # fmt: skip
+
+
+@triton.jit
+def cast_nvfp4_square_kernel(
+    x_ptr, offsets_ptr, aligned_ptr, amax_ptr,
+    row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, ROWS, num_groups, K, P,
+    WORDS: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Blocks of 16x16, to nearest: a number has one code, which goes into both copies. Codes are None of one not made.
+
+    x is read once more for its codes, from the cache: the registers that would hold it are what lets enough programs
+    run side by side.
+    """
+    column_tiles = tl.cdiv(K, BLOCK_C)
+    slot = tl.program_id(0) // column_tiles
+    first_column = tl.program_id(0) % column_tiles * BLOCK_C
+    group, _, first, end, first_block, end_block, of_columns = _tile(
+        offsets_ptr, aligned_ptr, slot, ROWS, num_groups, P, BLOCK_R
+    )  # fmt: skip
+    if first_block < end_block:
+        columns = first_column + tl.arange(0, BLOCK_C)
+        row_end = tl.minimum(end, ROWS)
+        if group < num_groups:
+            active_end = end
+        else:
+            active_end = first  # the tail counts as zeros
+        peak = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+        for i in tl.static_range(16):
+            peak = _max_of_two(peak, tl.abs(_load_row(x_ptr, first + i, active_end, ROWS, columns, K, BLOCK_R)))
+        amax = _max_of_columns(_in_words(peak))
+        encode, decode = _encode(tl.load(amax_ptr + group, mask=group < num_groups, other=0.0))
+        scale, factor = _scales(amax, encode, decode, NATIVE)
+        columns_of_words = ()
+        scales = ()
+        for half in tl.static_range(2):
+            word = tl.zeros([BLOCK_R, BLOCK_C // 16, 2, 8], tl.int32)
+            signs = tl.zeros([BLOCK_R, BLOCK_C // 16, 2, 8], tl.uint32)
+            for i in tl.static_range(8 * half + 7, 8 * half - 1, -1):
+                x = _in_words(_load_row(x_ptr, first + i, active_end, ROWS, columns, K, BLOCK_R))
+                magnitudes = _magnitudes(tl.abs(x) * factor[:, :, None, None], (0, 0, 0, 0), i, False)
+                if row_codes_ptr is not None:
+                    rows = first + 16 * tl.arange(0, BLOCK_R) + i
+                    packed = _packed(x, magnitudes, amax, False)
+                    _store_row_codes(row_codes_ptr, packed, rows, rows < row_end, first_column, K, WORDS)
+                word = (word << 4) + magnitudes
+                signs = _shift_in(signs, x.to(tl.uint32, bitcast=True))
+                scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
+            word = _without_surplus(word, False) | (signs & 0x88888888).to(tl.int32, bitcast=True)
+            columns_of_words = columns_of_words + (tl.reshape(word, [BLOCK_R, BLOCK_C]),)  # type: ignore[assignment]  # noqa: RUF005
+        if row_codes_ptr is not None:
+            _store_row_scales(row_scale_ptr, scales, first, row_end, first_column, K)
+        if column_codes_ptr is not None:
+            _store_columns(
+                column_codes_ptr, column_scale_ptr, columns_of_words, _spread(amax), _spread(scale),
+                first_block, end_block, of_columns, columns, K, P,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -483,46 +519,109 @@ def _e4m3_values(scale):
     return tl.where(scale == 0x7F, float("nan"), value)
 
 
+# Of one of four pairs of codes: the shifts of the magnitudes to the bits 6 to 8 of both halves, of the signs to bit 15.
+_PAIR = """
+            {shift_m} t, {word}, {by_m};
+            {shift_s} u, {word}, {by_s};
+            and.b32 t, t, 0x01C001C0;
+            and.b32 u, u, 0x80008000;
+            or.b32 t, t, u;
+            fma.rn.bf16x2 t, t, raise, zero;
+            fma.rn.bf16x2 ${out}, t, $10, zero;"""
+_PAIRS = "".join(
+    _PAIR.format(
+        word=word, out=4 * half + i, shift_m="shl.b32" if i < 2 else "shr.b32", by_m=abs(6 - 4 * i),
+        shift_s="shl.b32", by_s=12 - 4 * i,
+    )
+    for half, word in enumerate(("lo", "hi")) for i in range(4)
+)  # fmt: skip
+DECODE = tl.constexpr(
+    """{
+            .reg .b32 lo, hi, t, u, raise, zero;
+            mov.b32 raise, 0x7E807E80;
+            mov.b32 zero, 0x80008000;
+            prmt.b32 lo, $8, $9, 0x5410;
+            prmt.b32 hi, $8, $9, 0x7632;"""
+    + _PAIRS
+    + "}"
+)
+EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
+
+
+@triton.jit
+def _decoded(word, scale, DTYPE: tl.constexpr):
+    """The eight codes in each of word (int32), the lowest first, times scale (float32): eight tensors in DTYPE."""
+    if DTYPE == tl.bfloat16 and not INTERPRET:
+        # Two words at once. A code's fields, in a bfloat16's place, are those of its value times 2^-126; the products
+        # with 2^126 and the scale are exact.
+        return tl.inline_asm_elementwise(
+            DECODE, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [word, scale.to(tl.bfloat16)], dtype=EIGHT_BF16, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    else:
+        values = ()
+        for i in tl.static_range(8):
+            values = values + (round_to(_e2m1_values(word >> (4 * i)) * scale, DTYPE),)  # type: ignore[assignment]  # noqa: RUF005
+        return values
+
+
 @triton.jit
 def dequantize_rows_kernel(
-    codes_ptr, scale_ptr, y_ptr, ROWS, K, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+    codes_ptr, scale_ptr, y_ptr, ROWS, K, WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    """y [ROWS, K] = code * scale."""
+    """y [ROWS, K] = code * scale. WORDS: K is a multiple of 8, and codes are int32 words."""
     column_tiles = tl.cdiv(K, BLOCK_C)
     rows = (tl.program_id(0) // column_tiles).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     first_column = tl.program_id(0) % column_tiles * BLOCK_C
-    pairs = first_column // 2 + tl.arange(0, BLOCK_C // 2)
     valid = (rows < ROWS)[:, None]
-    num_pairs = tl.cdiv(K, 2)
-    code = tl.load(codes_ptr + rows[:, None] * num_pairs + pairs, mask=valid & (pairs < num_pairs), other=0)
-    code = code.to(tl.int32)
-    values = tl.reshape(tl.join(_e2m1_values(code), _e2m1_values(code >> 4)), [BLOCK_R, BLOCK_C])
-    blocks = first_column // 16 + tl.arange(0, BLOCK_C // 16)
     num_blocks = tl.cdiv(K, 16)
-    scale = tl.load(scale_ptr + rows[:, None] * num_blocks + blocks, mask=valid & (blocks < num_blocks), other=0)
-    values *= _spread(_e4m3_values(scale))
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    if WORDS:
+        words = first_column // 8 + tl.arange(0, BLOCK_C // 8)
+        mask = valid & (words < K // 8)
+        word = tl.load(codes_ptr + rows[:, None] * (K // 8) + words, mask=mask, other=0)
+        scale = tl.load(scale_ptr + rows[:, None] * num_blocks + words // 2, mask=mask, other=0)
+        v = _decoded(word, _e4m3_values(scale), DTYPE)
+        even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
+        odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
+        values = tl.reshape(tl.join(even, odd), [BLOCK_R, BLOCK_C])
+    else:
+        pairs = first_column // 2 + tl.arange(0, BLOCK_C // 2)
+        num_pairs = tl.cdiv(K, 2)
+        code = tl.load(codes_ptr + rows[:, None] * num_pairs + pairs, mask=valid & (pairs < num_pairs), other=0)
+        code = code.to(tl.int32)
+        values = tl.reshape(tl.join(_e2m1_values(code), _e2m1_values(code >> 4)), [BLOCK_R, BLOCK_C])
+        blocks = first_column // 16 + tl.arange(0, BLOCK_C // 16)
+        scale = tl.load(scale_ptr + rows[:, None] * num_blocks + blocks, mask=valid & (blocks < num_blocks), other=0)
+        values = round_to(values * _spread(_e4m3_values(scale)), DTYPE)
     columns = first_column + tl.arange(0, BLOCK_C)
-    tl.store(y_ptr + rows[:, None] * K + columns, round_to(values, y_ptr.dtype.element_ty), mask=valid & (columns < K))
+    tl.store(y_ptr + rows[:, None] * K + columns[None, :], values, mask=valid & (columns < K))
 
 
 @triton.jit
 def dequantize_columns_kernel(
     codes_ptr, scale_ptr, y_ptr, K, P, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    """y [G, P, K] = code * scale, of codes (int64, those of 16 rows) and scales [G, K, P / 16]."""
+    """y [G, P, K] = code * scale, of codes (int64, those of 16 rows) and scales [G, K, P / 16].
+
+    Block by block of rows: a thread has the whole of it, and the next ones come with it into the cache.
+    """
     column_tiles = tl.cdiv(K, BLOCK_C)
     num_blocks = P // 16
     row_tiles = tl.cdiv(num_blocks, BLOCK_R)
     columns = tl.program_id(0) % column_tiles * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = columns < K
     tile = tl.program_id(0) // column_tiles
     group = (tile // row_tiles).to(tl.int64)
-    blocks = tile % row_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask = (blocks < num_blocks)[:, None] & (columns < K)[None, :]
-    at = (group * K + columns)[None, :] * num_blocks + blocks[:, None]
-    code = tl.load(codes_ptr + at, mask=mask, other=0)
-    scale = _e4m3_values(tl.load(scale_ptr + at, mask=mask, other=0))
-    for i in tl.static_range(16):
-        values = _e2m1_values((code >> (4 * i)).to(tl.int32)) * scale
-        row = group * P + blocks * 16 + i
-        at_y = row[:, None] * K + columns[None, :]
-        tl.store(y_ptr + at_y, round_to(values, y_ptr.dtype.element_ty), mask=mask)
+    first = tile % row_tiles * BLOCK_R
+    at = (group * K + columns) * num_blocks
+    for block in tl.range(first, tl.minimum(first + BLOCK_R, num_blocks)):
+        code = tl.load(codes_ptr + at + block, mask=mask, other=0)
+        scale = _e4m3_values(tl.load(scale_ptr + at + block, mask=mask, other=0))
+        low = _decoded(code.to(tl.int32), scale, y_ptr.dtype.element_ty)
+        high = _decoded((code >> 32).to(tl.int32), scale, y_ptr.dtype.element_ty)
+        row = group * P + block * 16
+        for i in tl.static_range(8):
+            tl.store(y_ptr + (row + i) * K + columns, low[i], mask=mask)
+        for i in tl.static_range(8):
+            tl.store(y_ptr + (row + 8 + i) * K + columns, high[i], mask=mask)

@@ -1,0 +1,96 @@
+"""Other libraries' mixture-of-experts layers, on our weights: what is installed, is right and runs, is timed.
+
+    SonicMoE  `sonicmoe.MoE`, with its own router; gate and up in turn (rows 0, 2, ... are the gate)
+    Liger     `LigerFusedMoEFunction`, behind the same router in torch's operations
+
+Their routers may compute in bf16 and so choose other experts for a few tokens: they have to reach `PEER_FLOOR`. torchao
+is left out: its grouped products for training are prototypes whose names change.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from bench.case import Call, Step, make_step
+from bench.whole_layer import LayerCase, route
+
+PEER_FLOOR = 20.0  # dB
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A layer made ready for a case.
+
+    wanted: x, the router's weight, FC1's and FC2's, as the peer holds them
+    as_fc1: from the peer's layout of FC1's weight to ours
+    """
+
+    call: Call
+    wanted: tuple[Tensor, ...]
+    as_fc1: Callable[[Tensor], Tensor] = lambda weight: weight
+
+    def step(self, case: LayerCase, passes: str) -> Step:
+        return make_step(self.call, self.wanted, case.dy, passes)
+
+    def sqnr(self, case: LayerCase, found: list[Tensor]) -> dict[str, float]:
+        """dB of what a step gives, as `LayerCase.sqnr`."""
+        y, *gradients = found
+        if gradients:
+            dx, drouter, dw1, dw2 = gradients
+            gradients = [dx, drouter, self.as_fc1(dw1), dw2]
+        return case.sqnr([y, *gradients])
+
+
+def make_sonicmoe(case: LayerCase) -> Peer:
+    sonicmoe, enums = import_module("sonicmoe"), import_module("sonicmoe.enums")
+    x, (router, fc1, fc2) = case.inputs["x"], case.weights
+    moe = sonicmoe.MoE(
+        num_experts=fc1.shape[0],
+        num_experts_per_tok=case.topk,
+        hidden_size=x.shape[1],
+        intermediate_size=fc2.shape[2],
+        activation_function=enums.ActivationType.SWIGLU,
+        add_bias=False,
+        std=0.02,
+    ).to(device=x.device, dtype=x.dtype)
+    weights = (moe.router.weight, moe.c_fc.weight, moe.c_proj.weight)
+    with torch.no_grad():
+        for weight, ours in zip(weights, (router, in_turn(fc1), fc2), strict=True):
+            weight.copy_(ours)
+    backend = sonicmoe.KernelBackendMoE.sonicmoe
+    return Peer(lambda: moe(x, kernel_backend_moe=backend)[0], (x, *weights), as_fc1=in_halves)
+
+
+def make_liger(case: LayerCase) -> Peer:
+    fused_moe = import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction.apply
+    x, (router, fc1, fc2) = case.inputs["x"], case.weights
+
+    def call() -> Tensor:
+        probs, indices = route(x, router, case.topk)
+        return fused_moe(x, fc1, fc2, indices.int(), probs.to(x.dtype))
+
+    return Peer(call, (x, router, fc1, fc2))
+
+
+# Name -> (the module that must be there, how its layer is made)
+PEERS = {"SonicMoE": ("sonicmoe", make_sonicmoe), "Liger": ("liger_kernel", make_liger)}
+
+
+def why_no_peer(name: str) -> str | None:
+    """What is missing, as a sentence; None if nothing is."""
+    module, _ = PEERS[name]
+    return None if find_spec(module) else f"{module} is not installed."
+
+
+def in_turn(weight: Tensor) -> Tensor:
+    """[E, 2F, H] of gate above up  ->  a row of gate, a row of up, and so on."""
+    return weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def in_halves(weight: Tensor) -> Tensor:
+    """The way back."""
+    return weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)

@@ -1,0 +1,28 @@
+"""How the rows of a benchmark are divided among its experts."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+ROUTINGS = ("uniform", "random", "skewed")
+
+
+def split_sizes(num_groups: int, rows: int, routing: str) -> list[int]:
+    """Rows of each group: equal, drawn at random, or by `zipf_shares`; they sum to `rows`."""
+    if routing == "uniform":
+        shares = torch.ones(num_groups)
+    elif routing == "random":
+        drawn = torch.randint(num_groups, (rows,), generator=torch.Generator().manual_seed(0))
+        shares = torch.bincount(drawn, minlength=num_groups)
+    else:
+        shares = zipf_shares(num_groups)
+    ends = (shares.double().cumsum(0) / shares.double().sum() * rows).round().long().tolist()
+    return [end - start for start, end in itertools.pairwise([0, *ends])]
+
+
+def zipf_shares(num_groups: int) -> Tensor:
+    """[num_groups], not normalised: 1, 1/2, 1/3, ... in random order, and 0 for every sixteenth group, one at least."""
+    shares = 1 / torch.arange(1, num_groups + 1)
+    shares[-max(1, num_groups // 16) :] = 0
+    return shares[torch.randperm(num_groups, generator=torch.Generator().manual_seed(0))]

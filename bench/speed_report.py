@@ -1,0 +1,248 @@
+"""What `bench speed` found, as tables, as JSON and as a picture; and beside it what was aimed at."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.case import PASSES
+from bench.plots import COLOURS, bare, make_figure, save
+from bench.table import print_table
+from bench.timing import Timing
+from bench.wgrad import GRADIENT, MAIN_GRAD
+
+# Those of issue 5, and of the H200's results.
+SPEED_MODELS = ("qwen3-30b-a3b", "deepseek-v3-ep8", "gpt-oss-120b", "olmoe-1b-7b", "mixtral-8x7b")
+OURS, TORCH, COMPILED, LIMIT = "ours", "torch", "torch compiled", "limit"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One comparison: times of several ways, taken by turns.
+
+    part:    of the benchmark
+    rows:    over all experts
+    routing: "by way" where that is what the ways differ in
+    flop:    useful ones of each way; 0 where no rate is asked for
+    times:   seconds by way
+    sqnr:    dB of everything a way gives, by way and name, checked before the timing
+    state:   clocks and power right after
+    """
+
+    part: str
+    model: str
+    dtype: str
+    tokens: int
+    rows: int
+    num_experts: int
+    routing: str
+    passes: str
+    flop: int
+    times: dict[str, Timing]
+    sqnr: dict[str, dict[str, float]] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def rows_per_expert(self) -> float:
+        """The mean."""
+        return self.rows / self.num_experts
+
+    def tflop_per_s(self, way: str) -> float:
+        return self.flop / self.times[way].median / 1e12
+
+    def over(self, way: str, other: str) -> float:
+        """The speed of a way over that of another one: above 1 is faster."""
+        return self.times[other].median / self.times[way].median
+
+    @property
+    def share_of_limit(self) -> dict[str, float]:
+        """By way; empty where there is no limit."""
+        return {way: self.over(way, LIMIT) for way in self.times if way != LIMIT} if LIMIT in self.times else {}
+
+
+def figures(found: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Everything that JSON takes."""
+    return [
+        asdict(one)
+        | {
+            "times": {way: timing._asdict() for way, timing in one.times.items()},
+            "tflop_per_s": {way: one.tflop_per_s(way) for way in one.times} if one.flop else {},
+            "share_of_limit": one.share_of_limit,
+        }
+        for one in found
+    ]
+
+
+def show(title: str, found: Sequence[Measured]) -> None:
+    """Print a table with a row for each way; speeds are compared with the first way."""
+    rows = []
+    for one in found:
+        first = next(iter(one.times))
+        case = f"{one.model}, {one.tokens} tokens, {one.dtype}, {one.routing}, {one.passes}"
+        for way, timing in one.times.items():
+            ms = [f"{seconds * 1e3:.3f}" for seconds in timing]
+            rate = f"{one.tflop_per_s(way):.3g}" if one.flop else "-"
+            share = one.share_of_limit.get(way)
+            rows.append(
+                [
+                    case if way == first else "",
+                    f"{one.rows_per_expert:.0f}" if way == first else "",
+                    way,
+                    ms[0],
+                    f"{ms[1]} - {ms[2]}",
+                    rate,
+                    "-" if share is None else f"{share:.3f}",
+                    f"{one.over(first, way):.3f}",
+                ]
+            )
+    headers = ["", "rows an expert", "way", "median ms", "quartiles", "TFLOP/s", "of limit", "time / first"]
+    print_table(title, headers, rows)
+
+
+class Target(NamedTuple):
+    """What issue 5, section 2, asks for.
+
+    wanted: which comparisons count
+    figure: of one of them
+    fold:   of all of them; `max` where the figure is not to pass the target, otherwise it is to reach it
+    """
+
+    name: str
+    wanted: Callable[[Measured], bool]
+    figure: Callable[[Measured], float]
+    fold: Callable[[Iterable[float]], float]
+    target: float
+    stretch: float
+
+
+def show_targets(found: Sequence[Measured]) -> None:
+    """Print what was reached of each target for which something was measured, the losses too."""
+    rows = []
+    for target in TARGETS:
+        values = [target.figure(one) for one in found if target.wanted(one)]
+        if values:
+            value = target.fold(values)
+            rows.append(
+                [target.name, f"{value:.3f}", f"{target.target:g}", f"{target.stretch:g}", _verdict(target, value)]
+            )
+    if rows:
+        print_table("targets", ["", "found", "target", "stretch", ""], rows)
+
+
+def draw_share_of_limit(path: Path, found: Sequence[Measured]) -> Path:
+    """Share of the limit over rows an expert, a panel for each pass, bf16, random routing, a colour for each way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = make_figure(11, 4.5)
+    for panel, (axes, passes) in enumerate(zip(figure.subplots(1, len(PASSES), sharey=True), PASSES, strict=True)):
+        shown = [one for one in found if one.share_of_limit and one.passes == passes and one.routing == "random"]
+        shown = [one for one in shown if one.dtype == "bf16"]
+        for colour, way in zip(COLOURS, (OURS, COMPILED, TORCH), strict=False):
+            with_way = [one for one in shown if way in one.times]
+            if not with_way:
+                continue
+            rows = [one.rows_per_expert for one in with_way]
+            shares = [one.share_of_limit[way] for one in with_way]
+            axes.scatter(rows, shares, color=colour, label=way, s=24)
+            if way == OURS:
+                for one, x, y in zip(with_way, rows, shares, strict=True):
+                    axes.annotate(one.model, (x, y), xytext=(3, 3), textcoords="offset points", fontsize=6)
+        axes.axhline(1, color="grey", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.set_title(f"{passes}: share of the limit")
+        axes.set_xlabel("rows an expert")
+        if not panel:
+            axes.legend(frameon=False, fontsize=8)
+        bare(axes)
+    save(figure, path)
+    return path
+
+
+def _verdict(target: Target, value: float) -> str:
+    def reached(goal: float) -> bool:
+        return value <= goal if target.fold is max else value >= goal
+
+    return "stretch" if reached(target.stretch) else "reached" if reached(target.target) else "missed"
+
+
+def _is(part: str, *models: str) -> Callable[[Measured], bool]:
+    """Backward included; of these models, or of any if none is named; bf16, and no skewed routing."""
+
+    def wanted(one: Measured) -> bool:
+        ordinary = one.passes != PASSES[0] and one.dtype == "bf16" and one.routing != "skewed"
+        return ordinary and one.part == part and (not models or one.model in models)
+
+    return wanted
+
+
+def _has(part: str, least: float, most: float = math.inf) -> Callable[[Measured], bool]:
+    """The same for any model, with so many rows an expert."""
+    of_part = _is(part)
+    return lambda one: of_part(one) and least <= one.rows_per_expert <= most
+
+
+def _over_torch(one: Measured) -> float:
+    """Over the faster of torch's ways."""
+    return min(one.over(OURS, way) for way in (TORCH, COMPILED) if way in one.times)
+
+
+def _over_compiled(one: Measured) -> float:
+    return one.over(OURS, COMPILED)
+
+
+def _share(one: Measured) -> float:
+    return one.share_of_limit[OURS]
+
+
+def _rate(one: Measured) -> float:
+    return one.tflop_per_s(OURS)
+
+
+def _skewed(one: Measured) -> float:
+    return one.over("skewed", "uniform")
+
+
+def _host_us(one: Measured) -> float:
+    return one.times[OURS].median * 1e6
+
+
+def _cold(one: Measured) -> float:
+    return one.times["cold"].median
+
+
+def _warm(one: Measured) -> float:
+    return one.times["warm"].median
+
+
+def _main_grad(one: Measured) -> float:
+    return one.over(GRADIENT, MAIN_GRAD)
+
+
+QWEN, DEEPSEEK, GPT, OLMOE, MIXTRAL = SPEED_MODELS
+_mean = statistics.geometric_mean
+
+# fmt: off
+TARGETS = (
+    Target("MLP over compiled torch: the others", _is("mlp", QWEN, OLMOE, GPT), _over_compiled, _mean, 1.20, 1.28),
+    Target("MLP over compiled torch: dsv3-ep8", _is("mlp", DEEPSEEK), _over_compiled, _mean, 1.05, 1.08),
+    Target("MLP over compiled torch: mixtral", _is("mlp", MIXTRAL), _over_compiled, _mean, 1.18, 1.23),
+    Target("MLP, share of the limit, from 2048 rows an expert on", _has("mlp", 2048), _share, min, 0.95, 0.97),
+    Target("MLP, share of the limit, 1024 rows an expert", _has("mlp", 1024, 1024), _share, min, 0.90, 0.94),
+    Target("MLP, share of the limit, 512 rows an expert", _has("mlp", 512, 512), _share, min, 0.84, 0.90),
+    Target("layer over torch: qwen3, olmoe", _is("layer", QWEN, OLMOE), _over_torch, _mean, 1.5, 1.65),
+    Target("layer over torch: gpt-oss", _is("layer", GPT), _over_torch, _mean, 1.2, 1.3),
+    Target("layer over torch: dsv3-ep8", _is("layer", DEEPSEEK), _over_torch, _mean, 1.2, 1.28),
+    # SonicMoE's rates on an H200, and its stretch over them
+    Target("layer, TFLOP/s: qwen3", _is("layer", QWEN), _rate, min, 448, 1.15 * 448),
+    Target("layer, TFLOP/s: olmoe", _is("layer", OLMOE), _rate, min, 511, 1.10 * 511),
+    Target("layer, TFLOP/s: gpt-oss", _is("layer", GPT), _rate, min, 434, 1.15 * 434),
+    Target("layer, TFLOP/s: dsv3-ep8", _is("layer", DEEPSEEK), _rate, min, 563, 1.10 * 563),
+    Target("rate under skewed over uniform routing", _is("skew"), _skewed, min, 0.95, 0.98),
+    Target("time of main_grad over bf16 gradient, from 1024 rows on", _has("wgrad", 1024), _main_grad, max, 1.05, 1.02),
+    Target("host time of forward + backward, us", _is("host"), _host_us, max, 250, 150),
+    Target("cold start, s", _is("start"), _cold, max, 60, 20),
+    Target("warm start, s", _is("start"), _warm, max, 2, 0.5),
+)
+# fmt: on

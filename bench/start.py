@@ -1,0 +1,51 @@
+"""How long the first step waits for its kernels: compiled (an empty Triton cache), or read from disk (a filled one).
+
+Each time in a process of its own. The start is the first forward + backward of a model's grouped MLP less the second;
+importing torch and making the tensors do not count. `python -m bench.start MODEL` is that process.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.case import PASSES
+from bench.grouped_case import expert_mlp
+from bench.models import EXPERT_SHAPES
+from bench.schedule import BASELINE
+from bench.timing import time_interleaved
+
+ROOT = Path(__file__).parents[1]
+
+
+def measure_starts(model: str, *, timeout: float | None = None) -> dict[str, float]:
+    """Seconds of a "cold" and of a "warm" start on the GPU.
+
+    RuntimeError with what the process said if it failed, subprocess.TimeoutExpired after `timeout` seconds each.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        return {start: _measure(model, cache, timeout) for start in ("cold", "warm")}
+
+
+def _measure(model: str, cache: str, timeout: float | None) -> float:
+    command = [sys.executable, "-m", "bench.start", model]
+    environment = os.environ | {"TRITON_CACHE_DIR": cache}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[1:])} ended with {done.returncode}: {done.stderr.strip()}")
+    first, later = json.loads(done.stdout)
+    return first - later
+
+
+def first_and_later_step(model: str, device: str = "cuda") -> tuple[float, float]:
+    """Seconds of the first step in this process, and of the second."""
+    case = expert_mlp(EXPERT_SHAPES[model], device=device)
+    step = {"step": case.step(case.ours(BASELINE), PASSES[-1])}
+    first, later = (time_interleaved(step, rounds=1, warmup=0, device=device)["step"].median for _ in range(2))
+    return first, later
+
+
+if __name__ == "__main__":
+    print(json.dumps(first_and_later_step(sys.argv[1])))

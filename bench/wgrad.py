@@ -1,0 +1,83 @@
+"""Weight gradients of a grouped MLP by our grouped GEMM alone: a new bf16 gradient, or added to an fp32 main_grad.
+
+bf16 gradient    dw_g  = dy_g^T x_g         2 bytes written an element of dw
+fp32 main_grad   dw_g += dy_g^T x_g         4 bytes read and 4 written
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.grouped_case import GroupedCase
+from bench.sqnr import Sqnr
+from ops.kernels.grouped_gemm import grouped_gemm_nt
+from recipes.splits import Splits
+
+GRADIENT, MAIN_GRAD = "bf16 gradient", "fp32 main_grad"
+
+
+@dataclass(frozen=True)
+class Wgrad:
+    """dy [R, N], x [R, K], their splits, and main_grad [E, N, K] in fp32."""
+
+    dy: Tensor
+    x: Tensor
+    splits: Splits
+    main_grad: Tensor
+
+    def new(self) -> Tensor:
+        return grouped_gemm_nt(self.dy, self.x, self.splits)
+
+    def accumulated(self) -> Tensor:
+        accumulate: dict[str, Any] = {"accumulate": True}  # see why_no_accumulation
+        return grouped_gemm_nt(self.dy, self.x, self.splits, out=self.main_grad, **accumulate)
+
+    def sqnr(self, found: Tensor) -> float:
+        """dB of dw, expert by expert, against fp32."""
+        sqnr = Sqnr()
+        sizes = self.splits.tolist()
+        for got, dy, x in zip(found, self.dy.split(sizes), self.x.split(sizes), strict=True):
+            sqnr.add(got, dy.float().mT @ x.float())
+        return sqnr.db
+
+
+def why_no_accumulation() -> str | None:
+    """Why main_grad cannot be added to, as a sentence; None if it can."""
+    if "accumulate" in signature(grouped_gemm_nt).parameters:
+        return None
+    return "grouped_gemm_nt has no `accumulate` in this build."
+
+
+def wgrads(case: GroupedCase) -> list[Wgrad]:
+    """Those of FC1 and FC2 for a case from `expert_mlp`; what it has no tensor for is random numbers."""
+    x, dy = case.inputs["x"].detach(), case.dy
+    splits = Splits.make(case.sizes, rows=case.rows, device=case.device)
+    w1, w2 = case.weights
+    dh, act = (x.new_empty(case.rows, width).normal_() for width in (w1.shape[1], w2.shape[2]))
+    return [
+        Wgrad(left, right, splits, torch.zeros(weight.shape, device=case.device))
+        for left, right, weight in ((dh, x, w1), (dy, act, w2))
+    ]
+
+
+def ways(products: list[Wgrad]) -> dict[str, Callable[[], list[Tensor]]]:
+    """Both products, each way."""
+    return {
+        GRADIENT: lambda: [product.new() for product in products],
+        MAIN_GRAD: lambda: [product.accumulated() for product in products],
+    }
+
+
+def wgrads_sqnr(products: list[Wgrad]) -> dict[str, dict[str, float]]:
+    """dB by way and product; main_grad, which is overwritten, is half of what two additions leave."""
+    found: dict[str, dict[str, float]] = {GRADIENT: {}, MAIN_GRAD: {}}
+    for name, product in zip(("FC1 wgrad", "FC2 wgrad"), products, strict=True):
+        found[GRADIENT][name] = product.sqnr(product.new())
+        product.main_grad.zero_()
+        product.accumulated()
+        found[MAIN_GRAD][name] = product.sqnr(product.accumulated() / 2)
+    return found
