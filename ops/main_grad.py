@@ -42,7 +42,7 @@ from ops.operation import BasicOperation
 from ops.run import without_autocast
 
 # The gradient of all weights of an operation, still to be computed: product() gives new memory,
-# product(out=buffer, accumulate=...) writes there. What it multiplies are its arguments by position.
+# product(out=buffer, accumulate=...) writes there (`ops.gemm.store`). What it multiplies are its arguments by position.
 Product = partial[Tensor]
 
 

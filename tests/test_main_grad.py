@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fuser import Sequential, autocast, ops
+from ops.gemm import store
 from ops.operation import FusedOperation
 from tests.check_operation import DEVICES
 from tests.main_grad_cases import (
@@ -470,6 +472,35 @@ class HandWritten(FusedOperation):
     def fuser_backward(self, ctxs: Any, dy: Any, d_extra_outputs: Any) -> Any:
         gradients = {"weight": 2 * dy.T @ ctxs[0].saved.x, "bias": 2 * dy.sum(0)}
         return 2 * dy @ ctxs[0].param("weight"), (gradients, {}), {}
+
+
+def product(dy: Tensor, x: Tensor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
+    dw = 2 * dy.T @ x
+    return dw if out is None else store(dw, out, accumulate)
+
+
+class Landing(HandWritten):
+    """The same, which hands the product on."""
+
+    lands_gradients = True
+
+    def fuser_backward(self, ctxs: Any, dy: Any, d_extra_outputs: Any) -> Any:
+        dx, (gradients, nothing), _ = super().fuser_backward(ctxs, dy, d_extra_outputs)
+        del gradients["weight"]
+        linear: Any = self.operations[0]
+        gradients |= linear.land(ctxs[0], partial(product, dy, ctxs[0].saved.x))
+        return dx, (gradients, nothing), {}
+
+
+@pytest.mark.parametrize("case", TABLE, ids=name_of)
+def test_a_fusion_of_the_users_can_keep_to_the_table(case: dict[str, bool]) -> None:
+    expected = gradients(make("linear and scale"), 1)
+    operations = make(
+        "linear and scale", accumulate_into_main_grad=case["main_grad"], delay_wgrad_compute=case["delay"]
+    )
+    sequential = Sequential(*operations, fusions=(Landing,))
+    assert "Landing" in sequential.explain()
+    check_table(sequential, expected, **case)
 
 
 def test_a_fusion_that_does_not_know_of_main_grad_is_refused_only_where_it_matters() -> None:
