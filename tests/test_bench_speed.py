@@ -355,6 +355,18 @@ def test_the_state_of_a_gpu_has_its_clocks():
     assert gpu_state()["clocks.sm"].endswith("MHz")
 
 
+@pytest.mark.slow
+def test_starts_are_measured_in_processes_of_their_own(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    starts = measure_starts("tiny-olmoe-1b-7b", device="cpu", timeout=120)
+    assert starts.keys() == {"cold", "warm"} and all(abs(seconds) < 60 for seconds in starts.values())
+
+
+def test_a_process_that_fails_says_why():
+    with pytest.raises(RuntimeError, match="(?s)bench.start gpt-5 cpu ended with 1: .*KeyError: 'gpt-5'"):
+        measure_starts("gpt-5", device="cpu", timeout=120)
+
+
 @pytest.mark.gpu
 def test_a_warm_start_is_faster_than_a_cold_one():
     starts = measure_starts(START_MODEL, timeout=300)
