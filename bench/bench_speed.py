@@ -46,6 +46,7 @@ from bench.speed_report import (
     Measured,
     draw_share_of_limit,
     figures,
+    reached_targets,
     show,
     show_targets,
 )
@@ -345,6 +346,7 @@ def main(arguments: argparse.Namespace) -> int:
                 "gpu": gpu_state() if device == "cuda" else {},
                 "rounds": rounds,
                 "warmup": WARMUP,
+                "targets": reached_targets(found) if device == "cuda" else [],
                 "measured": figures(found),
                 "failed": setup.failed,
                 "left_out": setup.left_out,
