@@ -21,6 +21,7 @@ class BackwardLinearAdd(FusedOperation):
 
     pattern = (MakeExtraOutput, Linear)
     passes = "backward"
+    lands_gradients = True
     accepts_quantized = True
 
     def fuser_backward(

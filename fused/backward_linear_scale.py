@@ -25,6 +25,7 @@ class BackwardLinearScale(FusedOperation):
 
     pattern = (Linear, ConstantScale)
     passes = "backward"
+    lands_gradients = True
 
     @classmethod
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:

@@ -13,6 +13,7 @@ is the same, the same bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -47,6 +48,7 @@ class GroupedMLP(FusedOperation):
         GroupedLinear,
     )
     passes = "joint"
+    lands_gradients = True
 
     class Saved(NamedTuple):
         x: Any  # a Tensor, or what the path keeps of it for wgrad; None if FC1 wants none
@@ -143,12 +145,14 @@ class GroupedMLP(FusedOperation):
     def _runs_by_group(self, ctxs: Sequence[OperationContext], x: Tensor) -> bool:
         """Whether the loop over groups for CPU tensors does it: nothing quantized, no buffer of the caller's inside.
 
-        And rows that fill torch's vector loops: else the last place of an exp depends on where a row stands.
+        And rows that fill torch's vector loops: else the last place of an exp depends on where a row stands. Its weight
+        gradients are new tensors, so these have to be autograd's.
         """
         first, _, last = ctxs
         inside = "output" in first.buffers or "grad_input" in last.buffers
+        elsewhere = self.fc1.lands_elsewhere or self.fc2.lands_elsewhere
         on_cpu = x.device.type == "cpu" and isinstance(first.path, GroupedPath)
-        return on_cpu and self.fc2.in_features % 32 == 0 and not (inside or quantizes(first.recipe))
+        return on_cpu and not elsewhere and self.fc2.in_features % 32 == 0 and not (inside or quantizes(first.recipe))
 
     def _forward_by_group(
         self, ctxs: Sequence[OperationContext], x: Tensor, splits: Splits, scales: Tensor | None
@@ -219,7 +223,7 @@ class GroupedMLP(FusedOperation):
         if wgrad:
             inputs = fc2_ctx.quantizer(Role.INPUT, saved.act_scale)
             act_q = path.quantize(act, splits, inputs, rowwise=False, columnwise=True)
-            d_fc2 |= fc2.weight_gradients(path.wgrad(dy_q, act_q))
+            d_fc2 |= fc2.land(fc2_ctx, partial(path.wgrad, dy_q, act_q))
             del act, act_q
         del dy_q
         dscales = _sum(d_act_scales, dscales)
@@ -234,7 +238,7 @@ class GroupedMLP(FusedOperation):
                 out = fc1.buffer(fc1_ctx, "grad_input", dh, fc1.in_features)
                 dx = path.dgrad(dh_q, fc1.weight_operand(fc1_ctx, columnwise=True), out=out)
             if wgrad:
-                d_fc1 |= fc1.weight_gradients(path.wgrad(dh_q, saved.x))
+                d_fc1 |= fc1.land(fc1_ctx, partial(path.wgrad, dh_q, saved.x))
         return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
 
 

@@ -122,7 +122,10 @@ def _apply(fusion: Fusion, steps: list[Step], request: PlanRequest, refusals: li
             covered = steps[position : position + count]
             operations = [step.operation for step in covered]
             reason = (
-                _conflicting_names(operations) or _written_in_place(operations) or fusion.why_not(operations, request)
+                _conflicting_names(operations)
+                or _written_in_place(operations)
+                or _landing_elsewhere(fusion, operations)
+                or fusion.why_not(operations, request)
             )
             if reason == "":
                 raise ValueError(f"{fusion.__name__}.why_not returned an empty reason. Return None, or a sentence.")
@@ -188,6 +191,13 @@ def _conflicting_names(operations: Sequence[BasicOperation]) -> str | None:
             name = operation.extra_name(local)
             if meaning.setdefault(local, name) != name:
                 return f"its operations mean different tensors by {local!r}: {meaning[local]!r} and {name!r}."
+    return None
+
+
+def _landing_elsewhere(fusion: Fusion, operations: Sequence[BasicOperation]) -> str | None:
+    """Why the fusion is not taken for operations whose weight gradients are not autograd's; None if it may be."""
+    if fusion.passes != "forward" and not fusion.lands_gradients and any(o.lands_elsewhere for o in operations):
+        return "It returns weight gradients, but they go into main_grad or are delayed: see lands_gradients."
     return None
 
 

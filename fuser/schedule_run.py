@@ -46,7 +46,7 @@ def run_schedule(
     output_grads: by (chunk, microbatch), for each chunk that no other follows on
 
     A W event calls `backward_dw()` of the layer, or, if it has none, of the modules in it that do, the last first. A
-    module delays its wgrad if it has this method, unless its `need_backward_dw()` says no.
+    module delays its wgrad if it has this method, unless its `delay_wgrad_compute` says no.
 
     As each chunk runs its microbatches in order, the gradients of its parameters have the bits of microbatches run one
     by one. Random numbers are drawn in the order of the schedule.
@@ -105,7 +105,7 @@ def _dgrad(kept: _Kept, d_outputs: Grads) -> Grads:
 def _delaying(module: nn.Module) -> Iterator[Any]:
     """The modules that delay their wgrad: this one, or those in it, the last first."""
     if hasattr(module, "backward_dw"):
-        if getattr(module, "need_backward_dw", lambda: True)():
+        if getattr(module, "delay_wgrad_compute", True):
             yield module
         return
     for child in reversed(list(module.children())):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fuser.explain import explain
 from fuser.layout import Container, Layout
 from fuser.plan import Fusion, FusionPlanner, fusions_version
+from ops.main_grad import OperationWithWeights, backward_dw
 from ops.operation import BasicOperation, at_border, check_buffers, check_extras
 from ops.run import Pipeline
 from recipes.names import as_recipe
@@ -178,6 +179,26 @@ class Sequential(Container):
             x, produced = result if wanted else (result, {})
             extras |= produced
         return (x, {name: at_border(extras[name]) for name in outputs}) if outputs else x
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the oldest backward left to operations with `delay_wgrad_compute=True`.
+
+        The last operation first, each followed by its hooks, on the current stream. Raises RuntimeError if none are
+        left.
+        """
+        backward_dw(self._with_weights()[::-1])
+
+    @property
+    def delay_wgrad_compute(self) -> bool:
+        """Whether any operation leaves weight gradients to `backward_dw()`."""
+        return any(operation.delay_wgrad_compute for _, operation in self._with_weights())
+
+    def need_backward_dw(self) -> bool:
+        """Whether gradients are left to be computed by `backward_dw()`."""
+        return any(operation.need_backward_dw() for _, operation in self._with_weights())
+
+    def _with_weights(self) -> list[tuple[str, OperationWithWeights]]:
+        return [(name, module) for name, module in self.named_modules() if isinstance(module, OperationWithWeights)]
 
     def layout(self) -> Layout:
         """How the modules form stages, as they are now."""

@@ -80,6 +80,8 @@ def _run(
             continue
         if dx is not None and not wiring.accepts_quantized:
             dx = at_tensor(dx)
+        if wiring.keeps_dy and isinstance(dx, Tensor):
+            foreign |= {memory_of(dx)}
         own: frozenset[str] = frozenset()
         if wiring.reuses_gradients:
             own = _own(d_outputs, foreign, (dx, *d_parameters, *(d for ds in d_extras.values() for d in ds)))

@@ -96,7 +96,7 @@ class OperationContext:
             happened = "was replaced"
         elif now[0] != state[0]:
             happened = f"was changed in place (version {state[0]} in forward, {now[0]} now)"
-        elif now != state and not self.operation._forward_pre_hooks:  # FSDP's hooks gather it into other memory
+        elif now != state:
             happened = "got other data (an assignment to .data, or .to())"
         else:
             return
@@ -118,10 +118,13 @@ def held_parameter(operation: Any, name: str) -> torch.Tensor:
 
 
 def state_of(parameter: torch.Tensor) -> tuple[int, torch.dtype, int]:
-    """By which a change is noticed: version (0 for an inference tensor, which has none), dtype, address."""
+    """By which a change is noticed: version (0 for an inference tensor, which has none), dtype, storage.
+
+    FSDP2 frees the memory of the storage and gathers the weight into other memory, but it is the same storage.
+    """
     version = 0 if parameter.is_inference() else parameter._version
     plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
-    return version, parameter.dtype, parameter.data_ptr() if plain else 0
+    return version, parameter.dtype, parameter.untyped_storage()._cdata if plain else 0
 
 
 def at_tensor(x: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.kernels.grouped_gemm import grouped_gemm_nt
 from ops.kernels.grouped_gemm_float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8, why_not_float8
 from ops.kernels.grouped_operands import accumulator_like
 from recipes.grouped_tensor import GroupedTensor
@@ -153,9 +154,7 @@ def gemm(
     if codes is not None:
         return _float8_gemm(layout, *codes, out_dtype, added, alpha, split_accumulator)
     left, right = operands(layout, a, b, out_dtype)
-    x, w = left.values.flatten(0, -2), right.values.flatten(0, -2)
-    if layout == "NT" and len(x) != len(w):  # one has rows of zeros at its end
-        x, w = (F.pad(t, (0, 0, 0, max(len(x), len(w)) - len(t))) for t in (x, w))
+    x, w = _matrices(layout, left, right)
     x = x.T if layout == "NT" else x
     w = w.T if layout == "TN" else w
     if left.alpha is None and right.alpha is None and x.dtype == out_dtype:
@@ -175,6 +174,49 @@ def gemm(
     if added is not None:
         product = product + added
     return product.to(out_dtype)
+
+
+def wgrad(
+    dy: Tensor | QuantizedTensor,
+    x: Tensor | QuantizedTensor,
+    dtype: torch.dtype,
+    *,
+    alpha: float = 1.0,
+    split_accumulator: bool = True,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """dw = alpha dy^T x [N, K] in `dtype`, in new memory; or `out` = dw, or `out` += dw, rounded once to out's dtype.
+
+    The sum that goes into `out` is made in float32 or better. Without rows `out` is zeroed, or left as it is.
+    """
+    if out is None:
+        return gemm("NT", dy, x, dtype, alpha=alpha, split_accumulator=split_accumulator)
+    if float8_operands("NT", dy, x) is not None:
+        product = gemm("NT", dy, x, torch.float32, alpha=alpha, split_accumulator=split_accumulator)
+        return store(product, out, accumulate)
+    left, right = operands("NT", dy, x, dtype)
+    rows_dy, rows_x = _matrices("NT", left, right)
+    scale = combined_alpha(left, right)
+    if alpha != 1:
+        factor = torch.full((), alpha, device=out.device)
+        scale = factor if scale is None else scale * factor
+    splits = Splits.whole(len(rows_dy), out.device)
+    grouped_gemm_nt(rows_dy, rows_x, splits, alpha_G=scale, out=out[None], out_dtype=out.dtype, accumulate=accumulate)
+    return out
+
+
+def store(product: Tensor, out: Tensor, accumulate: bool) -> Tensor:
+    """out = product, or out += product, rounded once."""
+    return out.add_(product) if accumulate else out.copy_(product)
+
+
+def _matrices(layout: Layout, a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
+    """The values as matrices, in NT with as many rows: where one is quantized, it may have rows of zeros at its end."""
+    x, w = a.values.flatten(0, -2), b.values.flatten(0, -2)
+    if layout == "NT" and len(x) != len(w):
+        x, w = (F.pad(t, (0, 0, 0, max(len(x), len(w)) - len(t))) for t in (x, w))
+    return x, w
 
 
 def _float8_gemm(

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ops.kernels.grouped_operands import accumulator_like
-from ops.operation import BackwardOfBasic, BasicOperation, OperationContext, check_features
+from ops.main_grad import OperationWithWeights
+from ops.operation import BackwardOfBasic, OperationContext, check_features
 from ops.paths import SplitTensors
 from ops.quantized_weights import quantized_weights
 from recipes.grouped_tensor import GroupedTensor
@@ -20,7 +22,7 @@ from recipes.request import PlanRequest
 from recipes.splits import Splits
 
 
-class GroupedLinear(BasicOperation):
+class GroupedLinear(OperationWithWeights):
     """y_g = x_g W_g^T + b_g on the rows of each group g, for x [T, in_features].
 
     Extra input split_sizes: [num_groups] int32 or int64, on the host or the device; the rows of x belong to the groups
@@ -31,6 +33,7 @@ class GroupedLinear(BasicOperation):
                 db_g = sum_t scales[t] dy[t] and dscales[t] = dy[t] . b_g.
     stacked:    one parameter `weight` [G, N, K] (and `bias` [G, N]); False: one a group, `weight0`, `bias0`, ...
                 A state dict of either form loads into the other.
+    accumulate_into_main_grad, delay_wgrad_compute: where and when the weights' gradients land, see `ops.main_grad`.
     buffers:    "output" [T, N] and "grad_input" [T, K], the caller's, contiguous, in the computing dtype.
 
     Under a recipe x, W and dy are quantized as for `Linear`, each group by itself. Weights are initialised as
@@ -58,8 +61,10 @@ class GroupedLinear(BasicOperation):
         dtype: torch.dtype | None = None,
         scale_bias: bool = False,
         stacked: bool = True,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
         if num_groups <= 0 or in_features <= 0 or out_features <= 0:
             raise ValueError(
                 f"GroupedLinear got num_groups={num_groups}, in_features={in_features}, out_features={out_features}. "
@@ -73,6 +78,8 @@ class GroupedLinear(BasicOperation):
         self.use_bias = bias
         self.scale_bias = scale_bias
         self.stacked = stacked
+        self.weight_names = self._names_of("weight")
+        self.bias_names = self._names_of("bias") if bias else ()
         self.extra_inputs = {"split_sizes": Splits, "scales": Tensor} if scale_bias else {"split_sizes": Splits}
         shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
         for name, shape in shapes.items():
@@ -80,8 +87,6 @@ class GroupedLinear(BasicOperation):
                 self.register_parameter(key, nn.Parameter(torch.empty(*lead, *shape, device=device, dtype=dtype)))
         if not bias:
             self.register_parameter("bias", None)
-        self.weight_names = self._names_of("weight")
-        self.bias_names = self._names_of("bias") if bias else ()
         self.reset_parameters()
 
     def _names_of(self, name: str) -> tuple[str, ...]:
@@ -139,10 +144,6 @@ class GroupedLinear(BasicOperation):
         """Whether any weight wants its gradient."""
         return not ctx.needs.params.isdisjoint(self.weight_names)
 
-    def weight_gradients(self, dw: Tensor) -> dict[str, Tensor | None]:
-        """dw [G, N, K] by the parameters' names."""
-        return {"weight": dw} if self.stacked else dict(zip(self.weight_names, dw.unbind(), strict=True))
-
     def bias_gradients(
         self, ctx: OperationContext, dy: Tensor, splits: Splits, scales: Tensor | None
     ) -> tuple[dict[str, Tensor | None], Tensor | None]:
@@ -187,7 +188,7 @@ class GroupedLinear(BasicOperation):
                 out = self.buffer(ctx, "grad_input", dy, self.in_features)
                 dx = path.dgrad(dy_q, self.weight_operand(ctx, columnwise=True), out=out)
             if wgrad:
-                gradients |= self.weight_gradients(path.wgrad(dy_q, saved.x))
+                gradients |= self.land(ctx, partial(path.wgrad, dy_q, saved.x))
         return dx, gradients, {"scales": dscales}
 
     def check(self, x: Tensor, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
@@ -239,7 +240,7 @@ class GroupedLinear(BasicOperation):
     def extra_repr(self) -> str:
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.use_bias}, scale_bias={self.scale_bias}, stacked={self.stacked}"
+            f"bias={self.use_bias}, scale_bias={self.scale_bias}, stacked={self.stacked}{super().extra_repr()}"
         )
 
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ops.context import at_tensor
-from ops.gemm import for_wgrad, gemm, quantized
-from ops.operation import BackwardOfBasic, BasicOperation, OperationContext, check_features
+from ops.gemm import for_wgrad, gemm, quantized, wgrad
+from ops.main_grad import OperationWithWeights
+from ops.operation import BackwardOfBasic, OperationContext, check_features
 from ops.quantized_weights import quantized_weights
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
 
 
-class Linear(BasicOperation):
+class Linear(OperationWithWeights):
     """y = x W^T + b, for x [..., in_features].
 
     weight: [out_features, in_features]; bias: [out_features]. Initialised as `torch.nn.Linear`.
     Under a recipe x, W and dy are quantized for the three products: x and W along in_features for the forward pass,
     dy and W along out_features for dx, dy and x along the rows for dW. The bias gradient is the sum of the
     unquantized dy over the rows, accumulated in float32.
+
+    accumulate_into_main_grad, delay_wgrad_compute: where and when the weight's gradient lands, see `ops.main_grad`.
 
     Raises ValueError for features that are not positive, or an x whose last dimension is not in_features.
     """
@@ -40,8 +44,10 @@ class Linear(BasicOperation):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
         if in_features <= 0 or out_features <= 0:
             raise ValueError(
                 f"Linear got in_features={in_features}, out_features={out_features}. Both must be positive."
@@ -81,8 +87,8 @@ class Linear(BasicOperation):
                 f"x has shape {list(x.shape)}, but [..., {self.in_features}] is needed. "
                 "Check the operation before this one."
             )
-        wgrad = "weight" in ctx.needs.params
-        rows = quantized(_matrix(x), ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
+        need_wgrad = "weight" in ctx.needs.params
+        rows = quantized(_matrix(x), ctx.quantizer(Role.INPUT), rowwise=True, columnwise=need_wgrad)
         w = self._weight(ctx, rowwise=True)
         bias = None if self.bias is None else ctx.param("bias")
         if bias is not None and alpha != 1:
@@ -90,17 +96,20 @@ class Linear(BasicOperation):
         split = ctx.recipe.split_accumulator("fprop")
         y = gemm("TN", rows, w, ctx.dtype, added=bias, alpha=alpha, split_accumulator=split)
         if ctx.needs_grad:
-            ctx.saved = self.Saved(for_wgrad(rows) if wgrad else None)
+            ctx.saved = self.Saved(for_wgrad(rows) if need_wgrad else None)
         return y.view(*x.shape[:-1], self.out_features)
 
     def dgrad_and_wgrad(
         self, ctx: OperationContext, dy: Any, alpha: float = 1.0
     ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-        """alpha dy W, in memory of its own, and alpha dy^T x by its parameter's name; what is wanted of both."""
+        """alpha dy W, in memory of its own, and alpha dy^T x by its parameter's name; what is wanted of both.
+
+        The second is what autograd gets, see `ops.main_grad`.
+        """
         saved: Linear.Saved = ctx.saved
         needs = ctx.needs
-        wgrad = "weight" in needs.params
-        rows = quantized(_matrix(dy), ctx.quantizer(Role.GRAD_OUTPUT), rowwise=needs.input, columnwise=wgrad)
+        need_wgrad = "weight" in needs.params
+        rows = quantized(_matrix(dy), ctx.quantizer(Role.GRAD_OUTPUT), rowwise=needs.input, columnwise=need_wgrad)
         dx = None
         gradients: dict[str, Tensor | None] = {}
         if needs.input:
@@ -109,9 +118,10 @@ class Linear(BasicOperation):
             dx = gemm("NN", rows, w, ctx.dtype, alpha=alpha, split_accumulator=split).view(
                 *dy.shape[:-1], self.in_features
             )
-        if wgrad:
+        if need_wgrad:
             split = ctx.recipe.split_accumulator("wgrad")
-            gradients["weight"] = gemm("NT", rows, saved.x, ctx.dtype, alpha=alpha, split_accumulator=split)
+            product = partial(wgrad, rows, saved.x, dtype=ctx.dtype, alpha=alpha, split_accumulator=split)
+            gradients |= self.land(ctx, product)
         return dx, gradients
 
     def _weight(self, ctx: OperationContext, *, rowwise: bool = False, columnwise: bool = False) -> Any:
@@ -131,7 +141,8 @@ class Linear(BasicOperation):
         return self.out_features
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        own = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return own + super().extra_repr()
 
 
 def column_sums(dy: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     in_place_input: the extra input into whose memory its forward writes, and which it returns as y. The runner has
     made sure that nothing else needs what was there. Such an operation is never fused.
     reuses_gradients: whether its backward asks for `ctx.own_gradients`.
+    keeps_dy: whether it keeps dy beyond its backward, so that nobody may write into it.
     num_scales: how many tensors with a scale each it quantizes in one role: groups, or one.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
@@ -64,6 +65,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     buffer_names: tuple[str, ...] = ()
     in_place_input: str | None = None
     reuses_gradients: bool = False
+    keeps_dy: bool = False
     num_scales: int = 1
     _quantized_weights: Any = None
     _captured_weights: Any = None
@@ -101,6 +103,11 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     def grad_output_quantizer(self, recipe: Recipe) -> Quantizer | None:
         """What this operation quantizes the gradient of its output with, or None."""
         return None
+
+    @property
+    def lands_elsewhere(self) -> bool:
+        """Whether gradients of its parameters go to anything but autograd (see `ops.main_grad`)."""
+        return False
 
     def extra_name(self, name: str) -> str:
         """The name by which the pipeline knows this operation's extra tensor `name`."""
@@ -235,11 +242,14 @@ class FusedOperation(FusibleOperation):
     fewest:  how many operations a match must cover, for patterns of which much is optional
     passes:  "joint" (both; may save what it likes, in `ctxs[0].saved`), "forward" (fills every covered operation's
              `Saved` exactly as that would itself) or "backward" (consumes what those saved).
+    lands_gradients: whether its backward gives the products of weight gradients to the covered operations, by `land`
+             (see `ops.main_grad`) or in their own backward. Without, it is refused where gradients land elsewhere.
     """
 
     pattern: ClassVar[tuple[Any, ...]] = ()
     fewest: ClassVar[int] = 1
     passes: ClassVar[Literal["joint", "forward", "backward"]] = "joint"
+    lands_gradients: ClassVar[bool] = False
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
         self.operations = tuple(operations)

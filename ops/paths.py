@@ -22,7 +22,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.gemm import LAYOUTS, combined_alpha, float8_operands, for_wgrad, gemm, in_blocks, operands, quantized
+from ops.gemm import (
+    LAYOUTS,
+    combined_alpha,
+    float8_operands,
+    for_wgrad,
+    gemm,
+    in_blocks,
+    operands,
+    quantized,
+    store,
+    wgrad,
+)
 from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
 from ops.kernels.grouped_gemm_float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_operands import accumulator_like
@@ -138,20 +149,28 @@ class GroupedPath:
         alpha = combined_alpha(left, right)
         return grouped_gemm_nn(left.values, right.values, dy.splits, alpha_G=alpha, out=out, out_dtype=dy.dtype)
 
-    def wgrad(self, dy: GroupedTensor, x: GroupedTensor) -> Tensor:
-        """dw_g = dy_g^T x_g, [G, N, K] in dy's dtype; an empty group's is zero."""
+    def wgrad(
+        self, dy: GroupedTensor, x: GroupedTensor, *, out: Tensor | None = None, accumulate: bool = False
+    ) -> Tensor:
+        """dw_g = dy_g^T x_g, [G, N, K] in dy's dtype, in new memory; or `out` = dw, or `out` += dw.
+
+        An empty group's dw is zero. What goes into `out` is summed in float32 and rounded once to out's dtype.
+        """
         codes = float8_operands("NT", dy, x)
         if codes is not None:
             a, b = codes
-            return grouped_gemm_nt_float8(
-                a.codes, a.scale, b.codes, b.scale, dy.splits.aligned(a.block), out_dtype=dy.dtype,
+            dw = grouped_gemm_nt_float8(
+                a.codes, a.scale, b.codes, b.scale, dy.splits.aligned(a.block),
+                out_dtype=dy.dtype if out is None else torch.float32,
                 split_accumulation=self.recipe.split_accumulator("wgrad"),
             )  # fmt: skip
+            return dw if out is None else store(dw, out, accumulate)
         left, right = operands("NT", dy, x, dy.dtype)
         block = max(left.block, right.block)
         return grouped_gemm_nt(
             in_blocks(left, block, dy.splits), in_blocks(right, block, dy.splits), dy.splits.padded(block),
-            alpha_G=combined_alpha(left, right), out_dtype=dy.dtype,
+            alpha_G=combined_alpha(left, right), out=out, out_dtype=dy.dtype if out is None else out.dtype,
+            accumulate=accumulate,
         )  # fmt: skip
 
     def factors(self, x: GroupedTensor, w: Tensor | QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -231,14 +250,24 @@ class SplitPath:
         out[begin:] = 0
         return out
 
-    def wgrad(self, dy: SplitTensors, x: SplitTensors) -> Tensor:
+    def wgrad(
+        self, dy: SplitTensors, x: SplitTensors, *, out: Tensor | None = None, accumulate: bool = False
+    ) -> Tensor:
         """As `GroupedPath.wgrad`."""
-        groups = len(dy.sizes)
         first_dy, first_x = dy.members[0], x.members[0]
-        dw = torch.zeros(groups, first_dy.shape[1], first_x.shape[1], dtype=first_dy.dtype, device=first_dy.device)
-        for group in range(groups):
-            if dy.sizes[group]:
-                dw[group] = self._gemm("wgrad", dy.members[group], x.members[group], dw.dtype)
+        dtype, split = first_dy.dtype, self.recipe.split_accumulator("wgrad")
+        dw = out
+        if dw is None:
+            shape = len(dy.sizes), first_dy.shape[1], first_x.shape[1]
+            dw = torch.empty(shape, dtype=dtype, device=first_dy.device)
+        for group, size in enumerate(dy.sizes):
+            members = dy.members[group], x.members[group]
+            if size and out is None:
+                dw[group] = wgrad(*members, dtype, split_accumulator=split)
+            elif size:
+                wgrad(*members, dtype, split_accumulator=split, out=dw[group], accumulate=accumulate)
+            elif not accumulate:
+                dw[group].zero_()
         return dw
 
     def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:

@@ -68,6 +68,7 @@ class Wiring(NamedTuple):
     accepts_quantized: bool
     writes: str | None  # the pipeline's name of the extra input that forward writes into
     reuses_gradients: bool  # backward asks which gradients of extra outputs it may write into
+    keeps_dy: bool  # dy is read after backward
 
 
 class Program:
@@ -168,4 +169,5 @@ class Program:
             step.operation.accepts_quantized,
             None if written is None else step.operation.extra_name(written),
             not step.fused and step.operation.reuses_gradients,
+            any(operation.keeps_dy for operation in covered),
         )

@@ -1,10 +1,11 @@
 """Quantized copies of an operation's weights, kept as long as the weights stay as they are.
 
 So microbatches and both passes quantize a weight once. What is kept is known by the parameter itself, its version and
-address, and the quantizer with the state it casts by, so keeping changes no bit. A write through `parameter.data`
-changes neither version nor address: call `forget_quantized_weights()` on the operation after one. Nothing is kept of
-weights that FSDP gathers (it writes them without a new version), of inference tensors (which have none), and while a
-CUDA graph is captured: there a flag on the device decides at each replay (`keep_weights` of `autocast`).
+storage, and the quantizer with the state it casts by, so keeping changes no bit. A write through `parameter.data`
+changes neither version nor storage: call `forget_quantized_weights()` on the operation after one. FSDP2 gathers weights
+without a new version, but sets the parameter each time, which drops what is kept (`ops.main_grad`). Nothing is kept of
+weights of an operation with forward hooks, of inference tensors (which have no version), and while a CUDA graph is
+captured: there a flag on the device decides at each replay (`keep_weights` of `autocast`).
 """
 
 from __future__ import annotations

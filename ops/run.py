@@ -6,7 +6,7 @@ A call is one dictionary look-up, for the `Program` of this request, and then a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -161,7 +161,7 @@ class Pipeline:
         call = _Call(program, extras, tuple(wanted), buffers or {}, self.retain_graph, self.labels)
         # Inside a Function, torch.autocast would still change the products of the references.
         with (
-            torch.autocast(x.device.type, enabled=False) if _autocasts(x.device) else _NOTHING,
+            without_autocast(x.device),
             _step(call) if program.keeps_state else _NOTHING,
         ):
             if not program.needs_grad:
@@ -192,6 +192,11 @@ def _step(call: _Call) -> Iterator[None]:
         raise
     if own is not None:
         own.apply()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """In which torch.autocast is off for this device."""
+    return torch.autocast(device.type, enabled=False) if _autocasts(device) else _NOTHING
 
 
 def _autocasts(device: torch.device) -> bool:
@@ -353,7 +358,7 @@ class _RetainingFunction(torch.autograd.Function):
                 "hand. Call backward without create_graph, or express that part with plain torch functions."
             )
         device = fctx.record.program.request.device
-        with torch.autocast(device.type, enabled=False) if _autocasts(device) else _NOTHING:
+        with without_autocast(device):
             return None, *run_backward(fctx.record, _take_saved(fctx), dy, d_returned)
 
 

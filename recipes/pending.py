@@ -6,13 +6,23 @@ the pipeline's backward. Until then every cast goes by the state that the step b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-if TYPE_CHECKING:  # a quantizer of such a kind puts itself in here: for the type checker only
-    from recipes.delayed_scaling import DelayedScalingQuantizer
+
+class RecordsAmaxes(Protocol):
+    """A quantizer whose state goes on at the end of a step, from the amaxes [n] that were recorded in it."""
+
+    @property
+    def amax(self) -> Tensor: ...
+
+    @property
+    def reduce_amax(self) -> bool: ...
+
+    def end_step(self) -> None: ...
 
 
 class PendingUpdates:
@@ -23,9 +33,9 @@ class PendingUpdates:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self._quantizers: dict[int, DelayedScalingQuantizer] = {}
+        self._quantizers: dict[int, RecordsAmaxes] = {}
 
-    def add(self, quantizer: DelayedScalingQuantizer, state: torch.Tensor) -> None:
+    def add(self, quantizer: RecordsAmaxes, state: Tensor) -> None:
         """Update this quantizer at the end of the step; `state` tells one state from another."""
         self._quantizers.setdefault(state.data_ptr(), quantizer)
 
@@ -49,7 +59,7 @@ class PendingUpdates:
         for quantizer in self._take():
             quantizer.amax.zero_()
 
-    def _take(self) -> list[DelayedScalingQuantizer]:
+    def _take(self) -> list[RecordsAmaxes]:
         quantizers = list(self._quantizers.values())
         self._quantizers = {}
         return quantizers

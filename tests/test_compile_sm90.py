@@ -56,7 +56,9 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     for extras in ((None, None, None), (bias, scales, alpha)):
         grouped_gemm.grouped_gemm_tn_triton(x, w, offsets, *extras, torch.empty_like(dy), tf32)
     grouped_gemm.grouped_gemm_nn_triton(dy, w, offsets, alpha, torch.empty_like(x), tf32)
-    grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, torch.empty_like(w), tf32)
+    for out_dtype, accumulate in ((dtype, False), (dtype, True), (torch.float32, False), (torch.float32, True)):
+        dw = torch.empty(w.shape, dtype=out_dtype)
+        grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, dw, tf32, accumulate)
     grouped_gemm.grouped_bias_grad_triton(dy, offsets, scales, torch.empty_like(bias))
 
 

@@ -190,6 +190,59 @@ def test_caller_owns_the_output_buffer(transposed, device):
         assert_close(name, actual, exact[name])
 
 
+ACCUMULATE_CASES = [
+    pytest.param(CASES[name], id=name) for name in ("several tiles", "empty groups", "all empty", "tail")
+]
+OUT_DTYPES = [torch.float32, torch.bfloat16]
+
+
+def assert_accumulates(run, case: Case, dtype: torch.dtype, out_dtype: torch.dtype, device: str = "cpu") -> None:
+    """`run(o, out)` adds alpha dy^T x to `out`, and leaves the parts of groups without rows as they are, bit by bit."""
+    o = operands(case, dtype, device=device)
+    out = torch.randn(o.w.shape, dtype=torch.float64).to(device, out_dtype)
+    empty = [group for group, rows in group_rows(o.splits) if rows.start == rows.stop]
+    out[empty] = torch.nan
+    before = out.double()
+    run(o, out)
+    exact = naive_gemm("NT", o.dy, o.x, o.splits, alpha=o.alpha)
+    full = [group for group, rows in group_rows(o.splits) if rows.start < rows.stop]
+    added = Exact(
+        *((part + start)[full] for part, start in zip(exact[:2], (before, before.abs()), strict=True)), exact.terms
+    )
+    assert out[empty].isnan().all()
+    assert_close("dw", out[full], added, operand_dtype=dtype)
+
+
+def accumulate_on_any_device(o: Operands, out: Tensor) -> None:
+    assert grouped_gemm_nt(o.dy, o.x, o.splits, alpha_G=o.alpha, out=out, accumulate=True) is out
+
+
+def accumulate_in_plain_torch(o: Operands, out: Tensor) -> None:
+    gg.grouped_gemm_nt_ref(o.dy, o.x, o.splits, alpha_G=o.alpha, out=out, accumulate=True)
+
+
+def accumulate_in_triton(o: Operands, out: Tensor) -> None:
+    gg.grouped_gemm_nt_triton(o.dy, o.x, o.splits.offsets, o.alpha, out, tf32=False, accumulate=True)
+
+
+@pytest.mark.parametrize("run", [accumulate_on_any_device, accumulate_in_plain_torch])
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("case", ACCUMULATE_CASES)
+def test_accumulation_adds_to_the_output(case, dtype, out_dtype, run):
+    assert_accumulates(run, case, dtype, out_dtype)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_accumulation_takes_any_strides(device):
+    def run(o: Operands, out: Tensor) -> None:
+        scattered = out.transpose(1, 2).contiguous().transpose(1, 2)
+        accumulate_on_any_device(o, scattered)
+        out.copy_(scattered)
+
+    assert_accumulates(run, CASES["empty groups"], torch.bfloat16, torch.float32, device)
+
+
 # -------------------------------------------------------------------------------------------------------- errors
 
 
@@ -221,6 +274,7 @@ X, DY, W, S = torch.ones(4, 3), torch.ones(4, 2), torch.ones(2, 2, 3), splits_of
         ),
         (lambda: grouped_bias_grad(DY, S, scales_T=torch.ones(2)), ValueError, "Pass one for each row"),
         (lambda: grouped_gemm_tn(X, W, S, out=torch.ones(4, 3)), ValueError, r"out is torch.float32 \[4, 3\]"),
+        (lambda: grouped_gemm_nt(DY, X, S, accumulate=True), ValueError, "adds to `out`, but out is None"),
         (lambda: grouped_gemm_nn(DY, W, S, out=X, out_dtype=torch.half), ValueError, "must be torch.float16"),
     ],
 )
@@ -317,6 +371,14 @@ def test_kernels_take_more_groups_than_one_step_of_the_search(device):
 def test_kernels_round_to_the_dtype_of_the_output(dtype, out_dtype, device):
     o = operands(CASES["tail"], dtype, device=device)
     assert_all_close(launched(o, extras=True, out_dtype=out_dtype), references(o, extras=True), o)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("case", ACCUMULATE_CASES)
+def test_kernels_accumulate(case, dtype, out_dtype, device):
+    assert_accumulates(accumulate_in_triton, case, dtype, out_dtype, device)
 
 
 @pytest.mark.interpreter

@@ -83,7 +83,7 @@ def run_one_by_one(schedule, chunks, inputs, output_grads):
             y.backward(output_grads[stage[-1], microbatch])
             for layer in reversed(layers):
                 for module in reversed(list(layer.modules())):
-                    if isinstance(module, Later):
+                    if isinstance(module, (Later, ops.Linear)) and getattr(module, "delay_wgrad_compute", True):
                         module.backward_dw()
             outputs[stage[-1], microbatch], input_grads[stage[0], microbatch] = y.detach(), x.grad
     return outputs, input_grads
@@ -130,10 +130,14 @@ def test_pipelines_spread_over_layers_have_the_bits_of_single_microbatches(stage
     check_bits(schedule, make_chunks(schedule), chained=True)
 
 
-def test_our_own_pipelines_have_the_bits_of_single_microbatches():
-    schedule = Schedule.parse(order_interleaved(stages=2, stage=0, chunks=2, microbatches=4), layers=[1, 2])
-    layers = [Sequential(ops.RMSNorm(SIZE), ops.Linear(SIZE, SIZE)) for _ in range(3)]
-    check_bits(schedule, [layers[:1], layers[1:]], chained=True)
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+def test_our_own_pipelines_have_the_bits_of_single_microbatches(delayed):
+    order = order_interleaved(stages=2, stage=0, chunks=2, microbatches=4)
+    schedule = Schedule.parse(overlap_layers(order, [1, 2], delayed=delayed))
+    layers = [
+        Sequential(ops.RMSNorm(SIZE), ops.Linear(SIZE, SIZE, delay_wgrad_compute=delayed)) for _ in range(3)
+    ]  # fmt: skip
+    check_bits(schedule, [[layer] for layer in layers], chained=True)
 
 
 def test_wgrads_of_a_chunk_come_where_they_stand():
@@ -230,7 +234,8 @@ def test_what_a_microbatch_kept_is_freed_by_its_dgrad():
 class Silent(Later):
     """Has the method, and says that it has nothing to do."""
 
-    def need_backward_dw(self) -> bool:
+    @property
+    def delay_wgrad_compute(self) -> bool:
         return False
 
 

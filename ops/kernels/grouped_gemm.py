@@ -3,10 +3,12 @@
     TN   y[t]  = alpha_g x[t] w_g^T + s[t] b_g      grouped_gemm_tn     (fprop)     m_grouped: rows differ by group
     NN   dx[t] = alpha_g dy[t] w_g                  grouped_gemm_nn     (dgrad)     m_grouped
     NT   dw_g  = alpha_g dy_g^T x_g                 grouped_gemm_nt     (wgrad)     k_grouped: the sum runs over rows
+         dw_g += alpha_g dy_g^T x_g                 the same with accumulate=True
          db_g  = sum of s[t] dy[t] over the group   grouped_bias_grad   (bgrad)
 
 g is the group of row t. Rows past `splits.offsets[-1]` belong to no group: they are zero in y and dx and count in no
-sum. A group without rows has dw and db exactly zero. Every element of an output is written, whatever was there.
+sum. A group without rows has dw and db exactly zero, and with accumulate=True its dw is left as it was. Otherwise every
+element of an output is written, whatever was there.
 
 Layouts: x [T, K], dy [T, N], w [G, N, K], b and db [G, N], s [T], alpha [G] or (). Rows may have any distance in
 memory; tensors whose rows are not contiguous themselves, and stacked weights that are not contiguous, are copied.
@@ -33,6 +35,7 @@ from torch import Tensor
 from ops.kernels.grouped_gemm_cpu import k_grouped_on_cpu, m_grouped_on_cpu
 from ops.kernels.grouped_operands import (
     accumulator_like,
+    check_accumulate,
     check_dtypes,
     check_m_grouped,
     check_rows,
@@ -91,14 +94,22 @@ def grouped_gemm_nt_ref(
     splits: Splits,
     *,
     alpha_G: Tensor | None = None,
+    out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
-    """`grouped_gemm_nt` in plain torch, group by group. Returns dw [G, N, K]."""
-    dw_GNK = accumulator_like(x_TK).new_zeros(splits.num_groups, dy_TN.shape[1], x_TK.shape[1])
+    """`grouped_gemm_nt` in plain torch, group by group. Returns dw [G, N, K], or `out` filled with it."""
+    check_accumulate(out, accumulate)
+    out = output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
     for group, rows in row_slices(splits):
         dw = accumulator_like(dy_TN[rows]).T @ accumulator_like(x_TK[rows])
-        dw_GNK[group] = dw if alpha_G is None else dw * alpha_G.expand(splits.num_groups)[group]
-    return dw_GNK.to(out_dtype or x_TK.dtype)
+        if alpha_G is not None and rows.start < rows.stop:
+            dw = dw * alpha_G.expand(splits.num_groups)[group]
+        if not accumulate:
+            out[group] = dw
+        elif rows.start < rows.stop:
+            out[group] = accumulator_like(out[group]) + dw
+    return out
 
 
 def grouped_bias_grad_ref(
@@ -261,18 +272,24 @@ def k_grouped_kernel(
     K,
     dy_stride,
     x_stride,
+    ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g, a tile of one group a program."""
+    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g, a tile of one group a program.
+
+    ACCUMULATE: dw += it, but for groups without rows.
+    """
     num_tiles_n = tl.cdiv(K, BLOCK_N)
     num_tiles = tl.cdiv(N, BLOCK_M) * num_tiles_n
     group = (tl.program_id(0) // num_tiles).to(tl.int64)
     tile = tl.program_id(0) % num_tiles
     begin = tl.load(offsets_ptr + group)
     size = (tl.load(offsets_ptr + group + 1) - begin).to(tl.int32)
+    if ACCUMULATE and size == 0:
+        return
 
     first_n = (tile // num_tiles_n) * BLOCK_M
     first_k = (tile % num_tiles_n) * BLOCK_N
@@ -299,7 +316,10 @@ def k_grouped_kernel(
         acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
     dw_ptr += group * N * K + first_n.to(tl.int64) * K + first_k
     offs_dw = offs_n[:, None] * K + offs_k[None, :]
-    tl.store(dw_ptr + offs_dw, round_to(acc, dw_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_k[None, :])
+    mask_dw = mask_n[:, None] & mask_k[None, :]
+    if ACCUMULATE:
+        acc += widen(tl.load(dw_ptr + offs_dw, mask=mask_dw, other=0.0)).to(tl.float32)
+    tl.store(dw_ptr + offs_dw, round_to(acc, dw_ptr.dtype.element_ty), mask=mask_dw)
 
 
 @triton.jit
@@ -408,19 +428,24 @@ def grouped_gemm_nt(
     alpha_G: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
-    """dw_g = alpha_g dy_g^T x_g. Returns dw [G, N, K], or `out` filled with it.
+    """dw_g = alpha_g dy_g^T x_g. Returns dw [G, N, K], or `out` filled with it; accumulate: `out` += it.
 
     dy: [T, N] and x: [T, K] of one floating dtype. alpha: [G] or () float32 (1 if None). out: [G, N, K], in out_dtype
-    (x's if None). A group without rows gets zeros.
+    (x's if None). A group without rows gets zeros; with `accumulate`, which needs `out`, its part of out is untouched,
+    and the sum is made in float32 and rounded once.
     """
     check_rows(dy_TN, splits)
     check_rows(x_TK, splits)
     check_dtypes(dy_TN, x_TK)
+    check_accumulate(out, accumulate)
     if x_TK.device.type != "cuda":
-        return k_grouped_on_cpu(dy_TN, x_TK, splits, out, out_dtype, alpha_G)
+        return k_grouped_on_cpu(dy_TN, x_TK, splits, out, out_dtype, alpha_G, accumulate)
     out = output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
-    target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    target = out
+    if not out.is_contiguous():
+        target = out.contiguous() if accumulate else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     grouped_gemm_nt_triton(
         with_contiguous_rows(dy_TN),
         with_contiguous_rows(x_TK),
@@ -428,6 +453,7 @@ def grouped_gemm_nt(
         per_group(alpha_G, splits),
         target,
         tf32=allow_tf32(),
+        accumulate=accumulate,
     )
     return out if target is out else out.copy_(target)
 
@@ -478,12 +504,19 @@ def grouped_gemm_nn_triton(
 
 @torch.library.custom_op("fuser::grouped_gemm_nt", mutates_args=("out",))
 def grouped_gemm_nt_triton(
-    dy_TN: Tensor, x_TK: Tensor, offsets: Tensor, alpha_G: Tensor | None, out: Tensor, tf32: bool
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    offsets: Tensor,
+    alpha_G: Tensor | None,
+    out: Tensor,
+    tf32: bool,
+    accumulate: bool = False,
 ) -> None:
     """Launches NT. Rows of dy and x are contiguous, offsets [G + 1], alpha [G], out are contiguous."""
     G, N, K = out.shape
     if dy_TN.shape[0] == 0 or out.numel() == 0:
-        out.zero_()
+        if not accumulate:
+            out.zero_()
         return
     config = k_grouped_config(dy_TN.dtype, tf32=tf32, aligned=is_aligned(dy_TN, x_TK, out), capability=capability(out))
     grid = (G * triton.cdiv(N, config.block_m) * triton.cdiv(K, config.block_n),)
@@ -498,6 +531,7 @@ def grouped_gemm_nt_triton(
             K,
             dy_TN.stride(0),
             x_TK.stride(0),
+            ACCUMULATE=accumulate,
             PRECISION="tf32" if tf32 else "ieee",
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
@@ -597,7 +631,7 @@ def _(dy_TN, w_GNK, offsets, alpha_G, out, tf32) -> None: ...
 
 
 @grouped_gemm_nt_triton.register_fake
-def _(dy_TN, x_TK, offsets, alpha_G, out, tf32) -> None: ...
+def _(dy_TN, x_TK, offsets, alpha_G, out, tf32, accumulate=False) -> None: ...
 
 
 @grouped_bias_grad_triton.register_fake

@@ -49,17 +49,18 @@ def k_grouped_on_cpu(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
     alpha_G: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
-    """out_g = alpha_g dy_g^T x_g, rounded once; zero for a group without rows."""
+    """out_g = alpha_g dy_g^T x_g, or out_g += it, rounded once; zero, or untouched, for a group without rows."""
     if out is None and alpha_G is None and any(splits.tolist()) and _torch_takes(dy, x, out_dtype):
         return F.grouped_mm(dy.t(), x, offs=splits.ends)
     result = output(out, (splits.num_groups, dy.shape[1], x.shape[1]), out_dtype, x)
     alphas = _alphas(alpha_G, splits)
     for group, rows in row_slices(splits):
-        if rows.start == rows.stop:
+        if rows.start < rows.stop:
+            product(result[group], dy[rows].T, x[rows], alphas[group], result[group] if accumulate else None)
+        elif not accumulate:
             result[group].zero_()
-        else:
-            product(result[group], dy[rows].T, x[rows], alphas[group])
     return result
 
 

@@ -83,6 +83,11 @@ def output(out: Tensor | None, shape: tuple[int, ...], out_dtype: torch.dtype | 
     return out
 
 
+def check_accumulate(out: Tensor | None, accumulate: bool) -> None:
+    if accumulate and out is None:
+        raise ValueError("accumulate=True adds to `out`, but out is None. Pass the buffer, or accumulate=False.")
+
+
 def with_contiguous_rows(x: Tensor, *, empty: bool = False) -> Tensor:
     """x if the elements of a row lie side by side, or a contiguous copy (without the values, if `empty`)."""
     if x.stride(1) == 1 or x.shape[1] == 1:

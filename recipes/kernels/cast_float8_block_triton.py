@@ -10,7 +10,7 @@ import triton.language as tl
 
 from recipes.kernels.float8_triton import float8_codes, float8_values, float8_words, magnitude
 from recipes.kernels.rounding import round_to, widen
-from recipes.kernels.row_tiles import find_padded_tile
+from recipes.kernels.row_tiles import find_block
 
 BLOCK = tl.constexpr(128)
 PART = tl.constexpr(32)
@@ -32,8 +32,8 @@ def cast_float8_block_kernel(
     programs run side by side.
     """
     column_blocks = tl.cdiv(columns, BLOCK)
-    matrix, tile, first, end, active = _find(
-        offsets_ptr, aligned_ptr, tl.program_id(0) // column_blocks, rows, row_blocks, num_groups
+    matrix, tile, first, end, active = find_block(
+        offsets_ptr, aligned_ptr, tl.program_id(0) // column_blocks, rows, row_blocks, num_groups, BLOCK
     )
     column_block = tl.program_id(0) % column_blocks
     # Addresses inside a tile fit in 32 bits: its first one takes 64.
@@ -105,8 +105,8 @@ def dequantize_float8_block_kernel(
 ):  # fmt: skip
     """Values of one tile in the natural order; rows past the sum get 0. Arguments as in `cast_float8_block_kernel`."""
     column_blocks = tl.cdiv(columns, BLOCK)
-    matrix, tile, first, end, active = _find(
-        offsets_ptr, aligned_ptr, tl.program_id(0) // column_blocks, rows, row_blocks, num_groups
+    matrix, tile, first, end, active = find_block(
+        offsets_ptr, aligned_ptr, tl.program_id(0) // column_blocks, rows, row_blocks, num_groups, BLOCK
     )
     column_block = tl.program_id(0) % column_blocks
     offs_k = column_block * BLOCK + tl.arange(0, BLOCK)
@@ -143,22 +143,6 @@ def dequantize_float8_block_kernel(
         else:
             value = value * tl.load(scale_ptr + row, mask=row < given, other=1.0)[:, None]
         _store(out_ptr, round_to(value, out_ptr.dtype.element_ty), row, offs_k, height, columns)
-
-
-@triton.jit
-def _find(offsets_ptr, aligned_ptr, tile, rows, row_blocks, num_groups):
-    """(matrix, tile in its padded rows, first row, end row, whether the rows are any group's)."""
-    if offsets_ptr is None:
-        matrix = tile // row_blocks
-        tile = tile % row_blocks
-        first = tile.to(tl.int64) * BLOCK
-        end = rows.to(tl.int64)
-        active = end > 0
-    else:
-        matrix = tile * 0
-        group, first, end = find_padded_tile(offsets_ptr, aligned_ptr, tile, rows, num_groups, BLOCK)
-        active = group < num_groups
-    return matrix, tile, first, end, active
 
 
 @triton.jit

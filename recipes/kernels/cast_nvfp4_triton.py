@@ -157,6 +157,23 @@ def _scales(amax, encode, decode, NATIVE: tl.constexpr):
     return scale, tl.minimum(_reciprocal(value * decode), FLOAT32_MAX) * 0.5
 
 
+# Saturating additions clamp for nothing. Without .rn ptxas would contract them with the product before.
+_POSITION = """{{
+            .reg .f32 a, b, c;
+            add.rn.sat.f32 a, $1, 0f00000000;
+            add.rn.sat.f32 b, $1, 0fBF800000;
+            add.rn.sat.f32 c, $1, 0fC0000000;
+            fma.rn.f32 a, a, {four}, 0f4B400000;
+            fma.rn.f32 a, b, {two}, a;
+            {add_c};
+            mov.b32 $0, a;
+            }}"""
+POSITION = tl.constexpr(_POSITION.format(four="0f40800000", two="0f40000000", add_c="add.rn.f32 a, c, a"))
+POSITION_OF_256 = tl.constexpr(
+    _POSITION.format(four="0f44800000", two="0f44000000", add_c="fma.rn.f32 a, c, 0f43800000, a")
+)
+
+
 @triton.jit
 def _positions(h, STOCHASTIC: tl.constexpr):
     """The bits of ROUND + the position of h >= 0 on the axis of codes; of 256 positions if STOCHASTIC (int32)."""
@@ -166,43 +183,9 @@ def _positions(h, STOCHASTIC: tl.constexpr):
         position = tl.minimum(tl.maximum(h - 1.0, 0.0), 1.0) * (2.0 * STEPS) + position
         position = tl.minimum(tl.maximum(h - 2.0, 0.0), 1.0) * STEPS + position
         return position.to(tl.int32, bitcast=True)
-    elif STOCHASTIC:
-        # Saturating additions clamp for nothing. Without .rn ptxas would contract them with the product before.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .f32 a, b, c;
-            add.rn.sat.f32 a, $1, 0f00000000;
-            add.rn.sat.f32 b, $1, 0fBF800000;
-            add.rn.sat.f32 c, $1, 0fC0000000;
-            fma.rn.f32 a, a, 0f44800000, 0f4B400000;
-            fma.rn.f32 a, b, 0f44000000, a;
-            fma.rn.f32 a, c, 0f43800000, a;
-            mov.b32 $0, a;
-            }""",
-            "=r,f",
-            [h],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
     else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .f32 a, b, c;
-            add.rn.sat.f32 a, $1, 0f00000000;
-            add.rn.sat.f32 b, $1, 0fBF800000;
-            add.rn.sat.f32 c, $1, 0fC0000000;
-            fma.rn.f32 a, a, 0f40800000, 0f4B400000;
-            fma.rn.f32 a, b, 0f40000000, a;
-            add.rn.f32 a, c, a;
-            mov.b32 $0, a;
-            }""",
-            "=r,f",
-            [h],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        ASM: tl.constexpr = POSITION_OF_256 if STOCHASTIC else POSITION
+        return tl.inline_asm_elementwise(ASM, "=r,f", [h], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

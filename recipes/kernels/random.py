@@ -42,15 +42,15 @@ def random_bits_ref(seed: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def random_bytes_ref(seed: Tensor, rows: Tensor, columns: int, stream: int) -> Tensor:
-    """8 random bits an element, [R, columns] int64: byte (row % 16) of counter (row / 16, column, stream).
+    """8 random bits an element, [16 B, columns] int64: byte i of counter (block of rows, column, stream), i in 0 to 15.
 
-    rows: [R] int64, the number of each row. Sixteen rows of one column share a counter.
+    rows: [16 B] int64, the number of each row; whole blocks, 16 b to 16 b + 15.
     """
-    column = torch.arange(columns, device=seed.device).expand(len(rows), columns)
-    row = rows[:, None].expand_as(column)
-    words = philox_ref(seed, row // 16, column, torch.full_like(column, stream))
-    word = words.gather(-1, (row % 16 // 4)[..., None])[..., 0]
-    return (word >> (row % 4 * 8)) & 0xFF
+    column = torch.arange(columns, device=seed.device).expand(len(rows) // 16, columns)
+    block = (rows[::16] // 16)[:, None].expand_as(column)
+    words = philox_ref(seed, block, column, torch.full_like(column, stream))
+    places = torch.arange(0, 32, 8, device=seed.device)
+    return ((words[..., None] >> places) & 0xFF).permute(0, 2, 3, 1).reshape(len(rows), columns)
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:

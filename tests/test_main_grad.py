@@ -1,0 +1,489 @@
+"""accumulate_into_main_grad: what lands in main_grad, what autograd gets, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fuser import Sequential, autocast, ops
+from ops.operation import FusedOperation
+from tests.check_operation import DEVICES
+from tests.main_grad_cases import (
+    FEW_MODELS,
+    IN,
+    MODELS,
+    OUT,
+    ROWS,
+    SIZES,
+    backward,
+    biases_of,
+    give_main_grads,
+    gradients,
+    make,
+    weights_of,
+)
+
+DEVICE = pytest.mark.parametrize("device", DEVICES)
+EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
+FEW = pytest.mark.parametrize("model", FEW_MODELS)
+
+# float32: the same products, in sums of another order on the GPU alone. bfloat16: autograd's gradient is rounded,
+# main_grad's is not. Recipes: the operands are the same codes.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+
+
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    largest = expected.abs().max().item()
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=TOLERANCES[dtype] * (1 + largest))
+
+
+# What lands where
+
+
+def check_table(
+    sequential: Sequential, expected: dict[str, Tensor], *, delay: bool, main_grad: bool, flag: bool, overwrite: bool,
+    zero_out: bool, dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    start = torch.nan if overwrite else 0.5
+    give_main_grads(sequential, start, flag=flag, overwrite=overwrite, zero_out=zero_out)
+    backward(sequential)
+    weights = weights_of(sequential)
+    for name, weight in weights.items():
+        untouched = torch.full_like(weight.main_grad, start)
+        if delay or not main_grad:
+            torch.testing.assert_close(weight.main_grad, untouched, rtol=0, atol=0, equal_nan=True)
+            assert not getattr(weight, "grad_added_to_main_grad", False)
+        if main_grad and flag:
+            placeholder = weight.grad
+            assert (placeholder.shape, placeholder.dtype, placeholder.device) == (
+                weight.shape, weight.dtype, weight.device,
+            )  # fmt: skip
+            assert placeholder.data_ptr() != weight.main_grad.data_ptr()
+            assert torch.equal(placeholder, torch.zeros_like(weight)) if zero_out else placeholder.isnan().all()
+        elif main_grad or delay:
+            assert weight.grad is None
+        else:
+            assert_near(weight.grad, expected[name], dtype)
+    assert all(bias.grad is not None for bias in biases_of(sequential).values())
+    if delay:
+        sequential.backward_dw()
+    for name, weight in weights.items():
+        if main_grad:
+            assert_near(weight.main_grad, expected[name] + (0 if overwrite else 0.5), dtype)
+            assert getattr(weight, "grad_added_to_main_grad", None) is (True if flag else None)
+        else:
+            assert_near(weight.grad, expected[name], dtype)
+            assert not getattr(weight, "grad_added_to_main_grad", False)
+
+
+SWITCHES = ("delay", "main_grad", "flag", "overwrite", "zero_out")
+TABLE = [dict(zip(SWITCHES, on, strict=True)) for on in itertools.product([False, True], repeat=len(SWITCHES))]
+
+
+def name_of(case: dict[str, bool]) -> str:
+    return ", ".join(switch for switch, on in case.items() if on) or "plain"
+
+
+@DEVICE
+@pytest.mark.parametrize("case", TABLE, ids=name_of)
+@EVERY_MODEL
+def test_gradients_land_where_the_table_says(model: str, case: dict[str, bool], device: str) -> None:
+    expected = gradients(make(model, device=device), 1)
+    switches = {"accumulate_into_main_grad": case["main_grad"], "delay_wgrad_compute": case["delay"]}
+    check_table(make(model, device=device, **switches), expected, **case)
+
+
+@DEVICE
+@pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("path", [None, "split"])
+@pytest.mark.parametrize("recipe", [None, "fp8_delayed", "mxfp8"])
+@FEW
+def test_recipes_and_paths_keep_to_the_table(
+    model: str, recipe: str | None, path: str | None, delay: bool, overwrite: bool, device: str
+) -> None:
+    settings: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "path": path}
+    case = {"delay": delay, "main_grad": True, "flag": True, "overwrite": overwrite, "zero_out": False}
+    with autocast(recipe):
+        expected = gradients(make(model, **settings), 1)
+        sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay, **settings)
+        check_table(sequential, expected, dtype=torch.bfloat16, **case)
+
+
+@FEW
+def test_gradients_of_several_backwards_are_added(model: str) -> None:
+    expected = gradients(make(model), 1, 2, 3)
+    sequential = make(model, accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.0)
+    gradients(sequential, 1, 2, 3)
+    for name, weight in weights_of(sequential).items():
+        assert_near(weight.main_grad, expected[name])
+
+
+@FEW
+def test_the_first_gradient_since_the_reset_overwrites_and_later_ones_are_added(model: str) -> None:
+    expected = gradients(make(model), 1, 2)
+    sequential = make(model, accumulate_into_main_grad=True)
+    give_main_grads(sequential, torch.nan, overwrite=True)
+    for _ in range(2):
+        gradients(sequential, 1, 2)
+        for name, weight in weights_of(sequential).items():
+            assert_near(weight.main_grad, expected[name])
+            weight.grad_added_to_main_grad = False
+
+
+@FEW
+def test_every_backward_overwrites_without_the_flag(model: str) -> None:
+    expected = gradients(make(model), 2)
+    sequential = make(model, accumulate_into_main_grad=True)
+    give_main_grads(sequential, torch.nan, flag=False, overwrite=True)
+    gradients(sequential, 1, 2)
+    for name, weight in weights_of(sequential).items():
+        assert_near(weight.main_grad, expected[name])
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
+def test_an_empty_groups_part_is_untouched_or_zeroed(overwrite: bool) -> None:
+    sequential = make("grouped", accumulate_into_main_grad=True)
+    give_main_grads(sequential, torch.nan, overwrite=overwrite)
+    backward(sequential)
+    [weight] = weights_of(sequential).values()
+    empty = SIZES.index(0)
+    assert weight.main_grad[empty].isnan().all() if not overwrite else (weight.main_grad[empty] == 0).all()
+
+
+@EVERY_MODEL
+def test_a_buffer_in_the_weights_dtype_gets_the_same_gradient_rounded(model: str) -> None:
+    results = []
+    for dtype in (torch.float32, None):
+        sequential = make(model, dtype=torch.bfloat16, accumulate_into_main_grad=True)
+        give_main_grads(sequential, 0.5, dtype=dtype)
+        backward(sequential)
+        results.append([weight.main_grad for weight in weights_of(sequential).values()])
+    for exact, rounded in zip(*results, strict=True):
+        assert rounded.dtype == torch.bfloat16
+        torch.testing.assert_close(rounded.float(), exact, rtol=2**-8, atol=0)
+
+
+# Layouts of the buffer
+
+
+def padded(weight: Tensor) -> Tensor:
+    groups, elements = weight.shape[0], weight[0].numel()
+    return torch.full((groups, elements + 8), torch.nan)[:, :elements].unflatten(1, weight.shape[1:]).fill_(0.5)
+
+
+@pytest.mark.parametrize("path", ["grouped", "split"])
+@pytest.mark.parametrize("layout", [padded, lambda weight: torch.full((weight.numel(),), 0.5)], ids=["padded", "flat"])
+def test_flat_and_padded_buffers_are_written_in_place(layout: Any, path: str) -> None:
+    expected = gradients(make("grouped"), 1)
+    sequential = make("grouped", accumulate_into_main_grad=True, path=path)
+    [(name, weight)] = weights_of(sequential).items()
+    buffer = weight.main_grad = layout(weight)
+    backward(sequential)
+    assert weight.main_grad is buffer
+    assert_near(buffer.reshape(weight.shape), expected[name] + 0.5)
+    if buffer.dim() == 3:  # the room between groups is as it was
+        assert torch.as_strided(buffer, (len(SIZES) - 1, 8), (buffer.stride(0), 1), buffer[0].numel()).isnan().all()
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
+@pytest.mark.parametrize("order", ["as the groups", "reversed"])
+@pytest.mark.parametrize("room", [0, 8])
+def test_each_groups_part_of_a_flat_bucket_is_written_in_place(room: int, order: str, overwrite: bool) -> None:
+    expected = gradients(make("grouped, per group"), 1)
+    sequential = make("grouped, per group", accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.0, overwrite=overwrite)
+    weights = weights_of(sequential)
+    size = IN * OUT
+    bucket = torch.full((len(SIZES), size + room), -0.0)
+    parts = bucket.unbind() if order == "as the groups" else bucket.unbind()[::-1]
+    for weight, part in zip(weights.values(), parts, strict=True):
+        weight.main_grad = part[:size].view(weight.shape)
+    backward(sequential)
+    for name, weight in weights.items():
+        assert_near(weight.main_grad, expected[name])
+    assert not bucket[:, size:].any()
+    if order == "as the groups":  # nothing was added, not even a zero
+        untouched = weights[f"0.weight{SIZES.index(0)}"].main_grad.signbit()
+        assert untouched.all() != overwrite
+
+
+REFUSED = {
+    "another shape": lambda w: torch.zeros(*w.shape[:-1], w.shape[-1] + 1),
+    "transposed": lambda w: torch.zeros(w.mT.shape).mT,
+    "too few elements": lambda w: torch.zeros(w.numel() - 1),
+    "flat with gaps": lambda w: torch.zeros(2 * w.numel())[::2],
+    "rows with gaps": lambda w: torch.zeros(*w.shape[:-1], w.shape[-1] + 8)[..., : w.shape[-1]],
+    "one part for all groups": lambda w: torch.zeros(w.shape[1:]).expand(w.shape) if w.dim() == 3 else None,
+    "another dtype": lambda w: torch.zeros(w.shape, dtype=torch.float16),
+    "another device": lambda w: torch.zeros(w.shape, device="meta"),
+}
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("model", ["linear", "grouped", "grouped, per group", "experts"])
+def test_a_buffer_that_does_not_fit_is_refused_in_one_sentence(model: str, kind: str, delay: bool) -> None:
+    sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    give_main_grads(sequential, 0.5)
+    name, weight = list(weights_of(sequential).items())[-1]
+    weight.main_grad = buffer = REFUSED[kind](weight)
+    if buffer is None:
+        pytest.skip("This weight has no groups.")
+    position, own_name = name.split(".")
+    place = f"{position} (GroupedLinear)" if model != "linear" else "0 (Linear)"
+    if model == "experts" and not delay:
+        place = "0 (GroupedMLP)"
+    message = (
+        f"In operation {place}: {own_name}.main_grad has shape "
+        f"{list(buffer.shape)}, strides {list(buffer.stride())}, {buffer.dtype}, on {buffer.device}. Needed for "
+        f"{own_name!r}: float32 or torch.float32, on cpu, contiguous, of shape {list(weight.shape)} or flat"
+    )
+    if delay:
+        backward(sequential)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sequential.backward_dw() if delay else backward(sequential)
+    assert all(not w.grad_added_to_main_grad for w in weights_of(sequential[int(position) :]).values())
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("value", ["missing", None])
+@FEW
+def test_a_weight_without_a_buffer_is_refused_in_wgrad(model: str, value: Any, delay: bool) -> None:
+    sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    if value is None:
+        for weight in weights_of(sequential).values():
+            weight.main_grad = None
+    found = "main_grad is None" if value is None else "there is no main_grad"
+    if delay:
+        backward(sequential)
+    with pytest.raises(RuntimeError, match=f"In operation .*, but {found}. Set it before backward to a float32"):
+        sequential.backward_dw() if delay else backward(sequential)
+
+
+# When the attributes are read
+
+
+@FEW
+def test_forward_needs_no_main_grad(model: str) -> None:
+    sequential = make(model, accumulate_into_main_grad=True)
+    x = torch.ones(ROWS, IN)
+    extras = {"split_sizes": torch.tensor(SIZES)} if sequential.layout().consumed else {}
+    with torch.no_grad():
+        sequential(x, **extras)
+    with torch.inference_mode():
+        sequential(x, **extras)
+    y = sequential(x, **extras)
+    give_main_grads(sequential, 0.5)  # after forward
+    y.sum().backward()
+    assert all(weight.grad_added_to_main_grad for weight in weights_of(sequential).values())
+
+
+@FEW
+def test_a_parameter_of_megatron_fsdp_is_asked_for_its_buffer_in_backward(model: str) -> None:
+    expected = gradients(make(model), 1, 2)
+    sequential = make(model, accumulate_into_main_grad=True)
+    made: list[Tensor] = []
+    for weight in weights_of(sequential).values():
+        weight.__fsdp_param__ = True
+        weight.grad_added_to_main_grad = False
+
+        def get_main_grad(weight: Any = weight) -> Tensor:
+            made.append(torch.zeros(weight.shape) if not hasattr(weight, "main_grad") else weight.main_grad.clone())
+            return made[-1]
+
+        weight.get_main_grad = get_main_grad
+    backward(sequential, 1)
+    backward(sequential, 2)  # another address each time
+    assert len(made) == 2 * len(expected)
+    for name, weight in weights_of(sequential).items():
+        assert any(weight.main_grad is buffer for buffer in made)
+        assert_near(weight.main_grad, expected[name])
+
+
+@FEW
+def test_hooks_of_autograd_see_the_flag_and_the_buffer(model: str) -> None:
+    expected = gradients(make(model), 1)
+    sequential = make(model, accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.0)
+    seen: dict[str, Tensor] = {}
+    for name, weight in weights_of(sequential).items():
+
+        def hook(weight: Any, name: str = name) -> None:
+            assert weight.grad_added_to_main_grad
+            seen[name] = weight.main_grad.clone()
+            weight.grad = None
+
+        weight.register_post_accumulate_grad_hook(hook)
+    backward(sequential)
+    assert seen.keys() == expected.keys()
+    for name, value in seen.items():
+        assert_near(value, expected[name])
+
+
+def test_placeholders_are_taken_as_grad_without_a_copy_and_freed_with_it() -> None:
+    sequential = make("experts", accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.0)
+    backward(sequential)
+    first, second = weights_of(sequential).values()
+    assert first.grad.data_ptr() != second.grad.data_ptr()
+    assert first.grad.untyped_storage().nbytes() == first.numel() * 4
+
+
+# Frozen, tied and mixed weights
+
+
+@pytest.mark.parametrize("model", ["linear", "experts", "experts, per group"])
+def test_a_frozen_weight_needs_no_buffer_and_is_left_alone(model: str) -> None:
+    sequential = make(model, accumulate_into_main_grad=True)
+    frozen, *others = weights_of(sequential).values()
+    give_main_grads(sequential, 0.5)
+    frozen.requires_grad_(False)
+    del frozen.main_grad
+    backward(sequential)
+    assert frozen.grad is None and not frozen.grad_added_to_main_grad and not hasattr(frozen, "main_grad")
+    assert all(weight.grad_added_to_main_grad for weight in others)
+
+
+def test_an_input_without_requires_grad_does_not_keep_the_weights_from_their_gradients() -> None:
+    expected = gradients(make("linear"), 1)
+    sequential = make("linear", accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.0)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, IN, generator=generator)
+    sequential(x).backward(torch.randn(ROWS, OUT, generator=generator))
+    for name, weight in weights_of(sequential).items():
+        assert_near(weight.main_grad, expected[name])
+
+
+def tied(**switches: bool) -> Sequential:
+    torch.manual_seed(0)
+    sequential = Sequential(ops.Linear(IN, IN, **switches), ops.SiLU(), ops.Linear(IN, IN, **switches))
+    sequential[2].weight = sequential[0].weight
+    return sequential
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
+def test_both_gradients_of_a_tied_weight_are_added(overwrite: bool, delay: bool) -> None:
+    expected = gradients(tied(), 1)["0.weight"]
+    sequential = tied(accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    give_main_grads(sequential, torch.nan if overwrite else 0.5, overwrite=overwrite)
+    backward(sequential)
+    if delay:
+        sequential.backward_dw()
+    assert_near(sequential[0].weight.main_grad, expected + (0 if overwrite else 0.5))
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+def test_two_uses_in_one_backward_add_up_or_are_refused_where_each_would_overwrite(delay: bool) -> None:
+    expected = gradients(make("linear"), 1, 2)["0.weight"]
+
+    def run(flag: bool) -> Sequential:
+        sequential = make("linear", accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+        give_main_grads(sequential, torch.nan, flag=flag, overwrite=True)
+        losses = []
+        for seed in (1, 2):
+            generator = torch.Generator().manual_seed(seed)
+            x = torch.randn(ROWS, IN, generator=generator)
+            losses.append((sequential(x) * torch.randn(ROWS, OUT, generator=generator)).sum())
+        sum(losses).backward()
+        if delay:
+            sequential.backward_dw()
+            assert not sequential.need_backward_dw()
+        return sequential
+
+    assert_near(run(flag=True)[0].weight.main_grad, expected)
+    message = "Weight 'weight' is used twice in one backward, and with overwrite_main_grad its second gradient would"
+    with pytest.raises(RuntimeError, match=message):
+        run(flag=False)
+
+
+def test_a_tied_weight_with_zero_out_wgrad_keeps_the_gradient_of_the_other_path() -> None:
+    """A word embedding that is also the output layer, as Megatron ties them."""
+    sequential = make("linear", accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.0, zero_out=True)
+    [weight] = weights_of(sequential).values()
+    other = torch.nn.Parameter(weight.detach().clone())  # of the same shape: nothing of it may arrive here
+    tokens = torch.tensor([3, 1, 3])
+    for _ in range(2):
+        weight.grad = None
+        y = sequential(torch.nn.functional.embedding(tokens, weight) + other[:3])
+        y.sum().backward()
+        through_embedding = torch.zeros_like(weight)
+        through_embedding.index_add_(0, tokens, weight.detach().sum(0).expand(3, IN))
+        assert_near(weight.grad, through_embedding)
+
+
+def test_each_experts_attributes_are_its_own() -> None:
+    expected = gradients(make("grouped, per group"), 1)
+    sequential = make("grouped, per group", accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.5, flag=False)
+    weights = weights_of(sequential)
+    first, second, third, fourth = weights.values()
+    first.overwrite_main_grad = True
+    second.overwrite_main_grad, second.grad_added_to_main_grad = True, False
+    third.grad_added_to_main_grad, third.zero_out_wgrad = False, True
+    fourth.main_grad = None
+    fourth.requires_grad_(False)
+    backward(sequential)
+    starts = dict(zip(weights, (0, 0, 0.5), strict=False))
+    for name, start in starts.items():
+        assert_near(weights[name].main_grad, expected[name] + start)
+    assert first.grad is None and fourth.grad is None and not hasattr(first, "grad_added_to_main_grad")
+    assert second.grad.isnan().all() and second.grad_added_to_main_grad
+    assert torch.equal(third.grad, torch.zeros_like(third)) and third.grad_added_to_main_grad
+
+
+def test_fused_and_unfused_land_the_same_bits() -> None:
+    results = []
+    for fusions in (None, ()):
+        sequential = make("experts", accumulate_into_main_grad=True, delay_wgrad_compute=False)
+        sequential = Sequential(*sequential, fusions=fusions)
+        give_main_grads(sequential, 0.5)
+        backward(sequential)
+        results.append([weight.main_grad for weight in weights_of(sequential).values()])
+    for fused, unfused in zip(*results, strict=True):
+        assert torch.equal(fused, unfused)
+
+
+class HandWritten(FusedOperation):
+    """A joint fusion of a user's, which returns the weight's gradient itself."""
+
+    pattern = (ops.Linear, ops.ConstantScale)
+
+    class Saved(NamedTuple):
+        x: Tensor
+
+    def fuser_forward(self, ctxs: Any, x: Any, extras: Any) -> Any:
+        ctxs[0].saved = self.Saved(x)
+        return 2 * torch.nn.functional.linear(x, ctxs[0].param("weight"), ctxs[0].param("bias")), {}
+
+    def fuser_backward(self, ctxs: Any, dy: Any, d_extra_outputs: Any) -> Any:
+        gradients = {"weight": 2 * dy.T @ ctxs[0].saved.x, "bias": 2 * dy.sum(0)}
+        return 2 * dy @ ctxs[0].param("weight"), (gradients, {}), {}
+
+
+def test_a_fusion_that_does_not_know_of_main_grad_is_refused_only_where_it_matters() -> None:
+    refusal = "It returns weight gradients, but they go into main_grad or are delayed"
+    expected = gradients(make("linear and scale"), 1)["0.weight"]
+    plain = Sequential(*make("linear and scale"), fusions=(HandWritten,))
+    assert refusal not in plain.explain() and "HandWritten" in plain.explain()
+    assert_near(gradients(plain, 1)["0.weight"], expected)
+    sequential = Sequential(*make("linear and scale", accumulate_into_main_grad=True), fusions=(HandWritten,))
+    assert refusal in sequential.explain()
+    give_main_grads(sequential, 0.5)
+    backward(sequential)
+    assert_near(sequential[0].weight.main_grad, expected + 0.5)
+
+
+def test_switches_that_are_on_are_shown() -> None:
+    linear = ops.Linear(2, 3, accumulate_into_main_grad=True)
+    assert repr(linear) == "Linear(in_features=2, out_features=3, bias=True, accumulate_into_main_grad=True)"
+    assert "delay_wgrad_compute=True)" in repr(ops.GroupedLinear(2, 2, 3, delay_wgrad_compute=True))

@@ -1,0 +1,179 @@
+"""A data-parallel wrapper like Megatron-LM's over two gloo ranks: its gradients are plain autograd's, bit by bit."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fuser import Sequential, ops
+
+RANKS = 2
+MICROBATCHES = 3
+ROWS, FEATURES, GROUPS = 12, 32, 4
+SIZES = [[[5, 0, 4, 3], [0, 0, 12, 0], [3, 3, 3, 1]], [[12, 0, 0, 0], [0, 0, 0, 0], [1, 2, 3, 4]]]  # rank, microbatch
+
+
+def model(**switches: Any) -> Sequential:
+    torch.manual_seed(0)
+    return Sequential(
+        ops.Linear(FEATURES, FEATURES, **switches),
+        ops.RMSNorm(FEATURES),
+        ops.GroupedLinear(GROUPS, FEATURES, 2 * FEATURES, **switches),
+        ops.SwiGLU(),
+        ops.GroupedLinear(GROUPS, FEATURES, FEATURES, stacked=False, bias=False, **switches),
+        nn.Dropout(0.0),
+        ops.Linear(FEATURES, 8, **switches),
+    )
+
+
+def backward(sequential: nn.Module, rank: int, microbatch: int) -> None:
+    generator = torch.Generator().manual_seed(10 * rank + microbatch)
+    x = torch.randn(ROWS, FEATURES, generator=generator, requires_grad=True)
+    y = sequential(x, split_sizes=torch.tensor(SIZES[rank][microbatch]))
+    y.backward(torch.randn(y.shape, generator=generator))
+
+
+class Bucket:
+    """Neighbouring parameters whose gradients share a flat float32 buffer, and are reduced together."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self.parameters = parameters
+        self.buffer = torch.zeros(sum(p.numel() for p in parameters))
+        self.waiting = set(parameters)
+        self.reduction: Any = None
+        for parameter, part in zip(parameters, self.buffer.split([p.numel() for p in parameters]), strict=True):
+            parameter.main_grad = part.view(parameter.shape)
+
+    def is_ready(self, parameter: Any) -> bool:
+        """Start the reduction when this was the last of its parameters. Returns whether it was."""
+        self.waiting.remove(parameter)
+        if not self.waiting:
+            self.reduction = dist.all_reduce(self.buffer, async_op=True)
+        return not self.waiting
+
+    def finish(self) -> None:
+        self.reduction.wait()
+        self.buffer /= RANKS
+        self.waiting = set(self.parameters)
+
+
+class DataParallel:
+    """Owns the gradient buffers. Hooks sit on AccumulateGrad, or on wgrad for weights that are marked as delayed.
+
+    sharded: as Megatron-FSDP, which takes the buffers away: the first gradient of a weight overwrites what is there.
+    """
+
+    def __init__(self, module: nn.Module, *, sharded: bool) -> None:
+        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self.is_last_microbatch = False
+        self.events: list[str] = []
+        self.accumulators = []
+        parameters = list(self.names)[::-1]
+        self.buckets = [Bucket(parameters[i : i + 3]) for i in range(0, len(parameters), 3)]
+        self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        weights = [
+            p for p, name in self.names.items() if ".weight" in name and isinstance(owner(module, name), WEIGHTED)
+        ]
+        self.sharded = weights if sharded else []
+        for parameter in self.sharded:
+            parameter.overwrite_main_grad = True
+        for parameter, name in self.names.items():
+            parameter.grad_added_to_main_grad = False
+            hook = partial(self.take, parameter)
+            if getattr(parameter, "skip_backward_post_hook", False):
+                owner(module, name).register_wgrad_accumulation_and_reduce_hooks(hook)
+            else:
+                accumulate = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+                accumulate.register_hook(lambda *_, hook=hook: hook())
+                self.accumulators.append(accumulate)  # a node that nobody holds forgets its hooks
+
+    def zero_grad_buffer(self) -> None:
+        for bucket in self.buckets:
+            bucket.buffer.zero_()
+        for parameter in self.sharded:
+            parameter.main_grad.fill_(torch.nan)
+        for parameter in self.names:
+            parameter.grad_added_to_main_grad = False
+
+    def take(self, parameter: Any) -> None:
+        """What Megatron's hook does when the gradient of a parameter is there."""
+        if self.is_last_microbatch:
+            assert parameter.grad is not None, "a gradient has to pass, so that hooks run in order"
+        if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+        self.events.append(self.names[parameter])
+        if self.is_last_microbatch and self.bucket_of[parameter].is_ready(parameter):
+            self.events.append("reduce")
+
+    def finish_grad_sync(self) -> None:
+        for bucket in self.buckets:
+            bucket.finish()
+
+
+WEIGHTED = ops.Linear | ops.GroupedLinear
+
+
+def owner(module: nn.Module, name: str) -> Any:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
+def plain_gradients(rank: int) -> dict[str, Tensor]:
+    sequential = model()
+    for microbatch in range(MICROBATCHES):
+        backward(sequential, rank, microbatch)
+    gradients = {}
+    for name, parameter in sequential.named_parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        gradients[name] = parameter.grad / RANKS
+    return gradients
+
+
+def train_step(sequential: Sequential, wrapper: DataParallel, rank: int, *, delay: bool) -> None:
+    """All microbatches; delayed, those before the last leave several weight gradients at a time."""
+    wrapper.zero_grad_buffer()
+    wrapper.events.clear()
+    wrapper.is_last_microbatch = False
+    for microbatch in range(MICROBATCHES - 1):
+        backward(sequential, rank, microbatch)
+    for _ in range(MICROBATCHES - 1 if delay else 0):
+        sequential.backward_dw()
+    wrapper.is_last_microbatch = True
+    backward(sequential, rank, MICROBATCHES - 1)
+    if delay:
+        sequential.backward_dw()
+    wrapper.finish_grad_sync()
+
+
+def run_rank(rank: int, delay: bool, rendezvous: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    try:
+        expected = plain_gradients(rank)
+        for sharded in (False, True):
+            sequential = model(accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+            wrapper = DataParallel(sequential, sharded=sharded)
+            for _ in range(2):  # the second step finds the buffers and flags of the first
+                train_step(sequential, wrapper, rank, delay=delay)
+                for name, parameter in sequential.named_parameters():
+                    assert torch.equal(parameter.main_grad, expected[name]), (name, delay, sharded)
+                    assert parameter.grad is None
+                orders: list[Any] = [None] * RANKS
+                dist.all_gather_object(orders, wrapper.events)
+                assert orders[0] == orders[1]
+                events = [event for event in wrapper.events if event != "reduce"]
+                assert len(events) == MICROBATCHES * len(expected)
+                assert wrapper.events.index("reduce") < len(events) - 1  # it overlaps with what is still computed
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+def test_gradients_are_those_of_plain_autograd_and_hooks_run_in_one_order(delay: bool, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(run_rank, (delay, str(tmp_path / "rendezvous")), nprocs=RANKS)
