@@ -55,7 +55,7 @@ from bench.start import measure_starts
 from bench.timing import Timing, time_interleaved
 from bench.usage import UsageError, require_device
 from bench.wgrad import ways as wgrad_ways
-from bench.wgrad import wgrads, wgrads_sqnr, why_no_accumulation
+from bench.wgrad import wgrads, wgrads_sqnr
 from bench.whole_layer import LayerCase, whole_layer
 
 Run = Callable[[], object]
@@ -189,9 +189,6 @@ def measure_skew(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[
 
 
 def measure_wgrad(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[Measured]:
-    if missing := why_no_accumulation():
-        setup.leave_out(f"wgrad: {missing}")
-        return
     case = expert_mlp(MODELS[model], device=setup.device, tokens=tokens)
     products = wgrads(case)
     sqnr = {way: checked(way, found, dtype) for way, found in wgrads_sqnr(products).items()}
