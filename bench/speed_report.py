@@ -117,17 +117,25 @@ class Target(NamedTuple):
     stretch: float
 
 
-def show_targets(found: Sequence[Measured]) -> None:
-    """Print what was reached of each target for which something was measured, the losses too."""
+def reached_targets(found: Sequence[Measured]) -> list[dict[str, Any]]:
+    """What was found of each target for which something was measured, and whether it was reached; the misses too."""
     rows = []
     for target in TARGETS:
         values = [target.figure(one) for one in found if target.wanted(one)]
         if values:
             value = target.fold(values)
-            rows.append(
-                [target.name, f"{value:.3f}", f"{target.target:g}", f"{target.stretch:g}", _verdict(target, value)]
-            )
-    if rows:
+            goals = {"target": target.target, "stretch": target.stretch}
+            rows.append({"name": target.name, "found": value, **goals, "verdict": _verdict(target, value)})
+    return rows
+
+
+def show_targets(found: Sequence[Measured]) -> None:
+    """Print the same."""
+    if reached := reached_targets(found):
+        rows = [
+            [one["name"], f"{one['found']:.3f}", f"{one['target']:g}", f"{one['stretch']:g}", one["verdict"]]
+            for one in reached
+        ]
         print_table("targets", ["", "found", "target", "stretch", ""], rows)
 
 
@@ -153,7 +161,7 @@ def draw_share_of_limit(path: Path, found: Sequence[Measured]) -> Path:
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_title(f"{passes}: share of the limit")
         axes.set_xlabel("rows an expert")
-        if not panel:
+        if shown and not panel:
             axes.legend(frameon=False, fontsize=8)
         bare(axes)
     save(figure, path)
@@ -168,10 +176,10 @@ def _verdict(target: Target, value: float) -> str:
 
 
 def _is(part: str, *models: str) -> Callable[[Measured], bool]:
-    """Backward included; of these models, or of any if none is named; bf16, and no skewed routing."""
+    """Backward included; of these models, or of any if none is named; bf16; random routing, if it has one."""
 
     def wanted(one: Measured) -> bool:
-        ordinary = one.passes != PASSES[0] and one.dtype == "bf16" and one.routing != "skewed"
+        ordinary = one.passes != PASSES[0] and one.dtype == "bf16" and one.routing in ("random", "by way")
         return ordinary and one.part == part and (not models or one.model in models)
 
     return wanted

@@ -1,7 +1,7 @@
 """How long the first step waits for its kernels: compiled (an empty Triton cache), or read from disk (a filled one).
 
 Each time in a process of its own. The start is the first forward + backward of a model's grouped MLP less the second;
-importing torch and making the tensors do not count. `python -m bench.start MODEL` is that process.
+importing torch and making the tensors do not count. `python -m bench.start MODEL DEVICE` is that process.
 """
 
 import json
@@ -13,24 +13,24 @@ from pathlib import Path
 
 from bench.case import PASSES
 from bench.grouped_case import expert_mlp
-from bench.models import EXPERT_SHAPES
+from bench.models import EXPERT_SHAPES, TINY_SHAPES
 from bench.schedule import BASELINE
 from bench.timing import time_interleaved
 
 ROOT = Path(__file__).parents[1]
 
 
-def measure_starts(model: str, *, timeout: float | None = None) -> dict[str, float]:
-    """Seconds of a "cold" and of a "warm" start on the GPU.
+def measure_starts(model: str, *, device: str = "cuda", timeout: float | None = None) -> dict[str, float]:
+    """Seconds of a "cold" and of a "warm" start.
 
     RuntimeError with what the process said if it failed, subprocess.TimeoutExpired after `timeout` seconds each.
     """
     with tempfile.TemporaryDirectory() as cache:
-        return {start: _measure(model, cache, timeout) for start in ("cold", "warm")}
+        return {start: _measure(model, device, cache, timeout) for start in ("cold", "warm")}
 
 
-def _measure(model: str, cache: str, timeout: float | None) -> float:
-    command = [sys.executable, "-m", "bench.start", model]
+def _measure(model: str, device: str, cache: str, timeout: float | None) -> float:
+    command = [sys.executable, "-m", "bench.start", model, device]
     environment = os.environ | {"TRITON_CACHE_DIR": cache}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     if done.returncode:
@@ -39,13 +39,13 @@ def _measure(model: str, cache: str, timeout: float | None) -> float:
     return first - later
 
 
-def first_and_later_step(model: str, device: str = "cuda") -> tuple[float, float]:
+def first_and_later_step(model: str, device: str) -> tuple[float, float]:
     """Seconds of the first step in this process, and of the second."""
-    case = expert_mlp(EXPERT_SHAPES[model], device=device)
+    case = expert_mlp((EXPERT_SHAPES | TINY_SHAPES)[model], device=device)
     step = {"step": case.step(case.ours(BASELINE), PASSES[-1])}
     first, later = (time_interleaved(step, rounds=1, warmup=0, device=device)["step"].median for _ in range(2))
     return first, later
 
 
 if __name__ == "__main__":
-    print(json.dumps(first_and_later_step(sys.argv[1])))
+    print(json.dumps(first_and_later_step(*sys.argv[1:])))

@@ -6,8 +6,6 @@ fp32 main_grad   dw_g += dy_g^T x_g         4 bytes read and 4 written
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +31,7 @@ class Wgrad:
         return grouped_gemm_nt(self.dy, self.x, self.splits)
 
     def accumulated(self) -> Tensor:
-        accumulate: dict[str, Any] = {"accumulate": True}  # see why_no_accumulation
-        return grouped_gemm_nt(self.dy, self.x, self.splits, out=self.main_grad, **accumulate)
+        return grouped_gemm_nt(self.dy, self.x, self.splits, out=self.main_grad, accumulate=True)
 
     def sqnr(self, found: Tensor) -> float:
         """dB of dw, expert by expert, against fp32."""
@@ -43,13 +40,6 @@ class Wgrad:
         for got, dy, x in zip(found, self.dy.split(sizes), self.x.split(sizes), strict=True):
             sqnr.add(got, dy.float().mT @ x.float())
         return sqnr.db
-
-
-def why_no_accumulation() -> str | None:
-    """Why main_grad cannot be added to, as a sentence; None if it can."""
-    if "accumulate" in signature(grouped_gemm_nt).parameters:
-        return None
-    return "grouped_gemm_nt has no `accumulate` in this build."
 
 
 def wgrads(case: GroupedCase) -> list[Wgrad]:
