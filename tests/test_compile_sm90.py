@@ -229,7 +229,9 @@ def shipped_configs(mode: str) -> set[tuple]:
     configs = set()
     for rows, aligned in product((0, 1, 100, 1_000, 10_000, 1_000_000), (True, False)):
         about = {"tf32": tf32, "aligned": aligned, "capability": (9, 0)}
-        configs.add(("k_grouped_kernel", *grouped_gemm.k_grouped_config(dtype, **about)))
+        for accumulate in (False, True):
+            config = grouped_gemm.k_grouped_config(dtype, **about, accumulate=accumulate)
+            configs.add(("k_grouped_kernel", *config))
         for num_groups in (1, 8, 257):
             configs.add(("m_grouped_kernel", *grouped_gemm.m_grouped_config(rows, num_groups, dtype, **about)))
         for interleave in (0, 1, 5, 8, 32, 64, 128, 1024):

@@ -158,10 +158,13 @@ def m_grouped_config(
 
 
 def k_grouped_config(
-    dtype: torch.dtype, *, tf32: bool, aligned: bool, capability: tuple[int, int]
+    dtype: torch.dtype, *, tf32: bool, aligned: bool, capability: tuple[int, int], accumulate: bool = False
 ) -> GroupedGemmConfig:
-    """Tiles of the kernel for NT. `aligned`: see `is_aligned`."""
-    return _fitting(_tile(128, dtype, tf32, aligned), dtype, capability)
+    """Tiles of the kernel for NT; half as high where they are added to what is there, which takes registers.
+
+    `aligned`: see `is_aligned`.
+    """
+    return _fitting(_tile(64 if accumulate else 128, dtype, tf32, aligned), dtype, capability)
 
 
 def is_aligned(*tensors: Tensor) -> bool:
@@ -518,7 +521,9 @@ def grouped_gemm_nt_triton(
         if not accumulate:
             out.zero_()
         return
-    config = k_grouped_config(dy_TN.dtype, tf32=tf32, aligned=is_aligned(dy_TN, x_TK, out), capability=capability(out))
+    config = k_grouped_config(
+        dy_TN.dtype, tf32=tf32, aligned=is_aligned(dy_TN, x_TK, out), capability=capability(out), accumulate=accumulate
+    )  # fmt: skip
     grid = (G * triton.cdiv(N, config.block_m) * triton.cdiv(K, config.block_n),)
     with torch.cuda.device_of(out):
         k_grouped_kernel[grid](
