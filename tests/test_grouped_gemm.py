@@ -11,6 +11,7 @@ from torch import Tensor
 from ops.kernels import grouped_gemm as gg
 from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
 from recipes.kernels.rounding import round_to
+from recipes.kernels.row_tiles import find_tile
 from recipes.splits import Splits
 from tests.grouped_cases import (
     CASES,
@@ -313,7 +314,7 @@ def test_tiles_fit_shared_memory(dtype, tf32, aligned, capability):
 @triton.jit
 def find_tiles_kernel(offsets_ptr, out_ptr, rows, num_groups, BLOCK_M: tl.constexpr):
     slot = tl.program_id(0)
-    group, first, end = gg.find_tile(offsets_ptr, slot, rows, num_groups, BLOCK_M)
+    group, first, end = find_tile(offsets_ptr, slot, rows, num_groups, BLOCK_M)
     tl.store(out_ptr + 3 * slot, group)
     tl.store(out_ptr + 3 * slot + 1, first)
     tl.store(out_ptr + 3 * slot + 2, tl.minimum(first + BLOCK_M, end))

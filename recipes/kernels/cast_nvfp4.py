@@ -52,13 +52,8 @@ from recipes.kernels.cast_float8 import (
     amax_stacked_ref,
     round_to_float8_ref,
 )
-from recipes.kernels.cast_nvfp4_triton import (
-    amax_nvfp4_kernel,
-    cast_nvfp4_kernel,
-    cast_nvfp4_square_kernel,
-    dequantize_columns_kernel,
-    dequantize_rows_kernel,
-)
+from recipes.kernels.cast_nvfp4_triton import amax_nvfp4_kernel, cast_nvfp4_kernel, cast_nvfp4_square_kernel
+from recipes.kernels.dequantize_nvfp4_triton import dequantize_columns_kernel, dequantize_rows_kernel
 from recipes.kernels.hadamard import hadamard_ref
 from recipes.kernels.random import random_bytes_ref
 from recipes.kernels.row_tiles import num_slots
