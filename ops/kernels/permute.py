@@ -109,7 +109,7 @@ class MapConfig(NamedTuple):
     num_warps: int
 
 
-MOST_EXPERTS = 4095  # whose counts a program of the counting sort holds
+MOST_EXPERTS = 2047  # whose counts a program of the counting sort holds
 
 
 @lru_cache(maxsize=1024)  # this and that below: Triton's arithmetic would cost the host 5 us a call
