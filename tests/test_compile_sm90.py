@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fused.kernels import grouped_gemm_swiglu
-from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, permute, steps
+from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, permute, routing, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
 from recipes.formats import E4M3, E5M2
@@ -126,6 +126,19 @@ def launch_permute(rows: int, features: int, dtype: torch.dtype) -> None:
         permute.make_routing_map_triton(row_of_slot, row_of_slot, slots, slots, slots.new_empty(num_experts))
 
 
+def launch_routing(rows: int) -> None:
+    """Routes of few and many experts and slots, with one of the gradients and with both."""
+    for num_experts, topk in ((1, 1), (64, 8), (128, 8), (256, 6), (512, 10), (512, 512)):
+        logits, probs = torch.empty(rows, num_experts), torch.empty(rows, topk)
+        indices, fractions = torch.empty(rows, topk, dtype=torch.int64), torch.empty(num_experts)
+        config = routing.route_config(num_experts, topk)
+        for normalized in (True, False):
+            routing.route_triton(logits, probs, indices, logits, logits, logits, config, normalized)
+            for dprobs, dloss in ((probs, None), (None, fractions[0]), (probs, fractions[0])):
+                about = (probs, indices, logits, fractions, logits, 1.5, normalized)
+                routing.droute_triton(dprobs, dloss, *about)
+
+
 def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
     """Each activation between a bias, and a scale, a dropout and an added tensor; alone with a factor a row; cast."""
     x, dy = torch.empty(rows, features, dtype=dtype), torch.empty(rows, features, dtype=dtype)
@@ -222,6 +235,8 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         launch_norms(MANY_ROWS, N, dtype)
     for features in () if tf32 else (*all_features, (7168, 7168)):
         launch_permute(MANY_ROWS, features[0], dtype)
+    if mode == "fp32":
+        launch_routing(MANY_ROWS)
     if not tf32:
         launch_chains(MANY_ROWS, ALIGNED[0], dtype)
     if mode == "bf16" and ODD in all_features:  # masked tiles; in fp16 ptxas spills 8 bytes of one of these kernels
