@@ -309,7 +309,7 @@ BLOCK = 32
 @pytest.fixture
 def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors too, which the interpreter takes; it takes seconds to sort blocks as large as those shipped."""
-    monkeypatch.setattr(permute, "runs_triton", lambda *tensors, dtypes=(): True)
+    monkeypatch.setattr(permute, "runs_in_triton", lambda device, dtype: True)
     monkeypatch.setattr(permute, "map_config", lambda num_experts: map_config(num_experts)._replace(block=BLOCK))
 
 
@@ -398,6 +398,24 @@ def test_a_program_has_16_bytes_a_thread(itemsize: int) -> None:
         assert config.block_h == 16 or config.block_h // 2 < H
         assert config.num_warps == 1 or config.block_h * itemsize == 16 * 32 * config.num_warps
         assert config.num_warps <= 4
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "experts", "in_triton"),
+    [
+        ("cuda", torch.bfloat16, 8, (True, True, True)),
+        ("cuda", torch.float32, 600, (False, True, True)),
+        ("cuda", torch.float64, 8, (False, False, False)),
+        ("cpu", torch.bfloat16, 8, (False, False, False)),
+    ],
+)
+def test_explain_says_where_kernels_run(
+    device: str, dtype: torch.dtype, experts: int, in_triton: tuple[bool, ...]
+) -> None:
+    layer = Sequential(ops.Router(16, experts, 2), ops.Dispatch(experts), ops.Combine())
+    lines = layer.explain(device=device, dtype=dtype).splitlines()
+    shown = [line for line in lines if any(name in line for name in ("Router", "Dispatch", "Combine"))]
+    assert tuple("(Triton)" in line for line in shown) == in_triton
 
 
 @pytest.mark.gpu

@@ -34,7 +34,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ops.kernels.elementwise import runs_triton
+from ops.kernels.norm_triton import runs_in_triton
 from ops.kernels.permute_triton import combine_kernel, count_kernel, dispatch_kernel, place_kernel
 
 
@@ -136,7 +136,7 @@ def make_routing_map(indices: Tensor, num_experts: int) -> tuple[RoutingMap, Ten
     Indices outside [0, num_experts) do no harm beyond themselves: one below 0 counts for expert 0; one above comes
     after all others, in rows past the sum of the sizes.
     """
-    if not runs_triton(indices) or num_experts > MOST_EXPERTS:
+    if not runs_in_triton(indices.device, indices.dtype) or num_experts > MOST_EXPERTS:
         return make_routing_map_ref(indices, num_experts)
     row_of_slot = torch.empty(indices.shape, dtype=torch.int64, device=indices.device)
     token_of_row, slot_of_row = row_of_slot.new_empty(2, indices.numel()).unbind()
@@ -147,7 +147,7 @@ def make_routing_map(indices: Tensor, num_experts: int) -> tuple[RoutingMap, Ten
 
 def dispatch(x: Tensor, routing_map: RoutingMap) -> Tensor:
     """y[row] = x[token_of_row[row]], for x [T, H]; y [T topk, H]."""
-    if not runs_triton(x):
+    if not runs_in_triton(x.device, x.dtype):
         return x.index_select(0, routing_map.token_of_row)
     y = x.new_empty(routing_map.token_of_row.shape[0], x.shape[1])
     dispatch_triton(x.contiguous(), routing_map.row_of_slot, y)
@@ -156,7 +156,7 @@ def dispatch(x: Tensor, routing_map: RoutingMap) -> Tensor:
 
 def combine(x: Tensor, routing_map: RoutingMap) -> Tensor:
     """y[t] = sum_k x[row_of_slot[t, k]], for x [T topk, H]; y [T, H] in x's dtype."""
-    if not runs_triton(x):
+    if not runs_in_triton(x.device, x.dtype):
         return _combine_on_torch(x, routing_map)
     y = x.new_empty(routing_map.row_of_slot.shape[0], x.shape[1])
     combine_triton(x.contiguous(), routing_map.row_of_slot, y)

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ops.kernels.elementwise import runs_triton
+from ops.kernels.norm_triton import runs_in_triton
 from ops.kernels.routing_triton import droute_kernel, route_kernel
 
 
@@ -86,13 +86,19 @@ def route_config(num_experts: int, topk: int) -> RouteConfig:
     return RouteConfig(min(64, 2048 // block_e), block_e, block_k, num_warps=4)
 
 
+def routes_in_triton(device: torch.device, dtype: torch.dtype, num_experts: int) -> bool:
+    """Whether the kernels take logits of this dtype; torch takes the others."""
+    return runs_in_triton(device, dtype) and num_experts <= MOST_EXPERTS
+
+
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 
 def route(logits: Tensor, topk: int, *, normalized: bool) -> Routing:
     """Choose `topk` experts for each row of logits [T, E], float32 or float64."""
     num_tokens, num_experts = logits.shape
-    choose = _choose_on_triton if _runs_triton(logits) else _choose_on_torch
+    on_triton = routes_in_triton(logits.device, logits.dtype, num_experts)
+    choose = _choose_on_triton if on_triton else _choose_on_torch
     probs, indices, softmax, counts, sums = choose(logits, topk, normalized)
     fractions = counts.div_(max(num_tokens * topk, 1))
     loss = torch.dot(fractions, sums) * (num_experts / max(num_tokens, 1))
@@ -117,7 +123,7 @@ def droute(
         return None
     num_tokens, num_experts = softmax.shape
     loss_scale = num_experts / max(num_tokens, 1)
-    if _runs_triton(softmax):
+    if routes_in_triton(softmax.device, softmax.dtype, num_experts):
         dlogits = torch.empty_like(softmax)
         dprobs = None if dprobs is None else dprobs.contiguous()
         droute_triton(dprobs, dloss, probs, indices, softmax, fractions, dlogits, loss_scale, normalized)
@@ -202,11 +208,6 @@ def _choose_on_triton(logits: Tensor, topk: int, normalized: bool) -> _Choice:
     route_triton(logits.contiguous(), probs, indices, softmax, shares[0], shares[1], config, normalized)
     counts, sums = shares.sum(1).unbind()
     return probs, indices, softmax, counts, sums
-
-
-def _runs_triton(x: Tensor) -> bool:
-    """x: [T, E]."""
-    return runs_triton(x) and x.shape[1] <= MOST_EXPERTS
 
 
 def _blocks(config: RouteConfig) -> dict[str, int]:
