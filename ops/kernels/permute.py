@@ -114,7 +114,7 @@ MOST_EXPERTS = 2047  # whose counts a program of the counting sort holds
 
 @lru_cache(maxsize=1024)  # this and that below: Triton's arithmetic would cost the host 5 us a call
 def move_config(H: int, itemsize: int) -> MoveConfig:
-    """16 bytes a thread, up to 128 threads; 256 columns a warp of 2-byte elements."""
+    """16 bytes a thread, up to 128 threads. One access each if H is a multiple of 16, else one an element."""
     block_h = max(16, min(2048 // itemsize, triton.next_power_of_2(H)))
     return MoveConfig(block_h, max(1, block_h * itemsize // 512))
 
