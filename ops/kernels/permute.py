@@ -16,8 +16,8 @@ Each is the other's backward.
 Precision: dispatch copies; combine adds in float32 (float64 for float64), in the order of the slots, and rounds once.
 Neither has atomics, so both repeat bit for bit, and kernels and torch agree bit for bit.
 
-On CUDA one Triton kernel each moves the rows, at the speed of a copy, in every dtype but float64. The map is a counting
-sort there: two Triton kernels and torch's inclusive sum between them, where sort, scatter and search are about 20.
+On CUDA one Triton kernel each moves the rows, in every dtype but float64. The map is a counting sort there: two Triton
+kernels with torch's inclusive sum between them.
 
 Graph safety: nothing reads the device.
 """

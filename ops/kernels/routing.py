@@ -81,9 +81,9 @@ MOST_EXPERTS = 512
 
 @lru_cache(maxsize=1024)  # Triton's arithmetic would cost the host 5 us a call
 def route_config(num_experts: int, topk: int) -> RouteConfig:
-    """16 logits a thread: with 32 the backward of some spills."""
+    """Up to 16 logits a thread and 16 tokens a program: with twice of either the backward spills."""
     block_e, block_k = triton.next_power_of_2(num_experts), triton.next_power_of_2(topk)
-    return RouteConfig(min(64, 2048 // block_e), block_e, block_k, num_warps=4)
+    return RouteConfig(min(16, 2048 // block_e), block_e, block_k, num_warps=4)
 
 
 def routes_in_triton(device: torch.device, dtype: torch.dtype, num_experts: int) -> bool:
