@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ops.kernels.norm_triton import runs_in_triton
 from ops.kernels.permute import RoutingMap, combine, dispatch
 from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from recipes.request import PlanRequest
 
 
 class Combine(BasicOperation):
@@ -25,6 +27,9 @@ class Combine(BasicOperation):
 
     class Saved(NamedTuple):
         routing_map: RoutingMap
+
+    def kernel(self, request: PlanRequest) -> str:
+        return "rows summed as they are read (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"
 
     def features(self, incoming: int | None) -> int | None:
         return incoming

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ops.kernels.norm_triton import runs_in_triton
 from ops.kernels.permute import RoutingMap, combine, dispatch, make_routing_map
 from ops.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
+from recipes.request import PlanRequest
 from recipes.splits import Splits
 
 
@@ -43,6 +45,9 @@ class Dispatch(BasicOperation):
         if num_experts <= 0:
             raise ValueError(f"Dispatch got num_experts={num_experts}. It must be positive.")
         self.num_experts = num_experts
+
+    def kernel(self, request: PlanRequest) -> str:
+        return "a token read once, counting sort (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"
 
     def features(self, incoming: int | None) -> int | None:
         return incoming

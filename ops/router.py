@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.kernels.routing import droute, route
+from ops.kernels.routing import droute, route, routes_in_triton
 from ops.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext, check_features
+from recipes.request import PlanRequest
 
 
 class Router(BasicOperation):
@@ -115,6 +116,11 @@ class Router(BasicOperation):
     def _weight(self, ctx: OperationContext) -> Tensor:
         """The weight as it is held: torch.autocast would round it."""
         return ctx.param("weight", torch.promote_types(ctx.dtype, torch.float32))
+
+    def kernel(self, request: PlanRequest) -> str:
+        dtype = torch.promote_types(request.dtype, torch.float32)
+        on_triton = routes_in_triton(request.device, dtype, self.num_experts)
+        return "softmax and choice in one (Triton)" if on_triton else "torch"
 
     def features(self, incoming: int | None) -> int | None:
         check_features(incoming, self.hidden_size)

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from fused.kernels import grouped_gemm_swiglu
-from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, steps
+from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, permute, routing, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
 from recipes.formats import E4M3, E5M2
@@ -114,6 +114,31 @@ def launch_norms(rows: int, N: int, dtype: torch.dtype) -> None:
         norm_triton.dnorm_triton(x, x, mean, rstd, w, 1 / N, **needs, need_dx=False)
         if w is not None and bias is None:
             norm_triton.dnorm_triton(x, x, mean, rstd, w, 1 / N, **needs, added=x)
+
+
+def launch_permute(rows: int, features: int, dtype: torch.dtype) -> None:
+    """Moves along maps of few and many slots, and the making of the map for few and many experts."""
+    for topk in (1, 8, 32):
+        row_of_slot = torch.empty(rows, topk, dtype=torch.int64)
+        x, y = torch.empty(rows, features, dtype=dtype), torch.empty(rows * topk, features, dtype=dtype)
+        permute.dispatch_triton(x, row_of_slot, y)
+        permute.combine_triton(y, row_of_slot, x)
+    slots = row_of_slot.flatten()
+    for num_experts in (1, 128, permute.MOST_EXPERTS):
+        permute.make_routing_map_triton(row_of_slot, row_of_slot, slots, slots, slots.new_empty(num_experts))
+
+
+def launch_routing(rows: int) -> None:
+    """Routes of few and many experts and slots, with one of the gradients and with both."""
+    for num_experts, topk in ((1, 1), (60, 4), (128, 8), (512, 512)):
+        logits, probs = torch.empty(rows, num_experts), torch.empty(rows, topk)
+        indices, fractions = torch.empty(rows, topk, dtype=torch.int64), torch.empty(num_experts)
+        config = routing.route_config(num_experts, topk)
+        for normalized in (True, False):
+            routing.route_triton(logits, probs, indices, logits, logits, logits, config, normalized)
+            for dprobs, dloss in ((probs, None), (None, fractions[0]), (probs, fractions[0])):
+                about = (probs, indices, logits, fractions, logits, 1.5, normalized)
+                routing.droute_triton(dprobs, dloss, *about)
 
 
 def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
@@ -210,6 +235,10 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
             launch_grouped_gemm_float8(rows, (ALIGNED[0], features[1]), dtype)
     for N in () if tf32 else NORM_WIDTHS:
         launch_norms(MANY_ROWS, N, dtype)
+    for columns in () if tf32 else (ODD[0], 7168):
+        launch_permute(MANY_ROWS, columns, dtype)
+    if mode == "fp32":
+        launch_routing(MANY_ROWS)
     if not tf32:
         launch_chains(MANY_ROWS, ALIGNED[0], dtype)
     if mode == "bf16" and ODD in all_features:  # masked tiles; in fp16 ptxas spills 8 bytes of one of these kernels

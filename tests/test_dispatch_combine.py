@@ -12,10 +12,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fuser import Sequential, ops
-from ops.kernels.permute import RoutingMap, combine, combine_ref, dispatch, dispatch_ref, make_routing_map
+from ops.kernels import permute
+from ops.kernels.permute import (
+    RoutingMap,
+    combine,
+    combine_ref,
+    dispatch,
+    dispatch_ref,
+    make_routing_map,
+    make_routing_map_ref,
+    map_config,
+    move_config,
+)
 from ops.saved import flatten, unflatten
 from tests.check_operation import DEVICES, DTYPES
-from tests.reference import assert_close, assert_same_bits
+from tests.grouped_cases import DEVICES as KERNEL_DEVICES
+from tests.reference import assert_close, assert_same_bits, capture, no_host_sync
 
 OUTPUTS = ("split_sizes", "scales", "routing_map")
 
@@ -284,6 +296,173 @@ def test_nothing_waits_for_the_device() -> None:
             pair(x, probs=probs, indices=indices).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# The kernels
+
+# Triton 3.6's interpreter turns arrays of one element into loop bounds, which numpy >= 2.4 will refuse.
+on_kernels = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+NARROW = DTYPES[1:]
+BLOCK = 32
+
+
+@pytest.fixture
+def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors too, which the interpreter takes; it takes seconds to sort blocks as large as those shipped."""
+    monkeypatch.setattr(permute, "runs_in_triton", lambda device, dtype: True)
+    monkeypatch.setattr(permute, "map_config", lambda num_experts: map_config(num_experts)._replace(block=BLOCK))
+
+
+def check_map(indices: Tensor, num_experts: int) -> None:
+    made, expected = make_routing_map(indices, num_experts), make_routing_map_ref(indices, num_experts)
+    names = ("row_of_slot", "token_of_row", "slot_of_row", "sizes")
+    found, wanted = ((*m[0].tensors(), *m[1:]) for m in (made, expected))
+    assert_same_bits(dict(zip(names, found, strict=True)), dict(zip(names, wanted, strict=True)))
+
+
+@on_kernels
+@pytest.mark.usefixtures("kernels_everywhere")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", NARROW)
+def test_kernels_move_rows_as_the_references_do(dtype: torch.dtype, case: Case, device: str) -> None:
+    indices = torch.tensor(case.indices, device=device)
+    routing_map, _, _ = make_routing_map(indices, case.num_experts)
+    x = torch.randn(len(indices), case.features, device=device).to(dtype)
+    rows = torch.randn(indices.numel(), case.features, device=device).to(dtype)
+    x[0, 0] = rows[-1, -1] = float("nan")
+    assert_same_bits(
+        {"dispatch": dispatch(x, routing_map), "combine": combine(rows, routing_map)},
+        {"dispatch": dispatch_ref(x, indices), "combine": combine_ref(rows, indices)},
+    )
+
+
+@on_kernels
+@pytest.mark.usefixtures("kernels_everywhere")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("features", [0, 1, 8, 24, 513, 1024, 1032, 2880])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_kernels_move_rows_of_any_width(dtype: torch.dtype, features: int, device: str) -> None:
+    indices = torch.rand(5, 7, device=device).argsort(1)[:, :3]
+    routing_map, _, _ = make_routing_map(indices, 7)
+    x, rows = (torch.randn(n, features, device=device).to(dtype).t().contiguous().t() for n in (5, 15))
+    assert_same_bits(
+        {"dispatch": dispatch(x, routing_map), "combine": combine(rows, routing_map)},
+        {"dispatch": dispatch_ref(x, indices), "combine": combine_ref(rows, indices)},
+    )
+
+
+@on_kernels
+@pytest.mark.usefixtures("kernels_everywhere")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_counting_sort_makes_the_map_of_a_stable_sort(case: Case, device: str) -> None:
+    check_map(torch.tensor(case.indices, device=device), case.num_experts)
+
+
+@on_kernels
+@pytest.mark.usefixtures("kernels_everywhere")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("topk", [1, 3, 4])
+@pytest.mark.parametrize("num_pairs", [12, BLOCK - 8, BLOCK + 4, 3 * BLOCK, 3 * BLOCK + 12])
+@pytest.mark.parametrize("num_experts", [1, 31, 32, 100])
+def test_the_counting_sort_is_stable_over_blocks(num_experts: int, num_pairs: int, topk: int, device: str) -> None:
+    # One expert is much liked, others by nobody; some choices are no expert at all.
+    indices = (torch.randn(num_pairs // topk, topk, device=device) * num_experts / 4).long()
+    check_map(indices, num_experts)
+
+
+@on_kernels
+@pytest.mark.usefixtures("kernels_everywhere")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)
+def test_the_counting_sort_takes_any_integers_and_strides(dtype: torch.dtype, device: str) -> None:
+    check_map(torch.randint(-2, 9, (4, 50), device=device).to(dtype).t(), 7)
+
+
+@on_kernels
+@pytest.mark.usefixtures("kernels_everywhere")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_kernels_take_no_tokens(device: str) -> None:
+    indices = NO_TOKENS.to(device)
+    check_map(indices, 4)
+    routing_map, _, _ = make_routing_map(indices, 4)
+    x = torch.empty(0, 8, device=device)
+    assert dispatch(x, routing_map).shape == combine(x, routing_map).shape == (0, 8)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_program_has_16_bytes_a_thread(itemsize: int) -> None:
+    for H in range(1, 9000, 7):
+        config = move_config(H, itemsize)
+        assert config.block_h == 16 or config.block_h // 2 < H
+        assert config.num_warps == 1 or config.block_h * itemsize == 16 * 32 * config.num_warps
+        assert config.num_warps <= 4
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "experts", "in_triton"),
+    [
+        ("cuda", torch.bfloat16, 8, (True, True, True)),
+        ("cuda", torch.float32, 600, (False, True, True)),
+        ("cuda", torch.float64, 8, (False, False, False)),
+        ("cpu", torch.bfloat16, 8, (False, False, False)),
+    ],
+)
+def test_explain_says_where_kernels_run(
+    device: str, dtype: torch.dtype, experts: int, in_triton: tuple[bool, ...]
+) -> None:
+    layer = Sequential(ops.Router(16, experts, 2), ops.Dispatch(experts), ops.Combine())
+    lines = layer.explain(device=device, dtype=dtype).splitlines()
+    shown = [line for line in lines if any(name in line for name in ("Router", "Dispatch", "Combine"))]
+    assert tuple("(Triton)" in line for line in shown) == in_triton
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("skewed", [False, True])
+def test_kernels_agree_with_torch_for_many_tokens(skewed: bool) -> None:
+    scores = torch.rand(8192, 128, device="cuda")
+    if skewed:
+        scores *= torch.arange(1, 129, device="cuda") ** -0.5
+    indices = scores.argsort(1, descending=True)[:, :8]
+    check_map(indices, 128)
+    routing_map, _, _ = make_routing_map(indices, 128)
+    on_host = RoutingMap(*(t.cpu() for t in routing_map.tensors()))
+    x, rows = (torch.randn(n, 2880, device="cuda").bfloat16() for n in (8192, 65536))
+    assert_same_bits(
+        {"dispatch": dispatch(x, routing_map).cpu(), "combine": combine(rows, routing_map).cpu()},
+        {"dispatch": dispatch(x.cpu(), on_host), "combine": combine(rows.cpu(), on_host)},
+    )
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_billion_elements_are_moved() -> None:
+    indices = torch.rand(40_000, 8, device="cuda").argsort(1)
+    routing_map, _, _ = make_routing_map(indices, 8)
+    x = torch.randint(-8, 9, (40_000, 7168), device="cuda").bfloat16()
+    rows = dispatch(x, routing_map)
+    assert rows.numel() > 2**31
+    assert torch.equal(rows[-1], x[routing_map.token_of_row[-1]])
+    assert torch.equal(combine(rows, routing_map), 8 * x)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_other_choices() -> None:
+    indices, x = torch.zeros(512, 4, dtype=torch.int64, device="cuda"), torch.randn(512, 96, device="cuda")
+
+    def step() -> dict[str, Tensor]:
+        routing_map, slot_of_row, sizes = make_routing_map(indices, 16)
+        rows = dispatch(x, routing_map)
+        return {"slots": slot_of_row, "sizes": sizes, "rows": rows, "y": combine(rows, routing_map)}
+
+    with no_host_sync():
+        step()
+    graph, replayed = capture(step)
+    for _ in range(3):
+        indices.copy_(torch.rand(512, 16, device="cuda").argsort(1)[:, :4])
+        x.normal_()
+        graph.replay()
+        assert_same_bits(replayed, step())
 
 
 # A whole layer

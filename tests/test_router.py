@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fuser import Sequential, autocast, ops
+from ops.kernels import routing
 from ops.kernels.routing import droute, route, route_ref
 from tests.check_operation import DEVICES, DTYPES
+from tests.grouped_cases import DEVICES as KERNEL_DEVICES
 from tests.reference import ROUNDED_ONCE, assert_close, assert_same_bits
 
 OUTPUTS = ("probs", "indices", "load_balancing_loss")
@@ -221,6 +225,89 @@ def test_no_gradient_asks_for_none() -> None:
     routing = route(torch.randn(3, 4), 2, normalized=True)
     arguments = (routing.probs, routing.indices, routing.softmax, routing.fractions)
     assert droute(None, None, *arguments, normalized=True) is None
+
+
+# Triton 3.6's interpreter turns arrays of one element into loop bounds, which numpy >= 2.4 will refuse.
+on_kernels = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+
+@pytest.fixture
+def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors too, which the interpreter takes."""
+    monkeypatch.setattr(routing, "runs_in_triton", lambda device, dtype: True)
+
+
+@on_kernels
+@pytest.mark.usefixtures("kernels_everywhere")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "probs", "loss"])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "topk"),
+    [(70, 8, 2), (13, 7, 3), (9, 6, 1), (9, 5, 5), (9, 1, 1), (1, 128, 8), (33, 100, 6), (17, 512, 10), (0, 4, 2)],
+)
+def test_kernels_agree_with_the_reference(
+    tokens: int, experts: int, topk: int, normalized: bool, wanted: tuple[bool, bool], device: str
+) -> None:
+    logits = (3 * torch.randn(tokens, experts, device=device)).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    probs, indices, loss = route_ref(exact, topk, normalized=normalized)
+    dprobs, dloss = torch.randn_like(probs), torch.randn_like(loss)
+    heads = [head for head, flag in zip((probs, loss), wanted, strict=True) if flag]
+    given = [d if flag else None for d, flag in zip((dprobs, dloss), wanted, strict=True)]
+    (expected,) = torch.autograd.grad(heads, exact, [d for d in given if d is not None])
+    with torch.no_grad():
+        found = route(logits, topk, normalized=normalized)
+        narrow = [None if d is None else d.float() for d in given]
+        dlogits = droute(*narrow, found.probs, found.indices, found.softmax, found.fractions, normalized=normalized)
+    fractions = F.one_hot(indices, experts).double().sum((0, 1)) / max(tokens * topk, 1)
+    assert_close(
+        {**found._asdict(), "dlogits": dlogits},
+        {"probs": probs, "indices": indices, "loss": loss, "softmax": exact.softmax(-1), "fractions": fractions}
+        | {"dlogits": expected},
+        TOLERANCES,
+        floor=1e-3,  # of one normalized probability there is no gradient
+    )
+
+
+@on_kernels
+@pytest.mark.usefixtures("kernels_everywhere")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("normalized", [False, True])
+def test_kernels_order_any_logits_as_torch_does(normalized: bool, device: str) -> None:
+    values = [0.0, -0.0, 1.0, 1.0, -1.0, -1.0, float("-inf"), 1e-45, -1e-45, 3e38, -3e38, -900.0]
+    logits = torch.tensor(values, device=device)[torch.rand(40, len(values), device=device).argsort(1)]
+    _, order = logits.sort(dim=1, descending=True, stable=True)
+    with np.errstate(over="ignore", invalid="ignore"):  # numpy, the interpreter, warns of them
+        made = route(logits, len(values), normalized=normalized)
+        assert torch.equal(made.indices, order)
+        assert torch.equal(made.softmax.gather(1, order), made.probs) or normalized
+        logits[:, 3], logits[:, 5] = float("nan"), float("inf")
+        made = route(logits, 3, normalized=normalized)
+    assert torch.equal(made.indices, logits.sort(dim=1, descending=True, stable=True).indices[:, :3])
+    assert made.probs.isnan().all() and made.softmax.isnan().all()
+
+
+@on_kernels
+@pytest.mark.usefixtures("kernels_everywhere")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_token_is_routed_alike_whatever_the_others_are(normalized: bool, device: str) -> None:
+    logits = torch.randn(150, 64, device=device)
+    whole, part = (route(x, 4, normalized=normalized) for x in (logits, logits[67:70]))
+    for name in ("probs", "indices", "softmax"):
+        assert torch.equal(getattr(whole, name)[67:70], getattr(part, name)), name
+
+
+@pytest.mark.gpu
+def test_more_experts_than_a_program_has_are_routed_by_torch() -> None:
+    logits = torch.randn(20, routing.MOST_EXPERTS + 1, device="cuda")
+    made, expected = route(logits, 3, normalized=True), route_ref(logits, 3, normalized=True)
+    assert_close(
+        {"probs": made.probs, "indices": made.indices, "loss": made.loss},
+        dict(zip(("probs", "indices", "loss"), expected, strict=True)),
+        TOLERANCES,
+    )
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])

@@ -11,6 +11,9 @@ over the tokens. Even routing gives a loss of 1. Without tokens it is 0.
 Layouts: logits, s [T, E]; probs, indices [T, topk]; f [E]. Precision: all in the dtype of the logits, float32 or
 float64.
 
+On CUDA float32 is routed by one Triton kernel each way, for up to 512 experts; each program counts and sums its tokens,
+and torch adds the programs up.
+
 Graph safety: nothing reads the device; no atomics. Counts come from a mask and a sum, not from bincount, whose result
 has a size that the host would have to read.
 
@@ -20,11 +23,16 @@ Source of the loss: Fedus et al., "Switch Transformer", 2021, equations 4 to 6, 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
+
+from ops.kernels.norm_triton import runs_in_triton
+from ops.kernels.routing_triton import droute_kernel, route_kernel
 
 
 class Routing(NamedTuple):
@@ -35,6 +43,9 @@ class Routing(NamedTuple):
     loss: Tensor
     softmax: Tensor
     fractions: Tensor
+
+
+# ---------------------------------------------------------------------------------------------------------- references
 
 
 def route_ref(logits: Tensor, topk: int, *, normalized: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,17 +64,44 @@ def route_ref(logits: Tensor, topk: int, *, normalized: bool) -> tuple[Tensor, T
     return probs, indices, num_experts * (fractions * softmax.mean(0)).sum()
 
 
+# -------------------------------------------------------------------------------------------------------------- config
+
+
+class RouteConfig(NamedTuple):
+    """Tokens, experts and slots of a program, all of each token's."""
+
+    block_t: int
+    block_e: int
+    block_k: int
+    num_warps: int
+
+
+MOST_EXPERTS = 512
+
+
+@lru_cache(maxsize=1024)  # Triton's arithmetic would cost the host 5 us a call
+def route_config(num_experts: int, topk: int) -> RouteConfig:
+    """Up to 16 logits a thread and 16 tokens a program: with twice of either the backward spills."""
+    block_e, block_k = triton.next_power_of_2(num_experts), triton.next_power_of_2(topk)
+    return RouteConfig(min(16, 2048 // block_e), block_e, block_k, num_warps=4)
+
+
+def routes_in_triton(device: torch.device, dtype: torch.dtype, num_experts: int) -> bool:
+    """Whether the kernels take logits of this dtype; torch takes the others."""
+    return runs_in_triton(device, dtype) and num_experts <= MOST_EXPERTS
+
+
+# ----------------------------------------------------------------------------------------------------------- launchers
+
+
 def route(logits: Tensor, topk: int, *, normalized: bool) -> Routing:
     """Choose `topk` experts for each row of logits [T, E], float32 or float64."""
     num_tokens, num_experts = logits.shape
-    # Not torch.topk: which of equal values it takes depends on the device.
-    ordered, experts = logits.sort(dim=-1, descending=True, stable=True)
-    indices = experts[:, :topk].contiguous()
-    softmax = logits.softmax(-1)
-    probs = ordered[:, :topk].softmax(-1) if normalized else softmax.gather(1, indices)
-    chosen = torch.zeros_like(logits).scatter_(1, indices, 1.0)
-    fractions = chosen.sum(0).div_(max(num_tokens * topk, 1))
-    loss = torch.dot(fractions, softmax.sum(0)) * (num_experts / max(num_tokens, 1))
+    on_triton = routes_in_triton(logits.device, logits.dtype, num_experts)
+    choose = _choose_on_triton if on_triton else _choose_on_torch
+    probs, indices, softmax, counts, sums = choose(logits, topk, normalized)
+    fractions = counts.div_(max(num_tokens * topk, 1))
+    loss = torch.dot(fractions, sums) * (num_experts / max(num_tokens, 1))
     return Routing(probs, indices, loss, softmax, fractions)
 
 
@@ -84,9 +122,15 @@ def droute(
     if dprobs is None and dloss is None:
         return None
     num_tokens, num_experts = softmax.shape
+    loss_scale = num_experts / max(num_tokens, 1)
+    if routes_in_triton(softmax.device, softmax.dtype, num_experts):
+        dlogits = torch.empty_like(softmax)
+        dprobs = None if dprobs is None else dprobs.contiguous()
+        droute_triton(dprobs, dloss, probs, indices, softmax, fractions, dlogits, loss_scale, normalized)
+        return dlogits
     d_softmax = torch.zeros_like(softmax)
     if dloss is not None:
-        d_softmax += fractions * (dloss * (num_experts / max(num_tokens, 1)))
+        d_softmax += fractions * (dloss * loss_scale)
     if dprobs is None:
         return _dsoftmax(d_softmax, softmax)
     if not normalized:
@@ -95,6 +139,80 @@ def droute(
     if dloss is None:
         return d_softmax.scatter_(1, indices, chosen)
     return _dsoftmax(d_softmax, softmax).scatter_add_(1, indices, chosen)
+
+
+def route_triton(
+    logits: Tensor,
+    probs: Tensor,
+    indices: Tensor,
+    softmax: Tensor,
+    counts: Tensor,
+    sums: Tensor,
+    config: RouteConfig,
+    normalized: bool,
+) -> None:
+    """Launch the choice. counts, sums: [programs, E], of each program's tokens. All tensors contiguous."""
+    if not counts.shape[0]:
+        return
+    with torch.cuda.device_of(logits):
+        route_kernel[(counts.shape[0],)](
+            logits, probs, indices, softmax, counts, sums, *logits.shape,
+            TOPK=probs.shape[1], NORMALIZED=normalized, **_blocks(config),
+        )  # fmt: skip
+
+
+def droute_triton(
+    dprobs: Tensor | None,
+    dloss: Tensor | None,
+    probs: Tensor,
+    indices: Tensor,
+    softmax: Tensor,
+    fractions: Tensor,
+    dlogits: Tensor,
+    loss_scale: float,
+    normalized: bool,
+) -> None:
+    """Launch the backward; loss_scale is num_experts / num_tokens. All tensors contiguous."""
+    num_tokens, num_experts = softmax.shape
+    topk = probs.shape[1]
+    if not num_tokens:
+        return
+    config = route_config(num_experts, topk)
+    with torch.cuda.device_of(softmax):
+        droute_kernel[(-(-num_tokens // config.block_t),)](
+            dprobs, dloss, probs, indices, softmax, fractions, dlogits, loss_scale, num_tokens, num_experts,
+            TOPK=topk, NORMALIZED=normalized, **_blocks(config),
+        )  # fmt: skip
+
+
+# probs, indices, softmax; [E] of each expert, how often it was chosen and the sum of its softmax
+_Choice = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _choose_on_torch(logits: Tensor, topk: int, normalized: bool) -> _Choice:
+    # Not torch.topk: which of equal values it takes depends on the device.
+    ordered, experts = logits.sort(dim=-1, descending=True, stable=True)
+    indices = experts[:, :topk].contiguous()
+    softmax = logits.softmax(-1)
+    probs = ordered[:, :topk].softmax(-1) if normalized else softmax.gather(1, indices)
+    chosen = torch.zeros_like(logits).scatter_(1, indices, 1.0)
+    return probs, indices, softmax, chosen.sum(0), softmax.sum(0)
+
+
+def _choose_on_triton(logits: Tensor, topk: int, normalized: bool) -> _Choice:
+    num_tokens, num_experts = logits.shape
+    config = route_config(num_experts, topk)
+    probs, softmax = logits.new_empty(num_tokens, topk), logits.new_empty(logits.shape)
+    indices = torch.empty(num_tokens, topk, dtype=torch.int64, device=logits.device)
+    shares = logits.new_empty(2, -(-num_tokens // config.block_t), num_experts)
+    route_triton(logits.contiguous(), probs, indices, softmax, shares[0], shares[1], config, normalized)
+    counts, sums = shares.sum(1).unbind()
+    return probs, indices, softmax, counts, sums
+
+
+def _blocks(config: RouteConfig) -> dict[str, int]:
+    block_t, block_e, block_k, num_warps = config
+    return {"BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_K": block_k, "num_warps": num_warps}
 
 
 def _dsoftmax(dy: Tensor, y: Tensor) -> Tensor:
