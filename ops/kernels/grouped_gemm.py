@@ -21,7 +21,8 @@ the same bits.
 Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
 device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
 
-The slots of the m_grouped kernels: `recipes/kernels/row_tiles.py`.
+The kernels: `ops/kernels/grouped_gemm_triton.py`; which of them runs is the `..._config` functions' word. The slots of
+the m_grouped kernels: `recipes/kernels/row_tiles.py`.
 """
 # T rows, G groups, K in features, N out features
 
@@ -29,10 +30,17 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.kernels.grouped_gemm_cpu import k_grouped_on_cpu, m_grouped_on_cpu
+from ops.kernels.grouped_gemm_triton import (
+    bias_grad_kernel,
+    k_grouped_kernel,
+    k_grouped_persistent_kernel,
+    m_grouped_kernel,
+    m_grouped_persistent_kernel,
+)
 from ops.kernels.grouped_operands import (
     accumulator_like,
     check_accumulate,
@@ -46,8 +54,9 @@ from ops.kernels.grouped_operands import (
     row_slices,
     with_contiguous_rows,
 )
-from recipes.kernels.rounding import round_to, widen
-from recipes.kernels.row_tiles import find_tile, num_slots
+from ops.kernels.persistent_tiles import band, multiprocessors
+from ops.kernels.ragged_tma import ragged_descriptor, takes_descriptors
+from recipes.kernels.row_tiles import num_slots
 from recipes.splits import Splits
 
 # ---------------------------------------------------------------------------------------------------- references
@@ -132,11 +141,22 @@ class GroupedGemmConfig(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+    programs: int = 0  # that share a multiprocessor, with descriptors; 0: pointers, a program for each tile
 
     def fitting(self, rows_a_step: int, dtype: torch.dtype, capability: tuple[int, int]) -> "GroupedGemmConfig":
         """With as many stages as shared memory holds; one stage is rows_a_step * block_k elements of the operands."""
         stage = rows_a_step * self.block_k * dtype.itemsize
         return self._replace(num_stages=min(self.num_stages, shared_memory_limit(capability) // stage))
+
+    def compiled(self) -> dict[str, int]:
+        """The arguments of a launch that choose how the kernel is compiled."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
 
 
 # Shared memory that one program may use, KiB (CUDA C++ programming guide, table of technical specifications).
@@ -151,22 +171,49 @@ def shared_memory_limit(capability: tuple[int, int]) -> int:
 
 
 def m_grouped_config(
-    rows: int, num_groups: int, dtype: torch.dtype, *, tf32: bool, aligned: bool, capability: tuple[int, int]
+    rows: int,
+    num_groups: int,
+    dtype: torch.dtype,
+    *,
+    tf32: bool,
+    aligned: bool,
+    descriptors: bool,
+    capability: tuple[int, int],
 ) -> GroupedGemmConfig:
-    """Tiles of the kernel for TN and NN: half as high where a group has few rows. `aligned`: see `is_aligned`."""
-    return _fitting(_tile(128 if rows >= 96 * num_groups else 64, dtype, tf32, aligned), dtype, capability)
+    """Tiles of the kernel for TN and NN: half as high where a group has few rows.
+
+    aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices; then, for 16-bit operands and from
+    Hopper on, the kernels on descriptors run.
+    """
+    few = rows < 96 * num_groups
+    if uses_descriptors(dtype, descriptors, capability):
+        return PERSISTENT_SMALL if few else PERSISTENT
+    return _fitting(_tile(64 if few else 128, dtype, tf32, aligned), dtype, capability)
 
 
 def k_grouped_config(
-    dtype: torch.dtype, *, tf32: bool, aligned: bool, capability: tuple[int, int]
+    dtype: torch.dtype, *, tf32: bool, aligned: bool, descriptors: bool, accumulate: bool, capability: tuple[int, int]
 ) -> GroupedGemmConfig:
-    """Tiles of the kernel for NT. `aligned`: see `is_aligned`."""
-    return _fitting(_tile(128, dtype, tf32, aligned), dtype, capability)
+    """Tiles of the kernel for NT. aligned, descriptors: as above. accumulate: what is there needs registers too."""
+    if uses_descriptors(dtype, descriptors, capability):
+        return PERSISTENT
+    return _fitting(_tile(64 if accumulate else 128, dtype, tf32, aligned), dtype, capability)
 
 
 def is_aligned(*tensors: Tensor) -> bool:
     """May the rows of all tensors be read in pieces of 16 bytes? Triton must see it: multiples of 16 elements."""
     return all(x.data_ptr() % 16 == 0 and x.shape[-1] % 16 == 0 and x.stride(-2) % 16 == 0 for x in tensors)
+
+
+def uses_descriptors(dtype: torch.dtype, descriptors: bool, capability: tuple[int, int]) -> bool:
+    """Do the kernels on descriptors run? float32 operands would have to be transposed in registers."""
+    hopper = capability >= (9, 0) and shared_memory_limit(capability) >= shared_memory_limit((9, 0))
+    return hopper and descriptors and dtype.itemsize == 2
+
+
+# Two groups of four warps share the 256 columns. Three stages, 144 KiB, and half a tile of float32 that is stored fit.
+PERSISTENT = GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=3, programs=1)
+PERSISTENT_SMALL = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2)
 
 
 class BiasGradConfig(NamedTuple):
@@ -193,164 +240,6 @@ def _tile(block_m: int, dtype: torch.dtype, tf32: bool, aligned: bool) -> Groupe
 
 def _fitting(config: GroupedGemmConfig, dtype: torch.dtype, capability: tuple[int, int]) -> GroupedGemmConfig:
     return config.fitting(config.block_m + config.block_n, dtype, capability)
-
-
-# ------------------------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit(do_not_specialize=["rows", "num_groups"])
-def m_grouped_kernel(
-    a_ptr,  # [T, R], rows a_stride apart
-    w_ptr,  # [G, R, C] at distances w_stride_g, w_stride_r, w_stride_c
-    offsets_ptr,  # [G + 1] int64
-    bias_ptr,  # [G, C] or None
-    scales_ptr,  # [T] or None
-    alpha_ptr,  # [G] float32 or None
-    out_ptr,  # [T, C], rows out_stride apart
-    rows,
-    num_groups,
-    R,
-    C,
-    a_stride,
-    w_stride_g,
-    w_stride_r,
-    w_stride_c,
-    out_stride,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """out[t, c] = alpha_g * sum_r a[t, r] w[g, r, c] + scales[t] * bias[g, c], a tile of one group a program."""
-    num_tiles_n = tl.cdiv(C, BLOCK_N)
-    group, first, end = find_tile(offsets_ptr, tl.program_id(0) // num_tiles_n, rows, num_groups, BLOCK_M)
-    if first >= end:
-        return
-    first_c = (tl.program_id(0) % num_tiles_n) * BLOCK_N
-    offs_t = tl.arange(0, BLOCK_M)  # from here on offsets within the tile, which fit 32 bits
-    offs_c = tl.arange(0, BLOCK_N)
-    offs_r = tl.arange(0, BLOCK_K)
-    mask_t = offs_t < end - first
-    mask_c = offs_c < C - first_c
-
-    a_ptr += first * a_stride
-    w_ptr += group.to(tl.int64) * w_stride_g + first_c.to(tl.int64) * w_stride_c
-    offs_a = offs_t[:, None] * a_stride + offs_r[None, :]  # [BLOCK_M, BLOCK_K]
-    offs_w = offs_r[:, None] * w_stride_r + offs_c[None, :] * w_stride_c  # [BLOCK_K, BLOCK_N]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for r in range(0, tl.where(group < num_groups, R, 0), BLOCK_K):
-        mask_r = offs_r < R - r
-        a = widen(tl.load(a_ptr + offs_a, mask=mask_t[:, None] & mask_r[None, :], other=0.0))
-        w = widen(tl.load(w_ptr + offs_w, mask=mask_r[:, None] & mask_c[None, :], other=0.0))
-        acc = tl.dot(a, w, acc, input_precision=PRECISION)
-        a_ptr += BLOCK_K
-        w_ptr += tl.cast(w_stride_r, tl.int64) * BLOCK_K
-
-    if alpha_ptr is not None:
-        acc *= tl.load(alpha_ptr + group, mask=group < num_groups, other=0.0)
-    if bias_ptr is not None:
-        bias_ptr += group.to(tl.int64) * C + first_c
-        bias = tl.load(bias_ptr + offs_c, mask=mask_c & (group < num_groups), other=0.0).to(tl.float32)[None, :]
-        if scales_ptr is not None:
-            # scales of rows that belong to no group may be anything
-            mask_s = mask_t & (group < num_groups)
-            bias *= tl.load(scales_ptr + first + offs_t, mask=mask_s, other=0.0).to(tl.float32)[:, None]
-        acc += bias
-    out_ptr += first * out_stride + first_c
-    offs_out = offs_t[:, None] * out_stride + offs_c[None, :]
-    tl.store(out_ptr + offs_out, round_to(acc, out_ptr.dtype.element_ty), mask=mask_t[:, None] & mask_c[None, :])
-
-
-@triton.jit
-def k_grouped_kernel(
-    dy_ptr,  # [T, N], rows dy_stride apart
-    x_ptr,  # [T, K], rows x_stride apart
-    offsets_ptr,  # [G + 1] int64
-    alpha_ptr,  # [G] float32 or None
-    dw_ptr,  # [G, N, K] contiguous
-    N,
-    K,
-    dy_stride,
-    x_stride,
-    ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g, a tile of one group a program.
-
-    ACCUMULATE: dw += it, but for groups without rows.
-    """
-    num_tiles_n = tl.cdiv(K, BLOCK_N)
-    num_tiles = tl.cdiv(N, BLOCK_M) * num_tiles_n
-    group = (tl.program_id(0) // num_tiles).to(tl.int64)
-    tile = tl.program_id(0) % num_tiles
-    begin = tl.load(offsets_ptr + group)
-    size = (tl.load(offsets_ptr + group + 1) - begin).to(tl.int32)
-    if ACCUMULATE and size == 0:
-        return
-
-    first_n = (tile // num_tiles_n) * BLOCK_M
-    first_k = (tile % num_tiles_n) * BLOCK_N
-    offs_n = tl.arange(0, BLOCK_M)  # from here on offsets within the tile, which fit 32 bits
-    offs_k = tl.arange(0, BLOCK_N)
-    offs_t = tl.arange(0, BLOCK_K)
-    mask_n = offs_n < N - first_n
-    mask_k = offs_k < K - first_k
-    dy_ptr += begin * dy_stride + first_n
-    x_ptr += begin * x_stride + first_k
-    offs_dy = offs_t[None, :] * dy_stride + offs_n[:, None]  # [BLOCK_M, BLOCK_K]
-    offs_x = offs_t[:, None] * x_stride + offs_k[None, :]  # [BLOCK_K, BLOCK_N]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for t in range(0, size, BLOCK_K):
-        mask_t = offs_t < size - t
-        dy = widen(tl.load(dy_ptr + offs_dy, mask=mask_n[:, None] & mask_t[None, :], other=0.0))
-        x = widen(tl.load(x_ptr + offs_x, mask=mask_t[:, None] & mask_k[None, :], other=0.0))
-        acc = tl.dot(dy, x, acc, input_precision=PRECISION)
-        dy_ptr += tl.cast(dy_stride, tl.int64) * BLOCK_K
-        x_ptr += tl.cast(x_stride, tl.int64) * BLOCK_K
-
-    if alpha_ptr is not None:
-        # alpha of a group without rows may be anything
-        acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
-    dw_ptr += group * N * K + first_n.to(tl.int64) * K + first_k
-    offs_dw = offs_n[:, None] * K + offs_k[None, :]
-    mask_dw = mask_n[:, None] & mask_k[None, :]
-    if ACCUMULATE:
-        acc += widen(tl.load(dw_ptr + offs_dw, mask=mask_dw, other=0.0)).to(tl.float32)
-    tl.store(dw_ptr + offs_dw, round_to(acc, dw_ptr.dtype.element_ty), mask=mask_dw)
-
-
-@triton.jit
-def bias_grad_kernel(
-    dy_ptr,  # [T, N], rows dy_stride apart
-    offsets_ptr,  # [G + 1] int64
-    scales_ptr,  # [T] or None
-    db_ptr,  # [G, N] contiguous
-    N,
-    dy_stride,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """db[g, n] = sum_t scales[t] dy[t, n] over the rows of group g, a block of columns of one group a program."""
-    num_tiles_n = tl.cdiv(N, BLOCK_N)
-    group = (tl.program_id(0) // num_tiles_n).to(tl.int64)
-    begin = tl.load(offsets_ptr + group)
-    end = tl.load(offsets_ptr + group + 1)
-    offs_n = (tl.program_id(0) % num_tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < N
-    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for t in range(0, (end - begin).to(tl.int32), BLOCK_T):
-        offs_t = begin + t + tl.arange(0, BLOCK_T)
-        mask_t = offs_t < end
-        dy_ptrs = dy_ptr + offs_t[:, None] * dy_stride + offs_n[None, :]
-        dy = tl.load(dy_ptrs, mask=mask_t[:, None] & mask_n[None, :], other=0.0).to(tl.float32)
-        if scales_ptr is not None:
-            dy *= tl.load(scales_ptr + offs_t, mask=mask_t, other=0.0).to(tl.float32)[:, None]
-        acc += dy
-    db = tl.sum(acc, axis=0)
-    tl.store(db_ptr + group * N + offs_n, round_to(db, db_ptr.dtype.element_ty), mask=mask_n)
 
 
 # ----------------------------------------------------------------------------------------------------- launchers
@@ -490,7 +379,7 @@ def grouped_gemm_tn_triton(
 ) -> None:
     """Launches TN. Rows of x and out are contiguous, w, offsets [G + 1], bias, scales, alpha [G] are contiguous."""
     _, N, K = w_GNK.shape
-    _launch_m_grouped(x_TK, w_GNK, offsets, bias_GN, scales_T, alpha_G, out, K, N, 1, K, tf32)
+    _launch_m_grouped(x_TK, w_GNK, offsets, bias_GN, scales_T, alpha_G, out, K, N, transposed=True, tf32=tf32)
 
 
 @torch.library.custom_op("fuser::grouped_gemm_nn", mutates_args=("out",))
@@ -499,7 +388,7 @@ def grouped_gemm_nn_triton(
 ) -> None:
     """Launches NN. Rows of dy and out are contiguous, w, offsets [G + 1], alpha [G] are contiguous."""
     _, N, K = w_GNK.shape
-    _launch_m_grouped(dy_TN, w_GNK, offsets, None, None, alpha_G, out, N, K, K, 1, tf32)
+    _launch_m_grouped(dy_TN, w_GNK, offsets, None, None, alpha_G, out, N, K, transposed=False, tf32=tf32)
 
 
 @torch.library.custom_op("fuser::grouped_gemm_nt", mutates_args=("out",))
@@ -518,27 +407,45 @@ def grouped_gemm_nt_triton(
         if not accumulate:
             out.zero_()
         return
-    config = k_grouped_config(dy_TN.dtype, tf32=tf32, aligned=is_aligned(dy_TN, x_TK, out), capability=capability(out))
-    grid = (G * triton.cdiv(N, config.block_m) * triton.cdiv(K, config.block_n),)
+    config = k_grouped_config(
+        dy_TN.dtype,
+        tf32=tf32,
+        aligned=is_aligned(dy_TN, x_TK, out),
+        descriptors=takes_descriptors(dy_TN, x_TK, out),
+        accumulate=accumulate,
+        capability=capability(out),
+    )
+    num_tiles = G * triton.cdiv(N, config.block_m) * triton.cdiv(K, config.block_n)
     with torch.cuda.device_of(out):
-        k_grouped_kernel[grid](
-            dy_TN,
-            x_TK,
-            offsets,
-            alpha_G,
-            out,
-            N,
-            K,
-            dy_TN.stride(0),
-            x_TK.stride(0),
-            ACCUMULATE=accumulate,
-            PRECISION="tf32" if tf32 else "ieee",
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+        if config.programs:
+            k_grouped_persistent_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
+                ragged_descriptor(dy_TN, (config.block_k, config.block_m), axis=0),
+                ragged_descriptor(x_TK, (config.block_k, config.block_n), axis=0),
+                TensorDescriptor.from_tensor(out, [1, config.block_m, min(config.block_n, 128)]),
+                offsets,
+                alpha_G,
+                G,
+                N,
+                K,
+                ACCUMULATE=accumulate,
+                BAND=band(config.block_m),
+                **config.compiled(),
+            )
+        else:
+            k_grouped_kernel[(num_tiles,)](
+                dy_TN,
+                x_TK,
+                offsets,
+                alpha_G,
+                out,
+                N,
+                K,
+                dy_TN.stride(0),
+                x_TK.stride(0),
+                ACCUMULATE=accumulate,
+                PRECISION="tf32" if tf32 else "ieee",
+                **config.compiled(),
+            )
 
 
 @torch.library.custom_op("fuser::grouped_bias_grad", mutates_args=("out",))
@@ -583,42 +490,64 @@ def _launch_m_grouped(
     out: Tensor,
     R: int,
     C: int,
-    w_stride_r: int,
-    w_stride_c: int,
+    *,
+    transposed: bool,
     tf32: bool,
 ) -> None:
+    """transposed: w is [G, C, R], else [G, R, C]."""
     if out.numel() == 0:
         return
     rows, num_groups = a.shape[0], w.shape[0]
     config = m_grouped_config(
-        rows, num_groups, a.dtype, tf32=tf32, aligned=is_aligned(a, w, out), capability=capability(out)
+        rows,
+        num_groups,
+        a.dtype,
+        tf32=tf32,
+        aligned=is_aligned(a, w, out),
+        descriptors=takes_descriptors(a, w, out),
+        capability=capability(out),
     )
-    slots = num_slots(rows, num_groups, config.block_m)
+    num_tiles = num_slots(rows, num_groups, config.block_m) * triton.cdiv(C, config.block_n)
     with torch.cuda.device_of(out):
-        m_grouped_kernel[(slots * triton.cdiv(C, config.block_n),)](
-            a,
-            w,
-            offsets,
-            bias,
-            scales,
-            alpha,
-            out,
-            rows,
-            num_groups,
-            R,
-            C,
-            a.stride(0),
-            w.shape[1] * w.shape[2],
-            w_stride_r,
-            w_stride_c,
-            out.stride(0),
-            PRECISION="tf32" if tf32 else "ieee",
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+        if config.programs:
+            w_box = [config.block_n, config.block_k] if transposed else [config.block_k, config.block_n]
+            m_grouped_persistent_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
+                ragged_descriptor(a, (config.block_m, config.block_k), axis=0),
+                TensorDescriptor.from_tensor(w, [1, *w_box]),
+                ragged_descriptor(out, (config.block_m, min(config.block_n, 128)), axis=0),
+                offsets,
+                bias,
+                scales,
+                alpha,
+                rows,
+                num_groups,
+                R,
+                C,
+                TRANSPOSED=transposed,
+                BAND=band(config.block_m),
+                **config.compiled(),
+            )
+        else:
+            m_grouped_kernel[(num_tiles,)](
+                a,
+                w,
+                offsets,
+                bias,
+                scales,
+                alpha,
+                out,
+                rows,
+                num_groups,
+                R,
+                C,
+                a.stride(0),
+                w.shape[1] * w.shape[2],
+                1 if transposed else C,
+                R if transposed else 1,
+                out.stride(0),
+                PRECISION="tf32" if tf32 else "ieee",
+                **config.compiled(),
+            )
 
 
 # Every buffer that a launcher writes is an argument, so nothing comes back and there is no shape to derive.

@@ -51,8 +51,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.kernels.grouped_gemm import capability
+from ops.kernels.grouped_gemm_triton import store_rows, with_bias
 from ops.kernels.grouped_operands import check_rows, check_scales, output, row_slices, with_contiguous_rows
-from ops.kernels.ragged_tma import ragged_descriptor, ragged_indices
+from ops.kernels.persistent_tiles import band, halves, multiprocessors, tile_in_bands
+from ops.kernels.ragged_tma import ragged_descriptor, ragged_indices, takes_descriptors
 from recipes.kernels.rounding import round_to, widen
 from recipes.kernels.row_tiles import find_tile
 from recipes.splits import Splits
@@ -175,7 +177,7 @@ class GroupedFloat8Config(NamedTuple):
 def m_grouped_float8_config(
     rows: int, num_groups: int, *, blockwise: bool, aligned: bool, capability: tuple[int, int]
 ) -> GroupedFloat8Config:
-    """Tiles of the kernel for TN. blockwise: scales of blocks. aligned: see `is_aligned`."""
+    """Tiles of the kernel for TN. blockwise: scales of blocks. aligned: see `takes_descriptors`."""
     if not aligned or capability < (9, 0):
         return _POINTERS
     return _SMALL if blockwise or rows < 96 * num_groups else _WIDE
@@ -188,14 +190,6 @@ def k_grouped_float8_config(*, blockwise: bool, aligned: bool, capability: tuple
     return _SMALL if blockwise else _WIDE
 
 
-def is_aligned(*tensors: Tensor) -> bool:
-    """May descriptors describe these? Nothing empty, elements of a row side by side, rows a multiple of 16 bytes."""
-    return all(
-        x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(-2) * x.itemsize % 16 == 0 and x.stride(-1) == 1
-        for x in tensors
-    )
-
-
 # Steps of 128 everywhere: a promotion is then one step, and a step has one scale.
 _WIDE = GroupedFloat8Config(128, 256, BLOCK, num_warps=8, num_stages=3, tma=True, programs=1)
 # Block scales spill in a wide tile. Of two programs one multiplies while the other scales.
@@ -204,22 +198,6 @@ _POINTERS = GroupedFloat8Config(64, 64, BLOCK, num_warps=4, num_stages=2, tma=Fa
 
 
 # ------------------------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit
-def tile_in_bands(tile, num_m, num_n, BAND: tl.constexpr):
-    """(m, n) of a tile: bands of BAND tiles along m, inside a band m runs fastest, so that few operands stay in L2."""
-    band = tile // (BAND * num_n)
-    height = tl.minimum(num_m - band * BAND, BAND)
-    within = tile - band * BAND * num_n
-    return band * BAND + within % height, within // height
-
-
-@triton.jit
-def halves(acc):
-    """The left and the right half of a tile."""
-    split = tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2))
-    return tl.split(tl.permute(split, (0, 2, 1)))
 
 
 @triton.jit
@@ -262,17 +240,11 @@ def store_m_grouped(
         acc *= tl.load(a_scale_ptr, mask=active, other=0.0)
         acc *= tl.load(b_scale_ptr, mask=active, other=0.0)
     if bias_ptr is not None:
-        bias_ptrs = bias_ptr + group.to(tl.int64) * C + first_c + offs_c
-        bias = tl.load(bias_ptrs, mask=mask_c & active, other=0.0).to(tl.float32)[None, :]
-        if scales_ptr is not None:
-            # scales of rows that belong to no group may be anything
-            bias *= tl.load(scales_ptr + first + offs_t, mask=mask_t & active, other=0.0).to(tl.float32)[:, None]
-        acc += bias
-    rounded = round_to(acc, out_ptr.dtype.element_ty)
+        acc = with_bias(acc, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
     if TMA:
-        z, y, x = ragged_indices(first, end - first, 0, 1)
-        out.store([z, y, x, first_c], rounded.reshape(1, 1, acc.shape[0], acc.shape[1]))
+        store_rows(out, acc, first, end, first_c)
     else:
+        rounded = round_to(acc, out_ptr.dtype.element_ty)
         out_ptrs = out_ptr + first * out_stride + first_c + (offs_t[:, None] * out_stride + offs_c[None, :])
         tl.store(out_ptrs, rounded, mask=mask_t[:, None] & mask_c[None, :])
 
@@ -672,12 +644,12 @@ def grouped_gemm_tn_float8_triton(
     layout = scale_layout(b_scale, C, R)
     promote = split_accumulation or layout != "tensor"
     config = m_grouped_float8_config(
-        rows, G, blockwise=layout != "tensor", aligned=is_aligned(a, b, out), capability=capability(out)
+        rows, G, blockwise=layout != "tensor", aligned=takes_descriptors(a, b, out), capability=capability(out)
     )
     block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
     with torch.cuda.device_of(out):
         num_tiles = (rows // block_m + G + 1) * triton.cdiv(C, block_n)
-        m_grouped_float8_kernel[(min(num_tiles, config.programs * _multiprocessors(out)),)](
+        m_grouped_float8_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
             TensorDescriptor.from_tensor(a, [block_m, block_k]) if tma else a,
             TensorDescriptor.from_tensor(b.view(G * C, R), [min(block_n, 128) if promote else block_n, block_k])
             if tma
@@ -700,7 +672,7 @@ def grouped_gemm_tn_float8_triton(
             LAYOUT=layout,
             PROMOTE=promote,
             TMA=tma,
-            BAND=_BAND * 128 // block_m,
+            BAND=band(block_m),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
@@ -723,11 +695,13 @@ def grouped_gemm_nt_float8_triton(
     G, N, K = out.shape
     blockwise = dy_scale.dim() == 2
     promote = split_accumulation or blockwise
-    config = k_grouped_float8_config(blockwise=blockwise, aligned=is_aligned(dy, x, out), capability=capability(out))
+    config = k_grouped_float8_config(
+        blockwise=blockwise, aligned=takes_descriptors(dy, x, out), capability=capability(out)
+    )
     block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
     with torch.cuda.device_of(out):
         num_tiles = G * triton.cdiv(N, block_m) * triton.cdiv(K, block_n)
-        k_grouped_float8_kernel[(min(num_tiles, config.programs * _multiprocessors(out)),)](
+        k_grouped_float8_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
             ragged_descriptor(dy, (block_m, block_k), axis=1, unit=16) if tma else dy,
             ragged_descriptor(x, (min(block_n, 128) if promote else block_n, block_k), axis=1, unit=16) if tma else x,
             TensorDescriptor.from_tensor(out, [1, block_m, min(block_n, 128)]) if tma else None,
@@ -745,7 +719,7 @@ def grouped_gemm_nt_float8_triton(
             BLOCKWISE=blockwise,
             PROMOTE=promote,
             TMA=tma,
-            BAND=_BAND * 128 // block_m,
+            BAND=band(block_m),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
@@ -754,19 +728,12 @@ def grouped_gemm_nt_float8_triton(
         )
 
 
-_BAND = 16  # tiles of 128 rows in a band
-
-
 def with_aligned_rows(codes: Tensor) -> Tensor:
     """The codes if their rows are multiples of 16 bytes, or a copy in which zeros make them so."""
     missing = -codes.shape[-1] % 16
-    if codes.numel() == 0 or (missing == 0 and is_aligned(codes)):
+    if codes.numel() == 0 or (missing == 0 and takes_descriptors(codes)):
         return codes
     return torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).contiguous().view(codes.dtype)
-
-
-def _multiprocessors(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
 def _ready(scale: Tensor, num_groups: int) -> Tensor:

@@ -1,0 +1,299 @@
+"""The kernels of `ops.kernels.grouped_gemm`: two on descriptors, two on pointers, and the bias gradient.
+
+On descriptors (TMA) a program takes tile after tile; on pointers, for what descriptors cannot describe, it has one.
+"""
+
+import triton
+import triton.language as tl
+
+from ops.kernels.persistent_tiles import find_tile_in_group, halves, tile_in_bands
+from ops.kernels.ragged_tma import ragged_indices
+from recipes.kernels.rounding import INTERPRET, round_to, widen
+from recipes.kernels.row_tiles import find_tile
+
+
+@triton.jit
+def with_bias(acc, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C):
+    """acc + scales[t] * bias[group, c], for rows from first to end and columns from first_c to C; 0 in the tail."""
+    offs_t = tl.arange(0, acc.shape[0])
+    offs_c = tl.arange(0, acc.shape[1])
+    active = group < num_groups
+    bias_ptr += group.to(tl.int64) * C + first_c
+    bias = tl.load(bias_ptr + offs_c, mask=(offs_c < C - first_c) & active, other=0.0).to(tl.float32)[None, :]
+    if scales_ptr is not None:
+        # scales of rows that belong to no group may be anything
+        mask_s = (offs_t < end - first) & active
+        bias *= tl.load(scales_ptr + first + offs_t, mask=mask_s, other=0.0).to(tl.float32)[:, None]
+    return acc + bias
+
+
+@triton.jit
+def store_rows(out, acc, first, end, first_c):
+    """Rounds acc and stores it through a ragged descriptor from (first, first_c) on; rows from `end` on are not."""
+    z, y, x = ragged_indices(first, end - first, 0, 1)
+    out.store([z, y, x, first_c], round_to(acc, out.dtype).reshape(1, 1, acc.shape[0], acc.shape[1]))
+
+
+# --------------------------------------------------------------------------------------------------- descriptors
+
+
+@triton.jit
+def finish_m_grouped(acc, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C):
+    if bias_ptr is not None:
+        acc = with_bias(acc, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
+    store_rows(out, acc, first, end, first_c)
+
+
+@triton.jit(do_not_specialize=["rows", "num_groups"])
+def m_grouped_persistent_kernel(
+    a,  # [T, R]: descriptor, ragged along T
+    w,  # [G, C, R], or [G, R, C]: descriptor
+    out,  # [T, C]: descriptor, ragged along T, of boxes half as wide as the tile if that is 256
+    offsets_ptr,  # [G + 1] int64
+    bias_ptr,  # [G, C] or None
+    scales_ptr,  # [T] or None
+    alpha_ptr,  # [G] float32 or None
+    rows,
+    num_groups,
+    R,
+    C,
+    TRANSPOSED: tl.constexpr,  # w is [G, C, R]
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """out[t, c] = alpha_g * sum_r a[t, r] w[g, r, c] + scales[t] * bias[g, c], tile after tile of one group."""
+    num_tiles_n = tl.cdiv(C, BLOCK_N)
+    num_tiles = (rows // BLOCK_M + num_groups + 1) * num_tiles_n
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        group, first, end, tile_n = find_tile_in_group(offsets_ptr, tile, rows, num_groups, num_tiles_n, BAND, BLOCK_M)
+        if first < end:
+            first_c = tile_n * BLOCK_N
+            z, y, x = ragged_indices(first, end - first, 0, 1)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            # The tail has a product of no steps.
+            for r in range(0, tl.where(group < num_groups, R, 0), BLOCK_K):
+                a_tile = widen(a.load([z, y, x, r]).reshape(BLOCK_M, BLOCK_K))
+                if TRANSPOSED:
+                    w_tile = widen(w.load([group, first_c, r]).reshape(BLOCK_N, BLOCK_K)).T
+                else:
+                    w_tile = widen(w.load([group, r, first_c]).reshape(BLOCK_K, BLOCK_N))
+                acc = tl.dot(a_tile, w_tile, acc)
+            if alpha_ptr is not None:
+                acc *= tl.load(alpha_ptr + group, mask=group < num_groups, other=0.0)
+            if BLOCK_N == 256:
+                left, right = halves(acc)
+                finish_m_grouped(left, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
+                finish_m_grouped(right, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c + 128, C)
+            else:
+                finish_m_grouped(acc, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
+
+
+@triton.jit
+def finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE: tl.constexpr):
+    """dw = acc, or dw += acc, rounded once."""
+    acc = acc.reshape(1, acc.shape[0], acc.shape[1])
+    if ACCUMULATE and dw.dtype == tl.float32 and not INTERPRET:
+        dw.atomic_add([group, first_n, first_k], acc)  # one addition an element, so the order is fixed
+    else:
+        if ACCUMULATE:
+            acc += widen(dw.load([group, first_n, first_k])).to(tl.float32)
+        dw.store([group, first_n, first_k], round_to(acc, dw.dtype))
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def k_grouped_persistent_kernel(
+    dy,  # [T, N]: descriptor, ragged along T
+    x,  # [T, K]: descriptor, ragged along T
+    dw,  # [G, N, K]: descriptor of boxes half as wide as the tile if that is 256
+    offsets_ptr,  # [G + 1] int64
+    alpha_ptr,  # [G] float32 or None
+    num_groups,
+    N,
+    K,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g, tile after tile; ACCUMULATE: dw +=."""
+    num_tiles_n = tl.cdiv(N, BLOCK_M)
+    num_tiles_k = tl.cdiv(K, BLOCK_N)
+    num_tiles = num_tiles_n * num_tiles_k
+    for tile in range(tl.program_id(0), num_groups * num_tiles, tl.num_programs(0)):
+        group = tile // num_tiles
+        tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
+        begin = tl.load(offsets_ptr + group)
+        size = (tl.load(offsets_ptr + group + 1) - begin).to(tl.int32)
+        if size > 0 or not ACCUMULATE:
+            first_n = tile_n * BLOCK_M
+            first_k = tile_k * BLOCK_N
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for t in range(0, size, BLOCK_K):
+                z, y, row = ragged_indices(begin, size, t, 1)
+                dy_tile = widen(dy.load([z, y, row, first_n]).reshape(BLOCK_K, BLOCK_M))
+                x_tile = widen(x.load([z, y, row, first_k]).reshape(BLOCK_K, BLOCK_N))
+                acc = tl.dot(dy_tile.T, x_tile, acc)
+            if alpha_ptr is not None:
+                # alpha of a group without rows may be anything
+                acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
+            if BLOCK_N == 256:
+                left, right = halves(acc)
+                finish_k_grouped(left, dw, group, first_n, first_k, ACCUMULATE)
+                finish_k_grouped(right, dw, group, first_n, first_k + 128, ACCUMULATE)
+            else:
+                finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE)
+
+
+# ------------------------------------------------------------------------------------------------------ pointers
+
+
+@triton.jit(do_not_specialize=["rows", "num_groups"])
+def m_grouped_kernel(
+    a_ptr,  # [T, R], rows a_stride apart
+    w_ptr,  # [G, R, C] at distances w_stride_g, w_stride_r, w_stride_c
+    offsets_ptr,  # [G + 1] int64
+    bias_ptr,  # [G, C] or None
+    scales_ptr,  # [T] or None
+    alpha_ptr,  # [G] float32 or None
+    out_ptr,  # [T, C], rows out_stride apart
+    rows,
+    num_groups,
+    R,
+    C,
+    a_stride,
+    w_stride_g,
+    w_stride_r,
+    w_stride_c,
+    out_stride,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[t, c] = alpha_g * sum_r a[t, r] w[g, r, c] + scales[t] * bias[g, c], a tile of one group a program."""
+    num_tiles_n = tl.cdiv(C, BLOCK_N)
+    group, first, end = find_tile(offsets_ptr, tl.program_id(0) // num_tiles_n, rows, num_groups, BLOCK_M)
+    if first >= end:
+        return
+    first_c = (tl.program_id(0) % num_tiles_n) * BLOCK_N
+    offs_t = tl.arange(0, BLOCK_M)  # from here on offsets within the tile, which fit 32 bits
+    offs_c = tl.arange(0, BLOCK_N)
+    offs_r = tl.arange(0, BLOCK_K)
+    mask_t = offs_t < end - first
+    mask_c = offs_c < C - first_c
+
+    a_ptr += first * a_stride
+    w_ptr += group.to(tl.int64) * w_stride_g + first_c.to(tl.int64) * w_stride_c
+    offs_a = offs_t[:, None] * a_stride + offs_r[None, :]  # [BLOCK_M, BLOCK_K]
+    offs_w = offs_r[:, None] * w_stride_r + offs_c[None, :] * w_stride_c  # [BLOCK_K, BLOCK_N]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for r in range(0, tl.where(group < num_groups, R, 0), BLOCK_K):
+        mask_r = offs_r < R - r
+        a = widen(tl.load(a_ptr + offs_a, mask=mask_t[:, None] & mask_r[None, :], other=0.0))
+        w = widen(tl.load(w_ptr + offs_w, mask=mask_r[:, None] & mask_c[None, :], other=0.0))
+        acc = tl.dot(a, w, acc, input_precision=PRECISION)
+        a_ptr += BLOCK_K
+        w_ptr += tl.cast(w_stride_r, tl.int64) * BLOCK_K
+
+    if alpha_ptr is not None:
+        acc *= tl.load(alpha_ptr + group, mask=group < num_groups, other=0.0)
+    if bias_ptr is not None:
+        acc = with_bias(acc, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
+    out_ptr += first * out_stride + first_c
+    offs_out = offs_t[:, None] * out_stride + offs_c[None, :]
+    tl.store(out_ptr + offs_out, round_to(acc, out_ptr.dtype.element_ty), mask=mask_t[:, None] & mask_c[None, :])
+
+
+@triton.jit
+def k_grouped_kernel(
+    dy_ptr,  # [T, N], rows dy_stride apart
+    x_ptr,  # [T, K], rows x_stride apart
+    offsets_ptr,  # [G + 1] int64
+    alpha_ptr,  # [G] float32 or None
+    dw_ptr,  # [G, N, K] contiguous
+    N,
+    K,
+    dy_stride,
+    x_stride,
+    ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g, a tile of one group a program.
+
+    ACCUMULATE: dw += it, but for groups without rows.
+    """
+    num_tiles_n = tl.cdiv(K, BLOCK_N)
+    num_tiles = tl.cdiv(N, BLOCK_M) * num_tiles_n
+    group = (tl.program_id(0) // num_tiles).to(tl.int64)
+    tile = tl.program_id(0) % num_tiles
+    begin = tl.load(offsets_ptr + group)
+    size = (tl.load(offsets_ptr + group + 1) - begin).to(tl.int32)
+    if ACCUMULATE and size == 0:
+        return
+
+    first_n = (tile // num_tiles_n) * BLOCK_M
+    first_k = (tile % num_tiles_n) * BLOCK_N
+    offs_n = tl.arange(0, BLOCK_M)  # from here on offsets within the tile, which fit 32 bits
+    offs_k = tl.arange(0, BLOCK_N)
+    offs_t = tl.arange(0, BLOCK_K)
+    mask_n = offs_n < N - first_n
+    mask_k = offs_k < K - first_k
+    dy_ptr += begin * dy_stride + first_n
+    x_ptr += begin * x_stride + first_k
+    offs_dy = offs_t[None, :] * dy_stride + offs_n[:, None]  # [BLOCK_M, BLOCK_K]
+    offs_x = offs_t[:, None] * x_stride + offs_k[None, :]  # [BLOCK_K, BLOCK_N]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for t in range(0, size, BLOCK_K):
+        mask_t = offs_t < size - t
+        dy = widen(tl.load(dy_ptr + offs_dy, mask=mask_n[:, None] & mask_t[None, :], other=0.0))
+        x = widen(tl.load(x_ptr + offs_x, mask=mask_t[:, None] & mask_k[None, :], other=0.0))
+        acc = tl.dot(dy, x, acc, input_precision=PRECISION)
+        dy_ptr += tl.cast(dy_stride, tl.int64) * BLOCK_K
+        x_ptr += tl.cast(x_stride, tl.int64) * BLOCK_K
+
+    if alpha_ptr is not None:
+        # alpha of a group without rows may be anything
+        acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
+    dw_ptr += group * N * K + first_n.to(tl.int64) * K + first_k
+    offs_dw = offs_n[:, None] * K + offs_k[None, :]
+    mask_dw = mask_n[:, None] & mask_k[None, :]
+    if ACCUMULATE:
+        acc += widen(tl.load(dw_ptr + offs_dw, mask=mask_dw, other=0.0)).to(tl.float32)
+    tl.store(dw_ptr + offs_dw, round_to(acc, dw_ptr.dtype.element_ty), mask=mask_dw)
+
+
+@triton.jit
+def bias_grad_kernel(
+    dy_ptr,  # [T, N], rows dy_stride apart
+    offsets_ptr,  # [G + 1] int64
+    scales_ptr,  # [T] or None
+    db_ptr,  # [G, N] contiguous
+    N,
+    dy_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """db[g, n] = sum_t scales[t] dy[t, n] over the rows of group g, a block of columns of one group a program."""
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    group = (tl.program_id(0) // num_tiles_n).to(tl.int64)
+    begin = tl.load(offsets_ptr + group)
+    end = tl.load(offsets_ptr + group + 1)
+    offs_n = (tl.program_id(0) % num_tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for t in range(0, (end - begin).to(tl.int32), BLOCK_T):
+        offs_t = begin + t + tl.arange(0, BLOCK_T)
+        mask_t = offs_t < end
+        dy_ptrs = dy_ptr + offs_t[:, None] * dy_stride + offs_n[None, :]
+        dy = tl.load(dy_ptrs, mask=mask_t[:, None] & mask_n[None, :], other=0.0).to(tl.float32)
+        if scales_ptr is not None:
+            dy *= tl.load(scales_ptr + offs_t, mask=mask_t, other=0.0).to(tl.float32)[:, None]
+        acc += dy
+    db = tl.sum(acc, axis=0)
+    tl.store(db_ptr + group * N + offs_n, round_to(db, db_ptr.dtype.element_ty), mask=mask_n)
