@@ -54,7 +54,7 @@ from ops.kernels.grouped_operands import (
     row_slices,
     with_contiguous_rows,
 )
-from ops.kernels.persistent_tiles import band, multiprocessors
+from ops.kernels.persistent_tiles import band, multiprocessors, ranked_groups
 from ops.kernels.ragged_tma import ragged_descriptor, takes_descriptors
 from recipes.kernels.row_tiles import num_slots
 from recipes.splits import Splits
@@ -429,6 +429,7 @@ def grouped_gemm_nt_triton(
                 K,
                 ACCUMULATE=accumulate,
                 BAND=band(config.block_m),
+                RANKED=ranked_groups(G),
                 **config.compiled(),
             )
         else:

@@ -6,7 +6,14 @@ On descriptors (TMA) a program takes tile after tile; on pointers, for what desc
 import triton
 import triton.language as tl
 
-from ops.kernels.persistent_tiles import find_tile_in_group, halves, tile_in_bands
+from ops.kernels.persistent_tiles import (
+    find_tile_in_group,
+    group_of_rank,
+    halves,
+    ranks_of_groups,
+    tile_in_bands,
+    tile_to_and_fro,
+)
 from ops.kernels.ragged_tma import ragged_indices
 from recipes.kernels.rounding import INTERPRET, round_to, widen
 from recipes.kernels.row_tiles import find_tile
@@ -117,17 +124,24 @@ def k_grouped_persistent_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
+    RANKED: tl.constexpr,
 ):
     """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g, tile after tile; ACCUMULATE: dw +=."""
     num_tiles_n = tl.cdiv(N, BLOCK_M)
     num_tiles_k = tl.cdiv(K, BLOCK_N)
     num_tiles = num_tiles_n * num_tiles_k
-    for tile in range(tl.program_id(0), num_groups * num_tiles, tl.num_programs(0)):
+    if RANKED:
+        ranks = ranks_of_groups(offsets_ptr, num_groups, RANKED)
+    for turn in range(tl.cdiv(num_groups * num_tiles, tl.num_programs(0))):
+        tile = tile_to_and_fro(turn)
         group = tile // num_tiles
+        exists = group < num_groups
+        if RANKED:
+            group = group_of_rank(ranks, group)
         tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
-        begin = tl.load(offsets_ptr + group)
-        size = (tl.load(offsets_ptr + group + 1) - begin).to(tl.int32)
-        if size > 0 or not ACCUMULATE:
+        begin = tl.load(offsets_ptr + group, mask=exists, other=0)
+        size = (tl.load(offsets_ptr + group + 1, mask=exists, other=0) - begin).to(tl.int32)
+        if size > 0 or (exists and not ACCUMULATE):
             first_n = tile_n * BLOCK_M
             first_k = tile_k * BLOCK_N
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
