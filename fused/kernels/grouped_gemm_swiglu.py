@@ -42,7 +42,16 @@ from ops.kernels.grouped_gemm import (
 )
 from ops.kernels.grouped_gemm_triton import store_rows
 from ops.kernels.grouped_operands import check_m_grouped, per_group, with_contiguous_rows
-from ops.kernels.persistent_tiles import band, find_tile_in_group, halves, multiprocessors
+from ops.kernels.persistent_tiles import (
+    MOST_GROUPS,
+    band,
+    ends_of_groups,
+    find_rows,
+    halves,
+    multiprocessors,
+    room_for,
+    tile_in_bands,
+)
 from ops.kernels.ragged_tma import ragged_descriptor, ragged_indices, takes_descriptors
 from recipes.kernels.rounding import round_to, widen
 from recipes.kernels.row_tiles import find_tile, num_slots
@@ -142,6 +151,23 @@ def swiglu_of_rows(gate, up, scales_ptr, group, num_groups, first, end):
     return act
 
 
+@triton.jit
+def store_preact(h, gate, up, first, end, first_i, INTERLEAVE: tl.constexpr):
+    """The columns of h that belong to the gates and ups from first_i on, of rows from first to end."""
+    M: tl.constexpr = gate.shape[0]
+    N: tl.constexpr = gate.shape[1]
+    z, y, row = ragged_indices(first, end - first, 0, 1)
+    if INTERLEAVE == 0:
+        h.store([z, y, row, 0, first_i], gate.reshape(1, 1, M, 1, N))
+        h.store([z, y, row, 1, first_i], up.reshape(1, 1, M, 1, N))
+    else:
+        RUNS: tl.constexpr = N // INTERLEAVE
+        pairs = tl.join(gate.reshape(M, RUNS, INTERLEAVE), up.reshape(M, RUNS, INTERLEAVE)).permute(0, 1, 3, 2)
+        left, right = halves(pairs.reshape(M, 2 * N))
+        h.store([z, y, row, 2 * first_i], left.reshape(1, 1, M, N))
+        h.store([z, y, row, 2 * first_i + N], right.reshape(1, 1, M, N))
+
+
 @triton.jit(do_not_specialize=["rows", "num_groups"])
 def grouped_gemm_swiglu_persistent_kernel(
     x,  # [T, K]: descriptor, ragged along T
@@ -161,50 +187,52 @@ def grouped_gemm_swiglu_persistent_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """h and act, tile after tile of BLOCK_M rows of one group and BLOCK_N columns of act."""
     num_tiles_n = tl.cdiv(act_features, BLOCK_N)
-    num_tiles = (rows // BLOCK_M + num_groups + 1) * num_tiles_n
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group, first, end, tile_n = find_tile_in_group(offsets_ptr, tile, rows, num_groups, num_tiles_n, BAND, BLOCK_M)
-        if first < end:
-            first_i = tile_n * BLOCK_N
-            if INTERLEAVE == 0:
-                run, in_run = 0, first_i
-            else:
-                run, in_run = first_i // INTERLEAVE, 0
-            z, y, row = ragged_indices(first, end - first, 0, 1)
-            acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
-            # The tail has a product of no steps.
-            for k in range(0, tl.where(group < num_groups, K, 0), BLOCK_K):
-                x_tile = widen(x.load([z, y, row, k]).reshape(BLOCK_M, BLOCK_K))
-                w_tile = widen(w.load([group, 0, run, in_run, k]).reshape(2 * BLOCK_N, BLOCK_K))
-                acc = tl.dot(x_tile, w_tile.T, acc)
+    ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS)
+    num_tiles_m = tl.max(ends, axis=0)
+    for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
+        group, first, end = find_rows(offsets_ptr, ends, tile_m, BLOCK_M)
+        first_i = tile_n * BLOCK_N
+        if INTERLEAVE == 0:
+            run, in_run = 0, first_i
+        else:
+            run, in_run = first_i // INTERLEAVE, 0
+        z, y, row = ragged_indices(first, end - first, 0, 1)
+        acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            x_tile = widen(x.load([z, y, row, k]).reshape(BLOCK_M, BLOCK_K))
+            w_tile = widen(w.load([group, 0, run, in_run, k]).reshape(2 * BLOCK_N, BLOCK_K))
+            acc = tl.dot(x_tile, w_tile.T, acc)
 
-            if alpha_ptr is not None:
-                acc *= tl.load(alpha_ptr + group, mask=group < num_groups, other=0.0)
-            gate, up = halves(acc)
-            if bias_ptr is not None:
-                first_column, columns, up_distance = gate_columns(first_i, act_features, INTERLEAVE, BLOCK_N)
-                mask_i = tl.arange(0, BLOCK_N) < act_features - first_i
-                gate, up = with_gated_bias(
-                    gate, up, bias_ptr, group, num_groups, first_column, columns, up_distance, act_features, mask_i
-                )
-            gate = round_to(gate, act.dtype)
-            up = round_to(up, act.dtype)
-            if h is not None:
-                if INTERLEAVE == 0:
-                    h.store([z, y, row, 0, first_i], gate.reshape(1, 1, BLOCK_M, 1, BLOCK_N))
-                    h.store([z, y, row, 1, first_i], up.reshape(1, 1, BLOCK_M, 1, BLOCK_N))
-                else:
-                    RUNS: tl.constexpr = BLOCK_N // INTERLEAVE
-                    pairs = tl.join(
-                        gate.reshape(BLOCK_M, RUNS, INTERLEAVE), up.reshape(BLOCK_M, RUNS, INTERLEAVE)
-                    ).permute(0, 1, 3, 2)
-                    left, right = halves(pairs.reshape(BLOCK_M, 2 * BLOCK_N))
-                    h.store([z, y, row, 2 * first_i], left.reshape(1, 1, BLOCK_M, BLOCK_N))
-                    h.store([z, y, row, 2 * first_i + BLOCK_N], right.reshape(1, 1, BLOCK_M, BLOCK_N))
-            store_rows(act, swiglu_of_rows(gate, up, scales_ptr, group, num_groups, first, end), first, end, first_i)
+        if alpha_ptr is not None:
+            acc *= tl.load(alpha_ptr + group)
+        gate, up = halves(acc)
+        if bias_ptr is not None:
+            first_column, columns, up_distance = gate_columns(first_i, act_features, INTERLEAVE, BLOCK_N)
+            mask_i = tl.arange(0, BLOCK_N) < act_features - first_i
+            gate, up = with_gated_bias(
+                gate, up, bias_ptr, group, num_groups, first_column, columns, up_distance, act_features, mask_i
+            )
+        gate = round_to(gate, act.dtype)
+        up = round_to(up, act.dtype)
+        if h is not None:
+            store_preact(h, gate, up, first, end, first_i, INTERLEAVE)
+        store_rows(act, swiglu_of_rows(gate, up, scales_ptr, group, num_groups, first, end), first, end, first_i)
+    # The rows of no group.
+    tail = tl.load(offsets_ptr + num_groups)
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), act.dtype)
+    num_tiles = tl.cdiv(rows - tail, BLOCK_M).to(tl.int32) * num_tiles_n
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        first = tail + (tile // num_tiles_n) * BLOCK_M
+        end = tail * 0 + rows
+        first_i = tile % num_tiles_n * BLOCK_N
+        if h is not None:
+            store_preact(h, zeros, zeros, first, end, first_i, INTERLEAVE)
+        store_rows(act, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), first, end, first_i)
 
 
 @triton.jit(do_not_specialize=["rows", "num_groups"])
@@ -355,7 +383,7 @@ def grouped_gemm_swiglu_triton(
         glu_interleave_size=glu_interleave_size,
         tf32=tf32,
         aligned=is_aligned(x_TK, w_GNK, act),
-        descriptors=takes_descriptors(x_TK, w_GNK, *outputs),
+        descriptors=takes_descriptors(x_TK, w_GNK, *outputs) and num_groups <= MOST_GROUPS,
         capability=capability(act),
     )
     num_tiles = num_slots(rows, num_groups, config.block_m) * triton.cdiv(act.shape[1], config.block_n)
@@ -377,6 +405,7 @@ def grouped_gemm_swiglu_triton(
                 act.shape[1],
                 INTERLEAVE=glu_interleave_size,
                 BAND=band(config.block_m),
+                GROUPS=room_for(num_groups),
                 **config.compiled(),
             )
         else:

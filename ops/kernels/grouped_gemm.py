@@ -54,7 +54,7 @@ from ops.kernels.grouped_operands import (
     row_slices,
     with_contiguous_rows,
 )
-from ops.kernels.persistent_tiles import band, multiprocessors, ranked_groups
+from ops.kernels.persistent_tiles import MOST_GROUPS, band, multiprocessors, room_for
 from ops.kernels.ragged_tma import ragged_descriptor, takes_descriptors
 from recipes.kernels.row_tiles import num_slots
 from recipes.splits import Splits
@@ -182,8 +182,8 @@ def m_grouped_config(
 ) -> GroupedGemmConfig:
     """Tiles of the kernel for TN and NN: half as high where a group has few rows.
 
-    aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices; then, for 16-bit operands and from
-    Hopper on, the kernels on descriptors run.
+    aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at most MOST_GROUPS; then,
+    for 16-bit operands and from Hopper on, the kernels on descriptors run.
     """
     few = rows < 96 * num_groups
     if uses_descriptors(dtype, descriptors, capability):
@@ -411,7 +411,7 @@ def grouped_gemm_nt_triton(
         dy_TN.dtype,
         tf32=tf32,
         aligned=is_aligned(dy_TN, x_TK, out),
-        descriptors=takes_descriptors(dy_TN, x_TK, out),
+        descriptors=takes_descriptors(dy_TN, x_TK, out) and G <= MOST_GROUPS,
         accumulate=accumulate,
         capability=capability(out),
     )
@@ -421,7 +421,7 @@ def grouped_gemm_nt_triton(
             k_grouped_persistent_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
                 ragged_descriptor(dy_TN, (config.block_k, config.block_m), axis=0),
                 ragged_descriptor(x_TK, (config.block_k, config.block_n), axis=0),
-                TensorDescriptor.from_tensor(out, [1, config.block_m, min(config.block_n, 128)]),
+                TensorDescriptor.from_tensor(out, [1, config.block_m, config.block_n // 2]),
                 offsets,
                 alpha_G,
                 G,
@@ -429,7 +429,7 @@ def grouped_gemm_nt_triton(
                 K,
                 ACCUMULATE=accumulate,
                 BAND=band(config.block_m),
-                RANKED=ranked_groups(G),
+                GROUPS=room_for(G),
                 **config.compiled(),
             )
         else:
@@ -505,7 +505,7 @@ def _launch_m_grouped(
         a.dtype,
         tf32=tf32,
         aligned=is_aligned(a, w, out),
-        descriptors=takes_descriptors(a, w, out),
+        descriptors=takes_descriptors(a, w, out) and num_groups <= MOST_GROUPS,
         capability=capability(out),
     )
     num_tiles = num_slots(rows, num_groups, config.block_m) * triton.cdiv(C, config.block_n)
@@ -526,6 +526,7 @@ def _launch_m_grouped(
                 C,
                 TRANSPOSED=transposed,
                 BAND=band(config.block_m),
+                GROUPS=room_for(num_groups),
                 **config.compiled(),
             )
         else:

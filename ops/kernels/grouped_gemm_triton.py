@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from ops.kernels.persistent_tiles import (
-    find_tile_in_group,
+    ends_of_groups,
+    find_rows,
     group_of_rank,
     halves,
     ranks_of_groups,
@@ -69,32 +70,47 @@ def m_grouped_persistent_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """out[t, c] = alpha_g * sum_r a[t, r] w[g, r, c] + scales[t] * bias[g, c], tile after tile of one group."""
     num_tiles_n = tl.cdiv(C, BLOCK_N)
-    num_tiles = (rows // BLOCK_M + num_groups + 1) * num_tiles_n
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group, first, end, tile_n = find_tile_in_group(offsets_ptr, tile, rows, num_groups, num_tiles_n, BAND, BLOCK_M)
-        if first < end:
-            first_c = tile_n * BLOCK_N
-            z, y, x = ragged_indices(first, end - first, 0, 1)
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            # The tail has a product of no steps.
-            for r in range(0, tl.where(group < num_groups, R, 0), BLOCK_K):
-                a_tile = widen(a.load([z, y, x, r]).reshape(BLOCK_M, BLOCK_K))
-                if TRANSPOSED:
-                    w_tile = widen(w.load([group, first_c, r]).reshape(BLOCK_N, BLOCK_K)).T
-                else:
-                    w_tile = widen(w.load([group, r, first_c]).reshape(BLOCK_K, BLOCK_N))
-                acc = tl.dot(a_tile, w_tile, acc)
-            if alpha_ptr is not None:
-                acc *= tl.load(alpha_ptr + group, mask=group < num_groups, other=0.0)
-            if BLOCK_N == 256:
-                left, right = halves(acc)
-                finish_m_grouped(left, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
-                finish_m_grouped(right, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c + 128, C)
+    ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS)
+    num_tiles_m = tl.max(ends, axis=0)
+    for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
+        group, first, end = find_rows(offsets_ptr, ends, tile_m, BLOCK_M)
+        first_c = tile_n * BLOCK_N
+        z, y, x = ragged_indices(first, end - first, 0, 1)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for r in range(0, R, BLOCK_K):
+            a_tile = widen(a.load([z, y, x, r]).reshape(BLOCK_M, BLOCK_K))
+            if TRANSPOSED:
+                w_tile = widen(w.load([group, first_c, r]).reshape(BLOCK_N, BLOCK_K)).T
             else:
-                finish_m_grouped(acc, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
+                w_tile = widen(w.load([group, r, first_c]).reshape(BLOCK_K, BLOCK_N))
+            acc = tl.dot(a_tile, w_tile, acc)
+        if alpha_ptr is not None:
+            acc *= tl.load(alpha_ptr + group)
+        if BLOCK_N == 256:
+            left, right = halves(acc)
+            finish_m_grouped(left, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
+            finish_m_grouped(right, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c + 128, C)
+        else:
+            finish_m_grouped(acc, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
+    zero_tail(out, offsets_ptr, rows, num_groups, C, BLOCK_M)
+
+
+@triton.jit
+def zero_tail(out, offsets_ptr, rows, num_groups, C, BLOCK_M: tl.constexpr):
+    """Zeros in the rows of no group, through a descriptor ragged along the rows, shared among the programs."""
+    WIDTH: tl.constexpr = out.block_shape[3]
+    first = tl.load(offsets_ptr + num_groups)
+    num_tiles_n = tl.cdiv(C, WIDTH)
+    num_tiles = tl.cdiv(rows - first, BLOCK_M).to(tl.int32) * num_tiles_n
+    zeros = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        first_t = first + (tile // num_tiles_n) * BLOCK_M
+        store_rows(out, zeros, first_t, first * 0 + rows, tile % num_tiles_n * WIDTH)
 
 
 @triton.jit
@@ -124,41 +140,57 @@ def k_grouped_persistent_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
-    RANKED: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g, tile after tile; ACCUMULATE: dw +=."""
+    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g, tile after tile; ACCUMULATE: dw +=.
+
+    A group without rows has one step, of zeros; with ACCUMULATE it has none, and as the last in order is not reached.
+    """
+    LEAST: tl.constexpr = 0 if ACCUMULATE else 1
     num_tiles_n = tl.cdiv(N, BLOCK_M)
     num_tiles_k = tl.cdiv(K, BLOCK_N)
     num_tiles = num_tiles_n * num_tiles_k
-    if RANKED:
-        ranks = ranks_of_groups(offsets_ptr, num_groups, RANKED)
+    ranks = ranks_of_groups(offsets_ptr, num_groups, GROUPS)
+    num_steps = 0
     for turn in range(tl.cdiv(num_groups * num_tiles, tl.num_programs(0))):
-        tile = tile_to_and_fro(turn)
-        group = tile // num_tiles
-        exists = group < num_groups
-        if RANKED:
-            group = group_of_rank(ranks, group)
-        tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
+        rank = tile_to_and_fro(turn) // num_tiles
+        exists = rank < num_groups
+        group = group_of_rank(ranks, rank)
         begin = tl.load(offsets_ptr + group, mask=exists, other=0)
         size = (tl.load(offsets_ptr + group + 1, mask=exists, other=0) - begin).to(tl.int32)
-        if size > 0 or (exists and not ACCUMULATE):
+        num_steps += tl.where(exists, tl.maximum(tl.cdiv(size, BLOCK_K), LEAST), 0)
+    turn = 0
+    t = 0
+    group = 0
+    begin = tl.load(offsets_ptr)
+    size = 0
+    first_n = 0
+    first_k = 0
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(num_steps):
+        if t == 0:
+            tile = tile_to_and_fro(turn)
+            turn += 1
+            group = group_of_rank(ranks, tile // num_tiles)
+            tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
+            begin = tl.load(offsets_ptr + group)
+            size = (tl.load(offsets_ptr + group + 1) - begin).to(tl.int32)
             first_n = tile_n * BLOCK_M
             first_k = tile_k * BLOCK_N
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for t in range(0, size, BLOCK_K):
-                z, y, row = ragged_indices(begin, size, t, 1)
-                dy_tile = widen(dy.load([z, y, row, first_n]).reshape(BLOCK_K, BLOCK_M))
-                x_tile = widen(x.load([z, y, row, first_k]).reshape(BLOCK_K, BLOCK_N))
-                acc = tl.dot(dy_tile.T, x_tile, acc)
+        z, y, row = ragged_indices(begin, size, t, 1)
+        dy_tile = widen(dy.load([z, y, row, first_n]).reshape(BLOCK_K, BLOCK_M))
+        x_tile = widen(x.load([z, y, row, first_k]).reshape(BLOCK_K, BLOCK_N))
+        acc = tl.dot(dy_tile.T, x_tile, acc)
+        t += BLOCK_K
+        if t >= size:
             if alpha_ptr is not None:
                 # alpha of a group without rows may be anything
                 acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
-            if BLOCK_N == 256:
-                left, right = halves(acc)
-                finish_k_grouped(left, dw, group, first_n, first_k, ACCUMULATE)
-                finish_k_grouped(right, dw, group, first_n, first_k + 128, ACCUMULATE)
-            else:
-                finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE)
+            left, right = halves(acc)
+            finish_k_grouped(left, dw, group, first_n, first_k, ACCUMULATE)
+            finish_k_grouped(right, dw, group, first_n, first_k + BLOCK_N // 2, ACCUMULATE)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            t = 0
 
 
 # ------------------------------------------------------------------------------------------------------ pointers

@@ -1,7 +1,11 @@
 """What persistent grouped kernels share: as many programs as the GPU has room for, each takes tile after tile.
 
-The order of tiles keeps operands in L2. Tiles of one group follow each other; within a group they run in bands of BAND
-tiles along m, and inside a band m runs fastest, so that programs at work together share few rows of either operand.
+The loop over tiles and that over the sum are one, so that the next tile is loaded while the last one is stored. So a
+tile without work would cost as much as any other: m_grouped kernels have none. Each program counts the tiles of all
+groups once, and finds a tile's group among these counts, which it keeps in registers.
+
+The order of tiles keeps operands in L2: they run in bands of BAND tiles along m, and inside a band m runs fastest, so
+that programs at work together share few rows of either operand.
 
     3 tiles along m, 2 along n, BAND = 2:   (m, n) = (0, 0) (1, 0) (0, 1) (1, 1) | (2, 0) (2, 1)
 
@@ -16,9 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recipes.kernels.row_tiles import find_group
-
-_MOST_RANKED = 1024  # groups; more are taken as they come
+MOST_GROUPS = 1024  # of which a program can keep a number each
 
 _INTERPRETED = 2  # programs under the interpreter: more than one, so that each takes some tiles and skips others
 
@@ -28,37 +30,37 @@ def multiprocessors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else _INTERPRETED
 
 
+def room_for(num_groups: int) -> int:
+    """GROUPS, for `ends_of_groups` and `ranks_of_groups`: a power of two that holds the groups."""
+    return max(_CHUNK.value, triton.next_power_of_2(num_groups))
+
+
 def band(block_m: int) -> int:
     """Tiles along m in a band: 2048 rows, which is a balance of rows of both operands for 132 tiles 128 x 256."""
     return 2048 // block_m
 
 
-def ranked_groups(num_groups: int) -> int:
-    """RANKED, for `ranks_of_groups`: a power of two that holds the groups, or 0."""
-    return max(_RANK_CHUNK.value, triton.next_power_of_2(num_groups)) if num_groups <= _MOST_RANKED else 0
-
-
-_RANK_CHUNK = tl.constexpr(32)
+_CHUNK = tl.constexpr(32)
 
 
 @triton.jit
-def ranks_of_groups(offsets_ptr, num_groups, RANKED: tl.constexpr):
-    """[RANKED] int32: how many groups are larger than each, or as large and before it; RANKED where there is none."""
-    offs_g = tl.arange(0, RANKED)
+def ranks_of_groups(offsets_ptr, num_groups, GROUPS: tl.constexpr):
+    """[GROUPS] int32: how many groups are larger than each, or as large and before it; GROUPS where there is none."""
+    offs_g = tl.arange(0, GROUPS)
     mask_g = offs_g < num_groups
     size_g = tl.load(offsets_ptr + offs_g + 1, mask=mask_g, other=0) - tl.load(
         offsets_ptr + offs_g, mask=mask_g, other=0
     )
-    ranks = tl.zeros((RANKED,), tl.int32)
-    for start in range(0, num_groups, _RANK_CHUNK):
-        offs_h = start + tl.arange(0, _RANK_CHUNK)
+    ranks = tl.zeros((GROUPS,), tl.int32)
+    for start in range(0, num_groups, _CHUNK):
+        offs_h = start + tl.arange(0, _CHUNK)
         mask_h = offs_h < num_groups
         begin_h = tl.load(offsets_ptr + offs_h, mask=mask_h, other=0)
         size_h = tl.load(offsets_ptr + offs_h + 1, mask=mask_h, other=0) - begin_h
         tie = (size_h[None, :] == size_g[:, None]) & (offs_h[None, :] < offs_g[:, None])
         before = ((size_h[None, :] > size_g[:, None]) | tie) & mask_h[None, :]
         ranks += tl.sum(before.to(tl.int32), axis=1)
-    return tl.where(mask_g, ranks, RANKED)
+    return tl.where(mask_g, ranks, GROUPS)
 
 
 @triton.jit
@@ -84,13 +86,27 @@ def tile_in_bands(tile, num_m, num_n, BAND: tl.constexpr):
 
 
 @triton.jit
-def find_tile_in_group(offsets_ptr, tile, rows, num_groups, num_n, BAND: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(group, first row, end row, n) of a tile, of num_slots * num_n: as `row_tiles.find_tile`, group after group."""
-    group, begin, end = find_group(offsets_ptr, tile // num_n, rows, num_groups, BLOCK_M)
-    first_slot = (begin // BLOCK_M).to(tl.int32) + group
-    num_m = (end // BLOCK_M).to(tl.int32) + group + 1 - first_slot
-    m, n = tile_in_bands(tile - first_slot * num_n, num_m, num_n, BAND)
-    return group, begin + m * BLOCK_M, end, n
+def ends_of_groups(offsets_ptr, num_groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
+    """[GROUPS] int32: how many tiles of BLOCK_M rows the groups up to and with each one have."""
+    offs_g = tl.arange(0, GROUPS)
+    ends = tl.zeros((GROUPS,), tl.int32)
+    for start in range(0, num_groups, _CHUNK):
+        offs_h = start + tl.arange(0, _CHUNK)
+        begin = tl.load(offsets_ptr + offs_h, mask=offs_h < num_groups, other=0)
+        size = tl.load(offsets_ptr + offs_h + 1, mask=offs_h < num_groups, other=0) - begin
+        tiles = tl.cdiv(size.to(tl.int32), BLOCK_M)
+        ends += tl.sum(tl.where(offs_h[None, :] <= offs_g[:, None], tiles[None, :], 0), axis=1)
+    return ends
+
+
+@triton.jit
+def find_rows(offsets_ptr, ends, m, BLOCK_M: tl.constexpr):
+    """(group, first row, end of the group) of the m-th of the tiles that `ends_of_groups` counts."""
+    before = ends <= m
+    group = tl.sum(before.to(tl.int32), axis=0)
+    first_m = tl.max(tl.where(before, ends, 0), axis=0)
+    first = tl.load(offsets_ptr + group) + (m - first_m) * BLOCK_M
+    return group, first, tl.load(offsets_ptr + group + 1)
 
 
 @triton.jit

@@ -21,14 +21,6 @@ def num_slots(rows: int, num_groups: int, block_m: int) -> int:
 @triton.jit
 def find_tile(offsets_ptr, slot, rows, num_groups, BLOCK_M: tl.constexpr):
     """(group, first row, end row) of a slot; group == num_groups for the tail; first >= end if the slot is idle."""
-    group, begin, end = find_group(offsets_ptr, slot, rows, num_groups, BLOCK_M)
-    first = begin + (slot - begin // BLOCK_M - group) * BLOCK_M
-    return group, first, end
-
-
-@triton.jit
-def find_group(offsets_ptr, slot, rows, num_groups, BLOCK_M: tl.constexpr):
-    """(group, its first row, its end row) of the group that owns a slot; group == num_groups for the tail."""
     CHUNK: tl.constexpr = 128
     group = -1
     for start in range(0, num_groups + 1, CHUNK):
@@ -38,7 +30,8 @@ def find_group(offsets_ptr, slot, rows, num_groups, BLOCK_M: tl.constexpr):
         group += tl.sum(owned.to(tl.int32), axis=0)
     begin = tl.load(offsets_ptr + group)
     end = tl.load(offsets_ptr + group + 1, mask=group < num_groups, other=rows)
-    return group, begin, end
+    first = begin + (slot - begin // BLOCK_M - group) * BLOCK_M
+    return group, first, end
 
 
 @triton.jit
