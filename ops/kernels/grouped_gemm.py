@@ -183,7 +183,7 @@ def m_grouped_config(
     """Tiles of the kernel for TN and NN: half as high where a group has few rows.
 
     aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at most MOST_GROUPS; then,
-    for 16-bit operands and from Hopper on, the kernels on descriptors run.
+    for 16-bit operands on Hopper, the kernels on descriptors run.
     """
     few = rows < 96 * num_groups
     if uses_descriptors(dtype, descriptors, capability):
@@ -206,9 +206,8 @@ def is_aligned(*tensors: Tensor) -> bool:
 
 
 def uses_descriptors(dtype: torch.dtype, descriptors: bool, capability: tuple[int, int]) -> bool:
-    """Do the kernels on descriptors run? float32 operands would have to be transposed in registers."""
-    hopper = capability >= (9, 0) and shared_memory_limit(capability) >= shared_memory_limit((9, 0))
-    return hopper and descriptors and dtype.itemsize == 2
+    """Do the kernels on descriptors run? Hopper alone has their tiles; float32 would be transposed in registers."""
+    return capability == (9, 0) and descriptors and dtype.itemsize == 2
 
 
 # Two groups of four warps share the 256 columns. Three stages, 144 KiB, and half a tile of float32 that is stored fit.
