@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ops.kernels import grouped_gemm as gg
 from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.ragged_tma import takes_descriptors
 from recipes.kernels.rounding import round_to
 from recipes.kernels.row_tiles import find_tile
 from recipes.splits import Splits
@@ -297,15 +298,26 @@ def test_float64_on_cuda_is_refused():
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize(("aligned", "descriptors"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("dtype", "tf32"), [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)])
-def test_tiles_fit_shared_memory(dtype, tf32, aligned, capability):
-    about = {"tf32": tf32, "aligned": aligned, "capability": capability}
+def test_tiles_fit_shared_memory(dtype, tf32, aligned, descriptors, capability):
+    about = {"tf32": tf32, "aligned": aligned, "descriptors": descriptors, "capability": capability}
     many, few = (gg.m_grouped_config(rows, 8, dtype, **about) for rows in (8192, 64))
-    for config in (many, few, gg.k_grouped_config(dtype, **about)):
+    for config in (many, few, *(gg.k_grouped_config(dtype, **about, accumulate=add) for add in (False, True))):
         used = (config.block_m + config.block_n) * config.block_k * dtype.itemsize * config.num_stages
+        if config.programs:  # and what is stored, half of a wide tile in float32
+            used = (used + config.block_m * min(config.block_n, 128) * 4) * config.programs
         assert config.num_stages >= 1 and used <= gg.shared_memory_limit(capability)
+        hopper = capability == (9, 0)
+        assert bool(config.programs) == (hopper and descriptors and dtype == torch.bfloat16)
     assert few.block_m <= many.block_m
+
+
+def test_what_descriptors_describe():
+    x = torch.empty(16, 24, dtype=torch.bfloat16)
+    assert takes_descriptors(x, x[:, :16], x[::2], x.view(2, 8, 24))
+    for other in (x[:, 1:], x.T, x[:0], x[:1].expand(16, 24), torch.empty(16, 9, dtype=torch.bfloat16)):
+        assert not takes_descriptors(x, other)
 
 
 # ------------------------------------------------------------------------------------------------------- kernels

@@ -174,14 +174,19 @@ def test_wrong_arguments_are_named():
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("interleave", [0, 5, 32])
-@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("rows", [64, 8192])
+@pytest.mark.parametrize(("aligned", "descriptors"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("dtype", "tf32"), [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)])
-def test_tiles_fit_shared_memory(dtype, tf32, aligned, interleave, capability):
-    config = grouped_gemm_swiglu_config(
-        dtype, glu_interleave_size=interleave, tf32=tf32, aligned=aligned, capability=capability
-    )
+def test_tiles_fit_shared_memory(dtype, tf32, aligned, descriptors, rows, interleave, capability):
+    about = {"tf32": tf32, "aligned": aligned, "descriptors": descriptors, "capability": capability}
+    config = grouped_gemm_swiglu_config(rows, 8, dtype, dtype, glu_interleave_size=interleave, **about)
     used = (config.block_m + 2 * config.block_n) * config.block_k * dtype.itemsize * config.num_stages
+    if config.programs:  # and two outputs on their way
+        used = (used + 2 * config.block_m * config.block_n * dtype.itemsize) * config.programs
     assert config.num_stages >= 1 and used <= shared_memory_limit(capability)
+    whole_runs = interleave != 5
+    hopper = capability == (9, 0)
+    assert bool(config.programs) == (hopper and descriptors and dtype == torch.bfloat16 and whole_runs)
 
 
 # -------------------------------------------------------------------------------------------------------- kernel
@@ -194,6 +199,14 @@ def test_kernel_agrees_with_float64(case, dtype, device):
     o = operands(case, dtype, device=device)
     for interleave, extras in zip(interleaves(case), (False, True, True), strict=True):
         assert_right(launched(o, extras=extras, interleave=interleave), o, extras=extras, interleave=interleave)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("interleave", [None, 8, 32, 64])
+@pytest.mark.parametrize("sizes", [[70, 0, 100, 65], [300]], ids=["few rows", "many rows"])
+def test_both_heights_of_tiles_take_runs_of_columns(sizes, interleave, device):
+    o = operands(Case(sizes, tail=67, K=72, N=384), torch.bfloat16, device=device)
+    assert_right(launched(o, extras=True, interleave=interleave), o, extras=True, interleave=interleave)
 
 
 @pytest.mark.parametrize("device", DEVICES)

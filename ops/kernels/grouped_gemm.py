@@ -21,7 +21,8 @@ the same bits.
 Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
 device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
 
-The kernels are in `grouped_gemm_triton`; the slots of the m_grouped one: `recipes/kernels/row_tiles.py`.
+The kernels: `ops/kernels/grouped_gemm_triton.py`; which of them runs is the `..._config` functions' word. The slots of
+the m_grouped kernels: `recipes/kernels/row_tiles.py`.
 """
 # T rows, G groups, K in features, N out features
 
@@ -30,9 +31,16 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.kernels.grouped_gemm_cpu import k_grouped_on_cpu, m_grouped_on_cpu
-from ops.kernels.grouped_gemm_triton import bias_grad_kernel, k_grouped_kernel, m_grouped_kernel
+from ops.kernels.grouped_gemm_triton import (
+    bias_grad_kernel,
+    k_grouped_kernel,
+    k_grouped_persistent_kernel,
+    m_grouped_kernel,
+    m_grouped_persistent_kernel,
+)
 from ops.kernels.grouped_operands import (
     accumulator_like,
     check_accumulate,
@@ -46,6 +54,8 @@ from ops.kernels.grouped_operands import (
     row_slices,
     with_contiguous_rows,
 )
+from ops.kernels.persistent_tiles import MOST_GROUPS, band, multiprocessors, room_for
+from ops.kernels.ragged_tma import ragged_descriptor, takes_descriptors
 from recipes.kernels.row_tiles import num_slots
 from recipes.splits import Splits
 
@@ -131,11 +141,22 @@ class GroupedGemmConfig(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+    programs: int = 0  # that share a multiprocessor, with descriptors; 0: pointers, a program for each tile
 
     def fitting(self, rows_a_step: int, dtype: torch.dtype, capability: tuple[int, int]) -> "GroupedGemmConfig":
         """With as many stages as shared memory holds; one stage is rows_a_step * block_k elements of the operands."""
         stage = rows_a_step * self.block_k * dtype.itemsize
         return self._replace(num_stages=min(self.num_stages, shared_memory_limit(capability) // stage))
+
+    def compiled(self) -> dict[str, int]:
+        """The arguments of a launch that choose how the kernel is compiled."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
 
 
 # Shared memory that one program may use, KiB (CUDA C++ programming guide, table of technical specifications).
@@ -150,25 +171,48 @@ def shared_memory_limit(capability: tuple[int, int]) -> int:
 
 
 def m_grouped_config(
-    rows: int, num_groups: int, dtype: torch.dtype, *, tf32: bool, aligned: bool, capability: tuple[int, int]
+    rows: int,
+    num_groups: int,
+    dtype: torch.dtype,
+    *,
+    tf32: bool,
+    aligned: bool,
+    descriptors: bool,
+    capability: tuple[int, int],
 ) -> GroupedGemmConfig:
-    """Tiles of the kernel for TN and NN: half as high where a group has few rows. `aligned`: see `is_aligned`."""
-    return _fitting(_tile(128 if rows >= 96 * num_groups else 64, dtype, tf32, aligned), dtype, capability)
+    """Tiles of the kernel for TN and NN: half as high where a group has few rows.
+
+    aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at most MOST_GROUPS; then,
+    for 16-bit operands on Hopper, the kernels on descriptors run.
+    """
+    few = rows < 96 * num_groups
+    if uses_descriptors(dtype, descriptors, capability):
+        return PERSISTENT_SMALL if few else PERSISTENT
+    return _fitting(_tile(64 if few else 128, dtype, tf32, aligned), dtype, capability)
 
 
 def k_grouped_config(
-    dtype: torch.dtype, *, tf32: bool, aligned: bool, capability: tuple[int, int], accumulate: bool = False
+    dtype: torch.dtype, *, tf32: bool, aligned: bool, descriptors: bool, accumulate: bool, capability: tuple[int, int]
 ) -> GroupedGemmConfig:
-    """Tiles of the kernel for NT; half as high where they are added to what is there, which takes registers.
-
-    `aligned`: see `is_aligned`.
-    """
+    """Tiles of the kernel for NT. aligned, descriptors: as above. accumulate: what is there needs registers too."""
+    if uses_descriptors(dtype, descriptors, capability):
+        return PERSISTENT
     return _fitting(_tile(64 if accumulate else 128, dtype, tf32, aligned), dtype, capability)
 
 
 def is_aligned(*tensors: Tensor) -> bool:
     """May the rows of all tensors be read in pieces of 16 bytes? Triton must see it: multiples of 16 elements."""
     return all(x.data_ptr() % 16 == 0 and x.shape[-1] % 16 == 0 and x.stride(-2) % 16 == 0 for x in tensors)
+
+
+def uses_descriptors(dtype: torch.dtype, descriptors: bool, capability: tuple[int, int]) -> bool:
+    """Do the kernels on descriptors run? Hopper alone has their tiles; float32 would be transposed in registers."""
+    return capability == (9, 0) and descriptors and dtype.itemsize == 2
+
+
+# Two groups of four warps share the 256 columns. Three stages, 144 KiB, and half a tile of float32 that is stored fit.
+PERSISTENT = GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=3, programs=1)
+PERSISTENT_SMALL = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2)
 
 
 class BiasGradConfig(NamedTuple):
@@ -334,7 +378,7 @@ def grouped_gemm_tn_triton(
 ) -> None:
     """Launches TN. Rows of x and out are contiguous, w, offsets [G + 1], bias, scales, alpha [G] are contiguous."""
     _, N, K = w_GNK.shape
-    _launch_m_grouped(x_TK, w_GNK, offsets, bias_GN, scales_T, alpha_G, out, K, N, 1, K, tf32)
+    _launch_m_grouped(x_TK, w_GNK, offsets, bias_GN, scales_T, alpha_G, out, K, N, transposed=True, tf32=tf32)
 
 
 @torch.library.custom_op("fuser::grouped_gemm_nn", mutates_args=("out",))
@@ -343,7 +387,7 @@ def grouped_gemm_nn_triton(
 ) -> None:
     """Launches NN. Rows of dy and out are contiguous, w, offsets [G + 1], alpha [G] are contiguous."""
     _, N, K = w_GNK.shape
-    _launch_m_grouped(dy_TN, w_GNK, offsets, None, None, alpha_G, out, N, K, K, 1, tf32)
+    _launch_m_grouped(dy_TN, w_GNK, offsets, None, None, alpha_G, out, N, K, transposed=False, tf32=tf32)
 
 
 @torch.library.custom_op("fuser::grouped_gemm_nt", mutates_args=("out",))
@@ -363,28 +407,45 @@ def grouped_gemm_nt_triton(
             out.zero_()
         return
     config = k_grouped_config(
-        dy_TN.dtype, tf32=tf32, aligned=is_aligned(dy_TN, x_TK, out), capability=capability(out), accumulate=accumulate
-    )  # fmt: skip
-    grid = (G * triton.cdiv(N, config.block_m) * triton.cdiv(K, config.block_n),)
+        dy_TN.dtype,
+        tf32=tf32,
+        aligned=is_aligned(dy_TN, x_TK, out),
+        descriptors=takes_descriptors(dy_TN, x_TK, out) and G <= MOST_GROUPS,
+        accumulate=accumulate,
+        capability=capability(out),
+    )
+    num_tiles = G * triton.cdiv(N, config.block_m) * triton.cdiv(K, config.block_n)
     with torch.cuda.device_of(out):
-        k_grouped_kernel[grid](
-            dy_TN,
-            x_TK,
-            offsets,
-            alpha_G,
-            out,
-            N,
-            K,
-            dy_TN.stride(0),
-            x_TK.stride(0),
-            ACCUMULATE=accumulate,
-            PRECISION="tf32" if tf32 else "ieee",
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+        if config.programs:
+            k_grouped_persistent_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
+                ragged_descriptor(dy_TN, (config.block_k, config.block_m), axis=0),
+                ragged_descriptor(x_TK, (config.block_k, config.block_n), axis=0),
+                TensorDescriptor.from_tensor(out, [1, config.block_m, config.block_n // 2]),
+                offsets,
+                alpha_G,
+                G,
+                N,
+                K,
+                ACCUMULATE=accumulate,
+                BAND=band(config.block_m),
+                GROUPS=room_for(G),
+                **config.compiled(),
+            )
+        else:
+            k_grouped_kernel[(num_tiles,)](
+                dy_TN,
+                x_TK,
+                offsets,
+                alpha_G,
+                out,
+                N,
+                K,
+                dy_TN.stride(0),
+                x_TK.stride(0),
+                ACCUMULATE=accumulate,
+                PRECISION="tf32" if tf32 else "ieee",
+                **config.compiled(),
+            )
 
 
 @torch.library.custom_op("fuser::grouped_bias_grad", mutates_args=("out",))
@@ -429,42 +490,65 @@ def _launch_m_grouped(
     out: Tensor,
     R: int,
     C: int,
-    w_stride_r: int,
-    w_stride_c: int,
+    *,
+    transposed: bool,
     tf32: bool,
 ) -> None:
+    """transposed: w is [G, C, R], else [G, R, C]."""
     if out.numel() == 0:
         return
     rows, num_groups = a.shape[0], w.shape[0]
     config = m_grouped_config(
-        rows, num_groups, a.dtype, tf32=tf32, aligned=is_aligned(a, w, out), capability=capability(out)
+        rows,
+        num_groups,
+        a.dtype,
+        tf32=tf32,
+        aligned=is_aligned(a, w, out),
+        descriptors=takes_descriptors(a, w, out) and num_groups <= MOST_GROUPS,
+        capability=capability(out),
     )
-    slots = num_slots(rows, num_groups, config.block_m)
+    num_tiles = num_slots(rows, num_groups, config.block_m) * triton.cdiv(C, config.block_n)
     with torch.cuda.device_of(out):
-        m_grouped_kernel[(slots * triton.cdiv(C, config.block_n),)](
-            a,
-            w,
-            offsets,
-            bias,
-            scales,
-            alpha,
-            out,
-            rows,
-            num_groups,
-            R,
-            C,
-            a.stride(0),
-            w.shape[1] * w.shape[2],
-            w_stride_r,
-            w_stride_c,
-            out.stride(0),
-            PRECISION="tf32" if tf32 else "ieee",
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+        if config.programs:
+            w_box = [config.block_n, config.block_k] if transposed else [config.block_k, config.block_n]
+            m_grouped_persistent_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
+                ragged_descriptor(a, (config.block_m, config.block_k), axis=0),
+                TensorDescriptor.from_tensor(w, [1, *w_box]),
+                ragged_descriptor(out, (config.block_m, min(config.block_n, 128)), axis=0),
+                offsets,
+                bias,
+                scales,
+                alpha,
+                rows,
+                num_groups,
+                R,
+                C,
+                TRANSPOSED=transposed,
+                BAND=band(config.block_m),
+                GROUPS=room_for(num_groups),
+                **config.compiled(),
+            )
+        else:
+            m_grouped_kernel[(num_tiles,)](
+                a,
+                w,
+                offsets,
+                bias,
+                scales,
+                alpha,
+                out,
+                rows,
+                num_groups,
+                R,
+                C,
+                a.stride(0),
+                w.shape[1] * w.shape[2],
+                1 if transposed else C,
+                R if transposed else 1,
+                out.stride(0),
+                PRECISION="tf32" if tf32 else "ieee",
+                **config.compiled(),
+            )
 
 
 # Every buffer that a launcher writes is an argument, so nothing comes back and there is no shape to derive.

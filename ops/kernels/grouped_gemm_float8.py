@@ -54,7 +54,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ops.kernels.grouped_gemm import capability
 from ops.kernels.grouped_gemm_float8_triton import k_grouped_float8_kernel, m_grouped_float8_kernel
 from ops.kernels.grouped_operands import check_rows, check_scales, output, row_slices, with_contiguous_rows
-from ops.kernels.ragged_tma import ragged_descriptor
+from ops.kernels.persistent_tiles import band, multiprocessors
+from ops.kernels.ragged_tma import ragged_descriptor, takes_descriptors
 from recipes.splits import Splits
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -175,7 +176,7 @@ class GroupedFloat8Config(NamedTuple):
 def m_grouped_float8_config(
     rows: int, num_groups: int, *, blockwise: bool, aligned: bool, capability: tuple[int, int]
 ) -> GroupedFloat8Config:
-    """Tiles of the kernel for TN. blockwise: scales of blocks. aligned: see `is_aligned`."""
+    """Tiles of the kernel for TN. blockwise: scales of blocks. aligned: see `takes_descriptors`."""
     if not aligned or capability < (9, 0):
         return _POINTERS
     return _SMALL if blockwise or rows < 96 * num_groups else _WIDE
@@ -186,14 +187,6 @@ def k_grouped_float8_config(*, blockwise: bool, aligned: bool, capability: tuple
     if not aligned or capability < (9, 0):
         return _POINTERS
     return _SMALL if blockwise else _WIDE
-
-
-def is_aligned(*tensors: Tensor) -> bool:
-    """May descriptors describe these? Nothing empty, elements of a row side by side, rows a multiple of 16 bytes."""
-    return all(
-        x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(-2) * x.itemsize % 16 == 0 and x.stride(-1) == 1
-        for x in tensors
-    )
 
 
 # Steps of 128 everywhere: a promotion is then one step, and a step has one scale.
@@ -312,12 +305,12 @@ def grouped_gemm_tn_float8_triton(
     layout = scale_layout(b_scale, C, R)
     promote = split_accumulation or layout != "tensor"
     config = m_grouped_float8_config(
-        rows, G, blockwise=layout != "tensor", aligned=is_aligned(a, b, out), capability=capability(out)
+        rows, G, blockwise=layout != "tensor", aligned=takes_descriptors(a, b, out), capability=capability(out)
     )
     block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
     with torch.cuda.device_of(out):
         num_tiles = (rows // block_m + G + 1) * triton.cdiv(C, block_n)
-        m_grouped_float8_kernel[(min(num_tiles, config.programs * _multiprocessors(out)),)](
+        m_grouped_float8_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
             TensorDescriptor.from_tensor(a, [block_m, block_k]) if tma else a,
             TensorDescriptor.from_tensor(b.view(G * C, R), [min(block_n, 128) if promote else block_n, block_k])
             if tma
@@ -340,7 +333,7 @@ def grouped_gemm_tn_float8_triton(
             LAYOUT=layout,
             PROMOTE=promote,
             TMA=tma,
-            BAND=_BAND * 128 // block_m,
+            BAND=band(block_m),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
@@ -363,11 +356,13 @@ def grouped_gemm_nt_float8_triton(
     G, N, K = out.shape
     blockwise = dy_scale.dim() == 2
     promote = split_accumulation or blockwise
-    config = k_grouped_float8_config(blockwise=blockwise, aligned=is_aligned(dy, x, out), capability=capability(out))
+    config = k_grouped_float8_config(
+        blockwise=blockwise, aligned=takes_descriptors(dy, x, out), capability=capability(out)
+    )
     block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
     with torch.cuda.device_of(out):
         num_tiles = G * triton.cdiv(N, block_m) * triton.cdiv(K, block_n)
-        k_grouped_float8_kernel[(min(num_tiles, config.programs * _multiprocessors(out)),)](
+        k_grouped_float8_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
             ragged_descriptor(dy, (block_m, block_k), axis=1, unit=16) if tma else dy,
             ragged_descriptor(x, (min(block_n, 128) if promote else block_n, block_k), axis=1, unit=16) if tma else x,
             TensorDescriptor.from_tensor(out, [1, block_m, min(block_n, 128)]) if tma else None,
@@ -385,7 +380,7 @@ def grouped_gemm_nt_float8_triton(
             BLOCKWISE=blockwise,
             PROMOTE=promote,
             TMA=tma,
-            BAND=_BAND * 128 // block_m,
+            BAND=band(block_m),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
@@ -394,19 +389,12 @@ def grouped_gemm_nt_float8_triton(
         )
 
 
-_BAND = 16  # tiles of 128 rows in a band
-
-
 def with_aligned_rows(codes: Tensor) -> Tensor:
     """The codes if their rows are multiples of 16 bytes, or a copy in which zeros make them so."""
     missing = -codes.shape[-1] % 16
-    if codes.numel() == 0 or (missing == 0 and is_aligned(codes)):
+    if codes.numel() == 0 or (missing == 0 and takes_descriptors(codes)):
         return codes
     return torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).contiguous().view(codes.dtype)
-
-
-def _multiprocessors(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
 def _ready(scale: Tensor, num_groups: int) -> Tensor:

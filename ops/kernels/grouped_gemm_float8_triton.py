@@ -3,25 +3,11 @@
 import triton
 import triton.language as tl
 
+from ops.kernels.grouped_gemm_triton import store_rows, with_bias
+from ops.kernels.persistent_tiles import halves, tile_in_bands
 from ops.kernels.ragged_tma import ragged_indices
 from recipes.kernels.rounding import round_to, widen
 from recipes.kernels.row_tiles import find_tile
-
-
-@triton.jit
-def tile_in_bands(tile, num_m, num_n, BAND: tl.constexpr):
-    """(m, n) of a tile: bands of BAND tiles along m, inside a band m runs fastest, so that few operands stay in L2."""
-    band = tile // (BAND * num_n)
-    height = tl.minimum(num_m - band * BAND, BAND)
-    within = tile - band * BAND * num_n
-    return band * BAND + within % height, within // height
-
-
-@triton.jit
-def halves(acc):
-    """The left and the right half of a tile."""
-    split = tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2))
-    return tl.split(tl.permute(split, (0, 2, 1)))
 
 
 @triton.jit
@@ -64,17 +50,11 @@ def store_m_grouped(
         acc *= tl.load(a_scale_ptr, mask=active, other=0.0)
         acc *= tl.load(b_scale_ptr, mask=active, other=0.0)
     if bias_ptr is not None:
-        bias_ptrs = bias_ptr + group.to(tl.int64) * C + first_c + offs_c
-        bias = tl.load(bias_ptrs, mask=mask_c & active, other=0.0).to(tl.float32)[None, :]
-        if scales_ptr is not None:
-            # scales of rows that belong to no group may be anything
-            bias *= tl.load(scales_ptr + first + offs_t, mask=mask_t & active, other=0.0).to(tl.float32)[:, None]
-        acc += bias
-    rounded = round_to(acc, out_ptr.dtype.element_ty)
+        acc = with_bias(acc, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
     if TMA:
-        z, y, x = ragged_indices(first, end - first, 0, 1)
-        out.store([z, y, x, first_c], rounded.reshape(1, 1, acc.shape[0], acc.shape[1]))
+        store_rows(out, acc, first, end, first_c)
     else:
+        rounded = round_to(acc, out_ptr.dtype.element_ty)
         out_ptrs = out_ptr + first * out_stride + first_c + (offs_t[:, None] * out_stride + offs_c[None, :])
         tl.store(out_ptrs, rounded, mask=mask_t[:, None] & mask_c[None, :])
 

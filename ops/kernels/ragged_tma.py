@@ -21,6 +21,18 @@ _LENGTH = 2**30  # of the axis: the most elements it may have
 _UNBOUNDED = 0x7FFF0000
 
 
+def takes_descriptors(*tensors: Tensor) -> bool:
+    """May descriptors describe these? Nothing empty, elements of a row side by side, rows a multiple of 16 bytes."""
+    return all(
+        x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and x.stride(-2) * x.itemsize % 16 == 0
+        and x.stride(-2) >= x.shape[-1]
+        and x.stride(-1) == 1
+        for x in tensors
+    )
+
+
 def ragged_descriptor(x: Tensor, box: tuple[int, int], *, axis: int, unit: int = 1) -> TensorDescriptor:
     """A descriptor of the matrix x for boxes of this shape, ragged along `axis`. Boxes have shape [1, 1, *box]."""
     shape, strides = list(x.shape), [x.stride(0), x.stride(1)]
