@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from fused.kernels.grouped_gemm_swiglu import grouped_gemm_swiglu
 from fused.kernels.grouped_mlp_cpu import dgrouped_mlp_cpu, grouped_mlp_cpu
 from ops.activation import ActivationOperation
 from ops.clamped_swiglu import ClampedSwiGLU
@@ -89,8 +88,6 @@ class GroupedMLP(FusedOperation):
         return "scales" in self.operations[1].extra_inputs
 
     def kernel(self, request: PlanRequest) -> str:
-        if request.device.type == "cuda" and self.activation.kind == "swiglu":
-            return "grouped GEMM + SwiGLU epilogue, grouped GEMM (Triton)"
         way = self.fc1.kernel(request)
         if request.device.type == "cpu" and not quantizes(request.recipe):
             way = "group by group (torch)"
@@ -109,7 +106,8 @@ class GroupedMLP(FusedOperation):
         wgrad = self.fc1.wants_weight_grad(fc1_ctx)
         x_q = path.quantize(x, splits, fc1_ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
         out = self.fc1.buffer(fc1_ctx, "output", x, self.fc1.out_features)
-        h, act = self._fc1_and_activation(fc1_ctx, x_q, splits, scales, out)
+        h = path.fprop(x_q, self.fc1.weight_operand(fc1_ctx, rowwise=True), bias=self.fc1.biases(fc1_ctx), out=out)
+        act = activation(h, self.activation, scales if self.scaled else None)
         # The activation is not kept, so its columnwise copy is made in backward.
         quantizer = fc2_ctx.quantizer(Role.INPUT)
         act_q = path.quantize(act, splits, quantizer, rowwise=True, columnwise=False)
@@ -124,23 +122,6 @@ class GroupedMLP(FusedOperation):
             act_scale = None if quantizer is None else quantizer.snapshot(x.device)
             fc1_ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, h, scales, splits, act_scale)
         return y, {}
-
-    def _fc1_and_activation(
-        self, ctx: OperationContext, x: Any, splits: Splits, scales: Tensor | None, out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        w, bias = self.fc1.weight_operand(ctx, rowwise=True), self.fc1.biases(ctx)
-        on_gpu = isinstance(ctx.path, GroupedPath) and splits.device.type == "cuda"
-        factors = ctx.path.factors(x, w) if on_gpu and self.activation.kind == "swiglu" and out is None else None
-        if factors is not None:
-            left, right, alpha = factors
-            h, act = grouped_gemm_swiglu(
-                left, right, splits, bias_GN=bias, scales_T=scales if self.scaled else None, alpha_G=alpha,
-                glu_interleave_size=self.activation.glu_interleave_size, out_dtype=ctx.dtype,
-            )  # fmt: skip
-            assert h is not None, "it is always asked for here"
-            return h, act
-        h = ctx.path.fprop(x, w, bias=bias, out=out)
-        return h, activation(h, self.activation, scales if self.scaled else None)
 
     def _runs_by_group(self, ctxs: Sequence[OperationContext], x: Tensor) -> bool:
         """Whether the loop over groups for CPU tensors does it: nothing quantized, no buffer of the caller's inside.

@@ -173,18 +173,6 @@ class GroupedPath:
             accumulate=accumulate,
         )  # fmt: skip
 
-    def factors(self, x: GroupedTensor, w: Tensor | QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """What a grouped GEMM multiplies in fprop, and the product of the operands' per-tensor scales [G], if any.
-
-        None if fprop multiplies something else: codes, or rows that have factors of their own.
-        """
-        if float8_operands("TN", x, w) is not None:
-            return None
-        left, right = operands("TN", x, w, x.dtype)
-        if left.alpha is not None and left.alpha.dim() == 2:
-            return None
-        return left.values, right.values, combined_alpha(left, right)
-
     def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
         """db_g = sum over the group's rows of scales[t] dy[t], [G, N], accumulated in float32 in a fixed order."""
         return grouped_bias_grad(dy, splits, scales_T=scales)

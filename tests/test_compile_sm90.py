@@ -22,7 +22,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from fused.kernels import grouped_gemm_swiglu
 from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, permute, routing, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
@@ -69,21 +68,6 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     if features == ALIGNED:  # so many groups are not ranked by size
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, torch.empty(1100, N, K, dtype=dtype), tf32)
     grouped_gemm.grouped_bias_grad_triton(dy, offsets, scales, torch.empty_like(bias))
-
-
-def launch_grouped_gemm_swiglu(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:
-    K, N = features
-    x, w = torch.empty(rows, K, dtype=dtype), torch.empty(GROUPS, N, K, dtype=dtype)
-    offsets = torch.zeros(GROUPS + 1, dtype=torch.int64)
-    bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)
-    h, act = torch.empty(rows, N, dtype=dtype), torch.empty(rows, N // 2, dtype=dtype)
-    launch = grouped_gemm_swiglu.grouped_gemm_swiglu_triton
-    for interleave in (0, 32, 256) if features == ALIGNED else (5,):
-        launch(x, w, offsets, bias, scales, alpha, h, act, interleave, tf32)
-    launch(x, w, offsets, None, scales, None, h, act, 0, tf32)
-    launch(x, w, offsets, None, None, None, None, act, 0, tf32)
-    launch(x[:1].expand(rows, -1), w, offsets, bias, scales, alpha, h, act, 0, tf32)  # no descriptors
-    launch(x, w, offsets, bias, scales, alpha, h.float(), act.float(), 0, tf32)
 
 
 def launch_grouped_gemm_float8(rows: int, features: tuple[int, int], out_dtype: torch.dtype) -> None:
@@ -240,7 +224,6 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
     dtype, tf32 = MODES[mode]
     for rows, features in product(all_rows, all_features):
         launch_grouped_gemm(rows, features, dtype, tf32)
-        launch_grouped_gemm_swiglu(rows, features, dtype, tf32)
         if not tf32 and grouped_gemm_float8.capability(None) >= (8, 9):
             # The launcher aligns rows of codes; rows of the output stay odd.
             launch_grouped_gemm_float8(rows, (ALIGNED[0], features[1]), dtype)
@@ -269,18 +252,13 @@ def shipped_configs(mode: str) -> set[tuple]:
     configs = set()
     for rows, aligned in product((0, 1, 100, 1_000, 10_000, 1_000_000), (True, False)):
         about = {"tf32": tf32, "aligned": aligned, "capability": (9, 0)}
-        for descriptors in {False, aligned}:
-            both = about | {"descriptors": descriptors}
+        for descriptors, out_dtype in product({False, aligned}, (dtype, torch.float32)):
+            both = about | {"descriptors": descriptors, "out_dtype": out_dtype}
             chosen = [("m", grouped_gemm.m_grouped_config(rows, G, dtype, **both)) for G in (1, 8, 257)]
             chosen += [("k", grouped_gemm.k_grouped_config(dtype, **both, accumulate=add)) for add in (False, True)]
             for axis, config in chosen:
                 kernel = f"{axis}_grouped_{'persistent_' if config.programs else ''}kernel"
                 configs.add((kernel, *config[:5]))
-        for interleave, descriptors in product((0, 1, 5, 8, 32, 64, 128, 1024), {False, aligned}):
-            swiglu = about | {"descriptors": descriptors, "glu_interleave_size": interleave}
-            config = grouped_gemm_swiglu.grouped_gemm_swiglu_config(rows, 8, dtype, dtype, **swiglu)
-            kernel = f"grouped_gemm_swiglu_{'persistent_' if config.programs else ''}kernel"
-            configs.add((kernel, *config[:5]))
     for rows, aligned, blockwise in product(() if tf32 else (100, 1_000_000), (True, False), (True, False)):
         about = {"aligned": aligned, "blockwise": blockwise, "capability": (9, 0)}
         configs.add(("m_grouped_float8_kernel", *grouped_gemm_float8.m_grouped_float8_config(rows, 8, **about)[:5]))
@@ -317,7 +295,7 @@ def compile_all(mode: str, arch: int) -> None:
     triton.runtime.driver.set_active(OfflineDriver(arch))
     format_of = cast_float8.format_of
     triton.knobs.nvidia.dump_ptxas_log = True
-    for module in (grouped_gemm, grouped_gemm_float8, grouped_gemm_swiglu):
+    for module in (grouped_gemm, grouped_gemm_float8):
         module.capability = lambda x: divmod(arch, 10)
     native = {"NATIVE": arch >= 89}
     for casts in (cast_float8, cast_float8_block, cast_mxfp8, elementwise):

@@ -302,21 +302,27 @@ def test_float64_on_cuda_is_refused():
 @pytest.mark.parametrize(("dtype", "tf32"), [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)])
 def test_tiles_fit_shared_memory(dtype, tf32, aligned, descriptors, capability):
     about = {"tf32": tf32, "aligned": aligned, "descriptors": descriptors, "capability": capability}
-    many, few = (gg.m_grouped_config(rows, 8, dtype, **about) for rows in (8192, 64))
-    for config in (many, few, *(gg.k_grouped_config(dtype, **about, accumulate=add) for add in (False, True))):
-        used = (config.block_m + config.block_n) * config.block_k * dtype.itemsize * config.num_stages
-        if config.programs:  # and what is stored, half of a wide tile in float32
-            used = (used + config.block_m * min(config.block_n, 128) * 4) * config.programs
-        assert config.num_stages >= 1 and used <= gg.shared_memory_limit(capability)
-        hopper = capability == (9, 0)
-        assert bool(config.programs) == (hopper and descriptors and dtype == torch.bfloat16)
-    assert few.block_m <= many.block_m
+    for out_dtype in (dtype, torch.float32):
+        many, few = (gg.m_grouped_config(rows, 8, dtype, out_dtype=out_dtype, **about) for rows in (8192, 64))
+        wgrads = [gg.k_grouped_config(dtype, out_dtype=out_dtype, **about, accumulate=add) for add in (False, True)]
+        for config in (many, few, *wgrads):
+            used = (config.block_m + config.block_n) * config.block_k * dtype.itemsize * config.num_stages
+            if config.programs:  # and half of a wide tile that is stored; where 16 bits are added to, what was there
+                stored = config.block_m * min(config.block_n, 128) * out_dtype.itemsize
+                read = stored if config is wgrads[1] and out_dtype.itemsize == 2 else 0
+                used = (used + stored + read) * config.programs
+            assert config.num_stages >= 1 and used <= gg.shared_memory_limit(capability)
+            hopper = capability == (9, 0)
+            assert bool(config.programs) == (hopper and descriptors and dtype == torch.bfloat16)
+        assert few.block_m <= many.block_m
 
 
 def test_what_descriptors_describe():
     x = torch.empty(16, 24, dtype=torch.bfloat16)
-    assert takes_descriptors(x, x[:, :16], x[::2], x.view(2, 8, 24))
-    for other in (x[:, 1:], x.T, x[:0], x[:1].expand(16, 24), torch.empty(16, 9, dtype=torch.bfloat16)):
+    padded = torch.empty(2, 400, dtype=torch.bfloat16).as_strided((2, 16, 24), (400, 24, 1))
+    assert takes_descriptors(x, x[:, :16], x[::2], x.view(2, 8, 24), padded)
+    shared, odd = (x.as_strided((2, 7, 24), (distance, 24, 1)) for distance in (64, 196))
+    for other in (x[:, 1:], x.T, x[:0], x[:1].expand(16, 24), torch.empty(16, 9, dtype=torch.bfloat16), shared, odd):
         assert not takes_descriptors(x, other)
 
 
@@ -392,6 +398,21 @@ def test_kernels_round_to_the_dtype_of_the_output(dtype, out_dtype, device):
 @pytest.mark.parametrize("case", ACCUMULATE_CASES)
 def test_kernels_accumulate(case, dtype, out_dtype, device):
     assert_accumulates(accumulate_in_triton, case, dtype, out_dtype, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_kernel_writes_matrices_that_stand_apart(accumulate, dtype, device):
+    """Nothing between the groups' matrices is touched, and the same bits arrive."""
+    o = operands(CASES["empty groups"], dtype, device=device)
+    G, N, K = o.w.shape
+    dense = torch.ones(G, N, K, device=device)
+    apart = torch.full((G, N * K + 64), 7.0, device=device)
+    matrices = apart.as_strided((G, N, K), (N * K + 64, K, 1)).fill_(1)
+    for out in (dense, matrices):
+        gg.grouped_gemm_nt_triton(o.dy, o.x, o.splits.offsets, o.alpha, out, tf32=False, accumulate=accumulate)
+    assert torch.equal(matrices, dense) and bool((apart[:, N * K :] == 7).all())
 
 
 @pytest.mark.interpreter

@@ -175,6 +175,7 @@ def m_grouped_config(
     num_groups: int,
     dtype: torch.dtype,
     *,
+    out_dtype: torch.dtype,
     tf32: bool,
     aligned: bool,
     descriptors: bool,
@@ -182,21 +183,28 @@ def m_grouped_config(
 ) -> GroupedGemmConfig:
     """Tiles of the kernel for TN and NN: half as high where a group has few rows.
 
-    aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at most MOST_GROUPS; then,
-    for 16-bit operands on Hopper, the kernels on descriptors run.
+    dtype: of the operands. aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at
+    most MOST_GROUPS; then, for 16-bit operands on Hopper, the kernels on descriptors run.
     """
     few = rows < 96 * num_groups
     if uses_descriptors(dtype, descriptors, capability):
-        return PERSISTENT_SMALL if few else PERSISTENT
+        return PERSISTENT_SMALL if few else _persistent(out_dtype)
     return _fitting(_tile(64 if few else 128, dtype, tf32, aligned), dtype, capability)
 
 
 def k_grouped_config(
-    dtype: torch.dtype, *, tf32: bool, aligned: bool, descriptors: bool, accumulate: bool, capability: tuple[int, int]
+    dtype: torch.dtype,
+    *,
+    out_dtype: torch.dtype,
+    tf32: bool,
+    aligned: bool,
+    descriptors: bool,
+    accumulate: bool,
+    capability: tuple[int, int],
 ) -> GroupedGemmConfig:
-    """Tiles of the kernel for NT. aligned, descriptors: as above. accumulate: what is there needs registers too."""
+    """Tiles of the kernel for NT. As above. accumulate: what is there needs registers and shared memory too."""
     if uses_descriptors(dtype, descriptors, capability):
-        return PERSISTENT
+        return _persistent(torch.float32 if accumulate else out_dtype)
     return _fitting(_tile(64 if accumulate else 128, dtype, tf32, aligned), dtype, capability)
 
 
@@ -210,8 +218,11 @@ def uses_descriptors(dtype: torch.dtype, descriptors: bool, capability: tuple[in
     return capability == (9, 0) and descriptors and dtype.itemsize == 2
 
 
-# Two groups of four warps share the 256 columns. Three stages, 144 KiB, and half a tile of float32 that is stored fit.
-PERSISTENT = GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=3, programs=1)
+def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
+    """Two groups of four warps share the 256 columns. A stage takes 48 KiB, half a tile that is stored 32 or 64."""
+    return GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=4 if out_dtype.itemsize == 2 else 3, programs=1)
+
+
 PERSISTENT_SMALL = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2)
 
 
@@ -332,7 +343,7 @@ def grouped_gemm_nt(
         return k_grouped_on_cpu(dy_TN, x_TK, splits, out, out_dtype, alpha_G, accumulate)
     out = output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
     target = out
-    if not out.is_contiguous():
+    if not out[0].is_contiguous():
         target = out.contiguous() if accumulate else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     grouped_gemm_nt_triton(
         with_contiguous_rows(dy_TN),
@@ -400,7 +411,7 @@ def grouped_gemm_nt_triton(
     tf32: bool,
     accumulate: bool = False,
 ) -> None:
-    """Launches NT. Rows of dy and x are contiguous, offsets [G + 1], alpha [G], out are contiguous."""
+    """Launches NT. Rows of dy and x, the matrices of out, offsets [G + 1] and alpha [G] are contiguous."""
     G, N, K = out.shape
     if dy_TN.shape[0] == 0 or out.numel() == 0:
         if not accumulate:
@@ -408,6 +419,7 @@ def grouped_gemm_nt_triton(
         return
     config = k_grouped_config(
         dy_TN.dtype,
+        out_dtype=out.dtype,
         tf32=tf32,
         aligned=is_aligned(dy_TN, x_TK, out),
         descriptors=takes_descriptors(dy_TN, x_TK, out) and G <= MOST_GROUPS,
@@ -442,6 +454,7 @@ def grouped_gemm_nt_triton(
                 K,
                 dy_TN.stride(0),
                 x_TK.stride(0),
+                out.stride(0),
                 ACCUMULATE=accumulate,
                 PRECISION="tf32" if tf32 else "ieee",
                 **config.compiled(),
@@ -502,6 +515,7 @@ def _launch_m_grouped(
         rows,
         num_groups,
         a.dtype,
+        out_dtype=out.dtype,
         tf32=tf32,
         aligned=is_aligned(a, w, out),
         descriptors=takes_descriptors(a, w, out) and num_groups <= MOST_GROUPS,

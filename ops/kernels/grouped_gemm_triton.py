@@ -259,11 +259,12 @@ def k_grouped_kernel(
     x_ptr,  # [T, K], rows x_stride apart
     offsets_ptr,  # [G + 1] int64
     alpha_ptr,  # [G] float32 or None
-    dw_ptr,  # [G, N, K] contiguous
+    dw_ptr,  # [G, N, K], contiguous matrices dw_stride apart
     N,
     K,
     dy_stride,
     x_stride,
+    dw_stride,
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -306,7 +307,7 @@ def k_grouped_kernel(
     if alpha_ptr is not None:
         # alpha of a group without rows may be anything
         acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
-    dw_ptr += group * N * K + first_n.to(tl.int64) * K + first_k
+    dw_ptr += group * dw_stride + first_n.to(tl.int64) * K + first_k
     offs_dw = offs_n[:, None] * K + offs_k[None, :]
     mask_dw = mask_n[:, None] & mask_k[None, :]
     if ACCUMULATE:

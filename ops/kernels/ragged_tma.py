@@ -22,13 +22,16 @@ _UNBOUNDED = 0x7FFF0000
 
 
 def takes_descriptors(*tensors: Tensor) -> bool:
-    """May descriptors describe these? Nothing empty, elements of a row side by side, rows a multiple of 16 bytes."""
+    """May descriptors describe these? Nothing empty or overlapping, elements of a row side by side, rows (and matrices)
+    multiples of 16 bytes apart."""
     return all(
         x.numel() > 0
         and x.data_ptr() % 16 == 0
-        and x.stride(-2) * x.itemsize % 16 == 0
-        and x.stride(-2) >= x.shape[-1]
         and x.stride(-1) == 1
+        and all(
+            x.stride(d) * x.itemsize % 16 == 0 and x.stride(d) >= x.stride(d + 1) * x.shape[d + 1]
+            for d in range(x.dim() - 1)
+        )
         for x in tensors
     )
 

@@ -133,7 +133,9 @@ def store_float8(
     tl.store(row_codes_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], codes, mask=inside)
     width = tl.cdiv(T, PADDING) * PADDING
     at = columns.to(tl.int64)[:, None] * width + rows[None, :]
-    tl.store(column_codes_ptr + at, tl.trans(codes), mask=(columns < COLUMNS)[:, None] & (rows < width)[None, :])
+    # Transposed as words: where bytes are also stored as they are, ptxas 12.9 loses some (triton issue 11111).
+    transposed = tl.trans(codes.to(tl.int32)).to(tl.uint8)
+    tl.store(column_codes_ptr + at, transposed, mask=(columns < COLUMNS)[:, None] & (rows < width)[None, :])
 
 
 @triton.jit
