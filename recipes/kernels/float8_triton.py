@@ -6,17 +6,25 @@ import triton.language as tl
 from recipes.kernels.rounding import INTERPRET
 
 
+@triton.constexpr_function
+def word_of_four(form: str) -> str:
+    """Assembly: four float32 registers become one of four codes, the first lowest."""
+    convert = f"cvt.rn.satfinite.{form.lower()}x2.f32"
+    return f"{{ .reg .b16 lo, hi; {convert} lo, $2, $1; {convert} hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"
+
+
 @triton.jit
 def float8_codes(x, FORM: tl.constexpr, NATIVE: tl.constexpr):
     """Float32 x as codes (uint8): to nearest, ties to even; saturating, also from Inf; NaN stays NaN.
 
     FORM: "E4M3" or "E5M2". NATIVE: whether the GPU converts to float8 itself (sm_89 on).
     """
-    if NATIVE and not INTERPRET:  # cvt.rn.satfinite
-        if FORM == "E4M3":
-            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    if NATIVE and not INTERPRET:
+        # Words of four codes: from words of two, ptxas 12.9 takes wrong bytes where both word and bytes are stored
+        # (triton issue 11111, seen on an H200).
+        return tl.inline_asm_elementwise(
+            word_of_four(FORM), "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4
+        )  # fmt: skip
     else:
         LARGEST: tl.constexpr = 448.0 if FORM == "E4M3" else 57344.0
         x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))  # keeps NaN
@@ -41,12 +49,8 @@ def float8_words(x0, x1, x2, x3, FORM: tl.constexpr, NATIVE: tl.constexpr):
     """The codes of four float32 tensors as uint32 words, those of x0 lowest. FORM, NATIVE: as in `float8_codes`."""
     if NATIVE and not INTERPRET:
         # Two instructions a word; from four tensors of codes the compiler makes six.
-        CONVERT: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if FORM == "E4M3" else "cvt.rn.satfinite.e5m2x2.f32"
-        ASM: tl.constexpr = (
-            "{ .reg .b16 lo, hi; " + CONVERT + " lo, $2, $1; " + CONVERT + " hi, $4, $3; mov.b32 $0, {lo, hi}; }"
-        )
         return tl.inline_asm_elementwise(
-            ASM, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1
+            word_of_four(FORM), "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1
         )  # fmt: skip
     else:
         low = float8_codes(x0, FORM, NATIVE).to(tl.uint32) | (float8_codes(x1, FORM, NATIVE).to(tl.uint32) << 8)
