@@ -170,12 +170,16 @@ def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
 
 
 class NVFP4Config(NamedTuple):
-    """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits."""
+    """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits.
+
+    registers: the most that a thread may have; None leaves it to the compiler
+    """
 
     block_r: int
     block_c: int
     tiles: int
     num_warps: int
+    registers: int | None = None
 
 
 def amax_nvfp4_config(columns: int) -> NVFP4Config:
@@ -184,22 +188,27 @@ def amax_nvfp4_config(columns: int) -> NVFP4Config:
     return NVFP4Config(block_r=4, block_c=128, tiles=8, num_warps=4)
 
 
-def cast_nvfp4_config(columns: int, itemsize: int, *, two_d: bool, stochastic: bool) -> NVFP4Config:
-    """A thread has 8 columns of a row, whose codes make one word, and all 16 rows of 4 columns (two_d: of 8).
+def cast_nvfp4_config(
+    columns: int, itemsize: int, *, rht: bool, two_d: bool, stochastic: bool, grouped: bool
+) -> NVFP4Config:
+    """A thread has all 16 rows of a block and 8 columns, whose codes make one word; 4 where it would spill with 8.
 
-    So bf16 takes at most 168 registers, and 12 to 16 warps run at once. Where rows do not begin at multiples of 32
-    bytes every element has its own address, so that a thread has room for fewer columns.
+    With 168 registers twelve warps run at once; left alone, ptxas takes 255. Where rows do not begin at multiples of 32
+    bytes every element has its own address, so that a thread has room for one column.
     """
     if columns % BLOCK:
         return NVFP4Config(block_r=4, block_c=32, tiles=1, num_warps=4)
     if two_d:
-        return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2)
-    return NVFP4Config(block_r=8, block_c=64 if stochastic and itemsize > 2 else 128, tiles=1, num_warps=4)
+        return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2, registers=128)
+    if itemsize > 2 or (grouped and not rht):
+        return NVFP4Config(block_r=4, block_c=64 if stochastic and itemsize > 2 else 128, tiles=1, num_warps=4)
+    registers = None if stochastic else 200 if grouped else 168
+    return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2, registers=registers)
 
 
 def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
     """block_r counts rows, not blocks, if not `transpose`."""
-    return NVFP4Config(8, 256, 1, 4) if transpose else NVFP4Config(16, 512, 1, 4)
+    return NVFP4Config(4, 64, 1, 4) if transpose else NVFP4Config(16, 512, 1, 4)
 
 
 def amax_nvfp4(
@@ -294,22 +303,25 @@ def cast_nvfp4_triton(
             if tensor is not None:
                 tensor.view(torch.uint8).zero_()  # the padding of no rows
         return
-    config = cast_nvfp4_config(x.shape[-1], min(x.element_size(), 4), two_d=two_d, stochastic=seed is not None)
+    config = cast_nvfp4_config(
+        x.shape[-1], min(x.element_size(), 4), rht=rht, two_d=two_d, stochastic=seed is not None,
+        grouped=splits is not None,
+    )  # fmt: skip
     launch = _Launch(x, splits, config.block_r, config.block_c)
     words = made.columnwise.view(torch.int64) if made.columnwise is not None else None
     codes = made.rowwise, _bytes(made.rowwise_scale), words, _bytes(made.columnwise_scale)
     about = {
         "WORDS": x.shape[-1] % 8 == 0, "NATIVE": converts_to_float8(x),
-        "BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "num_warps": config.num_warps,
+        "BLOCK_R": config.block_r, "BLOCK_C": config.block_c,
+        "num_warps": config.num_warps, "maxnreg": config.registers,
     }  # fmt: skip
     if two_d:
         amax = amaxes.rowwise if amaxes.rowwise is not None else amaxes.columnwise
         cast_nvfp4_square_kernel[launch.grid](launch.x, *launch.offsets, amax, *codes, *launch.sizes, **about)
     else:
         cast_nvfp4_kernel[launch.grid](
-            launch.x, *launch.offsets, *amaxes, seed, *codes, *launch.sizes, ROW_SCALED=row_scaled, RHT=rht, PART=4,
-            **about,
-        )  # fmt: skip
+            launch.x, *launch.offsets, *amaxes, seed, *codes, *launch.sizes, ROW_SCALED=row_scaled, RHT=rht, **about
+        )
 
 
 def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, transpose: bool) -> None:

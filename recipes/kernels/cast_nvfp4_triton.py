@@ -281,6 +281,18 @@ def _store_row_scales(scale_ptr, scales, first, end, first_column, K):
 
 
 @triton.jit
+def _half(x, HALF: tl.constexpr):
+    """[R, C / 2]: columns 0 to 3 (4 to 7) of each eight of x [R, C]."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    low, high = tl.split(tl.permute(tl.reshape(x, [R, C // 8, 2, 4]), [0, 1, 3, 2]))
+    if HALF == 0:
+        return tl.reshape(low, [R, C // 2])
+    else:
+        return tl.reshape(high, [R, C // 2])
+
+
+@triton.jit
 def _column_word(xs, factor, random, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
     """The codes of tensors FIRST to FIRST + 7 in words."""
     word = tl.zeros(factor.shape, tl.int32)
@@ -315,43 +327,13 @@ def spread(of_blocks):
 
 
 @triton.jit
-def _cast_columns(
-    x_ptr, seed_ptr, codes_ptr, scale_ptr, encode, decode, row, first, end, ROWS, first_block, end_block, of_columns,
-    columns, K, P, RHT: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """The columnwise copy of BLOCK_R blocks of rows."""
-    STOCHASTIC: tl.constexpr = seed_ptr is not None
-    random = (0, 0, 0, 0)
-    if STOCHASTIC:
-        random = _random(seed_ptr, row, columns, 1, BLOCK_R)
-    xs = _load_tile(x_ptr, first, end, ROWS, columns, K, BLOCK_R)
-    if RHT:
-        xs = _hadamard(xs)
-    amax = _max_of_tensors(xs)
-    if RHT:
-        scale, factor = _scales(amax * 0.25, encode, decode, NATIVE)
-        factor *= 0.25
-    else:
-        scale, factor = _scales(amax, encode, decode, NATIVE)
-    words = _column_word(xs, factor, random, 0, STOCHASTIC), _column_word(xs, factor, random, 8, STOCHASTIC)
-    _store_columns(
-        codes_ptr, scale_ptr, words, amax, scale, first_block, end_block, of_columns, columns, K, P
-    )  # fmt: skip
-
-
-@triton.jit
 def cast_nvfp4_kernel(
     x_ptr, offsets_ptr, aligned_ptr, row_amax_ptr, column_amax_ptr, seed_ptr,
     row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, ROWS, num_groups, K, P,
     ROW_SCALED: tl.constexpr, RHT: tl.constexpr, WORDS: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PART: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Amaxes are None for a copy that is not made, the seed for rounding to nearest. PART of the BLOCK_R blocks of rows
-    are cast columnwise at once.
-
-    x is read for each copy, the second time from the cache: the registers that would hold it are what lets enough
-    programs run side by side.
-    """
+    """Amaxes are None for a copy that is not made, the seed for rounding to nearest."""
     STOCHASTIC: tl.constexpr = seed_ptr is not None
     column_tiles = tl.cdiv(K, BLOCK_C)
     slot = tl.program_id(0) // column_tiles
@@ -366,6 +348,7 @@ def cast_nvfp4_kernel(
         else:
             active_end = first  # the tail counts as zeros
         row_end = tl.minimum(end, ROWS)
+        xs = _load_tile(x_ptr, first, active_end, ROWS, columns, K, BLOCK_R)
         random = (0, 0, 0, 0)
         if row_amax_ptr is not None:
             if STOCHASTIC:
@@ -380,7 +363,7 @@ def cast_nvfp4_kernel(
                     row_encode, row_decode = _encode(amax)
                     encode = row_encode[:, None]
                     decode = row_decode[:, None]
-                x = _in_words(_load_row(x_ptr, first + i, active_end, ROWS, columns, K, BLOCK_R))
+                x = _in_words(xs[i])
                 amax = _max_of_columns(x)
                 scale, factor = _scales(amax, encode, decode, NATIVE)
                 magnitudes = _magnitudes(tl.abs(x) * factor[:, :, None, None], random, i, STOCHASTIC)
@@ -390,11 +373,30 @@ def cast_nvfp4_kernel(
             _store_row_scales(row_scale_ptr, scales, first, row_end, first_column, K)
         if column_amax_ptr is not None:
             encode, decode = _encode(tl.load(column_amax_ptr + group, mask=group < num_groups, other=0.0))
-            for part in tl.range(0, BLOCK_R, PART):
-                _cast_columns(
-                    x_ptr, seed_ptr, column_codes_ptr, column_scale_ptr, encode, decode, row + 16 * part,
-                    first + 16 * part, active_end, ROWS, first_block + part, end_block, of_columns, columns, K, P,
-                    RHT, NATIVE, PART,
+            # One half of a thread's columns after the other: all of them would need too many registers at once.
+            for half in tl.static_range(2):
+                lane = tl.arange(0, BLOCK_C // 2)
+                columns = first_column + lane // 4 * 8 + 4 * half + lane % 4
+                if STOCHASTIC:
+                    random = _random(seed_ptr, row, columns, 1, BLOCK_R)
+                ys = ()
+                for i in tl.static_range(16):
+                    ys = ys + (_half(xs[i], half),)  # type: ignore[assignment]  # noqa: RUF005
+                if RHT:
+                    ys = _hadamard(ys)
+                amax = _max_of_tensors(ys)
+                if RHT:
+                    scale, factor = _scales(amax * 0.25, encode, decode, NATIVE)
+                    factor *= 0.25
+                else:
+                    scale, factor = _scales(amax, encode, decode, NATIVE)
+                words = (
+                    _column_word(ys, factor, random, 0, STOCHASTIC),
+                    _column_word(ys, factor, random, 8, STOCHASTIC),
+                )
+                _store_columns(
+                    column_codes_ptr, column_scale_ptr, words, amax, scale, first_block, end_block, of_columns, columns,
+                    K, P,
                 )  # fmt: skip
 
 

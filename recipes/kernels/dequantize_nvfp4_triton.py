@@ -104,26 +104,20 @@ def dequantize_rows_kernel(
 def dequantize_columns_kernel(
     codes_ptr, scale_ptr, y_ptr, K, P, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    """y [G, P, K] = code * scale, of codes (int64, those of 16 rows) and scales [G, K, P / 16].
-
-    Block by block of rows: a thread has the whole of it, and the next ones come with it into the cache.
-    """
+    """y [G, P, K] = code * scale, of codes (int64, those of 16 rows) and scales [G, K, P / 16]."""
     column_tiles = tl.cdiv(K, BLOCK_C)
     num_blocks = P // 16
     row_tiles = tl.cdiv(num_blocks, BLOCK_R)
     columns = tl.program_id(0) % column_tiles * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask = columns < K
     tile = tl.program_id(0) // column_tiles
     group = (tile // row_tiles).to(tl.int64)
-    first = tile % row_tiles * BLOCK_R
-    at = (group * K + columns) * num_blocks
-    for block in tl.range(first, tl.minimum(first + BLOCK_R, num_blocks)):
-        code = tl.load(codes_ptr + at + block, mask=mask, other=0)
-        scale = _e4m3_values(tl.load(scale_ptr + at + block, mask=mask, other=0))
-        low = _decoded(code.to(tl.int32), scale, y_ptr.dtype.element_ty)
-        high = _decoded((code >> 32).to(tl.int32), scale, y_ptr.dtype.element_ty)
-        row = group * P + block * 16
-        for i in tl.static_range(8):
-            tl.store(y_ptr + (row + i) * K + columns, low[i], mask=mask)
-        for i in tl.static_range(8):
-            tl.store(y_ptr + (row + 8 + i) * K + columns, high[i], mask=mask)
+    blocks = tile % row_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = (blocks < num_blocks)[:, None] & (columns < K)[None, :]
+    at = (group * K + columns)[None, :] * num_blocks + blocks[:, None]
+    code = tl.load(codes_ptr + at, mask=mask, other=0)
+    scale = _e4m3_values(tl.load(scale_ptr + at, mask=mask, other=0))
+    values = _decoded(code.to(tl.int32), scale, y_ptr.dtype.element_ty)
+    values += _decoded((code >> 32).to(tl.int32), scale, y_ptr.dtype.element_ty)
+    for i in tl.static_range(16):
+        row = group * P + blocks * 16 + i
+        tl.store(y_ptr + row[:, None] * K + columns[None, :], values[i], mask=mask)
