@@ -393,7 +393,8 @@ def test_a_warm_start_is_faster_than_a_cold_one():
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.compile's own
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # of the router's float32 product
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # torch.compile's, of the router
+@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled:UserWarning")
 @pytest.mark.gpu
 def test_the_command_runs_on_a_gpu(tmp_path, capsys):
     path = tmp_path / "speed.json"
