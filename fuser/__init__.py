@@ -4,6 +4,7 @@ import ops
 import recipes
 from fuser import testing
 from fuser.checkpoint import checkpoint
+from fuser.graph import GraphedCallable, make_graphed_callables
 from fuser.plan import Registration, register_fusion
 from fuser.schedule import Schedule, ScheduleError
 from fuser.schedule_explain import explain_schedule
@@ -18,6 +19,7 @@ from recipes.cast_counts import count_casts
 __all__ = [
     "BasicOperation",
     "FusedOperation",
+    "GraphedCallable",
     "LayerMemory",
     "OperationContext",
     "Registration",
@@ -28,6 +30,7 @@ __all__ = [
     "checkpoint",
     "count_casts",
     "explain_schedule",
+    "make_graphed_callables",
     "ops",
     "optional",
     "order_1f1b",
