@@ -63,7 +63,7 @@ def make_graphed_callables(
                    with a schedule
     clone_param_grads_on_return: False keeps the memory of every instance's gradients instead of cloning them
     pre_warmup_hook, post_warmup_hook: called once before and after all warm-up
-    debug:         fill each buffer with NaN as soon as its life is over
+    debug:         fill each buffer with NaN once its life is over (not with retain_graph_in_backward)
 
     Backward is captured for modules in training mode, where gradients are on. Warm-up and capture leave gradients,
     main_grad, random generators, buffers and the states of recipes as they were, also if they end in an exception.

@@ -44,13 +44,13 @@ class Graphs:
         self._recorder = recorder
         self._shared = shared
         self._owned_grads = owned_grads
-        self._debug = debug
         self._segments: dict[Event, Segment] = {}
         self._landings: dict[Event, list[Landing]] = {}
         self._arenas: dict[Any, Tensor] = {}
         self._to_poison: dict[Event, list[Tensor]] = {}
         self._dead: list[Tensor] = []
         retain = any(instance.retain for instance in instances.values())
+        self._poisons = debug and not retain  # what is retained has no end
         self._order = ReplayOrder(schedule, self.events, retain=retain)
         self.memory: MemoryPlan
 
@@ -169,7 +169,7 @@ class Graphs:
         if memory is None:
             device = self.instances[life.instance].settings.device
             memory = self._arenas[key] = torch.zeros(life.size, dtype=torch.uint8, device=device)
-        if self._debug:
+        if self._poisons:
             self._to_poison.setdefault(self.schedule.events[life.end], []).append(memory)
         return memory
 
