@@ -210,31 +210,31 @@ _AGAIN = "The graph knows the old one: change values in place (copy_), or captur
 class ReplayOrder:
     """Whether what an event reads is still there: the order of replays against the schedule that was captured.
 
-    What an event leaves for a later one of its instance (forward for dgrad, dgrad for wgrad, forward for wgrad) is safe
-    from the events that the schedule has between the two, in any order. All others may have used the same memory.
+    What an event leaves for a later one of its instance (forward for dgrad, forward and dgrad for wgrad) is safe from
+    the events that the schedule has between the two, in any order. All others may have used the same memory.
     """
 
     def __init__(self, schedule: Schedule, events: Sequence[Event], *, retain: bool) -> None:
         self._at = {event: position for position, event in enumerate(schedule.events)}
         self._captured = frozenset(events)
         self._retain = retain
-        self._left: dict[Event, Event | None] = {}  # by whom something is left; who spoiled it
+        self._left: dict[tuple[Event, Event], Event | None] = {}  # from whom for whom; who spoiled it
 
     def check(self, event: Event) -> None:
         """Raise RuntimeError unless the event may be replayed now."""
-        dgrad = event._replace(kind=Pass.DGRAD)
-        if event.kind is not Pass.WGRAD and dgrad in self._left and not (self._retain and event == dgrad):
+        dgrad, wgrad = (event._replace(kind=kind) for kind in (Pass.DGRAD, Pass.WGRAD))
+        if event != wgrad and (dgrad, wgrad) in self._left:
             raise RuntimeError(
                 f"{event} was called, but the wgrad that {dgrad} left is still to come, and would be lost. Call "
                 "backward_dw() before; to have several outstanding, capture a schedule with as many microbatches."
             )
         for source in self._sources(event):
-            if source not in self._left:
+            if (source, event) not in self._left:
                 raise RuntimeError(
                     f"{event} was called, but {source} was not, or what it left is used up. Each {event.kind.noun} "
                     f"needs a {source.kind.noun} of its own, by the order that was captured."
                 )
-            spoiler = self._left[source]
+            spoiler = self._left[source, event]
             if spoiler is not None:
                 raise RuntimeError(
                     f"{spoiler} was called between {source} and {event}. The schedule does not have it there, so it "
@@ -245,21 +245,18 @@ class ReplayOrder:
     def done(self, event: Event) -> None:
         """The event was replayed."""
         position = self._at[event]
-        for source, spoiler in self._left.items():
-            last = max(self._at[user] for user in self._users(source))
-            if spoiler is None and not self._at[source] < position <= last:
-                self._left[source] = event
-        for source in self._sources(event):
-            keeps = self._retain and event.kind is Pass.DGRAD
-            if not keeps and event == max(self._users(source), key=self._at.__getitem__):
-                del self._left[source]
-        if self._users(event):
-            self._left[event] = None
+        for (source, user), spoiler in self._left.items():
+            if spoiler is None and not self._at[source] < position <= self._at[user]:
+                self._left[source, user] = event
+        if not (self._retain and event.kind is Pass.DGRAD):
+            for source in self._sources(event):
+                del self._left[source, event]
+        self._left |= dict.fromkeys((event, user) for user in self._users(event))
 
     def _users(self, source: Event) -> list[Event]:
-        later = {Pass.FORWARD: (Pass.DGRAD, Pass.WGRAD), Pass.DGRAD: (Pass.WGRAD,), Pass.WGRAD: ()}[source.kind]
-        return [event for kind in later if (event := source._replace(kind=kind)) in self._captured]
+        kinds = {Pass.FORWARD: (Pass.DGRAD, Pass.WGRAD), Pass.DGRAD: (Pass.WGRAD,), Pass.WGRAD: ()}[source.kind]
+        return [event for kind in kinds if (event := source._replace(kind=kind)) in self._captured]
 
     def _sources(self, event: Event) -> list[Event]:
-        earlier = {Pass.FORWARD: (), Pass.DGRAD: (Pass.FORWARD,), Pass.WGRAD: (Pass.FORWARD, Pass.DGRAD)}[event.kind]
-        return [source for kind in earlier if (source := event._replace(kind=kind)) in self._captured]
+        kinds = {Pass.FORWARD: (), Pass.DGRAD: (Pass.FORWARD,), Pass.WGRAD: (Pass.FORWARD, Pass.DGRAD)}[event.kind]
+        return [source for kind in kinds if (source := event._replace(kind=kind)) in self._captured]
