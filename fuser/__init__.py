@@ -5,6 +5,7 @@ import recipes
 from fuser import testing
 from fuser.checkpoint import checkpoint
 from fuser.graph import GraphedCallable, make_graphed_callables
+from fuser.graph_step import GraphedStep, make_graphed_step
 from fuser.plan import Registration, register_fusion
 from fuser.schedule import Schedule, ScheduleError
 from fuser.schedule_explain import explain_schedule
@@ -20,6 +21,7 @@ __all__ = [
     "BasicOperation",
     "FusedOperation",
     "GraphedCallable",
+    "GraphedStep",
     "LayerMemory",
     "OperationContext",
     "Registration",
@@ -31,6 +33,7 @@ __all__ = [
     "count_casts",
     "explain_schedule",
     "make_graphed_callables",
+    "make_graphed_step",
     "ops",
     "optional",
     "order_1f1b",

@@ -79,6 +79,17 @@ def recorded(redirect: Callable[[Tensor], Tensor] | None = None) -> Iterator[Rec
         _recording = before
 
 
+@contextmanager
+def not_recorded() -> Iterator[None]:
+    """Do the effects of what runs inside where they stand, also while recording."""
+    global _recording
+    before, _recording = _recording, None
+    try:
+        yield
+    finally:
+        _recording = before
+
+
 def perform(effect: Effect, *, at_once: bool = False) -> None:
     """Do it, or keep it while recording. at_once: do it then too, since what runs next looks at it."""
     if _recording is not None:
