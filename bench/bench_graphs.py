@@ -107,7 +107,7 @@ def kernel_seconds(step: Step, repeats: int = 10) -> float:
     """What the kernels and copies of one step take on the GPU, one after the other."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(repeats):
             step()
         torch.cuda.synchronize()

@@ -13,11 +13,13 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recipes.effects import Effect, Recording, recorded
 
 Work = Callable[[], None]
+
+ALIGNMENT = 256  # bytes: more than any kernel asks for
 
 
 class Segment(Protocol):
@@ -54,7 +56,10 @@ def make_recorder(device: torch.device, pool: Any) -> Recorder:
 
 
 class Scratch:
-    """Memory that stands for any gradient buffer, in its shape and strides: what is written there is of no use."""
+    """Memory that stands for any gradient buffer, in its shape, strides and alignment, by which kernels are chosen.
+
+    What is written there is of no use.
+    """
 
     def __init__(self) -> None:
         self._bytes: dict[torch.device, Tensor] = {}
@@ -63,9 +68,12 @@ class Scratch:
         extent = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
         needed = max(extent, 1) * buffer.element_size()
         memory = self._bytes.get(buffer.device)
-        if memory is None or memory.numel() < needed:
-            memory = self._bytes[buffer.device] = torch.zeros(needed, dtype=torch.uint8, device=buffer.device)
-        return memory[:needed].view(buffer.dtype).as_strided(buffer.shape, buffer.stride())
+        if memory is None or memory.numel() < needed + ALIGNMENT:
+            memory = torch.zeros(needed + ALIGNMENT, dtype=torch.uint8, device=buffer.device)
+            self._bytes[buffer.device] = memory
+        start = (buffer.data_ptr() - memory.data_ptr()) % ALIGNMENT
+        flat = memory[start : start + needed].view(buffer.dtype)
+        return flat.as_strided(buffer.shape, buffer.stride())
 
 
 class RerunRecorder:
@@ -144,8 +152,14 @@ class CudaRecorder:
                 graph.reset()
                 raise
             graph.capture_end()
+        weights = {id(weight) for weight in recording.weights}
         recording.effects = [
-            effect._replace(args=tuple(self.unowned(a) if _is_result(a) else a for a in effect.args))
+            effect._replace(
+                args=tuple(
+                    self.unowned(arg) if isinstance(arg, Tensor) and id(arg) not in weights else arg
+                    for arg in effect.args
+                )
+            )
             for effect in recording.effects
         ]
         return CudaSegment(graph, recording)
@@ -188,11 +202,6 @@ class _Memory:
         self.__cuda_array_interface__ = {
             "shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 2,
         }  # fmt: skip
-
-
-def _is_result(value: Any) -> bool:
-    """Whether an effect's argument was computed in the segment: it is no parameter."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
 def _dropped(work: Work, scratch: Scratch) -> Recording:

@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fuser.graph_capture import ALIGNMENT
 from fuser.schedule_run import delaying
 from ops.main_grad import OperationWithWeights, placeholder
 from recipes.autocast import autocast
 from recipes.effects import Recording
 from recipes.recipe import Recipe
 from recipes.stack import outside_of_autocast
-
-ALIGNMENT = 256  # bytes, between the tensors of one buffer
 
 Grads = list[Tensor | None]
 

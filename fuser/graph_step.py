@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,7 +124,8 @@ class GraphedStep:
             with undisturbed(self._modules, device):
                 before = _Values(changed, self._optimizers)
                 try:
-                    with recorder.warming_up():
+                    with recorder.warming_up(), warnings.catch_warnings():
+                        warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
                         self._check_that_it_clears(recorder.warm_up)
                         buffers = _Values([b for module in self._modules for b in module.buffers()], ())
                         for _ in range(max(1, warmups - 1)):  # the optimizers' states are made in it

@@ -16,7 +16,7 @@ from fuser import Sequential, autocast, make_graphed_callables, ops
 from ops import main_grad
 from recipes import CustomRecipe, DelayedScaling, Quantizer
 from tests import main_grad_cases as cases
-from tests.reference import assert_same_bits, no_host_sync, random_sizes
+from tests.reference import assert_close, assert_same_bits, no_host_sync, random_sizes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RECIPES = ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]
@@ -196,6 +196,28 @@ def test_grads_of_parameters_are_no_memory_of_the_graph(device):
         assert_same_bits(first, kept)
 
 
+def test_grads_of_inputs_that_are_leaves_are_no_memory_of_the_graph(device):
+    module = ops.Linear(16, 16, device=device)
+    x, other = (torch.randn(4, 16, device=device).requires_grad_() for _ in range(2))
+    call = make_graphed_callables(module, (x,))
+    call(x).sum().backward()
+    kept = x.grad.clone()
+    (2 * call(other)).sum().backward()
+    assert torch.equal(x.grad, kept) and torch.equal(other.grad, 2 * kept)
+    call(x).sum().backward()
+    assert torch.equal(x.grad, 2 * kept)
+
+
+def test_one_input_of_two_graphs_gets_both_gradients(device):
+    modules = [ops.Linear(16, 16, device=device) for _ in range(3)]
+    x = torch.randn(4, 16, device=device).requires_grad_()
+    calls = make_graphed_callables(modules, [(x,)] * 3)
+    sum(call(x).square().sum() for call in calls).backward()
+    found, x.grad = x.grad, None
+    sum(module(x).square().sum() for module in modules).backward()
+    assert_close({"dx": found}, {"dx": x.grad})
+
+
 # main_grad, delayed weight gradients, and what happens besides.
 
 
@@ -207,7 +229,10 @@ def test_gradients_land_as_they_do_without_a_graph(delay, accumulate, setup, dev
     results = [steps_with_main_grad(captured, device, switches, setup) for captured in (False, True)]
     for expected, ours in zip(*[found for found, _ in results], strict=True):
         assert_same_bits(ours, expected)
-    assert results[0][1] == results[1][1]
+    called = [calls for _, calls in results]
+    if device == "cuda":  # autograd runs leaves that get nothing on a thread of their own
+        called = [sorted(calls, key=str) for calls in called]
+    assert called[0] == called[1]
 
 
 def steps_with_main_grad(captured, device, switches, setup):
@@ -418,8 +443,8 @@ def test_a_replay_is_one_launch_for_each_pass():
     call = graphed(module)
     x, extras, dy = batch(1, "cuda")
     call(x, **extras).backward(dy)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU,
-                                            torch.profiler.ProfilerActivity.CUDA]) as profile:  # fmt: skip
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         call(x, **extras).backward(dy)
         torch.cuda.synchronize()
     names = [event.name for event in profile.events()]

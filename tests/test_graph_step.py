@@ -7,6 +7,9 @@ from torch import nn
 from fuser import Sequential, autocast, make_graphed_step, ops
 from tests.reference import assert_same_bits, random_sizes
 
+# torch says it of eager steps of an optimizer that can be captured
+pytestmark = pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True:UserWarning")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OPTIMIZERS = {
     "sgd": lambda p, device: torch.optim.SGD(p, lr=0.1, momentum=0.9),
