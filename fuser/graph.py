@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ def make_graphed_callables(
     cache_quantized_params: bool = False,
     schedule: Schedule | str | Sequence[Item] | None = None,
     layers: Sequence[int] | int | None = None,
+    follows: Collection[int] = (),
     pool: Any = None,
     retain_graph_in_backward: bool = False,
     share_buffers: bool | None = None,
@@ -57,7 +58,10 @@ def make_graphed_callables(
     amax_reduction_group: as for `autocast`
     cache_quantized_params: each call must say `is_first_microbatch=True` or False; weights are cast where it is True
     schedule, layers: a `Schedule`, or what `Schedule.parse` takes; a callable for each forward instance is returned
-    pool:          of torch.cuda.graph_pool_handle(), to share memory with other graphs; by default a new one
+    follows:       chunks whose input gradient the chunk before takes on this rank. That of others is sent away: it
+                   holds until the end of the next dgrad entry
+    pool:          of torch.cuda.graph_pool_handle(), to share memory with other graphs, none of which may then be
+                   replayed between a forward and its last gradient; by default a new one
     retain_graph_in_backward: keep what a backward needs, so that it may be replayed twice
     share_buffers: let instances share inputs, outputs and their gradients where their lives do not meet; by default
                    with a schedule
@@ -88,7 +92,7 @@ def make_graphed_callables(
         sample_args, sample_kwargs = [sample_args], None if sample_kwargs is None else [sample_kwargs]
     samples = make_samples(sample_args, sample_kwargs)
     settings = make_settings(several, samples, options)
-    plan = make_schedule(several, settings, given, options["layers"])
+    plan = make_schedule(several, settings, given, options["layers"], follows)
     instances = make_instances(
         plan, several, samples, settings, allow_unused=allow_unused_input, retain=retain_graph_in_backward
     )
@@ -97,7 +101,7 @@ def make_graphed_callables(
         check_alike(plan, instances)
     device = settings[0].device
     graphs = Graphs(
-        plan, instances, make_recorder(device, pool),
+        plan, instances, make_recorder(device, pool), follows=follows,
         shared=sharing, owned_grads=not clone_param_grads_on_return, debug=debug,
     )  # fmt: skip
     graphs.record(device, num_warmup_iters, pre_warmup_hook, post_warmup_hook)
@@ -129,6 +133,7 @@ class GraphedCallable:
         self._check_held = HeldCheck(self.module)
         self._params = list(instance.params)
         self.num_params = len(self._params)
+        self.num_leading = min(1, len(instance.sample.at))  # tensors that stand before the parameters
         self._flag = instance.settings.keep_weights
 
     @property
@@ -160,7 +165,8 @@ class GraphedCallable:
         if self._flag is not None:
             self._flag.fill_(0.0 if is_first_microbatch else 1.0)
         # In the order of a pipeline's node (x, parameters, extras): by it autograd orders the hooks behind it.
-        outputs = _Replay.apply(self, *tensors[:1], *self._params, *tensors[1:])
+        first = self.num_leading
+        outputs = _Replay.apply(self, *tensors[:first], *self._params, *tensors[first:])
         return self._instance.unflattened(outputs)
 
     def backward_dw(self) -> None:
@@ -217,7 +223,8 @@ class _Replay(torch.autograd.Function):
     def forward(fctx: Any, graphed: GraphedCallable, *tensors: Tensor) -> tuple[Tensor, ...]:
         fctx.set_materialize_grads(False)
         fctx.graphed = graphed
-        outputs = graphed.replay_forward([*tensors[:1], *tensors[1 + graphed.num_params :]])
+        first = graphed.num_leading
+        outputs = graphed.replay_forward([*tensors[:first], *tensors[first + graphed.num_params :]])
         graphed.mark(fctx, outputs)
         return tuple(outputs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -68,8 +68,11 @@ def make_samples(sample_args: Sequence[Any], sample_kwargs: Any) -> list[Sample]
 def make_settings(
     modules: Sequence[nn.Module], samples: Sequence[Sample], options: Mapping[str, Any]
 ) -> list[Settings]:
-    """Under what each module runs. Raises ValueError if there is no tensor, or `enabled` has another length."""
-    tensors: list[Tensor] = [t for module in modules if isinstance(module, nn.Module) for t in module.parameters()]
+    """Under what each module runs. Raises TypeError for what is no module, ValueError without a tensor."""
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{module!r} is a {type(module).__name__}. Give torch.nn.Modules.")
+    tensors: list[Tensor] = [t for module in modules for t in module.parameters()]
     tensors += [tensor for sample in samples for tensor in sample.tensors]
     if not tensors or not modules:
         raise ValueError("Neither the modules nor sample_args have a tensor, so there is nothing to capture.")
@@ -85,7 +88,7 @@ def make_settings(
     return [
         Settings(
             device, chosen if on else HighPrecision(), options["amax_reduction_group"], flag, torch_autocast,
-            torch.is_grad_enabled() and getattr(module, "training", False),
+            torch.is_grad_enabled() and module.training,
         )
         for module, on in zip(modules, each, strict=True)
     ]  # fmt: skip
@@ -112,8 +115,9 @@ def make_instances(
 
 
 def make_schedule(
-    modules: Sequence[nn.Module], settings: Sequence[Settings], given: Any, layers: Sequence[int] | int | None
-) -> Schedule:
+    modules: Sequence[nn.Module], settings: Sequence[Settings], given: Any, layers: Sequence[int] | int | None,
+    follows: Collection[int],
+) -> Schedule:  # fmt: skip
     """The schedule that was given, checked against the modules; without one all forwards, dgrads and wgrads."""
     count = len(modules)
     if given is None:
@@ -138,6 +142,7 @@ def make_schedule(
         parsed.entries,
         layers=parsed.layers,
         delayed=[any(True for m in chunk for _ in delaying(m)) for chunk in chunks] if training else None,
+        follows=follows,
     )
 
 

@@ -22,14 +22,12 @@ from recipes.splits import Splits
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def check_module(module: Any, sample: Sample, settings: Settings) -> None:
+def check_module(module: nn.Module, sample: Sample, settings: Settings) -> None:
     """Raise, in a sentence, for what a graph of this module could not repeat.
 
-    TypeError for something that is no module, ValueError for tensors elsewhere, RuntimeError for modules with hooks or
+    TypeError for tensors within containers, ValueError for tensors elsewhere, RuntimeError for modules with hooks or
     with weight gradients left to backward_dw(), NotImplementedError for operations that read the device from the host.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{module!r} is a {type(module).__name__}. Give torch.nn.Modules.")
     name, device = type(module).__name__, settings.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"A CUDA graph is being captured on this stream, and {name} would begin another one.")

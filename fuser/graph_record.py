@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Graphs:
         instances: Mapping[Place, Instance],
         recorder: Recorder,
         *,
+        follows: Collection[int],
         shared: bool,
         owned_grads: bool,
         debug: bool,
@@ -42,6 +43,7 @@ class Graphs:
         self.instances = instances
         self.events = [event for event in schedule.events if _happens(event, instances[event.instance])]
         self._recorder = recorder
+        self._follows = follows
         self._shared = shared
         self._owned_grads = owned_grads
         self._segments: dict[Event, Segment] = {}
@@ -140,7 +142,7 @@ class Graphs:
         ]
 
     def _plan(self, sizes: list[list[LayerMemory]]) -> None:
-        self.memory = plan_memory(self.schedule, sizes)
+        self.memory = plan_memory(self.schedule, sizes, follows=self._follows)
         parts: dict[Place, dict[Buffer, Tensor]] = {}
         for life in self.memory.lives:
             if life.buffer not in (Buffer.SAVED, Buffer.DELAYED):  # which the graphs allocate

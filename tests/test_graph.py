@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fuser import Sequential, autocast, make_graphed_callables, ops
+from fuser import Schedule, Sequential, autocast, make_graphed_callables, ops
 from ops import main_grad
 from recipes import CustomRecipe, DelayedScaling, Quantizer
 from tests import main_grad_cases as cases
@@ -86,6 +86,44 @@ def test_fifty_replays_have_the_bits_of_the_module(recipe, device):
         assert_same_bits(run(call, module, seed, recipe, active=active), run(eager, eager, seed, recipe, active=active))
         assert_same_bits(grads(module), grads(eager))
     assert_same_bits(dict(module.named_buffers()), dict(eager.named_buffers()))
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_microbatches_of_a_schedule_with_splits_of_their_own(recipe, accumulate, device):
+    """Three microbatches, wgrads outstanding, other splits in each: eager and from graphs."""
+    schedule = Schedule.parse("F1 F1 B1 F1 B1 W1 B1 W1 W1")
+    results = []
+    for captured in (False, True):
+        module = experts(device, delay_wgrad_compute=True, accumulate_into_main_grad=accumulate)
+        cases.give_main_grads(module, 0.0)
+        calls, wgrad = [module] * 3, module.backward_dw
+        if captured:
+            x, extras, _ = batch(99, device)
+            calls = make_graphed_callables(
+                [module], [(x,)], sample_kwargs=[extras], schedule=schedule, recipe=recipe, debug=True
+            )
+        found, pending = [], {}
+        for step in range(2):
+            torch.manual_seed(step)
+            for entry in schedule.entries:
+                m = entry.microbatch
+                if entry.name == "F1":
+                    x, extras, dy = batch(3 * step + m, device, active=[None, 40, 0][m])
+                    with autocast(recipe):
+                        pending[m] = calls[m](x, **extras), x, extras, dy
+                    found.append({"y": pending[m][0].detach().clone()})
+                elif entry.name == "B1":
+                    y, x, extras, dy = pending.pop(m)
+                    y.backward(dy)
+                    found.append({"dx": x.grad, "dscales": extras["scales"].grad})
+                else:
+                    (calls[m].backward_dw if captured else wgrad)()
+            found.append({name: w.main_grad.clone() for name, w in cases.weights_of(module).items()})
+        found.append({name: p.grad for name, p in module.named_parameters() if not (accumulate and "weight" in name)})
+        results.append([*found, dict(module.named_buffers())])
+    for ours, expected in zip(results[1], results[0], strict=True):
+        assert_same_bits(ours, expected)
 
 
 @pytest.mark.parametrize("warmups", [0, 1, 3])
@@ -544,6 +582,33 @@ def test_parameters_must_stay_where_they_are(change, says, device):
     change(module[0])
     with pytest.raises(RuntimeError, match=says):
         run(call, module, 1)
+
+
+def test_what_is_no_module_or_no_tensor_is_refused(device):
+    x = torch.randn(4, 16, device=device)
+    with pytest.raises(TypeError, match="Give torch.nn.Modules"):
+        make_graphed_callables([ops.Linear(16, 16, device=device), torch.relu], [(x,), (x,)])
+    with pytest.raises(TypeError, match="Argument '0' is a list with tensors in it"):
+        make_graphed_callables(ops.Linear(16, 16, device=device), ([x],))
+    with pytest.raises(ValueError, match="nothing to capture"):
+        make_graphed_callables(nn.Identity(), ())
+    with pytest.raises(ValueError, match="sample '0' is on meta, but the first tensor on"):
+        make_graphed_callables(ops.Linear(16, 16, device=device), (x.to("meta"),))
+
+
+def test_a_module_without_inputs(device):
+    class Source(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, device=device))
+
+        def forward(self):
+            return 3 * self.weight
+
+    module = Source()
+    call = make_graphed_callables(module, ())
+    call().sum().backward()
+    assert torch.equal(module.weight.grad, torch.full_like(module.weight, 3))
 
 
 def test_arguments_by_the_names_of_transformer_engine(device):

@@ -205,6 +205,17 @@ def test_buffers_are_as_few_as_the_plan_says(device):
     assert "saved" in memory.report() and memory.layers[0][1].saved == 0 and memory.layers[0][0].saved == one
 
 
+def test_what_a_chunk_hands_back_lives_until_the_one_before_takes_it(device):
+    schedule = Schedule.parse("F1 F1 F2 F2 B2 B2 B1 B1")
+    apart = capture(schedule, chunks_for(schedule, device), device)
+    chained = capture(schedule, chunks_for(schedule, device), device, follows=[2])
+    ends = [[life.end for life in calls[0].memory.lives if life.buffer is Buffer.INPUT_GRAD and life.instance[0] == 2]
+            for calls in (apart, chained)]  # fmt: skip
+    assert ends == [[5, 6], [6, 7]]
+    with pytest.raises(ScheduleError, match=r"R8 \(chaining\)"):
+        capture(Schedule.parse("F2 F1 B1 B2"), chunks_for(schedule, device), device, follows=[2])
+
+
 # The order of replays
 
 
