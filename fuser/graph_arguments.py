@@ -77,7 +77,7 @@ def make_settings(
     if not tensors or not modules:
         raise ValueError("Neither the modules nor sample_args have a tensor, so there is nothing to capture.")
     device = tensors[0].device
-    enabled = options["enabled"]
+    enabled = True if options["enabled"] is None else options["enabled"]
     each = [enabled] * len(modules) if isinstance(enabled, bool) else list(enabled)
     if len(each) != len(modules):
         raise ValueError(f"enabled has {len(each)} values for {len(modules)} modules. Give one, or one for each.")

@@ -123,8 +123,8 @@ class InputCheck:
     def __init__(self, sample: Sample, label: str) -> None:
         self._sample = sample
         self._label = label
-        self._forms = [Form.of(tensor) for tensor in sample.tensors]
-        self._accepted: list[tuple[Any, ...]] = [() for _ in sample.tensors]
+        self._forms = sample.forms
+        self._accepted: list[tuple[Any, ...]] = [() for _ in sample.forms]
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors among the arguments. Raises TypeError or ValueError before anything is changed."""

@@ -49,25 +49,6 @@ class Settings:
             yield
 
 
-class Sample:
-    """What a module is called with: tensors, of which each call may bring others, and constants."""
-
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.names = (*map(str, range(len(args))), *kwargs)
-        self.values = (*args, *kwargs.values())
-        self.num_args = len(args)
-        self.at = [index for index, value in enumerate(self.values) if isinstance(value, Tensor)]
-        self.tensors: list[Tensor] = [self.values[index] for index in self.at]
-
-    def call(self, module: nn.Module, tensors: Sequence[Tensor]) -> Any:
-        """module(...) with these tensors in the place of its own."""
-        values = list(self.values)
-        for index, tensor in zip(self.at, tensors, strict=True):
-            values[index] = tensor
-        keywords = zip(self.names[self.num_args :], values[self.num_args :], strict=True)
-        return module(*values[: self.num_args], **dict(keywords))
-
-
 class Form(NamedTuple):
     """A tensor's metadata."""
 
@@ -86,6 +67,35 @@ class Form(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
+
+
+class Sample:
+    """What a module is called with: tensors, of which each call may bring others, and constants.
+
+    at, tensors, forms: of the tensors among the values
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.names = (*map(str, range(len(args))), *kwargs)
+        self.values = [*args, *kwargs.values()]
+        self.num_args = len(args)
+        self.at = [index for index, value in enumerate(self.values) if isinstance(value, Tensor)]
+        self.tensors: list[Tensor] = [self.values[index] for index in self.at]
+        self.forms = [Form.of(tensor) for tensor in self.tensors]
+
+    def release(self) -> None:
+        """Give up the tensors; their forms are still known."""
+        self.tensors = []
+        for index in self.at:
+            self.values[index] = None
+
+    def call(self, module: nn.Module, tensors: Sequence[Tensor]) -> Any:
+        """module(...) with these tensors in the place of its own."""
+        values = list(self.values)
+        for index, tensor in zip(self.at, tensors, strict=True):
+            values[index] = tensor
+        keywords = zip(self.names[self.num_args :], values[self.num_args :], strict=True)
+        return module(*values[: self.num_args], **dict(keywords))
 
 
 def room(forms: Sequence[Form]) -> int:
@@ -151,14 +161,14 @@ class Instance:
 
     @property
     def inputs(self) -> list[Form]:
-        return [Form.of(tensor) for tensor in self.sample.tensors]
+        return self.sample.forms
 
     def forward(self) -> None:
         buffers, wants_grad = self.buffers, self.settings.with_backward
         given = [tensor.detach().clone() for tensor in self.sample.tensors] if buffers is None else buffers.inputs
         self.leaves = [
-            tensor.detach().requires_grad_(wants_grad and like.requires_grad)
-            for tensor, like in zip(given, self.sample.tensors, strict=True)
+            tensor.detach().requires_grad_(wants_grad and form.requires_grad)
+            for tensor, form in zip(given, self.inputs, strict=True)
         ]
         with self.settings.entered(), torch.set_grad_enabled(wants_grad):
             result = self.sample.call(self.module, self.leaves)

@@ -74,6 +74,8 @@ class Graphs:
                 begin_step(modules)
                 for event in self.events:
                     self._segments[event] = self._record(event)
+            for instance in self.instances.values():
+                instance.sample.release()
         except BaseException:
             self.free()
             raise

@@ -141,6 +141,7 @@ class GraphedStep:
                 optimizer.state.pop(parameter, None)
             self._results = []
             raise
+        self._sample.release()
         self._segment = segment
         self._held = [HeldCheck(module) for module in self._modules]
         self._settings = _settings_of(self._optimizers)
