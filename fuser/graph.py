@@ -135,6 +135,7 @@ class GraphedCallable:
         self.num_params = len(self._params)
         self.num_leading = min(1, len(instance.sample.at))  # tensors that stand before the parameters
         self._flag = instance.settings.keep_weights
+        self._records_amaxes = instance.settings.with_backward and graphs.has_effects(Event(Pass.FORWARD, *place))
 
     @property
     def memory(self) -> MemoryPlan:
@@ -161,6 +162,11 @@ class GraphedCallable:
             raise RuntimeError(
                 f"{self._label} was captured without backward (eval mode, or gradients off), but an input requires a "
                 "gradient. Call it under torch.no_grad(), or capture it in training mode with gradients on."
+            )
+        if self._records_amaxes and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self._label} was captured with gradients on, so its forward records amaxes, which it must not do "
+                "without them. Call it with gradients on, or capture one under torch.no_grad() too."
             )
         if self._flag is not None:
             self._flag.fill_(0.0 if is_first_microbatch else 1.0)

@@ -96,6 +96,10 @@ class Graphs:
         for effect in effects:
             effect()
 
+    def has_effects(self, event: Event) -> bool:
+        """Whether the event does anything besides computing."""
+        return bool(self._segments[event].recording.effects)
+
     @property
     def is_free(self) -> bool:
         return not self._segments

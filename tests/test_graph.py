@@ -372,6 +372,20 @@ def test_amaxes_of_a_replay_belong_to_the_autocast_around_it(device):
     assert_same_bits(dict(module.named_buffers()), dict(eager.named_buffers()))
 
 
+def test_a_graph_that_records_amaxes_does_not_run_without_gradients(device):
+    module = experts(device)
+    call = graphed(module, recipe="fp8_delayed")
+    x, extras, _ = batch(1, device)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="its forward records amaxes"):
+        call(x, **extras)
+    with torch.no_grad():
+        evaluated = graphed(module, recipe="fp8_delayed")
+        state = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        with autocast("fp8_delayed"):
+            assert torch.equal(evaluated(x, **extras), module(x, **extras))
+    assert_same_bits(dict(module.named_buffers()), state)
+
+
 # Nothing is left behind.
 
 
