@@ -214,19 +214,26 @@ class ReplayOrder:
 
     def __init__(self, schedule: Schedule, events: Sequence[Event], *, retain: bool) -> None:
         self._at = {event: position for position, event in enumerate(schedule.events)}
-        self._captured = frozenset(events)
         self._retain = retain
         self._left: dict[tuple[Event, Event], Event | None] = {}  # from whom for whom; who spoiled it
+        captured = set(events)
+        kinds = {Pass.FORWARD: (Pass.DGRAD, Pass.WGRAD), Pass.DGRAD: (Pass.WGRAD,), Pass.WGRAD: ()}
+        users = {event: [event._replace(kind=kind) for kind in kinds[event.kind]] for event in events}
+        self._users = {event: [user for user in users[event] if user in captured] for event in events}
+        self._sources: dict[Event, list[Event]] = {event: [] for event in events}
+        for event in events:
+            for user in self._users[event]:
+                self._sources[user].append(event)
 
     def check(self, event: Event) -> None:
         """Raise RuntimeError unless the event may be replayed now."""
-        dgrad, wgrad = (event._replace(kind=kind) for kind in (Pass.DGRAD, Pass.WGRAD))
-        if event != wgrad and (dgrad, wgrad) in self._left:
+        dgrad = event._replace(kind=Pass.DGRAD)
+        if event.kind is not Pass.WGRAD and any((dgrad, user) in self._left for user in self._users.get(dgrad, ())):
             raise RuntimeError(
                 f"{event} was called, but the wgrad that {dgrad} left is still to come, and would be lost. Call "
                 "backward_dw() before; to have several outstanding, capture a schedule with as many microbatches."
             )
-        for source in self._sources(event):
+        for source in self._sources[event]:
             if (source, event) not in self._left:
                 raise RuntimeError(
                     f"{event} was called, but {source} was not, or what it left is used up. Each {event.kind.noun} "
@@ -247,14 +254,6 @@ class ReplayOrder:
             if spoiler is None and not self._at[source] < position <= self._at[user]:
                 self._left[source, user] = event
         if not (self._retain and event.kind is Pass.DGRAD):
-            for source in self._sources(event):
+            for source in self._sources[event]:
                 del self._left[source, event]
-        self._left |= dict.fromkeys((event, user) for user in self._users(event))
-
-    def _users(self, source: Event) -> list[Event]:
-        kinds = {Pass.FORWARD: (Pass.DGRAD, Pass.WGRAD), Pass.DGRAD: (Pass.WGRAD,), Pass.WGRAD: ()}[source.kind]
-        return [event for kind in kinds if (event := source._replace(kind=kind)) in self._captured]
-
-    def _sources(self, event: Event) -> list[Event]:
-        kinds = {Pass.FORWARD: (), Pass.DGRAD: (Pass.FORWARD,), Pass.WGRAD: (Pass.FORWARD, Pass.DGRAD)}[event.kind]
-        return [source for kind in kinds if (source := event._replace(kind=kind)) in self._captured]
+        self._left |= dict.fromkeys((event, user) for user in self._users[event])
