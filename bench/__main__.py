@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from bench import bench_casts, bench_elementwise, bench_host, bench_recipes, bench_speed, explain, train
+from bench import bench_casts, bench_elementwise, bench_graphs, bench_host, bench_recipes, bench_speed, explain, train
 from bench.usage import UsageError
 
 COMMANDS = {
@@ -13,6 +13,7 @@ COMMANDS = {
     "speed": (bench_speed, "the bf16 path against torch, other libraries and the limit, on a GPU"),
     "casts": (bench_casts, "casts of every recipe against a plain copy"),
     "recipes": (bench_recipes, "one grouped MLP whose recipe is switched: speed, memory and error of each recipe"),
+    "graphs": (bench_graphs, "an expert layer replayed from CUDA graphs, against eager and against its kernels alone"),
     "elementwise": (bench_elementwise, "element-wise chains against torch eager, torch.compile and a plain copy"),
 }
 

@@ -4,6 +4,8 @@ import ops
 import recipes
 from fuser import testing
 from fuser.checkpoint import checkpoint
+from fuser.graph import GraphedCallable, make_graphed_callables
+from fuser.graph_step import GraphedStep, make_graphed_step
 from fuser.plan import Registration, register_fusion
 from fuser.schedule import Schedule, ScheduleError
 from fuser.schedule_explain import explain_schedule
@@ -18,6 +20,8 @@ from recipes.cast_counts import count_casts
 __all__ = [
     "BasicOperation",
     "FusedOperation",
+    "GraphedCallable",
+    "GraphedStep",
     "LayerMemory",
     "OperationContext",
     "Registration",
@@ -28,6 +32,8 @@ __all__ = [
     "checkpoint",
     "count_casts",
     "explain_schedule",
+    "make_graphed_callables",
+    "make_graphed_step",
     "ops",
     "optional",
     "order_1f1b",

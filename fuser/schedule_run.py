@@ -74,7 +74,7 @@ def run_schedule(
             grads[key] = d_value
         else:
             for event in schedule.spread(entry):
-                for module in _delaying(layers[event.layer]):
+                for module in delaying(layers[event.layer]):
                     module.backward_dw()
     return ScheduleRun(
         {key: _apply(Tensor.detach, value) for key, value in values.items()},
@@ -102,14 +102,14 @@ def _dgrad(kept: _Kept, d_outputs: Grads) -> Grads:
     return tuple(x.grad for x in kept.inputs)
 
 
-def _delaying(module: nn.Module) -> Iterator[Any]:
+def delaying(module: nn.Module) -> Iterator[Any]:
     """The modules that delay their wgrad: this one, or those in it, the last first."""
     if hasattr(module, "backward_dw"):
         if getattr(module, "delay_wgrad_compute", True):
             yield module
         return
     for child in reversed(list(module.children())):
-        yield from _delaying(child)
+        yield from delaying(child)
 
 
 def _check(
@@ -137,7 +137,7 @@ def _check(
     Schedule.parse(
         schedule.entries,
         layers=schedule.layers,
-        delayed=[any(True for layer in layers for _ in _delaying(layer)) for layers in chunks],
+        delayed=[any(True for layer in layers for _ in delaying(layer)) for layers in chunks],
         follows=follows,
     )
     return follows

@@ -40,6 +40,7 @@ from ops.context import OperationContext, held_parameter
 from ops.gemm import store
 from ops.operation import BasicOperation
 from ops.run import without_autocast
+from recipes.effects import Effect, Landing, perform, recording
 
 # The gradient of all weights of an operation, still to be computed: product() gives new memory,
 # product(out=buffer, accumulate=...) writes there (`ops.gemm.store`). What it multiplies are its arguments by position.
@@ -85,17 +86,28 @@ class OperationWithWeights(BasicOperation):
                     "delay_wgrad_compute out."
                 )
         gradient = _Gradient(weights, product, _operands(product), torch._C._current_graph_task_id())
+        record = recording()
+        if record is not None:
+            record.weights += weights.values()
         if self.delay_wgrad_compute:
             self._delayed.append(gradient)
         else:
             self._land_in_main_grad(gradient)
         if not self.accumulate_into_main_grad:
             return {}
-        return {name: _placeholder(w) for name, w in weights.items() if hasattr(w, "grad_added_to_main_grad")}
+        placeholders = {name: placeholder(w) for name, w in weights.items() if hasattr(w, "grad_added_to_main_grad")}
+        if record is not None:
+            record.placeholders += placeholders.values()
+        return placeholders
 
     def need_backward_dw(self) -> bool:
         """Whether gradients are left to be computed by `backward_dw()`."""
         return bool(self._delayed)
+
+    def exchange_delayed(self, gradients: deque[_Gradient]) -> deque[_Gradient]:
+        """Leave these gradients to `backward_dw()` instead of those that are left now, which are returned."""
+        before, self._delayed = self._delayed, gradients
+        return before
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that the oldest backward left, on the current stream; then call the hooks.
@@ -134,27 +146,30 @@ class OperationWithWeights(BasicOperation):
                 else:
                     dw = self.weight_gradients(gradient.product())
                     for name, weight in gradient.weights.items():
-                        _add_to_grad(weight, dw[name])
+                        perform(Effect(_add_to_grad, (weight, dw[name], recording() is not None)))
             self._delayed.popleft()
             del gradient
 
     def _land_in_main_grad(self, gradient: _Gradient) -> None:
         targets = {name: _target(name, weight, gradient.backward) for name, weight in gradient.weights.items()}
         whole = targets["weight"] if self.stacked else _as_one(targets.values(), len(self.weight_names))
+        record = recording()
+        if record is not None:
+            record.landings += [
+                Landing(name, gradient.weights[name], target.buffer.data_ptr(), target.accumulate)
+                for name, target in targets.items()
+            ]
         if whole is not None:
-            gradient.product(out=whole.buffer, accumulate=whole.accumulate)
+            gradient.product(out=_destination(whole.buffer), accumulate=whole.accumulate)
         else:
             weight = next(iter(gradient.weights.values()))
             dtype = torch.promote_types(weight.dtype, torch.float32)
             dw = torch.empty(len(self.weight_names), *weight.shape, dtype=dtype, device=weight.device)
             each = self.weight_gradients(gradient.product(out=dw))
             for name, (out, accumulate) in targets.items():
-                store(each[name], out, accumulate)
+                store(each[name], _destination(out), accumulate)
         for weight in gradient.weights.values():
-            if hasattr(weight, "grad_added_to_main_grad"):
-                weight.grad_added_to_main_grad = True
-            elif getattr(weight, "overwrite_main_grad", False):
-                _overwritten_in[weight] = gradient.backward
+            perform(Effect(_mark_added, (weight, gradient.backward)), at_once=True)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Because there is this method, FSDP2 sets the weights that it has gathered by it, and not behind our back.
@@ -229,7 +244,37 @@ def backward_dw(operations: Sequence[tuple[str, OperationWithWeights]]) -> None:
             operation._compute_oldest()
         except Exception as error:
             raise_located([label], 0, operation, error)
-        operation._trigger_wgrad_accumulation_and_reduce_hooks()
+        perform(Effect(operation._trigger_wgrad_accumulation_and_reduce_hooks))
+
+
+def check_landing(landing: Landing) -> None:
+    """Raise RuntimeError unless a product would still be written where, and as, it was when it landed."""
+    name, weight, pointer, accumulate = landing
+    target = _target(name, weight, -1)
+    if target.buffer.data_ptr() != pointer:
+        raise RuntimeError(
+            f"{name}.main_grad has moved since the capture, and the graph would write into its old memory. Copy into "
+            "the buffer instead of replacing it, or capture again."
+        )
+    if target.accumulate is not accumulate:
+        was, now = ("added to" if adds else "written over" for adds in (accumulate, target.accumulate))
+        raise RuntimeError(
+            f"The gradient of {name!r} was captured as one that is {was} what main_grad holds, but by the weight's "
+            f"overwrite_main_grad and grad_added_to_main_grad it is to be {now} it now. Set grad_added_to_main_grad = "
+            "False where a step begins; for several microbatches capture a schedule that has them."
+        )
+
+
+def _mark_added(weight: Any, backward: int) -> None:
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+    elif getattr(weight, "overwrite_main_grad", False):
+        _overwritten_in[weight] = backward
+
+
+def _destination(buffer: Tensor) -> Tensor:
+    record = recording()
+    return buffer if record is None else record.destination(buffer)
 
 
 def _operands(product: Product) -> list[tuple[Tensor, int]]:
@@ -301,13 +346,17 @@ def _as_one(targets: Collection[_Target], num_groups: int) -> _Target | None:
     return _Target(first.as_strided((num_groups, *first.shape), strides), accumulate)
 
 
-def _placeholder(weight: Any) -> Tensor:
-    """New memory: autograd takes it as `.grad` without a copy, and the owner's hook drops it."""
+def placeholder(weight: Any) -> Tensor:
+    """What autograd gets for a weight that has `grad_added_to_main_grad`.
+
+    New memory: autograd takes it as `.grad` without a copy, and the owner's hook drops it.
+    """
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
-def _add_to_grad(weight: Tensor, dw: Tensor) -> None:
+def _add_to_grad(weight: Tensor, dw: Tensor, copy: bool) -> None:
+    """copy: dw is memory of a graph, which the next replay overwrites."""
     if weight.grad is None:
-        weight.grad = dw.to(weight.dtype)
+        weight.grad = dw.to(weight.dtype, copy=copy)
     else:
         weight.grad += dw

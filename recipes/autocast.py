@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 
+from recipes.effects import Effect, perform
 from recipes.names import as_recipe
-from recipes.pending import PendingUpdates
+from recipes.pending import PendingUpdates, RecordsAmaxes, end_steps, forget
 from recipes.recipe import HighPrecision, Recipe
-from recipes.stack import CastScales, Entry, stack
+from recipes.stack import CastScales, Entry, current_updates, stack
 
 
 @contextmanager
@@ -54,4 +56,15 @@ def autocast(
         # its own entry, also if another thread has put one on top
         del stack[next(i for i, other in enumerate(stack) if other is entry)]
     if outermost:
-        entry.updates.apply()
+        quantizers = entry.updates.take()
+        if quantizers:
+            perform(Effect(_end_of_step, (quantizers, amax_reduction_group), partial(forget, quantizers)))
+
+
+def _end_of_step(quantizers: Mapping[int, RecordsAmaxes], group: dist.ProcessGroup | None) -> None:
+    """Of an outermost context; but one that a graph replays within another autocast is part of that one's step."""
+    updates = current_updates()
+    if updates is None:
+        end_steps(quantizers, group)
+    else:
+        updates.join(quantizers)

@@ -6,6 +6,8 @@ there must see the recipe that the caller chose.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +49,16 @@ class Entry:
 
 
 stack: list[Entry] = []
+
+
+@contextmanager
+def outside_of_autocast() -> Iterator[None]:
+    """As if no context were open: what runs inside is no part of the step around it."""
+    entries, stack[:] = stack[:], []
+    try:
+        yield
+    finally:
+        stack[:] = entries
 
 
 def current_recipe() -> Recipe:

@@ -1,0 +1,214 @@
+"""The two machines that record a piece of work and do it again: CUDA graphs, and for a CPU the work itself.
+
+Work takes and returns nothing: it reads and writes memory that stays where it is. What it does besides (`Effect`) is
+kept, and handed out by each replay.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from recipes.effects import Effect, Recording, recorded
+
+Work = Callable[[], None]
+
+ALIGNMENT = 256  # bytes: more than any kernel asks for
+
+
+class Segment(Protocol):
+    """Recorded work, with what was seen while it was."""
+
+    recording: Recording
+
+    def replay(self) -> Sequence[Effect]:
+        """Do the work again. Returns what has to be done besides."""
+
+    def free(self) -> None:
+        """Give up what it holds."""
+
+
+class Recorder(Protocol):
+    """Records segments, one after the other, in the order in which they will be replayed."""
+
+    def warming_up(self) -> Any:
+        """The context in which work is done before it is recorded."""
+
+    def warm_up(self, work: Work) -> None:
+        """Do the work; what it would do besides is dropped, and gradient buffers stay as they are."""
+
+    def record(self, work: Work) -> Segment:
+        """Record the work."""
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        """The same memory, which later segments may use for something else once they are replayed."""
+
+
+def make_recorder(device: torch.device, pool: Any) -> Recorder:
+    """For modules on this device. pool: as of `torch.cuda.graph`; None is a new one."""
+    return CudaRecorder(device, pool) if device.type == "cuda" else RerunRecorder()
+
+
+class Scratch:
+    """Memory that stands for any gradient buffer, in its shape, strides and alignment, by which kernels are chosen.
+
+    What is written there is of no use.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[torch.device, Tensor] = {}
+
+    def __call__(self, buffer: Tensor) -> Tensor:
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+        needed = max(extent, 1) * buffer.element_size()
+        memory = self._bytes.get(buffer.device)
+        if memory is None or memory.numel() < needed + ALIGNMENT:
+            memory = torch.zeros(needed + ALIGNMENT, dtype=torch.uint8, device=buffer.device)
+            self._bytes[buffer.device] = memory
+        start = (buffer.data_ptr() - memory.data_ptr()) % ALIGNMENT
+        flat = memory[start : start + needed].view(buffer.dtype)
+        return flat.as_strided(buffer.shape, buffer.stride())
+
+
+class RerunRecorder:
+    """Replays by doing the work again: the semantics of graphs, without their speed."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        yield
+
+    def warm_up(self, work: Work) -> None:
+        _dropped(work, self._scratch)
+
+    def record(self, work: Work) -> RerunSegment:
+        return RerunSegment(work, _dropped(work, self._scratch))
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class RerunSegment:
+    """Work to be done again."""
+
+    def __init__(self, work: Work, recording: Recording) -> None:
+        self._work: Work | None = work
+        self.recording = recording
+
+    def replay(self) -> Sequence[Effect]:
+        assert self._work is not None, "it was freed"
+        with recorded() as now:
+            self._work()
+        return now.effects
+
+    def free(self) -> None:
+        self._work = None
+
+
+class CudaRecorder:
+    """Captures CUDA graphs on one stream, with one memory pool for all."""
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._stream = _capture_stream(device)
+        self._scratch = Scratch()
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        # Autograd runs a backward on the stream of its forward, so warm-up and capture share theirs.
+        outside = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outside.wait_stream(self._stream)
+
+    def warm_up(self, work: Work) -> None:
+        _dropped(work, self._scratch)
+
+    def record(self, work: Work) -> CudaSegment:
+        graph = torch.cuda.CUDAGraph()
+        with self.warming_up(), recorded() as recording, warnings.catch_warnings():
+            # A segment may have nothing to compute, such as the dgrad of an input that wants none.
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            graph.capture_begin(self._pool)
+            try:
+                work()
+            except BaseException as error:
+                try:
+                    graph.capture_end()
+                except RuntimeError as follow_up:  # the capture is broken: the first error says why
+                    error.add_note(f"The capture ended with: {follow_up}")
+                graph.reset()
+                raise
+            graph.capture_end()
+        weights = {id(weight) for weight in recording.weights}
+        recording.effects = [
+            effect._replace(
+                args=tuple(
+                    self.unowned(arg) if isinstance(arg, Tensor) and id(arg) not in weights else arg
+                    for arg in effect.args
+                )
+            )
+            for effect in recording.effects
+        ]
+        return CudaSegment(graph, recording)
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        """A view of the pool's memory that does not keep it from segments captured later."""
+        if not tensor.numel():
+            return tensor.detach()
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        memory = torch.as_tensor(_Memory(tensor.data_ptr(), extent * tensor.element_size()), device=self._device)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+class CudaSegment:
+    """A captured graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, recording: Recording) -> None:
+        self._graph = graph
+        self.recording = recording
+
+    def replay(self) -> Sequence[Effect]:
+        self._graph.replay()
+        return self.recording.effects
+
+    def free(self) -> None:
+        self._graph.reset()
+        self.recording = Recording()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps a workspace for each stream it has seen."""
+    return torch.cuda.Stream(device)
+
+
+class _Memory:
+    """Bytes at an address, as `torch.as_tensor` takes them."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 2,
+        }  # fmt: skip
+
+
+def _dropped(work: Work, scratch: Scratch) -> Recording:
+    """Do the work and nothing besides."""
+    with recorded(scratch) as recording:
+        try:
+            work()
+        finally:
+            recording.undo()
+    return recording
