@@ -152,11 +152,11 @@ class CudaRecorder:
                 graph.reset()
                 raise
             graph.capture_end()
-        weights = {id(weight) for weight in recording.weights}
+        # Weights require gradients, what a pass computes for them does not.
         recording.effects = [
             effect._replace(
                 args=tuple(
-                    self.unowned(arg) if isinstance(arg, Tensor) and id(arg) not in weights else arg
+                    self.unowned(arg) if isinstance(arg, Tensor) and not arg.requires_grad else arg
                     for arg in effect.args
                 )
             )

@@ -202,10 +202,10 @@ def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str =
     casts: how the result is cast, if it is: in "blocks" of 32, which tiles hold as a whole, or with a "given" scale
     """
     if casts or sums_rows:
-        tiles = rows * columns // (32 * 64 * PROGRAMS) if sums_rows else 1
-        # A cast's maxima are cheap where a thread has many columns and rows.
-        num_warps = 4 if casts != "blocks" else 1 if sums_rows else 2
-        return ElementwiseConfig(32, 64, triton.next_power_of_2(max(1, min(16, tiles))), num_warps, 3)
+        # In blocks, a thread has many columns and rows, which makes their maxima cheap.
+        block_c, num_warps = (128, 2) if casts == "blocks" else (64, 4)
+        tiles = rows * columns // (32 * block_c * PROGRAMS) if sums_rows else 1
+        return ElementwiseConfig(32, block_c, triton.next_power_of_2(max(1, min(16, tiles))), num_warps, 3)
     block_c = min(2048 if rows == 1 else 1024, max(16, triton.next_power_of_2(columns)))
     return ElementwiseConfig(2048 // block_c, block_c, 1, 4)
 
