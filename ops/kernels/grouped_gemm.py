@@ -433,6 +433,8 @@ def grouped_gemm_nt_triton(
                 ragged_descriptor(dy_TN, (config.block_k, config.block_m), axis=0),
                 ragged_descriptor(x_TK, (config.block_k, config.block_n), axis=0),
                 TensorDescriptor.from_tensor(out, [1, config.block_m, config.block_n // 2]),
+                out if accumulate and out.dtype == torch.float32 else None,
+                out.stride(0),
                 offsets,
                 alpha_G,
                 G,

@@ -125,11 +125,29 @@ def finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE: tl.constexpr)
         dw.store([group, first_n, first_k], round_to(acc, dw.dtype))
 
 
+AHEAD = tl.constexpr(6)  # steps over which a tile's old sums are fetched
+
+
+@triton.jit
+def prefetch_rows(ptr, stride, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Asks L2 for the first of HEIGHT rows and WIDTH columns of float32 that there are, 128 bytes a thread."""
+    if not INTERPRET:
+        offs_n = tl.arange(0, HEIGHT)[:, None]
+        offs_k = tl.arange(0, WIDTH // 32)[None, :] * 32
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+            [(ptr + (offs_n * stride + offs_k)).to(tl.int64), ((offs_n < height) & (offs_k < width)).to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_groups"])
 def k_grouped_persistent_kernel(
     dy,  # [T, N]: descriptor, ragged along T
     x,  # [T, K]: descriptor, ragged along T
     dw,  # [G, N, K]: descriptor of boxes half as wide as the tile if that is 256
+    sums_ptr,  # dw itself if it is float32 that is added to, else None
+    sums_stride,  # of its matrices
     offsets_ptr,  # [G + 1] int64
     alpha_ptr,  # [G] float32 or None
     num_groups,
@@ -145,6 +163,8 @@ def k_grouped_persistent_kernel(
     """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g, tile after tile; ACCUMULATE: dw +=.
 
     A group without rows has one step, of zeros; with ACCUMULATE it has none, and as the last in order is not reached.
+    Programs end their tiles at about the same time: sums that are added to are fetched over the steps before, a quarter
+    at once, so that they do not wait for memory together.
     """
     LEAST: tl.constexpr = 0 if ACCUMULATE else 1
     num_tiles_n = tl.cdiv(N, BLOCK_M)
@@ -181,6 +201,14 @@ def k_grouped_persistent_kernel(
         dy_tile = widen(dy.load([z, y, row, first_n]).reshape(BLOCK_K, BLOCK_M))
         x_tile = widen(x.load([z, y, row, first_k]).reshape(BLOCK_K, BLOCK_N))
         acc = tl.dot(dy_tile.T, x_tile, acc)
+        if sums_ptr is not None:
+            steps = tl.cdiv(size, BLOCK_K)
+            step = t // BLOCK_K - tl.maximum(steps - AHEAD, 0)
+            gap = tl.maximum(tl.minimum(steps, AHEAD) // 4, 1)
+            if (step >= 0) & (step % gap == 0) & (step < 4 * gap):
+                row_n = first_n + step // gap * (BLOCK_M // 4)
+                at = sums_ptr + group.to(tl.int64) * sums_stride + row_n.to(tl.int64) * K + first_k
+                prefetch_rows(at, K, N - row_n, K - first_k, BLOCK_M // 4, BLOCK_N)
         t += BLOCK_K
         if t >= size:
             if alpha_ptr is not None:

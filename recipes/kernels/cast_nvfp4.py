@@ -199,7 +199,7 @@ def cast_nvfp4_config(
     if columns % BLOCK:
         return NVFP4Config(block_r=4, block_c=32, tiles=1, num_warps=4)
     if two_d:
-        return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2, registers=128)
+        return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2)
     if itemsize > 2 or (grouped and not rht):
         return NVFP4Config(block_r=4, block_c=64 if stochastic and itemsize > 2 else 128, tiles=1, num_warps=4)
     registers = None if stochastic else 200 if grouped else 168
