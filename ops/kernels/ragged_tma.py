@@ -12,6 +12,10 @@ axis (s = 1) of one-byte elements needs a unit of 16. The scheme is that of `tri
 unit and so leaves the last axis out.
 """
 
+from functools import lru_cache
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,25 +27,39 @@ _UNBOUNDED = 0x7FFF0000
 
 def takes_descriptors(*tensors: Tensor) -> bool:
     """May descriptors describe these? Nothing empty, elements of a row side by side, rows a multiple of 16 bytes."""
-    return all(
-        x.numel() > 0
-        and x.data_ptr() % 16 == 0
-        and x.stride(-2) * x.itemsize % 16 == 0
-        and x.stride(-2) >= x.shape[-1]
-        and x.stride(-1) == 1
-        for x in tensors
-    )
+    for x in tensors:
+        *_, row, step = x.stride()
+        if step != 1 or row < x.shape[-1] or row * x.itemsize % 16 or x.data_ptr() % 16 or not x.numel():
+            return False
+    return True
+
+
+def descriptor(
+    x: Tensor, box: tuple[int, ...], shape: tuple[int, ...] | None = None, strides: tuple[int, ...] | None = None
+) -> TensorDescriptor:
+    """A descriptor for boxes of x, by default of its own shape and strides. x is one that `takes_descriptors` takes."""
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.__dict__ |= _fields(x.dtype, shape or x.shape, strides or x.stride(), box)
+    made.base = x
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _fields(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> dict[str, Any]:
+    """Of a descriptor, but for its base. Checked here, once: Triton's checks take longer than all else of a launch."""
+    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), list(strides), list(box)))
 
 
 def ragged_descriptor(x: Tensor, box: tuple[int, int], *, axis: int, unit: int = 1) -> TensorDescriptor:
     """A descriptor of the matrix x for boxes of this shape, ragged along `axis`. Boxes have shape [1, 1, *box]."""
-    shape, strides = list(x.shape), [x.stride(0), x.stride(1)]
-    assert shape[axis] <= _LENGTH, f"an axis of {shape[axis]} elements, but 2^30 are the most"
-    shape[axis] = _LENGTH
+    rows, columns = x.shape
+    strides = x.stride()
     step = strides[axis]
-    return TensorDescriptor(
-        x, [_UNBOUNDED, _UNBOUNDED, *shape], [unit * (2**34 - step), unit * step, *strides], [1, 1, *box]
-    )
+    assert x.shape[axis] <= _LENGTH, f"an axis of {x.shape[axis]} elements, but 2^30 are the most"
+    shape = (_LENGTH, columns) if axis == 0 else (rows, _LENGTH)
+    return descriptor(x, (1, 1, *box), (_UNBOUNDED, _UNBOUNDED, *shape), (unit * (2**34 - step), unit * step, *strides))
 
 
 @triton.jit
