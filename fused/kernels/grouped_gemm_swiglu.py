@@ -351,7 +351,7 @@ def grouped_gemm_swiglu(
         h,
         act,
         glu_interleave_size=glu_interleave_size or 0,
-        tf32=allow_tf32(),
+        tf32=allow_tf32(x_TK),
     )
     return h, act
 

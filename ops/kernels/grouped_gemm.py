@@ -29,7 +29,6 @@ the m_grouped kernels: `recipes/kernels/row_tiles.py`.
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ops.kernels.grouped_gemm_cpu import k_grouped_on_cpu, m_grouped_on_cpu
@@ -55,7 +54,7 @@ from ops.kernels.grouped_operands import (
 )
 from ops.kernels.persistent_tiles import MOST_GROUPS, band, multiprocessors, room_for
 from ops.kernels.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
-from recipes.kernels.launch import Launch, launcher, properties
+from recipes.kernels.launch import Launch, cdiv, launcher, properties
 from recipes.kernels.row_tiles import num_slots
 from recipes.splits import Splits
 
@@ -273,7 +272,7 @@ def grouped_gemm_tn(
         None if scales_T is None else scales_T.contiguous(),
         per_group(alpha_G, splits),
         target,
-        tf32=allow_tf32(),
+        tf32=allow_tf32(x_TK),
     )
     return out if target is out else out.copy_(target)
 
@@ -303,7 +302,7 @@ def grouped_gemm_nn(
         splits.offsets,
         per_group(alpha_G, splits),
         target,
-        tf32=allow_tf32(),
+        tf32=allow_tf32(dy_TN),
     )
     return out if target is out else out.copy_(target)
 
@@ -340,7 +339,7 @@ def grouped_gemm_nt(
         splits.offsets,
         per_group(alpha_G, splits),
         target,
-        tf32=allow_tf32(),
+        tf32=allow_tf32(x_TK),
         accumulate=accumulate,
     )
     return out if target is out else out.copy_(target)
@@ -411,15 +410,16 @@ def grouped_gemm_nt_triton(
         if not accumulate:
             out.zero_()
         return
+    tma = runs_on_descriptors(G, dy_TN, x_TK, out)
     config = k_grouped_config(
         dy_TN.dtype,
         tf32=tf32,
-        aligned=is_aligned(dy_TN, x_TK, out),
-        descriptors=takes_descriptors(dy_TN, x_TK, out) and G <= MOST_GROUPS,
+        aligned=not tma and is_aligned(dy_TN, x_TK, out),
+        descriptors=tma,
         accumulate=accumulate,
         capability=capability(out),
     )
-    num_tiles = G * triton.cdiv(N, config.block_m) * triton.cdiv(K, config.block_n)
+    num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
     if config.programs:
         _k_grouped_persistent(
             out,
@@ -466,7 +466,7 @@ def grouped_bias_grad_triton(dy_TN: Tensor, offsets: Tensor, scales_T: Tensor | 
     config = grouped_bias_grad_config()
     _bias_grad(
         out,
-        G * triton.cdiv(N, config.block_n),
+        G * cdiv(N, config.block_n),
         dy_TN,
         offsets,
         scales_T,
@@ -479,9 +479,15 @@ def grouped_bias_grad_triton(dy_TN: Tensor, offsets: Tensor, scales_T: Tensor | 
     )
 
 
-def allow_tf32() -> bool:
-    """May a float32 product on CUDA be computed in TF32?"""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+def allow_tf32(x: Tensor) -> bool:
+    """May a product of x be computed in TF32? It is float32, and torch allows it."""
+    return x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def runs_on_descriptors(num_groups: int, *matrices: Tensor) -> bool:
+    """Do the kernels on descriptors run? Asked first, since it is cheaper than what else would have to be known."""
+    fitting = takes_descriptors(*matrices) and num_groups <= MOST_GROUPS
+    return uses_descriptors(matrices[0].dtype, fitting, capability(matrices[0]))
 
 
 def capability(x: Tensor) -> tuple[int, int]:
@@ -510,16 +516,17 @@ def _launch_m_grouped(
     if out.numel() == 0:
         return
     rows, num_groups = a.shape[0], w.shape[0]
+    tma = runs_on_descriptors(num_groups, a, w, out)
     config = m_grouped_config(
         rows,
         num_groups,
         a.dtype,
         tf32=tf32,
-        aligned=is_aligned(a, w, out),
-        descriptors=takes_descriptors(a, w, out) and num_groups <= MOST_GROUPS,
+        aligned=not tma and is_aligned(a, w, out),
+        descriptors=tma,
         capability=capability(out),
     )
-    num_tiles = num_slots(rows, num_groups, config.block_m) * triton.cdiv(C, config.block_n)
+    num_tiles = num_slots(rows, num_groups, config.block_m) * cdiv(C, config.block_n)
     if config.programs:
         w_box = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
         _m_grouped_persistent(

@@ -47,7 +47,6 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ops.kernels.grouped_gemm import capability
@@ -55,7 +54,7 @@ from ops.kernels.grouped_gemm_float8_triton import k_grouped_float8_kernel, m_gr
 from ops.kernels.grouped_operands import check_rows, check_scales, output, row_slices, with_contiguous_rows
 from ops.kernels.persistent_tiles import band, multiprocessors
 from ops.kernels.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
-from recipes.kernels.launch import Launch, launcher
+from recipes.kernels.launch import Launch, cdiv, launcher
 from recipes.splits import Splits
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -158,7 +157,7 @@ def scale_layout(b_scale: Tensor, C: int, R: int) -> ScaleLayout:
     """How b's scales lie, told by their shape. (Both block layouts are [G, 1, 1] for C = 1: then they agree.)"""
     if b_scale.dim() < 2:
         return "tensor"
-    return "square" if b_scale.shape[1:] == (triton.cdiv(C, BLOCK), triton.cdiv(R, BLOCK)) else "row"
+    return "square" if b_scale.shape[1:] == (cdiv(C, BLOCK), cdiv(R, BLOCK)) else "row"
 
 
 class GroupedFloat8Config(NamedTuple):
@@ -311,7 +310,7 @@ def grouped_gemm_tn_float8_triton(
         rows, G, blockwise=layout != "tensor", aligned=takes_descriptors(a, b, out), capability=capability(out)
     )
     block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
-    num_tiles = (rows // block_m + G + 1) * triton.cdiv(C, block_n)
+    num_tiles = (rows // block_m + G + 1) * cdiv(C, block_n)
     _m_grouped(
         out,
         min(num_tiles, config.programs * multiprocessors(out)),
@@ -362,7 +361,7 @@ def grouped_gemm_nt_float8_triton(
         blockwise=blockwise, aligned=takes_descriptors(dy, x, out), capability=capability(out)
     )
     block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
-    num_tiles = G * triton.cdiv(N, block_m) * triton.cdiv(K, block_n)
+    num_tiles = G * cdiv(N, block_m) * cdiv(K, block_n)
     _k_grouped(
         out,
         min(num_tiles, config.programs * multiprocessors(out)),
@@ -416,9 +415,9 @@ def _check_tn(
             "Pass the copy whose last axis is summed over."
         )
     C = b.shape[1]
-    steps = triton.cdiv(R, BLOCK)
+    steps = cdiv(R, BLOCK)
     _check_scale("a_scale", a_scale, G, [(steps, T)])
-    _check_scale("b_scale", b_scale, G, [(G, triton.cdiv(C, BLOCK), steps), (G, steps, C)])
+    _check_scale("b_scale", b_scale, G, [(G, cdiv(C, BLOCK), steps), (G, steps, C)])
     _check_kinds(a_scale, b_scale)
     if bias is not None and bias.shape != (G, C):
         raise ValueError(f"bias has shape {list(bias.shape)}, but must be {[G, C]}. Pass one row for each group.")

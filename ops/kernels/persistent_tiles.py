@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recipes.kernels.launch import properties
+from recipes.kernels.launch import next_power_of_2, properties
 
 MOST_GROUPS = 1024  # of which a program can keep a number each
 
@@ -33,7 +33,7 @@ def multiprocessors(x: Tensor) -> int:
 
 def room_for(num_groups: int) -> int:
     """GROUPS, for `ends_of_groups` and `ranks_of_groups`: a power of two that holds the groups."""
-    return max(_CHUNK.value, triton.next_power_of_2(num_groups))
+    return max(_CHUNK.value, next_power_of_2(num_groups))
 
 
 def band(block_m: int) -> int:

@@ -34,12 +34,21 @@ def takes_descriptors(*tensors: Tensor) -> bool:
     return True
 
 
-def descriptor(
-    x: Tensor, box: tuple[int, ...], shape: tuple[int, ...] | None = None, strides: tuple[int, ...] | None = None
-) -> TensorDescriptor:
-    """A descriptor for boxes of x, by default of its own shape and strides. x is one that `takes_descriptors` takes."""
+def descriptor(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """A descriptor for boxes of x, which is one that `takes_descriptors` takes."""
+    return _over(x, _fields(x.dtype, x.shape, x.stride(), box))
+
+
+def ragged_descriptor(x: Tensor, box: tuple[int, int], *, axis: int, unit: int = 1) -> TensorDescriptor:
+    """A descriptor of the matrix x for boxes of this shape, ragged along `axis`. Boxes have shape [1, 1, *box]."""
+    assert x.shape[axis] <= _LENGTH, f"an axis of {x.shape[axis]} elements, but 2^30 are the most"
+    return _over(x, _ragged_fields(x.dtype, x.shape[1 - axis], x.stride(0), box, axis, unit))
+
+
+def _over(x: Tensor, fields: dict[str, Any]) -> TensorDescriptor:
+    """The descriptor without the checks of its constructor, which take longer than all else of a launch."""
     made = TensorDescriptor.__new__(TensorDescriptor)
-    made.__dict__ |= _fields(x.dtype, shape or x.shape, strides or x.stride(), box)
+    made.__dict__ |= fields
     made.base = x
     return made
 
@@ -48,18 +57,19 @@ def descriptor(
 def _fields(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Of a descriptor, but for its base. Checked here, once: Triton's checks take longer than all else of a launch."""
+    """What a descriptor says of such tensors, checked by its constructor. Its base is not one of them."""
     return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), list(strides), list(box)))
 
 
-def ragged_descriptor(x: Tensor, box: tuple[int, int], *, axis: int, unit: int = 1) -> TensorDescriptor:
-    """A descriptor of the matrix x for boxes of this shape, ragged along `axis`. Boxes have shape [1, 1, *box]."""
-    rows, columns = x.shape
-    strides = x.stride()
-    step = strides[axis]
-    assert x.shape[axis] <= _LENGTH, f"an axis of {x.shape[axis]} elements, but 2^30 are the most"
-    shape = (_LENGTH, columns) if axis == 0 else (rows, _LENGTH)
-    return descriptor(x, (1, 1, *box), (_UNBOUNDED, _UNBOUNDED, *shape), (unit * (2**34 - step), unit * step, *strides))
+@lru_cache(maxsize=4096)
+def _ragged_fields(
+    dtype: torch.dtype, other: int, row: int, box: tuple[int, int], axis: int, unit: int
+) -> dict[str, Any]:
+    """The same for the ragged. other: elements along the other axis. row: distance of rows."""
+    step = (row, 1)[axis]
+    shape = (_LENGTH, other) if axis == 0 else (other, _LENGTH)
+    strides = (unit * (2**34 - step), unit * step, row, 1)
+    return _fields(dtype, (_UNBOUNDED, _UNBOUNDED, *shape), strides, (1, 1, *box))
 
 
 @triton.jit

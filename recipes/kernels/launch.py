@@ -43,7 +43,7 @@ def launcher(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[P, None
                 operation(*args, **kwargs)
                 return
             launch(*args, **kwargs)
-            buffers = [args[i] if i < len(args) else kwargs[name] for i, name in written]
+            buffers = [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
             torch.autograd.graph.increment_version([buffer for buffer in buffers if isinstance(buffer, Tensor)])
 
         return call
@@ -122,3 +122,13 @@ def _kind(arg: Any) -> Any:
 def properties(device: int) -> Any:
     """Of the GPU with this index: what torch says of it."""
     return torch.cuda.get_device_properties(device)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. Triton's own, which kernels use too, takes 3 us on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n > 0."""
+    return 1 << (n - 1).bit_length()
