@@ -99,7 +99,7 @@ def operands(layout: Layout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tupl
 
 def float8_operands(layout: Layout, a: Matrix, b: Matrix) -> tuple[Float8Operand, Float8Operand] | None:
     """The codes of both, where the GPU multiplies them as they are; None where values are multiplied instead."""
-    if a.device.type != "cuda" or isinstance(a, Tensor) or isinstance(b, Tensor):
+    if isinstance(a, Tensor) or isinstance(b, Tensor) or a.device.type != "cuda":
         return None
     copies = [
         x.columnwise if columnwise else x.rowwise for x, columnwise in zip((a, b), _COLUMNWISE[layout], strict=True)

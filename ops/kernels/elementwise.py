@@ -318,7 +318,7 @@ def delementwise(
         elif step.operand == "element":
             gradients.append(share)
         else:
-            total = share.sum(0)
+            total = share.sum(0) if len(share) > 1 else share[0]
             gradients.append(total if step.operand == "column" else total.view(dy.shape[:-1]))
     return ChainGradients(dx, tuple(gradients), y, None if column_shares is None else column_shares.sum(0))
 
@@ -485,7 +485,7 @@ def _constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict
         "STEPS": _Hashed(step.forward for step in steps),
         "KINDS": tuple(step.operand for step in steps),
         "CONSTANTS": tuple(number for step in steps for number in step.constants),
-        "DTYPES": tuple(_TRITON_DTYPES[dtype] for dtype in dtypes),
+        "DTYPES": _Hashed(_TRITON_DTYPES[dtype] for dtype in dtypes),
         "ENTERS": tuple(i > 0 and dtype != dtypes[i - 1] for i, dtype in enumerate(dtypes)),
         "COUNT": len(steps),
         "GATE": gate,

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 P = ParamSpec("P")
 
-# Of arguments that no subclass of Tensor, traced number or other stand-in hides among.
+# Types of arguments that are what they seem: no subclass of Tensor, no number that is traced.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 
 
@@ -39,7 +39,7 @@ def launcher(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[P, None
 
         @wraps(launch)
         def call(*args: P.args, **kwargs: P.kwargs) -> None:
-            if not (_runs_eagerly() and _are_plain(args) and _are_plain(kwargs.values())):
+            if not _is_plain((*args, *kwargs.values()) if kwargs else args):
                 operation(*args, **kwargs)
                 return
             launch(*args, **kwargs)
@@ -51,19 +51,15 @@ def launcher(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[P, None
     return register
 
 
-def _runs_eagerly() -> bool:
-    """Whether nothing traces or redirects what torch does."""
-    return not (
+def _is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether this is a plain eager call: nothing traces or redirects it, and none of its tensors wants a gradient."""
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
-    )
-
-
-def _are_plain(args: Any) -> bool:
-    """Whether these are tensors without a subclass, of which no gradient is asked, and numbers."""
-    if not _PLAIN.issuperset(map(type, args)):
+        or not _PLAIN.issuperset(map(type, args))
+    ):
         return False
     return not (torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args))
 
@@ -86,20 +82,24 @@ class Launch:
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, x: Tensor, programs: int, *args: Any, **constants: Any) -> None:
-        with torch.cuda.device_of(x):
-            if torch.compiler.is_compiling() or not isinstance(self.kernel, JITFunction):  # traced, or interpreted
-                self.kernel[(programs,)](*args, **constants)
-                return
-            key = (x.get_device(), *map(_kind, args), *constants.items())
-            found = self._compiled.get(key)
-            if found is not None:
-                compiled, last = found
-                compiled[(programs, 1, 1)](*args, *last)
-                return
-            compiled = self.kernel[(programs,)](*args, **constants)
-            if compiled is not None:
-                last = tuple(constants.get(p.name, p.default) for p in self.kernel.params[len(args) :])
-                self._compiled[key] = compiled, last
+        if torch.compiler.is_compiling() or not isinstance(self.kernel, JITFunction):  # traced, or interpreted
+            self.kernel[(programs,)](*args, **constants)
+            return
+        device = x.get_device()
+        if x.is_cuda and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(x, programs, *args, **constants)
+            return
+        key = (device, *map(_kind, args), *constants, *constants.values())
+        found = self._compiled.get(key)
+        if found is not None:
+            compiled, last = found
+            compiled[(programs, 1, 1)](*args, *last)
+            return
+        compiled = self.kernel[(programs,)](*args, **constants)
+        if compiled is not None:
+            last = tuple(constants.get(p.name, p.default) for p in self.kernel.params[len(args) :])
+            self._compiled[key] = compiled, last
 
 
 def _kind(arg: Any) -> Any:
@@ -108,11 +108,13 @@ def _kind(arg: Any) -> Any:
         return None
     kind = type(arg)
     if kind is int:
-        return 1 if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31)
+        if -(2**31) <= arg < 2**31:
+            return 1 if arg == 1 else 2 if arg % 16 else 16
+        return 64, arg % 16 == 0, arg >= 2**63
     if kind is TensorDescriptor:
         return arg.base.dtype, *arg.block_shape
     if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
+        return arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype,)
     if isinstance(arg, tuple):
         return kind, *map(_kind, arg)
     raise TypeError(f"a kernel got a {kind.__name__}. Pass tensors, descriptors, ints or tuples of them.")
