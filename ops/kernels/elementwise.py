@@ -318,7 +318,7 @@ def delementwise(
         elif step.operand == "element":
             gradients.append(share)
         else:
-            total = share.sum(0) if len(share) > 1 else share[0]
+            total = share[0] if len(share) == 1 else share.sum(0)
             gradients.append(total if step.operand == "column" else total.view(dy.shape[:-1]))
     return ChainGradients(dx, tuple(gradients), y, None if column_shares is None else column_shares.sum(0))
 
