@@ -99,12 +99,14 @@ def operands(layout: Layout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tupl
 
 def float8_operands(layout: Layout, a: Matrix, b: Matrix) -> tuple[Float8Operand, Float8Operand] | None:
     """The codes of both, where the GPU multiplies them as they are; None where values are multiplied instead."""
-    if a.device.type != "cuda" or isinstance(a, Tensor) or isinstance(b, Tensor):
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
         return None
-    copies = [
-        x.columnwise if columnwise else x.rowwise for x, columnwise in zip((a, b), _COLUMNWISE[layout], strict=True)
-    ]
-    left, right = (None if copy is None else copy.float8_operand() for copy in copies)
+    columnwise_a, columnwise_b = _COLUMNWISE[layout]
+    codes_a = a.columnwise if columnwise_a else a.rowwise
+    codes_b = b.columnwise if columnwise_b else b.rowwise
+    if codes_a is None or codes_b is None or a.device.type != "cuda":
+        return None
+    left, right = codes_a.float8_operand(), codes_b.float8_operand()
     if left is None or right is None or a.dtype == torch.float64:
         return None
     fitting = (("tensor",) * 2, ("row",) * 2) if layout == "NT" else (("tensor",) * 2, ("row", "square"))

@@ -7,7 +7,7 @@ codes of 0 and dequantize to 0 exactly, whatever stood there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,7 +86,7 @@ class GroupedTensor:
         end = 1 + len(copies_to_tensors(self.rowwise, self.columnwise))
         rowwise, columnwise = copies_from_tensors(self.rowwise, self.columnwise, tensors[1:end])
         splits = self.splits.rebuild(tensors[end:])
-        return replace(self, data=tensors[0], splits=splits, rowwise=rowwise, columnwise=columnwise)
+        return GroupedTensor(tensors[0], splits, rowwise, columnwise, self.dtype)
 
     def _quantized_group(self, group: int) -> QuantizedTensor:
         shared = self.columnwise is self.rowwise

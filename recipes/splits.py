@@ -22,6 +22,8 @@ from operator import index
 import torch
 from torch import Tensor
 
+from recipes.kernels.offsets import clamped_offsets
+
 Key = tuple[str, int]
 
 
@@ -222,8 +224,7 @@ def checked_splits(sizes: list[int], rows: int, device: torch.device) -> Splits:
 
 def clamped_splits(sizes: Tensor, rows: int) -> Splits:
     """Splits of sizes [G] on the device, which is not read: a negative size becomes 0, the offsets end at `rows`."""
-    offsets = _with_leading_zero(sizes.to(torch.int64).clamp(0, rows).cumsum(0)).clamp_(max=rows)
-    return Splits({("offsets", 0): offsets}, rows, sizes.numel(), None)
+    return Splits({("offsets", 0): clamped_offsets(sizes, rows)}, rows, sizes.numel(), None)
 
 
 def _with_leading_zero(ends: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
 from recipes.formats import E4M3, E5M2
 from recipes.kernels import cast_float8, cast_float8_block, cast_mxfp8, cast_nvfp4
 from recipes.kernels.cast_float8_block import BlockScale
+from recipes.kernels.offsets import clamped_offsets_triton
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.splits import Splits
 
@@ -51,6 +52,7 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     K, N = features
     x, dy, w = (torch.empty(shape, dtype=dtype) for shape in ((rows, K), (rows, N), (GROUPS, N, K)))
     offsets = torch.zeros(GROUPS + 1, dtype=torch.int64)
+    clamped_offsets_triton(torch.empty(GROUPS, dtype=torch.int64), offsets, rows)
     bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)
     no_descriptors = [tensor[:1].expand(rows, -1) for tensor in (dy, x)]
     for extras in ((None, None, None), (bias, scales, alpha)):

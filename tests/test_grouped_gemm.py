@@ -427,18 +427,16 @@ def test_kernels_agree_for_any_splits_interpreted(case, dtype, extras, seed):
 def test_launchers_are_sound_custom_ops():
     o = operands(CASES["tail"], torch.float32)
     out, checks = torch.empty_like(o.dy), ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        gg.grouped_gemm_tn_triton, (o.x, o.w, o.splits.offsets, o.bias, None, o.alpha, out, False), test_utils=checks
-    )
-    torch.library.opcheck(
-        gg.grouped_gemm_nn_triton, (o.dy, o.w, o.splits.offsets, None, torch.empty_like(o.x), False), test_utils=checks
-    )
-    torch.library.opcheck(
-        gg.grouped_gemm_nt_triton, (o.dy, o.x, o.splits.offsets, None, torch.empty_like(o.w), False), test_utils=checks
-    )
-    torch.library.opcheck(
-        gg.grouped_bias_grad_triton, (o.dy, o.splits.offsets, None, torch.empty_like(o.bias)), test_utils=checks
-    )
+    for launcher, arguments in {
+        "tn": (o.x, o.w, o.splits.offsets, o.bias, None, o.alpha, out, False),
+        "nn": (o.dy, o.w, o.splits.offsets, None, torch.empty_like(o.x), False),
+        "nt": (o.dy, o.x, o.splits.offsets, None, torch.empty_like(o.w), False),
+    }.items():
+        torch.library.opcheck(
+            getattr(torch.ops.fuser, f"grouped_gemm_{launcher}").default, arguments, test_utils=checks
+        )
+    bias_grad = torch.ops.fuser.grouped_bias_grad.default
+    torch.library.opcheck(bias_grad, (o.dy, o.splits.offsets, None, torch.empty_like(o.bias)), test_utils=checks)
 
 
 # ------------------------------------------------------------------------------------------------------------ GPU

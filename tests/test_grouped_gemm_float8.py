@@ -358,9 +358,9 @@ def test_launchers_are_sound_custom_ops():
     o, checks = operands(CASES["tail"], "row"), ("test_faketensor",)  # test_schema cannot compare float8
     y, dw = torch.empty(o.a.shape[0], o.b.shape[1]), torch.empty(o.b.shape)
     arguments = (o.a, o.a_scale, o.b, o.b_scale, o.splits.offsets, o.bias, None, y, False)
-    torch.library.opcheck(gg.grouped_gemm_tn_float8_triton, arguments, test_utils=checks)
+    torch.library.opcheck(torch.ops.fuser.grouped_gemm_tn_float8.default, arguments, test_utils=checks)
     arguments = (o.dy, o.dy_scale, o.x, o.x_scale, o.aligned, dw, False)
-    torch.library.opcheck(gg.grouped_gemm_nt_float8_triton, arguments, test_utils=checks)
+    torch.library.opcheck(torch.ops.fuser.grouped_gemm_nt_float8.default, arguments, test_utils=checks)
 
 
 # ------------------------------------------------------------------------------------------------------------ GPU

@@ -44,6 +44,7 @@ from torch import Tensor
 
 from ops.kernels.elementwise_triton import delementwise_kernel, elementwise_kernel
 from recipes.kernels.cast_float8 import format_of
+from recipes.kernels.launch import Launch
 from recipes.kernels.random import random_bits_ref
 
 Kind = Literal["", "column", "row", "element", "random"]
@@ -317,7 +318,7 @@ def delementwise(
         elif step.operand == "element":
             gradients.append(share)
         else:
-            total = share.sum(0)
+            total = share[0] if len(share) == 1 else share.sum(0)
             gradients.append(total if step.operand == "column" else total.view(dy.shape[:-1]))
     return ChainGradients(dx, tuple(gradients), y, None if column_shares is None else column_shares.sum(0))
 
@@ -370,6 +371,9 @@ def _matrices(operands: Sequence[Tensor | None], steps: Sequence[Step]) -> list[
     ]
 
 
+_elementwise, _delementwise = Launch(elementwise_kernel), Launch(delementwise_kernel)
+
+
 def elementwise_triton(
     x: Tensor,
     y: Tensor | None,
@@ -385,13 +389,13 @@ def elementwise_triton(
     shape = _halved(x.shape) if gated else x.shape
     rows, columns = _rows_and_columns(steps, shape, sums_rows=False, casts=cast is not None)
     config = elementwise_config(rows, columns, sums_rows=False, casts=_kind(cast))
-    with torch.cuda.device_of(x):
-        elementwise_kernel[(math.prod(config.programs(rows, columns)),)](
-            x, y, _codes(cast), tuple(operands), rows, columns, columns * (1 + gated),
-            **_constants(tuple(steps), tuple(dtypes)), **_cast_constants(cast, x), BLOCK_T=config.block_t,
-            BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns), num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    _elementwise(
+        x, math.prod(config.programs(rows, columns)),
+        x, y, _codes(cast), tuple(operands), rows, columns, columns * (1 + gated),
+        **_constants(tuple(steps), tuple(dtypes)), **_cast_constants(cast, x), BLOCK_T=config.block_t,
+        BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns), num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def delementwise_triton(
@@ -412,15 +416,15 @@ def delementwise_triton(
         return
     sums = column_shares is not None or any(share is not None for share in shares)
     rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums, casts=cast is not None)
-    with torch.cuda.device_of(dy):
-        delementwise_kernel[(math.prod(config.programs(rows, columns)),)](
-            dy, x, tuple(operands), dx, _codes(cast), tuple(shares), y, column_shares, rows, columns,
-            columns * (1 + (_gate_of(steps) >= 0)), **_constants(tuple(steps), tuple(dtypes)),
-            **_backwards(tuple(steps), tuple(dtypes)), **_cast_constants(cast, dy),
-            BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns), TILES=config.tiles,
-            STAGES=config.num_stages, num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    _delementwise(
+        dy, math.prod(config.programs(rows, columns)),
+        dy, x, tuple(operands), dx, _codes(cast), tuple(shares), y, column_shares, rows, columns,
+        columns * (1 + (_gate_of(steps) >= 0)), **_constants(tuple(steps), tuple(dtypes)),
+        **_backwards(tuple(steps), tuple(dtypes)), **_cast_constants(cast, dy),
+        BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns), TILES=config.tiles,
+        STAGES=config.num_stages, num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _rows_and_columns(
@@ -481,7 +485,7 @@ def _constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict
         "STEPS": _Hashed(step.forward for step in steps),
         "KINDS": tuple(step.operand for step in steps),
         "CONSTANTS": tuple(number for step in steps for number in step.constants),
-        "DTYPES": tuple(_TRITON_DTYPES[dtype] for dtype in dtypes),
+        "DTYPES": _Hashed(_TRITON_DTYPES[dtype] for dtype in dtypes),
         "ENTERS": tuple(i > 0 and dtype != dtypes[i - 1] for i, dtype in enumerate(dtypes)),
         "COUNT": len(steps),
         "GATE": gate,

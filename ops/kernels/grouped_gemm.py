@@ -29,9 +29,7 @@ the m_grouped kernels: `recipes/kernels/row_tiles.py`.
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.kernels.grouped_gemm_cpu import k_grouped_on_cpu, m_grouped_on_cpu
 from ops.kernels.grouped_gemm_triton import (
@@ -55,7 +53,8 @@ from ops.kernels.grouped_operands import (
     with_contiguous_rows,
 )
 from ops.kernels.persistent_tiles import MOST_GROUPS, band, multiprocessors, room_for
-from ops.kernels.ragged_tma import ragged_descriptor, takes_descriptors
+from ops.kernels.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
+from recipes.kernels.launch import Launch, cdiv, launcher, properties
 from recipes.kernels.row_tiles import num_slots
 from recipes.splits import Splits
 
@@ -284,7 +283,7 @@ def grouped_gemm_tn(
         None if scales_T is None else scales_T.contiguous(),
         per_group(alpha_G, splits),
         target,
-        tf32=allow_tf32(),
+        tf32=allow_tf32(x_TK),
     )
     return out if target is out else out.copy_(target)
 
@@ -314,7 +313,7 @@ def grouped_gemm_nn(
         splits.offsets,
         per_group(alpha_G, splits),
         target,
-        tf32=allow_tf32(),
+        tf32=allow_tf32(dy_TN),
     )
     return out if target is out else out.copy_(target)
 
@@ -351,7 +350,7 @@ def grouped_gemm_nt(
         splits.offsets,
         per_group(alpha_G, splits),
         target,
-        tf32=allow_tf32(),
+        tf32=allow_tf32(x_TK),
         accumulate=accumulate,
     )
     return out if target is out else out.copy_(target)
@@ -376,7 +375,12 @@ def grouped_bias_grad(
     return out
 
 
-@torch.library.custom_op("fuser::grouped_gemm_tn", mutates_args=("out",))
+_m_grouped, _m_grouped_persistent = Launch(m_grouped_kernel), Launch(m_grouped_persistent_kernel)
+_k_grouped, _k_grouped_persistent = Launch(k_grouped_kernel), Launch(k_grouped_persistent_kernel)
+_bias_grad = Launch(bias_grad_kernel)
+
+
+@launcher("fuser::grouped_gemm_tn", mutates=["out"])
 def grouped_gemm_tn_triton(
     x_TK: Tensor,
     w_GNK: Tensor,
@@ -392,7 +396,7 @@ def grouped_gemm_tn_triton(
     _launch_m_grouped(x_TK, w_GNK, offsets, bias_GN, scales_T, alpha_G, out, K, N, transposed=True, tf32=tf32)
 
 
-@torch.library.custom_op("fuser::grouped_gemm_nn", mutates_args=("out",))
+@launcher("fuser::grouped_gemm_nn", mutates=["out"])
 def grouped_gemm_nn_triton(
     dy_TN: Tensor, w_GNK: Tensor, offsets: Tensor, alpha_G: Tensor | None, out: Tensor, tf32: bool
 ) -> None:
@@ -401,7 +405,7 @@ def grouped_gemm_nn_triton(
     _launch_m_grouped(dy_TN, w_GNK, offsets, None, None, alpha_G, out, N, K, transposed=False, tf32=tf32)
 
 
-@torch.library.custom_op("fuser::grouped_gemm_nt", mutates_args=("out",))
+@launcher("fuser::grouped_gemm_nt", mutates=["out"])
 def grouped_gemm_nt_triton(
     dy_TN: Tensor,
     x_TK: Tensor,
@@ -417,53 +421,57 @@ def grouped_gemm_nt_triton(
         if not accumulate:
             out.zero_()
         return
+    tma = runs_on_descriptors(G, dy_TN, x_TK, out)
     config = k_grouped_config(
         dy_TN.dtype,
         out_dtype=out.dtype,
         tf32=tf32,
-        aligned=is_aligned(dy_TN, x_TK, out),
-        descriptors=takes_descriptors(dy_TN, x_TK, out) and G <= MOST_GROUPS,
+        aligned=not tma and is_aligned(dy_TN, x_TK, out),
+        descriptors=tma,
         accumulate=accumulate,
         capability=capability(out),
     )
-    num_tiles = G * triton.cdiv(N, config.block_m) * triton.cdiv(K, config.block_n)
-    with torch.cuda.device_of(out):
-        if config.programs:
-            k_grouped_persistent_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
-                ragged_descriptor(dy_TN, (config.block_k, config.block_m), axis=0),
-                ragged_descriptor(x_TK, (config.block_k, config.block_n), axis=0),
-                TensorDescriptor.from_tensor(out, [1, config.block_m, config.block_n // 2]),
-                out if accumulate and out.dtype == torch.float32 else None,
-                out.stride(0),
-                offsets,
-                alpha_G,
-                G,
-                N,
-                K,
-                ACCUMULATE=accumulate,
-                BAND=band(config.block_m),
-                GROUPS=room_for(G),
-                **config.compiled(),
-            )
-        else:
-            k_grouped_kernel[(num_tiles,)](
-                dy_TN,
-                x_TK,
-                offsets,
-                alpha_G,
-                out,
-                N,
-                K,
-                dy_TN.stride(0),
-                x_TK.stride(0),
-                out.stride(0),
-                ACCUMULATE=accumulate,
-                PRECISION="tf32" if tf32 else "ieee",
-                **config.compiled(),
-            )
+    num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
+    if config.programs:
+        _k_grouped_persistent(
+            out,
+            min(num_tiles, config.programs * multiprocessors(out)),
+            ragged_descriptor(dy_TN, (config.block_k, config.block_m), axis=0),
+            ragged_descriptor(x_TK, (config.block_k, config.block_n), axis=0),
+            descriptor(out, (1, config.block_m, config.block_n // 2)),
+            out if accumulate and out.dtype == torch.float32 else None,
+            out.stride(0),
+            offsets,
+            alpha_G,
+            G,
+            N,
+            K,
+            ACCUMULATE=accumulate,
+            BAND=band(config.block_m),
+            GROUPS=room_for(G),
+            **config.compiled(),
+        )
+    else:
+        _k_grouped(
+            out,
+            num_tiles,
+            dy_TN,
+            x_TK,
+            offsets,
+            alpha_G,
+            out,
+            N,
+            K,
+            dy_TN.stride(0),
+            x_TK.stride(0),
+            out.stride(0),
+            ACCUMULATE=accumulate,
+            PRECISION="tf32" if tf32 else "ieee",
+            **config.compiled(),
+        )
 
 
-@torch.library.custom_op("fuser::grouped_bias_grad", mutates_args=("out",))
+@launcher("fuser::grouped_bias_grad", mutates=["out"])
 def grouped_bias_grad_triton(dy_TN: Tensor, offsets: Tensor, scales_T: Tensor | None, out: Tensor) -> None:
     """Launches the bias gradient. Rows of dy are contiguous, offsets [G + 1], scales, out are contiguous."""
     if dy_TN.numel() == 0:
@@ -471,28 +479,38 @@ def grouped_bias_grad_triton(dy_TN: Tensor, offsets: Tensor, scales_T: Tensor | 
         return
     G, N = out.shape
     config = grouped_bias_grad_config()
-    with torch.cuda.device_of(out):
-        bias_grad_kernel[(G * triton.cdiv(N, config.block_n),)](
-            dy_TN,
-            offsets,
-            scales_T,
-            out,
-            N,
-            dy_TN.stride(0),
-            BLOCK_T=config.block_t,
-            BLOCK_N=config.block_n,
-            num_warps=config.num_warps,
-        )
+    _bias_grad(
+        out,
+        G * cdiv(N, config.block_n),
+        dy_TN,
+        offsets,
+        scales_T,
+        out,
+        N,
+        dy_TN.stride(0),
+        BLOCK_T=config.block_t,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+    )
 
 
-def allow_tf32() -> bool:
-    """May a float32 product on CUDA be computed in TF32?"""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+def allow_tf32(x: Tensor) -> bool:
+    """May a product of x be computed in TF32? It is float32, and torch allows it."""
+    return x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def runs_on_descriptors(num_groups: int, *matrices: Tensor) -> bool:
+    """Do the kernels on descriptors run? Asked first, since it is cheaper than what else would have to be known."""
+    fitting = takes_descriptors(*matrices) and num_groups <= MOST_GROUPS
+    return uses_descriptors(matrices[0].dtype, fitting, capability(matrices[0]))
 
 
 def capability(x: Tensor) -> tuple[int, int]:
     """The compute capability of x's GPU; Hopper's for a CPU tensor, which only the interpreter brings here."""
-    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+    if not x.is_cuda:
+        return 9, 0
+    gpu = properties(x.get_device())
+    return gpu.major, gpu.minor
 
 
 def _launch_m_grouped(
@@ -513,72 +531,59 @@ def _launch_m_grouped(
     if out.numel() == 0:
         return
     rows, num_groups = a.shape[0], w.shape[0]
+    tma = runs_on_descriptors(num_groups, a, w, out)
     config = m_grouped_config(
         rows,
         num_groups,
         a.dtype,
         out_dtype=out.dtype,
         tf32=tf32,
-        aligned=is_aligned(a, w, out),
-        descriptors=takes_descriptors(a, w, out) and num_groups <= MOST_GROUPS,
+        aligned=not tma and is_aligned(a, w, out),
+        descriptors=tma,
         capability=capability(out),
     )
-    num_tiles = num_slots(rows, num_groups, config.block_m) * triton.cdiv(C, config.block_n)
-    with torch.cuda.device_of(out):
-        if config.programs:
-            w_box = [config.block_n, config.block_k] if transposed else [config.block_k, config.block_n]
-            m_grouped_persistent_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
-                ragged_descriptor(a, (config.block_m, config.block_k), axis=0),
-                TensorDescriptor.from_tensor(w, [1, *w_box]),
-                ragged_descriptor(out, (config.block_m, min(config.block_n, 128)), axis=0),
-                offsets,
-                bias,
-                scales,
-                alpha,
-                rows,
-                num_groups,
-                R,
-                C,
-                TRANSPOSED=transposed,
-                BAND=band(config.block_m),
-                GROUPS=room_for(num_groups),
-                **config.compiled(),
-            )
-        else:
-            m_grouped_kernel[(num_tiles,)](
-                a,
-                w,
-                offsets,
-                bias,
-                scales,
-                alpha,
-                out,
-                rows,
-                num_groups,
-                R,
-                C,
-                a.stride(0),
-                w.shape[1] * w.shape[2],
-                1 if transposed else C,
-                R if transposed else 1,
-                out.stride(0),
-                PRECISION="tf32" if tf32 else "ieee",
-                **config.compiled(),
-            )
-
-
-# Every buffer that a launcher writes is an argument, so nothing comes back and there is no shape to derive.
-@grouped_gemm_tn_triton.register_fake
-def _(x_TK, w_GNK, offsets, bias_GN, scales_T, alpha_G, out, tf32) -> None: ...
-
-
-@grouped_gemm_nn_triton.register_fake
-def _(dy_TN, w_GNK, offsets, alpha_G, out, tf32) -> None: ...
-
-
-@grouped_gemm_nt_triton.register_fake
-def _(dy_TN, x_TK, offsets, alpha_G, out, tf32, accumulate=False) -> None: ...
-
-
-@grouped_bias_grad_triton.register_fake
-def _(dy_TN, offsets, scales_T, out) -> None: ...
+    num_tiles = num_slots(rows, num_groups, config.block_m) * cdiv(C, config.block_n)
+    if config.programs:
+        w_box = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
+        _m_grouped_persistent(
+            out,
+            min(num_tiles, config.programs * multiprocessors(out)),
+            ragged_descriptor(a, (config.block_m, config.block_k), axis=0),
+            descriptor(w, (1, *w_box)),
+            ragged_descriptor(out, (config.block_m, min(config.block_n, 128)), axis=0),
+            offsets,
+            bias,
+            scales,
+            alpha,
+            rows,
+            num_groups,
+            R,
+            C,
+            TRANSPOSED=transposed,
+            BAND=band(config.block_m),
+            GROUPS=room_for(num_groups),
+            **config.compiled(),
+        )
+    else:
+        _m_grouped(
+            out,
+            num_tiles,
+            a,
+            w,
+            offsets,
+            bias,
+            scales,
+            alpha,
+            out,
+            rows,
+            num_groups,
+            R,
+            C,
+            a.stride(0),
+            w.shape[1] * w.shape[2],
+            1 if transposed else C,
+            R if transposed else 1,
+            out.stride(0),
+            PRECISION="tf32" if tf32 else "ieee",
+            **config.compiled(),
+        )

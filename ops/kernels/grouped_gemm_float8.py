@@ -47,15 +47,14 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.kernels.grouped_gemm import capability
 from ops.kernels.grouped_gemm_float8_triton import k_grouped_float8_kernel, m_grouped_float8_kernel
 from ops.kernels.grouped_operands import check_rows, check_scales, output, row_slices, with_contiguous_rows
 from ops.kernels.persistent_tiles import band, multiprocessors
-from ops.kernels.ragged_tma import ragged_descriptor, takes_descriptors
+from ops.kernels.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
+from recipes.kernels.launch import Launch, cdiv, launcher
 from recipes.splits import Splits
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -158,7 +157,7 @@ def scale_layout(b_scale: Tensor, C: int, R: int) -> ScaleLayout:
     """How b's scales lie, told by their shape. (Both block layouts are [G, 1, 1] for C = 1: then they agree.)"""
     if b_scale.dim() < 2:
         return "tensor"
-    return "square" if b_scale.shape[1:] == (triton.cdiv(C, BLOCK), triton.cdiv(R, BLOCK)) else "row"
+    return "square" if b_scale.shape[1:] == (cdiv(C, BLOCK), cdiv(R, BLOCK)) else "row"
 
 
 class GroupedFloat8Config(NamedTuple):
@@ -282,7 +281,10 @@ def grouped_gemm_nt_float8(
     return out if target is out else out.copy_(target)
 
 
-@torch.library.custom_op("fuser::grouped_gemm_tn_float8", mutates_args=("out",))
+_m_grouped, _k_grouped = Launch(m_grouped_float8_kernel), Launch(k_grouped_float8_kernel)
+
+
+@launcher("fuser::grouped_gemm_tn_float8", mutates=["out"])
 def grouped_gemm_tn_float8_triton(
     a: Tensor,
     a_scale: Tensor,
@@ -308,41 +310,40 @@ def grouped_gemm_tn_float8_triton(
         rows, G, blockwise=layout != "tensor", aligned=takes_descriptors(a, b, out), capability=capability(out)
     )
     block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
-    with torch.cuda.device_of(out):
-        num_tiles = (rows // block_m + G + 1) * triton.cdiv(C, block_n)
-        m_grouped_float8_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
-            TensorDescriptor.from_tensor(a, [block_m, block_k]) if tma else a,
-            TensorDescriptor.from_tensor(b.view(G * C, R), [min(block_n, 128) if promote else block_n, block_k])
-            if tma
-            else b,
-            ragged_descriptor(out, (block_m, min(block_n, 128)), axis=0) if tma else None,
-            out,
-            a_scale,
-            b_scale,
-            offsets,
-            bias,
-            scales,
-            rows,
-            G,
-            R,
-            C,
-            a.stride(0),
-            out.stride(0),
-            a_scale.stride(0),
-            b_scale.stride(0),
-            LAYOUT=layout,
-            PROMOTE=promote,
-            TMA=tma,
-            BAND=band(block_m),
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+    num_tiles = (rows // block_m + G + 1) * cdiv(C, block_n)
+    _m_grouped(
+        out,
+        min(num_tiles, config.programs * multiprocessors(out)),
+        descriptor(a, (block_m, block_k)) if tma else a,
+        descriptor(b.view(G * C, R), (min(block_n, 128) if promote else block_n, block_k)) if tma else b,
+        ragged_descriptor(out, (block_m, min(block_n, 128)), axis=0) if tma else None,
+        out,
+        a_scale,
+        b_scale,
+        offsets,
+        bias,
+        scales,
+        rows,
+        G,
+        R,
+        C,
+        a.stride(0),
+        out.stride(0),
+        a_scale.stride(0),
+        b_scale.stride(0),
+        LAYOUT=layout,
+        PROMOTE=promote,
+        TMA=tma,
+        BAND=band(block_m),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
 
 
-@torch.library.custom_op("fuser::grouped_gemm_nt_float8", mutates_args=("out",))
+@launcher("fuser::grouped_gemm_nt_float8", mutates=["out"])
 def grouped_gemm_nt_float8_triton(
     dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor, out: Tensor, split_accumulation: bool
 ) -> None:
@@ -360,33 +361,34 @@ def grouped_gemm_nt_float8_triton(
         blockwise=blockwise, aligned=takes_descriptors(dy, x, out), capability=capability(out)
     )
     block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
-    with torch.cuda.device_of(out):
-        num_tiles = G * triton.cdiv(N, block_m) * triton.cdiv(K, block_n)
-        k_grouped_float8_kernel[(min(num_tiles, config.programs * multiprocessors(out)),)](
-            ragged_descriptor(dy, (block_m, block_k), axis=1, unit=16) if tma else dy,
-            ragged_descriptor(x, (min(block_n, 128) if promote else block_n, block_k), axis=1, unit=16) if tma else x,
-            TensorDescriptor.from_tensor(out, [1, block_m, min(block_n, 128)]) if tma else None,
-            out,
-            dy_scale,
-            x_scale,
-            offsets,
-            G,
-            N,
-            K,
-            dy.stride(0),
-            x.stride(0),
-            dy_scale.stride(0),
-            x_scale.stride(0),
-            BLOCKWISE=blockwise,
-            PROMOTE=promote,
-            TMA=tma,
-            BAND=band(block_m),
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+    num_tiles = G * cdiv(N, block_m) * cdiv(K, block_n)
+    _k_grouped(
+        out,
+        min(num_tiles, config.programs * multiprocessors(out)),
+        ragged_descriptor(dy, (block_m, block_k), axis=1, unit=16) if tma else dy,
+        ragged_descriptor(x, (min(block_n, 128) if promote else block_n, block_k), axis=1, unit=16) if tma else x,
+        descriptor(out, (1, block_m, min(block_n, 128))) if tma else None,
+        out,
+        dy_scale,
+        x_scale,
+        offsets,
+        G,
+        N,
+        K,
+        dy.stride(0),
+        x.stride(0),
+        dy_scale.stride(0),
+        x_scale.stride(0),
+        BLOCKWISE=blockwise,
+        PROMOTE=promote,
+        TMA=tma,
+        BAND=band(block_m),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
 
 
 def with_aligned_rows(codes: Tensor) -> Tensor:
@@ -413,9 +415,9 @@ def _check_tn(
             "Pass the copy whose last axis is summed over."
         )
     C = b.shape[1]
-    steps = triton.cdiv(R, BLOCK)
+    steps = cdiv(R, BLOCK)
     _check_scale("a_scale", a_scale, G, [(steps, T)])
-    _check_scale("b_scale", b_scale, G, [(G, triton.cdiv(C, BLOCK), steps), (G, steps, C)])
+    _check_scale("b_scale", b_scale, G, [(G, cdiv(C, BLOCK), steps), (G, steps, C)])
     _check_kinds(a_scale, b_scale)
     if bias is not None and bias.shape != (G, C):
         raise ValueError(f"bias has shape {list(bias.shape)}, but must be {[G, C]}. Pass one row for each group.")
@@ -462,12 +464,3 @@ def _check_kinds(a_scale: Tensor, b_scale: Tensor) -> None:
             f"one operand has scales of blocks and the other has not ({list(a_scale.shape)}, {list(b_scale.shape)}). "
             "Quantize both with one recipe."
         )
-
-
-# Every buffer that a launcher writes is an argument, so nothing comes back and there is no shape to derive.
-@grouped_gemm_tn_float8_triton.register_fake
-def _(a, a_scale, b, b_scale, offsets, bias, scales, out, split_accumulation) -> None: ...
-
-
-@grouped_gemm_nt_float8_triton.register_fake
-def _(dy, dy_scale, x, x_scale, offsets, out, split_accumulation) -> None: ...

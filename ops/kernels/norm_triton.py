@@ -22,14 +22,15 @@ Graph safety: grids follow from shapes, and nothing is read by the host, so call
 """
 # T rows, N columns (features)
 
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from recipes.kernels.launch import properties
 from recipes.kernels.rounding import round_to, widen
 
 # ------------------------------------------------------------------------------------------------ configurations
@@ -479,17 +480,12 @@ def dnorm_triton(
 
 def multiprocessors(x: Tensor) -> int:
     """How many x's GPU has; an H200's 132 for a CPU tensor, which only the interpreter brings here."""
-    return _properties(x.get_device()).multi_processor_count if x.is_cuda else 132
+    return properties(x.get_device()).multi_processor_count if x.is_cuda else 132
 
 
 def shared_memory(x: Tensor) -> int:
     """Bytes that a program may take of x's GPU; 163 KB, as an A100 has, for a CPU tensor."""
-    return _properties(x.get_device()).shared_memory_per_block_optin if x.is_cuda else 163 << 10
-
-
-@cache
-def _properties(device: int) -> Any:
-    return torch.cuda.get_device_properties(device)
+    return properties(x.get_device()).shared_memory_per_block_optin if x.is_cuda else 163 << 10
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

@@ -15,10 +15,11 @@ so that who had the larger share of one round has the smaller of the next: no la
     3 programs, 8 tiles:   0 1 2 | 5 4 3 | 6 7 -
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from recipes.kernels.launch import next_power_of_2, properties
 
 MOST_GROUPS = 1024  # of which a program can keep a number each
 
@@ -27,12 +28,12 @@ _INTERPRETED = 2  # programs under the interpreter: more than one, so that each 
 
 def multiprocessors(x: Tensor) -> int:
     """Of x's GPU."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else _INTERPRETED
+    return properties(x.get_device()).multi_processor_count if x.is_cuda else _INTERPRETED
 
 
 def room_for(num_groups: int) -> int:
     """GROUPS, for `ends_of_groups` and `ranks_of_groups`: a power of two that holds the groups."""
-    return max(_CHUNK.value, triton.next_power_of_2(num_groups))
+    return max(_CHUNK.value, next_power_of_2(num_groups))
 
 
 def band(block_m: int) -> int:

@@ -12,6 +12,10 @@ axis (s = 1) of one-byte elements needs a unit of 16. The scheme is that of `tri
 unit and so leaves the last axis out.
 """
 
+from functools import lru_cache
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,27 +28,54 @@ _UNBOUNDED = 0x7FFF0000
 def takes_descriptors(*tensors: Tensor) -> bool:
     """May descriptors describe these? Nothing empty or overlapping, elements of a row side by side, rows (and matrices)
     multiples of 16 bytes apart."""
-    return all(
-        x.numel() > 0
-        and x.data_ptr() % 16 == 0
-        and x.stride(-1) == 1
-        and all(
-            x.stride(d) * x.itemsize % 16 == 0 and x.stride(d) >= x.stride(d + 1) * x.shape[d + 1]
-            for d in range(x.dim() - 1)
-        )
-        for x in tensors
-    )
+    for x in tensors:
+        *outer, step = x.stride()
+        if step != 1 or x.data_ptr() % 16 or not x.numel():
+            return False
+        least = x.shape[-1]
+        for size, stride in zip(reversed(x.shape[:-1]), reversed(outer), strict=True):
+            if stride < least or stride * x.itemsize % 16:
+                return False
+            least = stride * size
+    return True
+
+
+def descriptor(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """A descriptor for boxes of x, which is one that `takes_descriptors` takes."""
+    return _over(x, _fields(x.dtype, x.shape, x.stride(), box))
 
 
 def ragged_descriptor(x: Tensor, box: tuple[int, int], *, axis: int, unit: int = 1) -> TensorDescriptor:
     """A descriptor of the matrix x for boxes of this shape, ragged along `axis`. Boxes have shape [1, 1, *box]."""
-    shape, strides = list(x.shape), [x.stride(0), x.stride(1)]
-    assert shape[axis] <= _LENGTH, f"an axis of {shape[axis]} elements, but 2^30 are the most"
-    shape[axis] = _LENGTH
-    step = strides[axis]
-    return TensorDescriptor(
-        x, [_UNBOUNDED, _UNBOUNDED, *shape], [unit * (2**34 - step), unit * step, *strides], [1, 1, *box]
-    )
+    assert x.shape[axis] <= _LENGTH, f"an axis of {x.shape[axis]} elements, but 2^30 are the most"
+    return _over(x, _ragged_fields(x.dtype, x.shape[1 - axis], x.stride(0), box, axis, unit))
+
+
+def _over(x: Tensor, fields: dict[str, Any]) -> TensorDescriptor:
+    """The descriptor without the checks of its constructor, which take longer than all else of a launch."""
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.__dict__ |= fields
+    made.base = x
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _fields(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> dict[str, Any]:
+    """What a descriptor says of such tensors, checked by its constructor. Its base is not one of them."""
+    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), list(strides), list(box)))
+
+
+@lru_cache(maxsize=4096)
+def _ragged_fields(
+    dtype: torch.dtype, other: int, row: int, box: tuple[int, int], axis: int, unit: int
+) -> dict[str, Any]:
+    """The same for the ragged. other: elements along the other axis. row: distance of rows."""
+    step = (row, 1)[axis]
+    shape = (_LENGTH, other) if axis == 0 else (other, _LENGTH)
+    strides = (unit * (2**34 - step), unit * step, row, 1)
+    return _fields(dtype, (_UNBOUNDED, _UNBOUNDED, *shape), strides, (1, 1, *box))
 
 
 @triton.jit

@@ -1,0 +1,52 @@
+"""Offsets of groups on the device: the kernel against torch, for sizes of any sign, number and dtype."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes.kernels.offsets import clamped_offsets, clamped_offsets_ref, clamped_offsets_triton
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+
+def test_worked_example():
+    assert clamped_offsets(torch.tensor([3, -1, 4, 9, 2]), 10).tolist() == [0, 3, 3, 7, 10, 10]
+
+
+def launched(sizes: torch.Tensor, rows: int) -> torch.Tensor:
+    out = torch.empty(sizes.numel() + 1, dtype=torch.int64, device=sizes.device)
+    clamped_offsets_triton(sizes, out, rows)
+    return out
+
+
+@pytest.mark.interpreter
+@settings(max_examples=50)
+@given(st.lists(st.integers(-5, 40), min_size=1, max_size=70), st.integers(0, 900))
+def test_kernel_agrees_for_any_sizes_interpreted(sizes, rows):
+    given_sizes = torch.tensor(sizes)
+    assert torch.equal(launched(given_sizes, rows), clamped_offsets_ref(given_sizes, rows))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_kernel_takes_every_integer_dtype_interpreted(dtype):
+    sizes = torch.tensor([3, 0, 120, 1], dtype=dtype)
+    assert launched(sizes, 123).tolist() == [0, 3, 3, 123, 123]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("rows", [1, 5_000, 3 * 2**40])
+def test_kernel_sums_more_groups_than_a_block_and_beyond_32_bits_interpreted(rows):
+    sizes = torch.arange(-3, 2500) * (2**31 if rows > 2**31 else 1)
+    assert torch.equal(launched(sizes, rows), clamped_offsets_ref(sizes, rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("num_groups", [1, 2, 33, 1024, 1025, 5000])
+@pytest.mark.parametrize("rows", [0, 1, 160, 2**33])
+def test_kernel_agrees_with_torch(dtype, num_groups, rows):
+    sizes = torch.randint(-5 if dtype.is_signed else 0, 100, (2 * num_groups,), dtype=dtype)[::2]
+    found = clamped_offsets(sizes.cuda(), rows)
+    assert torch.equal(found.cpu(), clamped_offsets_ref(sizes, rows))
