@@ -31,7 +31,6 @@ from ops.gemm import (
     in_blocks,
     operands,
     quantized,
-    store,
     wgrad,
 )
 from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
@@ -159,12 +158,10 @@ class GroupedPath:
         codes = float8_operands("NT", dy, x)
         if codes is not None:
             a, b = codes
-            dw = grouped_gemm_nt_float8(
-                a.codes, a.scale, b.codes, b.scale, dy.splits.aligned(a.block),
-                out_dtype=dy.dtype if out is None else torch.float32,
-                split_accumulation=self.recipe.split_accumulator("wgrad"),
+            return grouped_gemm_nt_float8(
+                a.codes, a.scale, b.codes, b.scale, dy.splits.aligned(a.block), out=out, out_dtype=dy.dtype,
+                split_accumulation=self.recipe.split_accumulator("wgrad"), accumulate=accumulate,
             )  # fmt: skip
-            return dw if out is None else store(dw, out, accumulate)
         left, right = operands("NT", dy, x, dy.dtype)
         block = max(left.block, right.block)
         return grouped_gemm_nt(

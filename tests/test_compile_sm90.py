@@ -99,7 +99,9 @@ def launch_grouped_gemm_float8(rows: int, features: tuple[int, int], out_dtype: 
         dy_T, x_T = torch.empty(N, columns, dtype=a.dtype), torch.empty(K_out, columns, dtype=b.dtype)
         blocks, dw = (torch.empty(columns // 128, N), torch.empty(columns // 128, K_out)), dw[..., :K_out].contiguous()
         for (dy_scale, x_scale), split in (((one, one), False), ((one, one), True), (blocks, False)):
-            grouped_gemm_float8.grouped_gemm_nt_float8_triton(dy_T, dy_scale, x_T, x_scale, offsets, dw, split)
+            for out, add in ((dw, False), (dw, True), (dw.float(), True)):
+                launch_nt = grouped_gemm_float8.grouped_gemm_nt_float8_triton
+                launch_nt(dy_T, dy_scale, x_T, x_scale, offsets, out, split, add)
 
 
 def launch_norms(rows: int, N: int, dtype: torch.dtype) -> None:

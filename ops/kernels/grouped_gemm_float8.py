@@ -51,7 +51,14 @@ from torch import Tensor
 
 from ops.kernels.grouped_gemm import capability
 from ops.kernels.grouped_gemm_float8_triton import k_grouped_float8_kernel, m_grouped_float8_kernel
-from ops.kernels.grouped_operands import check_rows, check_scales, output, row_slices, with_contiguous_rows
+from ops.kernels.grouped_operands import (
+    check_accumulate,
+    check_rows,
+    check_scales,
+    output,
+    row_slices,
+    with_contiguous_rows,
+)
 from ops.kernels.persistent_tiles import band, multiprocessors
 from ops.kernels.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from recipes.kernels.launch import Launch, cdiv, launcher
@@ -251,24 +258,32 @@ def grouped_gemm_nt_float8(
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     split_accumulation: bool = False,
+    accumulate: bool = False,
 ) -> Tensor:
     """dw_g = sum of dy[:, p] x[:, p]^T over the columns p of group g. Returns dw [G, N, K], or `out` filled with it.
 
     dy_codes: [N, P], x_codes: [K, P] in E4M3 or E5M2, each its own: the transposed columnwise copies. Group g has the
     columns offsets_aligned[g] to offsets_aligned[g + 1], [G + 1] int64, multiples of 16 (per tensor) or 128 (1x128
     scales); what pads it is zeros. Scales: see the top of the file. out: [G, N, K]. out_dtype and split_accumulation:
-    as `grouped_gemm_tn_float8`. A group without columns gets zeros.
+    as `grouped_gemm_tn_float8`. A group without columns gets zeros; accumulate, which needs `out`: out += dw, summed in
+    float32 and rounded once, and the part of such a group is untouched.
     """
+    check_accumulate(out, accumulate)
     _check_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned)
     num_groups = offsets_aligned.shape[0] - 1
     shape = (num_groups, dy_codes_NP.shape[0], x_codes_KP.shape[0])
     out = output(out, shape, None if out is not None else out_dtype, dy_codes_NP)
     if dy_codes_NP.device.type != "cuda":
         dw = grouped_gemm_nt_float8_ref(
-            dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out_dtype=out.dtype
+            dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out_dtype=torch.float32
         )  # fmt: skip
+        if accumulate:
+            empty = offsets_aligned[1:] == offsets_aligned[:-1]
+            dw = torch.where(empty[:, None, None], out, dw + out)
         return out.copy_(dw)
-    target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    target = out
+    if num_groups and not out[0].is_contiguous():
+        target = out.contiguous() if accumulate else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     grouped_gemm_nt_float8_triton(
         with_aligned_rows(dy_codes_NP),
         _ready(dy_scale, num_groups),
@@ -277,6 +292,7 @@ def grouped_gemm_nt_float8(
         offsets_aligned,
         target,
         split_accumulation,
+        accumulate,
     )
     return out if target is out else out.copy_(target)
 
@@ -345,14 +361,22 @@ def grouped_gemm_tn_float8_triton(
 
 @launcher("fuser::grouped_gemm_nt_float8", mutates=["out"])
 def grouped_gemm_nt_float8_triton(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor, out: Tensor, split_accumulation: bool
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    split_accumulation: bool,
+    accumulate: bool = False,
 ) -> None:
-    """Launches NT. Rows of dy and x are contiguous, out and block scales are contiguous; offsets [G + 1], aligned.
+    """Launches NT. Rows of dy and x, the matrices of out and block scales are contiguous; offsets [G + 1], aligned.
 
     Scales per tensor: [G], which may be an expanded ().
     """
     if dy.numel() == 0 or x.numel() == 0:
-        out.zero_()
+        if not accumulate:
+            out.zero_()
         return
     G, N, K = out.shape
     blockwise = dy_scale.dim() == 2
@@ -379,6 +403,8 @@ def grouped_gemm_nt_float8_triton(
         x.stride(0),
         dy_scale.stride(0),
         x_scale.stride(0),
+        out.stride(0),
+        ACCUMULATE=accumulate,
         BLOCKWISE=blockwise,
         PROMOTE=promote,
         TMA=tma,

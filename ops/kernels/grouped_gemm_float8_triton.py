@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ops.kernels.grouped_gemm_triton import store_rows, with_bias
+from ops.kernels.grouped_gemm_triton import finish_k_grouped, store_rows, with_bias
 from ops.kernels.persistent_tiles import halves, tile_in_bands
 from ops.kernels.ragged_tma import ragged_indices
 from recipes.kernels.rounding import round_to, widen
@@ -193,21 +193,26 @@ def store_k_grouped(
     first_k,
     N,
     K,
+    out_stride,
+    ACCUMULATE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Scales acc, rounds, and stores rows first_n to N and columns first_k to K of a group's output."""
+    """Scales acc, adds what is there if ACCUMULATE, rounds, and stores rows first_n to N and columns first_k to K."""
     if dy_scale_ptr is not None:
         # Scales of a group without rows may be anything.
         acc *= tl.load(dy_scale_ptr, mask=size > 0, other=0.0)
         acc *= tl.load(x_scale_ptr, mask=size > 0, other=0.0)
-    rounded = round_to(acc, out_ptr.dtype.element_ty)
     if TMA:
-        out.store([group, first_n, first_k], rounded.reshape(1, acc.shape[0], acc.shape[1]))
+        finish_k_grouped(acc, out, group, first_n, first_k, ACCUMULATE)
     else:
         offs_n = tl.arange(0, acc.shape[0])
         offs_k = tl.arange(0, acc.shape[1])
-        out_ptrs = out_ptr + (group.to(tl.int64) * N + first_n) * K + first_k + (offs_n[:, None] * K + offs_k[None, :])
-        tl.store(out_ptrs, rounded, mask=(offs_n < N - first_n)[:, None] & (offs_k < K - first_k)[None, :])
+        out_ptr += group.to(tl.int64) * out_stride + first_n.to(tl.int64) * K + first_k
+        out_ptrs = out_ptr + (offs_n[:, None] * K + offs_k[None, :])
+        mask = (offs_n < N - first_n)[:, None] & (offs_k < K - first_k)[None, :]
+        if ACCUMULATE:
+            acc += widen(tl.load(out_ptrs, mask=mask, other=0.0)).to(tl.float32)
+        tl.store(out_ptrs, round_to(acc, out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -215,7 +220,7 @@ def k_grouped_float8_kernel(
     dy,  # [N, P] codes: ragged descriptor, or pointer to rows dy_stride apart
     x,  # [K, P] codes: ragged descriptor, or pointer to rows x_stride apart
     out,  # [G, N, K]: descriptor, or None
-    out_ptr,  # [G, N, K] contiguous
+    out_ptr,  # [G, N, K], contiguous matrices out_stride apart
     dy_scale_ptr,  # [G], dy_scale_stride apart; or [P/128, N]
     x_scale_ptr,  # [G], x_scale_stride apart; or [P/128, K]
     offsets_ptr,  # [G + 1] int64, multiples of 16; of 128 for block scales
@@ -226,6 +231,8 @@ def k_grouped_float8_kernel(
     x_stride,
     dy_scale_stride,
     x_scale_stride,
+    out_stride,
+    ACCUMULATE: tl.constexpr,
     BLOCKWISE: tl.constexpr,  # scales of 1x128
     PROMOTE: tl.constexpr,
     TMA: tl.constexpr,
@@ -234,7 +241,10 @@ def k_grouped_float8_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[g, n, k] = sum_p dy[n, p] x[k, p] over the columns of group g, tile after tile."""
+    """out[g, n, k] = sum_p dy[n, p] x[k, p] over the columns of group g, tile after tile.
+
+    ACCUMULATE: out += it, but for groups without columns.
+    """
     TWO: tl.constexpr = PROMOTE and BLOCK_N == 256  # as above
     WIDTH: tl.constexpr = BLOCK_N // 2 if TWO else BLOCK_N
     num_tiles_n = tl.cdiv(N, BLOCK_M)
@@ -293,14 +303,22 @@ def k_grouped_float8_kernel(
             dy_alpha, x_alpha = None, None
         else:
             dy_alpha, x_alpha = dy_scale_ptr + group * dy_scale_stride, x_scale_ptr + group * x_scale_stride
-        if BLOCK_N == 256:
-            if TWO:
-                left = acc
+        if size > 0 or not ACCUMULATE:
+            if BLOCK_N == 256:
+                if TWO:
+                    left = acc
+                else:
+                    left, right = halves(acc)
+                store_k_grouped(
+                    left, out, out_ptr, dy_alpha, x_alpha, group, size, first_n, first_k, N, K, out_stride,
+                    ACCUMULATE, TMA,
+                )  # fmt: skip
+                store_k_grouped(
+                    right, out, out_ptr, dy_alpha, x_alpha, group, size, first_n, first_k + BLOCK_N // 2, N, K,
+                    out_stride, ACCUMULATE, TMA,
+                )  # fmt: skip
             else:
-                left, right = halves(acc)
-            store_k_grouped(left, out, out_ptr, dy_alpha, x_alpha, group, size, first_n, first_k, N, K, TMA)
-            store_k_grouped(
-                right, out, out_ptr, dy_alpha, x_alpha, group, size, first_n, first_k + BLOCK_N // 2, N, K, TMA
-            )
-        else:
-            store_k_grouped(acc, out, out_ptr, dy_alpha, x_alpha, group, size, first_n, first_k, N, K, TMA)
+                store_k_grouped(
+                    acc, out, out_ptr, dy_alpha, x_alpha, group, size, first_n, first_k, N, K, out_stride,
+                    ACCUMULATE, TMA,
+                )  # fmt: skip
