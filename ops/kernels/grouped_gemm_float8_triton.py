@@ -247,6 +247,7 @@ def k_grouped_float8_kernel(
     """
     TWO: tl.constexpr = PROMOTE and BLOCK_N == 256  # as above
     WIDTH: tl.constexpr = BLOCK_N // 2 if TWO else BLOCK_N
+    LEAST: tl.constexpr = 1 if ACCUMULATE else 0
     num_tiles_n = tl.cdiv(N, BLOCK_M)
     num_tiles_k = tl.cdiv(K, BLOCK_N)
     num_tiles = num_tiles_n * num_tiles_k
@@ -258,52 +259,53 @@ def k_grouped_float8_kernel(
         tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
         begin = tl.multiple_of(tl.load(offsets_ptr + group), 16)
         size = tl.multiple_of((tl.load(offsets_ptr + group + 1) - begin).to(tl.int32), 16)
-        first_n = tile_n * BLOCK_M
-        first_k = tile_k * BLOCK_N
-        mask_n = offs_n < N - first_n
-        mask_k = offs_k < K - first_k
-        if not TMA:
-            dy_ptrs = dy + first_n.to(tl.int64) * dy_stride + begin + (offs_n[:, None] * dy_stride + offs_p[None, :])
-            x_ptrs = x + first_k.to(tl.int64) * x_stride + begin + (offs_k[:, None] * x_stride + offs_p[None, :])
-        if BLOCKWISE:
-            dy_scale_ptrs = dy_scale_ptr + begin // 128 * N + first_n + offs_n
-            x_scale_ptrs = x_scale_ptr + begin // 128 * K + first_k + offs_k
-
-        acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        right = acc
-        for p in range(0, size, BLOCK_K):
-            if TMA:
-                z, y, column = ragged_indices(begin, size, p, 16)
-                dy_tile = dy.load([z, y, first_n, column]).reshape(BLOCK_M, BLOCK_K)
-                x_tile = x.load([z, y, first_k, column]).reshape(WIDTH, BLOCK_K)
-                if TWO:
-                    x_right = x.load([z, y, first_k + WIDTH, column]).reshape(WIDTH, BLOCK_K)
-            else:
-                mask_p = offs_p < size - p
-                dy_tile = tl.load(dy_ptrs, mask=mask_n[:, None] & mask_p[None, :], other=0.0)
-                x_tile = tl.load(x_ptrs, mask=mask_k[:, None] & mask_p[None, :], other=0.0)
-                dy_ptrs += BLOCK_K
-                x_ptrs += BLOCK_K
-            scale_n, scale_k, scale_right = None, None, None
+        if size >= LEAST:
+            first_n = tile_n * BLOCK_M
+            first_k = tile_k * BLOCK_N
+            mask_n = offs_n < N - first_n
+            mask_k = offs_k < K - first_k
+            if not TMA:
+                dy_ptrs = dy + first_n.to(tl.int64) * dy_stride + begin
+                dy_ptrs += offs_n[:, None] * dy_stride + offs_p[None, :]
+                x_ptrs = x + first_k.to(tl.int64) * x_stride + begin + (offs_k[:, None] * x_stride + offs_p[None, :])
             if BLOCKWISE:
-                scale_n = tl.load(dy_scale_ptrs, mask=mask_n, other=0.0)
-                scale_k = tl.load(x_scale_ptrs, mask=mask_k, other=0.0)
-                if TWO:
-                    scale_right = tl.load(x_scale_ptrs + WIDTH, mask=offs_k < K - first_k - WIDTH, other=0.0)
-                dy_scale_ptrs += N
-                x_scale_ptrs += K
-            if PROMOTE:
-                acc = promote(acc, dy_tile, x_tile, scale_n, scale_k)
-                if TWO:
-                    right = promote(right, dy_tile, x_right, scale_n, scale_right)
-            else:
-                acc = tl.dot(widen(dy_tile), widen(x_tile).T, acc)
+                dy_scale_ptrs = dy_scale_ptr + begin // 128 * N + first_n + offs_n
+                x_scale_ptrs = x_scale_ptr + begin // 128 * K + first_k + offs_k
 
-        if BLOCKWISE:
-            dy_alpha, x_alpha = None, None
-        else:
-            dy_alpha, x_alpha = dy_scale_ptr + group * dy_scale_stride, x_scale_ptr + group * x_scale_stride
-        if size > 0 or not ACCUMULATE:
+            acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+            right = acc
+            for p in range(0, size, BLOCK_K):
+                if TMA:
+                    z, y, column = ragged_indices(begin, size, p, 16)
+                    dy_tile = dy.load([z, y, first_n, column]).reshape(BLOCK_M, BLOCK_K)
+                    x_tile = x.load([z, y, first_k, column]).reshape(WIDTH, BLOCK_K)
+                    if TWO:
+                        x_right = x.load([z, y, first_k + WIDTH, column]).reshape(WIDTH, BLOCK_K)
+                else:
+                    mask_p = offs_p < size - p
+                    dy_tile = tl.load(dy_ptrs, mask=mask_n[:, None] & mask_p[None, :], other=0.0)
+                    x_tile = tl.load(x_ptrs, mask=mask_k[:, None] & mask_p[None, :], other=0.0)
+                    dy_ptrs += BLOCK_K
+                    x_ptrs += BLOCK_K
+                scale_n, scale_k, scale_right = None, None, None
+                if BLOCKWISE:
+                    scale_n = tl.load(dy_scale_ptrs, mask=mask_n, other=0.0)
+                    scale_k = tl.load(x_scale_ptrs, mask=mask_k, other=0.0)
+                    if TWO:
+                        scale_right = tl.load(x_scale_ptrs + WIDTH, mask=offs_k < K - first_k - WIDTH, other=0.0)
+                    dy_scale_ptrs += N
+                    x_scale_ptrs += K
+                if PROMOTE:
+                    acc = promote(acc, dy_tile, x_tile, scale_n, scale_k)
+                    if TWO:
+                        right = promote(right, dy_tile, x_right, scale_n, scale_right)
+                else:
+                    acc = tl.dot(widen(dy_tile), widen(x_tile).T, acc)
+
+            if BLOCKWISE:
+                dy_alpha, x_alpha = None, None
+            else:
+                dy_alpha, x_alpha = dy_scale_ptr + group * dy_scale_stride, x_scale_ptr + group * x_scale_stride
             if BLOCK_N == 256:
                 if TWO:
                     left = acc
