@@ -1,4 +1,7 @@
-"""A data-parallel wrapper like Megatron-LM's over two gloo ranks: its gradients are plain autograd's, bit by bit."""
+"""A data-parallel wrapper like Megatron-LM's over two gloo ranks: its gradients are plain autograd's, bit by bit.
+
+Eager and captured; on a CPU a replay runs the modules again, under the rules and with the side effects of a graph's.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fuser import Sequential, ops
+from fuser import Sequential, make_graphed_callables, ops
 
 RANKS = 2
 MICROBATCHES = 3
@@ -32,11 +35,25 @@ def model(**switches: Any) -> Sequential:
     )
 
 
-def backward(sequential: nn.Module, rank: int, microbatch: int) -> None:
+def batch(rank: int, microbatch: int) -> tuple[Tensor, Tensor, torch.Generator]:
     generator = torch.Generator().manual_seed(10 * rank + microbatch)
     x = torch.randn(ROWS, FEATURES, generator=generator, requires_grad=True)
-    y = sequential(x, split_sizes=torch.tensor(SIZES[rank][microbatch]))
+    return x, torch.tensor(SIZES[rank][microbatch]), generator
+
+
+def backward(call: Any, rank: int, microbatch: int) -> None:
+    x, split_sizes, generator = batch(rank, microbatch)
+    y = call(x, split_sizes=split_sizes)
     y.backward(torch.randn(y.shape, generator=generator))
+
+
+def captured(sequential: Sequential, *, delay: bool) -> tuple[Any, ...]:
+    """A callable for each microbatch, in the order of `train_step`."""
+    x, split_sizes, _ = batch(0, 0)
+    return make_graphed_callables(
+        [sequential], [(x,)], sample_kwargs=[{"split_sizes": split_sizes}],
+        schedule="F1 B1 F1 B1 W1 W1 F1 B1 W1" if delay else "F1 B1 F1 B1 F1 B1",
+    )  # fmt: skip
 
 
 class Bucket:
@@ -136,31 +153,33 @@ def plain_gradients(rank: int) -> dict[str, Tensor]:
     return gradients
 
 
-def train_step(sequential: Sequential, wrapper: DataParallel, rank: int, *, delay: bool) -> None:
+def train_step(calls: tuple[Any, ...], wrapper: DataParallel, rank: int, *, delay: bool) -> None:
     """All microbatches; delayed, those before the last leave several weight gradients at a time."""
     wrapper.zero_grad_buffer()
     wrapper.events.clear()
     wrapper.is_last_microbatch = False
     for microbatch in range(MICROBATCHES - 1):
-        backward(sequential, rank, microbatch)
-    for _ in range(MICROBATCHES - 1 if delay else 0):
-        sequential.backward_dw()
+        backward(calls[microbatch], rank, microbatch)
+    for call in calls[:-1] if delay else ():
+        call.backward_dw()
     wrapper.is_last_microbatch = True
-    backward(sequential, rank, MICROBATCHES - 1)
+    backward(calls[-1], rank, MICROBATCHES - 1)
     if delay:
-        sequential.backward_dw()
+        calls[-1].backward_dw()
     wrapper.finish_grad_sync()
 
 
-def run_rank(rank: int, delay: bool, rendezvous: str) -> None:
+def run_rank(rank: int, delay: bool, graphs: bool, rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     try:
         expected = plain_gradients(rank)
         for sharded in (False, True):
             sequential = model(accumulate_into_main_grad=True, delay_wgrad_compute=delay)
             wrapper = DataParallel(sequential, sharded=sharded)
+            calls = captured(sequential, delay=delay) if graphs else (sequential,) * MICROBATCHES
+            assert wrapper.events == []
             for _ in range(2):  # the second step finds the buffers and flags of the first
-                train_step(sequential, wrapper, rank, delay=delay)
+                train_step(calls, wrapper, rank, delay=delay)
                 for name, parameter in sequential.named_parameters():
                     assert torch.equal(parameter.main_grad, expected[name]), (name, delay, sharded)
                     assert parameter.grad is None
@@ -174,6 +193,9 @@ def run_rank(rank: int, delay: bool, rendezvous: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
-def test_gradients_are_those_of_plain_autograd_and_hooks_run_in_one_order(delay: bool, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run_rank, (delay, str(tmp_path / "rendezvous")), nprocs=RANKS)
+def test_gradients_are_those_of_plain_autograd_and_hooks_run_in_one_order(
+    delay: bool, graphs: bool, tmp_path: Path
+) -> None:
+    torch.multiprocessing.spawn(run_rank, (delay, graphs, str(tmp_path / "rendezvous")), nprocs=RANKS)
