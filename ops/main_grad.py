@@ -26,7 +26,7 @@ Gradients of biases are autograd's in all cases, at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -152,7 +152,7 @@ class OperationWithWeights(BasicOperation):
 
     def _land_in_main_grad(self, gradient: _Gradient) -> None:
         targets = {name: _target(name, weight, gradient.backward) for name, weight in gradient.weights.items()}
-        whole = targets["weight"] if self.stacked else _as_one(targets.values(), len(self.weight_names))
+        whole = targets["weight"] if self.stacked else _as_one([*targets.values()], len(self.weight_names))
         record = recording()
         if record is not None:
             record.landings += [
@@ -160,14 +160,15 @@ class OperationWithWeights(BasicOperation):
                 for name, target in targets.items()
             ]
         if whole is not None:
-            gradient.product(out=_destination(whole.buffer), accumulate=whole.accumulate)
+            order = {"reverse": True} if whole.reverse else {}
+            gradient.product(out=_destination(whole.buffer), accumulate=whole.accumulate, **order)
         else:
             weight = next(iter(gradient.weights.values()))
             dtype = torch.promote_types(weight.dtype, torch.float32)
             dw = torch.empty(len(self.weight_names), *weight.shape, dtype=dtype, device=weight.device)
             each = self.weight_gradients(gradient.product(out=dw))
-            for name, (out, accumulate) in targets.items():
-                store(each[name], _destination(out), accumulate)
+            for name, target in targets.items():
+                store(each[name], _destination(target.buffer), target.accumulate)
         for weight in gradient.weights.values():
             perform(Effect(_mark_added, (weight, gradient.backward)), at_once=True)
 
@@ -219,8 +220,11 @@ class _Gradient(NamedTuple):
 
 
 class _Target(NamedTuple):
+    """reverse: the buffer is of several groups, the last one first."""
+
     buffer: Tensor
     accumulate: bool
+    reverse: bool = False
 
 
 # The backward that last overwrote the main_grad of a weight without grad_added_to_main_grad.
@@ -334,16 +338,18 @@ def _is_dense(buffer: Tensor) -> bool:
     return buffer[0].is_contiguous() and buffer.stride(0) >= buffer[0].numel()
 
 
-def _as_one(targets: Collection[_Target], num_groups: int) -> _Target | None:
+def _as_one(targets: Sequence[_Target], num_groups: int) -> _Target | None:
     """The targets of all groups as one of shape [G, N, K], if they lie evenly in one memory and do the same."""
-    (first, accumulate), *_ = targets
-    places = [(t.buffer.untyped_storage()._cdata, t.buffer.dtype, t.accumulate) for t in targets]
-    offsets = [t.buffer.storage_offset() for t in targets]
-    steps = {after - before for before, after in pairwise(offsets)} or {first.numel()}
-    if len(places) != num_groups or len(set(places)) > 1 or len(steps) > 1 or min(steps) < first.numel():
+    places = {(t.buffer.untyped_storage()._cdata, t.buffer.dtype, t.accumulate) for t in targets}
+    size = targets[0].buffer.numel()
+    offsets = [int(t.buffer.storage_offset()) for t in targets]
+    steps = {after - before for before, after in pairwise(offsets)} or {size}
+    step = min(steps)
+    if len(targets) != num_groups or len(places) > 1 or len(steps) > 1 or abs(step) < size:
         return None
-    strides = (min(steps), *first.stride())
-    return _Target(first.as_strided((num_groups, *first.shape), strides), accumulate)
+    lowest = min(targets, key=lambda t: t.buffer.storage_offset()).buffer
+    whole = lowest.as_strided((num_groups, *lowest.shape), (abs(step), *lowest.stride()))
+    return _Target(whole, targets[0].accumulate, reverse=step < 0)
 
 
 def placeholder(weight: Any) -> Tensor:

@@ -149,25 +149,32 @@ class GroupedPath:
         return grouped_gemm_nn(left.values, right.values, dy.splits, alpha_G=alpha, out=out, out_dtype=dy.dtype)
 
     def wgrad(
-        self, dy: GroupedTensor, x: GroupedTensor, *, out: Tensor | None = None, accumulate: bool = False
+        self,
+        dy: GroupedTensor,
+        x: GroupedTensor,
+        *,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        reverse: bool = False,
     ) -> Tensor:
         """dw_g = dy_g^T x_g, [G, N, K] in dy's dtype, in new memory; or `out` = dw, or `out` += dw.
 
-        An empty group's dw is zero. What goes into `out` is summed in float32 and rounded once to out's dtype.
+        An empty group's dw is zero. What goes into `out` is summed in float32 and rounded once to out's dtype; reverse:
+        the last group comes first there.
         """
         codes = float8_operands("NT", dy, x)
         if codes is not None:
             a, b = codes
             return grouped_gemm_nt_float8(
                 a.codes, a.scale, b.codes, b.scale, dy.splits.aligned(a.block), out=out, out_dtype=dy.dtype,
-                split_accumulation=self.recipe.split_accumulator("wgrad"), accumulate=accumulate,
+                split_accumulation=self.recipe.split_accumulator("wgrad"), accumulate=accumulate, reverse=reverse,
             )  # fmt: skip
         left, right = operands("NT", dy, x, dy.dtype)
         block = max(left.block, right.block)
         return grouped_gemm_nt(
             in_blocks(left, block, dy.splits), in_blocks(right, block, dy.splits), dy.splits.padded(block),
             alpha_G=combined_alpha(left, right), out=out, out_dtype=dy.dtype if out is None else out.dtype,
-            accumulate=accumulate,
+            accumulate=accumulate, reverse=reverse,
         )  # fmt: skip
 
     def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
@@ -236,7 +243,13 @@ class SplitPath:
         return out
 
     def wgrad(
-        self, dy: SplitTensors, x: SplitTensors, *, out: Tensor | None = None, accumulate: bool = False
+        self,
+        dy: SplitTensors,
+        x: SplitTensors,
+        *,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        reverse: bool = False,
     ) -> Tensor:
         """As `GroupedPath.wgrad`."""
         first_dy, first_x = dy.members[0], x.members[0]
@@ -246,13 +259,13 @@ class SplitPath:
             shape = len(dy.sizes), first_dy.shape[1], first_x.shape[1]
             dw = torch.empty(shape, dtype=dtype, device=first_dy.device)
         for group, size in enumerate(dy.sizes):
-            members = dy.members[group], x.members[group]
+            members, place = (dy.members[group], x.members[group]), dw[-1 - group if reverse else group]
             if size and out is None:
-                dw[group] = wgrad(*members, dtype, split_accumulator=split)
+                place.copy_(wgrad(*members, dtype, split_accumulator=split))
             elif size:
-                wgrad(*members, dtype, split_accumulator=split, out=dw[group], accumulate=accumulate)
+                wgrad(*members, dtype, split_accumulator=split, out=place, accumulate=accumulate)
             elif not accumulate:
-                dw[group].zero_()
+                place.zero_()
         return dw
 
     def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:

@@ -403,16 +403,25 @@ def test_kernels_accumulate(case, dtype, out_dtype, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_kernel_writes_matrices_that_stand_apart(accumulate, dtype, device):
-    """Nothing between the groups' matrices is touched, and the same bits arrive."""
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_kernel_writes_matrices_that_stand_apart(aligned, reverse, accumulate, dtype, device):
+    """Nothing between the groups' matrices is touched, and the same bits arrive, if asked for the last group first."""
     o = operands(CASES["empty groups"], dtype, device=device)
     G, N, K = o.w.shape
     dense = torch.ones(G, N, K, device=device)
-    apart = torch.full((G, N * K + 64), 7.0, device=device)
-    matrices = apart.as_strided((G, N, K), (N * K + 64, K, 1)).fill_(1)
-    for out in (dense, matrices):
-        gg.grouped_gemm_nt_triton(o.dy, o.x, o.splits.offsets, o.alpha, out, tf32=False, accumulate=accumulate)
-    assert torch.equal(matrices, dense) and bool((apart[:, N * K :] == 7).all())
+    room = 64 if aligned else 63  # descriptors cannot describe the latter
+    apart = torch.full((G, N * K + room), 7.0, device=device)
+    matrices = apart.as_strided((G, N, K), (N * K + room, K, 1)).fill_(1)
+    arguments = o.dy, o.x, o.splits.offsets, o.alpha
+    gg.grouped_gemm_nt_triton(*arguments, dense, tf32=False, accumulate=accumulate)
+    gg.grouped_gemm_nt_triton(*arguments, matrices, tf32=False, accumulate=accumulate, reverse=reverse)
+    expected = dense.flip(0) if reverse else dense
+    if device == "cpu" or aligned:
+        assert torch.equal(matrices, expected)
+    else:  # another kernel
+        torch.testing.assert_close(matrices, expected, rtol=1e-4, atol=1e-4)
+    assert bool((apart[:, N * K :] == 7).all())
 
 
 @pytest.mark.interpreter

@@ -247,13 +247,13 @@ def test_small_integers_are_exact(case, pair, mode, out_dtype, device):
         assert torch.equal(actual, exact[name].value.to(out_dtype)), name
 
 
-def added_in_triton(o: Operands, split: bool, out: Tensor, accumulate: bool) -> None:
+def added_in_triton(o: Operands, split: bool, out: Tensor, accumulate: bool, reverse: bool) -> None:
     x_scale = o.x_scale if o.x_scale.dim() == 2 else o.x_scale.expand(len(o.b))
-    gg.grouped_gemm_nt_float8_triton(o.dy, o.dy_scale, o.x, x_scale, o.aligned, out, split, accumulate)
+    gg.grouped_gemm_nt_float8_triton(o.dy, o.dy_scale, o.x, x_scale, o.aligned, out, split, accumulate, reverse)
 
 
-def added_on_any_device(o: Operands, split: bool, out: Tensor, accumulate: bool) -> None:
-    about = {"out": out, "split_accumulation": split, "accumulate": accumulate}
+def added_on_any_device(o: Operands, split: bool, out: Tensor, accumulate: bool, reverse: bool) -> None:
+    about = {"out": out, "split_accumulation": split, "accumulate": accumulate, "reverse": reverse}
     assert grouped_gemm_nt_float8(o.dy, o.dy_scale, o.x, o.x_scale, o.aligned, **about) is out
 
 
@@ -267,21 +267,21 @@ def added_on_any_device(o: Operands, split: bool, out: Tensor, accumulate: bool)
 )
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", ["empty groups", "odd tail"])
-def test_a_weight_gradient_is_added_to_matrices_that_stand_apart(case, mode, out_dtype, run, device):
+@pytest.mark.parametrize(("case", "reverse"), [("empty groups", True), ("odd tail", False)])
+def test_a_weight_gradient_is_added_to_matrices_that_stand_apart(case, reverse, mode, out_dtype, run, device):
     """The bits of float32 sums rounded once; what belongs to a group without columns, or lies between, stays."""
     o = operands(CASES[case], mode, device=device)
     G, N, K = o.b.shape
     product = torch.empty(G, N, K, device=device)
-    run(o, mode == "split", product, False)
+    run(o, mode == "split", product, False, False)
     apart = torch.randn(G, N * K + 8, device=device).to(out_dtype)
     before = apart.clone()
     out = apart.as_strided((G, N, K), (N * K + 8, K, 1))
-    expected = (out.float() + product).to(out_dtype)
-    run(o, mode == "split", out, True)
+    expected = (out.float() + (product.flip(0) if reverse else product)).to(out_dtype)
+    run(o, mode == "split", out, True, reverse)
     for group, rows in group_rows(o.splits):
-        empty = rows.start == rows.stop
-        assert torch.equal(out[group], before[group, : N * K].view(N, K) if empty else expected[group]), group
+        empty, place = rows.start == rows.stop, G - 1 - group if reverse else group
+        assert torch.equal(out[place], before[place, : N * K].view(N, K) if empty else expected[place]), group
     assert torch.equal(apart[:, N * K :], before[:, N * K :])
 
 

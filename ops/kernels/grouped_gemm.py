@@ -327,19 +327,21 @@ def grouped_gemm_nt(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate: bool = False,
+    reverse: bool = False,
 ) -> Tensor:
     """dw_g = alpha_g dy_g^T x_g. Returns dw [G, N, K], or `out` filled with it; accumulate: `out` += it.
 
     dy: [T, N] and x: [T, K] of one floating dtype. alpha: [G] or () float32 (1 if None). out: [G, N, K], in out_dtype
     (x's if None). A group without rows gets zeros; with `accumulate`, which needs `out`, its part of out is untouched,
-    and the sum is made in float32 and rounded once.
+    and the sum is made in float32 and rounded once. reverse, which needs `out`: the last group comes first in it, as in
+    Megatron's buckets.
     """
     check_rows(dy_TN, splits)
     check_rows(x_TK, splits)
     check_dtypes(dy_TN, x_TK)
-    check_accumulate(out, accumulate)
+    check_accumulate(out, accumulate, reverse)
     if x_TK.device.type != "cuda":
-        return k_grouped_on_cpu(dy_TN, x_TK, splits, out, out_dtype, alpha_G, accumulate)
+        return k_grouped_on_cpu(dy_TN, x_TK, splits, out, out_dtype, alpha_G, accumulate, reverse)
     out = output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
     target = out
     if not out[0].is_contiguous():
@@ -352,6 +354,7 @@ def grouped_gemm_nt(
         target,
         tf32=allow_tf32(x_TK),
         accumulate=accumulate,
+        reverse=reverse,
     )
     return out if target is out else out.copy_(target)
 
@@ -414,6 +417,7 @@ def grouped_gemm_nt_triton(
     out: Tensor,
     tf32: bool,
     accumulate: bool = False,
+    reverse: bool = False,
 ) -> None:
     """Launches NT. Rows of dy and x, the matrices of out, offsets [G + 1] and alpha [G] are contiguous."""
     G, N, K = out.shape
@@ -447,6 +451,7 @@ def grouped_gemm_nt_triton(
             N,
             K,
             ACCUMULATE=accumulate,
+            REVERSE=reverse,
             BAND=band(config.block_m),
             GROUPS=room_for(G),
             **config.compiled(),
@@ -459,12 +464,12 @@ def grouped_gemm_nt_triton(
             x_TK,
             offsets,
             alpha_G,
-            out,
+            out[-1] if reverse else out,
             N,
             K,
             dy_TN.stride(0),
             x_TK.stride(0),
-            out.stride(0),
+            -out.stride(0) if reverse else out.stride(0),
             ACCUMULATE=accumulate,
             PRECISION="tf32" if tf32 else "ieee",
             **config.compiled(),

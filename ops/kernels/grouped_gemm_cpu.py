@@ -50,17 +50,22 @@ def k_grouped_on_cpu(
     out_dtype: torch.dtype | None,
     alpha_G: Tensor | None = None,
     accumulate: bool = False,
+    reverse: bool = False,
 ) -> Tensor:
-    """out_g = alpha_g dy_g^T x_g, or out_g += it, rounded once; zero, or untouched, for a group without rows."""
+    """out_g = alpha_g dy_g^T x_g, or out_g += it, rounded once; zero, or untouched, for a group without rows.
+
+    reverse: the last group comes first in out.
+    """
     if out is None and alpha_G is None and any(splits.tolist()) and _torch_takes(dy, x, out_dtype):
         return F.grouped_mm(dy.t(), x, offs=splits.ends)
     result = output(out, (splits.num_groups, dy.shape[1], x.shape[1]), out_dtype, x)
     alphas = _alphas(alpha_G, splits)
     for group, rows in row_slices(splits):
+        place = result[-1 - group if reverse else group]
         if rows.start < rows.stop:
-            product(result[group], dy[rows].T, x[rows], alphas[group], result[group] if accumulate else None)
+            product(place, dy[rows].T, x[rows], alphas[group], place if accumulate else None)
         elif not accumulate:
-            result[group].zero_()
+            place.zero_()
     return result
 
 

@@ -259,6 +259,7 @@ def grouped_gemm_nt_float8(
     out_dtype: torch.dtype = torch.bfloat16,
     split_accumulation: bool = False,
     accumulate: bool = False,
+    reverse: bool = False,
 ) -> Tensor:
     """dw_g = sum of dy[:, p] x[:, p]^T over the columns p of group g. Returns dw [G, N, K], or `out` filled with it.
 
@@ -266,9 +267,9 @@ def grouped_gemm_nt_float8(
     columns offsets_aligned[g] to offsets_aligned[g + 1], [G + 1] int64, multiples of 16 (per tensor) or 128 (1x128
     scales); what pads it is zeros. Scales: see the top of the file. out: [G, N, K]. out_dtype and split_accumulation:
     as `grouped_gemm_tn_float8`. A group without columns gets zeros; accumulate, which needs `out`: out += dw, summed in
-    float32 and rounded once, and the part of such a group is untouched.
+    float32 and rounded once, and the part of such a group is untouched. reverse: as `grouped_gemm_nt`.
     """
-    check_accumulate(out, accumulate)
+    check_accumulate(out, accumulate, reverse)
     _check_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned)
     num_groups = offsets_aligned.shape[0] - 1
     shape = (num_groups, dy_codes_NP.shape[0], x_codes_KP.shape[0])
@@ -277,8 +278,10 @@ def grouped_gemm_nt_float8(
         dw = grouped_gemm_nt_float8_ref(
             dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out_dtype=torch.float32
         )  # fmt: skip
+        empty = offsets_aligned[1:] == offsets_aligned[:-1]
+        if reverse:
+            dw, empty = dw.flip(0), empty.flip(0)
         if accumulate:
-            empty = offsets_aligned[1:] == offsets_aligned[:-1]
             dw = torch.where(empty[:, None, None], out, dw + out)
         return out.copy_(dw)
     target = out
@@ -293,6 +296,7 @@ def grouped_gemm_nt_float8(
         target,
         split_accumulation,
         accumulate,
+        reverse,
     )
     return out if target is out else out.copy_(target)
 
@@ -369,6 +373,7 @@ def grouped_gemm_nt_float8_triton(
     out: Tensor,
     split_accumulation: bool,
     accumulate: bool = False,
+    reverse: bool = False,
 ) -> None:
     """Launches NT. Rows of dy and x, the matrices of out and block scales are contiguous; offsets [G + 1], aligned.
 
@@ -405,6 +410,7 @@ def grouped_gemm_nt_float8_triton(
         x_scale.stride(0),
         out.stride(0),
         ACCUMULATE=accumulate,
+        REVERSE=reverse,
         BLOCKWISE=blockwise,
         PROMOTE=promote,
         TMA=tma,

@@ -233,6 +233,7 @@ def k_grouped_float8_kernel(
     x_scale_stride,
     out_stride,
     ACCUMULATE: tl.constexpr,
+    REVERSE: tl.constexpr,  # the last group comes first in out
     BLOCKWISE: tl.constexpr,  # scales of 1x128
     PROMOTE: tl.constexpr,
     TMA: tl.constexpr,
@@ -306,21 +307,22 @@ def k_grouped_float8_kernel(
                 dy_alpha, x_alpha = None, None
             else:
                 dy_alpha, x_alpha = dy_scale_ptr + group * dy_scale_stride, x_scale_ptr + group * x_scale_stride
+            place = num_groups - 1 - group if REVERSE else group
             if BLOCK_N == 256:
                 if TWO:
                     left = acc
                 else:
                     left, right = halves(acc)
                 store_k_grouped(
-                    left, out, out_ptr, dy_alpha, x_alpha, group, size, first_n, first_k, N, K, out_stride,
+                    left, out, out_ptr, dy_alpha, x_alpha, place, size, first_n, first_k, N, K, out_stride,
                     ACCUMULATE, TMA,
                 )  # fmt: skip
                 store_k_grouped(
-                    right, out, out_ptr, dy_alpha, x_alpha, group, size, first_n, first_k + BLOCK_N // 2, N, K,
+                    right, out, out_ptr, dy_alpha, x_alpha, place, size, first_n, first_k + BLOCK_N // 2, N, K,
                     out_stride, ACCUMULATE, TMA,
                 )  # fmt: skip
             else:
                 store_k_grouped(
-                    acc, out, out_ptr, dy_alpha, x_alpha, group, size, first_n, first_k, N, K, out_stride,
+                    acc, out, out_ptr, dy_alpha, x_alpha, place, size, first_n, first_k, N, K, out_stride,
                     ACCUMULATE, TMA,
                 )  # fmt: skip

@@ -154,6 +154,7 @@ def k_grouped_persistent_kernel(
     N,
     K,
     ACCUMULATE: tl.constexpr,
+    REVERSE: tl.constexpr,  # the last group comes first in dw
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -207,7 +208,8 @@ def k_grouped_persistent_kernel(
             gap = tl.maximum(tl.minimum(steps, AHEAD) // 4, 1)
             if (step >= 0) & (step % gap == 0) & (step < 4 * gap):
                 row_n = first_n + step // gap * (BLOCK_M // 4)
-                at = sums_ptr + group.to(tl.int64) * sums_stride + row_n.to(tl.int64) * K + first_k
+                place = num_groups - 1 - group if REVERSE else group
+                at = sums_ptr + place.to(tl.int64) * sums_stride + row_n.to(tl.int64) * K + first_k
                 prefetch_rows(at, K, N - row_n, K - first_k, BLOCK_M // 4, BLOCK_N)
         t += BLOCK_K
         if t >= size:
@@ -215,8 +217,9 @@ def k_grouped_persistent_kernel(
                 # alpha of a group without rows may be anything
                 acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
             left, right = halves(acc)
-            finish_k_grouped(left, dw, group, first_n, first_k, ACCUMULATE)
-            finish_k_grouped(right, dw, group, first_n, first_k + BLOCK_N // 2, ACCUMULATE)
+            place = num_groups - 1 - group if REVERSE else group
+            finish_k_grouped(left, dw, place, first_n, first_k, ACCUMULATE)
+            finish_k_grouped(right, dw, place, first_n, first_k + BLOCK_N // 2, ACCUMULATE)
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             t = 0
 

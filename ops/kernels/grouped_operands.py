@@ -83,9 +83,11 @@ def output(out: Tensor | None, shape: tuple[int, ...], out_dtype: torch.dtype | 
     return out
 
 
-def check_accumulate(out: Tensor | None, accumulate: bool) -> None:
+def check_accumulate(out: Tensor | None, accumulate: bool, reverse: bool = False) -> None:
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to `out`, but out is None. Pass the buffer, or accumulate=False.")
+    if reverse and out is None:
+        raise ValueError("reverse=True is the order of `out`, but out is None. Pass the buffer, or reverse=False.")
 
 
 def with_contiguous_rows(x: Tensor, *, empty: bool = False) -> Tensor:
