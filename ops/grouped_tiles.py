@@ -7,15 +7,14 @@ The rows decide too, and are not known before a call: the words say for how many
 """
 # G groups, N out features, K in features
 
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 
-from ops.gemm import LAYOUTS, gemm_dtype, quantizes
-from ops.kernels.grouped_gemm import FEW_ROWS, allow_tf32, k_grouped_config, m_grouped_config
+from ops.gemm import gemm_dtype, quantizes
+from ops.kernels.grouped_gemm import FEW_ROWS, built_in_config
 from ops.kernels.grouped_gemm_float8 import m_grouped_float8_config
-from ops.kernels.persistent_tiles import MOST_GROUPS
-from ops.kernels.tiles import in_words, tiles_in_use
+from ops.kernels.tiles import Gemm, in_words, tiles_in_use
 from recipes.request import PlanRequest
 
 Weights = tuple[int, int, int]  # [G, N, K]
@@ -29,32 +28,23 @@ def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -
     gpu = torch.cuda.get_device_capability(request.device) if torch.cuda.is_available() else (9, 0)
     quantized = quantizes(request.recipe)
     if quantized and request.recipe.support(request.device) == "native":
-        return _float8_rule(gpu)
+        return f"{_float8_rule(gpu)}, by the built-in rule"
     dtype = gemm_dtype(request.dtype, request.device) if quantized else request.dtype
-    measured = _measured(request, dtype, weights, accumulate, gpu)
-    return f"{measured}{_rule(request, dtype, weights, accumulate, gpu)}, by the built-in rule"
-
-
-def _rule(
-    request: PlanRequest, dtype: torch.dtype, weights: Weights, accumulate: bool, gpu: tuple[int, int]
-) -> str:  # fmt: skip
-    G, N, K = weights
-    tf32, aligned = allow_tf32(dtype), N % 16 == K % 16 == 0
-    descriptors = N * dtype.itemsize % 16 == K * dtype.itemsize % 16 == 0 and G <= MOST_GROUPS
-    choose = partial(
-        m_grouped_config, num_groups=G, dtype=dtype, out_dtype=request.dtype, tf32=tf32, aligned=aligned,
-        descriptors=descriptors, capability=gpu,
-    )  # fmt: skip
-    many, few = in_words(choose(FEW_ROWS * G)), in_words(choose(0))
     sums = torch.float32 if accumulate else request.dtype
-    wgrad = in_words(
-        k_grouped_config(
-            dtype, out_dtype=sums, tf32=tf32, aligned=aligned, descriptors=descriptors, accumulate=accumulate,
-            capability=gpu,
-        )
-    )  # fmt: skip
+    gemms = {
+        "fprop": Gemm("TN", dtype, request.dtype, False, *weights),
+        "dgrad": Gemm("NN", dtype, request.dtype, False, *weights),
+        "wgrad": Gemm("NT", dtype, sums, accumulate, *weights),
+    }
+    return f"{_measured(gemms, gpu)}{_rule(gemms, gpu)}, by the built-in rule"
+
+
+def _rule(gemms: Mapping[str, Gemm], gpu: tuple[int, int]) -> str:
+    fprop, wgrad = gemms["fprop"], gemms["wgrad"]
+    many, few = (in_words(built_in_config(fprop, rows * fprop.num_groups, gpu)) for rows in (FEW_ROWS, 0))
     words = many if few == many else f"{many}, fprop and dgrad below {FEW_ROWS} rows a group {few}"
-    return words if wgrad == many else f"{words}, for wgrad {wgrad}"
+    other = in_words(built_in_config(wgrad, FEW_ROWS, gpu))
+    return words if other == many else f"{words}, wgrad {other}"
 
 
 def _float8_rule(gpu: tuple[int, int]) -> str:
@@ -62,27 +52,19 @@ def _float8_rule(gpu: tuple[int, int]) -> str:
         in_words(m_grouped_float8_config(FEW_ROWS, 1, blockwise=blockwise, aligned=True, capability=gpu))
         for blockwise in (False, True)
     )
-    if wide == small:
-        return f"{wide}, by the built-in rule"
-    few = f"with scales of blocks, and fprop and dgrad below {FEW_ROWS} rows a group, {small}"
-    return f"{wide}, {few}, by the built-in rule"
+    few = f", with scales of blocks, and fprop and dgrad below {FEW_ROWS} rows a group, {small}"
+    return wide if wide == small else wide + few
 
 
-def _measured(
-    request: PlanRequest, dtype: torch.dtype, weights: Weights, accumulate: bool, gpu: tuple[int, int]
-) -> str:  # fmt: skip
+def _measured(gemms: Mapping[str, Gemm], gpu: tuple[int, int]) -> str:
     """What the table in use holds for these products, with "else" at its end; or nothing."""
     table = tiles_in_use()
     if table is None or table.capability != gpu:
         return ""
-    names: dict[str, list[str]] = {}  # tile and rows -> products
-    for product, layout in LAYOUTS.items():
+    products: dict[str, list[str]] = {}  # by tile and rows
+    for name, gemm in gemms.items():
         for tile in table.tiles:
-            *_, out_dtype, added, G, N, K = tile.gemm
-            fits = added == (accumulate and layout == "NT") and (added or out_dtype == request.dtype)
-            if fits and tile.gemm[:2] == (layout, dtype) and weights == (G, N, K):
-                names.setdefault(f"{in_words(tile.config)} at {tile.rows} rows", []).append(product)
-    if not names:
-        return ""
-    found = ", ".join(f"{' and '.join(products)} {words}" for words, products in names.items())
-    return f"{found}, measured {table.environment['date']}; else "
+            if tile.gemm == gemm:
+                products.setdefault(f"{in_words(tile.config)} at {tile.rows} rows", []).append(name)
+    found = [f"{' and '.join(names)} {words}" for words, names in products.items()]
+    return f"{', '.join(found)}, measured {table.environment['date']}; else " if found else ""

@@ -28,7 +28,7 @@ a table of measured tiles, if one was loaded (`ops/kernels/tiles.py`). The slots
 # T rows, G groups, K in features, N out features
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -174,6 +174,21 @@ def k_grouped_config(
     if uses_descriptors(dtype, descriptors, capability):
         return _persistent(torch.float32 if accumulate else out_dtype)
     return _fitting(_tile(64 if accumulate else 128, dtype, tf32, aligned), dtype, capability)
+
+
+def built_in_config(gemm: Gemm, rows: int, capability: tuple[int, int]) -> GroupedGemmConfig:
+    """What these two say for contiguous tensors."""
+    product, dtype, out_dtype, accumulate, G, N, K = gemm
+    about: dict[str, Any] = {
+        "out_dtype": out_dtype,
+        "tf32": allow_tf32(dtype),
+        "aligned": N % 16 == K % 16 == 0,
+        "descriptors": N * dtype.itemsize % 16 == K * dtype.itemsize % 16 == 0 and G <= MOST_GROUPS,
+        "capability": capability,
+    }
+    if product == "NT":
+        return k_grouped_config(dtype, accumulate=accumulate, **about)
+    return m_grouped_config(rows, G, dtype, **about)
 
 
 def is_aligned(*tensors: Tensor) -> bool:
