@@ -77,7 +77,7 @@ REFUSED = {
     "three rows a tile": (_edited(block_m=48), "is not made of powers of two"),
     "a tile of one row": (_edited(block_m=1), "is not within 16 to 256 a side"),
     "no stage": (_edited(num_stages=0), "must have a stage"),
-    "too large": (_edited(num_stages=8), r"needs 294912 bytes of shared memory, and there are 232448"),
+    "too large": (_edited(num_stages=8), r"needs 296960 bytes of shared memory, and there are 232448"),
     "descriptors on Ampere": (table(entry(config=LARGE)).record() | {"capability": [8, 0]}, "compute capability 9.0"),
 }  # fmt: skip
 

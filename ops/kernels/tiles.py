@@ -105,6 +105,7 @@ class TileTable:
 # Shared memory that one program may use, KiB (CUDA C++ programming guide, table of technical specifications).
 _SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
 _SMALLEST_SHARED_MEMORY = 99
+_BESIDES = 2048  # bytes of a program for barriers, and to spread a bias; as compiled for sm_90a 1048 at most
 
 
 def shared_memory_limit(capability: tuple[int, int]) -> int:
@@ -120,7 +121,7 @@ def shared_memory(config: GroupedGemmConfig, gemm: Gemm) -> int:
         return used
     stored = config.block_m * min(config.block_n, 128) * gemm.out_dtype.itemsize
     read = stored if gemm.accumulate and gemm.out_dtype.itemsize == 2 else 0
-    return (used + stored + read) * config.programs
+    return (used + stored + read + _BESIDES) * config.programs
 
 
 def why_not_tile(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, int]) -> str | None:
