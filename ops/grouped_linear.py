@@ -108,8 +108,10 @@ class GroupedLinear(OperationWithWeights):
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
     def kernel(self, request: PlanRequest) -> str:
-        if request.device.type != "cuda" or choose_path(request).name == "split":
+        if request.device.type != "cuda":
             return "grouped GEMM (torch)"
+        if choose_path(request).name == "split":
+            return "a product a group"
         weights = (self.num_groups, self.out_features, self.in_features)
         return f"grouped GEMM (Triton: {explain_tiles(request, weights, accumulate=self.accumulate_into_main_grad)})"
 

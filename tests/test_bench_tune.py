@@ -193,6 +193,7 @@ def test_the_table_it_writes_is_one_that_loads(tmp_path, capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_a_gpu_is_tuned_and_obeys_the_table(tmp_path, capsys):
     path = tmp_path / "tiles.json"
     options = ["--groups", "4", "--in", "128,256", "--out", "256,128", "--rows", "2048,200", "--rounds", "3"]

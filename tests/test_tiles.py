@@ -218,24 +218,68 @@ def test_a_measured_tile_computes_the_same_interpreted(config):
 # --- explain
 
 
-def lines(dtype=torch.bfloat16, **options) -> list[str]:
-    linears = [ops.GroupedLinear(8, 32, 64, device="meta"), ops.SwiGLU(), ops.GroupedLinear(8, 32, 32, device="meta")]
-    text = Sequential(*linears, **options).explain(device="cuda", dtype=dtype)
-    return [line for line in text.splitlines() if "grouped GEMM" in line]
+def lines(dtype=torch.bfloat16, *, recipe=None, path=None, main_grad=False) -> list[str]:
+    about = {"device": "meta", "accumulate_into_main_grad": main_grad}
+    linears = [ops.GroupedLinear(8, 32, 64, **about), ops.SwiGLU(), ops.GroupedLinear(8, 32, 32, **about)]
+    text = Sequential(*linears, path=path).explain(device="cuda", dtype=dtype, recipe=recipe)
+    return [line for line in text.splitlines() if "GroupedMLP = " in line]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU, Hopper's tiles are named")
-def test_explain_names_the_tiles_of_the_rule_or_of_the_table():
-    rule = (
-        "128x256x64, 8 warps, 4 stages, fprop and dgrad below 96 rows a group 64x128x64, 4 warps, 3 stages, "
-        "by the built-in rule"
-    )
-    assert all(f"[grouped GEMM (Triton: {rule}), swiglu" in line for line in lines())
+@pytest.fixture
+def on(monkeypatch):
+    """Says that there is a GPU of this compute capability."""
+
+    def set_capability(*capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+    return set_capability
+
+
+RULE = (
+    "128x256x64, 8 warps, 4 stages, fprop and dgrad below 96 rows a group 64x128x64, 4 warps, 3 stages, "
+    "by the built-in rule"
+)
+
+
+def test_explain_names_the_tiles_of_the_rule_or_of_the_table(on):
+    on(*HOPPER)
+    assert all(f"[grouped GEMM (Triton: {RULE}), swiglu" in line for line in lines())
     use_tiles(table(entry(), entry(FPROP._replace(product="NT")), entry(FPROP._replace(product="NN"), config=LARGE)))
     found = (
         "fprop and wgrad 16x32x16, 4 warps, 2 stages at 4096 rows, dgrad 128x128x64, 8 warps, 4 stages at 4096 rows, "
         "measured 2026-11-21; else "
     )
-    assert all(f"(Triton: {found}{rule}), then grouped GEMM (Triton: {rule})," in line for line in lines())
+    assert all(f"(Triton: {found}{RULE}), then grouped GEMM (Triton: {RULE})," in line for line in lines())
     assert not any("measured" in line for line in lines(torch.float32))
-    assert all("[grouped GEMM (torch), " in line for line in lines(path="split"))
+    on(8, 0)
+    assert not any("measured" in line for line in lines())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_explain_names_the_tiles_of_hopper_where_there_is_no_gpu():
+    assert all(f"(Triton: {RULE})" in line for line in lines())
+
+
+PLANS = {
+    "main_grad": ({"main_grad": True}, "3 stages, wgrad 128x256x64, 8 warps, 3 stages, by the built-in rule"),
+    "dequantized": ({"recipe": "mxfp8"}, RULE),
+    "float8": (
+        {"recipe": "fp8_current"},
+        "(Triton: 128x256x128, 8 warps, 3 stages, with scales of blocks, and fprop and dgrad below 96 rows a group, "
+        "64x128x128, 4 warps, 3 stages, by the built-in rule)",
+    ),
+    "one by one": ({"path": "split"}, "[a product a group, swiglu"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), PLANS.values(), ids=PLANS)
+def test_explain_names_the_tiles_of_what_is_multiplied(options, words, on):
+    on(*HOPPER)
+    assert lines(**options) and all(words in line for line in lines(**options))
+
+
+def test_explain_names_the_tiles_of_this_gpu(on):
+    on(8, 0)
+    words = "128x128x64, 4 warps, 3 stages, fprop and dgrad below 96 rows a group 64x128x64, 4 warps, 3 stages, by the"
+    assert all(words in line for line in lines())
