@@ -3,7 +3,17 @@
 import argparse
 import sys
 
-from bench import bench_casts, bench_elementwise, bench_graphs, bench_host, bench_recipes, bench_speed, explain, train
+from bench import (
+    bench_casts,
+    bench_elementwise,
+    bench_graphs,
+    bench_host,
+    bench_recipes,
+    bench_speed,
+    bench_tune,
+    explain,
+    train,
+)
 from bench.usage import UsageError
 
 COMMANDS = {
@@ -14,6 +24,7 @@ COMMANDS = {
     "casts": (bench_casts, "casts of every recipe against a plain copy"),
     "recipes": (bench_recipes, "one grouped MLP whose recipe is switched: speed, memory and error of each recipe"),
     "graphs": (bench_graphs, "an expert layer replayed from CUDA graphs, against eager and against its kernels alone"),
+    "tune": (bench_tune, "the fastest tiles of the grouped GEMM for given shapes, as a table, on a GPU"),
     "elementwise": (bench_elementwise, "element-wise chains against torch eager, torch.compile and a plain copy"),
 }
 

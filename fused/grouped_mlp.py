@@ -88,7 +88,8 @@ class GroupedMLP(FusedOperation):
         return "scales" in self.operations[1].extra_inputs
 
     def kernel(self, request: PlanRequest) -> str:
-        way = self.fc1.kernel(request)
+        ways = dict.fromkeys(linear.kernel(request) for linear in (self.fc1, self.fc2))
+        way = ", then ".join(ways)
         if request.device.type == "cpu" and not quantizes(request.recipe):
             way = "group by group (torch)"
         return f"{way}, {self.activation.kind} recomputed in backward"

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ops.grouped_tiles import explain_tiles
 from ops.kernels.grouped_operands import accumulator_like
 from ops.main_grad import OperationWithWeights
 from ops.operation import BackwardOfBasic, OperationContext, check_features
-from ops.paths import SplitTensors
+from ops.paths import SplitTensors, choose_path
 from ops.quantized_weights import quantized_weights
 from recipes.grouped_tensor import GroupedTensor
 from recipes.quantizer import Quantizer
@@ -107,7 +108,12 @@ class GroupedLinear(OperationWithWeights):
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
     def kernel(self, request: PlanRequest) -> str:
-        return "grouped GEMM (Triton)" if request.device.type == "cuda" else "grouped GEMM (torch)"
+        if request.device.type != "cuda":
+            return "grouped GEMM (torch)"
+        if choose_path(request).name == "split":
+            return "a product a group"
+        weights = (self.num_groups, self.out_features, self.in_features)
+        return f"grouped GEMM (Triton: {explain_tiles(request, weights, accumulate=self.accumulate_into_main_grad)})"
 
     def weight_operand(self, ctx: OperationContext, *, rowwise: bool = False, columnwise: bool = False) -> Any:
         """The weights as the path multiplies them: rowwise for fprop, columnwise for dgrad.

@@ -22,8 +22,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from bench.bench_tune import ON_DESCRIPTORS, candidates, gemm_case, gemms
 from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, permute, routing, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
+from ops.kernels.tiles import MeasuredTile, TileTable, use_tiles
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
 from recipes.formats import E4M3, E5M2
 from recipes.kernels import cast_float8, cast_float8_block, cast_mxfp8, cast_nvfp4
@@ -41,6 +43,7 @@ MODES = {
     "fp32": (torch.float32, False),
     "tf32": (torch.float32, True),
 }
+TUNER = "tuner"  # instead of a mode: what `bench tune` tries, in bf16
 GROUPS = 4
 MANY_ROWS, FEW_ROWS = 1024, 128
 ALIGNED, ODD = (256, 512), (250, 510)  # in and out features
@@ -70,6 +73,21 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     if features == ALIGNED:  # so many groups are not ranked by size
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, torch.empty(1100, N, K, dtype=dtype), tf32)
     grouped_gemm.grouped_bias_grad_triton(dy, offsets, scales, torch.empty_like(bias))
+
+
+def launch_candidates() -> None:
+    """The products of a linear with each tile that `bench tune` tries for them."""
+    for gemm in gemms((GROUPS, *reversed(ALIGNED))).values():
+        case = gemm_case(gemm, MANY_ROWS, "cpu")
+        a, b, offsets, out = case.left, case.right, case.splits.offsets, case.out
+        for tile in candidates(gemm, MANY_ROWS, (9, 0)):
+            use_tiles(TileTable({}, (9, 0), (MeasuredTile(gemm, MANY_ROWS, tile, 0.0, 0.0),)))
+            if gemm.product == "TN":
+                grouped_gemm.grouped_gemm_tn_triton(a, b, offsets, None, None, None, out, False)
+            elif gemm.product == "NN":
+                grouped_gemm.grouped_gemm_nn_triton(a, b, offsets, None, out, False)
+            else:
+                grouped_gemm.grouped_gemm_nt_triton(a, b, offsets, None, out, False, gemm.accumulate)
 
 
 def launch_grouped_gemm_float8(rows: int, features: tuple[int, int], out_dtype: torch.dtype) -> None:
@@ -328,7 +346,9 @@ def compile_all(mode: str, arch: int) -> None:
             print(json.dumps(report))
 
     JITFunction.run = only_compile
-    if arch == 90:
+    if mode == TUNER:
+        launch_candidates()
+    elif arch == 90:
         launch_all(mode, (MANY_ROWS, FEW_ROWS), (ALIGNED, ODD))
     else:
         launch_all(mode, (MANY_ROWS,), (ALIGNED,))
@@ -355,6 +375,16 @@ def test_every_configuration_compiles_for_hopper(mode, tmp_path):
         if "gemm" in report["kernel"] or "grouped" in report["kernel"]:
             assert bool(report["wgmma"]) == (mode != "fp32" or "float8" in report["kernel"]), report
         assert not report["warnings"], report
+
+
+def test_what_the_tuner_tries_compiles_for_hopper(tmp_path):
+    reports = compiled(TUNER, 90, tmp_path)
+    for report in reports:
+        assert report["shared_bytes"] <= LIMITS[90], report
+        assert report["wgmma"] and not report["spilled_bytes"] and not report["warnings"], report
+    for kernel in ("m_grouped_persistent_kernel", "k_grouped_persistent_kernel"):
+        tried = {tuple(report["config"]) for report in reports if report["kernel"] == kernel}
+        assert tried == {tile[:5] for tile in ON_DESCRIPTORS}
 
 
 @pytest.mark.parametrize("arch", [80, 100], ids=["ampere", "blackwell"])

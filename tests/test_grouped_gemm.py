@@ -11,6 +11,7 @@ from torch import Tensor
 from ops.kernels import grouped_gemm as gg
 from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
 from ops.kernels.ragged_tma import takes_descriptors
+from ops.kernels.tiles import Gemm, why_not_tile
 from recipes.kernels.rounding import round_to
 from recipes.kernels.row_tiles import find_tile
 from recipes.splits import Splits
@@ -306,12 +307,8 @@ def test_tiles_fit_shared_memory(dtype, tf32, aligned, descriptors, capability):
         many, few = (gg.m_grouped_config(rows, 8, dtype, out_dtype=out_dtype, **about) for rows in (8192, 64))
         wgrads = [gg.k_grouped_config(dtype, out_dtype=out_dtype, **about, accumulate=add) for add in (False, True)]
         for config in (many, few, *wgrads):
-            used = (config.block_m + config.block_n) * config.block_k * dtype.itemsize * config.num_stages
-            if config.programs:  # and half of a wide tile that is stored; where 16 bits are added to, what was there
-                stored = config.block_m * min(config.block_n, 128) * out_dtype.itemsize
-                read = stored if config is wgrads[1] and out_dtype.itemsize == 2 else 0
-                used = (used + stored + read) * config.programs
-            assert config.num_stages >= 1 and used <= gg.shared_memory_limit(capability)
+            gemm = Gemm("NT", dtype, out_dtype, config is wgrads[1], 8, 256, 256)
+            assert why_not_tile(config, gemm, capability) is None
             hopper = capability == (9, 0)
             assert bool(config.programs) == (hopper and descriptors and dtype == torch.bfloat16)
         assert few.block_m <= many.block_m

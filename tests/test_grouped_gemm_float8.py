@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ops.kernels import grouped_gemm_float8 as gg
-from ops.kernels.grouped_gemm import shared_memory_limit
 from ops.kernels.grouped_gemm_float8 import BLOCK, grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.ragged_tma import takes_descriptors
+from ops.kernels.tiles import shared_memory_limit
 from recipes.formats import E4M3, E5M2
 from recipes.splits import Splits
 from tests.grouped_cases import DEVICES, Exact, group_rows, poisoned

@@ -21,12 +21,14 @@ the same bits.
 Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
 device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
 
-The kernels: `ops/kernels/grouped_gemm_triton.py`; which of them runs is the `..._config` functions' word. The slots of
-the m_grouped kernels: `recipes/kernels/row_tiles.py`.
+The kernels: `ops/kernels/grouped_gemm_triton.py`; which of them runs is the `..._config` functions' word, after that of
+a table of measured tiles, if one was loaded (`ops/kernels/tiles.py`). The slots of the m_grouped kernels:
+`recipes/kernels/row_tiles.py`.
 """
 # T rows, G groups, K in features, N out features
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +56,7 @@ from ops.kernels.grouped_operands import (
 )
 from ops.kernels.persistent_tiles import MOST_GROUPS, band, multiprocessors, room_for
 from ops.kernels.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
+from ops.kernels.tiles import Gemm, GroupedGemmConfig, tiles_in_use
 from recipes.kernels.launch import Launch, cdiv, launcher, properties
 from recipes.kernels.row_tiles import num_slots
 from recipes.splits import Splits
@@ -132,41 +135,7 @@ def grouped_bias_grad_ref(
 # ------------------------------------------------------------------------------------------------ configurations
 
 
-class GroupedGemmConfig(NamedTuple):
-    """Tile of the output, length of a step along the sum, and how it is compiled."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    programs: int = 0  # that share a multiprocessor, with descriptors; 0: pointers, a program for each tile
-
-    def fitting(self, rows_a_step: int, dtype: torch.dtype, capability: tuple[int, int]) -> "GroupedGemmConfig":
-        """With as many stages as shared memory holds; one stage is rows_a_step * block_k elements of the operands."""
-        stage = rows_a_step * self.block_k * dtype.itemsize
-        return self._replace(num_stages=min(self.num_stages, shared_memory_limit(capability) // stage))
-
-    def compiled(self) -> dict[str, int]:
-        """The arguments of a launch that choose how the kernel is compiled."""
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": self.block_k,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-        }
-
-
-# Shared memory that one program may use, KiB (CUDA C++ programming guide, table of technical specifications).
-_SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
-_SMALLEST_SHARED_MEMORY = 99
-
-
-def shared_memory_limit(capability: tuple[int, int]) -> int:
-    """Bytes of shared memory one program may use on a GPU of this compute capability."""
-    major, minor = capability
-    return 1024 * _SHARED_MEMORY.get(10 * major + minor, _SMALLEST_SHARED_MEMORY)
+FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
 
 
 def m_grouped_config(
@@ -185,7 +154,7 @@ def m_grouped_config(
     dtype: of the operands. aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at
     most MOST_GROUPS; then, for 16-bit operands on Hopper, the kernels on descriptors run.
     """
-    few = rows < 96 * num_groups
+    few = rows < FEW_ROWS * num_groups
     if uses_descriptors(dtype, descriptors, capability):
         return PERSISTENT_SMALL if few else _persistent(out_dtype)
     return _fitting(_tile(64 if few else 128, dtype, tf32, aligned), dtype, capability)
@@ -205,6 +174,21 @@ def k_grouped_config(
     if uses_descriptors(dtype, descriptors, capability):
         return _persistent(torch.float32 if accumulate else out_dtype)
     return _fitting(_tile(64 if accumulate else 128, dtype, tf32, aligned), dtype, capability)
+
+
+def built_in_config(gemm: Gemm, rows: int, capability: tuple[int, int]) -> GroupedGemmConfig:
+    """What these two say for contiguous tensors."""
+    product, dtype, out_dtype, accumulate, G, N, K = gemm
+    about: dict[str, Any] = {
+        "out_dtype": out_dtype,
+        "tf32": allow_tf32(dtype),
+        "aligned": N % 16 == K % 16 == 0,
+        "descriptors": N * dtype.itemsize % 16 == K * dtype.itemsize % 16 == 0 and G <= MOST_GROUPS,
+        "capability": capability,
+    }
+    if product == "NT":
+        return k_grouped_config(dtype, accumulate=accumulate, **about)
+    return m_grouped_config(rows, G, dtype, **about)
 
 
 def is_aligned(*tensors: Tensor) -> bool:
@@ -283,7 +267,7 @@ def grouped_gemm_tn(
         None if scales_T is None else scales_T.contiguous(),
         per_group(alpha_G, splits),
         target,
-        tf32=allow_tf32(x_TK),
+        tf32=allow_tf32(x_TK.dtype),
     )
     return out if target is out else out.copy_(target)
 
@@ -313,7 +297,7 @@ def grouped_gemm_nn(
         splits.offsets,
         per_group(alpha_G, splits),
         target,
-        tf32=allow_tf32(dy_TN),
+        tf32=allow_tf32(dy_TN.dtype),
     )
     return out if target is out else out.copy_(target)
 
@@ -352,7 +336,7 @@ def grouped_gemm_nt(
         splits.offsets,
         per_group(alpha_G, splits),
         target,
-        tf32=allow_tf32(x_TK),
+        tf32=allow_tf32(x_TK.dtype),
         accumulate=accumulate,
         reverse=reverse,
     )
@@ -426,11 +410,12 @@ def grouped_gemm_nt_triton(
             out.zero_()
         return
     tma = runs_on_descriptors(G, dy_TN, x_TK, out)
-    config = k_grouped_config(
+    aligned = not tma and is_aligned(dy_TN, x_TK, out)
+    config = _measured("NT", dy_TN, out, (G, N, K), tma, aligned, accumulate) or k_grouped_config(
         dy_TN.dtype,
         out_dtype=out.dtype,
         tf32=tf32,
-        aligned=not tma and is_aligned(dy_TN, x_TK, out),
+        aligned=aligned,
         descriptors=tma,
         accumulate=accumulate,
         capability=capability(out),
@@ -499,9 +484,9 @@ def grouped_bias_grad_triton(dy_TN: Tensor, offsets: Tensor, scales_T: Tensor | 
     )
 
 
-def allow_tf32(x: Tensor) -> bool:
-    """May a product of x be computed in TF32? It is float32, and torch allows it."""
-    return x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+def allow_tf32(dtype: torch.dtype) -> bool:
+    """May a product in this dtype be computed in TF32? It is float32, and torch allows it."""
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def runs_on_descriptors(num_groups: int, *matrices: Tensor) -> bool:
@@ -516,6 +501,18 @@ def capability(x: Tensor) -> tuple[int, int]:
         return 9, 0
     gpu = properties(x.get_device())
     return gpu.major, gpu.minor
+
+
+def _measured(
+    product: str, a: Tensor, out: Tensor, weights: Sequence[int], tma: bool, aligned: bool, accumulate: bool = False
+) -> GroupedGemmConfig | None:
+    """The tile that was measured, if there is one and its kernel can read these tensors. weights: [G, N, K]."""
+    table = tiles_in_use()
+    if table is None or table.capability != capability(out):
+        return None
+    G, N, K = weights
+    config = table.find(Gemm(product, a.dtype, out.dtype, accumulate, G, N, K), a.shape[0])
+    return config if config is not None and (tma or (aligned and not config.programs)) else None
 
 
 def _launch_m_grouped(
@@ -537,13 +534,14 @@ def _launch_m_grouped(
         return
     rows, num_groups = a.shape[0], w.shape[0]
     tma = runs_on_descriptors(num_groups, a, w, out)
-    config = m_grouped_config(
+    aligned = not tma and is_aligned(a, w, out)
+    config = _measured("TN" if transposed else "NN", a, out, w.shape, tma, aligned) or m_grouped_config(
         rows,
         num_groups,
         a.dtype,
         out_dtype=out.dtype,
         tf32=tf32,
-        aligned=not tma and is_aligned(a, w, out),
+        aligned=aligned,
         descriptors=tma,
         capability=capability(out),
     )

@@ -49,7 +49,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.kernels.grouped_gemm import capability
+from ops.kernels.grouped_gemm import FEW_ROWS, capability
 from ops.kernels.grouped_gemm_float8_triton import k_grouped_float8_kernel, m_grouped_float8_kernel
 from ops.kernels.grouped_operands import (
     check_accumulate,
@@ -185,7 +185,7 @@ def m_grouped_float8_config(
     """Tiles of the kernel for TN. blockwise: scales of blocks. aligned: see `takes_descriptors`."""
     if not aligned or capability < (9, 0):
         return _POINTERS
-    return _SMALL if blockwise or rows < 96 * num_groups else _WIDE
+    return _SMALL if blockwise or rows < FEW_ROWS * num_groups else _WIDE
 
 
 def k_grouped_float8_config(*, blockwise: bool, aligned: bool, capability: tuple[int, int]) -> GroupedFloat8Config:
