@@ -420,6 +420,7 @@ def grouped_gemm_nt_triton(
         accumulate=accumulate,
         capability=capability(out),
     )
+    # Without fusion alpha's product is rounded before it is added to what is there, so all kernels give the same sums.
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
     if config.programs:
         _k_grouped_persistent(
@@ -439,6 +440,7 @@ def grouped_gemm_nt_triton(
             REVERSE=reverse,
             BAND=band(config.block_m),
             GROUPS=room_for(G),
+            enable_fp_fusion=not accumulate,
             **config.compiled(),
         )
     else:
@@ -457,6 +459,7 @@ def grouped_gemm_nt_triton(
             -out.stride(0) if reverse else out.stride(0),
             ACCUMULATE=accumulate,
             PRECISION="tf32" if tf32 else "ieee",
+            enable_fp_fusion=not accumulate,
             **config.compiled(),
         )
 

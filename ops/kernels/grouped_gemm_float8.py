@@ -420,6 +420,7 @@ def grouped_gemm_nt_float8_triton(
         BLOCK_K=block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        enable_fp_fusion=blockwise or not accumulate,  # as `grouped_gemm_nt`: blocks have no factor at the end
     )
 
 
