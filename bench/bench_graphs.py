@@ -64,6 +64,8 @@ def make_steps(label: str, case: GroupedCase) -> dict[str, Step]:
     recipe = recipe_named(label)
 
     def eager(sizes: Tensor = sizes) -> Tensor:
+        # As after an optimizer's step: the weights are cast anew, which a replay always does.
+        torch.autograd.graph.increment_version(list(case.weights))
         with autocast(recipe=recipe):
             return case.layer(x, split_sizes=sizes, scales=scales)
 
