@@ -59,6 +59,19 @@ class MixedScaling(Recipe):
                 "transform cancels only if both operands have it. Give both the same recipe, or disable it."
             )
 
+    def support(self, device: torch.device) -> str:
+        """As the products say; one is native if its operands are of one recipe that is."""
+        products = [
+            (self.input, self.weight),
+            (self.grad_output, self.weight_for_dgrad or self.weight),
+            (self.grad_output_for_wgrad or self.grad_output, self.input_for_wgrad or self.input),
+        ]
+        found = {
+            left.support(device) if type(left) is type(right) else "emulated"
+            for left, right in ((as_recipe(left), as_recipe(right)) for left, right in products)
+        }
+        return found.pop() if len(found) == 1 else "some products native, some emulated"
+
     def quantizer(self, role: Role) -> Quantizer | None:
         rowwise, columnwise = self._pair(role)
         return rowwise if rowwise == columnwise else MixedQuantizer(rowwise, columnwise)

@@ -167,3 +167,20 @@ def test_extras_pass_between_operations_of_different_recipes():
         expected = fused(x, **extras)
     mixed = Sequential(fc1.set_recipe("mxfp8"), ops.ScaledSwiGLU(), fc2.set_recipe("mxfp8"))
     assert torch.equal(mixed(x, **extras), expected)
+
+
+def test_support_is_that_of_the_products():
+    cpu = torch.device("cpu")
+    assert MixedScaling().support(cpu) == "native"
+    assert MixedScaling("mxfp8", "mxfp8", "mxfp8").support(cpu) == "emulated"
+    assert MixedScaling(grad_output="mxfp8").support(cpu) == "some products native, some emulated"
+
+
+@pytest.mark.gpu
+def test_support_of_float8_products_is_the_devices():
+    cuda = torch.device("cuda")
+    native = torch.cuda.get_device_capability() >= (8, 9)
+    same = MixedScaling("fp8_current", "fp8_current", "fp8_current")
+    assert same.support(cuda) == ("native" if native else "emulated")
+    other = MixedScaling("fp8_current", "fp8_block", "fp8_block")
+    assert other.support(cuda).startswith("some" if native else "emulated")
