@@ -97,10 +97,6 @@ class Activation:
     def gated(self) -> bool:
         return self.kind in get_args(Gated)
 
-    def input_features(self, features: int) -> int:
-        """How many features of h give `features` of act."""
-        return 2 * features if self.gated else features
-
 
 def constants(spec: Activation) -> Constants:
     """What the kernel functions of its kind take: limit, alpha, offset; or beta1, beta2, 0; or zeros."""
