@@ -204,9 +204,9 @@ def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str =
     """
     if casts or sums_rows:
         # In blocks, a thread has many columns and rows, which makes their maxima cheap.
-        block_c, num_warps = (128, 2) if casts == "blocks" else (64, 4)
-        tiles = rows * columns // (32 * block_c * PROGRAMS) if sums_rows else 1
-        return ElementwiseConfig(32, block_c, triton.next_power_of_2(max(1, min(16, tiles))), num_warps, 3)
+        block_t, block_c, num_warps = (32, 128, 2) if casts == "blocks" else (64 if casts else 32, 64, 4)
+        tiles = rows * columns // (block_t * block_c * PROGRAMS) if sums_rows else 1
+        return ElementwiseConfig(block_t, block_c, triton.next_power_of_2(max(1, min(16, tiles))), num_warps, 3)
     block_c = min(2048 if rows == 1 else 1024, max(16, triton.next_power_of_2(columns)))
     return ElementwiseConfig(2048 // block_c, block_c, 1, 4)
 
@@ -441,12 +441,13 @@ def _kind(cast: Cast | None) -> str:
 
 
 def _codes(cast: Cast | None) -> tuple[Tensor | None, ...]:
-    """Codes as bytes: the interpreter's own float8 rounds wrongly. The amax as bits, which are ordered as it is."""
+    """Codes as bytes, transposed ones in words of four: the interpreter's own float8 rounds wrongly. The amax as bits,
+    which are ordered as it is."""
     if cast is None:
         return (None,) * len(Cast._fields)
     return cast._replace(
         row_codes=cast.row_codes.view(torch.uint8),
-        column_codes=cast.column_codes.view(torch.uint8),
+        column_codes=cast.column_codes.view(torch.uint8 if cast.scale is None else torch.int32),
         amax=None if cast.amax is None else cast.amax.view(torch.int32),
     )
 

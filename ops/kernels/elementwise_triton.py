@@ -201,13 +201,16 @@ def elementwise_kernel(
     b = a
     if GATE >= 0:
         b = tl.load(x_ptr + start * WIDTH + columns_b[None, :], mask=inside, other=0)
+    if codes[4] is not None:  # else the compiler moves the transposition up to here and computes the chain twice
+        a = widen_pairs(a)
+        b = widen_pairs(b)
     y, _ = _up_to(
         a, b, COUNT, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,
         T, COLUMNS, WIDTH, inside,
         STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,
     )  # fmt: skip
-    y = widen(y).to(tl.float32)
     if y_ptr is not None:
+        y = widen(y).to(tl.float32)
         tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
     _store_codes(y, codes, rows, columns, T, COLUMNS, inside, FORM, NATIVE)
 
@@ -216,11 +219,14 @@ def elementwise_kernel(
 def _store_codes(x, codes, rows, columns, T, COLUMNS, inside, FORM: tl.constexpr, NATIVE: tl.constexpr):
     if codes[4] is not None:
         store_float8(
-            x, codes[0], codes[2], codes[1], codes[4], codes[5], rows, columns, T, COLUMNS, inside, FORM, NATIVE
+            widen_pairs(x), codes[0], codes[2], codes[1], codes[4], codes[5], rows, columns, T, COLUMNS, inside,
+            FORM, NATIVE,
         )  # fmt: skip
     elif codes[0] is not None:
-        store_mxfp8(x, codes[0], codes[1], rows, columns, T, COLUMNS, inside, FORM, True, NATIVE)
-        store_mxfp8(x, codes[2], codes[3], rows, columns, T, COLUMNS, inside, FORM, False, NATIVE)
+        store_mxfp8(
+            x, codes[0], codes[1], codes[2], codes[3], rows, columns, T, COLUMNS, inside,
+            FORM, NATIVE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -375,7 +381,7 @@ def delementwise_kernel(
             tl.store(dx_ptr + start * WIDTH + columns_a[None, :], da, mask=inside)
             if GATE >= 0:
                 tl.store(dx_ptr + start * WIDTH + columns_b[None, :], db, mask=inside)
-        _store_codes(widen(da).to(tl.float32), codes, rows, columns, T, COLUMNS, inside, FORM, NATIVE)
+        _store_codes(da, codes, rows, columns, T, COLUMNS, inside, FORM, NATIVE)
         if column_sums_ptr is not None:
             sums_a = _added(sums_a, COUNT, tl.where(inside, widen_pairs(da), 0.0))
             if GATE >= 0:

@@ -122,20 +122,44 @@ def store_float8(
 ):  # fmt: skip
     """Cast the float32 tile x of a matrix [T, COLUMNS] with a given scale and store both copies, which are there.
 
-    The tiles cover T rounded up to PADDING. amax_ptr: as in `cast_float8_kernel`. FORM, NATIVE: as in `float8_codes`.
+    The tiles cover T rounded up to PADDING. amax_ptr: as in `cast_float8_kernel`; column_codes: words of four rows.
+    FORM, NATIVE: as in `float8_codes`.
     """
+    BLOCK_T: tl.constexpr = x.shape[0]
+    BLOCK_C: tl.constexpr = x.shape[1]
     if tl.program_id(0) == 0:
         _store_scale_inv(scale_inv_ptr, scale_ptr, 1, 0.0, True, False, FORM)
     x = tl.where(inside, x, 0.0)
     if amax_ptr is not None:
         _add_amax(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), 0, None)
-    codes = float8_codes(x * tl.load(scale_ptr), FORM, NATIVE)
-    tl.store(row_codes_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], codes, mask=inside)
-    width = tl.cdiv(T, PADDING) * PADDING
-    at = columns.to(tl.int64)[:, None] * width + rows[None, :]
-    # Transposed as words: where bytes are also stored as they are, ptxas 12.9 loses some (triton issue 11111).
-    transposed = tl.trans(codes.to(tl.int32)).to(tl.uint8)
-    tl.store(column_codes_ptr + at, transposed, mask=(columns < COLUMNS)[:, None] & (rows < width)[None, :])
+    x *= tl.load(scale_ptr)
+    at = rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+    tl.store(row_codes_ptr + at, float8_codes(x, FORM, NATIVE), mask=inside)
+    # Four columns of a row are neighbours in a thread: as words they cross over to other threads, and four words of
+    # four rows give the transposed ones.
+    x0, x1, x2, x3 = _in_four(x)
+    w0, w1, w2, w3 = _in_four(tl.trans(float8_words(x0, x1, x2, x3, FORM, NATIVE)))  # [BLOCK_C / 4, BLOCK_T / 4]
+    width = tl.cdiv(T, PADDING) * (PADDING // 4)
+    column = tl.min(columns, axis=0) + 4 * tl.arange(0, BLOCK_C // 4)[:, None]
+    row = tl.min(rows, axis=0) // 4 + tl.arange(0, BLOCK_T // 4)[None, :]
+    for j in tl.static_range(4):
+        word = _byte(w0, j) | (_byte(w1, j) << 8) | (_byte(w2, j) << 16) | (_byte(w3, j) << 24)
+        at = (column + j).to(tl.int64) * width + row
+        tl.store(column_codes_ptr + at, word.to(tl.int32, bitcast=True), mask=(column + j < COLUMNS) & (row < width))
+
+
+@triton.jit
+def _in_four(x):
+    """Elements 4 i, 4 i + 1, 4 i + 2 and 4 i + 3 of the rows of x, as four tensors."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _byte(words, AT: tl.constexpr):
+    return (words >> (8 * AT)) & 0xFF
 
 
 @triton.jit

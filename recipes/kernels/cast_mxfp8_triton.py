@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from recipes.kernels.float8_triton import float8_codes, float8_values, magnitude
-from recipes.kernels.rounding import round_to, widen
+from recipes.kernels.rounding import INTERPRET, round_to, widen
 from recipes.kernels.row_tiles import find_block
 
 BLOCK = tl.constexpr(32)
@@ -118,10 +118,10 @@ def _places_of_column_scales(block, inside, first_column, columns, BLOCK_K: tl.c
 
 @triton.jit
 def store_mxfp8(
-    x, codes_ptr, scale_ptr, rows, columns, T, COLUMNS, inside,
-    FORM: tl.constexpr, ROWWISE: tl.constexpr, NATIVE: tl.constexpr,
+    x, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, rows, columns, T, COLUMNS, inside,
+    FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Cast the float32 tile x of a matrix [T, COLUMNS] and store codes (uint8, row-major) and scales.
+    """Cast the tile x of a matrix [T, COLUMNS] and store codes (uint8, row-major) and scales of both copies.
 
     Scales are [T, ceil(COLUMNS / 32)] rowwise, [ceil(T / 32), COLUMNS] columnwise. The tile begins at multiples of 32
     and both its sides are. FORM: "E4M3" or "E5M2". NATIVE: whether the GPU converts to float8 itself (sm_89 on).
@@ -129,36 +129,84 @@ def store_mxfp8(
     BLOCK_T: tl.constexpr = x.shape[0]
     BLOCK_C: tl.constexpr = x.shape[1]
     x = tl.where(inside, x, 0.0)
-    if ROWWISE:
-        blocks = tl.reshape(x, [BLOCK_T, BLOCK_C // BLOCK, BLOCK])
-        scale = _scale(tl.max(magnitude(blocks), axis=2), FORM, False)
-        scaled = tl.reshape(blocks * _reciprocal(scale)[:, :, None], [BLOCK_T, BLOCK_C])
-        scale_columns = tl.cdiv(COLUMNS, BLOCK)
-        column = tl.min(columns, axis=0) // BLOCK + tl.arange(0, BLOCK_C // BLOCK)
-        at = rows.to(tl.int64)[:, None] * scale_columns + column[None, :]
-        valid = (rows < T)[:, None] & (column < scale_columns)[None, :]
-    else:
-        blocks = tl.reshape(x, [BLOCK_T // BLOCK, BLOCK, BLOCK_C])
-        scale = _scale(tl.max(magnitude(blocks), axis=1), FORM, False)
-        scaled = tl.reshape(blocks * _reciprocal(scale)[:, None, :], [BLOCK_T, BLOCK_C])
-        row = tl.min(rows, axis=0) // BLOCK + tl.arange(0, BLOCK_T // BLOCK)
-        at = row.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-        valid = (row < tl.cdiv(T, BLOCK))[:, None] & (columns < COLUMNS)[None, :]
-    tl.store(scale_ptr + at, scale.to(tl.uint8), mask=valid)
+    SHORT: tl.constexpr = x.dtype == tl.bfloat16
+    x, of_rows, of_columns = _with_amaxes(x)
     at = rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-    tl.store(codes_ptr + at, float8_codes(scaled, FORM, NATIVE), mask=inside)
+
+    scale = _scale(of_rows, FORM, False, SHORT)
+    blocks = tl.reshape(x, [BLOCK_T, BLOCK_C // BLOCK, BLOCK])
+    scaled = tl.reshape(blocks * _reciprocal(scale)[:, :, None], [BLOCK_T, BLOCK_C])
+    tl.store(row_codes_ptr + at, float8_codes(scaled, FORM, NATIVE), mask=inside)
+    scale_columns = tl.cdiv(COLUMNS, BLOCK)
+    column = tl.min(columns, axis=0) // BLOCK + tl.arange(0, BLOCK_C // BLOCK)
+    valid = (rows < T)[:, None] & (column < scale_columns)[None, :]
+    tl.store(
+        row_scale_ptr + rows.to(tl.int64)[:, None] * scale_columns + column[None, :], scale.to(tl.uint8), mask=valid
+    )  # fmt: skip
+
+    scale = _scale(of_columns, FORM, False, SHORT)
+    blocks = tl.reshape(x, [BLOCK_T // BLOCK, BLOCK, BLOCK_C])
+    scaled = tl.reshape(blocks * _reciprocal(scale)[:, None, :], [BLOCK_T, BLOCK_C])
+    tl.store(column_codes_ptr + at, float8_codes(scaled, FORM, NATIVE), mask=inside)
+    row = tl.min(rows, axis=0) // BLOCK + tl.arange(0, BLOCK_T // BLOCK)
+    valid = (row < tl.cdiv(T, BLOCK))[:, None] & (columns < COLUMNS)[None, :]
+    tl.store(
+        column_scale_ptr + row.to(tl.int64)[:, None] * COLUMNS + columns[None, :], scale.to(tl.uint8), mask=valid
+    )  # fmt: skip
 
 
 @triton.jit
-def _scale(amax, FORM: tl.constexpr, FLOOR: tl.constexpr):
-    """The E8M0 bytes, as int32, of float32 amaxes; NaN only where all values are, and counts as 0."""
-    amax = tl.maximum(amax, 0.0)
+def _with_amaxes(x):
+    """x in float32, and max |x| of each 32 columns of a row [T, C / 32] and of each 32 rows of a column [T / 32, C].
+
+    bfloat16 numbers are compared in pairs, two by one instruction.
+    """
+    T: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    if x.dtype == tl.bfloat16 and not INTERPRET:
+        even, odd = tl.split(tl.reshape(x, [T, C // 2, 2]))
+        pairs = tl.inline_asm_elementwise(
+            "mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], tl.uint32, is_pure=True, pack=1
+        )  # fmt: skip
+        x = tl.reshape(tl.join(*_halves(pairs)), [T, C])
+        pairs &= 0x7FFF7FFF
+        of_rows = tl.reduce(tl.reshape(pairs, [T, C // BLOCK, BLOCK // 2]), 2, _larger_of_pairs)
+        of_rows = tl.maximum(*_halves(of_rows))
+        of_columns = tl.reduce(tl.reshape(pairs, [T // BLOCK, BLOCK, C // 2]), 1, _larger_of_pairs)
+        of_columns = tl.reshape(tl.join(*_halves(of_columns)), [T // BLOCK, C])
+    else:
+        x = widen(x).to(tl.float32)
+        of_rows = tl.max(tl.reshape(magnitude(x), [T, C // BLOCK, BLOCK]), axis=2)
+        of_columns = tl.max(tl.reshape(magnitude(x), [T // BLOCK, BLOCK, C]), axis=1)
+    return x, of_rows, of_columns
+
+
+@triton.jit
+def _larger_of_pairs(a, b):
+    """The larger of two bfloat16 numbers in each half; of a number and a NaN the number."""
+    return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _halves(pairs):
+    return (pairs << 16).to(tl.float32, bitcast=True), (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale(amax, FORM: tl.constexpr, FLOOR: tl.constexpr, SHORT: tl.constexpr = False):
+    """The E8M0 bytes, as int32, of float32 amaxes; NaN only where all values are, and counts as 0.
+
+    SHORT: the amaxes are bfloat16 numbers.
+    """
+    LARGEST: tl.constexpr = 448.0 if FORM == "E4M3" else 57344.0
     if FLOOR:
         LARGEST_EXPONENT: tl.constexpr = 8 if FORM == "E4M3" else 15
-        return tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - LARGEST_EXPONENT, 0)
+        return tl.maximum((tl.maximum(amax, 0.0).to(tl.int32, bitcast=True) >> 23) - LARGEST_EXPONENT, 0)
+    elif SHORT:
+        # As below, of twice the number, which is subnormal only where the byte is 0; the bits of NaN become negative.
+        return tl.maximum((((amax * (2.0 / LARGEST)).to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 1, 0)
     else:
-        LARGEST: tl.constexpr = 448.0 if FORM == "E4M3" else 57344.0
-        bits = (amax * (1.0 / LARGEST)).to(tl.int32, bitcast=True)
+        bits = (tl.maximum(amax, 0.0) * (1.0 / LARGEST)).to(tl.int32, bitcast=True)
         # One more than the exponent if the mantissa is not 0. Up to 2^-127, a subnormal number, byte 0.
         return tl.minimum(tl.where(bits > 0x400000, (bits + 0x7FFFFF) >> 23, 0), 254)
 
