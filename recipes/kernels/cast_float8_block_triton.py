@@ -8,8 +8,9 @@ threads, and the transposition moves words, not bytes.
 import triton
 import triton.language as tl
 
-from recipes.kernels.float8_triton import float8_codes, float8_values, float8_words, magnitude
-from recipes.kernels.rounding import round_to, widen
+from recipes.kernels.amaxes_triton import with_amaxes
+from recipes.kernels.float8_triton import float8_codes, float8_values, transposed_words
+from recipes.kernels.rounding import round_to
 from recipes.kernels.row_tiles import find_block
 
 BLOCK = tl.constexpr(128)
@@ -27,9 +28,6 @@ def cast_float8_block_kernel(
 
     rows: of each matrix; row_blocks: of each matrix, in the padded buffer if there are offsets. SQUARE: 128x128 blocks.
     PACKED: column_codes are words; width: of their rows, in words or in bytes. FORM, NATIVE: as in `float8_codes`.
-
-    x is read once more for the transposed copy, from the cache: the registers that would hold it are what lets enough
-    programs run side by side.
     """
     column_blocks = tl.cdiv(columns, BLOCK)
     matrix, tile, first, end, active = find_block(
@@ -37,64 +35,43 @@ def cast_float8_block_kernel(
     )
     column_block = tl.program_id(0) % column_blocks
     # Addresses inside a tile fit in 32 bits: its first one takes 64.
-    x_ptr += (matrix.to(tl.int64) * rows + first) * columns
+    start = (matrix.to(tl.int64) * rows + first) * columns
+    offs_t = tl.arange(0, BLOCK)
     offs_k = column_block * BLOCK + tl.arange(0, BLOCK)
     height = tl.minimum(end - first, BLOCK).to(tl.int32)
-    given = tl.where(active, height, 0)
-    COLUMNS: tl.constexpr = SQUARE or column_codes_ptr is not None
-    ROWS: tl.constexpr = row_codes_ptr is not None and not SQUARE
-    if row_codes_ptr is not None:
-        row_codes_ptr += (matrix.to(tl.int64) * rows + first) * columns
-    if ROWS:
-        row_scale_ptr += (matrix * column_blocks + column_block).to(tl.int64) * rows + first
-
-    offs_t = tl.arange(0, PART)
-    if ROWS:
-        peak = tl.zeros([PART, BLOCK], tl.float32)
-        ahead = _load(x_ptr, offs_t, offs_k, given, columns)
-        # A loop that is not unrolled: it holds one part and the next.
-        for j in tl.range(0, tl.cdiv(height, PART), num_stages=1):
-            x = ahead.to(tl.float32)
-            ahead = _load(x_ptr, offs_t + (j + 1) * PART, offs_k, given, columns)
-            if COLUMNS:
-                peak = tl.maximum(peak, magnitude(x))
-            row_scale, row_scale_inv = _scale(tl.max(magnitude(x), axis=1), amax_epsilon, FORM, POWER_2, LARGEST)
-            row = offs_t + j * PART
-            _store(row_codes_ptr, float8_codes(x * row_scale[:, None], FORM, NATIVE), row, offs_k, height, columns)
-            tl.store(row_scale_ptr + row, row_scale_inv, mask=row < height)
-    else:
-        peak = magnitude(_load(x_ptr, offs_t, offs_k, given, columns).to(tl.float32))
-        for j in tl.static_range(1, 4):
-            x = _load(x_ptr, offs_t + j * PART, offs_k, given, columns).to(tl.float32)
-            peak = tl.maximum(peak, magnitude(x))
-
-    if COLUMNS:
-        amax = tl.max(peak, axis=0)
-        if SQUARE:
-            amax = tl.max(amax, axis=0)
+    x = _load(x_ptr + start, offs_t, offs_k, tl.where(active, height, 0), columns)
+    x, of_rows, of_columns = with_amaxes(x, BLOCK)
+    if SQUARE:
+        amax = tl.max(of_columns, axis=1)[:, None]
         scale, scale_inv = _scale(amax, amax_epsilon, FORM, POWER_2, LARGEST)
-        offs_q = 4 * tl.arange(0, PART)
-        x0 = _load(x_ptr, offs_q, offs_k, given, columns).to(tl.float32) * scale
-        x1 = _load(x_ptr, offs_q + 1, offs_k, given, columns).to(tl.float32) * scale
-        x2 = _load(x_ptr, offs_q + 2, offs_k, given, columns).to(tl.float32) * scale
-        x3 = _load(x_ptr, offs_q + 3, offs_k, given, columns).to(tl.float32) * scale
-        if row_codes_ptr is not None and SQUARE:
-            _store(row_codes_ptr, float8_codes(x0, FORM, NATIVE), offs_q, offs_k, height, columns)
-            _store(row_codes_ptr, float8_codes(x1, FORM, NATIVE), offs_q + 1, offs_k, height, columns)
-            _store(row_codes_ptr, float8_codes(x2, FORM, NATIVE), offs_q + 2, offs_k, height, columns)
-            _store(row_codes_ptr, float8_codes(x3, FORM, NATIVE), offs_q + 3, offs_k, height, columns)
+        x *= scale
+        whole = tl.arange(0, 1)[:, None]
+        if row_codes_ptr is not None:
+            _store(row_codes_ptr + start, float8_codes(x, FORM, NATIVE), offs_t, offs_k, height, columns)
             at = (matrix * row_blocks + tile).to(tl.int64) * column_blocks + column_block
-            tl.store(row_scale_ptr + at, scale_inv, mask=tile < row_blocks)
+            tl.store(row_scale_ptr + at + whole, scale_inv, mask=tile < row_blocks)
         if column_codes_ptr is not None:
-            words = float8_words(x0, x1, x2, x3, FORM, NATIVE)
             column_codes_ptr += matrix.to(tl.int64) * columns * width
+            _store_transposed(
+                column_codes_ptr, transposed_words(x, FORM, NATIVE), tile, column_block, columns, width, PACKED
+            )
+            at = (matrix * column_blocks + column_block).to(tl.int64) * row_blocks + tile
+            tl.store(column_scale_ptr + at + whole, scale_inv, mask=tile < row_blocks)
+    else:
+        if row_codes_ptr is not None:
+            scale, scale_inv = _scale(of_rows, amax_epsilon, FORM, POWER_2, LARGEST)
+            _store(row_codes_ptr + start, float8_codes(x * scale, FORM, NATIVE), offs_t, offs_k, height, columns)
+            row_scale_ptr += (matrix * column_blocks + column_block).to(tl.int64) * rows + first
+            tl.store(row_scale_ptr + offs_t[:, None], scale_inv, mask=offs_t[:, None] < height)
+        if column_codes_ptr is not None:
+            scale, scale_inv = _scale(of_columns, amax_epsilon, FORM, POWER_2, LARGEST)
+            column_codes_ptr += matrix.to(tl.int64) * columns * width
+            words = transposed_words(x * scale, FORM, NATIVE)
             _store_transposed(column_codes_ptr, words, tile, column_block, columns, width, PACKED)
-            if SQUARE:
-                at = (matrix * column_blocks + column_block).to(tl.int64) * row_blocks + tile
-                tl.store(column_scale_ptr + at, scale_inv, mask=tile < row_blocks)
-            else:
-                at = (matrix * row_blocks + tile).to(tl.int64) * columns + offs_k
-                tl.store(column_scale_ptr + at, scale_inv, mask=(tile < row_blocks) & (offs_k < columns))
+            at = (matrix * row_blocks + tile).to(tl.int64) * columns + offs_k
+            tl.store(
+                column_scale_ptr + at[None, :], scale_inv, mask=((tile < row_blocks) & (offs_k < columns))[None, :]
+            )
 
 
 @triton.jit(do_not_specialize=["rows", "row_blocks", "num_groups"])
@@ -149,7 +126,7 @@ def dequantize_float8_block_kernel(
 def _load(x_ptr, row, offs_k, height, columns):
     """Part of a tile, 0 outside. [PART, BLOCK]"""
     inside = (row < height)[:, None] & (offs_k < columns)[None, :]
-    return widen(tl.load(x_ptr + (row[:, None] * columns + offs_k[None, :]), mask=inside, other=0.0))
+    return tl.load(x_ptr + (row[:, None] * columns + offs_k[None, :]), mask=inside, other=0.0)
 
 
 @triton.jit
@@ -160,20 +137,20 @@ def _store(out_ptr, values, row, offs_k, height, columns):
 
 @triton.jit
 def _store_transposed(codes_ptr, words, tile, column_block, columns, width, PACKED: tl.constexpr):
-    """Four rows a word: words [PART, BLOCK] to the tile's place in codes [columns, width]."""
-    words = tl.trans(words)  # [BLOCK, PART]
-    row = tl.arange(0, BLOCK)[:, None]
-    valid = column_block * BLOCK + row < columns
+    """The four tensors of `transposed_words` of a tile to its place in codes [columns, width]."""
     word = tl.arange(0, PART)[None, :]
     codes_ptr += column_block.to(tl.int64) * BLOCK * width
-    if PACKED:
-        at = codes_ptr + tile * PART + (row * width + word)
-        tl.store(at, words.to(tl.int32, bitcast=True), mask=valid & (tile * PART + word < width))
-    else:
-        for j in tl.static_range(4):
-            codes = ((words >> (8 * j)) & 0xFF).to(tl.uint8)
-            inside = valid & (tile * BLOCK + 4 * word + j < width)
-            tl.store(codes_ptr + tile * BLOCK + (row * width + 4 * word + j), codes, mask=inside)
+    for j in tl.static_range(4):
+        row = 4 * tl.arange(0, PART)[:, None] + j
+        valid = column_block * BLOCK + row < columns
+        if PACKED:
+            at = codes_ptr + tile * PART + (row * width + word)
+            tl.store(at, words[j].to(tl.int32, bitcast=True), mask=valid & (tile * PART + word < width))
+        else:
+            for i in tl.static_range(4):
+                codes = ((words[j] >> (8 * i)) & 0xFF).to(tl.uint8)
+                inside = valid & (tile * BLOCK + 4 * word + i < width)
+                tl.store(codes_ptr + tile * BLOCK + (row * width + 4 * word + i), codes, mask=inside)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ transposition moves words, not bytes.
 import triton
 import triton.language as tl
 
-from recipes.kernels.float8_triton import float8_codes, float8_values, float8_words, magnitude
+from recipes.kernels.float8_triton import float8_codes, float8_values, float8_words, magnitude, transposed_words
 from recipes.kernels.rounding import round_to, widen
 from recipes.kernels.row_tiles import find_tile
 
@@ -125,8 +125,6 @@ def store_float8(
     The tiles cover T rounded up to PADDING. amax_ptr: as in `cast_float8_kernel`; column_codes: words of four rows.
     FORM, NATIVE: as in `float8_codes`.
     """
-    BLOCK_T: tl.constexpr = x.shape[0]
-    BLOCK_C: tl.constexpr = x.shape[1]
     if tl.program_id(0) == 0:
         _store_scale_inv(scale_inv_ptr, scale_ptr, 1, 0.0, True, False, FORM)
     x = tl.where(inside, x, 0.0)
@@ -135,31 +133,14 @@ def store_float8(
     x *= tl.load(scale_ptr)
     at = rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
     tl.store(row_codes_ptr + at, float8_codes(x, FORM, NATIVE), mask=inside)
-    # Four columns of a row are neighbours in a thread: as words they cross over to other threads, and four words of
-    # four rows give the transposed ones.
-    x0, x1, x2, x3 = _in_four(x)
-    w0, w1, w2, w3 = _in_four(tl.trans(float8_words(x0, x1, x2, x3, FORM, NATIVE)))  # [BLOCK_C / 4, BLOCK_T / 4]
+    words = transposed_words(x, FORM, NATIVE)
     width = tl.cdiv(T, PADDING) * (PADDING // 4)
-    column = tl.min(columns, axis=0) + 4 * tl.arange(0, BLOCK_C // 4)[:, None]
-    row = tl.min(rows, axis=0) // 4 + tl.arange(0, BLOCK_T // 4)[None, :]
+    column = tl.min(columns, axis=0) + 4 * tl.arange(0, x.shape[1] // 4)[:, None]
+    row = tl.min(rows, axis=0) // 4 + tl.arange(0, x.shape[0] // 4)[None, :]
     for j in tl.static_range(4):
-        word = _byte(w0, j) | (_byte(w1, j) << 8) | (_byte(w2, j) << 16) | (_byte(w3, j) << 24)
         at = (column + j).to(tl.int64) * width + row
-        tl.store(column_codes_ptr + at, word.to(tl.int32, bitcast=True), mask=(column + j < COLUMNS) & (row < width))
-
-
-@triton.jit
-def _in_four(x):
-    """Elements 4 i, 4 i + 1, 4 i + 2 and 4 i + 3 of the rows of x, as four tensors."""
-    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 2, 2]))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _byte(words, AT: tl.constexpr):
-    return (words >> (8 * AT)) & 0xFF
+        inside = (column + j < COLUMNS) & (row < width)
+        tl.store(column_codes_ptr + at, words[j].to(tl.int32, bitcast=True), mask=inside)
 
 
 @triton.jit

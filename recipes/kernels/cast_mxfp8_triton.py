@@ -8,8 +8,9 @@ loads are coalesced, and both maxima stay within a thread but for a few shuffles
 import triton
 import triton.language as tl
 
+from recipes.kernels.amaxes_triton import with_amaxes
 from recipes.kernels.float8_triton import float8_codes, float8_values, magnitude
-from recipes.kernels.rounding import INTERPRET, round_to, widen
+from recipes.kernels.rounding import round_to, widen
 from recipes.kernels.row_tiles import find_block
 
 BLOCK = tl.constexpr(32)
@@ -130,7 +131,7 @@ def store_mxfp8(
     BLOCK_C: tl.constexpr = x.shape[1]
     x = tl.where(inside, x, 0.0)
     SHORT: tl.constexpr = x.dtype == tl.bfloat16
-    x, of_rows, of_columns = _with_amaxes(x)
+    x, of_rows, of_columns = with_amaxes(x, BLOCK)
     at = rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
 
     scale = _scale(of_rows, FORM, False, SHORT)
@@ -153,43 +154,6 @@ def store_mxfp8(
     tl.store(
         column_scale_ptr + row.to(tl.int64)[:, None] * COLUMNS + columns[None, :], scale.to(tl.uint8), mask=valid
     )  # fmt: skip
-
-
-@triton.jit
-def _with_amaxes(x):
-    """x in float32, and max |x| of each 32 columns of a row [T, C / 32] and of each 32 rows of a column [T / 32, C].
-
-    bfloat16 numbers are compared in pairs, two by one instruction.
-    """
-    T: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    if x.dtype == tl.bfloat16 and not INTERPRET:
-        even, odd = tl.split(tl.reshape(x, [T, C // 2, 2]))
-        pairs = tl.inline_asm_elementwise(
-            "mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], tl.uint32, is_pure=True, pack=1
-        )  # fmt: skip
-        x = tl.reshape(tl.join(*_halves(pairs)), [T, C])
-        pairs &= 0x7FFF7FFF
-        of_rows = tl.reduce(tl.reshape(pairs, [T, C // BLOCK, BLOCK // 2]), 2, _larger_of_pairs)
-        of_rows = tl.maximum(*_halves(of_rows))
-        of_columns = tl.reduce(tl.reshape(pairs, [T // BLOCK, BLOCK, C // 2]), 1, _larger_of_pairs)
-        of_columns = tl.reshape(tl.join(*_halves(of_columns)), [T // BLOCK, C])
-    else:
-        x = widen(x).to(tl.float32)
-        of_rows = tl.max(tl.reshape(magnitude(x), [T, C // BLOCK, BLOCK]), axis=2)
-        of_columns = tl.max(tl.reshape(magnitude(x), [T // BLOCK, BLOCK, C]), axis=1)
-    return x, of_rows, of_columns
-
-
-@triton.jit
-def _larger_of_pairs(a, b):
-    """The larger of two bfloat16 numbers in each half; of a number and a NaN the number."""
-    return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _halves(pairs):
-    return (pairs << 16).to(tl.float32, bitcast=True), (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -59,6 +59,36 @@ def float8_words(x0, x1, x2, x3, FORM: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def in_four(x):
+    """Elements 4 i, 4 i + 1, 4 i + 2 and 4 i + 3 of the rows of x, as four tensors."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def transposed_words(x, FORM: tl.constexpr, NATIVE: tl.constexpr):
+    """The codes of float32 x [R, C], transposed: in tensor j, [C / 4, R / 4], words of four rows of the columns 4 i + j.
+
+    Four columns of a row are neighbours in a thread: as words they cross over to other threads, and four words of four
+    rows then give the transposed ones. FORM, NATIVE: as in `float8_codes`.
+    """
+    x0, x1, x2, x3 = in_four(x)
+    words = in_four(tl.trans(float8_words(x0, x1, x2, x3, FORM, NATIVE)))
+    return _bytes(words, 0), _bytes(words, 1), _bytes(words, 2), _bytes(words, 3)
+
+
+@triton.jit
+def _bytes(words, AT: tl.constexpr):
+    """Byte AT of each of four words as one word."""
+    result = (words[0] >> (8 * AT)) & 0xFF
+    for i in tl.static_range(1, 4):
+        result |= ((words[i] >> (8 * AT)) & 0xFF) << (8 * i)
+    return result
+
+
+@triton.jit
 def float8_values(codes, FORM: tl.constexpr, NATIVE: tl.constexpr):
     """The float32 values of codes (uint8). FORM, NATIVE: as in `float8_codes`."""
     if NATIVE and not INTERPRET:
