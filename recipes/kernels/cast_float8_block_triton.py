@@ -1,9 +1,4 @@
-"""The kernels of `cast_float8_block`: both copies of a 128x128 tile from one read of x, and the way back.
-
-For the transposed copy the 128 rows of a tile are taken in four parts, rows 4 q + j in part j: the four codes that lie
-side by side in that copy are then in one place of four tensors and become one 32-bit word without any exchange between
-threads, and the transposition moves words, not bytes.
-"""
+"""The kernels of `cast_float8_block`: both copies of a 128x128 tile from one read of x, and the way back."""
 
 import triton
 import triton.language as tl
@@ -52,9 +47,8 @@ def cast_float8_block_kernel(
             tl.store(row_scale_ptr + at + whole, scale_inv, mask=tile < row_blocks)
         if column_codes_ptr is not None:
             column_codes_ptr += matrix.to(tl.int64) * columns * width
-            _store_transposed(
-                column_codes_ptr, transposed_words(x, FORM, NATIVE), tile, column_block, columns, width, PACKED
-            )
+            words = transposed_words(x, FORM, NATIVE)
+            _store_transposed(column_codes_ptr, words, tile, column_block, columns, width, PACKED)
             at = (matrix * column_blocks + column_block).to(tl.int64) * row_blocks + tile
             tl.store(column_scale_ptr + at + whole, scale_inv, mask=tile < row_blocks)
     else:
@@ -69,9 +63,8 @@ def cast_float8_block_kernel(
             words = transposed_words(x * scale, FORM, NATIVE)
             _store_transposed(column_codes_ptr, words, tile, column_block, columns, width, PACKED)
             at = (matrix * row_blocks + tile).to(tl.int64) * columns + offs_k
-            tl.store(
-                column_scale_ptr + at[None, :], scale_inv, mask=((tile < row_blocks) & (offs_k < columns))[None, :]
-            )
+            valid = (tile < row_blocks) & (offs_k < columns)
+            tl.store(column_scale_ptr + at[None, :], scale_inv, mask=valid[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "row_blocks", "num_groups"])

@@ -69,7 +69,7 @@ def in_four(x):
 
 @triton.jit
 def transposed_words(x, FORM: tl.constexpr, NATIVE: tl.constexpr):
-    """The codes of float32 x [R, C], transposed: in tensor j, [C / 4, R / 4], words of four rows of the columns 4 i + j.
+    """The codes of float32 x [R, C] transposed: in tensor j, [C / 4, R / 4], words of four rows of columns 4 i + j.
 
     Four columns of a row are neighbours in a thread: as words they cross over to other threads, and four words of four
     rows then give the transposed ones. FORM, NATIVE: as in `float8_codes`.
