@@ -17,7 +17,7 @@ from torch import Tensor
 from recipes.current_scaling import tensor_scaled
 from recipes.formats import Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
-from recipes.kernels.amax_history import end_step_ref
+from recipes.kernels.amax_history import end_step
 from recipes.kernels.cast_float8 import cast_float8, empty_float8
 from recipes.pending import PendingUpdates
 from recipes.quantized_tensor import QuantizedTensor
@@ -122,7 +122,7 @@ class DelayedScalingQuantizer(Quantizer):
         state, recipe = self._state(), self.recipe
         largest = self.form.max * 2.0**-recipe.margin
         custom = recipe.scaling_factor_compute_algo
-        end_step_ref(
+        end_step(
             state["amax_history"], state["scale"], largest, recipe.amax_compute_algo,
             None if custom is None else lambda amax, scale: custom(amax, scale, self.form.max, recipe),
         )  # fmt: skip

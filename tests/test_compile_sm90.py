@@ -29,6 +29,7 @@ from ops.kernels.tiles import MeasuredTile, TileTable, use_tiles
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
 from recipes.formats import E4M3, E5M2
 from recipes.kernels import cast_float8, cast_float8_block, cast_mxfp8, cast_nvfp4
+from recipes.kernels.amax_history import end_step_triton
 from recipes.kernels.cast_float8_block import BlockScale
 from recipes.kernels.offsets import clamped_offsets_triton
 from recipes.mxfp8 import MXFP8Quantizer
@@ -205,6 +206,8 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
     x, w = torch.empty(rows, features[1], dtype=dtype), torch.empty(GROUPS, *features, dtype=dtype)
     splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
     scale, amax = torch.empty(GROUPS), torch.empty(GROUPS)
+    for most_recent in (True, False):
+        end_step_triton(torch.empty(1024, GROUPS), scale, E4M3.max, most_recent)
     for form, kind in product((E4M3, E5M2), ({}, {"stacked": True}, {"splits": splits})):
         given, both = w if "stacked" in kind else x, {"rowwise": True, "columnwise": True}
         for how in (cast_mxfp8.MXFP8Scale(form), cast_mxfp8.MXFP8Scale(form, "floor", square=True)):

@@ -12,9 +12,14 @@ columns is a tensor of its own. Source: TransformerEngine's DelayedScaling (read
 from collections.abc import Callable
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+from recipes.kernels.launch import Launch, cdiv, launcher, next_power_of_2
+
+FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+COLUMNS = 16  # of a program
 
 
 def end_step_ref(
@@ -24,7 +29,7 @@ def end_step_ref(
     amax_algorithm: str | Callable[[Tensor], Tensor],
     scale_from_amax: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> None:
-    """The update above. largest: of the format, with the margin. A function gets history, or amax and the old scale."""
+    """`end_step` in plain torch."""
     last = history[0].clone()
     if callable(amax_algorithm):
         amax = amax_algorithm(history)
@@ -33,9 +38,72 @@ def end_step_ref(
     if scale_from_amax is not None:
         new = scale_from_amax(amax, scale)
     else:
-        quotient = (torch.full_like(amax, largest) / amax).clamp(max=_FLOAT32_MAX)
+        quotient = (torch.full_like(amax, largest) / amax).clamp(max=FLOAT32_MAX.value)
         new = torch.where((amax > 0) & (amax < torch.inf), quotient, scale)
     scale.copy_(new)
     rolled = history.roll(-1, 0)
     rolled[0] = 0
     history.copy_(torch.where(last != 0, rolled, history))
+
+
+@triton.jit(do_not_specialize=["length", "num_scales"])
+def end_step_kernel(
+    history_ptr, scale_ptr, length, num_scales,
+    LARGEST: tl.constexpr, MOST_RECENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = column < num_scales
+    offs_r = tl.arange(0, ROWS)
+    last = tl.load(history_ptr + column, mask=valid, other=0.0)
+    amax = last
+    has_nan = last != last
+    if not MOST_RECENT:
+        for start in range(1, length, ROWS):
+            row = start + offs_r
+            inside = (row < length)[:, None] & valid[None, :]
+            amaxes = tl.load(
+                history_ptr + row.to(tl.int64)[:, None] * num_scales + column[None, :], mask=inside, other=0
+            )
+            has_nan |= tl.max((amaxes != amaxes).to(tl.int32), axis=0) > 0
+            amax = tl.maximum(amax, tl.max(amaxes, axis=0))
+    usable = (amax > 0) & (amax < float("inf")) & ~has_nan
+    quotient = tl.div_rn(tl.full([COLUMNS], LARGEST, tl.float32), tl.where(usable, amax, 1.0))
+    tl.store(scale_ptr + column, tl.minimum(quotient, FLOAT32_MAX), mask=valid & usable)
+    for start in range(0, length, ROWS):
+        row = start + offs_r
+        at = history_ptr + row.to(tl.int64)[:, None] * num_scales + column[None, :]
+        following = tl.load(at + num_scales, mask=(row + 1 < length)[:, None] & valid[None, :], other=0.0)
+        rolled = tl.where((row == 0)[:, None], 0.0, tl.where((row == length - 1)[:, None], last[None, :], following))
+        tl.debug_barrier()  # a row is read by threads other than those that write it
+        tl.store(at, rolled, mask=(row < length)[:, None] & (valid & (last != 0))[None, :])
+        tl.debug_barrier()
+
+
+def end_step(
+    history: Tensor,
+    scale: Tensor,
+    largest: float,
+    amax_algorithm: str | Callable[[Tensor], Tensor],
+    scale_from_amax: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> None:
+    """The update above, on a GPU by one kernel if it calls no function.
+
+    largest: of the format, with the margin. A function gets history, or amax and the old scale.
+    """
+    if not history.is_cuda or callable(amax_algorithm) or scale_from_amax is not None:
+        end_step_ref(history, scale, largest, amax_algorithm, scale_from_amax)
+    else:
+        end_step_triton(history, scale, largest, amax_algorithm == "most_recent")
+
+
+_end_step = Launch(end_step_kernel)
+
+
+@launcher("fuser::end_step_of_delayed_scaling", mutates=["history", "scale"])
+def end_step_triton(history: Tensor, scale: Tensor, largest: float, most_recent: bool) -> None:
+    """Launches the kernel. history [L, n] and scale [n] are contiguous."""
+    length, num_scales = history.shape
+    _end_step(
+        history, cdiv(num_scales, COLUMNS), history, scale, length, num_scales,
+        LARGEST=largest, MOST_RECENT=most_recent, ROWS=min(256, next_power_of_2(length)), COLUMNS=COLUMNS,
+    )  # fmt: skip
