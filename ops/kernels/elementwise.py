@@ -203,8 +203,9 @@ def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str =
     casts: how the result is cast, if it is: in "blocks" of 32, which tiles hold as a whole, or with a "given" scale
     """
     if casts or sums_rows:
-        # In blocks, a thread has many columns and rows, which makes their maxima cheap.
-        block_t, block_c, num_warps = (32, 128, 2) if casts == "blocks" else (64 if casts else 32, 64, 4)
+        block_t, block_c, num_warps = 64 if casts else 32, 64, 4
+        if casts == "blocks":  # a thread has many columns and rows, which makes their maxima cheap
+            block_t, block_c, num_warps = 32, 128, 2 if columns % 8 == 0 else 4
         tiles = rows * columns // (block_t * block_c * PROGRAMS) if sums_rows else 1
         return ElementwiseConfig(block_t, block_c, triton.next_power_of_2(max(1, min(16, tiles))), num_warps, 3)
     block_c = min(2048 if rows == 1 else 1024, max(16, triton.next_power_of_2(columns)))

@@ -185,13 +185,9 @@ def _spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
 # -------------------------------------------------------------------------------------------------------------- config
 
 
-def cast_warps(columns: int, dtype: torch.dtype) -> int:
-    """Warps for a tile of 128x128 values, which hold whole blocks in both directions. Measured on H200.
-
-    Rows that do not begin at multiples of 16 bytes are read value by value, which takes four warps more registers than
-    there are.
-    """
-    return 4 if columns * dtype.itemsize % 16 == 0 else 8
+def cast_warps(itemsize: int) -> int:
+    """Warps for a tile of 128x128 values, which hold whole blocks in both directions. Measured on H200."""
+    return 4 if itemsize <= 2 else 8
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
@@ -212,7 +208,18 @@ def cast_float8_block(
 def cast_float8_block_on_triton(
     x: Tensor, how: BlockScale, *, rowwise: bool, columnwise: bool, stacked: bool = False, splits: Splits | None = None
 ) -> BlockCopies:
-    """`cast_float8_block` on any device: tests bring CPU tensors, under the interpreter."""
+    """`cast_float8_block` on any device: tests bring CPU tensors, under the interpreter.
+
+    Rows of no multiple of 16 values are cast with zeros behind them: the compiler knows of no other multiple, and a tile
+    that is read value by value does not fit into the registers.
+    """
+    beyond = -x.shape[-1] % 16
+    if beyond:
+        wide = torch.nn.functional.pad(x, (0, beyond))
+        copies = cast_float8_block_on_triton(
+            wide, how, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits
+        )
+        return _first_columns(copies, x.shape[-1], how)
     copies = _empty_copies(x, how, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits)
     matrices = x if stacked else x.reshape(1, _rows(x), x.shape[-1])
     cast_float8_block_triton(
@@ -301,7 +308,7 @@ def cast_float8_block_triton(
             rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
             0 if offsets is None else len(offsets) - 1, amax_epsilon,
             SQUARE=block_dim == 2, POWER_2=power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
-            **format_of(codes.dtype, codes.device), num_warps=cast_warps(columns, x_GTK.dtype),
+            **format_of(codes.dtype, codes.device), num_warps=cast_warps(x_GTK.element_size()),
         )  # fmt: skip
 
 
@@ -348,6 +355,17 @@ def _empty_copies(
         empty(columnwise, (*lead, columns, rows if stacked else padded), how.form.dtype),
         empty(columnwise, (*lead, column_blocks, row_blocks) if square else (*lead, row_blocks, columns)),
     )
+
+
+def _first_columns(copies: BlockCopies, columns: int, how: BlockScale) -> BlockCopies:
+    """Copies of the first columns of what was cast, which end in the same block."""
+    row_codes, row_scale_inv, column_codes, column_scale_inv = copies
+    if row_codes is not None:
+        row_codes = row_codes[..., :columns].contiguous()
+    if column_codes is not None and column_scale_inv is not None:
+        column_codes = column_codes[..., :columns, :].contiguous()
+        column_scale_inv = column_scale_inv if how.block_dim == 2 else column_scale_inv[..., :columns].contiguous()
+    return BlockCopies(row_codes, row_scale_inv, column_codes, column_scale_inv)
 
 
 def _bytes(codes: Tensor | None) -> Tensor | None:
