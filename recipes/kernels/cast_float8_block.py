@@ -210,8 +210,8 @@ def cast_float8_block_on_triton(
 ) -> BlockCopies:
     """`cast_float8_block` on any device: tests bring CPU tensors, under the interpreter.
 
-    Rows of no multiple of 16 values are cast with zeros behind them: the compiler knows of no other multiple, and a tile
-    that is read value by value does not fit into the registers.
+    Rows of no multiple of 16 values are cast with zeros behind them: the compiler knows of no other multiple, and a
+    tile that is read value by value does not fit into the registers.
     """
     beyond = -x.shape[-1] % 16
     if beyond:
