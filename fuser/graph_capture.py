@@ -40,8 +40,17 @@ class Recorder(Protocol):
     def warming_up(self) -> Any:
         """The context in which work is done before it is recorded."""
 
-    def warm_up(self, work: Work) -> None:
-        """Do the work; what it would do besides is dropped, and gradient buffers stay as they are."""
+    def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
+        """Do the work; what it would do besides is dropped, and gradient buffers stay as they are.
+
+        rehearses: take memory for it as `record` does
+        """
+
+    def measure(self, run: Work) -> int | None:
+        """Run, with a memory pool as the recorded segments have. Returns its bytes; None where they have none."""
+
+    def end_warm_up(self) -> None:
+        """Give back the memory that only warm-ups need."""
 
     def record(self, work: Work) -> Segment:
         """Record the work."""
@@ -86,8 +95,15 @@ class RerunRecorder:
     def warming_up(self) -> Iterator[None]:
         yield
 
-    def warm_up(self, work: Work) -> None:
-        _dropped(work, self._scratch)
+    def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
+        _dropped(work, self._scratch, rehearses)
+
+    def measure(self, run: Work) -> int | None:
+        run()
+        return None
+
+    def end_warm_up(self) -> None:
+        pass  # to record is to compute, too: into the same scratch memory
 
     def record(self, work: Work) -> RerunSegment:
         return RerunSegment(work, _dropped(work, self._scratch))
@@ -133,8 +149,20 @@ class CudaRecorder:
         finally:
             outside.wait_stream(self._stream)
 
-    def warm_up(self, work: Work) -> None:
-        _dropped(work, self._scratch)
+    def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
+        _dropped(work, self._scratch, rehearses)
+
+    def measure(self, run: Work) -> int:
+        # A pool hands out memory as that of a capture does: same sizes in the same order take the same segments.
+        pool = torch.cuda.MemPool()
+        # It serves this thread alone, so backward stays in it.
+        with torch.cuda.use_mem_pool(pool, self._device), torch.autograd.set_multithreading_enabled(False):
+            run()
+        return sum(segment["total_size"] for segment in pool.snapshot())
+
+    def end_warm_up(self) -> None:
+        self._scratch = Scratch()
+        torch.cuda.empty_cache()  # what warm-ups took on the capture's stream; a capture cannot free it
 
     def record(self, work: Work) -> CudaSegment:
         graph = torch.cuda.CUDAGraph()
@@ -204,9 +232,9 @@ class _Memory:
         }  # fmt: skip
 
 
-def _dropped(work: Work, scratch: Scratch) -> Recording:
+def _dropped(work: Work, scratch: Scratch, rehearses: bool = False) -> Recording:
     """Do the work and nothing besides."""
-    with recorded(scratch) as recording:
+    with recorded(scratch, rehearses=rehearses) as recording:
         try:
             work()
         finally:
