@@ -153,6 +153,7 @@ class CudaRecorder:
         _dropped(work, self._scratch, rehearses)
 
     def measure(self, run: Work) -> int:
+        torch.cuda.current_blas_handle()  # makes its workspace for this stream, which stays
         # A pool hands out memory as that of a capture does: same sizes in the same order take the same segments.
         pool = torch.cuda.MemPool()
         # It serves this thread alone, so backward stays in it.

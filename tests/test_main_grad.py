@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, ops
+from ops import nested_backward
 from ops.gemm import store
 from ops.operation import FusedOperation
 from tests.check_operation import DEVICES
@@ -406,6 +408,85 @@ def test_two_uses_in_one_backward_add_up_or_are_refused_where_each_would_overwri
     message = "Weight 'weight' is used twice in one backward, and with overwrite_main_grad its second gradient would"
     with pytest.raises(RuntimeError, match=message):
         run(flag=False)
+
+
+def outside(model: Any, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def segment(model: Any, x: Tensor) -> Tensor:
+    return torch_checkpoint(model, x, use_reentrant=True)
+
+
+def segment_in_segment(model: Any, x: Tensor) -> Tensor:
+    return torch_checkpoint(partial(segment, model), x, use_reentrant=True)
+
+
+# How a weight is used twice in one backward. Reentrant checkpointing runs one of its own for each segment.
+TWO_USES = {
+    "two segments": (segment, segment),
+    "a segment, then outside": (segment, outside),
+    "outside, then a segment": (outside, segment),
+    "segments in segments": (segment_in_segment, segment_in_segment),
+    "a segment, then one in a segment": (segment, segment_in_segment),
+}
+
+
+def loss_of(model: Any, *uses: Any) -> Any:
+    """Of integers, so that sums of gradients are exact."""
+    generator = torch.Generator().manual_seed(1)
+    device = next(model.parameters()).device
+    numbers = [torch.randint(-3, 4, (ROWS, IN), generator=generator) for _ in uses]
+    inputs = [x.to(device, torch.float32).requires_grad_() for x in numbers]
+    return sum(use(model, x).sum() for use, x in zip(uses, inputs, strict=True))
+
+
+@DEVICE
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("kind", TWO_USES)
+def test_uses_in_reentrant_segments_are_uses_in_one_backward(kind: str, delay: bool, device: str) -> None:
+    plain = make("linear", device=device)
+    loss_of(plain, *TWO_USES[kind]).backward()
+    sequential = make("linear", device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    [weight] = weights_of(sequential).values()
+    for _ in range(2):  # a backward of its own each time
+        give_main_grads(sequential, torch.nan, overwrite=True)
+        loss_of(sequential, *TWO_USES[kind]).backward()
+        if delay:
+            sequential.backward_dw()  # one call for one backward
+            assert not sequential.need_backward_dw()
+        assert torch.equal(weight.main_grad, plain[0].weight.grad)
+    del weight.grad_added_to_main_grad
+    with pytest.raises(RuntimeError, match="Weight 'weight' is used twice in one backward"):
+        loss_of(sequential, *TWO_USES[kind]).backward()
+        sequential.backward_dw()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(fctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(fctx: Any, dy: Tensor) -> Any:
+        raise ArithmeticError("as asked")
+
+
+@DEVICE
+@pytest.mark.parametrize("use", [outside, segment, segment_in_segment])
+def test_every_backward_overwrites_without_the_flag_also_in_reentrant_segments(use: Any, device: str) -> None:
+    plain = make("linear", device=device)
+    loss_of(plain, use).backward()
+    sequential = make("linear", device=device, accumulate_into_main_grad=True)
+    give_main_grads(sequential, torch.nan, flag=False, overwrite=True)
+    [weight] = weights_of(sequential).values()
+    for is_first in (True, False):
+        loss_of(sequential, use).backward()
+        assert torch.equal(weight.main_grad, plain[0].weight.grad)
+        if is_first:  # a backward that fails has ended, too
+            with pytest.raises(ArithmeticError):
+                loss_of(sequential, lambda model, x: use(model, Fails.apply(x))).backward()
+    assert not nested_backward._running
 
 
 def test_a_tied_weight_with_zero_out_wgrad_keeps_the_gradient_of_the_other_path() -> None:
