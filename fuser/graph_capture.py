@@ -58,6 +58,9 @@ class Recorder(Protocol):
     def unowned(self, tensor: Tensor) -> Tensor:
         """The same memory, which later segments may use for something else once they are replayed."""
 
+    def unheld(self) -> list[Tensor]:
+        """Memory of the pool that nothing holds now, [bytes] uint8 each: no later segment reads it before it writes."""
+
 
 def make_recorder(device: torch.device, pool: Any) -> Recorder:
     """For modules on this device. pool: as of `torch.cuda.graph`; None is a new one."""
@@ -110,6 +113,9 @@ class RerunRecorder:
 
     def unowned(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def unheld(self) -> list[Tensor]:
+        return []
 
 
 class RerunSegment:
@@ -198,8 +204,20 @@ class CudaRecorder:
         if not tensor.numel():
             return tensor.detach()
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        memory = torch.as_tensor(_Memory(tensor.data_ptr(), extent * tensor.element_size()), device=self._device)
+        memory = self._bytes(tensor.data_ptr(), extent * tensor.element_size())
         return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def unheld(self) -> list[Tensor]:
+        return [
+            self._bytes(block["address"], block["size"])
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == tuple(self._pool)
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        ]
+
+    def _bytes(self, pointer: int, size: int) -> Tensor:
+        return torch.as_tensor(_Memory(pointer, size), device=self._device)
 
 
 class CudaSegment:

@@ -216,6 +216,8 @@ class Graphs:
         self._landings[event] = list(first.values())
         if event.kind is Pass.DGRAD:
             instance.take_param_grads(recording, None if self._owned_grads else self._recorder.unowned)
+        if self._poisons:
+            self._to_poison.setdefault(event, []).extend(self._recorder.unheld())
         return segment
 
 
