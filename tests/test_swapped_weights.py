@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, checkpoint, ops
+from tests.check_operation import DEVICES
 from tests.main_grad_cases import (
     FEW_MODELS,
     IN,
@@ -33,15 +34,17 @@ from tests.main_grad_cases import (
     weights_of,
 )
 
+DEVICE = pytest.mark.parametrize("device", DEVICES)
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 FEW = pytest.mark.parametrize("model", FEW_MODELS)
 DELAY = pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
 
 
 def forward(sequential: Sequential, checkpoint: Callable[..., Tensor] | None = None) -> Tensor:
+    device = next(sequential.parameters()).device
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(ROWS, IN, generator=generator, requires_grad=True)
-    extras = {"split_sizes": torch.tensor(SIZES)} if sequential.layout().consumed else {}
+    x = torch.randn(ROWS, IN, generator=generator).to(device).requires_grad_()
+    extras = {"split_sizes": torch.tensor(SIZES, device=device)} if sequential.layout().consumed else {}
     return sequential(x, **extras) if checkpoint is None else checkpoint(lambda x: sequential(x, **extras), x)
 
 
@@ -54,7 +57,7 @@ def land(
     give_main_grads(sequential, 0.5)
     with hooks:
         y = forward(sequential, checkpoint)
-    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y))
     if delay:
         sequential.backward_dw()
     weights = list(weights_of(sequential).values())
@@ -77,29 +80,34 @@ HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 CHECKPOINTS = {"fuser.checkpoint": checkpoint, "torch.utils.checkpoint": torch_checkpoint}
 
 
+@DEVICE
 @DELAY
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
 @pytest.mark.parametrize("hooks", HOOKS)
 @EVERY_MODEL
-def test_hooks_that_swap_what_is_saved_change_no_bit(model: str, hooks: str, recipe: str | None, delay: bool) -> None:
+def test_hooks_that_swap_what_is_saved_change_no_bit(
+    model: str, hooks: str, recipe: str | None, delay: bool, device: str
+) -> None:
     def run(hooks: AbstractContextManager[Any]) -> list[Tensor]:
         with autocast(recipe):
-            return land(make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay), delay, hooks)
+            sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+            return land(sequential, delay, hooks)
 
     assert_same_bits(run(HOOKS[hooks]()), run(nullcontext()))
 
 
+@DEVICE
 @DELAY
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 @EVERY_MODEL
 def test_checkpointing_changes_no_bit(
-    model: str, kind: str, use_reentrant: bool, recipe: str | None, delay: bool
+    model: str, kind: str, use_reentrant: bool, recipe: str | None, delay: bool, device: str
 ) -> None:
     def run(checkpoint: Callable[..., Tensor] | None) -> list[Tensor]:
         with autocast(recipe):
-            sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+            sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
             return land(sequential, delay, nullcontext(), checkpoint)
 
     def checkpointed(*args: Any) -> Tensor:
@@ -234,7 +242,7 @@ def test_a_second_backward_is_an_error_that_adds_nothing_or_adds_once_more_if_it
 # FSDP2
 
 
-RANKS = 2
+RANKS = {"cpu": 2, "cuda": max(1, min(2, torch.cuda.device_count()))}
 
 
 class Block(nn.Module):
@@ -256,20 +264,23 @@ def train(model: nn.Module) -> list[Tensor]:
     for _ in range(3):
         optimizer.zero_grad()
         with autocast("mxfp8"):
-            y = model(torch.linspace(-1, 1, 8 * IN).view(8, IN))
+            y = model(torch.linspace(-1, 1, 8 * IN, device=next(model.parameters()).device).view(8, IN))
         y.square().mean().backward()
         optimizer.step()
         outputs.append(y.detach())
     return outputs
 
 
-def run_rank(rank: int, rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+def run_rank(rank: int, rendezvous: str, device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    ranks, backend = RANKS[device], {"cpu": "gloo", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     try:
-        mesh = init_device_mesh("cpu", (RANKS,))
-        expected = gradients(make("experts"), 1)
+        mesh = init_device_mesh(device, (ranks,))
+        expected = gradients(make("experts", device=device), 1)
         for hooks in (nullcontext, save_on_cpu):
-            sequential = make("experts")
+            sequential = make("experts", device=device)
             for operation in sequential:
                 fully_shard(operation, mesh=mesh, reshard_after_forward=True)
             fully_shard(sequential, mesh=mesh, reshard_after_forward=True)
@@ -279,12 +290,12 @@ def run_rank(rank: int, rendezvous: str) -> None:
                 assert torch.equal(parameter.grad.full_tensor(), expected[name])
         for reshard in (False, True):
             torch.manual_seed(0)
-            plain = nn.Sequential(Block(), Block())
+            plain = nn.Sequential(Block(), Block()).to(device)
             sharded = copy.deepcopy(plain)
             for block in sharded:
                 fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
             assert_same_bits(train(sharded), train(plain))
-        sequential = make("linear", delay_wgrad_compute=True)
+        sequential = make("linear", device=device, delay_wgrad_compute=True)
         fully_shard(sequential, mesh=mesh)
         backward(sequential)
         with pytest.raises(RuntimeError, match="Weight 'weight' was replaced, or sharded by FSDP2, since the backward"):
@@ -293,5 +304,6 @@ def run_rank(rank: int, rendezvous: str) -> None:
         dist.destroy_process_group()
 
 
-def test_fsdp2_may_reshard_after_forward_but_leaves_nothing_to_add_a_gradient_to(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run_rank, (str(tmp_path / "rendezvous"),), nprocs=RANKS)
+@DEVICE
+def test_fsdp2_may_reshard_after_forward_but_leaves_nothing_to_add_a_gradient_to(device: str, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(run_rank, (str(tmp_path / "rendezvous"), device), nprocs=RANKS[device])
