@@ -210,8 +210,7 @@ class CudaRecorder:
     def unheld(self) -> list[Tensor]:
         return [
             self._bytes(block["address"], block["size"])
-            for segment in torch.cuda.memory_snapshot()
-            if tuple(segment["segment_pool_id"]) == tuple(self._pool)
+            for segment in torch.cuda.memory_snapshot(self._pool)
             for block in segment["blocks"]
             if block["state"] == "inactive"
         ]

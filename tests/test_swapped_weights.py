@@ -140,17 +140,18 @@ def test_no_weight_is_saved(model: str, main_grad: bool) -> None:
 # Changes between the passes
 
 
+@DEVICE
 @DELAY
 @FEW
-def test_a_step_after_the_parameters_were_replaced_uses_the_new_ones(model: str, delay: bool) -> None:
-    sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+def test_a_step_after_the_parameters_were_replaced_uses_the_new_ones(model: str, delay: bool, device: str) -> None:
+    sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     old = list(weights_of(sequential).values())
     land(sequential, delay, nullcontext())
     before = [weight.main_grad.clone() for weight in old]
     for name, weight in weights_of(sequential).items():
         module, _, own_name = name.rpartition(".")
         setattr(sequential.get_submodule(module), own_name, nn.Parameter(2 * weight.detach()))
-    doubled = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    doubled = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     with torch.no_grad():
         for weight in weights_of(doubled).values():
             weight *= 2
@@ -158,26 +159,28 @@ def test_a_step_after_the_parameters_were_replaced_uses_the_new_ones(model: str,
     assert_same_bits([weight.main_grad for weight in old], before)
 
 
+@DEVICE
 @EVERY_MODEL
-def test_a_module_may_be_deleted_before_backward(model: str) -> None:
-    expected = land(make(model, accumulate_into_main_grad=True), False, nullcontext())
-    sequential = make(model, accumulate_into_main_grad=True)
+def test_a_module_may_be_deleted_before_backward(model: str, device: str) -> None:
+    expected = land(make(model, device=device, accumulate_into_main_grad=True), False, nullcontext())
+    sequential = make(model, device=device, accumulate_into_main_grad=True)
     give_main_grads(sequential, 0.5)
     weights = list(weights_of(sequential).values())
     y = forward(sequential)
     del sequential
     gc.collect()
-    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    y.backward(torch.linspace(-1, 1, y.numel(), device=device).view_as(y))
     assert_same_bits([weight.main_grad for weight in weights], expected)
 
 
+@DEVICE
 @DELAY
 @pytest.mark.parametrize("change", ["in place", "data", "replaced"])
 @FEW
 def test_a_change_between_forward_and_backward_is_detected_before_anything_lands(
-    model: str, change: str, delay: bool
+    model: str, change: str, delay: bool, device: str
 ) -> None:
-    sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     give_main_grads(sequential, 0.5)
     y = forward(sequential)
     name, weight = list(weights_of(sequential).items())[-1]
@@ -196,27 +199,29 @@ def test_a_change_between_forward_and_backward_is_detected_before_anything_lands
     assert not sequential.need_backward_dw()
 
 
+@DEVICE
 @pytest.mark.parametrize("switch", ["accumulate_into_main_grad", "delay_wgrad_compute"])
 @pytest.mark.parametrize("model", ["linear", "grouped"])
-def test_a_weight_computed_from_others_is_refused(model: str, switch: str) -> None:
-    sequential = make(model, **{switch: True})
+def test_a_weight_computed_from_others_is_refused(model: str, switch: str, device: str) -> None:
+    sequential = make(model, device=device, **{switch: True})
     leaf = sequential[0].weight
     sequential[0]._parameters["weight"] = leaf * 1
     with pytest.raises(RuntimeError, match=r"Weight 'weight' was computed from other tensors \(MulBackward0\)"):
         backward(sequential)
-    plain = make(model)
+    plain = make(model, device=device)
     leaf = plain[0].weight
     plain[0]._parameters["weight"] = leaf * 1
     backward(plain)
-    assert torch.equal(leaf.grad, gradients(make(model), 1)["0.weight"])
+    assert torch.equal(leaf.grad, gradients(make(model, device=device), 1)["0.weight"])
 
 
+@DEVICE
 @DELAY
 @FEW
 def test_a_second_backward_is_an_error_that_adds_nothing_or_adds_once_more_if_it_is_allowed(
-    model: str, delay: bool
+    model: str, delay: bool, device: str
 ) -> None:
-    sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     give_main_grads(sequential, 0.0)
     y = forward(sequential)
     y.sum().backward()
