@@ -15,13 +15,13 @@ from torch import nn
 from fuser import Schedule, Sequential, autocast, make_graphed_callables, ops
 from fuser.graph_capture import CudaRecorder
 from ops import main_grad
-from recipes import CustomRecipe, DelayedScaling, Quantizer
+from recipes import CustomRecipe, DelayedScaling, MixedScaling, Quantizer
 from tests import main_grad_cases as cases
 from tests.reference import assert_close, assert_same_bits, no_host_sync, random_sizes
+from tests.test_every_recipe import EVERY
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RECIPES = ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]
-
 
 @pytest.fixture(params=DEVICES)
 def device(request):
@@ -76,7 +76,9 @@ def graphed(module, **options):
 # Replays are what the module does.
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize(
+    "recipe", [None, *RECIPES, pytest.param(MixedScaling("fp8_current", "mxfp8", "mxfp8"), id="mixed")]
+)
 def test_fifty_replays_have_the_bits_of_the_module(recipe, device):
     eager = experts(device)
     module = deepcopy(eager)
@@ -127,7 +129,7 @@ def test_microbatches_of_a_schedule_with_splits_of_their_own(recipe, accumulate,
         assert_same_bits(ours, expected)
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@EVERY
 def test_a_replay_with_other_splits_has_the_bits_of_the_module(recipe, device):
     eager = experts(device)
     module = deepcopy(eager)
@@ -147,7 +149,7 @@ def test_a_replay_with_other_splits_has_the_bits_of_the_module(recipe, device):
         assert_same_bits(results[1], results[0])
 
 
-@pytest.mark.parametrize("recipe", [None, "fp8_current", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("recipe", [None, "fp8_current", "fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_replays_repeat_bit_for_bit(recipe, accumulate, device):
     module = experts(device, delay_wgrad_compute=True, accumulate_into_main_grad=accumulate)
