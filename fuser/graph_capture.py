@@ -158,7 +158,10 @@ class CudaRecorder:
     def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
         _dropped(work, self._scratch, rehearses)
 
-    def measure(self, run: Work) -> int:
+    def measure(self, run: Work) -> int | None:
+        if not _shows_its_memory():
+            run()
+            return None
         torch.cuda.current_blas_handle()  # makes its workspace for this stream, which stays
         # A pool hands out memory as that of a capture does: same sizes in the same order take the same segments.
         pool = torch.cuda.MemPool()
@@ -208,6 +211,8 @@ class CudaRecorder:
         return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def unheld(self) -> list[Tensor]:
+        if not _shows_its_memory():
+            return []
         return [
             self._bytes(block["address"], block["size"])
             for segment in torch.cuda.memory_snapshot(self._pool)
@@ -239,6 +244,10 @@ class CudaSegment:
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures: cuBLAS keeps a workspace for each stream it has seen."""
     return torch.cuda.Stream(device)
+
+
+def _shows_its_memory() -> bool:
+    return torch.cuda.get_allocator_backend() == "native"  # CUDA's own has no snapshots
 
 
 class _Memory:
