@@ -40,6 +40,7 @@ def make_graphed_callables(
     clone_param_grads_on_return: bool = True,
     pre_warmup_hook: Callable[[], Any] | None = None,
     post_warmup_hook: Callable[[], Any] | None = None,
+    report: Callable[[str], Any] | None = None,
     debug: bool = False,
     **others: Any,
 ) -> Any:
@@ -67,7 +68,11 @@ def make_graphed_callables(
                    with a schedule
     clone_param_grads_on_return: False keeps the memory of every instance's gradients instead of cloning them
     pre_warmup_hook, post_warmup_hook: called once before and after all warm-up
-    debug:         fill each buffer with NaN once its life is over (not with retain_graph_in_backward)
+    report:        called before anything is captured with what the graphs will take from the device (`report=print`);
+                   an exception in it ends the call. The pool is known on a GPU, with 2 warm-ups or more: the last one
+                   takes memory as the capture does
+    debug:         fill each buffer with NaN once its life is over, and between passes what the pool has free (not with
+                   retain_graph_in_backward)
 
     Backward is captured for modules in training mode, where gradients are on. Warm-up and capture leave gradients,
     main_grad, random generators, buffers and the states of recipes as they were, also if they end in an exception.
@@ -104,7 +109,7 @@ def make_graphed_callables(
         plan, instances, make_recorder(device, pool), follows=follows,
         shared=sharing, owned_grads=not clone_param_grads_on_return, debug=debug,
     )  # fmt: skip
-    graphs.record(device, num_warmup_iters, pre_warmup_hook, post_warmup_hook)
+    graphs.record(device, num_warmup_iters, pre_warmup_hook, post_warmup_hook, report)
     callables = tuple(
         GraphedCallable(graphs, place, clone=clone_param_grads_on_return) for place in sorted(instances, key=plan.index)
     )

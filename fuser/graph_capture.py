@@ -40,14 +40,26 @@ class Recorder(Protocol):
     def warming_up(self) -> Any:
         """The context in which work is done before it is recorded."""
 
-    def warm_up(self, work: Work) -> None:
-        """Do the work; what it would do besides is dropped, and gradient buffers stay as they are."""
+    def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
+        """Do the work; what it would do besides is dropped, and gradient buffers stay as they are.
+
+        rehearses: take memory for it as `record` does
+        """
+
+    def measure(self, run: Work) -> int | None:
+        """Run, with a memory pool as the recorded segments have. Returns its bytes; None where they have none."""
+
+    def end_warm_up(self) -> None:
+        """Give back the memory that only warm-ups need."""
 
     def record(self, work: Work) -> Segment:
         """Record the work."""
 
     def unowned(self, tensor: Tensor) -> Tensor:
         """The same memory, which later segments may use for something else once they are replayed."""
+
+    def unheld(self) -> list[Tensor]:
+        """Memory of the pool that nothing holds now, [bytes] uint8 each: no later segment reads it before it writes."""
 
 
 def make_recorder(device: torch.device, pool: Any) -> Recorder:
@@ -86,14 +98,24 @@ class RerunRecorder:
     def warming_up(self) -> Iterator[None]:
         yield
 
-    def warm_up(self, work: Work) -> None:
-        _dropped(work, self._scratch)
+    def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
+        _dropped(work, self._scratch, rehearses)
+
+    def measure(self, run: Work) -> int | None:
+        run()
+        return None
+
+    def end_warm_up(self) -> None:
+        pass  # to record is to compute, too: into the same scratch memory
 
     def record(self, work: Work) -> RerunSegment:
         return RerunSegment(work, _dropped(work, self._scratch))
 
     def unowned(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def unheld(self) -> list[Tensor]:
+        return []
 
 
 class RerunSegment:
@@ -133,8 +155,24 @@ class CudaRecorder:
         finally:
             outside.wait_stream(self._stream)
 
-    def warm_up(self, work: Work) -> None:
-        _dropped(work, self._scratch)
+    def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
+        _dropped(work, self._scratch, rehearses)
+
+    def measure(self, run: Work) -> int | None:
+        if not _shows_its_memory():
+            run()
+            return None
+        torch.cuda.current_blas_handle()  # makes its workspace for this stream, which stays
+        # A pool hands out memory as that of a capture does: same sizes in the same order take the same segments.
+        pool = torch.cuda.MemPool()
+        # It serves this thread alone, so backward stays in it.
+        with torch.cuda.use_mem_pool(pool, self._device), torch.autograd.set_multithreading_enabled(False):
+            run()
+        return sum(segment["total_size"] for segment in pool.snapshot())
+
+    def end_warm_up(self) -> None:
+        self._scratch = Scratch()
+        torch.cuda.empty_cache()  # what warm-ups took on the capture's stream; a capture cannot free it
 
     def record(self, work: Work) -> CudaSegment:
         graph = torch.cuda.CUDAGraph()
@@ -169,8 +207,21 @@ class CudaRecorder:
         if not tensor.numel():
             return tensor.detach()
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        memory = torch.as_tensor(_Memory(tensor.data_ptr(), extent * tensor.element_size()), device=self._device)
+        memory = self._bytes(tensor.data_ptr(), extent * tensor.element_size())
         return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def unheld(self) -> list[Tensor]:
+        if not _shows_its_memory():
+            return []
+        return [
+            self._bytes(block["address"], block["size"])
+            for segment in torch.cuda.memory_snapshot(self._pool)
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        ]
+
+    def _bytes(self, pointer: int, size: int) -> Tensor:
+        return torch.as_tensor(_Memory(pointer, size), device=self._device)
 
 
 class CudaSegment:
@@ -195,6 +246,10 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def _shows_its_memory() -> bool:
+    return torch.cuda.get_allocator_backend() == "native"  # CUDA's own has no snapshots
+
+
 class _Memory:
     """Bytes at an address, as `torch.as_tensor` takes them."""
 
@@ -204,9 +259,9 @@ class _Memory:
         }  # fmt: skip
 
 
-def _dropped(work: Work, scratch: Scratch) -> Recording:
+def _dropped(work: Work, scratch: Scratch, rehearses: bool = False) -> Recording:
     """Do the work and nothing besides."""
-    with recorded(scratch) as recording:
+    with recorded(scratch, rehearses=rehearses) as recording:
         try:
             work()
         finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from fuser.graph_instance import Buffers, Form, Instance, placed, room
 from fuser.graph_state import begin_step, undisturbed
 from fuser.schedule import Event, Pass, Schedule
 from fuser.schedule import Instance as Place
-from fuser.schedule_memory import Buffer, LayerMemory, Life, MemoryPlan, plan_memory
+from fuser.schedule_memory import Buffer, LayerMemory, Life, MemoryPlan, Taken, plan_memory
 from ops.main_grad import check_landing
 from recipes.effects import Landing
 
@@ -56,8 +58,13 @@ class Graphs:
         self._order = ReplayOrder(schedule, self.events, retain=retain)
         self.memory: MemoryPlan
 
-    def record(self, device: torch.device, warmups: int, before: Hook, after: Hook) -> None:
-        """Warm up, plan the buffers, record. After an exception all is freed, and the modules are as they were."""
+    def record(
+        self, device: torch.device, warmups: int, before: Hook, after: Hook, report: Callable[[str], Any] | None
+    ) -> None:
+        """Warm up, plan the buffers, record. After an exception all is freed, and the modules are as they were.
+
+        report: is given what `memory` says before anything is recorded
+        """
         modules = list(dict.fromkeys(instance.module for instance in self.instances.values()))
         try:
             with undisturbed(modules, device):
@@ -65,12 +72,21 @@ class Graphs:
                     if before is not None:
                         before()
                     # One pass is needed in any case: kernels are compiled in it, and it shows the sizes of all buffers.
-                    sizes = self._warm_up(modules, measured=True)
-                    for _ in range(warmups - 1):
-                        self._warm_up(modules, measured=False)
+                    sizes = self._first_warm_up(modules)
+                self._plan(sizes)
+                with self._recorder.warming_up():
+                    for _ in range(warmups - 2):
+                        self._warm_up(modules)
+                    pool = None  # the first pass also takes what kernels need to be compiled and chosen
+                    if warmups > 1:
+                        pool = self._recorder.measure(partial(self._warm_up, modules, rehearses=True))
                     if after is not None:
                         after()
-                self._plan(sizes)
+                static = sum(arena.nbytes for arena in self._arenas.values())
+                self.memory = replace(self.memory, taken=Taken(static, pool))
+                self._recorder.end_warm_up()
+                if report is not None:
+                    report(self.memory.report())
                 begin_step(modules)
                 for event in self.events:
                     self._segments[event] = self._record(event)
@@ -113,14 +129,25 @@ class Graphs:
             instance.drop()
         self._arenas, self._landings, self._to_poison, self._dead = {}, {}, {}, []
 
-    def _warm_up(self, modules: Sequence[nn.Module], *, measured: bool) -> list[list[LayerMemory]]:
+    def _warm_up(self, modules: Sequence[nn.Module], *, rehearses: bool = False) -> None:
+        begin_step(modules)
+        for event in self.events:
+            instance = self.instances[event.instance]
+            self._recorder.warm_up(_work(instance, event.kind), rehearses=rehearses)
+            if not self._owned_grads:
+                instance.param_grads = []
+        for instance in self.instances.values():
+            instance.forget()
+
+    def _first_warm_up(self, modules: Sequence[nn.Module]) -> list[list[LayerMemory]]:
+        """It shows the sizes of all buffers, by chunk and layer."""
         begin_step(modules)
         saved: dict[Place, dict[int, int]] = {}
         delayed: dict[Place, dict[int, int]] = {}
         inputs: dict[Place, list[Tensor]] = {}
         for event in self.events:
             instance = self.instances[event.instance]
-            if measured and event.kind is Pass.FORWARD:
+            if event.kind is Pass.FORWARD:
                 seen = saved.setdefault(event.instance, {})
                 with saved_tensors_hooks(lambda t, seen=seen: _see(t, seen), lambda t: t):  # type: ignore[misc]
                     self._recorder.warm_up(instance.forward)
@@ -129,7 +156,7 @@ class Graphs:
                 inputs[event.instance] = instance.leaves
                 continue
             self._recorder.warm_up(_work(instance, event.kind))
-            if measured and event.kind is Pass.DGRAD:
+            if event.kind is Pass.DGRAD:
                 left = delayed.setdefault(event.instance, {})
                 for operand in instance.delayed_operands():
                     _see(operand, left)
@@ -137,8 +164,6 @@ class Graphs:
                     left.pop(known.untyped_storage().data_ptr(), None)
         for instance in self.instances.values():
             instance.forget()
-        if not measured:
-            return []
         return [
             [
                 _sizes(self.instances[place], saved.get(place, {}), delayed.get(place, {}))
@@ -191,6 +216,8 @@ class Graphs:
         self._landings[event] = list(first.values())
         if event.kind is Pass.DGRAD:
             instance.take_param_grads(recording, None if self._owned_grads else self._recorder.unowned)
+        if self._poisons:
+            self._to_poison.setdefault(event, []).extend(self._recorder.unheld())
         return segment
 
 

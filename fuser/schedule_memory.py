@@ -82,6 +82,18 @@ class Life(NamedTuple):
     number: int
 
 
+class Taken(NamedTuple):
+    """Bytes that graphs take from the device.
+
+    static: inputs, outputs and their gradients, which stand outside of the pool
+    pool:   everything that passes make: what a forward keeps for its backward and a backward for its delayed wgrad, and
+            what lives within a pass. Whole segments of the allocator, as the pool reserves them. None: not known
+    """
+
+    static: int
+    pool: int | None
+
+
 class WgradCost(NamedTuple):
     """What the delayed wgrads of a layer hold: bytes each, how many wait at once, events that one waits at most."""
 
@@ -94,12 +106,16 @@ class WgradCost(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Who has which buffer when. `plan_memory` makes it."""
+    """Who has which buffer when. `plan_memory` makes it.
+
+    taken: what graphs of the schedule take in all; None until they are made
+    """
 
     schedule: Schedule
     layers: Sequence[Sequence[LayerMemory]]
     follows: Collection[int]
     lives: tuple[Life, ...]
+    taken: Taken | None = None
 
     @cached_property
     def buffers(self) -> Mapping[tuple[Buffer, int], int]:
@@ -169,6 +185,14 @@ class MemoryPlan:
         ]  # fmt: skip
         if self.wgrad_costs:
             lines.append(f"with each wgrad directly behind its dgrad: {_amount(self.prompt().allocated())}")
+        if self.taken is not None:
+            static, pool = self.taken
+            if pool is None:
+                lines.append(f"the graphs take {_amount(static)} for inputs, outputs and their gradients, and a pool "
+                             "of a size not known: a GPU shows it, with 2 warm-ups or more")  # fmt: skip
+            else:
+                lines.append(f"the graphs take {_amount(static + pool)}: {_amount(static)} for inputs, outputs and "
+                             f"their gradients, and a pool of {_amount(pool)}")  # fmt: skip
         return "\n".join(lines)
 
     def _at_each_event(self, amount: Callable[[Life], int]) -> list[int]:

@@ -15,7 +15,8 @@ What the owner of the buffers (a data-parallel wrapper) sets on a weight, read w
     overwrite_main_grad         True: the first gradient overwrites the buffer, whatever was there; later ones are added
     grad_added_to_main_grad     set True here as soon as the buffer holds the gradient; the owner sets it False when it
                                 has taken it. The first gradient is the first since then; where the weight has no such
-                                attribute, every backward overwrites.
+                                attribute, every backward overwrites. What reentrant checkpointing runs within a
+                                backward belongs to it.
     zero_out_wgrad              True: another path of autograd brings a gradient of this weight too
 
 With main_grad autograd gets None for a weight; but of one that has `grad_added_to_main_grad` a placeholder of its
@@ -38,6 +39,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ops.backward import raise_located
 from ops.context import OperationContext, held_parameter
 from ops.gemm import store
+from ops.nested_backward import outermost_backward
 from ops.operation import BasicOperation
 from ops.run import without_autocast
 from recipes.effects import Effect, Landing, perform, recording
@@ -85,7 +87,7 @@ class OperationWithWeights(BasicOperation):
                     "buffer of its own. Give the parameter itself, or leave accumulate_into_main_grad and "
                     "delay_wgrad_compute out."
                 )
-        gradient = _Gradient(weights, product, _operands(product), torch._C._current_graph_task_id())
+        gradient = _Gradient(weights, product, _operands(product), outermost_backward())
         record = recording()
         if record is not None:
             record.weights += weights.values()
@@ -210,7 +212,8 @@ class OperationWithWeights(BasicOperation):
 class _Gradient(NamedTuple):
     """A gradient to be computed.
 
-    weights: those that want it, by name; operands: with their versions; backward: autograd's number of the backward
+    weights: those that want it, by name; operands: with their versions; backward: autograd's number of the backward,
+    of the outermost one where they are nested
     """
 
     weights: dict[str, Tensor]

@@ -5,7 +5,7 @@ storage, and the quantizer with the state it casts by, so keeping changes no bit
 changes neither version nor storage: call `forget_quantized_weights()` on the operation after one. FSDP2 gathers weights
 without a new version, but sets the parameter each time, which drops what is kept (`ops.main_grad`). Nothing is kept of
 weights of an operation with forward hooks, of inference tensors (which have no version), and while a CUDA graph is
-captured: there a flag on the device decides at each replay (`keep_weights` of `autocast`).
+captured, or that rehearsed: there a flag on the device decides at each replay (`keep_weights` of `autocast`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ops.context import OperationContext, held_parameter, state_of
 from recipes.cast_counts import is_counting
+from recipes.effects import recording
 from recipes.quantized_tensor import QuantizedTensor
 from recipes.quantizer import Quantizer
 from recipes.recipe import Role
@@ -88,7 +89,7 @@ def quantized_weights(
     flag = keep_weights_flag()
     if flag is not None:
         shared = _shared_by_graphs(operation, parameters, (key[0], ctx.path.name, ctx.dtype))
-        if _is_capturing(parameters):
+        if _casts_at_each_replay(parameters):
             kept = QuantizedWeights(parameters, key, partial(_unless_flagged, shared, flag))
             ctx.quantized_weights = kept
             return kept.copies(rowwise, columnwise, quantize)
@@ -107,7 +108,12 @@ def quantized_weights(
 
 def _can_be_kept(operation: Any, parameters: Sequence[Tensor]) -> bool:
     unknown = operation._forward_pre_hooks or any(p.is_inference() for p in parameters)
-    return not (unknown or is_counting() or _is_capturing(parameters))
+    return not (unknown or is_counting() or _casts_at_each_replay(parameters))
+
+
+def _casts_at_each_replay(parameters: Sequence[Tensor]) -> bool:
+    record = recording()
+    return _is_capturing(parameters) or (record is not None and record.rehearses)
 
 
 def _is_capturing(parameters: Sequence[Tensor]) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ops.backward import Record, raise_located, run_backward
 from ops.context import OperationContext, at_tensor, state_of
 from ops.in_place import check_writable, memory_of
+from ops.nested_backward import note_forward
 from ops.program import Planner, Program, Wiring, plan_unfused
 from ops.saved import flatten
 from recipes.pending import PendingUpdates
@@ -156,6 +157,7 @@ class Pipeline:
         extras: every name in `self.consumed`. wanted: the names of the extra outputs to return.
         Returns (y, {name: extra output}).
         """
+        note_forward()
         parameters = self._parameters()
         program = self._program(x, extras, parameters, training, fusions_version)
         call = _Call(program, extras, tuple(wanted), buffers or {}, self.retain_graph, self.labels)

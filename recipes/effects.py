@@ -39,11 +39,13 @@ class Recording:
     """What was kept.
 
     redirect:     gives the memory that is written in place of a gradient buffer; None: the buffer itself
+    rehearses:    whether memory is to be taken as while a graph is captured, though none is
     weights:      whose gradients went elsewhere than to autograd
     placeholders: what autograd got for some of them
     """
 
     redirect: Callable[[Tensor], Tensor] | None = None
+    rehearses: bool = False
     effects: list[Effect] = field(default_factory=list)
     landings: list[Landing] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
@@ -69,10 +71,10 @@ def recording() -> Recording | None:
 
 
 @contextmanager
-def recorded(redirect: Callable[[Tensor], Tensor] | None = None) -> Iterator[Recording]:
+def recorded(redirect: Callable[[Tensor], Tensor] | None = None, *, rehearses: bool = False) -> Iterator[Recording]:
     """Keep the effects of what runs inside."""
     global _recording
-    before, _recording = _recording, Recording(redirect)
+    before, _recording = _recording, Recording(redirect, rehearses)
     try:
         yield _recording
     finally:

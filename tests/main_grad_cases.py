@@ -58,14 +58,16 @@ def biases_of(sequential: nn.Module) -> dict[str, Any]:
     return {name: parameter for name, parameter in sequential.named_parameters() if ".bias" in name}
 
 
-def backward(sequential: Sequential, seed: int = 1) -> Tensor:
-    """One forward and backward on rows that depend on the seed. Returns the gradient of x."""
+def backward(sequential: Sequential, seed: int = 1, between: Callable[[], None] | None = None) -> Tensor:
+    """One forward, `between()`, and backward on rows that depend on the seed. Returns the gradient of x."""
     first = next(sequential.parameters())
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(ROWS, IN, generator=generator).to(first.device, first.dtype).requires_grad_()
     asks = sequential.layout().consumed
     y = sequential(x, **({"split_sizes": torch.tensor(SIZES, device=first.device)} if asks else {}))
     dy = torch.randn(y.shape, generator=generator).to(y)
+    if between is not None:
+        between()
     y.backward(dy)
     assert x.grad is not None
     return x.grad

@@ -14,15 +14,31 @@ from fuser.graph_capture import Scratch
 from recipes.effects import recorded
 
 
-class _Log(TorchDispatchMode):
+class OpsLog(TorchDispatchMode):
+    """calls: what torch was asked to compute inside: the operation, its arguments, what it gave."""
+
     def __init__(self):
         super().__init__()
         self.calls = []
+
+    def new_memory(self):
+        """The calls that took memory, in order: the operation, and the bytes of each result not in its arguments."""
+        made = []
+        for func, args, kwargs, result in self.calls:
+            given = _memory_of((args, kwargs))
+            sizes = [t.untyped_storage().nbytes() for t in tree_leaves(result)
+                     if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given]  # fmt: skip
+            made += [(str(func), sizes)] if sizes else []
+        return made
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, result))
         return result
+
+
+def _memory_of(values):
+    return {t.untyped_storage().data_ptr() for t in tree_leaves(values) if isinstance(t, torch.Tensor)}
 
 
 class _OpsSegment:
@@ -34,8 +50,7 @@ class _OpsSegment:
         with torch.no_grad():
             for func, args, kwargs, result in self._calls:
                 again = func(*args, **kwargs)
-                given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs))
-                         if isinstance(t, torch.Tensor)}  # fmt: skip
+                given = _memory_of((args, kwargs))
                 for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                     if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() not in given:
                         old.copy_(new)
@@ -57,15 +72,21 @@ class OpsRecorder:
     def warming_up(self):
         yield
 
-    def warm_up(self, work):
-        with recorded(self._scratch) as recording:
+    def warm_up(self, work, *, rehearses=False):
+        with recorded(self._scratch, rehearses=rehearses) as recording:
             work()
         recording.undo()
+
+    def measure(self, run):
+        run()
+
+    def end_warm_up(self):
+        pass
 
     def record(self, work):
         OpsRecorder.is_recording = True
         try:
-            with recorded() as recording, _Log() as log:
+            with recorded() as recording, OpsLog() as log:
                 work()
         finally:
             OpsRecorder.is_recording = False
@@ -74,3 +95,6 @@ class OpsRecorder:
 
     def unowned(self, tensor):
         return tensor
+
+    def unheld(self):
+        return []

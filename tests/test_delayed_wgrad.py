@@ -73,25 +73,30 @@ def test_delay_changes_no_bit(model: str, dtype: torch.dtype, recipe: str | None
 # Which backward is computed when
 
 
+@DEVICE
 @MAIN_GRAD
 @EVERY_MODEL
-def test_each_call_adds_the_gradient_of_the_oldest_backward(model: str, main_grad: bool) -> None:
-    sequential = make(model, accumulate_into_main_grad=main_grad, delay_wgrad_compute=True)
+def test_each_call_adds_the_gradient_of_the_oldest_backward(model: str, main_grad: bool, device: str) -> None:
+    plain = make(model, device=device, accumulate_into_main_grad=main_grad)
+    sequential = make(model, device=device, accumulate_into_main_grad=main_grad, delay_wgrad_compute=True)
+    give_main_grads(plain, 0.0)
     give_main_grads(sequential, 0.0)
     seeds = (1, 2, 3)
     for seed in seeds:
         backward(sequential, seed)
-    for count in range(1, len(seeds) + 1):
+    for seed in seeds:
         assert sequential.need_backward_dw()
         sequential.backward_dw()
-        assert_same_bits(landed(sequential, main_grad), gradients(make(model), *seeds[:count]))
+        backward(plain, seed)
+        assert_same_bits(landed(sequential, main_grad), landed(plain, main_grad))
     assert not sequential.need_backward_dw()
 
 
+@DEVICE
 @FEW
-def test_without_main_grad_it_adds_in_place_to_what_is_in_grad(model: str) -> None:
-    expected = gradients(make(model), 1)
-    sequential = make(model, delay_wgrad_compute=True)
+def test_without_main_grad_it_adds_in_place_to_what_is_in_grad(model: str, device: str) -> None:
+    expected = gradients(make(model, device=device), 1)
+    sequential = make(model, device=device, delay_wgrad_compute=True)
     given = {name: torch.full_like(weight, 2.0) for name, weight in weights_of(sequential).items()}
     for name, weight in weights_of(sequential).items():
         weight.grad = given[name]
@@ -309,9 +314,10 @@ def test_weights_whose_gradient_is_delayed_are_marked() -> None:
     assert marked(moved) == ["weight"]
 
 
+@DEVICE
 @FEW
-def test_hooks_run_in_order_once_for_each_call_and_find_the_gradient(model: str) -> None:
-    sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=True)
+def test_hooks_run_in_order_once_for_each_call_and_find_the_gradient(model: str, device: str) -> None:
+    sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=True)
     give_main_grads(sequential, 0.0)
     calls: list[str] = []
     for module in sequential:

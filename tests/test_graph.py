@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from fuser import Schedule, Sequential, autocast, make_graphed_callables, ops
+from fuser.graph_capture import CudaRecorder
 from ops import main_grad
-from recipes import CustomRecipe, DelayedScaling, Quantizer
+from recipes import CustomRecipe, DelayedScaling, MixedScaling, Quantizer
 from tests import main_grad_cases as cases
 from tests.reference import assert_close, assert_same_bits, no_host_sync, random_sizes
+from tests.test_every_recipe import EVERY
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RECIPES = ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]
-
 
 @pytest.fixture(params=DEVICES)
 def device(request):
@@ -75,7 +76,9 @@ def graphed(module, **options):
 # Replays are what the module does.
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize(
+    "recipe", [None, *RECIPES, pytest.param(MixedScaling("fp8_current", "mxfp8", "mxfp8"), id="mixed")]
+)
 def test_fifty_replays_have_the_bits_of_the_module(recipe, device):
     eager = experts(device)
     module = deepcopy(eager)
@@ -124,6 +127,44 @@ def test_microbatches_of_a_schedule_with_splits_of_their_own(recipe, accumulate,
         results.append([*found, dict(module.named_buffers())])
     for ours, expected in zip(results[1], results[0], strict=True):
         assert_same_bits(ours, expected)
+
+
+@EVERY
+def test_a_replay_with_other_splits_has_the_bits_of_the_module(recipe, device):
+    eager = experts(device)
+    module = deepcopy(eager)
+    call = graphed(module, recipe=recipe)
+    for sizes in ([96, 0, 0, 0], [0, 0, 0, 96], [24] * 4, [0] * 4, [1, 0, 94, 1], [0, 3, 0, 4]):
+        results = []
+        for forward, owner in ((eager, eager), (call, module)):
+            owner.zero_grad()
+            x, extras, dy = batch(1, device)
+            extras["split_sizes"] = torch.tensor(sizes, device=device)
+            torch.manual_seed(1)  # for recipes that round at random
+            with autocast(recipe):
+                y = forward(x, **extras)
+            y.backward(dy)
+            assert not y[sum(sizes) :].any() and not x.grad[sum(sizes) :].any()
+            results.append({"y": y, "dx": x.grad, "dscales": extras["scales"].grad, **grads(owner)})
+        assert_same_bits(results[1], results[0])
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_replays_repeat_bit_for_bit(recipe, accumulate, device):
+    module = experts(device, delay_wgrad_compute=True, accumulate_into_main_grad=accumulate)
+    cases.give_main_grads(module, 0.0)
+    call = graphed(module, recipe=recipe)
+    first = None
+    for _ in range(20 if device == "cuda" else 3):
+        module.zero_grad()
+        for weight in cases.weights_of(module).values():
+            weight.main_grad.fill_(0.5)
+        found = run(call, module, 1, recipe, wgrad=call.backward_dw)
+        found |= {name: w.main_grad if accumulate else w.grad for name, w in cases.weights_of(module).items()}
+        found = {name: tensor.clone() for name, tensor in found.items()}
+        first = first or found
+        assert_same_bits(found, first)
 
 
 @pytest.mark.parametrize("warmups", [0, 1, 3])
@@ -502,6 +543,38 @@ def test_a_replay_is_one_launch_for_each_pass():
     names = [event.name for event in profile.events()]
     assert names.count("cudaGraphLaunch") == 2
     assert names.count("cudaLaunchKernel") + names.count("cuLaunchKernelEx") < 8  # copies into buffers, .grad
+
+
+class KeepsAnAddress(torch.autograd.Function):
+    """y = 2 x, whose gradient it multiplies with what stands where 3 x stood: memory that it does not hold."""
+
+    @staticmethod
+    def forward(ctx, x):
+        other = 3 * x
+        ctx.others = CudaRecorder(x.device, None).unowned(other)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.others
+
+
+@pytest.mark.gpu
+def test_memory_that_passes_have_freed_is_nan_for_the_next_one():
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+    class Faulty(nn.Module):
+        def forward(self, x):
+            return KeepsAnAddress.apply(x)
+
+    x = torch.randn(1 << 20, device="cuda").requires_grad_()
+    found = []
+    for debug in (False, True):
+        x.grad = None
+        call = make_graphed_callables(Faulty(), (x,), debug=debug)
+        call(x).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(found[0], 3 * x) and found[1].isnan().all()
 
 
 # What cannot be captured, or replayed.

@@ -135,6 +135,31 @@ def test_a_schedule_replays_as_it_runs(order, main_grad, shared, device):
     assert_replays_are_eager(schedule, device, main_grad=main_grad, share_buffers=shared)
 
 
+def interleaved(layers, microbatches, *, delay):
+    """Forwards, then dgrads; each wgrad behind the forwards of the microbatch that follows."""
+    forward = [f"F{chunk}" for chunk in range(1, len(layers) + 1)]
+    backward, wgrad = ([f"{kind}{chunk}" for chunk in range(len(layers), 0, -1)] for kind in "BW")
+    order = forward + backward
+    for _ in range(microbatches - 1):
+        order += [*forward, *(wgrad if delay else []), *backward]
+    return Schedule.parse([*order, *(wgrad if delay else [])], layers=layers)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("layers", [[1], [2], [3], [1, 2], [2, 1, 3]], ids=str)
+def test_wgrads_behind_other_forwards_replay_as_they_run(layers, microbatches, delay, main_grad, shared, device):
+    schedule = interleaved(layers, microbatches, delay=delay)
+    assert_replays_are_eager(schedule, device, main_grad=main_grad, share_buffers=shared, num_warmup_iters=2)
+
+
+@pytest.mark.parametrize("warmups", [0, 1])
+def test_a_schedule_needs_no_warm_up(warmups, device):
+    assert_replays_are_eager(interleaved([2, 1], 2, delay=True), device, main_grad=True, num_warmup_iters=warmups)
+
+
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schedule=schedules(microbatches=3), main_grad=st.booleans())
 def test_any_schedule_replays_as_it_runs(device, schedule, main_grad):
@@ -174,12 +199,13 @@ def test_by_the_names_of_transformer_engine(device):
         assert [call.module for call in callables] == [modules[i] for i in (0, 1, 0, 1, 2, 3, 2, 3)]
 
 
-def test_an_eval_schedule_is_its_forwards(device):
+@pytest.mark.parametrize("warmups", [0, 3])
+def test_an_eval_schedule_is_its_forwards(warmups, device):
     schedule = Schedule.parse("F1 F1 B1 B1", layers=[2])
     chunks = chunks_for(schedule, device)
     for module in chunks[0]:
         module.eval()
-    callables = capture(schedule, chunks, device)
+    callables = capture(schedule, chunks, device, num_warmup_iters=warmups)
     inputs, _ = data_for(schedule, device, 0)
     with torch.no_grad():
         for m in range(2):
@@ -292,17 +318,74 @@ def test_the_schedule_itself_is_let_pass(schedule):
             order.done(event)
 
 
-# What does not fit
+# What fails, and what does not fit
+
+
+class Failing(torch.autograd.Function):
+    """Fails in the n-th forward or backward of those who share `left`."""
+
+    @staticmethod
+    def forward(ctx, x, left, at):
+        ctx.left, ctx.at = left, at
+        _count(left, at == "forward")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        _count(ctx.left, ctx.at == "backward")
+        return dy * 2, None, None
+
+
+def _count(left, counts):
+    left[0] -= counts
+    if counts and not left[0]:
+        raise ArithmeticError("as asked")
+
+
+class Fails(torch.nn.Module):
+    def __init__(self, at, number):
+        super().__init__()
+        self.at, self.left = at, [number]
+
+    def forward(self, x):
+        return Failing.apply(x, self.left, self.at)
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, 6, 7, 8, 9])
+@pytest.mark.parametrize("at", ["forward", "backward"])
+def test_an_exception_in_any_pass_leaves_all_as_it_was(at, number, device):
+    """Three microbatches, two warm-ups: from the seventh on within the capture, between passes that were recorded."""
+    schedule = Schedule.parse("F1 F1 B1 W1 F1 B1 B1 W1 W1", layers=[2])
+    chunks = chunks_for(schedule, device, main_grad=True)
+    module = Sequential(*chunks[0][0], Fails(at, number), *chunks[0][1])
+    x = torch.randn(ROWS, WIDTH, device=device).requires_grad_()
+    for weight in module.parameters():
+        weight.grad = torch.full_like(weight, 0.5)
+    schedule = Schedule.parse(schedule.entries, layers=[1])
+    with pytest.raises(ArithmeticError, match="as asked"):
+        make_graphed_callables([module], [(x,)], schedule=schedule, num_warmup_iters=2, debug=True)
+    for weight in module.parameters():
+        assert (weight.grad == 0.5).all()
+    for weight in cases.weights_of(module).values():
+        assert (weight.main_grad == 0.25).all() and not weight.grad_added_to_main_grad
+    assert not module.need_backward_dw() and not torch.is_autocast_enabled(device)
+    assert device == "cpu" or not torch.cuda.is_current_stream_capturing()
+    # It will not fail again.
+    calls = make_graphed_callables([module], [(x,)], schedule=schedule, num_warmup_iters=2, debug=True)
+    expected = module(x)
+    assert torch.equal(calls[0](x), expected)
 
 
 def test_a_schedule_must_fit_its_modules(device):
+    ran = []
     chunks = chunks_for(Schedule.parse("F1 F2 B2 B1"), device)
     modules = [chunk[0] for chunk in chunks]
     sample = (torch.randn(ROWS, WIDTH, device=device),)
     with pytest.raises(ScheduleError, match=r"R1 \(totals\)"):
         make_graphed_callables(modules, [sample] * 2, schedule="F1 F2 B2")
     with pytest.raises(ScheduleError, match="no layer of it delays its wgrad"):
-        make_graphed_callables(modules, [sample] * 2, schedule="F1 F2 B2 W2 B1")
+        make_graphed_callables(modules, [sample] * 2, schedule="F1 F2 B2 W2 B1", pre_warmup_hook=lambda: ran.append(1))
+    assert not ran
     with pytest.raises(ValueError, match=r"2 modules, but the schedule has \[1, 1, 1\] layers"):
         make_graphed_callables(modules, [sample] * 2, schedule="F1 F2 F3 B3 B2 B1")
     with pytest.raises(ValueError, match="There are 3 sample_args, 2 modules and 2 microbatches"):

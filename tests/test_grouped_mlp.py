@@ -361,16 +361,17 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("only", PRODUCTS)
-def test_no_product_is_computed_for_what_is_frozen(only, monkeypatch):
-    sequential = Sequential(*make())
+def test_no_product_is_computed_for_what_is_frozen(only, device, monkeypatch):
+    sequential = Sequential(*make(device=device))
     computed: list[str] = []
     for verb in ("dgrad", "wgrad"):
         original = getattr(GroupedPath, verb)
         monkeypatch.setattr(
             GroupedPath, verb, lambda *a, _o=original, _v=verb, **kw: (computed.append(_v), _o(*a, **kw))[1]
         )
-    x, scales, dy = data(sequential, 21, 21, torch.float32)
+    x, scales, dy = data(sequential, 21, 21, torch.float32, device)
     for name, tensor in {"x": x, "scales": scales, **dict(sequential.named_parameters())}.items():
         tensor.requires_grad_(name == only)
     with autocast(recipe="mxfp8"):  # without a recipe the CPU has a loop of its own, see below

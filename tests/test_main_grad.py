@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, ops
+from ops import nested_backward
 from ops.gemm import store
 from ops.operation import FusedOperation
 from tests.check_operation import DEVICES
@@ -49,11 +51,14 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.flo
 
 def check_table(
     sequential: Sequential, expected: dict[str, Tensor], *, delay: bool, main_grad: bool, flag: bool, overwrite: bool,
-    zero_out: bool, dtype: torch.dtype = torch.float32,
+    zero_out: bool, dtype: torch.dtype = torch.float32, late: bool = False,
 ) -> None:  # fmt: skip
+    """late: the attributes are set between forward and backward."""
     start = torch.nan if overwrite else 0.5
-    give_main_grads(sequential, start, flag=flag, overwrite=overwrite, zero_out=zero_out)
-    backward(sequential)
+    give = partial(give_main_grads, sequential, start, flag=flag, overwrite=overwrite, zero_out=zero_out)
+    if not late:
+        give()
+    backward(sequential, between=give if late else None)
     weights = weights_of(sequential)
     for name, weight in weights.items():
         untouched = torch.full_like(weight.main_grad, start)
@@ -101,6 +106,15 @@ def test_gradients_land_where_the_table_says(model: str, case: dict[str, bool], 
 
 
 @DEVICE
+@pytest.mark.parametrize("case", TABLE, ids=name_of)
+@pytest.mark.parametrize("model", ["linear", "grouped", "grouped, per group", "experts"])
+def test_the_table_holds_for_attributes_set_after_forward(model: str, case: dict[str, bool], device: str) -> None:
+    expected = gradients(make(model, device=device), 1)
+    switches = {"accumulate_into_main_grad": case["main_grad"], "delay_wgrad_compute": case["delay"]}
+    check_table(make(model, device=device, **switches), expected, late=True, **case)
+
+
+@DEVICE
 @pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize("path", [None, "split"])
@@ -117,20 +131,22 @@ def test_recipes_and_paths_keep_to_the_table(
         check_table(sequential, expected, dtype=torch.bfloat16, **case)
 
 
+@DEVICE
 @FEW
-def test_gradients_of_several_backwards_are_added(model: str) -> None:
-    expected = gradients(make(model), 1, 2, 3)
-    sequential = make(model, accumulate_into_main_grad=True)
+def test_gradients_of_several_backwards_are_added(model: str, device: str) -> None:
+    expected = gradients(make(model, device=device), 1, 2, 3)
+    sequential = make(model, device=device, accumulate_into_main_grad=True)
     give_main_grads(sequential, 0.0)
     gradients(sequential, 1, 2, 3)
     for name, weight in weights_of(sequential).items():
         assert_near(weight.main_grad, expected[name])
 
 
+@DEVICE
 @FEW
-def test_the_first_gradient_since_the_reset_overwrites_and_later_ones_are_added(model: str) -> None:
-    expected = gradients(make(model), 1, 2)
-    sequential = make(model, accumulate_into_main_grad=True)
+def test_the_first_gradient_since_the_reset_overwrites_and_later_ones_are_added(model: str, device: str) -> None:
+    expected = gradients(make(model, device=device), 1, 2)
+    sequential = make(model, device=device, accumulate_into_main_grad=True)
     give_main_grads(sequential, torch.nan, overwrite=True)
     for _ in range(2):
         gradients(sequential, 1, 2)
@@ -139,19 +155,21 @@ def test_the_first_gradient_since_the_reset_overwrites_and_later_ones_are_added(
             weight.grad_added_to_main_grad = False
 
 
+@DEVICE
 @FEW
-def test_every_backward_overwrites_without_the_flag(model: str) -> None:
-    expected = gradients(make(model), 2)
-    sequential = make(model, accumulate_into_main_grad=True)
+def test_every_backward_overwrites_without_the_flag(model: str, device: str) -> None:
+    expected = gradients(make(model, device=device), 2)
+    sequential = make(model, device=device, accumulate_into_main_grad=True)
     give_main_grads(sequential, torch.nan, flag=False, overwrite=True)
     gradients(sequential, 1, 2)
     for name, weight in weights_of(sequential).items():
         assert_near(weight.main_grad, expected[name])
 
 
+@DEVICE
 @pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
-def test_an_empty_groups_part_is_untouched_or_zeroed(overwrite: bool) -> None:
-    sequential = make("grouped", accumulate_into_main_grad=True)
+def test_an_empty_groups_part_is_untouched_or_zeroed(overwrite: bool, device: str) -> None:
+    sequential = make("grouped", device=device, accumulate_into_main_grad=True)
     give_main_grads(sequential, torch.nan, overwrite=overwrite)
     backward(sequential)
     [weight] = weights_of(sequential).values()
@@ -177,14 +195,20 @@ def test_a_buffer_in_the_weights_dtype_gets_the_same_gradient_rounded(model: str
 
 def padded(weight: Tensor) -> Tensor:
     groups, elements = weight.shape[0], weight[0].numel()
-    return torch.full((groups, elements + 8), torch.nan)[:, :elements].unflatten(1, weight.shape[1:]).fill_(0.5)
+    buffer = torch.full((groups, elements + 8), torch.nan, device=weight.device)
+    return buffer[:, :elements].unflatten(1, weight.shape[1:]).fill_(0.5)
 
 
+def flat(weight: Tensor) -> Tensor:
+    return torch.full((weight.numel(),), 0.5, device=weight.device)
+
+
+@DEVICE
 @pytest.mark.parametrize("path", ["grouped", "split"])
-@pytest.mark.parametrize("layout", [padded, lambda weight: torch.full((weight.numel(),), 0.5)], ids=["padded", "flat"])
-def test_flat_and_padded_buffers_are_written_in_place(layout: Any, path: str) -> None:
-    expected = gradients(make("grouped"), 1)
-    sequential = make("grouped", accumulate_into_main_grad=True, path=path)
+@pytest.mark.parametrize("layout", [padded, flat])
+def test_flat_and_padded_buffers_are_written_in_place(layout: Any, path: str, device: str) -> None:
+    expected = gradients(make("grouped", device=device), 1)
+    sequential = make("grouped", device=device, accumulate_into_main_grad=True, path=path)
     [(name, weight)] = weights_of(sequential).items()
     buffer = weight.main_grad = layout(weight)
     backward(sequential)
@@ -194,16 +218,19 @@ def test_flat_and_padded_buffers_are_written_in_place(layout: Any, path: str) ->
         assert torch.as_strided(buffer, (len(SIZES) - 1, 8), (buffer.stride(0), 1), buffer[0].numel()).isnan().all()
 
 
+@DEVICE
 @pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
 @pytest.mark.parametrize("order", ["as the groups", "reversed"])
 @pytest.mark.parametrize("room", [0, 8])
-def test_each_groups_part_of_a_flat_bucket_is_written_in_place(room: int, order: str, overwrite: bool) -> None:
-    expected = gradients(make("grouped, per group"), 1)
-    sequential = make("grouped, per group", accumulate_into_main_grad=True)
+def test_each_groups_part_of_a_flat_bucket_is_written_in_place(
+    room: int, order: str, overwrite: bool, device: str
+) -> None:
+    expected = gradients(make("grouped, per group", device=device), 1)
+    sequential = make("grouped, per group", device=device, accumulate_into_main_grad=True)
     give_main_grads(sequential, 0.0, overwrite=overwrite)
     weights = weights_of(sequential)
     size = IN * OUT
-    bucket = torch.full((len(SIZES), size + room), -0.0)
+    bucket = torch.full((len(SIZES), size + room), -0.0, device=device)
     parts = bucket.unbind() if order == "as the groups" else bucket.unbind()[::-1]
     for weight, part in zip(weights.values(), parts, strict=True):
         weight.main_grad = part[:size].view(weight.shape)
@@ -227,14 +254,18 @@ REFUSED = {
 }
 
 
+@DEVICE
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("model", ["linear", "grouped", "grouped, per group", "experts"])
-def test_a_buffer_that_does_not_fit_is_refused_in_one_sentence(model: str, kind: str, delay: bool) -> None:
-    sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+def test_a_buffer_that_does_not_fit_is_refused_in_one_sentence(
+    model: str, kind: str, delay: bool, device: str
+) -> None:
+    sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     give_main_grads(sequential, 0.5)
     name, weight = list(weights_of(sequential).items())[-1]
-    weight.main_grad = buffer = REFUSED[kind](weight)
+    with torch.device(device):
+        weight.main_grad = buffer = REFUSED[kind](weight)
     if buffer is None:
         pytest.skip("This weight has no groups.")
     position, own_name = name.split(".")
@@ -244,7 +275,7 @@ def test_a_buffer_that_does_not_fit_is_refused_in_one_sentence(model: str, kind:
     message = (
         f"In operation {place}: {own_name}.main_grad has shape "
         f"{list(buffer.shape)}, strides {list(buffer.stride())}, {buffer.dtype}, on {buffer.device}. Needed for "
-        f"{own_name!r}: torch.float32, on cpu, contiguous, of shape {list(weight.shape)} or flat"
+        f"{own_name!r}: torch.float32, on {weight.device}, contiguous, of shape {list(weight.shape)} or flat"
     )
     if delay:
         backward(sequential)
@@ -273,11 +304,12 @@ def test_a_weight_without_a_buffer_is_refused_in_wgrad(model: str, value: Any, d
 # When the attributes are read
 
 
+@DEVICE
 @FEW
-def test_forward_needs_no_main_grad(model: str) -> None:
-    sequential = make(model, accumulate_into_main_grad=True)
-    x = torch.ones(ROWS, IN)
-    extras = {"split_sizes": torch.tensor(SIZES)} if sequential.layout().consumed else {}
+def test_forward_needs_no_main_grad(model: str, device: str) -> None:
+    sequential = make(model, device=device, accumulate_into_main_grad=True)
+    x = torch.ones(ROWS, IN, device=device)
+    extras = {"split_sizes": torch.tensor(SIZES, device=device)} if sequential.layout().consumed else {}
     with torch.no_grad():
         sequential(x, **extras)
     with torch.inference_mode():
@@ -330,6 +362,24 @@ def test_hooks_of_autograd_see_the_flag_and_the_buffer(model: str) -> None:
         assert_near(value, expected[name])
 
 
+@DEVICE
+@pytest.mark.parametrize("model", ["grouped, per group", "experts, per group"])
+def test_placeholders_of_weights_of_one_shape_share_nothing(model: str, device: str) -> None:
+    expected = gradients(make(model, device=device), 1, 2)
+    sequential = make(model, device=device, accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.0, zero_out=True)
+    weights = weights_of(sequential)
+    backward(sequential, 1)
+    held = [weight.grad for weight in weights.values()]
+    assert len({grad.untyped_storage().data_ptr() for grad in held}) == len(held)
+    for index, grad in enumerate(held):
+        grad.fill_(index)
+    backward(sequential, 2)  # adds zeros in place, to each its own
+    for index, (name, weight) in enumerate(weights.items()):
+        assert (weight.grad == index).all()
+        assert_near(weight.main_grad, expected[name])
+
+
 def test_placeholders_are_taken_as_grad_without_a_copy_and_freed_with_it() -> None:
     sequential = make("experts", accumulate_into_main_grad=True)
     give_main_grads(sequential, 0.0)
@@ -365,18 +415,19 @@ def test_an_input_without_requires_grad_does_not_keep_the_weights_from_their_gra
         assert_near(weight.main_grad, expected[name])
 
 
-def tied(**switches: bool) -> Sequential:
+def tied(device: str, **switches: bool) -> Sequential:
     torch.manual_seed(0)
-    sequential = Sequential(ops.Linear(IN, IN, **switches), ops.SiLU(), ops.Linear(IN, IN, **switches))
+    sequential = Sequential(ops.Linear(IN, IN, **switches), ops.SiLU(), ops.Linear(IN, IN, **switches)).to(device)
     sequential[2].weight = sequential[0].weight
     return sequential
 
 
+@DEVICE
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
-def test_both_gradients_of_a_tied_weight_are_added(overwrite: bool, delay: bool) -> None:
-    expected = gradients(tied(), 1)["0.weight"]
-    sequential = tied(accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+def test_both_gradients_of_a_tied_weight_are_added(overwrite: bool, delay: bool, device: str) -> None:
+    expected = gradients(tied(device), 1)["0.weight"]
+    sequential = tied(device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     give_main_grads(sequential, torch.nan if overwrite else 0.5, overwrite=overwrite)
     backward(sequential)
     if delay:
@@ -384,18 +435,19 @@ def test_both_gradients_of_a_tied_weight_are_added(overwrite: bool, delay: bool)
     assert_near(sequential[0].weight.main_grad, expected + (0 if overwrite else 0.5))
 
 
+@DEVICE
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
-def test_two_uses_in_one_backward_add_up_or_are_refused_where_each_would_overwrite(delay: bool) -> None:
-    expected = gradients(make("linear"), 1, 2)["0.weight"]
+def test_two_uses_in_one_backward_add_up_or_are_refused_where_each_would_overwrite(delay: bool, device: str) -> None:
+    expected = gradients(make("linear", device=device), 1, 2)["0.weight"]
 
     def run(flag: bool) -> Sequential:
-        sequential = make("linear", accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+        sequential = make("linear", device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
         give_main_grads(sequential, torch.nan, flag=flag, overwrite=True)
         losses = []
         for seed in (1, 2):
             generator = torch.Generator().manual_seed(seed)
-            x = torch.randn(ROWS, IN, generator=generator)
-            losses.append((sequential(x) * torch.randn(ROWS, OUT, generator=generator)).sum())
+            x, dy = (torch.randn(ROWS, width, generator=generator).to(device) for width in (IN, OUT))
+            losses.append((sequential(x) * dy).sum())
         sum(losses).backward()
         if delay:
             sequential.backward_dw()
@@ -408,13 +460,93 @@ def test_two_uses_in_one_backward_add_up_or_are_refused_where_each_would_overwri
         run(flag=False)
 
 
-def test_a_tied_weight_with_zero_out_wgrad_keeps_the_gradient_of_the_other_path() -> None:
+def outside(model: Any, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def segment(model: Any, x: Tensor) -> Tensor:
+    return torch_checkpoint(model, x, use_reentrant=True)
+
+
+def segment_in_segment(model: Any, x: Tensor) -> Tensor:
+    return torch_checkpoint(partial(segment, model), x, use_reentrant=True)
+
+
+# How a weight is used twice in one backward. Reentrant checkpointing runs one of its own for each segment.
+TWO_USES = {
+    "two segments": (segment, segment),
+    "a segment, then outside": (segment, outside),
+    "outside, then a segment": (outside, segment),
+    "segments in segments": (segment_in_segment, segment_in_segment),
+    "a segment, then one in a segment": (segment, segment_in_segment),
+}
+
+
+def loss_of(model: Any, *uses: Any) -> Any:
+    """Of integers, so that sums of gradients are exact."""
+    generator = torch.Generator().manual_seed(1)
+    device = next(model.parameters()).device
+    numbers = [torch.randint(-3, 4, (ROWS, IN), generator=generator) for _ in uses]
+    inputs = [x.to(device, torch.float32).requires_grad_() for x in numbers]
+    return sum(use(model, x).sum() for use, x in zip(uses, inputs, strict=True))
+
+
+@DEVICE
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("kind", TWO_USES)
+def test_uses_in_reentrant_segments_are_uses_in_one_backward(kind: str, delay: bool, device: str) -> None:
+    plain = make("linear", device=device)
+    loss_of(plain, *TWO_USES[kind]).backward()
+    sequential = make("linear", device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    [weight] = weights_of(sequential).values()
+    for _ in range(2):  # a backward of its own each time
+        give_main_grads(sequential, torch.nan, overwrite=True)
+        loss_of(sequential, *TWO_USES[kind]).backward()
+        if delay:
+            sequential.backward_dw()  # one call for one backward
+            assert not sequential.need_backward_dw()
+        assert torch.equal(weight.main_grad, plain[0].weight.grad)
+    del weight.grad_added_to_main_grad
+    with pytest.raises(RuntimeError, match="Weight 'weight' is used twice in one backward"):
+        loss_of(sequential, *TWO_USES[kind]).backward()
+        sequential.backward_dw()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(fctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(fctx: Any, dy: Tensor) -> Any:
+        raise ArithmeticError("as asked")
+
+
+@DEVICE
+@pytest.mark.parametrize("use", [outside, segment, segment_in_segment])
+def test_every_backward_overwrites_without_the_flag_also_in_reentrant_segments(use: Any, device: str) -> None:
+    plain = make("linear", device=device)
+    loss_of(plain, use).backward()
+    sequential = make("linear", device=device, accumulate_into_main_grad=True)
+    give_main_grads(sequential, torch.nan, flag=False, overwrite=True)
+    [weight] = weights_of(sequential).values()
+    for is_first in (True, False):
+        loss_of(sequential, use).backward()
+        assert torch.equal(weight.main_grad, plain[0].weight.grad)
+        if is_first:  # a backward that fails has ended, too
+            with pytest.raises(ArithmeticError):
+                loss_of(sequential, lambda model, x: use(model, Fails.apply(x))).backward()
+    assert not nested_backward._running
+
+
+@DEVICE
+def test_a_tied_weight_with_zero_out_wgrad_keeps_the_gradient_of_the_other_path(device: str) -> None:
     """A word embedding that is also the output layer, as Megatron ties them."""
-    sequential = make("linear", accumulate_into_main_grad=True)
+    sequential = make("linear", device=device, accumulate_into_main_grad=True)
     give_main_grads(sequential, 0.0, zero_out=True)
     [weight] = weights_of(sequential).values()
     other = torch.nn.Parameter(weight.detach().clone())  # of the same shape: nothing of it may arrive here
-    tokens = torch.tensor([3, 1, 3])
+    tokens = torch.tensor([3, 1, 3], device=device)
     for _ in range(2):
         weight.grad = None
         y = sequential(torch.nn.functional.embedding(tokens, weight) + other[:3])
@@ -424,9 +556,10 @@ def test_a_tied_weight_with_zero_out_wgrad_keeps_the_gradient_of_the_other_path(
         assert_near(weight.grad, through_embedding)
 
 
-def test_each_experts_attributes_are_its_own() -> None:
-    expected = gradients(make("grouped, per group"), 1)
-    sequential = make("grouped, per group", accumulate_into_main_grad=True)
+@DEVICE
+def test_each_experts_attributes_are_its_own(device: str) -> None:
+    expected = gradients(make("grouped, per group", device=device), 1)
+    sequential = make("grouped, per group", device=device, accumulate_into_main_grad=True)
     give_main_grads(sequential, 0.5, flag=False)
     weights = weights_of(sequential)
     first, second, third, fourth = weights.values()

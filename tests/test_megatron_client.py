@@ -1,10 +1,14 @@
-"""A data-parallel wrapper like Megatron-LM's over two gloo ranks: its gradients are plain autograd's, bit by bit.
+"""A data-parallel wrapper like Megatron-LM's over two gloo ranks: its gradients are plain autograd's.
 
 Eager and captured; on a CPU a replay runs the modules again, under the rules and with the side effects of a graph's.
+Bit by bit there; on a GPU, which both ranks share, main_grad's products are sums of another order than autograd's.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fuser import Sequential, make_graphed_callables, ops
+from tests.check_operation import DEVICES
 
 RANKS = 2
 MICROBATCHES = 3
@@ -22,9 +27,9 @@ ROWS, FEATURES, GROUPS = 12, 32, 4
 SIZES = [[[5, 0, 4, 3], [0, 0, 12, 0], [3, 3, 3, 1]], [[12, 0, 0, 0], [0, 0, 0, 0], [1, 2, 3, 4]]]  # rank, microbatch
 
 
-def model(**switches: Any) -> Sequential:
+def model(device: str, **switches: Any) -> Sequential:
     torch.manual_seed(0)
-    return Sequential(
+    sequential = Sequential(
         ops.Linear(FEATURES, FEATURES, **switches),
         ops.RMSNorm(FEATURES),
         ops.GroupedLinear(GROUPS, FEATURES, 2 * FEATURES, **switches),
@@ -33,23 +38,24 @@ def model(**switches: Any) -> Sequential:
         nn.Dropout(0.0),
         ops.Linear(FEATURES, 8, **switches),
     )
+    return sequential.to(device)
 
 
-def batch(rank: int, microbatch: int) -> tuple[Tensor, Tensor, torch.Generator]:
+def batch(rank: int, microbatch: int, device: Any) -> tuple[Tensor, Tensor, torch.Generator]:
     generator = torch.Generator().manual_seed(10 * rank + microbatch)
-    x = torch.randn(ROWS, FEATURES, generator=generator, requires_grad=True)
-    return x, torch.tensor(SIZES[rank][microbatch]), generator
+    x = torch.randn(ROWS, FEATURES, generator=generator).to(device).requires_grad_()
+    return x, torch.tensor(SIZES[rank][microbatch], device=device), generator
 
 
-def backward(call: Any, rank: int, microbatch: int) -> None:
-    x, split_sizes, generator = batch(rank, microbatch)
+def backward(call: Any, rank: int, microbatch: int, device: Any) -> None:
+    x, split_sizes, generator = batch(rank, microbatch, device)
     y = call(x, split_sizes=split_sizes)
-    y.backward(torch.randn(y.shape, generator=generator))
+    y.backward(torch.randn(y.shape, generator=generator).to(device))
 
 
 def captured(sequential: Sequential, *, delay: bool) -> tuple[Any, ...]:
     """A callable for each microbatch, in the order of `train_step`."""
-    x, split_sizes, _ = batch(0, 0)
+    x, split_sizes, _ = batch(0, 0, next(sequential.parameters()).device)
     return make_graphed_callables(
         [sequential], [(x,)], sample_kwargs=[{"split_sizes": split_sizes}],
         schedule="F1 B1 F1 B1 W1 W1 F1 B1 W1" if delay else "F1 B1 F1 B1 F1 B1",
@@ -61,7 +67,7 @@ class Bucket:
 
     def __init__(self, parameters: list[Any]) -> None:
         self.parameters = parameters
-        self.buffer = torch.zeros(sum(p.numel() for p in parameters))
+        self.buffer = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
         self.waiting = set(parameters)
         self.reduction: Any = None
         for parameter, part in zip(parameters, self.buffer.split([p.numel() for p in parameters]), strict=True):
@@ -90,6 +96,7 @@ class DataParallel:
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         self.is_last_microbatch = False
         self.events: list[str] = []
+        self.threads: set[int] = set()  # in which autograd called a hook
         self.accumulators = []
         parameters = list(self.names)[::-1]
         self.buckets = [Bucket(parameters[i : i + 3]) for i in range(0, len(parameters), 3)]
@@ -107,7 +114,7 @@ class DataParallel:
                 owner(module, name).register_wgrad_accumulation_and_reduce_hooks(hook)
             else:
                 accumulate = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-                accumulate.register_hook(lambda *_, hook=hook: hook())
+                accumulate.register_hook(partial(self.take_in_backward, parameter))
                 self.accumulators.append(accumulate)  # a node that nobody holds forgets its hooks
 
     def zero_grad_buffer(self) -> None:
@@ -117,6 +124,10 @@ class DataParallel:
             parameter.main_grad.fill_(torch.nan)
         for parameter in self.names:
             parameter.grad_added_to_main_grad = False
+
+    def take_in_backward(self, parameter: Any, *_: Any) -> None:
+        self.threads.add(threading.get_ident())
+        self.take(parameter)
 
     def take(self, parameter: Any) -> None:
         """What Megatron's hook does when the gradient of a parameter is there."""
@@ -141,10 +152,10 @@ def owner(module: nn.Module, name: str) -> Any:
     return module.get_submodule(name.rpartition(".")[0])
 
 
-def plain_gradients(rank: int) -> dict[str, Tensor]:
-    sequential = model()
+def plain_gradients(rank: int, device: str) -> dict[str, Tensor]:
+    sequential = model(device)
     for microbatch in range(MICROBATCHES):
-        backward(sequential, rank, microbatch)
+        backward(sequential, rank, microbatch, device)
     gradients = {}
     for name, parameter in sequential.named_parameters():
         assert parameter.grad is not None
@@ -153,36 +164,57 @@ def plain_gradients(rank: int) -> dict[str, Tensor]:
     return gradients
 
 
-def train_step(calls: tuple[Any, ...], wrapper: DataParallel, rank: int, *, delay: bool) -> None:
+def train_step(calls: tuple[Any, ...], wrapper: DataParallel, rank: int, device: str, *, delay: bool) -> None:
     """All microbatches; delayed, those before the last leave several weight gradients at a time."""
     wrapper.zero_grad_buffer()
     wrapper.events.clear()
+    wrapper.threads.clear()
     wrapper.is_last_microbatch = False
     for microbatch in range(MICROBATCHES - 1):
-        backward(calls[microbatch], rank, microbatch)
+        backward(calls[microbatch], rank, microbatch, device)
     for call in calls[:-1] if delay else ():
         call.backward_dw()
     wrapper.is_last_microbatch = True
-    backward(calls[-1], rank, MICROBATCHES - 1)
+    backward(calls[-1], rank, MICROBATCHES - 1, device)
     if delay:
         calls[-1].backward_dw()
     wrapper.finish_grad_sync()
 
 
-def run_rank(rank: int, delay: bool, graphs: bool, rendezvous: str) -> None:
+@contextmanager
+def on_a_side_stream(device: str) -> Iterator[None]:
+    """As Megatron makes its wrapper: nodes of autograd that it holds are not on the default stream, and so captured."""
+    if device == "cpu":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+    torch.cuda.synchronize()
+
+
+def assert_same(name: str, actual: Tensor, expected: Tensor) -> None:
+    if expected.is_cuda:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * (1 + expected.abs().max().item()), msg=name)
+    else:
+        assert torch.equal(actual, expected), name
+
+
+def run_rank(rank: int, delay: bool, graphs: bool, device: str, rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     try:
-        expected = plain_gradients(rank)
+        expected = plain_gradients(rank, device)
         for sharded in (False, True):
-            sequential = model(accumulate_into_main_grad=True, delay_wgrad_compute=delay)
-            wrapper = DataParallel(sequential, sharded=sharded)
+            sequential = model(device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+            with on_a_side_stream(device):
+                wrapper = DataParallel(sequential, sharded=sharded)
             calls = captured(sequential, delay=delay) if graphs else (sequential,) * MICROBATCHES
             assert wrapper.events == []
             for _ in range(2):  # the second step finds the buffers and flags of the first
-                train_step(calls, wrapper, rank, delay=delay)
+                train_step(calls, wrapper, rank, device, delay=delay)
                 for name, parameter in sequential.named_parameters():
-                    assert torch.equal(parameter.main_grad, expected[name]), (name, delay, sharded)
+                    assert_same(f"{name}, sharded={sharded}", parameter.main_grad, expected[name])
                     assert parameter.grad is None
+                assert len(wrapper.threads) == 1
                 orders: list[Any] = [None] * RANKS
                 dist.all_gather_object(orders, wrapper.events)
                 assert orders[0] == orders[1]
@@ -193,9 +225,10 @@ def run_rank(rank: int, delay: bool, graphs: bool, rendezvous: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
-def test_gradients_are_those_of_plain_autograd_and_hooks_run_in_one_order(
-    delay: bool, graphs: bool, tmp_path: Path
+def test_gradients_are_those_of_plain_autograd_and_hooks_run_in_one_order_on_one_thread(
+    delay: bool, graphs: bool, device: str, tmp_path: Path
 ) -> None:
-    torch.multiprocessing.spawn(run_rank, (delay, graphs, str(tmp_path / "rendezvous")), nprocs=RANKS)
+    torch.multiprocessing.spawn(run_rank, (delay, graphs, device, str(tmp_path / "rendezvous")), nprocs=RANKS)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, checkpoint, ops
+from tests.check_operation import DEVICES
 from tests.main_grad_cases import (
     FEW_MODELS,
     IN,
@@ -33,15 +34,17 @@ from tests.main_grad_cases import (
     weights_of,
 )
 
+DEVICE = pytest.mark.parametrize("device", DEVICES)
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 FEW = pytest.mark.parametrize("model", FEW_MODELS)
 DELAY = pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
 
 
 def forward(sequential: Sequential, checkpoint: Callable[..., Tensor] | None = None) -> Tensor:
+    device = next(sequential.parameters()).device
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(ROWS, IN, generator=generator, requires_grad=True)
-    extras = {"split_sizes": torch.tensor(SIZES)} if sequential.layout().consumed else {}
+    x = torch.randn(ROWS, IN, generator=generator).to(device).requires_grad_()
+    extras = {"split_sizes": torch.tensor(SIZES, device=device)} if sequential.layout().consumed else {}
     return sequential(x, **extras) if checkpoint is None else checkpoint(lambda x: sequential(x, **extras), x)
 
 
@@ -54,7 +57,7 @@ def land(
     give_main_grads(sequential, 0.5)
     with hooks:
         y = forward(sequential, checkpoint)
-    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y))
     if delay:
         sequential.backward_dw()
     weights = list(weights_of(sequential).values())
@@ -77,29 +80,34 @@ HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 CHECKPOINTS = {"fuser.checkpoint": checkpoint, "torch.utils.checkpoint": torch_checkpoint}
 
 
+@DEVICE
 @DELAY
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
 @pytest.mark.parametrize("hooks", HOOKS)
 @EVERY_MODEL
-def test_hooks_that_swap_what_is_saved_change_no_bit(model: str, hooks: str, recipe: str | None, delay: bool) -> None:
+def test_hooks_that_swap_what_is_saved_change_no_bit(
+    model: str, hooks: str, recipe: str | None, delay: bool, device: str
+) -> None:
     def run(hooks: AbstractContextManager[Any]) -> list[Tensor]:
         with autocast(recipe):
-            return land(make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay), delay, hooks)
+            sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+            return land(sequential, delay, hooks)
 
     assert_same_bits(run(HOOKS[hooks]()), run(nullcontext()))
 
 
+@DEVICE
 @DELAY
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 @EVERY_MODEL
 def test_checkpointing_changes_no_bit(
-    model: str, kind: str, use_reentrant: bool, recipe: str | None, delay: bool
+    model: str, kind: str, use_reentrant: bool, recipe: str | None, delay: bool, device: str
 ) -> None:
     def run(checkpoint: Callable[..., Tensor] | None) -> list[Tensor]:
         with autocast(recipe):
-            sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+            sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
             return land(sequential, delay, nullcontext(), checkpoint)
 
     def checkpointed(*args: Any) -> Tensor:
@@ -132,17 +140,18 @@ def test_no_weight_is_saved(model: str, main_grad: bool) -> None:
 # Changes between the passes
 
 
+@DEVICE
 @DELAY
 @FEW
-def test_a_step_after_the_parameters_were_replaced_uses_the_new_ones(model: str, delay: bool) -> None:
-    sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+def test_a_step_after_the_parameters_were_replaced_uses_the_new_ones(model: str, delay: bool, device: str) -> None:
+    sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     old = list(weights_of(sequential).values())
     land(sequential, delay, nullcontext())
     before = [weight.main_grad.clone() for weight in old]
     for name, weight in weights_of(sequential).items():
         module, _, own_name = name.rpartition(".")
         setattr(sequential.get_submodule(module), own_name, nn.Parameter(2 * weight.detach()))
-    doubled = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    doubled = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     with torch.no_grad():
         for weight in weights_of(doubled).values():
             weight *= 2
@@ -150,26 +159,28 @@ def test_a_step_after_the_parameters_were_replaced_uses_the_new_ones(model: str,
     assert_same_bits([weight.main_grad for weight in old], before)
 
 
+@DEVICE
 @EVERY_MODEL
-def test_a_module_may_be_deleted_before_backward(model: str) -> None:
-    expected = land(make(model, accumulate_into_main_grad=True), False, nullcontext())
-    sequential = make(model, accumulate_into_main_grad=True)
+def test_a_module_may_be_deleted_before_backward(model: str, device: str) -> None:
+    expected = land(make(model, device=device, accumulate_into_main_grad=True), False, nullcontext())
+    sequential = make(model, device=device, accumulate_into_main_grad=True)
     give_main_grads(sequential, 0.5)
     weights = list(weights_of(sequential).values())
     y = forward(sequential)
     del sequential
     gc.collect()
-    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    y.backward(torch.linspace(-1, 1, y.numel(), device=device).view_as(y))
     assert_same_bits([weight.main_grad for weight in weights], expected)
 
 
+@DEVICE
 @DELAY
 @pytest.mark.parametrize("change", ["in place", "data", "replaced"])
 @FEW
 def test_a_change_between_forward_and_backward_is_detected_before_anything_lands(
-    model: str, change: str, delay: bool
+    model: str, change: str, delay: bool, device: str
 ) -> None:
-    sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     give_main_grads(sequential, 0.5)
     y = forward(sequential)
     name, weight = list(weights_of(sequential).items())[-1]
@@ -188,27 +199,29 @@ def test_a_change_between_forward_and_backward_is_detected_before_anything_lands
     assert not sequential.need_backward_dw()
 
 
+@DEVICE
 @pytest.mark.parametrize("switch", ["accumulate_into_main_grad", "delay_wgrad_compute"])
 @pytest.mark.parametrize("model", ["linear", "grouped"])
-def test_a_weight_computed_from_others_is_refused(model: str, switch: str) -> None:
-    sequential = make(model, **{switch: True})
+def test_a_weight_computed_from_others_is_refused(model: str, switch: str, device: str) -> None:
+    sequential = make(model, device=device, **{switch: True})
     leaf = sequential[0].weight
     sequential[0]._parameters["weight"] = leaf * 1
     with pytest.raises(RuntimeError, match=r"Weight 'weight' was computed from other tensors \(MulBackward0\)"):
         backward(sequential)
-    plain = make(model)
+    plain = make(model, device=device)
     leaf = plain[0].weight
     plain[0]._parameters["weight"] = leaf * 1
     backward(plain)
-    assert torch.equal(leaf.grad, gradients(make(model), 1)["0.weight"])
+    assert torch.equal(leaf.grad, gradients(make(model, device=device), 1)["0.weight"])
 
 
+@DEVICE
 @DELAY
 @FEW
 def test_a_second_backward_is_an_error_that_adds_nothing_or_adds_once_more_if_it_is_allowed(
-    model: str, delay: bool
+    model: str, delay: bool, device: str
 ) -> None:
-    sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     give_main_grads(sequential, 0.0)
     y = forward(sequential)
     y.sum().backward()
@@ -234,7 +247,7 @@ def test_a_second_backward_is_an_error_that_adds_nothing_or_adds_once_more_if_it
 # FSDP2
 
 
-RANKS = 2
+RANKS = {"cpu": 2, "cuda": max(1, min(2, torch.cuda.device_count()))}
 
 
 class Block(nn.Module):
@@ -256,20 +269,23 @@ def train(model: nn.Module) -> list[Tensor]:
     for _ in range(3):
         optimizer.zero_grad()
         with autocast("mxfp8"):
-            y = model(torch.linspace(-1, 1, 8 * IN).view(8, IN))
+            y = model(torch.linspace(-1, 1, 8 * IN, device=next(model.parameters()).device).view(8, IN))
         y.square().mean().backward()
         optimizer.step()
         outputs.append(y.detach())
     return outputs
 
 
-def run_rank(rank: int, rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+def run_rank(rank: int, rendezvous: str, device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    ranks, backend = RANKS[device], {"cpu": "gloo", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     try:
-        mesh = init_device_mesh("cpu", (RANKS,))
-        expected = gradients(make("experts"), 1)
+        mesh = init_device_mesh(device, (ranks,))
+        expected = gradients(make("experts", device=device), 1)
         for hooks in (nullcontext, save_on_cpu):
-            sequential = make("experts")
+            sequential = make("experts", device=device)
             for operation in sequential:
                 fully_shard(operation, mesh=mesh, reshard_after_forward=True)
             fully_shard(sequential, mesh=mesh, reshard_after_forward=True)
@@ -279,12 +295,12 @@ def run_rank(rank: int, rendezvous: str) -> None:
                 assert torch.equal(parameter.grad.full_tensor(), expected[name])
         for reshard in (False, True):
             torch.manual_seed(0)
-            plain = nn.Sequential(Block(), Block())
+            plain = nn.Sequential(Block(), Block()).to(device)
             sharded = copy.deepcopy(plain)
             for block in sharded:
                 fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
             assert_same_bits(train(sharded), train(plain))
-        sequential = make("linear", delay_wgrad_compute=True)
+        sequential = make("linear", device=device, delay_wgrad_compute=True)
         fully_shard(sequential, mesh=mesh)
         backward(sequential)
         with pytest.raises(RuntimeError, match="Weight 'weight' was replaced, or sharded by FSDP2, since the backward"):
@@ -293,5 +309,6 @@ def run_rank(rank: int, rendezvous: str) -> None:
         dist.destroy_process_group()
 
 
-def test_fsdp2_may_reshard_after_forward_but_leaves_nothing_to_add_a_gradient_to(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run_rank, (str(tmp_path / "rendezvous"),), nprocs=RANKS)
+@DEVICE
+def test_fsdp2_may_reshard_after_forward_but_leaves_nothing_to_add_a_gradient_to(device: str, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(run_rank, (str(tmp_path / "rendezvous"), device), nprocs=RANKS[device])
