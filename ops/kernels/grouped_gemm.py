@@ -15,8 +15,9 @@ memory; tensors whose rows are not contiguous themselves, and stacked weights th
 
 Precision: products of the operands as they are, summed in float32 (float64 for float64 operands), times alpha, plus
 the bias, and then rounded once to the output's dtype. On CUDA a float32 product is exact ("ieee") unless
-`torch.backends.cuda.matmul` allows TF32. All sums have a fixed order: there are no atomics, and repeating a call gives
-the same bits.
+`torch.backends.cuda.matmul` allows TF32. All sums have a fixed order, and repeating a call gives the same bits: each
+element is written once, or added to once. The addition to float32 on descriptors is the copy engine's (PTX ISA,
+cp.reduce.async.bulk): rounded to nearest, with subnormal numbers, the old ones too, taken for zeros.
 
 Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
 device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
