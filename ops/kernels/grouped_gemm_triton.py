@@ -114,14 +114,26 @@ def zero_tail(out, offsets_ptr, rows, num_groups, C, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def finish_k_grouped(acc, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE: tl.constexpr):
-    """dw = acc, or dw += acc, rounded once: box by box of the descriptor, or without one from registers."""
+def finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE: tl.constexpr):
+    """dw = acc, or dw += acc, rounded once."""
+    acc = acc.reshape(1, acc.shape[0], acc.shape[1])
+    if ACCUMULATE and dw.dtype == tl.float32 and not INTERPRET:
+        dw.atomic_add([group, first_n, first_k], acc)  # one addition an element, so the order is fixed
+    else:
+        if ACCUMULATE:
+            acc += widen(dw.load([group, first_n, first_k])).to(tl.float32)
+        dw.store([group, first_n, first_k], round_to(acc, dw.dtype))
+
+
+@triton.jit
+def finish_parts(acc, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE: tl.constexpr):
+    """The same box by box of the descriptor, or, if dw is None, from registers."""
     WIDTH: tl.constexpr = 64 if dw is None else dw.block_shape[2]  # 64: offsets need registers
     HALF: tl.constexpr = acc.shape[1] // 2
     if HALF >= WIDTH:
         left, right = halves(acc)
-        finish_k_grouped(left, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE)
-        finish_k_grouped(right, dw, dw_ptr, dw_stride, group, first_n, first_k + HALF, N, K, ACCUMULATE)
+        finish_parts(left, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE)
+        finish_parts(right, dw, dw_ptr, dw_stride, group, first_n, first_k + HALF, N, K, ACCUMULATE)
     elif dw is None:
         offs_n = tl.arange(0, acc.shape[0])[:, None]
         offs_k = tl.arange(0, acc.shape[1])[None, :]
@@ -129,13 +141,7 @@ def finish_k_grouped(acc, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, 
         within = (offs_n < N - first_n) & (offs_k < K - first_k)
         store_fours(begin, tl.where(within, offs_n * K + offs_k, -1), acc)
     else:
-        acc = acc.reshape(1, acc.shape[0], acc.shape[1])
-        if ACCUMULATE and dw.dtype == tl.float32 and not INTERPRET:
-            dw.atomic_add([group, first_n, first_k], acc)  # one addition an element, so the order is fixed
-        else:
-            if ACCUMULATE:
-                acc += widen(dw.load([group, first_n, first_k])).to(tl.float32)
-            dw.store([group, first_n, first_k], round_to(acc, dw.dtype))
+        finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE)
 
 
 def _store_four(row):
@@ -280,7 +286,7 @@ def k_grouped_persistent_kernel(
                 # alpha of a group without rows may be anything
                 acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
             place = num_groups - 1 - group if REVERSE else group
-            finish_k_grouped(acc, dw, dw_ptr, dw_stride, place, first_n, first_k, N, K, ACCUMULATE)
+            finish_parts(acc, dw, dw_ptr, dw_stride, place, first_n, first_k, N, K, ACCUMULATE)
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             t = 0
 
