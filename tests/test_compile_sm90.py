@@ -71,6 +71,9 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     for out_dtype, accumulate in ((dtype, False), (dtype, True), (torch.float32, False), (torch.float32, True)):
         dw = torch.empty(w.shape, dtype=out_dtype)
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, dw, tf32, accumulate)
+    if rows == MANY_ROWS:  # so many that float32 is stored from registers
+        long = [torch.empty(GROUPS * grouped_gemm.MANY_ROWS, width, dtype=dtype) for width in (N, K)]
+        grouped_gemm.grouped_gemm_nt_triton(*long, offsets, alpha, torch.empty(w.shape), tf32)
     if features == ALIGNED:  # so many groups are not ranked by size
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, torch.empty(1100, N, K, dtype=dtype), tf32)
     grouped_gemm.grouped_bias_grad_triton(dy, offsets, scales, torch.empty_like(bias))
@@ -280,7 +283,9 @@ def shipped_configs(mode: str) -> set[tuple]:
         for descriptors, out_dtype in product({False, aligned}, (dtype, torch.float32)):
             both = about | {"descriptors": descriptors, "out_dtype": out_dtype}
             chosen = [("m", grouped_gemm.m_grouped_config(rows, G, dtype, **both)) for G in (1, 8, 257)]
-            chosen += [("k", grouped_gemm.k_grouped_config(dtype, **both, accumulate=add)) for add in (False, True)]
+            chosen += [
+                ("k", grouped_gemm.k_grouped_config(rows, 8, dtype, **both, accumulate=add)) for add in (False, True)
+            ]
             for axis, config in chosen:
                 kernel = f"{axis}_grouped_{'persistent_' if config.programs else ''}kernel"
                 configs.add((kernel, *config[:5]))

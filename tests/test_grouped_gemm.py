@@ -305,9 +305,12 @@ def test_tiles_fit_shared_memory(dtype, tf32, aligned, descriptors, capability):
     about = {"tf32": tf32, "aligned": aligned, "descriptors": descriptors, "capability": capability}
     for out_dtype in (dtype, torch.float32):
         many, few = (gg.m_grouped_config(rows, 8, dtype, out_dtype=out_dtype, **about) for rows in (8192, 64))
-        wgrads = [gg.k_grouped_config(dtype, out_dtype=out_dtype, **about, accumulate=add) for add in (False, True)]
-        for config in (many, few, *wgrads):
-            gemm = Gemm("NT", dtype, out_dtype, config is wgrads[1], 8, 256, 256)
+        adding, *wgrads = (
+            gg.k_grouped_config(rows, 8, dtype, out_dtype=out_dtype, **about, accumulate=add)
+            for rows, add in ((8192, True), (8192, False), (16384, False))
+        )
+        for config in (many, few, adding, *wgrads):
+            gemm = Gemm("NT", dtype, out_dtype, config is adding, 8, 256, 256)
             assert why_not_tile(config, gemm, capability) is None
             hopper = capability == (9, 0)
             assert bool(config.programs) == (hopper and descriptors and dtype == torch.bfloat16)
@@ -421,6 +424,25 @@ def test_kernel_writes_matrices_that_stand_apart(aligned, reverse, accumulate, d
     assert bool((apart[:, N * K :] == 7).all())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_weight_gradients_are_the_same_bits_however_they_are_stored(dtype, reverse, device, monkeypatch):
+    """By boxes, and from registers; nothing past a group's matrix is touched, whose last tiles are partly full."""
+    o = operands(Case([70, 0, 300, 1], tail=9, K=328, N=200), dtype, device=device)
+    G, N, K = o.w.shape
+    stored = []
+    for many in (0, 10**9):
+        monkeypatch.setattr(gg, "MANY_ROWS", many)
+        apart = torch.full((G, N * K + 64), 7.0, device=device)
+        matrices = apart.as_strided((G, N, K), (N * K + 64, K, 1)).fill_(torch.nan)
+        gg.grouped_gemm_nt_triton(o.dy, o.x, o.splits.offsets, o.alpha, matrices, tf32=False, reverse=reverse)
+        assert bool((apart[:, N * K :] == 7).all())
+        stored.append(matrices.flip(0) if reverse else matrices)
+    assert torch.equal(*stored)
+    assert_close("dw", stored[0], naive_gemm("NT", o.dy, o.x, o.splits, alpha=o.alpha), operand_dtype=dtype)
+
+
 @pytest.mark.interpreter
 @settings(max_examples=50)
 @given(cases(80, st.tuples(FEATURES, FEATURES)), st.sampled_from(KERNEL_DTYPES), st.booleans(), SEEDS)
@@ -460,6 +482,17 @@ GPU_FEATURES = st.one_of(
 def test_kernels_agree_for_any_splits_on_the_gpu(case, dtype, extras, seed):
     o = operands(case, dtype, seed=seed, device="cuda")
     assert_all_close(launched(o, extras=extras), references(o, extras=extras), o)
+
+
+@pytest.mark.gpu
+@settings(max_examples=200)
+@given(cases(400, GPU_FEATURES, most_groups=12), st.sampled_from([0, 10**9]), st.booleans(), SEEDS)
+def test_float32_weight_gradients_agree_for_any_splits_on_the_gpu(case, many, extras, seed):
+    o = operands(case, torch.bfloat16, seed=seed, device="cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gg, "MANY_ROWS", many)
+        found = launched(o, extras=extras, out_dtype=torch.float32)
+    assert_all_close(found, references(o, extras=extras), o)
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fuser import Sequential, autocast, ops
 from ops import nested_backward
 from ops.gemm import store
+from ops.kernels import grouped_gemm
 from ops.operation import FusedOperation
 from tests.check_operation import DEVICES
 from tests.main_grad_cases import (
@@ -129,6 +130,17 @@ def test_recipes_and_paths_keep_to_the_table(
         expected = gradients(make(model, **settings), 1)
         sequential = make(model, accumulate_into_main_grad=True, delay_wgrad_compute=delay, **settings)
         check_table(sequential, expected, dtype=torch.bfloat16, **case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("many_rows", [0, 10**9], ids=["from registers", "by boxes"])
+@pytest.mark.parametrize("model", ["grouped", "experts, per group"])
+def test_buffers_are_overwritten_from_registers_and_by_boxes(model: str, many_rows: int, monkeypatch) -> None:
+    monkeypatch.setattr(grouped_gemm, "MANY_ROWS", many_rows)
+    settings: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    expected = gradients(make(model, **settings), 1)
+    case = {"delay": False, "main_grad": True, "flag": True, "overwrite": True, "zero_out": False}
+    check_table(make(model, accumulate_into_main_grad=True, **settings), expected, dtype=torch.bfloat16, **case)
 
 
 @DEVICE

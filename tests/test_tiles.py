@@ -78,6 +78,8 @@ REFUSED = {
     "a tile of one row": (_edited(block_m=1), "is not within 16 to 256 a side"),
     "no stage": (_edited(num_stages=0), "must have a stage"),
     "too large": (_edited(num_stages=8), r"needs 296960 bytes of shared memory, and there are 232448"),
+    "a box of 32": (_edited(box=32), "is stored by 64 or 128 columns or from registers"),
+    "no box for TN": (_edited(box=0), "is not stored from registers"),
     "descriptors on Ampere": (table(entry(config=LARGE)).record() | {"capability": [8, 0]}, "compute capability 9.0"),
 }  # fmt: skip
 
@@ -191,7 +193,7 @@ def test_launchers_take_the_table_before_the_rule(chosen):
     use_tiles(all_products(LARGE))
     launch_products(accumulate=True)
     assert chosen["_k_grouped_persistent"] == gg.k_grouped_config(
-        torch.bfloat16, out_dtype=torch.bfloat16, tf32=False, aligned=False, descriptors=True, accumulate=True,
+        64, 2, torch.bfloat16, out_dtype=torch.bfloat16, tf32=False, aligned=False, descriptors=True, accumulate=True,
         capability=HOPPER,
     )._replace(programs=0)  # fmt: skip
 

@@ -22,8 +22,8 @@ Precision: products of codes are exact, and are added in one of two ways:
     fast accumulation    the tensor core's own sum runs over all terms (per tensor, split_accumulation=False)
     split accumulation   the tensor core sums 128 terms, and these sums are added in float32 (block scales always)
 
-Then scales, bias, and one rounding to the output's dtype. All sums have a fixed order: there are no atomics, and
-repeating a call gives the same bits.
+Then scales, bias, and one rounding to the output's dtype. All sums have a fixed order, and repeating a call gives the
+same bits: each element is written once, or added to once, as `grouped_gemm` says.
 
 Hopper's tensor core adds 32 products a step to its sum and, as far as measured (it is not documented), cuts every
 addend at 2^-13 of the power of two of the largest. Then a sum of n terms errs by at most n/32 * 33 * 2^-13 of the sum

@@ -125,6 +125,75 @@ def finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE: tl.constexpr)
         dw.store([group, first_n, first_k], round_to(acc, dw.dtype))
 
 
+@triton.jit
+def finish_parts(acc, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE: tl.constexpr):
+    """The same box by box of the descriptor, or, if dw is None, from registers."""
+    WIDTH: tl.constexpr = 64 if dw is None else dw.block_shape[2]  # 64: offsets need registers
+    HALF: tl.constexpr = acc.shape[1] // 2
+    if HALF >= WIDTH:
+        left, right = halves(acc)
+        finish_parts(left, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE)
+        finish_parts(right, dw, dw_ptr, dw_stride, group, first_n, first_k + HALF, N, K, ACCUMULATE)
+    elif dw is None:
+        offs_n = tl.arange(0, acc.shape[0])[:, None]
+        offs_k = tl.arange(0, acc.shape[1])[None, :]
+        begin = dw_ptr + group.to(tl.int64) * dw_stride + first_n.to(tl.int64) * K + first_k
+        within = (offs_n < N - first_n) & (offs_k < K - first_k)
+        store_fours(begin, tl.where(within, offs_n * K + offs_k, -1), acc)
+    else:
+        finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE)
+
+
+def _store_four(row):
+    """For `store_fours`: one row of eight elements, which an even lane has in (row 0, row 8) x (columns 0 1 8 9)."""
+    offset, value = 16 + 2 * row, 24 + 2 * row
+    return f"""
+        selp.b32 give0, ${value}, ${value + 4}, odd;
+        selp.b32 give1, ${value + 1}, ${value + 5}, odd;
+        shfl.sync.bfly.b32 take0, give0, 1, 31, -1;
+        shfl.sync.bfly.b32 take1, give1, 1, 31, -1;
+        selp.b32 v0, take0, ${value}, odd;
+        selp.b32 v1, take1, ${value + 1}, odd;
+        selp.b32 v2, ${value + 4}, take0, odd;
+        selp.b32 v3, ${value + 5}, take1, odd;
+        selp.b32 give0, ${offset + 4}, ${offset}, odd;
+        setp.ge.s32 within, give0, 0;
+        sub.s32 give0, give0, two;
+        mad.wide.s32 at, give0, 4, $8;
+        @within st.global.v4.b32 [at], {{v0, v1, v2, v3}};"""
+
+
+_STORE_FOURS = tl.constexpr(f"""{{
+        .reg .pred odd, within;
+        .reg .b32 two, give0, give1, take0, take1, v0, v1, v2, v3;
+        .reg .b64 at;
+        mov.u32 two, %laneid;
+        and.b32 two, two, 1;
+        setp.ne.b32 odd, two, 0;
+        shl.b32 two, two, 1;{_store_four(0)}{_store_four(1)}
+        {" ".join(f"mov.b32 ${i}, 0;" for i in range(8))}
+        }}""")
+_FOURS = tl.constexpr(",".join(["=r"] * 8 + ["l"] * 8 + ["r"] * 16))
+
+
+@triton.jit
+def store_fours(ptr, offsets, acc):
+    """Stores float32 acc at offsets from ptr, 16 bytes a thread; negative offsets, four columns alike, are left out.
+
+    The tensor cores give a lane two columns (PTX ISA, wgmma, layout of D) in each eight, so neighbours exchange pairs:
+
+        lane 0: 0 1  8  9        lane 1: 2 3  10 11        ->        lane 0: 0 1 2 3        lane 1: 8 9 10 11
+
+    So acc must be what a product left in registers, or a part of its columns.
+    """
+    if INTERPRET:
+        tl.store(ptr + offsets, acc, mask=offsets >= 0)
+    else:
+        tl.inline_asm_elementwise(
+            _STORE_FOURS, _FOURS, [ptr.to(tl.int64), offsets, acc], dtype=tl.int32, is_pure=False, pack=8
+        )
+
+
 AHEAD = tl.constexpr(6)  # steps over which a tile's old sums are fetched
 
 
@@ -145,9 +214,9 @@ def prefetch_rows(ptr, stride, height, width, HEIGHT: tl.constexpr, WIDTH: tl.co
 def k_grouped_persistent_kernel(
     dy,  # [T, N]: descriptor, ragged along T
     x,  # [T, K]: descriptor, ragged along T
-    dw,  # [G, N, K]: descriptor of boxes half as wide as the tile if that is 256
-    sums_ptr,  # dw itself if it is float32 that is added to, else None
-    sums_stride,  # of its matrices
+    dw,  # [G, N, K]: descriptor of boxes at most half as wide as the tile; None: dw is stored from registers
+    dw_ptr,  # dw itself if it is float32 and added to or stored from registers, else None
+    dw_stride,  # of its matrices
     offsets_ptr,  # [G + 1] int64
     alpha_ptr,  # [G] float32 or None
     num_groups,
@@ -202,24 +271,22 @@ def k_grouped_persistent_kernel(
         dy_tile = widen(dy.load([z, y, row, first_n]).reshape(BLOCK_K, BLOCK_M))
         x_tile = widen(x.load([z, y, row, first_k]).reshape(BLOCK_K, BLOCK_N))
         acc = tl.dot(dy_tile.T, x_tile, acc)
-        if sums_ptr is not None:
+        if ACCUMULATE and dw_ptr is not None:
             steps = tl.cdiv(size, BLOCK_K)
             step = t // BLOCK_K - tl.maximum(steps - AHEAD, 0)
             gap = tl.maximum(tl.minimum(steps, AHEAD) // 4, 1)
             if (step >= 0) & (step % gap == 0) & (step < 4 * gap):
                 row_n = first_n + step // gap * (BLOCK_M // 4)
                 place = num_groups - 1 - group if REVERSE else group
-                at = sums_ptr + place.to(tl.int64) * sums_stride + row_n.to(tl.int64) * K + first_k
+                at = dw_ptr + place.to(tl.int64) * dw_stride + row_n.to(tl.int64) * K + first_k
                 prefetch_rows(at, K, N - row_n, K - first_k, BLOCK_M // 4, BLOCK_N)
         t += BLOCK_K
         if t >= size:
             if alpha_ptr is not None:
                 # alpha of a group without rows may be anything
                 acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
-            left, right = halves(acc)
             place = num_groups - 1 - group if REVERSE else group
-            finish_k_grouped(left, dw, place, first_n, first_k, ACCUMULATE)
-            finish_k_grouped(right, dw, place, first_n, first_k + BLOCK_N // 2, ACCUMULATE)
+            finish_parts(acc, dw, dw_ptr, dw_stride, place, first_n, first_k, N, K, ACCUMULATE)
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             t = 0
 
