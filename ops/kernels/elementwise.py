@@ -44,7 +44,7 @@ from torch import Tensor
 
 from ops.kernels.elementwise_triton import delementwise_kernel, elementwise_kernel
 from recipes.kernels.cast_float8 import format_of
-from recipes.kernels.launch import Launch
+from recipes.kernels.launch import Launch, replayed
 from recipes.kernels.random import random_bits_ref
 
 Kind = Literal["", "column", "row", "element", "random"]
@@ -374,6 +374,7 @@ def _matrices(operands: Sequence[Tensor | None], steps: Sequence[Step]) -> list[
 _elementwise, _delementwise = Launch(elementwise_kernel), Launch(delementwise_kernel)
 
 
+@replayed
 def elementwise_triton(
     x: Tensor,
     y: Tensor | None,
@@ -398,6 +399,7 @@ def elementwise_triton(
     )  # fmt: skip
 
 
+@replayed
 def delementwise_triton(
     dy: Tensor,
     x: Tensor | None,

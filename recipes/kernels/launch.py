@@ -17,6 +17,8 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from recipes.kernels.replay import Replays, launched
+
 P = ParamSpec("P")
 
 # Types of arguments that are what they seem: no subclass of Tensor, no number that is traced.
@@ -34,6 +36,7 @@ def launcher(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[P, None
     def register(launch: Callable[P, None]) -> Callable[P, None]:
         operation = torch.library.custom_op(name, launch, mutates_args=mutates)
         operation.register_fake(lambda *args, **kwargs: None)
+        replays = Replays(launch)
         names = list(inspect.signature(launch).parameters)
         written = [(names.index(name), name) for name in mutates]
 
@@ -42,13 +45,27 @@ def launcher(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[P, None
             if not _is_plain((*args, *kwargs.values()) if kwargs else args):
                 operation(*args, **kwargs)
                 return
-            launch(*args, **kwargs)
+            replays(*args, **kwargs)
             buffers = [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
             torch.autograd.graph.increment_version([buffer for buffer in buffers if isinstance(buffer, Tensor)])
 
         return call
 
     return register
+
+
+def replayed(launch: Callable[P, None]) -> Callable[P, None]:
+    """Let a function that launches kernels, and is no operation of torch, repeat what it launched."""
+    replays = Replays(launch)
+
+    @wraps(launch)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        if torch.compiler.is_compiling():
+            launch(*args, **kwargs)
+        else:
+            replays(*args, **kwargs)
+
+    return call
 
 
 def _is_plain(args: tuple[Any, ...]) -> bool:
@@ -95,11 +112,13 @@ class Launch:
         if found is not None:
             compiled, last = found
             compiled[(programs, 1, 1)](*args, *last)
-            return
-        compiled = self.kernel[(programs,)](*args, **constants)
-        if compiled is not None:
+        else:
+            compiled = self.kernel[(programs,)](*args, **constants)
+            if compiled is None:
+                return
             last = tuple(constants.get(p.name, p.default) for p in self.kernel.params[len(args) :])
             self._compiled[key] = compiled, last
+        launched.note(compiled, device, programs, (*args, *last))
 
 
 def _kind(arg: Any) -> Any:
