@@ -10,16 +10,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from recipes.kernels.replay import Replays, launched
+from recipes.kernels.replay import Replays, is_eager, recording
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 # Types of arguments that are what they seem: no subclass of Tensor, no number that is traced.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
@@ -46,37 +47,36 @@ def launcher(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[P, None
                 operation(*args, **kwargs)
                 return
             replays(*args, **kwargs)
-            buffers = [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
-            torch.autograd.graph.increment_version([buffer for buffer in buffers if isinstance(buffer, Tensor)])
+            given = [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
+            buffers = [buffer for buffer in given if isinstance(buffer, Tensor)]
+            torch.autograd.graph.increment_version(buffers)
+            if recording.tape is not None:
+                recording.tape.written(buffers)
 
         return call
 
     return register
 
 
-def replayed(launch: Callable[P, None]) -> Callable[P, None]:
-    """Let a function that launches kernels, and is no operation of torch, repeat what it launched."""
-    replays = Replays(launch)
+def replayed(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function of tensors that allocates and launches repeat what it did: see `recipes.kernels.replay`.
 
-    @wraps(launch)
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+    What it does follows from how its arguments lie; it changes nothing but tensors, and reads none.
+    """
+    replays = Replays(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            launch(*args, **kwargs)
-        else:
-            replays(*args, **kwargs)
+            return function(*args, **kwargs)
+        return replays(*args, **kwargs)
 
     return call
 
 
 def _is_plain(args: tuple[Any, ...]) -> bool:
     """Whether this is a plain eager call: nothing traces or redirects it, and none of its tensors wants a gradient."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or not _PLAIN.issuperset(map(type, args))
-    ):
+    if not is_eager() or not _PLAIN.issuperset(map(type, args)):
         return False
     return not (torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args))
 
@@ -118,7 +118,8 @@ class Launch:
                 return
             last = tuple(constants.get(p.name, p.default) for p in self.kernel.params[len(args) :])
             self._compiled[key] = compiled, last
-        launched.note(compiled, device, programs, (*args, *last))
+        if recording.tape is not None:
+            recording.tape.launched(compiled, device, programs, (*args, *last))
 
 
 def _kind(arg: Any) -> Any:

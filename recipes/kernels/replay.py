@@ -1,33 +1,38 @@
-"""A launcher's kernels launched again, with other addresses: what it chose for such arguments is not chosen again.
+"""A function that allocates and launches, repeated with other addresses: what it chose once is not chosen again.
 
-A launcher is a function that checks, chooses tiles and launches kernels; all that it does follows from how its
-arguments lie. So what it launched is kept under a key of
+Launchers, and functions made of them, check, choose tiles, allocate and launch; all that follows from how their
+arguments lie. So what they did is kept under a key of
 
     a tensor          its dtype, device, shape, strides, and its address modulo 16 bytes
-    a number, a name  its type and value; a container: its type, and of each item the same
+    a number, a name  its type and value; a container: its type, and the same of each item
 
-and where the key is met again only addresses are filled in, and Triton's C function is called. The first call of a key
-runs the launcher, the second runs it and keeps what it launched, if that can be repeated: torch did nothing besides,
-every tensor that a kernel got is itself one of the arguments and stands there once, and no kernel needs memory of
-Triton's. A call is not repeated but run while a hook at launches is set (profilers set them) and on another than the
-current GPU.
+and where the key is met again it is done again, without a look at anything else: outputs are allocated, addresses
+filled in, Triton's C function called. The first call of a key runs the function; the second runs it and keeps what it
+did, if that can be repeated: it touched no tensors but its arguments, what it made, and views of these; torch did
+nothing whose shape or result the host has to wait for; no kernel needs memory of Triton's. What was made is freed where
+it was freed then.
 
-A TMA descriptor is kept too, with the launch it belongs to, by the address it was made for: shape, strides, dtype and
-box follow from the launch's key, so it cannot be another's. Nothing kept holds a tensor. All is bounded; what is full
-is emptied. `forget` empties all: whoever changes by what launchers choose calls it.
+A call runs the function, and nothing is repeated: inside of another one that is being recorded; if a mode, a transform
+or autograd has to see it; on another GPU than the current one; while a hook at launches is set (profilers set them).
 
-The C function is that of Triton 3.6. With another version nothing is kept, and every call runs its launcher.
+A TMA descriptor is kept with the launch it belongs to, by the address it was made for: its shape, strides, dtype and
+box follow from the launch's key, so it is never another tensor's. Nothing kept holds a tensor. All is bounded: what is
+full is emptied. `forget` empties all; whoever changes by what functions choose, other than by their arguments, calls
+it.
+
+The C function is that of Triton 3.6. With another version nothing is repeated.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any
-from weakref import WeakSet
+from typing import Any, NamedTuple
+from weakref import WeakSet, ref
 
+import torch
 import triton
 from torch import Tensor
 from torch.nn import Parameter
@@ -37,93 +42,88 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MOST_KEYS = 1024  # of a launcher
+MOST_KEYS = 1024  # of a function
 MOST_ADDRESSES = 256  # of an argument of a launch, for which descriptors are kept
 
 
 class Replays:
-    """Calls a launcher, or repeats what it launched for arguments that lie as these do."""
+    """Calls a function, or repeats what it did for arguments that lie as these do."""
 
-    def __init__(self, launcher: Callable[..., None]) -> None:
-        self.launcher = launcher
-        # None: the key was met once; (): what was launched cannot be repeated
-        self.kept: dict[Any, tuple[_Repeated, ...] | None] = {}
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        # None: the key was met once; (): what the function did cannot be repeated
+        self.kept: dict[Any, _Program | tuple[()] | None] = {}
         _all.add(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors: list[Any] = []
         addresses: list[int] = []
+        if recording.tape is not None or not is_eager():
+            return self.function(*args, **kwargs)
         try:
-            key = (_how(args, addresses), *kwargs, _how(kwargs.values(), addresses))
-            found = self.kept.get(key, ())
-        except TypeError:  # a tensor that is traced, or something without a hash
-            key, found = None, ()
+            key = (_how(args, tensors, addresses), *kwargs, _how(kwargs.values(), tensors, addresses))
+            found = self.kept.get(key, _NEW)
+        except TypeError:  # a tensor that is no plain one, or something without a hash
+            return self.function(*args, **kwargs)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return self.function(*args, **kwargs)
         if found:
-            device = found[0].device
             active = driver.active
-            if active.get_current_device() == device and not _hooked():
-                stream = active.get_current_stream(device)
-                for repeated in found:
-                    repeated(stream, addresses)
-                return
+            if active.get_current_device() == found.device and not _hooked():
+                stream = active.get_current_stream(found.device)
+                for step in found.steps:
+                    step(tensors, addresses, stream)
+                return found.result(tensors)[0]
         elif found is None:
-            tensors = list(_tensors((*args, *kwargs.values())))
-            self.kept[key] = _recorded(tensors, lambda: self.launcher(*args, **kwargs))
-            return
-        elif key is not None and key not in self.kept:
+            result, self.kept[key] = _record(tensors, lambda: self.function(*args, **kwargs))
+            return result
+        elif found is _NEW:
             if len(self.kept) >= MOST_KEYS:
                 self.kept.clear()
             self.kept[key] = None
-        self.launcher(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
 
 def forget() -> None:
-    """Let every launcher choose anew."""
+    """Let every function choose anew."""
     for replays in _all:
         replays.kept.clear()
 
 
+def is_eager() -> bool:
+    """Whether nothing traces, transforms or redirects what torch does, but for a recording here."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() != (recording.tape is not None)
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
 _all: WeakSet[Replays] = WeakSet()
+_NEW: tuple[()] = ()
 
 
-class Launched(threading.local):
-    """What this thread launches, while a launcher is recorded; `launches` is None at other times."""
-
-    launches: list[tuple[Any, int, int, tuple[Any, ...]]] | None = None
-
-    def note(self, compiled: Any, device: int, programs: int, args: tuple[Any, ...]) -> None:
-        """compiled(args) was launched, as so many programs."""
-        if self.launches is not None:
-            self.launches.append((compiled, device, programs, args))
-
-
-launched = Launched()
-
-
-def _how(args: Iterable[Any], addresses: list[int]) -> tuple[Any, ...]:
-    """How these lie, and of each tensor the address. Raises TypeError for a tensor that is not a plain one."""
+def _how(args: Iterable[Any], tensors: list[Any], addresses: list[int]) -> tuple[Any, ...]:
+    """How these lie; the tensors and their addresses are appended. Raises TypeError for one that is not plain."""
     key: list[Any] = []
     for arg in args:
+        if arg is None:
+            key.append(None)
+            continue
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
             address = arg.data_ptr()
+            tensors.append(arg)
             addresses.append(address)
             key.append((arg.dtype, arg.get_device(), arg.shape, arg.stride(), address % 16))
-        elif isinstance(arg, (tuple, list)):
-            key += kind, _how(arg, addresses)
+        elif kind is tuple or kind is list or isinstance(arg, tuple):
+            key += kind, _how(arg, tensors, addresses)
         elif isinstance(arg, Tensor):
             raise TypeError
         else:
             key += kind, arg
     return tuple(key)
-
-
-def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors whose addresses `_how` appends, in its order."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, (tuple, list)):
-            yield from _tensors(arg)
 
 
 def _hooked() -> bool:
@@ -133,17 +133,106 @@ def _hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-class _Repeated:
+# ------------------------------------------------------------------------------------------------- what is repeated
+
+Step = Callable[[list[Any], list[int], int], None]  # of the tensors so far, their addresses, and the stream
+
+
+class _Program(NamedTuple):
+    """What a function did, on this device; result: what it returned, as the one item of a tuple."""
+
+    device: int
+    steps: tuple[Step, ...]
+    result: _Template
+
+
+class _Place(NamedTuple):
+    """Stands for a tensor, or its address: the position among the arguments and what was made."""
+
+    position: int
+
+
+class _Template:
+    """A tuple, list or NamedTuple with places, to be filled in."""
+
+    def __init__(self, template: Any) -> None:
+        kind = type(template)
+        self.make: Callable[[list[Any]], Any] = getattr(kind, "_make", kind)
+        self.items = list(template)
+        self.places = [(i, item.position) for i, item in enumerate(template) if type(item) is _Place]
+        inner = [(i, item) for i, item in enumerate(template) if type(item) in (tuple, list) or _is_named(item)]
+        self.inner = [(i, _Template(item)) for i, item in inner if type(item) is not _Place]
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        items = self.items.copy()
+        for i, position in self.places:
+            items[i] = values[position]
+        for i, template in self.inner:
+            items[i] = template(values)
+        return self.make(items)
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+class _Empty:
+    """torch.empty."""
+
+    def __init__(self, made: Tensor) -> None:
+        self.shape, self.dtype, self.device = made.shape, made.dtype, made.device
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        tensors.append(made)
+        addresses.append(made.data_ptr())
+
+
+class _Operation:
+    """Any other operation of torch, on tensors of the function."""
+
+    def __init__(self, operation: Any, args: Any, kwargs: Any, makes: bool) -> None:
+        self.operation, self.makes = operation, makes
+        self.args, self.names, self.values = _Template(args), tuple(kwargs), _Template(tuple(kwargs.values()))
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        kwargs = dict(zip(self.names, self.values(tensors), strict=True))
+        result = self.operation(*self.args(tensors), **kwargs)
+        if self.makes:
+            tensors.append(result)
+            addresses.append(result.data_ptr())
+
+
+class _Free:
+    """The function gave this tensor up."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        tensors[self.position] = None
+
+
+class _Written:
+    """Kernels wrote into these of the function's arguments: autograd counts that."""
+
+    def __init__(self, positions: list[int]) -> None:
+        self.positions = positions
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        torch.autograd.graph.increment_version([tensors[position] for position in self.positions])
+
+
+class _Launch:
     """One launch, ready but for the addresses and the stream."""
 
-    def __init__(
-        self, compiled: Any, device: int, programs: int, args: tuple[Any, ...], tensors: dict[int, int]
-    ) -> None:
-        """tensors: the position of each among the launcher's, by its id. Raises _NotRepeatable."""
+    def __init__(self, compiled: Any, programs: int, args: tuple[Any, ...], place: Callable[[Any], Any]) -> None:
+        """args: a `_Place` for each tensor, in descriptors too. Raises _NotRepeatable."""
         run = compiled.run
-        if not triton.__version__.startswith("3.6.") or run.global_scratch_size or run.profile_scratch_size:
+        if not triton.__version__.startswith("3.6.") or not isinstance(run, nvidia.CudaLauncher):
             raise _NotRepeatable
-        self.device = device
+        if run.global_scratch_size or run.profile_scratch_size:
+            raise _NotRepeatable
         self.launch = run.launch
         metas: list[Any] = []
         if inspect.isfunction(run.launch):  # it makes descriptors, and then calls the C function
@@ -152,37 +241,32 @@ class _Repeated:
         cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
         self.args = [programs, 1, 1, None, compiled.function, cooperative, dependent, None, None]
         self.args += [compiled.packed_metadata, None, None, None]  # without metadata and hooks at the launch
-        self.tensors: list[tuple[int, int]] = []
+        self.places: list[tuple[int, int]] = []
         self.descriptors: list[tuple[int, int, _Descriptors]] = []
-        self.containers: list[tuple[int, list[Any], list[tuple[int, int]]]] = []
+        self.containers: list[tuple[int, _Template]] = []
         for arg in args:
             at = len(self.args)
             if isinstance(arg, TensorDescriptor):
                 descriptors = _Descriptors(arg, metas.pop(0))
-                self.descriptors.append((at, _position(arg.base, tensors), descriptors))
+                self.descriptors.append((at, place(arg.base).position, descriptors))
                 self.args += descriptors.expanded
-            elif isinstance(arg, tuple) and any(isinstance(item, Tensor) for item in arg):
-                places = [(i, _position(item, tensors)) for i, item in enumerate(arg) if isinstance(item, Tensor)]
-                self.containers.append((at, [None if isinstance(item, Tensor) else item for item in arg], places))
-                self.args.append(None)
-            elif isinstance(arg, Tensor):
-                self.tensors.append((at, _position(arg, tensors)))
-                self.args.append(None)
-            else:
-                self.args.append(arg)
+                continue
+            filled = place(arg)
+            if type(filled) is _Place:
+                self.places.append((at, filled.position))
+            elif filled is not arg:
+                self.containers.append((at, _Template(filled)))
+            self.args.append(filled)
 
-    def __call__(self, stream: int, addresses: list[int]) -> None:
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
         args = self.args.copy()
         args[_STREAM] = stream
-        for at, tensor in self.tensors:
-            args[at] = addresses[tensor]
-        for at, tensor, descriptors in self.descriptors:
-            args[at] = descriptors[addresses[tensor]]
-        for at, items, inside in self.containers:
-            items = items.copy()
-            for i, tensor in inside:
-                items[i] = addresses[tensor]
-            args[at] = tuple(items)
+        for at, position in self.places:
+            args[at] = addresses[position]
+        for at, position, descriptors in self.descriptors:
+            args[at] = descriptors[addresses[position]]
+        for at, container in self.containers:
+            args[at] = container(addresses)
         self.launch(*args)
 
 
@@ -221,39 +305,121 @@ class _At:
         return self.address
 
 
+# ------------------------------------------------------------------------------------------------------- recording
+
+
+class Recording(threading.local):
+    """What this thread records, if it does."""
+
+    tape: Tape | None = None
+
+
+recording = Recording()
+
+
 class _NotRepeatable(Exception):
-    """Something that another call could not fill in."""
+    """Something that another call could not do again."""
 
 
-class _SeesTorch(TorchDispatchMode):
-    """Whether torch does anything."""
+class Tape(TorchDispatchMode):
+    """Records what torch and launches do. `Launch` and `launcher` tell it what they did."""
 
-    used = False
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.device: int | None = None
+        self.repeatable = True
+        self._arguments = self._count = len(tensors)
+        self._positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+        self._living: dict[int, Any] = {}
+        if len(self._positions) < len(tensors):
+            self.repeatable = False  # which of the two would it have been?
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for seconds, as soon as an operation is seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.used = True
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        try:
+            place = self.place(tuple(args)), {name: self.place(arg) for name, arg in kwargs.items()}
+        except _NotRepeatable:
+            self.repeatable = False
+        result = func(*args, **kwargs)
+        if not isinstance(result, Tensor) or _DYNAMIC.intersection(func.tags):
+            self.repeatable = False
+        if self.repeatable:
+            makes = id(result) not in self._positions
+            empty = func in _EMPTY and result.is_contiguous() and not result.is_pinned()
+            self.steps.append(_Empty(result) if empty else _Operation(func, *place, makes))
+            if makes:
+                self._follow(result)
+        return result
+
+    def launched(self, compiled: Any, device: int, programs: int, args: tuple[Any, ...]) -> None:
+        """compiled(args) was launched, as so many programs."""
+        if self.device not in (None, device):
+            self.repeatable = False
+        self.device = device
+        try:
+            self.steps.append(_Launch(compiled, programs, args, self.place))
+        except _NotRepeatable:
+            self.repeatable = False
+
+    def written(self, buffers: Iterable[Tensor]) -> None:
+        """Launches wrote into these."""
+        positions = [self._positions.get(id(buffer), self._arguments) for buffer in buffers]
+        positions = [position for position in positions if position < self._arguments]
+        if positions:
+            self.steps.append(_Written(positions))
+
+    def place(self, value: Any) -> Any:
+        """The value with places for its tensors. Raises _NotRepeatable for a tensor that is not the function's."""
+        if isinstance(value, Tensor):
+            if id(value) not in self._positions:
+                raise _NotRepeatable
+            return _Place(self._positions[id(value)])
+        if not isinstance(value, (tuple, list)):
+            return value
+        items = list(map(self.place, value))
+        if all(item is own for item, own in zip(items, value, strict=True)):
+            return value
+        return getattr(type(value), "_make", type(value))(items)
+
+    def close(self) -> None:
+        """Nothing is recorded any more; what lives on may die in peace."""
+        self._living.clear()
+
+    def _follow(self, made: Tensor) -> None:
+        if made.data_ptr() % 16:
+            self.repeatable = False  # another time it may lie better, or worse
+        position, identity = self._count, id(made)
+        self._count += 1
+        self._positions[identity] = position
+
+        def free(_: Any) -> None:
+            del self._positions[identity], self._living[position]
+            self.steps.append(_Free(position))
+
+        self._living[position] = ref(made, free)
 
 
-def _recorded(tensors: list[Tensor], run: Callable[[], None]) -> tuple[_Repeated, ...]:
-    """Run it, and return what it launched; nothing if that cannot be repeated."""
-    outer, launched.launches = launched.launches, []
+def _record(tensors: list[Tensor], run: Callable[[], Any]) -> tuple[Any, _Program | tuple[()]]:
+    """What it returns, and the program that repeats it, () if none does."""
+    recording.tape = tape = Tape(tensors)
     try:
-        with _SeesTorch() as mode:
-            run()
-        made = launched.launches
-    finally:
-        launched.launches = outer
-    positions = {id(tensor): position for position, tensor in enumerate(tensors)}
-    if mode.used or len(positions) < len(tensors):
-        return ()
-    try:
-        return tuple(_Repeated(*launch, positions) for launch in made)
+        with tape:
+            result = run()
+        steps = tuple(tape.steps)
+        if not tape.repeatable or tape.device is None:
+            return result, ()
+        return result, _Program(tape.device, steps, _Template((tape.place(result),)))
     except _NotRepeatable:
-        return ()
+        return result, ()
+    finally:
+        recording.tape = None
+        tape.close()
 
 
-def _position(tensor: Tensor, positions: dict[int, int]) -> int:
-    if id(tensor) not in positions:
-        raise _NotRepeatable
-    return positions[id(tensor)]
+_EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+_DYNAMIC = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
