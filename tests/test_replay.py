@@ -404,12 +404,13 @@ def expert_block() -> tuple[Sequential, Sequential]:
     return Sequential(*members), Sequential(*members, fusions=())
 
 
-def step(block: Sequential, x: Tensor, scales: Tensor, dy: Tensor) -> list[Tensor]:
+def step(block: Sequential, x: Tensor, scales: Tensor, dy: Tensor) -> dict[str, Tensor]:
     """y and all gradients."""
     sizes = torch.full((4,), len(x) // 4, device="cuda")
     x, scales = x.clone().requires_grad_(), scales.clone().requires_grad_()
     y = block(x, split_sizes=sizes, scales=scales)
-    return [y, *torch.autograd.grad(y, [x, scales, *block.parameters()], dy)]
+    gradients = torch.autograd.grad(y, [x, scales, *block.parameters()], dy)
+    return dict(zip(("y", "dx", "dscales", "dw1", "dw2"), (y, *gradients), strict=True))
 
 
 def inputs(rows: int = 256) -> tuple[Tensor, Tensor, Tensor]:
