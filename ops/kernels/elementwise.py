@@ -299,9 +299,9 @@ def delementwise(
         if not want:
             shares.append(None)
         elif step.operand == "column":
-            shares.append(new((row_blocks, own) if row_blocks > 1 else (own,), dtype=torch.float32))
+            shares.append(new((own,) if row_blocks == 1 else (row_blocks, own), dtype=torch.float32))
         elif step.operand == "row":
-            shares.append(new((column_blocks, rows) if column_blocks > 1 else dy.shape[:-1], dtype=torch.float32))
+            shares.append(new(dy.shape[:-1] if column_blocks == 1 else (column_blocks, rows), dtype=torch.float32))
         elif i == len(steps) - 1 and step.d_operand is None:
             shares.append(None)  # it is dy itself
         else:
@@ -316,9 +316,9 @@ def delementwise(
         if share is None:
             gradients.append(dy if want else None)
         elif step.operand == "column":
-            gradients.append(share.sum(0) if row_blocks > 1 else share)
+            gradients.append(share if row_blocks == 1 else share.sum(0))
         elif step.operand == "row":
-            gradients.append(share.sum(0).view(dy.shape[:-1]) if column_blocks > 1 else share)
+            gradients.append(share if column_blocks == 1 else share.sum(0).view(dy.shape[:-1]))
         else:
             gradients.append(share)
     return ChainGradients(dx, tuple(gradients), y, None if column_shares is None else column_shares.sum(0))

@@ -1,8 +1,16 @@
 """How kernels are launched: seen by torch as operations where it has to see them, and at little cost to the host.
 
+What is kept, to be found again:
+
+    by `Launch`     what Triton compiled, by what it compiles for: see there. Never dropped; Triton keeps it too.
+    by `replayed`   what a function of launches did, by how its arguments lie, and the TMA descriptors that it used, by
+    and `launcher`  address: `recipes.kernels.replay`. Bounded, and dropped when a table of tiles is loaded.
+
 Host time, measured with torch 2.13 and triton 3.6 on a CPU, with a driver that launches nothing: torch takes up to
 70 us to come to the Python function of a custom operation, Triton 17 us to find what it has compiled for 17 arguments,
-and 8 us to launch it. `launcher` saves the first, `Launch` the second (its own key takes 4 us).
+and 8 us to launch it. `launcher` saves the first, `Launch` the second (its own key takes 4 us). One grouped product
+takes 26 us by these two, and 10 us where its launch is repeated; forward and backward of the fused grouped MLP, of
+which 37 us are autograd's own, take 404 us by these two, 255 us with repeated launches, 155 us repeated as a whole.
 """
 
 from __future__ import annotations

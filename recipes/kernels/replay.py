@@ -12,8 +12,9 @@ did, if that can be repeated: it touched no tensors but its arguments, what it m
 nothing whose shape or result the host has to wait for; no kernel needs memory of Triton's. What was made is freed where
 it was freed then.
 
-A call runs the function, and nothing is repeated: inside of another one that is being recorded; if a mode, a transform
-or autograd has to see it; on another GPU than the current one; while a hook at launches is set (profilers set them).
+A call runs the function, and nothing is repeated: inside of another one that may be repeated itself; if a mode, a
+transform or autograd has to see it; on another GPU than the current one; while a hook at launches is set (profilers set
+them).
 
 A TMA descriptor is kept with the launch it belongs to, by the address it was made for: its shape, strides, dtype and
 box follow from the launch's key, so it is never another tensor's. Nothing kept holds a tensor. All is bounded: what is
@@ -29,7 +30,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakSet, ref
 
 import torch
@@ -51,18 +52,21 @@ class Replays:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        # None: the key was met once; (): what the function did cannot be repeated
-        self.kept: dict[Any, _Program | tuple[()] | None] = {}
+        # None: the key was met once; False: what the function did cannot be repeated
+        self.kept: dict[Any, _Program | Literal[False] | None] = {}
         _all.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = []
         addresses: list[int] = []
-        if recording.tape is not None or not is_eager():
+        if recording.inside or not is_eager():
             return self.function(*args, **kwargs)
         try:
-            key = (_how(args, tensors, addresses), *kwargs, _how(kwargs.values(), tensors, addresses))
-            found = self.kept.get(key, _NEW)
+            key = _how(args, tensors, addresses)
+            if kwargs:
+                key += (*kwargs, _how(kwargs.values(), tensors, addresses))
+            new = key not in self.kept
+            found = self.kept.get(key)
         except TypeError:  # a tensor that is no plain one, or something without a hash
             return self.function(*args, **kwargs)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -75,12 +79,17 @@ class Replays:
                     step(tensors, addresses, stream)
                 return found.result(tensors)[0]
         elif found is None:
-            result, self.kept[key] = _record(tensors, lambda: self.function(*args, **kwargs))
-            return result
-        elif found is _NEW:
-            if len(self.kept) >= MOST_KEYS:
-                self.kept.clear()
-            self.kept[key] = None
+            recording.inside = True  # what it calls looks for no keys of its own
+            try:
+                if not new:
+                    result, self.kept[key] = _record(tensors, lambda: self.function(*args, **kwargs))
+                    return result
+                if len(self.kept) >= MOST_KEYS:
+                    self.kept.clear()
+                self.kept[key] = None
+                return self.function(*args, **kwargs)
+            finally:
+                recording.inside = False
         return self.function(*args, **kwargs)
 
 
@@ -101,7 +110,6 @@ def is_eager() -> bool:
 
 
 _all: WeakSet[Replays] = WeakSet()
-_NEW: tuple[()] = ()
 
 
 def _how(args: Iterable[Any], tensors: list[Any], addresses: list[int]) -> tuple[Any, ...]:
@@ -309,9 +317,10 @@ class _At:
 
 
 class Recording(threading.local):
-    """What this thread records, if it does."""
+    """What this thread records, if it does. inside: whether it runs a function that may be repeated as a whole."""
 
     tape: Tape | None = None
+    inside = False
 
 
 recording = Recording()
@@ -404,18 +413,18 @@ class Tape(TorchDispatchMode):
         self._living[position] = ref(made, free)
 
 
-def _record(tensors: list[Tensor], run: Callable[[], Any]) -> tuple[Any, _Program | tuple[()]]:
-    """What it returns, and the program that repeats it, () if none does."""
+def _record(tensors: list[Tensor], run: Callable[[], Any]) -> tuple[Any, _Program | Literal[False]]:
+    """What it returns, and the program that repeats it, False if none does."""
     recording.tape = tape = Tape(tensors)
     try:
         with tape:
             result = run()
         steps = tuple(tape.steps)
         if not tape.repeatable or tape.device is None:
-            return result, ()
+            return result, False
         return result, _Program(tape.device, steps, _Template((tape.place(result),)))
     except _NotRepeatable:
-        return result, ()
+        return result, False
     finally:
         recording.tape = None
         tape.close()
