@@ -84,7 +84,7 @@ class Splits:
     @staticmethod
     def over(offsets: Tensor, rows: int) -> Splits:
         """Splits with these offsets, [G + 1] int64, which are those of other splits of `rows` rows."""
-        return Splits({("offsets", 0): offsets}, rows, len(offsets) - 1, None)
+        return Splits({("offsets", 0): offsets}, rows, offsets.shape[0] - 1, None)
 
     @property
     def device(self) -> torch.device:

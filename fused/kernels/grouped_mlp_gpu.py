@@ -79,7 +79,7 @@ def _forward(
     tf32: bool,
 ) -> tuple[Tensor, Tensor]:
     """tf32: what the products find out for themselves, but must not change between two calls of one key."""
-    splits = Splits.over(offsets, len(x))
+    splits = Splits.over(offsets, x.shape[0])
     h = grouped_gemm_tn(x, w1, splits, bias_GN=b1)
     act = activation(h, spec, scales if scales_act else None)
     y = grouped_gemm_tn(act, w2, splits, bias_GN=b2, scales_T=scales if scales_bias else None, out=out)
@@ -101,7 +101,7 @@ def _backward(
     tf32: bool,
 ) -> GroupedMLPGradients:
     need_dx, need_dw1, need_dw2, need_dscales, need_dh = needs
-    splits = Splits.over(offsets, len(dy))
+    splits = Splits.over(offsets, dy.shape[0])
     dact = grouped_gemm_nn(dy, w2, splits)
     dh, dscales, act = dactivation(dact, h, spec, scales, need_dscales=need_dscales, need_act=need_dw2)
     assert dh is not None, "it is always asked for"
