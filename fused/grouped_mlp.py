@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from fused.kernels.grouped_mlp_cpu import dgrouped_mlp_cpu, grouped_mlp_cpu
+from fused.kernels.grouped_mlp_gpu import dgrouped_mlp_gpu, grouped_mlp_gpu
 from ops.activation import ActivationOperation
 from ops.clamped_swiglu import ClampedSwiGLU
 from ops.context import held_parameter
@@ -100,9 +101,9 @@ class GroupedMLP(FusedOperation):
         fc1_ctx, _, fc2_ctx = ctxs
         splits, _ = self.fc1.check(x, extras)
         scales = extras.get("scales")
-        fc1_ctx.by_group = self._runs_by_group(ctxs, x)
-        if fc1_ctx.by_group:
-            return self._forward_by_group(ctxs, x, splits, scales), {}
+        fc1_ctx.whole = self._runs_whole(ctxs, x)
+        if fc1_ctx.whole:
+            return self._forward_whole(ctxs, x, splits, scales), {}
         path = fc1_ctx.path
         wgrad = self.fc1.wants_weight_grad(fc1_ctx)
         x_q = path.quantize(x, splits, fc1_ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
@@ -124,24 +125,27 @@ class GroupedMLP(FusedOperation):
             fc1_ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, h, scales, splits, act_scale)
         return y, {}
 
-    def _runs_by_group(self, ctxs: Sequence[OperationContext], x: Tensor) -> bool:
-        """Whether the loop over groups for CPU tensors does it: nothing quantized, no buffer of the caller's inside.
+    def _runs_whole(self, ctxs: Sequence[OperationContext], x: Tensor) -> bool:
+        """Whether one function does it all: nothing is quantized, and there is no buffer of the caller's inside.
 
-        And rows that fill torch's vector loops: else the last place of an exp depends on where a row stands. Its weight
-        gradients are new tensors, so these have to be autograd's.
+        Its weight gradients are new tensors, so these have to be autograd's. On the CPU it loops over groups, of rows
+        that fill torch's vector loops: else the last place of an exp depends on where a row stands.
         """
         first, _, last = ctxs
         inside = "output" in first.buffers or "grad_input" in last.buffers
         elsewhere = self.fc1.lands_elsewhere or self.fc2.lands_elsewhere
-        on_cpu = x.device.type == "cpu" and isinstance(first.path, GroupedPath)
-        return on_cpu and not elsewhere and self.fc2.in_features % 32 == 0 and not (inside or quantizes(first.recipe))
+        if inside or elsewhere or not isinstance(first.path, GroupedPath) or quantizes(first.recipe):
+            return False
+        kind = x.device.type
+        return kind == "cuda" or (kind == "cpu" and self.fc2.in_features % 32 == 0)
 
-    def _forward_by_group(
+    def _forward_whole(
         self, ctxs: Sequence[OperationContext], x: Tensor, splits: Splits, scales: Tensor | None
     ) -> Tensor:
         first, _, last = ctxs
         fc1, fc2 = self.fc1, self.fc2
-        h, y = grouped_mlp_cpu(
+        run = grouped_mlp_cpu if x.device.type == "cpu" else grouped_mlp_gpu
+        h, y = run(
             x, fc1.stacked_weights(first), fc1.biases(first), fc2.stacked_weights(last), fc2.biases(last), splits,
             self.activation, scales if self.scaled else None, scales if fc2.scale_bias else None,
             out=fc2.buffer(last, "output", x, fc2.out_features),
@@ -150,14 +154,15 @@ class GroupedMLP(FusedOperation):
             first.saved = self.Saved(x if fc1.wants_weight_grad(first) else None, h, scales, splits, None)
         return y
 
-    def _backward_by_group(self, ctxs: Sequence[OperationContext], dy: Tensor) -> BackwardOfFused:
+    def _backward_whole(self, ctxs: Sequence[OperationContext], dy: Tensor) -> BackwardOfFused:
         first, middle, last = ctxs
         fc1, fc2 = self.fc1, self.fc2
         saved: GroupedMLP.Saved = first.saved
         splits, scales = saved.splits, saved.scales
         d_fc2, d_bias_scales = fc2.bias_gradients(last, dy, splits, scales if fc2.scale_bias else None)
         need_db1 = not first.needs.params.isdisjoint(fc1.bias_names)
-        gradients = dgrouped_mlp_cpu(
+        run = dgrouped_mlp_cpu if dy.device.type == "cpu" else dgrouped_mlp_gpu
+        gradients = run(
             dy, saved.x, saved.h, fc1.stacked_weights(first), fc2.stacked_weights(last), splits, self.activation,
             scales if self.scaled else None, need_dx=first.needs.input, need_dw1=fc1.wants_weight_grad(first),
             need_dw2=fc2.wants_weight_grad(last), need_dscales="scales" in middle.needs.extras, need_dh=need_db1,
@@ -179,8 +184,8 @@ class GroupedMLP(FusedOperation):
         saved: GroupedMLP.Saved = fc1_ctx.saved
         fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, saved.splits
 
-        if fc1_ctx.by_group and fc2_ctx.needs.input:
-            return self._backward_by_group(ctxs, dy)
+        if fc1_ctx.whole and fc2_ctx.needs.input:
+            return self._backward_whole(ctxs, dy)
         # FC2
         wgrad = fc2.wants_weight_grad(fc2_ctx)
         d_fc2, dscales = fc2.bias_gradients(fc2_ctx, dy, splits, saved.scales if fc2.scale_bias else None)

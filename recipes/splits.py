@@ -81,6 +81,11 @@ class Splits:
         """One group that has all rows. Made on the device, also while a CUDA graph is captured."""
         return Splits({("offsets", 0): torch.arange(2, device=device) * rows}, rows, 1, [rows])
 
+    @staticmethod
+    def over(offsets: Tensor, rows: int) -> Splits:
+        """Splits with these offsets, [G + 1] int64, which are those of other splits of `rows` rows."""
+        return Splits({("offsets", 0): offsets}, rows, offsets.shape[0] - 1, None)
+
     @property
     def device(self) -> torch.device:
         return self.offsets.device

@@ -16,12 +16,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused import GroupedMLP
+from fused.kernels.grouped_mlp_cpu import dgrouped_mlp_cpu, grouped_mlp_cpu
+from fused.kernels.grouped_mlp_gpu import dgrouped_mlp_gpu, grouped_mlp_gpu
 from fuser import Sequential, autocast, ops
 from fuser.testing import check_fusion
 from ops import BasicOperation, GroupedLinear
+from ops.kernels.activation import Activation
 from ops.paths import GroupedPath
 from recipes import E4M3, QuantizedTensor, Quantizer, Recipe, Role
 from recipes.current_scaling import CurrentScalingQuantizer
+from recipes.splits import Splits
 from tests import reference
 from tests.reference import ROUNDED_OFTEN, assert_close, assert_same_bits
 
@@ -296,6 +300,24 @@ def test_groups_of_one_size_side_by_side(sizes, threads):
 )
 def test_random_splits_on_the_gpu(sizes, tail, activation, bias, interleave, dtype, seed):
     check_example(sizes, tail, activation, bias, interleave, dtype, "cuda", seed)
+
+
+@pytest.mark.parametrize("frozen", [None, "dx", "dw1", "dw2", "dscales", "dh"])
+def test_what_runs_on_a_gpu_computes_what_runs_on_the_cpu(frozen):
+    """With the products' own functions for CPU tensors: the kernels are not at stake here."""
+    sizes = [3, 0, 9, 4]
+    x, dy = torch.randn(2, 20, 32, dtype=torch.float64)
+    w1, w2 = torch.randn(4, 64, 32, dtype=torch.float64), torch.randn(4, 32, 32, dtype=torch.float64)
+    b1, b2, scales = torch.randn(4, 64), torch.randn(4, 32), torch.rand(20)
+    splits, spec = Splits.make(sizes, rows=20, device="cpu"), Activation("swiglu")
+    needs = {f"need_{name}": name != frozen for name in ("dx", "dw1", "dw2", "dscales", "dh")}
+    h, y = grouped_mlp_cpu(x, w1, b1.double(), w2, b2.double(), splits, spec, scales, scales)
+    expected = {"h": h, "y": y, **dgrouped_mlp_cpu(dy, x, h, w1, w2, splits, spec, scales, **needs)._asdict()}
+    for _ in range(3):
+        h, y = grouped_mlp_gpu(x, w1, b1.double(), w2, b2.double(), splits, spec, scales, scales)
+        found = dgrouped_mlp_gpu(dy, x, h, w1, w2, splits, spec, scales, **needs)._asdict()
+        assert [name for name, value in found.items() if value is None] == [frozen] * (frozen is not None)
+        assert_close({"h": h, "y": y, **found}, expected)
 
 
 @pytest.mark.parametrize("interleave", [None, 2])

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from ops.kernels.elementwise_triton import delementwise_kernel, elementwise_kernel
 from recipes.kernels.cast_float8 import format_of
-from recipes.kernels.launch import Launch
+from recipes.kernels.launch import Launch, replayed
 from recipes.kernels.random import random_bits_ref
 
 Kind = Literal["", "column", "row", "element", "random"]
@@ -300,9 +300,9 @@ def delementwise(
         if not want:
             shares.append(None)
         elif step.operand == "column":
-            shares.append(new((row_blocks, own), dtype=torch.float32))
+            shares.append(new((own,) if row_blocks == 1 else (row_blocks, own), dtype=torch.float32))
         elif step.operand == "row":
-            shares.append(new((column_blocks, rows), dtype=torch.float32))
+            shares.append(new(dy.shape[:-1] if column_blocks == 1 else (column_blocks, rows), dtype=torch.float32))
         elif i == len(steps) - 1 and step.d_operand is None:
             shares.append(None)  # it is dy itself
         else:
@@ -316,11 +316,12 @@ def delementwise(
     for step, want, share in zip(steps, wanted, shares, strict=True):
         if share is None:
             gradients.append(dy if want else None)
-        elif step.operand == "element":
-            gradients.append(share)
+        elif step.operand == "column":
+            gradients.append(share if row_blocks == 1 else share.sum(0))
+        elif step.operand == "row":
+            gradients.append(share if column_blocks == 1 else share.sum(0).view(dy.shape[:-1]))
         else:
-            total = share[0] if len(share) == 1 else share.sum(0)
-            gradients.append(total if step.operand == "column" else total.view(dy.shape[:-1]))
+            gradients.append(share)
     return ChainGradients(dx, tuple(gradients), y, None if column_shares is None else column_shares.sum(0))
 
 
@@ -375,6 +376,7 @@ def _matrices(operands: Sequence[Tensor | None], steps: Sequence[Step]) -> list[
 _elementwise, _delementwise = Launch(elementwise_kernel), Launch(delementwise_kernel)
 
 
+@replayed
 def elementwise_triton(
     x: Tensor,
     y: Tensor | None,
@@ -399,6 +401,7 @@ def elementwise_triton(
     )  # fmt: skip
 
 
+@replayed
 def delementwise_triton(
     dy: Tensor,
     x: Tensor | None,

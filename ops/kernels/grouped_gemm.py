@@ -338,9 +338,10 @@ def grouped_gemm_nt(
     check_accumulate(out, accumulate, reverse)
     if x_TK.device.type != "cuda":
         return k_grouped_on_cpu(dy_TN, x_TK, splits, out, out_dtype, alpha_G, accumulate, reverse)
+    new = out is None
     out = output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
     target = out
-    if not out[0].is_contiguous():
+    if not (new or out[0].is_contiguous()):
         target = out.contiguous() if accumulate else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     grouped_gemm_nt_triton(
         with_contiguous_rows(dy_TN),

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from recipes.kernels.replay import forget
+
 FORMAT = 1  # of the table; another one is refused
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
@@ -177,6 +179,7 @@ def use_tiles(table: TileTable | None) -> None:
     """As `load_tiles`, for a table that is not in a file."""
     global _in_use
     _in_use = table
+    forget()
 
 
 def tiles_in_use() -> TileTable | None:
