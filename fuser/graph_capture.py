@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fuser.schedule_memory import PoolMemory
 from recipes.effects import Effect, Recording, recorded
 
 Work = Callable[[], None]
@@ -46,8 +47,8 @@ class Recorder(Protocol):
         rehearses: take memory for it as `record` does
         """
 
-    def measure(self, run: Work) -> int | None:
-        """Run, with a memory pool as the recorded segments have. Returns its bytes; None where they have none."""
+    def measure(self, run: Work) -> PoolMemory | None:
+        """Run, with a memory pool as the recorded segments have. None where they have none."""
 
     def end_warm_up(self) -> None:
         """Give back the memory that only warm-ups need."""
@@ -101,7 +102,7 @@ class RerunRecorder:
     def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
         _dropped(work, self._scratch, rehearses)
 
-    def measure(self, run: Work) -> int | None:
+    def measure(self, run: Work) -> PoolMemory | None:
         run()
         return None
 
@@ -158,7 +159,7 @@ class CudaRecorder:
     def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
         _dropped(work, self._scratch, rehearses)
 
-    def measure(self, run: Work) -> int | None:
+    def measure(self, run: Work) -> PoolMemory | None:
         if not _shows_its_memory():
             run()
             return None
@@ -167,8 +168,11 @@ class CudaRecorder:
         pool = torch.cuda.MemPool()
         # It serves this thread alone, so backward stays in it.
         with torch.cuda.use_mem_pool(pool, self._device), torch.autograd.set_multithreading_enabled(False):
+            torch.cuda.reset_peak_memory_stats(self._device)
+            before = torch.cuda.memory_allocated(self._device)
             run()
-        return sum(segment["total_size"] for segment in pool.snapshot())
+            live = torch.cuda.max_memory_allocated(self._device) - before
+        return PoolMemory(live, sum(segment["total_size"] for segment in pool.snapshot()))
 
     def end_warm_up(self) -> None:
         self._scratch = Scratch()

@@ -22,6 +22,8 @@ if not HAS_CUDA:
 # Before the first cuBLAS handle: deterministic algorithms need a fixed workspace.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+from recipes.kernels.replay import forget  # noqa: E402
+
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
@@ -46,3 +48,14 @@ def seeded_and_poisoned():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def chosen_anew(request: pytest.FixtureRequest):
+    """A test that replaces functions does not meet what launchers chose before, nor do others what they chose in it."""
+    if "monkeypatch" in request.fixturenames:
+        forget()
+        yield
+        forget()
+    else:
+        yield
