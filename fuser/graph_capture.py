@@ -166,8 +166,7 @@ class CudaRecorder:
         torch.cuda.current_blas_handle()  # makes its workspace for this stream, which stays
         # A pool hands out memory as that of a capture does: same sizes in the same order take the same segments.
         pool = torch.cuda.MemPool()
-        # It serves this thread alone, so backward stays in it.
-        with torch.cuda.use_mem_pool(pool, self._device), torch.autograd.set_multithreading_enabled(False):
+        with torch.cuda.use_mem_pool(pool, self._device), _backward_on_this_thread():
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
             run()
@@ -180,7 +179,7 @@ class CudaRecorder:
 
     def record(self, work: Work) -> CudaSegment:
         graph = torch.cuda.CUDAGraph()
-        with self.warming_up(), recorded() as recording, warnings.catch_warnings():
+        with self.warming_up(), recorded() as recording, warnings.catch_warnings(), _backward_on_this_thread():
             # A segment may have nothing to compute, such as the dgrad of an input that wants none.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             graph.capture_begin(self._pool)
@@ -248,6 +247,11 @@ class CudaSegment:
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures: cuBLAS keeps a workspace for each stream it has seen."""
     return torch.cuda.Stream(device)
+
+
+def _backward_on_this_thread() -> Any:
+    """A pool serves one thread; and autograd's own ones hold a backward's results for a while after it is over."""
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def _shows_its_memory() -> bool:

@@ -455,18 +455,26 @@ def test_weights_that_move_or_change_are_read_anew():
 def test_repeated_step_needs_no_more_memory():
     fused, _ = expert_block()
     given = inputs(4096)
-    peaks = []
-    for _ in range(4):
+
+    def peak() -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        results = step(fused, *given)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-        del results
-    assert max(peaks[1:]) <= peaks[0]
+        step(fused, *given)
+        return torch.cuda.max_memory_allocated() - before
+
+    for _ in range(3):
+        peak()
+    repeated = [peak() for _ in range(3)]
+    plain = []
+    for _ in range(3):
+        forget()
+        plain.append(peak())
+    assert max(repeated) <= max(plain)
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 def test_repeated_step_runs_on_the_current_stream():
     fused, unfused = expert_block()
     given = inputs()
