@@ -2,6 +2,7 @@
 # T rows, G groups, K in features, N out features
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ops.kernels.grouped_gemm import built_in_config
+from ops.kernels.tiles import Gemm, MeasuredTile, TileTable, use_tiles
 from recipes.splits import Splits
 
 TILE = 64  # rows of the smallest tile
@@ -58,6 +61,19 @@ def cases(draw: st.DrawFn, most_rows: int, features: st.SearchStrategy[tuple[int
     size = st.one_of(st.just(0), st.integers(1, most_rows), st.sampled_from([TILE - 1, TILE, TILE + 1]))
     sizes = draw(st.lists(size, min_size=1, max_size=most_groups))
     return Case(sizes, draw(st.sampled_from([0, 0, 1, 17, TILE])), *draw(features))
+
+
+@contextmanager
+def tiles_of_groups(rows_a_group: int, rows: int, *gemms: Gemm) -> Iterator[None]:
+    """These products of `rows` rows are computed with Hopper's tiles for groups of so many: a table says so."""
+    hopper = (9, 0)
+    configs = (built_in_config(gemm, rows_a_group * gemm.num_groups, hopper) for gemm in gemms)
+    measured = (MeasuredTile(gemm, rows, config, 0.0, 0.0) for gemm, config in zip(gemms, configs, strict=True))
+    use_tiles(TileTable({}, hopper, tuple(measured)))
+    try:
+        yield
+    finally:
+        use_tiles(None)
 
 
 class Operands(NamedTuple):

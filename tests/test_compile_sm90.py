@@ -71,9 +71,11 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     for out_dtype, accumulate in ((dtype, False), (dtype, True), (torch.float32, False), (torch.float32, True)):
         dw = torch.empty(w.shape, dtype=out_dtype)
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, dw, tf32, accumulate)
-    if rows == MANY_ROWS:  # so many that float32 is stored from registers
-        long = [torch.empty(GROUPS * grouped_gemm.MANY_ROWS, width, dtype=dtype) for width in (N, K)]
-        grouped_gemm.grouped_gemm_nt_triton(*long, offsets, alpha, torch.empty(w.shape), tf32)
+    if rows == MANY_ROWS:  # so many that float32 is written from registers, of which ranks of groups take some
+        for groups, accumulate in product((GROUPS, 64, 256) if features == ALIGNED else (GROUPS,), (False, True)):
+            long = [torch.empty(groups * grouped_gemm.MANY_ROWS, width, dtype=dtype) for width in (N, K)]
+            dw = torch.empty(groups, N, K)
+            grouped_gemm.grouped_gemm_nt_triton(*long, offsets, alpha, dw, tf32, accumulate)
     if features == ALIGNED:  # so many groups are not ranked by size
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, torch.empty(1100, N, K, dtype=dtype), tf32)
     grouped_gemm.grouped_bias_grad_triton(dy, offsets, scales, torch.empty_like(bias))

@@ -1,5 +1,7 @@
 """Grouped GEMM: references and CPU path against a naive float64 loop; kernels under the interpreter and on the GPU."""
 
+from itertools import product
+
 import pytest
 import torch
 import triton
@@ -29,6 +31,7 @@ from tests.grouped_cases import (
     naive_gemm,
     operands,
     poisoned,
+    tiles_of_groups,
 )
 
 # Triton 3.6's interpreter turns arrays of one element into loop bounds, which numpy >= 2.4 will refuse.
@@ -305,16 +308,18 @@ def test_tiles_fit_shared_memory(dtype, tf32, aligned, descriptors, capability):
     about = {"tf32": tf32, "aligned": aligned, "descriptors": descriptors, "capability": capability}
     for out_dtype in (dtype, torch.float32):
         many, few = (gg.m_grouped_config(rows, 8, dtype, out_dtype=out_dtype, **about) for rows in (8192, 64))
-        adding, *wgrads = (
-            gg.k_grouped_config(rows, 8, dtype, out_dtype=out_dtype, **about, accumulate=add)
-            for rows, add in ((8192, True), (8192, False), (16384, False))
-        )
-        for config in (many, few, adding, *wgrads):
-            gemm = Gemm("NT", dtype, out_dtype, config is adding, 8, 256, 256)
-            assert why_not_tile(config, gemm, capability) is None
-            hopper = capability == (9, 0)
-            assert bool(config.programs) == (hopper and descriptors and dtype == torch.bfloat16)
         assert few.block_m <= many.block_m
+        persistent = capability == (9, 0) and descriptors and dtype == torch.bfloat16
+        wgrads = [
+            (gg.k_grouped_config(8 * rows, 8, dtype, out_dtype=out_dtype, **about, accumulate=add), add, rows)
+            for rows, add in product((1, gg.MANY_ROWS), (False, True))
+        ]
+        for config, add, rows in ((many, False, 1), (few, False, 1), *wgrads):
+            gemm = Gemm("NT", dtype, out_dtype, add, 8, 256, 256)
+            assert why_not_tile(config, gemm, capability) is None
+            assert bool(config.programs) == persistent
+            from_registers = persistent and out_dtype == torch.float32 and rows == gg.MANY_ROWS
+            assert (config.box == 0) == from_registers
 
 
 def test_what_descriptors_describe():
@@ -427,20 +432,30 @@ def test_kernel_writes_matrices_that_stand_apart(aligned, reverse, accumulate, d
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_float32_weight_gradients_are_the_same_bits_however_they_are_stored(dtype, reverse, device, monkeypatch):
-    """By boxes, and from registers; nothing past a group's matrix is touched, whose last tiles are partly full."""
+def test_float32_weight_gradients_are_the_same_bits_however_they_are_stored(dtype, reverse, device):
+    """From registers and by the copy engine alone; what is added is rounded once, and to groups without rows nothing.
+
+    Nothing past a group's matrix is touched, whose last tiles are partly full.
+    """
     o = operands(Case([70, 0, 300, 1], tail=9, K=328, N=200), dtype, device=device)
     G, N, K = o.w.shape
-    stored = []
-    for many in (0, 10**9):
-        monkeypatch.setattr(gg, "MANY_ROWS", many)
+    before = torch.randn(N, K, device=device)
+
+    def stored(rows_a_group: int, accumulate: bool) -> Tensor:
         apart = torch.full((G, N * K + 64), 7.0, device=device)
-        matrices = apart.as_strided((G, N, K), (N * K + 64, K, 1)).fill_(torch.nan)
-        gg.grouped_gemm_nt_triton(o.dy, o.x, o.splits.offsets, o.alpha, matrices, tf32=False, reverse=reverse)
+        matrices = apart.as_strided((G, N, K), (N * K + 64, K, 1))
+        matrices.copy_(before if accumulate else torch.full_like(before, torch.nan))
+        arguments = (o.dy, o.x, o.splits.offsets, o.alpha, matrices, False, accumulate, reverse)
+        with tiles_of_groups(rows_a_group, o.x.shape[0], Gemm("NT", dtype, torch.float32, accumulate, G, N, K)):
+            gg.grouped_gemm_nt_triton(*arguments)
         assert bool((apart[:, N * K :] == 7).all())
-        stored.append(matrices.flip(0) if reverse else matrices)
-    assert torch.equal(*stored)
-    assert_close("dw", stored[0], naive_gemm("NT", o.dy, o.x, o.splits, alpha=o.alpha), operand_dtype=dtype)
+        return matrices.flip(0) if reverse else matrices
+
+    dw = stored(1, accumulate=False)
+    assert_close("dw", dw, naive_gemm("NT", o.dy, o.x, o.splits, alpha=o.alpha), operand_dtype=dtype)
+    assert torch.equal(stored(gg.MANY_ROWS, accumulate=False), dw)
+    for rows_a_group in (1, gg.MANY_ROWS):
+        assert torch.equal(stored(rows_a_group, accumulate=True), before + dw), rows_a_group
 
 
 @pytest.mark.interpreter
@@ -486,12 +501,13 @@ def test_kernels_agree_for_any_splits_on_the_gpu(case, dtype, extras, seed):
 
 @pytest.mark.gpu
 @settings(max_examples=200)
-@given(cases(400, GPU_FEATURES, most_groups=12), st.sampled_from([0, 10**9]), st.booleans(), SEEDS)
-def test_float32_weight_gradients_agree_for_any_splits_on_the_gpu(case, many, extras, seed):
+@given(cases(400, GPU_FEATURES, most_groups=12), st.sampled_from([1, gg.MANY_ROWS]), st.booleans(), SEEDS)
+def test_float32_weight_gradients_agree_for_any_splits_on_the_gpu(case, rows_a_group, extras, seed):
     o = operands(case, torch.bfloat16, seed=seed, device="cuda")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gg, "MANY_ROWS", many)
+    gemms = [Gemm("NT", torch.bfloat16, torch.float32, add, *o.w.shape) for add in (False, True)]
+    with tiles_of_groups(rows_a_group, o.x.shape[0], *gemms):
         found = launched(o, extras=extras, out_dtype=torch.float32)
+        assert_accumulates(accumulate_in_triton, case, torch.bfloat16, torch.float32, "cuda")
     assert_all_close(found, references(o, extras=extras), o)
 
 

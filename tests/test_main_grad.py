@@ -15,9 +15,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fuser import Sequential, autocast, ops
 from ops import nested_backward
 from ops.gemm import store
-from ops.kernels import grouped_gemm
+from ops.kernels.grouped_gemm import MANY_ROWS
+from ops.kernels.tiles import Gemm
 from ops.operation import FusedOperation
 from tests.check_operation import DEVICES
+from tests.grouped_cases import tiles_of_groups
 from tests.main_grad_cases import (
     FEW_MODELS,
     IN,
@@ -133,14 +135,18 @@ def test_recipes_and_paths_keep_to_the_table(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("many_rows", [0, 10**9], ids=["from registers", "by boxes"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
+@pytest.mark.parametrize("rows_a_group", [MANY_ROWS, 1], ids=["from registers", "by boxes"])
 @pytest.mark.parametrize("model", ["grouped", "experts, per group"])
-def test_buffers_are_overwritten_from_registers_and_by_boxes(model: str, many_rows: int, monkeypatch) -> None:
-    monkeypatch.setattr(grouped_gemm, "MANY_ROWS", many_rows)
+def test_buffers_are_written_from_registers_and_by_boxes(model: str, rows_a_group: int, overwrite: bool) -> None:
     settings: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    sequential = make(model, accumulate_into_main_grad=True, **settings)
+    shapes = {(len(SIZES), *weight.shape[-2:]) for weight in weights_of(sequential).values()}
+    gemms = [Gemm("NT", torch.bfloat16, torch.float32, add, *shape) for shape in shapes for add in (False, True)]
     expected = gradients(make(model, **settings), 1)
-    case = {"delay": False, "main_grad": True, "flag": True, "overwrite": True, "zero_out": False}
-    check_table(make(model, accumulate_into_main_grad=True, **settings), expected, dtype=torch.bfloat16, **case)
+    case = {"delay": False, "main_grad": True, "flag": True, "overwrite": overwrite, "zero_out": False}
+    with tiles_of_groups(rows_a_group, ROWS, *gemms):
+        check_table(sequential, expected, dtype=torch.bfloat16, **case)
 
 
 @DEVICE
@@ -270,9 +276,7 @@ REFUSED = {
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("model", ["linear", "grouped", "grouped, per group", "experts"])
-def test_a_buffer_that_does_not_fit_is_refused_in_one_sentence(
-    model: str, kind: str, delay: bool, device: str
-) -> None:
+def test_a_buffer_that_does_not_fit_is_refused_in_one_sentence(model: str, kind: str, delay: bool, device: str) -> None:
     sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     give_main_grads(sequential, 0.5)
     name, weight = list(weights_of(sequential).items())[-1]

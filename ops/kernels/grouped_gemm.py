@@ -16,7 +16,7 @@ memory; tensors whose rows are not contiguous themselves, and stacked weights th
 Precision: products of the operands as they are, summed in float32 (float64 for float64 operands), times alpha, plus
 the bias, and then rounded once to the output's dtype. On CUDA a float32 product is exact ("ieee") unless
 `torch.backends.cuda.matmul` allows TF32. All sums have a fixed order, and repeating a call gives the same bits: each
-element is written once, or added to once. The addition to float32 on descriptors is the copy engine's (PTX ISA,
+element is written once, or added to once. The addition to float32 on descriptors is the memory's (PTX ISA, red and
 cp.reduce.async.bulk): rounded to nearest, with subnormal numbers, the old ones too, taken for zeros.
 
 Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
@@ -137,9 +137,10 @@ def grouped_bias_grad_ref(
 
 
 FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
-# A group, on average: with as many, float32 weight gradients are stored from registers, with fewer by the copy engine.
-# Measured on an H200 against that: 5 % faster with 2048 rows; 3 % slower with 1024 and 512, 8 % with 256.
-MANY_ROWS = 1536
+# A group, on average: with as many, three quarters of a tile of float32 weight gradients are written from registers and
+# one by the copy engine; with fewer all by the copy engine. Measured on an H200 against that, with 1024 and 2048 rows:
+# 3 to 5 % faster, added to what is there 4 to 8 %. All of a tile from registers was slower with 512 rows, by 3 %.
+MANY_ROWS = 768
 
 
 def m_grouped_config(
@@ -178,13 +179,14 @@ def k_grouped_config(
 ) -> GroupedGemmConfig:
     """Tiles of the kernel for NT. As above. accumulate: what is there needs registers and shared memory too.
 
-    Float32 that is not added to leaves room for a fourth stage if little of a tile is in shared memory at once.
+    Float32 leaves room for a fourth stage if little of a tile is in shared memory at once.
     """
     if uses_descriptors(dtype, descriptors, capability):
+        if out_dtype == torch.float32 and rows >= MANY_ROWS * num_groups:
+            return _persistent(dtype)._replace(box=0)
         if accumulate or out_dtype != torch.float32:
             return _persistent(torch.float32 if accumulate else out_dtype)
-        many = rows >= MANY_ROWS * num_groups
-        return _persistent(dtype)._replace(box=0 if many else 64)
+        return _persistent(dtype)._replace(box=64)
     return _fitting(_tile(64 if accumulate else 128, dtype, tf32, aligned), dtype, capability)
 
 
@@ -443,7 +445,7 @@ def grouped_gemm_nt_triton(
             min(num_tiles, config.programs * multiprocessors(out)),
             ragged_descriptor(dy_TN, (config.block_k, config.block_m), axis=0),
             ragged_descriptor(x_TK, (config.block_k, config.block_n), axis=0),
-            descriptor(out, (1, config.block_m, min(config.box, config.block_n // 2))) if config.box else None,
+            descriptor(out, (1, config.block_m, min(config.columns_at_once, config.block_n // 2))),
             out if out.dtype == torch.float32 and (accumulate or not config.box) else None,
             out.stride(0),
             offsets,
@@ -452,6 +454,7 @@ def grouped_gemm_nt_triton(
             N,
             K,
             ACCUMULATE=accumulate,
+            LINES=not config.box,
             REVERSE=reverse,
             BAND=band(config.block_m),
             GROUPS=room_for(G),

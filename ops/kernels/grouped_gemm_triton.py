@@ -126,72 +126,98 @@ def finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE: tl.constexpr)
 
 
 @triton.jit
-def finish_parts(acc, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE: tl.constexpr):
-    """The same box by box of the descriptor, or, if dw is None, from registers."""
-    WIDTH: tl.constexpr = 64 if dw is None else dw.block_shape[2]  # 64: offsets need registers
+def finish_parts(
+    acc, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE: tl.constexpr, LINES: tl.constexpr
+):
+    """The same box by box of the descriptor; LINES: but all that is right of the first box straight from registers."""
     HALF: tl.constexpr = acc.shape[1] // 2
-    if HALF >= WIDTH:
-        left, right = halves(acc)
-        finish_parts(left, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE)
-        finish_parts(right, dw, dw_ptr, dw_stride, group, first_n, first_k + HALF, N, K, ACCUMULATE)
-    elif dw is None:
-        offs_n = tl.arange(0, acc.shape[0])[:, None]
-        offs_k = tl.arange(0, acc.shape[1])[None, :]
-        begin = dw_ptr + group.to(tl.int64) * dw_stride + first_n.to(tl.int64) * K + first_k
-        within = (offs_n < N - first_n) & (offs_k < K - first_k)
-        store_fours(begin, tl.where(within, offs_n * K + offs_k, -1), acc)
-    else:
+    if HALF < dw.block_shape[2]:
         finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE)
+    else:
+        left, right = halves(acc)
+        if LINES:
+            begin = dw_ptr + group.to(tl.int64) * dw_stride + first_n.to(tl.int64) * K + first_k + HALF
+            write_lines(begin, K, N - first_n, K - first_k - HALF, right, ACCUMULATE)
+        finish_parts(left, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE, LINES)
+        if not LINES:
+            finish_parts(right, dw, dw_ptr, dw_stride, group, first_n, first_k + HALF, N, K, ACCUMULATE, LINES)
 
 
-def _store_four(row):
-    """For `store_fours`: one row of eight elements, which an even lane has in (row 0, row 8) x (columns 0 1 8 9)."""
-    offset, value = 16 + 2 * row, 24 + 2 * row
+def _exchange(first, second, lanes, upper):
+    """A lane gives the second of two registers and gets the first of the lane above it by so many; `upper` has that."""
     return f"""
-        selp.b32 give0, ${value}, ${value + 4}, odd;
-        selp.b32 give1, ${value + 1}, ${value + 5}, odd;
-        shfl.sync.bfly.b32 take0, give0, 1, 31, -1;
-        shfl.sync.bfly.b32 take1, give1, 1, 31, -1;
-        selp.b32 v0, take0, ${value}, odd;
-        selp.b32 v1, take1, ${value + 1}, odd;
-        selp.b32 v2, ${value + 4}, take0, odd;
-        selp.b32 v3, ${value + 5}, take1, odd;
-        selp.b32 give0, ${offset + 4}, ${offset}, odd;
-        setp.ge.s32 within, give0, 0;
-        sub.s32 give0, give0, two;
-        mad.wide.s32 at, give0, 4, $8;
-        @within st.global.v4.b32 [at], {{v0, v1, v2, v3}};"""
+        selp.b32 other, {first}, {second}, {upper};
+        shfl.sync.bfly.b32 other, other, {lanes}, 31, -1;
+        selp.b32 {first}, other, {first}, {upper};
+        selp.b32 {second}, {second}, other, {upper};"""
 
 
-_STORE_FOURS = tl.constexpr(f"""{{
-        .reg .pred odd, within;
-        .reg .b32 two, give0, give1, take0, take1, v0, v1, v2, v3;
+def _write_row(row, write):
+    """For `write_lines`: of two rows eight apart this one."""
+    own = (f"mov.b32 v{i}, ${80 + 2 * row + 4 * (i // 2) + i % 2};" for i in range(8))
+    fours = (_exchange(f"v{i}", f"v{i + 2}", 1, "odd") for i in (0, 1, 4, 5))
+    lines = (_exchange(f"v{i}", f"v{i + 4}", 4, "below") for i in range(4))
+    return f"""
+        {" ".join(own)}{"".join(fours)}{"".join(lines)}
+        setp.ne.and.b64 within, ${16 + 2 * row}, 0, inside;
+        mad.wide.s32 at, column, 4, ${16 + 2 * row};
+        mad.wide.s32 at, back, 4, at;
+        @within {write} [at], {{v0, v1, v2, v3}};
+        mad.wide.s32 at, $64, 4, at;
+        @within {write} [at], {{v4, v5, v6, v7}};"""
+
+
+def _write_lines(write):
+    """Operands, 16 each: what comes out, addresses of rows, columns, the number of these, distance of rows, acc."""
+    return f"""{{
+        .reg .pred odd, below, inside, within;
+        .reg .b32 lane, column, back, other, v0, v1, v2, v3, v4, v5, v6, v7;
         .reg .b64 at;
-        mov.u32 two, %laneid;
-        and.b32 two, two, 1;
-        setp.ne.b32 odd, two, 0;
-        shl.b32 two, two, 1;{_store_four(0)}{_store_four(1)}
-        {" ".join(f"mov.b32 ${i}, 0;" for i in range(8))}
-        }}""")
-_FOURS = tl.constexpr(",".join(["=r"] * 8 + ["l"] * 8 + ["r"] * 16))
+        mov.u32 lane, %laneid;
+        and.b32 column, lane, 1;
+        setp.ne.b32 odd, column, 0;
+        and.b32 lane, lane, 4;
+        setp.ne.b32 below, lane, 0;
+        mad.lo.s32 column, column, 6, $32;
+        mad.lo.s32 column, lane, 4, column;
+        setp.lt.s32 inside, column, $48;
+        selp.b32 back, $64, 0, below;
+        neg.s32 back, back;{_write_row(0, write)}{_write_row(1, write)}
+        {" ".join(f"mov.b32 ${i}, 0;" for i in range(16))}
+        }}"""
+
+
+_STORE_LINES = tl.constexpr(_write_lines("st.global.v4.b32"))
+_ADD_LINES = tl.constexpr(_write_lines("red.relaxed.gpu.global.add.v4.f32"))
+_OPERANDS = tl.constexpr(",".join(["=r"] * 16 + ["l"] * 16 + ["r"] * 64))
 
 
 @triton.jit
-def store_fours(ptr, offsets, acc):
-    """Stores float32 acc at offsets from ptr, 16 bytes a thread; negative offsets, four columns alike, are left out.
+def write_lines(ptr, stride, height, width, acc, ACCUMULATE: tl.constexpr):
+    """Stores float32 acc from ptr on, or adds it, 128 bytes of a row at once; no more than height rows, width columns.
 
-    The tensor cores give a lane two columns (PTX ISA, wgmma, layout of D) in each eight, so neighbours exchange pairs:
+    height is a multiple of 2, width of 4, ptr and stride of 16 bytes. acc is what a product left in registers, or some
+    of its columns, at least 32. The tensor cores give a lane two columns (PTX ISA, wgmma, layout of D) in each eight,
+    and the next row to the lane four above it. So neighbours exchange pairs of columns, and then rows their fours:
 
-        lane 0: 0 1  8  9        lane 1: 2 3  10 11        ->        lane 0: 0 1 2 3        lane 1: 8 9 10 11
-
-    So acc must be what a product left in registers, or a part of its columns.
+        lane 0: 0 1  8  9 16 17 24 25      0 1 2 3 16 17 18 19      row 0:  0  1  2  3    row 1:  0  1  2  3
+        lane 1: 2 3 10 11 18 19 26 27  ->  8 9 10 11 24 25 26 27 ->         8  9 10 11            8  9 10 11
+        lane 4: 0 1  8  9 ... of row 1     0 1 2 3 16 17 18 19             16 17 18 19           16 17 18 19
     """
+    offs_n = tl.arange(0, acc.shape[0])[:, None]
+    offs_k = tl.arange(0, acc.shape[1])[None, :]
+    rows = ptr + offs_n * stride
     if INTERPRET:
-        tl.store(ptr + offsets, acc, mask=offsets >= 0)
+        mask = (offs_n < height) & (offs_k < width)
+        if ACCUMULATE:
+            acc += tl.load(rows + offs_k, mask=mask, other=0.0)
+        tl.store(rows + offs_k, acc, mask=mask)
     else:
+        rows = tl.where(offs_n < height, rows.to(tl.int64), 0)
         tl.inline_asm_elementwise(
-            _STORE_FOURS, _FOURS, [ptr.to(tl.int64), offsets, acc], dtype=tl.int32, is_pure=False, pack=8
-        )
+            _ADD_LINES if ACCUMULATE else _STORE_LINES, _OPERANDS, [rows, offs_k, width, stride, acc],
+            dtype=tl.int32, is_pure=False, pack=16,
+        )  # fmt: skip
 
 
 AHEAD = tl.constexpr(6)  # steps over which a tile's old sums are fetched
@@ -214,8 +240,8 @@ def prefetch_rows(ptr, stride, height, width, HEIGHT: tl.constexpr, WIDTH: tl.co
 def k_grouped_persistent_kernel(
     dy,  # [T, N]: descriptor, ragged along T
     x,  # [T, K]: descriptor, ragged along T
-    dw,  # [G, N, K]: descriptor of boxes at most half as wide as the tile; None: dw is stored from registers
-    dw_ptr,  # dw itself if it is float32 and added to or stored from registers, else None
+    dw,  # [G, N, K]: descriptor of boxes at most half as wide as the tile
+    dw_ptr,  # dw itself if it is float32 and added to or written from registers, else None
     dw_stride,  # of its matrices
     offsets_ptr,  # [G + 1] int64
     alpha_ptr,  # [G] float32 or None
@@ -223,6 +249,7 @@ def k_grouped_persistent_kernel(
     N,
     K,
     ACCUMULATE: tl.constexpr,
+    LINES: tl.constexpr,  # see `finish_parts`
     REVERSE: tl.constexpr,  # the last group comes first in dw
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -286,7 +313,7 @@ def k_grouped_persistent_kernel(
                 # alpha of a group without rows may be anything
                 acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
             place = num_groups - 1 - group if REVERSE else group
-            finish_parts(acc, dw, dw_ptr, dw_stride, place, first_n, first_k, N, K, ACCUMULATE)
+            finish_parts(acc, dw, dw_ptr, dw_stride, place, first_n, first_k, N, K, ACCUMULATE, LINES)
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             t = 0
 

@@ -40,7 +40,13 @@ class GroupedGemmConfig(NamedTuple):
     num_warps: int
     num_stages: int
     programs: int = 0  # that share a multiprocessor, with descriptors; 0: pointers, a program for each tile
-    box: int = 128  # the most columns that NT stores at once, with descriptors; 0: straight from registers
+    # the most columns that NT stores at once, with descriptors; 0: a quarter, and the others straight from registers
+    box: int = 128
+
+    @property
+    def columns_at_once(self) -> int:
+        """No more are in shared memory on their way out."""
+        return self.box or self.block_n // 4
 
     def fitting(self, rows_a_step: int, dtype: torch.dtype, capability: tuple[int, int]) -> "GroupedGemmConfig":
         """With as many stages as shared memory holds; one stage is rows_a_step * block_k elements of the operands."""
@@ -122,7 +128,7 @@ def shared_memory(config: GroupedGemmConfig, gemm: Gemm) -> int:
     used = (config.block_m + config.block_n) * config.block_k * gemm.dtype.itemsize * config.num_stages
     if not config.programs:
         return used
-    stored = config.block_m * min(config.block_n, config.box) * gemm.out_dtype.itemsize
+    stored = config.block_m * min(config.block_n, config.columns_at_once) * gemm.out_dtype.itemsize
     read = stored if gemm.accumulate and gemm.out_dtype.itemsize == 2 else 0
     return (used + stored + read + _BESIDES) * config.programs
 
@@ -140,11 +146,11 @@ def why_not_tile(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, i
         return f"The tile {in_words(config)} is for descriptors, and so for compute capability 9.0 alone."
     if config.box not in (0, 64, 128):
         return f"The tile {in_words(config)} is stored by 64 or 128 columns or from registers (0), not by {config.box}."
-    written = config.programs and gemm.product == "NT" and gemm.out_dtype == torch.float32 and not gemm.accumulate
-    if not config.box and not (written and config.block_m == 16 * config.num_warps):
+    written = config.programs and gemm.product == "NT" and gemm.out_dtype == torch.float32
+    if not config.box and not (written and config.block_m == 16 * config.num_warps and config.block_n >= 128):
         return (
-            f"The tile {in_words(config)} is not stored from registers: that is for float32 gradients that are not "
-            "added to, with descriptors and 16 rows a warp."
+            f"The tile {in_words(config)} is not stored from registers: that is for float32 weight gradients, with "
+            "descriptors, 16 rows a warp, and 128 columns or more."
         )
     used, limit = shared_memory(config, gemm), shared_memory_limit(capability)
     if used > limit:
