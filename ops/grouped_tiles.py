@@ -49,8 +49,8 @@ def _rule(gemms: Mapping[str, Gemm], gpu: tuple[int, int]) -> str:
 
 def _float8_rule(gpu: tuple[int, int]) -> str:
     wide, small = (
-        in_words(m_grouped_float8_config(FEW_ROWS, 1, blockwise=blockwise, aligned=True, capability=gpu))
-        for blockwise in (False, True)
+        in_words(m_grouped_float8_config(FEW_ROWS, 1, layout=layout, promote=True, descriptors=True, capability=gpu))
+        for layout in ("tensor", "row")
     )
     few = f", with scales of blocks, and fprop and dgrad below {FEW_ROWS} rows a group, {small}"
     return wide if wide == small else wide + few

@@ -281,10 +281,14 @@ def shipped_configs(mode: str) -> set[tuple]:
             for axis, config in chosen:
                 kernel = f"{axis}_grouped_{'persistent_' if config.programs else ''}kernel"
                 configs.add((kernel, *config[:5]))
-    for rows, aligned, blockwise in product(() if tf32 else (100, 1_000_000), (True, False), (True, False)):
-        about = {"aligned": aligned, "blockwise": blockwise, "capability": (9, 0)}
-        configs.add(("m_grouped_float8_kernel", *grouped_gemm_float8.m_grouped_float8_config(rows, 8, **about)[:5]))
-        configs.add(("k_grouped_float8_kernel", *grouped_gemm_float8.k_grouped_float8_config(**about)[:5]))
+    kinds = (("tensor", False), ("tensor", True), ("square", True), ("row", True))
+    for rows, descriptors, (layout, promote) in product(() if tf32 else (100, 1_000_000), (True, False), kinds):
+        about = {"descriptors": descriptors, "layout": layout, "promote": promote, "capability": (9, 0)}
+        chosen = [("m", grouped_gemm_float8.m_grouped_float8_config(rows, 8, **about))]
+        if layout != "square":
+            chosen += [("k", grouped_gemm_float8.k_grouped_float8_config(**about))]
+        for axis, config in chosen:
+            configs.add((f"{axis}_grouped_float8_{'persistent_' if config.tma else ''}kernel", *config[:5]))
     norms = {
         "norm_kernel": norm_triton.norm_config,
         "dnorm_kernel": lambda rows, N: norm_triton.dnorm_config(rows, N, 132),

@@ -368,17 +368,21 @@ def test_no_reason_is_given_where_float8_runs(capability):
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
-@pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("blockwise", [False, True])
-def test_tiles_fit_shared_memory(blockwise, aligned, capability):
-    about = {"blockwise": blockwise, "aligned": aligned, "capability": capability}
+@pytest.mark.parametrize("descriptors", [False, True])
+@pytest.mark.parametrize("promote", [False, True])
+@pytest.mark.parametrize("layout", ["tensor", "square", "row"])
+def test_tiles_fit_shared_memory(layout, promote, descriptors, capability):
+    promote = promote or layout != "tensor"
+    about = {"layout": layout, "promote": promote, "descriptors": descriptors, "capability": capability}
     for config in (
         *(gg.m_grouped_float8_config(rows, 8, **about) for rows in (8192, 64)),
         gg.k_grouped_float8_config(**about),
     ):
         used = (config.block_m + config.block_n) * config.block_k * config.num_stages * config.programs
-        assert used <= shared_memory_limit(capability) and config.tma == (aligned and capability >= (9, 0))
+        assert used <= shared_memory_limit(capability) and config.tma == (descriptors and capability >= (9, 0))
         assert config.block_k == BLOCK, "a step has one scale"
+        whole = (config.part_m, config.part_n) == (config.block_m, config.block_n)
+        assert whole or (promote and 2 * config.part_m * config.part_n == config.block_m * config.block_n)
 
 
 @pytest.mark.parametrize("shape", [(5, 33), (2, 3, 16), (4, 1), (0, 5)])
