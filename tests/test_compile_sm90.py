@@ -49,6 +49,8 @@ MANY_ROWS, FEW_ROWS = 1024, 128
 ALIGNED, ODD = (256, 512), (250, 510)  # in and out features
 NORM_WIDTHS = (*(2**n for n in range(16)), 4095, 100_000)
 LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory
+# Of one of Hopper's multiprocessors, and what each of its programs has besides its own.
+SHARED_BY_PROGRAMS, BESIDES = 228 << 10, 1 << 10
 
 
 def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:
@@ -117,7 +119,7 @@ def launch_grouped_gemm_float8(rows: int, features: tuple[int, int], out_dtype: 
         dy_T, x_T = torch.empty(N, columns, dtype=a.dtype), torch.empty(K_out, columns, dtype=b.dtype)
         blocks, dw = (torch.empty(columns // 128, N), torch.empty(columns // 128, K_out)), dw[..., :K_out].contiguous()
         for (dy_scale, x_scale), split in (((one, one), False), ((one, one), True), (blocks, False)):
-            for out, add in ((dw, False), (dw, True), (dw.float(), True)):
+            for out, add in ((dw, False), (dw, True), (dw.float(), False), (dw.float(), True)):
                 launch_nt = grouped_gemm_float8.grouped_gemm_nt_float8_triton
                 launch_nt(dy_T, dy_scale, x_T, x_scale, offsets, out, split, add)
 
@@ -268,10 +270,10 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
             launch_nvfp4(MANY_ROWS, features[0], dtype, kinds)
 
 
-def shipped_configs(mode: str) -> set[tuple]:
-    """(kernel, its tile) of everything that the config functions return for sm_90."""
+def shipped_configs(mode: str) -> dict[tuple, int]:
+    """(kernel, its tile) of everything that the config functions return for sm_90: programs a multiprocessor."""
     dtype, tf32 = MODES[mode]
-    configs = set()
+    configs = {}
     for rows, aligned in product((0, 1, 100, 1_000, 10_000, 1_000_000), (True, False)):
         about = {"tf32": tf32, "aligned": aligned, "capability": (9, 0)}
         for descriptors, out_dtype in product({False, aligned}, (dtype, torch.float32)):
@@ -280,15 +282,18 @@ def shipped_configs(mode: str) -> set[tuple]:
             chosen += [("k", grouped_gemm.k_grouped_config(dtype, **both, accumulate=add)) for add in (False, True)]
             for axis, config in chosen:
                 kernel = f"{axis}_grouped_{'persistent_' if config.programs else ''}kernel"
-                configs.add((kernel, *config[:5]))
+                configs[kernel, *config[:5]] = max(config.programs, 1)
     kinds = (("tensor", False), ("tensor", True), ("square", True), ("row", True))
-    for rows, descriptors, (layout, promote) in product(() if tf32 else (100, 1_000_000), (True, False), kinds):
-        about = {"descriptors": descriptors, "layout": layout, "promote": promote, "capability": (9, 0)}
-        chosen = [("m", grouped_gemm_float8.m_grouped_float8_config(rows, 8, **about))]
-        if layout != "square":
-            chosen += [("k", grouped_gemm_float8.k_grouped_float8_config(**about))]
+    for descriptors, (layout, promote) in product(() if tf32 else (True, False), kinds):
+        about = {"descriptors": descriptors, "promote": promote, "out_dtype": dtype, "capability": (9, 0)}
+        choose_m, choose_k = grouped_gemm_float8.m_grouped_float8_config, grouped_gemm_float8.k_grouped_float8_config
+        chosen = [("m", choose_m(rows, 8, layout=layout, **about)) for rows in (100, 1_000_000)]
+        for out_dtype, add in product((dtype, torch.float32), (False, True) if layout != "square" else ()):
+            both = about | {"out_dtype": out_dtype, "accumulate": add}
+            chosen += [("k", choose_k(blockwise=layout == "row", **both))]
         for axis, config in chosen:
-            configs.add((f"{axis}_grouped_float8_{'persistent_' if config.tma else ''}kernel", *config[:5]))
+            kernel = f"{axis}_grouped_float8_{'persistent_' if config.tma else ''}kernel"
+            configs[kernel, *config[:5]] = config.programs
     norms = {
         "norm_kernel": norm_triton.norm_config,
         "dnorm_kernel": lambda rows, N: norm_triton.dnorm_config(rows, N, 132),
@@ -296,7 +301,7 @@ def shipped_configs(mode: str) -> set[tuple]:
     }
     for (kernel, choose), rows, N in product(() if tf32 else norms.items(), (1, 1_000_000), range(1, 20_000, 7)):
         block_m, block_n, num_warps, *_ = choose(rows, N)
-        configs.add((kernel, block_m, block_n, None, num_warps, None))
+        configs[kernel, block_m, block_n, None, num_warps, None] = 1
     return configs
 
 
@@ -370,12 +375,15 @@ def compiled(mode: str, arch: int, cache: Path) -> list[dict]:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_configuration_compiles_for_hopper(mode, tmp_path):
     reports = compiled(mode, 90, tmp_path)
-    missing = shipped_configs(mode) - {(report["kernel"], *report["config"]) for report in reports}
+    shipped = shipped_configs(mode)
+    missing = shipped.keys() - {(report["kernel"], *report["config"]) for report in reports}
     assert not missing, f"configurations that were not compiled: {sorted(missing)}"
     spilled = [report for report in reports if report["spilled_bytes"]]
     assert not spilled, "\n".join(map(str, spilled))
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90], report
+        programs = shipped.get((report["kernel"], *report["config"]), 1)
+        assert (report["shared_bytes"] + BESIDES) * programs <= SHARED_BY_PROGRAMS, f"not {programs} at once: {report}"
         if "gemm" in report["kernel"] or "grouped" in report["kernel"]:
             assert bool(report["wgmma"]) == (mode != "fp32" or "float8" in report["kernel"]), report
         assert not report["warnings"], report

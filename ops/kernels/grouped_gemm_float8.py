@@ -44,7 +44,7 @@ The kernels: `grouped_gemm_float8_persistent` on descriptors, `grouped_gemm_floa
 # T rows, G groups, R summed features, C features that come out; P columns of the padded groups; for NT [N, K] come out
 
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,8 +65,10 @@ from ops.kernels.grouped_operands import (
 )
 from ops.kernels.persistent_tiles import MOST_GROUPS, band, multiprocessors, room_for
 from ops.kernels.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
+from ops.kernels.tiles import Gemm, shared_memory_limit
 from recipes.kernels.launch import Launch, cdiv, launcher
 from recipes.kernels.row_tiles import num_slots
+from recipes.quantized_tensor import ScaleLayout
 from recipes.splits import Splits
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -161,9 +163,6 @@ def _scale_of_columns(scale: Tensor, num_groups: int, g: int, begin: int, end: i
 
 # ------------------------------------------------------------------------------------------------ configurations
 
-# One scale a tensor; of 128x128 codes; of 1x128 codes along the summed axis.
-ScaleLayout = Literal["tensor", "square", "row"]
-
 
 def scale_layout(b_scale: Tensor, C: int, R: int) -> ScaleLayout:
     """How b's scales lie, told by their shape. (Both block layouts are [G, 1, 1] for C = 1: then they agree.)"""
@@ -204,35 +203,76 @@ class GroupedFloat8Config(NamedTuple):
 
 
 def m_grouped_float8_config(
-    rows: int, num_groups: int, *, layout: ScaleLayout, promote: bool, descriptors: bool, capability: tuple[int, int]
+    rows: int,
+    num_groups: int,
+    *,
+    layout: ScaleLayout,
+    promote: bool,
+    out_dtype: torch.dtype,
+    descriptors: bool,
+    capability: tuple[int, int],
 ) -> GroupedFloat8Config:
     """Tiles of the kernel for TN. promote: split accumulation. descriptors: see `takes_descriptors`, of all matrices,
     and at most MOST_GROUPS."""
-    if not descriptors or capability < (9, 0):
+    if not _uses_descriptors(descriptors, capability):
         return _POINTERS
-    if rows < FEW_ROWS * num_groups:
+    if rows < FEW_ROWS * num_groups or layout == "row":
         return _SMALL
-    return k_grouped_float8_config(layout=layout, promote=promote, descriptors=True, capability=capability)
+    if not promote:
+        return _WIDE
+    return _HALVES if out_dtype.itemsize == 2 else _SMALL
 
 
 def k_grouped_float8_config(
-    *, layout: ScaleLayout, promote: bool, descriptors: bool, capability: tuple[int, int]
+    *,
+    blockwise: bool,
+    promote: bool,
+    out_dtype: torch.dtype,
+    accumulate: bool,
+    descriptors: bool,
+    capability: tuple[int, int],
 ) -> GroupedFloat8Config:
-    """Tiles of the kernel for NT. As above."""
-    if not descriptors or capability < (9, 0):
+    """Tiles of the kernel for NT. blockwise: scales of 1x128. accumulate: what is there needs shared memory too. The
+    rest as above."""
+    if not _uses_descriptors(descriptors, capability):
         return _POINTERS
-    if layout == "row":
-        return _SMALL
-    if layout == "square":
-        return _HALVES
-    return _WIDE_HALVES if promote else _WIDE
+    narrow = out_dtype.itemsize == 2 and not accumulate
+    if blockwise:
+        return _SMALL if narrow else _LONG
+    if not promote:
+        return _WIDE
+    return _HALVES if narrow else _WIDE_HALVES
+
+
+def built_in_float8_config(
+    gemm: Gemm, rows: int, layout: ScaleLayout, split_accumulation: bool, capability: tuple[int, int]
+) -> GroupedFloat8Config:
+    """What these two say for contiguous outputs. layout: of the second operand's scales."""
+    product, _, out_dtype, accumulate, G, N, K = gemm
+    width = N if product == "TN" else K
+    about: dict[str, Any] = {
+        "promote": split_accumulation or layout != "tensor",
+        "out_dtype": out_dtype,
+        "descriptors": width * out_dtype.itemsize % 16 == 0 and G <= MOST_GROUPS,
+        "capability": capability,
+    }
+    if product == "NT":
+        return k_grouped_float8_config(blockwise=layout != "tensor", accumulate=accumulate, **about)
+    return m_grouped_float8_config(rows, G, layout=layout, **about)
+
+
+def _uses_descriptors(descriptors: bool, capability: tuple[int, int]) -> bool:
+    """The tiles are Hopper's, and take its shared memory."""
+    return descriptors and capability >= (9, 0) and shared_memory_limit(capability) >= shared_memory_limit((9, 0))
 
 
 # Steps of 128 everywhere: a promotion is then one step, and a step has one scale.
 _WIDE = GroupedFloat8Config(128, 256, BLOCK, num_warps=8, num_stages=3, programs=1, part_m=128, part_n=256)
 _WIDE_HALVES = _WIDE._replace(part_n=128)
-# Two programs of four warps each: while one scales, the other multiplies.
+# Two programs of four warps each: while one scales, the other multiplies. Float32 results, and what is added to, leave
+# no room for two with three stages of the first of these.
 _HALVES = GroupedFloat8Config(128, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
+_LONG = GroupedFloat8Config(64, 256, BLOCK, num_warps=4, num_stages=2, programs=2, part_m=64, part_n=128)
 _SMALL = GroupedFloat8Config(64, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
 _POINTERS = GroupedFloat8Config(64, 64, BLOCK, 4, num_stages=2, programs=2, part_m=64, part_n=64, tma=False)
 
@@ -367,6 +407,7 @@ def grouped_gemm_tn_float8_triton(
         G,
         layout=layout,
         promote=promote,
+        out_dtype=out.dtype,
         descriptors=takes_descriptors(a, b, out) and G <= MOST_GROUPS,
         capability=capability(out),
     )
@@ -401,7 +442,6 @@ def grouped_gemm_tn_float8_triton(
             programs,
             a,
             b,
-            None,
             out,
             a_scale,
             b_scale,
@@ -418,7 +458,6 @@ def grouped_gemm_tn_float8_triton(
             b_scale.stride(0),
             LAYOUT=layout,
             PROMOTE=promote,
-            TMA=False,
             BAND=band(config.block_m),
             **config.compiled(),
         )
@@ -448,8 +487,10 @@ def grouped_gemm_nt_float8_triton(
     blockwise = dy_scale.dim() == 2
     promote = split_accumulation or blockwise
     config = k_grouped_float8_config(
-        layout="row" if blockwise else "tensor",
+        blockwise=blockwise,
         promote=promote,
+        out_dtype=out.dtype,
+        accumulate=accumulate,
         descriptors=takes_descriptors(dy, x, out) and G <= MOST_GROUPS,
         capability=capability(out),
     )
@@ -488,7 +529,6 @@ def grouped_gemm_nt_float8_triton(
             programs,
             dy,
             x,
-            None,
             out,
             dy_scale,
             x_scale,
@@ -505,7 +545,6 @@ def grouped_gemm_nt_float8_triton(
             REVERSE=reverse,
             BLOCKWISE=blockwise,
             PROMOTE=promote,
-            TMA=False,
             BAND=band(config.block_m),
             enable_fp_fusion=fusion,
             **config.compiled(),

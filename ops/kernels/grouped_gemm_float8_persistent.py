@@ -75,6 +75,18 @@ def load_factors(ptr, size, PART: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def two_parts(acc, other, first_m, first_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The two sums of a tile at (first_m, first_n), or the halves of its one, and where the second is."""
+    if acc.shape[0] < BLOCK_M:
+        return acc, other, first_m + acc.shape[0], first_n
+    elif acc.shape[1] < BLOCK_N:
+        return acc, other, first_m, first_n + acc.shape[1]
+    else:
+        left, right = halves(acc)
+        return left, right, first_m, first_n + BLOCK_N // 2
+
+
+@triton.jit
 def scale_sums(acc, a_scale, b_scale):
     """One after the other: the product of two scales may be too small for float32. None: scaled already."""
     if a_scale is not None:
@@ -97,31 +109,26 @@ def scales_of_step(
     LAYOUT: tl.constexpr,
     HEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Of a's rows and of b's columns, for each of the two parts; zeros where there is no such step."""
+    """Of a's rows, for each of two parts, and of b's columns; zeros where there is no such step."""
     exists = step < num_steps
-    size_t = tl.where(exists, end - first, 0).to(tl.int32)
-    scale_t, other_t = load_factors(a_scale_ptr + step.to(tl.int64) * rows + first, size_t, HEIGHT, BLOCK_M)
+    size = tl.where(exists, end - first, 0)
+    scale_t, other_t = load_factors(a_scale_ptr + step.to(tl.int64) * rows + first, size, HEIGHT, BLOCK_M)
     if LAYOUT == "square":
-        blocks = tl.cdiv(C, 128)
-        at = b_scale_ptr + (group.to(tl.int64) * blocks + first_c // 128) * num_steps + step
-        scale_c = tl.load(at, mask=exists, other=0.0)
-        if WIDTH < BLOCK_N:
-            other_c = tl.load(at + num_steps, mask=exists & (first_c + WIDTH < C), other=0.0)
-        else:
-            other_c = scale_c
+        block = group * tl.cdiv(C, 128) + first_c // 128
+        scale_c = tl.load(b_scale_ptr + block * num_steps + step, mask=exists, other=0.0)
     else:
+        offs_c = tl.arange(0, BLOCK_N)
         at = b_scale_ptr + (group.to(tl.int64) * num_steps + step) * C + first_c
-        scale_c, other_c = load_factors(at, tl.where(exists, C - first_c, 0), WIDTH, BLOCK_N)
-    return scale_t, other_t, scale_c, other_c
+        scale_c = tl.load(at + offs_c, mask=exists & (offs_c < C - first_c), other=0.0)
+    return scale_t, other_t, scale_c
 
 
 @triton.jit(do_not_specialize=["rows", "num_groups"])
 def m_grouped_float8_persistent_kernel(
     a,  # [T, R] codes: descriptor, ragged along T, of boxes as high as the tile or half as high
-    b,  # [G, C, R] codes: descriptor of boxes as wide as the tile or half as wide
+    b,  # [G, C, R] codes: descriptor of boxes as wide as the tile
     out,  # [T, C]: descriptor, ragged along T, of boxes of half a tile
     a_scale_ptr,  # [G], a_scale_stride apart; or [ceil(R/128), T]
     b_scale_ptr,  # [G], b_scale_stride apart; or [G, ceil(C/128), ceil(R/128)]; or [G, ceil(R/128), C]
@@ -144,10 +151,6 @@ def m_grouped_float8_persistent_kernel(
 ):
     """out[t, c] = sum_r a[t, r] b[g, c, r] + scales[t] bias[g, c], tile after tile of one group."""
     HEIGHT: tl.constexpr = a.block_shape[2]
-    WIDTH: tl.constexpr = b.block_shape[1]
-    WHOLE: tl.constexpr = HEIGHT == BLOCK_M and WIDTH == BLOCK_N
-    DOWN: tl.constexpr = BLOCK_M - HEIGHT  # where the second half stands
-    RIGHT: tl.constexpr = BLOCK_N // 2 if HEIGHT == BLOCK_M else 0
     num_tiles_n = tl.cdiv(C, BLOCK_N)
     num_steps = tl.cdiv(R, BLOCK_K)
     ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS)
@@ -157,10 +160,10 @@ def m_grouped_float8_persistent_kernel(
     tile = tl.program_id(0)
     step = 0
     group = 0
-    first = tl.load(offsets_ptr)
-    end = first
+    first = 0
+    end = 0
     first_c = 0
-    acc = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    acc = tl.zeros((HEIGHT, BLOCK_N), tl.float32)
     other = acc
     if LAYOUT != "tensor":
         next_t = tl.zeros((HEIGHT,), tl.float32)
@@ -168,66 +171,79 @@ def m_grouped_float8_persistent_kernel(
         if LAYOUT == "square":
             next_c = 0.0
         else:
-            next_c = tl.zeros((WIDTH,), tl.float32)
-        next_other_c = next_c
+            next_c = tl.zeros((BLOCK_N,), tl.float32)
     for _ in range(mine * num_steps):
         if step == 0:
             tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
-            group, first, end = find_rows(offsets_ptr, ends, tile_m, BLOCK_M)
+            group, first_row, end_of_rows = find_rows(offsets_ptr, ends, tile_m, BLOCK_M)
+            first, end = first_row.to(tl.int32), end_of_rows.to(tl.int32)
             first_c = tile_n * BLOCK_N
             tile += tl.num_programs(0)
             if LAYOUT != "tensor":
-                next_t, next_other_t, next_c, next_other_c = scales_of_step(
+                next_t, next_other_t, next_c = scales_of_step(
                     a_scale_ptr, b_scale_ptr, group, first, end, first_c, step, rows, C, num_steps, LAYOUT, HEIGHT,
-                    BLOCK_M, WIDTH, BLOCK_N,
+                    BLOCK_M, BLOCK_N,
                 )  # fmt: skip
         z, y, x = ragged_indices(first, end - first, 0, 1)
-        scale_t, other_t, scale_c, other_c = None, None, None, None
+        scale_t, other_t, scale_c = None, None, None
         if LAYOUT != "tensor":
             # Scales are loaded a step ahead, so that no product waits for them.
-            scale_t, other_t, scale_c, other_c = next_t, next_other_t, next_c, next_other_c
-            next_t, next_other_t, next_c, next_other_c = scales_of_step(
+            scale_t, other_t, scale_c = next_t, next_other_t, next_c
+            next_t, next_other_t, next_c = scales_of_step(
                 a_scale_ptr, b_scale_ptr, group, first, end, first_c, step + 1, rows, C, num_steps, LAYOUT, HEIGHT,
-                BLOCK_M, WIDTH, BLOCK_N,
+                BLOCK_M, BLOCK_N,
             )  # fmt: skip
             if LAYOUT == "square":
                 scale_t *= scale_c
-                other_t *= other_c
-                scale_c, other_c = None, None
+                other_t *= scale_c
+                scale_c = None
         r = step * BLOCK_K
         a_tile = widen(a.load([z, y, x, r]).reshape(HEIGHT, BLOCK_K))
-        b_tile = widen(b.load([group, first_c, r]).reshape(WIDTH, BLOCK_K))
+        b_tile = widen(b.load([group, first_c, r]).reshape(BLOCK_N, BLOCK_K))
         acc = add_product(acc, a_tile, b_tile, scale_t, scale_c, PROMOTE)
         if HEIGHT < BLOCK_M:
             a_tile = widen(a.load([z, y, x + HEIGHT, r]).reshape(HEIGHT, BLOCK_K))
-            other = add_product(other, a_tile, b_tile, other_t, other_c, PROMOTE)
-        elif WIDTH < BLOCK_N:
-            b_tile = widen(b.load([group, first_c + WIDTH, r]).reshape(WIDTH, BLOCK_K))
-            other = add_product(other, a_tile, b_tile, other_t, other_c, PROMOTE)
+            other = add_product(other, a_tile, b_tile, other_t, scale_c, PROMOTE)
         step += 1
         if step == num_steps:
             a_alpha, b_alpha = None, None
             if LAYOUT == "tensor":
                 a_alpha = tl.load(a_scale_ptr + group * a_scale_stride)
                 b_alpha = tl.load(b_scale_ptr + group * b_scale_stride)
-            if WHOLE:
-                left, right = halves(acc)
-            else:
-                left, right = acc, other
-            left, right = scale_sums(left, a_alpha, b_alpha), scale_sums(right, a_alpha, b_alpha)
-            finish_m_grouped(left, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
-            finish_m_grouped(
-                right, out, bias_ptr, scales_ptr, group, num_groups, first + DOWN, end, first_c + RIGHT, C
-            )  # fmt: skip
-            acc = tl.zeros((HEIGHT, WIDTH), tl.float32)
+            one, two, second, second_c = two_parts(acc, other, first, first_c, BLOCK_M, BLOCK_N)
+            one, two = scale_sums(one, a_alpha, b_alpha), scale_sums(two, a_alpha, b_alpha)
+            finish_m_grouped(one, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
+            finish_m_grouped(two, out, bias_ptr, scales_ptr, group, num_groups, second, end, second_c, C)
+            acc = tl.zeros((HEIGHT, BLOCK_N), tl.float32)
             other = acc
             step = 0
     zero_tail(out, offsets_ptr, rows, num_groups, C, HEIGHT)
 
 
+@triton.jit
+def scales_of_block(
+    dy_scale_ptr,
+    x_scale_ptr,
+    block,
+    exists,
+    first_n,
+    first_k,
+    N,
+    K,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Of a block of columns: of dy's rows, and of x's for each of two parts; zeros where there is no such block."""
+    scale_n, _ = load_factors(dy_scale_ptr + block * N + first_n, tl.where(exists, N - first_n, 0), HEIGHT, HEIGHT)
+    size = tl.where(exists, K - first_k, 0)
+    scale_k, other_k = load_factors(x_scale_ptr + block * K + first_k, size, WIDTH, BLOCK_N)
+    return scale_n, scale_k, other_k
+
+
 @triton.jit(do_not_specialize=["num_groups"])
 def k_grouped_float8_persistent_kernel(
-    dy,  # [N, P] codes: descriptor, ragged along P, of boxes as high as the tile or half as high
+    dy,  # [N, P] codes: descriptor, ragged along P, of boxes as high as the tile or, per tensor, half as high
     x,  # [K, P] codes: descriptor, ragged along P, of boxes as high as the tile is wide, or half that
     dw,  # [G, N, K]: descriptor of boxes of half a tile
     sums_ptr,  # dw itself if it is float32 that is added to, else None
@@ -256,9 +272,6 @@ def k_grouped_float8_persistent_kernel(
     """
     HEIGHT: tl.constexpr = dy.block_shape[2]
     WIDTH: tl.constexpr = x.block_shape[2]
-    WHOLE: tl.constexpr = HEIGHT == BLOCK_M and WIDTH == BLOCK_N  # these as above
-    DOWN: tl.constexpr = BLOCK_M - HEIGHT
-    RIGHT: tl.constexpr = BLOCK_N // 2 if HEIGHT == BLOCK_M else 0
     LEAST: tl.constexpr = 0 if ACCUMULATE else 1
     num_tiles_n = tl.cdiv(N, BLOCK_M)
     num_tiles_k = tl.cdiv(K, BLOCK_N)
@@ -283,7 +296,6 @@ def k_grouped_float8_persistent_kernel(
     other = acc
     if BLOCKWISE:
         next_n = tl.zeros((HEIGHT,), tl.float32)
-        next_other_n = next_n
         next_k = tl.zeros((WIDTH,), tl.float32)
         next_other_k = next_k
     for _ in range(num_steps):
@@ -297,34 +309,26 @@ def k_grouped_float8_persistent_kernel(
             first_n = tile_n * BLOCK_M
             first_k = tile_k * BLOCK_N
             if BLOCKWISE:
-                row = begin // 128
-                next_n, next_other_n = load_factors(
-                    dy_scale_ptr + row * N + first_n, tl.where(size > 0, N - first_n, 0), HEIGHT, BLOCK_M
+                next_n, next_k, next_other_k = scales_of_block(
+                    dy_scale_ptr, x_scale_ptr, begin // 128, size > 0, first_n, first_k, N, K, HEIGHT, WIDTH, BLOCK_N
                 )
-                next_k, next_other_k = load_factors(
-                    x_scale_ptr + row * K + first_k, tl.where(size > 0, K - first_k, 0), WIDTH, BLOCK_N
-                )
-        scale_n, other_n, scale_k, other_k = None, None, None, None
+        scale_n, scale_k, other_k = None, None, None
         if BLOCKWISE:
-            scale_n, other_n, scale_k, other_k = next_n, next_other_n, next_k, next_other_k
-            row = (begin + p) // 128 + 1
-            exists = p + BLOCK_K < size
-            next_n, next_other_n = load_factors(
-                dy_scale_ptr + row * N + first_n, tl.where(exists, N - first_n, 0), HEIGHT, BLOCK_M
-            )
-            next_k, next_other_k = load_factors(
-                x_scale_ptr + row * K + first_k, tl.where(exists, K - first_k, 0), WIDTH, BLOCK_N
-            )
+            scale_n, scale_k, other_k = next_n, next_k, next_other_k  # a step ahead, as above
+            next_n, next_k, next_other_k = scales_of_block(
+                dy_scale_ptr, x_scale_ptr, (begin + p) // 128 + 1, p + BLOCK_K < size, first_n, first_k, N, K, HEIGHT,
+                WIDTH, BLOCK_N,
+            )  # fmt: skip
         z, y, column = ragged_indices(begin, size, p, 16)
         dy_tile = widen(dy.load([z, y, first_n, column]).reshape(HEIGHT, BLOCK_K))
         x_tile = widen(x.load([z, y, first_k, column]).reshape(WIDTH, BLOCK_K))
         acc = add_product(acc, dy_tile, x_tile, scale_n, scale_k, PROMOTE)
         if HEIGHT < BLOCK_M:
             dy_tile = widen(dy.load([z, y, first_n + HEIGHT, column]).reshape(HEIGHT, BLOCK_K))
-            other = add_product(other, dy_tile, x_tile, other_n, other_k, PROMOTE)
+            other = add_product(other, dy_tile, x_tile, None, None, PROMOTE)
         elif WIDTH < BLOCK_N:
             x_tile = widen(x.load([z, y, first_k + WIDTH, column]).reshape(WIDTH, BLOCK_K))
-            other = add_product(other, dy_tile, x_tile, other_n, other_k, PROMOTE)
+            other = add_product(other, dy_tile, x_tile, scale_n, other_k, PROMOTE)
         place = num_groups - 1 - group if REVERSE else group
         if sums_ptr is not None:
             prefetch_old_sums(
@@ -338,13 +342,10 @@ def k_grouped_float8_persistent_kernel(
                 # Scales of a group without columns may be anything.
                 dy_alpha = tl.load(dy_scale_ptr + group * dy_scale_stride, mask=size > 0, other=0.0)
                 x_alpha = tl.load(x_scale_ptr + group * x_scale_stride, mask=size > 0, other=0.0)
-            if WHOLE:
-                left, right = halves(acc)
-            else:
-                left, right = acc, other
-            left, right = scale_sums(left, dy_alpha, x_alpha), scale_sums(right, dy_alpha, x_alpha)
-            finish_k_grouped(left, dw, place, first_n, first_k, ACCUMULATE)
-            finish_k_grouped(right, dw, place, first_n + DOWN, first_k + RIGHT, ACCUMULATE)
+            one, two, second_n, second_k = two_parts(acc, other, first_n, first_k, BLOCK_M, BLOCK_N)
+            one, two = scale_sums(one, dy_alpha, x_alpha), scale_sums(two, dy_alpha, x_alpha)
+            finish_k_grouped(one, dw, place, first_n, first_k, ACCUMULATE)
+            finish_k_grouped(two, dw, place, second_n, second_k, ACCUMULATE)
             acc = tl.zeros((HEIGHT, WIDTH), tl.float32)
             other = acc
             p = 0
