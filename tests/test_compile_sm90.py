@@ -44,7 +44,7 @@ MODES = {
     "tf32": (torch.float32, True),
 }
 TUNER = "tuner"  # instead of a mode: what `bench tune` tries, in bf16
-GROUPS = 4
+GROUPS, MANY_GROUPS = 4, 128
 MANY_ROWS, FEW_ROWS = 1024, 128
 ALIGNED, ODD = (256, 512), (250, 510)  # in and out features
 NORM_WIDTHS = (*(2**n for n in range(16)), 4095, 100_000)
@@ -92,17 +92,19 @@ def launch_candidates() -> None:
                 grouped_gemm.grouped_gemm_nt_triton(a, b, offsets, None, out, False, gemm.accumulate)
 
 
-def launch_grouped_gemm_float8(rows: int, features: tuple[int, int], out_dtype: torch.dtype) -> None:
+def launch_grouped_gemm_float8(
+    rows: int, features: tuple[int, int], out_dtype: torch.dtype, groups: int = GROUPS
+) -> None:
     """Per tensor, with fast and with split accumulation; 1x128 with 128x128; 1x128 with 1x128."""
     K, N = features
     steps, columns = -(-K // 128), -(-rows // 128) * 128
-    offsets, bias, scales = torch.zeros(GROUPS + 1, dtype=torch.int64), torch.empty(GROUPS, N), torch.empty(rows)
-    one, row = torch.empty(GROUPS), torch.empty(steps, rows)
-    square, column = torch.empty(GROUPS, -(-N // 128), steps), torch.empty(GROUPS, steps, N)
+    offsets, bias, scales = torch.zeros(groups + 1, dtype=torch.int64), torch.empty(groups, N), torch.empty(rows)
+    one, row = torch.empty(groups), torch.empty(steps, rows)
+    square, column = torch.empty(groups, -(-N // 128), steps), torch.empty(groups, steps, N)
     every_pair = out_dtype == torch.bfloat16 and rows == MANY_ROWS and features == ALIGNED
     for a, b in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))[: 3 if every_pair else 1]:
-        x, w = torch.empty(rows, K, dtype=a.dtype), torch.empty(GROUPS, N, K, dtype=b.dtype)
-        y, dw = torch.empty(rows, N, dtype=out_dtype), torch.empty(GROUPS, N, K, dtype=out_dtype)
+        x, w = torch.empty(rows, K, dtype=a.dtype), torch.empty(groups, N, K, dtype=b.dtype)
+        y, dw = torch.empty(rows, N, dtype=out_dtype), torch.empty(groups, N, K, dtype=out_dtype)
         launch_tn = grouped_gemm_float8.grouped_gemm_tn_float8_triton
         launch_tn(x, one, w, one, offsets, None, None, y, False)
         if rows == FEW_ROWS:  # only the fast accumulation of a few rows has tiles of its own
@@ -251,6 +253,8 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         if not tf32 and grouped_gemm_float8.capability(None) >= (8, 9):
             # The launcher aligns rows of codes; rows of the output stay odd.
             launch_grouped_gemm_float8(rows, (ALIGNED[0], features[1]), dtype)
+            if (rows, features) == (MANY_ROWS, ALIGNED):  # what a program keeps of so many groups needs registers too
+                launch_grouped_gemm_float8(128 * MANY_GROUPS, ALIGNED, dtype, MANY_GROUPS)
     for N in () if tf32 else NORM_WIDTHS:
         launch_norms(MANY_ROWS, N, dtype)
     for columns in () if tf32 else (ODD[0], 7168):

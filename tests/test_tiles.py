@@ -263,7 +263,7 @@ def test_explain_names_the_tiles_of_hopper_where_there_is_no_gpu():
 
 
 WIDE, SQUARE = "128x256x128, 8 warps, 3 stages", "128x128x128, 4 warps, 3 stages"
-LOW, LONG = "64x128x128, 4 warps, 3 stages", "64x256x128, 4 warps, 2 stages"
+LOW = "64x128x128, 4 warps, 3 stages"
 FEW = f"fprop and dgrad below 96 rows a group {LOW}, by the built-in rule"
 NOT_IN_WGRAD = MixedScaling("fp8_block", "fp8_block", "fp8_block", input_for_wgrad="bf16", grad_output_for_wgrad="bf16")
 PLANS = {
@@ -274,7 +274,7 @@ PLANS = {
     "float8 blocks": ({"recipe": "fp8_block"}, f"(Triton: {SQUARE}, wgrad {LOW}, {FEW})"),
     "float8 blocks, main_grad": (
         {"recipe": "fp8_block", "main_grad": True},
-        f"(Triton: {SQUARE}, wgrad {LONG}, {FEW})",
+        f"(Triton: {SQUARE}, wgrad {LOW}, {FEW})",
     ),
     "float8 but for wgrad": (
         {"recipe": NOT_IN_WGRAD},

@@ -236,12 +236,13 @@ def k_grouped_float8_config(
     rest as above."""
     if not _uses_descriptors(descriptors, capability):
         return _POINTERS
-    narrow = out_dtype.itemsize == 2 and not accumulate
     if blockwise:
-        return _SMALL if narrow else _LONG
+        return _SMALL
     if not promote:
         return _WIDE
-    return _HALVES if narrow else _WIDE_HALVES
+    if out_dtype.itemsize == 4:
+        return _WIDE_HALVES
+    return _SMALL if accumulate else _HALVES
 
 
 def built_in_float8_config(
@@ -272,7 +273,6 @@ _WIDE_HALVES = _WIDE._replace(part_n=128)
 # Two programs of four warps each: while one scales, the other multiplies. Float32 results, and what is added to, leave
 # no room for two with three stages of the first of these.
 _HALVES = GroupedFloat8Config(128, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
-_LONG = GroupedFloat8Config(64, 256, BLOCK, num_warps=4, num_stages=2, programs=2, part_m=64, part_n=128)
 _SMALL = GroupedFloat8Config(64, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
 _POINTERS = GroupedFloat8Config(64, 64, BLOCK, 4, num_stages=2, programs=2, part_m=64, part_n=64, tma=False)
 

@@ -64,17 +64,6 @@ def add_product(acc, a, b, row_scale, column_scale, PROMOTE: tl.constexpr):
 
 
 @triton.jit
-def load_factors(ptr, size, PART: tl.constexpr, WHOLE: tl.constexpr):
-    """The first PART of `size` block scales from ptr on, and the next ones if a tile has two parts of them."""
-    offs = tl.arange(0, PART)
-    factors = tl.load(ptr + offs, mask=offs < size, other=0.0)
-    if PART < WHOLE:
-        return factors, tl.load(ptr + PART + offs, mask=offs < size - PART, other=0.0)
-    else:
-        return factors, factors
-
-
-@triton.jit
 def two_parts(acc, other, first_m, first_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The two sums of a tile at (first_m, first_n), or the halves of its one, and where the second is."""
     if acc.shape[0] < BLOCK_M:
@@ -100,7 +89,7 @@ def scales_of_step(
     b_scale_ptr,
     group,
     first,
-    end,
+    size,
     first_c,
     step,
     rows,
@@ -113,8 +102,13 @@ def scales_of_step(
 ):
     """Of a's rows, for each of two parts, and of b's columns; zeros where there is no such step."""
     exists = step < num_steps
-    size = tl.where(exists, end - first, 0)
-    scale_t, other_t = load_factors(a_scale_ptr + step.to(tl.int64) * rows + first, size, HEIGHT, BLOCK_M)
+    size = tl.where(exists, size, 0)
+    offs_t = tl.arange(0, HEIGHT)
+    at = a_scale_ptr + step.to(tl.int64) * rows + first
+    scale_t = tl.load(at + offs_t, mask=offs_t < size, other=0.0)
+    other_t = scale_t
+    if HEIGHT < BLOCK_M:
+        other_t = tl.load(at + HEIGHT + offs_t, mask=offs_t < size - HEIGHT, other=0.0)
     if LAYOUT == "square":
         block = group * tl.cdiv(C, 128) + first_c // 128
         scale_c = tl.load(b_scale_ptr + block * num_steps + step, mask=exists, other=0.0)
@@ -161,7 +155,7 @@ def m_grouped_float8_persistent_kernel(
     step = 0
     group = 0
     first = 0
-    end = 0
+    size = 0
     first_c = 0
     acc = tl.zeros((HEIGHT, BLOCK_N), tl.float32)
     other = acc
@@ -175,22 +169,22 @@ def m_grouped_float8_persistent_kernel(
     for _ in range(mine * num_steps):
         if step == 0:
             tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
-            group, first_row, end_of_rows = find_rows(offsets_ptr, ends, tile_m, BLOCK_M)
-            first, end = first_row.to(tl.int32), end_of_rows.to(tl.int32)
+            group, first_row, end = find_rows(offsets_ptr, ends, tile_m, BLOCK_M)
+            first, size = first_row.to(tl.int32), (end - first_row).to(tl.int32)
             first_c = tile_n * BLOCK_N
             tile += tl.num_programs(0)
             if LAYOUT != "tensor":
                 next_t, next_other_t, next_c = scales_of_step(
-                    a_scale_ptr, b_scale_ptr, group, first, end, first_c, step, rows, C, num_steps, LAYOUT, HEIGHT,
+                    a_scale_ptr, b_scale_ptr, group, first, size, first_c, step, rows, C, num_steps, LAYOUT, HEIGHT,
                     BLOCK_M, BLOCK_N,
                 )  # fmt: skip
-        z, y, x = ragged_indices(first, end - first, 0, 1)
+        z, y, x = ragged_indices(first, size, 0, 1)
         scale_t, other_t, scale_c = None, None, None
         if LAYOUT != "tensor":
             # Scales are loaded a step ahead, so that no product waits for them.
             scale_t, other_t, scale_c = next_t, next_other_t, next_c
             next_t, next_other_t, next_c = scales_of_step(
-                a_scale_ptr, b_scale_ptr, group, first, end, first_c, step + 1, rows, C, num_steps, LAYOUT, HEIGHT,
+                a_scale_ptr, b_scale_ptr, group, first, size, first_c, step + 1, rows, C, num_steps, LAYOUT, HEIGHT,
                 BLOCK_M, BLOCK_N,
             )  # fmt: skip
             if LAYOUT == "square":
@@ -212,6 +206,7 @@ def m_grouped_float8_persistent_kernel(
                 b_alpha = tl.load(b_scale_ptr + group * b_scale_stride)
             one, two, second, second_c = two_parts(acc, other, first, first_c, BLOCK_M, BLOCK_N)
             one, two = scale_sums(one, a_alpha, b_alpha), scale_sums(two, a_alpha, b_alpha)
+            end = first + size
             finish_m_grouped(one, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
             finish_m_grouped(two, out, bias_ptr, scales_ptr, group, num_groups, second, end, second_c, C)
             acc = tl.zeros((HEIGHT, BLOCK_N), tl.float32)
@@ -230,20 +225,21 @@ def scales_of_block(
     first_k,
     N,
     K,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Of a block of columns: of dy's rows, and of x's for each of two parts; zeros where there is no such block."""
-    scale_n, _ = load_factors(dy_scale_ptr + block * N + first_n, tl.where(exists, N - first_n, 0), HEIGHT, HEIGHT)
-    size = tl.where(exists, K - first_k, 0)
-    scale_k, other_k = load_factors(x_scale_ptr + block * K + first_k, size, WIDTH, BLOCK_N)
-    return scale_n, scale_k, other_k
+    """Of a block of columns: of dy's rows and of x's; zeros where there is no such block."""
+    block = block.to(tl.int64)
+    offs_n = first_n + tl.arange(0, BLOCK_M)
+    offs_k = first_k + tl.arange(0, BLOCK_N)
+    scale_n = tl.load(dy_scale_ptr + block * N + offs_n, mask=exists & (offs_n < N), other=0.0)
+    scale_k = tl.load(x_scale_ptr + block * K + offs_k, mask=exists & (offs_k < K), other=0.0)
+    return scale_n, scale_k
 
 
 @triton.jit(do_not_specialize=["num_groups"])
 def k_grouped_float8_persistent_kernel(
-    dy,  # [N, P] codes: descriptor, ragged along P, of boxes as high as the tile or, per tensor, half as high
+    dy,  # [N, P] codes: descriptor, ragged along P, of boxes as high as the tile or half as high
     x,  # [K, P] codes: descriptor, ragged along P, of boxes as high as the tile is wide, or half that
     dw,  # [G, N, K]: descriptor of boxes of half a tile
     sums_ptr,  # dw itself if it is float32 that is added to, else None
@@ -272,6 +268,8 @@ def k_grouped_float8_persistent_kernel(
     """
     HEIGHT: tl.constexpr = dy.block_shape[2]
     WIDTH: tl.constexpr = x.block_shape[2]
+    WHOLE: tl.constexpr = HEIGHT == BLOCK_M and WIDTH == BLOCK_N
+    tl.static_assert(WHOLE or not BLOCKWISE, "block scales are loaded for whole tiles")
     LEAST: tl.constexpr = 0 if ACCUMULATE else 1
     num_tiles_n = tl.cdiv(N, BLOCK_M)
     num_tiles_k = tl.cdiv(K, BLOCK_N)
@@ -288,7 +286,7 @@ def k_grouped_float8_persistent_kernel(
     turn = 0
     p = 0
     group = 0
-    begin = tl.load(offsets_ptr)
+    begin = 0
     size = 0
     first_n = 0
     first_k = 0
@@ -297,27 +295,26 @@ def k_grouped_float8_persistent_kernel(
     if BLOCKWISE:
         next_n = tl.zeros((HEIGHT,), tl.float32)
         next_k = tl.zeros((WIDTH,), tl.float32)
-        next_other_k = next_k
     for _ in range(num_steps):
         if p == 0:
             tile = tile_to_and_fro(turn)
             turn += 1
             group = group_of_rank(ranks, tile // num_tiles)
             tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
-            begin = tl.multiple_of(tl.load(offsets_ptr + group), 16)
-            size = tl.multiple_of((tl.load(offsets_ptr + group + 1) - begin).to(tl.int32), 16)
+            begin = tl.multiple_of(tl.load(offsets_ptr + group).to(tl.int32), 16)
+            size = tl.multiple_of(tl.load(offsets_ptr + group + 1).to(tl.int32) - begin, 16)
             first_n = tile_n * BLOCK_M
             first_k = tile_k * BLOCK_N
             if BLOCKWISE:
-                next_n, next_k, next_other_k = scales_of_block(
-                    dy_scale_ptr, x_scale_ptr, begin // 128, size > 0, first_n, first_k, N, K, HEIGHT, WIDTH, BLOCK_N
+                next_n, next_k = scales_of_block(
+                    dy_scale_ptr, x_scale_ptr, begin // 128, size > 0, first_n, first_k, N, K, BLOCK_M, BLOCK_N
                 )
-        scale_n, scale_k, other_k = None, None, None
+        scale_n, scale_k = None, None
         if BLOCKWISE:
-            scale_n, scale_k, other_k = next_n, next_k, next_other_k  # a step ahead, as above
-            next_n, next_k, next_other_k = scales_of_block(
-                dy_scale_ptr, x_scale_ptr, (begin + p) // 128 + 1, p + BLOCK_K < size, first_n, first_k, N, K, HEIGHT,
-                WIDTH, BLOCK_N,
+            scale_n, scale_k = next_n, next_k  # a step ahead, as above
+            next_n, next_k = scales_of_block(
+                dy_scale_ptr, x_scale_ptr, (begin + p) // 128 + 1, p + BLOCK_K < size, first_n, first_k, N, K, BLOCK_M,
+                BLOCK_N,
             )  # fmt: skip
         z, y, column = ragged_indices(begin, size, p, 16)
         dy_tile = widen(dy.load([z, y, first_n, column]).reshape(HEIGHT, BLOCK_K))
@@ -328,7 +325,7 @@ def k_grouped_float8_persistent_kernel(
             other = add_product(other, dy_tile, x_tile, None, None, PROMOTE)
         elif WIDTH < BLOCK_N:
             x_tile = widen(x.load([z, y, first_k + WIDTH, column]).reshape(WIDTH, BLOCK_K))
-            other = add_product(other, dy_tile, x_tile, scale_n, other_k, PROMOTE)
+            other = add_product(other, dy_tile, x_tile, None, None, PROMOTE)
         place = num_groups - 1 - group if REVERSE else group
         if sums_ptr is not None:
             prefetch_old_sums(

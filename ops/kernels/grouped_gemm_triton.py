@@ -26,8 +26,10 @@ def with_bias(acc, bias_ptr, scales_ptr, group, num_groups, first, end, first_c,
     offs_t = tl.arange(0, acc.shape[0])
     offs_c = tl.arange(0, acc.shape[1])
     active = group < num_groups
-    bias_ptr += group.to(tl.int64) * C + first_c
-    bias = tl.load(bias_ptr + offs_c, mask=(offs_c < C - first_c) & active, other=0.0).to(tl.float32)[None, :]
+    bias_ptr += group.to(tl.int64) * C
+    bias = tl.load(bias_ptr + (first_c + offs_c), mask=(offs_c < C - first_c) & active, other=0.0).to(tl.float32)[
+        None, :
+    ]
     if scales_ptr is not None:
         # scales of rows that belong to no group may be anything
         mask_s = (offs_t < end - first) & active
