@@ -23,7 +23,7 @@ from ops.kernels.grouped_gemm import grouped_gemm_nt
 from ops.kernels.grouped_gemm_float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8, why_not_float8
 from ops.kernels.grouped_operands import accumulator_like
 from recipes.grouped_tensor import GroupedTensor
-from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor
+from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaleLayout
 from recipes.quantizer import Quantizer
 from recipes.recipe import Product, Recipe, Role
 from recipes.splits import Splits
@@ -33,7 +33,7 @@ Layout = Literal["TN", "NN", "NT"]
 LAYOUTS: dict[Product, Layout] = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
 
 # layout -> whether the first and the second operand are read columnwise
-_COLUMNWISE: dict[Layout, tuple[bool, bool]] = {"TN": (False, False), "NN": (False, True), "NT": (True, True)}
+COLUMNWISE: dict[Layout, tuple[bool, bool]] = {"TN": (False, False), "NN": (False, True), "NT": (True, True)}
 
 
 def quantized(
@@ -89,7 +89,7 @@ def operands(layout: Layout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tupl
         return Operand(plain_a, None), Operand(plain_b, None)
     left, right = (
         Operand(x, None) if isinstance(x, Tensor) else x.operand(columnwise, gemm_dtype(nominal, x.device))
-        for x, columnwise in zip((a, b), _COLUMNWISE[layout], strict=True)
+        for x, columnwise in zip((a, b), COLUMNWISE[layout], strict=True)
     )
     if left.values.dtype == right.values.dtype:
         return left, right
@@ -101,7 +101,7 @@ def float8_operands(layout: Layout, a: Matrix, b: Matrix) -> tuple[Float8Operand
     """The codes of both, where the GPU multiplies them as they are; None where values are multiplied instead."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return None
-    columnwise_a, columnwise_b = _COLUMNWISE[layout]
+    columnwise_a, columnwise_b = COLUMNWISE[layout]
     codes_a = a.columnwise if columnwise_a else a.rowwise
     codes_b = b.columnwise if columnwise_b else b.rowwise
     if codes_a is None or codes_b is None or a.device.type != "cuda":
@@ -109,11 +109,15 @@ def float8_operands(layout: Layout, a: Matrix, b: Matrix) -> tuple[Float8Operand
     left, right = codes_a.float8_operand(), codes_b.float8_operand()
     if left is None or right is None or a.dtype == torch.float64:
         return None
-    fitting = (("tensor",) * 2, ("row",) * 2) if layout == "NT" else (("tensor",) * 2, ("row", "square"))
-    if (left.scaling, right.scaling) not in fitting or left.block != (right.block if layout == "NT" else 1):
+    if not scalings_fit(layout, left.scaling, right.scaling) or left.block != (right.block if layout == "NT" else 1):
         return None
     refusal = why_not_float8(torch.cuda.get_device_capability(a.device), left.codes.dtype, right.codes.dtype)
     return (left, right) if refusal is None else None
+
+
+def scalings_fit(layout: Layout, left: ScaleLayout | None, right: ScaleLayout | None) -> bool:
+    """Whether float8 codes that are scaled so are multiplied as they are; None is of what has no such codes."""
+    return (left, right) in (("tensor", "tensor"), ("row", "row" if layout == "NT" else "square"))
 
 
 def in_blocks(operand: Operand, block: int, splits: Splits) -> Tensor:

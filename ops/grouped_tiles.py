@@ -11,13 +11,22 @@ from collections.abc import Mapping
 
 import torch
 
-from ops.gemm import gemm_dtype, quantizes
+from ops.gemm import COLUMNWISE, LAYOUTS, gemm_dtype, quantizes, scalings_fit
 from ops.kernels.grouped_gemm import FEW_ROWS, built_in_config
-from ops.kernels.grouped_gemm_float8 import m_grouped_float8_config
+from ops.kernels.grouped_gemm_float8 import built_in_float8_config
 from ops.kernels.tiles import Gemm, in_words, tiles_in_use
+from recipes.quantized_tensor import ScaleLayout
+from recipes.recipe import Product, Recipe, Role
 from recipes.request import PlanRequest
 
 Weights = tuple[int, int, int]  # [G, N, K]
+
+# product -> its first and its second operand
+_ROLES: dict[Product, tuple[Role, Role]] = {
+    "fprop": (Role.INPUT, Role.WEIGHT),
+    "dgrad": (Role.GRAD_OUTPUT, Role.WEIGHT),
+    "wgrad": (Role.GRAD_OUTPUT, Role.INPUT),
+}
 
 
 def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -> str:
@@ -26,37 +35,52 @@ def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -
     accumulate: weight gradients are added to what is there, in float32.
     """
     gpu = torch.cuda.get_device_capability(request.device) if torch.cuda.is_available() else (9, 0)
-    quantized = quantizes(request.recipe)
-    if quantized and request.recipe.support(request.device) == "native":
-        return f"{_float8_rule(gpu)}, by the built-in rule"
-    dtype = gemm_dtype(request.dtype, request.device) if quantized else request.dtype
-    sums = torch.float32 if accumulate else request.dtype
-    gemms = {
-        "fprop": Gemm("TN", dtype, request.dtype, False, *weights),
-        "dgrad": Gemm("NN", dtype, request.dtype, False, *weights),
-        "wgrad": Gemm("NT", dtype, sums, accumulate, *weights),
+    recipe, dtype = request.recipe, request.dtype
+    multiplied = gemm_dtype(dtype, request.device) if quantizes(recipe) else dtype
+    gemms: dict[Product, Gemm] = {
+        "fprop": Gemm("TN", multiplied, dtype, False, *weights),
+        "dgrad": Gemm("NN", multiplied, dtype, False, *weights),
+        "wgrad": Gemm("NT", multiplied, torch.float32 if accumulate else dtype, accumulate, *weights),
     }
-    return f"{_measured(gemms, gpu)}{_rule(gemms, gpu)}, by the built-in rule"
+    emulated = recipe.support(request.device) == "emulated" or dtype == torch.float64
+    scalings = {product: None if emulated else _float8_scaling(recipe, product) for product in gemms}
+
+    def tile(product: Product, rows: int) -> str:
+        gemm, scaling = gemms[product], scalings[product]
+        if scaling is None:
+            return in_words(built_in_config(gemm, rows * gemm.num_groups, gpu))
+        split = recipe.split_accumulator(product)
+        return in_words(built_in_float8_config(gemm, rows * gemm.num_groups, scaling, split, gpu))
+
+    many = {product: tile(product, FEW_ROWS) for product in gemms}
+    few = {product: tile(product, 0) for product in gemms}
+    words = [many["fprop"], *_by_tile({product: words for product, words in many.items() if words != many["fprop"]})]
+    condition = f" below {FEW_ROWS} rows a group"
+    words += _by_tile({product: words for product, words in few.items() if words != many[product]}, condition)
+    plain = {product: gemm for product, gemm in gemms.items() if scalings[product] is None}
+    return f"{_measured(plain, gpu)}{', '.join(words)}, by the built-in rule"
 
 
-def _rule(gemms: Mapping[str, Gemm], gpu: tuple[int, int]) -> str:
-    fprop, wgrad = gemms["fprop"], gemms["wgrad"]
-    many, few = (in_words(built_in_config(fprop, rows * fprop.num_groups, gpu)) for rows in (FEW_ROWS, 0))
-    words = many if few == many else f"{many}, fprop and dgrad below {FEW_ROWS} rows a group {few}"
-    other = in_words(built_in_config(wgrad, FEW_ROWS, gpu))
-    return words if other == many else f"{words}, wgrad {other}"
-
-
-def _float8_rule(gpu: tuple[int, int]) -> str:
-    wide, small = (
-        in_words(m_grouped_float8_config(FEW_ROWS, 1, blockwise=blockwise, aligned=True, capability=gpu))
-        for blockwise in (False, True)
+def _float8_scaling(recipe: Recipe, product: Product) -> ScaleLayout | None:
+    """Of the second operand; None where codes are not multiplied as they are."""
+    layout = LAYOUTS[product]
+    quantizers = [recipe.quantizer(role) for role in _ROLES[product]]
+    left, right = (
+        None if quantizer is None else quantizer.float8_scaling(columnwise)
+        for quantizer, columnwise in zip(quantizers, COLUMNWISE[layout], strict=True)
     )
-    few = f", with scales of blocks, and fprop and dgrad below {FEW_ROWS} rows a group, {small}"
-    return wide if wide == small else wide + few
+    return right if scalings_fit(layout, left, right) else None
 
 
-def _measured(gemms: Mapping[str, Gemm], gpu: tuple[int, int]) -> str:
+def _by_tile(tiles: Mapping[Product, str], condition: str = "") -> list[str]:
+    """dgrad and wgrad <tile>, for each tile."""
+    products: dict[str, list[str]] = {}
+    for product, words in tiles.items():
+        products.setdefault(words, []).append(product)
+    return [f"{' and '.join(names)}{condition} {words}" for words, names in products.items()]
+
+
+def _measured(gemms: Mapping[Product, Gemm], gpu: tuple[int, int]) -> str:
     """What the table in use holds for these products, with "else" at its end; or nothing."""
     table = tiles_in_use()
     if table is None or table.capability != gpu:

@@ -15,7 +15,7 @@ from torch import Tensor
 from recipes.formats import Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
 from recipes.kernels.cast_float8 import BLOCK, Float8Copies, cast_float8, untranspose, widened
-from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes
+from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes, ScaleLayout
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role, support_of_float8
 from recipes.splits import Splits
@@ -69,6 +69,9 @@ class CurrentScalingQuantizer(Quantizer):
     ) -> GroupedTensor:
         copies = cast_float8(x_TK, self.form, rowwise=rowwise, columnwise=columnwise, splits=splits, **self._options)
         return GroupedTensor(None, splits, *tensor_scaled(copies, x_TK.shape), x_TK.dtype)
+
+    def float8_scaling(self, columnwise: bool) -> ScaleLayout:
+        return "tensor"
 
     @property
     def _options(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from recipes.grouped_tensor import GroupedTensor
 from recipes.kernels.amax_history import end_step
 from recipes.kernels.cast_float8 import cast_float8, empty_float8
 from recipes.pending import PendingUpdates
-from recipes.quantized_tensor import QuantizedTensor
+from recipes.quantized_tensor import QuantizedTensor, ScaleLayout
 from recipes.quantizer import Quantizer, Room, StateOfRole, StateShapes
 from recipes.recipe import Recipe, Role, support_of_float8
 from recipes.splits import Splits
@@ -105,6 +105,9 @@ class DelayedScalingQuantizer(Quantizer):
 
     def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
         return replace(self, source=source, updates=updates, scale=scale)
+
+    def float8_scaling(self, columnwise: bool) -> ScaleLayout:
+        return "tensor"
 
     def for_group(self, group: int) -> Quantizer:
         return replace(self, group=group)

@@ -6,7 +6,7 @@ Formula, layout of codes and scales, and source: `recipes/kernels/cast_float8_bl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from recipes.kernels.cast_float8_block import (
     cast_float8_block,
     dequantize_float8_block,
 )
-from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes
+from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes, ScaleLayout
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role, support_of_float8
 from recipes.splits import Splits
@@ -106,6 +106,9 @@ class Float8BlockQuantizer(Quantizer):
             None, splits, self._rowwise(copies), self._columnwise(copies, x_TK.shape), x_TK.dtype
         )  # fmt: skip
 
+    def float8_scaling(self, columnwise: bool) -> ScaleLayout:
+        return "row" if self.block_dim == 1 else "square"
+
     @property
     def _how(self) -> BlockScale:
         return BlockScale(self.form, self.block_dim, self.power_2_scale, self.amax_epsilon)
@@ -178,7 +181,7 @@ class BlockColumnwiseCodes(ScaledCodes):
         return Operand(values, None)
 
     def float8_operand(self) -> Float8Operand:
-        scaling: Literal["row", "square"] = "row" if self.block[1] == 1 else "square"
+        scaling: ScaleLayout = "row" if self.block[1] == 1 else "square"
         # Of stacked weights and of dgrad's operand the columns are not padded, and belong to one group.
         return Float8Operand(self.codes, self.scale_inv, scaling, BLOCK if scaling == "row" else 1)
 

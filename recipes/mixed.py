@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recipes.grouped_tensor import GroupedTensor
 from recipes.names import as_recipe
-from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes, pick
+from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes, ScaleLayout, pick
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
 from recipes.splits import Splits
@@ -128,6 +128,10 @@ class MixedQuantizer(Quantizer):
 
     def seeded(self, device: torch.device) -> MixedQuantizer:
         return MixedQuantizer(*(half and half.seeded(device) for half in (self.rowwise, self.columnwise)))
+
+    def float8_scaling(self, columnwise: bool) -> ScaleLayout | None:
+        half = self.columnwise if columnwise else self.rowwise
+        return None if half is None else half.float8_scaling(columnwise)
 
     def knows_groups(self) -> bool:
         return all(quantizer is None or quantizer.knows_groups() for quantizer in (self.rowwise, self.columnwise))

@@ -26,6 +26,10 @@ _LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
 _HALF_STEP = {torch.float8_e4m3fn: 1 / 28, torch.float8_e5m2: 1 / 14}
 
 
+# How float8 codes are scaled: one scale a tensor; one for each 128 codes along the axis to be contracted; for 128x128.
+ScaleLayout = Literal["tensor", "row", "square"]
+
+
 class Operand(NamedTuple):
     """One side of a matrix product: y = alpha_a * alpha_b * (a @ b).
 
@@ -44,13 +48,12 @@ class Float8Operand(NamedTuple):
     """The same of codes that tensor cores take: float8, contiguous along the axis to be contracted.
 
     scale: float32, value = code * scale. How it lies follows from `scaling` and is said in the kernel's file.
-    scaling: "tensor", "row" (one for each 128 codes along the axis to be contracted) or "square" (for 128x128 codes)
     block: of a transposed copy, the columns of each group begin at multiples of this and are padded with zeros
     """
 
     codes: Tensor
     scale: Tensor
-    scaling: Literal["tensor", "row", "square"]
+    scaling: ScaleLayout
     block: int = 1
 
 

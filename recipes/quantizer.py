@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recipes.grouped_tensor import GroupedTensor
 from recipes.pending import PendingUpdates
-from recipes.quantized_tensor import QuantizedTensor
+from recipes.quantized_tensor import QuantizedTensor, ScaleLayout
 from recipes.splits import Splits
 
 # name -> (shape, initial value) of the float32 tensors that a quantizer keeps from step to step
@@ -109,6 +109,10 @@ class Quantizer(ABC):
     @property
     def columnwise_transform(self) -> str | None:
         """The orthogonal transform of the rows that columnwise copies are in; only two of one kind cancel."""
+        return None
+
+    def float8_scaling(self, columnwise: bool) -> ScaleLayout | None:
+        """How this copy's codes are scaled that a GPU with float8 products multiplies; None: its values are."""
         return None
 
     def knows_groups(self) -> bool:

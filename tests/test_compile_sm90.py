@@ -45,11 +45,13 @@ MODES = {
     "tf32": (torch.float32, True),
 }
 TUNER = "tuner"  # instead of a mode: what `bench tune` tries, in bf16
-GROUPS = 4
+GROUPS, MANY_GROUPS = 4, 128
 MANY_ROWS, FEW_ROWS = 1024, 128
 ALIGNED, ODD = (256, 512), (250, 510)  # in and out features
 NORM_WIDTHS = (*(2**n for n in range(16)), 4095, 100_000)
 LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory
+# Of one of Hopper's multiprocessors, and what each of its programs has besides its own.
+SHARED_BY_PROGRAMS, BESIDES = 228 << 10, 1 << 10
 
 
 def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:
@@ -96,17 +98,19 @@ def launch_candidates() -> None:
                 grouped_gemm.grouped_gemm_nt_triton(a, b, offsets, None, out, False, gemm.accumulate)
 
 
-def launch_grouped_gemm_float8(rows: int, features: tuple[int, int], out_dtype: torch.dtype) -> None:
+def launch_grouped_gemm_float8(
+    rows: int, features: tuple[int, int], out_dtype: torch.dtype, groups: int = GROUPS
+) -> None:
     """Per tensor, with fast and with split accumulation; 1x128 with 128x128; 1x128 with 1x128."""
     K, N = features
     steps, columns = -(-K // 128), -(-rows // 128) * 128
-    offsets, bias, scales = torch.zeros(GROUPS + 1, dtype=torch.int64), torch.empty(GROUPS, N), torch.empty(rows)
-    one, row = torch.empty(GROUPS), torch.empty(steps, rows)
-    square, column = torch.empty(GROUPS, -(-N // 128), steps), torch.empty(GROUPS, steps, N)
+    offsets, bias, scales = torch.zeros(groups + 1, dtype=torch.int64), torch.empty(groups, N), torch.empty(rows)
+    one, row = torch.empty(groups), torch.empty(steps, rows)
+    square, column = torch.empty(groups, -(-N // 128), steps), torch.empty(groups, steps, N)
     every_pair = out_dtype == torch.bfloat16 and rows == MANY_ROWS and features == ALIGNED
     for a, b in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))[: 3 if every_pair else 1]:
-        x, w = torch.empty(rows, K, dtype=a.dtype), torch.empty(GROUPS, N, K, dtype=b.dtype)
-        y, dw = torch.empty(rows, N, dtype=out_dtype), torch.empty(GROUPS, N, K, dtype=out_dtype)
+        x, w = torch.empty(rows, K, dtype=a.dtype), torch.empty(groups, N, K, dtype=b.dtype)
+        y, dw = torch.empty(rows, N, dtype=out_dtype), torch.empty(groups, N, K, dtype=out_dtype)
         launch_tn = grouped_gemm_float8.grouped_gemm_tn_float8_triton
         launch_tn(x, one, w, one, offsets, None, None, y, False)
         if rows == FEW_ROWS:  # only the fast accumulation of a few rows has tiles of its own
@@ -123,7 +127,7 @@ def launch_grouped_gemm_float8(rows: int, features: tuple[int, int], out_dtype: 
         dy_T, x_T = torch.empty(N, columns, dtype=a.dtype), torch.empty(K_out, columns, dtype=b.dtype)
         blocks, dw = (torch.empty(columns // 128, N), torch.empty(columns // 128, K_out)), dw[..., :K_out].contiguous()
         for (dy_scale, x_scale), split in (((one, one), False), ((one, one), True), (blocks, False)):
-            for out, add in ((dw, False), (dw, True), (dw.float(), True)):
+            for out, add in ((dw, False), (dw, True), (dw.float(), False), (dw.float(), True)):
                 launch_nt = grouped_gemm_float8.grouped_gemm_nt_float8_triton
                 launch_nt(dy_T, dy_scale, x_T, x_scale, offsets, out, split, add)
 
@@ -257,6 +261,8 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         if not tf32 and grouped_gemm_float8.capability(None) >= (8, 9):
             # The launcher aligns rows of codes; rows of the output stay odd.
             launch_grouped_gemm_float8(rows, (ALIGNED[0], features[1]), dtype)
+            if (rows, features) == (MANY_ROWS, ALIGNED):  # what a program keeps of so many groups needs registers too
+                launch_grouped_gemm_float8(128 * MANY_GROUPS, ALIGNED, dtype, MANY_GROUPS)
     for N in () if tf32 else NORM_WIDTHS:
         launch_norms(MANY_ROWS, N, dtype)
     for columns in () if tf32 else (ODD[0], 7168):
@@ -276,10 +282,10 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
             launch_nvfp4(MANY_ROWS, features[0], dtype, kinds)
 
 
-def shipped_configs(mode: str) -> set[tuple]:
-    """(kernel, its tile) of everything that the config functions return for sm_90."""
+def shipped_configs(mode: str) -> dict[tuple, int]:
+    """(kernel, its tile) of everything that the config functions return for sm_90: programs a multiprocessor."""
     dtype, tf32 = MODES[mode]
-    configs = set()
+    configs = {}
     for rows, aligned in product((0, 1, 100, 1_000, 10_000, 1_000_000), (True, False)):
         about = {"tf32": tf32, "aligned": aligned, "capability": (9, 0)}
         for descriptors, out_dtype in product({False, aligned}, (dtype, torch.float32)):
@@ -290,11 +296,18 @@ def shipped_configs(mode: str) -> set[tuple]:
             ]
             for axis, config in chosen:
                 kernel = f"{axis}_grouped_{'persistent_' if config.programs else ''}kernel"
-                configs.add((kernel, *config[:5]))
-    for rows, aligned, blockwise in product(() if tf32 else (100, 1_000_000), (True, False), (True, False)):
-        about = {"aligned": aligned, "blockwise": blockwise, "capability": (9, 0)}
-        configs.add(("m_grouped_float8_kernel", *grouped_gemm_float8.m_grouped_float8_config(rows, 8, **about)[:5]))
-        configs.add(("k_grouped_float8_kernel", *grouped_gemm_float8.k_grouped_float8_config(**about)[:5]))
+                configs[kernel, *config[:5]] = max(config.programs, 1)
+    kinds = (("tensor", False), ("tensor", True), ("square", True), ("row", True))
+    for descriptors, (layout, promote) in product(() if tf32 else (True, False), kinds):
+        about = {"descriptors": descriptors, "promote": promote, "out_dtype": dtype, "capability": (9, 0)}
+        choose_m, choose_k = grouped_gemm_float8.m_grouped_float8_config, grouped_gemm_float8.k_grouped_float8_config
+        chosen = [("m", choose_m(rows, 8, layout=layout, **about)) for rows in (100, 1_000_000)]
+        for out_dtype, add in product((dtype, torch.float32), (False, True) if layout != "square" else ()):
+            both = about | {"out_dtype": out_dtype, "accumulate": add}
+            chosen += [("k", choose_k(blockwise=layout == "row", **both))]
+        for axis, config in chosen:
+            kernel = f"{axis}_grouped_float8_{'persistent_' if config.tma else ''}kernel"
+            configs[kernel, *config[:5]] = config.programs
     norms = {
         "norm_kernel": norm_triton.norm_config,
         "dnorm_kernel": lambda rows, N: norm_triton.dnorm_config(rows, N, 132),
@@ -302,7 +315,7 @@ def shipped_configs(mode: str) -> set[tuple]:
     }
     for (kernel, choose), rows, N in product(() if tf32 else norms.items(), (1, 1_000_000), range(1, 20_000, 7)):
         block_m, block_n, num_warps, *_ = choose(rows, N)
-        configs.add((kernel, block_m, block_n, None, num_warps, None))
+        configs[kernel, block_m, block_n, None, num_warps, None] = 1
     return configs
 
 
@@ -376,12 +389,15 @@ def compiled(mode: str, arch: int, cache: Path) -> list[dict]:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_configuration_compiles_for_hopper(mode, tmp_path):
     reports = compiled(mode, 90, tmp_path)
-    missing = shipped_configs(mode) - {(report["kernel"], *report["config"]) for report in reports}
+    shipped = shipped_configs(mode)
+    missing = shipped.keys() - {(report["kernel"], *report["config"]) for report in reports}
     assert not missing, f"configurations that were not compiled: {sorted(missing)}"
     spilled = [report for report in reports if report["spilled_bytes"]]
     assert not spilled, "\n".join(map(str, spilled))
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90], report
+        programs = shipped.get((report["kernel"], *report["config"]), 1)
+        assert (report["shared_bytes"] + BESIDES) * programs <= SHARED_BY_PROGRAMS, f"not {programs} at once: {report}"
         if "gemm" in report["kernel"] or "grouped" in report["kernel"]:
             assert bool(report["wgmma"]) == (mode != "fp32" or "float8" in report["kernel"]), report
         assert not report["warnings"], report

@@ -367,18 +367,31 @@ def test_no_reason_is_given_where_float8_runs(capability):
     assert gg.why_not_float8(capability, E4M3.dtype, E5M2.dtype) is None
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
-@pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("blockwise", [False, True])
-def test_tiles_fit_shared_memory(blockwise, aligned, capability):
-    about = {"blockwise": blockwise, "aligned": aligned, "capability": capability}
-    for config in (
-        *(gg.m_grouped_float8_config(rows, 8, **about) for rows in (8192, 64)),
-        gg.k_grouped_float8_config(**about),
-    ):
-        used = (config.block_m + config.block_n) * config.block_k * config.num_stages * config.programs
-        assert used <= shared_memory_limit(capability) and config.tma == (aligned and capability >= (9, 0))
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("descriptors", [False, True])
+@pytest.mark.parametrize("promote", [False, True])
+@pytest.mark.parametrize("layout", ["tensor", "square", "row"])
+def test_tiles_fit_shared_memory(layout, promote, descriptors, capability):
+    promote = promote or layout != "tensor"
+    about = {"promote": promote, "descriptors": descriptors, "capability": capability}
+    chosen = []
+    for out_dtype in (torch.bfloat16, torch.float32):
+        for rows in (8192, 64):
+            config = gg.m_grouped_float8_config(rows, 8, layout=layout, out_dtype=out_dtype, **about)
+            chosen.append((config, out_dtype.itemsize))
+        for add in (False, True) if layout != "square" else ():
+            config = gg.k_grouped_float8_config(
+                blockwise=layout == "row", out_dtype=out_dtype, accumulate=add, **about
+            )  # fmt: skip
+            chosen.append((config, 4 if add else out_dtype.itemsize))
+    for config, stored in chosen:
+        used = (config.block_m + config.block_n) * config.block_k * config.num_stages
+        used += config.block_m * config.block_n // 2 * stored if config.tma else 0
+        assert used * config.programs <= shared_memory_limit(capability)
+        assert config.tma == (descriptors and capability in ((9, 0), (10, 0)))
         assert config.block_k == BLOCK, "a step has one scale"
+        whole = (config.part_m, config.part_n) == (config.block_m, config.block_n)
+        assert whole or (promote and 2 * config.part_m * config.part_n == config.block_m * config.block_n)
 
 
 @pytest.mark.parametrize("shape", [(5, 33), (2, 3, 16), (4, 1), (0, 5)])

@@ -10,6 +10,7 @@ from fuser import Sequential, load_tiles, ops
 from ops.kernels import grouped_gemm as gg
 from ops.kernels import tiles
 from ops.kernels.tiles import Gemm, GroupedGemmConfig, MeasuredTile, TileTable, read_tiles, tiles_in_use, use_tiles
+from recipes.mixed import MixedScaling
 from recipes.splits import Splits
 
 HERE = torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
@@ -263,13 +264,23 @@ def test_explain_names_the_tiles_of_hopper_where_there_is_no_gpu():
     assert all(f"(Triton: {RULE})" in line for line in lines())
 
 
+WIDE, SQUARE = "128x256x128, 8 warps, 3 stages", "128x128x128, 4 warps, 3 stages"
+LOW = "64x128x128, 4 warps, 3 stages"
+FEW = f"fprop and dgrad below 96 rows a group {LOW}, by the built-in rule"
+NOT_IN_WGRAD = MixedScaling("fp8_block", "fp8_block", "fp8_block", input_for_wgrad="bf16", grad_output_for_wgrad="bf16")
 PLANS = {
-    "main_grad": ({"main_grad": True}, "3 stages, wgrad 128x256x64, 8 warps, 3 stages, by the built-in rule"),
+    "main_grad": ({"main_grad": True}, "4 stages, wgrad 128x256x64, 8 warps, 3 stages, fprop and dgrad below 96 rows"),
     "dequantized": ({"recipe": "mxfp8"}, RULE),
-    "float8": (
-        {"recipe": "fp8_current"},
-        "(Triton: 128x256x128, 8 warps, 3 stages, with scales of blocks, and fprop and dgrad below 96 rows a group, "
-        "64x128x128, 4 warps, 3 stages, by the built-in rule)",
+    "float8": ({"recipe": "fp8_current"}, f"(Triton: {WIDE}, dgrad and wgrad {SQUARE}, {FEW})"),
+    "float8, main_grad": ({"recipe": "fp8_delayed", "main_grad": True}, f"(Triton: {WIDE}, dgrad {SQUARE}, {FEW})"),
+    "float8 blocks": ({"recipe": "fp8_block"}, f"(Triton: {SQUARE}, wgrad {LOW}, {FEW})"),
+    "float8 blocks, main_grad": (
+        {"recipe": "fp8_block", "main_grad": True},
+        f"(Triton: {SQUARE}, wgrad {LOW}, {FEW})",
+    ),
+    "float8 but for wgrad": (
+        {"recipe": NOT_IN_WGRAD},
+        f"(Triton: {SQUARE}, wgrad 128x256x64, 8 warps, 4 stages, {FEW})",
     ),
     "one by one": ({"path": "split"}, "[a product a group, swiglu"),
 }

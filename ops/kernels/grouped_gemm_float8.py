@@ -39,17 +39,21 @@ its fast accumulation by half as much in the second and third. Small integers ar
 
 Graph safety: as `grouped_gemm`. Grids follow from capacities, groups are found from the offsets on the device.
 
-The kernels are in `grouped_gemm_float8_triton`.
+The kernels: `grouped_gemm_float8_persistent` on descriptors, `grouped_gemm_float8_triton` on pointers.
 """
 # T rows, G groups, R summed features, C features that come out; P columns of the padded groups; for NT [N, K] come out
 
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ops.kernels.grouped_gemm import FEW_ROWS, capability
+from ops.kernels.grouped_gemm_float8_persistent import (
+    k_grouped_float8_persistent_kernel,
+    m_grouped_float8_persistent_kernel,
+)
 from ops.kernels.grouped_gemm_float8_triton import k_grouped_float8_kernel, m_grouped_float8_kernel
 from ops.kernels.grouped_operands import (
     check_accumulate,
@@ -59,9 +63,12 @@ from ops.kernels.grouped_operands import (
     row_slices,
     with_contiguous_rows,
 )
-from ops.kernels.persistent_tiles import band, multiprocessors
+from ops.kernels.persistent_tiles import MOST_GROUPS, band, multiprocessors, room_for
 from ops.kernels.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
+from ops.kernels.tiles import Gemm, shared_memory_limit
 from recipes.kernels.launch import Launch, cdiv, launcher
+from recipes.kernels.row_tiles import num_slots
+from recipes.quantized_tensor import ScaleLayout
 from recipes.splits import Splits
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -156,9 +163,6 @@ def _scale_of_columns(scale: Tensor, num_groups: int, g: int, begin: int, end: i
 
 # ------------------------------------------------------------------------------------------------ configurations
 
-# One scale a tensor; of 128x128 codes; of 1x128 codes along the summed axis.
-ScaleLayout = Literal["tensor", "square", "row"]
-
 
 def scale_layout(b_scale: Tensor, C: int, R: int) -> ScaleLayout:
     """How b's scales lie, told by their shape. (Both block layouts are [G, 1, 1] for C = 1: then they agree.)"""
@@ -168,38 +172,109 @@ def scale_layout(b_scale: Tensor, C: int, R: int) -> ScaleLayout:
 
 
 class GroupedFloat8Config(NamedTuple):
-    """Tile of the output, length of a step along the sum, and how the kernel is compiled and launched."""
+    """Tile of the output, length of a step along the sum, and how the kernel is compiled and launched.
+
+    part_m, part_n: what is multiplied at once, the tile or half of it. Halves are for split accumulation.
+    """
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
-    tma: bool  # operands and output through descriptors
     programs: int  # that share a multiprocessor; each takes tile after tile
+    part_m: int
+    part_n: int
+    tma: bool = True  # operands and output through descriptors
+
+    def compiled(self) -> dict[str, int]:
+        """The arguments of a launch that choose how the kernel is compiled."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+    def half(self) -> tuple[int, int]:
+        """Rows and columns that are stored at once: as they are multiplied, or of half the columns."""
+        return self.part_m, self.part_n if self.part_m < self.block_m else self.block_n // 2
 
 
 def m_grouped_float8_config(
-    rows: int, num_groups: int, *, blockwise: bool, aligned: bool, capability: tuple[int, int]
+    rows: int,
+    num_groups: int,
+    *,
+    layout: ScaleLayout,
+    promote: bool,
+    out_dtype: torch.dtype,
+    descriptors: bool,
+    capability: tuple[int, int],
 ) -> GroupedFloat8Config:
-    """Tiles of the kernel for TN. blockwise: scales of blocks. aligned: see `takes_descriptors`."""
-    if not aligned or capability < (9, 0):
+    """Tiles of the kernel for TN. promote: split accumulation. descriptors: see `takes_descriptors`, of all matrices,
+    and at most MOST_GROUPS."""
+    if not _uses_descriptors(descriptors, capability):
         return _POINTERS
-    return _SMALL if blockwise or rows < FEW_ROWS * num_groups else _WIDE
+    if rows < FEW_ROWS * num_groups or layout == "row":
+        return _SMALL
+    if not promote:
+        return _WIDE
+    return _HALVES if out_dtype.itemsize == 2 else _SMALL
 
 
-def k_grouped_float8_config(*, blockwise: bool, aligned: bool, capability: tuple[int, int]) -> GroupedFloat8Config:
-    """Tiles of the kernel for NT. blockwise, aligned: as above."""
-    if not aligned or capability < (9, 0):
+def k_grouped_float8_config(
+    *,
+    blockwise: bool,
+    promote: bool,
+    out_dtype: torch.dtype,
+    accumulate: bool,
+    descriptors: bool,
+    capability: tuple[int, int],
+) -> GroupedFloat8Config:
+    """Tiles of the kernel for NT. blockwise: scales of 1x128. accumulate: what is there needs shared memory too. The
+    rest as above."""
+    if not _uses_descriptors(descriptors, capability):
         return _POINTERS
-    return _SMALL if blockwise else _WIDE
+    if blockwise:
+        return _SMALL
+    if not promote:
+        return _WIDE
+    if out_dtype.itemsize == 4:
+        return _WIDE_HALVES
+    return _SMALL if accumulate else _HALVES
+
+
+def built_in_float8_config(
+    gemm: Gemm, rows: int, layout: ScaleLayout, split_accumulation: bool, capability: tuple[int, int]
+) -> GroupedFloat8Config:
+    """What these two say for contiguous outputs. layout: of the second operand's scales."""
+    product, _, out_dtype, accumulate, G, N, K = gemm
+    width = N if product == "TN" else K
+    about: dict[str, Any] = {
+        "promote": split_accumulation or layout != "tensor",
+        "out_dtype": out_dtype,
+        "descriptors": width * out_dtype.itemsize % 16 == 0 and G <= MOST_GROUPS,
+        "capability": capability,
+    }
+    if product == "NT":
+        return k_grouped_float8_config(blockwise=layout != "tensor", accumulate=accumulate, **about)
+    return m_grouped_float8_config(rows, G, layout=layout, **about)
+
+
+def _uses_descriptors(descriptors: bool, capability: tuple[int, int]) -> bool:
+    """The tiles are Hopper's, and take its shared memory."""
+    return descriptors and capability >= (9, 0) and shared_memory_limit(capability) >= shared_memory_limit((9, 0))
 
 
 # Steps of 128 everywhere: a promotion is then one step, and a step has one scale.
-_WIDE = GroupedFloat8Config(128, 256, BLOCK, num_warps=8, num_stages=3, tma=True, programs=1)
-# Block scales spill in a wide tile. Of two programs one multiplies while the other scales.
-_SMALL = GroupedFloat8Config(64, 128, BLOCK, num_warps=4, num_stages=3, tma=True, programs=2)
-_POINTERS = GroupedFloat8Config(64, 64, BLOCK, num_warps=4, num_stages=2, tma=False, programs=2)
+_WIDE = GroupedFloat8Config(128, 256, BLOCK, num_warps=8, num_stages=3, programs=1, part_m=128, part_n=256)
+_WIDE_HALVES = _WIDE._replace(part_n=128)
+# Two programs of four warps each: while one scales, the other multiplies. Float32 results, and what is added to, leave
+# no room for two with three stages of the first of these.
+_HALVES = GroupedFloat8Config(128, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
+_SMALL = GroupedFloat8Config(64, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
+_POINTERS = GroupedFloat8Config(64, 64, BLOCK, 4, num_stages=2, programs=2, part_m=64, part_n=64, tma=False)
 
 
 # ----------------------------------------------------------------------------------------------------- launchers
@@ -301,7 +376,8 @@ def grouped_gemm_nt_float8(
     return out if target is out else out.copy_(target)
 
 
-_m_grouped, _k_grouped = Launch(m_grouped_float8_kernel), Launch(k_grouped_float8_kernel)
+_m_grouped, _m_grouped_persistent = Launch(m_grouped_float8_kernel), Launch(m_grouped_float8_persistent_kernel)
+_k_grouped, _k_grouped_persistent = Launch(k_grouped_float8_kernel), Launch(k_grouped_float8_persistent_kernel)
 
 
 @launcher("fuser::grouped_gemm_tn_float8", mutates=["out"])
@@ -327,40 +403,64 @@ def grouped_gemm_tn_float8_triton(
     layout = scale_layout(b_scale, C, R)
     promote = split_accumulation or layout != "tensor"
     config = m_grouped_float8_config(
-        rows, G, blockwise=layout != "tensor", aligned=takes_descriptors(a, b, out), capability=capability(out)
-    )
-    block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
-    num_tiles = (rows // block_m + G + 1) * cdiv(C, block_n)
-    _m_grouped(
-        out,
-        min(num_tiles, config.programs * multiprocessors(out)),
-        descriptor(a, (block_m, block_k)) if tma else a,
-        descriptor(b.view(G * C, R), (min(block_n, 128) if promote else block_n, block_k)) if tma else b,
-        ragged_descriptor(out, (block_m, min(block_n, 128)), axis=0) if tma else None,
-        out,
-        a_scale,
-        b_scale,
-        offsets,
-        bias,
-        scales,
         rows,
         G,
-        R,
-        C,
-        a.stride(0),
-        out.stride(0),
-        a_scale.stride(0),
-        b_scale.stride(0),
-        LAYOUT=layout,
-        PROMOTE=promote,
-        TMA=tma,
-        BAND=band(block_m),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        layout=layout,
+        promote=promote,
+        out_dtype=out.dtype,
+        descriptors=takes_descriptors(a, b, out) and G <= MOST_GROUPS,
+        capability=capability(out),
     )
+    programs = min(num_slots(rows, G, config.block_m) * cdiv(C, config.block_n), config.programs * multiprocessors(out))
+    if config.tma:
+        _m_grouped_persistent(
+            out,
+            programs,
+            ragged_descriptor(a, (config.part_m, config.block_k), axis=0),
+            descriptor(b, (1, config.part_n, config.block_k)),
+            ragged_descriptor(out, config.half(), axis=0),
+            a_scale,
+            b_scale,
+            offsets,
+            bias,
+            scales,
+            rows,
+            G,
+            R,
+            C,
+            a_scale.stride(0),
+            b_scale.stride(0),
+            LAYOUT=layout,
+            PROMOTE=promote,
+            BAND=band(config.block_m),
+            GROUPS=room_for(G),
+            **config.compiled(),
+        )
+    else:
+        _m_grouped(
+            out,
+            programs,
+            a,
+            b,
+            out,
+            a_scale,
+            b_scale,
+            offsets,
+            bias,
+            scales,
+            rows,
+            G,
+            R,
+            C,
+            a.stride(0),
+            out.stride(0),
+            a_scale.stride(0),
+            b_scale.stride(0),
+            LAYOUT=layout,
+            PROMOTE=promote,
+            BAND=band(config.block_m),
+            **config.compiled(),
+        )
 
 
 @launcher("fuser::grouped_gemm_nt_float8", mutates=["out"])
@@ -387,41 +487,68 @@ def grouped_gemm_nt_float8_triton(
     blockwise = dy_scale.dim() == 2
     promote = split_accumulation or blockwise
     config = k_grouped_float8_config(
-        blockwise=blockwise, aligned=takes_descriptors(dy, x, out), capability=capability(out)
+        blockwise=blockwise,
+        promote=promote,
+        out_dtype=out.dtype,
+        accumulate=accumulate,
+        descriptors=takes_descriptors(dy, x, out) and G <= MOST_GROUPS,
+        capability=capability(out),
     )
-    block_m, block_n, block_k, tma = config.block_m, config.block_n, config.block_k, config.tma
-    num_tiles = G * cdiv(N, block_m) * cdiv(K, block_n)
-    _k_grouped(
-        out,
-        min(num_tiles, config.programs * multiprocessors(out)),
-        ragged_descriptor(dy, (block_m, block_k), axis=1, unit=16) if tma else dy,
-        ragged_descriptor(x, (min(block_n, 128) if promote else block_n, block_k), axis=1, unit=16) if tma else x,
-        descriptor(out, (1, block_m, min(block_n, 128))) if tma else None,
-        out,
-        dy_scale,
-        x_scale,
-        offsets,
-        G,
-        N,
-        K,
-        dy.stride(0),
-        x.stride(0),
-        dy_scale.stride(0),
-        x_scale.stride(0),
-        out.stride(0),
-        ACCUMULATE=accumulate,
-        REVERSE=reverse,
-        BLOCKWISE=blockwise,
-        PROMOTE=promote,
-        TMA=tma,
-        BAND=band(block_m),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=blockwise or not accumulate,  # as `grouped_gemm_nt`: blocks have no factor at the end
-    )
+    programs = min(G * cdiv(N, config.block_m) * cdiv(K, config.block_n), config.programs * multiprocessors(out))
+    # As `grouped_gemm_nt`: a factor's product is rounded before it is added. Blocks have no factor at the end.
+    fusion = blockwise or not accumulate
+    if config.tma:
+        _k_grouped_persistent(
+            out,
+            programs,
+            ragged_descriptor(dy, (config.part_m, config.block_k), axis=1, unit=16),
+            ragged_descriptor(x, (config.part_n, config.block_k), axis=1, unit=16),
+            descriptor(out, (1, *config.half())),
+            out if accumulate and out.dtype == torch.float32 else None,
+            out.stride(0),
+            dy_scale,
+            x_scale,
+            offsets,
+            G,
+            N,
+            K,
+            dy_scale.stride(0),
+            x_scale.stride(0),
+            ACCUMULATE=accumulate,
+            REVERSE=reverse,
+            BLOCKWISE=blockwise,
+            PROMOTE=promote,
+            BAND=band(config.block_m),
+            GROUPS=room_for(G),
+            enable_fp_fusion=fusion,
+            **config.compiled(),
+        )
+    else:
+        _k_grouped(
+            out,
+            programs,
+            dy,
+            x,
+            out,
+            dy_scale,
+            x_scale,
+            offsets,
+            G,
+            N,
+            K,
+            dy.stride(0),
+            x.stride(0),
+            dy_scale.stride(0),
+            x_scale.stride(0),
+            out.stride(0),
+            ACCUMULATE=accumulate,
+            REVERSE=reverse,
+            BLOCKWISE=blockwise,
+            PROMOTE=promote,
+            BAND=band(config.block_m),
+            enable_fp_fusion=fusion,
+            **config.compiled(),
+        )
 
 
 def with_aligned_rows(codes: Tensor) -> Tensor:

@@ -26,8 +26,10 @@ def with_bias(acc, bias_ptr, scales_ptr, group, num_groups, first, end, first_c,
     offs_t = tl.arange(0, acc.shape[0])
     offs_c = tl.arange(0, acc.shape[1])
     active = group < num_groups
-    bias_ptr += group.to(tl.int64) * C + first_c
-    bias = tl.load(bias_ptr + offs_c, mask=(offs_c < C - first_c) & active, other=0.0).to(tl.float32)[None, :]
+    bias_ptr += group.to(tl.int64) * C
+    bias = tl.load(bias_ptr + (first_c + offs_c), mask=(offs_c < C - first_c) & active, other=0.0).to(tl.float32)[
+        None, :
+    ]
     if scales_ptr is not None:
         # scales of rows that belong to no group may be anything
         mask_s = (offs_t < end - first) & active
@@ -236,6 +238,17 @@ def prefetch_rows(ptr, stride, height, width, HEIGHT: tl.constexpr, WIDTH: tl.co
         )  # fmt: skip
 
 
+@triton.jit
+def prefetch_old_sums(ptr, step, steps, first_n, first_k, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Asks L2 for a quarter of the tile at (first_n, first_k) of [N, K] in four of the last AHEAD of its steps."""
+    step -= tl.maximum(steps - AHEAD, 0)
+    gap = tl.maximum(tl.minimum(steps, AHEAD) // 4, 1)
+    if (step >= 0) & (step % gap == 0) & (step < 4 * gap):
+        row_n = first_n + step // gap * (BLOCK_M // 4)
+        at = ptr + row_n.to(tl.int64) * K + first_k
+        prefetch_rows(at, K, N - row_n, K - first_k, BLOCK_M // 4, BLOCK_N)
+
+
 @triton.jit(do_not_specialize=["num_groups"])
 def k_grouped_persistent_kernel(
     dy,  # [T, N]: descriptor, ragged along T
@@ -299,14 +312,11 @@ def k_grouped_persistent_kernel(
         x_tile = widen(x.load([z, y, row, first_k]).reshape(BLOCK_K, BLOCK_N))
         acc = tl.dot(dy_tile.T, x_tile, acc)
         if ACCUMULATE and dw_ptr is not None:
-            steps = tl.cdiv(size, BLOCK_K)
-            step = t // BLOCK_K - tl.maximum(steps - AHEAD, 0)
-            gap = tl.maximum(tl.minimum(steps, AHEAD) // 4, 1)
-            if (step >= 0) & (step % gap == 0) & (step < 4 * gap):
-                row_n = first_n + step // gap * (BLOCK_M // 4)
-                place = num_groups - 1 - group if REVERSE else group
-                at = dw_ptr + place.to(tl.int64) * dw_stride + row_n.to(tl.int64) * K + first_k
-                prefetch_rows(at, K, N - row_n, K - first_k, BLOCK_M // 4, BLOCK_N)
+            place = num_groups - 1 - group if REVERSE else group
+            prefetch_old_sums(
+                dw_ptr + place.to(tl.int64) * dw_stride, t // BLOCK_K, tl.cdiv(size, BLOCK_K), first_n, first_k,
+                N, K, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
         t += BLOCK_K
         if t >= size:
             if alpha_ptr is not None:
