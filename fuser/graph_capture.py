@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fuser.schedule_memory import PoolMemory
 from recipes.effects import Effect, Recording, recorded
 
 Work = Callable[[], None]
@@ -47,8 +46,8 @@ class Recorder(Protocol):
         rehearses: take memory for it as `record` does
         """
 
-    def measure(self, run: Work) -> PoolMemory | None:
-        """Run, with a memory pool as the recorded segments have. None where they have none."""
+    def measure(self, run: Work) -> int | None:
+        """Run, with a memory pool as the recorded segments have. Returns its bytes; None where they have none."""
 
     def end_warm_up(self) -> None:
         """Give back the memory that only warm-ups need."""
@@ -102,7 +101,7 @@ class RerunRecorder:
     def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
         _dropped(work, self._scratch, rehearses)
 
-    def measure(self, run: Work) -> PoolMemory | None:
+    def measure(self, run: Work) -> int | None:
         run()
         return None
 
@@ -144,6 +143,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._stream = _capture_stream(device)
         self._scratch = Scratch()
+        self._leaf = torch.zeros(1, device=device, requires_grad=True)
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -159,19 +159,17 @@ class CudaRecorder:
     def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
         _dropped(work, self._scratch, rehearses)
 
-    def measure(self, run: Work) -> PoolMemory | None:
+    def measure(self, run: Work) -> int | None:
         if not _shows_its_memory():
             run()
             return None
         torch.cuda.current_blas_handle()  # makes its workspace for this stream, which stays
         # A pool hands out memory as that of a capture does: same sizes in the same order take the same segments.
         pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(pool, self._device), _backward_on_this_thread():
-            torch.cuda.reset_peak_memory_stats(self._device)
-            before = torch.cuda.memory_allocated(self._device)
+        # It serves this thread alone, so backward stays in it.
+        with torch.cuda.use_mem_pool(pool, self._device), torch.autograd.set_multithreading_enabled(False):
             run()
-            live = torch.cuda.max_memory_allocated(self._device) - before
-        return PoolMemory(live, sum(segment["total_size"] for segment in pool.snapshot()))
+        return sum(segment["total_size"] for segment in pool.snapshot())
 
     def end_warm_up(self) -> None:
         self._scratch = Scratch()
@@ -179,12 +177,13 @@ class CudaRecorder:
 
     def record(self, work: Work) -> CudaSegment:
         graph = torch.cuda.CUDAGraph()
-        with self.warming_up(), recorded() as recording, warnings.catch_warnings(), _backward_on_this_thread():
+        with self.warming_up(), recorded() as recording, warnings.catch_warnings():
             # A segment may have nothing to compute, such as the dgrad of an input that wants none.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             graph.capture_begin(self._pool)
             try:
                 work()
+                _release_backward(self._leaf)
             except BaseException as error:
                 try:
                     graph.capture_end()
@@ -249,9 +248,21 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _backward_on_this_thread() -> Any:
-    """A pool serves one thread; and autograd's own ones hold a backward's results for a while after it is over."""
-    return torch.autograd.set_multithreading_enabled(False)
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return dy
+
+
+def _release_backward(leaf: Tensor) -> None:
+    """Give autograd's thread of this device another backward, which launches nothing: until then it holds what the
+    last one gave, and the next segment would take memory beside it."""
+    with torch.enable_grad():
+        torch.autograd.grad(_Nothing.apply(leaf), leaf, leaf.detach())
 
 
 def _shows_its_memory() -> bool:

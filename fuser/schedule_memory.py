@@ -82,25 +82,16 @@ class Life(NamedTuple):
     number: int
 
 
-class PoolMemory(NamedTuple):
-    """Bytes of the pool of all that passes make: what a forward keeps for its backward and a backward for its delayed
-    wgrad, and what lives within a pass.
+class Taken(NamedTuple):
+    """Bytes that graphs take from the device.
 
-    live:     the most that are in use at once
-    reserved: of the segments that the allocator took for them. Which of its gaps it fills depends on addresses, so
-              that the same order of the same sizes can take some more or less another time
+    static: inputs, outputs and their gradients, which stand outside of the pool
+    pool:   everything that passes make: what a forward keeps for its backward and a backward for its delayed wgrad, and
+            what lives within a pass. Whole segments of the allocator, as the pool reserves them. None: not known
     """
 
-    live: int
-    reserved: int
-
-
-class Taken(NamedTuple):
-    """Bytes that graphs take from the device: inputs, outputs and their gradients, which are `static`, and the pool,
-    None if it is not known."""
-
     static: int
-    pool: PoolMemory | None
+    pool: int | None
 
 
 class WgradCost(NamedTuple):
@@ -200,9 +191,8 @@ class MemoryPlan:
                 lines.append(f"the graphs take {_amount(static)} for inputs, outputs and their gradients, and a pool "
                              "of a size not known: a GPU shows it, with 2 warm-ups or more")  # fmt: skip
             else:
-                lines.append(f"the graphs take {_amount(static + pool.live)}: {_amount(static)} for inputs, outputs "
-                             f"and their gradients, and a pool with {_amount(pool.live)} in use at once, for which the "
-                             f"allocator reserved {_amount(pool.reserved)}")  # fmt: skip
+                lines.append(f"the graphs take {_amount(static + pool)}: {_amount(static)} for inputs, outputs and "
+                             f"their gradients, and a pool of {_amount(pool)}")  # fmt: skip
         return "\n".join(lines)
 
     def _at_each_event(self, amount: Callable[[Life], int]) -> list[int]:
