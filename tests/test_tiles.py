@@ -16,6 +16,7 @@ from recipes.splits import Splits
 HERE = torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
 HOPPER = (9, 0)
 FPROP = Gemm("TN", torch.bfloat16, torch.bfloat16, False, 8, 64, 32)
+WGRAD = FPROP._replace(product="NT", out_dtype=torch.float32, accumulate=True)
 SMALL = GroupedGemmConfig(16, 32, 16, num_warps=4, num_stages=2)
 LARGE = GroupedGemmConfig(128, 128, 64, num_warps=8, num_stages=4, programs=1)
 
@@ -43,8 +44,7 @@ def no_table():
 
 
 def test_a_table_survives_its_file(tmp_path):
-    wgrad = FPROP._replace(product="NT", out_dtype=torch.float32, accumulate=True)
-    before = table(entry(), entry(wgrad, 100, LARGE))
+    before = table(entry(), entry(WGRAD, 100, LARGE))
     after = load_tiles(written(tmp_path / "tiles.json", before.record()))
     assert after is tiles_in_use() and after is not None
     assert (after.environment, after.capability, after.tiles) == (before.environment, before.capability, before.tiles)
@@ -81,6 +81,7 @@ REFUSED = {
     "too large": (_edited(num_stages=8), r"needs 296960 bytes of shared memory, and there are 232448"),
     "a box of 32": (_edited(box=32), "is stored by 64 or 128 columns or from registers"),
     "no box for TN": (_edited(box=0), "is not stored from registers"),
+    "no box for 64 columns": (table(entry(WGRAD, config=LARGE._replace(box=0, block_n=64))).record(), "128 columns"),
     "descriptors on Ampere": (table(entry(config=LARGE)).record() | {"capability": [8, 0]}, "compute capability 9.0"),
 }  # fmt: skip
 

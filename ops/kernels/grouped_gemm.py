@@ -139,7 +139,7 @@ def grouped_bias_grad_ref(
 FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
 # A group, on average: with as many, three quarters of a tile of float32 weight gradients are written from registers and
 # one by the copy engine; with fewer all by the copy engine. Measured on an H200 against that, with 1024 and 2048 rows:
-# 3 to 5 % faster, added to what is there 4 to 8 %. All of a tile from registers was slower with 512 rows, by 3 %.
+# 3 to 5 % faster, added to what is there 4 to 8 %. With 512 rows all of a tile from registers had been 3 % slower.
 MANY_ROWS = 768
 
 

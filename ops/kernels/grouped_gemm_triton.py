@@ -146,7 +146,7 @@ def finish_parts(
 
 
 def _exchange(first, second, lanes, upper):
-    """A lane gives the second of two registers and gets the first of the lane above it by so many; `upper` has that."""
+    """A lane's second register changes places with the first of the lane so many above it, where `upper` holds."""
     return f"""
         selp.b32 other, {first}, {second}, {upper};
         shfl.sync.bfly.b32 other, other, {lanes}, 31, -1;
