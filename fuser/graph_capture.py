@@ -143,7 +143,6 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._stream = _capture_stream(device)
         self._scratch = Scratch()
-        self._leaf = torch.zeros(1, device=device, requires_grad=True)
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -183,7 +182,7 @@ class CudaRecorder:
             graph.capture_begin(self._pool)
             try:
                 work()
-                _release_backward(self._leaf)
+                _release_backward(self._device)
             except BaseException as error:
                 try:
                     graph.capture_end()
@@ -258,10 +257,11 @@ class _Nothing(torch.autograd.Function):
         return dy
 
 
-def _release_backward(leaf: Tensor) -> None:
+def _release_backward(device: torch.device) -> None:
     """Give autograd's thread of this device another backward, which launches nothing: until then it holds what the
     last one gave, and the next segment would take memory beside it."""
     with torch.enable_grad():
+        leaf = torch.empty(1, device=device, requires_grad=True)
         torch.autograd.grad(_Nothing.apply(leaf), leaf, leaf.detach())
 
 
