@@ -143,6 +143,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._stream = _capture_stream(device)
         self._scratch = Scratch()
+        _release_backward(device)  # a graph of these modules that lives on keeps its accumulation on another stream
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -258,10 +259,10 @@ class _Nothing(torch.autograd.Function):
 
 
 def _release_backward(device: torch.device) -> None:
-    """Give autograd's thread of this device another backward, which launches nothing: until then it holds what the
-    last one gave, and the next segment would take memory beside it."""
+    """Give autograd's thread of this device another backward, of nothing: until then it holds the last one's graph and
+    what that gave, and the next segment would take memory beside it."""
     with torch.enable_grad():
-        leaf = torch.empty(1, device=device, requires_grad=True)
+        leaf = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(_Nothing.apply(leaf), leaf, leaf.detach())
 
 
