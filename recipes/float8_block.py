@@ -23,7 +23,7 @@ from recipes.kernels.cast_float8_block import (
 )
 from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes, ScaleLayout
 from recipes.quantizer import Quantizer
-from recipes.recipe import Recipe, Role, support_of_float8
+from recipes.recipe import Recipe, Role, support_of_float8, support_of_products
 from recipes.splits import Splits
 
 
@@ -68,8 +68,10 @@ class Float8BlockScaling(Recipe):
             raise ValueError(f"amax_epsilon is {self.amax_epsilon!r}, but cannot be negative. Pass 0 for none.")
 
     def support(self, device: torch.device) -> str:
-        one_d = self.x_block_scaling_dim == self.grad_block_scaling_dim == 1
-        return support_of_float8(device) if one_d else "emulated"
+        x, w, grad = self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim
+        native = support_of_float8(device)
+        products = ((x, w) == (1, 2), (grad, w) == (1, 2), (grad, x) == (1, 1))
+        return support_of_products(native if fits else "emulated" for fits in products)
 
     def quantizer(self, role: Role) -> Float8BlockQuantizer:
         form = self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward

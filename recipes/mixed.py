@@ -12,7 +12,7 @@ from recipes.grouped_tensor import GroupedTensor
 from recipes.names import as_recipe
 from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes, ScaleLayout, pick
 from recipes.quantizer import Quantizer
-from recipes.recipe import Recipe, Role
+from recipes.recipe import Recipe, Role, support_of_products
 from recipes.splits import Splits
 
 
@@ -66,11 +66,10 @@ class MixedScaling(Recipe):
             (self.grad_output, self.weight_for_dgrad or self.weight),
             (self.grad_output_for_wgrad or self.grad_output, self.input_for_wgrad or self.input),
         ]
-        found = {
+        return support_of_products(
             left.support(device) if type(left) is type(right) else "emulated"
             for left, right in ((as_recipe(left), as_recipe(right)) for left, right in products)
-        }
-        return found.pop() if len(found) == 1 else "some products native, some emulated"
+        )
 
     def quantizer(self, role: Role) -> Quantizer | None:
         rowwise, columnwise = self._pair(role)

@@ -7,7 +7,7 @@ nobody outside this folder asks for its class.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, Literal, Protocol
@@ -122,6 +122,12 @@ def support_of_float8(device: torch.device) -> str:
     if device.type != "cuda" or not torch.cuda.is_available():
         return "emulated"
     return "native" if torch.cuda.get_device_capability(device) >= (8, 9) else "emulated"
+
+
+def support_of_products(found: Iterable[str]) -> str:
+    """`Recipe.support` of what says this of each product."""
+    different = set(found)
+    return different.pop() if len(different) == 1 else "some products native, some emulated"
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -409,3 +409,18 @@ def test_any_one_operand_may_be_square(dims):
 def test_a_negative_epsilon_is_refused(epsilon):
     with pytest.raises(ValueError, match=f"amax_epsilon is {epsilon}, but cannot be negative"):
         Float8BlockScaling(amax_epsilon=epsilon)
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [
+        ((1, 2, 1), "native"),
+        ((1, 1, 1), "some products native, some emulated"),  # wgrad alone
+        ((2, 1, 1), "emulated"),
+        ((1, 1, 2), "emulated"),
+    ],
+    ids=str,
+)
+def test_support_is_that_of_each_product(dims, expected, monkeypatch):
+    monkeypatch.setattr("recipes.float8_block.support_of_float8", lambda device: "native")
+    assert with_dims(*dims).support(torch.device("cuda")) == expected
