@@ -261,7 +261,7 @@ class _Nothing(torch.autograd.Function):
 def _release_backward(device: torch.device) -> None:
     """Give autograd's thread of this device another backward, of nothing: until then it holds the last one's graph and
     what that gave, and the next segment would take memory beside it."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(_Nothing.apply(leaf), leaf, leaf.detach())
 
