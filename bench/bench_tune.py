@@ -24,7 +24,8 @@ from bench.routing import split_sizes
 from bench.table import print_table
 from bench.timing import Timing, time_interleaved
 from bench.usage import UsageError
-from ops.kernels.grouped_gemm import built_in_config, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_gemm import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_gemm_tiles import built_in_config
 from ops.kernels.grouped_operands import row_slices
 from ops.kernels.tiles import (
     Gemm,

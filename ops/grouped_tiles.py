@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 
 from ops.gemm import COLUMNWISE, LAYOUTS, gemm_dtype, quantizes, scalings_fit
-from ops.kernels.grouped_gemm import FEW_ROWS, built_in_config
-from ops.kernels.grouped_gemm_float8 import built_in_float8_config
+from ops.kernels.grouped_gemm_float8_tiles import built_in_float8_config
+from ops.kernels.grouped_gemm_tiles import FEW_ROWS, built_in_config
 from ops.kernels.tiles import Gemm, in_words, tiles_in_use
 from recipes.quantized_tensor import ScaleLayout
 from recipes.recipe import Product, Recipe, Role

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ops.kernels.grouped_gemm import built_in_config
+from ops.kernels.grouped_gemm_tiles import built_in_config
 from ops.kernels.tiles import Gemm, MeasuredTile, TileTable, use_tiles
 from recipes.splits import Splits
 

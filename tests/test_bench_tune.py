@@ -20,7 +20,7 @@ from bench.bench_tune import (
 )
 from bench.timing import Timing
 from fuser import load_tiles
-from ops.kernels.grouped_gemm import built_in_config
+from ops.kernels.grouped_gemm_tiles import built_in_config
 from ops.kernels.tiles import tiles_in_use, why_not_tile
 
 HOPPER, AMPERE = (9, 0), (8, 0)

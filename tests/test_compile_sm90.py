@@ -25,6 +25,9 @@ from triton.runtime.jit import JITFunction
 from bench.bench_tune import ON_DESCRIPTORS, candidates, gemm_case, gemms
 from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, permute, routing, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
+from ops.kernels.grouped_gemm_float8_tiles import k_grouped_float8_config, m_grouped_float8_config
+from ops.kernels.grouped_gemm_tiles import MANY_ROWS as FROM_REGISTERS
+from ops.kernels.grouped_gemm_tiles import k_grouped_config, m_grouped_config
 from ops.kernels.tiles import MeasuredTile, TileTable, use_tiles
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
 from recipes.formats import E4M3, E5M2
@@ -75,7 +78,7 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, dw, tf32, accumulate)
     if rows == MANY_ROWS:  # so many that float32 is written from registers, of which ranks of groups take some
         for groups, accumulate in product((GROUPS, 64, 256) if features == ALIGNED else (GROUPS,), (False, True)):
-            long = [torch.empty(groups * grouped_gemm.MANY_ROWS, width, dtype=dtype) for width in (N, K)]
+            long = [torch.empty(groups * FROM_REGISTERS, width, dtype=dtype) for width in (N, K)]
             dw = torch.empty(groups, N, K)
             grouped_gemm.grouped_gemm_nt_triton(*long, offsets, alpha, dw, tf32, accumulate)
     if features == ALIGNED:  # so many groups are not ranked by size
@@ -290,9 +293,9 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
         about = {"tf32": tf32, "aligned": aligned, "capability": (9, 0)}
         for descriptors, out_dtype in product({False, aligned}, (dtype, torch.float32)):
             both = about | {"descriptors": descriptors, "out_dtype": out_dtype}
-            chosen = [("m", grouped_gemm.m_grouped_config(rows, G, dtype, **both)) for G in (1, 8, 257)]
+            chosen = [("m", m_grouped_config(rows, G, dtype, **both)) for G in (1, 8, 257)]
             chosen += [
-                ("k", grouped_gemm.k_grouped_config(rows, 8, dtype, **both, accumulate=add)) for add in (False, True)
+                ("k", k_grouped_config(rows, 8, dtype, **both, accumulate=add)) for add in (False, True)
             ]
             for axis, config in chosen:
                 kernel = f"{axis}_grouped_{'persistent_' if config.programs else ''}kernel"
@@ -300,7 +303,7 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
     kinds = (("tensor", False), ("tensor", True), ("square", True), ("row", True))
     for descriptors, (layout, promote) in product(() if tf32 else (True, False), kinds):
         about = {"descriptors": descriptors, "promote": promote, "out_dtype": dtype, "capability": (9, 0)}
-        choose_m, choose_k = grouped_gemm_float8.m_grouped_float8_config, grouped_gemm_float8.k_grouped_float8_config
+        choose_m, choose_k = m_grouped_float8_config, k_grouped_float8_config
         chosen = [("m", choose_m(rows, 8, layout=layout, **about)) for rows in (100, 1_000_000)]
         for out_dtype, add in product((dtype, torch.float32), (False, True) if layout != "square" else ()):
             both = about | {"out_dtype": out_dtype, "accumulate": add}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ops.kernels import grouped_gemm as gg
 from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_gemm_tiles import MANY_ROWS, k_grouped_config, m_grouped_config
 from ops.kernels.ragged_tma import takes_descriptors
 from ops.kernels.tiles import Gemm, why_not_tile
 from recipes.kernels.rounding import round_to
@@ -307,18 +308,18 @@ def test_float64_on_cuda_is_refused():
 def test_tiles_fit_shared_memory(dtype, tf32, aligned, descriptors, capability):
     about = {"tf32": tf32, "aligned": aligned, "descriptors": descriptors, "capability": capability}
     for out_dtype in (dtype, torch.float32):
-        many, few = (gg.m_grouped_config(rows, 8, dtype, out_dtype=out_dtype, **about) for rows in (8192, 64))
+        many, few = (m_grouped_config(rows, 8, dtype, out_dtype=out_dtype, **about) for rows in (8192, 64))
         assert few.block_m <= many.block_m
         persistent = capability == (9, 0) and descriptors and dtype == torch.bfloat16
         wgrads = [
-            (gg.k_grouped_config(8 * rows, 8, dtype, out_dtype=out_dtype, **about, accumulate=add), add, rows)
-            for rows, add in product((1, gg.MANY_ROWS), (False, True))
+            (k_grouped_config(8 * rows, 8, dtype, out_dtype=out_dtype, **about, accumulate=add), add, rows)
+            for rows, add in product((1, MANY_ROWS), (False, True))
         ]
         for config, add, rows in ((many, False, 1), (few, False, 1), *wgrads):
             gemm = Gemm("NT", dtype, out_dtype, add, 8, 256, 256)
             assert why_not_tile(config, gemm, capability) is None
             assert bool(config.programs) == persistent
-            from_registers = persistent and out_dtype == torch.float32 and rows == gg.MANY_ROWS
+            from_registers = persistent and out_dtype == torch.float32 and rows == MANY_ROWS
             assert (config.box == 0) == from_registers
 
 
@@ -453,8 +454,8 @@ def test_float32_weight_gradients_are_the_same_bits_however_they_are_stored(dtyp
 
     dw = stored(1, accumulate=False)
     assert_close("dw", dw, naive_gemm("NT", o.dy, o.x, o.splits, alpha=o.alpha), operand_dtype=dtype)
-    assert torch.equal(stored(gg.MANY_ROWS, accumulate=False), dw)
-    for rows_a_group in (1, gg.MANY_ROWS):
+    assert torch.equal(stored(MANY_ROWS, accumulate=False), dw)
+    for rows_a_group in (1, MANY_ROWS):
         assert torch.equal(stored(rows_a_group, accumulate=True), before + dw), rows_a_group
 
 
@@ -501,7 +502,7 @@ def test_kernels_agree_for_any_splits_on_the_gpu(case, dtype, extras, seed):
 
 @pytest.mark.gpu
 @settings(max_examples=200)
-@given(cases(400, GPU_FEATURES, most_groups=12), st.sampled_from([1, gg.MANY_ROWS]), st.booleans(), SEEDS)
+@given(cases(400, GPU_FEATURES, most_groups=12), st.sampled_from([1, MANY_ROWS]), st.booleans(), SEEDS)
 def test_float32_weight_gradients_agree_for_any_splits_on_the_gpu(case, rows_a_group, extras, seed):
     o = operands(case, torch.bfloat16, seed=seed, device="cuda")
     gemms = [Gemm("NT", torch.bfloat16, torch.float32, add, *o.w.shape) for add in (False, True)]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ops.kernels import grouped_gemm_float8 as gg
 from ops.kernels.grouped_gemm_float8 import BLOCK, grouped_gemm_nt_float8, grouped_gemm_tn_float8
+from ops.kernels.grouped_gemm_float8_tiles import k_grouped_float8_config, m_grouped_float8_config
 from ops.kernels.ragged_tma import takes_descriptors
 from ops.kernels.tiles import shared_memory_limit
 from recipes.formats import E4M3, E5M2
@@ -377,10 +378,10 @@ def test_tiles_fit_shared_memory(layout, promote, descriptors, capability):
     chosen = []
     for out_dtype in (torch.bfloat16, torch.float32):
         for rows in (8192, 64):
-            config = gg.m_grouped_float8_config(rows, 8, layout=layout, out_dtype=out_dtype, **about)
+            config = m_grouped_float8_config(rows, 8, layout=layout, out_dtype=out_dtype, **about)
             chosen.append((config, out_dtype.itemsize))
         for add in (False, True) if layout != "square" else ():
-            config = gg.k_grouped_float8_config(
+            config = k_grouped_float8_config(
                 blockwise=layout == "row", out_dtype=out_dtype, accumulate=add, **about
             )  # fmt: skip
             chosen.append((config, 4 if add else out_dtype.itemsize))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fuser import Sequential, autocast, ops
 from ops import nested_backward
 from ops.gemm import store
-from ops.kernels.grouped_gemm import MANY_ROWS
+from ops.kernels.grouped_gemm_tiles import MANY_ROWS
 from ops.kernels.tiles import Gemm
 from ops.operation import FusedOperation
 from tests.check_operation import DEVICES

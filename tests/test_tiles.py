@@ -9,6 +9,7 @@ import torch
 from fuser import Sequential, load_tiles, ops
 from ops.kernels import grouped_gemm as gg
 from ops.kernels import tiles
+from ops.kernels.grouped_gemm_tiles import k_grouped_config
 from ops.kernels.tiles import Gemm, GroupedGemmConfig, MeasuredTile, TileTable, read_tiles, tiles_in_use, use_tiles
 from recipes.mixed import MixedScaling
 from recipes.splits import Splits
@@ -194,7 +195,7 @@ def test_launchers_take_the_table_before_the_rule(chosen):
         assert chosen == rule
     use_tiles(all_products(LARGE))
     launch_products(accumulate=True)
-    assert chosen["_k_grouped_persistent"] == gg.k_grouped_config(
+    assert chosen["_k_grouped_persistent"] == k_grouped_config(
         64, 2, torch.bfloat16, out_dtype=torch.bfloat16, tf32=False, aligned=False, descriptors=True, accumulate=True,
         capability=HOPPER,
     )._replace(programs=0)  # fmt: skip

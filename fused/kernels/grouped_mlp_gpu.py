@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fused.kernels.grouped_mlp_cpu import GroupedMLPGradients
 from ops.kernels.activation import Activation, activation, dactivation
-from ops.kernels.grouped_gemm import allow_tf32, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_gemm import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_gemm_tiles import allow_tf32
 from recipes.kernels.launch import replayed
 from recipes.splits import Splits
 

@@ -29,12 +29,13 @@ a table of measured tiles, if one was loaded (`ops/kernels/tiles.py`). The slots
 # T rows, G groups, K in features, N out features
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ops.kernels.grouped_gemm_cpu import k_grouped_on_cpu, m_grouped_on_cpu
+from ops.kernels.grouped_gemm_tiles import allow_tf32, k_grouped_config, m_grouped_config, uses_descriptors
 from ops.kernels.grouped_gemm_triton import (
     bias_grad_kernel,
     k_grouped_kernel,
@@ -133,94 +134,7 @@ def grouped_bias_grad_ref(
     return torch.stack([scaled[rows].sum(0) for _, rows in row_slices(splits)]).to(out_dtype or dy_TN.dtype)
 
 
-# ------------------------------------------------------------------------------------------------ configurations
-
-
-FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
-# A group, on average: with as many, three quarters of a tile of float32 weight gradients are written from registers and
-# one by the copy engine; with fewer all by the copy engine. Measured on an H200 against that, with 1024 and 2048 rows:
-# 3 to 5 % faster, added to what is there 4 to 8 %. With 512 rows all of a tile from registers had been 3 % slower.
-MANY_ROWS = 768
-
-
-def m_grouped_config(
-    rows: int,
-    num_groups: int,
-    dtype: torch.dtype,
-    *,
-    out_dtype: torch.dtype,
-    tf32: bool,
-    aligned: bool,
-    descriptors: bool,
-    capability: tuple[int, int],
-) -> GroupedGemmConfig:
-    """Tiles of the kernel for TN and NN: half as high where a group has few rows.
-
-    dtype: of the operands. aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at
-    most MOST_GROUPS; then, for 16-bit operands on Hopper, the kernels on descriptors run.
-    """
-    few = rows < FEW_ROWS * num_groups
-    if uses_descriptors(dtype, descriptors, capability):
-        return PERSISTENT_SMALL if few else _persistent(out_dtype)
-    return _fitting(_tile(64 if few else 128, dtype, tf32, aligned), dtype, capability)
-
-
-def k_grouped_config(
-    rows: int,
-    num_groups: int,
-    dtype: torch.dtype,
-    *,
-    out_dtype: torch.dtype,
-    tf32: bool,
-    aligned: bool,
-    descriptors: bool,
-    accumulate: bool,
-    capability: tuple[int, int],
-) -> GroupedGemmConfig:
-    """Tiles of the kernel for NT. As above. accumulate: what is there needs registers and shared memory too.
-
-    Float32 leaves room for a fourth stage if little of a tile is in shared memory at once.
-    """
-    if uses_descriptors(dtype, descriptors, capability):
-        if out_dtype == torch.float32 and rows >= MANY_ROWS * num_groups:
-            return _persistent(dtype)._replace(box=0)
-        if accumulate or out_dtype != torch.float32:
-            return _persistent(torch.float32 if accumulate else out_dtype)
-        return _persistent(dtype)._replace(box=64)
-    return _fitting(_tile(64 if accumulate else 128, dtype, tf32, aligned), dtype, capability)
-
-
-def built_in_config(gemm: Gemm, rows: int, capability: tuple[int, int]) -> GroupedGemmConfig:
-    """What these two say for contiguous tensors."""
-    product, dtype, out_dtype, accumulate, G, N, K = gemm
-    about: dict[str, Any] = {
-        "out_dtype": out_dtype,
-        "tf32": allow_tf32(dtype),
-        "aligned": N % 16 == K % 16 == 0,
-        "descriptors": N * dtype.itemsize % 16 == K * dtype.itemsize % 16 == 0 and G <= MOST_GROUPS,
-        "capability": capability,
-    }
-    if product == "NT":
-        return k_grouped_config(rows, G, dtype, accumulate=accumulate, **about)
-    return m_grouped_config(rows, G, dtype, **about)
-
-
-def is_aligned(*tensors: Tensor) -> bool:
-    """May the rows of all tensors be read in pieces of 16 bytes? Triton must see it: multiples of 16 elements."""
-    return all(x.data_ptr() % 16 == 0 and x.shape[-1] % 16 == 0 and x.stride(-2) % 16 == 0 for x in tensors)
-
-
-def uses_descriptors(dtype: torch.dtype, descriptors: bool, capability: tuple[int, int]) -> bool:
-    """Do the kernels on descriptors run? Hopper alone has their tiles; float32 would be transposed in registers."""
-    return capability == (9, 0) and descriptors and dtype.itemsize == 2
-
-
-def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
-    """Two groups of four warps share the 256 columns. A stage takes 48 KiB, half a tile that is stored 32 or 64."""
-    return GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=4 if out_dtype.itemsize == 2 else 3, programs=1)
-
-
-PERSISTENT_SMALL = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2)
+# ----------------------------------------------------------------------------------------------------- launchers
 
 
 class BiasGradConfig(NamedTuple):
@@ -234,22 +148,6 @@ class BiasGradConfig(NamedTuple):
 def grouped_bias_grad_config() -> BiasGradConfig:
     """32 x 128 elements at a time: a row of 128 bf16 values is two full sectors of 128 bytes."""
     return BiasGradConfig(block_t=32, block_n=128, num_warps=4)
-
-
-def _tile(block_m: int, dtype: torch.dtype, tf32: bool, aligned: bool) -> GroupedGemmConfig:
-    if not aligned or (dtype == torch.float32 and not tf32):
-        # Element by element, or without tensor cores: registers bound the tile.
-        return GroupedGemmConfig(64, 64, 32, num_warps=4, num_stages=2)
-    # Four warps: with eight, ptxas serialises the tensor core instructions of a grid that is not persistent (C7515).
-    # Three stages of a 128 x 128 tile take 96 KiB, so that two programs share a multiprocessor of Hopper.
-    return GroupedGemmConfig(block_m, 128, 128 // dtype.itemsize, num_warps=4, num_stages=3)
-
-
-def _fitting(config: GroupedGemmConfig, dtype: torch.dtype, capability: tuple[int, int]) -> GroupedGemmConfig:
-    return config.fitting(config.block_m + config.block_n, dtype, capability)
-
-
-# ----------------------------------------------------------------------------------------------------- launchers
 
 
 def grouped_gemm_tn(
@@ -505,9 +403,9 @@ def grouped_bias_grad_triton(dy_TN: Tensor, offsets: Tensor, scales_T: Tensor | 
     )
 
 
-def allow_tf32(dtype: torch.dtype) -> bool:
-    """May a product in this dtype be computed in TF32? It is float32, and torch allows it."""
-    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+def is_aligned(*tensors: Tensor) -> bool:
+    """May the rows of all tensors be read in pieces of 16 bytes? Triton must see it: multiples of 16 elements."""
+    return all(x.data_ptr() % 16 == 0 and x.shape[-1] % 16 == 0 and x.stride(-2) % 16 == 0 for x in tensors)
 
 
 def runs_on_descriptors(num_groups: int, *matrices: Tensor) -> bool:

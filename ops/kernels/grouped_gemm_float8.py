@@ -44,16 +44,16 @@ The kernels: `grouped_gemm_float8_persistent` on descriptors, `grouped_gemm_floa
 # T rows, G groups, R summed features, C features that come out; P columns of the padded groups; for NT [N, K] come out
 
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops.kernels.grouped_gemm import FEW_ROWS, capability
+from ops.kernels.grouped_gemm import capability
 from ops.kernels.grouped_gemm_float8_persistent import (
     k_grouped_float8_persistent_kernel,
     m_grouped_float8_persistent_kernel,
 )
+from ops.kernels.grouped_gemm_float8_tiles import BLOCK, k_grouped_float8_config, m_grouped_float8_config
 from ops.kernels.grouped_gemm_float8_triton import k_grouped_float8_kernel, m_grouped_float8_kernel
 from ops.kernels.grouped_operands import (
     check_accumulate,
@@ -65,14 +65,12 @@ from ops.kernels.grouped_operands import (
 )
 from ops.kernels.persistent_tiles import MOST_GROUPS, band, multiprocessors, room_for
 from ops.kernels.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
-from ops.kernels.tiles import Gemm, shared_memory_limit
 from recipes.kernels.launch import Launch, cdiv, launcher
 from recipes.kernels.row_tiles import num_slots
 from recipes.quantized_tensor import ScaleLayout
 from recipes.splits import Splits
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-BLOCK = 128  # codes of one scale, and terms of one sum in split accumulation
 
 
 def why_not_float8(capability: tuple[int, int] | None, *dtypes: torch.dtype) -> str | None:
@@ -159,122 +157,6 @@ def _scale_of_columns(scale: Tensor, num_groups: int, g: int, begin: int, end: i
     if scale.dim() < 2:
         return scale.expand(num_groups)[g]
     return scale[begin // BLOCK : end // BLOCK].repeat_interleave(BLOCK, 0).T
-
-
-# ------------------------------------------------------------------------------------------------ configurations
-
-
-def scale_layout(b_scale: Tensor, C: int, R: int) -> ScaleLayout:
-    """How b's scales lie, told by their shape. (Both block layouts are [G, 1, 1] for C = 1: then they agree.)"""
-    if b_scale.dim() < 2:
-        return "tensor"
-    return "square" if b_scale.shape[1:] == (cdiv(C, BLOCK), cdiv(R, BLOCK)) else "row"
-
-
-class GroupedFloat8Config(NamedTuple):
-    """Tile of the output, length of a step along the sum, and how the kernel is compiled and launched.
-
-    part_m, part_n: what is multiplied at once, the tile or half of it. Halves are for split accumulation.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    programs: int  # that share a multiprocessor; each takes tile after tile
-    part_m: int
-    part_n: int
-    tma: bool = True  # operands and output through descriptors
-
-    def compiled(self) -> dict[str, int]:
-        """The arguments of a launch that choose how the kernel is compiled."""
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": self.block_k,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-        }
-
-    def half(self) -> tuple[int, int]:
-        """Rows and columns that are stored at once: as they are multiplied, or of half the columns."""
-        return self.part_m, self.part_n if self.part_m < self.block_m else self.block_n // 2
-
-
-def m_grouped_float8_config(
-    rows: int,
-    num_groups: int,
-    *,
-    layout: ScaleLayout,
-    promote: bool,
-    out_dtype: torch.dtype,
-    descriptors: bool,
-    capability: tuple[int, int],
-) -> GroupedFloat8Config:
-    """Tiles of the kernel for TN. promote: split accumulation. descriptors: see `takes_descriptors`, of all matrices,
-    and at most MOST_GROUPS."""
-    if not _uses_descriptors(descriptors, capability):
-        return _POINTERS
-    if rows < FEW_ROWS * num_groups or layout == "row":
-        return _SMALL
-    if not promote:
-        return _WIDE
-    return _HALVES if out_dtype.itemsize == 2 else _SMALL
-
-
-def k_grouped_float8_config(
-    *,
-    blockwise: bool,
-    promote: bool,
-    out_dtype: torch.dtype,
-    accumulate: bool,
-    descriptors: bool,
-    capability: tuple[int, int],
-) -> GroupedFloat8Config:
-    """Tiles of the kernel for NT. blockwise: scales of 1x128. accumulate: what is there needs shared memory too. The
-    rest as above."""
-    if not _uses_descriptors(descriptors, capability):
-        return _POINTERS
-    if blockwise:
-        return _SMALL
-    if not promote:
-        return _WIDE
-    if out_dtype.itemsize == 4:
-        return _WIDE_HALVES
-    return _SMALL if accumulate else _HALVES
-
-
-def built_in_float8_config(
-    gemm: Gemm, rows: int, layout: ScaleLayout, split_accumulation: bool, capability: tuple[int, int]
-) -> GroupedFloat8Config:
-    """What these two say for contiguous outputs. layout: of the second operand's scales."""
-    product, _, out_dtype, accumulate, G, N, K = gemm
-    width = N if product == "TN" else K
-    about: dict[str, Any] = {
-        "promote": split_accumulation or layout != "tensor",
-        "out_dtype": out_dtype,
-        "descriptors": width * out_dtype.itemsize % 16 == 0 and G <= MOST_GROUPS,
-        "capability": capability,
-    }
-    if product == "NT":
-        return k_grouped_float8_config(blockwise=layout != "tensor", accumulate=accumulate, **about)
-    return m_grouped_float8_config(rows, G, layout=layout, **about)
-
-
-def _uses_descriptors(descriptors: bool, capability: tuple[int, int]) -> bool:
-    """The tiles are Hopper's, and take its shared memory."""
-    return descriptors and capability >= (9, 0) and shared_memory_limit(capability) >= shared_memory_limit((9, 0))
-
-
-# Steps of 128 everywhere: a promotion is then one step, and a step has one scale.
-_WIDE = GroupedFloat8Config(128, 256, BLOCK, num_warps=8, num_stages=3, programs=1, part_m=128, part_n=256)
-_WIDE_HALVES = _WIDE._replace(part_n=128)
-# Two programs of four warps each: while one scales, the other multiplies. Float32 results, and what is added to, leave
-# no room for two with three stages of the first of these.
-_HALVES = GroupedFloat8Config(128, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
-_SMALL = GroupedFloat8Config(64, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
-_POINTERS = GroupedFloat8Config(64, 64, BLOCK, 4, num_stages=2, programs=2, part_m=64, part_n=64, tma=False)
 
 
 # ----------------------------------------------------------------------------------------------------- launchers
@@ -557,6 +439,13 @@ def with_aligned_rows(codes: Tensor) -> Tensor:
     if codes.numel() == 0 or (missing == 0 and takes_descriptors(codes)):
         return codes
     return torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).contiguous().view(codes.dtype)
+
+
+def scale_layout(b_scale: Tensor, C: int, R: int) -> ScaleLayout:
+    """How b's scales lie, told by their shape. (Both block layouts are [G, 1, 1] for C = 1: then they agree.)"""
+    if b_scale.dim() < 2:
+        return "tensor"
+    return "square" if b_scale.shape[1:] == (cdiv(C, BLOCK), cdiv(R, BLOCK)) else "row"
 
 
 def _ready(scale: Tensor, num_groups: int) -> Tensor:
