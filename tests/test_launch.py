@@ -29,7 +29,7 @@ calls: list[Tensor] = []
 
 
 @launcher("fuser_tests::doubled", mutates=["out", "second"])
-def doubled(x: Tensor, out: Tensor, second: Tensor | None = None, factor: int = 2) -> None:
+def doubled(x: Tensor, out: Tensor, second: Tensor | None, factor: int = 2) -> None:
     """out = factor * x, and so is second."""
     calls.append(x)
     for buffer in (out, second):
@@ -59,15 +59,15 @@ def test_eager_call_counts_versions_as_the_operation_does():
     for call in (doubled, torch.ops.fuser_tests.doubled):
         out, second = torch.empty(3), torch.empty(3)
         call(x, out, second=second, factor=3)
-        call(x, out)
+        call(x, out, None)
         assert (x._version, out._version, second._version) == (0, 2, 1), call
         assert out.tolist() == [2.0] * 3 and second.tolist() == [3.0] * 3
 
 
 def test_eager_call_runs_the_function_on_the_callers_tensors():
     x, out = torch.ones(3), torch.empty(3)
-    with torch.profiler.profile() as profile:
-        doubled(x, out)
+    with torch.profiler.profile(acc_events=True) as profile:
+        doubled(x, out, None)
     assert calls[0] is x
     assert "fuser_tests::doubled" not in [event.name for event in profile.events()]
 
@@ -76,7 +76,7 @@ def test_a_changed_buffer_is_found_by_autograd():
     x, out = torch.ones(3, requires_grad=True), torch.ones(3)
     y = x * out
     with torch.no_grad():
-        doubled(x, out)
+        doubled(x, out, None)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -84,21 +84,21 @@ def test_a_changed_buffer_is_found_by_autograd():
 def test_tensors_of_inference_mode_are_written():
     with torch.inference_mode():
         out = torch.empty(3)
-        doubled(torch.ones(3), out)
+        doubled(torch.ones(3), out, None)
     assert out.tolist() == [2.0] * 3
 
 
 def test_modes_see_the_operation():
     with Seen() as seen:
-        doubled(torch.ones(3), torch.empty(3))
+        doubled(torch.ones(3), torch.empty(3), None)
     assert "fuser_tests::doubled" in seen.names
 
 
 def test_fake_tensors_run_nothing():
     with FakeTensorMode() as mode:
         x, out = torch.ones(3), torch.empty(3)
-        doubled(x, out)
-    doubled(x, mode.from_tensor(torch.empty(3)))  # the mode is left, the tensors are still fake
+        doubled(x, out, None)
+    doubled(x, mode.from_tensor(torch.empty(3)), None)  # the mode is left, the tensors are still fake
     assert not calls
 
 
@@ -106,15 +106,15 @@ def test_what_wants_a_gradient_meets_the_operation():
     """Which has none, and says so; the function alone would lose the gradient in silence."""
     x, out = torch.ones(3, requires_grad=True), torch.empty(3)
     with Seen() as seen:
-        doubled(x, out)
+        doubled(x, out, None)
     assert "fuser_tests::doubled" in seen.names
     with torch.no_grad():
-        doubled(x, out)
+        doubled(x, out, None)
 
 
 def test_transforms_meet_the_operation():
     with pytest.raises(RuntimeError, match="fuser_tests::doubled"):
-        torch.vmap(lambda x: doubled(x, torch.empty(3)))(torch.ones(2, 3))
+        torch.vmap(lambda x: doubled(x, torch.empty(3), None))(torch.ones(2, 3))
 
 
 def test_compiled_graph_is_whole_and_holds_the_operation():
@@ -126,7 +126,7 @@ def test_compiled_graph_is_whole_and_holds_the_operation():
 
     def run(x):
         out = torch.empty_like(x)
-        doubled(x, out, factor=3)
+        doubled(x, out, None, factor=3)
         return out + 1
 
     assert torch.compile(run, fullgraph=True, backend=keep)(torch.ones(3)).tolist() == [4.0] * 3

@@ -79,12 +79,15 @@ def _torch_takes(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Tensor | None = None) -> None:
-    """out = alpha * (a @ b) + added, rounded once."""
+    """out = alpha * (a @ b) + added, rounded once to a dtype below float32.
+
+    A float32 buffer that is added to gets the product as autograd would add it: rounded, and then the sum.
+    """
     if alpha is None and a.dtype == out.dtype:
         if added is None:
             torch.mm(a, b, out=out)
             return
-        if added.dtype == out.dtype:
+        if added.dtype == out.dtype and not (added is out and out.dtype == torch.float32):
             torch.addmm(added, a, b, out=out)
             return
     product = accumulator_like(a) @ accumulator_like(b)

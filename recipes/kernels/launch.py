@@ -35,7 +35,8 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, st
 
 
 def launcher(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Make a function that launches kernels the operation `name` of torch. It writes into the arguments `mutates`.
+    """Make a function that launches kernels the operation `name` of torch. It writes into the arguments `mutates`,
+    which have no defaults: torch 2.11 does not count the versions of those left out.
 
     Every buffer that it writes is an argument, so its fake does nothing. Who traces or redirects what torch does
     (torch.compile, fake tensors, modes, transforms) or asks for gradients meets the operation, `torch.ops.<name>`; a
