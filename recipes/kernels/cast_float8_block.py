@@ -185,9 +185,22 @@ def _spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
 # -------------------------------------------------------------------------------------------------------------- config
 
 
-def cast_warps(itemsize: int) -> int:
-    """Warps for a tile of 128x128 values, which hold whole blocks in both directions. Measured on H200."""
-    return 4 if itemsize <= 2 else 8
+class CastConfig(NamedTuple):
+    """registers: the most that a thread may have; None leaves it to the compiler."""
+
+    num_warps: int
+    registers: int | None
+
+
+def cast_config(itemsize: int, native: bool) -> CastConfig:
+    """For a tile of 128x128 values, which hold whole blocks in both directions. Warps are measured on H200.
+
+    Eight warps have all they need with 168 registers; left alone, ptxas 12.8 spills to run two programs at once.
+    native: the GPU converts to float8 itself; in integers that takes more.
+    """
+    if itemsize <= 2:
+        return CastConfig(num_warps=4, registers=None)
+    return CastConfig(num_warps=8, registers=168 if native else None)
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
@@ -298,6 +311,8 @@ def cast_float8_block_triton(
         return
     groups, rows, columns = x_GTK.shape
     transposed = None if column_codes is None else _words(column_codes)
+    form = format_of(codes.dtype, codes.device)
+    config = cast_config(x_GTK.element_size(), bool(form["NATIVE"]))
     row_blocks = _row_blocks(rows, offsets)
     grid = (groups * (row_blocks + (offsets is not None)) * _ceil_div(columns, BLOCK),)
     if not grid[0]:
@@ -308,7 +323,7 @@ def cast_float8_block_triton(
             rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
             0 if offsets is None else len(offsets) - 1, amax_epsilon,
             SQUARE=block_dim == 2, POWER_2=power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
-            **format_of(codes.dtype, codes.device), num_warps=cast_warps(x_GTK.element_size()),
+            **form, num_warps=config.num_warps, maxnreg=config.registers,
         )  # fmt: skip
 
 

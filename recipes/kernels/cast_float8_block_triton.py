@@ -5,7 +5,7 @@ import triton.language as tl
 
 from recipes.kernels.amaxes_triton import with_amaxes
 from recipes.kernels.float8_triton import float8_codes, float8_values, transposed_words
-from recipes.kernels.rounding import round_to
+from recipes.kernels.rounding import INTERPRET, round_to
 from recipes.kernels.row_tiles import find_block
 
 BLOCK = tl.constexpr(128)
@@ -25,46 +25,48 @@ def cast_float8_block_kernel(
     PACKED: column_codes are words; width: of their rows, in words or in bytes. FORM, NATIVE: as in `float8_codes`.
     """
     column_blocks = tl.cdiv(columns, BLOCK)
-    matrix, tile, first, end, active = find_block(
+    column_block = tl.program_id(0) % column_blocks
+    matrix, tile, first, height, active = find_block(
         offsets_ptr, aligned_ptr, tl.program_id(0) // column_blocks, rows, row_blocks, num_groups, BLOCK
     )
-    column_block = tl.program_id(0) % column_blocks
     # Addresses inside a tile fit in 32 bits: its first one takes 64.
-    start = (matrix.to(tl.int64) * rows + first) * columns
+    start = (matrix.to(tl.int64) * rows + first) * columns + column_block * BLOCK
+    left = columns - column_block * BLOCK
     offs_t = tl.arange(0, BLOCK)
-    offs_k = column_block * BLOCK + tl.arange(0, BLOCK)
-    height = tl.minimum(end - first, BLOCK).to(tl.int32)
-    x = _load(x_ptr + start, offs_t, offs_k, tl.where(active, height, 0), columns)
-    x, of_rows, of_columns = with_amaxes(x, BLOCK)
+    at_square = (matrix * row_blocks + tile).to(tl.int64) * column_blocks + column_block + tl.arange(0, 1)[:, None]
+    if offsets_ptr is not None:
+        if height <= 0:  # behind the last group
+            _, scale_inv = _scale(tl.zeros([1, 1], tl.float32), amax_epsilon, FORM, POWER_2, LARGEST)
+            if SQUARE and row_codes_ptr is not None:
+                tl.store(row_scale_ptr + at_square, scale_inv, mask=tile < row_blocks)
+            if column_codes_ptr is not None:
+                zeros = tl.zeros([PART, PART], tl.uint32)
+                _store_columns(
+                    column_codes_ptr, column_scale_ptr, (zeros, zeros, zeros, zeros), scale_inv,
+                    matrix, tile, column_block, columns, width, row_blocks, SQUARE, PACKED,
+                )  # fmt: skip
+            return
+    x = _load(x_ptr + start, offs_t, tl.where(active, height, 0), left, columns)
+    wide, of_rows, of_columns = with_amaxes(x, BLOCK)
     if SQUARE:
-        amax = tl.max(of_columns, axis=1)[:, None]
-        scale, scale_inv = _scale(amax, amax_epsilon, FORM, POWER_2, LARGEST)
-        x *= scale
-        whole = tl.arange(0, 1)[:, None]
-        if row_codes_ptr is not None:
-            _store(row_codes_ptr + start, float8_codes(x, FORM, NATIVE), offs_t, offs_k, height, columns)
-            at = (matrix * row_blocks + tile).to(tl.int64) * column_blocks + column_block
-            tl.store(row_scale_ptr + at + whole, scale_inv, mask=tile < row_blocks)
-        if column_codes_ptr is not None:
-            column_codes_ptr += matrix.to(tl.int64) * columns * width
-            words = transposed_words(x, FORM, NATIVE)
-            _store_transposed(column_codes_ptr, words, tile, column_block, columns, width, PACKED)
-            at = (matrix * column_blocks + column_block).to(tl.int64) * row_blocks + tile
-            tl.store(column_scale_ptr + at + whole, scale_inv, mask=tile < row_blocks)
-    else:
-        if row_codes_ptr is not None:
-            scale, scale_inv = _scale(of_rows, amax_epsilon, FORM, POWER_2, LARGEST)
-            _store(row_codes_ptr + start, float8_codes(x * scale, FORM, NATIVE), offs_t, offs_k, height, columns)
+        of_rows = tl.max(of_columns, axis=1)[:, None]
+        of_columns = of_rows
+    if row_codes_ptr is not None:
+        scale, scale_inv = _scale(of_rows, amax_epsilon, FORM, POWER_2, LARGEST)
+        codes = float8_codes(_scaled(x, wide, scale, POWER_2), FORM, NATIVE)
+        _store(row_codes_ptr + start, codes, offs_t, height, left, columns)
+        if SQUARE:
+            tl.store(row_scale_ptr + at_square, scale_inv, mask=tile < row_blocks)
+        else:
             row_scale_ptr += (matrix * column_blocks + column_block).to(tl.int64) * rows + first
             tl.store(row_scale_ptr + offs_t[:, None], scale_inv, mask=offs_t[:, None] < height)
-        if column_codes_ptr is not None:
-            scale, scale_inv = _scale(of_columns, amax_epsilon, FORM, POWER_2, LARGEST)
-            column_codes_ptr += matrix.to(tl.int64) * columns * width
-            words = transposed_words(x * scale, FORM, NATIVE)
-            _store_transposed(column_codes_ptr, words, tile, column_block, columns, width, PACKED)
-            at = (matrix * row_blocks + tile).to(tl.int64) * columns + offs_k
-            valid = (tile < row_blocks) & (offs_k < columns)
-            tl.store(column_scale_ptr + at[None, :], scale_inv, mask=valid[None, :])
+    if column_codes_ptr is not None:
+        scale, scale_inv = _scale(of_columns, amax_epsilon, FORM, POWER_2, LARGEST)
+        words = transposed_words(_scaled(x, wide, scale, POWER_2), FORM, NATIVE)
+        _store_columns(
+            column_codes_ptr, column_scale_ptr, words, scale_inv,
+            matrix, tile, column_block, columns, width, row_blocks, SQUARE, PACKED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "row_blocks", "num_groups"])
@@ -75,15 +77,15 @@ def dequantize_float8_block_kernel(
 ):  # fmt: skip
     """Values of one tile in the natural order; rows past the sum get 0. Arguments as in `cast_float8_block_kernel`."""
     column_blocks = tl.cdiv(columns, BLOCK)
-    matrix, tile, first, end, active = find_block(
+    matrix, tile, first, height, active = find_block(
         offsets_ptr, aligned_ptr, tl.program_id(0) // column_blocks, rows, row_blocks, num_groups, BLOCK
     )
     column_block = tl.program_id(0) % column_blocks
     offs_k = column_block * BLOCK + tl.arange(0, BLOCK)
+    left = columns - column_block * BLOCK
     offs_q = 4 * tl.arange(0, PART)
-    height = tl.minimum(end - first, BLOCK).to(tl.int32)
     given = tl.where(active, height, 0)
-    out_ptr += (matrix.to(tl.int64) * rows + first) * columns
+    start = (matrix.to(tl.int64) * rows + first) * columns + column_block * BLOCK
     if SQUARE:
         if TRANSPOSED:
             at = (matrix * column_blocks + column_block).to(tl.int64) * row_blocks + tile
@@ -98,34 +100,77 @@ def dequantize_float8_block_kernel(
     if TRANSPOSED:
         codes_ptr += matrix.to(tl.int64) * columns * width
         words = _load_transposed(codes_ptr, tile, column_block, columns, width, active, PACKED)
-    else:
-        codes_ptr += (matrix.to(tl.int64) * rows + first) * columns
     for j in tl.static_range(4):
         row = offs_q + j
         if TRANSPOSED:
             codes = ((words >> (8 * j)) & 0xFF).to(tl.uint8)
         else:
-            inside = (row < given)[:, None] & (offs_k < columns)[None, :]
-            codes = tl.load(codes_ptr + (row[:, None] * columns + offs_k[None, :]), mask=inside, other=0)
+            codes = _load(codes_ptr + start, row, given, left, columns)
         value = float8_values(codes, FORM, NATIVE)
         if SQUARE or TRANSPOSED:
             value = value * scale
         else:
             value = value * tl.load(scale_ptr + row, mask=row < given, other=1.0)[:, None]
-        _store(out_ptr, round_to(value, out_ptr.dtype.element_ty), row, offs_k, height, columns)
+        _store(out_ptr + start, round_to(value, out_ptr.dtype.element_ty), row, height, left, columns)
+
+
+# Plus -0.0 changes nothing; sm_80 has no product alone.
+SCALE_PAIR = tl.constexpr("""{
+    .reg .b32 product, none;
+    mov.b32 none, 0x80008000;
+    fma.rn.bf16x2 product, $2, $3, none;
+    shl.b32 $0, product, 16;
+    and.b32 $1, product, 0xffff0000;
+}""")
 
 
 @triton.jit
-def _load(x_ptr, row, offs_k, height, columns):
-    """Part of a tile, 0 outside. [PART, BLOCK]"""
-    inside = (row < height)[:, None] & (offs_k < columns)[None, :]
-    return tl.load(x_ptr + (row[:, None] * columns + offs_k[None, :]), mask=inside, other=0.0)
+def _scaled(x, wide, scale, POWER_2: tl.constexpr):
+    """fl(x * scale) in float32. wide: x in float32.
+
+    A bfloat16 number times a power of two is one too, unless it is so small that its code is 0. As pairs the numbers
+    take half the registers until they are cast, and then more programs run at once.
+    """
+    if POWER_2 and x.dtype == tl.bfloat16 and not INTERPRET:
+        x, scale = tl.broadcast(x, scale.to(tl.bfloat16))
+        return tl.inline_asm_elementwise(
+            SCALE_PAIR, "=r,=r,r,r", [x, scale], dtype=tl.float32, is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        return wide * scale
 
 
 @triton.jit
-def _store(out_ptr, values, row, offs_k, height, columns):
-    inside = (row < height)[:, None] & (offs_k < columns)[None, :]
-    tl.store(out_ptr + (row[:, None] * columns + offs_k[None, :]), values, mask=inside)
+def _load(x_ptr, row, height, left, columns):
+    """Rows of a tile of `height` rows and `left` columns that begins at x_ptr, 0 outside. [row, BLOCK]"""
+    offs_k = tl.arange(0, BLOCK)
+    inside = (row < height)[:, None] & (offs_k < left)[None, :]
+    return tl.load(x_ptr + (row * columns)[:, None] + offs_k[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def _store(out_ptr, values, row, height, left, columns):
+    offs_k = tl.arange(0, BLOCK)
+    inside = (row < height)[:, None] & (offs_k < left)[None, :]
+    tl.store(out_ptr + (row * columns)[:, None] + offs_k[None, :], values, mask=inside)
+
+
+@triton.jit
+def _store_columns(
+    column_codes_ptr, column_scale_ptr, words, scale_inv, matrix, tile, column_block, columns, width, row_blocks,
+    SQUARE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The columnwise copy of a tile: the four tensors of `transposed_words`, and scale_inv [1, BLOCK] or [1, 1]."""
+    _store_transposed(
+        column_codes_ptr + matrix.to(tl.int64) * columns * width, words, tile, column_block, columns, width, PACKED
+    )
+    if SQUARE:
+        at = (matrix * tl.cdiv(columns, BLOCK) + column_block).to(tl.int64) * row_blocks + tile + tl.arange(0, 1)
+        valid = tl.arange(0, 1) + tile < row_blocks
+    else:
+        at = (matrix * row_blocks + tile).to(tl.int64) * columns + column_block * BLOCK + tl.arange(0, BLOCK)
+        valid = (tile < row_blocks) & (column_block * BLOCK + tl.arange(0, BLOCK) < columns)
+    tl.store(column_scale_ptr + at[None, :], scale_inv, mask=valid[None, :])
 
 
 @triton.jit

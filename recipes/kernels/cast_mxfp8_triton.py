@@ -85,10 +85,9 @@ def dequantize_mxfp8_kernel(
 def _find(offsets_ptr, aligned_ptr, rows, columns, row_blocks, num_groups, BLOCK_K: tl.constexpr):
     """(matrix, block of its padded rows, first row, how many rows from there, whether they are any group's, column)."""
     column_blocks = tl.cdiv(columns, BLOCK_K)
-    matrix, tile, first, end, active = find_block(
+    matrix, tile, first, height, active = find_block(
         offsets_ptr, aligned_ptr, tl.program_id(0) // column_blocks, rows, row_blocks, num_groups, BLOCK
     )
-    height = tl.maximum(tl.minimum(end - first, BLOCK), 0).to(tl.int32)
     return matrix, tile, matrix.to(tl.int64) * rows + first, height, active, tl.program_id(0) % column_blocks * BLOCK_K
 
 
