@@ -73,13 +73,13 @@ def check(x, sizes, device, *, rht=False, row_scaled=False, two_d=False, seed=Fa
                 torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
-# Tiles are 64 rows of 128 columns.
+# Tiles are 64 rows of 256 columns.
 
 
 @DEVICE
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_tensor(device, kind):
-    check(spread(70, 136, dtype=torch.bfloat16), None, device, **KINDS[kind])
+    check(spread(70, 272, dtype=torch.bfloat16), None, device, **KINDS[kind])
 
 
 @DEVICE
@@ -127,6 +127,7 @@ def test_nan_inf_and_extremes(device, kind, extreme):
     if extreme < 1:
         x *= extreme
     x[40, 5] = extreme
+    x[34, 7] = x[35, 7] = x[33, 9] = x[42, 9] = extreme  # of two Inf in a block the transform makes NaN
     check(x, None, device, **KINDS[kind])
 
 

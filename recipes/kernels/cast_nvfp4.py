@@ -52,7 +52,7 @@ from recipes.kernels.cast_float8 import (
     amax_stacked_ref,
     round_to_float8_ref,
 )
-from recipes.kernels.cast_nvfp4_triton import amax_nvfp4_kernel, cast_nvfp4_kernel, cast_nvfp4_square_kernel
+from recipes.kernels.cast_nvfp4_triton import amax_nvfp4_kernel, cast_nvfp4_kernel
 from recipes.kernels.dequantize_nvfp4_triton import dequantize_columns_kernel, dequantize_rows_kernel
 from recipes.kernels.hadamard import hadamard_ref
 from recipes.kernels.random import random_bytes_ref
@@ -114,8 +114,7 @@ def cast_nvfp4_ref(
     seed: [1] int64 for stochastic rounding, None for nearest
     """
     padded = _padded(x, splits)
-    P = padded.shape[-2]
-    row = torch.arange(P, device=x.device)
+    row, column = (torch.arange(size, device=x.device) for size in padded.shape[-2:])
     if splits is not None:
         group = splits.padded(BLOCK).group_of_row  # num_groups for the padding at the end
         row = row - splits.aligned(BLOCK).index_select(0, group)
@@ -129,14 +128,14 @@ def cast_nvfp4_ref(
             amax = amax.index_select(0, group)[:, None]
         else:
             amax = amax[..., None, None]
-        bits = None if seed is None else random_bytes_ref(seed, row, padded.shape[-1], 0)
+        bits = None if seed is None else random_bytes_ref(seed, column, row, 0).T
         codes, scale = _cast_blocks(padded, amax, two_d, bits)
         row_codes = _cropped(_packed(codes), x, splits)[..., : (x.shape[-1] + 1) // 2].contiguous()
         row_scale = _cropped(scale, x, splits)
     if amaxes.columnwise is not None:
         amax = amaxes.columnwise
         amax = amax[..., None, None] if splits is None else amax.index_select(0, group[::BLOCK])
-        bits = None if seed is None else random_bytes_ref(seed, row, padded.shape[-1], 1).T
+        bits = None if seed is None else random_bytes_ref(seed, row, column, 1).T
         transposed = (hadamard_ref(padded) if rht else padded).transpose(-1, -2)
         codes, scale = _cast_blocks(transposed, amax, two_d, bits)
         column_codes, column_scale = (t[..., : x.shape[-1], :].contiguous() for t in (_packed(codes), scale))
@@ -172,43 +171,38 @@ def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
 class NVFP4Config(NamedTuple):
     """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits.
 
-    registers: the most that a thread may have; None leaves it to the compiler
+    band: tiles below each other whose programs are neighbours; rows, columns: of a tile that are cast at once;
+    registers: the most that a thread may have, None leaves it to the compiler
     """
 
     block_r: int
     block_c: int
-    tiles: int
     num_warps: int
+    tiles: int = 1
+    band: int = 1
+    rows: int = 0
+    columns: int = 0
     registers: int | None = None
 
 
 def amax_nvfp4_config(columns: int) -> NVFP4Config:
-    if columns % BLOCK:
-        return NVFP4Config(block_r=4, block_c=64, tiles=8, num_warps=4)
-    return NVFP4Config(block_r=4, block_c=128, tiles=8, num_warps=4)
+    return NVFP4Config(block_r=4, block_c=128 if columns % BLOCK == 0 else 64, num_warps=4, tiles=8)
 
 
-def cast_nvfp4_config(
-    columns: int, itemsize: int, *, rht: bool, two_d: bool, stochastic: bool, grouped: bool
-) -> NVFP4Config:
-    """A thread has all 16 rows of a block and 8 columns, whose codes make one word; 4 where it would spill with 8.
+def cast_nvfp4_config(columns: int, itemsize: int, *, stochastic: bool, grouped: bool) -> NVFP4Config:
+    """A thread casts two blocks of rows at once, and then the two blocks of two columns.
 
-    With 168 registers twelve warps run at once; left alone, ptxas takes 255. Where rows do not begin at multiples of 32
-    bytes every element has its own address, so that a thread has room for one column.
+    Programs that run side by side wait for x in turn: with 64 registers a thread eight of them do.
     """
-    if columns % BLOCK:
-        return NVFP4Config(block_r=4, block_c=32, tiles=1, num_warps=4)
-    if two_d:
-        return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2)
-    if itemsize > 2 or (grouped and not rht):
-        return NVFP4Config(block_r=4, block_c=64 if stochastic and itemsize > 2 else 128, tiles=1, num_warps=4)
-    registers = None if stochastic else 200 if grouped else 168
-    return NVFP4Config(block_r=4, block_c=128, tiles=1, num_warps=2, registers=registers)
+    registers = None
+    if columns % BLOCK == 0 and (stochastic or (not grouped and itemsize == 2)):
+        registers = 96 if stochastic else 64
+    return NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, rows=16, columns=64, registers=registers)
 
 
 def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
     """block_r counts rows, not blocks, if not `transpose`."""
-    return NVFP4Config(4, 64, 1, 4) if transpose else NVFP4Config(16, 512, 1, 4)
+    return NVFP4Config(4, 64, 4) if transpose else NVFP4Config(16, 512, 4)
 
 
 def amax_nvfp4(
@@ -277,11 +271,11 @@ def amax_nvfp4_triton(
         of_columns = of_rows if shared else x.new_zeros(shape, dtype=torch.float32)
     if x.numel() and (rowwise or columnwise):
         config = amax_nvfp4_config(x.shape[-1])
-        tiles = min(config.tiles, -(-x.shape[-1] // config.block_c))
-        launch = _Launch(x, splits, config.block_r, config.block_c * tiles)
+        launch = _Launch(x, splits, config)
         amax_nvfp4_kernel[launch.grid](
-            launch.x, *launch.offsets, of_rows, None if shared else of_columns, *launch.sizes, ROW_SCALED=row_scaled,
-            RHT=rht, TILES=tiles, BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps,
+            launch.x, *launch.offsets, of_rows, None if shared else of_columns, *launch.sizes, x.shape[-1],
+            ROW_SCALED=row_scaled, RHT=rht, TILES=config.tiles, BLOCK_R=config.block_r, BLOCK_C=config.block_c,
+            num_warps=config.num_warps,
         )  # fmt: skip
     return Amaxes(of_rows, of_columns)
 
@@ -304,24 +298,16 @@ def cast_nvfp4_triton(
                 tensor.view(torch.uint8).zero_()  # the padding of no rows
         return
     config = cast_nvfp4_config(
-        x.shape[-1], min(x.element_size(), 4), rht=rht, two_d=two_d, stochastic=seed is not None,
-        grouped=splits is not None,
+        x.shape[-1], min(x.element_size(), 4), stochastic=seed is not None, grouped=splits is not None
+    )
+    launch = _Launch(x, splits, config)
+    codes = made.columnwise.view(torch.int64) if made.columnwise is not None else None
+    cast_nvfp4_kernel[launch.grid](
+        launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), codes,
+        _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], ROW_SCALED=row_scaled, RHT=rht, SQUARE=two_d,
+        NATIVE=converts_to_float8(x), BLOCK_R=config.block_r, BLOCK_C=config.block_c,
+        ROWS_AT_ONCE=config.rows, COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps, maxnreg=config.registers,
     )  # fmt: skip
-    launch = _Launch(x, splits, config.block_r, config.block_c)
-    words = made.columnwise.view(torch.int64) if made.columnwise is not None else None
-    codes = made.rowwise, _bytes(made.rowwise_scale), words, _bytes(made.columnwise_scale)
-    about = {
-        "WORDS": x.shape[-1] % 8 == 0, "NATIVE": converts_to_float8(x),
-        "BLOCK_R": config.block_r, "BLOCK_C": config.block_c,
-        "num_warps": config.num_warps, "maxnreg": config.registers,
-    }  # fmt: skip
-    if two_d:
-        amax = amaxes.rowwise if amaxes.rowwise is not None else amaxes.columnwise
-        cast_nvfp4_square_kernel[launch.grid](launch.x, *launch.offsets, amax, *codes, *launch.sizes, **about)
-    else:
-        cast_nvfp4_kernel[launch.grid](
-            launch.x, *launch.offsets, *amaxes, seed, *codes, *launch.sizes, ROW_SCALED=row_scaled, RHT=rht, **about
-        )
 
 
 def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, transpose: bool) -> None:
@@ -346,21 +332,23 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
 
 
 class _Launch:
-    """What the kernels over x take: x, the offsets of its groups, sizes, and the grid of the tiles."""
+    """What the kernels over x take: x, the offsets of its groups, sizes, and a grid: rows in a band, columns, bands."""
 
-    def __init__(self, x: Tensor, splits: Splits | None, block_r: int, columns: int) -> None:
+    def __init__(self, x: Tensor, splits: Splits | None, config: NVFP4Config) -> None:
         *groups, T, K = x.shape
-        rows = math.prod(groups) * T
+        block_m = BLOCK * config.block_r
         self.x = (x.float() if x.dtype == torch.float64 else x).contiguous()
-        self.offsets = (None, None) if splits is None else (splits.offsets, splits.aligned(BLOCK))
+        self.offsets: tuple[Tensor | None, Tensor | None] = (None, None)
         if splits is None:
-            num_groups, P = math.prod(groups), -(-T // BLOCK) * BLOCK
-            slots = num_groups * -(-T // (BLOCK * block_r))
+            self.sizes = T, math.prod(groups), -(-T // BLOCK)
+            slots = math.prod(groups) * -(-T // block_m)
         else:
-            num_groups, P = splits.num_groups, splits.aligned_capacity(BLOCK)
-            slots = num_slots(rows + BLOCK * num_groups, num_groups, BLOCK * block_r)  # as the kernel counts them
-        self.sizes = (rows, num_groups, K, P)
-        self.grid = (slots * -(-K // columns),)
+            num_groups = splits.num_groups
+            self.offsets = splits.offsets, splits.aligned(BLOCK)
+            self.sizes = T, num_groups, splits.aligned_capacity(BLOCK) // BLOCK
+            slots = num_slots(T + BLOCK * num_groups, num_groups, block_m)  # as the kernel counts them
+        band = min(slots, max(config.band, -(-slots // 65535)))  # more programs than that have no place on an axis
+        self.grid = (band, -(-K // (config.block_c * config.tiles)), -(-slots // band))
 
 
 def _num_groups(x: Tensor, splits: Splits | None) -> int:

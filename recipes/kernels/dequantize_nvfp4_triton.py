@@ -3,8 +3,15 @@
 import triton
 import triton.language as tl
 
-from recipes.kernels.cast_nvfp4_triton import spread
 from recipes.kernels.rounding import INTERPRET, round_to
+
+
+@triton.jit
+def _spread(of_blocks):
+    """[R, C / 16] as [R, C]."""
+    R: tl.constexpr = of_blocks.shape[0]
+    B: tl.constexpr = of_blocks.shape[1]
+    return tl.reshape(tl.broadcast_to(of_blocks[:, :, None, None], [R, B, 2, 8]), [R, 16 * B])
 
 
 @triton.jit
@@ -95,7 +102,7 @@ def dequantize_rows_kernel(
         values = tl.reshape(tl.join(_e2m1_values(code), _e2m1_values(code >> 4)), [BLOCK_R, BLOCK_C])
         blocks = first_column // 16 + tl.arange(0, BLOCK_C // 16)
         scale = tl.load(scale_ptr + rows[:, None] * num_blocks + blocks, mask=valid & (blocks < num_blocks), other=0)
-        values = round_to(values * spread(_e4m3_values(scale)), DTYPE)
+        values = round_to(values * _spread(_e4m3_values(scale)), DTYPE)
     columns = first_column + tl.arange(0, BLOCK_C)
     tl.store(y_ptr + rows[:, None] * K + columns[None, :], values, mask=valid & (columns < K))
 

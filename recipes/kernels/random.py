@@ -41,16 +41,15 @@ def random_bits_ref(seed: Tensor, rows: int, columns: int) -> Tensor:
     return torch.stack((words & 0xFFFF, words >> 16), -1).view(rows, 8 * octets)[:, :columns]
 
 
-def random_bytes_ref(seed: Tensor, rows: Tensor, columns: int, stream: int) -> Tensor:
-    """8 random bits an element, [16 B, columns] int64: byte i of counter (block of rows, column, stream), i in 0 to 15.
+def random_bytes_ref(seed: Tensor, along: Tensor, across: Tensor, stream: int) -> Tensor:
+    """8 random bits an element, [16 B, N] int64: byte i of counter (block, across, stream), i in 0 to 15.
 
-    rows: [16 B] int64, the number of each row; whole blocks, 16 b to 16 b + 15.
+    along: [16 B] int64, whole blocks of numbers 16 b to 16 b + 15; across: [N] int64
     """
-    column = torch.arange(columns, device=seed.device).expand(len(rows) // 16, columns)
-    block = (rows[::16] // 16)[:, None].expand_as(column)
-    words = philox_ref(seed, block, column, torch.full_like(column, stream))
+    block, across = torch.meshgrid(along[::16] // 16, across, indexing="ij")
+    words = philox_ref(seed, block, across, torch.full_like(across, stream))
     places = torch.arange(0, 32, 8, device=seed.device)
-    return ((words[..., None] >> places) & 0xFF).permute(0, 2, 3, 1).reshape(len(rows), columns)
+    return ((words[..., None] >> places) & 0xFF).permute(0, 2, 3, 1).reshape(len(along), across.shape[1])
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:

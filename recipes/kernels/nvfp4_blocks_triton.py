@@ -1,0 +1,222 @@
+"""Blocks of 16 numbers as E2M1 codes with their scales, for the kernels of `cast_nvfp4`, which says what they compute.
+
+A block's numbers are 16 tensors, whose shape is that of the blocks: butterflies, amaxes and packing stay in one thread.
+"""
+
+import triton
+import triton.language as tl
+
+from recipes.formats import E2M1_VALUES, E4M3
+from recipes.kernels.float8_triton import float8_codes
+from recipes.kernels.hadamard import SIGNS as _SIGNS
+from recipes.kernels.random_triton import philox
+from recipes.kernels.rounding import INTERPRET
+
+RANGE = tl.constexpr(E2M1_VALUES[-1] * E4M3.max)
+ONE_SIXTH = tl.constexpr(1.0 / 6.0)
+SIGNS = tl.constexpr(_SIGNS)
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: see `e2m1_codes_ref`
+# Eight words with its bits in place of eight codes, summed up in int32: what is too much in a word of codes.
+SURPLUS = tl.constexpr(0x4B400000 * 0x11111111 & 0xFFFFFFFF)
+STOCHASTIC_SURPLUS = tl.constexpr(0x4B4000 * 0x11111111 & 0xFFFFFFFF)
+RECIPROCAL = tl.constexpr("""{
+            .reg .f32 r, e;
+            rcp.approx.ftz.f32 r, $1;
+            neg.f32 e, $1;
+            fma.rn.f32 e, e, r, 0f3F800000;
+            fma.rn.f32 $0, r, e, r;
+            }""")
+E4M3_CODE = tl.constexpr(
+    "{ .reg .b16 c; .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.satfinite.e4m3x2.f32 c, z, $1; cvt.u32.u16 $0, c; }"
+)
+
+
+@triton.jit
+def butterflies(ys, FIRST: tl.constexpr, END: tl.constexpr):
+    """Stages FIRST to END - 1 of `hadamard_ref`, which has 4, of 16 tensors; stage 0 begins with the signs."""
+    if FIRST == 0:
+        signed = ()
+        for i in tl.static_range(16):
+            # Not -x, which Triton reads as 0 - x: that loses the sign of a zero.
+            signed = signed + (ys[i] * SIGNS[i],)  # type: ignore[assignment]  # noqa: RUF005
+        ys = signed
+    for stage in tl.static_range(FIRST, END):
+        zs = ()
+        for i in tl.static_range(16):
+            if (i >> stage) % 2 == 0:
+                z = ys[i] + ys[i + (1 << stage)]
+            else:
+                z = ys[i - (1 << stage)] - ys[i]
+            zs = zs + (z,)  # type: ignore[assignment]  # noqa: RUF005
+        ys = zs
+    return ys
+
+
+@triton.jit
+def sums_of_pairs(ys):
+    """The bits of |a| + |b| for the pairs of the last stage: of the larger of |a + b| and |a - b|; NaN has the most."""
+    sums = ()
+    for i in tl.static_range(8):
+        sum = (tl.abs(ys[i]) + tl.abs(ys[i + 8])).to(tl.int32, bitcast=True)
+        if INTERPRET:  # a GPU's NaN has no sign
+            sum &= 0x7FFFFFFF
+        sums = sums + (sum,)  # noqa: RUF005
+    return sums
+
+
+@triton.jit
+def hadamard(xs):
+    """`hadamard_ref` of the 16 tensors, without its factor of 1/4, and the bits of max |y| over them; NaN if one is."""
+    ys = butterflies(xs, 0, 3)
+    sums = sums_of_pairs(ys)
+    ys = butterflies(ys, 3, 4)
+    # Where both of a pair are Inf, a result is NaN; if so, that of every pair is.
+    return ys, _largest(sums + (_bits(ys[0]), _bits(ys[8])))  # noqa: RUF005
+
+
+@triton.jit
+def _bits(x):
+    """Of |x|: ordered as the magnitudes are, NaN last (int32)."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _largest(xs):
+    largest = xs[0]
+    for i in tl.static_range(1, len(xs)):
+        largest = tl.maximum(largest, xs[i])
+    return largest
+
+
+@triton.jit
+def largest_bits(xs):
+    """The bits of max |x| over 16 tensors; NaN if one is."""
+    bits = ()
+    for i in tl.static_range(16):
+        bits = bits + (_bits(xs[i]),)  # noqa: RUF005
+    return _largest(bits)
+
+
+@triton.jit
+def encoding(amax):
+    """S_enc * fl(1/6) and S_dec of float32 amaxes."""
+    special = (amax == 0) | (amax == float("inf"))
+    divisor = tl.where(special, 1.0, amax)
+    encode = tl.minimum(tl.div_rn(tl.full(amax.shape, RANGE, tl.float32), divisor), FLOAT32_MAX)
+    encode = tl.where(special, 1.0, encode)
+    return encode * ONE_SIXTH, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), encode)
+
+
+@triton.jit
+def _reciprocal(x):
+    """fl(1 / x) for 0 and for x and 1 / x that are normal; Inf or NaN for 0."""
+    if INTERPRET:
+        return tl.where(x == 0, float("inf"), tl.div_rn(1.0, tl.where(x == 0, 1.0, x)))
+    else:  # one step of Newton's, as ptxas divides, without its ways out for what does not occur
+        return tl.inline_asm_elementwise(RECIPROCAL, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _scales(amax, encode, decode, PART: tl.constexpr, NATIVE: tl.constexpr):
+    """E4M3 scales (uint8) of block amaxes, and the factors fl(e * PART), PART a power of two. A NaN amax: 0x7F."""
+    if NATIVE and not INTERPRET:
+        scale = tl.inline_asm_elementwise(E4M3_CODE, "=r,f", [amax * encode], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        scale = float8_codes(amax * encode, "E4M3", NATIVE).to(tl.int32)
+    # The byte's fields, in a float32's place, are those of the value times 2^-120.
+    value = (scale << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    # Where the product may be subnormal it is raised before the division, and the quotient after it.
+    raised = tl.where(decode < 9.094947017729282e-13, 1.8446744073709552e19, 1.0)
+    factor = _reciprocal(value * decode * raised) * (raised * PART)
+    return scale.to(tl.uint8), tl.minimum(factor, FLOAT32_MAX * PART)
+
+
+@triton.jit
+def _eighths(x, factor):
+    """min(|x| * factor, 1); of NaN some number."""
+    if INTERPRET:
+        return tl.minimum(tl.abs(x) * factor, 1.0)
+    else:  # clamps for nothing
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 a; abs.f32 a, $1; mul.rn.sat.f32 $0, a, $2; }", "=f,f,f", [x, factor], dtype=tl.float32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _positions(eighths, STEPS: tl.constexpr):
+    """The bits of ROUND + the position on the axis of codes (`e2m1_codes_ref`), in STEPS a code, of 8 eighths (int32).
+
+    The axis is the lowest of three lines. The last one leads on to 8, for which `_without_surplus` sets 7.
+    """
+    low = (eighths * (16.0 * STEPS) + ROUND).to(tl.int32, bitcast=True)
+    middle = (eighths * (8.0 * STEPS) + (ROUND + 2.0 * STEPS)).to(tl.int32, bitcast=True)
+    high = (eighths * (4.0 * STEPS) + (ROUND + 4.0 * STEPS)).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(low, middle), high)
+
+
+@triton.jit
+def _magnitudes(eighths, random, i: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """E2M1 magnitudes 0 to 7, or 8 for 7, of 8 eighths, plus what `_without_surplus` takes off again (int32)."""
+    if STOCHASTIC:
+        byte = (random[i // 4] >> (8 * (i % 4))) & 0xFF
+        return (_positions(eighths, 256.0) + byte.to(tl.int32)) >> 8
+    else:
+        return _positions(eighths, 1.0)
+
+
+@triton.jit
+def _shift_in(word, bits):
+    """word (uint32) with the four highest bits of `bits` pushed in from below."""
+    if INTERPRET:
+        return (word << 4) | (bits >> 28)
+    else:  # one instruction, which ptxas does not find by itself
+        return tl.inline_asm_elementwise(
+            "shf.l.wrap.b32 $0, $1, $2, 4;", "=r,r,r", [bits, word], dtype=tl.uint32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _without_surplus(word, STOCHASTIC: tl.constexpr):
+    """Eight magnitudes in a word (int32), each in four bits."""
+    if STOCHASTIC:
+        word -= STOCHASTIC_SURPLUS
+    else:
+        word -= SURPLUS
+    return word - ((word >> 3) & 0x11111111)
+
+
+@triton.jit
+def _word(xs, factor, random, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The codes of tensors FIRST to FIRST + 7 in words. factor: eighths of e."""
+    word = tl.zeros(factor.shape, tl.int32)
+    signs = tl.zeros(factor.shape, tl.uint32)
+    for i in tl.static_range(FIRST + 7, FIRST - 1, -1):
+        word = (word << 4) + _magnitudes(_eighths(xs[i], factor), random, i, STOCHASTIC)
+        signs = _shift_in(signs, xs[i].to(tl.uint32, bitcast=True))
+    return _without_surplus(word, STOCHASTIC) | (signs & 0x88888888).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def cast_blocks(xs, bits, encode, decode, random, PART: tl.constexpr, STOCHASTIC: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes (int64, the first lowest) and scales of blocks, whose 16 numbers are xs.
+
+    bits: of their amaxes; PART: 1/8, or 1/32 for what `hadamard` returns, which is 4 times too large
+    """
+    amax = bits.to(tl.float32, bitcast=True)
+    if PART < 0.125:
+        amax *= 0.25
+    scale, factor = _scales(amax, encode, decode, PART, NATIVE)
+    low = _word(xs, factor, random, 0, STOCHASTIC)
+    high = _word(xs, factor, random, 8, STOCHASTIC)
+    code = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+    return tl.where(amax == amax, code, 0), scale
+
+
+@triton.jit
+def random_words(seed_ptr, block, other, STREAM: tl.constexpr):
+    """Four words of random bits for the 16 numbers of each block: `random_bytes_ref`."""
+    c0 = block.to(tl.uint32) + tl.zeros_like(other).to(tl.uint32)
+    c1 = other.to(tl.uint32) + tl.zeros_like(block).to(tl.uint32)
+    return philox(tl.load(seed_ptr), c0, c1, tl.full(c0.shape, STREAM, tl.uint32))
