@@ -2,6 +2,9 @@
 
 Each time in a process of its own. The start is the first forward + backward of a model's grouped MLP less the second;
 importing torch and making the tensors do not count. `python -m bench.start MODEL DEVICE` is that process.
+
+What torch imports at the first `autograd.grad` that is given a gradient counts as importing torch: it is sympy, 2 s
+where there is no bytecode of it, and no `loss.backward()` of a training step asks for it.
 """
 
 import json
@@ -10,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import torch
 
 from bench.case import PASSES
 from bench.grouped_case import expert_mlp
@@ -41,6 +46,8 @@ def _measure(model: str, device: str, cache: str, timeout: float | None) -> floa
 
 def first_and_later_step(model: str, device: str) -> tuple[float, float]:
     """Seconds of the first step in this process, and of the second."""
+    given = torch.ones(1, requires_grad=True)
+    torch.autograd.grad(2 * given, given, torch.ones(1))
     case = expert_mlp((EXPERT_SHAPES | TINY_SHAPES)[model], device=device)
     step = {"step": case.step(case.ours(BASELINE), PASSES[-1])}
     first, later = (time_interleaved(step, rounds=1, warmup=0, device=device)["step"].median for _ in range(2))
