@@ -7,7 +7,7 @@ kept, and handed out by each replay.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
@@ -169,7 +169,7 @@ class CudaRecorder:
         # 2.11 ends in a segmentation fault (seen on an H200).
         _release_backward(self._device)
         torch.cuda.empty_cache()
-        plugs = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in self._gaps()]
+        plugs = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in gaps(self._segments())]
         before = self._reserved()
         run()
         del plugs
@@ -183,15 +183,6 @@ class CudaRecorder:
 
     def _reserved(self) -> int:
         return sum(segment["total_size"] for segment in self._segments())
-
-    def _gaps(self) -> list[int]:
-        """Bytes of each block beside memory in use: a capture's pool has none of these."""
-        return [
-            block["size"]
-            for segment in self._segments()
-            for block in segment["blocks"]
-            if block["state"] == "inactive" and (segment["segment_type"] == "small" or block["size"] > 1 << 20)
-        ]
 
     def end_warm_up(self) -> None:
         self._scratch = Scratch()
@@ -246,6 +237,19 @@ class CudaRecorder:
 
     def _bytes(self, pointer: int, size: int) -> Tensor:
         return torch.as_tensor(_Memory(pointer, size), device=self._device)
+
+
+def gaps(segments: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Bytes of each free block of the allocator's segments that it would hand out: a new pool has none of these.
+
+    It takes what is above 1 MiB from large segments, all else from small ones.
+    """
+    return [
+        block["size"]
+        for segment in segments
+        for block in segment["blocks"]
+        if block["state"] == "inactive" and (segment["segment_type"] == "small" or block["size"] > 1 << 20)
+    ]
 
 
 class CudaSegment:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fuser import Sequential, make_graphed_callables, ops
-from fuser.graph_capture import RerunRecorder
+from fuser.graph_capture import RerunRecorder, gaps
 from fuser.schedule_memory import Buffer, Taken
 from tests import main_grad_cases as cases
 from tests.recorded_ops import OpsLog
@@ -137,6 +137,15 @@ def test_who_does_not_like_the_report_ends_the_call(recorder):
 
 
 # On the GPU
+
+
+def test_gaps_are_what_the_allocator_would_hand_out():
+    def segment(kind, *blocks):
+        return {"segment_type": kind, "blocks": [{"size": size, "state": state} for size, state in blocks]}
+
+    small = segment("small", (512, "inactive"), (1024, "active_allocated"))
+    large = segment("large", (1 << 20, "inactive"), (3 << 20, "active_allocated"), (2 << 20, "inactive"))
+    assert gaps([small, large]) == [512, 2 << 20]
 
 
 @pytest.mark.gpu

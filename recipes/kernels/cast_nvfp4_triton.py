@@ -238,7 +238,8 @@ def cast_nvfp4_kernel(
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Amaxes are None for a copy that is not made, the seed for rounding to nearest. SQUARE: blocks of 16x16.
-    Neighbours on the grid's first axis are neighbours in the transposed copy."""
+    Neighbours on the grid's first axis are so in the transposed copy. K is a constant: so are the distances of rows.
+    """
     slot = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     column = tl.program_id(1) * BLOCK_C
     group, row, first, end, row_end, first_block, end_block, of_columns = _tile(
