@@ -140,3 +140,12 @@ def test_float64_is_rounded_first(device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_large_tensor(kind):
     check(spread(1000, 2000, dtype=torch.bfloat16), [300, 0, 511, 100], "cuda", **KINDS[kind])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_finite_bf16_number_beside_those_of_its_exponent(kind):
+    bits = torch.arange(1 << 16).view(2, 256, 128)[:, :255].transpose(0, 1)  # exponents, signs, mantissas
+    x = bits.to(torch.int16).reshape(255 * 16, 16).view(torch.bfloat16)
+    assert x.isfinite().all()
+    check(x, [16] * 255, "cuda", **KINDS[kind])
