@@ -192,12 +192,15 @@ def amax_nvfp4_config(columns: int) -> NVFP4Config:
 def cast_nvfp4_config(columns: int, itemsize: int, *, stochastic: bool, grouped: bool) -> NVFP4Config:
     """A thread casts two blocks of rows at once, and then the two blocks of two columns.
 
-    Programs that run side by side wait for x in turn: with 64 registers a thread eight of them do.
+    Programs that run side by side wait for x in turn: with 64 registers a thread eight of them do. Where rows do not
+    begin at multiples of 32 bytes every element has its own address, so that a thread has room for one block of rows.
     """
-    registers = None
-    if columns % BLOCK == 0 and (stochastic or (not grouped and itemsize == 2)):
-        registers = 96 if stochastic else 64
-    return NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, rows=16, columns=64, registers=registers)
+    config = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, rows=16, columns=64)
+    if columns % BLOCK:
+        return config._replace(block_c=128, registers=224)  # left alone, ptxas spills to run a third program
+    if stochastic:
+        return config._replace(registers=96)
+    return config._replace(registers=None if grouped or itemsize > 2 else 64)
 
 
 def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:

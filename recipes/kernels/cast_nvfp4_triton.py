@@ -9,6 +9,7 @@ offsets_ptr is None where groups have equally many rows. ROWS: rows of a group, 
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from recipes.kernels.nvfp4_blocks_triton import (
     butterflies,
@@ -137,7 +138,7 @@ def _load_column_blocks(x_ptr, rows, columns, K, R: tl.constexpr, C: tl.constexp
 @triton.jit
 def _largest_of_eight(low, high):
     """[R, B]: the bits of max |x| over low and high [R, B, 8]; NaN if one is."""
-    if low.dtype == tl.uint32 and not INTERPRET:  # two by two
+    if low.dtype == tl.uint32 and not INTERPRET and cuda_capability_geq(9):  # two by two
         words = tl.inline_asm_elementwise(
             LARGER_PAIR, "=r,r,r", [low, high], dtype=tl.uint32, is_pure=True, pack=1
         )  # fmt: skip
