@@ -3,8 +3,8 @@
 Each time in a process of its own. The start is the first forward + backward of a model's grouped MLP less the second;
 importing torch and making the tensors do not count. `python -m bench.start MODEL DEVICE` is that process.
 
-What torch imports at the first `autograd.grad` that is given a gradient counts as importing torch: it is sympy, 2 s
-where there is no bytecode of it, and no `loss.backward()` of a training step asks for it.
+What torch imports at the first `autograd.grad` that is given a gradient counts as importing torch: it is sympy, 2 s of
+a profiled warm start on the H200's machine, and no `loss.backward()` of a training step asks for it.
 """
 
 import json

@@ -136,9 +136,6 @@ def test_who_does_not_like_the_report_ends_the_call(recorder):
     graphed(module)
 
 
-# On the GPU
-
-
 def test_gaps_are_what_the_allocator_would_hand_out():
     def segment(kind, *blocks):
         return {"segment_type": kind, "blocks": [{"size": size, "state": state} for size, state in blocks]}
@@ -146,6 +143,9 @@ def test_gaps_are_what_the_allocator_would_hand_out():
     small = segment("small", (512, "inactive"), (1024, "active_allocated"))
     large = segment("large", (1 << 20, "inactive"), (3 << 20, "active_allocated"), (2 << 20, "inactive"))
     assert gaps([small, large]) == [512, 2 << 20]
+
+
+# On the GPU
 
 
 @pytest.mark.gpu
@@ -195,6 +195,6 @@ def test_what_warm_ups_took_is_given_back_before_the_capture():
 def test_hundreds_of_captures_fit_into_a_process():
     module = Sequential(ops.Linear(16, 16, device="cuda"))
     x = torch.randn(4, 16, device="cuda").requires_grad_()
-    for _ in range(300):  # after less than 200 rehearsals in pools of their own torch 2.11 ended the process
+    for _ in range(300):  # see `CudaRecorder.measure`
         make_graphed_callables([module], [(x,)], schedule="F1 B1")[0].reset()
     assert module(x).isfinite().all()

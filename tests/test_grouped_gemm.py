@@ -601,3 +601,14 @@ def test_graph_replay_with_other_splits_equals_eager(dtype):
         replayed = {name: result.clone() for name, result in captured.items()}
         for name, eager in step().items():
             assert torch.equal(replayed[name], eager), (name, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sum_on_the_cpu_is_that_of_autograd(dtype):
+    """The product rounded, then the sum; one product with beta = 1 rounds otherwise where there are many rows."""
+    sizes = [300, 0, 700]
+    splits = Splits.make(sizes, rows=1000, device="cpu")
+    dy, x, buffer = (torch.randn(*shape, dtype=dtype) for shape in ((1000, 64), (1000, 32), (3, 64, 32)))
+    expected = buffer + grouped_gemm_nt(dy, x, splits)
+    grouped_gemm_nt(dy, x, splits, out=buffer, accumulate=True)
+    assert torch.equal(buffer, expected)

@@ -81,13 +81,13 @@ def _torch_takes(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
 def product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Tensor | None = None) -> None:
     """out = alpha * (a @ b) + added, rounded once to a dtype below float32.
 
-    A float32 buffer that is added to gets the product as autograd would add it: rounded, and then the sum.
+    A buffer in float32 or float64 that is added to gets the product as autograd would add it: rounded, then the sum.
     """
     if alpha is None and a.dtype == out.dtype:
         if added is None:
             torch.mm(a, b, out=out)
             return
-        if added.dtype == out.dtype and not (added is out and out.dtype == torch.float32):
+        if added.dtype == out.dtype and (added is not out or out.itemsize < 4):
             torch.addmm(added, a, b, out=out)
             return
     product = accumulator_like(a) @ accumulator_like(b)
