@@ -412,7 +412,7 @@ def test_kernels_accumulate(case, dtype, out_dtype, device):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("aligned", [False, True])
 def test_kernel_writes_matrices_that_stand_apart(aligned, reverse, accumulate, dtype, device):
-    """Nothing between the groups' matrices is touched, and the same bits arrive, if asked for the last group first."""
+    """Nothing between the groups' matrices is touched, and the same sums arrive, if asked for the last group first."""
     o = operands(CASES["empty groups"], dtype, device=device)
     G, N, K = o.w.shape
     dense = torch.ones(G, N, K, device=device)
@@ -423,9 +423,9 @@ def test_kernel_writes_matrices_that_stand_apart(aligned, reverse, accumulate, d
     gg.grouped_gemm_nt_triton(*arguments, dense, tf32=False, accumulate=accumulate)
     gg.grouped_gemm_nt_triton(*arguments, matrices, tf32=False, accumulate=accumulate, reverse=reverse)
     expected = dense.flip(0) if reverse else dense
-    if device == "cpu" or aligned:
+    if aligned:
         assert torch.equal(matrices, expected)
-    else:  # another kernel
+    else:  # another kernel, which sums in another order
         torch.testing.assert_close(matrices, expected, rtol=1e-4, atol=1e-4)
     assert bool((apart[:, N * K :] == 7).all())
 

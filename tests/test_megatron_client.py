@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fuser import Sequential, make_graphed_callables, ops
 from tests.check_operation import DEVICES
+from tests.ranks import on_ranks
 
 RANKS = 2
 MICROBATCHES = 3
@@ -199,30 +200,26 @@ def assert_same(name: str, actual: Tensor, expected: Tensor) -> None:
         assert torch.equal(actual, expected), name
 
 
-def run_rank(rank: int, delay: bool, graphs: bool, device: str, rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
-    try:
-        expected = plain_gradients(rank, device)
-        for sharded in (False, True):
-            sequential = model(device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
-            with on_a_side_stream(device):
-                wrapper = DataParallel(sequential, sharded=sharded)
-            calls = captured(sequential, delay=delay) if graphs else (sequential,) * MICROBATCHES
-            assert wrapper.events == []
-            for _ in range(2):  # the second step finds the buffers and flags of the first
-                train_step(calls, wrapper, rank, device, delay=delay)
-                for name, parameter in sequential.named_parameters():
-                    assert_same(f"{name}, sharded={sharded}", parameter.main_grad, expected[name])
-                    assert parameter.grad is None
-                assert len(wrapper.threads) == 1
-                orders: list[Any] = [None] * RANKS
-                dist.all_gather_object(orders, wrapper.events)
-                assert orders[0] == orders[1]
-                events = [event for event in wrapper.events if event != "reduce"]
-                assert len(events) == MICROBATCHES * len(expected)
-                assert wrapper.events.index("reduce") < len(events) - 1  # it overlaps with what is still computed
-    finally:
-        dist.destroy_process_group()
+def compare(rank: int, delay: bool, graphs: bool, device: str) -> None:
+    expected = plain_gradients(rank, device)
+    for sharded in (False, True):
+        sequential = model(device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+        with on_a_side_stream(device):
+            wrapper = DataParallel(sequential, sharded=sharded)
+        calls = captured(sequential, delay=delay) if graphs else (sequential,) * MICROBATCHES
+        assert wrapper.events == []
+        for _ in range(2):  # the second step finds the buffers and flags of the first
+            train_step(calls, wrapper, rank, device, delay=delay)
+            for name, parameter in sequential.named_parameters():
+                assert_same(f"{name}, sharded={sharded}", parameter.main_grad, expected[name])
+                assert parameter.grad is None
+            assert len(wrapper.threads) == 1
+            orders: list[Any] = [None] * RANKS
+            dist.all_gather_object(orders, wrapper.events)
+            assert orders[0] == orders[1]
+            events = [event for event in wrapper.events if event != "reduce"]
+            assert len(events) == MICROBATCHES * len(expected)
+            assert wrapper.events.index("reduce") < len(events) - 1  # it overlaps with what is still computed
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -231,4 +228,4 @@ def run_rank(rank: int, delay: bool, graphs: bool, device: str, rendezvous: str)
 def test_gradients_are_those_of_plain_autograd_and_hooks_run_in_one_order_on_one_thread(
     delay: bool, graphs: bool, device: str, tmp_path: Path
 ) -> None:
-    torch.multiprocessing.spawn(run_rank, (delay, graphs, device, str(tmp_path / "rendezvous")), nprocs=RANKS)
+    on_ranks(compare, delay, graphs, device, folder=tmp_path, ranks=RANKS)

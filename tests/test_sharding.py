@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fuser import Sequential, autocast, ops
+from tests.ranks import on_ranks
 
 RANKS = 2
 
@@ -53,31 +53,27 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def run_rank(rank: int, shard: str, rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
-    try:
-        mesh = init_device_mesh("cpu", (RANKS,))
-        plain = model()
-        sharded = copy.deepcopy(plain)
-        if shard == "operations":
-            for operation in sharded:
-                if any(True for _ in operation.parameters()):
-                    fully_shard(operation, mesh=mesh)
-        fully_shard(sharded, mesh=mesh)
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-        torch.testing.assert_close(step(sharded, x), step(plain, x))
-        expected = dict(plain.named_parameters())
-        for name, parameter in sharded.named_parameters():
-            torch.testing.assert_close(
-                whole(parameter.grad), expected[name].grad, msg=lambda text, n=name: f"{n}: {text}"
-            )
-        for recipe in ("mxfp8", "fp8_delayed"):
-            for ours, other in zip(train(sharded, recipe), train(plain, recipe), strict=True):
-                torch.testing.assert_close(ours, other, rtol=0.02, atol=0.02, msg=lambda t, n=recipe: f"{n}: {t}")
-    finally:
-        dist.destroy_process_group()
+def compare(rank: int, shard: str) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    plain = model()
+    sharded = copy.deepcopy(plain)
+    if shard == "operations":
+        for operation in sharded:
+            if any(True for _ in operation.parameters()):
+                fully_shard(operation, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(step(sharded, x), step(plain, x))
+    expected = dict(plain.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        torch.testing.assert_close(
+            whole(parameter.grad), expected[name].grad, msg=lambda text, n=name: f"{n}: {text}"
+        )
+    for recipe in ("mxfp8", "fp8_delayed"):
+        for ours, other in zip(train(sharded, recipe), train(plain, recipe), strict=True):
+            torch.testing.assert_close(ours, other, rtol=0.02, atol=0.02, msg=lambda t, n=recipe: f"{n}: {t}")
 
 
 @pytest.mark.parametrize("shard", ["the whole", "operations"])
 def test_a_sharded_model_computes_what_the_whole_one_does(shard: str, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run_rank, (shard, str(tmp_path / "rendezvous")), nprocs=RANKS)
+    on_ranks(compare, shard, folder=tmp_path, ranks=RANKS)

@@ -33,6 +33,7 @@ from tests.main_grad_cases import (
     make,
     weights_of,
 )
+from tests.ranks import on_ranks
 
 DEVICE = pytest.mark.parametrize("device", DEVICES)
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
@@ -247,9 +248,6 @@ def test_a_second_backward_is_an_error_that_adds_nothing_or_adds_once_more_if_it
 # FSDP2
 
 
-RANKS = {"cpu": 2, "cuda": max(1, min(2, torch.cuda.device_count()))}
-
-
 class Block(nn.Module):
     """Pipelines inside a module that is sharded: the operations do not see it."""
 
@@ -276,39 +274,33 @@ def train(model: nn.Module) -> list[Tensor]:
     return outputs
 
 
-def run_rank(rank: int, rendezvous: str, device: str) -> None:
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    ranks, backend = RANKS[device], {"cpu": "gloo", "cuda": "nccl"}[device]
-    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
-    try:
-        mesh = init_device_mesh(device, (ranks,))
-        expected = gradients(make("experts", device=device), 1)
-        for hooks in (nullcontext, save_on_cpu):
-            sequential = make("experts", device=device)
-            for operation in sequential:
-                fully_shard(operation, mesh=mesh, reshard_after_forward=True)
-            fully_shard(sequential, mesh=mesh, reshard_after_forward=True)
-            with hooks():
-                backward(sequential, 1)
-            for name, parameter in weights_of(sequential).items():
-                assert torch.equal(parameter.grad.full_tensor(), expected[name])
-        for reshard in (False, True):
-            torch.manual_seed(0)
-            plain = nn.Sequential(Block(), Block()).to(device)
-            sharded = copy.deepcopy(plain)
-            for block in sharded:
-                fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-            assert_same_bits(train(sharded), train(plain))
-        sequential = make("linear", device=device, delay_wgrad_compute=True)
-        fully_shard(sequential, mesh=mesh)
-        backward(sequential)
-        with pytest.raises(RuntimeError, match="Weight 'weight' was replaced, or sharded by FSDP2, since the backward"):
-            sequential.backward_dw()
-    finally:
-        dist.destroy_process_group()
+def train_sharded(rank: int, device: str) -> None:
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    expected = gradients(make("experts", device=device), 1)
+    for hooks in (nullcontext, save_on_cpu):
+        sequential = make("experts", device=device)
+        for operation in sequential:
+            fully_shard(operation, mesh=mesh, reshard_after_forward=True)
+        fully_shard(sequential, mesh=mesh, reshard_after_forward=True)
+        with hooks():
+            backward(sequential, 1)
+        for name, parameter in weights_of(sequential).items():
+            assert torch.equal(parameter.grad.full_tensor(), expected[name])
+    for reshard in (False, True):
+        torch.manual_seed(0)
+        plain = nn.Sequential(Block(), Block()).to(device)
+        sharded = copy.deepcopy(plain)
+        for block in sharded:
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        assert_same_bits(train(sharded), train(plain))
+    sequential = make("linear", device=device, delay_wgrad_compute=True)
+    fully_shard(sequential, mesh=mesh)
+    backward(sequential)
+    with pytest.raises(RuntimeError, match="Weight 'weight' was replaced, or sharded by FSDP2, since the backward"):
+        sequential.backward_dw()
 
 
 @DEVICE
 def test_fsdp2_may_reshard_after_forward_but_leaves_nothing_to_add_a_gradient_to(device: str, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run_rank, (str(tmp_path / "rendezvous"), device), nprocs=RANKS[device])
+    backend, ranks = ("gloo", 2) if device == "cpu" else ("nccl", min(2, torch.cuda.device_count()))
+    on_ranks(train_sharded, device, folder=tmp_path, ranks=ranks, backend=backend)

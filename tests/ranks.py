@@ -1,0 +1,37 @@
+"""A test's function in several processes that reduce with one another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def on_ranks(
+    function: Callable[..., None], *arguments: Any, folder: Path, ranks: int = 2, backend: str = "gloo"
+) -> None:
+    """function(rank, *arguments) in each of the ranks' processes; with NCCL each has a device of its own.
+
+    A rank's exception is raised here. folder: an empty one, in which the ranks find each other.
+    """
+    rendezvous = f"file://{folder / 'rendezvous'}"
+    torch.multiprocessing.spawn(_run, (function, arguments, ranks, backend, rendezvous), nprocs=ranks)
+
+
+def _run(
+    rank: int, function: Callable[..., None], arguments: tuple[Any, ...], ranks: int, backend: str, rendezvous: str
+) -> None:
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
+    try:
+        function(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
+    # Without the interpreter's end: a thread of gloo's that frees a tensor meanwhile aborts the process (seen once in
+    # some hundred runs on a busy machine: "terminate called without an active exception").
+    os._exit(0)
