@@ -71,6 +71,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # What a CPU has no figures for.
 GPU_PARTS = {"host": "a CPU does the work itself", "start": "a CPU compiles nothing"}
 WARMUP = 3
+# Of the part "host", issued on end: few enough for the device's queue to take them all.
+HOST_CALLS = 4
 # Parts other than "mlp" run on the models' own tokens; "start" on this model.
 START_MODEL = "qwen3-30b-a3b"
 
@@ -110,10 +112,13 @@ class Setup:
         self, part: str, model: str, tokens: int, steps: Mapping[str, Run] | None = None,
         sqnr: dict[str, dict[str, float]] | None = None, *, times: dict[str, Timing] | None = None,
         dtype: str = "bf16", routing: str = "random", passes: str = PASSES[-1], flop: int = 0, clock: str = "device",
+        calls: int = 1,
     ) -> Measured:  # fmt: skip
         """Time the steps by turns, and say what they were. times: instead of steps, what was timed elsewhere."""
         if times is None:
-            times = time_interleaved(steps or {}, rounds=self.rounds, warmup=WARMUP, device=self.device, clock=clock)
+            times = time_interleaved(
+                steps or {}, rounds=self.rounds, warmup=WARMUP, calls=calls, device=self.device, clock=clock
+            )
         shape = MODELS[model]
         return Measured(
             part, model, dtype, tokens, tokens * shape.topk, shape.num_experts, routing, passes, flop, times,
@@ -147,7 +152,7 @@ def measure_host(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[
     ways = {OURS: case.ours(BASELINE), TORCH: case.torchs(), COMPILED: case.torchs(compiled=True)}
     steps = {way: case.step(call, PASSES[-1]) for way, call in ways.items()}
     sqnr = checked_ways(case, ways, dtype)
-    yield setup.measured("host", model, tokens, steps, sqnr, clock="host")
+    yield setup.measured("host", model, tokens, steps, sqnr, clock="host", calls=HOST_CALLS)
 
 
 def measure_layer(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[Measured]:
