@@ -6,6 +6,9 @@ changes neither version nor storage: call `forget_quantized_weights()` on the op
 without a new version, but sets the parameter each time, which drops what is kept (`ops.main_grad`). Nothing is kept of
 weights of an operation with forward hooks, of inference tensors (which have no version), and while a CUDA graph is
 captured, or that rehearsed: there a flag on the device decides at each replay (`keep_weights` of `autocast`).
+
+Where both copies would hold the same values (blocks that are square, products of values), the rowwise one is made alone
+and stands for both.
 """
 
 from __future__ import annotations
@@ -78,6 +81,9 @@ def quantized_weights(
 
     A backward takes the copies of its own forward, if the quantizer's state may have changed since.
     """
+    if quantizer.copies_agree:
+        rowwise = columnwise = True
+        quantize = partial(_one_for_both, quantize)
     if ctx.seen_in_forward is not None and ctx.quantized_weights is not None:
         for name in names:
             ctx.check_unchanged(name)
@@ -104,6 +110,13 @@ def quantized_weights(
     if flag is not None:
         shared.copies(rowwise, columnwise, partial(_cloned, copies))
     return copies
+
+
+def _one_for_both(quantize: Quantize, rowwise: bool, columnwise: bool) -> Any:
+    copies = quantize(True, False)
+    if isinstance(copies, QuantizedTensor):
+        return replace(copies, columnwise=copies.rowwise)
+    return [replace(member, columnwise=member.rowwise) for member in copies]
 
 
 def _can_be_kept(operation: Any, parameters: Sequence[Tensor]) -> bool:

@@ -70,6 +70,10 @@ class MXFP8Quantizer(Quantizer):
     def casts_in_kernels(self) -> bool:
         return self.scaling == "round_up" and not self.square
 
+    @property
+    def copies_agree(self) -> bool:
+        return self.square
+
     def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Room:
         return Room(QuantizedTensor(*_containers(empty_mxfp8(shape, self.form, device)), dtype))
 

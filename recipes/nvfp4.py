@@ -79,6 +79,10 @@ class NVFP4Quantizer(Quantizer):
     def columnwise_transform(self) -> str | None:
         return "a Hadamard transform" if self.rht else None
 
+    @property
+    def copies_agree(self) -> bool:
+        return self.two_d
+
     def __post_init__(self) -> None:
         if self.two_d and (self.rht or self.row_scaled or self.stochastic):
             raise ValueError(

@@ -111,6 +111,12 @@ class Quantizer(ABC):
         """The orthogonal transform of the rows that columnwise copies are in; only two of one kind cancel."""
         return None
 
+    @property
+    def copies_agree(self) -> bool:
+        """Whether both copies hold the same values, and no product takes their codes as they are: one then serves both
+        ways."""
+        return False
+
     def float8_scaling(self, columnwise: bool) -> ScaleLayout | None:
         """How this copy's codes are scaled that a GPU with float8 products multiplies; None: its values are."""
         return None

@@ -7,8 +7,10 @@ import torch
 from torch.func import functional_call
 
 from fuser import Sequential, autocast, ops
-from recipes import E4M3, CustomRecipe, Role
+from recipes import E4M3, CustomRecipe, MXFP8BlockScaling, NVFP4BlockScaling, Role
 from recipes.mxfp8 import MXFP8Quantizer
+from recipes.nvfp4 import NVFP4Quantizer
+from tests.check_operation import DEVICES
 
 casts: list[tuple[str, bool, bool]] = []
 
@@ -63,6 +65,49 @@ def test_a_forward_alone_makes_one_copy_and_the_other_is_added():
     assert casts == [("single", True, False)]
     step(op, torch.randn(4, 32, requires_grad=True))
     assert casts == [("single", True, False), ("single", False, True)]
+
+
+SQUARE = {
+    "nvfp4": (NVFP4BlockScaling(disable_stochastic_rounding=True), NVFP4Quantizer(two_d=True)),
+    "mxfp8": (MXFP8BlockScaling(enable_2d_quantization=True), MXFP8Quantizer(E4M3, square=True)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", SQUARE)
+def test_both_copies_of_square_blocks_hold_the_same_values(kind, device):
+    w = torch.randn(3, 50, 70, device=device).to(torch.bfloat16)
+    w[0, 3, 40], w[1, 49, 69], w[2] = torch.nan, torch.inf, 0
+    copies = SQUARE[kind][1].quantize_stacked(w, rowwise=True, columnwise=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        rowwise, columnwise = copies.rowwise.operand(dtype), copies.columnwise.operand(dtype)
+        assert torch.equal(rowwise.values.nan_to_num(1234), columnwise.values.nan_to_num(1234))
+        assert rowwise.alpha is columnwise.alpha is None or torch.equal(rowwise.alpha, columnwise.alpha)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("path", ["grouped", "split"])
+@pytest.mark.parametrize("kind", SQUARE)
+def test_of_square_blocks_one_copy_serves_both_passes(kind, path, device, monkeypatch):
+    recipe, quantizer = SQUARE[kind]
+    model = Sequential(ops.GroupedLinear(2, 64, 48, dtype=torch.bfloat16, device=device), path=path)
+    x = torch.randn(8, 64, dtype=torch.bfloat16, device=device).requires_grad_()
+
+    def run():
+        with autocast(recipe):
+            y = model(x, split_sizes=[3, 5])
+        return y.detach(), *torch.autograd.grad(y.sum(), [x, *model.parameters()])
+
+    found = run()
+    kept = model[0]._quantized_weights._copies
+    for copies in kept if path == "split" else [kept]:
+        assert copies.columnwise is copies.rowwise
+    monkeypatch.setattr(type(quantizer), "copies_agree", False)
+    model[0].forget_quantized_weights()
+    assert all(map(torch.equal, found, run()))
+    kept = model[0]._quantized_weights._copies
+    for copies in kept if path == "split" else [kept]:
+        assert copies.columnwise is not copies.rowwise
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -146,7 +191,8 @@ def mlp(**factory):
     return Sequential(*layers, ops.GroupedLinear(2, 64, 64, bias=False, **factory))
 
 
-STATELESS = ("fp8_current", "fp8_block", "mxfp8")  # no random numbers, and no scales that move
+# no random numbers, and no scales that move
+STATELESS = ("fp8_current", "fp8_block", "mxfp8", SQUARE["mxfp8"][0], SQUARE["nvfp4"][0])
 
 
 @pytest.mark.parametrize("needs_dw", [True, False])
