@@ -71,7 +71,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # What a CPU has no figures for.
 GPU_PARTS = {"host": "a CPU does the work itself", "start": "a CPU compiles nothing"}
 WARMUP = 3
-# Of the part "host", issued on end: few enough for the device's queue to take them all.
+# Of the part "host", issued on end: few, so that none waits for room in the device's queue.
 HOST_CALLS = 4
 # Parts other than "mlp" run on the models' own tokens; "start" on this model.
 START_MODEL = "qwen3-30b-a3b"

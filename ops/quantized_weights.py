@@ -113,6 +113,7 @@ def quantized_weights(
 
 
 def _one_for_both(quantize: Quantize, rowwise: bool, columnwise: bool) -> Any:
+    """Both copies, whichever is asked for: the rowwise one."""
     copies = quantize(True, False)
     if isinstance(copies, QuantizedTensor):
         return replace(copies, columnwise=copies.rowwise)

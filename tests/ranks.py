@@ -32,6 +32,6 @@ def _run(
         function(rank, *arguments)
     finally:
         dist.destroy_process_group()
-    # Without the interpreter's end: a thread of gloo's that frees a tensor meanwhile aborts the process (seen once in
-    # some hundred runs on a busy machine: "terminate called without an active exception").
+    # Without the interpreter's end: a rank has aborted after its work ("terminate called without an active exception",
+    # once in some hundred runs). A thread of gloo's that frees a tensor while the interpreter ends would explain it.
     os._exit(0)
