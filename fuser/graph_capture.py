@@ -158,6 +158,8 @@ class CudaRecorder:
 
     def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
         _dropped(work, self._scratch, rehearses)
+        if rehearses:
+            _release_backward(self._device)
 
     def measure(self, run: Work) -> int | None:
         if not _shows_its_memory():
@@ -165,8 +167,7 @@ class CudaRecorder:
             return None
         torch.cuda.current_blas_handle()  # makes its workspace for this stream, which stays
         # The allocator keeps memory for each stream by itself, and hands it out as it does that of a capture: same
-        # sizes in the same order take the same segments. Not a MemPool: with one for each capture torch 2.11 ended in a
-        # segmentation fault after the captures of 128 tests in one process, without them it did not (on an H200).
+        # sizes in the same order take the same segments. Not a MemPool: that serves one thread, and a backward has another.
         _release_backward(self._device)
         torch.cuda.empty_cache()
         plugs = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in gaps(self._segments())]
@@ -228,9 +229,12 @@ class CudaRecorder:
     def unheld(self) -> list[Tensor]:
         if not _shows_its_memory():
             return []
+        # All segments, and not those of `memory_snapshot(pool)`: in torch 2.11 that gives up references to the numbers in
+        # `pool` which are not its own. Once they are above 256, which Python keeps for ever, the process crashes.
         return [
             self._bytes(block["address"], block["size"])
-            for segment in torch.cuda.memory_snapshot(self._pool)
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == tuple(self._pool)
             for block in segment["blocks"]
             if block["state"] == "inactive"
         ]
@@ -240,16 +244,20 @@ class CudaRecorder:
 
 
 def gaps(segments: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Bytes of each free block of the allocator's segments that it would hand out: a new pool has none of these.
+    """Bytes of the allocations that fill what the allocator would hand out of these segments: a new pool has none of it.
 
-    It takes what is above 1 MiB from large segments, all else from small ones.
+    It takes what is above 1 MiB from large segments, all else from small ones, each from the smallest block that holds
+    it: so the largest come first, and a free block of a small segment may take two.
     """
-    return [
-        block["size"]
-        for segment in segments
-        for block in segment["blocks"]
-        if block["state"] == "inactive" and (segment["segment_type"] == "small" or block["size"] > 1 << 20)
-    ]
+    most = 1 << 20
+    sizes = []
+    for segment in segments:
+        free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+        if segment["segment_type"] == "small":
+            sizes += [min(most, size - start) for size in free for start in range(0, size, most)]
+        else:
+            sizes += [size for size in free if size > most]
+    return sorted(sizes, reverse=True)
 
 
 class CudaSegment:

@@ -77,7 +77,7 @@ def recorder(monkeypatch):
 
 @pytest.mark.parametrize(
     ("recipe", "kept", "main_grad"),
-    [*[(recipe, False, False) for recipe in (None, *RECIPES)], ("mxfp8", True, False), ("mxfp8", True, True),
+    [*[(recipe, False, False) for recipe in (None, *RECIPES)], ("mxfp8", True, False), ("mxfp8", True, True), ("fp8_delayed", True, False),
      (None, False, True)],
 )  # fmt: skip
 def test_the_last_warm_up_takes_memory_as_the_capture_does(recipe, kept, main_grad, recorder):
@@ -140,9 +140,10 @@ def test_gaps_are_what_the_allocator_would_hand_out():
     def segment(kind, *blocks):
         return {"segment_type": kind, "blocks": [{"size": size, "state": state} for size, state in blocks]}
 
-    small = segment("small", (512, "inactive"), (1024, "active_allocated"))
+    small = segment("small", (512, "inactive"), (1024, "active_allocated"), ((1 << 20) + 2048, "inactive"))
     large = segment("large", (1 << 20, "inactive"), (3 << 20, "active_allocated"), (2 << 20, "inactive"))
-    assert gaps([small, large]) == [512, 2 << 20]
+    # 1 MiB + 2 KiB at once would be taken from the large segment
+    assert gaps([small, large]) == [2 << 20, 1 << 20, 2048, 512]
 
 
 # On the GPU
@@ -195,6 +196,6 @@ def test_what_warm_ups_took_is_given_back_before_the_capture():
 def test_hundreds_of_captures_fit_into_a_process():
     module = Sequential(ops.Linear(16, 16, device="cuda"))
     x = torch.randn(4, 16, device="cuda").requires_grad_()
-    for _ in range(300):  # see `CudaRecorder.measure`
-        make_graphed_callables([module], [(x,)], schedule="F1 B1")[0].reset()
+    for _ in range(300):  # see `CudaRecorder.unheld`
+        make_graphed_callables([module], [(x,)], schedule="F1 B1", debug=True)[0].reset()
     assert module(x).isfinite().all()
