@@ -167,7 +167,7 @@ class CudaRecorder:
             return None
         torch.cuda.current_blas_handle()  # makes its workspace for this stream, which stays
         # The allocator keeps memory for each stream by itself, and hands it out as it does that of a capture: same
-        # sizes in the same order take the same segments. Not a MemPool: that serves one thread, and a backward has another.
+        # sizes in the same order take the same segments. Not a MemPool: it serves one thread, and backward has another.
         _release_backward(self._device)
         torch.cuda.empty_cache()
         plugs = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in gaps(self._segments())]
@@ -229,8 +229,8 @@ class CudaRecorder:
     def unheld(self) -> list[Tensor]:
         if not _shows_its_memory():
             return []
-        # All segments, and not those of `memory_snapshot(pool)`: in torch 2.11 that gives up references to the numbers in
-        # `pool` which are not its own. Once they are above 256, which Python keeps for ever, the process crashes.
+        # Not `memory_snapshot(pool)`: in torch 2.11 it gives up references to the numbers in `pool` that it does not
+        # have. As soon as they are above 256 (Python keeps smaller ones for ever), the process crashes.
         return [
             self._bytes(block["address"], block["size"])
             for segment in torch.cuda.memory_snapshot()
@@ -244,7 +244,7 @@ class CudaRecorder:
 
 
 def gaps(segments: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Bytes of the allocations that fill what the allocator would hand out of these segments: a new pool has none of it.
+    """Bytes of the allocations that fill what the allocator would hand out of these segments: a new pool has nothing.
 
     It takes what is above 1 MiB from large segments, all else from small ones, each from the smallest block that holds
     it: so the largest come first, and a free block of a small segment may take two.

@@ -77,8 +77,8 @@ def recorder(monkeypatch):
 
 @pytest.mark.parametrize(
     ("recipe", "kept", "main_grad"),
-    [*[(recipe, False, False) for recipe in (None, *RECIPES)], ("mxfp8", True, False), ("mxfp8", True, True), ("fp8_delayed", True, False),
-     (None, False, True)],
+    [*[(recipe, False, False) for recipe in (None, *RECIPES)], ("mxfp8", True, False), ("mxfp8", True, True),
+     ("fp8_delayed", True, False), (None, False, True)],
 )  # fmt: skip
 def test_the_last_warm_up_takes_memory_as_the_capture_does(recipe, kept, main_grad, recorder):
     module = experts(accumulate_into_main_grad=main_grad)
