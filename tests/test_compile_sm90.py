@@ -12,9 +12,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -73,6 +74,17 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     grouped_gemm.grouped_gemm_nn_triton(no_descriptors[0], w, offsets, alpha, torch.empty_like(x), tf32)
     for accumulate in (False, True):
         grouped_gemm.grouped_gemm_nt_triton(*no_descriptors, offsets, alpha, torch.empty_like(w), tf32, accumulate)
+    launch_wgrads(rows, features, dtype, tf32)
+    with without_gluon():
+        launch_wgrads(rows, features, dtype, tf32)
+    grouped_gemm.grouped_bias_grad_triton(dy, offsets, scales, torch.empty_like(bias))
+
+
+def launch_wgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:
+    """NT of tensors that descriptors may describe."""
+    K, N = features
+    dy, x, w = (torch.empty(shape, dtype=dtype) for shape in ((rows, N), (rows, K), (GROUPS, N, K)))
+    offsets, alpha = torch.zeros(GROUPS + 1, dtype=torch.int64), torch.empty(GROUPS)
     for out_dtype, accumulate in ((dtype, False), (dtype, True), (torch.float32, False), (torch.float32, True)):
         dw = torch.empty(w.shape, dtype=out_dtype)
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, dw, tf32, accumulate)
@@ -83,7 +95,13 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
             grouped_gemm.grouped_gemm_nt_triton(*long, offsets, alpha, dw, tf32, accumulate)
     if features == ALIGNED:  # so many groups are not ranked by size
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, torch.empty(1100, N, K, dtype=dtype), tf32)
-    grouped_gemm.grouped_bias_grad_triton(dy, offsets, scales, torch.empty_like(bias))
+
+
+@contextlib.contextmanager
+def without_gluon() -> Iterator[None]:
+    """In which launchers think that this is another release of Triton."""
+    with patch.object(grouped_gemm, "why_no_gluon", lambda capability: "They are written in another Gluon."):
+        yield
 
 
 def launch_candidates() -> None:
@@ -295,9 +313,13 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
             both = about | {"descriptors": descriptors, "out_dtype": out_dtype}
             chosen = [("m", m_grouped_config(rows, G, dtype, **both)) for G in (1, 8, 257)]
             chosen += [
-                ("k", k_grouped_config(rows, 8, dtype, **both, accumulate=add)) for add in (False, True)
+                ("k", k_grouped_config(rows, 8, dtype, **both, accumulate=add, gluon=gluon))
+                for add, gluon in product((False, True), {False, triton.__version__.startswith("3.6.")})
             ]
             for axis, config in chosen:
+                if config.gluon:
+                    configs["k_grouped_gluon_kernel", *config[:3], config.num_warps // 2, None] = 1
+                    continue
                 kernel = f"{axis}_grouped_{'persistent_' if config.programs else ''}kernel"
                 configs[kernel, *config[:5]] = max(config.programs, 1)
     kinds = (("tensor", False), ("tensor", True), ("square", True), ("row", True))

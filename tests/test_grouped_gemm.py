@@ -312,7 +312,7 @@ def test_tiles_fit_shared_memory(dtype, tf32, aligned, descriptors, capability):
         assert few.block_m <= many.block_m
         persistent = capability == (9, 0) and descriptors and dtype == torch.bfloat16
         wgrads = [
-            (k_grouped_config(8 * rows, 8, dtype, out_dtype=out_dtype, **about, accumulate=add), add, rows)
+            (k_grouped_config(8 * rows, 8, dtype, out_dtype=out_dtype, **about, accumulate=add, gluon=False), add, rows)
             for rows, add in product((1, MANY_ROWS), (False, True))
         ]
         for config, add, rows in ((many, False, 1), (few, False, 1), *wgrads):

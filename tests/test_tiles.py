@@ -197,7 +197,7 @@ def test_launchers_take_the_table_before_the_rule(chosen):
     launch_products(accumulate=True)
     assert chosen["_k_grouped_persistent"] == k_grouped_config(
         64, 2, torch.bfloat16, out_dtype=torch.bfloat16, tf32=False, aligned=False, descriptors=True, accumulate=True,
-        capability=HOPPER,
+        capability=HOPPER, gluon=False,
     )._replace(programs=0)  # fmt: skip
 
 

@@ -22,9 +22,9 @@ cp.reduce.async.bulk): rounded to nearest, with subnormal numbers, the old ones 
 Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
 device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
 
-The kernels: `ops/kernels/grouped_gemm_triton.py`; which of them runs is the `..._config` functions' word, after that of
-a table of measured tiles, if one was loaded (`ops/kernels/tiles.py`). The slots of the m_grouped kernels:
-`recipes/kernels/row_tiles.py`.
+The kernels: `ops/kernels/grouped_gemm_triton.py`, and for NT on Hopper `grouped_gemm_gluon.py`; which of them runs is
+the `..._config` functions' word, after that of a table of measured tiles, if one was loaded (`ops/kernels/tiles.py`).
+The slots of the m_grouped kernels: `recipes/kernels/row_tiles.py`.
 """
 # T rows, G groups, K in features, N out features
 
@@ -34,6 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ops.kernels.gluon_gate import why_no_gluon
 from ops.kernels.grouped_gemm_cpu import k_grouped_on_cpu, m_grouped_on_cpu
 from ops.kernels.grouped_gemm_tiles import allow_tf32, k_grouped_config, m_grouped_config, uses_descriptors
 from ops.kernels.grouped_gemm_triton import (
@@ -334,7 +335,13 @@ def grouped_gemm_nt_triton(
         descriptors=tma,
         accumulate=accumulate,
         capability=capability(out),
+        gluon=why_no_gluon(capability(out)) is None,
     )
+    if config.gluon:
+        from ops.kernels.grouped_gemm_gluon import k_grouped_gluon  # only where it can be used
+
+        k_grouped_gluon(dy_TN, x_TK, offsets, alpha_G, out, config, accumulate=accumulate, reverse=reverse)
+        return
     # Without fusion alpha's product is rounded before it is added to what is there, so all kernels give the same sums.
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
     if config.programs:
@@ -431,7 +438,9 @@ def _measured(
         return None
     G, N, K = weights
     config = table.find(Gemm(product, a.dtype, out.dtype, accumulate, G, N, K), a.shape[0])
-    return config if config is not None and (tma or (aligned and not config.programs)) else None
+    if config is None or not (tma or (aligned and not config.programs)):
+        return None
+    return None if config.gluon and why_no_gluon(table.capability) is not None else config
 
 
 def _launch_m_grouped(

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ops.kernels.gluon_gate import MOST_GROUPS as GLUON_GROUPS
+from ops.kernels.gluon_gate import why_no_gluon
 from ops.kernels.persistent_tiles import MOST_GROUPS
 from ops.kernels.tiles import Gemm, GroupedGemmConfig
 
@@ -51,12 +53,16 @@ def k_grouped_config(
     descriptors: bool,
     accumulate: bool,
     capability: tuple[int, int],
+    gluon: bool,
 ) -> GroupedGemmConfig:
     """Tiles of the kernel for NT. As above. accumulate: what is there needs registers and shared memory too.
 
-    Float32 leaves room for a fourth stage if little of a tile is in shared memory at once.
+    gluon: whether its kernel can run (`why_no_gluon`). Float32 leaves room for a fourth stage if little of a tile is in
+    shared memory at once.
     """
     if uses_descriptors(dtype, descriptors, capability):
+        if gluon and num_groups <= GLUON_GROUPS and (out_dtype == torch.float32 or not accumulate):
+            return IN_GLUON
         if out_dtype == torch.float32 and rows >= MANY_ROWS * num_groups:
             return _persistent(dtype)._replace(box=0)
         if accumulate or out_dtype != torch.float32:
@@ -76,7 +82,9 @@ def built_in_config(gemm: Gemm, rows: int, capability: tuple[int, int]) -> Group
         "capability": capability,
     }
     if product == "NT":
-        return k_grouped_config(rows, G, dtype, accumulate=accumulate, **about)
+        return k_grouped_config(
+            rows, G, dtype, accumulate=accumulate, gluon=why_no_gluon(capability) is None, **about
+        )  # fmt: skip
     return m_grouped_config(rows, G, dtype, **about)
 
 
@@ -90,6 +98,9 @@ def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
     return GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=4 if out_dtype.itemsize == 2 else 3, programs=1)
 
 
+# Short steps and many of them, so that both consumers find what is loaded. Measured on an H200 against the kernel in
+# Triton, bf16: 6 % faster with 512 rows a group, 2 % with 1024, 3 % with 2048; 64 x 4 was 0 to 3 % slower than that.
+IN_GLUON = GroupedGemmConfig(128, 256, 32, num_warps=8, num_stages=8, programs=1, gluon=True)
 PERSISTENT_SMALL = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2)
 
 

@@ -42,6 +42,7 @@ class GroupedGemmConfig(NamedTuple):
     programs: int = 0  # that share a multiprocessor, with descriptors; 0: pointers, a program for each tile
     # the most columns that NT stores at once, with descriptors; 0: a quarter, and the others straight from registers
     box: int = 128
+    gluon: bool = False  # the kernel whose warps have roles (`grouped_gemm_gluon`); num_warps of them multiply
 
     @property
     def columns_at_once(self) -> int:
@@ -114,6 +115,7 @@ class TileTable:
 # Shared memory that one program may use, KiB (CUDA C++ programming guide, table of technical specifications).
 _SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
 _SMALLEST_SHARED_MEMORY = 99
+BOX_BYTES = 128  # of a row of what is stored at once in Gluon, from four boxes half as high as the tile
 _BESIDES = 2048  # bytes of a program for barriers, and to spread a bias; as compiled for sm_90a 1048 at most
 
 
@@ -126,6 +128,8 @@ def shared_memory_limit(capability: tuple[int, int]) -> int:
 def shared_memory(config: GroupedGemmConfig, gemm: Gemm) -> int:
     """Bytes that the programs of a multiprocessor use: the stages, and with descriptors what is stored and added to."""
     used = (config.block_m + config.block_n) * config.block_k * gemm.dtype.itemsize * config.num_stages
+    if config.gluon:
+        return used + 4 * config.block_m // 2 * BOX_BYTES + _BESIDES
     if not config.programs:
         return used
     stored = config.block_m * min(config.block_n, config.columns_at_once) * gemm.out_dtype.itemsize
@@ -144,17 +148,30 @@ def why_not_tile(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, i
         return f"The tile {in_words(config)} and {config.programs} programs must have a stage, and no fewer than 0."
     if config.programs and capability != (9, 0):
         return f"The tile {in_words(config)} is for descriptors, and so for compute capability 9.0 alone."
-    if config.box not in (0, 64, 128):
+    if config.gluon:
+        refusal = _why_not_in_gluon(config, gemm)
+        if refusal is not None:
+            return refusal
+    elif config.box not in (0, 64, 128):
         return f"The tile {in_words(config)} is stored by 64 or 128 columns or from registers (0), not by {config.box}."
-    written = config.programs and gemm.product == "NT" and gemm.out_dtype == torch.float32
-    if not config.box and not (written and config.block_m == 16 * config.num_warps and config.block_n >= 128):
-        return (
-            f"The tile {in_words(config)} is not stored from registers: that is for float32 weight gradients, with "
-            "descriptors, 16 rows a warp, and 128 columns or more."
-        )
+    elif not config.box:
+        written = config.programs and gemm.product == "NT" and gemm.out_dtype == torch.float32
+        if not (written and config.block_m == 16 * config.num_warps and config.block_n >= 128):
+            return (
+                f"The tile {in_words(config)} is not stored from registers: that is for float32 weight gradients, with "
+                "descriptors, 16 rows a warp, and 128 columns or more."
+            )
     used, limit = shared_memory(config, gemm), shared_memory_limit(capability)
     if used > limit:
         return f"The tile {in_words(config)} needs {used} bytes of shared memory, and there are {limit}."
+    return None
+
+
+def _why_not_in_gluon(config: GroupedGemmConfig, gemm: Gemm) -> str | None:
+    if gemm.product != "NT" or (gemm.accumulate and gemm.out_dtype != torch.float32):
+        return f"The tile {in_words(config)} in Gluon is for weight gradients, those that are added to in float32."
+    if config[:2] != (128, 256) or config.num_warps != 8 or config.programs != 1:
+        return f"The tile {in_words(config)} in Gluon must be 128x256, of 8 warps and one program."
     return None
 
 
@@ -243,8 +260,9 @@ def _tile(entry: Mapping[str, Any]) -> MeasuredTile:
     values = {name: entry[name] for name in Gemm._fields}
     gemm = Gemm(**values | {key: DTYPES[values[key]] for key in ("dtype", "out_dtype")})
     config = GroupedGemmConfig(**entry["config"])
-    numbers = (entry["rows"], gemm.num_groups, gemm.out_features, gemm.in_features, *config)
-    if any(type(number) is not int for number in numbers) or type(gemm.accumulate) is not bool:
+    *sizes, gluon = config
+    numbers = (entry["rows"], gemm.num_groups, gemm.out_features, gemm.in_features, *sizes)
+    if any(type(number) is not int for number in numbers) or {type(gemm.accumulate), type(gluon)} != {bool}:
         raise TypeError(f"an entry holds something else than whole numbers: {entry}")
     if min(numbers[:4]) < 1 or gemm.product not in PRODUCTS or gemm.dtype.itemsize != 2:
         raise ValueError(f"an entry is of no product of 16-bit operands: {entry}")

@@ -23,9 +23,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from recipes.kernels.replay import Replays, is_eager, recording
+from recipes.kernels.replay import DESCRIPTORS, Replays, is_eager, recording
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,7 +94,7 @@ class Launch:
 
         launch(x, programs, *args, **constants)         kernel[(programs,)](*args, **constants) on x's GPU
 
-    args: tensors, `TensorDescriptor`s, ints, None, and tuples of these; all arguments of the kernel that are not
+    args: tensors, `DESCRIPTORS`, ints, None, and tuples of these; all arguments of the kernel that are not
     `tl.constexpr`. constants: those that are, and Triton's options (num_warps, num_stages, ...).
 
     As in a key of Triton's, a tensor counts with its dtype and whether it starts at a multiple of 16 bytes, and an int
@@ -140,7 +139,7 @@ def _kind(arg: Any) -> Any:
         if -(2**31) <= arg < 2**31:
             return 1 if arg == 1 else 2 if arg % 16 else 16
         return 64, arg % 16 == 0, arg >= 2**63
-    if kind is TensorDescriptor:
+    if kind in DESCRIPTORS:
         return arg.base.dtype, *arg.block_shape
     if isinstance(arg, Tensor):
         return arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype,)

@@ -46,6 +46,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 MOST_KEYS = 1024  # of a function
 MOST_ADDRESSES = 256  # of an argument of a launch, for which descriptors are kept
 
+# What a TMA descriptor may be. Gluon has a class of its own, which is added by whoever imports Gluon.
+DESCRIPTORS: set[type] = {TensorDescriptor}
+
 
 class Replays:
     """Calls a function, or repeats what it did for arguments that lie as these do."""
@@ -254,7 +257,7 @@ class _Launch:
         self.containers: list[tuple[int, _Template]] = []
         for arg in args:
             at = len(self.args)
-            if isinstance(arg, TensorDescriptor):
+            if type(arg) in DESCRIPTORS:
                 descriptors = _Descriptors(arg, metas.pop(0))
                 self.descriptors.append((at, place(arg.base).position, descriptors))
                 self.args += descriptors.expanded
@@ -284,7 +287,7 @@ _STREAM = 3  # its position among the arguments of Triton's C function
 class _Descriptors(dict[int, Any]):
     """The TMA descriptors of one argument, made by Triton, by address. expanded: what the C function gets for one."""
 
-    def __init__(self, example: TensorDescriptor, meta: Any) -> None:
+    def __init__(self, example: Any, meta: Any) -> None:
         if meta is None:
             raise _NotRepeatable  # it is passed in another form
         self.example, self.meta = copy(example), meta

@@ -1,0 +1,84 @@
+"""Where the kernels in Gluon run, and where not."""
+
+import pytest
+import torch
+import triton
+
+from ops.kernels import gluon_gate
+from ops.kernels import grouped_gemm as gg
+from ops.kernels.gluon_gate import MOST_GROUPS, why_no_gluon
+from ops.kernels.grouped_gemm_tiles import IN_GLUON, k_grouped_config
+from ops.kernels.tiles import Gemm, MeasuredTile, TileTable, use_tiles, why_not_tile
+
+HOPPER = (9, 0)
+WGRAD = Gemm("NT", torch.bfloat16, torch.bfloat16, False, 4, 64, 32)
+
+
+@pytest.fixture
+def release(monkeypatch):
+    """Says which release of Triton this is, and that it compiles."""
+    monkeypatch.setattr(gluon_gate, "INTERPRET", False)
+
+    def say(version):
+        monkeypatch.setattr(triton, "__version__", version)
+        why_no_gluon.cache_clear()
+
+    yield say
+    why_no_gluon.cache_clear()
+
+
+def test_they_run_on_hopper_in_the_gluon_of_one_release(release):
+    release("3.6.0")
+    assert why_no_gluon(HOPPER) is None
+    assert why_no_gluon((10, 0)) == "They are for compute capability 9.0 (Hopper), and this is 10.0."
+    release("3.7.1")
+    assert why_no_gluon(HOPPER) == "They are written in the Gluon of Triton 3.6, and this is Triton 3.7.1."
+
+
+def test_they_are_not_interpreted(release, monkeypatch):
+    release("3.6.0")
+    monkeypatch.setattr(gluon_gate, "INTERPRET", True)
+    assert why_no_gluon(HOPPER) == "Triton interprets, and its interpreter knows no Gluon."
+
+
+def config(groups=8, dtype=torch.bfloat16, out_dtype=None, *, accumulate=False, gluon=True, descriptors=True):
+    return k_grouped_config(
+        8192, groups, dtype, out_dtype=out_dtype or dtype, tf32=False, aligned=False, descriptors=descriptors,
+        accumulate=accumulate, capability=HOPPER, gluon=gluon,
+    )  # fmt: skip
+
+
+def test_weight_gradients_of_16_bit_operands_take_them():
+    float32 = {"out_dtype": torch.float32}
+    for taken in (config(), config(dtype=torch.float16), config(**float32), config(**float32, accumulate=True)):
+        assert taken == IN_GLUON
+    assert config(MOST_GROUPS) == IN_GLUON and not config(MOST_GROUPS + 1).gluon
+    others = (config(gluon=False), config(descriptors=False), config(dtype=torch.float32), config(accumulate=True))
+    assert not any(other.gluon for other in others)
+
+
+@pytest.mark.parametrize(("gemm", "changes", "reason"), [
+    (WGRAD, {}, None),
+    (WGRAD._replace(out_dtype=torch.float32, accumulate=True), {}, None),
+    (WGRAD._replace(num_groups=MOST_GROUPS, out_dtype=torch.float32), {}, None),
+    (WGRAD._replace(accumulate=True), {}, "is for weight gradients, those that are added to in float32"),
+    (WGRAD._replace(product="TN"), {}, "is for weight gradients"),
+    (WGRAD, {"block_n": 128}, "must be 128x256, of 8 warps and one program"),
+    (WGRAD, {"num_stages": 9}, "bytes of shared memory"),
+])  # fmt: skip
+def test_what_a_tile_in_gluon_may_be(gemm, changes, reason):
+    refusal = why_not_tile(IN_GLUON._replace(**changes), gemm, HOPPER)
+    assert refusal is None if reason is None else reason in refusal
+
+
+def test_a_measured_tile_in_gluon_is_left_where_there_is_none(monkeypatch):
+    table = TileTable({}, HOPPER, (MeasuredTile(WGRAD, 64, IN_GLUON, 1.0, 2.0),))
+    monkeypatch.setattr(gg, "capability", lambda x: HOPPER)
+    dy, out = torch.empty(64, 64, dtype=torch.bfloat16), torch.empty(4, 64, 32, dtype=torch.bfloat16)
+    use_tiles(table)
+    try:
+        for reason, found in ((None, IN_GLUON), ("Another release.", None)):
+            monkeypatch.setattr(gg, "why_no_gluon", lambda capability, reason=reason: reason)
+            assert gg._measured("NT", dy, out, (4, 64, 32), True, False) == found
+    finally:
+        use_tiles(None)
