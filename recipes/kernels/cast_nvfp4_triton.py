@@ -18,14 +18,18 @@ from recipes.kernels.nvfp4_blocks_triton import (
     hadamard,
     largest_bits,
     random_words,
+    signs_of_pairs,
     sums_of_pairs,
 )
 from recipes.kernels.rounding import INTERPRET, widen, widen_pairs
 from recipes.kernels.row_tiles import find_tile
 
-LARGER_PAIR = tl.constexpr(
-    "{ .reg .b32 a, b; and.b32 a, $1, 0x7FFF7FFF; and.b32 b, $2, 0x7FFF7FFF; max.u16x2 $0, a, b; }"
-)
+# Of two pairs of bfloat16 the larger magnitudes, NaN above all, with some sign.
+LARGER_PAIR = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
+STORE_BYTE = tl.constexpr("st.global.u8 [$1], $2; mov.b32 $0, 0;")
+STORE_CODES = tl.constexpr("st.global.b64 [$1], $2; mov.b32 $0, 0;")
+STORE_BYTE_IF = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.u8 [$1], $2; mov.b32 $0, 0; }")
+STORE_CODES_IF = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b64 [$1], $2; mov.b32 $0, 0; }")
 
 
 @triton.jit
@@ -74,6 +78,37 @@ def _load(x_ptr, mask, FULL: tl.constexpr):
 
 
 @triton.jit
+def _store(ptr, x, mask, FULL: tl.constexpr):
+    """Stores x, bytes or int64, where mask is true, or everywhere if FULL. A thread writes what it has itself; Triton
+    would first have threads exchange it. Neighbours fill the 32 bytes that are a unit of memory."""
+    if INTERPRET:
+        tl.store(ptr, x, mask=None if FULL else mask)
+    else:
+        BYTE: tl.constexpr = x.dtype == tl.uint8
+        if BYTE:
+            x = x.to(tl.int32)
+        if FULL:
+            tl.inline_asm_elementwise(
+                STORE_BYTE if BYTE else STORE_CODES, "=r,l,r" if BYTE else "=r,l,l", [ptr.to(tl.int64), x],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            tl.inline_asm_elementwise(
+                STORE_BYTE_IF if BYTE else STORE_CODES_IF, "=r,l,r,r" if BYTE else "=r,l,l,r",
+                [ptr.to(tl.int64), x, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def _beside(index, x):
+    """index, broadcast to the shape of x, where x is: what is computed from it will be there too."""
+    if INTERPRET:
+        return index + tl.zeros(x.shape, tl.int32)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [index, x], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _load_row_blocks(
     x_ptr, rows, columns, K, R: tl.constexpr, B: tl.constexpr, PAIRS: tl.constexpr, FULL: tl.constexpr
 ):
@@ -113,6 +148,16 @@ def _in_eight(x):
 
 
 @triton.jit
+def _signs_of_eight(x):
+    """The signs of words [R, B, 4] as `cast_blocks` takes them, all at once, or None."""
+    if x.dtype == tl.uint32:
+        w0, w1, w2, w3 = _in_four(x)
+        return signs_of_pairs(w0, w1, w2, w3)
+    else:
+        return None
+
+
+@triton.jit
 def _in_four(x):
     """x [R, B, 4] as four tensors [R, B]."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
@@ -122,11 +167,9 @@ def _in_four(x):
 
 
 @triton.jit
-def _load_column_blocks(x_ptr, rows, columns, K, R: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr):
-    """C columns of R blocks from x_ptr on, in float32, their 16 rows each as [R, C]; 0 from row `rows` and column
-    `columns` on."""
-    row = 16 * tl.arange(0, R)[:, None]
-    column = tl.arange(0, C)[None, :]
+def _load_column_blocks(x_ptr, row, column, rows, columns, K, FULL: tl.constexpr):
+    """The 16 numbers below each of the first rows and columns [..] of blocks, from x_ptr on, in float32; 0 from row
+    `rows` and column `columns` on."""
     at = row * K + column
     xs = ()
     for i in tl.static_range(16):
@@ -139,18 +182,15 @@ def _load_column_blocks(x_ptr, rows, columns, K, R: tl.constexpr, C: tl.constexp
 def _largest_of_eight(low, high):
     """[R, B]: the bits of max |x| over low and high [R, B, 8]; NaN if one is."""
     if low.dtype == tl.uint32 and not INTERPRET and cuda_capability_geq(9):  # two by two
-        words = tl.inline_asm_elementwise(
-            LARGER_PAIR, "=r,r,r", [low, high], dtype=tl.uint32, is_pure=True, pack=1
-        )  # fmt: skip
-        word = tl.reduce(words, 2, _larger_pair)
-        return tl.maximum(word << 16, word & 0xFFFF0000).to(tl.int32, bitcast=True)
+        word = tl.reduce(_larger_pair(low, high), 2, _larger_pair)
+        return tl.maximum((word & 0x7FFF) << 16, word & 0x7FFF0000).to(tl.int32, bitcast=True)
     else:
         return largest_bits(_in_eight(low) + _in_eight(high))
 
 
 @triton.jit
 def _larger_pair(a, b):
-    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(LARGER_PAIR, "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -179,14 +219,16 @@ def _cast_rows(
             amax = tl.reshape(tl.broadcast_to(amax, [R // 16, 16, B]), [R, B])
         random = (0, 0, 0, 0)
         if STOCHASTIC:
-            random = random_words(seed_ptr, first_column // 16 + block, row + start + lane, 0)
+            of_block = _beside(first_column // 16 + block, amax)
+            random = random_words(seed_ptr, of_block, _beside(row + start + lane, amax), 0)
         xs = _in_eight(low) + _in_eight(high)
-        code, scale = cast_blocks(xs, amax, own_encode, own_decode, random, 0.125, STOCHASTIC, NATIVE)
+        signs = (_signs_of_eight(low), _signs_of_eight(high))
+        code, scale = cast_blocks(xs, amax, own_encode, own_decode, random, signs, 1.0, STOCHASTIC, NATIVE)
         at = lane * BLOCKS + block
-        mask = None if FULL else (start + lane < rows_to_write) & (first_column // 16 + block < BLOCKS)
-        tl.store(scale_ptr + at, scale, mask=mask)
+        mask = (start + lane < rows_to_write) & (first_column // 16 + block < BLOCKS)
+        _store(scale_ptr + at, scale, mask, FULL)
         if K % 16 == 0:
-            tl.store(codes_ptr.to(tl.pointer_type(tl.int64)) + at, code, mask=mask)
+            _store(codes_ptr.to(tl.pointer_type(tl.int64)) + at, code, mask, FULL)
         else:
             byte = 8 * block[:, :, None] + tl.arange(0, 8)[None, None, :]
             mask = (start + lane < rows_to_write)[:, :, None] & (first_column // 2 + byte < BYTES)
@@ -203,29 +245,33 @@ def _cast_columns(
     K: tl.constexpr, RHT: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The columnwise copy of a tile, C columns at a time. Of it count the first `rows` rows, in `blocks` blocks."""
+    """The columnwise copy of a tile, C columns at a time. Of it count the first `rows` rows, in `blocks` blocks.
+
+    A warp has 16 columns of each block of rows, [R, C / 16, 16]: so it reads and writes whole units of 32 bytes.
+    """
     R: tl.constexpr = BLOCK_R
     STOCHASTIC: tl.constexpr = seed_ptr is not None
-    block = tl.arange(0, R)[:, None]
-    lane = tl.arange(0, C)[None, :]
+    block = tl.arange(0, R)[:, None, None]
+    lane = 16 * tl.arange(0, C // 16)[None, :, None] + tl.arange(0, 16)[None, None, :]
     for start in range(0, BLOCK_C, C):
         column = first_column + start
-        xs = _load_column_blocks(x_ptr, rows, K - column, K, R, C, FULL)
+        xs = _load_column_blocks(x_ptr, 16 * block, lane, rows, K - column, K, FULL)
         if RHT:
             xs, amax = hadamard(xs)
         else:
             amax = largest_bits(xs)
         if SQUARE:
-            amax = tl.max(tl.reshape(amax, [R, C // 16, 16]), axis=2, keep_dims=True)
-            amax = tl.reshape(tl.broadcast_to(amax, [R, C // 16, 16]), [R, C])
+            amax = tl.broadcast_to(tl.max(amax, axis=2, keep_dims=True), [R, C // 16, 16])
         random = (0, 0, 0, 0)
         if STOCHASTIC:
-            random = random_words(seed_ptr, row // 16 + block, column + lane, 1)
-        code, scale = cast_blocks(xs, amax, encode, decode, random, 0.03125 if RHT else 0.125, STOCHASTIC, NATIVE)
+            random = random_words(seed_ptr, _beside(row // 16 + block, amax), _beside(column + lane, amax), 1)
+        code, scale = cast_blocks(
+            xs, amax, encode, decode, random, (None, None), 0.25 if RHT else 1.0, STOCHASTIC, NATIVE
+        )  # fmt: skip
         at = lane.to(tl.int64) * BLOCKS + block
-        mask = None if FULL else (block < blocks) & (column + lane < K)
-        tl.store(codes_ptr + at, code, mask=mask)
-        tl.store(scale_ptr + at, scale, mask=mask)
+        mask = (block < blocks) & (column + lane < K)
+        _store(codes_ptr + at, code, mask, FULL)
+        _store(scale_ptr + at, scale, mask, FULL)
         x_ptr += C
         codes_ptr += C * BLOCKS
         scale_ptr += C * BLOCKS
@@ -317,9 +363,9 @@ def amax_nvfp4_kernel(
         of_columns = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
         for tile in range(TILES):
             column = first_column + tile * BLOCK_C
-            xs = _load_column_blocks(
-                x_ptr + first.to(tl.int64) * K + column, end - first, K - column, K, BLOCK_R, BLOCK_C, False
-            )  # fmt: skip
+            at = x_ptr + first.to(tl.int64) * K + column
+            rows, columns = 16 * tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
+            xs = _load_column_blocks(at, rows, columns, end - first, K - column, K, False)
             if row_amax_ptr is not None:
                 for i in tl.static_range(16):
                     if ROW_SCALED:

@@ -16,10 +16,20 @@ RANGE = tl.constexpr(E2M1_VALUES[-1] * E4M3.max)
 ONE_SIXTH = tl.constexpr(1.0 / 6.0)
 SIGNS = tl.constexpr(_SIGNS)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: see `e2m1_codes_ref`
-# Eight words with its bits in place of eight codes, summed up in int32: what is too much in a word of codes.
-SURPLUS = tl.constexpr(0x4B400000 * 0x11111111 & 0xFFFFFFFF)
-STOCHASTIC_SURPLUS = tl.constexpr(0x4B4000 * 0x11111111 & 0xFFFFFFFF)
+LINE = tl.constexpr(16777216.0)  # 2^24, from which on the last place of a float32 is 2
+LINE_BITS = tl.constexpr(0x4B800000)
+# What the words of codes are too large by: eight of them with that number in each, or two of them.
+SURPLUS = tl.constexpr((0x4B800000 - 4) * 0x11111111 & 0xFFFFFFFF)
+STOCHASTIC_SURPLUS = tl.constexpr((0x4B800000 - 1024) * 0x10001 & 0xFFFFFFFF)
+PAIRS_SIGNS = tl.constexpr("""{
+            .reg .b32 low, high, even, odd;
+            prmt.b32 low, $1, $2, 0x7531;
+            prmt.b32 high, $3, $4, 0x7531;
+            prmt.b32 even, low, high, 0x6420;
+            prmt.b32 odd, low, high, 0x7531;
+            shr.b32 even, even, 4;
+            lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;
+            }""")
 RECIPROCAL = tl.constexpr("""{
             .reg .f32 r, e;
             rcp.approx.ftz.f32 r, $1;
@@ -133,37 +143,27 @@ def _scales(amax, encode, decode, PART: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _eighths(x, factor):
-    """min(|x| * factor, 1); of NaN some number."""
+def _magnitude(x, factor):
+    """fl(|x| * factor), rounded before anything is added to it."""
     if INTERPRET:
-        return tl.minimum(tl.abs(x) * factor, 1.0)
-    else:  # clamps for nothing
+        return tl.abs(x) * factor
+    else:
         return tl.inline_asm_elementwise(
-            "{ .reg .f32 a; abs.f32 a, $1; mul.rn.sat.f32 $0, a, $2; }", "=f,f,f", [x, factor], dtype=tl.float32,
+            "{ .reg .f32 a; abs.f32 a, $1; mul.rn.f32 $0, a, $2; }", "=f,f,f", [x, factor], dtype=tl.float32,
             is_pure=True, pack=1,
         )  # fmt: skip
 
 
 @triton.jit
-def _positions(eighths, STEPS: tl.constexpr):
-    """The bits of ROUND + the position on the axis of codes (`e2m1_codes_ref`), in STEPS a code, of 8 eighths (int32).
+def _position(magnitude, STEPS: tl.constexpr):
+    """LINE_BITS - 4 STEPS + the position on the axis of codes (`e2m1_codes_ref`), in STEPS a code (int32).
 
-    The axis is the lowest of three lines. The last one leads on to 8, for which `_without_surplus` sets 7.
+    The axis is the lowest of two lines and 7. The first one bends at code 4, which stands where the last place of the
+    sum becomes twice as large: so below it are two codes to 1, and above it one. The other has one code to 2.
     """
-    low = (eighths * (16.0 * STEPS) + ROUND).to(tl.int32, bitcast=True)
-    middle = (eighths * (8.0 * STEPS) + (ROUND + 2.0 * STEPS)).to(tl.int32, bitcast=True)
-    high = (eighths * (4.0 * STEPS) + (ROUND + 4.0 * STEPS)).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.minimum(low, middle), high)
-
-
-@triton.jit
-def _magnitudes(eighths, random, i: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """E2M1 magnitudes 0 to 7, or 8 for 7, of 8 eighths, plus what `_without_surplus` takes off again (int32)."""
-    if STOCHASTIC:
-        byte = (random[i // 4] >> (8 * (i % 4))) & 0xFF
-        return (_positions(eighths, 256.0) + byte.to(tl.int32)) >> 8
-    else:
-        return _positions(eighths, 1.0)
+    bent = (magnitude * (2.0 * STEPS) + (LINE - 4.0 * STEPS)).to(tl.int32, bitcast=True)
+    high = (magnitude * STEPS + LINE).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(bent, high), LINE_BITS + 3 * int(STEPS))
 
 
 @triton.jit
@@ -178,38 +178,91 @@ def _shift_in(word, bits):
 
 
 @triton.jit
-def _without_surplus(word, STOCHASTIC: tl.constexpr):
-    """Eight magnitudes in a word (int32), each in four bits."""
-    if STOCHASTIC:
-        word -= STOCHASTIC_SURPLUS
-    else:
-        word -= SURPLUS
-    return word - ((word >> 3) & 0x11111111)
-
-
-@triton.jit
-def _word(xs, factor, random, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """The codes of tensors FIRST to FIRST + 7 in words. factor: eighths of e."""
-    word = tl.zeros(factor.shape, tl.int32)
-    signs = tl.zeros(factor.shape, tl.uint32)
+def _signs(xs, FIRST: tl.constexpr):
+    """The signs of tensors FIRST to FIRST + 7, each in the highest of four bits, with others below."""
+    signs = tl.zeros(xs[0].shape, tl.uint32)
     for i in tl.static_range(FIRST + 7, FIRST - 1, -1):
-        word = (word << 4) + _magnitudes(_eighths(xs[i], factor), random, i, STOCHASTIC)
         signs = _shift_in(signs, xs[i].to(tl.uint32, bitcast=True))
-    return _without_surplus(word, STOCHASTIC) | (signs & 0x88888888).to(tl.int32, bitcast=True)
+    return signs
 
 
 @triton.jit
-def cast_blocks(xs, bits, encode, decode, random, PART: tl.constexpr, STOCHASTIC: tl.constexpr, NATIVE: tl.constexpr):
+def signs_of_pairs(w0, w1, w2, w3):
+    """`_signs` of the eight bfloat16 numbers in four words."""
+    if INTERPRET:
+        word = tl.zeros(w0.shape, tl.uint32)
+        for pair in tl.static_range(4):
+            w = (w0, w1, w2, w3)[pair]
+            word |= (((w >> 12) & 0x8) | ((w >> 24) & 0x80)) << (8 * pair)
+        return word
+    else:
+        return tl.inline_asm_elementwise(PAIRS_SIGNS, "=r,r,r,r,r", [w0, w1, w2, w3], tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _nearest(xs, factor, FIRST: tl.constexpr):
+    """The magnitudes' codes of tensors FIRST to FIRST + 7 in words."""
+    word = tl.zeros(factor.shape, tl.int32)
+    for i in tl.static_range(FIRST + 7, FIRST - 1, -1):
+        word = (word << 4) + _position(_magnitude(xs[i], factor), 1.0)
+    return word - SURPLUS
+
+
+@triton.jit
+def _position_pair(xs, factor, bits, i: tl.constexpr):
+    """Positions of tensors i and i + 2 in the halves of a word, with bits, a byte in each, added: codes in bits 8 to
+    11 of the halves."""
+    low = _position(_magnitude(xs[i], factor), 256.0)
+    high = _position(_magnitude(xs[i + 2], factor), 256.0)
+    return (high << 16) + low + (bits & 0x00FF00FF).to(tl.int32, bitcast=True) - STOCHASTIC_SURPLUS
+
+
+@triton.jit
+def _stochastic_four(xs, factor, bits, i: tl.constexpr):
+    """Codes of tensors i to i + 3 in bytes 1 and 3 of words, with others beside them."""
+    even = _position_pair(xs, factor, bits, i)
+    odd = _position_pair(xs, factor, bits >> 8, i + 1)
+    return (even & 0x0F0F0F0F) | ((odd << 4) & ~0x0F0F0F0F)
+
+
+@triton.jit
+def _stochastic(xs, factor, random, FIRST: tl.constexpr):
+    """`_nearest`, rounded at random."""
+    low = _stochastic_four(xs, factor, random[FIRST // 4], FIRST)
+    high = _stochastic_four(xs, factor, random[FIRST // 4 + 1], FIRST + 4)
+    if INTERPRET:
+        low = ((low >> 8) & 0xFF) | ((low >> 16) & 0xFF00)
+        return low | (((high >> 8) & 0xFF) << 16) | (high & -0x1000000)
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _word(xs, factor, random, signs, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The codes of tensors FIRST to FIRST + 7 in words. signs: theirs, or None."""
+    word = _stochastic(xs, factor, random, FIRST) if STOCHASTIC else _nearest(xs, factor, FIRST)
+    if signs is None:
+        signs = _signs(xs, FIRST)
+    return word | (signs & 0x88888888).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def cast_blocks(
+    xs, bits, encode, decode, random, signs, PART: tl.constexpr, STOCHASTIC: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
     """Codes (int64, the first lowest) and scales of blocks, whose 16 numbers are xs.
 
-    bits: of their amaxes; PART: 1/8, or 1/32 for what `hadamard` returns, which is 4 times too large
+    bits: of their amaxes; signs: of the first and the last eight, or None twice; PART: 1, or 1/4 for what `hadamard`
+    returns, which is 4 times too large
     """
     amax = bits.to(tl.float32, bitcast=True)
-    if PART < 0.125:
+    if PART < 1:
         amax *= 0.25
     scale, factor = _scales(amax, encode, decode, PART, NATIVE)
-    low = _word(xs, factor, random, 0, STOCHASTIC)
-    high = _word(xs, factor, random, 8, STOCHASTIC)
+    low = _word(xs, factor, random, signs[0], 0, STOCHASTIC)
+    high = _word(xs, factor, random, signs[1], 8, STOCHASTIC)
     code = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
     return tl.where(amax == amax, code, 0), scale
 
