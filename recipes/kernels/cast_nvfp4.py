@@ -53,7 +53,11 @@ from recipes.kernels.cast_float8 import (
     round_to_float8_ref,
 )
 from recipes.kernels.cast_nvfp4_triton import amax_nvfp4_kernel, cast_nvfp4_kernel
-from recipes.kernels.dequantize_nvfp4_triton import dequantize_columns_kernel, dequantize_rows_kernel
+from recipes.kernels.dequantize_nvfp4_triton import (
+    dequantize_columns_kernel,
+    dequantize_rows_kernel,
+    dequantize_words_kernel,
+)
 from recipes.kernels.hadamard import hadamard_ref
 from recipes.kernels.random import random_bytes_ref
 from recipes.kernels.row_tiles import num_slots
@@ -205,7 +209,10 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, stochastic: bool, grouped:
 
 def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
     """block_r counts rows, not blocks, if not `transpose`."""
-    return NVFP4Config(4, 64, 4) if transpose else NVFP4Config(16, 512, 4)
+    return NVFP4Config(4, 64, 4, band=16) if transpose else NVFP4Config(16, 512, 4)
+
+
+WORDS_AT_ONCE = 512  # of eight codes: four a thread
 
 
 def amax_nvfp4(
@@ -324,14 +331,18 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
     num_groups = values.numel() // (R * K)
     column_tiles = -(-K // config.block_c)
     if transpose:
-        grid = (num_groups * -(-R // (BLOCK * config.block_r)) * column_tiles,)
-        dequantize_columns_kernel[grid](codes.view(torch.int64), scale, values, K, R, **about)
+        tiles = num_groups * -(-R // (BLOCK * config.block_r))
+        band = min(tiles, max(config.band, -(-tiles // 65535)))
+        grid = (band, column_tiles, -(-tiles // band))
+        dequantize_columns_kernel[grid](codes.view(torch.int64), scale, values, num_groups, R, K, **about)
+    elif values.dtype == torch.bfloat16 and K % BLOCK == 0:
+        words = values.numel() // 8
+        grid = (-(-words // WORDS_AT_ONCE),)
+        dequantize_words_kernel[grid](codes.view(torch.int32), scale, values, words, BLOCK=WORDS_AT_ONCE)
     else:
         rows = num_groups * R
         grid = (-(-rows // config.block_r) * column_tiles,)
-        words = K % 8 == 0
-        codes = codes.view(torch.int32) if words else codes
-        dequantize_rows_kernel[grid](codes, scale, values, rows, K, WORDS=words, **about)
+        dequantize_rows_kernel[grid](codes, scale, values, rows, K, **about)
 
 
 class _Launch:

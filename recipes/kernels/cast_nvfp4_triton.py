@@ -102,6 +102,7 @@ def _store(ptr, x, mask, FULL: tl.constexpr):
 @triton.jit
 def _beside(index, x):
     """index, broadcast to the shape of x, where x is: what is computed from it will be there too."""
+    index = index.to(tl.int32)
     if INTERPRET:
         return index + tl.zeros(x.shape, tl.int32)
     else:
@@ -195,7 +196,7 @@ def _larger_pair(a, b):
 
 @triton.jit
 def _cast_rows(
-    x_ptr, seed_ptr, codes_ptr, scale_ptr, row_amax_ptr, encode, decode, row, rows, rows_to_write, first_column,
+    x_ptr, seed, codes_ptr, scale_ptr, row_amax_ptr, encode, decode, row, rows, rows_to_write, first_column,
     K: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
@@ -204,10 +205,10 @@ def _cast_rows(
     BLOCKS: tl.constexpr = (K + 15) // 16
     BYTES: tl.constexpr = (K + 1) // 2
     PAIRS: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and K % 16 == 0
-    STOCHASTIC: tl.constexpr = seed_ptr is not None
+    STOCHASTIC: tl.constexpr = seed is not None
     lane = tl.arange(0, R)[:, None]
     block = tl.arange(0, B)[None, :]
-    for start in range(0, 16 * BLOCK_R, R):
+    for start in range(0, 16 * BLOCK_R if FULL else tl.minimum(16 * BLOCK_R, rows_to_write), R):
         if row_amax_ptr is not None:
             own_encode, own_decode = encoding(tl.load(row_amax_ptr + start + lane, mask=start + lane < rows, other=0.0))
         else:
@@ -220,7 +221,7 @@ def _cast_rows(
         random = (0, 0, 0, 0)
         if STOCHASTIC:
             of_block = _beside(first_column // 16 + block, amax)
-            random = random_words(seed_ptr, of_block, _beside(row + start + lane, amax), 0)
+            random = random_words(seed, of_block, _beside(row + start + lane, amax), 0)
         xs = _in_eight(low) + _in_eight(high)
         signs = (_signs_of_eight(low), _signs_of_eight(high))
         code, scale = cast_blocks(xs, amax, own_encode, own_decode, random, signs, 1.0, STOCHASTIC, NATIVE)
@@ -241,7 +242,7 @@ def _cast_rows(
 
 @triton.jit
 def _cast_columns(
-    x_ptr, seed_ptr, codes_ptr, scale_ptr, encode, decode, row, rows, blocks, first_column, BLOCKS,
+    x_ptr, seed, codes_ptr, scale_ptr, encode, decode, row, rows, blocks, first_column, BLOCKS,
     K: tl.constexpr, RHT: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
@@ -250,10 +251,10 @@ def _cast_columns(
     A warp has 16 columns of each block of rows, [R, C / 16, 16]: so it reads and writes whole units of 32 bytes.
     """
     R: tl.constexpr = BLOCK_R
-    STOCHASTIC: tl.constexpr = seed_ptr is not None
+    STOCHASTIC: tl.constexpr = seed is not None
     block = tl.arange(0, R)[:, None, None]
     lane = 16 * tl.arange(0, C // 16)[None, :, None] + tl.arange(0, 16)[None, None, :]
-    for start in range(0, BLOCK_C, C):
+    for start in range(0, BLOCK_C if FULL else tl.minimum(BLOCK_C, K - first_column), C):
         column = first_column + start
         xs = _load_column_blocks(x_ptr, 16 * block, lane, rows, K - column, K, FULL)
         if RHT:
@@ -264,7 +265,7 @@ def _cast_columns(
             amax = tl.broadcast_to(tl.max(amax, axis=2, keep_dims=True), [R, C // 16, 16])
         random = (0, 0, 0, 0)
         if STOCHASTIC:
-            random = random_words(seed_ptr, _beside(row // 16 + block, amax), _beside(column + lane, amax), 1)
+            random = random_words(seed, _beside(row // 16 + block, amax), _beside(column + lane, amax), 1)
         code, scale = cast_blocks(
             xs, amax, encode, decode, random, (None, None), 0.25 if RHT else 1.0, STOCHASTIC, NATIVE
         )  # fmt: skip
@@ -298,6 +299,9 @@ def cast_nvfp4_kernel(
         # The second copy finds x in the cache. Most tiles are whole, and need no masks.
         is_whole = (rows >= 16 * BLOCK_R) & (column + BLOCK_C <= K)
         x_ptr += from_row * K + column
+        seed = None
+        if seed_ptr is not None:
+            seed = tl.load(seed_ptr)
         if row_amax_ptr is not None:
             encode, decode = 1.0, 1.0
             own_amax_ptr = None
@@ -309,12 +313,12 @@ def cast_nvfp4_kernel(
             row_scale_ptr += from_row * ((K + 15) // 16) + column // 16
             if is_whole:
                 _cast_rows(
-                    x_ptr, seed_ptr, row_codes_ptr, row_scale_ptr, own_amax_ptr, encode, decode, row, rows,
+                    x_ptr, seed, row_codes_ptr, row_scale_ptr, own_amax_ptr, encode, decode, row, rows,
                     rows_to_write, column, K, SQUARE, NATIVE, BLOCK_R, BLOCK_C, ROWS_AT_ONCE, True,
                 )  # fmt: skip
             else:
                 _cast_rows(
-                    x_ptr, seed_ptr, row_codes_ptr, row_scale_ptr, own_amax_ptr, encode, decode, row, rows,
+                    x_ptr, seed, row_codes_ptr, row_scale_ptr, own_amax_ptr, encode, decode, row, rows,
                     rows_to_write, column, K, SQUARE, NATIVE, BLOCK_R, BLOCK_C, ROWS_AT_ONCE, False,
                 )  # fmt: skip
         if column_amax_ptr is not None:
@@ -325,12 +329,12 @@ def cast_nvfp4_kernel(
             blocks = (end_block - first_block).to(tl.int32)
             if is_whole:
                 _cast_columns(
-                    x_ptr, seed_ptr, column_codes_ptr, column_scale_ptr, encode, decode, row, rows, blocks, column,
+                    x_ptr, seed, column_codes_ptr, column_scale_ptr, encode, decode, row, rows, blocks, column,
                     BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE, True,
                 )  # fmt: skip
             else:
                 _cast_columns(
-                    x_ptr, seed_ptr, column_codes_ptr, column_scale_ptr, encode, decode, row, rows, blocks, column,
+                    x_ptr, seed, column_codes_ptr, column_scale_ptr, encode, decode, row, rows, blocks, column,
                     BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE, False,
                 )  # fmt: skip
 

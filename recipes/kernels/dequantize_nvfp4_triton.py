@@ -28,7 +28,9 @@ def _e4m3_values(scale):
     return tl.where(scale == 0x7F, float("nan"), value)
 
 
-# Of one of four pairs of codes: the shifts of the magnitudes to the bits 6 to 8 of both halves, of the signs to bit 15.
+# Of one of the pairs of codes in `lo` and `hi`: the shifts of the magnitudes to the bits 6 to 8 of both halves, of the
+# signs to bit 15. A code's fields, in a bfloat16's place, are those of its value times 2^-126; the products with 2^126
+# and the scale are exact.
 _PAIR = """
             {shift_m} t, {word}, {by_m};
             {shift_s} u, {word}, {by_s};
@@ -36,95 +38,220 @@ _PAIR = """
             and.b32 u, u, 0x80008000;
             or.b32 t, t, u;
             fma.rn.bf16x2 t, t, raise, zero;
-            fma.rn.bf16x2 ${out}, t, $10, zero;"""
-_PAIRS = "".join(
-    _PAIR.format(
-        word=word, out=4 * half + i, shift_m="shl.b32" if i < 2 else "shr.b32", by_m=abs(6 - 4 * i),
-        shift_s="shl.b32", by_s=12 - 4 * i,
-    )
-    for half, word in enumerate(("lo", "hi")) for i in range(4)
-)  # fmt: skip
-DECODE = tl.constexpr(
-    """{
+            fma.rn.bf16x2 ${out}, t, ${scale}, zero;"""
+
+
+def _decode(nibbles: tuple[int, ...]) -> tl.constexpr:
+    """Of two words the pairs of these codes of each half of both, times a pair of scales."""
+    outs = 2 * len(nibbles)
+    pairs = (
+        _PAIR.format(
+            word=word, out=len(nibbles) * half + place, scale=outs + 2, shift_m="shl.b32" if i < 2 else "shr.b32",
+            by_m=abs(6 - 4 * i), shift_s="shl.b32", by_s=12 - 4 * i,
+        )
+        for half, word in enumerate(("lo", "hi")) for place, i in enumerate(nibbles)
+    )  # fmt: skip
+    return tl.constexpr(
+        f"""{{
             .reg .b32 lo, hi, t, u, raise, zero;
             mov.b32 raise, 0x7E807E80;
             mov.b32 zero, 0x80008000;
-            prmt.b32 lo, $8, $9, 0x5410;
-            prmt.b32 hi, $8, $9, 0x7632;"""
-    + _PAIRS
-    + "}"
-)
-EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
+            prmt.b32 lo, ${outs}, ${outs + 1}, 0x5410;
+            prmt.b32 hi, ${outs}, ${outs + 1}, 0x7632;"""
+        + "".join(pairs)
+        + "}"
+    )
+
+
+DECODE_PAIRS = _decode((0, 1, 2, 3))
+DECODE_ALTERNATE_PAIRS = _decode((0, 2))
+EIGHT_WORDS = tl.constexpr((tl.int32,) * 8)
+FOUR_WORDS = tl.constexpr((tl.int32,) * 4)
 
 
 @triton.jit
-def _decoded(word, scale, DTYPE: tl.constexpr):
-    """The eight codes in each of word (int32), the lowest first, times scale (float32): eight tensors in DTYPE."""
-    if DTYPE == tl.bfloat16 and not INTERPRET:
-        # Two words at once. A code's fields, in a bfloat16's place, are those of its value times 2^-126; the products
-        # with 2^126 and the scale are exact.
-        return tl.inline_asm_elementwise(
-            DECODE, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [word, scale.to(tl.bfloat16)], dtype=EIGHT_BF16, is_pure=True,
-            pack=2,
-        )  # fmt: skip
+def _bits_of_pair(low, high):
+    """Two float32 numbers as bfloat16, the first one lower (int32)."""
+    if INTERPRET:
+        low = round_to(low, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        high = round_to(high, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        return ((high << 16) | low).to(tl.int32, bitcast=True)
     else:
-        values = ()
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _decoded_of_two(low, high, low_scale, high_scale):
+    """The eight codes in words low and high, times their scales, in eight words: of low the lower half."""
+    if INTERPRET:
+        words = ()
         for i in tl.static_range(8):
-            values = values + (round_to(_e2m1_values(word >> (4 * i)) * scale, DTYPE),)  # type: ignore[assignment]  # noqa: RUF005
-        return values
+            a, b = _e2m1_values(low >> (4 * i)) * low_scale, _e2m1_values(high >> (4 * i)) * high_scale
+            words = words + (_bits_of_pair(a, b),)  # type: ignore[assignment]  # noqa: RUF005
+        return words
+    else:
+        return tl.inline_asm_elementwise(
+            DECODE_PAIRS, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [low, high, _bits_of_pair(low_scale, high_scale)],
+            dtype=EIGHT_WORDS, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _decoded_in_order(word, scale):
+    """The eight codes in word, times scale, in four words."""
+    if INTERPRET:
+        words = ()
+        for i in tl.static_range(4):
+            a, b = _e2m1_values(word >> (8 * i)) * scale, _e2m1_values(word >> (8 * i + 4)) * scale
+            words = words + (_bits_of_pair(a, b),)  # type: ignore[assignment]  # noqa: RUF005
+        return words
+    else:
+        return tl.inline_asm_elementwise(
+            DECODE_ALTERNATE_PAIRS, "=r,=r,=r,=r,r,r,r", [word, word >> 4, _bits_of_pair(scale, scale)],
+            dtype=FOUR_WORDS, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+# Triton would choose which thread loads and stores what by the addresses of each, and have threads exchange what they
+# have in between. These leave it with the thread.
+
+
+@triton.jit
+def _load(ptr):
+    if INTERPRET:
+        return tl.load(ptr)
+    else:
+        if ptr.dtype.element_ty == tl.uint8:
+            byte = tl.inline_asm_elementwise(
+                "ld.global.nc.u8 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+            )
+            return byte.to(tl.uint8)
+        elif ptr.dtype.element_ty == tl.int64:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.b64 $0, [$1];", "=l,l", [ptr.to(tl.int64)], dtype=tl.int64, is_pure=True, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.b32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+            )
+
+
+@triton.jit
+def _store(ptr, word):
+    if INTERPRET:
+        tl.store(ptr, word)
+    else:
+        tl.inline_asm_elementwise(
+            "st.global.b32 [$1], $2; mov.b32 $0, 0;", "=r,l,r", [ptr.to(tl.int64), word], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_four(ptr, w):
+    """Four words behind each other."""
+    if INTERPRET:
+        for i in tl.static_range(4):
+            tl.store(ptr + i, w[i])
+    else:
+        tl.inline_asm_elementwise(
+            "st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;", "=r,l,r,r,r,r",
+            [ptr.to(tl.int64), w[0], w[1], w[2], w[3]], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def dequantize_words_kernel(codes_ptr, scale_ptr, y_ptr, WORDS, BLOCK: tl.constexpr):
+    """y = code * scale in bfloat16, of words of eight codes (int32), of which two have a scale."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    codes_ptr += first
+    scale_ptr += first // 2
+    y_ptr = y_ptr.to(tl.pointer_type(tl.int32)) + 4 * first
+    if first + BLOCK <= WORDS:
+        values = _decoded_in_order(_load(codes_ptr + at), _e4m3_values(_load(scale_ptr + at // 2)))
+        _store_four(y_ptr + 4 * at, values)
+    else:
+        mask = at < WORDS - first
+        word = tl.load(codes_ptr + at, mask=mask, other=0)
+        values = _decoded_in_order(word, _e4m3_values(tl.load(scale_ptr + at // 2, mask=mask, other=0)))
+        for i in tl.static_range(4):
+            tl.store(y_ptr + 4 * at + i, values[i], mask=mask)
 
 
 @triton.jit
 def dequantize_rows_kernel(
-    codes_ptr, scale_ptr, y_ptr, ROWS, K, WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+    codes_ptr, scale_ptr, y_ptr, ROWS, K, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    """y [ROWS, K] = code * scale. WORDS: K is a multiple of 8, and codes are int32 words."""
+    """y [ROWS, K] = code * scale."""
     column_tiles = tl.cdiv(K, BLOCK_C)
     rows = (tl.program_id(0) // column_tiles).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     first_column = tl.program_id(0) % column_tiles * BLOCK_C
     valid = (rows < ROWS)[:, None]
     num_blocks = tl.cdiv(K, 16)
-    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
-    if WORDS:
-        words = first_column // 8 + tl.arange(0, BLOCK_C // 8)
-        mask = valid & (words < K // 8)
-        word = tl.load(codes_ptr + rows[:, None] * (K // 8) + words, mask=mask, other=0)
-        scale = tl.load(scale_ptr + rows[:, None] * num_blocks + words // 2, mask=mask, other=0)
-        v = _decoded(word, _e4m3_values(scale), DTYPE)
-        even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
-        odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
-        values = tl.reshape(tl.join(even, odd), [BLOCK_R, BLOCK_C])
-    else:
-        pairs = first_column // 2 + tl.arange(0, BLOCK_C // 2)
-        num_pairs = tl.cdiv(K, 2)
-        code = tl.load(codes_ptr + rows[:, None] * num_pairs + pairs, mask=valid & (pairs < num_pairs), other=0)
-        code = code.to(tl.int32)
-        values = tl.reshape(tl.join(_e2m1_values(code), _e2m1_values(code >> 4)), [BLOCK_R, BLOCK_C])
-        blocks = first_column // 16 + tl.arange(0, BLOCK_C // 16)
-        scale = tl.load(scale_ptr + rows[:, None] * num_blocks + blocks, mask=valid & (blocks < num_blocks), other=0)
-        values = round_to(values * _spread(_e4m3_values(scale)), DTYPE)
+    pairs = first_column // 2 + tl.arange(0, BLOCK_C // 2)
+    num_pairs = tl.cdiv(K, 2)
+    code = tl.load(codes_ptr + rows[:, None] * num_pairs + pairs, mask=valid & (pairs < num_pairs), other=0)
+    code = code.to(tl.int32)
+    values = tl.reshape(tl.join(_e2m1_values(code), _e2m1_values(code >> 4)), [BLOCK_R, BLOCK_C])
+    blocks = first_column // 16 + tl.arange(0, BLOCK_C // 16)
+    scale = tl.load(scale_ptr + rows[:, None] * num_blocks + blocks, mask=valid & (blocks < num_blocks), other=0)
+    values = round_to(values * _spread(_e4m3_values(scale)), y_ptr.dtype.element_ty)
     columns = first_column + tl.arange(0, BLOCK_C)
     tl.store(y_ptr + rows[:, None] * K + columns[None, :], values, mask=valid & (columns < K))
 
 
 @triton.jit
-def dequantize_columns_kernel(
-    codes_ptr, scale_ptr, y_ptr, K, P, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+def _pairs_of_columns(
+    codes_ptr, scale_ptr, y_ptr, num_blocks, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    """y [G, P, K] = code * scale, of codes (int64, those of 16 rows) and scales [G, K, P / 16]."""
-    column_tiles = tl.cdiv(K, BLOCK_C)
+    """A tile of y in bfloat16, BLOCK_C columns of BLOCK_R blocks. A thread decodes two columns of a block, a warp 16
+    columns of four, [BLOCK_C / 16, BLOCK_R, 8]: so it reads and writes whole units of 32 bytes."""
+    block = tl.arange(0, BLOCK_R)[None, :, None]
+    pair = 8 * tl.arange(0, BLOCK_C // 16)[:, None, None] + tl.arange(0, 8)[None, None, :]
+    at = (2 * pair).to(tl.int64) * num_blocks + block
+    low, high = _load(codes_ptr + at), _load(codes_ptr + num_blocks + at)
+    low_scale = _e4m3_values(_load(scale_ptr + at))
+    high_scale = _e4m3_values(_load(scale_ptr + num_blocks + at))
+    values = _decoded_of_two(low.to(tl.int32), high.to(tl.int32), low_scale, high_scale)
+    values += _decoded_of_two((low >> 32).to(tl.int32), (high >> 32).to(tl.int32), low_scale, high_scale)
+    y_ptr = y_ptr.to(tl.pointer_type(tl.int32)) + (block * (8 * K) + pair)
+    for i in tl.static_range(16):
+        _store(y_ptr + i * (K // 2), values[i])
+
+
+@triton.jit
+def dequantize_columns_kernel(
+    codes_ptr, scale_ptr, y_ptr, num_groups, P, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """y [G, P, K] = code * scale, of codes (int64, those of 16 rows) and scales [G, K, P / 16].
+
+    Neighbours on the grid's first axis are so in the codes.
+    """
     num_blocks = P // 16
     row_tiles = tl.cdiv(num_blocks, BLOCK_R)
-    columns = tl.program_id(0) % column_tiles * BLOCK_C + tl.arange(0, BLOCK_C)
-    tile = tl.program_id(0) // column_tiles
-    group = (tile // row_tiles).to(tl.int64)
-    blocks = tile % row_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask = (blocks < num_blocks)[:, None] & (columns < K)[None, :]
-    at = (group * K + columns)[None, :] * num_blocks + blocks[:, None]
-    code = tl.load(codes_ptr + at, mask=mask, other=0)
-    scale = _e4m3_values(tl.load(scale_ptr + at, mask=mask, other=0))
-    values = _decoded(code.to(tl.int32), scale, y_ptr.dtype.element_ty)
-    values += _decoded((code >> 32).to(tl.int32), scale, y_ptr.dtype.element_ty)
-    for i in tl.static_range(16):
-        row = group * P + blocks * 16 + i
-        tl.store(y_ptr + row[:, None] * K + columns[None, :], values[i], mask=mask)
+    tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    group = 0
+    if num_groups != 1:
+        group = tile // row_tiles
+        tile = tile % row_tiles
+    column, block = tl.program_id(1) * BLOCK_C, tile * BLOCK_R
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    if group < num_groups:
+        place = (group.to(tl.int64) * K + column) * num_blocks + block
+        codes_ptr += place
+        scale_ptr += place
+        y_ptr += (group.to(tl.int64) * P + 16 * block) * K + column
+        if DTYPE == tl.bfloat16 and K % 2 == 0 and (column + BLOCK_C <= K) & (block + BLOCK_R <= num_blocks):
+            _pairs_of_columns(codes_ptr, scale_ptr, y_ptr, num_blocks, K, BLOCK_R, BLOCK_C)
+        else:
+            blocks, columns = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
+            mask = (blocks < num_blocks - block) & (columns < K - column)
+            at = columns.to(tl.int64) * num_blocks + blocks
+            code = tl.load(codes_ptr + at, mask=mask, other=0)
+            scale = _e4m3_values(tl.load(scale_ptr + at, mask=mask, other=0))
+            for i in tl.static_range(16):
+                value = round_to(_e2m1_values((code >> (4 * i)).to(tl.int32)) * scale, DTYPE)
+                tl.store(y_ptr + (16 * blocks + i) * K + columns, value, mask=mask)

@@ -268,8 +268,8 @@ def cast_blocks(
 
 
 @triton.jit
-def random_words(seed_ptr, block, other, STREAM: tl.constexpr):
+def random_words(seed, block, other, STREAM: tl.constexpr):
     """Four words of random bits for the 16 numbers of each block: `random_bytes_ref`."""
     c0 = block.to(tl.uint32) + tl.zeros_like(other).to(tl.uint32)
     c1 = other.to(tl.uint32) + tl.zeros_like(block).to(tl.uint32)
-    return philox(tl.load(seed_ptr), c0, c1, tl.full(c0.shape, STREAM, tl.uint32))
+    return philox(seed, c0, c1, tl.full(c0.shape, STREAM, tl.uint32))
