@@ -193,7 +193,7 @@ def amax_nvfp4_config(columns: int) -> NVFP4Config:
     return NVFP4Config(block_r=4, block_c=128 if columns % BLOCK == 0 else 64, num_warps=4, tiles=8)
 
 
-def cast_nvfp4_config(columns: int, itemsize: int, *, stochastic: bool, grouped: bool) -> NVFP4Config:
+def cast_nvfp4_config(columns: int, itemsize: int, *, stochastic: bool) -> NVFP4Config:
     """A thread casts two blocks of rows at once, and then the two blocks of two columns.
 
     Programs that run side by side wait for x in turn: with 64 registers a thread eight of them do. Where rows do not
@@ -204,7 +204,7 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, stochastic: bool, grouped:
         return config._replace(block_c=128, registers=224)  # left alone, ptxas spills to run a third program
     if stochastic:
         return config._replace(registers=96)
-    return config._replace(registers=None if grouped or itemsize > 2 else 64)
+    return config._replace(registers=None if itemsize > 2 else 64)
 
 
 def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
@@ -307,9 +307,7 @@ def cast_nvfp4_triton(
             if tensor is not None:
                 tensor.view(torch.uint8).zero_()  # the padding of no rows
         return
-    config = cast_nvfp4_config(
-        x.shape[-1], min(x.element_size(), 4), stochastic=seed is not None, grouped=splits is not None
-    )
+    config = cast_nvfp4_config(x.shape[-1], min(x.element_size(), 4), stochastic=seed is not None)
     launch = _Launch(x, splits, config)
     codes = made.columnwise.view(torch.int64) if made.columnwise is not None else None
     cast_nvfp4_kernel[launch.grid](
@@ -333,16 +331,17 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
     if transpose:
         tiles = num_groups * -(-R // (BLOCK * config.block_r))
         band = min(tiles, max(config.band, -(-tiles // 65535)))
-        grid = (band, column_tiles, -(-tiles // band))
-        dequantize_columns_kernel[grid](codes.view(torch.int64), scale, values, num_groups, R, K, **about)
+        dequantize_columns_kernel[band, column_tiles, -(-tiles // band)](
+            codes.view(torch.int64), scale, values, num_groups, R, K, **about
+        )
     elif values.dtype == torch.bfloat16 and K % BLOCK == 0:
         words = values.numel() // 8
-        grid = (-(-words // WORDS_AT_ONCE),)
-        dequantize_words_kernel[grid](codes.view(torch.int32), scale, values, words, BLOCK=WORDS_AT_ONCE)
+        dequantize_words_kernel[(-(-words // WORDS_AT_ONCE),)](
+            codes.view(torch.int32), scale, values, words, BLOCK=WORDS_AT_ONCE
+        )
     else:
         rows = num_groups * R
-        grid = (-(-rows // config.block_r) * column_tiles,)
-        dequantize_rows_kernel[grid](codes, scale, values, rows, K, **about)
+        dequantize_rows_kernel[(-(-rows // config.block_r) * column_tiles,)](codes, scale, values, rows, K, **about)
 
 
 class _Launch:

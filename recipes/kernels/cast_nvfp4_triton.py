@@ -149,13 +149,10 @@ def _in_eight(x):
 
 
 @triton.jit
-def _signs_of_eight(x):
-    """The signs of words [R, B, 4] as `cast_blocks` takes them, all at once, or None."""
-    if x.dtype == tl.uint32:
-        w0, w1, w2, w3 = _in_four(x)
-        return signs_of_pairs(w0, w1, w2, w3)
-    else:
-        return None
+def _signs_of_eight(words):
+    """What `cast_blocks` takes, of words [R, B, 4] of two bfloat16 numbers."""
+    w0, w1, w2, w3 = _in_four(words)
+    return signs_of_pairs(w0, w1, w2, w3)
 
 
 @triton.jit
@@ -223,7 +220,9 @@ def _cast_rows(
             of_block = _beside(first_column // 16 + block, amax)
             random = random_words(seed, of_block, _beside(row + start + lane, amax), 0)
         xs = _in_eight(low) + _in_eight(high)
-        signs = (_signs_of_eight(low), _signs_of_eight(high))
+        signs = (None, None)
+        if PAIRS:
+            signs = (_signs_of_eight(low), _signs_of_eight(high))
         code, scale = cast_blocks(xs, amax, own_encode, own_decode, random, signs, 1.0, STOCHASTIC, NATIVE)
         at = lane * BLOCKS + block
         mask = (start + lane < rows_to_write) & (first_column // 16 + block < BLOCKS)

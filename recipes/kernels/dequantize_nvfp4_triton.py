@@ -89,7 +89,7 @@ def _decoded_of_two(low, high, low_scale, high_scale):
         words = ()
         for i in tl.static_range(8):
             a, b = _e2m1_values(low >> (4 * i)) * low_scale, _e2m1_values(high >> (4 * i)) * high_scale
-            words = words + (_bits_of_pair(a, b),)  # type: ignore[assignment]  # noqa: RUF005
+            words = words + (_bits_of_pair(a, b),)  # noqa: RUF005
         return words
     else:
         return tl.inline_asm_elementwise(
@@ -105,7 +105,7 @@ def _decoded_in_order(word, scale):
         words = ()
         for i in tl.static_range(4):
             a, b = _e2m1_values(word >> (8 * i)) * scale, _e2m1_values(word >> (8 * i + 4)) * scale
-            words = words + (_bits_of_pair(a, b),)  # type: ignore[assignment]  # noqa: RUF005
+            words = words + (_bits_of_pair(a, b),)  # noqa: RUF005
         return words
     else:
         return tl.inline_asm_elementwise(
@@ -233,13 +233,13 @@ def dequantize_columns_kernel(
     num_blocks = P // 16
     row_tiles = tl.cdiv(num_blocks, BLOCK_R)
     tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    group = 0
+    group = tile * 0
     if num_groups != 1:
         group = tile // row_tiles
         tile = tile % row_tiles
     column, block = tl.program_id(1) * BLOCK_C, tile * BLOCK_R
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
-    if group < num_groups:
+    if (group < num_groups) & (tile < row_tiles):
         place = (group.to(tl.int64) * K + column) * num_blocks + block
         codes_ptr += place
         scale_ptr += place
