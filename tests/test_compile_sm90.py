@@ -301,6 +301,8 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
             # A cast to NVFP4 takes seconds to compile: all kinds of it once, else those with the longest code.
             kinds = NVFP4_KINDS if features == ALIGNED and ODD in all_features else ("stochastic", "square")
             launch_nvfp4(MANY_ROWS, features[0], dtype, kinds)
+            if features == ALIGNED:  # wide enough for tiles of 512 columns
+                launch_nvfp4(MANY_ROWS, features[1], dtype, kinds)
 
 
 def shipped_configs(mode: str) -> dict[tuple, int]:

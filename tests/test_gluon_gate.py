@@ -50,18 +50,16 @@ def config(groups=8, dtype=torch.bfloat16, out_dtype=None, *, accumulate=False, 
 
 def test_weight_gradients_of_16_bit_operands_take_them():
     float32 = {"out_dtype": torch.float32}
-    for taken in (config(), config(dtype=torch.float16), config(**float32), config(**float32, accumulate=True)):
-        assert taken == IN_GLUON
+    assert config() == config(dtype=torch.float16) == config(**float32) == IN_GLUON
     assert config(MOST_GROUPS) == IN_GLUON and not config(MOST_GROUPS + 1).gluon
-    others = (config(gluon=False), config(descriptors=False), config(dtype=torch.float32), config(accumulate=True))
-    assert not any(other.gluon for other in others)
+    others = (config(gluon=False), config(descriptors=False), config(dtype=torch.float32))
+    assert not any(other.gluon for other in (*others, config(accumulate=True), config(**float32, accumulate=True)))
 
 
 @pytest.mark.parametrize(("gemm", "changes", "reason"), [
     (WGRAD, {}, None),
-    (WGRAD._replace(out_dtype=torch.float32, accumulate=True), {}, None),
     (WGRAD._replace(num_groups=MOST_GROUPS, out_dtype=torch.float32), {}, None),
-    (WGRAD._replace(accumulate=True), {}, "is for weight gradients, those that are added to in float32"),
+    (WGRAD._replace(accumulate=True), {}, "is for weight gradients that are written"),
     (WGRAD._replace(product="TN"), {}, "is for weight gradients"),
     (WGRAD, {"block_n": 128}, "must be 128x256, of 8 warps and one program"),
     (WGRAD, {"num_stages": 9}, "bytes of shared memory"),

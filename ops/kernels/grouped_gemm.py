@@ -340,7 +340,7 @@ def grouped_gemm_nt_triton(
     if config.gluon:
         from ops.kernels.grouped_gemm_gluon import k_grouped_gluon  # only where it can be used
 
-        k_grouped_gluon(dy_TN, x_TK, offsets, alpha_G, out, config, accumulate=accumulate, reverse=reverse)
+        k_grouped_gluon(dy_TN, x_TK, offsets, alpha_G, out, config, reverse)
         return
     # Without fusion alpha's product is rounded before it is added to what is there, so all kernels give the same sums.
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)

@@ -35,7 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ops.kernels.grouped_gemm_triton import _ADD_LINES, _OPERANDS
 from ops.kernels.persistent_tiles import band, multiprocessors, tile_in_bands, tile_to_and_fro
 from ops.kernels.ragged_tma import descriptor, ragged_descriptor, ragged_indices
 from ops.kernels.tiles import BOX_BYTES, GroupedGemmConfig
@@ -118,35 +117,6 @@ def store_boxes(acc, dw, staging, place, row, column, CONSUMER: gl.constexpr, PA
         tma.async_copy_shared_to_global(dw, [place, row, column], box.reshape(dw.block_shape))
 
 
-@gluon.jit
-def add_lines(acc, dw_ptr, stride, height, width):
-    """Adds float32 acc to what stands from dw_ptr on: no more than height rows and width columns. See `write_lines`."""
-    layout: gl.constexpr = acc.type.layout
-    offs_n = gl.expand_dims(gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout)), 1)
-    offs_k = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)), 0)
-    rows = gl.where(offs_n < height, (dw_ptr + offs_n * stride).to(gl.int64), 0)
-    gl.inline_asm_elementwise(
-        _ADD_LINES, _OPERANDS, [rows, offs_k, width, stride, acc], dtype=gl.int32, is_pure=False, pack=16
-    )
-
-
-@gluon.jit
-def fetch_old_sums(dw_ptr, stride, height, width, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Asks L2 for the rows of a tile of float32 that there are. Of the loading warp."""
-    offs_n = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
-    begin = (dw_ptr + offs_n * stride).to(gl.int64)
-    bytes = gl.minimum(width, BLOCK_N) * 4
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.lt.s32 p, $2, $3;
-        @p cp.async.bulk.prefetch.L2.global [$1], $4;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r,r,r", [begin, offs_n, height, bytes], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------------------ roles
 
 
@@ -180,9 +150,7 @@ def free_stage(empty, step, CONSUMER: gl.constexpr, pred=True):
 
 @gluon.jit
 def load(
-    dy, x, dw_ptr, dw_stride, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups,
-    num_tiles_n, num_tiles_k, N, K,
-    ACCUMULATE: gl.constexpr, REVERSE: gl.constexpr, AHEAD: gl.constexpr,
+    dy, x, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     num_tiles = num_tiles_n * num_tiles_k
@@ -191,29 +159,21 @@ def load(
         tile = tile_to_and_fro(turn)
         if tile < num_groups * num_tiles:
             tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
-            group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
-            first_n = tile_n * BLOCK_M
-            first_k = tile_k * BLOCK_N
+            _group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
             for t in range(0, size, BLOCK_K):
                 z, y, row = ragged_indices(first, size, t, 1)
                 stage, barrier = wait_for_room(full, empty, step, dy.block_type.nbytes + x.block_type.nbytes)
                 dy_stage = dy_stages.index(stage).reshape(dy.block_shape)
                 x_stage = x_stages.index(stage).reshape(x.block_shape)
-                tma.async_copy_global_to_shared(dy, [z, y, row, first_n], barrier, dy_stage)
-                tma.async_copy_global_to_shared(x, [z, y, row, first_k], barrier, x_stage)
+                tma.async_copy_global_to_shared(dy, [z, y, row, tile_n * BLOCK_M], barrier, dy_stage)
+                tma.async_copy_global_to_shared(x, [z, y, row, tile_k * BLOCK_N], barrier, x_stage)
                 step += 1
-                if ACCUMULATE:
-                    if t // BLOCK_K == gl.maximum(gl.cdiv(size, BLOCK_K) - AHEAD, 0):
-                        place = num_groups - 1 - group if REVERSE else group
-                        begin = dw_ptr + place.to(gl.int64) * dw_stride + first_n.to(gl.int64) * K + first_k
-                        fetch_old_sums(begin, K, N - first_n, K - first_k, BLOCK_M, BLOCK_N)
 
 
 @gluon.jit
 def multiply(
-    dw, dw_ptr, dw_stride, dy_stages, x_stages, staging, full, empty, ranks, offsets_ptr, alpha_ptr, num_groups,
-    num_tiles_n, num_tiles_k, N, K,
-    CONSUMER: gl.constexpr, ACCUMULATE: gl.constexpr, REVERSE: gl.constexpr, SKEW: gl.constexpr,
+    dw, dy_stages, x_stages, staging, full, empty, ranks, offsets_ptr, alpha_ptr, num_groups,
+    num_tiles_n, num_tiles_k, N, CONSUMER: gl.constexpr, REVERSE: gl.constexpr, SKEW: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     HEIGHT: gl.constexpr = BLOCK_M // 2
@@ -227,7 +187,6 @@ def multiply(
             group, _first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
             num_steps = gl.cdiv(size, BLOCK_K)
             first_n = tile_n * BLOCK_M + CONSUMER * HEIGHT
-            first_k = tile_k * BLOCK_N
             if CONSUMER == 1 and SKEW > 0:  # until the other consumer has done SKEW steps
                 mbarrier.wait(empty.index(SKEW - 1), 0, pred=(turn == 0) & (num_steps >= SKEW))
             if CONSUMER == 0 or first_n < N:
@@ -244,12 +203,7 @@ def multiply(
                     # alpha of a group without rows may be anything
                     acc = acc * gl.load(alpha_ptr + group, mask=size > 0, other=0.0)
                 place = num_groups - 1 - group if REVERSE else group
-                if ACCUMULATE:
-                    if num_steps > 0:
-                        begin = dw_ptr + place.to(gl.int64) * dw_stride + first_n.to(gl.int64) * K + first_k
-                        add_lines(acc, begin, K, N - first_n, K - first_k)
-                else:
-                    store_boxes(acc, dw, staging, place, first_n, first_k, CONSUMER, 0)
+                store_boxes(acc, dw, staging, place, first_n, tile_k * BLOCK_N, CONSUMER, 0)
             else:
                 for s in range(step, step + num_steps):
                     wait_for_loads(full, s)
@@ -266,28 +220,21 @@ def k_grouped_gluon_kernel(
     dy,  # [T, N]: descriptor of boxes BLOCK_K x BLOCK_M, ragged along T
     x,  # [T, K]: descriptor of boxes BLOCK_K x BLOCK_N, ragged along T
     dw,  # [G, N, K]: descriptor of boxes BLOCK_M / 2 rows high
-    dw_ptr,  # dw itself if it is added to, else None
-    dw_stride,  # of its matrices
     offsets_ptr,  # [G + 1] int64
     alpha_ptr,  # [G] float32 or None
     num_groups,
     N,
     K,
-    ACCUMULATE: gl.constexpr,
     REVERSE: gl.constexpr,  # the last group comes first in dw
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     SKEW: gl.constexpr,
-    AHEAD: gl.constexpr,  # steps before the last one of a tile in which its old sums are fetched
     BAND: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g; zero for a group without rows.
-
-    ACCUMULATE: float32 dw += it, by one addition of the memory an element.
-    """
+    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g; zero for a group without rows."""
     dy_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_M], dy.dtype)
     x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_N], x.dtype)
     box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dw.block_shape[1:], dw.dtype)
@@ -310,25 +257,22 @@ def k_grouped_gluon_kernel(
             (
                 multiply,
                 (
-                    dw, dw_ptr, dw_stride, dy_stages, x_stages, staging, full, empty, ranks, offsets_ptr, alpha_ptr,
-                    num_groups, num_tiles_n, num_tiles_k, N, K,
-                    0, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    dw, dy_stages, x_stages, staging, full, empty, ranks, offsets_ptr, alpha_ptr, num_groups,
+                    num_tiles_n, num_tiles_k, N, 0, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
                 ),
             ),
             (
                 multiply,
                 (
-                    dw, dw_ptr, dw_stride, dy_stages, x_stages, staging, full, empty, ranks, offsets_ptr, alpha_ptr,
-                    num_groups, num_tiles_n, num_tiles_k, N, K,
-                    1, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    dw, dy_stages, x_stages, staging, full, empty, ranks, offsets_ptr, alpha_ptr, num_groups,
+                    num_tiles_n, num_tiles_k, N, 1, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
                 ),
             ),
             (
                 load,
                 (
-                    dy, x, dw_ptr, dw_stride, dy_stages, x_stages, full, empty, ranks, offsets_ptr,
-                    num_groups, num_tiles_n, num_tiles_k, N, K,
-                    ACCUMULATE, REVERSE, AHEAD, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    dy, x, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k,
+                    BLOCK_M, BLOCK_N, BLOCK_K, BAND,
                 ),
             ),
         ],
@@ -343,10 +287,9 @@ _k_grouped = Launch(k_grouped_gluon_kernel)
 
 
 def k_grouped_gluon(
-    dy: Tensor, x: Tensor, offsets: Tensor, alpha: Tensor | None, out: Tensor, config: GroupedGemmConfig,
-    *, accumulate: bool, reverse: bool,
-) -> None:  # fmt: skip
-    """Launches NT, of tensors that `takes_descriptors` takes. accumulate: out is float32."""
+    dy: Tensor, x: Tensor, offsets: Tensor, alpha: Tensor | None, out: Tensor, config: GroupedGemmConfig, reverse: bool
+) -> None:
+    """Launches NT, of tensors that `takes_descriptors` takes."""
     G, N, K = out.shape
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
     _k_grouped(
@@ -355,21 +298,17 @@ def k_grouped_gluon(
         with_layout(ragged_descriptor(dy, (config.block_k, config.block_m), axis=0)),
         with_layout(ragged_descriptor(x, (config.block_k, config.block_n), axis=0)),
         with_layout(descriptor(out, (1, config.block_m // 2, BOX_BYTES // out.itemsize))),
-        out if accumulate else None,
-        out.stride(0),
         offsets,
         alpha,
         G,
         N,
         K,
-        ACCUMULATE=accumulate,
         REVERSE=reverse,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.num_stages,
         SKEW=SKEW,
-        AHEAD=384 // config.block_k,
         BAND=band(config.block_m),
         GROUPS=max(128, next_power_of_2(G)),
         num_warps=config.num_warps // 2,  # the others are those of roles

@@ -168,8 +168,8 @@ def why_not_tile(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, i
 
 
 def _why_not_in_gluon(config: GroupedGemmConfig, gemm: Gemm) -> str | None:
-    if gemm.product != "NT" or (gemm.accumulate and gemm.out_dtype != torch.float32):
-        return f"The tile {in_words(config)} in Gluon is for weight gradients, those that are added to in float32."
+    if gemm.product != "NT" or gemm.accumulate:
+        return f"The tile {in_words(config)} in Gluon is for weight gradients that are written, not added."
     if config[:2] != (128, 256) or config.num_warps != 8 or config.programs != 1:
         return f"The tile {in_words(config)} in Gluon must be 128x256, of 8 warps and one program."
     return None

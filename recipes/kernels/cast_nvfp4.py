@@ -196,15 +196,19 @@ def amax_nvfp4_config(columns: int) -> NVFP4Config:
 def cast_nvfp4_config(columns: int, itemsize: int, *, stochastic: bool) -> NVFP4Config:
     """A thread casts two blocks of rows at once, and then the two blocks of two columns.
 
-    Programs that run side by side wait for x in turn: with 64 registers a thread eight of them do. Where rows do not
-    begin at multiples of 32 bytes every element has its own address, so that a thread has room for one block of rows.
+    Programs that run side by side wait for x in turn, so registers are few. Measured on an H200, [65536, 7168]: 512
+    columns and eight warps are 5 % faster than 256 and four, in groups 21 %, and 80 registers 2 and 10 % than 64. Where
+    rows do not begin at multiples of 32 bytes every element has its own address, so that a thread has room for one
+    block of rows.
     """
     config = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, rows=16, columns=64)
     if columns % BLOCK:
         return config._replace(block_c=128, registers=224)  # left alone, ptxas spills to run a third program
+    if 8 * (-columns % 512) <= columns:  # little of the last tile is empty
+        config = config._replace(block_c=512, num_warps=8, columns=128)
     if stochastic:
         return config._replace(registers=96)
-    return config._replace(registers=None if itemsize > 2 else 64)
+    return config._replace(registers=None if itemsize > 2 else 80)
 
 
 def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
