@@ -142,10 +142,33 @@ def test_a_large_tensor(kind):
     check(spread(1000, 2000, dtype=torch.bfloat16), [300, 0, 511, 100], "cuda", **KINDS[kind])
 
 
+def numbers_by_exponent(first, end):
+    """[16 n, 16]: all bf16 numbers of each of these biased exponents, both signs."""
+    bits = torch.arange(1 << 16).view(2, 256, 128)[:, first:end].transpose(0, 1)  # exponents, signs, mantissas
+    return bits.to(torch.int16).reshape((end - first) * 16, 16).view(torch.bfloat16)
+
+
+OVERFLOWS = 251  # the exponent of 2^124, from which on 16 numbers may have no sum
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_finite_bf16_number_beside_those_of_its_exponent(kind):
-    bits = torch.arange(1 << 16).view(2, 256, 128)[:, :255].transpose(0, 1)  # exponents, signs, mantissas
-    x = bits.to(torch.int16).reshape(255 * 16, 16).view(torch.bfloat16)
+    x = numbers_by_exponent(0, OVERFLOWS if KINDS[kind].get("rht") else 255)
     assert x.isfinite().all()
-    check(x, [16] * 255, "cuda", **KINDS[kind])
+    check(x, [16] * (len(x) // 16), "cuda", **KINDS[kind])
+
+
+@DEVICE
+def test_where_the_transform_overflows_a_block_saturates_or_is_nan(device):
+    """Which of the two follows from the order of its sums' overflows; the plain torch version may say the other."""
+    x = numbers_by_exponent(OVERFLOWS, 255)
+    splits = Splits.make([16] * 4, rows=64, device=device)
+    of_both = {"rht": True, "row_scaled": False}
+    amaxes = nvfp4.amax_nvfp4(x.to(device), splits, rowwise=True, columnwise=True, **of_both)
+    made = nvfp4.cast_nvfp4(x.to(device), splits, amaxes, two_d=False, seed=None, **of_both)
+    assert amaxes.rowwise.isfinite().all() and made.rowwise_scale.float().isfinite().all()
+    scales = made.columnwise_scale.cpu().float()[:16, :4]  # [column, group]
+    overflowed = ~amaxes.columnwise.cpu().isfinite()
+    assert overflowed[2:].all()
+    assert (scales.isnan() | (scales == 448))[:, overflowed].all()
