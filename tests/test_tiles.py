@@ -8,7 +8,7 @@ import torch
 
 from fuser import Sequential, load_tiles, ops
 from ops.kernels import grouped_gemm as gg
-from ops.kernels import tiles
+from ops.kernels import grouped_gemm_tiles, tiles
 from ops.kernels.grouped_gemm_tiles import k_grouped_config
 from ops.kernels.tiles import Gemm, GroupedGemmConfig, MeasuredTile, TileTable, read_tiles, tiles_in_use, use_tiles
 from recipes.mixed import MixedScaling
@@ -232,9 +232,10 @@ def lines(dtype=torch.bfloat16, *, recipe=None, path=None, main_grad=False) -> l
 
 @pytest.fixture
 def on(monkeypatch):
-    """Says that there is a GPU of this compute capability."""
+    """Says that there is a GPU of this compute capability, and whether Gluon runs on it."""
 
-    def set_capability(*capability):
+    def set_capability(*capability, gluon=False):
+        monkeypatch.setattr(grouped_gemm_tiles, "why_no_gluon", lambda capability: None if gluon else "Another release.")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
@@ -286,6 +287,13 @@ PLANS = {
     ),
     "one by one": ({"path": "split"}, "[a product a group, swiglu"),
 }
+
+
+def test_explain_names_gluon(on):
+    on(*HOPPER, gluon=True)
+    words = "4 stages, wgrad 128x256x32, 8 warps, 8 stages in Gluon, fprop and dgrad below 96 rows"
+    assert lines() and all(words in line for line in lines())
+    assert not any("Gluon" in line for line in lines(main_grad=True))
 
 
 @pytest.mark.parametrize(("options", "words"), PLANS.values(), ids=PLANS)

@@ -169,16 +169,17 @@ def why_not_tile(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, i
 
 def _why_not_in_gluon(config: GroupedGemmConfig, gemm: Gemm) -> str | None:
     if gemm.product != "NT" or gemm.accumulate:
-        return f"The tile {in_words(config)} in Gluon is for weight gradients that are written, not added."
+        return f"The tile {in_words(config)} is for weight gradients that are written, not added."
     if config[:2] != (128, 256) or config.num_warps != 8 or config.programs != 1:
-        return f"The tile {in_words(config)} in Gluon must be 128x256, of 8 warps and one program."
+        return f"The tile {in_words(config)} must be 128x256, of 8 warps and one program."
     return None
 
 
 def in_words(config: Sequence[int]) -> str:
-    """128x256x64, 8 warps, 4 stages: the first five fields of a configuration."""
+    """128x256x64, 8 warps, 4 stages: the first five fields of a configuration, and whether its kernel is in Gluon."""
     block_m, block_n, block_k, num_warps, num_stages, *_ = config
-    return f"{block_m}x{block_n}x{block_k}, {num_warps} warps, {num_stages} stages"
+    words = f"{block_m}x{block_n}x{block_k}, {num_warps} warps, {num_stages} stages"
+    return f"{words} in Gluon" if isinstance(config, GroupedGemmConfig) and config.gluon else words
 
 
 # ---------------------------------------------------------------------------------------------- the table in use
