@@ -235,7 +235,7 @@ def on(monkeypatch):
     """Says that there is a GPU of this compute capability, and whether Gluon runs on it."""
 
     def set_capability(*capability, gluon=False):
-        monkeypatch.setattr(grouped_gemm_tiles, "why_no_gluon", lambda capability: None if gluon else "Another release.")
+        monkeypatch.setattr(grouped_gemm_tiles, "why_no_gluon", lambda capability: None if gluon else "No.")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
