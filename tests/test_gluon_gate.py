@@ -5,10 +5,9 @@ import torch
 import triton
 
 from ops.kernels import gluon_gate
-from ops.kernels import grouped_gemm as gg
 from ops.kernels.gluon_gate import MOST_GROUPS, why_no_gluon
 from ops.kernels.grouped_gemm_tiles import IN_GLUON, k_grouped_config
-from ops.kernels.tiles import Gemm, MeasuredTile, TileTable, use_tiles, why_not_tile
+from ops.kernels.tiles import Gemm, why_not_tile
 
 HOPPER = (9, 0)
 WGRAD = Gemm("NT", torch.bfloat16, torch.bfloat16, False, 4, 64, 32)
@@ -63,20 +62,18 @@ def test_weight_gradients_of_16_bit_operands_take_them():
     (WGRAD._replace(product="TN"), {}, "is for weight gradients"),
     (WGRAD, {"block_n": 128}, "must be 128x256, of 8 warps and one program"),
     (WGRAD, {"num_stages": 9}, "bytes of shared memory"),
+    (WGRAD, {"num_stages": 1}, "two stages or more"),
+    (WGRAD._replace(num_groups=MOST_GROUPS + 1), {}, "is for 512 groups at most, and there are 513"),
 ])  # fmt: skip
-def test_what_a_tile_in_gluon_may_be(gemm, changes, reason):
+def test_what_a_tile_in_gluon_may_be(gemm, changes, reason, release):
+    release("3.6.0")
     refusal = why_not_tile(IN_GLUON._replace(**changes), gemm, HOPPER)
     assert refusal is None if reason is None else reason in refusal
 
 
-def test_a_measured_tile_in_gluon_is_left_where_there_is_none(monkeypatch):
-    table = TileTable({}, HOPPER, (MeasuredTile(WGRAD, 64, IN_GLUON, 1.0, 2.0),))
-    monkeypatch.setattr(gg, "capability", lambda x: HOPPER)
-    dy, out = torch.empty(64, 64, dtype=torch.bfloat16), torch.empty(4, 64, 32, dtype=torch.bfloat16)
-    use_tiles(table)
-    try:
-        for reason, found in ((None, IN_GLUON), ("Another release.", None)):
-            monkeypatch.setattr(gg, "why_no_gluon", lambda capability, reason=reason: reason)
-            assert gg._measured("NT", dy, out, (4, 64, 32), True, False) == found
-    finally:
-        use_tiles(None)
+def test_a_tile_in_gluon_is_refused_where_there_is_none(release):
+    release("3.7.1")
+    assert why_not_tile(IN_GLUON, WGRAD, HOPPER) == (
+        "The tile 128x256x32, 8 warps, 8 stages in Gluon is one of kernels that cannot run. "
+        "They are written in the Gluon of Triton 3.6, and this is Triton 3.7.1."
+    )

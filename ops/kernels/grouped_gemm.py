@@ -64,6 +64,9 @@ from recipes.kernels.launch import Launch, cdiv, launcher, properties
 from recipes.kernels.row_tiles import num_slots
 from recipes.splits import Splits
 
+if why_no_gluon((9, 0)) is None:
+    from ops.kernels.grouped_gemm_gluon import k_grouped_gluon
+
 # ---------------------------------------------------------------------------------------------------- references
 
 
@@ -338,8 +341,6 @@ def grouped_gemm_nt_triton(
         gluon=why_no_gluon(capability(out)) is None,
     )
     if config.gluon:
-        from ops.kernels.grouped_gemm_gluon import k_grouped_gluon  # only where it can be used
-
         k_grouped_gluon(dy_TN, x_TK, offsets, alpha_G, out, config, reverse)
         return
     # Without fusion alpha's product is rounded before it is added to what is there, so all kernels give the same sums.
@@ -438,9 +439,7 @@ def _measured(
         return None
     G, N, K = weights
     config = table.find(Gemm(product, a.dtype, out.dtype, accumulate, G, N, K), a.shape[0])
-    if config is None or not (tma or (aligned and not config.programs)):
-        return None
-    return None if config.gluon and why_no_gluon(table.capability) is not None else config
+    return config if config is not None and (tma or (aligned and not config.programs)) else None
 
 
 def _launch_m_grouped(

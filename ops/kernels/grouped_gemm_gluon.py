@@ -7,9 +7,9 @@ multiply (wgmma), each 64 rows of the tile by all of its columns, and store thei
     consumer 0     * * * * * * * store * * * ...     empty[stage], and STAGES behind it that of consumer 1: an arrival
     consumer 1       * * * * * * * store * * ...
 
-Consumer 1 starts SKEW steps behind, so that one consumer stores beside the other's products; the ring lets them be in
-different tiles. So what counts where groups have few rows, and a tile few steps, is the longer of storing and
-multiplying, not both.
+Consumer 1 starts SKEW steps behind, if the first tile has as many, so that one consumer stores beside the other's
+products; the ring lets them be in different tiles. So what counts where groups have few rows, and a tile few steps, is
+the longer of storing and multiplying, not both.
 
 Barriers: a stage is used for the u-th time in phase u % 2 of its barriers. Consumers count steps, and step s has stage
 s % STAGES and is use s // STAGES of it. Before use u the loading warp waits for phase (u - 1) % 2 of `empty`, which has

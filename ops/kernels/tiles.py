@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ops.kernels.gluon_gate import MOST_GROUPS, why_no_gluon
+from recipes.kernels.launch import next_power_of_2
 from recipes.kernels.replay import forget
 
-FORMAT = 1  # of the table; another one is refused
+FORMAT = 2  # of the table; another one is refused. 1 was before the kernel in Gluon, which its entries would shut out
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 PRODUCTS = ("TN", "NN", "NT")
@@ -116,6 +118,7 @@ class TileTable:
 _SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
 _SMALLEST_SHARED_MEMORY = 99
 BOX_BYTES = 128  # of a row of what is stored at once in Gluon, from four boxes half as high as the tile
+_BARRIERS = 512  # bytes for those of a program in Gluon; as compiled for sm_90a 360
 _BESIDES = 2048  # bytes of a program for barriers, and to spread a bias; as compiled for sm_90a 1048 at most
 
 
@@ -129,7 +132,8 @@ def shared_memory(config: GroupedGemmConfig, gemm: Gemm) -> int:
     """Bytes that the programs of a multiprocessor use: the stages, and with descriptors what is stored and added to."""
     used = (config.block_m + config.block_n) * config.block_k * gemm.dtype.itemsize * config.num_stages
     if config.gluon:
-        return used + 4 * config.block_m // 2 * BOX_BYTES + _BESIDES
+        ranks = 4 * max(128, next_power_of_2(gemm.num_groups))
+        return used + 4 * config.block_m // 2 * BOX_BYTES + ranks + _BARRIERS
     if not config.programs:
         return used
     stored = config.block_m * min(config.block_n, config.columns_at_once) * gemm.out_dtype.itemsize
@@ -149,7 +153,7 @@ def why_not_tile(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, i
     if config.programs and capability != (9, 0):
         return f"The tile {in_words(config)} is for descriptors, and so for compute capability 9.0 alone."
     if config.gluon:
-        refusal = _why_not_in_gluon(config, gemm)
+        refusal = _why_not_in_gluon(config, gemm, capability)
         if refusal is not None:
             return refusal
     elif config.box not in (0, 64, 128):
@@ -167,11 +171,18 @@ def why_not_tile(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, i
     return None
 
 
-def _why_not_in_gluon(config: GroupedGemmConfig, gemm: Gemm) -> str | None:
+def _why_not_in_gluon(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, int]) -> str | None:
+    reason = why_no_gluon(capability)
+    if reason is not None:
+        return f"The tile {in_words(config)} is one of kernels that cannot run. {reason}"
     if gemm.product != "NT" or gemm.accumulate:
         return f"The tile {in_words(config)} is for weight gradients that are written, not added."
     if config[:2] != (128, 256) or config.num_warps != 8 or config.programs != 1:
         return f"The tile {in_words(config)} must be 128x256, of 8 warps and one program."
+    if config.num_stages < 2:
+        return f"The tile {in_words(config)} must have two stages or more: the warps that multiply share them."
+    if gemm.num_groups > MOST_GROUPS:
+        return f"The tile {in_words(config)} is for {MOST_GROUPS} groups at most, and there are {gemm.num_groups}."
     return None
 
 
