@@ -15,6 +15,7 @@ shape that does not depend on the sizes, so a CUDA graph can be replayed with ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from operator import index
@@ -122,8 +123,12 @@ class Splits:
         return self._once("aligned", block, compute)
 
     def aligned_capacity(self, block: int) -> int:
-        """The most rows that `aligned(block)` can need for any splits of this buffer; a multiple of `block`."""
-        return (self.rows + self.num_groups * (block - 1)) // block * block
+        """Rows that `aligned(block)` and then the rows of no group never exceed, for any splits of this buffer.
+
+        A multiple of `block` and 64: so rows of 4-bit codes in a transposed copy begin at units of memory, 32 bytes.
+        """
+        multiple = math.lcm(block, 64)
+        return -(-(self.rows + self.num_groups * (block - 1)) // multiple) * multiple
 
     def padded(self, block: int) -> Splits:
         """The splits of a buffer in which each group is padded to a multiple of `block` rows; itself for 1."""

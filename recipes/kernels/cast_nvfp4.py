@@ -60,7 +60,6 @@ from recipes.kernels.dequantize_nvfp4_triton import (
 )
 from recipes.kernels.hadamard import hadamard_ref
 from recipes.kernels.random import random_bytes_ref
-from recipes.kernels.row_tiles import num_slots
 from recipes.splits import Splits
 
 BLOCK = 16
@@ -175,8 +174,8 @@ def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
 class NVFP4Config(NamedTuple):
     """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits.
 
-    band: tiles below each other whose programs are neighbours; rows, columns: of a tile that are cast at once;
-    registers: the most that a thread may have, None leaves it to the compiler
+    band: tiles below each other whose programs are neighbours; columns: of a tile that are cast at once; registers: the
+    most that a thread may have, None leaves it to the compiler
     """
 
     block_r: int
@@ -184,7 +183,6 @@ class NVFP4Config(NamedTuple):
     num_warps: int
     tiles: int = 1
     band: int = 1
-    rows: int = 0
     columns: int = 0
     registers: int | None = None
 
@@ -196,20 +194,17 @@ def amax_nvfp4_config(columns: int) -> NVFP4Config:
 def cast_nvfp4_config(columns: int, itemsize: int, *, stochastic: bool) -> NVFP4Config:
     """A thread casts two blocks of rows at once, and then the two blocks of two columns.
 
-    Programs that run side by side wait for x in turn, so registers are few. Measured on an H200, [65536, 7168], with
-    the transform: 512 columns, eight warps and 80 registers are 5 % faster than 256, four and 64, in groups 21 %, and 2
-    and 10 % faster than with 64; stochastic rounding, square blocks and narrow tiles with 80 were not measured. Where
-    rows do not begin at multiples of 32 bytes every element has its own address, so that a thread has room for one
-    block of rows.
+    Programs that run side by side wait for x in turn, so registers are few. Where rows do not begin at multiples of 32
+    bytes every element has its own address, so that a thread has room for one block of rows.
     """
-    config = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, rows=16, columns=64)
+    config = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, columns=64)
     if columns % BLOCK:
         return config._replace(block_c=128, registers=224)  # left alone, ptxas spills to run a third program
-    if 8 * (-columns % 512) <= columns:  # little of the last tile is empty
-        config = config._replace(block_c=512, num_warps=8, columns=128)
     if stochastic:
         return config._replace(registers=96)
-    return config._replace(registers=None if itemsize > 2 else 80)
+    if 8 * (-columns % 512) <= columns:  # little of the last tile is empty
+        config = config._replace(block_c=512, num_warps=8, columns=128)
+    return config._replace(registers=None if itemsize > 2 else 72)
 
 
 def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
@@ -319,7 +314,7 @@ def cast_nvfp4_triton(
         launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), codes,
         _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], ROW_SCALED=row_scaled, RHT=rht, SQUARE=two_d,
         NATIVE=converts_to_float8(x), BLOCK_R=config.block_r, BLOCK_C=config.block_c,
-        ROWS_AT_ONCE=config.rows, COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps, maxnreg=config.registers,
+        COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps, maxnreg=config.registers,
     )  # fmt: skip
 
 
@@ -364,7 +359,7 @@ class _Launch:
             num_groups = splits.num_groups
             self.offsets = splits.offsets, splits.aligned(BLOCK)
             self.sizes = T, num_groups, splits.aligned_capacity(BLOCK) // BLOCK
-            slots = num_slots(T + BLOCK * num_groups, num_groups, block_m)  # as the kernel counts them
+            slots = -(-splits.aligned_capacity(BLOCK) // block_m)
         band = min(slots, max(config.band, -(-slots // 65535)))  # more programs than that have no place on an axis
         self.grid = (band, -(-K // (config.block_c * config.tiles)), -(-slots // band))
 

@@ -22,10 +22,10 @@ from recipes.kernels.nvfp4_blocks_triton import (
     sums_of_pairs,
 )
 from recipes.kernels.rounding import INTERPRET, widen, widen_pairs
-from recipes.kernels.row_tiles import find_tile
 
 # Of two pairs of bfloat16 the larger magnitudes, NaN above all, with some sign.
 LARGER_PAIR = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
+PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 STORE_BYTE = tl.constexpr("st.global.u8 [$1], $2; mov.b32 $0, 0;")
 STORE_CODES = tl.constexpr("st.global.b64 [$1], $2; mov.b32 $0, 0;")
 STORE_BYTE_IF = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.u8 [$1], $2; mov.b32 $0, 0; }")
@@ -33,35 +33,45 @@ STORE_CODES_IF = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.globa
 
 
 @triton.jit
-def _tile(offsets_ptr, aligned_ptr, slot, ROWS, num_groups, BLOCKS, BLOCK_R: tl.constexpr):
-    """(group, row in the group, first row of x, end of the rows that count, end of x's rows, first block of the
-    transposed copy, end of its blocks, group of that copy)."""
-    BLOCK_M: tl.constexpr = 16 * BLOCK_R
+def _blocks(offsets_ptr, aligned_ptr, slot, ROWS, num_groups, BLOCKS, BLOCK_R: tl.constexpr):
+    """(first block of the tile in the transposed copy, matrix of that copy, and of each block [BLOCK_R]: its group, its
+    row in the group, its first row of x, how many rows from there count, and how many are x's, to the group's end).
+
+    The rows of no group are those of one more group, whose rows do not count.
+    """
+    block = tl.arange(0, BLOCK_R)
     if offsets_ptr is None:
-        group = 0
-        if num_groups != 1:
-            slots = tl.cdiv(ROWS, BLOCK_M)
-            group = slot // slots
-            slot = slot % slots
-        row = slot * BLOCK_M
-        begin = group * ROWS
-        first_block = row // 16
-        end_block = tl.where(group < num_groups, BLOCKS, 0)
-        row_end = begin + ROWS
-        end = row_end
-        of_columns = group
+        slots = tl.cdiv(BLOCKS, BLOCK_R)
+        matrix = slot // slots
+        first_block = slot % slots * BLOCK_R
+        row = 16 * (first_block + block)
+        group = matrix + tl.zeros_like(row)
+        first = group.to(tl.int64) * ROWS + row
+        written = (ROWS - row).to(tl.int32)
+        counted = written
     else:
-        # The tail takes the padding at the end of the copy too, which may be longer than the rows past the sum.
-        group, first, row_end = find_tile(offsets_ptr, slot, ROWS + 16 * num_groups, num_groups, BLOCK_M)
-        begin = tl.load(offsets_ptr + group)
-        aligned = tl.load(aligned_ptr + group)
-        row = first - begin
-        first_block = (aligned + row) // 16
-        end_block = tl.load(aligned_ptr + group + 1, mask=group < num_groups, other=16 * BLOCKS) // 16
-        row_end = tl.minimum(row_end, ROWS)
-        end = tl.where(group < num_groups, row_end, first)  # the tail counts as zeros
-        of_columns = 0
-    return group, row, begin + row, end, row_end, first_block, end_block, of_columns
+        CHUNK: tl.constexpr = 128
+        matrix = 0
+        first_block = slot * BLOCK_R
+        place = 16 * (first_block + block)
+        group = tl.zeros([BLOCK_R], tl.int32) - 1
+        for start in range(0, num_groups + 1, CHUNK):
+            offs_g = start + tl.arange(0, CHUNK)
+            is_there = offs_g <= num_groups
+            aligned = tl.load(aligned_ptr + offs_g, mask=is_there, other=0)
+            group += tl.sum(((aligned[None, :] <= place[:, None]) & is_there[None, :]).to(tl.int32), axis=1)
+        row = (place - tl.load(aligned_ptr + group)).to(tl.int32)
+        first = tl.load(offsets_ptr + group) + row
+        is_group = group < num_groups
+        written = (tl.load(offsets_ptr + group + 1, mask=is_group, other=ROWS) - first).to(tl.int32)
+        counted = tl.where(is_group, written, 0)
+    return first_block, matrix, group, row, first, counted, written
+
+
+@triton.jit
+def _of(block, of_blocks):
+    """What `of_blocks` has for a block."""
+    return tl.sum(tl.where(tl.arange(0, of_blocks.shape[0]) == block, of_blocks, 0), axis=0)
 
 
 @triton.jit
@@ -110,23 +120,21 @@ def _beside(index, x):
 
 
 @triton.jit
-def _load_row_blocks(
-    x_ptr, rows, columns, K, R: tl.constexpr, B: tl.constexpr, PAIRS: tl.constexpr, FULL: tl.constexpr
-):
-    """Of R rows of B blocks from x_ptr on, the first and the last 8 columns of each block, [R, B, 8], or if PAIRS words
-    of two bfloat16 numbers, [R, B, 4]; 0 from row `rows` and column `columns` on."""
+def _load_row_blocks(x_ptr, rows, columns, K, B: tl.constexpr, PAIRS: tl.constexpr, FULL: tl.constexpr):
+    """Of 16 rows of B blocks from x_ptr on, the first and the last 8 columns of each block, [16, B, 8], or if PAIRS
+    words of two bfloat16 numbers, [16, B, 4]; 0 from row `rows` and column `columns` on."""
     N: tl.constexpr = 4 if PAIRS else 8
     if PAIRS:
         x_ptr = x_ptr.to(tl.pointer_type(tl.uint32))
         columns = columns // 2
         K = K // 2
-    row = tl.arange(0, R)[:, None]
+    row = tl.arange(0, 16)[:, None]
     column = tl.arange(0, N * B)[None, :]
     column += column // N * N
     at = row * K + column
     low = _load(x_ptr + at, (row < rows) & (column < columns), FULL)
     high = _load(x_ptr + N + at, (row < rows) & (column + N < columns), FULL)
-    return tl.reshape(low, [R, B, N]), tl.reshape(high, [R, B, N])
+    return tl.reshape(low, [16, B, N]), tl.reshape(high, [16, B, N])
 
 
 @triton.jit
@@ -165,13 +173,13 @@ def _in_four(x):
 
 
 @triton.jit
-def _load_column_blocks(x_ptr, row, column, rows, columns, K, FULL: tl.constexpr):
-    """The 16 numbers below each of the first rows and columns [..] of blocks, from x_ptr on, in float32; 0 from row
-    `rows` and column `columns` on."""
+def _load_column_blocks(x_ptr, row, column, counted, columns, K, FULL: tl.constexpr):
+    """The 16 numbers below each of the first rows and columns [..] of blocks, from x_ptr on, in float32; 0 in all but
+    the first `counted` rows, and from column `columns` on."""
     at = row * K + column
     xs = ()
     for i in tl.static_range(16):
-        x = widen_pairs(_load(x_ptr + (i * K + at), (row + i < rows) & (column < columns), FULL))
+        x = widen_pairs(_load(x_ptr + (i * K + at), (i < counted) & (column < columns), FULL))
         xs = xs + (x,)  # type: ignore[assignment]  # noqa: RUF005
     return xs
 
@@ -192,60 +200,73 @@ def _larger_pair(a, b):
 
 
 @triton.jit
+def _prefetch(x_ptr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Asks L2 for so many rows and columns of x, which there are: 128 bytes a thread."""
+    if not INTERPRET:
+        LINE: tl.constexpr = 1024 // x_ptr.dtype.element_ty.primitive_bitwidth
+        at = tl.arange(0, ROWS)[:, None] * K + tl.arange(0, COLUMNS // LINE)[None, :] * LINE
+        tl.inline_asm_elementwise(
+            PREFETCH, "=r,l", [(x_ptr + at).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
 def _cast_rows(
-    x_ptr, seed, codes_ptr, scale_ptr, row_amax_ptr, encode, decode, row, rows, rows_to_write, first_column,
+    x_ptr, seed, codes_ptr, scale_ptr, amax_ptr, encode, decode, row, first, counted, written, first_column,
     K: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr,
+    BLOCK_C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The rowwise copy of a tile, R rows at a time. Of it count the first `rows` rows; row_amax: each its own amax."""
+    """The rowwise copy of a tile, 16 rows at a time. What is said of blocks is as `_blocks` says it, or if FULL of the
+    first one alone. amax_ptr: each row has its own."""
     B: tl.constexpr = BLOCK_C // 16
     BLOCKS: tl.constexpr = (K + 15) // 16
     BYTES: tl.constexpr = (K + 1) // 2
     PAIRS: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and K % 16 == 0
     STOCHASTIC: tl.constexpr = seed is not None
-    lane = tl.arange(0, R)[:, None]
+    lane = tl.arange(0, 16)[:, None]
     block = tl.arange(0, B)[None, :]
-    for start in range(0, 16 * BLOCK_R if FULL else tl.minimum(16 * BLOCK_R, rows_to_write), R):
-        if row_amax_ptr is not None:
-            own_encode, own_decode = encoding(tl.load(row_amax_ptr + start + lane, mask=start + lane < rows, other=0.0))
-        else:
+    for i in range(BLOCK_R):
+        if FULL:
+            at, of_group, rows, rows_to_write = first + 16 * i, row + 16 * i, 16, 16
             own_encode, own_decode = encode, decode
-        low, high = _load_row_blocks(x_ptr, rows - start, K - first_column, K, R, B, PAIRS, FULL)
+        else:
+            at, of_group, rows, rows_to_write = _of(i, first), _of(i, row), _of(i, counted), _of(i, written)
+            own_encode, own_decode = _of(i, encode), _of(i, decode)
+        if amax_ptr is not None:
+            own_encode, own_decode = encoding(tl.load(amax_ptr + at + lane, mask=lane < rows, other=0.0))
+        low, high = _load_row_blocks(x_ptr + at * K, rows, K - first_column, K, B, PAIRS, FULL)
         amax = _largest_of_eight(low, high)
         if SQUARE:
-            amax = tl.max(tl.reshape(amax, [R // 16, 16, B]), axis=1, keep_dims=True)
-            amax = tl.reshape(tl.broadcast_to(amax, [R // 16, 16, B]), [R, B])
+            amax = tl.broadcast_to(tl.max(amax, axis=0, keep_dims=True), [16, B])
         random = (0, 0, 0, 0)
         if STOCHASTIC:
             of_block = _beside(first_column // 16 + block, amax)
-            random = random_words(seed, of_block, _beside(row + start + lane, amax), 0)
+            random = random_words(seed, of_block, _beside(of_group + lane, amax), 0)
         xs = _in_eight(low) + _in_eight(high)
         signs = (None, None)
         if PAIRS:
             signs = (_signs_of_eight(low), _signs_of_eight(high))
         code, scale = cast_blocks(xs, amax, own_encode, own_decode, random, signs, 1.0, STOCHASTIC, NATIVE)
-        at = lane * BLOCKS + block
-        mask = (start + lane < rows_to_write) & (first_column // 16 + block < BLOCKS)
-        _store(scale_ptr + at, scale, mask, FULL)
+        out = lane * BLOCKS + block
+        mask = (lane < rows_to_write) & (first_column // 16 + block < BLOCKS)
+        _store(scale_ptr + at * BLOCKS + out, scale, mask, FULL)
         if K % 16 == 0:
-            _store(codes_ptr.to(tl.pointer_type(tl.int64)) + at, code, mask, FULL)
+            _store(codes_ptr.to(tl.pointer_type(tl.int64)) + at * BLOCKS + out, code, mask, FULL)
         else:
             byte = 8 * block[:, :, None] + tl.arange(0, 8)[None, None, :]
-            mask = (start + lane < rows_to_write)[:, :, None] & (first_column // 2 + byte < BYTES)
+            mask = (lane < rows_to_write)[:, :, None] & (first_column // 2 + byte < BYTES)
             code = ((code[:, :, None] >> (8 * (byte % 8))) & 0xFF).to(tl.uint8)
-            tl.store(codes_ptr + (lane * BYTES)[:, :, None] + byte, code, mask=mask)
-        x_ptr += R * K
-        codes_ptr += R * BYTES
-        scale_ptr += R * BLOCKS
+            tl.store(codes_ptr + at * BYTES + ((lane * BYTES)[:, :, None] + byte), code, mask=mask)
 
 
 @triton.jit
 def _cast_columns(
-    x_ptr, seed, codes_ptr, scale_ptr, encode, decode, row, rows, blocks, first_column, BLOCKS,
+    x_ptr, seed, codes_ptr, scale_ptr, encode, decode, row, first, counted, blocks, first_column, BLOCKS,
     K: tl.constexpr, RHT: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The columnwise copy of a tile, C columns at a time. Of it count the first `rows` rows, in `blocks` blocks.
+    """The columnwise copy of a tile, C columns at a time; what is said of blocks is as in `_cast_rows`. The copy has
+    the first `blocks` of them.
 
     A warp has 16 columns of each block of rows, [R, C / 16, 16]: so it reads and writes whole units of 32 bytes.
     """
@@ -253,9 +274,18 @@ def _cast_columns(
     STOCHASTIC: tl.constexpr = seed is not None
     block = tl.arange(0, R)[:, None, None]
     lane = 16 * tl.arange(0, C // 16)[None, :, None] + tl.arange(0, 16)[None, None, :]
+    if FULL:
+        x_ptr += first * K
+        at_row = 16 * block
+        of_group = row // 16 + block
+    else:
+        at_row = first[:, None, None]
+        counted = counted[:, None, None]
+        of_group = row[:, None, None] // 16
+        encode, decode = encode[:, None, None], decode[:, None, None]
     for start in range(0, BLOCK_C if FULL else tl.minimum(BLOCK_C, K - first_column), C):
         column = first_column + start
-        xs = _load_column_blocks(x_ptr, 16 * block, lane, rows, K - column, K, FULL)
+        xs = _load_column_blocks(x_ptr, at_row, lane, counted, K - column, K, FULL)
         if RHT:
             xs, amax = hadamard(xs)
         else:
@@ -264,14 +294,14 @@ def _cast_columns(
             amax = tl.broadcast_to(tl.max(amax, axis=2, keep_dims=True), [R, C // 16, 16])
         random = (0, 0, 0, 0)
         if STOCHASTIC:
-            random = random_words(seed, _beside(row // 16 + block, amax), _beside(column + lane, amax), 1)
+            random = random_words(seed, _beside(of_group, amax), _beside(column + lane, amax), 1)
         code, scale = cast_blocks(
             xs, amax, encode, decode, random, (None, None), 0.25 if RHT else 1.0, STOCHASTIC, NATIVE
         )  # fmt: skip
-        at = lane.to(tl.int64) * BLOCKS + block
+        out = lane.to(tl.int64) * BLOCKS + block
         mask = (block < blocks) & (column + lane < K)
-        _store(codes_ptr + at, code, mask, FULL)
-        _store(scale_ptr + at, scale, mask, FULL)
+        _store(codes_ptr + out, code, mask, FULL)
+        _store(scale_ptr + out, scale, mask, FULL)
         x_ptr += C
         codes_ptr += C * BLOCKS
         scale_ptr += C * BLOCKS
@@ -282,59 +312,67 @@ def cast_nvfp4_kernel(
     x_ptr, offsets_ptr, aligned_ptr, row_amax_ptr, column_amax_ptr, seed_ptr,
     row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, ROWS, num_groups, BLOCKS, K: tl.constexpr,
     ROW_SCALED: tl.constexpr, RHT: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, COLUMNS_AT_ONCE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Amaxes are None for a copy that is not made, the seed for rounding to nearest. SQUARE: blocks of 16x16.
     Neighbours on the grid's first axis are so in the transposed copy. K is a constant: so are the distances of rows.
     """
     slot = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     column = tl.program_id(1) * BLOCK_C
-    group, row, first, end, row_end, first_block, end_block, of_columns = _tile(
+    first_block, matrix, groups, row, first, counted, written = _blocks(
         offsets_ptr, aligned_ptr, slot, ROWS, num_groups, BLOCKS, BLOCK_R
     )  # fmt: skip
-    if first_block < end_block:
-        from_row = first.to(tl.int64)
-        rows, rows_to_write = (end - first).to(tl.int32), (row_end - first).to(tl.int32)
-        # The second copy finds x in the cache. Most tiles are whole, and need no masks.
-        is_whole = (rows >= 16 * BLOCK_R) & (column + BLOCK_C <= K)
-        x_ptr += from_row * K + column
+    if (first_block < BLOCKS) & (matrix < num_groups):
         seed = None
         if seed_ptr is not None:
             seed = tl.load(seed_ptr)
+        own_amax_ptr = None
+        if ROW_SCALED:
+            own_amax_ptr = row_amax_ptr
+        x_ptr += column
         if row_amax_ptr is not None:
-            encode, decode = 1.0, 1.0
-            own_amax_ptr = None
-            if ROW_SCALED:
-                own_amax_ptr = row_amax_ptr + from_row
-            else:
-                encode, decode = encoding(tl.load(row_amax_ptr + group, mask=group < num_groups, other=0.0))
-            row_codes_ptr += from_row * ((K + 1) // 2) + column // 2
-            row_scale_ptr += from_row * ((K + 15) // 16) + column // 16
-            if is_whole:
-                _cast_rows(
-                    x_ptr, seed, row_codes_ptr, row_scale_ptr, own_amax_ptr, encode, decode, row, rows,
-                    rows_to_write, column, K, SQUARE, NATIVE, BLOCK_R, BLOCK_C, ROWS_AT_ONCE, True,
-                )  # fmt: skip
-            else:
-                _cast_rows(
-                    x_ptr, seed, row_codes_ptr, row_scale_ptr, own_amax_ptr, encode, decode, row, rows,
-                    rows_to_write, column, K, SQUARE, NATIVE, BLOCK_R, BLOCK_C, ROWS_AT_ONCE, False,
-                )  # fmt: skip
+            row_codes_ptr += column // 2
+            row_scale_ptr += column // 16
         if column_amax_ptr is not None:
-            encode, decode = encoding(tl.load(column_amax_ptr + group, mask=group < num_groups, other=0.0))
-            place = (of_columns.to(tl.int64) * K + column) * BLOCKS + first_block
+            place = (matrix.to(tl.int64) * K + column) * BLOCKS + first_block
             column_codes_ptr += place
             column_scale_ptr += place
-            blocks = (end_block - first_block).to(tl.int32)
-            if is_whole:
-                _cast_columns(
-                    x_ptr, seed, column_codes_ptr, column_scale_ptr, encode, decode, row, rows, blocks, column,
-                    BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE, True,
+        # Most tiles are whole and of one group, and need no masks. The second copy finds x in the cache.
+        group = tl.min(groups, axis=0)
+        is_whole = (tl.max(groups, axis=0) == group) & (tl.min(counted, axis=0) >= 16) & (column + BLOCK_C <= K)
+        if is_whole:
+            row_0, first_0 = tl.min(row, axis=0), tl.min(first, axis=0)
+            _prefetch(x_ptr + first_0 * K, K, 16 * BLOCK_R, BLOCK_C)
+            if row_amax_ptr is not None:
+                encode, decode = 1.0, 1.0
+                if not ROW_SCALED:
+                    encode, decode = encoding(tl.load(row_amax_ptr + group))
+                _cast_rows(
+                    x_ptr, seed, row_codes_ptr, row_scale_ptr, own_amax_ptr, encode, decode, row_0, first_0, None,
+                    None, column, K, SQUARE, NATIVE, BLOCK_R, BLOCK_C, True,
                 )  # fmt: skip
-            else:
+            if column_amax_ptr is not None:
+                encode, decode = encoding(tl.load(column_amax_ptr + group))
                 _cast_columns(
-                    x_ptr, seed, column_codes_ptr, column_scale_ptr, encode, decode, row, rows, blocks, column,
-                    BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE, False,
+                    x_ptr, seed, column_codes_ptr, column_scale_ptr, encode, decode, row_0, first_0, 16, BLOCK_R,
+                    column, BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE, True,
+                )  # fmt: skip
+        else:
+            is_group = groups < num_groups
+            if row_amax_ptr is not None:
+                encodes, decodes = row * 0.0, row * 0.0
+                if not ROW_SCALED:
+                    encodes, decodes = encoding(tl.load(row_amax_ptr + groups, mask=is_group, other=0.0))
+                _cast_rows(
+                    x_ptr, seed, row_codes_ptr, row_scale_ptr, own_amax_ptr, encodes, decodes, row, first, counted,
+                    written, column, K, SQUARE, NATIVE, BLOCK_R, BLOCK_C, False,
+                )  # fmt: skip
+            if column_amax_ptr is not None:
+                encodes, decodes = encoding(tl.load(column_amax_ptr + groups, mask=is_group, other=0.0))
+                _cast_columns(
+                    x_ptr, seed, column_codes_ptr, column_scale_ptr, encodes, decodes, row, first, counted,
+                    BLOCKS - first_block, column, BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE,
+                    False,
                 )  # fmt: skip
 
 
@@ -360,20 +398,22 @@ def amax_nvfp4_kernel(
     """Raises the amaxes, which are zeros before, to those of TILES tiles beside each other."""
     slot = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     first_column = tl.program_id(1) * (BLOCK_C * TILES)
-    group, _, first, end, _, _, _, _ = _tile(offsets_ptr, aligned_ptr, slot, ROWS, num_groups, BLOCKS, BLOCK_R)
-    if (first < end) & (group < num_groups):
+    first_block, matrix, groups, _, first, counted, _ = _blocks(
+        offsets_ptr, aligned_ptr, slot, ROWS, num_groups, BLOCKS, BLOCK_R
+    )
+    if (first_block < BLOCKS) & (matrix < num_groups):
+        rows, heights = first[:, None], counted[:, None]
         of_rows = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
         of_columns = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
         for tile in range(TILES):
             column = first_column + tile * BLOCK_C
-            at = x_ptr + first.to(tl.int64) * K + column
-            rows, columns = 16 * tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
-            xs = _load_column_blocks(at, rows, columns, end - first, K - column, K, False)
+            columns = tl.arange(0, BLOCK_C)[None, :]
+            xs = _load_column_blocks(x_ptr + column, rows, columns, heights, K - column, K, False)
             if row_amax_ptr is not None:
                 for i in tl.static_range(16):
                     if ROW_SCALED:
-                        rows = first + 16 * tl.arange(0, BLOCK_R) + i
-                        _add_to_amax(row_amax_ptr + rows, tl.max(_magnitude_or_zero(xs[i]), axis=1), rows < end)
+                        own = tl.max(_magnitude_or_zero(xs[i]), axis=1, keep_dims=True)
+                        _add_to_amax(row_amax_ptr + rows + i, own, i < heights)
                     else:
                         of_rows = tl.maximum(of_rows, _magnitude_or_zero(xs[i]))
             if column_amax_ptr is not None:
@@ -383,9 +423,19 @@ def amax_nvfp4_kernel(
                     x = xs[i].to(tl.float32, bitcast=True) if RHT else xs[i]
                     of_columns = tl.maximum(of_columns, _magnitude_or_zero(x))
         if row_amax_ptr is not None and not ROW_SCALED:
-            _add_to_amax(row_amax_ptr + group, tl.max(of_rows), None)
+            _add_to_amaxes(row_amax_ptr, groups, num_groups, tl.max(of_rows, axis=1))
         if column_amax_ptr is not None:
-            amax = tl.max(of_columns)
+            amax = tl.max(of_columns, axis=1)
             if RHT:
                 amax *= 0.25
-            _add_to_amax(column_amax_ptr + group, amax, None)
+            _add_to_amaxes(column_amax_ptr, groups, num_groups, amax)
+
+
+@triton.jit
+def _add_to_amaxes(amax_ptr, groups, num_groups, amaxes):
+    """Those of blocks to those of their groups; at once where all are of one group."""
+    group = tl.min(groups, axis=0)
+    if tl.max(groups, axis=0) == group:
+        _add_to_amax(amax_ptr + group, tl.max(amaxes, axis=0), group < num_groups)
+    else:
+        _add_to_amax(amax_ptr + groups, amaxes, groups < num_groups)
