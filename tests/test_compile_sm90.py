@@ -391,6 +391,7 @@ def compile_all(mode: str, arch: int) -> None:
                 "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
                 "shared_bytes": compiled.metadata.shared,
                 "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+                "adds": compiled.asm["ptx"].count("cp.reduce.async.bulk.tensor"),
                 "warnings": re.findall(r".*\(?C75\d\d\)?.*", log),
             }
             print(json.dumps(report))
@@ -428,6 +429,9 @@ def test_every_configuration_compiles_for_hopper(mode, tmp_path):
         if "gemm" in report["kernel"] or "grouped" in report["kernel"]:
             assert bool(report["wgmma"]) == (mode != "fp32" or "float8" in report["kernel"]), report
         assert not report["warnings"], report
+    gluon = "k_grouped_gluon_kernel"
+    written_and_added = {False, True} if any(gluon in key for key in shipped) else set()
+    assert {bool(report["adds"]) for report in reports if report["kernel"] == gluon} == written_and_added
 
 
 def test_what_the_tuner_tries_compiles_for_hopper(tmp_path):

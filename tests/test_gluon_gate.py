@@ -6,7 +6,7 @@ import triton
 
 from ops.kernels import gluon_gate
 from ops.kernels.gluon_gate import MOST_GROUPS, why_no_gluon
-from ops.kernels.grouped_gemm_tiles import IN_GLUON, k_grouped_config
+from ops.kernels.grouped_gemm_tiles import ADDED_IN_GLUON, FLOAT32_IN_GLUON, IN_GLUON, k_grouped_config
 from ops.kernels.tiles import Gemm, why_not_tile
 
 HOPPER = (9, 0)
@@ -49,17 +49,23 @@ def config(groups=8, dtype=torch.bfloat16, out_dtype=None, *, accumulate=False, 
 
 def test_weight_gradients_of_16_bit_operands_take_them():
     float32 = {"out_dtype": torch.float32}
-    assert config() == config(dtype=torch.float16) == config(**float32) == IN_GLUON
+    assert config() == config(dtype=torch.float16) == IN_GLUON
+    assert config(**float32) == FLOAT32_IN_GLUON and config(**float32, accumulate=True) == ADDED_IN_GLUON
     assert config(MOST_GROUPS) == IN_GLUON and not config(MOST_GROUPS + 1).gluon
-    others = (config(gluon=False), config(descriptors=False), config(dtype=torch.float32))
-    assert not any(other.gluon for other in (*others, config(accumulate=True), config(**float32, accumulate=True)))
+    others = (config(gluon=False), config(descriptors=False), config(dtype=torch.float32), config(accumulate=True))
+    assert not any(other.gluon for other in others)
 
 
 @pytest.mark.parametrize(("gemm", "changes", "reason"), [
     (WGRAD, {}, None),
-    (WGRAD._replace(num_groups=MOST_GROUPS, out_dtype=torch.float32), {}, None),
-    (WGRAD._replace(accumulate=True), {}, "is for weight gradients that are written"),
+    (WGRAD._replace(num_groups=MOST_GROUPS, out_dtype=torch.float32), {"box": 64}, None),
+    (WGRAD._replace(num_groups=MOST_GROUPS, out_dtype=torch.float32, accumulate=True), {"box": 64}, None),
+    (WGRAD._replace(out_dtype=torch.float32, accumulate=True), {"num_stages": 6}, None),
+    (WGRAD._replace(out_dtype=torch.float32), {}, "bytes of shared memory"),
+    (WGRAD._replace(accumulate=True), {}, "is for weight gradients that are written, or added to float32"),
     (WGRAD._replace(product="TN"), {}, "is for weight gradients"),
+    (WGRAD._replace(out_dtype=torch.float32), {"box": 0}, "is not stored from registers"),
+    (WGRAD, {"box": 32}, "is stored by 64 or 128 columns"),
     (WGRAD, {"block_n": 128}, "must be 128x256, of 8 warps and one program"),
     (WGRAD, {"num_stages": 9}, "bytes of shared memory"),
     (WGRAD, {"num_stages": 1}, "two stages or more"),

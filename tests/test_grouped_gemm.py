@@ -1,5 +1,6 @@
 """Grouped GEMM: references and CPU path against a naive float64 loop; kernels under the interpreter and on the GPU."""
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -198,7 +199,7 @@ def test_caller_owns_the_output_buffer(transposed, device):
 
 
 ACCUMULATE_CASES = [
-    pytest.param(CASES[name], id=name) for name in ("several tiles", "empty groups", "all empty", "tail")
+    pytest.param(CASES[name], id=name) for name in ("several tiles", "empty groups", "all empty", "tail", "one group")
 ]
 OUT_DTYPES = [torch.float32, torch.bfloat16]
 
@@ -209,14 +210,14 @@ def assert_accumulates(run, case: Case, dtype: torch.dtype, out_dtype: torch.dty
     out = torch.randn(o.w.shape, dtype=torch.float64).to(device, out_dtype)
     empty = [group for group, rows in group_rows(o.splits) if rows.start == rows.stop]
     out[empty] = torch.nan
-    before = out.double()
+    before, kept = out.double(), out[empty]
     run(o, out)
     exact = naive_gemm("NT", o.dy, o.x, o.splits, alpha=o.alpha)
     full = [group for group, rows in group_rows(o.splits) if rows.start < rows.stop]
     added = Exact(
         *((part + start)[full] for part, start in zip(exact[:2], (before, before.abs()), strict=True)), exact.terms
     )
-    assert out[empty].isnan().all()
+    assert torch.equal(out[empty].view(torch.uint8), kept.view(torch.uint8))
     assert_close("dw", out[full], added, operand_dtype=dtype)
 
 
@@ -386,6 +387,7 @@ def test_kernels_agree_with_float64(case, dtype, device):
 def test_kernels_take_more_groups_than_one_step_of_the_search(device):
     o = operands(MANY_GROUPS, torch.bfloat16, device=device)
     assert_all_close(launched(o, extras=True), references(o, extras=True), o)
+    assert_accumulates(accumulate_in_triton, MANY_GROUPS, torch.bfloat16, torch.float32, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -439,7 +441,7 @@ def test_kernel_writes_matrices_that_stand_apart(aligned, reverse, accumulate, d
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float32_weight_gradients_are_the_same_bits_however_they_are_stored(dtype, reverse, device):
-    """From registers, by the copy engine alone, and by the rule: on Hopper that is Gluon where nothing is added.
+    """From registers, by the copy engine alone, and by the rule: on Hopper that is Gluon.
 
     What is added is rounded once, and to groups without rows nothing.
 
@@ -466,7 +468,7 @@ def test_float32_weight_gradients_are_the_same_bits_however_they_are_stored(dtyp
     assert_close("dw", dw, naive_gemm("NT", o.dy, o.x, o.splits, alpha=o.alpha), operand_dtype=dtype)
     assert torch.equal(stored(MANY_ROWS, accumulate=False), dw)
     assert torch.equal(stored(None, accumulate=False), dw)
-    for rows_a_group in (1, MANY_ROWS):
+    for rows_a_group in (1, MANY_ROWS, None):
         assert torch.equal(stored(rows_a_group, accumulate=True), before + dw), rows_a_group
 
 
@@ -513,14 +515,41 @@ def test_kernels_agree_for_any_splits_on_the_gpu(case, dtype, extras, seed):
 
 @pytest.mark.gpu
 @settings(max_examples=200)
-@given(cases(400, GPU_FEATURES, most_groups=12), st.sampled_from([1, MANY_ROWS]), st.booleans(), SEEDS)
+@given(cases(400, GPU_FEATURES, most_groups=12), st.sampled_from([1, MANY_ROWS, None]), st.booleans(), SEEDS)
 def test_float32_weight_gradients_agree_for_any_splits_on_the_gpu(case, rows_a_group, extras, seed):
+    """None: by the rule, which takes Gluon."""
     o = operands(case, torch.bfloat16, seed=seed, device="cuda")
     gemms = [Gemm("NT", torch.bfloat16, torch.float32, add, *o.w.shape) for add in (False, True)]
-    with tiles_of_groups(rows_a_group, o.x.shape[0], *gemms):
+    with nullcontext() if rows_a_group is None else tiles_of_groups(rows_a_group, o.x.shape[0], *gemms):
         found = launched(o, extras=extras, out_dtype=torch.float32)
         assert_accumulates(accumulate_in_triton, case, torch.bfloat16, torch.float32, "cuda")
     assert_all_close(found, references(o, extras=extras), o)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("with_alpha", [False, True])
+@pytest.mark.parametrize("groups", [1, 64, 257])
+def test_many_tiles_are_added_as_they_are_written(groups, with_alpha, reverse):
+    """Several a program. What is added is rounded once, and of groups without rows no bit changes."""
+    sizes = torch.multinomial(torch.rand(groups), 8_000, replacement=True).bincount(minlength=groups)
+    sizes[1::5] = 0
+    o = operands(Case(sizes.tolist(), tail=40, K=520, N=648 if groups > 1 else 17_096), torch.bfloat16, device="cuda")
+    arguments = o.dy, o.x, o.splits.offsets, o.alpha if with_alpha else None
+    dw = torch.full(o.w.shape, torch.nan, device="cuda")
+    gg.grouped_gemm_nt_triton(*arguments, dw, tf32=False)
+    before = torch.randn_like(dw)
+    before[(sizes == 0).to("cuda")] = torch.nan
+
+    def added() -> Tensor:
+        out = before.flip(0) if reverse else before.clone()
+        gg.grouped_gemm_nt_triton(*arguments, out, tf32=False, accumulate=True, reverse=reverse)
+        return out.flip(0) if reverse else out
+
+    expected = torch.where(before.isnan(), before, before + dw).view(torch.int32)
+    assert torch.equal(added().view(torch.int32), expected), "by the rule: in Gluon"
+    with tiles_of_groups(1, o.x.shape[0], Gemm("NT", torch.bfloat16, torch.float32, True, *o.w.shape)):
+        assert torch.equal(added().view(torch.int32), expected), "in Triton"
 
 
 @pytest.mark.gpu

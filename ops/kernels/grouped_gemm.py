@@ -341,7 +341,7 @@ def grouped_gemm_nt_triton(
         gluon=why_no_gluon(capability(out)) is None,
     )
     if config.gluon:
-        k_grouped_gluon(dy_TN, x_TK, offsets, alpha_G, out, config, reverse)
+        k_grouped_gluon(dy_TN, x_TK, offsets, alpha_G, out, config, accumulate, reverse)
         return
     # Without fusion alpha's product is rounded before it is added to what is there, so all kernels give the same sums.
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)

@@ -11,6 +11,9 @@ Consumer 1 starts SKEW steps behind, if the first tile has as many, so that one 
 products; the ring lets them be in different tiles. So what counts where groups have few rows, and a tile few steps, is
 the longer of storing and multiplying, not both.
 
+What is added to float32 goes the way of what is stored: L2 adds it to what is there (`add_to_global`). So that it has
+the old sums by then, the loading warp asks for them over the last AHEAD steps of a tile.
+
 Barriers: a stage is used for the u-th time in phase u % 2 of its barriers. Consumers count steps, and step s has stage
 s % STAGES and is use s // STAGES of it. Before use u the loading warp waits for phase (u - 1) % 2 of `empty`, which has
 passed at the start.
@@ -23,8 +26,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from triton._C.libtriton.ir import DESCRIPTOR_REDUCE_KIND
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -44,6 +49,7 @@ from recipes.kernels.replay import DESCRIPTORS
 DESCRIPTORS.add(GluonDescriptor)
 
 SKEW = 2
+AHEAD = 16
 REGISTERS = gl.constexpr((232, 40))  # of a thread of the second consumer, and of one that loads; no spills
 
 
@@ -99,22 +105,55 @@ def halves(acc):
     return split.permute([0, 2, 1]).split()
 
 
-@gluon.jit
-def store_boxes(acc, dw, staging, place, row, column, CONSUMER: gl.constexpr, PART: gl.constexpr):
-    """Rounds acc and stores it at (row, column) of matrix `place` of dw [G, N, K], box by box.
+@builtin
+def add_to_global(tensor_desc, coord, src, _semantic=None):
+    """As `tma.async_copy_shared_to_global`, but adds: an operation that Triton 3.6 has, and its Gluon no name for."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
-    staging: two boxes of each consumer, used in turn. PART: of as many as wide, which one this is.
+
+@gluon.jit
+def store_boxes(
+    acc, dw, staging, place, row, column, ACCUMULATE: gl.constexpr, CONSUMER: gl.constexpr, PART: gl.constexpr
+):
+    """Rounds acc and stores it at (row, column) of matrix `place` of dw [G, N, K], or adds it there, box by box.
+
+    staging: as many boxes of each consumer, used in turn. PART: of as many as wide, which one this is.
     """
     if acc.shape[1] > dw.block_shape[2]:
         left, right = halves(acc)
-        store_boxes(left, dw, staging, place, row, column, CONSUMER, 2 * PART)
-        store_boxes(right, dw, staging, place, row, column + acc.shape[1] // 2, CONSUMER, 2 * PART + 1)
+        middle = column + acc.shape[1] // 2
+        store_boxes(left, dw, staging, place, row, column, ACCUMULATE, CONSUMER, 2 * PART)
+        store_boxes(right, dw, staging, place, row, middle, ACCUMULATE, CONSUMER, 2 * PART + 1)
     else:
-        box = staging.index(2 * CONSUMER + PART % 2)
-        tma.store_wait(1)
+        BOXES: gl.constexpr = staging.shape[0] // 2
+        box = staging.index(CONSUMER * BOXES + PART % BOXES)
+        tma.store_wait(BOXES - 1)
         box.store(acc.to(dw.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dw, [place, row, column], box.reshape(dw.block_shape))
+        if ACCUMULATE:
+            add_to_global(dw, [place, row, column], box.reshape(dw.block_shape))
+        else:
+            tma.async_copy_shared_to_global(dw, [place, row, column], box.reshape(dw.block_shape))
+
+
+@gluon.jit
+def prefetch_rows(ptr, stride, begin, end, height, width, WIDTH: gl.constexpr):
+    """Asks L2 for WIDTH columns of float32 of rows 4 * begin to 4 * end, of height rows, width columns in all.
+
+    A lane asks for 128 bytes; four rows of 256 columns are a warp's.
+    """
+    ROWS: gl.constexpr = 4
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [ROWS, WIDTH // 32], [1, 1], [1, 0])
+    offs_n = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
+    offs_k = gl.expand_dims(gl.arange(0, WIDTH // 32, gl.SliceLayout(0, layout)), 0) * 32
+    for i in range(begin, end):
+        row = i * ROWS + offs_n
+        gl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+            [(ptr + (row * stride + offs_k)).to(gl.int64), ((row < height) & (offs_k < width)).to(gl.int32)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------ roles
@@ -150,7 +189,8 @@ def free_stage(empty, step, CONSUMER: gl.constexpr, pred=True):
 
 @gluon.jit
 def load(
-    dy, x, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k,
+    dy, x, dw_ptr, dw_stride, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups,
+    num_tiles_n, num_tiles_k, N, K, REVERSE: gl.constexpr, AHEAD: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     num_tiles = num_tiles_n * num_tiles_k
@@ -159,22 +199,36 @@ def load(
         tile = tile_to_and_fro(turn)
         if tile < num_groups * num_tiles:
             tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
-            _group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
+            group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
+            first_n = tile_n * BLOCK_M
+            first_k = tile_k * BLOCK_N
+            if dw_ptr is not None:
+                place = num_groups - 1 - group if REVERSE else group
+                at = dw_ptr + (place.to(gl.int64) * dw_stride + first_n.to(gl.int64) * K + first_k)
+                num_steps = gl.cdiv(size, BLOCK_K)
+                # a step asks for so many times four rows, and from where it is due; below 0 it is early yet
+                fours = gl.cdiv(BLOCK_M // 4, gl.maximum(gl.minimum(num_steps, AHEAD), 1))
+                due = fours * gl.minimum(AHEAD - num_steps, 0)
             for t in range(0, size, BLOCK_K):
                 z, y, row = ragged_indices(first, size, t, 1)
                 stage, barrier = wait_for_room(full, empty, step, dy.block_type.nbytes + x.block_type.nbytes)
                 dy_stage = dy_stages.index(stage).reshape(dy.block_shape)
                 x_stage = x_stages.index(stage).reshape(x.block_shape)
-                tma.async_copy_global_to_shared(dy, [z, y, row, tile_n * BLOCK_M], barrier, dy_stage)
-                tma.async_copy_global_to_shared(x, [z, y, row, tile_k * BLOCK_N], barrier, x_stage)
+                tma.async_copy_global_to_shared(dy, [z, y, row, first_n], barrier, dy_stage)
+                tma.async_copy_global_to_shared(x, [z, y, row, first_k], barrier, x_stage)
+                if dw_ptr is not None:
+                    if due >= 0:
+                        end = gl.minimum(due + fours, BLOCK_M // 4)
+                        prefetch_rows(at, K, due, end, N - first_n, K - first_k, BLOCK_N)
+                    due += fours
                 step += 1
 
 
 @gluon.jit
 def multiply(
     dw, dy_stages, x_stages, staging, full, empty, ranks, offsets_ptr, alpha_ptr, num_groups,
-    num_tiles_n, num_tiles_k, N, CONSUMER: gl.constexpr, REVERSE: gl.constexpr, SKEW: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND: gl.constexpr,
+    num_tiles_n, num_tiles_k, N, CONSUMER: gl.constexpr, ACCUMULATE: gl.constexpr, REVERSE: gl.constexpr,
+    SKEW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     HEIGHT: gl.constexpr = BLOCK_M // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -203,7 +257,8 @@ def multiply(
                     # alpha of a group without rows may be anything
                     acc = acc * gl.load(alpha_ptr + group, mask=size > 0, other=0.0)
                 place = num_groups - 1 - group if REVERSE else group
-                store_boxes(acc, dw, staging, place, first_n, tile_k * BLOCK_N, CONSUMER, 0)
+                if not ACCUMULATE or num_steps > 0:
+                    store_boxes(acc, dw, staging, place, first_n, tile_k * BLOCK_N, ACCUMULATE, CONSUMER, 0)
             else:
                 for s in range(step, step + num_steps):
                     wait_for_loads(full, s)
@@ -220,12 +275,16 @@ def k_grouped_gluon_kernel(
     dy,  # [T, N]: descriptor of boxes BLOCK_K x BLOCK_M, ragged along T
     x,  # [T, K]: descriptor of boxes BLOCK_K x BLOCK_N, ragged along T
     dw,  # [G, N, K]: descriptor of boxes BLOCK_M / 2 rows high
+    dw_ptr,  # dw itself if it is added to, which takes float32, else None
+    dw_stride,  # of its matrices
     offsets_ptr,  # [G + 1] int64
     alpha_ptr,  # [G] float32 or None
     num_groups,
     N,
     K,
     REVERSE: gl.constexpr,  # the last group comes first in dw
+    BOXES: gl.constexpr,  # of each consumer, on their way to dw
+    AHEAD: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -234,13 +293,17 @@ def k_grouped_gluon_kernel(
     BAND: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g; zero for a group without rows."""
+    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g; with dw_ptr, dw +=.
+
+    A group without rows gets zeros; with dw_ptr it is left as it was.
+    """
+    ACCUMULATE: gl.constexpr = dw_ptr is not None
     dy_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_M], dy.dtype)
     x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_N], x.dtype)
     box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dw.block_shape[1:], dw.dtype)
     dy_stages = gl.allocate_shared_memory(dy.dtype, [STAGES, BLOCK_K, BLOCK_M], dy_layout)
     x_stages = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_K, BLOCK_N], x_layout)
-    staging = gl.allocate_shared_memory(dw.dtype, [4, dw.block_shape[1], dw.block_shape[2]], box_layout)
+    staging = gl.allocate_shared_memory(dw.dtype, [2 * BOXES, dw.block_shape[1], dw.block_shape[2]], box_layout)
     ranks = gl.allocate_shared_memory(gl.int32, [GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
@@ -258,21 +321,21 @@ def k_grouped_gluon_kernel(
                 multiply,
                 (
                     dw, dy_stages, x_stages, staging, full, empty, ranks, offsets_ptr, alpha_ptr, num_groups,
-                    num_tiles_n, num_tiles_k, N, 0, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    num_tiles_n, num_tiles_k, N, 0, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
                 ),
             ),
             (
                 multiply,
                 (
                     dw, dy_stages, x_stages, staging, full, empty, ranks, offsets_ptr, alpha_ptr, num_groups,
-                    num_tiles_n, num_tiles_k, N, 1, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    num_tiles_n, num_tiles_k, N, 1, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
                 ),
             ),
             (
                 load,
                 (
-                    dy, x, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k,
-                    BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    dy, x, dw_ptr, dw_stride, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups,
+                    num_tiles_n, num_tiles_k, N, K, REVERSE, AHEAD, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
                 ),
             ),
         ],
@@ -287,9 +350,16 @@ _k_grouped = Launch(k_grouped_gluon_kernel)
 
 
 def k_grouped_gluon(
-    dy: Tensor, x: Tensor, offsets: Tensor, alpha: Tensor | None, out: Tensor, config: GroupedGemmConfig, reverse: bool
+    dy: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    alpha: Tensor | None,
+    out: Tensor,
+    config: GroupedGemmConfig,
+    accumulate: bool,
+    reverse: bool,
 ) -> None:
-    """Launches NT, of tensors that `takes_descriptors` takes."""
+    """Launches NT, of tensors that `takes_descriptors` takes. accumulate, for float32 alone: out += it."""
     G, N, K = out.shape
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
     _k_grouped(
@@ -298,12 +368,16 @@ def k_grouped_gluon(
         with_layout(ragged_descriptor(dy, (config.block_k, config.block_m), axis=0)),
         with_layout(ragged_descriptor(x, (config.block_k, config.block_n), axis=0)),
         with_layout(descriptor(out, (1, config.block_m // 2, BOX_BYTES // out.itemsize))),
+        out if accumulate else None,
+        out.stride(0),
         offsets,
         alpha,
         G,
         N,
         K,
         REVERSE=reverse,
+        BOXES=config.columns_at_once * out.itemsize // BOX_BYTES,
+        AHEAD=AHEAD,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,

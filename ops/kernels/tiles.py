@@ -27,7 +27,8 @@ from ops.kernels.gluon_gate import MOST_GROUPS, why_no_gluon
 from recipes.kernels.launch import next_power_of_2
 from recipes.kernels.replay import forget
 
-FORMAT = 2  # of the table; another one is refused. 1 was before the kernel in Gluon, which its entries would shut out
+# Of the table; another one is refused. 1 was before the kernel in Gluon, 2 before it added: entries would shut it out.
+FORMAT = 3
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 PRODUCTS = ("TN", "NN", "NT")
@@ -42,7 +43,8 @@ class GroupedGemmConfig(NamedTuple):
     num_warps: int
     num_stages: int
     programs: int = 0  # that share a multiprocessor, with descriptors; 0: pointers, a program for each tile
-    # the most columns that NT stores at once, with descriptors; 0: a quarter, and the others straight from registers
+    # the most columns that NT stores at once, with descriptors, in Gluon by boxes of 128 bytes a row; 0: a quarter, and
+    # the others straight from registers
     box: int = 128
     gluon: bool = False  # the kernel whose warps have roles (`grouped_gemm_gluon`); num_warps of them multiply
 
@@ -117,7 +119,7 @@ class TileTable:
 # Shared memory that one program may use, KiB (CUDA C++ programming guide, table of technical specifications).
 _SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
 _SMALLEST_SHARED_MEMORY = 99
-BOX_BYTES = 128  # of a row of what is stored at once in Gluon, from four boxes half as high as the tile
+BOX_BYTES = 128  # of a row, in what is stored at once in Gluon; it is half as high as the tile
 _BARRIERS = 512  # bytes for those of a program in Gluon; as compiled for sm_90a 360
 _BESIDES = 2048  # bytes of a program for barriers, and to spread a bias; as compiled for sm_90a 1048 at most
 
@@ -131,12 +133,11 @@ def shared_memory_limit(capability: tuple[int, int]) -> int:
 def shared_memory(config: GroupedGemmConfig, gemm: Gemm) -> int:
     """Bytes that the programs of a multiprocessor use: the stages, and with descriptors what is stored and added to."""
     used = (config.block_m + config.block_n) * config.block_k * gemm.dtype.itemsize * config.num_stages
-    if config.gluon:
-        ranks = 4 * max(128, next_power_of_2(gemm.num_groups))
-        return used + 4 * config.block_m // 2 * BOX_BYTES + ranks + _BARRIERS
     if not config.programs:
         return used
     stored = config.block_m * min(config.block_n, config.columns_at_once) * gemm.out_dtype.itemsize
+    if config.gluon:
+        return used + stored + 4 * max(128, next_power_of_2(gemm.num_groups)) + _BARRIERS
     read = stored if gemm.accumulate and gemm.out_dtype.itemsize == 2 else 0
     return (used + stored + read + _BESIDES) * config.programs
 
@@ -156,14 +157,15 @@ def why_not_tile(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, i
         refusal = _why_not_in_gluon(config, gemm, capability)
         if refusal is not None:
             return refusal
-    elif config.box not in (0, 64, 128):
+    if config.box not in (0, 64, 128):
         return f"The tile {in_words(config)} is stored by 64 or 128 columns or from registers (0), not by {config.box}."
-    elif not config.box:
-        written = config.programs and gemm.product == "NT" and gemm.out_dtype == torch.float32
+    if not config.box:
+        in_triton = config.programs and not config.gluon
+        written = in_triton and gemm.product == "NT" and gemm.out_dtype == torch.float32
         if not (written and config.block_m == 16 * config.num_warps and config.block_n >= 128):
             return (
-                f"The tile {in_words(config)} is not stored from registers: that is for float32 weight gradients, with "
-                "descriptors, 16 rows a warp, and 128 columns or more."
+                f"The tile {in_words(config)} is not stored from registers: that is for float32 weight gradients, in "
+                "Triton with descriptors, 16 rows a warp, and 128 columns or more."
             )
     used, limit = shared_memory(config, gemm), shared_memory_limit(capability)
     if used > limit:
@@ -175,8 +177,10 @@ def _why_not_in_gluon(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[i
     reason = why_no_gluon(capability)
     if reason is not None:
         return f"The tile {in_words(config)} is one of kernels that cannot run. {reason}"
-    if gemm.product != "NT" or gemm.accumulate:
-        return f"The tile {in_words(config)} is for weight gradients that are written, not added."
+    if gemm.product != "NT":
+        return f"The tile {in_words(config)} is for weight gradients."
+    if gemm.accumulate and gemm.out_dtype != torch.float32:
+        return f"The tile {in_words(config)} is for weight gradients that are written, or added to float32."
     if config[:2] != (128, 256) or config.num_warps != 8 or config.programs != 1:
         return f"The tile {in_words(config)} must be 128x256, of 8 warps and one program."
     if config.num_stages < 2:
