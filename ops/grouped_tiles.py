@@ -13,7 +13,7 @@ import torch
 
 from ops.gemm import COLUMNWISE, LAYOUTS, gemm_dtype, quantizes, scalings_fit
 from ops.kernels.grouped_gemm_float8_tiles import built_in_float8_config
-from ops.kernels.grouped_gemm_tiles import FEW_ROWS, built_in_config
+from ops.kernels.grouped_gemm_tiles import FEW_ROWS, MANY_ROWS, built_in_config
 from ops.kernels.tiles import Gemm, in_words, tiles_in_use
 from recipes.quantized_tensor import ScaleLayout
 from recipes.recipe import Product, Recipe, Role
@@ -52,11 +52,13 @@ def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -
         split = recipe.split_accumulator(product)
         return in_words(built_in_float8_config(gemm, rows * gemm.num_groups, scaling, split, gpu))
 
-    many = {product: tile(product, FEW_ROWS) for product in gemms}
-    few = {product: tile(product, 0) for product in gemms}
-    words = [many["fprop"], *_by_tile({product: words for product, words in many.items() if words != many["fprop"]})]
-    condition = f" below {FEW_ROWS} rows a group"
-    words += _by_tile({product: words for product, words in few.items() if words != many[product]}, condition)
+    tiles = {product: tile(product, MANY_ROWS) for product in gemms}
+    words = [tiles["fprop"], *_by_tile({product: words for product, words in tiles.items() if words != tiles["fprop"]})]
+    for rows in (MANY_ROWS, FEW_ROWS):
+        below = {product: tile(product, rows - 1) for product in gemms}
+        others = {product: words for product, words in below.items() if words != tiles[product]}
+        words += _by_tile(others, f" below {rows} rows a group")
+        tiles = below
     plain = {product: gemm for product, gemm in gemms.items() if scalings[product] is None}
     return f"{_measured(plain, gpu)}{', '.join(words)}, by the built-in rule"
 

@@ -66,10 +66,10 @@ def cases(draw: st.DrawFn, most_rows: int, features: st.SearchStrategy[tuple[int
 
 
 @contextmanager
-def tiles_of_groups(rows_a_group: int, rows: int, *gemms: Gemm) -> Iterator[None]:
-    """These products of `rows` rows have Hopper's tiles in Triton for groups of so many: a table says so."""
+def tiles_of_groups(rows_a_group: int, rows: int, *gemms: Gemm, gluon: bool = False) -> Iterator[None]:
+    """These products of `rows` rows have Hopper's tiles for groups of so many, in Triton or Gluon: a table says so."""
     hopper = (9, 0)
-    with patch.object(grouped_gemm_tiles, "why_no_gluon", lambda capability: "In Triton."):
+    with patch.object(grouped_gemm_tiles, "why_no_gluon", lambda capability: None if gluon else "In Triton."):
         configs = [built_in_config(gemm, rows_a_group * gemm.num_groups, hopper) for gemm in gemms]
     measured = (MeasuredTile(gemm, rows, config, 0.0, 0.0) for gemm, config in zip(gemms, configs, strict=True))
     use_tiles(TileTable({}, hopper, tuple(measured)))

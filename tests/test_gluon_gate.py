@@ -1,12 +1,14 @@
 """Where the kernels in Gluon run, and where not."""
 
+from typing import Any
+
 import pytest
 import torch
 import triton
 
 from ops.kernels import gluon_gate
 from ops.kernels.gluon_gate import MOST_GROUPS, why_no_gluon
-from ops.kernels.grouped_gemm_tiles import ADDED_IN_GLUON, FLOAT32_IN_GLUON, IN_GLUON, k_grouped_config
+from ops.kernels.grouped_gemm_tiles import IN_GLUON, MANY_ROWS, k_grouped_config
 from ops.kernels.tiles import Gemm, why_not_tile
 
 HOPPER = (9, 0)
@@ -48,9 +50,11 @@ def config(groups=8, dtype=torch.bfloat16, out_dtype=None, *, accumulate=False, 
 
 
 def test_weight_gradients_of_16_bit_operands_take_them():
-    float32 = {"out_dtype": torch.float32}
+    float32: dict[str, Any] = {"out_dtype": torch.float32}
     assert config() == config(dtype=torch.float16) == IN_GLUON
-    assert config(**float32) == FLOAT32_IN_GLUON and config(**float32, accumulate=True) == ADDED_IN_GLUON
+    assert config(**float32) == config(**float32, accumulate=True) == IN_GLUON._replace(box=64)
+    assert config(8192 // MANY_ROWS + 1, **float32).gluon
+    assert not config(8192 // MANY_ROWS + 1, **float32, accumulate=True).gluon
     assert config(MOST_GROUPS) == IN_GLUON and not config(MOST_GROUPS + 1).gluon
     others = (config(gluon=False), config(descriptors=False), config(dtype=torch.float32), config(accumulate=True))
     assert not any(other.gluon for other in others)

@@ -1,6 +1,5 @@
 """Grouped GEMM: references and CPU path against a naive float64 loop; kernels under the interpreter and on the GPU."""
 
-from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -441,7 +440,7 @@ def test_kernel_writes_matrices_that_stand_apart(aligned, reverse, accumulate, d
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float32_weight_gradients_are_the_same_bits_however_they_are_stored(dtype, reverse, device):
-    """From registers, by the copy engine alone, and by the rule: on Hopper that is Gluon.
+    """From registers, by the copy engine alone, and on a GPU in Gluon.
 
     What is added is rounded once, and to groups without rows nothing.
 
@@ -451,25 +450,22 @@ def test_float32_weight_gradients_are_the_same_bits_however_they_are_stored(dtyp
     G, N, K = o.w.shape
     before = torch.randn(N, K, device=device)
 
-    def stored(rows_a_group: int | None, accumulate: bool) -> Tensor:
+    def stored(rows_a_group: int, accumulate: bool, gluon: bool = False) -> Tensor:
+        gemm = Gemm("NT", dtype, torch.float32, accumulate, G, N, K)
         apart = torch.full((G, N * K + 64), 7.0, device=device)
         matrices = apart.as_strided((G, N, K), (N * K + 64, K, 1))
         matrices.copy_(before if accumulate else torch.full_like(before, torch.nan))
-        arguments = (o.dy, o.x, o.splits.offsets, o.alpha, matrices, False, accumulate, reverse)
-        if rows_a_group is None:
-            gg.grouped_gemm_nt_triton(*arguments)
-        else:
-            with tiles_of_groups(rows_a_group, o.x.shape[0], Gemm("NT", dtype, torch.float32, accumulate, G, N, K)):
-                gg.grouped_gemm_nt_triton(*arguments)
+        with tiles_of_groups(rows_a_group, o.x.shape[0], gemm, gluon=gluon):
+            gg.grouped_gemm_nt_triton(o.dy, o.x, o.splits.offsets, o.alpha, matrices, False, accumulate, reverse)
         assert bool((apart[:, N * K :] == 7).all())
         return matrices.flip(0) if reverse else matrices
 
     dw = stored(1, accumulate=False)
     assert_close("dw", dw, naive_gemm("NT", o.dy, o.x, o.splits, alpha=o.alpha), operand_dtype=dtype)
-    assert torch.equal(stored(MANY_ROWS, accumulate=False), dw)
-    assert torch.equal(stored(None, accumulate=False), dw)
-    for rows_a_group in (1, MANY_ROWS, None):
-        assert torch.equal(stored(rows_a_group, accumulate=True), before + dw), rows_a_group
+    for way in ((1, False), (MANY_ROWS, False), (MANY_ROWS, device == "cuda")):
+        rows_a_group, gluon = way
+        assert torch.equal(stored(rows_a_group, accumulate=False, gluon=gluon), dw), way
+        assert torch.equal(stored(rows_a_group, accumulate=True, gluon=gluon), before + dw), way
 
 
 @pytest.mark.interpreter
@@ -515,12 +511,17 @@ def test_kernels_agree_for_any_splits_on_the_gpu(case, dtype, extras, seed):
 
 @pytest.mark.gpu
 @settings(max_examples=200)
-@given(cases(400, GPU_FEATURES, most_groups=12), st.sampled_from([1, MANY_ROWS, None]), st.booleans(), SEEDS)
-def test_float32_weight_gradients_agree_for_any_splits_on_the_gpu(case, rows_a_group, extras, seed):
-    """None: by the rule, which takes Gluon."""
+@given(
+    cases(400, GPU_FEATURES, most_groups=12),
+    st.sampled_from([(1, False), (MANY_ROWS, False), (MANY_ROWS, True)]),
+    st.booleans(),
+    SEEDS,
+)
+def test_float32_weight_gradients_agree_for_any_splits_on_the_gpu(case, way, extras, seed):
+    rows_a_group, gluon = way
     o = operands(case, torch.bfloat16, seed=seed, device="cuda")
     gemms = [Gemm("NT", torch.bfloat16, torch.float32, add, *o.w.shape) for add in (False, True)]
-    with nullcontext() if rows_a_group is None else tiles_of_groups(rows_a_group, o.x.shape[0], *gemms):
+    with tiles_of_groups(rows_a_group, o.x.shape[0], *gemms, gluon=gluon):
         found = launched(o, extras=extras, out_dtype=torch.float32)
         assert_accumulates(accumulate_in_triton, case, torch.bfloat16, torch.float32, "cuda")
     assert_all_close(found, references(o, extras=extras), o)
@@ -547,9 +548,10 @@ def test_many_tiles_are_added_as_they_are_written(groups, with_alpha, reverse):
         return out.flip(0) if reverse else out
 
     expected = torch.where(before.isnan(), before, before + dw).view(torch.int32)
-    assert torch.equal(added().view(torch.int32), expected), "by the rule: in Gluon"
-    with tiles_of_groups(1, o.x.shape[0], Gemm("NT", torch.bfloat16, torch.float32, True, *o.w.shape)):
-        assert torch.equal(added().view(torch.int32), expected), "in Triton"
+    gemm = Gemm("NT", torch.bfloat16, torch.float32, True, *o.w.shape)
+    for rows_a_group, gluon in ((1, False), (MANY_ROWS, True)):
+        with tiles_of_groups(rows_a_group, o.x.shape[0], gemm, gluon=gluon):
+            assert torch.equal(added().view(torch.int32), expected), f"in Gluon: {gluon}"
 
 
 @pytest.mark.gpu

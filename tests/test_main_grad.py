@@ -136,16 +136,22 @@ def test_recipes_and_paths_keep_to_the_table(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
-@pytest.mark.parametrize("rows_a_group", [MANY_ROWS, 1], ids=["from registers", "by boxes"])
+@pytest.mark.parametrize(
+    ("rows_a_group", "gluon"),
+    [(MANY_ROWS, False), (1, False), (MANY_ROWS, True)],
+    ids=["from registers", "by boxes", "in Gluon"],
+)
 @pytest.mark.parametrize("model", ["grouped", "experts, per group"])
-def test_buffers_are_written_from_registers_and_by_boxes(model: str, rows_a_group: int, overwrite: bool) -> None:
+def test_buffers_are_written_from_registers_by_boxes_and_in_gluon(
+    model: str, rows_a_group: int, gluon: bool, overwrite: bool
+) -> None:
     settings: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     sequential = make(model, accumulate_into_main_grad=True, **settings)
     shapes = {(len(SIZES), *weight.shape[-2:]) for weight in weights_of(sequential).values()}
     gemms = [Gemm("NT", torch.bfloat16, torch.float32, add, *shape) for shape in shapes for add in (False, True)]
     expected = gradients(make(model, **settings), 1)
     case = {"delay": False, "main_grad": True, "flag": True, "overwrite": overwrite, "zero_out": False}
-    with tiles_of_groups(rows_a_group, ROWS, *gemms):
+    with tiles_of_groups(rows_a_group, ROWS, *gemms, gluon=gluon):
         check_table(sequential, expected, dtype=torch.bfloat16, **case)
 
 

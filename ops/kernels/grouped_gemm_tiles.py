@@ -14,9 +14,10 @@ from ops.kernels.persistent_tiles import MOST_GROUPS
 from ops.kernels.tiles import Gemm, GroupedGemmConfig
 
 FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
-# A group, on average: with as many, three quarters of a tile of float32 weight gradients are written from registers and
-# one by the copy engine; with fewer all by the copy engine. Measured on an H200 against that, with 1024 and 2048 rows:
-# 3 to 5 % faster, added to what is there 4 to 8 %. With 512 rows all of a tile from registers had been 3 % slower.
+# A group, on average: with as many, what is added to float32 is added in Gluon. Without Gluon three quarters of a tile
+# of float32 weight gradients are then written from registers and one by the copy engine; with fewer all by the copy
+# engine. Measured on an H200 against that, with 1024 and 2048 rows: 3 to 5 % faster, added to what is there 4 to 8 %.
+# With 512 rows all of a tile from registers had been 3 % slower.
 MANY_ROWS = 768
 
 
@@ -61,10 +62,10 @@ def k_grouped_config(
     shared memory at once.
     """
     if uses_descriptors(dtype, descriptors, capability):
-        in_gluon = _in_gluon(out_dtype, accumulate) if gluon and num_groups <= GLUON_GROUPS else None
-        if in_gluon is not None:
-            return in_gluon
-        if out_dtype == torch.float32 and rows >= MANY_ROWS * num_groups:
+        to_float32, many = out_dtype == torch.float32, rows >= MANY_ROWS * num_groups
+        if gluon and num_groups <= GLUON_GROUPS and (not accumulate or (to_float32 and many)):
+            return IN_GLUON._replace(box=64) if to_float32 else IN_GLUON  # as many bytes at once
+        if to_float32 and many:
             return _persistent(dtype)._replace(box=0)
         if accumulate or out_dtype != torch.float32:
             return _persistent(torch.float32 if accumulate else out_dtype)
@@ -99,18 +100,10 @@ def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
     return GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=4 if out_dtype.itemsize == 2 else 3, programs=1)
 
 
-def _in_gluon(out_dtype: torch.dtype, accumulate: bool) -> GroupedGemmConfig | None:
-    """The tile in Gluon of such weight gradients; None: they are those of the kernel in Triton."""
-    if out_dtype != torch.float32:
-        return None if accumulate else IN_GLUON
-    return ADDED_IN_GLUON if accumulate else FLOAT32_IN_GLUON
-
-
 # Short steps and many of them: 64 x 4 is 1 to 5 % slower. Measured on an H200 against the kernel in Triton, in bf16 and
 # in float32: 11 and 18 % faster with 256 rows a group, 7 and 16 % with 512, 3 and 7 % with 1024, 3 and 1 % with 2048.
+# Added to float32: 13 and 5 % slower with 256 and 512 rows, 8 and 3 % faster with 1024 and 2048.
 IN_GLUON = GroupedGemmConfig(128, 256, 32, num_warps=8, num_stages=8, programs=1, gluon=True)
-FLOAT32_IN_GLUON = IN_GLUON._replace(box=64)  # as many bytes at once
-ADDED_IN_GLUON = FLOAT32_IN_GLUON
 PERSISTENT_SMALL = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2)
 
 
