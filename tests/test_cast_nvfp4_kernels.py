@@ -86,8 +86,19 @@ def test_one_tensor(device, kind):
 
 @DEVICE
 @pytest.mark.parametrize("kind", ["rht", "stochastic", "16x16"])
-def test_wide_tiles(device, kind):
-    check(spread(70, 1008, dtype=torch.bfloat16), [5, 65], device, **KINDS[kind])
+@pytest.mark.parametrize("sizes", [[5, 65], [16, 134]], ids=str)
+def test_wide_tiles_of_several_groups(device, sizes, kind):
+    check(spread(sum(sizes), 1008, dtype=torch.bfloat16), sizes, device, **KINDS[kind])
+
+
+@DEVICE
+def test_rows_at_any_address(device):
+    x = spread(70, 272, dtype=torch.bfloat16).to(device)
+    shifted = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    kind = {"rht": True, "row_scaled": False}
+    amaxes = nvfp4.amax_nvfp4(x, None, rowwise=True, columnwise=True, **kind)
+    found, expected = (nvfp4.cast_nvfp4(rows, None, amaxes, two_d=False, seed=None, **kind) for rows in (shifted, x))
+    assert [bits(tensor) for tensor in found] == [bits(tensor) for tensor in expected]
 
 
 @DEVICE

@@ -213,7 +213,7 @@ def _prefetch(x_ptr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 @triton.jit
 def _cast_rows(
     x_ptr, seed, codes_ptr, scale_ptr, amax_ptr, encode, decode, row, first, counted, written, first_column,
-    K: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
+    K: tl.constexpr, PAIRS: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """The rowwise copy of a tile, 16 rows at a time. What is said of blocks is as `_blocks` says it, or if FULL of the
@@ -221,7 +221,6 @@ def _cast_rows(
     B: tl.constexpr = BLOCK_C // 16
     BLOCKS: tl.constexpr = (K + 15) // 16
     BYTES: tl.constexpr = (K + 1) // 2
-    PAIRS: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and K % 16 == 0
     STOCHASTIC: tl.constexpr = seed is not None
     lane = tl.arange(0, 16)[:, None]
     block = tl.arange(0, B)[None, :]
@@ -311,11 +310,12 @@ def _cast_columns(
 def cast_nvfp4_kernel(
     x_ptr, offsets_ptr, aligned_ptr, row_amax_ptr, column_amax_ptr, seed_ptr,
     row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, ROWS, num_groups, BLOCKS, K: tl.constexpr,
-    ROW_SCALED: tl.constexpr, RHT: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr,
+    PAIRS: tl.constexpr, ROW_SCALED: tl.constexpr, RHT: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Amaxes are None for a copy that is not made, the seed for rounding to nearest. SQUARE: blocks of 16x16.
-    Neighbours on the grid's first axis are so in the transposed copy. K is a constant: so are the distances of rows.
+    """Amaxes are None for a copy that is not made, the seed for rounding to nearest. PAIRS: whole blocks of bfloat16
+    numbers, at multiples of 4 bytes. SQUARE: blocks of 16x16. Neighbours on the grid's first axis are so in the
+    transposed copy. K is a constant: so are the distances of rows.
     """
     slot = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     column = tl.program_id(1) * BLOCK_C
@@ -342,14 +342,15 @@ def cast_nvfp4_kernel(
         is_whole = (tl.max(groups, axis=0) == group) & (tl.min(counted, axis=0) >= 16) & (column + BLOCK_C <= K)
         if is_whole:
             row_0, first_0 = tl.min(row, axis=0), tl.min(first, axis=0)
-            _prefetch(x_ptr + first_0 * K, K, 16 * BLOCK_R, BLOCK_C)
+            if row_amax_ptr is not None and column_amax_ptr is not None:  # one copy alone reads x as fast without
+                _prefetch(x_ptr + first_0 * K, K, 16 * BLOCK_R, BLOCK_C)
             if row_amax_ptr is not None:
                 encode, decode = 1.0, 1.0
                 if not ROW_SCALED:
                     encode, decode = encoding(tl.load(row_amax_ptr + group))
                 _cast_rows(
                     x_ptr, seed, row_codes_ptr, row_scale_ptr, own_amax_ptr, encode, decode, row_0, first_0, None,
-                    None, column, K, SQUARE, NATIVE, BLOCK_R, BLOCK_C, True,
+                    None, column, K, PAIRS, SQUARE, NATIVE, BLOCK_R, BLOCK_C, True,
                 )  # fmt: skip
             if column_amax_ptr is not None:
                 encode, decode = encoding(tl.load(column_amax_ptr + group))
@@ -365,7 +366,7 @@ def cast_nvfp4_kernel(
                     encodes, decodes = encoding(tl.load(row_amax_ptr + groups, mask=is_group, other=0.0))
                 _cast_rows(
                     x_ptr, seed, row_codes_ptr, row_scale_ptr, own_amax_ptr, encodes, decodes, row, first, counted,
-                    written, column, K, SQUARE, NATIVE, BLOCK_R, BLOCK_C, False,
+                    written, column, K, PAIRS, SQUARE, NATIVE, BLOCK_R, BLOCK_C, False,
                 )  # fmt: skip
             if column_amax_ptr is not None:
                 encodes, decodes = encoding(tl.load(column_amax_ptr + groups, mask=is_group, other=0.0))
