@@ -15,7 +15,6 @@ shape that does not depend on the sizes, so a CUDA graph can be replayed with ot
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from operator import index
@@ -123,12 +122,13 @@ class Splits:
         return self._once("aligned", block, compute)
 
     def aligned_capacity(self, block: int) -> int:
-        """Rows that `aligned(block)` and then the rows of no group never exceed, for any splits of this buffer.
+        """The most rows that `aligned(block)` can need for any splits of this buffer; a multiple of `block`.
 
-        A multiple of `block` and 64: so rows of 4-bit codes in a transposed copy begin at units of memory, 32 bytes.
+        Of blocks of 16 rows, which are those of 4-bit codes, a multiple of 64, with room for the rows of no group too:
+        so rows of a transposed copy begin at units of memory, 32 bytes, and its last unit is whole.
         """
-        multiple = math.lcm(block, 64)
-        return -(-(self.rows + self.num_groups * (block - 1)) // multiple) * multiple
+        rows = self.rows + self.num_groups * (block - 1)
+        return -(-rows // 64) * 64 if block == 16 else rows // block * block
 
     def padded(self, block: int) -> Splits:
         """The splits of a buffer in which each group is padded to a multiple of `block` rows; itself for 1."""
