@@ -25,7 +25,7 @@ from bench.table import print_table
 from bench.timing import Timing, time_interleaved
 from bench.usage import UsageError
 from ops.kernels.grouped_gemm import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
-from ops.kernels.grouped_gemm_tiles import built_in_config
+from ops.kernels.grouped_gemm_tiles import MANY_ROWS, built_in_config
 from ops.kernels.grouped_operands import row_slices
 from ops.kernels.tiles import (
     Gemm,
@@ -79,11 +79,12 @@ def gemms(weights: Weights) -> dict[str, Gemm]:
 
 
 def candidates(gemm: Gemm, rows: int, capability: tuple[int, int]) -> list[GroupedGemmConfig]:
-    """The built-in choice, then the others of its kind of kernel that fit; none where elements are read one by one."""
-    rule = built_in_config(gemm, rows, capability)
+    """The built-in choice, that with fewer or more rows, then the others of its kind of kernel that fit; none where
+    elements are read one by one."""
+    rule, *near = (built_in_config(gemm, n, capability) for n in (rows, 0, MANY_ROWS * gemm.num_groups))
     aligned = gemm.out_features % 16 == gemm.in_features % 16 == 0
     listed = ON_DESCRIPTORS if rule.programs else ON_POINTERS if aligned else []
-    fitting = [tile for tile in listed if why_not_tile(tile, gemm, capability) is None]
+    fitting = [tile for tile in [*near, *listed] if why_not_tile(tile, gemm, capability) is None]
     return list(dict.fromkeys([rule, *fitting]))
 
 

@@ -27,7 +27,7 @@ from bench.bench_tune import ON_DESCRIPTORS, candidates, gemm_case, gemms
 from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, permute, routing, steps
 from ops.kernels.activation import KINDS, Activation, activation_step
 from ops.kernels.grouped_gemm_float8_tiles import k_grouped_float8_config, m_grouped_float8_config
-from ops.kernels.grouped_gemm_tiles import MANY_ROWS as FROM_REGISTERS
+from ops.kernels.grouped_gemm_tiles import MANY_ROWS as ADDED_IN_GLUON
 from ops.kernels.grouped_gemm_tiles import k_grouped_config, m_grouped_config
 from ops.kernels.tiles import MeasuredTile, TileTable, use_tiles
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
@@ -88,9 +88,9 @@ def launch_wgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32
     for out_dtype, accumulate in ((dtype, False), (dtype, True), (torch.float32, False), (torch.float32, True)):
         dw = torch.empty(w.shape, dtype=out_dtype)
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, dw, tf32, accumulate)
-    if rows == MANY_ROWS:  # so many that float32 is written from registers, of which ranks of groups take some
+    if rows == MANY_ROWS:  # so many that float32 is added to in Gluon, without it from registers: ranks take some
         for groups, accumulate in product((GROUPS, 64, 256) if features == ALIGNED else (GROUPS,), (False, True)):
-            long = [torch.empty(groups * FROM_REGISTERS, width, dtype=dtype) for width in (N, K)]
+            long = [torch.empty(groups * ADDED_IN_GLUON, width, dtype=dtype) for width in (N, K)]
             dw = torch.empty(groups, N, K)
             grouped_gemm.grouped_gemm_nt_triton(*long, offsets, alpha, dw, tf32, accumulate)
     if features == ALIGNED:  # so many groups are not ranked by size

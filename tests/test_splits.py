@@ -58,6 +58,9 @@ def test_everything_agrees_with_plain_python(case, block):
     assert splits.aligned(block).tolist() == aligned
     assert aligned[-1] <= splits.aligned_capacity(block)
     assert splits.aligned_capacity(block) % block == 0
+    if block == 16:
+        assert splits.aligned_capacity(16) % 64 == 0
+        assert aligned[-1] + up(rows - sum(sizes), 16) <= splits.aligned_capacity(16)
     blocks = [aligned[g] // block + i // block for g, size in enumerate(sizes) for i in range(size)]
     found = splits.block_of_row(block).tolist()
     assert found[: sum(sizes)] == blocks

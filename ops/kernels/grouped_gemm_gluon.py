@@ -118,7 +118,7 @@ def store_boxes(
 ):
     """Rounds acc and stores it at (row, column) of matrix `place` of dw [G, N, K], or adds it there, box by box.
 
-    staging: as many boxes of each consumer, used in turn. PART: of as many as wide, which one this is.
+    staging: BOXES boxes of each consumer, used in turn. PART: of parts as wide as this one, which it is.
     """
     if acc.shape[1] > dw.block_shape[2]:
         left, right = halves(acc)

@@ -1,6 +1,7 @@
 """The Triton kernels of `cast_nvfp4`, which says what they compute and launches them.
 
-A tile has 16 BLOCK_R rows of one group and BLOCK_C columns. Few of its blocks are at work at a time, in a loop: so many
+A tile has BLOCK_C columns of BLOCK_R blocks of 16 rows, those that are neighbours in the transposed copy, so that it
+writes whole units of memory there; each block is of one group. Few of them are at work at a time, in a loop: so many
 programs run side by side, and their instructions stay in the cache.
 
 offsets_ptr is None where groups have equally many rows. ROWS: rows of a group, or with offsets of x; BLOCKS: blocks of
@@ -342,7 +343,7 @@ def cast_nvfp4_kernel(
         is_whole = (tl.max(groups, axis=0) == group) & (tl.min(counted, axis=0) >= 16) & (column + BLOCK_C <= K)
         if is_whole:
             row_0, first_0 = tl.min(row, axis=0), tl.min(first, axis=0)
-            if row_amax_ptr is not None and column_amax_ptr is not None:  # one copy alone reads x as fast without
+            if row_amax_ptr is not None and column_amax_ptr is not None:  # columns alone are 10 % slower with it
                 _prefetch(x_ptr + first_0 * K, K, 16 * BLOCK_R, BLOCK_C)
             if row_amax_ptr is not None:
                 encode, decode = 1.0, 1.0
@@ -414,7 +415,7 @@ def amax_nvfp4_kernel(
                 for i in tl.static_range(16):
                     if ROW_SCALED:
                         own = tl.max(_magnitude_or_zero(xs[i]), axis=1, keep_dims=True)
-                        _add_to_amax(row_amax_ptr + rows + i, own, i < heights)
+                        _add_to_amax(row_amax_ptr + rows + i, tl.maximum(own, 0.0), i < heights)  # of NaN alone, NaN
                     else:
                         of_rows = tl.maximum(of_rows, _magnitude_or_zero(xs[i]))
             if column_amax_ptr is not None:
