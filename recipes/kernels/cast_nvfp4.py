@@ -195,7 +195,7 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bo
     """A thread casts two blocks of rows at once, and then the two blocks of two columns.
 
     Programs that run side by side wait for x in turn, so registers are few. Measured on an H200, [65536, 7168], with
-    the transform: 512 columns, eight warps and 80 registers are 5 % faster than 256, four and 64; 72 are 1 % faster
+    the transform: 512 columns, eight warps and 80 registers are 5 % faster than 256, four and 64; 72 are 2 % faster
     than 80. Stochastic rounding spills with fewer than 96, with which five programs of four warps run side by side, or
     two of eight. Where rows do not begin at multiples of 32 bytes every element has its own address, so that a thread
     has room for one block of rows.
@@ -209,7 +209,7 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bo
         config = config._replace(block_c=512, num_warps=8, columns=128)
     if itemsize > 2:
         return config
-    return config._replace(registers=72 if both else 80)  # one copy alone is 3 % slower with 72
+    return config._replace(registers=72 if both else 80)  # columns alone are 3 % slower with 72
 
 
 def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
