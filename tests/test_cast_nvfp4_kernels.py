@@ -151,6 +151,20 @@ def test_nan_inf_and_extremes(device, kind, extreme):
 
 
 @DEVICE
+@pytest.mark.parametrize("kind", ["rht", "16x16", "stochastic"])
+@pytest.mark.parametrize("magnitude", [2e-27, 2e-26, 65024.0, 65536.0], ids=str)
+def test_whole_tiles_where_ordinary_amaxes_end(device, kind, magnitude):
+    x = torch.randn(64, 256).clamp(-4, 4) * 0.2
+    x[16:32, :64] *= 2.0**-13  # subnormal scales
+    x[32:48, :64] *= 2.0**-30  # scales of 0
+    x[:16, 64:128] = 0.0
+    x[5, 200] = float("nan")
+    x[40, 3] = -0.0
+    x[50, 100] = 1.0
+    check((x * magnitude).bfloat16(), None, device, **KINDS[kind])
+
+
+@DEVICE
 def test_a_row_of_nan_has_no_amax(device):
     x = torch.randn(20, 272)
     x[3, :256] = float("nan")

@@ -187,18 +187,20 @@ class NVFP4Config(NamedTuple):
     registers: int | None = None
 
 
-def amax_nvfp4_config(columns: int) -> NVFP4Config:
-    return NVFP4Config(block_r=4, block_c=128 if columns % BLOCK == 0 else 64, num_warps=4, tiles=8)
+def amax_nvfp4_config(columns: int, itemsize: int, *, row_scaled: bool) -> NVFP4Config:
+    config = NVFP4Config(block_r=4, block_c=128 if columns % BLOCK == 0 else 64, num_warps=4, tiles=8)
+    return config._replace(registers=136 if row_scaled and itemsize > 2 else None)  # left alone, ptxas spills at 128
 
 
 def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bool) -> NVFP4Config:
     """A thread casts two blocks of rows at once, and then the two blocks of two columns.
 
-    Programs that run side by side wait for x in turn, so registers are few. Measured on an H200, [65536, 7168], with
-    the transform: 512 columns, eight warps and 80 registers are 5 % faster than 256, four and 64; 72 are 2 % faster
-    than 80. Stochastic rounding spills with fewer than 96, with which five programs of four warps run side by side, or
-    two of eight. Where rows do not begin at multiples of 32 bytes every element has its own address, so that a thread
-    has room for one block of rows.
+    Programs that run side by side wait for x in turn, so registers are few. Measured on an H200, [65536, 7168], both
+    copies with the transform: 512 columns and eight warps are 2 % faster than 256 and four, and 4 % faster than two
+    such tiles a program one after the other; 72 registers are up to 2 % faster than 80 or 64. Stochastic rounding
+    spills with fewer than 96, with which five programs of four warps run side by side, or two of eight. Where rows do
+    not begin at multiples of 32 bytes every element has its own address, so that a thread has room for one block of
+    rows.
     """
     config = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, columns=64)
     if columns % BLOCK:
@@ -280,17 +282,20 @@ def amax_nvfp4_triton(
     shape = () if x.ndim == 2 and splits is None else (_num_groups(x, splits),)
     shared = rowwise and columnwise and not rht and not row_scaled
     of_rows = of_columns = None
-    if rowwise:
-        of_rows = x.new_zeros(x.shape[:-1] if row_scaled else shape, dtype=torch.float32)
-    if columnwise:
-        of_columns = of_rows if shared else x.new_zeros(shape, dtype=torch.float32)
+    if rowwise and columnwise and not shared and not row_scaled:
+        of_rows, of_columns = _two_zeros(x, shape)
+    else:
+        if rowwise:
+            of_rows = x.new_zeros(x.shape[:-1] if row_scaled else shape, dtype=torch.float32)
+        if columnwise:
+            of_columns = of_rows if shared else x.new_zeros(shape, dtype=torch.float32)
     if x.numel() and (rowwise or columnwise):
-        config = amax_nvfp4_config(x.shape[-1])
+        config = amax_nvfp4_config(x.shape[-1], min(x.element_size(), 4), row_scaled=row_scaled)
         launch = _Launch(x, splits, config)
         amax_nvfp4_kernel[launch.grid](
             launch.x, *launch.offsets, of_rows, None if shared else of_columns, *launch.sizes, x.shape[-1],
-            ROW_SCALED=row_scaled, RHT=rht, TILES=config.tiles, BLOCK_R=config.block_r, BLOCK_C=config.block_c,
-            num_warps=config.num_warps,
+            STACKED=x.ndim == 3, ROW_SCALED=row_scaled, RHT=rht, TILES=config.tiles, BLOCK_R=config.block_r,
+            BLOCK_C=config.block_c, num_warps=config.num_warps, maxnreg=config.registers,
         )  # fmt: skip
     return Amaxes(of_rows, of_columns)
 
@@ -319,9 +324,9 @@ def cast_nvfp4_triton(
     codes = made.columnwise.view(torch.int64) if made.columnwise is not None else None
     cast_nvfp4_kernel[launch.grid](
         launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), codes,
-        _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], PAIRS=pairs, ROW_SCALED=row_scaled, RHT=rht,
-        SQUARE=two_d, NATIVE=converts_to_float8(x), BLOCK_R=config.block_r, BLOCK_C=config.block_c,
-        COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps, maxnreg=config.registers,
+        _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, PAIRS=pairs,
+        ROW_SCALED=row_scaled, RHT=rht, SQUARE=two_d, NATIVE=converts_to_float8(x), BLOCK_R=config.block_r,
+        BLOCK_C=config.block_c, COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps, maxnreg=config.registers,
     )  # fmt: skip
 
 
@@ -373,6 +378,13 @@ class _Launch:
 
 def _num_groups(x: Tensor, splits: Splits | None) -> int:
     return splits.num_groups if splits is not None else math.prod(x.shape[:-2])
+
+
+def _two_zeros(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """By one kernel; both at multiples of 16 bytes, so that Triton compiles no kernels for others."""
+    count = math.prod(shape)
+    first, second = x.new_zeros(2, -(-count // 4) * 4, dtype=torch.float32).unbind()
+    return first[:count].view(shape), second[:count].view(shape)
 
 
 def _bytes(scale: Tensor | None) -> Tensor | None:

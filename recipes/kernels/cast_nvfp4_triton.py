@@ -17,6 +17,7 @@ from recipes.kernels.nvfp4_blocks_triton import (
     cast_blocks,
     encoding,
     hadamard,
+    is_ordinary,
     largest_bits,
     random_words,
     signs_of_pairs,
@@ -26,7 +27,15 @@ from recipes.kernels.rounding import INTERPRET, widen, widen_pairs
 
 # Of two pairs of bfloat16 the larger magnitudes, NaN above all, with some sign.
 LARGER_PAIR = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
-PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+# Of one pair the larger magnitude, in float32.
+LARGER_OF_PAIR = tl.constexpr("""{
+            .reg .f32 low, high;
+            shl.b32 low, $1, 16;
+            and.b32 high, $1, 0xffff0000;
+            abs.f32 low, low;
+            abs.f32 high, high;
+            max.NaN.f32 $0, low, high;
+            }""")
 STORE_BYTE = tl.constexpr("st.global.u8 [$1], $2; mov.b32 $0, 0;")
 STORE_CODES = tl.constexpr("st.global.b64 [$1], $2; mov.b32 $0, 0;")
 STORE_BYTE_IF = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.u8 [$1], $2; mov.b32 $0, 0; }")
@@ -34,39 +43,54 @@ STORE_CODES_IF = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.globa
 
 
 @triton.jit
-def _blocks(offsets_ptr, aligned_ptr, slot, ROWS, num_groups, BLOCKS, BLOCK_R: tl.constexpr):
-    """(first block of the tile in the transposed copy, matrix of that copy, and of each block [BLOCK_R]: its group, its
-    row in the group, its first row of x, how many rows from there count, and how many are x's, to the group's end).
+def _group_of(aligned_ptr, num_groups, place):
+    """The group that has row `place` of the transposed copy, one or a vector; num_groups where none has."""
+    CHUNK: tl.constexpr = 128
+    group = place * 0 - 1
+    for start in range(0, num_groups + 1, CHUNK):
+        offs_g = start + tl.arange(0, CHUNK)
+        is_there = offs_g <= num_groups
+        aligned = tl.load(aligned_ptr + offs_g, mask=is_there, other=0)
+        if len(place.shape) == 0:
+            group += tl.sum(((aligned <= place) & is_there).to(tl.int32), axis=0)
+        else:
+            group += tl.sum(((aligned[None, :] <= place[:, None]) & is_there[None, :]).to(tl.int32), axis=1)
+    return group
+
+
+@triton.jit
+def _of_blocks(offsets_ptr, aligned_ptr, matrix, block, ROWS, num_groups):
+    """Of a block of 16 rows of the transposed copy's matrix, one or a vector: its group, its row in the group, its
+    first row of x, how many rows from there count, and how many are x's, to the group's end.
 
     The rows of no group are those of one more group, whose rows do not count.
     """
-    block = tl.arange(0, BLOCK_R)
+    place = 16 * block
     if offsets_ptr is None:
-        slots = tl.cdiv(BLOCKS, BLOCK_R)
-        matrix = slot // slots
-        first_block = slot % slots * BLOCK_R
-        row = 16 * (first_block + block)
-        group = matrix + tl.zeros_like(row)
+        group = matrix + place * 0
+        row = place
         first = group.to(tl.int64) * ROWS + row
-        written = (ROWS - row).to(tl.int32)
+        written = ROWS - row
         counted = written
     else:
-        CHUNK: tl.constexpr = 128
-        matrix = 0
-        first_block = slot * BLOCK_R
-        place = 16 * (first_block + block)
-        group = tl.zeros([BLOCK_R], tl.int32) - 1
-        for start in range(0, num_groups + 1, CHUNK):
-            offs_g = start + tl.arange(0, CHUNK)
-            is_there = offs_g <= num_groups
-            aligned = tl.load(aligned_ptr + offs_g, mask=is_there, other=0)
-            group += tl.sum(((aligned[None, :] <= place[:, None]) & is_there[None, :]).to(tl.int32), axis=1)
+        group = _group_of(aligned_ptr, num_groups, place)
         row = (place - tl.load(aligned_ptr + group)).to(tl.int32)
         first = tl.load(offsets_ptr + group) + row
         is_group = group < num_groups
         written = (tl.load(offsets_ptr + group + 1, mask=is_group, other=ROWS) - first).to(tl.int32)
         counted = tl.where(is_group, written, 0)
-    return first_block, matrix, group, row, first, counted, written
+    return group, row, first, counted, written
+
+
+@triton.jit
+def _first_block(band, BLOCKS, STACKED: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(matrix of the transposed copy, first block there of the program's tile, which is of this band)."""
+    slot = band * tl.num_programs(0) + tl.program_id(0)
+    if STACKED:
+        slots = tl.cdiv(BLOCKS, BLOCK_R)
+        return slot // slots, slot % slots * BLOCK_R
+    else:
+        return slot * 0, slot * BLOCK_R
 
 
 @triton.jit
@@ -90,14 +114,12 @@ def _load(x_ptr, mask, FULL: tl.constexpr):
 
 @triton.jit
 def _store(ptr, x, mask, FULL: tl.constexpr):
-    """Stores x, bytes or int64, where mask is true, or everywhere if FULL. A thread writes what it has itself; Triton
-    would first have threads exchange it. Neighbours fill the 32 bytes that are a unit of memory."""
+    """Stores x, int64 or the lowest byte of int32, where mask is true, or everywhere if FULL. A thread writes what it
+    has itself; Triton would first have threads exchange it. Neighbours fill the 32 bytes that are a unit of memory."""
     if INTERPRET:
-        tl.store(ptr, x, mask=None if FULL else mask)
+        tl.store(ptr, x.to(ptr.dtype.element_ty), mask=None if FULL else mask)
     else:
-        BYTE: tl.constexpr = x.dtype == tl.uint8
-        if BYTE:
-            x = x.to(tl.int32)
+        BYTE: tl.constexpr = x.dtype == tl.int32
         if FULL:
             tl.inline_asm_elementwise(
                 STORE_BYTE if BYTE else STORE_CODES, "=r,l,r" if BYTE else "=r,l,l", [ptr.to(tl.int64), x],
@@ -190,7 +212,7 @@ def _largest_of_eight(low, high):
     """[R, B]: the bits of max |x| over low and high [R, B, 8]; NaN if one is."""
     if low.dtype == tl.uint32 and not INTERPRET and cuda_capability_geq(9):  # two by two
         word = tl.reduce(_larger_pair(low, high), 2, _larger_pair)
-        return tl.maximum((word & 0x7FFF) << 16, word & 0x7FFF0000).to(tl.int32, bitcast=True)
+        return tl.inline_asm_elementwise(LARGER_OF_PAIR, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return largest_bits(_in_eight(low) + _in_eight(high))
 
@@ -201,17 +223,6 @@ def _larger_pair(a, b):
 
 
 @triton.jit
-def _prefetch(x_ptr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Asks L2 for so many rows and columns of x, which there are: 128 bytes a thread."""
-    if not INTERPRET:
-        LINE: tl.constexpr = 1024 // x_ptr.dtype.element_ty.primitive_bitwidth
-        at = tl.arange(0, ROWS)[:, None] * K + tl.arange(0, COLUMNS // LINE)[None, :] * LINE
-        tl.inline_asm_elementwise(
-            PREFETCH, "=r,l", [(x_ptr + at).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
-
-
-@triton.jit
 def _cast_rows(
     x_ptr, seed, codes_ptr, scale_ptr, amax_ptr, encode, decode, row, first, counted, written, first_column,
     K: tl.constexpr, PAIRS: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -219,44 +230,72 @@ def _cast_rows(
 ):  # fmt: skip
     """The rowwise copy of a tile, 16 rows at a time. What is said of blocks is as `_blocks` says it, or if FULL of the
     first one alone. amax_ptr: each row has its own."""
+    BYTES: tl.constexpr = (K + 1) // 2
+    BLOCKS: tl.constexpr = (K + 15) // 16
+    if FULL:
+        x_ptr, codes_ptr, scale_ptr = x_ptr + first * K, codes_ptr + first * BYTES, scale_ptr + first * BLOCKS
+        if amax_ptr is not None:
+            amax_ptr += first
+        for i in tl.static_range(0, 16 * BLOCK_R, 16):
+            of_rows = amax_ptr
+            if amax_ptr is not None:
+                of_rows += i
+            _cast_16_rows(
+                x_ptr + i * K, seed, codes_ptr + i * BYTES, scale_ptr + i * BLOCKS, of_rows, encode, decode, row + i,
+                16, 16, first_column, K, PAIRS, SQUARE, NATIVE, BLOCK_C, True,
+            )  # fmt: skip
+    else:
+        for i in range(BLOCK_R):
+            at = _of(i, first)
+            of_rows = amax_ptr
+            if amax_ptr is not None:
+                of_rows += at
+            _cast_16_rows(
+                x_ptr + at * K, seed, codes_ptr + at * BYTES, scale_ptr + at * BLOCKS, of_rows, _of(i, encode),
+                _of(i, decode), _of(i, row), _of(i, counted), _of(i, written), first_column, K, PAIRS, SQUARE, NATIVE,
+                BLOCK_C, False,
+            )  # fmt: skip
+
+
+@triton.jit
+def _cast_16_rows(
+    x_ptr, seed, codes_ptr, scale_ptr, amax_ptr, encode, decode, row, counted, written, first_column,
+    K: tl.constexpr, PAIRS: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_C: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """`_cast_rows` of one block of rows, all pointers to its first row."""
     B: tl.constexpr = BLOCK_C // 16
     BLOCKS: tl.constexpr = (K + 15) // 16
     BYTES: tl.constexpr = (K + 1) // 2
     STOCHASTIC: tl.constexpr = seed is not None
+    ORDINARY: tl.constexpr = FULL and amax_ptr is None
     lane = tl.arange(0, 16)[:, None]
     block = tl.arange(0, B)[None, :]
-    for i in range(BLOCK_R):
-        if FULL:
-            at, of_group, rows, rows_to_write = first + 16 * i, row + 16 * i, 16, 16
-            own_encode, own_decode = encode, decode
-        else:
-            at, of_group, rows, rows_to_write = _of(i, first), _of(i, row), _of(i, counted), _of(i, written)
-            own_encode, own_decode = _of(i, encode), _of(i, decode)
-        if amax_ptr is not None:
-            own_encode, own_decode = encoding(tl.load(amax_ptr + at + lane, mask=lane < rows, other=0.0))
-        low, high = _load_row_blocks(x_ptr + at * K, rows, K - first_column, K, B, PAIRS, FULL)
-        amax = _largest_of_eight(low, high)
-        if SQUARE:
-            amax = tl.broadcast_to(tl.max(amax, axis=0, keep_dims=True), [16, B])
-        random = (0, 0, 0, 0)
-        if STOCHASTIC:
-            of_block = _beside(first_column // 16 + block, amax)
-            random = random_words(seed, of_block, _beside(of_group + lane, amax), 0)
-        xs = _in_eight(low) + _in_eight(high)
-        signs = (None, None)
-        if PAIRS:
-            signs = (_signs_of_eight(low), _signs_of_eight(high))
-        code, scale = cast_blocks(xs, amax, own_encode, own_decode, random, signs, 1.0, STOCHASTIC, NATIVE)
-        out = lane * BLOCKS + block
-        mask = (lane < rows_to_write) & (first_column // 16 + block < BLOCKS)
-        _store(scale_ptr + at * BLOCKS + out, scale, mask, FULL)
-        if K % 16 == 0:
-            _store(codes_ptr.to(tl.pointer_type(tl.int64)) + at * BLOCKS + out, code, mask, FULL)
-        else:
-            byte = 8 * block[:, :, None] + tl.arange(0, 8)[None, None, :]
-            mask = (lane < rows_to_write)[:, :, None] & (first_column // 2 + byte < BYTES)
-            code = ((code[:, :, None] >> (8 * (byte % 8))) & 0xFF).to(tl.uint8)
-            tl.store(codes_ptr + at * BYTES + ((lane * BYTES)[:, :, None] + byte), code, mask=mask)
+    if amax_ptr is not None:
+        encode, decode = encoding(tl.load(amax_ptr + lane, mask=lane < counted, other=0.0), False)
+    low, high = _load_row_blocks(x_ptr, counted, K - first_column, K, B, PAIRS, FULL)
+    amax = _largest_of_eight(low, high)
+    if SQUARE:
+        amax = tl.broadcast_to(tl.max(amax, axis=0, keep_dims=True), [16, B])
+    random = (0, 0, 0, 0)
+    if STOCHASTIC:
+        of_block = _beside(first_column // 16 + block, amax)
+        random = random_words(seed, of_block, _beside(row + lane, amax), 0)
+    xs = _in_eight(low) + _in_eight(high)
+    signs = (None, None)
+    if PAIRS:
+        signs = (_signs_of_eight(low), _signs_of_eight(high))
+    code, scale = cast_blocks(xs, amax, encode, decode, random, signs, 1.0, STOCHASTIC, NATIVE, ORDINARY)
+    out = lane * BLOCKS + block
+    mask = (lane < written) & (first_column // 16 + block < BLOCKS)
+    _store(scale_ptr + out, scale, mask, FULL)
+    if K % 16 == 0:
+        _store(codes_ptr.to(tl.pointer_type(tl.int64)) + out, code, mask, FULL)
+    else:
+        byte = 8 * block[:, :, None] + tl.arange(0, 8)[None, None, :]
+        mask = (lane < written)[:, :, None] & (first_column // 2 + byte < BYTES)
+        code = ((code[:, :, None] >> (8 * (byte % 8))) & 0xFF).to(tl.uint8)
+        tl.store(codes_ptr + ((lane * BYTES)[:, :, None] + byte), code, mask=mask)
 
 
 @triton.jit
@@ -287,7 +326,7 @@ def _cast_columns(
         column = first_column + start
         xs = _load_column_blocks(x_ptr, at_row, lane, counted, K - column, K, FULL)
         if RHT:
-            xs, amax = hadamard(xs)
+            xs, amax = hadamard(xs, FULL)
         else:
             amax = largest_bits(xs)
         if SQUARE:
@@ -296,7 +335,7 @@ def _cast_columns(
         if STOCHASTIC:
             random = random_words(seed, _beside(of_group, amax), _beside(column + lane, amax), 1)
         code, scale = cast_blocks(
-            xs, amax, encode, decode, random, (None, None), 0.25 if RHT else 1.0, STOCHASTIC, NATIVE
+            xs, amax, encode, decode, random, (None, None), 0.25 if RHT else 1.0, STOCHASTIC, NATIVE, FULL
         )  # fmt: skip
         out = lane.to(tl.int64) * BLOCKS + block
         mask = (block < blocks) & (column + lane < K)
@@ -311,18 +350,17 @@ def _cast_columns(
 def cast_nvfp4_kernel(
     x_ptr, offsets_ptr, aligned_ptr, row_amax_ptr, column_amax_ptr, seed_ptr,
     row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, ROWS, num_groups, BLOCKS, K: tl.constexpr,
-    PAIRS: tl.constexpr, ROW_SCALED: tl.constexpr, RHT: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS_AT_ONCE: tl.constexpr,
+    STACKED: tl.constexpr, PAIRS: tl.constexpr, ROW_SCALED: tl.constexpr, RHT: tl.constexpr, SQUARE: tl.constexpr,
+    NATIVE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Amaxes are None for a copy that is not made, the seed for rounding to nearest. PAIRS: whole blocks of bfloat16
-    numbers, at multiples of 4 bytes. SQUARE: blocks of 16x16. Neighbours on the grid's first axis are so in the
-    transposed copy. K is a constant: so are the distances of rows.
+    numbers, at multiples of 4 bytes. SQUARE: blocks of 16x16. STACKED: the transposed copy has a matrix for each group.
+    Neighbours on the grid's first axis are so in that copy. K is a constant: so are the distances of rows.
     """
-    slot = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     column = tl.program_id(1) * BLOCK_C
-    first_block, matrix, groups, row, first, counted, written = _blocks(
-        offsets_ptr, aligned_ptr, slot, ROWS, num_groups, BLOCKS, BLOCK_R
-    )  # fmt: skip
+    # The last rows first: those that the amax was taken of last are in the cache.
+    band = tl.num_programs(2) - 1 - tl.program_id(2)
+    matrix, first_block = _first_block(band, BLOCKS, STACKED, BLOCK_R)
     if (first_block < BLOCKS) & (matrix < num_groups):
         seed = None
         if seed_ptr is not None:
@@ -338,41 +376,46 @@ def cast_nvfp4_kernel(
             place = (matrix.to(tl.int64) * K + column) * BLOCKS + first_block
             column_codes_ptr += place
             column_scale_ptr += place
-        # Most tiles are whole and of one group, and need no masks. The second copy finds x in the cache.
-        group = tl.min(groups, axis=0)
-        is_whole = (tl.max(groups, axis=0) == group) & (tl.min(counted, axis=0) >= 16) & (column + BLOCK_C <= K)
-        if is_whole:
-            row_0, first_0 = tl.min(row, axis=0), tl.min(first, axis=0)
-            if row_amax_ptr is not None and column_amax_ptr is not None:  # columns alone are 10 % slower with it
-                _prefetch(x_ptr + first_0 * K, K, 16 * BLOCK_R, BLOCK_C)
+        # Most tiles are whole, of one group, and ordinary, and need no masks. The second copy finds x in the cache.
+        group, row, first, counted, _ = _of_blocks(offsets_ptr, aligned_ptr, matrix, first_block, ROWS, num_groups)
+        row_amax, column_amax = 0.0, 0.0
+        if row_amax_ptr is not None and not ROW_SCALED:
+            row_amax = tl.load(row_amax_ptr + group, mask=group < num_groups, other=0.0)
+        if column_amax_ptr is not None:
+            column_amax = tl.load(column_amax_ptr + group, mask=group < num_groups, other=0.0)
+        is_whole = (counted >= 16 * BLOCK_R) & (column + BLOCK_C <= K)
+        if is_whole & is_ordinary(row_amax) & is_ordinary(column_amax):
             if row_amax_ptr is not None:
                 encode, decode = 1.0, 1.0
                 if not ROW_SCALED:
-                    encode, decode = encoding(tl.load(row_amax_ptr + group))
+                    encode, decode = encoding(row_amax, True)
                 _cast_rows(
-                    x_ptr, seed, row_codes_ptr, row_scale_ptr, own_amax_ptr, encode, decode, row_0, first_0, None,
-                    None, column, K, PAIRS, SQUARE, NATIVE, BLOCK_R, BLOCK_C, True,
+                    x_ptr, seed, row_codes_ptr, row_scale_ptr, own_amax_ptr, encode, decode, row, first, None, None,
+                    column, K, PAIRS, SQUARE, NATIVE, BLOCK_R, BLOCK_C, True,
                 )  # fmt: skip
             if column_amax_ptr is not None:
-                encode, decode = encoding(tl.load(column_amax_ptr + group))
+                encode, decode = encoding(column_amax, True)
                 _cast_columns(
-                    x_ptr, seed, column_codes_ptr, column_scale_ptr, encode, decode, row_0, first_0, 16, BLOCK_R,
-                    column, BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE, True,
+                    x_ptr, seed, column_codes_ptr, column_scale_ptr, encode, decode, row, first, 16, BLOCK_R, column,
+                    BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE, True,
                 )  # fmt: skip
         else:
+            groups, rows, firsts, heights, written = _of_blocks(
+                offsets_ptr, aligned_ptr, matrix, first_block + tl.arange(0, BLOCK_R), ROWS, num_groups
+            )  # fmt: skip
             is_group = groups < num_groups
             if row_amax_ptr is not None:
-                encodes, decodes = row * 0.0, row * 0.0
+                encodes, decodes = rows * 0.0, rows * 0.0
                 if not ROW_SCALED:
-                    encodes, decodes = encoding(tl.load(row_amax_ptr + groups, mask=is_group, other=0.0))
+                    encodes, decodes = encoding(tl.load(row_amax_ptr + groups, mask=is_group, other=0.0), False)
                 _cast_rows(
-                    x_ptr, seed, row_codes_ptr, row_scale_ptr, own_amax_ptr, encodes, decodes, row, first, counted,
+                    x_ptr, seed, row_codes_ptr, row_scale_ptr, own_amax_ptr, encodes, decodes, rows, firsts, heights,
                     written, column, K, PAIRS, SQUARE, NATIVE, BLOCK_R, BLOCK_C, False,
                 )  # fmt: skip
             if column_amax_ptr is not None:
-                encodes, decodes = encoding(tl.load(column_amax_ptr + groups, mask=is_group, other=0.0))
+                encodes, decodes = encoding(tl.load(column_amax_ptr + groups, mask=is_group, other=0.0), False)
                 _cast_columns(
-                    x_ptr, seed, column_codes_ptr, column_scale_ptr, encodes, decodes, row, first, counted,
+                    x_ptr, seed, column_codes_ptr, column_scale_ptr, encodes, decodes, rows, firsts, heights,
                     BLOCKS - first_block, column, BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE,
                     False,
                 )  # fmt: skip
@@ -395,15 +438,16 @@ def _add_to_amax(amax_ptr, amax, mask):
 @triton.jit
 def amax_nvfp4_kernel(
     x_ptr, offsets_ptr, aligned_ptr, row_amax_ptr, column_amax_ptr, ROWS, num_groups, BLOCKS, K,
-    ROW_SCALED: tl.constexpr, RHT: tl.constexpr, TILES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    STACKED: tl.constexpr, ROW_SCALED: tl.constexpr, RHT: tl.constexpr, TILES: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Raises the amaxes, which are zeros before, to those of TILES tiles beside each other."""
-    slot = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     first_column = tl.program_id(1) * (BLOCK_C * TILES)
-    first_block, matrix, groups, _, first, counted, _ = _blocks(
-        offsets_ptr, aligned_ptr, slot, ROWS, num_groups, BLOCKS, BLOCK_R
-    )
+    matrix, first_block = _first_block(tl.program_id(2), BLOCKS, STACKED, BLOCK_R)
     if (first_block < BLOCKS) & (matrix < num_groups):
+        groups, _, first, counted, _ = _of_blocks(
+            offsets_ptr, aligned_ptr, matrix, first_block + tl.arange(0, BLOCK_R), ROWS, num_groups
+        )
         rows, heights = first[:, None], counted[:, None]
         of_rows = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
         of_columns = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from recipes.formats import E2M1_VALUES, E4M3
-from recipes.kernels.float8_triton import float8_codes
+from recipes.kernels.float8_triton import float8_codes, float8_words
 from recipes.kernels.hadamard import SIGNS as _SIGNS
 from recipes.kernels.random_triton import philox
 from recipes.kernels.rounding import INTERPRET
@@ -30,6 +30,7 @@ PAIRS_SIGNS = tl.constexpr("""{
             shr.b32 even, even, 4;
             lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;
             }""")
+SIGNS_OF_CODES = tl.constexpr("{ .reg .b32 low; shr.b32 low, $1, 4; lop3.b32 $0, low, $2, 0x0F0F0F0F, 0xE4; }")
 RECIPROCAL = tl.constexpr("""{
             .reg .f32 r, e;
             rcp.approx.ftz.f32 r, $1;
@@ -37,9 +38,25 @@ RECIPROCAL = tl.constexpr("""{
             fma.rn.f32 e, e, r, 0f3F800000;
             fma.rn.f32 $0, r, e, r;
             }""")
-E4M3_CODE = tl.constexpr(
-    "{ .reg .b16 c; .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.satfinite.e4m3x2.f32 c, z, $1; cvt.u32.u16 $0, c; }"
-)
+# fl(2688 / $1), as ptxas divides where no step of it can overflow or underflow.
+RANGE_OVER = tl.constexpr("""{
+            .reg .f32 r, e, q;
+            rcp.approx.ftz.f32 r, $1;
+            neg.f32 e, $1;
+            fma.rn.f32 q, e, r, 0f3F800000;
+            fma.rn.f32 r, r, q, r;
+            mul.rn.f32 q, r, 0f45280000;
+            fma.rn.f32 e, e, q, 0f45280000;
+            fma.rn.f32 $0, e, r, q;
+            }""")
+# The code is the lowest byte, the next one is 0; the upper half is left as it is.
+E4M3_CODE = tl.constexpr("""{
+            .reg .f32 zero;
+            .reg .b16 code, undefined;
+            mov.f32 zero, 0f00000000;
+            cvt.rn.satfinite.e4m3x2.f32 code, zero, $1;
+            mov.b32 $0, {code, undefined};
+            }""")
 
 
 @triton.jit
@@ -76,13 +93,17 @@ def sums_of_pairs(ys):
 
 
 @triton.jit
-def hadamard(xs):
-    """`hadamard_ref` of the 16 tensors, without its factor of 1/4, and the bits of max |y| over them; NaN if one is."""
+def hadamard(xs, FINITE: tl.constexpr):
+    """`hadamard_ref` of the 16 tensors, without its factor of 1/4, and the bits of max |y| over them; NaN if one is.
+
+    FINITE: no x is Inf, though it may be NaN
+    """
     ys = butterflies(xs, 0, 3)
     sums = sums_of_pairs(ys)
     ys = butterflies(ys, 3, 4)
-    # Where both of a pair are Inf, a result is NaN; if so, that of every pair is.
-    return ys, _largest(sums + (_bits(ys[0]), _bits(ys[8])))  # noqa: RUF005
+    if not FINITE:  # where both of a pair are Inf, a result is NaN; if so, that of every pair is
+        sums = sums + (_bits(ys[0]), _bits(ys[8]))  # noqa: RUF005
+    return ys, _largest(sums)
 
 
 @triton.jit
@@ -109,16 +130,6 @@ def largest_bits(xs):
 
 
 @triton.jit
-def encoding(amax):
-    """S_enc * fl(1/6) and S_dec of float32 amaxes."""
-    special = (amax == 0) | (amax == float("inf"))
-    divisor = tl.where(special, 1.0, amax)
-    encode = tl.minimum(tl.div_rn(tl.full(amax.shape, RANGE, tl.float32), divisor), FLOAT32_MAX)
-    encode = tl.where(special, 1.0, encode)
-    return encode * ONE_SIXTH, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), encode)
-
-
-@triton.jit
 def _reciprocal(x):
     """fl(1 / x) for 0 and for x and 1 / x that are normal; Inf or NaN for 0."""
     if INTERPRET:
@@ -128,18 +139,43 @@ def _reciprocal(x):
 
 
 @triton.jit
-def _scales(amax, encode, decode, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """E4M3 scales (uint8) of block amaxes, and the factors fl(e * PART), PART a power of two. A NaN amax: 0x7F."""
+def encoding(amax, ORDINARY: tl.constexpr):
+    """S_enc * fl(1/6) and S_dec of float32 amaxes. ORDINARY: `is_ordinary` says so of them."""
+    special = (amax == 0) | (amax == float("inf"))
+    divisor = tl.where(special, 1.0, amax)
+    if ORDINARY and not INTERPRET:
+        encode = tl.inline_asm_elementwise(RANGE_OVER, "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1)
+        encode = tl.where(special, 1.0, encode)
+        return encode * ONE_SIXTH, _reciprocal(encode)
+    else:
+        encode = tl.minimum(tl.div_rn(tl.full(amax.shape, RANGE, tl.float32), divisor), FLOAT32_MAX)
+        encode = tl.where(special, 1.0, encode)
+        return encode * ONE_SIXTH, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), encode)
+
+
+@triton.jit
+def is_ordinary(amax):
+    """Whether this amax of a tensor is 0, or it and what is computed from it are far from the ends of float32."""
+    return (amax == 0) | ((amax > 1e-26) & (amax < 65536.0))
+
+
+@triton.jit
+def _scales(amax, encode, decode, PART: tl.constexpr, NATIVE: tl.constexpr, ORDINARY: tl.constexpr):
+    """E4M3 scales (in the lowest 12 bits of int32) of block amaxes, and the factors fl(e * PART), PART a power of two.
+    A NaN amax: 0x7F."""
     if NATIVE and not INTERPRET:
         scale = tl.inline_asm_elementwise(E4M3_CODE, "=r,f", [amax * encode], dtype=tl.int32, is_pure=True, pack=1)
     else:
         scale = float8_codes(amax * encode, "E4M3", NATIVE).to(tl.int32)
     # The byte's fields, in a float32's place, are those of the value times 2^-120.
-    value = (scale << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    # Where the product may be subnormal it is raised before the division, and the quotient after it.
-    raised = tl.where(decode < 9.094947017729282e-13, 1.8446744073709552e19, 1.0)
-    factor = _reciprocal(value * decode * raised) * (raised * PART)
-    return scale.to(tl.uint8), tl.minimum(factor, FLOAT32_MAX * PART)
+    value = (scale << 20).to(tl.float32, bitcast=True)
+    if ORDINARY:
+        factor = _reciprocal(value * (decode * (1.329227995784916e36 / PART)))
+    else:
+        # Where the product may be subnormal it is raised before the division, and the quotient after it.
+        raised = tl.where(decode < 9.094947017729282e-13, 1.8446744073709552e19, 1.0)
+        factor = _reciprocal(value * 1.329227995784916e36 * decode * raised) * (raised * PART)
+    return scale, tl.minimum(factor, FLOAT32_MAX * PART)
 
 
 @triton.jit
@@ -178,12 +214,17 @@ def _shift_in(word, bits):
 
 
 @triton.jit
-def _signs(xs, FIRST: tl.constexpr):
+def _signs(xs, FIRST: tl.constexpr, NATIVE: tl.constexpr):
     """The signs of tensors FIRST to FIRST + 7, each in the highest of four bits, with others below."""
-    signs = tl.zeros(xs[0].shape, tl.uint32)
-    for i in tl.static_range(FIRST + 7, FIRST - 1, -1):
-        signs = _shift_in(signs, xs[i].to(tl.uint32, bitcast=True))
-    return signs
+    if NATIVE and not INTERPRET:  # two numbers an instruction
+        even = float8_words(xs[FIRST], xs[FIRST + 2], xs[FIRST + 4], xs[FIRST + 6], "E4M3", NATIVE)
+        odd = float8_words(xs[FIRST + 1], xs[FIRST + 3], xs[FIRST + 5], xs[FIRST + 7], "E4M3", NATIVE)
+        return tl.inline_asm_elementwise(SIGNS_OF_CODES, "=r,r,r", [even, odd], tl.uint32, is_pure=True, pack=1)
+    else:
+        signs = tl.zeros(xs[0].shape, tl.uint32)
+        for i in tl.static_range(FIRST + 7, FIRST - 1, -1):
+            signs = _shift_in(signs, xs[i].to(tl.uint32, bitcast=True))
+        return signs
 
 
 @triton.jit
@@ -240,29 +281,32 @@ def _stochastic(xs, factor, random, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _word(xs, factor, random, signs, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr):
+def _word(xs, factor, random, signs, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr, NATIVE: tl.constexpr):
     """The codes of tensors FIRST to FIRST + 7 in words. signs: theirs, or None."""
     word = _stochastic(xs, factor, random, FIRST) if STOCHASTIC else _nearest(xs, factor, FIRST)
     if signs is None:
-        signs = _signs(xs, FIRST)
+        signs = _signs(xs, FIRST, NATIVE)
     return word | (signs & 0x88888888).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def cast_blocks(
-    xs, bits, encode, decode, random, signs, PART: tl.constexpr, STOCHASTIC: tl.constexpr, NATIVE: tl.constexpr
+    xs, bits, encode, decode, random, signs, PART: tl.constexpr, STOCHASTIC: tl.constexpr, NATIVE: tl.constexpr,
+    ORDINARY: tl.constexpr,
 ):  # fmt: skip
-    """Codes (int64, the first lowest) and scales of blocks, whose 16 numbers are xs.
+    """Codes (int64, the first lowest) and scales (the lowest byte of int32) of blocks, whose 16 numbers are xs.
 
     bits: of their amaxes; signs: of the first and the last eight, or None twice; PART: 1, or 1/4 for what `hadamard`
-    returns, which is 4 times too large
+    returns, which is 4 times too large; ORDINARY: the tensor's amax is, for which fewer instructions do
     """
     amax = bits.to(tl.float32, bitcast=True)
-    if PART < 1:
-        amax *= 0.25
-    scale, factor = _scales(amax, encode, decode, PART, NATIVE)
-    low = _word(xs, factor, random, signs[0], 0, STOCHASTIC)
-    high = _word(xs, factor, random, signs[1], 8, STOCHASTIC)
+    if ORDINARY:
+        encode *= PART  # an amax so small that a fourth of it were rounded has the scale 0
+    elif PART < 1:
+        amax *= PART
+    scale, factor = _scales(amax, encode, decode, PART, NATIVE, ORDINARY)
+    low = _word(xs, factor, random, signs[0], 0, STOCHASTIC, NATIVE)
+    high = _word(xs, factor, random, signs[1], 8, STOCHASTIC, NATIVE)
     code = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
     return tl.where(amax == amax, code, 0), scale
 
