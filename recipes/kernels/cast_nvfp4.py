@@ -187,9 +187,9 @@ class NVFP4Config(NamedTuple):
     registers: int | None = None
 
 
-def amax_nvfp4_config(columns: int, itemsize: int, *, row_scaled: bool) -> NVFP4Config:
-    config = NVFP4Config(block_r=4, block_c=128 if columns % BLOCK == 0 else 64, num_warps=4, tiles=8)
-    return config._replace(registers=136 if row_scaled and itemsize > 2 else None)  # left alone, ptxas spills at 128
+def amax_nvfp4_config(columns: int, *, row_scaled: bool) -> NVFP4Config:
+    registers = 136 if row_scaled else None  # left alone, ptxas spills at 128
+    return NVFP4Config(4, 128 if columns % BLOCK == 0 else 64, 4, tiles=8, registers=registers)
 
 
 def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bool) -> NVFP4Config:
@@ -290,7 +290,7 @@ def amax_nvfp4_triton(
         if columnwise:
             of_columns = of_rows if shared else x.new_zeros(shape, dtype=torch.float32)
     if x.numel() and (rowwise or columnwise):
-        config = amax_nvfp4_config(x.shape[-1], min(x.element_size(), 4), row_scaled=row_scaled)
+        config = amax_nvfp4_config(x.shape[-1], row_scaled=row_scaled)
         launch = _Launch(x, splits, config)
         amax_nvfp4_kernel[launch.grid](
             launch.x, *launch.offsets, of_rows, None if shared else of_columns, *launch.sizes, x.shape[-1],

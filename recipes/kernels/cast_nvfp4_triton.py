@@ -228,8 +228,8 @@ def _cast_rows(
     K: tl.constexpr, PAIRS: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The rowwise copy of a tile, 16 rows at a time. What is said of blocks is as `_blocks` says it, or if FULL of the
-    first one alone. amax_ptr: each row has its own."""
+    """The rowwise copy of a tile, 16 rows at a time. What is said of blocks is as `_of_blocks` says it, or if FULL of
+    the first one alone. amax_ptr: each row has its own."""
     BYTES: tl.constexpr = (K + 1) // 2
     BLOCKS: tl.constexpr = (K + 15) // 16
     if FULL:
