@@ -150,18 +150,39 @@ def test_nan_inf_and_extremes(device, kind, extreme):
     check(x, None, device, **KINDS[kind])
 
 
-@DEVICE
-@pytest.mark.parametrize("kind", ["rht", "16x16", "stochastic"])
-@pytest.mark.parametrize("magnitude", [2e-27, 2e-26, 65024.0, 65536.0], ids=str)
-def test_whole_tiles_where_ordinary_amaxes_end(device, kind, magnitude):
-    x = torch.randn(64, 256).clamp(-4, 4) * 0.2
-    x[16:32, :64] *= 2.0**-13  # subnormal scales
+def whole_tile(columns):
+    """[64, columns], where 65024 is as large as an ordinary amax may be, and blocks have scales of all kinds."""
+    x = torch.randn(64, columns).clamp(-4, 4) * 0.2
+    x[16:32, :64] *= 2.0**-15  # subnormal scales
     x[32:48, :64] *= 2.0**-30  # scales of 0
     x[:16, 64:128] = 0.0
     x[5, 200] = float("nan")
     x[40, 3] = -0.0
     x[50, 100] = 1.0
-    check((x * magnitude).bfloat16(), None, device, **KINDS[kind])
+    return x
+
+
+@DEVICE
+@pytest.mark.parametrize("kind", ["rht", "stochastic"])
+@pytest.mark.parametrize("magnitude", [0.0, 2e-27, 2e-26, 65024.0, 65536.0], ids=str)
+def test_whole_tiles_where_ordinary_amaxes_end(device, kind, magnitude):
+    check((whole_tile(256) * magnitude).bfloat16(), None, device, **KINDS[kind])
+
+
+@DEVICE
+@pytest.mark.parametrize(
+    ("columns", "dtype"), [(256, torch.float32), (256, torch.float16), (264, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("kind", ["rht", "stochastic"])
+def test_whole_tiles_without_pairs(device, kind, columns, dtype):
+    check(whole_tile(columns).to(dtype), None, device, **KINDS[kind])
+
+
+@DEVICE
+def test_inf_that_the_transform_hides_from_the_amax(device):
+    x = torch.randn(64, 256)
+    x[:4, 7] = float("inf")  # by its signs the transform makes NaN of all 16 numbers below each other
+    check(x.bfloat16(), None, device, rht=True, rowwise=False)
 
 
 @DEVICE

@@ -261,7 +261,8 @@ NVFP4_KINDS = {
 
 
 def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[str]) -> None:
-    """Casts of groups, both copies at once, for the transform each one alone too; and of one tensor. The ways back."""
+    """Casts of groups, both copies at once; for the transform each one of a tensor alone, for 16x16 blocks those of a
+    stack. The ways back."""
     x, splits = torch.empty(rows, features, dtype=dtype), Splits.make([rows], rows=rows, device="cpu")
     for kind in kinds:
         how = {"rht": False, "row_scaled": False, "two_d": False, "seed": None} | NVFP4_KINDS[kind]
@@ -270,6 +271,10 @@ def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[s
         for of_splits, rowwise, columnwise in [(splits, True, True), *alone]:
             amaxes = cast_nvfp4.amax_nvfp4(x, of_splits, rowwise=rowwise, columnwise=columnwise, **about)
             cast_nvfp4.cast_nvfp4(x, of_splits, amaxes, **how)
+        if kind == "square":
+            stack = x.view(2, rows // 2, features)
+            amaxes = cast_nvfp4.amax_nvfp4(stack, None, rowwise=True, columnwise=True, **about)
+            cast_nvfp4.cast_nvfp4(stack, None, amaxes, **how)
     made = cast_nvfp4.codes_room(x, None, rowwise=True, columnwise=True)
     for codes, scale, transpose in ((made[0], made[1], False), (made[2], made[3], True)):
         cast_nvfp4.dequantize_nvfp4(codes, scale, rows if transpose else features, dtype, transpose=transpose)

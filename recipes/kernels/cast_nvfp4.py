@@ -282,7 +282,7 @@ def amax_nvfp4_triton(
     shape = () if x.ndim == 2 and splits is None else (_num_groups(x, splits),)
     shared = rowwise and columnwise and not rht and not row_scaled
     of_rows = of_columns = None
-    if rowwise and columnwise and not shared and not row_scaled:
+    if rowwise and columnwise and rht and not row_scaled:
         of_rows, of_columns = _two_zeros(x, shape)
     else:
         if rowwise:
@@ -381,7 +381,7 @@ def _num_groups(x: Tensor, splits: Splits | None) -> int:
 
 
 def _two_zeros(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """By one kernel; both at multiples of 16 bytes, so that Triton compiles no kernels for others."""
+    """Two float32 tensors of zeros, made by one kernel, at multiples of 16 bytes: Triton compiles anew for others."""
     count = math.prod(shape)
     first, second = x.new_zeros(2, -(-count // 4) * 4, dtype=torch.float32).unbind()
     return first[:count].view(shape), second[:count].view(shape)

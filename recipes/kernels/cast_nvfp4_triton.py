@@ -1,8 +1,9 @@
 """The Triton kernels of `cast_nvfp4`, which says what they compute and launches them.
 
 A tile has BLOCK_C columns of BLOCK_R blocks of 16 rows, those that are neighbours in the transposed copy, so that it
-writes whole units of memory there; each block is of one group. Few of them are at work at a time, in a loop: so many
-programs run side by side, and their instructions stay in the cache.
+writes whole units of memory there; each block is of one group. Few columns are at work at a time, in a loop, and of a
+tile that needs masks few rows: so many programs run side by side, and their instructions stay in the cache. The rows of
+other tiles are no loop, which saves the arithmetic of addresses.
 
 offsets_ptr is None where groups have equally many rows. ROWS: rows of a group, or with offsets of x; BLOCKS: blocks of
 16 of these with the padding. Columnwise codes are written as int64, the 16 codes of a block, to [.., K, P / 16].
@@ -59,7 +60,7 @@ def _group_of(aligned_ptr, num_groups, place):
 
 
 @triton.jit
-def _of_blocks(offsets_ptr, aligned_ptr, matrix, block, ROWS, num_groups):
+def _place_of(offsets_ptr, aligned_ptr, matrix, block, ROWS, num_groups):
     """Of a block of 16 rows of the transposed copy's matrix, one or a vector: its group, its row in the group, its
     first row of x, how many rows from there count, and how many are x's, to the group's end.
 
@@ -228,8 +229,8 @@ def _cast_rows(
     K: tl.constexpr, PAIRS: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The rowwise copy of a tile, 16 rows at a time. What is said of blocks is as `_of_blocks` says it, or if FULL of
-    the first one alone. amax_ptr: each row has its own."""
+    """The rowwise copy of a tile, 16 rows at a time. What is said of blocks is as `_place_of` says it, or if FULL of
+    the first one alone. FULL: a whole tile of one group, whose amax is ordinary. amax_ptr: each row has its own."""
     BYTES: tl.constexpr = (K + 1) // 2
     BLOCKS: tl.constexpr = (K + 15) // 16
     if FULL:
@@ -237,9 +238,7 @@ def _cast_rows(
         if amax_ptr is not None:
             amax_ptr += first
         for i in tl.static_range(0, 16 * BLOCK_R, 16):
-            of_rows = amax_ptr
-            if amax_ptr is not None:
-                of_rows += i
+            of_rows = None if amax_ptr is None else amax_ptr + i
             _cast_16_rows(
                 x_ptr + i * K, seed, codes_ptr + i * BYTES, scale_ptr + i * BLOCKS, of_rows, encode, decode, row + i,
                 16, 16, first_column, K, PAIRS, SQUARE, NATIVE, BLOCK_C, True,
@@ -247,9 +246,7 @@ def _cast_rows(
     else:
         for i in range(BLOCK_R):
             at = _of(i, first)
-            of_rows = amax_ptr
-            if amax_ptr is not None:
-                of_rows += at
+            of_rows = None if amax_ptr is None else amax_ptr + at
             _cast_16_rows(
                 x_ptr + at * K, seed, codes_ptr + at * BYTES, scale_ptr + at * BLOCKS, of_rows, _of(i, encode),
                 _of(i, decode), _of(i, row), _of(i, counted), _of(i, written), first_column, K, PAIRS, SQUARE, NATIVE,
@@ -377,7 +374,7 @@ def cast_nvfp4_kernel(
             column_codes_ptr += place
             column_scale_ptr += place
         # Most tiles are whole, of one group, and ordinary, and need no masks. The second copy finds x in the cache.
-        group, row, first, counted, _ = _of_blocks(offsets_ptr, aligned_ptr, matrix, first_block, ROWS, num_groups)
+        group, row, first, counted, _ = _place_of(offsets_ptr, aligned_ptr, matrix, first_block, ROWS, num_groups)
         row_amax, column_amax = 0.0, 0.0
         if row_amax_ptr is not None and not ROW_SCALED:
             row_amax = tl.load(row_amax_ptr + group, mask=group < num_groups, other=0.0)
@@ -400,7 +397,7 @@ def cast_nvfp4_kernel(
                     BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE, True,
                 )  # fmt: skip
         else:
-            groups, rows, firsts, heights, written = _of_blocks(
+            groups, rows, firsts, heights, written = _place_of(
                 offsets_ptr, aligned_ptr, matrix, first_block + tl.arange(0, BLOCK_R), ROWS, num_groups
             )  # fmt: skip
             is_group = groups < num_groups
@@ -445,7 +442,7 @@ def amax_nvfp4_kernel(
     first_column = tl.program_id(1) * (BLOCK_C * TILES)
     matrix, first_block = _first_block(tl.program_id(2), BLOCKS, STACKED, BLOCK_R)
     if (first_block < BLOCKS) & (matrix < num_groups):
-        groups, _, first, counted, _ = _of_blocks(
+        groups, _, first, counted, _ = _place_of(
             offsets_ptr, aligned_ptr, matrix, first_block + tl.arange(0, BLOCK_R), ROWS, num_groups
         )
         rows, heights = first[:, None], counted[:, None]

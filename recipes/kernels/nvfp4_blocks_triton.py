@@ -49,7 +49,7 @@ RANGE_OVER = tl.constexpr("""{
             fma.rn.f32 e, e, q, 0f45280000;
             fma.rn.f32 $0, e, r, q;
             }""")
-# The code is the lowest byte, the next one is 0; the upper half is left as it is.
+# The code is the lowest byte, the next one is 0; the upper half is undefined.
 E4M3_CODE = tl.constexpr("""{
             .reg .f32 zero;
             .reg .b16 code, undefined;
@@ -96,7 +96,7 @@ def sums_of_pairs(ys):
 def hadamard(xs, FINITE: tl.constexpr):
     """`hadamard_ref` of the 16 tensors, without its factor of 1/4, and the bits of max |y| over them; NaN if one is.
 
-    FINITE: no x is Inf, though it may be NaN
+    FINITE: no |a| + |b| is Inf, as where an amax of the results is finite that ignores NaN
     """
     ys = butterflies(xs, 0, 3)
     sums = sums_of_pairs(ys)
@@ -141,21 +141,19 @@ def _reciprocal(x):
 @triton.jit
 def encoding(amax, ORDINARY: tl.constexpr):
     """S_enc * fl(1/6) and S_dec of float32 amaxes. ORDINARY: `is_ordinary` says so of them."""
-    special = (amax == 0) | (amax == float("inf"))
-    divisor = tl.where(special, 1.0, amax)
+    divisor = tl.where((amax == 0) | (amax == float("inf")), RANGE, amax)
     if ORDINARY and not INTERPRET:
         encode = tl.inline_asm_elementwise(RANGE_OVER, "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1)
-        encode = tl.where(special, 1.0, encode)
         return encode * ONE_SIXTH, _reciprocal(encode)
     else:
         encode = tl.minimum(tl.div_rn(tl.full(amax.shape, RANGE, tl.float32), divisor), FLOAT32_MAX)
-        encode = tl.where(special, 1.0, encode)
         return encode * ONE_SIXTH, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), encode)
 
 
 @triton.jit
 def is_ordinary(amax):
-    """Whether this amax of a tensor is 0, or it and what is computed from it are far from the ends of float32."""
+    """Whether this amax of a tensor is 0, or so large and so small that shorter arithmetic is exact: that S_dec times
+    2^122 is finite, which it is below 172032, and that no scale times S_dec, nor 1 / S_dec, is near an end."""
     return (amax == 0) | ((amax > 1e-26) & (amax < 65536.0))
 
 
