@@ -5,7 +5,8 @@ It is orthogonal, so that dy^T x stays what it was when both are transformed, an
 All in float32 and in one order: the signs, then butterflies (a + b, a - b) of rows 1, 2, 4 and 8 apart, then times 1/4.
 No two steps can be contracted into one, so the bits agree everywhere; they are not rounded to the input's type. But
 where a sum overflows float32 (16 numbers of 2^124 and more), a kernel may take for Inf what is NaN here, Inf - Inf: it
-looks at one pair of the last butterflies alone, which is enough for an Inf that was there before.
+looks at one pair of the last butterflies at most, which is enough for an Inf that was there before. And a fourth that
+is subnormal may be rounded here where a kernel does not round it: of float32 input, for of 16-bit input it is exact.
 
 Source: signs and size as TransformerEngine's NVFP4BlockScaling (read at d0067d0).
 """

@@ -152,8 +152,8 @@ def encoding(amax, ORDINARY: tl.constexpr):
 
 @triton.jit
 def is_ordinary(amax):
-    """Whether this amax of a tensor is 0, or so large and so small that shorter arithmetic is exact: that S_dec times
-    2^122 is finite, which it is below 172032, and that no scale times S_dec, nor 1 / S_dec, is near an end."""
+    """Whether this amax of a tensor is 0, or in a range where shorter arithmetic has the same results: S_dec * 2^122 is
+    finite, as it is below 172032, and scales times S_dec, and their reciprocals, are normal numbers."""
     return (amax == 0) | ((amax > 1e-26) & (amax < 65536.0))
 
 
