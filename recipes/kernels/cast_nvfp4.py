@@ -188,7 +188,7 @@ class NVFP4Config(NamedTuple):
 
 
 def amax_nvfp4_config(columns: int, *, row_scaled: bool) -> NVFP4Config:
-    registers = 136 if row_scaled else None  # left alone, ptxas spills at 128
+    registers = 136 if row_scaled else None  # left alone, ptxas spills at 128 where rows are grouped
     return NVFP4Config(4, 128 if columns % BLOCK == 0 else 64, 4, tiles=8, registers=registers)
 
 
@@ -197,10 +197,10 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bo
 
     Programs that run side by side wait for x in turn, so registers are few. Measured on an H200, [65536, 7168], both
     copies with the transform: 512 columns and eight warps are 2 % faster than 256 and four, and 4 % faster than two
-    such tiles a program one after the other; 72 registers are up to 2 % faster than 80 or 64. Stochastic rounding
-    spills with fewer than 96, with which five programs of four warps run side by side, or two of eight. Where rows do
-    not begin at multiples of 32 bytes every element has its own address, so that a thread has room for one block of
-    rows.
+    such tiles a program one after the other; 72 registers are 1 to 2 % faster than 64, and up to 1 % than 80.
+    Stochastic rounding spills with fewer than 96, with which five programs of four warps run side by side, or two of
+    eight. Where rows do not begin at multiples of 32 bytes every element has its own address, so that a thread has room
+    for one block of rows.
     """
     config = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, columns=64)
     if columns % BLOCK:
@@ -211,7 +211,7 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bo
         config = config._replace(block_c=512, num_warps=8, columns=128)
     if itemsize > 2:
         return config
-    return config._replace(registers=72 if both else 80)  # columns alone are 3 % slower with 72
+    return config._replace(registers=72 if both else 80)  # columns alone were 3 % slower with 72 in an older kernel
 
 
 def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
