@@ -8,7 +8,8 @@
     rowwise, columnwise   one copy, or both at once; "back" dequantizes one
 
 Bytes: what the format must move, high-precision input read once, twice where the scale needs an amax first, codes and
-scales written once. Every cast is held against its input (SQNR) before it is timed.
+scales written once. Time: of the kernels, by the clock of the device. Every cast is held against its input (SQNR)
+before it is timed.
 """
 
 import argparse
@@ -85,7 +86,7 @@ def measure_casts(
 
     def timed(name: str, call: Callable[[], object], num_bytes: int) -> CastFigures:
         steps = {"cast": call, "copy": lambda: target.copy_(x)}
-        times = time_interleaved(steps, rounds=rounds, calls=calls, device=device)
+        times = time_interleaved(steps, rounds=rounds, calls=calls, device=device, clock="device")
         return CastFigures(label, name, num_bytes, 2 * x.nbytes, times)
 
     def quantizer_of(role: Role) -> Quantizer:

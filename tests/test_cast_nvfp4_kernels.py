@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from recipes.kernels import cast_nvfp4 as nvfp4
+from recipes.kernels.gluon_gate import why_no_gluon
 from recipes.kernels.random import new_seed
 from recipes.splits import Splits
 from tests.grouped_cases import DEVICES
@@ -201,6 +202,52 @@ def test_float64_is_rounded_first(device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_large_tensor(kind):
     check(spread(1000, 2000, dtype=torch.bfloat16), [300, 0, 511, 100], "cuda", **KINDS[kind])
+
+
+@pytest.fixture(params=["gluon", "triton"])
+def in_gluon(request, monkeypatch):
+    """Whether the kernel in Gluon runs for what it takes; that it ran, and no other time, is checked at the end."""
+    cast, casts = nvfp4.cast_nvfp4_gluon, []
+    monkeypatch.setattr(nvfp4, "cast_nvfp4_gluon", lambda *args, **kwargs: casts.append(cast(*args, **kwargs)))
+    if request.param == "triton":
+        monkeypatch.setattr(nvfp4, "runs_gluon", lambda x: False)
+    elif why_no_gluon(torch.cuda.get_device_capability()) is not None:
+        pytest.skip(why_no_gluon(torch.cuda.get_device_capability()))
+    yield
+    assert bool(casts) == (request.param == "gluon")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["nearest", "rht", "16x16"])
+@pytest.mark.parametrize("shape", [(64, 16), (192, 272), (256, 1024), (3, 250, 272)], ids=str)
+def test_whole_blocks_of_tensors(in_gluon, shape, kind):
+    check(spread(*shape, dtype=torch.bfloat16), None, "cuda", **KINDS[kind])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["nearest", "rht", "16x16"])
+@pytest.mark.parametrize(
+    "sizes", [[37, 0, 130, 1, 0], [64, 128], [0, 0, 0], [200], [1, 2, 3] * 50, [0] * 300 + [65]], ids=len
+)
+def test_whole_blocks_of_groups(in_gluon, sizes, kind):
+    x = spread(sum(sizes) + 70, 528, dtype=torch.bfloat16)
+    x[sum(sizes) :] = float("nan")
+    check(x, sizes, "cuda", **KINDS[kind])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["nearest", "rht", "16x16"])
+def test_groups_of_which_one_is_not_ordinary(in_gluon, kind):
+    x = spread(250, 512, dtype=torch.float32)
+    x[3, 3], x[20, 20], x[100, 5], x[200, 300] = float("nan"), -0.0, float("inf"), 3e38
+    x[130:150] *= 2.0**-120
+    check(x.bfloat16(), [70, 60, 20, 100], "cuda", **KINDS[kind])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["nearest", "rht", "16x16"])
+def test_the_columnwise_copy_alone_of_whole_blocks(in_gluon, kind):
+    check(spread(150, 528, dtype=torch.bfloat16), [37, 0, 113], "cuda", rowwise=False, **KINDS[kind])
 
 
 def numbers_by_exponent(first, end):

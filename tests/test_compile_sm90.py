@@ -35,6 +35,7 @@ from recipes.formats import E4M3, E5M2
 from recipes.kernels import cast_float8, cast_float8_block, cast_mxfp8, cast_nvfp4
 from recipes.kernels.amax_history import end_step_triton
 from recipes.kernels.cast_float8_block import BlockScale
+from recipes.kernels.gluon_gate import why_no_gluon
 from recipes.kernels.offsets import clamped_offsets_triton
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.splits import Splits
@@ -264,7 +265,10 @@ def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[s
     """Casts of groups, both copies at once; for the transform each one of a tensor alone, for 16x16 blocks those of a
     stack. The ways back."""
     x, splits = torch.empty(rows, features, dtype=dtype), Splits.make([rows], rows=rows, device="cpu")
-    for kind in kinds:
+    for kind, gluon in product(
+        kinds, {False, dtype == torch.bfloat16 and not why_no_gluon(grouped_gemm.capability(x))}
+    ):
+        cast_nvfp4.runs_gluon = lambda x, gluon=gluon: gluon
         how = {"rht": False, "row_scaled": False, "two_d": False, "seed": None} | NVFP4_KINDS[kind]
         about = {"rht": how["rht"], "row_scaled": how["row_scaled"]}
         alone = [(None, True, False), (None, False, True)] if kind == "rht" else []

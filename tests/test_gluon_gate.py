@@ -6,10 +6,10 @@ import pytest
 import torch
 import triton
 
-from ops.kernels import gluon_gate
-from ops.kernels.gluon_gate import MOST_GROUPS, why_no_gluon
 from ops.kernels.grouped_gemm_tiles import IN_GLUON, MANY_ROWS, k_grouped_config
-from ops.kernels.tiles import Gemm, why_not_tile
+from ops.kernels.tiles import GLUON_GROUPS, Gemm, why_not_tile
+from recipes.kernels import gluon_gate
+from recipes.kernels.gluon_gate import why_no_gluon
 
 HOPPER = (9, 0)
 WGRAD = Gemm("NT", torch.bfloat16, torch.bfloat16, False, 4, 64, 32)
@@ -55,15 +55,15 @@ def test_weight_gradients_of_16_bit_operands_take_them():
     assert config(**float32) == config(**float32, accumulate=True) == IN_GLUON._replace(box=64)
     assert config(8192 // MANY_ROWS + 1, **float32).gluon
     assert not config(8192 // MANY_ROWS + 1, **float32, accumulate=True).gluon
-    assert config(MOST_GROUPS) == IN_GLUON and not config(MOST_GROUPS + 1).gluon
+    assert config(GLUON_GROUPS) == IN_GLUON and not config(GLUON_GROUPS + 1).gluon
     others = (config(gluon=False), config(descriptors=False), config(dtype=torch.float32), config(accumulate=True))
     assert not any(other.gluon for other in others)
 
 
 @pytest.mark.parametrize(("gemm", "changes", "reason"), [
     (WGRAD, {}, None),
-    (WGRAD._replace(num_groups=MOST_GROUPS, out_dtype=torch.float32), {"box": 64}, None),
-    (WGRAD._replace(num_groups=MOST_GROUPS, out_dtype=torch.float32, accumulate=True), {"box": 64}, None),
+    (WGRAD._replace(num_groups=GLUON_GROUPS, out_dtype=torch.float32), {"box": 64}, None),
+    (WGRAD._replace(num_groups=GLUON_GROUPS, out_dtype=torch.float32, accumulate=True), {"box": 64}, None),
     (WGRAD._replace(out_dtype=torch.float32, accumulate=True), {"num_stages": 6}, None),
     (WGRAD._replace(out_dtype=torch.float32), {}, "bytes of shared memory"),
     (WGRAD._replace(accumulate=True), {}, "is for weight gradients that are written, or added to float32"),
@@ -73,7 +73,7 @@ def test_weight_gradients_of_16_bit_operands_take_them():
     (WGRAD, {"block_n": 128}, "must be 128x256, of 8 warps and one program"),
     (WGRAD, {"num_stages": 9}, "bytes of shared memory"),
     (WGRAD, {"num_stages": 1}, "two stages or more"),
-    (WGRAD._replace(num_groups=MOST_GROUPS + 1), {}, "is for 512 groups at most, and there are 513"),
+    (WGRAD._replace(num_groups=GLUON_GROUPS + 1), {}, "is for 512 groups at most, and there are 513"),
 ])  # fmt: skip
 def test_what_a_tile_in_gluon_may_be(gemm, changes, reason, release):
     release("3.6.0")

@@ -34,7 +34,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.kernels.gluon_gate import why_no_gluon
 from ops.kernels.grouped_gemm_cpu import k_grouped_on_cpu, m_grouped_on_cpu
 from ops.kernels.grouped_gemm_tiles import allow_tf32, k_grouped_config, m_grouped_config, uses_descriptors
 from ops.kernels.grouped_gemm_triton import (
@@ -60,6 +59,7 @@ from ops.kernels.grouped_operands import (
 from ops.kernels.persistent_tiles import MOST_GROUPS, band, multiprocessors, room_for
 from ops.kernels.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.tiles import Gemm, GroupedGemmConfig, tiles_in_use
+from recipes.kernels.gluon_gate import why_no_gluon
 from recipes.kernels.launch import Launch, cdiv, launcher, properties
 from recipes.kernels.row_tiles import num_slots
 from recipes.splits import Splits

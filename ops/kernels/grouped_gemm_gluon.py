@@ -18,7 +18,7 @@ Barriers: a stage is used for the u-th time in phase u % 2 of its barriers. Cons
 s % STAGES and is use s // STAGES of it. Before use u the loading warp waits for phase (u - 1) % 2 of `empty`, which has
 passed at the start.
 
-Import this only where `ops.kernels.gluon_gate.why_no_gluon` says None.
+Import this only where `recipes.kernels.gluon_gate.why_no_gluon` says None.
 """
 # T rows, G groups, K in features, N out features
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ops.kernels.gluon_gate import MOST_GROUPS as GLUON_GROUPS
-from ops.kernels.gluon_gate import why_no_gluon
 from ops.kernels.persistent_tiles import MOST_GROUPS
-from ops.kernels.tiles import Gemm, GroupedGemmConfig
+from ops.kernels.tiles import GLUON_GROUPS, Gemm, GroupedGemmConfig
+from recipes.kernels.gluon_gate import why_no_gluon
 
 FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
 # A group, on average: with as many, what is added to float32 is added in Gluon. Without Gluon three quarters of a tile

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ops.kernels.gluon_gate import MOST_GROUPS, why_no_gluon
+from recipes.kernels.gluon_gate import why_no_gluon
 from recipes.kernels.launch import next_power_of_2
 from recipes.kernels.replay import forget
 
@@ -32,6 +32,7 @@ FORMAT = 3
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 PRODUCTS = ("TN", "NN", "NT")
+GLUON_GROUPS = 512  # the most of a tile in Gluon, for whose ranks there is room in shared memory
 
 
 class GroupedGemmConfig(NamedTuple):
@@ -185,8 +186,8 @@ def _why_not_in_gluon(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[i
         return f"The tile {in_words(config)} must be 128x256, of 8 warps and one program."
     if config.num_stages < 2:
         return f"The tile {in_words(config)} must have two stages or more: the warps that multiply share them."
-    if gemm.num_groups > MOST_GROUPS:
-        return f"The tile {in_words(config)} is for {MOST_GROUPS} groups at most, and there are {gemm.num_groups}."
+    if gemm.num_groups > GLUON_GROUPS:
+        return f"The tile {in_words(config)} is for {GLUON_GROUPS} groups at most, and there are {gemm.num_groups}."
     return None
 
 

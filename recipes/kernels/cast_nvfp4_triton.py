@@ -18,7 +18,10 @@ from recipes.kernels.nvfp4_blocks_triton import (
     cast_blocks,
     encoding,
     hadamard,
+    halves,
     is_ordinary,
+    larger_of_pair,
+    larger_pair,
     largest_bits,
     random_words,
     signs_of_pairs,
@@ -26,17 +29,6 @@ from recipes.kernels.nvfp4_blocks_triton import (
 )
 from recipes.kernels.rounding import INTERPRET, widen, widen_pairs
 
-# Of two pairs of bfloat16 the larger magnitudes, NaN above all, with some sign.
-LARGER_PAIR = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
-# Of one pair the larger magnitude, in float32.
-LARGER_OF_PAIR = tl.constexpr("""{
-            .reg .f32 low, high;
-            shl.b32 low, $1, 16;
-            and.b32 high, $1, 0xffff0000;
-            abs.f32 low, low;
-            abs.f32 high, high;
-            max.NaN.f32 $0, low, high;
-            }""")
 STORE_BYTE = tl.constexpr("st.global.u8 [$1], $2; mov.b32 $0, 0;")
 STORE_CODES = tl.constexpr("st.global.b64 [$1], $2; mov.b32 $0, 0;")
 STORE_BYTE_IF = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.u8 [$1], $2; mov.b32 $0, 0; }")
@@ -44,47 +36,68 @@ STORE_CODES_IF = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.globa
 
 
 @triton.jit
-def _group_of(aligned_ptr, num_groups, place):
-    """The group that has row `place` of the transposed copy, one or a vector; num_groups where none has."""
-    CHUNK: tl.constexpr = 128
-    group = place * 0 - 1
-    for start in range(0, num_groups + 1, CHUNK):
-        offs_g = start + tl.arange(0, CHUNK)
-        is_there = offs_g <= num_groups
-        aligned = tl.load(aligned_ptr + offs_g, mask=is_there, other=0)
-        if len(place.shape) == 0:
-            group += tl.sum(((aligned <= place) & is_there).to(tl.int32), axis=0)
-        else:
-            group += tl.sum(((aligned[None, :] <= place[:, None]) & is_there[None, :]).to(tl.int32), axis=1)
-    return group
+def place_of(offs, offsets_ptr, aligned_ptr, matrix, block, ROWS, num_groups):
+    """Of a block of 16 rows of the transposed copy's matrix: its group, its row in the group, its first row of x, how
+    many rows from there count, and how many are x's, to the group's end.
 
-
-@triton.jit
-def _place_of(offsets_ptr, aligned_ptr, matrix, block, ROWS, num_groups):
-    """Of a block of 16 rows of the transposed copy's matrix, one or a vector: its group, its row in the group, its
-    first row of x, how many rows from there count, and how many are x's, to the group's end.
-
-    The rows of no group are those of one more group, whose rows do not count.
+    The rows of no group are those of one more group, whose rows do not count. offs: as many numbers from 0 on as groups
+    are looked at at a time. One wait for memory; of numbers of groups, which are below 2^31, the low half is loaded.
     """
     place = 16 * block
     if offsets_ptr is None:
-        group = matrix + place * 0
-        row = place
-        first = group.to(tl.int64) * ROWS + row
+        group, row = matrix, place
+        first = group * ROWS + row
         written = ROWS - row
         counted = written
     else:
-        group = _group_of(aligned_ptr, num_groups, place)
-        row = (place - tl.load(aligned_ptr + group)).to(tl.int32)
-        first = tl.load(offsets_ptr + group) + row
-        is_group = group < num_groups
-        written = (tl.load(offsets_ptr + group + 1, mask=is_group, other=ROWS) - first).to(tl.int32)
-        counted = tl.where(is_group, written, 0)
+        aligned_ptr = aligned_ptr.to(tl.pointer_type(tl.int32))
+        offsets_ptr = offsets_ptr.to(tl.pointer_type(tl.int32))
+        group, begin, offset, end = -1, 0, 0, ROWS
+        for start in range(0, num_groups + 1, offs.shape[0]):
+            is_there = start + offs <= num_groups
+            aligned = tl.load(aligned_ptr + 2 * (start + offs), mask=is_there, other=0x7FFFFFFF)
+            offsets = tl.load(offsets_ptr + 2 * (start + offs), mask=is_there, other=ROWS)
+            is_before = aligned <= place
+            group += tl.sum(is_before.to(tl.int32), axis=0)
+            begin = tl.maximum(begin, tl.max(tl.where(is_before, aligned, 0), axis=0))
+            offset = tl.maximum(offset, tl.max(tl.where(is_before, offsets, 0), axis=0))
+            end = tl.minimum(end, tl.min(tl.where(is_before, ROWS, offsets), axis=0))
+        row = place - begin
+        first = offset + row
+        written = end - first
+        counted = tl.where(group < num_groups, written, 0)
     return group, row, first, counted, written
 
 
 @triton.jit
-def _first_block(band, BLOCKS, STACKED: tl.constexpr, BLOCK_R: tl.constexpr):
+def _places_of(offsets_ptr, aligned_ptr, matrix, blocks, ROWS, num_groups):
+    """What `place_of` says, of a vector of blocks."""
+    places = 16 * blocks
+    if offsets_ptr is None:
+        groups = matrix + places * 0
+        rows = places
+        firsts = groups.to(tl.int64) * ROWS + rows
+        written = ROWS - rows
+        counted = written
+    else:
+        CHUNK: tl.constexpr = 128
+        groups = places * 0 - 1
+        for start in range(0, num_groups + 1, CHUNK):
+            offs_g = start + tl.arange(0, CHUNK)
+            is_there = offs_g <= num_groups
+            aligned = tl.load(aligned_ptr + offs_g, mask=is_there, other=0)
+            groups += tl.sum(((aligned[None, :] <= places[:, None]) & is_there[None, :]).to(tl.int32), axis=1)
+        rows = (places - tl.load(aligned_ptr + groups)).to(tl.int32)
+        firsts = tl.load(offsets_ptr + groups) + rows
+        is_group = groups < num_groups
+        written = tl.load(offsets_ptr + groups + 1, mask=is_group, other=ROWS) - firsts
+        written = written.to(tl.int32)
+        counted = tl.where(is_group, written, 0)
+    return groups, rows, firsts, counted, written
+
+
+@triton.jit
+def first_block_of(band, BLOCKS, STACKED: tl.constexpr, BLOCK_R: tl.constexpr):
     """(matrix of the transposed copy, first block there of the program's tile, which is of this band)."""
     slot = band * tl.num_programs(0) + tl.program_id(0)
     if STACKED:
@@ -114,7 +127,7 @@ def _load(x_ptr, mask, FULL: tl.constexpr):
 
 
 @triton.jit
-def _store(ptr, x, mask, FULL: tl.constexpr):
+def store(ptr, x, mask, FULL: tl.constexpr):
     """Stores x, int64 or the lowest byte of int32, where mask is true, or everywhere if FULL. A thread writes what it
     has itself; Triton would first have threads exchange it. Neighbours fill the 32 bytes that are a unit of memory."""
     if INTERPRET:
@@ -162,17 +175,11 @@ def _load_row_blocks(x_ptr, rows, columns, K, B: tl.constexpr, PAIRS: tl.constex
 
 
 @triton.jit
-def _halves(words):
-    """The two bfloat16 numbers in each word, in float32."""
-    return (words << 16).to(tl.float32, bitcast=True), (words & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _in_eight(x):
     """x [R, B, 8], or words [R, B, 4], as eight tensors [R, B] in float32."""
     if x.dtype == tl.uint32:
         w0, w1, w2, w3 = _in_four(x)
-        return _halves(w0) + _halves(w1) + _halves(w2) + _halves(w3)
+        return halves(w0) + halves(w1) + halves(w2) + halves(w3)
     else:
         even, odd = tl.split(tl.reshape(widen_pairs(x), [x.shape[0], x.shape[1], 4, 2]))
         x0, x2, x4, x6 = _in_four(even)
@@ -212,15 +219,9 @@ def _load_column_blocks(x_ptr, row, column, counted, columns, K, FULL: tl.conste
 def _largest_of_eight(low, high):
     """[R, B]: the bits of max |x| over low and high [R, B, 8]; NaN if one is."""
     if low.dtype == tl.uint32 and not INTERPRET and cuda_capability_geq(9):  # two by two
-        word = tl.reduce(_larger_pair(low, high), 2, _larger_pair)
-        return tl.inline_asm_elementwise(LARGER_OF_PAIR, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+        return larger_of_pair(tl.reduce(larger_pair(low, high), 2, larger_pair))
     else:
         return largest_bits(_in_eight(low) + _in_eight(high))
-
-
-@triton.jit
-def _larger_pair(a, b):
-    return tl.inline_asm_elementwise(LARGER_PAIR, "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -229,7 +230,7 @@ def _cast_rows(
     K: tl.constexpr, PAIRS: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The rowwise copy of a tile, 16 rows at a time. What is said of blocks is as `_place_of` says it, or if FULL of
+    """The rowwise copy of a tile, 16 rows at a time. What is said of blocks is as `place_of` says it, or if FULL of
     the first one alone. FULL: a whole tile of one group, whose amax is ordinary. amax_ptr: each row has its own."""
     BYTES: tl.constexpr = (K + 1) // 2
     BLOCKS: tl.constexpr = (K + 15) // 16
@@ -285,9 +286,9 @@ def _cast_16_rows(
     code, scale = cast_blocks(xs, amax, encode, decode, random, signs, 1.0, STOCHASTIC, NATIVE, ORDINARY)
     out = lane * BLOCKS + block
     mask = (lane < written) & (first_column // 16 + block < BLOCKS)
-    _store(scale_ptr + out, scale, mask, FULL)
+    store(scale_ptr + out, scale, mask, FULL)
     if K % 16 == 0:
-        _store(codes_ptr.to(tl.pointer_type(tl.int64)) + out, code, mask, FULL)
+        store(codes_ptr.to(tl.pointer_type(tl.int64)) + out, code, mask, FULL)
     else:
         byte = 8 * block[:, :, None] + tl.arange(0, 8)[None, None, :]
         mask = (lane < written)[:, :, None] & (first_column // 2 + byte < BYTES)
@@ -336,8 +337,8 @@ def _cast_columns(
         )  # fmt: skip
         out = lane.to(tl.int64) * BLOCKS + block
         mask = (block < blocks) & (column + lane < K)
-        _store(codes_ptr + out, code, mask, FULL)
-        _store(scale_ptr + out, scale, mask, FULL)
+        store(codes_ptr + out, code, mask, FULL)
+        store(scale_ptr + out, scale, mask, FULL)
         x_ptr += C
         codes_ptr += C * BLOCKS
         scale_ptr += C * BLOCKS
@@ -357,7 +358,7 @@ def cast_nvfp4_kernel(
     column = tl.program_id(1) * BLOCK_C
     # The last rows first, of which the amax was taken last: 0.4 to 0.9 % faster on an H200.
     band = tl.num_programs(2) - 1 - tl.program_id(2)
-    matrix, first_block = _first_block(band, BLOCKS, STACKED, BLOCK_R)
+    matrix, first_block = first_block_of(band, BLOCKS, STACKED, BLOCK_R)
     if (first_block < BLOCKS) & (matrix < num_groups):
         seed = None
         if seed_ptr is not None:
@@ -374,7 +375,10 @@ def cast_nvfp4_kernel(
             column_codes_ptr += place
             column_scale_ptr += place
         # Most tiles are whole, of one group, and ordinary, and need no masks. The second copy finds x in the cache.
-        group, row, first, counted, _ = _place_of(offsets_ptr, aligned_ptr, matrix, first_block, ROWS, num_groups)
+        group, row, first, counted, _ = place_of(
+            tl.arange(0, 128), offsets_ptr, aligned_ptr, matrix, first_block, ROWS, num_groups
+        )
+        first = first.to(tl.int64)
         row_amax, column_amax = 0.0, 0.0
         if row_amax_ptr is not None and not ROW_SCALED:
             row_amax = tl.load(row_amax_ptr + group, mask=group < num_groups, other=0.0)
@@ -397,7 +401,7 @@ def cast_nvfp4_kernel(
                     BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE, True,
                 )  # fmt: skip
         else:
-            groups, rows, firsts, heights, written = _place_of(
+            groups, rows, firsts, heights, written = _places_of(
                 offsets_ptr, aligned_ptr, matrix, first_block + tl.arange(0, BLOCK_R), ROWS, num_groups
             )  # fmt: skip
             is_group = groups < num_groups
@@ -440,12 +444,16 @@ def amax_nvfp4_kernel(
 ):  # fmt: skip
     """Raises the amaxes, which are zeros before, to those of TILES tiles beside each other."""
     first_column = tl.program_id(1) * (BLOCK_C * TILES)
-    matrix, first_block = _first_block(tl.program_id(2), BLOCKS, STACKED, BLOCK_R)
+    matrix, first_block = first_block_of(tl.program_id(2), BLOCKS, STACKED, BLOCK_R)
     if (first_block < BLOCKS) & (matrix < num_groups):
-        groups, _, first, counted, _ = _place_of(
-            offsets_ptr, aligned_ptr, matrix, first_block + tl.arange(0, BLOCK_R), ROWS, num_groups
-        )
-        rows, heights = first[:, None], counted[:, None]
+        blocks = tl.arange(0, BLOCK_R)
+        place = place_of(tl.arange(0, 128), offsets_ptr, aligned_ptr, matrix, first_block, ROWS, num_groups)
+        group, first, counted = place[0], place[2], place[3]
+        groups, firsts, heights = group + 0 * blocks, first.to(tl.int64) + 16 * blocks, counted - 16 * blocks
+        if counted < 16 * BLOCK_R:  # not all of one group
+            places = _places_of(offsets_ptr, aligned_ptr, matrix, first_block + blocks, ROWS, num_groups)
+            groups, firsts, heights = places[0], places[2], places[3]
+        rows, heights = firsts[:, None], heights[:, None]
         of_rows = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
         of_columns = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
         for tile in range(TILES):

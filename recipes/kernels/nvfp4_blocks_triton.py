@@ -21,6 +21,19 @@ LINE_BITS = tl.constexpr(0x4B800000)
 # What the words of codes are too large by: eight of them with that number in each, or two of them.
 SURPLUS = tl.constexpr((0x4B800000 - 4) * 0x11111111 & 0xFFFFFFFF)
 STOCHASTIC_SURPLUS = tl.constexpr((0x4B800000 - 1024) * 0x10001 & 0xFFFFFFFF)
+# Of two pairs of bfloat16 the larger magnitudes, NaN above all, with some sign.
+LARGER_PAIR = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
+# Of one pair the larger magnitude, in float32.
+LARGER_OF_PAIR = tl.constexpr("""{
+            .reg .f32 low, high;
+            shl.b32 low, $1, 16;
+            and.b32 high, $1, 0xffff0000;
+            abs.f32 low, low;
+            abs.f32 high, high;
+            max.NaN.f32 $0, low, high;
+            }""")
+# 16, which ptxas does not know to be 16: no grid has 2^31 programs.
+SIXTEEN = tl.constexpr("{ .reg .b32 x; mov.u32 x, %nctaid.x; shr.u32 x, x, 31; add.u32 $0, x, 16; }")
 PAIRS_SIGNS = tl.constexpr("""{
             .reg .b32 low, high, even, odd;
             prmt.b32 low, $1, $2, 0x7531;
@@ -130,6 +143,24 @@ def largest_bits(xs):
 
 
 @triton.jit
+def larger_pair(a, b):
+    """Of words of two bfloat16 numbers."""
+    return tl.inline_asm_elementwise(LARGER_PAIR, "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def larger_of_pair(word):
+    """The bits of the larger magnitude."""
+    return tl.inline_asm_elementwise(LARGER_OF_PAIR, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def halves(words):
+    """The two bfloat16 numbers in each word, in float32."""
+    return (words << 16).to(tl.float32, bitcast=True), (words & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _reciprocal(x):
     """fl(1 / x) for 0 and for x and 1 / x that are normal; Inf or NaN for 0."""
     if INTERPRET:
@@ -146,8 +177,8 @@ def encoding(amax, ORDINARY: tl.constexpr):
         encode = tl.inline_asm_elementwise(RANGE_OVER, "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1)
         return encode * ONE_SIXTH, _reciprocal(encode)
     else:
-        encode = tl.minimum(tl.div_rn(tl.full(amax.shape, RANGE, tl.float32), divisor), FLOAT32_MAX)
-        return encode * ONE_SIXTH, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), encode)
+        encode = tl.minimum(tl.div_rn(RANGE, divisor), FLOAT32_MAX)
+        return encode * ONE_SIXTH, tl.div_rn(1.0, encode)
 
 
 @triton.jit
@@ -239,28 +270,48 @@ def signs_of_pairs(w0, w1, w2, w3):
 
 
 @triton.jit
+def _times_16(x):
+    """By a multiplication, for which the GPU has another pipe than for shifts and comparisons, which is full."""
+    if INTERPRET:
+        return x << 4
+    else:
+        return x * tl.inline_asm_elementwise(SIXTEEN, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _nearest(xs, factor, FIRST: tl.constexpr):
     """The magnitudes' codes of tensors FIRST to FIRST + 7 in words."""
-    word = tl.zeros(factor.shape, tl.int32)
-    for i in tl.static_range(FIRST + 7, FIRST - 1, -1):
-        word = (word << 4) + _position(_magnitude(xs[i], factor), 1.0)
+    word = _position(_magnitude(xs[FIRST + 7], factor), 1.0)
+    for i in tl.static_range(FIRST + 6, FIRST - 1, -1):
+        word = _times_16(word) + _position(_magnitude(xs[i], factor), 1.0)
     return word - SURPLUS
 
 
 @triton.jit
 def _position_pair(xs, factor, bits, i: tl.constexpr):
-    """Positions of tensors i and i + 2 in the halves of a word, with bits, a byte in each, added: codes in bits 8 to
-    11 of the halves."""
+    """Positions of tensors i and i + 2 in the halves of a word, with bits, a byte in each half, added: codes in bits 8
+    to 11 of the halves."""
     low = _position(_magnitude(xs[i], factor), 256.0)
     high = _position(_magnitude(xs[i + 2], factor), 256.0)
-    return (high << 16) + low + (bits & 0x00FF00FF).to(tl.int32, bitcast=True) - STOCHASTIC_SURPLUS
+    return (high << 16) + low + bits.to(tl.int32, bitcast=True) - STOCHASTIC_SURPLUS
+
+
+@triton.jit
+def _odd_bytes(bits):
+    """Bytes 1 and 3 of words in the places of bytes 0 and 2, by one instruction."""
+    if INTERPRET:
+        return (bits >> 8) & 0x00FF00FF
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [bits], dtype=tl.uint32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
 def _stochastic_four(xs, factor, bits, i: tl.constexpr):
     """Codes of tensors i to i + 3 in bytes 1 and 3 of words, with others beside them."""
-    even = _position_pair(xs, factor, bits, i)
-    odd = _position_pair(xs, factor, bits >> 8, i + 1)
+    even = _position_pair(xs, factor, bits & 0x00FF00FF, i)
+    odd = _position_pair(xs, factor, _odd_bytes(bits), i + 1)
     return (even & 0x0F0F0F0F) | ((odd << 4) & ~0x0F0F0F0F)
 
 

@@ -1,4 +1,4 @@
-"""Whether the kernels in Gluon (`ops.kernels.grouped_gemm_gluon`) can be used. That module is imported only if so."""
+"""Whether the kernels in Gluon (modules named `*_gluon`) can be used. Their modules are imported only if so."""
 
 from functools import lru_cache
 from importlib.util import find_spec
@@ -6,8 +6,6 @@ from importlib.util import find_spec
 import triton
 
 from recipes.kernels.rounding import INTERPRET
-
-MOST_GROUPS = 512  # for whose ranks there is room in shared memory
 
 
 @lru_cache
