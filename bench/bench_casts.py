@@ -8,8 +8,8 @@
     rowwise, columnwise   one copy, or both at once; "back" dequantizes one
 
 Bytes: what the format must move, high-precision input read once, twice where the scale needs an amax first, codes and
-scales written once. Time: of the kernels, by the clock of the device. Every cast is held against its input (SQNR)
-before it is timed.
+scales written once. Time: of the kernels, by the "device" clock of `bench.timing`, which empties the L2 cache first.
+Every cast is held against its input (SQNR) before it is timed.
 """
 
 import argparse

@@ -24,6 +24,19 @@ KINDS = {
 }
 
 
+PLACES = [*DEVICES, pytest.param("cuda in Triton", marks=pytest.mark.gpu, id="gpu in Triton")]
+ON_GPU = pytest.mark.parametrize("place", PLACES[1:], indirect=True)
+
+
+@pytest.fixture(params=PLACES)
+def place(request, monkeypatch):
+    """A device; a GPU with the kernels that are chosen there, and with those in Triton alone."""
+    device, _, in_triton = request.param.partition(" in ")
+    if in_triton:
+        monkeypatch.setattr(nvfp4, "runs_gluon", lambda x: False)
+    return device
+
+
 @pytest.fixture(autouse=True)
 def on_any_device(monkeypatch):
     """The launchers launch, also on CPU tensors."""
@@ -76,7 +89,7 @@ def check(x, sizes, device, *, rht=False, row_scaled=False, two_d=False, seed=Fa
                 assert bits(found.cpu().masked_fill(nans, 0)) == bits(wanted.masked_fill(nans, 0))
 
 
-# Tiles are 64 rows of 256 columns, or of 512 where little of the last one is empty and nothing is rounded at random.
+# Tiles are 64 rows of 256 columns, or in Triton of 512 where little of the last is empty and nothing rounded at random.
 
 
 @DEVICE
@@ -85,16 +98,16 @@ def test_one_tensor(device, kind):
     check(spread(70, 272, dtype=torch.bfloat16), None, device, **KINDS[kind])
 
 
-@DEVICE
 @pytest.mark.parametrize("kind", ["rht", "stochastic", "16x16"])
 @pytest.mark.parametrize("sizes", [[5, 65], [16, 134]], ids=str)
-def test_wide_tiles_of_several_groups(device, sizes, kind):
-    check(spread(sum(sizes), 1008, dtype=torch.bfloat16), sizes, device, **KINDS[kind])
+def test_wide_tiles_of_several_groups(place, sizes, kind):
+    check(spread(sum(sizes), 1008, dtype=torch.bfloat16), sizes, place, **KINDS[kind])
 
 
 @DEVICE
-def test_rows_at_any_address(device):
-    x = spread(70, 272, dtype=torch.bfloat16).to(device)
+@pytest.mark.parametrize("rows", [64, 70])
+def test_rows_at_any_address(device, rows):
+    x = spread(rows, 272, dtype=torch.bfloat16).to(device)
     shifted = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
     kind = {"rht": True, "row_scaled": False}
     amaxes = nvfp4.amax_nvfp4(x, None, rowwise=True, columnwise=True, **kind)
@@ -163,11 +176,10 @@ def whole_tile(columns):
     return x
 
 
-@DEVICE
 @pytest.mark.parametrize("kind", ["rht", "stochastic"])
 @pytest.mark.parametrize("magnitude", [0.0, 2e-27, 2e-26, 65280.0, 65536.0], ids=str)
-def test_whole_tiles_where_ordinary_amaxes_end(device, kind, magnitude):
-    check((whole_tile(256) * magnitude).bfloat16(), None, device, **KINDS[kind])
+def test_whole_tiles_where_ordinary_amaxes_end(place, kind, magnitude):
+    check((whole_tile(256) * magnitude).bfloat16(), None, place, **KINDS[kind])
 
 
 @DEVICE
@@ -179,11 +191,10 @@ def test_whole_tiles_without_pairs(device, kind, columns, dtype):
     check(whole_tile(columns).to(dtype), None, device, **KINDS[kind])
 
 
-@DEVICE
-def test_inf_that_the_transform_hides_from_the_amax(device):
+def test_inf_that_the_transform_hides_from_the_amax(place):
     x = torch.randn(64, 256)
     x[:4, 7] = float("inf")  # by its signs the transform makes NaN of all 16 numbers below each other
-    check(x.bfloat16(), None, device, rht=True, rowwise=False)
+    check(x.bfloat16(), None, place, rht=True, rowwise=False)
 
 
 @DEVICE
@@ -198,29 +209,30 @@ def test_float64_is_rounded_first(device):
     check(spread(20, 40, dtype=torch.float64), None, device, rht=True)
 
 
-@pytest.mark.gpu
+@ON_GPU
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_large_tensor(kind):
-    check(spread(1000, 2000, dtype=torch.bfloat16), [300, 0, 511, 100], "cuda", **KINDS[kind])
+def test_a_large_tensor(place, kind):
+    check(spread(1000, 2000, dtype=torch.bfloat16), [300, 0, 511, 100], place, **KINDS[kind])
 
 
-@pytest.fixture(params=["gluon", "triton"])
-def in_gluon(request, monkeypatch):
-    """Whether the kernel in Gluon runs for what it takes; that it ran, and no other time, is checked at the end."""
-    cast, casts = nvfp4.cast_nvfp4_gluon, []
+@pytest.fixture(params=["Gluon", "Triton"])
+def kernel(request, monkeypatch):
+    """Every cast of the test is by this kernel. At its end it is checked that the one in Gluon ran, or did not."""
+    casts = []
+    cast = nvfp4.cast_nvfp4_gluon
     monkeypatch.setattr(nvfp4, "cast_nvfp4_gluon", lambda *args, **kwargs: casts.append(cast(*args, **kwargs)))
-    if request.param == "triton":
+    if request.param == "Triton":
         monkeypatch.setattr(nvfp4, "runs_gluon", lambda x: False)
     elif why_no_gluon(torch.cuda.get_device_capability()) is not None:
         pytest.skip(why_no_gluon(torch.cuda.get_device_capability()))
     yield
-    assert bool(casts) == (request.param == "gluon")
+    assert bool(casts) == (request.param == "Gluon")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["nearest", "rht", "16x16"])
 @pytest.mark.parametrize("shape", [(64, 16), (192, 272), (256, 1024), (3, 250, 272)], ids=str)
-def test_whole_blocks_of_tensors(in_gluon, shape, kind):
+def test_whole_blocks_of_tensors(kernel, shape, kind):
     check(spread(*shape, dtype=torch.bfloat16), None, "cuda", **KINDS[kind])
 
 
@@ -229,7 +241,7 @@ def test_whole_blocks_of_tensors(in_gluon, shape, kind):
 @pytest.mark.parametrize(
     "sizes", [[37, 0, 130, 1, 0], [64, 128], [0, 0, 0], [200], [1, 2, 3] * 50, [0] * 300 + [65]], ids=len
 )
-def test_whole_blocks_of_groups(in_gluon, sizes, kind):
+def test_whole_blocks_of_groups(kernel, sizes, kind):
     x = spread(sum(sizes) + 70, 528, dtype=torch.bfloat16)
     x[sum(sizes) :] = float("nan")
     check(x, sizes, "cuda", **KINDS[kind])
@@ -237,7 +249,7 @@ def test_whole_blocks_of_groups(in_gluon, sizes, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["nearest", "rht", "16x16"])
-def test_groups_of_which_one_is_not_ordinary(in_gluon, kind):
+def test_groups_of_which_one_is_not_ordinary(kernel, kind):
     x = spread(250, 512, dtype=torch.float32)
     x[3, 3], x[20, 20], x[100, 5], x[200, 300] = float("nan"), -0.0, float("inf"), 3e38
     x[130:150] *= 2.0**-120
@@ -246,7 +258,7 @@ def test_groups_of_which_one_is_not_ordinary(in_gluon, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["nearest", "rht", "16x16"])
-def test_the_columnwise_copy_alone_of_whole_blocks(in_gluon, kind):
+def test_the_columnwise_copy_alone_of_whole_blocks(kernel, kind):
     check(spread(150, 528, dtype=torch.bfloat16), [37, 0, 113], "cuda", rowwise=False, **KINDS[kind])
 
 
@@ -259,13 +271,13 @@ def numbers_by_exponent(first, end):
 OVERFLOWS = 251  # the exponent of 2^124, from which on 16 numbers may have no sum
 
 
-@pytest.mark.gpu
+@ON_GPU
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_finite_bf16_number_beside_those_of_its_exponent(kind):
+def test_every_finite_bf16_number_beside_those_of_its_exponent(place, kind):
     """With the transform, every one of which 16 have a sum."""
     x = numbers_by_exponent(0, OVERFLOWS if KINDS[kind].get("rht") else 255)
     assert x.isfinite().all()
-    check(x, [16] * (len(x) // 16), "cuda", **KINDS[kind])
+    check(x, [16] * (len(x) // 16), place, **KINDS[kind])
 
 
 @DEVICE

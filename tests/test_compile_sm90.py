@@ -262,16 +262,17 @@ NVFP4_KINDS = {
 
 
 def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[str]) -> None:
-    """Casts of groups, both copies at once; for the transform each one of a tensor alone, for 16x16 blocks those of a
-    stack. The ways back."""
-    x, splits = torch.empty(rows, features, dtype=dtype), Splits.make([rows], rows=rows, device="cpu")
-    for kind, gluon in product(
-        kinds, {False, dtype == torch.bfloat16 and not why_no_gluon(grouped_gemm.capability(x))}
-    ):
+    """Casts of groups, both copies at once; for the transform each one of a tensor alone and, in Gluon, of so many
+    groups that they are looked at in turn; for 16x16 blocks those of a stack. The ways back."""
+    x, splits = torch.empty(rows, features, dtype=dtype), Splits.make([rows] + 40 * [0], rows=rows, device="cpu")
+    many = Splits.make([rows] + 130 * [0], rows=rows, device="cpu")
+    in_gluon = dtype == torch.bfloat16 and features == ALIGNED[0] and not why_no_gluon(grouped_gemm.capability(x))
+    for kind, gluon in product(kinds, {False, in_gluon}):
         cast_nvfp4.runs_gluon = lambda x, gluon=gluon: gluon
         how = {"rht": False, "row_scaled": False, "two_d": False, "seed": None} | NVFP4_KINDS[kind]
         about = {"rht": how["rht"], "row_scaled": how["row_scaled"]}
         alone = [(None, True, False), (None, False, True)] if kind == "rht" else []
+        alone += [(many, False, True)] if kind == "rht" and gluon else []
         for of_splits, rowwise, columnwise in [(splits, True, True), *alone]:
             amaxes = cast_nvfp4.amax_nvfp4(x, of_splits, rowwise=rowwise, columnwise=columnwise, **about)
             cast_nvfp4.cast_nvfp4(x, of_splits, amaxes, **how)
@@ -438,6 +439,9 @@ def test_every_configuration_compiles_for_hopper(mode, tmp_path):
         if "gemm" in report["kernel"] or "grouped" in report["kernel"]:
             assert bool(report["wgmma"]) == (mode != "fp32" or "float8" in report["kernel"]), report
         assert not report["warnings"], report
+    kernels = {report["kernel"] for report in reports}
+    in_gluon = mode == "bf16" and triton.__version__.startswith("3.6.")
+    assert ("cast_nvfp4_gluon_kernel" in kernels) == in_gluon
     gluon = "k_grouped_gluon_kernel"
     written_and_added = {False, True} if any(gluon in key for key in shipped) else set()
     assert {bool(report["adds"]) for report in reports if report["kernel"] == gluon} == written_and_added

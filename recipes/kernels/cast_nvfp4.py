@@ -200,7 +200,7 @@ def amax_nvfp4_config(columns: int, *, row_scaled: bool) -> NVFP4Config:
 
 
 def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bool) -> NVFP4Config:
-    """A thread casts two blocks of rows at once, and then the two blocks of two columns.
+    """Of the kernel in Triton. A thread casts two blocks of rows at once, and then the two blocks of two columns.
 
     Programs that run side by side wait for x in turn, so registers are few. Measured on an H200, [65536, 7168], both
     copies with the transform: 512 columns and eight warps are 2 % faster than 256 and four, and 4 % faster than two
@@ -217,12 +217,12 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bo
     if 8 * (-columns % 512) <= columns:  # little of the last tile is empty
         config = config._replace(block_c=512, num_warps=8, columns=128)
     if itemsize > 2:
-        return config
+        return config._replace(registers=96)  # left alone, ptxas spills a few bytes to run a third program
     return config._replace(registers=72 if both else 80)  # columns alone were 3 % slower with 72 in an older kernel
 
 
-# Six programs share a multiprocessor. Measured on an H200 as above: with 96 registers, and five, as fast to 1 %; in an
-# older kernel bands of 8 and 64 were 1 to 3 % slower, eight warps a program 9 %.
+# Four warps or more, of 64 columns each. Six programs share a multiprocessor. Measured on an H200 as above: with 96
+# registers, and five, as fast to 1 %; in an older kernel bands of 8 and 64 were 1 to 3 % slower, eight warps 9 %.
 GLUON_CONFIG = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, registers=80)
 
 
@@ -336,7 +336,7 @@ def cast_nvfp4_triton(
     two_d: bool,
     seed: Tensor | None,
 ) -> None:
-    """Writes `made`, from `codes_room`."""
+    """Writes `made`, from `codes_room`, by the kernel in Triton, or in Gluon where that is there and takes this."""
     if not x.numel():
         for tensor in made:
             if tensor is not None:
@@ -347,6 +347,7 @@ def cast_nvfp4_triton(
         if fits_gluon(launch):
             cast_nvfp4_gluon(launch, amaxes, made, rht=rht, two_d=two_d)
             return
+        x = launch.x
     both = amaxes.rowwise is not None and amaxes.columnwise is not None
     config = cast_nvfp4_config(x.shape[-1], min(x.element_size(), 4), both=both, stochastic=seed is not None)
     launch = _Launch(x, splits, config)
@@ -388,8 +389,8 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
 
 def cast_nvfp4_gluon(launch: _Launch, amaxes: Amaxes, made: Codes, *, rht: bool, two_d: bool) -> None:
     """Writes `made`, of whose copies the columnwise is one, by the kernel in Gluon; `fits_gluon` says of what."""
-    assert made.columnwise is not None
     x, config = launch.x, launch.config
+    assert made.columnwise is not None and config.block_r == 4 and config.block_c == 64 * config.num_warps
     rows = x.view(-1, x.shape[-1])
     chunk = min(max(next_power_of_2(launch.sizes[1] + 1), 32), 128) if launch.offsets[0] is not None else 32
     cast_nvfp4_gluon_kernel[launch.grid](

@@ -1,16 +1,18 @@
 """The kernel of `cast_nvfp4` in Gluon, for Hopper and columnwise copies of bfloat16, with or without the rowwise one,
 rounded to nearest: whole lines of x go to shared memory.
 
-A program has 64 rows of the transposed copy, four blocks of 16 that are each of one group, and 64 columns a warp:
+A program has four blocks of 16 rows as padded, each of one group, and 64 columns a warp:
 
-    x -> boxes [4, 16, C] -> the rows of one block after the other     -> rowwise codes, 128 bytes of a row at a time
+    x -> boxes [4, 16, C] -> the rows of one block after the other      -> rowwise codes, a line of 128 bytes at a time
                           -> a pair of columns a thread, block by block -> columnwise codes, 32 bytes of a column
 
+(Of 16x16 blocks the rowwise codes are written by 32 bytes: a warp then has all rows of a block.)
+
 So x is read once, by the copy engine, and a column is read by whole lines where global memory would give single units
-of 32 bytes. On an H200, [65536, 7168], both copies with their amaxes: 638 us, where the kernel in Triton takes 689;
-columnwise ones alone 543 and 645. More than one tile a program, the next one fetched while one is cast, was slower (in
-an older kernel 706 us with two and 770 with four, 656 with one): perhaps since the rows of programs that are at work
-together then lie further apart. Stochastic rounding is not here, where it took as long as in Triton.
+of 32 bytes. On an H200, [65536, 7168], both copies with their amaxes: 638 us in a run where the kernel in Triton took
+689; columnwise ones alone 543 and 645. More than one tile a program, the next one fetched while one is cast, was slower
+(in an older kernel 706 us with two and 770 with four, 656 with one): perhaps since the rows of programs that are at
+work together then lie further apart. Stochastic rounding is not here, where it took as long as in Triton.
 
 What is computed is in `nvfp4_blocks_triton`, whose functions are compiled as Gluon here. Import this only where
 `recipes.kernels.gluon_gate.why_no_gluon` says None.
@@ -21,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from recipes.kernels.cast_nvfp4_triton import first_block_of, place_of, store
+from recipes.kernels.cast_nvfp4_triton import first_block_of, in_four, place_of, store
 from recipes.kernels.nvfp4_blocks_triton import (
     cast_blocks,
     encoding,
@@ -97,16 +99,8 @@ def blocks_layout(SQUARE, W):
 
 
 @gluon.jit
-def in_four(x):
-    """x [R, C, 4] as four tensors [R, C]."""
-    even, odd = x.reshape([x.shape[0], x.shape[1], 2, 2]).split()
-    x0, x2 = even.split()
-    x1, x3 = odd.split()
-    return x0, x1, x2, x3
-
-
-@gluon.jit
 def in_eight(x):
+    """x [R, C, 8] as eight tensors [R, C]."""
     even, odd = x.reshape([x.shape[0], x.shape[1], 4, 2]).split()
     x0, x2, x4, x6 = in_four(even)
     x1, x3, x5, x7 = in_four(odd)
@@ -115,6 +109,7 @@ def in_eight(x):
 
 @gluon.jit
 def in_sixteen(x):
+    """x [R, C, 16] as sixteen tensors [R, C]."""
     even, odd = x.reshape([x.shape[0], x.shape[1], 8, 2]).split()
     x0, x2, x4, x6, x8, x10, x12, x14 = in_eight(even)
     x1, x3, x5, x7, x9, x11, x13, x15 = in_eight(odd)
@@ -147,11 +142,11 @@ def cast_columns(
     pairs = in_sixteen(words.reshape([W, 16, 32]).permute([0, 2, 1]))
     xs = ()
     for i in gl.static_range(16):
-        bytes = gl.inline_asm_elementwise(
+        number = gl.inline_asm_elementwise(
             "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [pairs[i], 0x1044 + second * 0x2200], dtype=gl.uint32, is_pure=True,
             pack=1,
         )  # fmt: skip
-        xs = xs + (bytes.to(gl.float32, bitcast=True),)  # type: ignore[assignment]  # noqa: RUF005
+        xs = xs + (number.to(gl.float32, bitcast=True),)  # type: ignore[assignment]  # noqa: RUF005
     if RHT:
         xs, amax = hadamard(xs, ORDINARY)
     elif SQUARE:

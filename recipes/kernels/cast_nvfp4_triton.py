@@ -41,7 +41,7 @@ def place_of(offs, offsets_ptr, aligned_ptr, matrix, block, ROWS, num_groups):
     many rows from there count, and how many are x's, to the group's end.
 
     The rows of no group are those of one more group, whose rows do not count. offs: as many numbers from 0 on as groups
-    are looked at at a time. One wait for memory; of numbers of groups, which are below 2^31, the low half is loaded.
+    are looked at at a time. One wait for memory. x has less than 2^31 rows: of offsets only the low halves are loaded.
     """
     place = 16 * block
     if offsets_ptr is None:
@@ -178,24 +178,24 @@ def _load_row_blocks(x_ptr, rows, columns, K, B: tl.constexpr, PAIRS: tl.constex
 def _in_eight(x):
     """x [R, B, 8], or words [R, B, 4], as eight tensors [R, B] in float32."""
     if x.dtype == tl.uint32:
-        w0, w1, w2, w3 = _in_four(x)
+        w0, w1, w2, w3 = in_four(x)
         return halves(w0) + halves(w1) + halves(w2) + halves(w3)
     else:
         even, odd = tl.split(tl.reshape(widen_pairs(x), [x.shape[0], x.shape[1], 4, 2]))
-        x0, x2, x4, x6 = _in_four(even)
-        x1, x3, x5, x7 = _in_four(odd)
+        x0, x2, x4, x6 = in_four(even)
+        x1, x3, x5, x7 = in_four(odd)
         return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @triton.jit
 def _signs_of_eight(words):
     """What `cast_blocks` takes, of words [R, B, 4] of two bfloat16 numbers."""
-    w0, w1, w2, w3 = _in_four(words)
+    w0, w1, w2, w3 = in_four(words)
     return signs_of_pairs(w0, w1, w2, w3)
 
 
 @triton.jit
-def _in_four(x):
+def in_four(x):
     """x [R, B, 4] as four tensors [R, B]."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
     x0, x2 = tl.split(even)
