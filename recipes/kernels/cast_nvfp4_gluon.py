@@ -339,8 +339,8 @@ def cast_nvfp4_gluon_kernel(
             of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
             lane = gl.expand_dims(gl.arange(0, 16 * W, gl.SliceLayout(1, of_words)), 1) % 16
             for i in range(4):
-                height = in_entry(2, entry_of(entries, i))
-                words.index(i).store(gl.where(lane < height, words.index(i).load(of_words), 0))
+                count = in_entry(2, entry_of(entries, i))
+                words.index(i).store(gl.where(lane < count, words.index(i).load(of_words), 0))
             gl.thread_barrier()
         column_place = (matrix.to(gl.int64) * K + column) * BLOCKS + first_block
         if ordinary:
