@@ -177,7 +177,8 @@ def over(x, AXIS: gl.constexpr, like):
 # ----------------------------------------------------------------------------------------------------------- tiles
 # Of each of the four blocks of rows of a tile there is an entry in shared memory: its first row of x, how many rows are
 # x's, how many count, and `encoding` of its amaxes. So tiles of several groups, which are few, take the instructions of
-# the others: those of their own would come from far each time.
+# the others. With a path of their own 40 groups at random took 489 us on an H200, and with entries take 467, though
+# groups without such tiles took 444 and take 453 (perhaps instructions that few programs run are not in the cache).
 
 
 @gluon.jit
