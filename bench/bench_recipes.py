@@ -6,8 +6,9 @@
 
 Same weights, inputs, split sizes. First every way is held against fp32, expert by expert (SQNR in dB of the output and
 of each gradient), and each recipe is run, another one, and the first again, which must give the same bits. Only then
-all ways are timed by turns in one process, whole steps with their launches; caches are as the turns leave them.
-Useful FLOP: 6 R H F forward, 18 R H F forward + backward.
+all ways are timed by turns in one process, whole steps with their launches; caches are as the turns leave them, and
+each step casts the weights anew. Then the grouped products alone, of operands that are quantized before (`products`).
+Useful FLOP: 6 R H F forward, 18 R H F forward + backward, and products.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from bench.grouped_case import GroupedCase, expert_mlp
 from bench.memory import peak_bytes, saved_bytes
 from bench.models import EXPERT_SHAPES, TINY_SHAPES
 from bench.plots import why_no_plots
+from bench.products import PRODUCTS, grouped_products
 from bench.recipe_report import Counts, Outcome, draw_recipes, figures, show_recipes, write_csv
 from bench.results import add_json_argument, write_results
 from bench.schedule import BASELINE, known_recipes, recipe_named
@@ -72,7 +74,21 @@ def compare_recipes(case: GroupedCase, labels: list[str], *, steps: int = 20) ->
         )
         for passes in PASSES
     }
-    return [replace(found, times={passes: times[passes][found.way] for passes in PASSES}) for found in outcomes]
+    times[PRODUCTS] = time_interleaved(checked_products(case, labels), rounds=steps, device=case.device)
+    return [
+        replace(found, times={passes: of_ways[found.way] for passes, of_ways in times.items() if found.way in of_ways})
+        for found in outcomes
+    ]
+
+
+def checked_products(case: GroupedCase, labels: list[str]) -> dict[str, Step]:
+    """The products of each recipe and torch's, once they were held against fp32."""
+    products = grouped_products(case)
+    steps = {label: products.ours(label) for label in labels} | {"torch": products.torchs()}
+    exact = products.exact()
+    for way, step in steps.items():
+        require_sqnr(way, products.sqnr(step(), exact), sqnr_floor(way if way in labels else BASELINE))
+    return steps
 
 
 def require_same_bits(case: GroupedCase, label: str, other: str) -> None:
@@ -155,7 +171,7 @@ def main(arguments: argparse.Namespace) -> int:
     for label in labels:
         print(explain_line(case, label))
     outcomes = compare_recipes(case, labels, steps=arguments.steps)
-    flop = {passes: case.flop_of(passes) for passes in PASSES}
+    flop = {passes: case.flop_of(passes) for passes in PASSES} | {PRODUCTS: case.flop_of(PASSES[-1])}
     show_recipes(outcomes, flop)
     written = []
     if arguments.json:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.case import PASSES
 from bench.controls import CONTROLS
 from bench.environment import environment
 from bench.plots import COLOURS, bare, make_figure, save
@@ -55,7 +56,7 @@ def show_recipes(outcomes: Sequence[Outcome], flop: Mapping[str, int]) -> None:
     by_way = {found.way: found for found in outcomes}
     for passes in outcomes[0].times:
         rows = []
-        for found in outcomes:
+        for found in (found for found in outcomes if passes in found.times):
             rates = _rates(found, passes, by_way, flop)
             ms = [f"{rates[f'{name}_s'] * 1e3:.3f}" for name in Timing._fields]
             ratios = [f"{rates[f'over_{other}']:.3f}" for other in COMPARED_WITH]
@@ -119,7 +120,7 @@ def draw_recipes(directory: Path, model: str, outcomes: Sequence[Outcome]) -> li
     ways = [found.way for found in outcomes]
     speed = {
         passes: [outcomes[0].times[passes].median / found.times[passes].median for found in outcomes]
-        for passes in outcomes[0].times
+        for passes in PASSES
     }
     saved = {"bytes": [found.saved_bytes_per_row for found in outcomes]}
     sqnr = {name: [found.sqnr[name] for found in outcomes] for name in outcomes[0].sqnr}

@@ -12,12 +12,13 @@ import torch
 import fuser
 from bench import controls, table
 from bench.__main__ import main
-from bench.bench_recipes import compare_recipes, explain_line, require_same_bits
+from bench.bench_recipes import checked_products, compare_recipes, explain_line, require_same_bits
 from bench.case import PASSES
 from bench.controls import CONTROLS, make_control
 from bench.grouped_case import expert_linear, expert_mlp
 from bench.memory import peak_bytes, saved_bytes
 from bench.models import EXPERT_SHAPES, TINY_FACTOR, TINY_SHAPES, ExpertShape
+from bench.products import PRODUCTS, grouped_products
 from bench.recipe_report import Outcome, draw_recipes
 from bench.schedule import known_recipes, recipe_named
 from bench.sqnr import Sqnr, require_sqnr, sqnr_db, sqnr_floor
@@ -25,6 +26,7 @@ from bench.table import plain_table
 from bench.timing import Timing
 from bench.usage import UsageError
 from fuser import ops
+from ops.paths import GroupedPath
 from recipes import Role
 from recipes.names import RECIPES
 
@@ -56,7 +58,7 @@ def test_the_command_prints_tables_and_writes_json_csv_and_plots(tmp_path, capsy
     assert list(ways) == ["bf16", "fp8_current", "mxfp8", "torch"], "bf16 is always compared with"
     for way in ways.values():
         assert way["sqnr"].keys() == {"y", "dx", "dscales", "dw1", "dw2"}
-        assert way["times"].keys() == set(PASSES) and way["peak_bytes"] is None
+        assert way["times"].keys() == {*PASSES, PRODUCTS} and way["peak_bytes"] is None
         for timing in way["times"].values():
             assert 0 < timing["low_s"] <= timing["median_s"] <= timing["high_s"]
             assert timing["tflop_per_s"] > 0
@@ -65,7 +67,8 @@ def test_the_command_prints_tables_and_writes_json_csv_and_plots(tmp_path, capsy
     assert ways["mxfp8"]["saved_bytes_per_row"] < ways["bf16"]["saved_bytes_per_row"]
 
     rows = list(csv.DictReader(paths["--csv"].read_text().splitlines()))
-    assert [(row["way"], row["pass"]) for row in rows] == [(way, passes) for way in ways for passes in PASSES]
+    timed = (*PASSES, PRODUCTS)
+    assert [(row["way"], row["pass"]) for row in rows] == [(way, passes) for way in ways for passes in timed]
     assert float(rows[-1]["sqnr_dw2"]) == pytest.approx(ways["torch"]["sqnr"]["dw2"])
     for name in ("speed", "saved_bytes", "sqnr"):
         assert (paths["--plot"] / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -118,6 +121,26 @@ def test_a_wrong_tensor_is_found(index):
     found[index][-1] += found[index].abs().max()  # a row, or the weights of one expert
     with pytest.raises(AssertionError, match=f"bf16: {case.names[index]} has .* dB against fp32, but must have"):
         require_sqnr("bf16", case.sqnr(found), sqnr_floor("bf16"))
+
+
+@pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad"])
+def test_a_wrong_product_is_found(product, monkeypatch):
+    case = expert_mlp(SHAPE)
+    right = getattr(GroupedPath, product)
+    monkeypatch.setattr(GroupedPath, product, lambda *args, **kwargs: right(*args, **kwargs).roll(1, 0))
+    with pytest.raises(AssertionError, match=f"mxfp8: {product}1 has .* dB against fp32, but must have"):
+        checked_products(case, ["mxfp8"])
+
+
+def test_products_are_those_of_every_grouped_linear_under_every_recipe():
+    case = expert_mlp(SHAPE)
+    steps = checked_products(case, known_recipes())
+    assert list(steps) == [*known_recipes(), "torch"]
+    assert grouped_products(case).names == ["fprop1", "dgrad1", "wgrad1", "fprop2", "dgrad2", "wgrad2"]
+    for step in steps.values():
+        shapes = [list(tensor.shape) for tensor in step()]
+        rows, (w1, w2) = case.rows, ([list(w.shape) for w in case.weights])
+        assert shapes == [[rows, 64], [rows, 64], w1, [rows, 64], [rows, 32], w2]
 
 
 def test_a_wrong_operation_stops_the_comparison(monkeypatch):

@@ -230,14 +230,14 @@ def kernel(request, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["nearest", "rht", "16x16"])
+@pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "16x16"])
 @pytest.mark.parametrize("shape", [(64, 16), (192, 272), (256, 1024), (3, 250, 272)], ids=str)
 def test_whole_blocks_of_tensors(kernel, shape, kind):
     check(spread(*shape, dtype=torch.bfloat16), None, "cuda", **KINDS[kind])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["nearest", "rht", "16x16"])
+@pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "16x16"])
 @pytest.mark.parametrize(
     "sizes", [[37, 0, 130, 1, 0], [64, 128], [0, 0, 0], [200], [1, 2, 3] * 50, [0] * 300 + [65]], ids=len
 )
@@ -248,7 +248,7 @@ def test_whole_blocks_of_groups(kernel, sizes, kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["nearest", "rht", "16x16"])
+@pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "16x16"])
 def test_groups_of_which_one_is_not_ordinary(kernel, kind):
     x = spread(250, 512, dtype=torch.float32)
     x[3, 3], x[20, 20], x[100, 5], x[200, 300] = float("nan"), -0.0, float("inf"), 3e38
@@ -257,7 +257,7 @@ def test_groups_of_which_one_is_not_ordinary(kernel, kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["nearest", "rht", "16x16"])
+@pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "16x16"])
 def test_the_columnwise_copy_alone_of_whole_blocks(kernel, kind):
     check(spread(150, 528, dtype=torch.bfloat16), [37, 0, 113], "cuda", rowwise=False, **KINDS[kind])
 

@@ -17,9 +17,9 @@ NaN counts as 0 in every amax. E2M1 has no NaN, so a block that holds one gets t
 Columnwise copies of inputs and gradients may be transformed before they are cast: `hadamard.py`. The transform spreads
 an Inf or NaN over its 16 rows.
 
-Stochastic rounding (gradients): up with probability RNE(256 f) / 256, where f is the distance from the lower neighbour
-in units of the step; numbers that are representable never move. The 8 random bits depend on the seed, the copy, the
-element's column and its row within its group alone (`random_bytes_ref`; stream 0 rowwise, 1 columnwise): the bits of
+Stochastic rounding (gradients): up with probability RNE(512 f) / 512, where f is the distance from the lower neighbour
+in units of the step; numbers that are representable never move. The 9 random bits depend on the seed, the copy, the
+element's column and its row within its group alone (`block_bits_ref`; stream 0 rowwise, 1 columnwise): the bits of
 a group do not depend on the groups before it, and groups quantized alone with the same seed give the same codes.
 
 Layout: two codes a byte along the contracted axis, the even one in the low nibble; scales float8_e4m3fn.
@@ -61,7 +61,7 @@ from recipes.kernels.dequantize_nvfp4_triton import (
 from recipes.kernels.gluon_gate import why_no_gluon
 from recipes.kernels.hadamard import hadamard_ref
 from recipes.kernels.launch import next_power_of_2
-from recipes.kernels.random import random_bytes_ref
+from recipes.kernels.random import block_bits_ref
 from recipes.splits import Splits
 
 if why_no_gluon((9, 0)) is None:
@@ -138,14 +138,14 @@ def cast_nvfp4_ref(
             amax = amax.index_select(0, group)[:, None]
         else:
             amax = amax[..., None, None]
-        bits = None if seed is None else random_bytes_ref(seed, column, row, 0).T
+        bits = None if seed is None else block_bits_ref(seed, column, row, 0).T
         codes, scale = _cast_blocks(padded, amax, two_d, bits)
         row_codes = _cropped(_packed(codes), x, splits)[..., : (x.shape[-1] + 1) // 2].contiguous()
         row_scale = _cropped(scale, x, splits)
     if amaxes.columnwise is not None:
         amax = amaxes.columnwise
         amax = amax[..., None, None] if splits is None else amax.index_select(0, group[::BLOCK])
-        bits = None if seed is None else random_bytes_ref(seed, row, column, 1).T
+        bits = None if seed is None else block_bits_ref(seed, row, column, 1).T
         transposed = (hadamard_ref(padded) if rht else padded).transpose(-1, -2)
         codes, scale = _cast_blocks(transposed, amax, two_d, bits)
         column_codes, column_scale = (t[..., : x.shape[-1], :].contiguous() for t in (_packed(codes), scale))
@@ -161,20 +161,20 @@ def dequantize_nvfp4_ref(codes: Tensor, scale: Tensor, length: int, dtype: torch
 
 
 def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
-    """E2M1 codes 0 to 15 (int32) of float32 x: to nearest, ties to even, or stochastic with 8 random bits an element.
+    """E2M1 codes 0 to 15 (int32) of float32 x: to nearest, ties to even, or stochastic with 9 random bits an element.
 
     On the axis of codes a magnitude stands at 4 clamp(h) + 2 clamp(h - 1) + clamp(h - 2), where h is half of it and
     clamp goes from 0 to 1: 0, 2, 4, 6 stand at 0, 4, 6, 7. Each term is exact, and at most one is no integer, so that
-    adding them to a number whose last place is 1 (or 1/256) rounds once.
+    adding them to a number whose last place is 1 (or 1/512) rounds once.
     """
     h = 0.5 * x.abs()
-    steps = 1.0 if bits is None else 256.0
+    steps = 1.0 if bits is None else 512.0
     position = torch.full_like(h, _ROUND)
     for start, codes in ((0.0, 4.0), (1.0, 2.0), (2.0, 1.0)):
         position = position + (h - start).clamp(0.0, 1.0) * (codes * steps)
     code = (position - _ROUND).to(torch.int32)
     if bits is not None:
-        code = (code + bits.to(torch.int32)) >> 8
+        code = (code + bits.to(torch.int32)) >> 9
     return code + 8 * torch.signbit(x)
 
 
@@ -342,10 +342,10 @@ def cast_nvfp4_triton(
             if tensor is not None:
                 tensor.view(torch.uint8).zero_()  # the padding of no rows
         return
-    if runs_gluon(x) and seed is None and not row_scaled and made.columnwise is not None:
+    if runs_gluon(x) and not row_scaled and made.columnwise is not None:
         launch = _Launch(x, splits, GLUON_CONFIG)
         if fits_gluon(launch):
-            cast_nvfp4_gluon(launch, amaxes, made, rht=rht, two_d=two_d)
+            cast_nvfp4_gluon(launch, amaxes, made, rht=rht, two_d=two_d, seed=seed)
             return
         x = launch.x
     both = amaxes.rowwise is not None and amaxes.columnwise is not None
@@ -387,7 +387,9 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
         dequantize_rows_kernel[(-(-rows // config.block_r) * column_tiles,)](codes, scale, values, rows, K, **about)
 
 
-def cast_nvfp4_gluon(launch: _Launch, amaxes: Amaxes, made: Codes, *, rht: bool, two_d: bool) -> None:
+def cast_nvfp4_gluon(
+    launch: _Launch, amaxes: Amaxes, made: Codes, *, rht: bool, two_d: bool, seed: Tensor | None
+) -> None:
     """Writes `made`, of whose copies the columnwise is one, by the kernel in Gluon; `fits_gluon` says of what."""
     x, config = launch.x, launch.config
     assert made.columnwise is not None and config.block_r == 4 and config.block_c == 64 * config.num_warps
@@ -395,7 +397,7 @@ def cast_nvfp4_gluon(launch: _Launch, amaxes: Amaxes, made: Codes, *, rht: bool,
     chunk = min(max(next_power_of_2(launch.sizes[1] + 1), 32), 128) if launch.offsets[0] is not None else 32
     cast_nvfp4_gluon_kernel[launch.grid](
         GluonDescriptor(rows, list(rows.shape), list(rows.stride()), [BLOCK, config.block_c], BOX_LAYOUT.value),
-        *launch.offsets, *amaxes, made.rowwise, _bytes(made.rowwise_scale), made.columnwise.view(torch.int64),
+        *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), made.columnwise.view(torch.int64),
         _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, RHT=rht, SQUARE=two_d,
         CHUNK=chunk, num_warps=config.num_warps, maxnreg=config.registers,
     )  # fmt: skip

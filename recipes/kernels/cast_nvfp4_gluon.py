@@ -33,6 +33,7 @@ from recipes.kernels.nvfp4_blocks_triton import (
     larger_of_pair,
     larger_pair,
     largest_bits,
+    random_words,
     signs_of_pairs,
 )
 
@@ -120,8 +121,9 @@ def in_sixteen(x):
 
 
 @gluon.jit
-def cast_rows(words, encode, decode, SQUARE: gl.constexpr, ORDINARY: gl.constexpr):
-    """Codes and scales [R, 4] of words [R, 32]. encode, decode: `encoding` of the amax."""
+def cast_rows(words, encode, decode, seed, block, row, SQUARE: gl.constexpr, ORDINARY: gl.constexpr):
+    """Codes and scales [R, 4] of words [R, 32]. encode, decode: `encoding` of the amax. With a seed rounded at random,
+    as blocks `block` of rows `row` of the group."""
     pairs = in_eight(words.reshape([words.shape[0], 4, 8]))
     xs = ()
     for i in gl.static_range(8):
@@ -129,15 +131,22 @@ def cast_rows(words, encode, decode, SQUARE: gl.constexpr, ORDINARY: gl.constexp
     amax = larger_of_pair(largest_pair(pairs))
     if SQUARE:
         amax = over(amax.reshape([amax.shape[0] // 16, 16, 4]), 1, amax)
-    signs = (signs_of_pairs(*pairs[:4]), signs_of_pairs(*pairs[4:]))
-    return cast_blocks(xs, amax, encode, decode, (0, 0, 0, 0), signs, 1.0, False, True, ORDINARY)
+    if seed is None:
+        signs = (signs_of_pairs(*pairs[:4]), signs_of_pairs(*pairs[4:]))
+        return cast_blocks(xs, amax, encode, decode, None, signs, 1.0, False, True, ORDINARY)
+    else:
+        random = random_words(
+            seed, gl.convert_layout(block, amax.type.layout), gl.convert_layout(row, amax.type.layout), 0
+        )  # fmt: skip
+        return cast_blocks(xs, amax, encode, decode, random, None, 1.0, True, True, ORDINARY)
 
 
 @gluon.jit
 def cast_columns(
-    words, second, encode, decode, RHT: gl.constexpr, SQUARE: gl.constexpr, ORDINARY: gl.constexpr
+    words, second, encode, decode, seed, block, column, RHT: gl.constexpr, SQUARE: gl.constexpr, ORDINARY: gl.constexpr
 ):  # fmt: skip
-    """Codes and scales [W, 32] of the first columns of words [R, 32], or of the second ones if `second` is 1, not 0."""
+    """Codes and scales [W, 32] of the first columns of words [R, 32], or of the second ones if `second` is 1, not 0.
+    With a seed rounded at random, as block `block` of columns `column`."""
     W: gl.constexpr = words.shape[0] // 16
     pairs = in_sixteen(words.reshape([W, 16, 32]).permute([0, 2, 1]))
     xs = ()
@@ -155,7 +164,12 @@ def cast_columns(
     else:
         amax = largest_bits(xs)
     PART: gl.constexpr = 0.25 if RHT else 1.0
-    return cast_blocks(xs, amax, encode, decode, (0, 0, 0, 0), (None, None), PART, False, True, ORDINARY)
+    random = None
+    if seed is not None:
+        random = random_words(seed, block, gl.convert_layout(column, amax.type.layout), 1)
+    return cast_blocks(
+        xs, amax, encode, decode, random, (None, None), PART, seed is not None, True, ORDINARY
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -176,16 +190,17 @@ def over(x, AXIS: gl.constexpr, like):
 
 # ----------------------------------------------------------------------------------------------------------- tiles
 # Of each of the four blocks of rows of a tile there is an entry in shared memory: its first row of x, how many rows are
-# x's, how many count, and `encoding` of its amaxes. So tiles of several groups, which are few, take the instructions of
-# the others. With a path of their own 40 groups at random took 489 us on an H200, and with entries take 467, though
-# groups without such tiles took 444 and take 453 (perhaps instructions that few programs run are not in the cache).
+# x's, how many count, `encoding` of its amaxes, and its first row in its group. So tiles of several groups, which are
+# few, take the instructions of the others. With a path of their own 40 groups at random took 489 us on an H200, and
+# with entries take 467, though groups without such tiles took 444 and take 453 (perhaps instructions that few programs
+# run are not in the cache).
 
 
 @gluon.jit
-def write_entries(entries, v0, v1, v2, v3, v4, v5, v6):
-    """The tensors [4] in entries [4, 8], whose last number is none of them."""
+def write_entries(entries, v0, v1, v2, v3, v4, v5, v6, v7):
+    """The tensors [4] in entries [4, 8]."""
     of_even = gl.join(gl.join(v0, v4), gl.join(v2, v6))
-    of_odd = gl.join(gl.join(v1, v5), gl.join(v3, v3))
+    of_odd = gl.join(gl.join(v1, v5), gl.join(v3, v7))
     entries.store(gl.join(of_even, of_odd).reshape([4, 8]))
 
 
@@ -212,7 +227,7 @@ def amaxes_of(amax_ptr, groups, num_groups):
 
 @gluon.jit
 def write_rows(
-    words, entries, column, codes_ptr, scale_ptr, K: gl.constexpr, SQUARE: gl.constexpr, ORDINARY: gl.constexpr
+    words, entries, column, seed, codes_ptr, scale_ptr, K: gl.constexpr, SQUARE: gl.constexpr, ORDINARY: gl.constexpr
 ):  # fmt: skip
     """The rowwise copy of a tile, from this column on. ORDINARY: its amaxes are."""
     W: gl.constexpr = gl.num_warps()
@@ -227,7 +242,10 @@ def write_rows(
         entry = entry_of(entries, i)
         encode = in_entry(3, entry).to(gl.float32, bitcast=True)
         decode = in_entry(4, entry).to(gl.float32, bitcast=True)
-        code, scale = cast_rows(words.index(i).load(of_words), encode, decode, SQUARE, ORDINARY)
+        row = in_entry(7, entry) + lane
+        code, scale = cast_rows(
+            words.index(i).load(of_words), encode, decode, seed, block + 0 * lane, row, SQUARE, ORDINARY
+        )  # fmt: skip
         mask = gl.convert_layout(lane_if_there < in_entry(1, entry), code.type.layout)
         at = gl.convert_layout(lane * BLOCKS + block, code.type.layout)
         at = in_entry(0, entry).to(gl.int64) * BLOCKS + at
@@ -237,7 +255,7 @@ def write_rows(
 
 @gluon.jit
 def write_columns(
-    words, entries, column, codes_ptr, scale_ptr, first_place, BLOCKS, K: gl.constexpr, RHT: gl.constexpr,
+    words, entries, column, seed, codes_ptr, scale_ptr, first_place, BLOCKS, K: gl.constexpr, RHT: gl.constexpr,
     SQUARE: gl.constexpr, ORDINARY: gl.constexpr,
 ):  # fmt: skip
     """The columnwise copy, as `write_rows`; BLOCKS of a column, the tile's first one at `first_place`. Of a pair of
@@ -253,8 +271,10 @@ def write_columns(
             entry = entry_of(entries, i)
             encode = in_entry(5, entry).to(gl.float32, bitcast=True)
             decode = in_entry(6, entry).to(gl.float32, bitcast=True)
+            block = in_entry(7, entry) // 16
             code, scale = cast_columns(
-                words.index(i).load(of_words), second, encode, decode, RHT, SQUARE, ORDINARY
+                words.index(i).load(of_words), second, encode, decode, seed, block, column + 2 * pair + second, RHT,
+                SQUARE, ORDINARY,
             )  # fmt: skip
             codes = codes + (code,)  # type: ignore[assignment]  # noqa: RUF005
             scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
@@ -281,9 +301,9 @@ def write_columns(
 
 @gluon.jit
 def cast_nvfp4_gluon_kernel(
-    x, offsets_ptr, aligned_ptr, row_amax_ptr, column_amax_ptr, row_codes_ptr, row_scale_ptr, column_codes_ptr,
-    column_scale_ptr, ROWS, num_groups, BLOCKS, K: gl.constexpr, STACKED: gl.constexpr, RHT: gl.constexpr,
-    SQUARE: gl.constexpr, CHUNK: gl.constexpr,
+    x, offsets_ptr, aligned_ptr, row_amax_ptr, column_amax_ptr, seed_ptr, row_codes_ptr, row_scale_ptr,
+    column_codes_ptr, column_scale_ptr, ROWS, num_groups, BLOCKS, K: gl.constexpr, STACKED: gl.constexpr,
+    RHT: gl.constexpr, SQUARE: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """As `cast_nvfp4_kernel`, to nearest, with one amax for a tensor or a group. x: a descriptor of boxes of 16 rows.
 
@@ -306,10 +326,10 @@ def cast_nvfp4_gluon_kernel(
         mbarrier.expect(ready, 4 * 16 * C * 2)
         offs_g = gl.arange(0, CHUNK, gl.BlockedLayout([CHUNK // 32], [32], [W], [0]))
         place = place_of(offs_g, offsets_ptr, aligned_ptr, matrix, first_block, ROWS, num_groups)
-        group, first, counted, written = place[0], place[2], place[3], place[4]
+        group, row, first, counted, written = place
         is_whole = counted >= 64
         block = gl.arange(0, 4, gl.BlockedLayout([1], [32], [W], [0]))
-        groups, firsts = group + 0 * block, first + 16 * block
+        groups, rows, firsts = group + 0 * block, row + 16 * block, first + 16 * block
         counts, heights = counted - 16 * block, written - 16 * block
         for i in range(4):
             of_x = first + 16 * i
@@ -318,6 +338,7 @@ def cast_nvfp4_gluon_kernel(
                 of_x = place[2]
                 groups, firsts = gl.where(block == i, place[0], groups), gl.where(block == i, of_x, firsts)
                 counts, heights = gl.where(block == i, place[3], counts), gl.where(block == i, place[4], heights)
+                rows = gl.where(block == i, place[1], rows)
             tma.async_copy_global_to_shared(x, [of_x, column], ready, boxes.index(i))
         row_amaxes = amaxes_of(row_amax_ptr, groups, num_groups)
         column_amaxes = amaxes_of(column_amax_ptr, groups, num_groups)
@@ -332,7 +353,7 @@ def cast_nvfp4_gluon_kernel(
         write_entries(
             table, firsts, heights, counts, row_encodes.to(gl.int32, bitcast=True),
             row_decodes.to(gl.int32, bitcast=True), column_encodes.to(gl.int32, bitcast=True),
-            column_decodes.to(gl.int32, bitcast=True),
+            column_decodes.to(gl.int32, bitcast=True), rows,
         )  # fmt: skip
         gl.thread_barrier()
         mbarrier.wait(ready, 0)
@@ -343,16 +364,21 @@ def cast_nvfp4_gluon_kernel(
                 count = in_entry(2, entry_of(entries, i))
                 words.index(i).store(gl.where(lane < count, words.index(i).load(of_words), 0))
             gl.thread_barrier()
+        seed = None
+        if seed_ptr is not None:
+            seed = gl.load(seed_ptr)
         column_place = (matrix.to(gl.int64) * K + column) * BLOCKS + first_block
         if ordinary:
             if row_amax_ptr is not None:
-                write_rows(words, entries, column, row_codes_ptr, row_scale_ptr, K, SQUARE, True)
+                write_rows(words, entries, column, seed, row_codes_ptr, row_scale_ptr, K, SQUARE, True)
             write_columns(
-                words, entries, column, column_codes_ptr, column_scale_ptr, column_place, BLOCKS, K, RHT, SQUARE, True
+                words, entries, column, seed, column_codes_ptr, column_scale_ptr, column_place, BLOCKS, K, RHT, SQUARE,
+                True,
             )  # fmt: skip
         else:
             if row_amax_ptr is not None:
-                write_rows(words, entries, column, row_codes_ptr, row_scale_ptr, K, SQUARE, False)
+                write_rows(words, entries, column, seed, row_codes_ptr, row_scale_ptr, K, SQUARE, False)
             write_columns(
-                words, entries, column, column_codes_ptr, column_scale_ptr, column_place, BLOCKS, K, RHT, SQUARE, False
+                words, entries, column, seed, column_codes_ptr, column_scale_ptr, column_place, BLOCKS, K, RHT, SQUARE,
+                False,
             )  # fmt: skip

@@ -281,7 +281,7 @@ def _cast_16_rows(
         random = random_words(seed, of_block, _beside(row + lane, amax), 0)
     xs = _in_eight(low) + _in_eight(high)
     signs = (None, None)
-    if PAIRS:
+    if PAIRS and not STOCHASTIC:
         signs = (_signs_of_eight(low), _signs_of_eight(high))
     code, scale = cast_blocks(xs, amax, encode, decode, random, signs, 1.0, STOCHASTIC, NATIVE, ORDINARY)
     out = lane * BLOCKS + block

@@ -5,6 +5,7 @@ A block's numbers are 16 tensors, whose shape is that of the blocks: butterflies
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from recipes.formats import E2M1_VALUES, E4M3
 from recipes.kernels.float8_triton import float8_codes, float8_words
@@ -18,9 +19,12 @@ SIGNS = tl.constexpr(_SIGNS)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 LINE = tl.constexpr(16777216.0)  # 2^24, from which on the last place of a float32 is 2
 LINE_BITS = tl.constexpr(0x4B800000)
-# What the words of codes are too large by: eight of them with that number in each, or two of them.
+# What the words of eight codes are too large by.
 SURPLUS = tl.constexpr((0x4B800000 - 4) * 0x11111111 & 0xFFFFFFFF)
-STOCHASTIC_SURPLUS = tl.constexpr((0x4B800000 - 1024) * 0x10001 & 0xFFFFFFFF)
+# A float16 of this many times E2M1's numbers has their codes from bit 9 on, and below them 512 steps from one to the
+# next; subnormal ones too.
+TO_FLOAT16 = tl.constexpr(2.0**-14)
+SIX = tl.constexpr(6.0 * 2.0**-14)
 # Of two pairs of bfloat16 the larger magnitudes, NaN above all, with some sign.
 LARGER_PAIR = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
 # Of one pair the larger magnitude, in float32.
@@ -34,6 +38,29 @@ LARGER_OF_PAIR = tl.constexpr("""{
             }""")
 # 16, which ptxas does not know to be 16: no grid has 2^31 programs.
 SIXTEEN = tl.constexpr("{ .reg .b32 x; mov.u32 x, %nctaid.x; shr.u32 x, x, 31; add.u32 $0, x, 16; }")
+# $1 and $2 times $3 as float16, of magnitudes of 7 codes at most, and $4 added to their steps: both in one word.
+ROUND_PAIR = tl.constexpr("""{
+            .reg .f32 low, high;
+            .reg .b32 pair, six;
+            mul.rn.f32 low, $1, $3;
+            mul.rn.f32 high, $2, $3;
+            cvt.rn.f16x2.f32 pair, high, low;
+            mov.b32 six, 0x0E000E00;
+            min.xorsign.abs.f16x2 pair, pair, six;
+            add.u32 $0, pair, $4;
+            }""")
+# The codes and signs of four such words: in each half of $1 and $2 those of even numbers, of $3 and $4 of odd ones.
+CODES_OF_PAIRS = tl.constexpr("""{
+            .reg .b32 even, odd, a, b;
+            prmt.b32 even, $1, $2, 0x7531;
+            prmt.b32 odd, $3, $4, 0x7531;
+            shr.u32 a, even, 1;
+            lop3.b32 a, a, odd, 0x07070707, 0xE4;
+            shr.u32 even, even, 4;
+            shl.b32 odd, odd, 3;
+            lop3.b32 b, even, odd, 0x0F0F0F0F, 0xE4;
+            lop3.b32 $0, a, b, 0x87878787, 0xE4;
+            }""")
 PAIRS_SIGNS = tl.constexpr("""{
             .reg .b32 low, high, even, odd;
             prmt.b32 low, $1, $2, 0x7531;
@@ -220,15 +247,16 @@ def _magnitude(x, factor):
 
 
 @triton.jit
-def _position(magnitude, STEPS: tl.constexpr):
-    """LINE_BITS - 4 STEPS + the position on the axis of codes (`e2m1_codes_ref`), in STEPS a code (int32).
+def _position(magnitude):
+    """LINE_BITS - 4 + the code of a magnitude, to nearest (int32).
 
-    The axis is the lowest of two lines and 7. The first one bends at code 4, which stands where the last place of the
-    sum becomes twice as large: so below it are two codes to 1, and above it one. The other has one code to 2.
+    On the axis of codes (`e2m1_codes_ref`) a magnitude stands at the lowest of two lines and 7. The first one bends at
+    code 4, where the last place of the sum becomes twice as large: so below it are two codes to 1, and above it one.
+    The other has one code to 2.
     """
-    bent = (magnitude * (2.0 * STEPS) + (LINE - 4.0 * STEPS)).to(tl.int32, bitcast=True)
-    high = (magnitude * STEPS + LINE).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.minimum(bent, high), LINE_BITS + 3 * int(STEPS))
+    bent = (magnitude * 2.0 + (LINE - 4.0)).to(tl.int32, bitcast=True)
+    high = (magnitude + LINE).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(bent, high), LINE_BITS + 3)
 
 
 @triton.jit
@@ -280,63 +308,64 @@ def _times_16(x):
 
 
 @triton.jit
-def _nearest(xs, factor, FIRST: tl.constexpr):
-    """The magnitudes' codes of tensors FIRST to FIRST + 7 in words."""
-    word = _position(_magnitude(xs[FIRST + 7], factor), 1.0)
+def _nearest(xs, factor, signs, FIRST: tl.constexpr, NATIVE: tl.constexpr):
+    """The codes of tensors FIRST to FIRST + 7 in words. signs: theirs, or None."""
+    word = _position(_magnitude(xs[FIRST + 7], factor))
     for i in tl.static_range(FIRST + 6, FIRST - 1, -1):
-        word = _times_16(word) + _position(_magnitude(xs[i], factor), 1.0)
-    return word - SURPLUS
+        word = _times_16(word) + _position(_magnitude(xs[i], factor))
+    if signs is None:
+        signs = _signs(xs, FIRST, NATIVE)
+    return (word - SURPLUS) | (signs & 0x88888888).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _position_pair(xs, factor, bits, i: tl.constexpr):
-    """Positions of tensors i and i + 2 in the halves of a word, with bits, a byte in each half, added: codes in bits 8
-    to 11 of the halves."""
-    low = _position(_magnitude(xs[i], factor), 256.0)
-    high = _position(_magnitude(xs[i + 2], factor), 256.0)
-    return (high << 16) + low + bits.to(tl.int32, bitcast=True) - STOCHASTIC_SURPLUS
+def _rounded(x, factor):
+    """x * factor as the bits of a float16 (uint32), of a magnitude of SIX at most."""
+    bits = tl.minimum(tl.abs(x) * factor, SIX).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return bits | ((x.to(tl.uint32, bitcast=True) >> 16) & 0x8000)
 
 
 @triton.jit
-def _odd_bytes(bits):
-    """Bytes 1 and 3 of words in the places of bytes 0 and 2, by one instruction."""
-    if INTERPRET:
-        return (bits >> 8) & 0x00FF00FF
+def _rounded_pair(low, high, factor, bits):
+    """The two in the halves of words, with the bits added: signs at bit 15 of the halves, codes at 9 to 11."""
+    if INTERPRET or not cuda_capability_geq(9):
+        return ((_rounded(high, factor) << 16) | _rounded(low, factor)) + bits
     else:
         return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [bits], dtype=tl.uint32, is_pure=True, pack=1
+            ROUND_PAIR, "=r,f,f,f,r", [low, high, factor, bits], dtype=tl.uint32, is_pure=True, pack=1
         )
 
 
 @triton.jit
-def _stochastic_four(xs, factor, bits, i: tl.constexpr):
-    """Codes of tensors i to i + 3 in bytes 1 and 3 of words, with others beside them."""
-    even = _position_pair(xs, factor, bits & 0x00FF00FF, i)
-    odd = _position_pair(xs, factor, _odd_bytes(bits), i + 1)
-    return (even & 0x0F0F0F0F) | ((odd << 4) & ~0x0F0F0F0F)
+def _rounded_four(xs, factor, bits, i: tl.constexpr):
+    """`_rounded_pair` of tensors i and i + 2, and of i + 1 and i + 3; of the bits nine each, as `block_bits_ref`."""
+    later = (bits >> 8) | (bits << 24)
+    even = _rounded_pair(xs[i], xs[i + 2], factor, bits & 0x01FF01FF)
+    odd = _rounded_pair(xs[i + 1], xs[i + 3], factor, later & 0x01FF01FF)
+    return even, odd
+
+
+@triton.jit
+def _code(pair, HALF: tl.constexpr):
+    """With its sign, of half 0 or 1 of `_rounded_pair`."""
+    pair = pair >> (16 * HALF)
+    return ((pair >> 9) & 7) | ((pair >> 12) & 8)
 
 
 @triton.jit
 def _stochastic(xs, factor, random, FIRST: tl.constexpr):
-    """`_nearest`, rounded at random."""
-    low = _stochastic_four(xs, factor, random[FIRST // 4], FIRST)
-    high = _stochastic_four(xs, factor, random[FIRST // 4 + 1], FIRST + 4)
+    """`_nearest`, rounded at random. factor: TO_FLOAT16 times that one."""
+    even, odd = _rounded_four(xs, factor, random[FIRST // 4], FIRST)
+    later_even, later_odd = _rounded_four(xs, factor, random[FIRST // 4 + 1], FIRST + 4)
     if INTERPRET:
-        low = ((low >> 8) & 0xFF) | ((low >> 16) & 0xFF00)
-        return low | (((high >> 8) & 0xFF) << 16) | (high & -0x1000000)
+        word = _code(even, 0) | (_code(odd, 0) << 4) | (_code(even, 1) << 8) | (_code(odd, 1) << 12)
+        word |= (_code(later_even, 0) << 16) | (_code(later_odd, 0) << 20)
+        word |= (_code(later_even, 1) << 24) | (_code(later_odd, 1) << 28)
+        return word.to(tl.int32, bitcast=True)
     else:
         return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+            CODES_OF_PAIRS, "=r,r,r,r,r", [even, later_even, odd, later_odd], tl.int32, is_pure=True, pack=1
         )
-
-
-@triton.jit
-def _word(xs, factor, random, signs, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr, NATIVE: tl.constexpr):
-    """The codes of tensors FIRST to FIRST + 7 in words. signs: theirs, or None."""
-    word = _stochastic(xs, factor, random, FIRST) if STOCHASTIC else _nearest(xs, factor, FIRST)
-    if signs is None:
-        signs = _signs(xs, FIRST, NATIVE)
-    return word | (signs & 0x88888888).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -346,8 +375,9 @@ def cast_blocks(
 ):  # fmt: skip
     """Codes (int64, the first lowest) and scales (the lowest byte of int32) of blocks, whose 16 numbers are xs.
 
-    bits: of their amaxes; signs: of the first and the last eight, or None twice; PART: 1, or 1/4 for what `hadamard`
-    returns, which is 4 times too large; ORDINARY: the tensor's amax is, for which fewer instructions do
+    bits: of their amaxes; random: `random_words`, if STOCHASTIC; signs: of the first and the last eight, or None twice,
+    for rounding to nearest; PART: 1, or 1/4 for what `hadamard` returns, which is 4 times too large; ORDINARY: the
+    tensor's amax is, for which fewer instructions do
     """
     amax = bits.to(tl.float32, bitcast=True)
     if ORDINARY:
@@ -355,15 +385,24 @@ def cast_blocks(
     elif PART < 1:
         amax *= PART
     scale, factor = _scales(amax, encode, decode, PART, NATIVE, ORDINARY)
-    low = _word(xs, factor, random, signs[0], 0, STOCHASTIC, NATIVE)
-    high = _word(xs, factor, random, signs[1], 8, STOCHASTIC, NATIVE)
+    if STOCHASTIC:
+        if not ORDINARY:  # TO_FLOAT16 would make a factor subnormal
+            scaled = ()
+            for i in tl.static_range(16):
+                scaled = scaled + (xs[i] * factor,)  # type: ignore[assignment]  # noqa: RUF005
+            xs, factor = scaled, 1.0
+        low = _stochastic(xs, factor * TO_FLOAT16, random, 0)
+        high = _stochastic(xs, factor * TO_FLOAT16, random, 8)
+    else:
+        low = _nearest(xs, factor, signs[0], 0, NATIVE)
+        high = _nearest(xs, factor, signs[1], 8, NATIVE)
     code = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
     return tl.where(amax == amax, code, 0), scale
 
 
 @triton.jit
 def random_words(seed, block, other, STREAM: tl.constexpr):
-    """Four words of random bits for the 16 numbers of each block: `random_bytes_ref`."""
-    c0 = block.to(tl.uint32) + tl.zeros_like(other).to(tl.uint32)
-    c1 = other.to(tl.uint32) + tl.zeros_like(block).to(tl.uint32)
-    return philox(seed, c0, c1, tl.full(c0.shape, STREAM, tl.uint32))
+    """Four words of random bits for the 16 numbers of each block: `block_bits_ref` takes its bits from them."""
+    c0 = block.to(tl.uint32) + (other * 0).to(tl.uint32)
+    c1 = other.to(tl.uint32) + (block * 0).to(tl.uint32)
+    return philox(seed, c0, c1, c0 * 0 + STREAM)

@@ -1,0 +1,147 @@
+"""The grouped products of a layer by themselves: fprop, dgrad and wgrad of each GroupedLinear.
+
+Their operands are quantized before, as a layer has them; where a recipe's numbers are emulated, the ways back to bf16
+are part of the products. x of the first GroupedLinear and dy of the last are those of the case, the others random.
+"""
+# R rows, K in features, N out features
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.case import Step
+from bench.grouped_case import GroupedCase
+from bench.schedule import recipe_named
+from bench.sqnr import Sqnr
+from fuser import Sequential, autocast
+from ops import GroupedLinear
+from ops.paths import GroupedPath, Path, SplitPath
+from ops.quantizer_state import QuantizerState
+from recipes import Role, Splits
+from recipes.recipe import Recipe
+
+# As a pass of `bench recipes`, beside forward and forward + backward.
+PRODUCTS = "products"
+# Steps after which a recipe with a history has scales for these numbers.
+SETTLING_STEPS = 2
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """One GroupedLinear with an x [R, K] and a dy [R, N]."""
+
+    operation: GroupedLinear
+    x: Tensor
+    dy: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        return self.operation.weight
+
+
+@dataclass(frozen=True)
+class GroupedProducts:
+    """Those of a case. A step gives the results of fprop, dgrad and wgrad of each GroupedLinear in turn."""
+
+    linears: list[_Linear]
+    splits: Splits
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{name}{n}" for n in range(1, len(self.linears) + 1) for name in ("fprop", "dgrad", "wgrad")]
+
+    def ours(self, label: str) -> Step:
+        """Under the recipe of this label, all on the path that it takes."""
+        recipe = recipe_named(label)
+        quantizers = [recipe.quantizer(role) for role in Role]
+        grouped = all(quantizer is None or quantizer.knows_groups() for quantizer in quantizers)
+        path = GroupedPath(recipe) if grouped else SplitPath(recipe)
+        operands = [self._operands(linear, recipe, path) for linear in self.linears]
+
+        @torch.no_grad()
+        def step() -> list[Tensor]:
+            found = []
+            for x, w, dy in operands:
+                found += [path.fprop(x, w), path.dgrad(dy, w), path.wgrad(dy, x)]
+            return found
+
+        return step
+
+    def torchs(self) -> Step:
+        """The same by `F.grouped_mm`, of operands in bf16."""
+        ends = self.splits.offsets[1:].int()
+        operands = [(linear.x, linear.weight, linear.dy) for linear in self.linears]
+
+        @torch.no_grad()
+        def step() -> list[Tensor]:
+            found = []
+            for x, w, dy in operands:
+                pairs = ((x, w.mT), (dy, w), (dy.mT, x))
+                found += [F.grouped_mm(*pair, offs=ends) for pair in pairs]
+            return found
+
+        return step
+
+    def sqnr(self, found: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
+        """dB of the results of a step by name, against `exact()`."""
+        sums = {name: Sqnr() for name in self.names}
+        for total, got, wanted in zip(sums.values(), found, exact, strict=True):
+            total.add(got, wanted)
+        return {name: total.db for name, total in sums.items()}
+
+    @torch.no_grad()
+    def exact(self) -> list[Tensor]:
+        """The results in fp32, expert by expert."""
+        sizes = self.splits.tolist()
+        found = []
+        for linear in self.linears:
+            x, dy = (tensor.float().split(sizes) for tensor in (linear.x, linear.dy))
+            w = linear.weight.float()
+            found.append(torch.cat([rows @ one.mT for rows, one in zip(x, w, strict=True)]))
+            found.append(torch.cat([rows @ one for rows, one in zip(dy, w, strict=True)]))
+            found.append(torch.stack([left.mT @ right for left, right in zip(dy, x, strict=True)]))
+        return found
+
+    def _operands(self, linear: _Linear, recipe: Recipe, path: Path) -> tuple[Any, Any, Any]:
+        """x, w and dy with both copies, or as they are in high precision."""
+        quantizers = {role: recipe.quantizer(role) for role in Role}
+        if any(quantizer is not None and quantizer.keeps_state for quantizer in quantizers.values()):
+            settle(linear, recipe, self.splits)
+            operation = linear.operation
+            for role, quantizer in quantizers.items():
+                state = QuantizerState(operation, role, operation.num_scales)
+                quantizers[role] = quantizer and quantizer.bound(state, None, None)
+        of_weight = quantizers[Role.WEIGHT]
+        one_for_both = of_weight is not None and of_weight.copies_agree
+        weight: Any = path.weight(linear.weight, of_weight, rowwise=True, columnwise=not one_for_both)
+        if one_for_both:
+            weight = replace(weight, columnwise=weight.rowwise)
+        x, dy = (
+            path.quantize(tensor, self.splits, quantizers[role], rowwise=True, columnwise=True)
+            for tensor, role in ((linear.x, Role.INPUT), (linear.dy, Role.GRAD_OUTPUT))
+        )
+        return x, weight, dy
+
+
+def settle(linear: _Linear, recipe: Recipe, splits: Splits) -> None:
+    """Steps of the operation alone, which record amaxes."""
+    layer, x = Sequential(linear.operation), linear.x.detach().requires_grad_()
+    for _ in range(SETTLING_STEPS):
+        with autocast(recipe=recipe):
+            y = layer(x, split_sizes=splits.offsets.diff())
+        torch.autograd.grad(y, (x, linear.weight), linear.dy)
+
+
+def grouped_products(case: GroupedCase) -> GroupedProducts:
+    operations = [module for module in case.layer.modules() if isinstance(module, GroupedLinear)]
+    torch.manual_seed(0)
+    xs, dys = (
+        [torch.randn(case.rows, width, dtype=case.dy.dtype, device=case.device) for width in widths]
+        for widths in ([op.in_features for op in operations[1:]], [op.out_features for op in operations[:-1]])
+    )
+    xs, dys = [case.inputs["x"].detach(), *xs], [*dys, case.dy]
+    splits = Splits.make(torch.tensor(case.sizes, device=case.device), rows=case.rows, device=case.device)
+    return GroupedProducts([_Linear(*parts) for parts in zip(operations, xs, dys, strict=True)], splits)
