@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from recipes.formats import E4M3
 from recipes.kernels import cast_nvfp4 as nvfp4
 from recipes.kernels.gluon_gate import why_no_gluon
 from recipes.kernels.random import new_seed
@@ -133,6 +134,40 @@ def test_groups_and_what_lies_behind_them(device, kind):
 @pytest.mark.parametrize("sizes", [[0, 0], [1] * 6, [65, 5]], ids=str)
 def test_empty_many_and_large_groups(device, sizes):
     check(spread(70, 8, dtype=torch.float32), sizes, device, rht=True)
+
+
+# Tiles of 128 rows and 128 columns, of which a thread has eight columns at once, or two.
+WAYS_BACK = [
+    pytest.param(1, 128, 128, id="one-tile"),
+    pytest.param(3, 256, 256, id="whole-tiles"),
+    pytest.param(2, 112, 120, id="a-block-and-a-piece-less"),
+    pytest.param(2, 144, 136, id="a-block-and-a-piece-more"),
+    pytest.param(3, 16, 8, id="one-piece"),
+    pytest.param(2, 128, 124, id="pairs"),
+    pytest.param(2, 144, 130, id="a-block-and-a-pair-more"),
+    pytest.param(3, 16, 2, id="one-pair"),
+    pytest.param(2, 144, 129, id="odd"),
+]
+
+
+@DEVICE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("groups", "rows", "columns"), WAYS_BACK)
+def test_every_code_of_every_scale_comes_back_from_columns(device, groups, rows, columns, dtype):
+    blocks = groups * columns * rows // 16
+    codes = torch.arange(16)[torch.rand(blocks, 16).argsort(-1)]  # each once in a block
+    codes = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8).view(groups, columns, rows // 2)
+    scale = torch.arange(blocks).mul(37).remainder(128).to(torch.uint8)  # up to NaN
+    scale = scale.view(groups, columns, rows // 16).view(E4M3.dtype)
+    wanted = nvfp4.dequantize_nvfp4_ref(codes, scale, rows, dtype, transpose=True)
+    room = torch.full((groups + 2, *wanted.shape[1:]), -1.0, dtype=dtype, device=device)
+    nvfp4.dequantize_nvfp4_triton(codes.to(device), scale.to(device), room[1:-1], transpose=True)
+    before, found, behind = room.cpu().split((1, groups, 1))
+    assert (before == -1).all() and (behind == -1).all()
+    nans = wanted.isnan()
+    assert torch.equal(found.isnan(), nans)
+    as_bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    assert torch.equal(found.masked_fill(nans, 0).view(as_bits), wanted.masked_fill(nans, 0).view(as_bits))
 
 
 @DEVICE

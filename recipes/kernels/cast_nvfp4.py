@@ -226,9 +226,14 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bo
 GLUON_CONFIG = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, registers=80)
 
 
-def dequantize_nvfp4_config(transpose: bool) -> NVFP4Config:
-    """block_r counts rows, not blocks, if not `transpose`."""
-    return NVFP4Config(4, 64, 4, band=16) if transpose else NVFP4Config(16, 512, 4)
+def dequantize_nvfp4_config(columns: int, dtype: torch.dtype, *, transpose: bool) -> NVFP4Config:
+    """block_r counts rows, not blocks, if not `transpose`. columns: those that a thread decodes at once; 0 where
+    words of y are no pairs of columns."""
+    if not transpose:
+        return NVFP4Config(16, 512, 4)
+    if dtype != torch.bfloat16 or columns % 2:
+        return NVFP4Config(4, 64, 4, band=16)
+    return NVFP4Config(8, 128, 4, band=8, columns=2 if columns % 8 else 8)
 
 
 WORDS_AT_ONCE = 512  # of eight codes: four a thread
@@ -365,17 +370,17 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
     """Writes `values`, float32, bfloat16 or float16."""
     if not values.numel():
         return
-    config = dequantize_nvfp4_config(transpose)
-    about = {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "num_warps": config.num_warps}
     codes, scale = codes.contiguous(), scale.view(torch.uint8).contiguous()
     *_, R, K = values.shape
+    config = dequantize_nvfp4_config(K, values.dtype, transpose=transpose)
+    about = {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "num_warps": config.num_warps}
     num_groups = values.numel() // (R * K)
     column_tiles = -(-K // config.block_c)
     if transpose:
         tiles = num_groups * -(-R // (BLOCK * config.block_r))
         band = min(tiles, max(config.band, -(-tiles // 65535)))
         dequantize_columns_kernel[band, column_tiles, -(-tiles // band)](
-            codes.view(torch.int64), scale, values, num_groups, R, K, **about
+            codes.view(torch.int64), scale, values, num_groups, R, K, COLUMNS=config.columns, **about
         )
     elif values.dtype == torch.bfloat16 and K % BLOCK == 0:
         words = values.numel() // 8

@@ -204,30 +204,46 @@ def dequantize_rows_kernel(
 
 
 @triton.jit
-def _pairs_of_columns(
-    codes_ptr, scale_ptr, y_ptr, num_blocks, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+def _pieces_of_columns(
+    codes_ptr, scale_ptr, y_ptr, num_blocks, blocks, columns, K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y in bfloat16, BLOCK_C columns of BLOCK_R blocks. A thread decodes two columns of a block, a warp 16
-    columns of four, [BLOCK_C / 16, BLOCK_R, 8]: so it reads and writes whole units of 32 bytes."""
-    block = tl.arange(0, BLOCK_R)[None, :, None]
-    pair = 8 * tl.arange(0, BLOCK_C // 16)[:, None, None] + tl.arange(0, 8)[None, None, :]
-    at = (2 * pair).to(tl.int64) * num_blocks + block
-    low, high = _load(codes_ptr + at), _load(codes_ptr + num_blocks + at)
-    low_scale = _e4m3_values(_load(scale_ptr + at))
-    high_scale = _e4m3_values(_load(scale_ptr + num_blocks + at))
-    values = _decoded_of_two(low.to(tl.int32), high.to(tl.int32), low_scale, high_scale)
-    values += _decoded_of_two((low >> 32).to(tl.int32), (high >> 32).to(tl.int32), low_scale, high_scale)
-    y_ptr = y_ptr.to(tl.pointer_type(tl.int32)) + (block * (8 * K) + pair)
-    for i in tl.static_range(16):
-        _store(y_ptr + i * (K // 2), values[i])
+    """A tile of y in bfloat16: of BLOCK_C columns of BLOCK_R blocks those that there are, `columns` of `blocks`.
+
+    A thread decodes COLUMNS columns of a block, [BLOCK_C / 64, BLOCK_R, 64 / COLUMNS]. With eight of them a warp has 64
+    columns of four blocks: it reads whole units of 32 bytes, and writes whole lines of 128. With two it has one block,
+    and several warps read of a unit. Past the edge threads repeat the last block or columns.
+    """
+    block = tl.minimum(tl.arange(0, BLOCK_R), blocks - 1)[None, :, None]
+    column = 64 * tl.arange(0, BLOCK_C // 64)[:, None, None] + COLUMNS * tl.arange(0, 64 // COLUMNS)[None, None, :]
+    column = tl.minimum(column, columns - COLUMNS)
+    at = column.to(tl.int64) * num_blocks + block
+    codes, scales = (), ()
+    for j in tl.static_range(COLUMNS):
+        codes += (_load(codes_ptr + j * num_blocks + at),)  # type: ignore[assignment]
+        scales += (_e4m3_values(_load(scale_ptr + j * num_blocks + at)),)  # type: ignore[assignment]
+    y_ptr = y_ptr.to(tl.pointer_type(tl.int32)) + (block * (8 * K) + column // 2)
+    for half in tl.static_range(2):
+        pairs = ()
+        for j in tl.static_range(0, COLUMNS, 2):
+            low, high = (codes[j] >> (32 * half)).to(tl.int32), (codes[j + 1] >> (32 * half)).to(tl.int32)
+            pairs += (_decoded_of_two(low, high, scales[j], scales[j + 1]),)  # type: ignore[assignment]
+        for i in tl.static_range(8):
+            to = y_ptr + (8 * half + i) * (K // 2)
+            if COLUMNS == 8:
+                _store_four(to, (pairs[0][i], pairs[1][i], pairs[2][i], pairs[3][i]))  # type: ignore[misc]
+            else:
+                _store(to, pairs[0][i])  # type: ignore[misc]
 
 
 @triton.jit
 def dequantize_columns_kernel(
-    codes_ptr, scale_ptr, y_ptr, num_groups, P, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+    codes_ptr, scale_ptr, y_ptr, num_groups, P, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """y [G, P, K] = code * scale, of codes (int64, those of 16 rows) and scales [G, K, P / 16].
 
+    COLUMNS: those that a thread decodes at once, 8 or 2, if y is bfloat16 and K a multiple of them; else 0.
     Neighbours on the grid's first axis are so in the codes.
     """
     num_blocks = P // 16
@@ -238,14 +254,15 @@ def dequantize_columns_kernel(
         group = tile // row_tiles
         tile = tile % row_tiles
     column, block = tl.program_id(1) * BLOCK_C, tile * BLOCK_R
-    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     if (group < num_groups) & (tile < row_tiles):
         place = (group.to(tl.int64) * K + column) * num_blocks + block
         codes_ptr += place
         scale_ptr += place
         y_ptr += (group.to(tl.int64) * P + 16 * block) * K + column
-        if DTYPE == tl.bfloat16 and K % 2 == 0 and (column + BLOCK_C <= K) & (block + BLOCK_R <= num_blocks):
-            _pairs_of_columns(codes_ptr, scale_ptr, y_ptr, num_blocks, K, BLOCK_R, BLOCK_C)
+        if COLUMNS:
+            _pieces_of_columns(
+                codes_ptr, scale_ptr, y_ptr, num_blocks, num_blocks - block, K - column, K, BLOCK_R, BLOCK_C, COLUMNS
+            )  # fmt: skip
         else:
             blocks, columns = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
             mask = (blocks < num_blocks - block) & (columns < K - column)
@@ -253,5 +270,5 @@ def dequantize_columns_kernel(
             code = tl.load(codes_ptr + at, mask=mask, other=0)
             scale = _e4m3_values(tl.load(scale_ptr + at, mask=mask, other=0))
             for i in tl.static_range(16):
-                value = round_to(_e2m1_values((code >> (4 * i)).to(tl.int32)) * scale, DTYPE)
+                value = round_to(_e2m1_values((code >> (4 * i)).to(tl.int32)) * scale, y_ptr.dtype.element_ty)
                 tl.store(y_ptr + (16 * blocks + i) * K + columns, value, mask=mask)
