@@ -19,8 +19,10 @@ an Inf or NaN over its 16 rows.
 
 Stochastic rounding (gradients): up with probability RNE(512 f) / 512, where f is the distance from the lower neighbour
 in units of the step; numbers that are representable never move. The 9 random bits depend on the seed, the copy, the
-element's column and its row within its group alone (`block_bits_ref`; stream 0 rowwise, 1 columnwise): the bits of
-a group do not depend on the groups before it, and groups quantized alone with the same seed give the same codes.
+element's column and its row within its group alone: the bits of a group do not depend on the groups before it, and
+groups quantized alone with the same seed give the same codes. A rowwise block has those of its place on K and its row
+(`block_bits_ref`). In each place of 16x16 the columns 2k and 2k + 1 have the bits of the rows k and k + 8: so one draw
+serves both copies, each of which has every bit once.
 
 Layout: two codes a byte along the contracted axis, the even one in the low nibble; scales float8_e4m3fn.
 
@@ -138,18 +140,24 @@ def cast_nvfp4_ref(
             amax = amax.index_select(0, group)[:, None]
         else:
             amax = amax[..., None, None]
-        bits = None if seed is None else block_bits_ref(seed, column, row, 0).T
+        bits = None if seed is None else _bits(seed, column[::BLOCK] // BLOCK, row[:, None])
         codes, scale = _cast_blocks(padded, amax, two_d, bits)
         row_codes = _cropped(_packed(codes), x, splits)[..., : (x.shape[-1] + 1) // 2].contiguous()
         row_scale = _cropped(scale, x, splits)
     if amaxes.columnwise is not None:
         amax = amaxes.columnwise
         amax = amax[..., None, None] if splits is None else amax.index_select(0, group[::BLOCK])
-        bits = None if seed is None else block_bits_ref(seed, row, column, 1).T
+        place, k = column[:, None] // BLOCK, column[:, None] % BLOCK
+        bits = None if seed is None else _bits(seed, place, row[::BLOCK] + k // 2 + 8 * (k % 2))
         transposed = (hadamard_ref(padded) if rht else padded).transpose(-1, -2)
         codes, scale = _cast_blocks(transposed, amax, two_d, bits)
         column_codes, column_scale = (t[..., : x.shape[-1], :].contiguous() for t in (_packed(codes), scale))
     return Codes(row_codes, row_scale, column_codes, column_scale)
+
+
+def _bits(seed: Tensor, block: Tensor, row: Tensor) -> Tensor:
+    """The bits of blocks beside each other, [..., 16 B] of [..., B] after broadcasting."""
+    return block_bits_ref(seed, *torch.broadcast_tensors(block, row)).flatten(-2)
 
 
 def dequantize_nvfp4_ref(codes: Tensor, scale: Tensor, length: int, dtype: torch.dtype, *, transpose: bool) -> Tensor:
@@ -221,19 +229,25 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bo
     return config._replace(registers=72 if both else 80)  # columns alone were 3 % slower with 72 in an older kernel
 
 
-# Four warps or more, of 64 columns each. Six programs share a multiprocessor. Measured on an H200 as above: with 96
-# registers, and five, as fast to 1 %; in an older kernel bands of 8 and 64 were 1 to 3 % slower, eight warps 9 %.
+# Four warps or more, of 64 columns each. Six programs share a multiprocessor. Measured on an H200 as above, in 40
+# groups, stochastic: bands of 4 and 8 are as fast, of 32 1 % slower; in older kernels 88 registers were 2 %, eight
+# warps 4 to 6 % slower.
 GLUON_CONFIG = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, registers=80)
 
 
 def dequantize_nvfp4_config(columns: int, dtype: torch.dtype, *, transpose: bool) -> NVFP4Config:
     """block_r counts rows, not blocks, if not `transpose`. columns: those that a thread decodes at once; 0 where
-    words of y are no pairs of columns."""
+    words of y are no pairs of columns.
+
+    Measured on an H200, columnwise, [65536, 7168] bfloat16: two warps of 8 blocks x 128 columns 347 us (four 360, 4 x
+    64 by one 350, 16 x 64 by two 346 and by four 356, 32 x 64 by eight 347). With 4 columns a thread, and warps as wide
+    as a tile, 346; with 2, or through shared memory in Gluon, slower.
+    """
     if not transpose:
         return NVFP4Config(16, 512, 4)
     if dtype != torch.bfloat16 or columns % 2:
         return NVFP4Config(4, 64, 4, band=16)
-    return NVFP4Config(8, 128, 4, band=8, columns=2 if columns % 8 else 8)
+    return NVFP4Config(8, 128, 2, band=8, columns=2 if columns % 8 else 8)
 
 
 WORDS_AT_ONCE = 512  # of eight codes: four a thread

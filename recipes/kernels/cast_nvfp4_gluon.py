@@ -1,18 +1,18 @@
-"""The kernel of `cast_nvfp4` in Gluon, for Hopper and columnwise copies of bfloat16, with or without the rowwise one,
-rounded to nearest: whole lines of x go to shared memory.
+"""The kernel of `cast_nvfp4` in Gluon, for Hopper and columnwise copies of bfloat16, with or without the rowwise one:
+whole lines of x go to shared memory.
 
-A program has four blocks of 16 rows as padded, each of one group, and 64 columns a warp:
+A program has four blocks of 16 rows as padded, each of one group, and 64 columns a warp. Of one block after the other:
 
-    x -> boxes [4, 16, C] -> the rows of one block after the other      -> rowwise codes, a line of 128 bytes at a time
-                          -> a pair of columns a thread, block by block -> columnwise codes, 32 bytes of a column
-
-(Of 16x16 blocks the rowwise codes are written by 32 bytes: a warp then has all rows of a block.)
+    x -> a box [16, C] -> its rows                  -> rowwise codes, a line of 128 bytes at a time
+                       -> a pair of columns a thread -> columnwise codes, which wait where the box was; at the end
+                                                        32 bytes of a column
 
 So x is read once, by the copy engine, and a column is read by whole lines where global memory would give single units
-of 32 bytes. On an H200, [65536, 7168], both copies with their amaxes: 638 us in a run where the kernel in Triton took
-689; columnwise ones alone 543 and 645. More than one tile a program, the next one fetched while one is cast, was slower
-(in an older kernel 706 us with two and 770 with four, 656 with one): perhaps since the rows of programs that are at
-work together then lie further apart. Stochastic rounding is not here, where it took as long as in Triton.
+of 32 bytes. On an H200, [65536, 7168], with the amaxes, by turns in one run, us: both copies of a tensor 663 where the
+kernel in Triton takes 698, in 40 groups 697 (767), these rounded at random 704 (776), in 16x16 blocks 636 (773), the
+columnwise one alone 546 (653). More than one tile a program, the next one fetched while one is cast, was slower (in an
+older kernel 706 us with two and 770 with four, 656 with one): perhaps since the rows of programs that are at work
+together then lie further apart.
 
 What is computed is in `nvfp4_blocks_triton`, whose functions are compiled as Gluon here. Import this only where
 `recipes.kernels.gluon_gate.why_no_gluon` says None.
@@ -68,33 +68,33 @@ STORE_COLUMNS = gl.constexpr("""{
             }""")
 STORE_SCALES = gl.constexpr("""{
             .reg .pred there;
-            .reg .b32 low, high;
-            setp.ne.b32 there, $6, 0;
-            prmt.b32 low, $2, $3, 0x0040;
-            prmt.b32 high, $4, $5, 0x0040;
-            prmt.b32 low, low, high, 0x5410;
-            @there st.global.b32 [$1], low;
+            setp.ne.b32 there, $3, 0;
+            @there st.global.b32 [$1], $2;
             mov.b32 $0, 0;
             }""")
 
+# The same number, which ptxas does not know to be the same in every turn of a loop.
+AGAIN = gl.constexpr("mov.b32 $0, $1;")
+
 # --------------------------------------------------------------------------------------------------------- layouts
-# Of R = 16 rows a warp: row r is row r % 16 of the block, its columns are those of warp r // 16, 32 words of two.
+# Of R = 16 W rows, W warps: row r is row r % 16 of the block, its columns are those of warp r // 16, 32 words of two.
 
 
 @triton.constexpr_function
-def rows_layout(SQUARE, W):
+def rows_layout(PLACES, W):
     """[16 W, 32] words: a thread has two blocks, of 8 words in rows 8 apart; a warp four blocks beside each other, of
-    neighbouring rows and of the columns of four warps: 128 bytes of codes. If SQUARE, it has all of 16 rows."""
-    columns, rows = [[16 << i, 0] for i in range(W.bit_length() - 1)], [[2, 0], [4, 0]]
-    lanes = [[0, 8], [0, 16], [1, 0]]
-    lanes, warps = (lanes + rows, columns) if SQUARE else (lanes + columns[:2], rows + columns[2:])
+    neighbouring rows and of the columns of four warps: 128 bytes of codes. If PLACES, it has all of 16 rows and 64
+    columns, a thread the rows k and k + 8 of a place of 16x16, of whose columns it has 2 k and 2 k + 1."""
+    columns = [[16 << i, 0] for i in range(W.bit_length() - 1)]
+    beside, rows = [[0, 8], [0, 16]], [[1, 0], [2, 0], [4, 0]]
+    lanes, warps = (rows + beside, columns) if PLACES else (beside + rows[:1] + columns[:2], rows[1:] + columns[2:])
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [8, 0]], lanes, warps, [], [16 * W, 32])
 
 
 @triton.constexpr_function
-def blocks_layout(SQUARE, W):
+def blocks_layout(PLACES, W):
     """[16 W, 4] blocks of 8 words, as `rows_layout` has them."""
-    words = rows_layout(SQUARE, W)
+    words = rows_layout(PLACES, W)
     lanes = [[row, word // 8] for row, word in words.lane_bases]
     return gl.DistributedLinearLayout([[8, 0]], lanes, words.warp_bases, [], [16 * W, 4])
 
@@ -121,9 +121,9 @@ def in_sixteen(x):
 
 
 @gluon.jit
-def cast_rows(words, encode, decode, seed, block, row, SQUARE: gl.constexpr, ORDINARY: gl.constexpr):
-    """Codes and scales [R, 4] of words [R, 32]. encode, decode: `encoding` of the amax. With a seed rounded at random,
-    as blocks `block` of rows `row` of the group."""
+def cast_rows(words, encode, decode, random, SQUARE: gl.constexpr, ORDINARY: gl.constexpr):
+    """Codes and scales [R, 4] of words [R, 32]. encode, decode: `encoding` of the amax; random: `random_words` of the
+    blocks, None for rounding to nearest."""
     pairs = in_eight(words.reshape([words.shape[0], 4, 8]))
     xs = ()
     for i in gl.static_range(8):
@@ -131,45 +131,41 @@ def cast_rows(words, encode, decode, seed, block, row, SQUARE: gl.constexpr, ORD
     amax = larger_of_pair(largest_pair(pairs))
     if SQUARE:
         amax = over(amax.reshape([amax.shape[0] // 16, 16, 4]), 1, amax)
-    if seed is None:
+    if random is None:
         signs = (signs_of_pairs(*pairs[:4]), signs_of_pairs(*pairs[4:]))
         return cast_blocks(xs, amax, encode, decode, None, signs, 1.0, False, True, ORDINARY)
     else:
-        random = random_words(
-            seed, gl.convert_layout(block, amax.type.layout), gl.convert_layout(row, amax.type.layout), 0
-        )  # fmt: skip
-        return cast_blocks(xs, amax, encode, decode, random, None, 1.0, True, True, ORDINARY)
+        return cast_blocks(xs, amax, encode, decode, beside(random, amax), None, 1.0, True, True, ORDINARY)
 
 
 @gluon.jit
 def cast_columns(
-    words, second, encode, decode, seed, block, column, RHT: gl.constexpr, SQUARE: gl.constexpr, ORDINARY: gl.constexpr
+    pairs, SECOND: gl.constexpr, amax, encode, decode, random, RHT: gl.constexpr, ORDINARY: gl.constexpr
 ):  # fmt: skip
-    """Codes and scales [W, 32] of the first columns of words [R, 32], or of the second ones if `second` is 1, not 0.
-    With a seed rounded at random, as block `block` of columns `column`."""
-    W: gl.constexpr = words.shape[0] // 16
-    pairs = in_sixteen(words.reshape([W, 16, 32]).permute([0, 2, 1]))
+    """Codes and scales [W, 32] of the first columns of sixteen tensors [W, 32] of words, or of the second ones. amax:
+    the bits of the blocks' amaxes, None if they are the columns' own."""
     xs = ()
     for i in gl.static_range(16):
-        number = gl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [pairs[i], 0x1044 + second * 0x2200], dtype=gl.uint32, is_pure=True,
-            pack=1,
-        )  # fmt: skip
-        xs = xs + (number.to(gl.float32, bitcast=True),)  # type: ignore[assignment]  # noqa: RUF005
+        xs = xs + (halves(pairs[i])[SECOND],)  # type: ignore[assignment]  # noqa: RUF005
     if RHT:
         xs, amax = hadamard(xs, ORDINARY)
-    elif SQUARE:
-        amax = larger_of_pair(largest_pair(pairs))
-        amax = over(amax.reshape([W, 4, 8]), 2, amax)
-    else:
+    elif amax is None:
         amax = largest_bits(xs)
     PART: gl.constexpr = 0.25 if RHT else 1.0
-    random = None
-    if seed is not None:
-        random = random_words(seed, block, gl.convert_layout(column, amax.type.layout), 1)
-    return cast_blocks(
-        xs, amax, encode, decode, random, (None, None), PART, seed is not None, True, ORDINARY
-    )  # fmt: skip
+    if random is None:
+        return cast_blocks(xs, amax, encode, decode, None, (None, None), PART, False, True, ORDINARY)
+    else:
+        return cast_blocks(xs, amax, encode, decode, beside(random, amax), None, PART, True, True, ORDINARY)
+
+
+@gluon.jit
+def beside(xs, like):
+    """Four tensors laid out as this one is: they are there already."""
+    y0 = gl.convert_layout(xs[0], like.type.layout, assert_trivial=True)
+    y1 = gl.convert_layout(xs[1], like.type.layout, assert_trivial=True)
+    y2 = gl.convert_layout(xs[2], like.type.layout, assert_trivial=True)
+    y3 = gl.convert_layout(xs[3], like.type.layout, assert_trivial=True)
+    return y0, y1, y2, y3
 
 
 @gluon.jit
@@ -191,9 +187,7 @@ def over(x, AXIS: gl.constexpr, like):
 # ----------------------------------------------------------------------------------------------------------- tiles
 # Of each of the four blocks of rows of a tile there is an entry in shared memory: its first row of x, how many rows are
 # x's, how many count, `encoding` of its amaxes, and its first row in its group. So tiles of several groups, which are
-# few, take the instructions of the others. With a path of their own 40 groups at random took 489 us on an H200, and
-# with entries take 467, though groups without such tiles took 444 and take 453 (perhaps instructions that few programs
-# run are not in the cache).
+# few, take the instructions of the others.
 
 
 @gluon.jit
@@ -226,63 +220,110 @@ def amaxes_of(amax_ptr, groups, num_groups):
 
 
 @gluon.jit
-def write_rows(
-    words, entries, column, seed, codes_ptr, scale_ptr, K: gl.constexpr, SQUARE: gl.constexpr, ORDINARY: gl.constexpr
-):  # fmt: skip
-    """The rowwise copy of a tile, from this column on. ORDINARY: its amaxes are."""
-    W: gl.constexpr = gl.num_warps()
-    BLOCKS: gl.constexpr = K // 16
-    of_words: gl.constexpr = rows_layout(SQUARE, W)
-    of_blocks: gl.constexpr = blocks_layout(SQUARE, W)
-    lane = gl.expand_dims(gl.arange(0, 16 * W, gl.SliceLayout(1, of_blocks)), 1)
-    block = column // 16 + lane // 16 * 4 + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, of_blocks)), 0)
-    lane = lane % 16 + 0 * block
-    lane_if_there = gl.where(block < BLOCKS, lane, 1 << 30)
-    for i in range(4):
-        entry = entry_of(entries, i)
-        encode = in_entry(3, entry).to(gl.float32, bitcast=True)
-        decode = in_entry(4, entry).to(gl.float32, bitcast=True)
-        row = in_entry(7, entry) + lane
-        code, scale = cast_rows(
-            words.index(i).load(of_words), encode, decode, seed, block + 0 * lane, row, SQUARE, ORDINARY
-        )  # fmt: skip
-        mask = gl.convert_layout(lane_if_there < in_entry(1, entry), code.type.layout)
-        at = gl.convert_layout(lane * BLOCKS + block, code.type.layout)
-        at = in_entry(0, entry).to(gl.int64) * BLOCKS + at
-        store(codes_ptr.to(gl.pointer_type(gl.int64)) + at, code, mask, False)
-        store(scale_ptr + at, scale, mask, False)
+def numbered(column, LAYOUT: gl.constexpr):
+    """Of the blocks of a box, [R, 4], their numbers along K and their rows in the box, which begins at this column."""
+    row = gl.expand_dims(gl.arange(0, 16 * gl.num_warps(), gl.SliceLayout(1, LAYOUT)), 1)
+    block = column // 16 + row // 16 * 4 + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LAYOUT)), 0)
+    return block, row % 16 + 0 * block
 
 
 @gluon.jit
-def write_columns(
-    words, entries, column, seed, codes_ptr, scale_ptr, first_place, BLOCKS, K: gl.constexpr, RHT: gl.constexpr,
-    SQUARE: gl.constexpr, ORDINARY: gl.constexpr,
+def by_lines(entry, column, K: gl.constexpr):
+    """Of the blocks of a box, as threads write them, their places in the rowwise copy and whether they are there."""
+    BLOCKS: gl.constexpr = K // 16
+    block, row = numbered(column, blocks_layout(False, gl.num_warps()))
+    mask = (row < in_entry(1, entry)) & (block < BLOCKS)
+    return in_entry(0, entry).to(gl.int64) * BLOCKS + (row * BLOCKS + block), mask
+
+
+@gluon.jit
+def of_columns(random):
+    """The random words [R, 4] of rows as those of the first and of the second columns of words, [W, 32] each: of row k
+    of a place of 16x16 as of column 2 k, of row k + 8 as of column 2 k + 1."""
+    W: gl.constexpr = random[0].shape[0] // 16
+    first, second = (), ()
+    for i in gl.static_range(4):
+        x0, x1 = random[i].reshape([W, 2, 8, 4]).permute([0, 3, 2, 1]).split()
+        first = first + (x0.reshape([W, 32]),)  # noqa: RUF005
+        second = second + (x1.reshape([W, 32]),)  # noqa: RUF005
+    return first, second
+
+
+@gluon.jit
+def pushed(scales, scale):
+    """Words of four bytes, the lowest one out, and a scale in as the highest."""
+    scale = gl.convert_layout(scale, scales.type.layout, assert_trivial=True)
+    return (scales >> 8) | (scale.to(gl.uint32, bitcast=True) << 24)
+
+
+@gluon.jit
+def write_tile(
+    boxes, entries, column, seed, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, first_place, BLOCKS,
+    K: gl.constexpr, RHT: gl.constexpr, SQUARE: gl.constexpr, ORDINARY: gl.constexpr,
 ):  # fmt: skip
-    """The columnwise copy, as `write_rows`; BLOCKS of a column, the tile's first one at `first_place`. Of a pair of
-    columns one after the other, in a loop: twice as many instructions stay in the cache less well."""
+    """Both copies of a tile, from this column on, or the columnwise one if there is no place for the other. That has
+    BLOCKS of a column, the tile's first one at `first_place`. ORDINARY: the tile's amaxes are."""
     W: gl.constexpr = gl.num_warps()
+    PLACES: gl.constexpr = SQUARE or seed is not None
+    of_blocks: gl.constexpr = blocks_layout(PLACES, W)
+    of_lines: gl.constexpr = blocks_layout(False, W)
     of_words: gl.constexpr = gl.BlockedLayout([16, 1], [1, 32], [W, 1], [1, 0])
     of_pairs: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
+    of_two: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32, 1], [W, 1, 1], [2, 1, 0])
+    words = boxes._reinterpret(gl.uint32, [4, 16 * W, 32], WORDS_LAYOUT)
+    # The columns' codes of a box, in the first quarter of it.
+    waiting = boxes._reinterpret(gl.int64, [16, W, 32, 2], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    # Of each block of rows a byte, the last one highest.
+    row_scales = gl.full([16 * W, 4], 0, gl.uint32, of_blocks)
+    scales0 = gl.full([W, 32], 0, gl.uint32, of_pairs)
+    scales1 = gl.full([W, 32], 0, gl.uint32, of_pairs)
+    for i in range(4):
+        # What follows from the column is computed in each turn: kept meanwhile, it would be too many registers.
+        column = gl.inline_asm_elementwise(AGAIN, "=r,r", [column], dtype=gl.int32, is_pure=False, pack=1)
+        entry = entry_of(entries, i)
+        random, random0, random1 = None, None, None
+        if seed is not None:
+            block, row = numbered(column, of_blocks)
+            random = random_words(seed, block, in_entry(7, entry) + row)
+            random0, random1 = of_columns(random)
+        if row_codes_ptr is not None:
+            encode = in_entry(3, entry).to(gl.float32, bitcast=True)
+            decode = in_entry(4, entry).to(gl.float32, bitcast=True)
+            code, scale = cast_rows(
+                words.index(i).load(rows_layout(PLACES, W)), encode, decode, random, SQUARE, ORDINARY
+            )  # fmt: skip
+            at, mask = by_lines(entry, column, K)
+            store(row_codes_ptr.to(gl.pointer_type(gl.int64)) + at, gl.convert_layout(code, of_lines), mask, False)
+            row_scales = pushed(row_scales, scale)
+        encode = in_entry(5, entry).to(gl.float32, bitcast=True)
+        decode = in_entry(6, entry).to(gl.float32, bitcast=True)
+        pairs = in_sixteen(words.index(i).load(of_words).reshape([W, 16, 32]).permute([0, 2, 1]))
+        amax = None
+        if SQUARE:
+            amax = larger_of_pair(largest_pair(pairs))
+            amax = over(amax.reshape([W, 4, 8]), 2, amax)
+        code0, scale0 = cast_columns(pairs, 0, amax, encode, decode, random0, RHT, ORDINARY)
+        code1, scale1 = cast_columns(pairs, 1, amax, encode, decode, random1, RHT, ORDINARY)
+        waiting.index(4 * i).store(gl.convert_layout(gl.join(code0, code1), of_two))
+        scales0, scales1 = pushed(scales0, scale0), pushed(scales1, scale1)
+    if row_codes_ptr is not None:
+        row_scales = gl.convert_layout(row_scales, of_lines).to(gl.int32, bitcast=True)
+        for i in range(4):
+            at, mask = by_lines(entry_of(entries, i), column, K)
+            store(row_scale_ptr + at, row_scales >> 8 * i, mask, False)
     pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_pairs)), 0)
     pair += 32 * gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, of_pairs)), 1)
-    for second in range(2):
-        codes, scales = (), ()
-        for i in gl.static_range(4):
-            entry = entry_of(entries, i)
-            encode = in_entry(5, entry).to(gl.float32, bitcast=True)
-            decode = in_entry(6, entry).to(gl.float32, bitcast=True)
-            block = in_entry(7, entry) // 16
-            code, scale = cast_columns(
-                words.index(i).load(of_words), second, encode, decode, seed, block, column + 2 * pair + second, RHT,
-                SQUARE, ORDINARY,
-            )  # fmt: skip
-            codes = codes + (code,)  # type: ignore[assignment]  # noqa: RUF005
-            scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
-        here = gl.convert_layout(pair, code.type.layout)
-        is_there = (column + 2 * here < K).to(gl.int32)
-        place = first_place + (2 * here + second).to(gl.int64) * BLOCKS
-        odd = here % 2
-        own = codes_ptr + (place + odd * (2 - 2 * BLOCKS))
+    is_there = (column + 2 * pair < K).to(gl.int32)
+    odd = pair % 2
+    codes0, codes1 = (), ()
+    for k in gl.static_range(4):
+        code0, code1 = waiting.index(4 * k).load(of_two).split()
+        codes0 = codes0 + (gl.convert_layout(code0, of_pairs),)  # type: ignore[assignment]  # noqa: RUF005
+        codes1 = codes1 + (gl.convert_layout(code1, of_pairs),)  # type: ignore[assignment]  # noqa: RUF005
+    for second in gl.static_range(2):
+        codes = codes1 if second else codes0
+        place = first_place + (2 * pair + second).to(gl.int64) * BLOCKS
+        own = column_codes_ptr + (place + odd * (2 - 2 * BLOCKS))
         gl.inline_asm_elementwise(
             STORE_COLUMNS, "=r,l,r,l,l,l,l,l,r",
             [own.to(gl.int64), odd, codes[0], codes[1], codes[2], codes[3],  # type: ignore[misc]
@@ -290,8 +331,8 @@ def write_columns(
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
         gl.inline_asm_elementwise(
-            STORE_SCALES, "=r,l,r,r,r,r,r",
-            [(scale_ptr + place).to(gl.int64), scales[0], scales[1], scales[2], scales[3], is_there],  # type: ignore[misc]
+            STORE_SCALES, "=r,l,r,r",
+            [(column_scale_ptr + place).to(gl.int64), scales1 if second else scales0, is_there],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
@@ -305,7 +346,7 @@ def cast_nvfp4_gluon_kernel(
     column_codes_ptr, column_scale_ptr, ROWS, num_groups, BLOCKS, K: gl.constexpr, STACKED: gl.constexpr,
     RHT: gl.constexpr, SQUARE: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """As `cast_nvfp4_kernel`, to nearest, with one amax for a tensor or a group. x: a descriptor of boxes of 16 rows.
+    """As `cast_nvfp4_kernel`, with one amax for a tensor or a group. x: a descriptor of boxes of 16 rows.
 
     BLOCKS is a multiple of 4, K one of 16. CHUNK: groups that a warp looks at at a time, 32 or more.
     """
@@ -316,30 +357,34 @@ def cast_nvfp4_gluon_kernel(
     band = gl.num_programs(2) - 1 - gl.program_id(2)
     matrix, first_block = first_block_of(band, BLOCKS, STACKED, 4)
     if (first_block < BLOCKS) & (matrix < num_groups):
+        # These wait for memory, and x for them, so they come first: after the barrier's making 711 us became 704.
+        seed = None
+        if seed_ptr is not None:
+            seed = gl.load(seed_ptr)
+        offs_g = gl.arange(0, CHUNK, gl.BlockedLayout([CHUNK // 32], [32], [W], [0]))
+        group, row, first, counted, written = place_of(
+            offs_g, offsets_ptr, aligned_ptr, matrix, first_block, ROWS, num_groups
+        )  # fmt: skip
         boxes = gl.allocate_shared_memory(gl.bfloat16, [4, 16, C], BOX_LAYOUT)
-        words = boxes._reinterpret(gl.uint32, [4, 16 * W, 32], WORDS_LAYOUT)
         table = gl.allocate_shared_memory(gl.int32, [4, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         entries = table._reinterpret(gl.int32, [4, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(ready, count=1)
         fence_async_shared()
         mbarrier.expect(ready, 4 * 16 * C * 2)
-        offs_g = gl.arange(0, CHUNK, gl.BlockedLayout([CHUNK // 32], [32], [W], [0]))
-        place = place_of(offs_g, offsets_ptr, aligned_ptr, matrix, first_block, ROWS, num_groups)
-        group, row, first, counted, written = place
         is_whole = counted >= 64
         block = gl.arange(0, 4, gl.BlockedLayout([1], [32], [W], [0]))
         groups, rows, firsts = group + 0 * block, row + 16 * block, first + 16 * block
         counts, heights = counted - 16 * block, written - 16 * block
-        for i in range(4):
-            of_x = first + 16 * i
+        for b in gl.static_range(4):
+            of_x = first + 16 * b
             if not is_whole:
-                place = place_of(offs_g, offsets_ptr, aligned_ptr, matrix, first_block + i, ROWS, num_groups)
+                place = place_of(offs_g, offsets_ptr, aligned_ptr, matrix, first_block + b, ROWS, num_groups)
                 of_x = place[2]
-                groups, firsts = gl.where(block == i, place[0], groups), gl.where(block == i, of_x, firsts)
-                counts, heights = gl.where(block == i, place[3], counts), gl.where(block == i, place[4], heights)
-                rows = gl.where(block == i, place[1], rows)
-            tma.async_copy_global_to_shared(x, [of_x, column], ready, boxes.index(i))
+                groups, firsts = gl.where(block == b, place[0], groups), gl.where(block == b, of_x, firsts)
+                counts, heights = gl.where(block == b, place[3], counts), gl.where(block == b, place[4], heights)
+                rows = gl.where(block == b, place[1], rows)
+            tma.async_copy_global_to_shared(x, [of_x, column], ready, boxes.index(b))
         row_amaxes = amaxes_of(row_amax_ptr, groups, num_groups)
         column_amaxes = amaxes_of(column_amax_ptr, groups, num_groups)
         is_other = (is_ordinary(row_amaxes) & is_ordinary(column_amaxes)) ^ True
@@ -358,27 +403,21 @@ def cast_nvfp4_gluon_kernel(
         gl.thread_barrier()
         mbarrier.wait(ready, 0)
         if not is_whole:  # no rows but those that count
+            words = boxes._reinterpret(gl.uint32, [4, 16 * W, 32], WORDS_LAYOUT)
             of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
             lane = gl.expand_dims(gl.arange(0, 16 * W, gl.SliceLayout(1, of_words)), 1) % 16
             for i in range(4):
                 count = in_entry(2, entry_of(entries, i))
                 words.index(i).store(gl.where(lane < count, words.index(i).load(of_words), 0))
             gl.thread_barrier()
-        seed = None
-        if seed_ptr is not None:
-            seed = gl.load(seed_ptr)
         column_place = (matrix.to(gl.int64) * K + column) * BLOCKS + first_block
         if ordinary:
-            if row_amax_ptr is not None:
-                write_rows(words, entries, column, seed, row_codes_ptr, row_scale_ptr, K, SQUARE, True)
-            write_columns(
-                words, entries, column, seed, column_codes_ptr, column_scale_ptr, column_place, BLOCKS, K, RHT, SQUARE,
-                True,
+            write_tile(
+                boxes, entries, column, seed, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr,
+                column_place, BLOCKS, K, RHT, SQUARE, True,
             )  # fmt: skip
         else:
-            if row_amax_ptr is not None:
-                write_rows(words, entries, column, seed, row_codes_ptr, row_scale_ptr, K, SQUARE, False)
-            write_columns(
-                words, entries, column, seed, column_codes_ptr, column_scale_ptr, column_place, BLOCKS, K, RHT, SQUARE,
-                False,
+            write_tile(
+                boxes, entries, column, seed, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr,
+                column_place, BLOCKS, K, RHT, SQUARE, False,
             )  # fmt: skip

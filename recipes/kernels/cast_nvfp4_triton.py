@@ -278,7 +278,7 @@ def _cast_16_rows(
     random = (0, 0, 0, 0)
     if STOCHASTIC:
         of_block = _beside(first_column // 16 + block, amax)
-        random = random_words(seed, of_block, _beside(row + lane, amax), 0)
+        random = random_words(seed, of_block, _beside(row + lane, amax))
     xs = _in_eight(low) + _in_eight(high)
     signs = (None, None)
     if PAIRS and not STOCHASTIC:
@@ -331,7 +331,9 @@ def _cast_columns(
             amax = tl.broadcast_to(tl.max(amax, axis=2, keep_dims=True), [R, C // 16, 16])
         random = (0, 0, 0, 0)
         if STOCHASTIC:
-            random = random_words(seed, _beside(of_group, amax), _beside(column + lane, amax), 1)
+            k = lane % 16
+            of_rows = 16 * of_group + k // 2 + 8 * (k % 2)
+            random = random_words(seed, _beside((column + lane) // 16, amax), _beside(of_rows, amax))
         code, scale = cast_blocks(
             xs, amax, encode, decode, random, (None, None), 0.25 if RHT else 1.0, STOCHASTIC, NATIVE, FULL
         )  # fmt: skip

@@ -401,8 +401,8 @@ def cast_blocks(
 
 
 @triton.jit
-def random_words(seed, block, other, STREAM: tl.constexpr):
+def random_words(seed, block, row):
     """Four words of random bits for the 16 numbers of each block: `block_bits_ref` takes its bits from them."""
-    c0 = block.to(tl.uint32) + (other * 0).to(tl.uint32)
-    c1 = other.to(tl.uint32) + (block * 0).to(tl.uint32)
-    return philox(seed, c0, c1, c0 * 0 + STREAM)
+    c0 = (block + 0 * row).to(tl.uint32)
+    c1 = (row + 0 * block).to(tl.uint32)
+    return philox(seed, c0, c1, c0 * 0)

@@ -41,19 +41,17 @@ def random_bits_ref(seed: Tensor, rows: int, columns: int) -> Tensor:
     return torch.stack((words & 0xFFFF, words >> 16), -1).view(rows, 8 * octets)[:, :columns]
 
 
-def block_bits_ref(seed: Tensor, along: Tensor, across: Tensor, stream: int) -> Tensor:
-    """9 random bits an element, [16 B, N] int64, of the words of counter (block, across, stream).
+def block_bits_ref(seed: Tensor, block: Tensor, row: Tensor) -> Tensor:
+    """9 random bits for each of the 16 numbers of blocks, [..., 16] int64, of the words of counter (block, row, 0).
 
-    Those of number i of a block are bits 8 (i % 4) to 8 (i % 4) + 8 of word i // 4, cyclically: each number's are
-    independent of all others' but for one bit that neighbours share, the highest of one, the lowest of the next.
+    Those of number i are bits 8 (i % 4) to 8 (i % 4) + 8 of word i // 4, cyclically: each number's are independent of
+    all others' but for one bit that neighbours share, the highest of one, the lowest of the next.
 
-    along: [16 B] int64, whole blocks of numbers 16 b to 16 b + 15; across: [N] int64
+    block, row: int64 tensors alike in shape
     """
-    block, across = torch.meshgrid(along[::16] // 16, across, indexing="ij")
-    words = philox_ref(seed, block, across, torch.full_like(across, stream))[..., None]
+    words = philox_ref(seed, block, row, torch.zeros_like(block))[..., None]
     places = torch.arange(0, 32, 8, device=seed.device)
-    bits = ((words >> places) | (words << (32 - places))) & 0x1FF
-    return bits.permute(0, 2, 3, 1).reshape(len(along), across.shape[1])
+    return (((words >> places) | (words << (32 - places))) & 0x1FF).flatten(-2)
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
