@@ -11,8 +11,9 @@ import torch
 
 from recipes import NVFP4BlockScaling, Role, Splits
 from recipes.formats import E2M1_VALUES, E4M3
-from recipes.kernels.cast_nvfp4 import alpha_from_amax, e2m1_codes_ref
+from recipes.kernels.cast_nvfp4 import Amaxes, alpha_from_amax, cast_nvfp4_ref, e2m1_codes_ref
 from recipes.kernels.hadamard import SIGNS, hadamard_ref
+from recipes.kernels.random import block_bits_ref, philox_ref
 from recipes.nvfp4 import NVFP4Quantizer
 
 INF, NAN = float("inf"), float("nan")
@@ -377,6 +378,38 @@ def test_the_chance_of_rounding_up_is_the_distance_in_512ths():
             found = e2m1_codes_ref(x, bits)
             assert set(found.tolist()) <= {code, code + 1} and (found == code + 1).sum() == part
             assert torch.equal(e2m1_codes_ref(-x, bits), found + 8)
+
+
+def test_the_random_words_are_those_of_philox():
+    zero = torch.zeros((), dtype=torch.int64)
+    # Of Random123's known answers, the one of philox4x32 with 7 rounds, counter and key 0.
+    assert philox_ref(zero, zero, zero, zero).tolist() == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+
+
+def test_the_random_bits_of_a_block_are_windows_of_its_words():
+    seed, block, row = torch.tensor(77), torch.arange(3000), torch.arange(3000) // 7
+    bits = block_bits_ref(seed, block, row)
+    assert bits.shape == (3000, 16) and bits.min() == 0 and bits.max() == 511
+    words = philox_ref(seed, block, row, torch.zeros_like(block)).tolist()
+    for found, of_block in zip(bits[:5].tolist(), words, strict=False):
+        digits = [f"{word:032b}"[::-1] * 2 for word in of_block]  # the lowest first, and once more
+        assert found == [int(digits[i // 4][8 * (i % 4) :][:9][::-1], 2) for i in range(16)]
+    expected = bits.numel() / 512
+    chi_squared = ((torch.bincount(bits.flatten(), minlength=512) - expected) ** 2 / expected).sum()
+    assert chi_squared < 620  # 511 degrees of freedom: as much has probability 0.0006
+
+
+def test_one_draw_serves_both_copies():
+    """In each place of 16x16 the columns 2k and 2k + 1 are rounded as the rows k and k + 8."""
+    amax = torch.tensor(1.117)  # with which ones stand between two codes
+    made = cast_nvfp4_ref(
+        torch.ones(48, 32), None, Amaxes(amax, amax), rht=False, row_scaled=False, two_d=False, seed=torch.tensor([9])
+    )
+    rows, columns = (torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2) for codes in (made[0], made[2]))
+    assert rows.unique().tolist() == [6, 7]
+    rows, columns = rows.view(3, 16, 2, 16), columns.view(2, 16, 3, 16)
+    order = [k + 8 * second for k in range(8) for second in range(2)]
+    assert torch.equal(columns.permute(2, 1, 0, 3), rows[:, order])
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
