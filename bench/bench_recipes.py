@@ -87,7 +87,8 @@ def checked_products(case: GroupedCase, labels: list[str]) -> dict[str, Step]:
     steps = {label: products.ours(label) for label in labels} | {"torch": products.torchs()}
     exact = products.exact()
     for way, step in steps.items():
-        require_sqnr(way, products.sqnr(step(), exact), sqnr_floor(way if way in labels else BASELINE))
+        floor = sqnr_floor(way if way in labels else BASELINE)
+        require_sqnr(way, products.sqnr(step(), exact), floor, products.outputs)
     return steps
 
 

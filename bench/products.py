@@ -5,7 +5,7 @@ are part of the products. x of the first GroupedLinear and dy of the last are th
 """
 # R rows, K in features, N out features
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +18,17 @@ from bench.schedule import recipe_named
 from bench.sqnr import Sqnr
 from fuser import Sequential, autocast
 from ops import GroupedLinear
-from ops.paths import GroupedPath, Path, SplitPath
+from ops.paths import Path, choose_path
+from ops.quantized_weights import one_for_both
 from ops.quantizer_state import QuantizerState
 from recipes import Role, Splits
 from recipes.recipe import Recipe
+from recipes.request import PlanRequest
 
 # As a pass of `bench recipes`, beside forward and forward + backward.
 PRODUCTS = "products"
 # Steps after which a recipe with a history has scales for these numbers.
-SETTLING_STEPS = 2
+STEPS_TO_SCALES = 2
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,16 @@ class GroupedProducts:
     def names(self) -> list[str]:
         return [f"{name}{n}" for n in range(1, len(self.linears) + 1) for name in ("fprop", "dgrad", "wgrad")]
 
+    @property
+    def outputs(self) -> list[str]:
+        """Of the names those of no gradients."""
+        return [name for name in self.names if name.startswith("fprop")]
+
     def ours(self, label: str) -> Step:
         """Under the recipe of this label, all on the path that it takes."""
         recipe = recipe_named(label)
-        quantizers = [recipe.quantizer(role) for role in Role]
-        grouped = all(quantizer is None or quantizer.knows_groups() for quantizer in quantizers)
-        path = GroupedPath(recipe) if grouped else SplitPath(recipe)
+        x = self.linears[0].x
+        path = choose_path(PlanRequest(recipe, x.device, x.dtype, (True, (True,), ()), True, None, 0))
         operands = [self._operands(linear, recipe, path) for linear in self.linears]
 
         @torch.no_grad()
@@ -115,10 +121,12 @@ class GroupedProducts:
                 state = QuantizerState(operation, role, operation.num_scales)
                 quantizers[role] = quantizer and quantizer.bound(state, None, None)
         of_weight = quantizers[Role.WEIGHT]
-        one_for_both = of_weight is not None and of_weight.copies_agree
-        weight: Any = path.weight(linear.weight, of_weight, rowwise=True, columnwise=not one_for_both)
-        if one_for_both:
-            weight = replace(weight, columnwise=weight.rowwise)
+
+        def weights(rowwise: bool, columnwise: bool) -> Any:
+            return path.weight(linear.weight, of_weight, rowwise=rowwise, columnwise=columnwise)
+
+        agree = of_weight is not None and of_weight.copies_agree
+        weight = one_for_both(weights, True, True) if agree else weights(True, True)
         x, dy = (
             path.quantize(tensor, self.splits, quantizers[role], rowwise=True, columnwise=True)
             for tensor, role in ((linear.x, Role.INPUT), (linear.dy, Role.GRAD_OUTPUT))
@@ -129,7 +137,7 @@ class GroupedProducts:
 def settle(linear: _Linear, recipe: Recipe, splits: Splits) -> None:
     """Steps of the operation alone, which record amaxes."""
     layer, x = Sequential(linear.operation), linear.x.detach().requires_grad_()
-    for _ in range(SETTLING_STEPS):
+    for _ in range(STEPS_TO_SCALES):
         with autocast(recipe=recipe):
             y = layer(x, split_sizes=splits.offsets.diff())
         torch.autograd.grad(y, (x, linear.weight), linear.dy)

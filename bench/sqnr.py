@@ -1,6 +1,7 @@
 """How near a result is to its reference: signal to quantization noise, in dB, and how much a recipe must reach."""
 
 import math
+from collections.abc import Collection
 
 from torch import Tensor
 
@@ -50,8 +51,8 @@ def sqnr_floor(label: str) -> float:
     return OTHER_FLOORS.get(label, OTHER_FLOORS.get(recipe.name, EIGHT_BIT_FLOOR))
 
 
-def require_sqnr(way: str, found: dict[str, float], floor: float) -> None:
-    """AssertionError if "y" is below the floor, or a gradient more than `GRADIENT_ALLOWANCE` below it."""
+def require_sqnr(way: str, found: dict[str, float], floor: float, outputs: Collection[str] = ("y",)) -> None:
+    """AssertionError if an output is below the floor, or a gradient more than `GRADIENT_ALLOWANCE` below it."""
     for name, db in found.items():
-        limit = floor if name == "y" else floor - GRADIENT_ALLOWANCE
+        limit = floor if name in outputs else floor - GRADIENT_ALLOWANCE
         assert db >= limit, f"{way}: {name} has {db:.1f} dB against fp32, but must have {limit:.0f}"

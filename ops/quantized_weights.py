@@ -83,7 +83,7 @@ def quantized_weights(
     """
     if quantizer.copies_agree:
         rowwise = columnwise = True
-        quantize = partial(_one_for_both, quantize)
+        quantize = partial(one_for_both, quantize)
     if ctx.seen_in_forward is not None and ctx.quantized_weights is not None:
         for name in names:
             ctx.check_unchanged(name)
@@ -112,7 +112,7 @@ def quantized_weights(
     return copies
 
 
-def _one_for_both(quantize: Quantize, rowwise: bool, columnwise: bool) -> Any:
+def one_for_both(quantize: Quantize, rowwise: bool, columnwise: bool) -> Any:
     """Both copies, whichever is asked for: the rowwise one."""
     copies = quantize(True, False)
     if isinstance(copies, QuantizedTensor):

@@ -132,6 +132,14 @@ def test_a_wrong_product_is_found(product, monkeypatch):
         checked_products(case, ["mxfp8"])
 
 
+def test_a_product_is_held_to_the_floor_of_an_output():
+    names = grouped_products(expert_mlp(SHAPE)).outputs
+    assert names == ["fprop1", "fprop2"]
+    require_sqnr("mxfp8", {"dgrad1": 15.0}, 20, names)
+    with pytest.raises(AssertionError, match="mxfp8: fprop2 has 19.0 dB against fp32, but must have 20"):
+        require_sqnr("mxfp8", {"fprop1": 21.0, "fprop2": 19.0}, 20, names)
+
+
 def test_products_are_those_of_every_grouped_linear_under_every_recipe():
     case = expert_mlp(SHAPE)
     steps = checked_products(case, known_recipes())

@@ -20,6 +20,7 @@ KINDS = {
     "nearest": {},
     "rht": {"rht": True},
     "stochastic": {"rht": True, "seed": True},
+    "random": {"seed": True},
     "16x16": {"two_d": True},
     "row-scaled": {"rht": True, "row_scaled": True},
 }
@@ -178,8 +179,9 @@ def test_stacked(device, kind):
 
 @DEVICE
 @pytest.mark.parametrize("copies", [(True, False), (False, True)], ids=["rowwise", "columnwise"])
-def test_one_copy_alone(device, copies):
-    check(spread(20, 40, dtype=torch.float16), None, device, rht=True, rowwise=copies[0], columnwise=copies[1])
+@pytest.mark.parametrize("kind", ["rht", "stochastic"])
+def test_one_copy_alone(device, kind, copies):
+    check(spread(20, 40, dtype=torch.float16), None, device, **KINDS[kind], rowwise=copies[0], columnwise=copies[1])
 
 
 @DEVICE
@@ -265,14 +267,14 @@ def kernel(request, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "16x16"])
+@pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "random", "16x16"])
 @pytest.mark.parametrize("shape", [(64, 16), (192, 272), (256, 1024), (3, 250, 272)], ids=str)
 def test_whole_blocks_of_tensors(kernel, shape, kind):
     check(spread(*shape, dtype=torch.bfloat16), None, "cuda", **KINDS[kind])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "16x16"])
+@pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "random", "16x16"])
 @pytest.mark.parametrize(
     "sizes", [[37, 0, 130, 1, 0], [64, 128], [0, 0, 0], [200], [1, 2, 3] * 50, [0] * 300 + [65]], ids=len
 )
@@ -283,7 +285,7 @@ def test_whole_blocks_of_groups(kernel, sizes, kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "16x16"])
+@pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "random", "16x16"])
 def test_groups_of_which_one_is_not_ordinary(kernel, kind):
     x = spread(250, 512, dtype=torch.float32)
     x[3, 3], x[20, 20], x[100, 5], x[200, 300] = float("nan"), -0.0, float("inf"), 3e38
@@ -292,7 +294,7 @@ def test_groups_of_which_one_is_not_ordinary(kernel, kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "16x16"])
+@pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "random", "16x16"])
 def test_the_columnwise_copy_alone_of_whole_blocks(kernel, kind):
     check(spread(150, 528, dtype=torch.bfloat16), [37, 0, 113], "cuda", rowwise=False, **KINDS[kind])
 

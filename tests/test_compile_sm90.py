@@ -256,23 +256,24 @@ NVFP4_KINDS = {
     "plain": {},
     "rht": {"rht": True},
     "stochastic": {"rht": True, "seed": torch.zeros(1, dtype=torch.int64)},
+    "random": {"seed": torch.zeros(1, dtype=torch.int64)},
     "square": {"two_d": True},
     "row-scaled": {"rht": True, "row_scaled": True},
 }
 
 
 def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[str]) -> None:
-    """Casts of groups, both copies at once; for the transform each one of a tensor alone and, in Gluon, of so many
-    groups that they are looked at in turn; for 16x16 blocks those of a stack. The ways back."""
+    """Casts of groups, both copies at once; for the transform each one of a tensor alone; for 16x16 blocks those of a
+    stack. In Gluon also of one tensor, of few groups, and of so many that they are looked at in turn. The ways back."""
     x, splits = torch.empty(rows, features, dtype=dtype), Splits.make([rows] + 40 * [0], rows=rows, device="cpu")
-    many = Splits.make([rows] + 130 * [0], rows=rows, device="cpu")
+    few, many = (Splits.make([rows] + more * [0], rows=rows, device="cpu") for more in (19, 130))
     in_gluon = dtype == torch.bfloat16 and features == ALIGNED[0] and not why_no_gluon(grouped_gemm.capability(x))
     for kind, gluon in product(kinds, {False, in_gluon}):
         cast_nvfp4.runs_gluon = lambda x, gluon=gluon: gluon
         how = {"rht": False, "row_scaled": False, "two_d": False, "seed": None} | NVFP4_KINDS[kind]
         about = {"rht": how["rht"], "row_scaled": how["row_scaled"]}
         alone = [(None, True, False), (None, False, True)] if kind == "rht" else []
-        alone += [(many, False, True)] if kind == "rht" and gluon else []
+        alone += [(None, True, True), (few, True, True), (many, True, True)] if gluon else []
         for of_splits, rowwise, columnwise in [(splits, True, True), *alone]:
             amaxes = cast_nvfp4.amax_nvfp4(x, of_splits, rowwise=rowwise, columnwise=columnwise, **about)
             cast_nvfp4.cast_nvfp4(x, of_splits, amaxes, **how)

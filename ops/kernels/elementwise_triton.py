@@ -52,7 +52,7 @@ def _random_bits(seed, rows, first_column, BLOCK_C: tl.constexpr):
     octets = first_column // 8 + tl.arange(0, BLOCK_C // 8)
     c0 = (octets[None, :] + tl.zeros_like(rows)[:, None]).to(tl.uint32)
     c1 = (rows[:, None] + tl.zeros_like(octets)[None, :]).to(tl.uint32)
-    c0, c1, c2, c3 = philox(seed, c0, c1, tl.zeros_like(c0))
+    c0, c1, c2, c3 = philox(seed, c0, c1)
     words = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [rows.shape[0], BLOCK_C // 2])
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), [rows.shape[0], BLOCK_C])
 

@@ -22,7 +22,8 @@ in units of the step; numbers that are representable never move. The 9 random bi
 element's column and its row within its group alone: the bits of a group do not depend on the groups before it, and
 groups quantized alone with the same seed give the same codes. A rowwise block has those of its place on K and its row
 (`block_bits_ref`). In each place of 16x16 the columns 2k and 2k + 1 have the bits of the rows k and k + 8: so one draw
-serves both copies, each of which has every bit once.
+can serve both copies (in Gluon it does), in each of which every block has bits of its own. No product has both copies
+in it.
 
 Layout: two codes a byte along the contracted axis, the even one in the low nibble; scales float8_e4m3fn.
 
@@ -189,8 +190,8 @@ def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
 class NVFP4Config(NamedTuple):
     """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits.
 
-    band: tiles below each other whose programs are neighbours; columns: of a tile that are cast at once; registers: the
-    most that a thread may have, None leaves it to the compiler
+    band: tiles below each other whose programs are neighbours; columns: of a tile that are cast at once, or on the way
+    back those that a thread decodes; registers: the most that a thread may have, None leaves it to the compiler
     """
 
     block_r: int
@@ -229,15 +230,19 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bo
     return config._replace(registers=72 if both else 80)  # columns alone were 3 % slower with 72 in an older kernel
 
 
-# Four warps or more, of 64 columns each. Six programs share a multiprocessor. Measured on an H200 as above, in 40
-# groups, stochastic: bands of 4 and 8 are as fast, of 32 1 % slower; in older kernels 88 registers were 2 %, eight
-# warps 4 to 6 % slower.
-GLUON_CONFIG = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, registers=80)
+def gluon_config(*, rht: bool, stochastic: bool) -> NVFP4Config:
+    """Of the kernel in Gluon: four warps or more, of 64 columns each.
+
+    Six programs share a multiprocessor, or five where 80 registers would spill. Measured on an H200 as above, in 40
+    groups, stochastic with the transform: bands of 4 and 8 are as fast, of 32 1 % slower; in older kernels 88 registers
+    were 2 %, eight warps 4 to 6 % slower.
+    """
+    return NVFP4Config(4, 256, 4, band=16, registers=88 if stochastic and not rht else 80)
 
 
-def dequantize_nvfp4_config(columns: int, dtype: torch.dtype, *, transpose: bool) -> NVFP4Config:
-    """block_r counts rows, not blocks, if not `transpose`. columns: those that a thread decodes at once; 0 where
-    words of y are no pairs of columns.
+def dequantize_nvfp4_config(width: int, dtype: torch.dtype, *, transpose: bool) -> NVFP4Config:
+    """For y of so many columns. block_r counts rows, not blocks, if not `transpose`; columns are 0 where words of y are
+    no pairs of columns.
 
     Measured on an H200, columnwise, [65536, 7168] bfloat16: two warps of 8 blocks x 128 columns 347 us (four 360, 4 x
     64 by one 350, 16 x 64 by two 346 and by four 356, 32 x 64 by eight 347). With 4 columns a thread, and warps as wide
@@ -245,9 +250,9 @@ def dequantize_nvfp4_config(columns: int, dtype: torch.dtype, *, transpose: bool
     """
     if not transpose:
         return NVFP4Config(16, 512, 4)
-    if dtype != torch.bfloat16 or columns % 2:
+    if dtype != torch.bfloat16 or width % 2:
         return NVFP4Config(4, 64, 4, band=16)
-    return NVFP4Config(8, 128, 2, band=8, columns=2 if columns % 8 else 8)
+    return NVFP4Config(8, 128, 2, band=8, columns=2 if width % 8 else 8)
 
 
 WORDS_AT_ONCE = 512  # of eight codes: four a thread
@@ -362,7 +367,7 @@ def cast_nvfp4_triton(
                 tensor.view(torch.uint8).zero_()  # the padding of no rows
         return
     if runs_gluon(x) and not row_scaled and made.columnwise is not None:
-        launch = _Launch(x, splits, GLUON_CONFIG)
+        launch = _Launch(x, splits, gluon_config(rht=rht, stochastic=seed is not None))
         if fits_gluon(launch):
             cast_nvfp4_gluon(launch, amaxes, made, rht=rht, two_d=two_d, seed=seed)
             return

@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from recipes.kernels.cast_nvfp4_triton import first_block_of, in_four, place_of, store
+from recipes.kernels.cast_nvfp4_triton import first_block_of, place_of, split_in_four, store
 from recipes.kernels.nvfp4_blocks_triton import (
     cast_blocks,
     encoding,
@@ -72,7 +72,6 @@ STORE_SCALES = gl.constexpr("""{
             @there st.global.b32 [$1], $2;
             mov.b32 $0, 0;
             }""")
-
 # The same number, which ptxas does not know to be the same in every turn of a loop.
 AGAIN = gl.constexpr("mov.b32 $0, $1;")
 
@@ -103,8 +102,8 @@ def blocks_layout(PLACES, W):
 def in_eight(x):
     """x [R, C, 8] as eight tensors [R, C]."""
     even, odd = x.reshape([x.shape[0], x.shape[1], 4, 2]).split()
-    x0, x2, x4, x6 = in_four(even)
-    x1, x3, x5, x7 = in_four(odd)
+    x0, x2, x4, x6 = split_in_four(even)
+    x1, x3, x5, x7 = split_in_four(odd)
     return x0, x1, x2, x3, x4, x5, x6, x7
 
 
@@ -261,8 +260,8 @@ def write_tile(
     boxes, entries, column, seed, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, first_place, BLOCKS,
     K: gl.constexpr, RHT: gl.constexpr, SQUARE: gl.constexpr, ORDINARY: gl.constexpr,
 ):  # fmt: skip
-    """Both copies of a tile, from this column on, or the columnwise one if there is no place for the other. That has
-    BLOCKS of a column, the tile's first one at `first_place`. ORDINARY: the tile's amaxes are."""
+    """Both copies of a tile, from this column on, or the columnwise one if there is no place for the other, which has
+    BLOCKS blocks a column, the tile's first one at `first_place`. ORDINARY: the tile's amaxes are."""
     W: gl.constexpr = gl.num_warps()
     PLACES: gl.constexpr = SQUARE or seed is not None
     of_blocks: gl.constexpr = blocks_layout(PLACES, W)

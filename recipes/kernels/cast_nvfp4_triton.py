@@ -178,24 +178,24 @@ def _load_row_blocks(x_ptr, rows, columns, K, B: tl.constexpr, PAIRS: tl.constex
 def _in_eight(x):
     """x [R, B, 8], or words [R, B, 4], as eight tensors [R, B] in float32."""
     if x.dtype == tl.uint32:
-        w0, w1, w2, w3 = in_four(x)
+        w0, w1, w2, w3 = split_in_four(x)
         return halves(w0) + halves(w1) + halves(w2) + halves(w3)
     else:
         even, odd = tl.split(tl.reshape(widen_pairs(x), [x.shape[0], x.shape[1], 4, 2]))
-        x0, x2, x4, x6 = in_four(even)
-        x1, x3, x5, x7 = in_four(odd)
+        x0, x2, x4, x6 = split_in_four(even)
+        x1, x3, x5, x7 = split_in_four(odd)
         return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @triton.jit
 def _signs_of_eight(words):
     """What `cast_blocks` takes, of words [R, B, 4] of two bfloat16 numbers."""
-    w0, w1, w2, w3 = in_four(words)
+    w0, w1, w2, w3 = split_in_four(words)
     return signs_of_pairs(w0, w1, w2, w3)
 
 
 @triton.jit
-def in_four(x):
+def split_in_four(x):
     """x [R, B, 4] as four tensors [R, B]."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
     x0, x2 = tl.split(even)

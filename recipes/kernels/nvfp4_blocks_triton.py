@@ -21,8 +21,8 @@ LINE = tl.constexpr(16777216.0)  # 2^24, from which on the last place of a float
 LINE_BITS = tl.constexpr(0x4B800000)
 # What the words of eight codes are too large by.
 SURPLUS = tl.constexpr((0x4B800000 - 4) * 0x11111111 & 0xFFFFFFFF)
-# A float16 of this many times E2M1's numbers has their codes from bit 9 on, and below them 512 steps from one to the
-# next; subnormal ones too.
+# This many times E2M1's numbers are float16 numbers of the same fields: 1 becomes the smallest normal one, 0.5 one of
+# the subnormal ones. Their codes are in bits 9 to 11, and from one to the next there are 512 steps.
 TO_FLOAT16 = tl.constexpr(2.0**-14)
 SIX = tl.constexpr(6.0 * 2.0**-14)
 # Of two pairs of bfloat16 the larger magnitudes, NaN above all, with some sign.
@@ -328,7 +328,7 @@ def _rounded(x, factor):
 @triton.jit
 def _rounded_pair(low, high, factor, bits):
     """The two in the halves of words, with the bits added: signs at bit 15 of the halves, codes at 9 to 11."""
-    if INTERPRET or not cuda_capability_geq(9):
+    if INTERPRET or not cuda_capability_geq(8, 6):  # 8.0 has no such minimum
         return ((_rounded(high, factor) << 16) | _rounded(low, factor)) + bits
     else:
         return tl.inline_asm_elementwise(
@@ -405,4 +405,4 @@ def random_words(seed, block, row):
     """Four words of random bits for the 16 numbers of each block: `block_bits_ref` takes its bits from them."""
     c0 = (block + 0 * row).to(tl.uint32)
     c1 = (row + 0 * block).to(tl.uint32)
-    return philox(seed, c0, c1, c0 * 0)
+    return philox(seed, c0, c1)

@@ -20,9 +20,9 @@ def new_seed(device: torch.device) -> Tensor:
     return torch.randint(0, 2**63 - 1, (1,), device=device)
 
 
-def philox_ref(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
-    """[..., 4] int64: four words of 32 random bits for each counter (c0, c1, c2, 0) of int64 tensors alike in shape."""
-    c3 = torch.zeros((), dtype=torch.int64, device=seed.device)
+def philox_ref(seed: Tensor, c0: Tensor, c1: Tensor) -> Tensor:
+    """[..., 4] int64: four words of 32 random bits for each counter (c0, c1, 0, 0) of int64 tensors alike in shape."""
+    c2 = c3 = torch.zeros_like(c0)
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for _ in range(ROUNDS):
         high0, low0 = _product(0xD2511F53, c0)
@@ -33,23 +33,25 @@ def philox_ref(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
 
 
 def random_bits_ref(seed: Tensor, rows: int, columns: int) -> Tensor:
-    """16 random bits an element, [rows, columns] int64: counter (column / 8, row, 0), 16 of its bits a column."""
+    """16 random bits an element, [rows, columns] int64: counter (column / 8, row), 16 of its bits a column."""
     octets = (columns + 7) // 8
     c0 = torch.arange(octets, device=seed.device).expand(rows, octets)
     c1 = torch.arange(rows, device=seed.device)[:, None].expand(rows, octets)
-    words = philox_ref(seed, c0, c1, torch.zeros_like(c0))
+    words = philox_ref(seed, c0, c1)
     return torch.stack((words & 0xFFFF, words >> 16), -1).view(rows, 8 * octets)[:, :columns]
 
 
 def block_bits_ref(seed: Tensor, block: Tensor, row: Tensor) -> Tensor:
-    """9 random bits for each of the 16 numbers of blocks, [..., 16] int64, of the words of counter (block, row, 0).
+    """9 random bits for each of the 16 numbers of blocks, [..., 16] int64, of the words of counter (block, row).
 
-    Those of number i are bits 8 (i % 4) to 8 (i % 4) + 8 of word i // 4, cyclically: each number's are independent of
-    all others' but for one bit that neighbours share, the highest of one, the lowest of the next.
+    Those of number i are bits 8 (i % 4) to 8 (i % 4) + 8 of word i // 4, cyclically: 16 times 9 of 128 bits. So the
+    highest bit of a number's is the lowest of the next one's of the word, of the first one after the last one. Each
+    number by itself is as likely to have any; whether two neighbours are rounded up has a covariance of 1/1024 at most,
+    where its variance is up to 1/4.
 
     block, row: int64 tensors alike in shape
     """
-    words = philox_ref(seed, block, row, torch.zeros_like(block))[..., None]
+    words = philox_ref(seed, block, row)[..., None]
     places = torch.arange(0, 32, 8, device=seed.device)
     return (((words >> places) | (words << (32 - places))) & 0x1FF).flatten(-2)
 

@@ -9,11 +9,12 @@ PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
 
 @triton.jit
-def philox(seed, c0, c1, c2):
-    """Four uint32 tensors: the words of `philox_ref`. seed: int64; c0, c1, c2: uint32 tensors alike in shape."""
+def philox(seed, c0, c1):
+    """Four uint32 tensors: the words of `philox_ref`. seed: int64; c0, c1: uint32 tensors alike in shape."""
     k0 = seed.to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
-    c3 = c0 * 0  # not tl.zeros_like, which Gluon has otherwise
+    c2 = c0 * 0  # not tl.zeros_like, which in Gluon takes a layout
+    c3 = c2
     for _ in tl.static_range(PHILOX_ROUNDS):
         high0, low0 = _product(c0, 0xD2511F53)
         high2, low2 = _product(c2, 0xCD9E8D57)
