@@ -270,7 +270,8 @@ def write_tile(
     of_pairs: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
     of_two: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32, 1], [W, 1, 1], [2, 1, 0])
     words = boxes._reinterpret(gl.uint32, [4, 16 * W, 32], WORDS_LAYOUT)
-    # The columns' codes of a box, in the first quarter of it.
+    # The columns' codes of a box, in the first quarter of it. Triton knows both as the same memory, and has all threads
+    # meet after they read x and before these are written, and again before they read on.
     waiting = boxes._reinterpret(gl.int64, [16, W, 32, 2], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     # Of each block of rows a byte, the last one highest.
     row_scales = gl.full([16 * W, 4], 0, gl.uint32, of_blocks)
