@@ -6,7 +6,7 @@
 
 Same weights, inputs, split sizes. First every way is held against fp32, expert by expert (SQNR in dB of the output and
 of each gradient), and each recipe is run, another one, and the first again, which must give the same bits. Only then
-all ways are timed by turns in one process, whole steps with their launches; caches are as the turns leave them, and
+all ways are timed by turns in one process, whole steps with their launches; caches are as the turns leave them, but
 each step casts the weights anew. Then the grouped products alone, of operands that are quantized before (`products`).
 Useful FLOP: 6 R H F forward, 18 R H F forward + backward, and products.
 """
@@ -70,7 +70,9 @@ def compare_recipes(case: GroupedCase, labels: list[str], *, steps: int = 20) ->
 
     times = {
         passes: time_interleaved(
-            {way: case.step(call, passes) for way, call in ways.items()}, rounds=steps, device=case.device
+            {way: with_own_weights(case, case.step(call, passes)) for way, call in ways.items()},
+            rounds=steps,
+            device=case.device,
         )
         for passes in PASSES
     }
@@ -79,6 +81,17 @@ def compare_recipes(case: GroupedCase, labels: list[str], *, steps: int = 20) ->
         replace(found, times={passes: of_ways[found.way] for passes, of_ways in times.items() if found.way in of_ways})
         for found in outcomes
     ]
+
+
+def with_own_weights(case: GroupedCase, step: Step) -> Step:
+    """The step, which finds no weights that an earlier one quantized: of two in a row the second would."""
+
+    def run() -> list[Tensor]:
+        for operation in case.layer:
+            operation.forget_quantized_weights()
+        return step()
+
+    return run
 
 
 def checked_products(case: GroupedCase, labels: list[str]) -> dict[str, Step]:

@@ -28,6 +28,7 @@ from bench.usage import UsageError
 from fuser import ops
 from ops.paths import GroupedPath
 from recipes import Role
+from recipes.mxfp8 import MXFP8Quantizer
 from recipes.names import RECIPES
 
 SHAPE = ExpertShape(64, 32, num_experts=3, topk=2, tokens=16)
@@ -149,6 +150,25 @@ def test_products_are_those_of_every_grouped_linear_under_every_recipe():
         shapes = [list(tensor.shape) for tensor in step()]
         rows, (w1, w2) = case.rows, ([list(w.shape) for w in case.weights])
         assert shapes == [[rows, 64], [rows, 64], w1, [rows, 64], [rows, 32], w2]
+
+
+def test_each_timed_step_casts_the_weights_whatever_ran_before(monkeypatch):
+    casts = {}
+    cast = MXFP8Quantizer.quantize_stacked
+    monkeypatch.setattr(MXFP8Quantizer, "quantize_stacked", lambda *a, **k: (casts["now"].append(a), cast(*a, **k))[1])
+
+    def in_turn(candidates, **options):
+        casts["now"] = []
+        for _ in range(3):
+            candidates["mxfp8"]()
+        casts[len(casts)] = len(casts["now"])
+        return {way: Timing(1.0, 1.0, 1.0) for way in candidates}
+
+    casts["now"] = []
+    monkeypatch.setattr("bench.bench_recipes.time_interleaved", in_turn)
+    compare_recipes(expert_mlp(SHAPE), ["bf16", "mxfp8"], steps=1)
+    # Forward, forward + backward, and products, whose operands are quantized before; two weights.
+    assert list(casts.values())[1:] == [6, 6, 0]
 
 
 def test_a_wrong_operation_stops_the_comparison(monkeypatch):
