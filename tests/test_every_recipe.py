@@ -128,6 +128,19 @@ def test_fused_and_unfused_agree(recipe, device):
         assert_same(step(fused, recipe, seed), step(unfused, recipe, seed))
 
 
+@pytest.mark.gpu
+@EVERY
+def test_another_gpu_than_the_current_one_gives_the_same_bits(recipe):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    here, there = mlp("cuda:0"), mlp("cuda:1")
+    for seed in range(3):  # the last of them replays what the first two launched
+        found = step(there, recipe, seed)
+        assert {tensor.get_device() for tensor in found.values()} == {1}
+        assert torch.cuda.current_device() == 0
+        assert_same(step(here, recipe, seed), {name: tensor.to("cuda:0") for name, tensor in found.items()})
+
+
 @EVERY
 def test_what_is_kept_of_weights_changes_no_bit(recipe):
     kept, fresh = mlp(), mlp()
