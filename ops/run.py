@@ -27,6 +27,10 @@ from recipes.stack import current_recipe, current_updates, records_amaxes
 
 Buffers = Mapping[int, Mapping[str, Tensor]]
 
+NOT_TRACED = (
+    "Operations of fuser run as they are, with kernels that are fused already, and torch.compile takes what is around "
+    "them: leave out fullgraph=True."
+)
 
 _NONE = type(None)
 _requires_grad = attrgetter("requires_grad")
@@ -142,6 +146,7 @@ class Pipeline:
                         f"Materialise it first: module.to_empty(device={str(x.device)!r}), then reset_parameters()."
                     )
 
+    @torch.compiler.disable(reason=NOT_TRACED)
     def __call__(
         self,
         x: Any,

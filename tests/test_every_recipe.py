@@ -128,6 +128,16 @@ def test_fused_and_unfused_agree(recipe, device):
         assert_same(step(fused, recipe, seed), step(unfused, recipe, seed))
 
 
+@EVERY
+@ON_EACH_DEVICE
+def test_torch_compile_changes_no_bit(recipe, device):
+    torch.compiler.reset()  # what was compiled for other recipes counts against a limit
+    plain, compiled = mlp(device), mlp(device)
+    run = torch.compile(compiled, backend="aot_eager")
+    for seed in range(2):
+        assert_same(step(plain, recipe, seed), step(compiled, recipe, seed, run=run))
+
+
 @pytest.mark.gpu
 @EVERY
 def test_another_gpu_than_the_current_one_gives_the_same_bits(recipe):

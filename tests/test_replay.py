@@ -491,6 +491,7 @@ def test_repeated_step_runs_on_the_current_stream():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # said once in a process
 def test_repeated_step_is_captured():
     fused, unfused = expert_block()
     x, scales, dy = inputs()

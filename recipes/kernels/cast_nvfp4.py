@@ -341,7 +341,7 @@ def amax_nvfp4_triton(
     if x.numel() and (rowwise or columnwise):
         config = amax_nvfp4_config(x.shape[-1], row_scaled=row_scaled)
         launch = _Launch(x, splits, config)
-        with _gpu_of(x):
+        with torch.cuda.device_of(x):
             amax_nvfp4_kernel[launch.grid](
                 launch.x, *launch.offsets, of_rows, None if shared else of_columns, *launch.sizes, x.shape[-1],
                 STACKED=x.ndim == 3, ROW_SCALED=row_scaled, RHT=rht, TILES=config.tiles, BLOCK_R=config.block_r,
@@ -378,7 +378,7 @@ def cast_nvfp4_triton(
     launch = _Launch(x, splits, config)
     pairs = x.dtype == torch.bfloat16 and x.shape[-1] % BLOCK == 0 and launch.x.data_ptr() % 4 == 0
     codes = made.columnwise.view(torch.int64) if made.columnwise is not None else None
-    with _gpu_of(x):
+    with torch.cuda.device_of(x):
         cast_nvfp4_kernel[launch.grid](
             launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), codes,
             _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, PAIRS=pairs,
@@ -398,7 +398,7 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
     about = {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "num_warps": config.num_warps}
     num_groups = values.numel() // (R * K)
     column_tiles = -(-K // config.block_c)
-    with _gpu_of(codes):
+    with torch.cuda.device_of(codes):
         if transpose:
             tiles = num_groups * -(-R // (BLOCK * config.block_r))
             band = min(tiles, max(config.band, -(-tiles // 65535)))
@@ -423,7 +423,7 @@ def cast_nvfp4_gluon(
     assert made.columnwise is not None and config.block_r == 4 and config.block_c == 64 * config.num_warps
     rows = x.view(-1, x.shape[-1])
     chunk = min(max(next_power_of_2(launch.sizes[1] + 1), 32), 128) if launch.offsets[0] is not None else 32
-    with _gpu_of(x):
+    with torch.cuda.device_of(x):
         cast_nvfp4_gluon_kernel[launch.grid](
             GluonDescriptor(rows, list(rows.shape), list(rows.stride()), [BLOCK, config.block_c], BOX_LAYOUT.value),
             *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), made.columnwise.view(torch.int64),
@@ -451,11 +451,6 @@ class _Launch:
             slots = -(-splits.aligned_capacity(BLOCK) // block_m)
         band = min(slots, max(config.band, -(-slots // 65535)))  # more programs than that have no place on an axis
         self.grid = (band, -(-K // (config.block_c * config.tiles)), -(-slots // band))
-
-
-def _gpu_of(x: Tensor) -> torch.cuda.device:
-    """The GPU that x is on is the current one within it. Not `device_of`, which torch.compile does not trace."""
-    return torch.cuda.device(x.get_device())
 
 
 def _num_groups(x: Tensor, splits: Splits | None) -> int:
