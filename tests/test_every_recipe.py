@@ -128,6 +128,7 @@ def test_fused_and_unfused_agree(recipe, device):
         assert_same(step(fused, recipe, seed), step(unfused, recipe, seed))
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.compile's own
 @EVERY
 @ON_EACH_DEVICE
 def test_torch_compile_changes_no_bit(recipe, device):

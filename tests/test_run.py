@@ -575,6 +575,7 @@ def test_torch_autocast_gives_the_dtype_and_gradients_keep_the_parameters(
         assert torch.equal(same(x.bfloat16()), y)
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.compile's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile's
 def test_torch_compile_takes_what_is_around_operations_and_refuses_more() -> None:
     torch.compiler.reset()  # what was compiled for other tests counts against a limit
