@@ -27,6 +27,7 @@ from recipes.stack import current_recipe, current_updates, records_amaxes
 
 Buffers = Mapping[int, Mapping[str, Tensor]]
 
+# Where torch (2.11, 2.13) traces the Function, backward takes the saved tensors twice, and the first time frees them.
 NOT_TRACED = (
     "Operations of fuser run as they are, with kernels that are fused already, and torch.compile takes what is around "
     "them: leave out fullgraph=True."
