@@ -145,7 +145,7 @@ def test_another_gpu_than_the_current_one_gives_the_same_bits(recipe):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     here, there = mlp("cuda:0"), mlp("cuda:1")
-    for seed in range(3):  # the last of them replays what the first two launched
+    for seed in range(3):  # in the third the current GPU repeats recorded launches; the other launches anew
         found = step(there, recipe, seed)
         assert {tensor.get_device() for tensor in found.values()} == {1}
         assert torch.cuda.current_device() == 0

@@ -499,7 +499,7 @@ def test_repeated_step_is_captured():
         step(fused, x, scales, dy)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = step(fused, x, scales, dy)  # their graph, which outlives the capture, is what torch warns of below
+        results = step(fused, x, scales, dy)  # whose graph outlives the capture
     for _ in range(3):
         for old, new in zip((x, scales, dy), inputs(), strict=True):
             old.copy_(new)

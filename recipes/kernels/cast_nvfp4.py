@@ -296,7 +296,8 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def runs_gluon(x: Tensor) -> bool:
-    """Whether the kernel in Gluon is there for x. What torch compiles takes that in Triton, which it knows."""
+    """Whether the kernel in Gluon is there for x. A quantizer that torch compiles takes that in Triton; with torch 2.11
+    Inductor fails at it too (operations are not traced, so they never come here that way)."""
     if x.dtype != torch.bfloat16 or not x.is_cuda or torch.compiler.is_compiling():
         return False
     return why_no_gluon(torch.cuda.get_device_capability(x.device)) is None
