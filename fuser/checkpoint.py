@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from recipes.autocast import autocast
-from recipes.stack import CastScales, current_recipe
+from recipes.stack import CastScales, current_recipe, current_updates
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
@@ -22,7 +22,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     Raises RuntimeError in backward for a tensor given by name that was changed in place after the call began, also by
     the function itself: it could not be computed again. (Torch looks only at those given by position.)
     """
-    recipe = current_recipe()
+    recipe, updates = current_recipe(), current_updates()
+    group = None if updates is None else updates.group
     versions = _versions(kwargs)
     scales = CastScales()
     runs = iter((False, True))
@@ -35,7 +36,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
                 "computed again. Do not write into the inputs of a checkpointed function."
             )
         scales.replays = next(runs, True)
-        with autocast(recipe=recipe, scales=scales):
+        with autocast(recipe=recipe, amax_reduction_group=group, scales=scales):
             return function(*inputs, **named)
 
     return torch_checkpoint(under_recipe, *args, use_reentrant=use_reentrant, **kwargs)

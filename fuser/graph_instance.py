@@ -19,7 +19,7 @@ from ops.main_grad import OperationWithWeights, placeholder
 from recipes.autocast import autocast
 from recipes.effects import Recording
 from recipes.recipe import Recipe
-from recipes.stack import outside_of_autocast
+from recipes.stack import entered
 
 Grads = list[Tensor | None]
 
@@ -42,7 +42,7 @@ class Settings:
     def entered(self) -> Iterator[None]:
         enabled, dtype = self.torch_autocast
         with (
-            outside_of_autocast(),
+            entered(()),
             torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False),
             autocast(self.recipe, amax_reduction_group=self.group, keep_weights=self.keep_weights),
         ):

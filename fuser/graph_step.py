@@ -15,7 +15,7 @@ from fuser.graph_checks import HeldCheck, InputCheck, check_module
 from fuser.graph_instance import Sample, Settings
 from fuser.graph_state import undisturbed
 from recipes.effects import not_recorded
-from recipes.stack import current_recipe, outside_of_autocast
+from recipes.stack import current_recipe, entered
 
 
 def make_graphed_step(
@@ -153,7 +153,7 @@ class GraphedStep:
         self._left = [(p.grad, getattr(p, "grad_added_to_main_grad", None)) for p in self._parameters]
 
     def _run(self) -> None:
-        with outside_of_autocast(), torch.enable_grad():
+        with entered(()), torch.enable_grad():
             results, self._spec = tree_flatten(self._step(*self._arguments()))
         if not all(result is None or isinstance(result, Tensor) for result in results):
             raise TypeError("The step returned something that is no tensor. A replay gives tensors, or None.")

@@ -11,7 +11,9 @@ from ops.context import OperationContext, at_tensor
 from ops.in_place import memory_of
 from ops.program import Program, Wiring
 from ops.saved import Spec, unflatten
+from recipes.first_forwards import FirstForwards
 from recipes.pending import PendingUpdates
+from recipes.stack import Stack
 
 
 class Record(NamedTuple):
@@ -20,7 +22,8 @@ class Record(NamedTuple):
     states:      for each operation the values of its context, and the spec of its `Saved`
     parameters, parameter_states: of all operations, as forward saw them
     input_names: the extra inputs that autograd knows; returned: the extra outputs that it does
-    amax_reduction_group: of the outermost autocast of forward
+    entries: what `autocast` had open in forward
+    first_forwards: of the pipeline
     """
 
     program: Program
@@ -30,7 +33,8 @@ class Record(NamedTuple):
     parameter_states: Sequence[Any]
     input_names: tuple[str, ...]
     returned: tuple[str, ...]
-    amax_reduction_group: Any
+    entries: Stack
+    first_forwards: FirstForwards
 
 
 def run_backward(
@@ -42,7 +46,7 @@ def run_backward(
     """
     if not record.program.keeps_state:
         return _run(record, saved, dy, d_returned, None)
-    updates = PendingUpdates(record.amax_reduction_group)
+    updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
     try:
         gradients = _run(record, saved, dy, d_returned, updates)
     except BaseException:

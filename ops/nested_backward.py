@@ -26,12 +26,15 @@ class _Mark:
 _running: WeakValueDictionary[int, _Mark] = WeakValueDictionary()
 
 
-def note_forward() -> None:
-    """Something is computed forward: if that is within a backward, know of it until its end."""
+def note_forward() -> bool:
+    """Something is computed forward: if that is within a backward, know of it until its end. Returns whether it is."""
     number = torch._C._current_graph_task_id()
-    if number >= 0 and number not in _running:
+    if number < 0:
+        return False
+    if number not in _running:
         mark = _running[number] = _Mark(number)
         torch.autograd.Variable._execution_engine.queue_callback(mark)
+    return True
 
 
 def outermost_backward() -> int:

@@ -19,11 +19,12 @@ from ops.in_place import check_writable, memory_of
 from ops.nested_backward import note_forward
 from ops.program import Planner, Program, Wiring, plan_unfused
 from ops.saved import flatten
+from recipes.first_forwards import FirstForwards
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
 from recipes.splits import Splits
-from recipes.stack import current_recipe, current_updates, records_amaxes
+from recipes.stack import current_recipe, current_updates, open_entries, records_amaxes, reentered
 
 Buffers = Mapping[int, Mapping[str, Tensor]]
 
@@ -73,6 +74,7 @@ class Pipeline:
         self.path = path
         self.retain_graph = retain_graph
         self.programs: dict[Any, Program] = {}
+        self.first_forwards = FirstForwards()
         # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
         self._members = [(operation, operation._parameters, operation._modules) for operation in self.operations]
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
@@ -163,10 +165,25 @@ class Pipeline:
         extras: every name in `self.consumed`. wanted: the names of the extra outputs to return.
         Returns (y, {name: extra output}).
         """
-        note_forward()
+        if note_forward():
+            with self.first_forwards.entered_again(training):
+                return self._run(x, extras, wanted, buffers, training, fusions_version)
+        result = self._run(x, extras, wanted, buffers, training, fusions_version)
+        self.first_forwards.began(training, self.recipe or current_recipe())
+        return result
+
+    def _run(
+        self,
+        x: Any,
+        extras: dict[str, Any],
+        wanted: Iterable[str],
+        buffers: Buffers | None,
+        training: bool,
+        fusions_version: int,
+    ) -> tuple[Any, dict[str, Any]]:
         parameters = self._parameters()
         program = self._program(x, extras, parameters, training, fusions_version)
-        call = _Call(program, extras, tuple(wanted), buffers or {}, self.retain_graph, self.labels)
+        call = _Call(program, extras, tuple(wanted), buffers or {}, self)
         # Inside a Function, torch.autocast would still change the products of the references.
         with (
             without_autocast(x.device),
@@ -221,8 +238,7 @@ class _Call:
         extras: dict[str, Any],
         wanted: tuple[str, ...],
         buffers: Buffers,
-        retains: bool,
-        labels: tuple[str, ...],
+        pipeline: Pipeline,
     ) -> None:
         self.program = program
         self.environment = dict(extras)
@@ -235,8 +251,9 @@ class _Call:
         self.given: list[Tensor] = []  # x and the extra inputs, where an operation writes in place
         self.written: dict[str, Tensor] = {}  # those of them that were, and have a history
         self.updates: PendingUpdates | None = None
-        self.retains = retains
-        self.labels = labels
+        self.retains = pipeline.retain_graph
+        self.labels = pipeline.labels
+        self.first_forwards = pipeline.first_forwards
 
     def forward(self, x: Any) -> Any:
         for prototype in self.program.contexts:
@@ -352,7 +369,7 @@ class _RetainingFunction(torch.autograd.Function):
         parameters = tensors[: program.num_parameters]
         fctx.record = Record(
             program, call.labels, states, parameters, [state_of(p) for p in parameters],
-            tuple(call.input_names), tuple(returned), None if call.updates is None else call.updates.group,
+            tuple(call.input_names), tuple(returned), open_entries(), call.first_forwards,
         )  # fmt: skip
         fctx.has_run = False
         fctx.retains = call.retains
@@ -365,9 +382,13 @@ class _RetainingFunction(torch.autograd.Function):
                 "Double backward (create_graph=True) through a pipeline is not supported: its backward is written by "
                 "hand. Call backward without create_graph, or express that part with plain torch functions."
             )
-        device = fctx.record.program.request.device
-        with without_autocast(device):
-            return None, *run_backward(fctx.record, _take_saved(fctx), dy, d_returned)
+        record = fctx.record
+        is_first = not fctx.has_run
+        saved = _take_saved(fctx)
+        if is_first:
+            record.first_forwards.ended(record.program.request.training, record.program.request.recipe)
+        with without_autocast(record.program.request.device), reentered(record.entries):
+            return None, *run_backward(record, saved, dy, d_returned)
 
 
 def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ContextDecorator
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,18 +14,10 @@ from recipes.effects import Effect, perform
 from recipes.names import as_recipe
 from recipes.pending import PendingUpdates, RecordsAmaxes, end_steps, forget
 from recipes.recipe import HighPrecision, Recipe
-from recipes.stack import CastScales, Entry, current_updates, stack
+from recipes.stack import CastScales, Entry, current_updates, open_entries, push, remove
 
 
-@contextmanager
-def autocast(
-    recipe: Recipe | str | None = None,
-    enabled: bool = True,
-    *,
-    amax_reduction_group: dist.ProcessGroup | None = None,
-    keep_weights: Tensor | None = None,
-    scales: CastScales | None = None,
-) -> Iterator[Recipe]:
+class autocast(ContextDecorator):
     """Run what is inside under `recipe`, a Recipe or a name such as "mxfp8"; also a decorator.
 
     Contexts nest, and the innermost one counts. `enabled=False`, like None, means high precision. Yields the recipe.
@@ -38,27 +31,57 @@ def autocast(
         Outside of a capture it is not looked at, but run the same passes once under it before they are captured.
     scales: where `fuser.checkpoint` keeps the scales of a first run for its recomputation
 
-    The stack is one for the process: enter contexts from one thread at a time. Plain `torch.utils.checkpoint` computes
-    again outside of the context, unless backward runs inside; `fuser.checkpoint` enters the recipe again.
+    Each thread has its own contexts; a backward knows the recipe of its forward, whatever is open where it runs. What
+    `torch.utils.checkpoint` computes again runs under the recipe of its first time, or is refused with a RuntimeError:
+    under a recipe with a state, whose scales have moved since, and where first times under several recipes are still
+    to be computed again, use `fuser.checkpoint`.
     """
-    chosen = as_recipe(recipe) if enabled else HighPrecision()
-    outermost = not stack
-    updates = PendingUpdates(amax_reduction_group) if outermost else stack[0].updates
-    entry = Entry(chosen, updates, scales, keep_weights)
-    stack.append(entry)
-    try:
-        yield chosen
-    except BaseException:
-        if outermost:
+
+    def __init__(
+        self,
+        recipe: Recipe | str | None = None,
+        enabled: bool = True,
+        *,
+        amax_reduction_group: dist.ProcessGroup | None = None,
+        keep_weights: Tensor | None = None,
+        scales: CastScales | None = None,
+    ) -> None:
+        self._recipe = as_recipe(recipe) if enabled else HighPrecision()
+        self._group = amax_reduction_group
+        self._settings = scales, keep_weights
+        self._entry: Entry | None = None
+        self._is_outermost = False
+
+    def _recreate_cm(self) -> autocast:
+        """A context of its own for each call of a decorated function."""
+        scales, keep_weights = self._settings
+        return autocast(self._recipe, amax_reduction_group=self._group, keep_weights=keep_weights, scales=scales)
+
+    def __enter__(self) -> Recipe:
+        if self._entry is not None:
+            raise RuntimeError("This autocast is open already. Make one for each `with` statement.")
+        outside = open_entries()
+        self._is_outermost = not outside
+        if outside:
+            self._entry = Entry(self, self._recipe, outside[0].updates, *self._settings)
+        else:
+            updates = PendingUpdates(self._group)
+            self._entry = Entry(self, self._recipe, updates, *self._settings, if_abandoned=updates.discard)
+        push(self._entry)
+        return self._recipe
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        entry, self._entry = self._entry, None
+        assert entry is not None, "it was entered"
+        remove(entry)
+        if not self._is_outermost:
+            return
+        if kind is not None:
             entry.updates.discard()
-        raise
-    finally:
-        # its own entry, also if another thread has put one on top
-        del stack[next(i for i, other in enumerate(stack) if other is entry)]
-    if outermost:
+            return
         quantizers = entry.updates.take()
         if quantizers:
-            perform(Effect(_end_of_step, (quantizers, amax_reduction_group), partial(forget, quantizers)))
+            perform(Effect(_end_of_step, (quantizers, self._group), partial(forget, quantizers)))
 
 
 def _end_of_step(quantizers: Mapping[int, RecordsAmaxes], group: dist.ProcessGroup | None) -> None:

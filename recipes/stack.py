@@ -1,14 +1,19 @@
-"""What `autocast` has chosen: the stack of recipes, and what hangs on its entries.
+"""What `autocast` has chosen: the stack of recipes of this thread, and what belongs to its entries.
 
-It is one for the process, not one a thread: autograd runs CUDA backwards on a thread of its own, and a recomputation
-there must see the recipe that the caller chose.
+It is a context variable, so each thread (and each asyncio task) has its own. Autograd runs CUDA backwards on a thread
+of its own: there a pipeline enters what its forward had (`recipes.first_forwards`).
+
+The stack holds an entry only as long as its `with` statement holds the context manager: an exception that arrives
+between two instructions (Ctrl-C) cannot leave one behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,40 +45,116 @@ class CastScales:
         return scale
 
 
-@dataclass(frozen=True, eq=False)
 class Entry:
-    recipe: Recipe
-    updates: PendingUpdates
-    scales: CastScales | None
-    keep_weights: Tensor | None = None
+    """One `autocast` that is open, or was.
+
+    holder:       the context manager; the entry is open while that lives and has not been left
+    if_abandoned: is called if it dies without having been left
+    in_backward:  whether it was opened within a backward
+    """
+
+    __slots__ = ("__weakref__", "_holder", "in_backward", "keep_weights", "recipe", "scales", "updates")
+
+    def __init__(
+        self,
+        holder: Any,
+        recipe: Recipe,
+        updates: PendingUpdates,
+        scales: CastScales | None = None,
+        keep_weights: Tensor | None = None,
+        *,
+        if_abandoned: Callable[[], None] | None = None,
+    ) -> None:
+        call = None if if_abandoned is None else lambda _: if_abandoned()
+        self._holder: Any = weakref.ref(holder, call)
+        self.recipe = recipe
+        self.updates = updates
+        self.scales = scales
+        self.keep_weights = keep_weights
+        self.in_backward = torch._C._current_graph_task_id() >= 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._holder() is not None
+
+    def reopened(self, holder: Any) -> Entry:
+        """The same entry, open while `holder` lives."""
+        return Entry(holder, self.recipe, self.updates, self.scales, self.keep_weights)
+
+    def close(self) -> None:
+        """It has been left."""
+        self._holder = _nobody
 
 
-stack: list[Entry] = []
+def _nobody() -> None:
+    return None
+
+
+Stack = tuple[Entry, ...]
+
+_stack: ContextVar[Stack] = ContextVar("fuser_recipes", default=())
+
+
+def open_entries() -> Stack:
+    """The entries that are open on this thread, the innermost last."""
+    entries = _stack.get()
+    for entry in entries:
+        if not entry.is_open:
+            entries = tuple([other for other in entries if other.is_open])
+            _stack.set(entries)
+            break
+    return entries
+
+
+def push(entry: Entry) -> None:
+    """Make it the innermost entry of this thread."""
+    _stack.set((*open_entries(), entry))
+
+
+def remove(entry: Entry) -> None:
+    """Close it, also if it is not the innermost one."""
+    entry.close()
+    open_entries()
 
 
 @contextmanager
-def outside_of_autocast() -> Iterator[None]:
-    """As if no context were open: what runs inside is no part of the step around it."""
-    entries, stack[:] = stack[:], []
+def entered(entries: Stack) -> Iterator[None]:
+    """These entries alone are this thread's stack; () is as if no context were open."""
+    before = _stack.get()
+    _stack.set(entries)
     try:
         yield
     finally:
-        stack[:] = entries
+        _stack.set(before)
+
+
+class _Holder:
+    """What keeps entries open that are entered again."""
+
+
+@contextmanager
+def reentered(entries: Stack) -> Iterator[None]:
+    """These entries alone are this thread's stack, and open, also where they were left in the meantime."""
+    holder = _Holder()
+    with entered(tuple(entry.reopened(holder) for entry in entries)):
+        yield
 
 
 def current_recipe() -> Recipe:
-    """The recipe of the innermost `autocast`, `HighPrecision()` outside of any."""
-    return stack[-1].recipe if stack else _HIGH_PRECISION
+    """The recipe of the innermost `autocast` of this thread, `HighPrecision()` outside of any."""
+    entries = open_entries()
+    return entries[-1].recipe if entries else _HIGH_PRECISION
 
 
 def current_updates() -> PendingUpdates | None:
     """What waits for the end of the outermost `autocast`; None outside of any."""
-    return stack[0].updates if stack else None
+    entries = open_entries()
+    return entries[0].updates if entries else None
 
 
 def scale_in_use(state: int, scale: Tensor) -> Tensor:
     """`scale`, or in a recomputation the first run's; `state` is the address of the memory it was read from."""
-    for entry in stack:
+    for entry in open_entries():
         if entry.scales is not None:
             scale = entry.scales.exchange(state, scale)
     return scale
@@ -81,7 +162,7 @@ def scale_in_use(state: int, scale: Tensor) -> Tensor:
 
 def records_amaxes() -> bool:
     """Whether quantizers with a state record now: not in an evaluation, and not in a recomputation."""
-    runs = [entry.scales for entry in stack if entry.scales is not None]
+    runs = [entry.scales for entry in open_entries() if entry.scales is not None]
     if runs:
         return all(run.records and not run.replays for run in runs)
     # A forward inside of a backward is a recomputation, by torch's own checkpoint.
@@ -90,4 +171,4 @@ def records_amaxes() -> bool:
 
 def keep_weights_flag() -> Tensor | None:
     """The innermost `keep_weights` of `autocast`; None if there is none."""
-    return next((entry.keep_weights for entry in reversed(stack) if entry.keep_weights is not None), None)
+    return next((entry.keep_weights for entry in reversed(open_entries()) if entry.keep_weights is not None), None)

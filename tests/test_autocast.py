@@ -1,10 +1,17 @@
-"""autocast: one stack of recipes for the process."""
+"""autocast: one stack of recipes for each thread."""
 
+import asyncio
+import contextlib
+import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from recipes import Float8CurrentScaling, HighPrecision, MXFP8BlockScaling, autocast, current_recipe
+
+RECIPE, OTHER = MXFP8BlockScaling(), Float8CurrentScaling()
 
 
 def test_high_precision_outside_of_any():
@@ -40,13 +47,120 @@ def test_an_unknown_name_changes_nothing():
         assert current_recipe() == Float8CurrentScaling()
 
 
-def test_another_thread_sees_the_same_recipe():
-    seen = []
-    with autocast("mxfp8"):
-        thread = threading.Thread(target=lambda: seen.append(current_recipe()))
-        thread.start()
-        thread.join()
-    assert seen == [MXFP8BlockScaling()]
+def test_each_thread_has_its_own_recipe():
+    """Two threads switch recipes as fast as they can, and neither meets the other's."""
+    faults = []
+    start = threading.Barrier(2)
+
+    def run(recipe):
+        start.wait()
+        for _ in range(400):
+            with autocast(recipe):
+                time.sleep(0)
+                if current_recipe() != recipe:
+                    faults.append(recipe)
+            if current_recipe() != HighPrecision():
+                faults.append(recipe)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(recipe,)) for recipe in (RECIPE, OTHER)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not faults
+
+
+def test_a_new_thread_begins_in_high_precision():
+    with autocast("mxfp8"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(current_recipe).result() == HighPrecision()
+
+
+def test_an_asyncio_task_has_the_recipe_of_its_maker_and_hands_none_back():
+    async def inner():
+        seen = current_recipe()
+        with autocast(OTHER):
+            await asyncio.sleep(0)
+            return seen, current_recipe()
+
+    async def outer():
+        with autocast(RECIPE):
+            found = await asyncio.create_task(inner())
+            return found, current_recipe()
+
+    assert asyncio.run(outer()) == ((RECIPE, OTHER), RECIPE)
+
+
+def test_a_context_that_was_never_left_ends_with_its_manager():
+    """As Ctrl-C between two instructions leaves it."""
+    manager = autocast(RECIPE)
+    manager.__enter__()
+    assert current_recipe() == RECIPE
+    del manager
+    assert current_recipe() == HighPrecision()
+
+
+def test_interrupts_at_any_instruction_leave_nothing_open():
+    """A signal of its own, raised at the n-th traced instruction of entering and leaving, for every n."""
+
+    class Interrupt(BaseException):
+        pass
+
+    def interrupted_at(n):
+        left = n
+
+        def trace(frame, event, arg):
+            nonlocal left
+            module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
+            # not in callbacks of weak references, out of which no exception comes
+            if module in ("recipes.autocast", "recipes.stack") and function != "<lambda>":
+                frame.f_trace_opcodes = True
+                left -= 1
+                if left == 0:
+                    raise Interrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            with autocast(RECIPE):
+                current_recipe()
+        finally:
+            sys.settrace(None)
+
+    before = sys.gettrace()
+    count, was_interrupted = 0, True
+    try:
+        while was_interrupted:
+            count += 1
+            with contextlib.suppress(Interrupt):
+                interrupted_at(count)
+                was_interrupted = False
+            assert current_recipe() == HighPrecision(), count
+    finally:
+        sys.settrace(before)
+    assert count > 50
+
+
+def test_contexts_may_be_left_in_any_order():
+    first, second = autocast(RECIPE), autocast(OTHER)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert current_recipe() == OTHER
+    second.__exit__(None, None, None)
+    assert current_recipe() == HighPrecision()
+
+
+def test_one_context_is_not_entered_twice_at_once():
+    context = autocast(RECIPE)
+    with context, pytest.raises(RuntimeError, match="open already"), context:
+        raise AssertionError("must not be entered")
+    with context:
+        assert current_recipe() == RECIPE
 
 
 def test_it_decorates_functions():

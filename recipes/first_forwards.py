@@ -1,0 +1,91 @@
+"""Which recipes the forwards of a pipeline ran under whose backward has not run yet.
+
+A forward within a backward is a recomputation, by an activation checkpoint, of one of these. It runs where autograd
+runs, on a thread with a stack of recipes of its own, and usually after the caller's `autocast` was left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from recipes.recipe import Recipe, Role
+from recipes.stack import Stack, open_entries, reentered
+
+_MOST = 16  # recipes that are remembered at once; a forward without a backward is never taken off
+
+_HOW = "Use fuser.checkpoint, or open autocast(recipe) inside of the function that is checkpointed."
+
+
+class _Forwards(NamedTuple):
+    """Of one recipe: how many, and the stack of the last one."""
+
+    count: int
+    entries: Stack
+
+
+class FirstForwards:
+    """Of one pipeline. `training` tells the forwards of an evaluation from others."""
+
+    def __init__(self) -> None:
+        self._pending: dict[tuple[bool, Recipe], _Forwards] = {}
+
+    def began(self, training: bool, recipe: Recipe) -> None:
+        """A forward runs under this recipe, outside of any backward."""
+        key = training, recipe
+        known = self._pending.pop(key, None)
+        self._pending[key] = _Forwards(1 if known is None else known.count + 1, open_entries())
+        if len(self._pending) > _MOST:
+            del self._pending[next(iter(self._pending))]
+
+    def ended(self, training: bool, recipe: Recipe) -> None:
+        """The backward of such a forward runs."""
+        known = self._pending.get((training, recipe))
+        if known is not None and known.count > 1:
+            self._pending[training, recipe] = known._replace(count=known.count - 1)
+        elif known is not None:
+            del self._pending[training, recipe]
+
+    @contextmanager
+    def entered_again(self, training: bool) -> Iterator[None]:
+        """Within a backward: under the recipe of the forward that is computed again.
+
+        Raises RuntimeError if that recipe is not known, or if its scales have moved since.
+        """
+        entries = open_entries()
+        if entries and entries[-1].in_backward:  # the function that is computed again has chosen
+            yield
+            return
+        found = self._found(training)
+        if found is None:  # nothing ran before: not a recomputation
+            yield
+            return
+        recipe, first = found
+        if _keeps_state(recipe) and not (first and first[0].is_open):
+            raise RuntimeError(
+                f"A forward under {recipe.name!r} is computed again in a backward, after the step of its autocast has "
+                f"ended and its scales have moved. {_HOW}"
+            )
+        with reentered(first):
+            yield
+
+    def _found(self, training: bool) -> tuple[Recipe, Stack] | None:
+        pending = {recipe: known.entries for (kind, recipe), known in self._pending.items() if kind == training}
+        if not pending:
+            return None
+        if len(pending) > 1:
+            still_open = {recipe: entries for recipe, entries in pending.items() if entries and entries[0].is_open}
+            if len(still_open) != 1:
+                raise RuntimeError(
+                    "A forward is computed again in a backward, and which recipe it first ran under is not known: "
+                    f"forwards under {' and '.join(repr(recipe.name) for recipe in pending)} wait for their backward. "
+                    + _HOW
+                )
+            pending = still_open
+        return next(iter(pending.items()))
+
+
+def _keeps_state(recipe: Recipe) -> bool:
+    quantizers = [recipe.quantizer(role) for role in Role]
+    return any(quantizer is not None and quantizer.keeps_state for quantizer in quantizers)

@@ -1,0 +1,158 @@
+"""A forward within a backward runs under the recipe of the forward that it computes again, or is refused."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from fuser import Sequential, autocast, ops
+from recipes import HighPrecision, MXFP8BlockScaling, NVFP4BlockScaling, current_recipe
+
+REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True])
+RECIPES = {
+    name: name if name != "nvfp4" else NVFP4BlockScaling(disable_stochastic_rounding=True)
+    for name in ("mxfp8", "nvfp4", "bf16")
+}
+
+
+def dense():
+    return Sequential(ops.Linear(32, 48), ops.SwiGLU(), ops.Linear(24, 32))
+
+
+def everything(y, x, model):
+    y.square().sum().backward()
+    found = [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
+    model.zero_grad()
+    return found
+
+
+def leaf():
+    torch.manual_seed(3)
+    return torch.randn(8, 32, requires_grad=True)
+
+
+def checkpointed(model, use_reentrant, recipe, covering=None, torch_last=False):
+    """By torch's own checkpoint, with the recipe around forward alone.
+
+    torch_last: the node of a torch function asks for the recomputation first, and not one of the pipeline's
+    """
+    x = leaf()
+    with autocast(recipe):
+        y = torch_checkpoint((lambda x: model(x).sin()) if torch_last else model, x, use_reentrant=use_reentrant)
+    if covering is None:
+        return everything(y, x, model)
+    with autocast(covering):
+        return everything(y, x, model)
+
+
+def stored(model, recipe, torch_last=False):
+    x = leaf()
+    with autocast(recipe):
+        y = model(x).sin() if torch_last else model(x)
+    return everything(y, x, model)
+
+
+def same(found, expected):
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("torch_last", [False, True])
+@pytest.mark.parametrize("covering", [None, "bf16", "fp8_current"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@REENTRANT
+def test_torchs_checkpoint_recomputes_under_the_recipe_of_forward(recipe, covering, use_reentrant, torch_last):
+    """Also where backward runs outside of it, or within another one."""
+    model = dense()
+    found = checkpointed(model, use_reentrant, RECIPES[recipe], covering, torch_last)
+    assert same(found, stored(model, RECIPES[recipe], torch_last))
+
+
+@REENTRANT
+def test_an_operations_own_recipe_is_kept(use_reentrant):
+    model = dense()
+    model[0].set_recipe("fp8_block")
+    assert same(checkpointed(model, use_reentrant, "mxfp8"), stored(model, "mxfp8"))
+
+
+@REENTRANT
+def test_scales_that_have_moved_are_refused(use_reentrant):
+    with pytest.raises(RuntimeError, match=r"'fp8_delayed' is computed again .* Use fuser.checkpoint"):
+        checkpointed(dense(), use_reentrant, "fp8_delayed")
+
+
+@REENTRANT
+def test_two_recipes_that_wait_are_refused(use_reentrant):
+    model, x, total = dense(), leaf(), 0
+    for recipe in ("mxfp8", "bf16"):
+        with autocast(recipe):
+            total = total + torch_checkpoint(model, x, use_reentrant=use_reentrant).sum()
+    with pytest.raises(RuntimeError, match="'mxfp8' and 'high_precision' wait for their backward. Use fuser.checkpoint"):
+        total.backward()
+
+
+@REENTRANT
+def test_steps_under_changing_recipes_with_evaluations_between(use_reentrant):
+    model = dense()
+    for recipe in ("bf16", "mxfp8", "fp8_current", "mxfp8"):
+        found = checkpointed(model, use_reentrant, recipe, torch_last=True)
+        assert same(found, stored(model, recipe, torch_last=True))
+        with torch.no_grad(), autocast("fp8_block"):
+            model.eval()(leaf())
+        model.train()
+
+
+@REENTRANT
+def test_several_microbatches_wait_at_once(use_reentrant):
+    model = dense()
+    xs = [torch.randn(8, 32, requires_grad=True) for _ in range(3)]
+    ys = []
+    for x in xs:
+        with autocast("mxfp8"):
+            ys.append(torch_checkpoint(model, x, use_reentrant=use_reentrant))
+    for y in reversed(ys):
+        y.sum().backward()
+    for x in xs:
+        again = x.detach().requires_grad_()
+        with autocast("mxfp8"):
+            model(again).sum().backward()
+        assert torch.equal(again.grad, x.grad)
+
+
+class Look(ops.SwiGLU):
+    """Notes the recipe that its backward sees."""
+
+    seen = None
+
+    def fuser_backward(self, ctx, dy, d_extra_outputs):
+        self.seen = current_recipe()
+        return super().fuser_backward(ctx, dy, d_extra_outputs)
+
+
+def test_backward_on_another_thread_has_the_recipe_of_its_forward():
+    model = Sequential(Look())
+    with autocast("mxfp8"):
+        y = model(torch.randn(8, 32, requires_grad=True))
+    with autocast("fp8_current"), ThreadPoolExecutor(1) as pool:
+        pool.submit(y.sum().backward).result()
+    assert model[0].seen == MXFP8BlockScaling() and current_recipe() == HighPrecision()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("torch_last", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+@REENTRANT
+def test_on_the_threads_of_a_gpu(recipe, use_reentrant, torch_last):
+    model = Sequential(ops.Linear(64, 128), ops.SwiGLU(), ops.Linear(64, 32)).cuda().bfloat16()
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run(function):
+        leaf = x.clone().requires_grad_()
+        with autocast(RECIPES[recipe]):
+            y = function(leaf)
+        return everything(y, leaf, model)
+
+    def segment(x):
+        return model(x).sin() if torch_last else model(x)
+
+    assert same(run(lambda x: torch_checkpoint(segment, x, use_reentrant=use_reentrant)), run(segment))
