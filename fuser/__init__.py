@@ -13,6 +13,7 @@ from fuser.schedule_make import order_1f1b, order_interleaved, overlap_layers
 from fuser.schedule_memory import LayerMemory, plan_memory
 from fuser.schedule_run import run_schedule
 from fuser.sequential import Sequential
+from ops.constant_weights import constant_weights
 from ops.kernels.tiles import load_tiles
 from ops.operation import BasicOperation, FusedOperation, OperationContext, optional, several
 from recipes.autocast import autocast
@@ -31,6 +32,7 @@ __all__ = [
     "Sequential",
     "autocast",
     "checkpoint",
+    "constant_weights",
     "count_casts",
     "explain_schedule",
     "load_tiles",

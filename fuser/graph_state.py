@@ -94,18 +94,18 @@ def _gradients(parameters: Sequence[Any]) -> Iterator[None]:
 @contextmanager
 def _kept_by_operations(modules: Sequence[nn.Module]) -> Iterator[None]:
     operations = [module for module in modules if isinstance(module, BasicOperation)]
-    kept = [(operation, operation._quantized_weights, operation._captured_weights) for operation in operations]
+    kept = [(operation, operation._captured_weights) for operation in operations]
     try:
         yield
     except BaseException:
-        for operation, _, captured in kept:
+        for operation, captured in kept:
             operation._captured_weights = captured
             if isinstance(operation, OperationWithWeights):
                 operation.exchange_delayed(deque())
         raise
     finally:
-        for operation, quantized, _ in kept:
-            operation._quantized_weights = quantized  # those of a warm-up recorded amaxes that were taken back
+        for operation in operations:
+            operation.forget_quantized_weights()  # those of a warm-up recorded amaxes that were taken back
 
 
 def begin_step(modules: Sequence[nn.Module]) -> None:

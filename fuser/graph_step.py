@@ -14,6 +14,7 @@ from fuser.graph_capture import Segment, make_recorder
 from fuser.graph_checks import HeldCheck, InputCheck, check_module
 from fuser.graph_instance import Sample, Settings
 from fuser.graph_state import undisturbed
+from ops.constant_weights import end_constant_weights
 from recipes.effects import not_recorded
 from recipes.stack import current_recipe, entered
 
@@ -100,6 +101,7 @@ class GraphedStep:
             for static, tensor in zip(self._inputs, tensors, strict=True):
                 static.copy_(tensor)
         self._segment.replay()
+        end_constant_weights()
         for parameter, (grad, flag) in zip(self._parameters, self._left, strict=True):
             parameter.grad = grad
             if flag is not None:

@@ -19,7 +19,7 @@ from recipes.stack import Stack
 class Record(NamedTuple):
     """What forward leaves for backward, but for the saved tensors.
 
-    states:      for each operation the values of its context, and the spec of its `Saved`
+    states:      for each operation the values of its context, and the specs of its `Saved` and its quantized weights
     parameters, parameter_states: of all operations, as forward saw them
     input_names: the extra inputs that autograd knows; returned: the extra outputs that it does
     entries: what `autocast` had open in forward
@@ -28,7 +28,7 @@ class Record(NamedTuple):
 
     program: Program
     labels: Sequence[str]
-    states: Sequence[tuple[dict[str, Any], Spec]]
+    states: Sequence[tuple[dict[str, Any], Spec, Spec]]
     parameters: Sequence[Tensor]
     parameter_states: Sequence[Any]
     input_names: tuple[str, ...]
@@ -120,10 +120,11 @@ def _run_step(
     step = wiring.step
     contexts = []
     for index in step.indices:
-        values, spec = record.states[index]
+        values, spec, weights = record.states[index]
         context = OperationContext.__new__(OperationContext)
         context.__dict__ = values.copy()
         context.saved = unflatten(spec, saved)
+        context.quantized_weights = unflatten(weights, saved)
         context.seen_in_forward = (record.parameters, record.parameter_states)
         if updates is not None:
             context.updates = updates
@@ -145,7 +146,7 @@ def _foreign_memory(
 ) -> frozenset[int]:
     """The memory that this backward did not make: what autograd handed in, what forward kept, what modules hold."""
     held = [tensor for context in record.program.contexts for tensor in context["operation"].buffers()]
-    given = [tensor for values, _ in record.states for tensor in values["buffers"].values()]
+    given = [tensor for values, *_ in record.states for tensor in values["buffers"].values()]
     tensors = (dy, *d_returned, *saved, *record.parameters, *held, *given)
     return frozenset(memory_of(tensor) for tensor in tensors if tensor is not None)
 

@@ -52,7 +52,7 @@ class OperationContext:
     saved: Any = None
     own_gradients: frozenset[str] = frozenset()
     updates: PendingUpdates | None = None
-    quantized_weights: Any = None  # those that forward multiplied with, where backward could not cast them again
+    quantized_weights: Any = None  # what backward multiplies with of those of forward, see `ops.quantized_weights`
     seen_in_forward: tuple[Sequence[torch.Tensor], Sequence[Any]] | None = None  # the pipeline's parameters, states
 
     if TYPE_CHECKING:  # an operation may set numbers of its own
@@ -117,14 +117,15 @@ def held_parameter(operation: Any, name: str) -> torch.Tensor:
     return parameter
 
 
-def state_of(parameter: torch.Tensor) -> tuple[int, torch.dtype, int]:
+def state_of(parameter: torch.Tensor) -> tuple[int, torch.dtype, torch.UntypedStorage | None]:
     """By which a change is noticed: version (0 for an inference tensor, which has none), dtype, storage.
 
-    FSDP2 frees the memory of the storage and gathers the weight into other memory, but it is the same storage.
+    The storage itself, equal to itself alone: the address of one that was freed may be another's the next moment. FSDP2
+    frees the memory of the storage and gathers the weight into other memory, but it is the same storage.
     """
     version = 0 if parameter.is_inference() else parameter._version
     plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
-    return version, parameter.dtype, parameter.untyped_storage()._cdata if plain else 0
+    return version, parameter.dtype, parameter.untyped_storage() if plain else None
 
 
 def at_tensor(x: Any) -> torch.Tensor:

@@ -179,6 +179,8 @@ class OperationWithWeights(BasicOperation):
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if self._parameters.get(name) is not None:
+            self.exchanges_parameters = True
         super().register_parameter(name, param)
         self.forget_quantized_weights()  # the same parameter may hold other values
         self._mark_delayed()

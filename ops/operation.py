@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -56,6 +57,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     reuses_gradients: whether its backward asks for `ctx.own_gradients`.
     keeps_dy: whether it keeps dy beyond its backward, so that nobody may write into it.
     num_scales: how many tensors with a scale each it quantizes in one role: groups, or one.
+    exchanges_parameters: whether others have taken the place of its parameters, as FSDP2 does for each pass.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
     """
@@ -67,8 +69,9 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     reuses_gradients: bool = False
     keeps_dy: bool = False
     num_scales: int = 1
-    _quantized_weights: Any = None
+    exchanges_parameters: bool = False
     _captured_weights: Any = None
+    _weights_scope: Any = None
     _recipe: Recipe | None = None
     _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
     _names: Mapping[str, str] = {}
@@ -193,19 +196,33 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
         # Plans are made again by a copy: they hold this very object. So are quantized weights.
         state = self.__dict__.copy()
         state.pop("_pipelines", None)
-        state.pop("_quantized_weights", None)
+        state.pop("_weights_scope", None)
         state.pop("_captured_weights", None)
         return state
 
+    @property
+    def weights_scope(self) -> Any:
+        """The open `ops.constant_weights` that it is in, or None."""
+        return None if self._weights_scope is None else self._weights_scope()
+
+    def set_weights_scope(self, scope: Any) -> None:
+        """Of what `constant_weights` opens or ends."""
+        self._weights_scope = None if scope is None else weakref.ref(scope)
+
     def forget_quantized_weights(self) -> None:
-        """Quantize the weights anew at the next use. Needed after a write through `parameter.data` alone."""
-        self._quantized_weights = None
+        """Within `constant_weights`: quantize the weights anew at the next use."""
+        scope = self.weights_scope
+        if scope is not None:
+            scope.forget(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         apply_to_state(self, lambda: super(BasicOperation, self)._apply(fn, recurse))
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        scope = self.weights_scope
+        if scope is not None:
+            scope.end()
         prepare_loading(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

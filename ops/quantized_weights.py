@@ -1,11 +1,12 @@
-"""Quantized copies of an operation's weights, kept as long as the weights stay as they are.
+"""Quantized copies of an operation's weights: when they are made, and how long they serve.
 
-So microbatches and both passes quantize a weight once. What is kept is known by the parameter itself, its version and
-storage, and the quantizer with the state it casts by, so keeping changes no bit. A write through `parameter.data`
-changes neither version nor storage: call `forget_quantized_weights()` on the operation after one. FSDP2 gathers weights
-without a new version, but sets the parameter each time, which drops what is kept (`ops.main_grad`). Nothing is kept of
-weights of an operation with forward hooks, of inference tensors (which have no version), and while a CUDA graph is
-captured, or that rehearsed: there a flag on the device decides at each replay (`keep_weights` of `autocast`).
+A version counter does not see every write into a weight (torch's fused optimizers, `param.data.copy_`, collectives on
+`.data`, kernels of others, CUDA graphs). So copies serve from a forward to its own backward, as weights themselves do,
+and longer only inside `constant_weights`, or in CUDA graphs under the flag of `autocast(keep_weights=flag)`.
+
+What backward reads, the columnwise copy, travels with what forward saves. Not so where weights are exchanged (FSDP2
+gathers them for each pass) or hooks run before forward: there backward quantizes the gathered weights again, so that no
+copy of the whole weights outlives a pass; but under scales that move, the copies are kept there too.
 
 Where both copies would hold the same values (blocks that are square, products of values), the rowwise one is made alone
 and stands for both.
@@ -17,12 +18,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops.context import OperationContext, held_parameter, state_of
+from ops.context import OperationContext, held_parameter
+from ops.gemm import for_wgrad
+from ops.paths import SplitTensors
 from recipes.cast_counts import is_counting
 from recipes.effects import recording
 from recipes.quantized_tensor import QuantizedTensor
@@ -34,15 +37,22 @@ from recipes.stack import keep_weights_flag
 Quantize = Callable[[bool, bool], Any]
 
 
-class QuantizedWeights:
-    """The copies of one operation, for the last quantizer that asked. kept: what a fresh copy becomes before that."""
+class ForBackward(NamedTuple):
+    """What of the copies backward multiplies with."""
 
-    def __init__(
-        self, parameters: Sequence[Tensor], key: Any, kept: Callable[[Any], Any] = lambda fresh: fresh
-    ) -> None:
+    copies: QuantizedTensor | SplitTensors
+
+
+class QuantizedWeights:
+    """The copies of one operation, for the last quantizer that asked.
+
+    snapshot: of the quantizer's state that they were cast with
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], key: Any, snapshot: Tensor | None = None) -> None:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._key = key
-        self._kept = kept
+        self.snapshot = snapshot
         self._copies: Any = None
 
     def serves(self, parameters: Sequence[Tensor], key: Any) -> bool:
@@ -53,12 +63,12 @@ class QuantizedWeights:
     def copies(self, rowwise: bool, columnwise: bool, quantize: Quantize) -> Any:
         """With at least the copies asked for; what is missing is cast now, from the high-precision weights."""
         if self._copies is None:
-            self._copies = self._kept(quantize(rowwise, columnwise))
+            self._copies = quantize(rowwise, columnwise)
             return self._copies
         first = _first(self._copies)
         missing = rowwise and first.rowwise is None, columnwise and first.columnwise is None
         if any(missing):
-            self._copies = _merged(self._copies, self._kept(quantize(*missing)))
+            self._copies = _merged(self._copies, quantize(*missing))
         return self._copies
 
 
@@ -77,36 +87,48 @@ def quantized_weights(
     rowwise: bool,
     columnwise: bool,
 ) -> Any:
-    """The copies of the weights of these names that `quantize` makes, kept on the operation where that is safe.
-
-    A backward takes the copies of its own forward, if the quantizer's state may have changed since.
-    """
+    """The copies of the weights of these names that `quantize` makes; in backward those of its own forward."""
     if quantizer.copies_agree:
         rowwise = columnwise = True
         quantize = partial(one_for_both, quantize)
-    if ctx.seen_in_forward is not None and ctx.quantized_weights is not None:
+    if ctx.seen_in_forward is not None:
+        kept: ForBackward | None = ctx.quantized_weights
+        if kept is None:
+            return quantize(rowwise, columnwise)
         for name in names:
             ctx.check_unchanged(name)
-        return ctx.quantized_weights.copies(rowwise, columnwise, quantize)
+        return kept.copies.members if isinstance(kept.copies, SplitTensors) else kept.copies
+    copies = _in_forward(ctx, names, quantizer, quantize, rowwise, columnwise)
     operation = ctx.operation
+    gathered = operation.exchanges_parameters or operation._forward_pre_hooks
+    if ctx.needs_grad and ctx.needs.input and (quantizer.keeps_state or not gathered):
+        ctx.quantized_weights = ForBackward(_for_backward(copies))
+    return copies
+
+
+def _in_forward(
+    ctx: OperationContext,
+    names: Sequence[str],
+    quantizer: Quantizer,
+    quantize: Quantize,
+    rowwise: bool,
+    columnwise: bool,
+) -> Any:
+    operation = ctx.operation
+    flag, scope = keep_weights_flag(), operation.weights_scope
+    if flag is None and scope is None:
+        return quantize(rowwise, columnwise)
     parameters = [held_parameter(operation, name) for name in names]
-    state = quantizer.state_version(parameters[0].device)
-    key = (ctx.recipe.quantizer(Role.WEIGHT), state, ctx.path.name, ctx.dtype, tuple(map(state_of, parameters)))
-    flag = keep_weights_flag()
+    key = (ctx.recipe.quantizer(Role.WEIGHT), ctx.path.name, ctx.dtype)
+    replayed = _casts_at_each_replay(parameters)
     if flag is not None:
-        shared = _shared_by_graphs(operation, parameters, (key[0], ctx.path.name, ctx.dtype))
-        if _casts_at_each_replay(parameters):
-            kept = QuantizedWeights(parameters, key, partial(_unless_flagged, shared, flag))
-            ctx.quantized_weights = kept
-            return kept.copies(rowwise, columnwise, quantize)
-    kept = operation._quantized_weights
-    if state is None or not _can_be_kept(operation, parameters):
-        kept = QuantizedWeights(parameters, key)
-    elif kept is None or not kept.serves(parameters, key):
-        kept = operation._quantized_weights = QuantizedWeights(parameters, key)
-    if quantizer.keeps_state and ctx.needs_grad:
-        ctx.quantized_weights = kept
-    copies = kept.copies(rowwise, columnwise, quantize)
+        shared = _shared_by_graphs(operation, parameters, key)
+        if replayed:
+            return _unless_flagged(shared, flag, quantize(rowwise, columnwise))
+    if scope is None or replayed or is_counting() or operation._forward_pre_hooks:
+        copies = quantize(rowwise, columnwise)
+    else:
+        copies = scope.copies(operation, parameters, key, quantizer, quantize, rowwise, columnwise)
     if flag is not None:
         shared.copies(rowwise, columnwise, partial(_cloned, copies))
     return copies
@@ -120,9 +142,10 @@ def one_for_both(quantize: Quantize, rowwise: bool, columnwise: bool) -> Any:
     return [replace(member, columnwise=member.rowwise) for member in copies]
 
 
-def _can_be_kept(operation: Any, parameters: Sequence[Tensor]) -> bool:
-    unknown = operation._forward_pre_hooks or any(p.is_inference() for p in parameters)
-    return not (unknown or is_counting() or _casts_at_each_replay(parameters))
+def _for_backward(copies: Any) -> QuantizedTensor | SplitTensors:
+    if isinstance(copies, QuantizedTensor):
+        return for_wgrad(copies)
+    return SplitTensors(tuple(for_wgrad(member) for member in copies), (), 0)
 
 
 def _casts_at_each_replay(parameters: Sequence[Tensor]) -> bool:
@@ -149,7 +172,8 @@ def _unless_flagged(shared: QuantizedWeights, flag: Tensor, fresh: Any) -> Any:
     copies = shared.copies(asked.rowwise is not None, asked.columnwise is not None, _refuse_to_allocate)
     for old, new in zip(_tensors(copies), _tensors(fresh), strict=True):
         if new is not None:
-            old_bytes, new_bytes = (tensor.flatten().view(torch.uint8) for tensor in (old, new))
+            # Behind autograd's back: backwards of other graphs saved them, and find what they would have saved.
+            old_bytes, new_bytes = (tensor.data.flatten().view(torch.uint8) for tensor in (old, new))
             old_bytes.copy_(torch.where(flag != 0, old_bytes, new_bytes))
     return copies
 

@@ -362,9 +362,10 @@ class _RetainingFunction(torch.autograd.Function):
             values.pop("updates", None)
             try:
                 spec = flatten(values.pop("saved", None), flat)
+                weights = flatten(values.pop("quantized_weights", None), flat)
             except TypeError as error:
                 raise_located(call.labels, context.index, context.operation, error)
-            states.append((values, spec))
+            states.append((values, spec, weights))
         fctx.save_for_backward(*flat)
         parameters = tensors[: program.num_parameters]
         fctx.record = Record(

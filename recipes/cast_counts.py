@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -167,5 +167,5 @@ class _Watched(Quantizer):
     def snapshot(self, device: torch.device) -> Tensor | None:
         return self.inner.snapshot(device)
 
-    def state_version(self, device: torch.device) -> Hashable:
-        return self.inner.state_version(device)
+    def note_cast_with(self, snapshot: Tensor | None) -> None:
+        self.inner.note_cast_with(snapshot)

@@ -7,7 +7,7 @@ of a grouped operation); see `recipes/kernels/amax_history.py` for the formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -115,10 +115,9 @@ class DelayedScalingQuantizer(Quantizer):
     def snapshot(self, device: torch.device) -> Tensor | None:
         return self._scale(device).clone()
 
-    def state_version(self, device: torch.device) -> Hashable:
-        assert self.source is not None, "only the operation that holds the state asks"
-        scale = self.source.tensors(self, device)["scale"]
-        return (scale.data_ptr(), scale._version) if self._scale(device) is scale else None
+    def note_cast_with(self, snapshot: Tensor | None) -> None:
+        assert self.source is not None and snapshot is not None, "only the operation that holds the state cast before"
+        scale_in_use(self.source.tensors(self, snapshot.device)["scale"].data_ptr(), snapshot)
 
     def end_step(self) -> None:
         """The step is over: its amaxes enter the history, the scales follow."""

@@ -19,9 +19,9 @@ _HOW = "Use fuser.checkpoint, or open autocast(recipe) inside of the function th
 
 
 class _Forwards(NamedTuple):
-    """Of one recipe: how many, and the stack of the last one."""
+    """Of one recipe: how many there are, and the stack of the last one."""
 
-    count: int
+    outstanding: int
     entries: Stack
 
 
@@ -35,15 +35,15 @@ class FirstForwards:
         """A forward runs under this recipe, outside of any backward."""
         key = training, recipe
         known = self._pending.pop(key, None)
-        self._pending[key] = _Forwards(1 if known is None else known.count + 1, open_entries())
+        self._pending[key] = _Forwards(1 if known is None else known.outstanding + 1, open_entries())
         if len(self._pending) > _MOST:
             del self._pending[next(iter(self._pending))]
 
     def ended(self, training: bool, recipe: Recipe) -> None:
         """The backward of such a forward runs."""
         known = self._pending.get((training, recipe))
-        if known is not None and known.count > 1:
-            self._pending[training, recipe] = known._replace(count=known.count - 1)
+        if known is not None and known.outstanding > 1:
+            self._pending[training, recipe] = known._replace(outstanding=known.outstanding - 1)
         elif known is not None:
             del self._pending[training, recipe]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -90,10 +90,6 @@ class Quantizer(ABC):
         """
         return self
 
-    def state_version(self, device: torch.device) -> Hashable:
-        """Equal as long as casts give equal codes. None: it cannot be told."""
-        return ()
-
     def seeded(self, device: torch.device) -> Quantizer:
         """This quantizer with the random numbers of one cast drawn, so that the groups of one buffer share them."""
         return self
@@ -105,6 +101,9 @@ class Quantizer(ABC):
     def snapshot(self, device: torch.device) -> Tensor | None:
         """What of the state a later cast must have to give the codes of this step; None without a state."""
         return None
+
+    def note_cast_with(self, snapshot: Tensor | None) -> None:  # noqa: B027  (most quantizers have no state)
+        """Codes that were cast with this `snapshot` are used again: a recomputation is to cast with it, too."""
 
     @property
     def columnwise_transform(self) -> str | None:

@@ -1,9 +1,12 @@
-"""Quantized copies of weights are kept while the weights are as they were, and never a moment longer."""
+"""Quantized copies of weights serve from a forward to its own backward, and no longer."""
 
+import copy
+import weakref
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from fuser import Sequential, autocast, ops
@@ -44,27 +47,46 @@ def step(op, x, **extras):
     return y.detach()
 
 
-def test_microbatches_and_both_passes_cast_a_weight_once():
+def test_a_forward_and_its_backward_cast_a_weight_once():
     op = ops.GroupedLinear(2, 32, 32)
     for _ in range(3):
         step(op, torch.randn(8, 32, requires_grad=True), split_sizes=[3, 5])
-    assert casts == [("stacked", True, True)]
+    assert casts == [("stacked", True, True)] * 3
 
 
 def test_the_fused_mlp_casts_each_weight_once():
     mlp = Sequential(ops.GroupedLinear(2, 32, 64), ops.SwiGLU(), ops.GroupedLinear(2, 32, 32))
-    for _ in range(2):
-        step(mlp, torch.randn(8, 32, requires_grad=True), split_sizes=[3, 5])
+    step(mlp, torch.randn(8, 32, requires_grad=True), split_sizes=[3, 5])
     assert casts == [("stacked", True, True)] * 2
 
 
-def test_a_forward_alone_makes_one_copy_and_the_other_is_added():
+def test_only_the_copies_that_are_read_are_made():
     op = ops.Linear(32, 32)
     with torch.no_grad():
-        step(op, torch.randn(4, 32))
-    assert casts == [("single", True, False)]
-    step(op, torch.randn(4, 32, requires_grad=True))
-    assert casts == [("single", True, False), ("single", False, True)]
+        step(op, torch.randn(4, 32, requires_grad=True))
+    step(op, torch.randn(4, 32))
+    assert casts == [("single", True, False)] * 2
+
+
+def saved_tensors(op, x, **extras):
+    """What a forward under the recipe saves."""
+    saved = []
+    with autocast(RECIPE), saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        y = op(x, **extras)
+    return saved, y
+
+
+@pytest.mark.parametrize("path", ["grouped", "split"])
+def test_what_backward_reads_travels_with_what_forward_saves(path):
+    """So offloading and checkpoints see it, and it is freed as the operation's backward has run."""
+    op = ops.GroupedLinear(2, 32, 64, bias=False).requires_grad_(False)
+    saved, y = saved_tensors(op, torch.randn(8, 32, requires_grad=True), split_sizes=[3, 5], path=path)
+    codes = [t for t in saved if t.element_size() == 1 and t.numel() >= 32 * 64]
+    assert sum(t.numel() for t in codes) == 2 * 32 * 64, "the columnwise copy alone"
+    alive = [weakref.ref(t) for t in codes]
+    del saved, codes
+    y.sum().backward()
+    assert all(ref() is None for ref in alive)
 
 
 SQUARE = {
@@ -98,16 +120,23 @@ def test_of_square_blocks_one_copy_serves_both_passes(kind, path, device, monkey
             y = model(x, split_sizes=[3, 5])
         return y.detach(), *torch.autograd.grad(y.sum(), [x, *model.parameters()])
 
+    made = []
+    name = "quantize" if path == "split" else "quantize_stacked"
+    cast = getattr(type(quantizer), name)
+
+    def noting(self, x, *, rowwise=True, columnwise=False):
+        if getattr(self, "two_d", False) or getattr(self, "square", False):
+            made.append((rowwise, columnwise))
+        return cast(self, x, rowwise=rowwise, columnwise=columnwise)
+
+    monkeypatch.setattr(type(quantizer), name, noting)
     found = run()
-    kept = model[0]._quantized_weights._copies
-    for copies in kept if path == "split" else [kept]:
-        assert copies.columnwise is copies.rowwise
+    groups = 2 if path == "split" else 1
+    assert made == [(True, False)] * groups
+    made.clear()
     monkeypatch.setattr(type(quantizer), "copies_agree", False)
-    model[0].forget_quantized_weights()
     assert all(map(torch.equal, found, run()))
-    kept = model[0]._quantized_weights._copies
-    for copies in kept if path == "split" else [kept]:
-        assert copies.columnwise is not copies.rowwise
+    assert made == [(True, True)] * groups
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -119,9 +148,7 @@ def test_an_optimizer_step_is_seen(stacked, path):
     for _ in range(3):
         with autocast(RECIPE):
             y = op(x, split_sizes=[3, 5], path=path)
-        op.forget_quantized_weights()
-        with autocast(RECIPE):
-            assert torch.equal(op(x, split_sizes=[3, 5], path=path), y)
+            assert torch.equal(copy.deepcopy(op)(x, split_sizes=[3, 5], path=path), y)
         y.sum().backward()
         optimizer.step()
 
@@ -131,7 +158,8 @@ CHANGES = {
     "new-parameter": lambda op: setattr(op, "weight", torch.nn.Parameter(torch.randn(32, 32))),
     "new-data": lambda op: setattr(op.weight, "data", torch.randn(32, 32)),
     "loading": lambda op: op.load_state_dict({"weight": torch.randn(32, 32), "bias": torch.randn(32)}),
-    "told": lambda op: (op.weight.data.mul_(2), op.forget_quantized_weights()),
+    "through-data": lambda op: op.weight.data.mul_(2),
+    "behind-autograd": lambda op: torch._foreach_mul_([op.weight.detach().data], 2),
 }
 
 
@@ -166,14 +194,13 @@ def test_another_recipe_casts_anew():
     assert torch.equal(step(op, x), first) and len(casts) == 2
 
 
-def test_inference_tensors_are_never_kept():
+def test_a_change_of_inference_tensors_is_seen():
     with torch.inference_mode():
-        op = ops.Linear(32, 32)
+        op = ops.Linear(32, 32, bias=False)
         x = torch.randn(4, 32)
-        step(op, x)
+        first = step(op, x)
         op.weight.mul_(2)
-        step(op, x)
-    assert len(casts) == 2
+        assert torch.equal(step(op, x), 2 * first)
 
 
 def test_a_change_between_forward_and_backward_is_refused():
@@ -184,6 +211,19 @@ def test_a_change_between_forward_and_backward_is_refused():
         op.weight.mul_(2)
     with pytest.raises(RuntimeError, match="'weight' was changed in place"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_data_assigned_between_forward_and_backward_is_refused_each_time(recipe):
+    """The old storage is kept alive: memory that was freed could be given out again at the same address."""
+    op = ops.Linear(32, 32, bias=False)
+    for _ in range(20):
+        with autocast(recipe):
+            y = op(torch.randn(4, 32, requires_grad=True))
+        op.weight.data = torch.randn(32, 32)
+        op.weight.data = torch.randn(32, 32)
+        with pytest.raises(RuntimeError, match="'weight' got other data"):
+            y.sum().backward()
 
 
 def mlp(**factory):

@@ -1,0 +1,229 @@
+"""constant_weights: each weight is quantized once in the scope, and what ends it."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+from fuser import Sequential, autocast, checkpoint, constant_weights, count_casts, ops
+from recipes import DelayedScaling, NVFP4BlockScaling
+from tests.reference import assert_same_bits
+
+RECIPES = {
+    "mxfp8": "mxfp8",
+    "fp8_delayed": DelayedScaling(amax_history_len=2),
+    "fp8_current": "fp8_current",
+    "fp8_block": "fp8_block",
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+EVERY = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+SIZES = [7, 0, 9]
+
+
+def build(path=None):
+    torch.manual_seed(0)
+    return Sequential(
+        ops.GroupedLinear(3, 32, 64, bias=False), ops.SwiGLU(), ops.GroupedLinear(3, 32, 32), ops.Linear(32, 32),
+        path=path,
+    )  # fmt: skip
+
+
+def data(seed=0):
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def run(model, recipe, seed=0, function=None):
+    x = data(seed).requires_grad_()
+    with autocast(recipe):
+        y = (function or model)(x, split_sizes=SIZES)
+    y.square().sum().backward()
+    found = {"y": y.detach(), "dx": x.grad} | {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def silently(model):
+    """Changes every weight in a way that nobody can see."""
+    for parameter in model.parameters():
+        parameter.data.mul_(-2)
+
+
+def evaluated(model, recipe):
+    with torch.no_grad(), autocast(recipe):
+        return model(data(), split_sizes=SIZES)
+
+
+@EVERY
+@pytest.mark.parametrize("path", ["grouped", "split"])
+def test_weights_are_quantized_once(recipe, path):
+    """What changes them in silence is not seen within it, and seen after it."""
+    model = build(path)
+    with constant_weights(model):
+        before = evaluated(model, recipe)
+        for linear in (model[0], model[2], model[3]):
+            linear.weight.data.mul_(-2)
+        assert torch.equal(evaluated(model, recipe), before)
+    assert not torch.equal(evaluated(model, recipe), before)
+
+
+@EVERY
+def test_microbatches_have_the_bits_that_they_have_without_it(recipe):
+    """Under delayed scaling the first alone: then the scales of the weights would move."""
+    kept, plain = build(), build()
+    with constant_weights(kept):
+        for seed in range(1 if isinstance(recipe, DelayedScaling) else 3):
+            assert_same_bits(run(kept, recipe, seed), run(plain, recipe, seed))
+
+
+def test_a_delayed_scale_of_a_weight_stays_that_of_the_first_cast():
+    recipe, model, other = RECIPES["fp8_delayed"], build(), build()
+    with constant_weights(model):
+        run(model, recipe)
+        for _ in range(3):
+            other.load_state_dict(model.state_dict())
+            for index in (0, 2, 3):
+                assert (model[index].quantizer_weight_scale != 1).all(), "it has moved on"
+                other[index].quantizer_weight_scale.fill_(1)
+            assert_same_bits(run(other, recipe, 1), run(model, recipe, 1))
+
+
+def test_an_evaluation_makes_only_what_it_reads_and_training_adds_the_rest():
+    model = build()
+    plain = build()
+    with constant_weights(model):
+        with torch.no_grad(), autocast("mxfp8"):
+            model(data(), split_sizes=SIZES)
+        assert_same_bits(run(model, "mxfp8"), run(plain, "mxfp8"))
+
+
+ENDS = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step(),
+    "another's": lambda model: torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step(),
+    "loading": lambda model: model.load_state_dict(model.state_dict()),
+    "loading-a-part": lambda model: model[0].load_state_dict(model[0].state_dict()),
+}
+
+
+@EVERY
+@pytest.mark.parametrize("end", ENDS)
+def test_what_ends_it(end, recipe):
+    model = build()
+    with constant_weights(model):
+        for seed in range(2):
+            run(model, recipe, seed)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        ENDS[end](model)
+        model.zero_grad()
+        for _ in range(2):  # it is over: what follows is seen, too
+            silently(model)
+            fresh = build()
+            fresh.load_state_dict(model.state_dict())
+            assert_same_bits(run(fresh, recipe), run(model, recipe))
+
+
+SEEN = {
+    "in-place": lambda linear: linear.weight.detach().mul_(2),
+    "data": lambda linear: setattr(linear.weight, "data", linear.weight.data * 2),
+    "replaced": lambda linear: setattr(linear, "weight", torch.nn.Parameter(linear.weight.detach() * 2)),
+    "told": lambda linear: (linear.weight.data.mul_(2), linear.forget_quantized_weights()),
+}
+
+
+@pytest.mark.parametrize("change", SEEN)
+def test_what_is_seen_within_it(change):
+    model = build()
+    with constant_weights(model):
+        for _ in range(3):
+            run(model, "mxfp8")
+            for index in (0, 2, 3):
+                SEEN[change](model[index])
+            fresh = build()
+            fresh.load_state_dict(model.state_dict())
+            assert_same_bits(run(fresh, "mxfp8"), run(model, "mxfp8"))
+
+
+@EVERY
+def test_debugging_compares_the_weights(recipe):
+    model = build()
+    with constant_weights(model, debug=True):
+        run(model, recipe)
+        run(model, recipe)
+        model[2].weight.data[1, 2, 3] += 1
+        with pytest.raises(RuntimeError, match=r"GroupedLinear, of shape \[3, 32, 32\], was changed inside"):
+            run(model, recipe)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@EVERY
+def test_a_recomputation_after_it_has_the_bits_of_the_first_time(recipe, use_reentrant):
+    """Also under delayed scaling, whose scale of a weight has moved on meanwhile."""
+    found = []
+    for recomputes in (False, True):
+        model = build()
+
+        def function(x, model=model, recomputes=recomputes, **extras):
+            if recomputes:
+                return checkpoint(lambda x: model(x, **extras), x, use_reentrant=use_reentrant)
+            return model(x, **extras)
+
+        x = data(1).requires_grad_()
+        with constant_weights(model):
+            run(model, recipe)
+            with autocast(recipe):
+                y = function(x, split_sizes=SIZES)
+        y.square().sum().backward()
+        found.append({"y": y.detach(), "dx": x.grad} | {name: p.grad for name, p in model.named_parameters()})
+    assert_same_bits(*found)
+
+
+def test_one_that_was_never_left_ends_with_its_object():
+    model = build()
+    scope = constant_weights(model)
+    scope.__enter__()
+    run(model, "mxfp8")
+    assert model[0].weights_scope is scope
+    del scope
+    assert model[0].weights_scope is None
+
+
+def test_a_scope_inside_of_another_does_nothing():
+    model = build()
+    with constant_weights(model) as outer, constant_weights(model):
+        assert outer is None
+        run(model, "mxfp8")
+    assert model[0].weights_scope is None
+    with constant_weights(model):
+        scope = model[0].weights_scope
+        with constant_weights(model[0]):
+            pass
+        assert model[0].weights_scope is scope
+
+
+def test_copies_and_counts_are_not_of_it():
+    model = build()
+    with constant_weights(model):
+        assert copy.deepcopy(model)[0].weights_scope is None
+        run(model, "mxfp8")
+        with count_casts(model) as counted:
+            run(model, "mxfp8")
+        assert any("weight" in name for name in counted.counts)
+
+
+def test_it_keeps_nothing_afterwards():
+    model = build()
+    with constant_weights(model):
+        run(model, "mxfp8")
+    gc.collect()
+    before = sum(type(t) is torch.Tensor for t in gc.get_objects())
+    with constant_weights(model):
+        run(model, "mxfp8")
+    gc.collect()
+    assert sum(type(t) is torch.Tensor for t in gc.get_objects()) == before
+
+
+def test_modules_without_operations_are_refused():
+    with pytest.raises(ValueError, match="got Linear, which contains no operation"):
+        constant_weights(torch.nn.Linear(2, 2))
