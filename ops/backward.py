@@ -38,17 +38,22 @@ class Record(NamedTuple):
 
 
 def run_backward(
-    record: Record, saved: list[Tensor | None], dy: Tensor | None, d_returned: Sequence[Tensor | None]
+    record: Record,
+    saved: list[Tensor | None],
+    dy: Tensor | None,
+    d_returned: Sequence[Tensor | None],
+    unwanted: frozenset[int] = frozenset(),
 ) -> list[Tensor | None]:
     """The gradients of x, of every parameter, and of the extra inputs, in this order.
 
+    unwanted: the parameters, by their positions, whose gradients this backward was not asked for
     The entries of `saved` are given up step by step. It is a step of its own for quantizers with a state.
     """
     if not record.program.keeps_state:
-        return _run(record, saved, dy, d_returned, None)
+        return _run(record, saved, dy, d_returned, None, unwanted)
     updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
     try:
-        gradients = _run(record, saved, dy, d_returned, updates)
+        gradients = _run(record, saved, dy, d_returned, updates, unwanted)
     except BaseException:
         updates.discard()
         raise
@@ -62,6 +67,7 @@ def _run(
     dy: Tensor | None,
     d_returned: Sequence[Tensor | None],
     updates: PendingUpdates | None,
+    unwanted: frozenset[int],
 ) -> list[Tensor | None]:
     program = record.program
     # Gradients of extra tensors by name, the contributions in the order of the operations that made them.
@@ -90,7 +96,7 @@ def _run(
         if wiring.reuses_gradients:
             own = _own(d_outputs, foreign, (dx, *d_parameters, *(d for ds in d_extras.values() for d in ds)))
         try:
-            dx, d_params, d_inputs = _run_step(record, wiring, saved, dx, d_outputs, own, updates)
+            dx, d_params, d_inputs = _run_step(record, wiring, saved, dx, d_outputs, own, updates, unwanted)
             _take_gradients(record, wiring, d_params, d_parameters)
             _take_extra_gradients(wiring, d_inputs, d_extras)
         except Exception as error:
@@ -116,6 +122,7 @@ def _run_step(
     d_outputs: dict[str, Tensor],
     own: frozenset[str],
     updates: PendingUpdates | None,
+    unwanted: frozenset[int],
 ) -> tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]:
     step = wiring.step
     contexts = []
@@ -128,6 +135,9 @@ def _run_step(
         context.seen_in_forward = (record.parameters, record.parameter_states)
         if updates is not None:
             context.updates = updates
+        if unwanted:
+            wanted = {name for name in context.needs.params if context.parameter_slots[name] not in unwanted}
+            context.needs = context.needs._replace(params=frozenset(wanted))
         contexts.append(context)
     if own:
         contexts[0].own_gradients = own

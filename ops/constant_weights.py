@@ -37,8 +37,8 @@ class constant_weights:
     caller's) cannot be seen: do not make them inside.
 
     modules: operations, Sequentials, or any modules that contain some
-    debug:   compare the weights with those that were quantized at each use, on the host, and raise RuntimeError if a bit
-             has changed; it holds a copy of them
+    debug:   at each use compare the weights with those that were quantized, on the host, and raise RuntimeError if
+             a bit has changed; it holds a copy of them
 
     While a CUDA graph is captured, weights are quantized at each of its replays: there `autocast(keep_weights=flag)`
     decides. Operations with forward pre-hooks (which may change weights) are left alone. A scope within another one of
@@ -90,7 +90,10 @@ class constant_weights:
         rowwise: bool,
         columnwise: bool,
     ) -> Any:
-        """The operation's weights, quantized by the first call. key: what `quantize` depends on besides their values."""
+        """The operation's weights, quantized by the first call.
+
+        key: what `quantize` depends on besides their values
+        """
         key = (key, tuple(map(state_of, parameters)))
         kept = self._kept.get(operation)
         if kept is None or not kept.serves(parameters, key):

@@ -1,4 +1,4 @@
-"""Which backward runs, where one runs within another.
+"""Which backward runs, where one runs within another, and what it was asked for.
 
 Reentrant checkpointing computes a segment again within a backward, and then runs a backward of its own through it. To
 who counts the gradients of one backward all of these are the outermost one. Autograd numbers every backward and does
@@ -7,6 +7,8 @@ not say what runs within what; but what is computed again is computed within the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -35,6 +37,23 @@ def note_forward() -> bool:
         mark = _running[number] = _Mark(number)
         torch.autograd.Variable._execution_engine.queue_callback(mark)
     return True
+
+
+def unwanted_parameters(nodes: Sequence[tuple[Any, int]]) -> frozenset[int]:
+    """Of the nodes that gradients go to, the positions of those that the backward that runs now does not reach.
+
+    It was asked for other gradients alone: `torch.autograd.grad(y, x)`, `backward(inputs=[x])`.
+    """
+    if torch._C._current_graph_task_id() < 0:
+        return frozenset()
+    return frozenset(at for at, (node, _) in enumerate(nodes) if node is not None and not _is_reached(node))
+
+
+def _is_reached(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` returns
+        return True
 
 
 def outermost_backward() -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ops.backward import Record, raise_located, run_backward
 from ops.context import OperationContext, at_tensor, state_of
 from ops.in_place import check_writable, memory_of
-from ops.nested_backward import note_forward
+from ops.nested_backward import note_forward, unwanted_parameters
 from ops.program import Planner, Program, Wiring, plan_unfused
 from ops.saved import flatten
 from recipes.first_forwards import FirstForwards
@@ -389,7 +389,7 @@ class _RetainingFunction(torch.autograd.Function):
         if is_first:
             record.first_forwards.ended(record.program.request.training, record.program.request.recipe)
         with without_autocast(record.program.request.device), reentered(record.entries):
-            return None, *run_backward(record, saved, dy, d_returned)
+            return None, *run_backward(record, saved, dy, d_returned, unwanted_parameters(fctx.next_functions[1:]))
 
 
 def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
