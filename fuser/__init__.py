@@ -7,6 +7,7 @@ from fuser.checkpoint import checkpoint
 from fuser.graph import GraphedCallable, make_graphed_callables
 from fuser.graph_step import GraphedStep, make_graphed_step
 from fuser.plan import Registration, register_fusion
+from fuser.prepare import prepare
 from fuser.schedule import Schedule, ScheduleError
 from fuser.schedule_explain import explain_schedule
 from fuser.schedule_make import order_1f1b, order_interleaved, overlap_layers
@@ -44,6 +45,7 @@ __all__ = [
     "order_interleaved",
     "overlap_layers",
     "plan_memory",
+    "prepare",
     "recipes",
     "register_fusion",
     "run_schedule",

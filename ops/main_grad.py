@@ -43,6 +43,7 @@ from ops.nested_backward import outermost_backward
 from ops.operation import BasicOperation
 from ops.run import without_autocast
 from recipes.effects import Effect, Landing, perform, recording
+from recipes.recipe import Role
 
 # The gradient of all weights of an operation, still to be computed: product() gives new memory,
 # product(out=buffer, accumulate=...) writes there (`ops.gemm.store`). What it multiplies are its arguments by position.
@@ -55,6 +56,7 @@ class OperationWithWeights(BasicOperation):
     stacked: whether it is one parameter
     """
 
+    quantized_roles = tuple(Role)
     stacked: bool = True
     weight_names: tuple[str, ...] = ("weight",)
 

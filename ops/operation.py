@@ -14,7 +14,7 @@ from ops.quantizer_state import apply_to_state, prepare_loading
 from ops.run import Pipeline
 from recipes.names import as_recipe
 from recipes.quantizer import Quantizer
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
 from recipes.splits import Splits
 
@@ -56,6 +56,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     made sure that nothing else needs what was there. Such an operation is never fused.
     reuses_gradients: whether its backward asks for `ctx.own_gradients`.
     keeps_dy: whether it keeps dy beyond its backward, so that nobody may write into it.
+    quantized_roles: in which roles it quantizes tensors, and so may have a state.
     num_scales: how many tensors with a scale each it quantizes in one role: groups, or one.
     exchanges_parameters: whether others have taken the place of its parameters, as FSDP2 does for each pass.
 
@@ -68,6 +69,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     in_place_input: str | None = None
     reuses_gradients: bool = False
     keeps_dy: bool = False
+    quantized_roles: tuple[Role, ...] = ()
     num_scales: int = 1
     exchanges_parameters: bool = False
     _captured_weights: Any = None

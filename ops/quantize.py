@@ -28,6 +28,7 @@ class Quantize(BasicOperation):
         super().__init__()
         self.quantizes_forward = forward
         self.quantizes_backward = backward
+        self.quantized_roles = (Role.INPUT,) * forward + (Role.GRAD_OUTPUT,) * backward
 
     def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.INPUT) if self.quantizes_forward else None

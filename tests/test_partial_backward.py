@@ -1,7 +1,7 @@
 """A backward that is asked for some gradients alone: those are right, and nothing else happens.
 
-`torch.autograd.grad(y, x)` and `backward(inputs=[...])` do not reach the nodes of other parameters, so nothing is added to
-their main_grad, no flag is set, no hook is called, and nothing is left to `backward_dw()`.
+`torch.autograd.grad(y, x)` and `backward(inputs=[...])` do not reach the nodes of other parameters, so nothing is added
+to their main_grad, no flag is set, no hook is called, and nothing is left to `backward_dw()`.
 """
 
 import itertools

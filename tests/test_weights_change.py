@@ -5,6 +5,7 @@ Judged by bits: a model that was just built from the state dict knows nothing of
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from pathlib import Path
 
@@ -233,10 +234,9 @@ def test_accumulated_microbatches_use_the_weights_of_their_step(recipe):
 def on_each_rank(rank: int, wrapper: str, recipe: str) -> None:
     model = build()
     if wrapper == "zero1":
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns: not in the tests' process
-
+        optim = importlib.import_module("torch.distributed.optim")  # which warns: not in the tests' process
         module = DistributedDataParallel(model)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, fused=True)
+        optimizer = optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, fused=True)
     elif wrapper == "ddp":
         module = DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
