@@ -57,7 +57,9 @@ class Layout:
         self.planner = sequential.planner
         self.path = sequential.path
         self.retain_graph = sequential.retain_graph
-        self._contents: list[tuple[Container, tuple[Any, ...]]] = []
+        self._count = len(sequential._modules)
+        self._own_contents = _contents(sequential)
+        self._contents: list[tuple[Container, tuple[Any, ...]]] = []  # of nested ones: a Sequential holds its layout
         self._hooks: list[Mapping[Any, Any]] = []
         self._nested: list[tuple[Container, Layout]] = []
         self._hooked: list[tuple[Mapping[Any, Any], ...]] = []
@@ -75,10 +77,11 @@ class Layout:
             self.passed_on.insert(0, tuple(name for name in stage.makes if name in later))
             later |= set(stage.asks)
 
-    def is_current(self) -> bool:
-        """Whether no module, hook, name or recipe of an operation has changed since."""
+    def is_current(self, sequential: Container) -> bool:
+        """Whether no module, hook, name or recipe of an operation of its Sequential has changed since."""
         return (
             not any(self._hooks)
+            and _contents(sequential) == self._own_contents
             and all(o._names is names and o._recipe is recipe for o, names, recipe in self._settings)
             and all(_contents(container) == contents for container, contents in self._contents)
             and all(any(hooks) for hooks in self._hooked)
@@ -87,14 +90,15 @@ class Layout:
 
     def buffers_of(self, stage: Stage, buffers: Mapping[int, Mapping[str, Tensor]]) -> Buffers:
         """The caller's buffers of this stage's operations, by their position in it."""
-        count = len(self._contents[0][0]._modules)
+        count = self._count
         at = {index % count: named for index, named in buffers.items()}
         if len(at) < len(buffers):
             raise ValueError(f"buffers names one operation twice: {sorted(buffers)}. Give each operation one entry.")
         return {position: at[index] for position, index in enumerate(stage.indices) if index in at}
 
     def _collect(self, sequential: Container, prefix: str) -> None:
-        self._contents.append((sequential, _contents(sequential)))
+        if prefix:
+            self._contents.append((sequential, _contents(sequential)))
         for index, module in enumerate(sequential):
             position, label = None if prefix else index, f"{prefix}{index}"
             hooks = tuple(getattr(module, name) for name in _HOOKS)

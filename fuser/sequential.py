@@ -203,7 +203,7 @@ class Sequential(Container):
     def layout(self) -> Layout:
         """How the modules form stages, as they are now."""
         layout = self._layout
-        if layout is None or not layout.is_current():
+        if layout is None or not layout.is_current(self):
             layout = self._layout = Layout(self)
         return layout
 

@@ -27,6 +27,7 @@ class Record(NamedTuple):
     """
 
     program: Program
+    operations: Sequence[Any]
     labels: Sequence[str]
     states: Sequence[tuple[dict[str, Any], Spec, Spec]]
     parameters: Sequence[Tensor]
@@ -100,7 +101,7 @@ def _run(
             _take_gradients(record, wiring, d_params, d_parameters)
             _take_extra_gradients(wiring, d_inputs, d_extras)
         except Exception as error:
-            raise_located(record.labels, wiring.step.indices[0], wiring.step.operation, error)
+            raise_located(record.labels, wiring.step.indices[0], wiring.step.of(record.operations), error)
         if isinstance(dx, Tensor) and dx.dtype != wiring.upstream_dtype:
             dx = dx.to(wiring.upstream_dtype)
     x_needs_grad, parameters_need_grad, _ = program.request.needs
@@ -141,7 +142,7 @@ def _run_step(
         contexts.append(context)
     if own:
         contexts[0].own_gradients = own
-    result = step.operation.fuser_backward(contexts if step.fused else contexts[0], dy, d_outputs)
+    result = step.of(record.operations).fuser_backward(contexts if step.fused else contexts[0], dy, d_outputs)
     if type(result) is not tuple or len(result) != 3:
         raise TypeError(
             f"fuser_backward returned a {type(result).__name__}. Return (dx, gradients of the parameters by name, "
@@ -155,7 +156,7 @@ def _foreign_memory(
     record: Record, saved: Sequence[Tensor | None], dy: Tensor | None, d_returned: Sequence[Tensor | None]
 ) -> frozenset[int]:
     """The memory that this backward did not make: what autograd handed in, what forward kept, what modules hold."""
-    held = [tensor for context in record.program.contexts for tensor in context["operation"].buffers()]
+    held = [tensor for operation in record.operations for tensor in operation.buffers()]
     given = [tensor for values, *_ in record.states for tensor in values["buffers"].values()]
     tensors = (dy, *d_returned, *saved, *record.parameters, *held, *given)
     return frozenset(memory_of(tensor) for tensor in tensors if tensor is not None)

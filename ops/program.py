@@ -8,6 +8,7 @@ names its extra tensors go.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,10 @@ class Step(NamedTuple):
     operation: Any
     indices: tuple[int, ...]
     fused: bool
+
+    def of(self, operations: Sequence[Any]) -> Any:
+        """What is executed, where a program holds no basic operation: that of the pipeline."""
+        return self.operation if self.fused else operations[self.indices[0]]
 
 
 class Refusal(NamedTuple):
@@ -72,7 +77,10 @@ class Wiring(NamedTuple):
 
 
 class Program:
-    """A plan made ready to run for one request."""
+    """A plan made ready to run for one request.
+
+    It holds fused operations, but no basic ones: a pipeline that an operation keeps of itself would keep it alive.
+    """
 
     def __init__(
         self,
@@ -120,7 +128,6 @@ class Program:
                     differentiable.add(operation.extra_name(operation.in_place_input))
             self.contexts.append(
                 {
-                    "operation": operation,
                     "index": index,
                     "recipe": request.recipe,
                     "dtype": dtype,
@@ -134,9 +141,9 @@ class Program:
                 }
             )
             slot += len(names)
-        for before, after in zip(self.contexts, self.contexts[1:], strict=False):
-            before["next_input_quantizer"] = after["operation"].input_quantizer(request.recipe)
-            after["previous_grad_quantizer"] = before["operation"].grad_output_quantizer(request.recipe)
+        for (left, before), (right, after) in pairwise(zip(operations, self.contexts, strict=True)):
+            before["next_input_quantizer"] = right.input_quantizer(request.recipe)
+            after["previous_grad_quantizer"] = left.grad_output_quantizer(request.recipe)
         self.num_parameters = slot
         self.needs_grad = upstream
         self.differentiable = frozenset(differentiable)  # the extra tensors that carry a gradient
@@ -159,7 +166,7 @@ class Program:
         inputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_inputs.items()}
         written = None if step.fused else step.operation.in_place_input
         return Wiring(
-            step,
+            step if step.fused else step._replace(operation=None),
             tuple(entry for entry in inputs if entry[1] not in inside),
             tuple(outputs),
             tuple(local for o in covered for local in o.extra_inputs),

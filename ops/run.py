@@ -5,6 +5,7 @@ A call is one dictionary look-up, for the `Program` of this request, and then a 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
@@ -34,6 +35,8 @@ NOT_TRACED = (
     "them: leave out fullgraph=True."
 )
 
+MOST_PROGRAMS = 64  # that a pipeline keeps: requests that never come again (a new lambda in each step) push others out
+
 _NONE = type(None)
 _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
@@ -49,7 +52,7 @@ class _Parameters(NamedTuple):
 class Pipeline:
     """A run of basic operations that is executed as one autograd node.
 
-    operations:   the basic operations, in order
+    operations:   the basic operations, in order; they are held by whoever made it
     planner:      chooses fused operations for a request; `plan_unfused` by default
     path:         "grouped" or "split" to force one of the two storage paths, else None
     retain_graph: keep what backward needs after the first backward
@@ -68,7 +71,8 @@ class Pipeline:
         recipe: Recipe | None = None,
     ) -> None:
         self.recipe = recipe
-        self.operations = tuple(operations)
+        # Weakly: an operation has pipelines of its own, and what refers to itself outlives its last user.
+        self._operations = tuple(weakref.ref(operation) for operation in operations)
         self.labels = tuple(map(str, range(len(self.operations)))) if labels is None else tuple(labels)
         self.planner = planner
         self.path = path
@@ -76,9 +80,14 @@ class Pipeline:
         self.programs: dict[Any, Program] = {}
         self.first_forwards = FirstForwards()
         # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
-        self._members = [(operation, operation._parameters, operation._modules) for operation in self.operations]
+        self._members = [(weakref.ref(o), o._parameters, o._modules) for o in self.operations]
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
         self.consumed = self._consumed_from_outside()
+
+    @property
+    def operations(self) -> tuple[Any, ...]:
+        """The basic operations, which somebody else holds."""
+        return tuple([ref() for ref in self._operations])
 
     def _consumed_from_outside(self) -> tuple[str, ...]:
         seen: set[str] = set()
@@ -102,9 +111,10 @@ class Pipeline:
         names: tuple[Any, ...] = ()
         for operation, own, children in self._members:
             if children:
-                for _, module in operation.named_modules(remove_duplicate=False):
+                owner: Any = operation()
+                for _, module in owner.named_modules(remove_duplicate=False):
                     parameters += module._parameters.values()
-                names += operation.parameter_names()
+                names += owner.parameter_names()
             else:
                 parameters += own.values()
         kinds = tuple(map(type, parameters))
@@ -136,7 +146,8 @@ class Pipeline:
             request = PlanRequest(recipe, device, dtype, needs, training, self.path or recipe.path, fusions_version)
             plan = self.planner(self.operations, request)
             # plans made with fusions that are no longer registered are of no use
-            self.programs = {k: p for k, p in self.programs.items() if p.request.fusions_version == fusions_version}
+            known = [(k, p) for k, p in self.programs.items() if p.request.fusions_version == fusions_version]
+            self.programs = dict(known[1 - MOST_PROGRAMS :])
             program = self.programs[key] = Program(self.operations, plan, request, x.dtype, autocast_dtype)
         return program
 
@@ -241,6 +252,7 @@ class _Call:
         pipeline: Pipeline,
     ) -> None:
         self.program = program
+        self.operations = pipeline.operations
         self.environment = dict(extras)
         self.wanted = wanted
         self.buffers = buffers
@@ -256,9 +268,10 @@ class _Call:
         self.first_forwards = pipeline.first_forwards
 
     def forward(self, x: Any) -> Any:
-        for prototype in self.program.contexts:
+        for operation, prototype in zip(self.operations, self.program.contexts, strict=True):
             context = OperationContext.__new__(OperationContext)
             context.__dict__ = prototype.copy()
+            context.operation = operation
             self.contexts.append(context)
         if self.updates is not None:
             for context in self.contexts:
@@ -276,7 +289,7 @@ class _Call:
             try:
                 x = self._run_step(wiring, x)
             except Exception as error:
-                raise_located(self.labels, wiring.step.indices[0], wiring.step.operation, error)
+                raise_located(self.labels, wiring.step.indices[0], wiring.step.of(self.operations), error)
         for name in self.wanted:
             if name not in self.environment:
                 raise RuntimeError(
@@ -292,7 +305,7 @@ class _Call:
         if wiring.writes is not None:
             self._check_writable(wiring.writes, x, self.contexts[step.indices[0]])
         context: Any = [self.contexts[i] for i in step.indices] if step.fused else self.contexts[step.indices[0]]
-        result = step.operation.fuser_forward(context, x, extras)
+        result = step.of(self.operations).fuser_forward(context, x, extras)
         if type(result) is not tuple or len(result) != 2:
             raise TypeError(f"fuser_forward returned a {type(result).__name__}. Return (y, {{name: extra output}}).")
         y, outputs = result
@@ -369,7 +382,7 @@ class _RetainingFunction(torch.autograd.Function):
         fctx.save_for_backward(*flat)
         parameters = tensors[: program.num_parameters]
         fctx.record = Record(
-            program, call.labels, states, parameters, [state_of(p) for p in parameters],
+            program, call.operations, call.labels, states, parameters, [state_of(p) for p in parameters],
             tuple(call.input_names), tuple(returned), open_entries(), call.first_forwards,
         )  # fmt: skip
         fctx.has_run = False

@@ -102,7 +102,7 @@ class Quantizer(ABC):
         """What of the state a later cast must have to give the codes of this step; None without a state."""
         return None
 
-    def note_cast_with(self, snapshot: Tensor | None) -> None:  # noqa: B027 
+    def note_cast_with(self, snapshot: Tensor | None) -> None:  # noqa: B027
         """Codes that were cast with this `snapshot` are used again: a recomputation is to cast with it, too."""
 
     @property

@@ -1,0 +1,97 @@
+"""What a model leaves behind: nothing, without the garbage collector; and what it keeps is bounded."""
+
+import gc
+import itertools
+import weakref
+from functools import partial
+
+import pytest
+import torch
+
+from fuser import Sequential, autocast, checkpoint, constant_weights, ops
+from ops.run import MOST_PROGRAMS
+from recipes import CustomRecipe, MXFP8BlockScaling
+
+RECIPES = ["bf16", "mxfp8", "fp8_delayed", "nvfp4"]
+
+
+def experts(**switches):
+    return Sequential(
+        ops.GroupedLinear(2, 32, 64, **switches), ops.SwiGLU(), ops.GroupedLinear(2, 32, 32, **switches), ops.Bias(32)
+    )
+
+
+def nested():
+    return Sequential(Sequential(ops.Linear(32, 32), Sequential(ops.SReLU(), path="split")), torch.nn.Identity())
+
+
+def lone():
+    return ops.GroupedLinear(2, 32, 32)
+
+
+MODELS = {"experts": experts, "nested": nested, "lone": lone, "unstacked": lambda: experts(stacked=False)}
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def step(model, recipe, run=None):
+    x = torch.randn(8, 32, requires_grad=True)
+    asks = "split_sizes" in (model.layout().consumed if isinstance(model, Sequential) else model.extra_inputs)
+    extras = {"split_sizes": [3, 5]} if asks else {}
+    with autocast(recipe):
+        y = (run or model)(x, **extras)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_ran_ends_with_its_last_reference(kind, recipe, no_collector):
+    model = MODELS[kind]()
+    with constant_weights(model):
+        step(model, recipe)
+    step(model, recipe, partial(checkpoint, model))
+    with torch.no_grad(), autocast(recipe):
+        model.eval()
+    if isinstance(model, Sequential):
+        model.explain(recipe=recipe)
+    alive = [weakref.ref(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    model.zero_grad()
+    del model
+    assert not [ref for ref in alive if ref() is not None]
+
+
+def test_recipes_that_never_come_again_leave_a_bounded_number_of_plans():
+    model = experts()
+    for _ in range(MOST_PROGRAMS + 20):
+        step(model, CustomRecipe(lambda role: MXFP8BlockScaling().quantizer(role)))
+    (stage,) = model.layout().stages
+    assert len(stage.runner.programs) == MOST_PROGRAMS
+
+
+def test_random_freezing_leaves_a_bounded_number_of_plans():
+    model = experts(stacked=False)
+    parameters = list(model.parameters())
+    for frozen in itertools.islice(itertools.product((False, True), repeat=len(parameters)), MOST_PROGRAMS + 20):
+        for parameter, freeze in zip(parameters, frozen, strict=True):
+            parameter.requires_grad_(not freeze)
+        step(model, "bf16")
+    (stage,) = model.layout().stages
+    assert len(stage.runner.programs) == MOST_PROGRAMS
+
+
+def test_plans_that_come_again_are_kept():
+    model = experts()
+    for _ in range(3):
+        for recipe in RECIPES:
+            step(model, recipe)
+    (stage,) = model.layout().stages
+    first = list(stage.runner.programs.values())
+    for recipe in RECIPES:
+        step(model, recipe)
+    assert list(stage.runner.programs.values()) == first and len(first) == len(RECIPES)
