@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bench.environment import environment
-from bench.usage import storing
+from bench.usage import on_disk
 
 # Below the directory in which the command is called: the package may be installed where nothing is to be written.
 DIRECTORY = Path("bench/results")
@@ -34,7 +34,7 @@ def write_results(target: Path, name: str, device: torch.device | str, figures: 
     in_directory = target == DIRECTORY or target.is_dir()
     path = target / f"{name}-{torch.device(device).type}.json" if in_directory else target
     record = {"benchmark": name, "environment": environment(device), **figures}
-    with storing(path, "Give --json another file."):
+    with on_disk(path, "Give --json another file."):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=2) + "\n")
     return path

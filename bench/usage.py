@@ -1,4 +1,4 @@
-"""The one error that means: the command was called wrongly, nothing is broken."""
+"""The one error that means: the command was called wrongly, or its files are not as they must be; nothing is broken."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +18,9 @@ def require_device(name: str) -> None:
 
 
 @contextmanager
-def storing(path: Path, mend: str) -> Iterator[None]:
+def on_disk(path: Path, mend: str) -> Iterator[None]:
     """What the system refuses in the body (a full disk, a read-only folder) as a UsageError that names `path`."""
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}. {mend}") from error
+        raise UsageError(f"{path}: {error.strerror or error}. {mend}") from error

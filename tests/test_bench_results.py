@@ -33,5 +33,5 @@ def test_a_directory_that_is_given_takes_a_file_of_the_benchmarks_name(tmp_path)
 
 def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="figures.json cannot be written: .*Give --json another file."):
+    with pytest.raises(UsageError, match="figures.json: File exists. Give --json another file."):
         write_results(tmp_path / "file" / "figures.json", "casts", "cpu", {})
