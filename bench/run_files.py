@@ -156,15 +156,24 @@ def _read_lines(path: Path) -> Iterator[tuple[Record, bytes]]:
     with on_disk(path, "Make it readable, or take another --out."):
         lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
-        try:
-            record = json.loads(line)
-            RunKey(str(record["recipe"]), int(record["seed"])), int(record["step"])
-        except (ValueError, KeyError, TypeError):
+        record = _parse(line)
+        if record is None:
             raise UsageError(
                 f"Line {number} of {path} is no record of a run: it is damaged. Put a whole copy of the file in its "
                 "place, or train anew without --resume."
-            ) from None
+            )
         yield record, line + b"\n"
+
+
+def _parse(line: bytes) -> Record | None:
+    """A line as a record; None if it is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    fields = {"recipe": str, "seed": int, "step": int}
+    whole = isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in fields.items())
+    return record if whole else None
 
 
 def _another_run(path: Path, held: RunKey) -> UsageError:

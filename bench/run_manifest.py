@@ -28,7 +28,7 @@ def read_manifest(directory: Path) -> set[str]:
         names = set(manifest["files"])
         if manifest["program"] != _PROGRAM or not all(map(_NAME.fullmatch, names)):
             raise ValueError
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UsageError(
             f"{path} is damaged, or something else wrote it: it does not name the files of a run. Move it away, or "
             "take another --out."

@@ -37,6 +37,7 @@ from fuser.schedule_read import (
     argument_problems,
     error_of,
     few,
+    number_of_entry,
     read_entries,
     read_items,
     read_order,
@@ -198,6 +199,10 @@ def _places(entries: Mapping[int, Entry]) -> Places:
     return dict(places)
 
 
+def _of_chunk(places: Places, chunk: int) -> list[int]:
+    return sorted(position for kind in Pass for position in places.get((kind, chunk), ()))
+
+
 def _layers_problems(
     layers: Sequence[int] | int | None, entries: Mapping[int, Entry], has_wgrads: bool
 ) -> Iterator[Problem]:
@@ -257,29 +262,26 @@ def _total_problems(
             count = counts.get((kind, chunk), 0)
             if count == right:
                 continue
-            name = f"{kind.value}{chunk} ({Entry(kind, chunk).number})"
+            name = f"{kind.value}{chunk} ({number_of_entry(kind, chunk)})"
             mend = f"Add {right - count} more {name}" if count < right else f"Take {count - right} {name} away"
             if kind is Pass.WGRAD and not right:
                 because, mend = "no layer of it delays its wgrad", f"{mend}, or let a layer delay its wgrad"
             else:
                 because = f"microbatches = {needed} ({why})"
-            own = sorted(position for kind in Pass for position in places.get((kind, chunk), ()))
+            positions = places.get((kind, chunk)) or _of_chunk(places, chunk)
             yield Problem(
-                rule, tuple(places.get((kind, chunk), own)),
+                rule, tuple(positions),
                 f"chunk {chunk} has {number_of(count, kind.noun)}, but {because}. {mend}.",
             )  # fmt: skip
 
 
 def _event_problem(places: Places, layers: Sequence[int]) -> Problem | None:
-    def own(chunk: int) -> list[int]:
-        return sorted(position for kind in Pass for position in places.get((kind, chunk), ()))
-
-    events = {chunk: len(own(chunk)) * count for chunk, count in enumerate(layers, 1)}
+    events = {chunk: len(_of_chunk(places, chunk)) * count for chunk, count in enumerate(layers, 1)}
     if (total := sum(events.values())) <= MOST_EVENTS:
         return None
     most = max(events, key=events.__getitem__)
     return Problem(
-        READING, tuple(own(most)),
+        READING, tuple(_of_chunk(places, most)),
         f"entries by layers make {total} events, {events[most]} of them of chunk {most}. Give at most {MOST_EVENTS}.",
     )  # fmt: skip
 

@@ -34,8 +34,8 @@ class ScheduleError(ValueError):
         rows = _rows(shown)
         for rule, positions, says in self.problems[:MOST_PROBLEMS]:
             lines += ["", *_underlined(rows, shown, positions), f"{rule}: {says}"]
-        if more := len(self.problems) - MOST_PROBLEMS:
-            lines += ["", f"And {number_of(more, 'error')} more."] if more > 0 else []
+        if more := self.problems[MOST_PROBLEMS:]:
+            lines += ["", f"And {number_of(len(more), 'error')} more."]
         super().__init__("\n".join(lines))
 
 

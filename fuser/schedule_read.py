@@ -21,7 +21,7 @@ from fuser.schedule_error import Problem, ScheduleError, show
 
 READING = "R0 (reading)"
 MOST_ENTRIES = 2**15
-MOST_EVENTS = 2**18
+MOST_EVENTS = 2**17
 # Of 15 digits, so that -c - 0.5, the number of a wgrad, is exact as a float.
 HIGHEST_NUMBER = 10**15 - 1
 
@@ -63,7 +63,7 @@ class Entry:
     @property
     def number(self) -> float:
         """As TransformerEngine writes it: F2 -> 2, B2 -> -2, W2 -> -2.5."""
-        return {Pass.FORWARD: self.chunk, Pass.DGRAD: -self.chunk, Pass.WGRAD: -self.chunk - 0.5}[self.kind]
+        return number_of_entry(self.kind, self.chunk)
 
     @property
     def name(self) -> str:
@@ -74,6 +74,11 @@ class Entry:
 
 
 Item = float | str | Entry
+
+
+def number_of_entry(kind: Pass, chunk: int) -> float:
+    """F2 -> 2, B2 -> -2, W2 -> -2.5."""
+    return {Pass.FORWARD: chunk, Pass.DGRAD: -chunk, Pass.WGRAD: -chunk - 0.5}[kind]
 
 
 def read_order(order: str | Iterable[Item]) -> list[Entry]:

@@ -73,7 +73,7 @@ def losses(directory):
 
 FOREIGN = [
     "checkpoints/other.pt", "checkpoints/other-seed0.pt", "checkpoints/best.pt.bak", "checkpoints/bf16-seed7.pt",
-    "checkpoints/mxfp8-seed0.pt", "checkpoints/readme.txt", "metrics.csv", "notes.md", "model.pt",
+    "checkpoints/mxfp8-seed0.pt", "loss.part.png", "checkpoints/readme.txt", "metrics.csv", "notes.md", "model.pt",
 ]  # fmt: skip
 
 
@@ -118,7 +118,8 @@ def test_what_a_kill_left_half_written_is_removed(corpus, out):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '"files"', "\xff", '{"files": ["metrics.jsonl"]}', '{"program": "another", "files": []}',
+    ["", "{", "[" * 100_000, "[]", "null", '"files"', "\xff", '{"files": ["metrics.jsonl"]}',
+     '{"program": "another", "files": []}',
      json.dumps({"program": "python -m bench train", "files": ["../precious"]}),
      json.dumps({"program": "python -m bench train", "files": ["checkpoints/../../precious-seed0.pt"]}),
      json.dumps({"program": "python -m bench train", "files": ["precious"]}),
@@ -261,7 +262,21 @@ def test_metrics_that_are_not_those_of_the_checkpoint_are_refused(change, corpus
     }
 
 
-@pytest.mark.parametrize("line", [b"\x00\xff\n", b"{\n", b"[]\n", b"{}\n", b"1\n", b'{"recipe": "bf16", "seed": {}}\n'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\x00\xff\n",
+        b"{\n",
+        b"[]\n",
+        b"{}\n",
+        b"1\n",
+        b'{"recipe": "bf16", "seed": {}}\n',
+        b'{"recipe": ["bf16"], "seed": 0, "step": 1}\n',
+        b'{"recipe": "bf16", "seed": 0, "step": 1e999}\n',
+        b'{"recipe": "bf16", "seed": 0, "step": "1"}\n',
+        b"[" * 100_000 + b"\n",
+    ],
+)
 def test_a_damaged_line_is_named(line, corpus, out, capsys):
     path = out / "metrics.jsonl"
     first, *rest = path.read_bytes().splitlines(keepends=True)

@@ -29,14 +29,20 @@ NAN, INF = float("nan"), float("inf")
 
 def outcome(call: Callable[[], Any]) -> ScheduleError | Any:
     """What the call gives, or its ScheduleError; anything else that it raises is a failure, and so is a long wait."""
+    result, took = timed(call)
+    if took >= SECONDS:  # once more, since other programs slow a processor down
+        took = timed(call)[1]
+    assert took < SECONDS, f"took {took:.1f} s of the processor"
+    return result
+
+
+def timed(call: Callable[[], Any]) -> tuple[ScheduleError | Any, float]:
     start = time.process_time()
     try:
         result = call()
     except ScheduleError as error:
         result = error
-    took = time.process_time() - start
-    assert took < SECONDS, f"took {took:.1f} s of the processor"
-    return result
+    return result, time.process_time() - start
 
 
 def assert_is_shown(error: ScheduleError, caret: bool) -> None:
