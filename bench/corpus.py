@@ -9,12 +9,14 @@ without the directories named `test` and `tests`.
 
 Every `VALIDATION_EVERY`-th block of the text is held out for validation, so that both parts hold the same kinds of
 text.
+
+Memory: the bytes themselves, and once more while they are cut into the two parts.
 """
 
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,7 @@ VALIDATION_EVERY = 16
 VALIDATION_BLOCK = 32 * 1024  # bytes; smaller texts take smaller blocks
 
 _NUM_BYTES = 256
+_PIECE = 1 << 18  # bytes read or counted at once
 
 
 @dataclass(frozen=True)
@@ -70,33 +73,36 @@ def read_corpus(directory: str | os.PathLike[str] | None = None) -> Corpus:
         raise UsageError(f"{root} is not a directory. Pass one that holds the text as files.")
 
     paths = sorted(_walk(root, suffix), key=lambda path: path.relative_to(root).as_posix())
-    text = b"".join(path.read_bytes() for path in paths)
+    text, sha256 = _read(paths)
     if len(text) < 1024:
         raise UsageError(
             f"{root} holds only {len(text)} bytes of text in {len(paths)} files. Give at least 1024 bytes."
         )
 
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    data = torch.frombuffer(text, dtype=torch.uint8)
     unigram, bigram = entropies(data)
     train, validation = split(data)
-    return Corpus(source, len(paths), len(text), hashlib.sha256(text).hexdigest(), unigram, bigram, train, validation)
+    return Corpus(source, len(paths), len(text), sha256, unigram, bigram, train, validation)
 
 
 def entropies(data: Tensor) -> tuple[float, float]:
     """H(b_t) and H(b_t | b_{t-1}) of uint8 [bytes], in nats a byte."""
-    codes = data.to(torch.int32)
-    pairs = torch.bincount(codes[:-1] * _NUM_BYTES + codes[1:], minlength=_NUM_BYTES**2)
+    counts = torch.zeros(_NUM_BYTES, dtype=torch.int64)
+    pairs = torch.zeros(_NUM_BYTES**2, dtype=torch.int64)
+    for start in range(0, len(data), _PIECE):
+        codes = data[start : start + _PIECE + 1].to(torch.int32)  # with the first of the next piece, for its pair
+        counts += torch.bincount(codes[:_PIECE], minlength=_NUM_BYTES)
+        pairs += torch.bincount(codes[:-1] * _NUM_BYTES + codes[1:], minlength=_NUM_BYTES**2)
     befores = pairs.view(_NUM_BYTES, _NUM_BYTES).sum(1)
-    return _entropy(torch.bincount(codes, minlength=_NUM_BYTES)), _entropy(pairs) - _entropy(befores)
+    return _entropy(counts), _entropy(pairs) - _entropy(befores)
 
 
 def split(data: Tensor) -> tuple[Tensor, Tensor]:
     """Cut [bytes] into (train, validation): every `VALIDATION_EVERY`-th block is held out."""
-    block = min(VALIDATION_BLOCK, len(data) // VALIDATION_EVERY)
-    held_out = (
-        torch.arange(len(data)).div_(block, rounding_mode="floor").remainder_(VALIDATION_EVERY) == VALIDATION_EVERY - 1
-    )
-    return data[~held_out], data[held_out]
+    blocks = data.split(min(VALIDATION_BLOCK, len(data) // VALIDATION_EVERY))
+    last = VALIDATION_EVERY - 1
+    train = [block for index, block in enumerate(blocks) if index % VALIDATION_EVERY != last]
+    return torch.cat(train), torch.cat(blocks[last::VALIDATION_EVERY])
 
 
 def batch(data: Tensor, *, batch_size: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
@@ -120,6 +126,20 @@ def _walk(root: Path, suffix: str) -> Iterator[Path]:
             path = Path(directory, name)
             if name.endswith(suffix) and name[0] != "." and path.is_file():
                 yield path
+
+
+def _read(paths: Sequence[Path]) -> tuple[bytearray, str]:
+    """All files end to end, and their SHA-256."""
+    text, digest = bytearray(), hashlib.sha256()
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                while piece := file.read(_PIECE):
+                    text += piece
+                    digest.update(piece)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}. Make it readable, or leave it out.") from None
+    return text, digest.hexdigest()
 
 
 def _entropy(counts: Tensor) -> float:

@@ -30,6 +30,6 @@ def bare(axes: Any) -> None:
 
 def save(figure: Any, path: Path) -> None:
     """Replace the file in one move."""
-    part = path.with_suffix(".part.png")
-    figure.savefig(part, dpi=150)
+    part = path.with_name(f"{path.name}.part")
+    figure.savefig(part, dpi=150, format="png")
     part.replace(path)

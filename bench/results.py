@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from bench.environment import environment
+from bench.usage import on_disk
 
-DIRECTORY = Path(__file__).parent / "results"
+# Below the directory in which the command is called: the package may be installed where nothing is to be written.
+DIRECTORY = Path("bench/results")
 
 
 def add_json_argument(parser: argparse.ArgumentParser, name: str) -> None:
@@ -20,14 +22,19 @@ def add_json_argument(parser: argparse.ArgumentParser, name: str) -> None:
         type=Path,
         const=DIRECTORY,
         metavar="FILE",
-        help=f"write the figures, with date, device and versions (default: bench/results/{name}-DEVICE.json)",
+        help=f"write the figures, with date, device and versions (default: ./bench/results/{name}-DEVICE.json)",
     )
 
 
 def write_results(target: Path, name: str, device: torch.device | str, figures: Mapping[str, Any]) -> Path:
-    """Write the figures, and where they come from, as JSON; into bench/results/ if `target` is that directory."""
-    path = target / f"{name}-{torch.device(device).type}.json" if target == DIRECTORY else target
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the figures, and where they come from, as JSON; into `target` if it is a directory. Returns the file.
+
+    Raises UsageError if it cannot be written.
+    """
+    in_directory = target == DIRECTORY or target.is_dir()
+    path = target / f"{name}-{torch.device(device).type}.json" if in_directory else target
     record = {"benchmark": name, "environment": environment(device), **figures}
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    with on_disk(path, "Give --json another file."):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=2) + "\n")
     return path

@@ -1,19 +1,36 @@
 """What a training run leaves on disk, so that a killed run can be taken up again and ends in the same files.
 
     DIR/metrics.jsonl                    one line a step, and one for each validation, of all runs in turn
-    DIR/checkpoints/RECIPE-seedN.pt      the newest checkpoint of each run, replaced in one move
+    DIR/checkpoints/RECIPE-seedN.pt      the newest checkpoint of each run, replaced in one move, with a checksum
+    DIR/summary.md, DIR/loss.png         the report
+    DIR/run.json                         the names of these files; all others belong to others and are left alone
+    DIR/run.lock                         held while a process writes
 
-A checkpoint is written after the lines up to its step. Taking up again drops the lines behind it, so that no step is
-there twice or missing.
+A checkpoint is written after the lines up to its step, and has their SHA-256. Taking up again drops the lines behind
+it, so that no step is there twice, and refuses lines that are missing or changed.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from bench.checkpoint_file import part_of, read_checkpoint, write_checkpoint
+from bench.run_lock import locked
+from bench.run_manifest import claim, read_manifest, remove_all, require_own
+from bench.usage import UsageError, on_disk
+
+METRICS = "metrics.jsonl"
+REPORT = ("summary.md", "loss.png")
+CHECKPOINTS = "checkpoints"
+
+_GO_ON = "Make room, or make it writable, then go on with --resume."
 
 Record = dict[str, Any]
 
@@ -24,61 +41,143 @@ class RunKey(NamedTuple):
     recipe: str
     seed: int
 
+    @property
+    def checkpoint(self) -> str:
+        """The name of its checkpoint below the directory."""
+        return f"{CHECKPOINTS}/{self.recipe.replace(':', '_')}-seed{self.seed}.pt"
+
+
+@contextmanager
+def open_run_files(directory: Path, keys: Iterable[RunKey], *, resume: bool) -> Iterator["RunFiles"]:
+    """The files below one directory, for the runs `keys`, which nobody else writes meanwhile.
+
+    `resume=False` removes what earlier runs wrote there, and nothing else. Raises UsageError if another process writes
+    there, if a file of others is in the way, if a file is damaged or was not of these runs, or cannot be written.
+    """
+    with on_disk(directory, "Take an --out that can be written."):
+        (directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    with locked(directory):
+        names = {METRICS, *REPORT, *(key.checkpoint for key in keys)}
+        require_own(directory, names)
+        if not resume:
+            remove_all(directory)
+        claim(directory, names)
+        yield RunFiles(directory)
+
 
 class RunFiles:
-    """The files below one directory. Opening with `resume=False` removes what earlier runs left there."""
+    """What one process reads and writes there. `reached` is the step of each run's checkpoint."""
 
-    def __init__(self, directory: Path, *, resume: bool) -> None:
-        self.metrics_path = directory / "metrics.jsonl"
-        self.checkpoints = directory / "checkpoints"
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            self.metrics_path.unlink(missing_ok=True)
-            for path in self.checkpoints.glob("*.pt*"):
-                path.unlink()
-        self._drop_lines_behind_checkpoints()
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.metrics_path = directory / METRICS
+        self.reached: dict[RunKey, int] = {}
+        self._digests = defaultdict(hashlib.sha256)  # of the lines of each run
+        self._take_up()
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line. It is in the hands of the system, not of this process, when the call returns."""
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        line = json.dumps(record) + "\n"
+        with on_disk(self.metrics_path, _GO_ON), self.metrics_path.open("a") as file:
+            file.write(line)
+        self._digests[RunKey(record["recipe"], record["seed"])].update(line.encode())
 
     def save(self, key: RunKey, state: Mapping[str, Any]) -> None:
-        """Replace the run's checkpoint: either the old one or the new one is there, whenever the process dies."""
-        path = self.checkpoint_path(key)
-        part = path.with_suffix(".pt.part")
-        with part.open("wb") as file:
-            torch.save(dict(state), file)
-            file.flush()
+        """Replace the run's checkpoint, once its lines are on the disk."""
+        with on_disk(self.metrics_path, _GO_ON), self.metrics_path.open("rb") as file:
             os.fsync(file.fileno())
-        part.replace(path)
+        whose = {"recipe": key.recipe, "seed": key.seed, "lines_sha256": self._digests[key].hexdigest()}
+        write_checkpoint(self.checkpoint_path(key), {**state, **whose})
 
     def load(self, key: RunKey, device: torch.device | str = "cpu") -> Record | None:
         """The run's newest checkpoint, or None."""
         path = self.checkpoint_path(key)
-        return torch.load(path, map_location=device, weights_only=True) if path.exists() else None
+        if not path.exists():
+            return None
+        state = read_checkpoint(path, device)
+        held = RunKey(state["recipe"], state["seed"])
+        if held != key:
+            raise _another_run(path, held)
+        return state
 
     def checkpoint_path(self, key: RunKey) -> Path:
-        return self.checkpoints / f"{key.recipe.replace(':', '_')}-seed{key.seed}.pt"
+        return self.directory / key.checkpoint
 
-    def _drop_lines_behind_checkpoints(self) -> None:
-        reached: dict[RunKey, int] = {}
+    def written(self) -> list[Path]:
+        """The run's own files and folders that are there."""
+        names = {name.split("/")[0] for name in read_manifest(self.directory)}
+        return sorted(path for name in names if (path := self.directory / name).exists())
+
+    def _take_up(self) -> None:
+        """Keep the lines up to each checkpoint, of all runs in the directory, once they are what they were."""
+        written_with = {}
+        for path in self._checkpoints():
+            state = read_checkpoint(path)
+            key = RunKey(state["recipe"], state["seed"])
+            if self.checkpoint_path(key) != path:
+                raise _another_run(path, key)
+            self.reached[key], written_with[key] = state["step"], state["lines_sha256"]
         kept = []
-        for record in read_metrics(self.metrics_path):
+        for record, line in _read_lines(self.metrics_path):
             key = RunKey(record["recipe"], record["seed"])
-            if key not in reached:
-                checkpoint = self.load(key)
-                reached[key] = checkpoint["step"] if checkpoint else 0
-            if record["step"] <= reached[key]:
-                kept.append(json.dumps(record) + "\n")
-        part = self.metrics_path.with_suffix(".jsonl.part")
-        part.write_text("".join(kept))
-        part.replace(self.metrics_path)
+            if record["step"] <= self.reached.get(key, 0):
+                kept.append(line)
+                self._digests[key].update(line)
+        for key, digest in written_with.items():
+            if self._digests[key].hexdigest() != digest:
+                raise UsageError(
+                    f"{self.metrics_path} does not have the lines that {self.checkpoint_path(key)} was written with, "
+                    f"up to step {self.reached[key]}. Put the right file in its place, or delete the checkpoint "
+                    "to train this run from its first step."
+                )
+        part = part_of(self.metrics_path)
+        with on_disk(self.metrics_path, "Make room, or make it writable, or take another --out."):
+            part.write_bytes(b"".join(kept))
+            part.replace(self.metrics_path)
+
+    def _checkpoints(self) -> list[Path]:
+        """Those that are there, of all runs."""
+        names = sorted(name for name in read_manifest(self.directory) if name.startswith(f"{CHECKPOINTS}/"))
+        return [path for name in names if (path := self.directory / name).exists()]
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a metrics file ([] if there is none). A last line that was cut off in writing does not count."""
+    """All records of a metrics file ([] if there is none). A last line that was cut off in writing does not count.
+
+    Raises UsageError for a line that is no record.
+    """
+    return [record for record, _ in _read_lines(path)]
+
+
+def _read_lines(path: Path) -> Iterator[tuple[Record, bytes]]:
+    """Each record, and its line."""
     if not path.exists():
-        return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+        return
+    with on_disk(path, "Make it readable, or take another --out."):
+        lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], 1):
+        record = _parse(line)
+        if record is None:
+            raise UsageError(
+                f"Line {number} of {path} is no record of a run: it is damaged. Put a whole copy of the file in its "
+                "place, or train anew without --resume."
+            )
+        yield record, line + b"\n"
+
+
+def _parse(line: bytes) -> Record | None:
+    """A line as a record; None if it is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    fields = {"recipe": str, "seed": int, "step": int}
+    whole = isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in fields.items())
+    return record if whole else None
+
+
+def _another_run(path: Path, held: RunKey) -> UsageError:
+    return UsageError(
+        f"{path} has the checkpoint of another run, {held.recipe} with seed {held.seed}. Put the right one in its "
+        "place, or delete it to train this run from its first step."
+    )

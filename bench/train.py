@@ -2,7 +2,8 @@
 
 Every recipe starts from the same weights and meets the same batches, so the curves differ by the numbers alone.
 Parameters and optimizer are fp32. The recipe belongs to the step, not to the model: switching it rebuilds nothing.
-A run that was killed goes on with `--resume` and gives, on the CPU bit for bit, the curve of one that was not.
+A run that was killed goes on with `--resume` and gives, on the CPU bit for bit, the curve of one that was not. It goes
+on only from whole files, and with the settings that they were written with.
 """
 
 import argparse
@@ -21,9 +22,9 @@ from bench.corpus import Corpus, batch, read_corpus
 from bench.language_model import LANGUAGE_MODELS, LanguageModel, LanguageModelConfig
 from bench.progress import TrainingProgress
 from bench.report import complaints, write_report
-from bench.run_files import Record, RunFiles, RunKey
+from bench.run_files import Record, RunFiles, RunKey, open_run_files
 from bench.schedule import BASELINE, RecipeSchedule, known_recipes, numerics
-from bench.usage import UsageError, require_device
+from bench.usage import UsageError, on_disk, require_device
 
 BALANCE_COEFFICIENT = 1e-2
 WARMUP_STEPS = 10
@@ -53,18 +54,56 @@ class TrainConfig:
             for seed in range(self.seeds if schedule.label == BASELINE else 1)
         ]
 
+    def run_keys(self) -> list[RunKey]:
+        return [RunKey(schedule.label, seed) for schedule, seed in self.runs()]
+
+    def settings(self, corpus: Corpus) -> dict[str, Any]:
+        """What a run's curve follows from, besides its recipe, its seed and its steps."""
+        return {
+            "model": self.model,
+            "corpus": corpus.sha256,
+            "device": self.device,
+            **asdict(LANGUAGE_MODELS[self.model]),
+            "balance_coefficient": BALANCE_COEFFICIENT,
+            "warmup_steps": WARMUP_STEPS,
+            "max_grad_norm": MAX_GRAD_NORM,
+            "validation_batches": VALIDATION_BATCHES,
+        }
+
 
 def train(
-    config: TrainConfig, corpus: Corpus, on_step: Callable[[str, int, int, float, float], None] | None = None
+    config: TrainConfig,
+    corpus: Corpus,
+    files: RunFiles,
+    on_step: Callable[[str, int, int, float, float], None] | None = None,
 ) -> None:
-    """Do all runs of `config`, one after the other, and write DIR/metrics.jsonl and the checkpoints.
+    """Do all runs of `config`, one after the other, and write `files`' metrics and checkpoints.
 
-    `on_step(label, step, steps, loss, tokens a second)` is told of every step. Raises UsageError if a checkpoint in DIR
-    belongs to another model or corpus.
+    `on_step(label, step, steps, loss, tokens a second)` is told of every step. Raises UsageError, before anything is
+    trained, if a checkpoint there was written with other settings, or is further than `config.steps`.
     """
-    files = RunFiles(config.out, resume=config.resume)
+    for key in config.run_keys():
+        _require_same_settings(config, corpus, files, key)
     for schedule, seed in config.runs():
         _Run(config, corpus, files, schedule, seed).go(on_step or (lambda *_: None))
+
+
+def _require_same_settings(config: TrainConfig, corpus: Corpus, files: RunFiles, key: RunKey) -> None:
+    state = files.load(key)
+    if state is None:
+        return
+    path, theirs, ours = files.checkpoint_path(key), state["settings"], config.settings(corpus)
+    for name in [*ours, *(theirs.keys() - ours.keys())]:
+        if theirs.get(name) != ours.get(name):
+            raise UsageError(
+                f"{path} was made with {name} {theirs.get(name)}, this call has {ours.get(name)}. Resume with the same "
+                "settings, or take another --out."
+            )
+    if state["step"] > config.steps:
+        raise UsageError(
+            f"{path} is of step {state['step']}, but this call ends at step {config.steps}. Give --steps "
+            f"{state['step']} or more, or take another --out."
+        )
 
 
 class _Run:
@@ -131,14 +170,10 @@ class _Run:
     def _record(self, step: int, **figures: float) -> Record:
         return {"recipe": self.key.recipe, "seed": self.seed, "step": step, "active": self.schedule.at(step), **figures}
 
-    def _identity(self) -> dict[str, Any]:
-        return {"model": self.config.model, "size": asdict(self.size), "corpus": self.corpus.sha256}
-
     def _state(self, step: int) -> dict[str, Any]:
         state = {
             "step": step,
-            "schedule": self.key.recipe,
-            "identity": self._identity(),
+            "settings": self.config.settings(self.corpus),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
@@ -152,12 +187,6 @@ class _Run:
         state = self.files.load(self.key)
         if state is None:
             return 0
-        for name, ours in self._identity().items():
-            if state["identity"][name] != ours:
-                raise UsageError(
-                    f"{self.files.checkpoint_path(self.key)} was made with {name} {state['identity'][name]}, "
-                    f"this call has {ours}. Resume with the same settings, or take another --out."
-                )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
@@ -201,9 +230,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         default=Path("runs/train"),
-        help="directory of all results; emptied of earlier runs unless --resume (default: %(default)s)",
+        help="directory of all results; what an earlier call wrote there is replaced unless --resume, other files are "
+        "left as they are (default: %(default)s)",
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoints in --out, with the same settings"
+    )
     parser.add_argument(
         "--checkpoint-every", type=_positive, default=50, metavar="STEPS", help="(default: %(default)s)"
     )
@@ -239,15 +271,20 @@ def main(arguments: argparse.Namespace) -> int:
     corpus = read_corpus(arguments.corpus)
     print(corpus.facts(), flush=True)
 
-    start = time.perf_counter()
-    with TrainingProgress() as progress:
-        train(config, corpus, progress.step)
-    print(f"trained in {time.perf_counter() - start:.0f} s\n")
+    with open_run_files(config.out, config.run_keys(), resume=config.resume) as files:
+        if config.resume:
+            for key in config.run_keys():
+                print(f"{key.recipe} seed {key.seed} begins behind step {files.reached.get(key, 0)}", flush=True)
+        start = time.perf_counter()
+        with TrainingProgress() as progress:
+            train(config, corpus, files, progress.step)
+        print(f"trained in {time.perf_counter() - start:.0f} s\n")
 
-    summary = write_report(config.out, corpus, model=config.model, device=config.device)
-    print(summary)
-    print(f"written: {', '.join(path.as_posix() for path in sorted(config.out.iterdir()))}")
-    problems = complaints(config.out, corpus.bigram_entropy) if arguments.check else []
+        with on_disk(config.out, "Make room, or make it writable, then go on with --resume."):
+            summary = write_report(config.out, corpus, model=config.model, device=config.device)
+        print(summary)
+        print(f"written: {', '.join(path.as_posix() for path in files.written())}")
+        problems = complaints(config.out, corpus.bigram_entropy) if arguments.check else []
     for problem in problems:
         print(f"check failed: {problem}")
     return 1 if problems else 0

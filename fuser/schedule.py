@@ -10,7 +10,8 @@ An order is a list of entries. Chunks are counted from 1, microbatches and layer
 Forwards, dgrads and wgrads of a chunk are counted apart, so several wgrads may be outstanding, and a chunk may have any
 number of layers, also none. "F2@3" names the microbatch, which is then checked. The rules:
 
-    R0 reading    an entry is one of the forms above, with a chunk that exists
+    R0 reading    an entry is one of the forms above, with a chunk that exists, and an order is of a size that can be
+                  checked at once: up to MOST_ENTRIES entries, MOST_EVENTS events
     R1 totals     each chunk has as many forwards and dgrads as there are microbatches; as many wgrads if it delays
                   them, else none
     R2 causality  a dgrad stands behind its forward, a wgrad behind its dgrad
@@ -20,61 +21,29 @@ number of layers, also none. "F2@3" names the microbatch, which is then checked.
 
 from __future__ import annotations
 
-import math
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import accumulate, pairwise
-from numbers import Integral, Real
 from typing import NamedTuple
 
-WIDTH = 96  # characters of a row of entries in an error
+from fuser.schedule_error import Problem, ScheduleError, number_of, show
+from fuser.schedule_read import (
+    MOST_EVENTS,
+    READING,
+    Entry,
+    Item,
+    Pass,
+    argument_problems,
+    error_of,
+    few,
+    number_of_entry,
+    read_entries,
+    read_items,
+    read_order,
+)
 
-
-class Pass(StrEnum):
-    """What an entry computes."""
-
-    FORWARD = "F"
-    DGRAD = "B"
-    WGRAD = "W"
-
-    @property
-    def noun(self) -> str:
-        return self.name.lower()
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One entry of an order: a pass over all layers of a chunk. microbatch None is the next one.
-
-    Raises ValueError for a kind other than F, B, W, a chunk below 1, a microbatch below 0.
-    """
-
-    kind: Pass
-    chunk: int
-    microbatch: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", Pass(self.kind))
-        if self.chunk < 1 or (self.microbatch or 0) < 0:
-            raise ValueError(
-                f"Entry({self.kind.value!r}, {self.chunk}, {self.microbatch}) does not exist. "
-                "Chunks are counted from 1, microbatches from 0."
-            )
-
-    @property
-    def number(self) -> float:
-        """As TransformerEngine writes it: F2 -> 2, B2 -> -2, W2 -> -2.5."""
-        return {Pass.FORWARD: self.chunk, Pass.DGRAD: -self.chunk, Pass.WGRAD: -self.chunk - 0.5}[self.kind]
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind.value}{self.chunk}"
-
-    def __str__(self) -> str:
-        return self.name if self.microbatch is None else f"{self.name}@{self.microbatch}"
+__all__ = ["Entry", "Event", "Instance", "Item", "Pass", "Problem", "Schedule", "ScheduleError", "read_order"]
 
 
 class Event(NamedTuple):
@@ -94,29 +63,7 @@ class Event(NamedTuple):
         return f"{self.kind.value}{self.chunk}@{self.microbatch} layer {self.layer}"
 
 
-Item = float | str | Entry
 Instance = tuple[int, int, int]  # chunk, microbatch, layer
-
-
-class Problem(NamedTuple):
-    """A rule that is not kept, the positions of the entries at fault, and a sentence: what was counted, how to mend."""
-
-    rule: str
-    positions: tuple[int, ...]
-    says: str
-
-
-class ScheduleError(ValueError):
-    """All that is wrong with an order, each with a caret under the entries at fault. `problems` has it as data."""
-
-    def __init__(self, items: Sequence[Item], problems: Sequence[Problem]) -> None:
-        self.problems = tuple(problems)
-        shown = [str(item) if isinstance(item, str | Entry) else repr(item) for item in items]
-        entries = "1 entry" if len(items) == 1 else f"{len(items)} entries"
-        lines = [f"{_number(len(problems), 'error')} in this schedule of {entries}."]
-        for rule, positions, says in problems:
-            lines += ["", *_underlined(shown, positions), f"{rule}: {says}"]
-        super().__init__("\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -161,15 +108,19 @@ class Schedule:
 
         Raises ScheduleError, a ValueError, which holds all errors.
         """
-        items = _items(order)
-        entries, problems = _read(items)
+        items = read_items(order)
+        entries, problems = read_entries(items)
+        layers, delayed, follows = few(layers), few(delayed), few(follows)
+        # The rules behind these two reckon with the arguments.
+        if wrong := list(argument_problems(layers, microbatches, delayed, follows)):
+            raise error_of(items, [*problems, *wrong])
         places = _places(entries)
         has_wgrads = any(kind is Pass.WGRAD for kind, _ in places)
         highest = max((chunk for _, chunk in places), default=0)
         chunks = highest if layers is None or isinstance(layers, int) else len(layers)
         problems += [
             *_layers_problems(layers, entries, has_wgrads),
-            *_total_problems(places, chunks, microbatches, _delays(layers, delayed, chunks)),
+            *_total_problems(places, chunks, microbatches, _delays(layers, delayed, places)),
             *_causality_problems(places),
             *_matching_problems(entries, places),
             *_chaining_problems(places, follows, chunks),
@@ -179,11 +130,15 @@ class Schedule:
                 Problem("R1 (totals)", (), f"delayed has {len(delayed)} values for {chunks} chunks. Give one each.")
             )
         if problems:
-            raise ScheduleError(items, problems)
+            raise error_of(items, problems)
+        alike = layers if isinstance(layers, int) else 1
+        of_chunks: tuple[int, ...] = layers if isinstance(layers, tuple) else (alike,) * chunks
+        if too_many := _event_problem(places, of_chunks):
+            raise error_of(items, [too_many])
         counted = {position: k for positions in places.values() for k, position in enumerate(positions)}
         return cls(
             tuple(replace(entry, microbatch=counted[position]) for position, entry in entries.items()),
-            tuple(layers) if isinstance(layers, Sequence) else (1 if layers is None else layers,) * chunks,
+            of_chunks,
             len(places[Pass.FORWARD, 1]),
             tuple((Pass.WGRAD, chunk) in places for chunk in range(1, chunks + 1)),
         )
@@ -233,21 +188,8 @@ class Schedule:
         return " ".join(entry.name for entry in self.entries)
 
 
-def read_order(order: str | Iterable[Item]) -> list[Entry]:
-    """The entries of an order by rule R0 alone, for those who transform orders. Raises ScheduleError."""
-    items = _items(order)
-    entries, problems = _read(items)
-    if problems:
-        raise ScheduleError(items, problems)
-    return list(entries.values())
-
-
 # Where the entries of a kind and chunk stand, in order.
 Places = Mapping[tuple[Pass, int], Sequence[int]]
-
-
-def _items(order: str | Iterable[Item]) -> list[Item]:
-    return re.findall(r"[^\s,]+", order) if isinstance(order, str) else list(order)
 
 
 def _places(entries: Mapping[int, Entry]) -> Places:
@@ -257,43 +199,8 @@ def _places(entries: Mapping[int, Entry]) -> Places:
     return dict(places)
 
 
-def _read(items: Sequence[Item]) -> tuple[dict[int, Entry], list[Problem]]:
-    """Rule R0: the entries that can be read, by position, and what is wrong with the others."""
-    entries: dict[int, Entry] = {}
-    wrong: dict[str, list[int]] = defaultdict(list)
-    for position, item in enumerate(items):
-        entry, says = _read_item(item)
-        if entry is not None:
-            entries[position] = entry
-        if says is not None:
-            wrong[says].append(position)
-    return entries, [Problem("R0 (reading)", tuple(positions), says) for says, positions in wrong.items()]
-
-
-def _read_item(item: Item) -> tuple[Entry | None, str | None]:
-    """The entry, and what is wrong with the item. Where the meaning is plain in spite of that, both."""
-    if isinstance(item, Entry):
-        return item, None
-    if isinstance(item, str):
-        match = re.fullmatch(r"([FBW])([1-9]\d*)(?:@(\d+))?", item)
-        if match is None:
-            return None, f"{item!r} is no entry. Write F, B or W and a chunk from 1 on, such as F1, B1, W1 or F1@0."
-        return Entry(Pass(match[1]), int(match[2]), None if match[3] is None else int(match[3])), None
-    if isinstance(item, bool) or not isinstance(item, Real):
-        return None, f"{item!r} is a {type(item).__name__}. Give numbers, texts such as 'F1', or Entry objects."
-    if not math.isfinite(item):
-        return None, f"{item!r} is no chunk. Write c for a forward, -c for a dgrad, -c-0.5 for a wgrad."
-    chunk = math.ceil(abs(item) - 0.5)  # of 2, -2 and -2.5: 2
-    if chunk == 0:
-        return None, f"{item!r} means chunk 0, but chunks are counted from 1. Chunk 1 is written 1, -1 and -1.5."
-    if item == -chunk - 0.5:
-        return Entry(Pass.WGRAD, chunk), None
-    if item not in (chunk, -chunk):
-        return None, f"{item!r} is between chunks. Only a wgrad has a fraction, which is -c-0.5: chunk 1's is -1.5."
-    entry = Entry(Pass.FORWARD if item > 0 else Pass.DGRAD, chunk)
-    if isinstance(item, Integral):
-        return entry, None
-    return entry, f"{item!r} is a float, and only wgrads are. Write {entry.number} for the {entry.kind.noun}."
+def _of_chunk(places: Places, chunk: int) -> list[int]:
+    return sorted(position for kind in Pass for position in places.get((kind, chunk), ()))
 
 
 def _layers_problems(
@@ -303,32 +210,28 @@ def _layers_problems(
         if has_wgrads:
             wgrads = tuple(position for position, entry in entries.items() if entry.kind is Pass.WGRAD)
             yield Problem(
-                "R0 (reading)", wgrads,
+                READING, wgrads,
                 f"layers={layers} is one number for all chunks, and there are wgrads. Give a number for each chunk.",
             )  # fmt: skip
-        layers = [layers]
     elif layers is not None:
         beyond = tuple(position for position, entry in entries.items() if entry.chunk > len(layers))
         if beyond:
             yield Problem(
-                "R0 (reading)", beyond,
-                f"{entries[beyond[0]].name} names chunk {entries[beyond[0]].chunk}, but layers={list(layers)} has "
-                f"{len(layers)} chunks. Give layers for each chunk.",
+                READING, beyond,
+                f"{entries[beyond[0]].name} names chunk {entries[beyond[0]].chunk}, but layers has {len(layers)} "
+                "chunks. Give layers for each chunk.",
             )  # fmt: skip
-    bad = [count for count in layers or () if not isinstance(count, int) or isinstance(count, bool) or count < 0]
-    if bad:
-        yield Problem("R0 (reading)", (), f"layers has {bad[0]!r}. Give whole numbers from 0 on.")
 
 
 def _delays(
-    layers: Sequence[int] | int | None, delayed: Sequence[bool | None] | bool | None, chunks: int
+    layers: Sequence[int] | int | None, delayed: Sequence[bool | None] | bool | None, places: Places
 ) -> Mapping[int, bool]:
     """Whether a chunk must have wgrads, where that was said. A chunk without layers may have them or not."""
     if delayed is None:
         return {}
-    said = [delayed] * chunks if isinstance(delayed, bool) else delayed
+    said = {c: delayed for _, c in places} if isinstance(delayed, bool) else dict(enumerate(delayed, 1))
     empty = {c for c, count in enumerate(layers, 1) if count == 0} if isinstance(layers, Sequence) else set()
-    return {c: delays for c, delays in enumerate(said, 1) if delays is not None and c not in empty}
+    return {c: delays for c, delays in said.items() if delays is not None and c not in empty}
 
 
 def _total_problems(
@@ -341,13 +244,16 @@ def _total_problems(
         yield Problem(rule, (), "There is no entry that can be read. Give at least F1 B1 (1, -1).")
         return
     if missing := chunks - sum(chunk <= chunks for chunk in named):
-        first = next(chunk for chunk in range(1, chunks + 1) if chunk not in named)
+        given = set(named)
+        first = next(chunk for chunk in range(1, chunks + 1) if chunk not in given)
         more = f", nor have {missing - 1} more chunks" if missing > 1 else ""
-        yield Problem(rule, (), f"chunk {first} has no entry{more}. Number the chunks without gaps, or add entries.")
+        behind = tuple(sorted(position for (_, c), own in places.items() if c > first for position in own))
+        mend = "Number the chunks without gaps, or add entries."
+        yield Problem(rule, behind, f"chunk {first} has no entry{more}. {mend}")
     most = max((count for (kind, _), count in counts.items() if kind is not Pass.WGRAD), default=0)
     needed, why = (most, "the largest count") if microbatches is None else (microbatches, "as given")
     if microbatches is not None and microbatches < 1:
-        yield Problem(rule, (), f"microbatches={microbatches} runs nothing. Give at least 1.")
+        yield Problem(rule, (), f"microbatches={show(microbatches)} runs nothing. Give at least 1.")
     for chunk in named:
         wgrads = counts.get((Pass.WGRAD, chunk), 0)
         expected = {Pass.FORWARD: needed, Pass.DGRAD: needed}
@@ -356,17 +262,28 @@ def _total_problems(
             count = counts.get((kind, chunk), 0)
             if count == right:
                 continue
-            name = f"{kind.value}{chunk} ({Entry(kind, chunk).number})"
+            name = f"{kind.value}{chunk} ({number_of_entry(kind, chunk)})"
             mend = f"Add {right - count} more {name}" if count < right else f"Take {count - right} {name} away"
             if kind is Pass.WGRAD and not right:
                 because, mend = "no layer of it delays its wgrad", f"{mend}, or let a layer delay its wgrad"
             else:
                 because = f"microbatches = {needed} ({why})"
-            own = (position for (_, c), positions in places.items() if c == chunk for position in positions)
+            positions = places.get((kind, chunk)) or _of_chunk(places, chunk)
             yield Problem(
-                rule, tuple(places.get((kind, chunk), sorted(own))),
-                f"chunk {chunk} has {_number(count, kind.noun)}, but {because}. {mend}.",
+                rule, tuple(positions),
+                f"chunk {chunk} has {number_of(count, kind.noun)}, but {because}. {mend}.",
             )  # fmt: skip
+
+
+def _event_problem(places: Places, layers: Sequence[int]) -> Problem | None:
+    events = {chunk: len(_of_chunk(places, chunk)) * count for chunk, count in enumerate(layers, 1)}
+    if (total := sum(events.values())) <= MOST_EVENTS:
+        return None
+    most = max(events, key=events.__getitem__)
+    return Problem(
+        READING, tuple(_of_chunk(places, most)),
+        f"entries by layers make {total} events, {events[most]} of them of chunk {most}. Give at most {MOST_EVENTS}.",
+    )  # fmt: skip
 
 
 def _causality_problems(places: Places) -> Iterator[Problem]:
@@ -380,7 +297,7 @@ def _causality_problems(places: Places) -> Iterator[Problem]:
                 yield Problem(
                     "R2 (causality)", tuple(after[k] for k in early),
                     f"at entry {position} chunk {chunk} begins {then.noun} {early[0] + 1}, but only "
-                    f"{_number(there, first.noun)} stand{'s' * (there == 1)} before it. "
+                    f"{number_of(there, first.noun)} stand{'s' * (there == 1)} before it. "
                     f"Put each {then.value}{chunk} behind its {first.value}{chunk}.",
                 )  # fmt: skip
 
@@ -402,7 +319,7 @@ def _chaining_problems(places: Places, follows: Collection[int], chunks: int) ->
     rule = "R8 (chaining)"
     for chunk in sorted(follows):
         if not 2 <= chunk <= chunks:
-            yield Problem(rule, (), f"follows names chunk {chunk}. Give chunks from 2 to {chunks}.")
+            yield Problem(rule, (), f"follows names chunk {show(chunk)}. Give chunks from 2 to {chunks}.")
         for kind, first, then in ((Pass.FORWARD, chunk - 1, chunk), (Pass.DGRAD, chunk, chunk - 1)):
             pairs = zip(places.get((kind, first), ()), places.get((kind, then), ()), strict=False)
             early = [(k, after) for k, (before, after) in enumerate(pairs) if before > after]
@@ -412,24 +329,3 @@ def _chaining_problems(places: Places, follows: Collection[int], chunks: int) ->
                     f"{kind.noun} of chunk {then} and microbatch {early[0][0]} needs that of chunk {first}, since "
                     f"chunk {chunk} follows on chunk {chunk - 1}. Put {kind.value}{first} before {kind.value}{then}.",
                 )  # fmt: skip
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
-def _underlined(shown: Sequence[str], positions: Collection[int]) -> list[str]:
-    """The rows of entries that have one at fault, each with its carets below."""
-    rows: list[list[int]] = [[]]
-    for position, text in enumerate(shown):
-        if sum(len(shown[p]) + 1 for p in rows[-1]) + len(text) > WIDTH:
-            rows.append([])
-        rows[-1].append(position)
-    lines = []
-    for row in rows:
-        if not set(row) & set(positions):
-            continue
-        start = f"  entry {row[0]}: " if len(rows) > 1 else "  "
-        carets = " ".join(("^" if position in positions else " ") * len(shown[position]) for position in row)
-        lines += [start + " ".join(shown[position] for position in row), " " * len(start) + carets.rstrip()]
-    return lines

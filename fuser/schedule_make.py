@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 
 from fuser.schedule import Entry, Item, Pass, read_order
+from fuser.schedule_error import show
+from fuser.schedule_read import MOST_ENTRIES, few, is_layer_count, is_whole
 
 
 def order_1f1b(stages: int, stage: int, microbatches: int, *, delayed: bool = False) -> list[float]:
@@ -18,7 +20,7 @@ def order_1f1b(stages: int, stage: int, microbatches: int, *, delayed: bool = Fa
 
     stages - stage - 1 forwards fill the pipeline. delayed: each dgrad is followed by its wgrad.
     """
-    _check(stages, stage, microbatches)
+    _check(stages=stages, stage=stage, microbatches=microbatches)
     chunks = [1] * microbatches
     return _alternate(chunks, chunks, stages - stage - 1, delayed)
 
@@ -35,12 +37,12 @@ def order_interleaved(
 
     Raises ValueError for a group below the number of stages, or microbatches that are no multiple of it.
     """
-    _check(stages, stage, microbatches)
     group = stages if group is None else group
+    _check(stages=stages, stage=stage, microbatches=microbatches, chunks=chunks, group=group)
     if chunks < 1 or group < stages or microbatches % group:
         raise ValueError(
-            f"chunks={chunks}, group={group}, microbatches={microbatches}: there must be a chunk, at least {stages} "
-            "microbatches in a group (as many as stages), and whole groups."
+            f"chunks={show(chunks)}, group={show(group)}, microbatches={microbatches}: there must be a chunk, at least "
+            f"{show(stages)} microbatches in a group (as many as stages), and whole groups."
         )
     forward = [chunk for _ in range(0, microbatches, group) for chunk in range(1, chunks + 1) for _ in range(group)]
     backward = [chunks + 1 - chunk for chunk in forward]
@@ -63,11 +65,18 @@ def overlap_layers(order: str | Iterable[Item], layers: Sequence[int], *, delaye
     Raises ScheduleError for an order that cannot be read, ValueError for one that does not alternate.
     """
     entries = read_order(order)
+    counts = few(layers)
+    wrong = [count for count in counts if not is_layer_count(count)] if isinstance(counts, tuple) else [layers]
+    if wrong:
+        raise ValueError(f"layers has {show(wrong[0])}. Give a list with the layers of each chunk, in whole numbers.")
     if unfit := [str(entry) for entry in entries if entry.kind is Pass.WGRAD or entry.chunk > len(layers)]:
         raise ValueError(
-            f"{unfit[0]} cannot be spread over layers={list(layers)}. Give the order without wgrads, which "
+            f"{unfit[0]} cannot be spread over {len(layers)} chunks. Give the order without wgrads, which "
             "delayed=True adds, and the layers of each of its chunks."
         )
+    spread_over = sum(layers[entry.chunk - 1] for entry in entries)
+    if spread_over > MOST_ENTRIES:
+        raise ValueError(f"{len(entries)} entries over these layers make {spread_over}. Give at most {MOST_ENTRIES}.")
     ends = [sum(layers[:chunk]) for chunk in range(len(layers) + 1)]
 
     def spread(entry: Entry) -> list[list[float]]:
@@ -106,9 +115,15 @@ def _in_turn(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[flo
         yield from chain.from_iterable(steps)
 
 
-def _check(stages: int, stage: int, microbatches: int) -> None:
+def _check(stages: int, stage: int, microbatches: int, **more: int) -> None:
+    """Raise ValueError unless there is such a pipeline, with orders that are not too long. more: chunks and group."""
+    given = {"stages": stages, "stage": stage, "microbatches": microbatches, **more}
+    if odd := [f"{name}={show(value)}" for name, value in given.items() if not is_whole(value)]:
+        raise ValueError(f"{', '.join(odd)}: give whole numbers.")
     if not 0 <= stage < stages or microbatches < 1:
         raise ValueError(
-            f"stages={stages}, stage={stage}, microbatches={microbatches} is no pipeline. Stages are counted from 0, "
-            "and there must be a microbatch."
+            f"stages={show(stages)}, stage={show(stage)}, microbatches={show(microbatches)} is no pipeline. Stages are "
+            "counted from 0, and there must be a microbatch."
         )
+    if (entries := 2 * microbatches * more.get("chunks", 1)) > MOST_ENTRIES:
+        raise ValueError(f"The order would have {show(entries)} entries. Give microbatches for at most {MOST_ENTRIES}.")
