@@ -33,6 +33,7 @@ from ops.gemm import (
     quantized,
     wgrad,
 )
+from ops.in_place import writable
 from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
 from ops.kernels.grouped_gemm_float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_operands import accumulator_like
@@ -126,7 +127,7 @@ class GroupedPath:
     ) -> Tensor:
         """fprop where x has a factor for each row, which the grouped GEMM does not know."""
         assert a.alpha is not None, "the caller has seen it"
-        product = grouped_gemm_tn(a.values, b.values, x.splits, alpha_G=b.alpha, out_dtype=torch.float32)
+        product = writable(grouped_gemm_tn(a.values, b.values, x.splits, alpha_G=b.alpha, out_dtype=torch.float32))
         product *= a.alpha
         group = x.splits.group_of_row
         if bias is not None:

@@ -98,9 +98,9 @@ def product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Tens
             return
     product = accumulator_like(a) @ accumulator_like(b)
     if alpha is not None:
-        product *= alpha
+        product = product * alpha  # new memory, as above
     if added is not None:
-        product += added
+        product = product + added
     out.copy_(product)
 
 
