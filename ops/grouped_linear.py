@@ -108,10 +108,11 @@ class GroupedLinear(OperationWithWeights):
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
     def kernel(self, request: PlanRequest) -> str:
-        if request.device.type != "cuda":
-            return "grouped GEMM (torch)"
+        in_torch = request.device.type != "cuda"
         if choose_path(request).name == "split":
-            return "a product a group"
+            return "a product a group (torch)" if in_torch else "a product a group"
+        if in_torch:
+            return "grouped GEMM (torch)"
         weights = (self.num_groups, self.out_features, self.in_features)
         return f"grouped GEMM (Triton: {explain_tiles(request, weights, accumulate=self.accumulate_into_main_grad)})"
 

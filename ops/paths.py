@@ -9,8 +9,8 @@ Both paths have the same verbs, so `GroupedLinear` and the fused grouped MLP are
     wgrad  dw_g = dy_g^T x_g             (NT)
 
 `GroupedPath` never reads the device from the host, so a CUDA graph of it can be replayed with other split sizes.
-`SplitPath` reads the split sizes and loops over the groups. It is for quantizers that know single tensors only, for
-dtypes without a grouped kernel, and as the independent check of the other path.
+`SplitPath` reads the split sizes and loops over the groups that have rows. It is for quantizers that know single
+tensors only, for dtypes without a grouped kernel, and as the independent check of the other path.
 """
 # T rows, G groups, K in features, N out features
 
@@ -48,7 +48,7 @@ from recipes.splits import Splits
 class SplitTensors(NamedTuple):
     """One tensor a group, each quantized by itself where the recipe says so. `rows` counts the tail too."""
 
-    members: tuple[Any, ...]  # Tensor | QuantizedTensor; None in an empty template
+    members: tuple[Any, ...]  # Tensor (perhaps of a group without rows) | QuantizedTensor; None in an empty template
     sizes: tuple[int, ...]
     rows: int
 
@@ -224,6 +224,8 @@ class SplitPath:
         out = _allocate(out, x, w[0].shape[0], w[0])
         begin = 0
         for group, size in enumerate(x.sizes):
+            if not size:
+                continue
             rows = slice(begin, begin + size)
             added = None
             if bias is not None:
@@ -238,8 +240,9 @@ class SplitPath:
         out = _allocate(out, dy, w[0].shape[1], w[0])
         begin = 0
         for member, weight, size in zip(dy.members, w, dy.sizes, strict=True):
-            out[begin : begin + size] = self._gemm("dgrad", member, weight, out.dtype)
-            begin += size
+            if size:
+                out[begin : begin + size] = self._gemm("dgrad", member, weight, out.dtype)
+                begin += size
         out[begin:] = 0
         return out
 
@@ -301,11 +304,17 @@ def choose_path(request: PlanRequest) -> Path:
 
 
 def _members(parts: Sequence[Tensor], quantizer: Quantizer | None, rowwise: bool, columnwise: bool) -> list[Any]:
-    """Each group's tensor, quantized by itself where the recipe says so."""
+    """Each group's tensor, quantized by itself where the recipe says so.
+
+    A quantizer of single tensors gets none without rows, of which it may find no maximum.
+    """
+    takes_empty = quantizer is None or quantizer.knows_groups()
     if quantizer is not None and parts:
         quantizer = quantizer.seeded(parts[0].device)
     return [
         quantized(part, quantizer and quantizer.for_group(group), rowwise=rowwise, columnwise=columnwise)
+        if takes_empty or len(part)
+        else part
         for group, part in enumerate(parts)
     ]
 
