@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
+from ops.callers_buffers import CallersBuffer
 from ops.context import OperationContext, at_tensor
 from ops.in_place import memory_of
 from ops.program import Program, Wiring
@@ -21,6 +22,7 @@ class Record(NamedTuple):
     parameters, parameter_states: of all operations, as forward saw them
     input_names: the extra inputs that autograd knows; returned: the extra outputs that it does
     amax_reduction_group: of the outermost autocast of forward
+    buffers: the caller's own
     """
 
     program: Program
@@ -31,6 +33,7 @@ class Record(NamedTuple):
     input_names: tuple[str, ...]
     returned: tuple[str, ...]
     amax_reduction_group: Any
+    buffers: Sequence[CallersBuffer]
 
 
 def run_backward(

@@ -14,6 +14,13 @@ import torch
 from torch import Tensor
 
 from ops.backward import Record, raise_located, run_backward
+from ops.callers_buffers import (
+    CallersBuffer,
+    buffers_of,
+    check_before_backward,
+    check_before_forward,
+    note_handed_on,
+)
 from ops.context import OperationContext, at_tensor, state_of
 from ops.in_place import check_writable, memory_of
 from ops.nested_backward import note_forward
@@ -228,6 +235,7 @@ class _Call:
         self.environment = dict(extras)
         self.wanted = wanted
         self.buffers = buffers
+        self.given_buffers: list[CallersBuffer] = []
         self.contexts: list[OperationContext] = []
         self.produced: dict[str, Any] = {}
         self.returned: list[str] = []
@@ -248,6 +256,9 @@ class _Call:
                 context.updates = self.updates
         for index, named in self.buffers.items():
             self.contexts[index].buffers = dict(named)
+        if self.buffers:
+            self.given_buffers = buffers_of(self.contexts, self.labels)
+            check_before_forward(self.given_buffers, self.program.places(self.labels), x, self.environment)
         if self.program.read_after:
             self.given = [t for t in (x, *self.environment.values()) if isinstance(t, Tensor)]
         for wiring in self.program.forward:
@@ -353,6 +364,7 @@ class _RetainingFunction(torch.autograd.Function):
         fctx.record = Record(
             program, call.labels, states, parameters, [state_of(p) for p in parameters],
             tuple(call.input_names), tuple(returned), None if call.updates is None else call.updates.group,
+            call.given_buffers,
         )  # fmt: skip
         fctx.has_run = False
         fctx.retains = call.retains
@@ -365,9 +377,17 @@ class _RetainingFunction(torch.autograd.Function):
                 "Double backward (create_graph=True) through a pipeline is not supported: its backward is written by "
                 "hand. Call backward without create_graph, or express that part with plain torch functions."
             )
-        device = fctx.record.program.request.device
-        with without_autocast(device):
-            return None, *run_backward(fctx.record, _take_saved(fctx), dy, d_returned)
+        record, saved = fctx.record, _take_saved(fctx)
+        buffers = record.buffers
+        if buffers:
+            check_before_backward(buffers, record.parameters, saved, (dy, *d_returned), fctx.next_functions)
+        with without_autocast(record.program.request.device):
+            gradients = run_backward(record, saved, dy, d_returned)
+        if buffers:
+            of_extras = 1 + len(record.parameters)
+            edges = fctx.next_functions
+            note_handed_on(buffers, [gradients[0], *gradients[of_extras:]], [edges[0], *edges[of_extras:]])
+        return None, *gradients
 
 
 def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
