@@ -10,6 +10,7 @@ from torch import Tensor
 from fused.linear_in_place import add_in_place, why_not_bias, why_not_scaled
 from ops.activation import ActivationOperation
 from ops.bias import Bias
+from ops.in_place import writable
 from ops.linear import Linear
 from ops.operation import BasicOperation, FusedOperation, OperationContext, optional
 from recipes.request import PlanRequest
@@ -35,6 +36,7 @@ class ForwardLinearBiasActivation(FusedOperation):
     ) -> tuple[Tensor, Mapping[str, Any]]:
         linear, *biases, activation = self.operations
         h = cast(Linear, linear).fprop(ctxs[0], x)
+        h = writable(h) if biases else h
         for bias in biases:
             add_in_place(cast(Bias, bias), ctxs[1], h, extras)
         return activation.fuser_forward(ctxs[-1], h, extras)

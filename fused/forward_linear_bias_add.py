@@ -11,6 +11,7 @@ from fused.linear_in_place import add_in_place, why_not_bias
 from ops.add_extra_input import AddExtraInput
 from ops.bias import Bias
 from ops.elementwise import ElementwiseOperation
+from ops.in_place import writable
 from ops.linear import Linear
 from ops.operation import BasicOperation, FusedOperation, OperationContext, optional
 from recipes.request import PlanRequest
@@ -34,7 +35,7 @@ class ForwardLinearBiasAdd(FusedOperation):
     def fuser_forward(
         self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
-        y = cast(Linear, self.operations[0]).fprop(ctxs[0], x)
+        y = writable(cast(Linear, self.operations[0]).fprop(ctxs[0], x))
         for operation, ctx in zip(self.operations[1:], ctxs[1:], strict=True):
             add_in_place(cast(ElementwiseOperation, operation), ctx, y, extras)
         return y, {}

@@ -12,6 +12,7 @@ from ops.add_extra_input import AddExtraInput
 from ops.bias import Bias
 from ops.constant_scale import ConstantScale
 from ops.gemm import commutes
+from ops.in_place import writable
 from ops.linear import Linear
 from ops.operation import BasicOperation, FusedOperation, OperationContext, optional
 from recipes.request import PlanRequest
@@ -39,7 +40,7 @@ class ForwardLinearScaleAdd(FusedOperation):
         linear, *biases, constant, add = self.operations
         scale = cast(ConstantScale, constant).scale
         alpha = scale if commutes(scale, ctxs[0].dtype) else 1.0
-        y = cast(Linear, linear).fprop(ctxs[0], x, alpha)
+        y = writable(cast(Linear, linear).fprop(ctxs[0], x, alpha))
         for bias in biases:
             add_in_place(cast(Bias, bias), ctxs[1], y, extras, alpha)
         operand_of(cast(ConstantScale, constant), ctxs[-2], y, extras)

@@ -27,14 +27,14 @@ from ops.gemm import quantizes
 from ops.grouped_linear import GroupedLinear
 from ops.kernels.activation import Activation, activation, dactivation
 from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
-from ops.paths import GroupedPath
+from ops.paths import GroupedPath, Path, choose_path
 from ops.scaled_clamped_qgeglu import ScaledClampedQGeGLU
 from ops.scaled_situglu import ScaledSiTUGLU
 from ops.scaled_srelu import ScaledSReLU
 from ops.scaled_swiglu import ScaledSwiGLU
 from ops.situglu import SiTUGLU
 from ops.swiglu import SwiGLU
-from recipes.recipe import Role
+from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
 from recipes.splits import Splits
 
@@ -91,7 +91,7 @@ class GroupedMLP(FusedOperation):
     def kernel(self, request: PlanRequest) -> str:
         ways = dict.fromkeys(linear.kernel(request) for linear in (self.fc1, self.fc2))
         way = ", then ".join(ways)
-        if request.device.type == "cpu" and not quantizes(request.recipe):
+        if request.device.type == "cpu" and self._may_run_whole(choose_path(request), request.recipe, "cpu"):
             way = "group by group (torch)"
         return f"{way}, {self.activation.kind} recomputed in backward"
 
@@ -126,18 +126,21 @@ class GroupedMLP(FusedOperation):
         return y, {}
 
     def _runs_whole(self, ctxs: Sequence[OperationContext], x: Tensor) -> bool:
-        """Whether one function does it all: nothing is quantized, and there is no buffer of the caller's inside.
+        """Whether one function does it all: it may, and there is no buffer of the caller's inside."""
+        first, _, last = ctxs
+        inside = "output" in first.buffers or "grad_input" in last.buffers
+        return not inside and self._may_run_whole(first.path, first.recipe, x.device.type)
+
+    def _may_run_whole(self, path: Path, recipe: Recipe, device_type: str) -> bool:
+        """Whether one function could do it all: nothing is quantized.
 
         Its weight gradients are new tensors, so these have to be autograd's. On the CPU it loops over groups, of rows
         that fill torch's vector loops: else the last place of an exp depends on where a row stands.
         """
-        first, _, last = ctxs
-        inside = "output" in first.buffers or "grad_input" in last.buffers
         elsewhere = self.fc1.lands_elsewhere or self.fc2.lands_elsewhere
-        if inside or elsewhere or not isinstance(first.path, GroupedPath) or quantizes(first.recipe):
+        if elsewhere or not isinstance(path, GroupedPath) or quantizes(recipe):
             return False
-        kind = x.device.type
-        return kind == "cuda" or (kind == "cpu" and self.fc2.in_features % 32 == 0)
+        return device_type == "cuda" or (device_type == "cpu" and self.fc2.in_features % 32 == 0)
 
     def _forward_whole(
         self, ctxs: Sequence[OperationContext], x: Tensor, splits: Splits, scales: Tensor | None

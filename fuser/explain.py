@@ -48,7 +48,10 @@ def _explain_pipeline(pipeline: Pipeline, request: PlanRequest) -> list[str]:
     plan = pipeline.planner(pipeline.operations, request)
     reason = request.recipe.why_not_grouped(request)
     because = ", as asked for" if request.path else f": {reason}" if reason else ""
-    lines = [f"  path: {choose_path(request).name}{because}"]
+    path = choose_path(request).name
+    lines = [f"  path: {path}{because}"]
+    if path == "split":
+        lines.append("  groups without rows are left out")
     joint = plan.forward == plan.backward
     passes = {"forward": plan.forward, "backward": plan.backward}
     for title, steps in ({"forward and backward": plan.forward} if joint else passes).items():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fuser.explain import explain
 from fuser.layout import Container, Layout
 from fuser.plan import Fusion, FusionPlanner, fusions_version
+from ops.callers_buffers import CallersBuffer, check_before_forward, place_of
 from ops.main_grad import OperationWithWeights, backward_dw
 from ops.operation import BasicOperation, at_border, check_buffers, check_extras
 from ops.run import Pipeline
@@ -148,7 +149,7 @@ class Sequential(Container):
         """y, or (y, {name: extra output}) if `outputs` names some.
 
         Raises ValueError for extra inputs that are missing or unknown, extra outputs that do not exist, and buffers
-        that no operation knows.
+        that no operation knows, or that share memory with what they would overwrite.
         """
         if not isinstance(x, Tensor):
             raise TypeError(f"x is a {type(x).__name__}. Give a tensor.")
@@ -160,6 +161,8 @@ class Sequential(Container):
         check_extras(layout.consumed, layout.produced, extras, outputs)
         for index, named in (buffers or {}).items():
             check_buffers(self[index], named, f"buffers[{index}]")
+        if buffers and len(layout.stages) > 1:
+            self._check_between_stages(buffers, x, extras)
         version = fusions_version()
         for stage, passed_on in zip(layout.stages, layout.passed_on, strict=True):
             wanted = tuple(dict.fromkeys((*passed_on, *(name for name in outputs if name in stage.makes))))
@@ -179,6 +182,12 @@ class Sequential(Container):
             x, produced = result if wanted else (result, {})
             extras |= produced
         return (x, {name: at_border(extras[name]) for name in outputs}) if outputs else x
+
+    def _check_between_stages(self, buffers: Mapping[int, Mapping[str, Tensor]], x: Tensor, extras: Any) -> None:
+        modules = {place_of(label, module): module for label, module in self._modules.items() if module is not None}
+        places = list(modules)
+        given = [CallersBuffer(n, places[index], t) for index, named in buffers.items() for n, t in named.items()]
+        check_before_forward(given, modules, x, extras)
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that the oldest backward left to operations with `delay_wgrad_compute=True`.

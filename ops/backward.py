@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
+from ops.callers_buffers import CallersBuffer
 from ops.context import OperationContext, at_tensor
 from ops.in_place import memory_of
 from ops.program import Program, Wiring
@@ -24,6 +25,7 @@ class Record(NamedTuple):
     input_names: the extra inputs that autograd knows; returned: the extra outputs that it does
     entries: what `autocast` had open in forward
     first_forwards: of the pipeline
+    buffers: the caller's own
     """
 
     program: Program
@@ -36,6 +38,7 @@ class Record(NamedTuple):
     returned: tuple[str, ...]
     entries: Stack
     first_forwards: FirstForwards
+    buffers: Sequence[CallersBuffer]
 
 
 def run_backward(

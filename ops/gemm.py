@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.in_place import writable
 from ops.kernels.grouped_gemm import grouped_gemm_nt
 from ops.kernels.grouped_gemm_float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8, why_not_float8
 from ops.kernels.grouped_operands import accumulator_like
@@ -168,7 +169,7 @@ def gemm(
             return x @ w if alpha == 1 else torch.addmm(x.new_empty(()), x, w, beta=0, alpha=alpha)
         if added.dim() == 1:
             return torch.addmm(added.to(out_dtype), x, w, alpha=alpha)
-    product = accumulator_like(x) @ accumulator_like(w)
+    product = writable(accumulator_like(x) @ accumulator_like(w))
     if left.alpha is not None and left.alpha.dim() == 2 and right.alpha is not None:
         product *= right.alpha  # one after the other, as the grouped path does where each row has a factor
         right = right._replace(alpha=None)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ops.callers_buffers import overlap
 from ops.grouped_tiles import explain_tiles
 from ops.kernels.grouped_operands import accumulator_like
 from ops.main_grad import OperationWithWeights
@@ -35,13 +36,15 @@ class GroupedLinear(OperationWithWeights):
     stacked:    one parameter `weight` [G, N, K] (and `bias` [G, N]); False: one a group, `weight0`, `bias0`, ...
                 A state dict of either form loads into the other.
     accumulate_into_main_grad, delay_wgrad_compute: where and when the weights' gradients land, see `ops.main_grad`.
-    buffers:    "output" [T, N] and "grad_input" [T, K], the caller's, contiguous, in the computing dtype.
+    buffers:    "output" [T, N] and "grad_input" [T, K], the caller's, contiguous, in the computing dtype. They may be
+                slices of one arena. What would be overwritten while something needs it is a ValueError before anything
+                is written (`ops.callers_buffers`); a later forward over what an earlier one keeps is autograd's error.
 
     Under a recipe x, W and dy are quantized as for `Linear`, each group by itself. Weights are initialised as
     `torch.nn.Linear`, biases with zeros (as TransformerEngine).
 
-    Raises ValueError for features or groups that are not positive, scale_bias without bias, and an x, split sizes,
-    scales or a buffer of the wrong shape.
+    Raises ValueError for features or groups that are not positive, scale_bias without bias, an x, split sizes,
+    scales or a buffer of the wrong shape, and a buffer in memory of something else.
     """
 
     buffer_names = ("output", "grad_input")
@@ -108,10 +111,11 @@ class GroupedLinear(OperationWithWeights):
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
     def kernel(self, request: PlanRequest) -> str:
-        if request.device.type != "cuda":
-            return "grouped GEMM (torch)"
+        in_torch = request.device.type != "cuda"
         if choose_path(request).name == "split":
-            return "a product a group"
+            return "a product a group (torch)" if in_torch else "a product a group"
+        if in_torch:
+            return "grouped GEMM (torch)"
         weights = (self.num_groups, self.out_features, self.in_features)
         return f"grouped GEMM (Triton: {explain_tiles(request, weights, accumulate=self.accumulate_into_main_grad)})"
 
@@ -230,7 +234,7 @@ class GroupedLinear(OperationWithWeights):
                 f"contiguous={buffer.is_contiguous()}, requires_grad={buffer.requires_grad}. Needed: shape "
                 f"{list(needed[0])}, {ctx.dtype}, on {like.device}, contiguous, without requires_grad."
             )
-        if buffer.numel() and buffer.untyped_storage().data_ptr() == like.untyped_storage().data_ptr():
+        if overlap(buffer, like):
             raise ValueError(f"The buffer {name!r} shares memory with what is read while it is written. Give another.")
         return buffer
 

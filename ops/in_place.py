@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ops.context import OperationContext
 from ops.saved import flatten
@@ -83,6 +84,11 @@ def check_writable(
                 f"{name} lies in the same memory as {other!r}, which is used later, so it cannot be written in place. "
                 "Give in_place=False."
             )
+
+
+def writable(product: Tensor) -> Tensor:
+    """A tensor that torch has just made, or a copy where a mode watches: selective checkpointing keeps products."""
+    return product if _get_current_dispatch_mode() is None else product.clone()
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -20,7 +20,8 @@ What the owner of the buffers (a data-parallel wrapper) sets on a weight, read w
     zero_out_wgrad              True: another path of autograd brings a gradient of this weight too
 
 With main_grad autograd gets None for a weight; but of one that has `grad_added_to_main_grad` a placeholder of its
-shape, dtype and device, so that the hooks behind it see a `.grad`: without values, or zeros with `zero_out_wgrad`.
+shape, dtype and device, so that the hooks behind it see a `.grad`: without values, or zeros with `zero_out_wgrad` and
+where torch's anomaly mode looks for NaN.
 Gradients of biases are autograd's in all cases, at once.
 """
 
@@ -364,7 +365,9 @@ def placeholder(weight: Any) -> Tensor:
 
     New memory: autograd takes it as `.grad` without a copy, and the owner's hook drops it.
     """
-    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+    looked_at = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    zeros = looked_at or getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
 
 
 def _add_to_grad(weight: Tensor, dw: Tensor, copy: bool) -> None:

@@ -9,8 +9,8 @@ Both paths have the same verbs, so `GroupedLinear` and the fused grouped MLP are
     wgrad  dw_g = dy_g^T x_g             (NT)
 
 `GroupedPath` never reads the device from the host, so a CUDA graph of it can be replayed with other split sizes.
-`SplitPath` reads the split sizes and loops over the groups. It is for quantizers that know single tensors only, for
-dtypes without a grouped kernel, and as the independent check of the other path.
+`SplitPath` reads the split sizes and loops over the groups that have rows. It is for quantizers that know single
+tensors only, for dtypes without a grouped kernel, and as the independent check of the other path.
 """
 # T rows, G groups, K in features, N out features
 
@@ -33,6 +33,7 @@ from ops.gemm import (
     quantized,
     wgrad,
 )
+from ops.in_place import writable
 from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
 from ops.kernels.grouped_gemm_float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_operands import accumulator_like
@@ -47,7 +48,7 @@ from recipes.splits import Splits
 class SplitTensors(NamedTuple):
     """One tensor a group, each quantized by itself where the recipe says so. `rows` counts the tail too."""
 
-    members: tuple[Any, ...]  # Tensor | QuantizedTensor; None in an empty template
+    members: tuple[Any, ...]  # Tensor (perhaps of a group without rows) | QuantizedTensor; None in an empty template
     sizes: tuple[int, ...]
     rows: int
 
@@ -126,7 +127,7 @@ class GroupedPath:
     ) -> Tensor:
         """fprop where x has a factor for each row, which the grouped GEMM does not know."""
         assert a.alpha is not None, "the caller has seen it"
-        product = grouped_gemm_tn(a.values, b.values, x.splits, alpha_G=b.alpha, out_dtype=torch.float32)
+        product = writable(grouped_gemm_tn(a.values, b.values, x.splits, alpha_G=b.alpha, out_dtype=torch.float32))
         product *= a.alpha
         group = x.splits.group_of_row
         if bias is not None:
@@ -223,6 +224,8 @@ class SplitPath:
         out = _allocate(out, x, w[0].shape[0], w[0])
         begin = 0
         for group, size in enumerate(x.sizes):
+            if not size:
+                continue
             rows = slice(begin, begin + size)
             added = None
             if bias is not None:
@@ -237,8 +240,9 @@ class SplitPath:
         out = _allocate(out, dy, w[0].shape[1], w[0])
         begin = 0
         for member, weight, size in zip(dy.members, w, dy.sizes, strict=True):
-            out[begin : begin + size] = self._gemm("dgrad", member, weight, out.dtype)
-            begin += size
+            if size:
+                out[begin : begin + size] = self._gemm("dgrad", member, weight, out.dtype)
+                begin += size
         out[begin:] = 0
         return out
 
@@ -300,11 +304,17 @@ def choose_path(request: PlanRequest) -> Path:
 
 
 def _members(parts: Sequence[Tensor], quantizer: Quantizer | None, rowwise: bool, columnwise: bool) -> list[Any]:
-    """Each group's tensor, quantized by itself where the recipe says so."""
+    """Each group's tensor, quantized by itself where the recipe says so.
+
+    A quantizer of single tensors gets none without rows, of which it may find no maximum.
+    """
+    takes_empty = quantizer is None or quantizer.knows_groups()
     if quantizer is not None and parts:
         quantizer = quantizer.seeded(parts[0].device)
     return [
         quantized(part, quantizer and quantizer.for_group(group), rowwise=rowwise, columnwise=columnwise)
+        if takes_empty or len(part)
+        else part
         for group, part in enumerate(parts)
     ]
 

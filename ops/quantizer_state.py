@@ -2,7 +2,8 @@
 
 They are named `quantizer_<role>_<name>`, such as `quantizer_input_amax_history`. An operation that never ran under a
 recipe with a state has none, so a state dict of it has no extra key. Strict loading works between all recipes: an
-absent entry puts the state back to its beginning, and one that is not there yet is made.
+absent entry puts the state back to its beginning, and one that is not there yet is made. Under inference mode they are
+made as ordinary tensors, which a later training step may change.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class QuantizerState:
             return found  # type: ignore[return-value]  # none is None
         return {name: self._make(name, tensor, shapes, device) for name, tensor in found.items()}
 
+    @torch.inference_mode(False)
     def _make(self, name: str, old: Tensor | None, shapes: StateShapes, device: torch.device | None) -> Tensor:
         shape, initial = shapes[name]
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -62,9 +64,11 @@ def _is_ready(tensor: Tensor | None, shape: tuple[int, ...], device: torch.devic
         and tensor.shape == shape
         and (device is None or tensor.device == device)
         and tensor.dtype == torch.float32
+        and not tensor.is_inference()
     )
 
 
+@torch.inference_mode(False)
 def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
     """Make the operation's state buffers those that `state_dict` holds under `prefix`."""
     for name in list(_names(operation._buffers)):

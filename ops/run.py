@@ -15,6 +15,13 @@ import torch
 from torch import Tensor
 
 from ops.backward import Record, raise_located, run_backward
+from ops.callers_buffers import (
+    CallersBuffer,
+    buffers_of,
+    check_before_backward,
+    check_before_forward,
+    note_handed_on,
+)
 from ops.context import OperationContext, at_tensor, state_of
 from ops.in_place import check_writable, memory_of
 from ops.nested_backward import note_forward, unwanted_parameters
@@ -256,6 +263,7 @@ class _Call:
         self.environment = dict(extras)
         self.wanted = wanted
         self.buffers = buffers
+        self.given_buffers: list[CallersBuffer] = []
         self.contexts: list[OperationContext] = []
         self.produced: dict[str, Any] = {}
         self.returned: list[str] = []
@@ -278,6 +286,9 @@ class _Call:
                 context.updates = self.updates
         for index, named in self.buffers.items():
             self.contexts[index].buffers = dict(named)
+        if self.buffers:
+            self.given_buffers = buffers_of(self.contexts, self.labels)
+            check_before_forward(self.given_buffers, self.program.places(self.labels), x, self.environment)
         if self.program.read_after:
             self.given = [t for t in (x, *self.environment.values()) if isinstance(t, Tensor)]
         for wiring in self.program.forward:
@@ -384,6 +395,7 @@ class _RetainingFunction(torch.autograd.Function):
         fctx.record = Record(
             program, call.operations, call.labels, states, parameters, [state_of(p) for p in parameters],
             tuple(call.input_names), tuple(returned), open_entries(), call.first_forwards,
+            call.given_buffers,
         )  # fmt: skip
         fctx.has_run = False
         fctx.retains = call.retains
@@ -401,8 +413,15 @@ class _RetainingFunction(torch.autograd.Function):
         saved = _take_saved(fctx)
         if is_first:
             record.first_forwards.ended(record.program.request.training, record.program.request.recipe)
+        buffers, edges = record.buffers, fctx.next_functions
+        if buffers:
+            check_before_backward(buffers, record.parameters, saved, (dy, *d_returned), edges)
         with without_autocast(record.program.request.device), reentered(record.entries):
-            return None, *run_backward(record, saved, dy, d_returned, unwanted_parameters(fctx.next_functions[1:]))
+            gradients = run_backward(record, saved, dy, d_returned, unwanted_parameters(edges[1:]))
+        if buffers:
+            of_extras = 1 + len(record.parameters)
+            note_handed_on(buffers, [gradients[0], *gradients[of_extras:]], [edges[0], *edges[of_extras:]])
+        return None, *gradients
 
 
 def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:

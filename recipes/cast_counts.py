@@ -141,6 +141,9 @@ class _Watched(Quantizer):
     def keeps_state(self) -> bool:  # type: ignore[override]
         return self.inner.keeps_state
 
+    def knows_groups(self) -> bool:
+        return self.inner.knows_groups()
+
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         cast = self.inner.quantize(x, rowwise=rowwise, columnwise=columnwise)
         self.note(x, cast)

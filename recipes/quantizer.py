@@ -54,7 +54,11 @@ class Quantizer(ABC):
 
     @abstractmethod
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        """Quantize one tensor [..., K]; its rows are all axes but the last."""
+        """Quantize one tensor [..., K]; its rows are all axes but the last.
+
+        There may be no rows where x itself has none. A quantizer that has this method alone gets no group without rows:
+        the split path leaves those out.
+        """
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         """Quantize weights [G, N, K], each group by itself: rowwise along K, columnwise along N."""

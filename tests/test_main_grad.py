@@ -411,6 +411,23 @@ def test_placeholders_are_taken_as_grad_without_a_copy_and_freed_with_it() -> No
     assert first.grad.untyped_storage().nbytes() == first.numel() * 4
 
 
+@FEW
+def test_anomaly_mode_finds_no_nan_in_placeholders(model: str) -> None:
+    expected = gradients(make(model), 1)
+    sequential = make(model, accumulate_into_main_grad=True)
+    give_main_grads(sequential, 0.0)
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        backward(sequential)
+    for name, weight in weights_of(sequential).items():
+        assert (weight.grad == 0).all()
+        assert_near(weight.main_grad, expected[name])
+    for weight in weights_of(sequential).values():
+        weight.grad = None
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        backward(sequential)
+    assert all(weight.grad.isnan().all() for weight in weights_of(sequential).values())
+
+
 # Frozen, tied and mixed weights
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fuser import Sequential, autocast, ops
+from fuser import Sequential, autocast, count_casts, ops
 from ops import GroupedLinear
 from ops.paths import GroupedPath, SplitPath, choose_path
 from recipes import (
     E4M3,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Format,
     HighPrecision,
     MXFP8BlockScaling,
     PlanRequest,
@@ -332,3 +335,55 @@ def test_a_recipe_may_quantize_some_operands_only():
 
     want = torch.cat([exact(part) @ exact(w[g]).T for g, part in enumerate(x.split([5, 0, 9, 6])) if len(part)])
     assert_close({"y": y}, {"y": want})
+
+
+@dataclass(frozen=True)
+class NeedsRows(Quantizer):
+    """As users write them: the largest of no numbers is an error."""
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        x.abs().max()
+        return CurrentScalingQuantizer(E4M3).quantize(x, rowwise=rowwise, columnwise=columnwise)
+
+
+@dataclass(frozen=True)
+class NeedingRows(Recipe):
+    def quantizer(self, role: Role) -> Quantizer | None:
+        return NeedsRows()
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 9, 2], [0, 0, 3, 0], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("fusions", [None, ()], ids=["fused", "unfused"])
+@pytest.mark.parametrize("counted", [False, True], ids=["", "counted"])
+def test_a_quantizer_of_single_tensors_sees_no_group_without_rows(sizes, fusions, counted):
+    seq = Sequential(GroupedLinear(4, 32, 64), ops.SwiGLU(), GroupedLinear(4, 32, 16), fusions=fusions)
+    x = torch.linspace(-2, 2, 20 * 32).view(20, 32).requires_grad_()
+    results = []
+    for recipe in (NeedingRows(), Float8CurrentScaling(path="split", fp8_format=Format.E4M3)):
+        seq.zero_grad()
+        x.grad = None
+        with autocast(recipe=recipe), count_casts() if counted else nullcontext():
+            y = seq(x, split_sizes=sizes)
+            y.sum().backward()
+        results.append({"y": y, **reference.gradients({"x": x, **dict(seq.named_parameters())})})
+    assert_same_bits(*results)
+    for (name, gradient), size in itertools.product(results[0].items(), enumerate(sizes)):
+        if "0.weight" in name and not size[1]:
+            assert (gradient[size[0]] == 0).all(), name
+    assert "groups without rows are left out" in seq.explain(recipe=NeedingRows())
+
+
+def test_explain_names_the_kernels_of_a_cpu():
+    grouped, loop = "grouped GEMM (torch)", "a product a group (torch)"
+    for inner, switches, path, recipe, words in (
+        (32, {}, None, None, "group by group (torch)"),
+        (32, {}, None, "mxfp8", grouped),
+        (8, {}, None, None, grouped),  # too narrow for torch's vector loops
+        (32, {"delay_wgrad_compute": True}, None, None, grouped),
+        (32, {}, "split", None, loop),
+        (32, {}, "split", "mxfp8", loop),
+    ):
+        operations = GroupedLinear(4, 32, 2 * inner, **switches), ops.SwiGLU(), GroupedLinear(4, inner, 16)
+        assert f"[{words}, swiglu" in Sequential(*operations, path=path).explain(recipe=recipe)
+    assert f"GroupedLinear  [{loop}]" in Sequential(GroupedLinear(2, 8, 8), path="split").explain()
+    assert f"GroupedLinear  [{grouped}]" in Sequential(GroupedLinear(2, 8, 8)).explain()

@@ -1,7 +1,7 @@
 """Grouped GEMM on CPU tensors: torch's own grouped product where it fits, else one product a group.
 
 torch's `F.grouped_mm` knows no bias and no scale, rounds to the operands' dtype, wants rows of a multiple of 16 bytes,
-and leaves the rows of no group as they were.
+leaves the rows of no group as they were, and reads the strides of a single row too.
 """
 # T rows, G groups, R summed features, C features that come out
 
@@ -28,9 +28,10 @@ def m_grouped_on_cpu(
     """out[t] = alpha_g a[t] w_g + scales[t] bias_g, rounded once; rows of no group are zero."""
     end = sum(splits.tolist())
     if out is None and alpha_G is None and bias_GC is None and end and _torch_takes(a, w_GRC, out_dtype):
-        result = F.grouped_mm(a, w_GRC, offs=splits.ends)
-        result[end:].zero_()
-        return result
+        tail = a.shape[0] - end
+        # What selective checkpointing has saved of this product must not be changed in place.
+        result = F.grouped_mm(a[:end] if tail else a, w_GRC, offs=splits.ends)
+        return F.pad(result, (0, 0, 0, tail)) if tail else result
     result = output(out, (a.shape[0], w_GRC.shape[2]), out_dtype, a)
     alphas = _alphas(alpha_G, splits)
     for group, rows in row_slices(splits):
@@ -73,9 +74,14 @@ def _torch_takes(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
     """Whether `F.grouped_mm` computes this product, without a copy."""
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or out_dtype not in (None, a.dtype):
         return False
-    dense = a.is_contiguous() and (b.is_contiguous() or b.transpose(-1, -2).is_contiguous())
+    dense = _is_packed(a) and (_is_packed(b) or _is_packed(b.transpose(-1, -2)))
     multiple = 16 // a.itemsize
     return dense and not (a.shape[1] % multiple or b.shape[-2] % multiple or b.shape[-1] % multiple)
+
+
+def _is_packed(x: Tensor) -> bool:
+    """Whether rows follow each other without a gap. Of a single row `is_contiguous` asks nothing, but torch does."""
+    return x.is_contiguous() and x.stride(-2) == x.shape[-1]
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Tensor | None = None) -> None:
@@ -92,9 +98,9 @@ def product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Tens
             return
     product = accumulator_like(a) @ accumulator_like(b)
     if alpha is not None:
-        product *= alpha
+        product = product * alpha  # new memory, as above
     if added is not None:
-        product += added
+        product = product + added
     out.copy_(product)
 
 
