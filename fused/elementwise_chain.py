@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation, is_idle
 from ops.kernels.elementwise import (
+    CASTS,
     Cast,
     Step,
     delementwise,
@@ -196,6 +197,11 @@ def _why_not_cast(operations: Sequence[BasicOperation], recipe: Recipe, steps: S
     for quantizer in quantizers:
         if quantizer is not None and not quantizer.casts_in_kernels:
             return f"{type(quantizer).__name__} must see the whole tensor before it can cast, which takes another pass."
+        if quantizer is not None and quantizer.kernel_format not in CASTS:
+            return (
+                f"{type(quantizer).__name__} casts to {quantizer.kernel_format!r} in kernels, and the element-wise "
+                f"kernel knows {' and '.join(map(repr, CASTS))} (`kernel_format`)."
+            )
     return None
 
 

@@ -71,6 +71,10 @@ class MXFP8Quantizer(Quantizer):
         return self.scaling == "round_up" and not self.square
 
     @property
+    def kernel_format(self) -> str:
+        return "mxfp8"
+
+    @property
     def copies_agree(self) -> bool:
         return self.square
 

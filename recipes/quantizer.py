@@ -74,6 +74,12 @@ class Quantizer(ABC):
         """Whether a kernel may cast, tile by tile, what it has just computed. Not if the whole must be seen first."""
         return False
 
+    @property
+    def kernel_format(self) -> str:
+        """What such a kernel makes of a tile, of which it knows some by name: "mxfp8", E8M0 scales for each 32 values
+        along both axes, rounded up; "float8", one scale that is given. Empty: nothing that it knows."""
+        return ""
+
     def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Room:
         """For such a kernel, where both copies of a tensor [..., K] that is not empty go."""
         raise NotImplementedError(f"{type(self).__name__} casts by its own kernels only: casts_in_kernels is False.")

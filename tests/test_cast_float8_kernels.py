@@ -232,6 +232,14 @@ def test_codes_become_their_numbers(device, form):
 
 
 @EACH_DEVICE
+@FORMS
+def test_the_sign_of_a_zero_comes_back(device, form):
+    codes = torch.tensor([0x00, 0x80, 0x00, 0x80], dtype=torch.uint8, device=device).view(form.dtype)
+    for values in (kernels.widened_on_triton(codes, torch.float32), codes.to(torch.float32)):
+        assert values.signbit().tolist() == [False, True, False, True]
+
+
+@EACH_DEVICE
 def test_amaxes_only_grow(device):
     x = torch.tensor([[1.0, -3.0, NAN]]).bfloat16().to(device)
     amax, scale = torch.tensor([2.0], device=device), torch.ones(1, device=device)

@@ -98,6 +98,9 @@ class Cast(NamedTuple):
     amax: Tensor | None = None
 
 
+CASTS = ("mxfp8", "float8")  # the `kernel_format`s of quantizers for which there is a `Cast`
+
+
 class ChainGradients(NamedTuple):
     """What `delementwise` gives; None where it was not asked for.
 

@@ -134,7 +134,8 @@ def float8_values(codes, FORM: tl.constexpr, NATIVE: tl.constexpr):
         value = tl.where(magnitude > LARGEST, float("nan"), value)
         if FORM == "E5M2":
             value = tl.where(magnitude == LARGEST + 1, float("inf"), value)
-        return tl.where(bits >= 0x80, -value, value)
+        # Not -value, which Triton reads as 0 - value: that loses the sign of a zero.
+        return (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
