@@ -53,11 +53,11 @@ class NVFP4BlockScaling(Recipe):
     row_scaled_activation: bool = False
 
     def quantizer(self, role: Role) -> NVFP4Quantizer:
-        rht = {"rht": not self.disable_rht, "round_rht": not self.disable_rht_rounding}
+        transformed = NVFP4Quantizer(rht=not self.disable_rht, round_rht=not self.disable_rht_rounding)
         of_role = {
-            Role.INPUT: NVFP4Quantizer(**rht, row_scaled=self.row_scaled_activation),
+            Role.INPUT: replace(transformed, row_scaled=self.row_scaled_activation),
             Role.WEIGHT: NVFP4Quantizer(two_d=not self.disable_2d_quantization),
-            Role.GRAD_OUTPUT: NVFP4Quantizer(**rht, stochastic=not self.disable_stochastic_rounding),
+            Role.GRAD_OUTPUT: replace(transformed, stochastic=not self.disable_stochastic_rounding),
         }
         return of_role[role]
 

@@ -154,7 +154,7 @@ def rounded_hadamard(xs):
     rounded = ()
     for i in tl.static_range(8):
         word = bfloat16_pairs(ys[2 * i], ys[2 * i + 1])
-        words = words + (word,)  # type: ignore[assignment]  # noqa: RUF005
+        words = words + (word,)  # noqa: RUF005
         rounded = rounded + halves(word)
     if INTERPRET or not cuda_capability_geq(8, 6):
         amax = largest_bits(rounded)
