@@ -174,7 +174,9 @@ def _casts(quantizer: Quantizer | None, x: Tensor) -> TypeGuard[Quantizer]:
 def _into(room: Room) -> Cast:
     rowwise, columnwise = room.copies.rowwise, room.copies.columnwise
     assert rowwise is not None and columnwise is not None, "a room has both copies"
-    return Cast(rowwise.codes, rowwise.scale_inv, columnwise.codes, columnwise.scale_inv, room.scale, room.amax)
+    return Cast(
+        rowwise.codes, rowwise.scale_inv, columnwise.codes, columnwise.scale_inv, room.scale, room.amax, room.form
+    )  # fmt: skip
 
 
 def _chain(operations: Sequence[BasicOperation]) -> tuple[ElementwiseOperation, ...]:

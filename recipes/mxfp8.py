@@ -79,7 +79,7 @@ class MXFP8Quantizer(Quantizer):
         return self.square
 
     def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Room:
-        return Room(QuantizedTensor(*_containers(empty_mxfp8(shape, self.form, device)), dtype))
+        return Room(QuantizedTensor(*_containers(empty_mxfp8(shape, self.form, device)), dtype), form=self.form)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         copies = cast_mxfp8(w_GNK, self._how, rowwise=rowwise, columnwise=columnwise, stacked=True)

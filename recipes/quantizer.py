@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from recipes.formats import Float8Format
 from recipes.grouped_tensor import GroupedTensor
 from recipes.pending import PendingUpdates
 from recipes.quantized_tensor import QuantizedTensor, ScaleLayout
@@ -31,11 +32,13 @@ class Room(NamedTuple):
 
     scale: [1] float32 to cast with; None if each block's own is found on the way
     amax:  [1] float32 that max |x| is to raise; None if nothing is recorded
+    form:  of the codes; None: the one that their dtype names
     """
 
     copies: QuantizedTensor
     scale: Tensor | None = None
     amax: Tensor | None = None
+    form: Float8Format | None = None
 
 
 class Quantizer(ABC):

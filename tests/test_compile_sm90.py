@@ -384,7 +384,7 @@ def compile_all(mode: str, arch: int) -> None:
         module.capability = lambda x: divmod(arch, 10)
     native = {"NATIVE": arch >= 89}
     for casts in (cast_float8, cast_float8_block, cast_mxfp8, elementwise):
-        casts.format_of = lambda dtype, device: format_of(dtype, device) | native
+        casts.format_of = lambda form, device: format_of(form, device) | native
     norm_triton.shared_memory = lambda x: LIMITS[arch]
     cast_nvfp4.runs_triton = lambda x: True
     cast_nvfp4.converts_to_float8 = lambda x: arch >= 89

@@ -85,9 +85,14 @@ def test_emulated_products_err_by_float32_sums_at_most(name, layout, dtype, term
 @pytest.mark.parametrize("dtype", list(ROUNDED), ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values())
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_emulated_products_of_a_gpu_err_by_float32_sums_at_most(name, layout, dtype, terms, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
-    check(name, layout, terms, dtype, "cuda", emulated(terms))
+def test_emulated_products_of_a_gpu_err_by_float32_sums_at_most(name, layout, dtype, terms):
+    about = torch.backends.cuda.matmul
+    before = about.allow_bf16_reduced_precision_reduction
+    about.allow_bf16_reduced_precision_reduction = False
+    try:
+        check(name, layout, terms, dtype, "cuda", emulated(terms))
+    finally:
+        about.allow_bf16_reduced_precision_reduction = before
 
 
 @pytest.mark.gpu
