@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation, is_idle
 from ops.kernels.elementwise import (
+    CASTS,
     Cast,
     Step,
     delementwise,
@@ -134,10 +135,10 @@ class ElementwiseChain(FusedOperation):
         steps, operands, dtypes = _pick(steps, active), _pick(operands, active), [own[i].dtype for i in active]
         wanted = [self.chain[i].needs_operand(own[i]) for i in active]
         quantizer = room = None
-        if self.first and self.operations[0].grad_output_quantizer(ctxs[0].recipe) is not None:
-            quantizer = ctxs[0].quantizer(Role.GRAD_OUTPUT)
         needs_dx, on_triton = own[0].needs.input, runs_triton(dy, saved.x, *operands, dtypes=dtypes)
-        if active and needs_dx and _casts(quantizer, dy) and on_triton:
+        if self.first and needs_dx and self.operations[0].grad_output_quantizer(ctxs[0].recipe) is not None:
+            quantizer = ctxs[0].quantizer(Role.GRAD_OUTPUT)
+        if active and _casts(quantizer, dy) and on_triton:
             room = quantizer.room(dy.shape, dtypes[0], dy.device)
         dx: Any = dy
         gradients: Sequence[Tensor | None] = ()
@@ -173,7 +174,9 @@ def _casts(quantizer: Quantizer | None, x: Tensor) -> TypeGuard[Quantizer]:
 def _into(room: Room) -> Cast:
     rowwise, columnwise = room.copies.rowwise, room.copies.columnwise
     assert rowwise is not None and columnwise is not None, "a room has both copies"
-    return Cast(rowwise.codes, rowwise.scale_inv, columnwise.codes, columnwise.scale_inv, room.scale, room.amax)
+    return Cast(
+        rowwise.codes, rowwise.scale_inv, columnwise.codes, columnwise.scale_inv, room.scale, room.amax, room.form
+    )  # fmt: skip
 
 
 def _chain(operations: Sequence[BasicOperation]) -> tuple[ElementwiseOperation, ...]:
@@ -196,6 +199,11 @@ def _why_not_cast(operations: Sequence[BasicOperation], recipe: Recipe, steps: S
     for quantizer in quantizers:
         if quantizer is not None and not quantizer.casts_in_kernels:
             return f"{type(quantizer).__name__} must see the whole tensor before it can cast, which takes another pass."
+        if quantizer is not None and quantizer.kernel_format not in CASTS:
+            return (
+                f"{type(quantizer).__name__} casts to {quantizer.kernel_format!r} in kernels, and the element-wise "
+                f"kernel knows {' and '.join(map(repr, CASTS))} (`kernel_format`)."
+            )
     return None
 
 

@@ -138,9 +138,13 @@ class DelayedScalingQuantizer(Quantizer):
     def casts_in_kernels(self) -> bool:
         return True
 
+    @property
+    def kernel_format(self) -> str:
+        return "float8"
+
     def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Room:
         copies = empty_float8(shape, self.form, device)
-        return Room(QuantizedTensor(*tensor_scaled(copies, shape), dtype), *self._for_cast(device, 1))
+        return Room(QuantizedTensor(*tensor_scaled(copies, shape), dtype), *self._for_cast(device, 1), self.form)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         scale, amax = self._for_cast(w_GNK.device, len(w_GNK))

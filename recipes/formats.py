@@ -18,11 +18,25 @@ import torch
 
 @dataclass(frozen=True)
 class Float8Format:
-    """One element format: its name, its torch dtype, its largest finite number."""
+    """One element format: its name, its torch dtype, its largest finite number.
+
+    A format of one's own may have a smaller largest number than its dtype: scales are made for it, and casts saturate
+    at it. Raises ValueError for one that is larger, or below 4 (scales may then be no normal numbers), and for another
+    dtype.
+    """
 
     name: str
     dtype: torch.dtype
     max: float
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+            raise ValueError(f"{self.name} is {self.dtype}, but must be torch.float8_e4m3fn or torch.float8_e5m2.")
+        largest = torch.finfo(self.dtype).max
+        if not 4 <= self.max <= largest:
+            raise ValueError(
+                f"{self.name}'s largest number is {self.max}, but must be from 4 to {largest}, that of {self.dtype}."
+            )
 
 
 E4M3 = Float8Format("E4M3", torch.float8_e4m3fn, 448.0)

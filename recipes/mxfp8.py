@@ -71,11 +71,15 @@ class MXFP8Quantizer(Quantizer):
         return self.scaling == "round_up" and not self.square
 
     @property
+    def kernel_format(self) -> str:
+        return "mxfp8"
+
+    @property
     def copies_agree(self) -> bool:
         return self.square
 
     def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Room:
-        return Room(QuantizedTensor(*_containers(empty_mxfp8(shape, self.form, device)), dtype))
+        return Room(QuantizedTensor(*_containers(empty_mxfp8(shape, self.form, device)), dtype), form=self.form)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         copies = cast_mxfp8(w_GNK, self._how, rowwise=rowwise, columnwise=columnwise, stacked=True)

@@ -37,6 +37,8 @@ class NVFP4BlockScaling(Recipe):
     stochastic rounding of both copies. Weights: 16x16 blocks, to nearest, no transform.
 
     disable_rht: no Hadamard transforms
+    disable_rht_rounding: the transform of a bfloat16 tensor stays in float32 until it is cast, as under
+        TransformerEngine's fast-math switch; else it is rounded to bfloat16. Of other tensors it is in float32 always
     disable_stochastic_rounding: gradients are rounded to nearest
     disable_2d_quantization: weights in 1x16 blocks along the axis that is contracted
     row_scaled_activation: one amax for each row in the rowwise copy of inputs, instead of one for all
@@ -45,16 +47,17 @@ class NVFP4BlockScaling(Recipe):
     names: ClassVar[tuple[str, ...]] = ("nvfp4",)
 
     disable_rht: bool = False
+    disable_rht_rounding: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
     row_scaled_activation: bool = False
 
     def quantizer(self, role: Role) -> NVFP4Quantizer:
-        rht = not self.disable_rht
+        transformed = NVFP4Quantizer(rht=not self.disable_rht, round_rht=not self.disable_rht_rounding)
         of_role = {
-            Role.INPUT: NVFP4Quantizer(rht=rht, row_scaled=self.row_scaled_activation),
+            Role.INPUT: replace(transformed, row_scaled=self.row_scaled_activation),
             Role.WEIGHT: NVFP4Quantizer(two_d=not self.disable_2d_quantization),
-            Role.GRAD_OUTPUT: NVFP4Quantizer(rht=rht, stochastic=not self.disable_stochastic_rounding),
+            Role.GRAD_OUTPUT: replace(transformed, stochastic=not self.disable_stochastic_rounding),
         }
         return of_role[role]
 
@@ -63,7 +66,7 @@ class NVFP4BlockScaling(Recipe):
 class NVFP4Quantizer(Quantizer):
     """E2M1 codes in blocks of 16 along K (rowwise) and along the rows (columnwise).
 
-    rht: transform the columnwise copy
+    rht: transform the columnwise copy; round_rht: and round it to bfloat16, if the tensor is bfloat16
     stochastic: round stochastically, with `seed` or one drawn from torch's generator of the device at each cast
     two_d: blocks of 16x16, so that both copies have the same codes
     row_scaled: one amax for each row of the rowwise copy
@@ -73,6 +76,7 @@ class NVFP4Quantizer(Quantizer):
     stochastic: bool = False
     two_d: bool = False
     row_scaled: bool = False
+    round_rht: bool = True
     seed: Tensor | None = field(default=None, compare=False)
 
     @property
@@ -111,7 +115,7 @@ class NVFP4Quantizer(Quantizer):
         self, x: Tensor, splits: Splits | None, shape: torch.Size, rowwise: bool, columnwise: bool
     ) -> tuple[RowwiseNVFP4 | None, ColumnwiseNVFP4 | None]:
         seed = self.seeded(x.device).seed
-        kind = {"rht": self.rht, "row_scaled": self.row_scaled}
+        kind = {"rht": self.rht, "row_scaled": self.row_scaled, "round_rht": self.round_rht}
         amaxes = amax_nvfp4(x, splits, rowwise=rowwise, columnwise=columnwise, **kind)
         made = cast_nvfp4(x, splits, amaxes, two_d=self.two_d, seed=seed, **kind)
         along_K = along_rows = None

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from recipes.formats import Float8Format
 from recipes.grouped_tensor import GroupedTensor
 from recipes.pending import PendingUpdates
 from recipes.quantized_tensor import QuantizedTensor, ScaleLayout
@@ -31,11 +32,13 @@ class Room(NamedTuple):
 
     scale: [1] float32 to cast with; None if each block's own is found on the way
     amax:  [1] float32 that max |x| is to raise; None if nothing is recorded
+    form:  of the codes; None: the one that their dtype names
     """
 
     copies: QuantizedTensor
     scale: Tensor | None = None
     amax: Tensor | None = None
+    form: Float8Format | None = None
 
 
 class Quantizer(ABC):
@@ -77,6 +80,12 @@ class Quantizer(ABC):
     def casts_in_kernels(self) -> bool:
         """Whether a kernel may cast, tile by tile, what it has just computed. Not if the whole must be seen first."""
         return False
+
+    @property
+    def kernel_format(self) -> str:
+        """What such a kernel makes of a tile, of which it knows some by name: "mxfp8", E8M0 scales for each 32 values
+        along both axes, rounded up; "float8", one scale that is given. Empty: nothing that it knows."""
+        return ""
 
     def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Room:
         """For such a kernel, where both copies of a tensor [..., K] that is not empty go."""

@@ -48,6 +48,74 @@ def test_kernel_equals_the_reference(length, num_scales, most_recent):
         check(length, num_scales, most_recent, "cuda")
 
 
+NAN, INF = float("nan"), float("inf")
+KEPT = 3.0  # the first scale, which an unusable amax leaves
+
+# One column: the amaxes of steps, and the scales after them, for a largest number of 448.
+SEQUENCES = [
+    pytest.param("max", 2, [8.0, 0.25, 0.0], [56.0, 56.0, 56.0], id="a-step-of-0-changes-nothing"),
+    pytest.param("max", 2, [8.0, 0.25, 0.0, 0.5], [56.0, 56.0, 56.0, 896.0], id="a-step-of-0-does-not-roll"),
+    pytest.param("most_recent", 2, [8.0, 0.0, 4.0], [56.0, 56.0, 112.0], id="most-recent-a-step-of-0"),
+    pytest.param("max", 2, [8.0, NAN, 2.0, 1.0], [56.0, 56.0, 224.0, 224.0], id="max-skips-NaN-which-rolls"),
+    pytest.param("max", 2, [NAN, 4.0], [KEPT, 112.0], id="nothing-but-NaN-keeps"),
+    pytest.param("most_recent", 2, [8.0, NAN, 4.0], [56.0, 56.0, 112.0], id="most-recent-NaN-keeps"),
+    pytest.param("max", 2, [8.0, INF, 4.0, 2.0], [56.0, 56.0, 56.0, 112.0], id="Inf-keeps-until-it-has-left"),
+    pytest.param("max", 2, [8.0, INF, 0.0, 4.0], [56.0, 56.0, 56.0, 56.0], id="Inf-does-not-leave-by-a-step-of-0"),
+    pytest.param("max", 1, [8.0, 0.0, NAN, INF, 4.0], [56.0, 56.0, 56.0, 56.0, 112.0], id="max-of-1"),
+    pytest.param("most_recent", 1, [8.0, 0.0, NAN, INF, 4.0], [56.0, 56.0, 56.0, 56.0, 112.0], id="most-recent-of-1"),
+]
+
+
+def scales_after(end, algorithm: str, length: int, amaxes: list[float], device: str) -> list[float]:
+    """Of the middle one of three columns, whose neighbours have amaxes of their own."""
+    history, scale = torch.zeros(length, 3, device=device), torch.full((3,), KEPT, device=device)
+    scales = []
+    for step, amax in enumerate(amaxes):
+        history[0] = torch.tensor([1.0 + step, amax, 7.0], device=device)
+        end(history, scale, 448.0, algorithm)
+        scales.append(scale[1].item())
+        assert history[0].tolist() == [0.0, 0.0, 0.0]
+    return scales
+
+
+def by_the_kernel(history, scale, largest, algorithm):
+    end_step_triton(history, scale, largest, algorithm == "most_recent")
+
+
+@pytest.mark.parametrize("algorithm, length, amaxes, scales", SEQUENCES)
+def test_scales_of_worked_sequences(algorithm, length, amaxes, scales):
+    assert scales_after(end_step_ref, algorithm, length, amaxes, "cpu") == scales
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("algorithm, length, amaxes, scales", SEQUENCES)
+def test_scales_of_worked_sequences_interpreted(algorithm, length, amaxes, scales):
+    assert scales_after(by_the_kernel, algorithm, length, amaxes, "cpu") == scales
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm, length, amaxes, scales", SEQUENCES)
+def test_scales_of_worked_sequences_by_the_kernel(algorithm, length, amaxes, scales):
+    assert scales_after(by_the_kernel, algorithm, length, amaxes, "cuda") == scales
+
+
+def test_algorithms_are_equal_for_a_history_of_one():
+    for seed in range(20):
+        torch.manual_seed(seed)
+        history, scale = state(1, 64)
+        other = history.clone(), scale.clone()
+        end_step_ref(history, scale, LARGEST, "max")
+        end_step_ref(*other, LARGEST, "most_recent")
+        assert torch.equal(scale, other[1]) and torch.equal(history, other[0])
+
+
+def test_a_function_decides_also_where_the_step_met_nothing():
+    """As TransformerEngine calls a user's function: it sees the whole history, whatever this step's amax is."""
+    history, scale = torch.tensor([[0.0], [4.0]]), torch.ones(1)
+    end_step(history, scale, 448.0, lambda h: h.amax(0))
+    assert scale.item() == 112.0 and history.tolist() == [[0.0], [4.0]]
+
+
 def test_a_function_decides_in_place_of_the_formulas():
     history, scale = torch.tensor([[2.0], [6.0]]), torch.ones(1)
     end_step(history, scale, LARGEST, lambda h: h.mean(0))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.formats import E4M3, E5M2
+from recipes.formats import E4M3, E5M2, Float8Format
 from recipes.kernels import cast_float8_block as kernels
 from recipes.kernels.cast_float8_block import BlockScale, blocks_of
 from recipes.splits import Splits
@@ -13,6 +13,7 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
 ]
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
+OWN = [Float8Format("E4M3-240", torch.float8_e4m3fn, 240.0), Float8Format("E5M2-5000", torch.float8_e5m2, 5000.0)]
 EACH_DIM = pytest.mark.parametrize("block_dim", [1, 2])
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Conversion of an array with ndim > 0:DeprecationWarning",  # the interpreter of triton 3.6 with numpy 2
@@ -72,7 +73,7 @@ def poisoned(*shape, dtype=torch.bfloat16):
 
 @EACH_DEVICE
 @EACH_DIM
-@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [E4M3, E5M2, *OWN], ids=lambda form: form.name)
 @pytest.mark.parametrize("power_2", [True, False], ids=["power-of-two", "float32"])
 def test_both_copies_of_a_matrix(device, block_dim, form, power_2):
     check(device, poisoned(150, 136), BlockScale(form, block_dim, power_2, 0.0))

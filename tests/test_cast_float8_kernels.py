@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.formats import E4M3, E5M2
+from recipes.formats import E4M3, E5M2, Float8Format
 from recipes.kernels import cast_float8 as kernels
 from recipes.splits import Splits
 
@@ -229,6 +229,32 @@ def test_codes_become_their_numbers(device, form):
         found = kernels.widened_on_triton(codes.to(device), dtype)
         assert found.dtype == dtype and found.shape == codes.shape
         assert torch.equal(found.cpu().nan_to_num(1e9), codes.to(dtype).nan_to_num(1e9))
+
+
+OWN = [
+    pytest.param(Float8Format("own E4M3", torch.float8_e4m3fn, 240.0), id="E4M3-240"),
+    pytest.param(Float8Format("own E5M2", torch.float8_e5m2, 5000.0), id="E5M2-5000"),
+]
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("form", OWN)
+@SCALES
+def test_a_largest_number_of_ones_own(device, form, given):
+    x = poisoned(70, 136, inf=True) * 64
+    check(device, x, form, given=given)
+    check(device, x, form, given=given, sizes=[0, 33, 30])
+    codes = kernels.cast_float8_on_triton(x.to(device), form, rowwise=True, columnwise=False).row_codes
+    values = codes.float()
+    assert values.nan_to_num(0).abs().max().item() == torch.tensor(form.max).to(form.dtype).float()
+
+
+@EACH_DEVICE
+@FORMS
+def test_the_sign_of_a_zero_comes_back(device, form):
+    codes = torch.tensor([0x00, 0x80, 0x00, 0x80], dtype=torch.uint8, device=device).view(form.dtype)
+    for values in (kernels.widened_on_triton(codes, torch.float32), codes.to(torch.float32)):
+        assert values.signbit().tolist() == [False, True, False, True]
 
 
 @EACH_DEVICE

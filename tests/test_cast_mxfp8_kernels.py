@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.formats import E4M3, E5M2
+from recipes.formats import E4M3, E5M2, Float8Format
 from recipes.kernels import cast_mxfp8 as kernels
 from recipes.kernels.cast_mxfp8 import MXFP8Scale
 from recipes.splits import Splits
@@ -21,6 +21,8 @@ EACH_RULE = pytest.mark.parametrize(
         pytest.param(MXFP8Scale(E4M3, "floor"), id="E4M3-floor"),
         pytest.param(MXFP8Scale(E5M2, "floor"), id="E5M2-floor"),
         pytest.param(MXFP8Scale(E4M3, square=True), id="square"),
+        pytest.param(MXFP8Scale(Float8Format("own", torch.float8_e4m3fn, 240.0)), id="E4M3-240"),
+        pytest.param(MXFP8Scale(Float8Format("own", torch.float8_e5m2, 5000.0), "floor"), id="E5M2-5000-floor"),
     ],
 )
 pytestmark = pytest.mark.filterwarnings(

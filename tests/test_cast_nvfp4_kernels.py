@@ -19,7 +19,9 @@ DEVICE = pytest.mark.parametrize("device", DEVICES)
 KINDS = {
     "nearest": {},
     "rht": {"rht": True},
+    "rht-float32": {"rht": True, "round_rht": False},
     "stochastic": {"rht": True, "seed": True},
+    "stochastic-float32": {"rht": True, "seed": True, "round_rht": False},
     "random": {"seed": True},
     "16x16": {"two_d": True},
     "row-scaled": {"rht": True, "row_scaled": True},
@@ -57,12 +59,15 @@ def spread(*shape, dtype):
     return x.to(dtype)
 
 
-def check(x, sizes, device, *, rht=False, row_scaled=False, two_d=False, seed=False, rowwise=True, columnwise=True):
+def check(
+    x, sizes, device, *, rht=False, row_scaled=False, two_d=False, seed=False, round_rht=True, rowwise=True,
+    columnwise=True,
+):  # fmt: skip
     seed = new_seed(torch.device("cpu")) if seed else None
     on_cpu, on_device = (
         None if sizes is None else Splits.make(sizes, rows=x.shape[-2], device=place) for place in ("cpu", device)
     )
-    kind = {"rht": rht, "row_scaled": row_scaled}
+    kind = {"rht": rht, "row_scaled": row_scaled, "round_rht": round_rht}
     copies = {"rowwise": rowwise, "columnwise": columnwise}
     expected_amaxes = nvfp4.amax_nvfp4_ref(x, on_cpu, **copies, **kind)
     amaxes = nvfp4.amax_nvfp4(x.to(device), on_device, **copies, **kind)

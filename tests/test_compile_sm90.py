@@ -255,7 +255,9 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
 NVFP4_KINDS = {
     "plain": {},
     "rht": {"rht": True},
+    "rht-float32": {"rht": True, "round_rht": False},
     "stochastic": {"rht": True, "seed": torch.zeros(1, dtype=torch.int64)},
+    "stochastic-float32": {"rht": True, "seed": torch.zeros(1, dtype=torch.int64), "round_rht": False},
     "random": {"seed": torch.zeros(1, dtype=torch.int64)},
     "square": {"two_d": True},
     "row-scaled": {"rht": True, "row_scaled": True},
@@ -270,8 +272,8 @@ def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[s
     in_gluon = dtype == torch.bfloat16 and features == ALIGNED[0] and not why_no_gluon(grouped_gemm.capability(x))
     for kind, gluon in product(kinds, {False, in_gluon}):
         cast_nvfp4.runs_gluon = lambda x, gluon=gluon: gluon
-        how = {"rht": False, "row_scaled": False, "two_d": False, "seed": None} | NVFP4_KINDS[kind]
-        about = {"rht": how["rht"], "row_scaled": how["row_scaled"]}
+        how = {"rht": False, "row_scaled": False, "two_d": False, "seed": None, "round_rht": True} | NVFP4_KINDS[kind]
+        about = {"rht": how["rht"], "row_scaled": how["row_scaled"], "round_rht": how["round_rht"]}
         alone = [(None, True, False), (None, False, True)] if kind == "rht" else []
         alone += [(None, True, True), (few, True, True), (many, True, True)] if gluon else []
         for of_splits, rowwise, columnwise in [(splits, True, True), *alone]:
@@ -382,7 +384,7 @@ def compile_all(mode: str, arch: int) -> None:
         module.capability = lambda x: divmod(arch, 10)
     native = {"NATIVE": arch >= 89}
     for casts in (cast_float8, cast_float8_block, cast_mxfp8, elementwise):
-        casts.format_of = lambda dtype, device: format_of(dtype, device) | native
+        casts.format_of = lambda form, device: format_of(form, device) | native
     norm_triton.shared_memory = lambda x: LIMITS[arch]
     cast_nvfp4.runs_triton = lambda x: True
     cast_nvfp4.converts_to_float8 = lambda x: arch >= 89

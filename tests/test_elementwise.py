@@ -199,13 +199,16 @@ def test_a_chain_is_its_steps_one_by_one(chain, dtype, device):
         check(CHAINS[chain], shape, [dtype] * len(CHAINS[chain]), device)
 
 
+OWN = Float8Format("own", torch.float8_e4m3fn, 240.0)
+
+
 def codes_like(shape: Sequence[int], form: Float8Format, device: str) -> Cast:
     made = MXFP8Quantizer(form).room(torch.Size(shape), torch.float32, torch.device(device))
-    return Cast(*made.copies.tensors())
+    return Cast(*made.copies.tensors(), form=made.form)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("form", [E4M3, E5M2, OWN], ids=["E4M3", "E5M2", "E4M3-240"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_a_chain_casts_is_what_it_would_store_cast(dtype, form, device):
     """Bit for bit, rowwise and columnwise, forward and backward, also where blocks are partial."""
@@ -233,7 +236,7 @@ def same_codes(cast: Cast, expected: QuantizedTensor) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("form", [E4M3, E5M2, OWN], ids=["E4M3", "E5M2", "E4M3-240"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("records", [True, False], ids=["records", "records nothing"])
 def test_a_chain_casts_with_a_given_scale_what_it_would_store(dtype, form, device, records):
@@ -249,7 +252,7 @@ def test_a_chain_casts_with_a_given_scale_what_it_would_store(dtype, form, devic
         def room(shape=shape, scale=scale):
             copies = empty_float8(torch.Size(shape), form, torch.device(device))
             amax = torch.full((1,), 0.5, device=device) if records else None
-            return Cast(copies.row_codes, copies.scale_inv, copies.column_codes, copies.scale_inv, scale, amax)
+            return Cast(copies.row_codes, copies.scale_inv, copies.column_codes, copies.scale_inv, scale, amax, form)
 
         def check(cast, made, scale=scale):
             amax = torch.full((1,), 0.5, device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fused import ElementwiseChain
-from fuser import Sequential, ops
+from fuser import Sequential, autocast, ops
 from fuser.testing import check_fusion
 from ops import ElementwiseOperation
 from ops.kernels.elementwise import Step
+from recipes import CustomRecipe, QuantizedTensor, Quantizer
+from recipes.formats import E5M2
 from recipes.kernels.random import random_bits_ref
+from recipes.mxfp8 import MXFP8Quantizer
 from tests.check_operation import DEVICES, DTYPES, check_gradients, check_operation
 from tests.reference import assert_same_bits, gradients
 
@@ -98,6 +102,18 @@ def test_a_fused_quantize_gives_the_codes_of_an_unfused_one(shape, dtype, device
     check_fusion(ChainAnywhere, make, shape, recipe=recipe, dtype=dtype, device=device, draws=4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_chain_does_not_quantize_a_gradient_that_nobody_wants(device):
+    """Under delayed scaling its amax would be recorded."""
+    states = []
+    for fusions in ((), (ChainAnywhere,)):
+        model = Sequential(ops.Quantize(False, True), ops.Bias(8), ops.Bias(8), fusions=fusions).to(device)
+        with autocast("fp8_delayed"):
+            model(torch.ones(4, 8, device=device)).sum().backward()
+        states.append(sorted(model.state_dict()))
+    assert states[0] == states[1] == ["1.bias", "2.bias"]
+
+
 # name -> (operations, shapes of the extra inputs)
 CHAINS = {
     "bias scale": (lambda: [ops.Bias(24), ops.ConstantScale(-2.5)], {}),
@@ -131,6 +147,29 @@ def test_a_chain_says_why_it_is_not_taken():
     assert "There is no element-wise kernel for float64" in text
     text = sequential.explain(device="cuda", dtype=torch.float32)
     assert "ElementwiseChain = Bias -> ConstantScale -> Bias  [3 element-wise steps in one kernel (Triton)]" in text
+
+
+@dataclass(frozen=True)
+class ThirdFormat(Quantizer):
+    """Of a format that the element-wise kernel does not know, for kernels that do."""
+
+    kernel_format: str = "int8"
+
+    @property
+    def casts_in_kernels(self) -> bool:
+        return True
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        return MXFP8Quantizer(E5M2).quantize(x, rowwise=rowwise, columnwise=columnwise)
+
+
+def test_a_format_that_the_kernel_does_not_know_is_refused_with_a_sentence():
+    """Its room has no scale, which is how the kernel knows MXFP8."""
+    recipe = CustomRecipe(lambda role: ThirdFormat())
+    for operations in ([ops.Bias(8), ops.Quantize()], [ops.Quantize(False, True), ops.Bias(8)]):
+        text = Sequential(*operations).explain(recipe=recipe, device="cuda", dtype=torch.bfloat16)
+        assert "ThirdFormat casts to 'int8' in kernels, and the element-wise kernel knows 'mxfp8' and 'float8'" in text
+        assert "ElementwiseChain = " not in text
 
 
 def saved_bytes(sequential: Sequential, x: Tensor, **extras: Tensor) -> int:

@@ -23,6 +23,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 KINDS = {
     "nearest": NVFP4Quantizer(),
     "rht": NVFP4Quantizer(rht=True),
+    "rht-float32": NVFP4Quantizer(rht=True, round_rht=False),
     "stochastic": NVFP4Quantizer(rht=True, stochastic=True),
     "16x16": NVFP4Quantizer(two_d=True),
     "row-scaled": NVFP4Quantizer(rht=True, row_scaled=True),
@@ -326,21 +327,84 @@ def test_the_signs():
     assert "".join("+" if sign > 0 else "-" for sign in SIGNS) == "+++-+------+-+--"
 
 
-def test_the_transformed_copy_against_numpy():
+def exact_transform(x: torch.Tensor) -> np.ndarray:
+    """Of the rows of x, padded to whole blocks, in float64, where all of it is exact."""
+    padded = np.pad(x.double().numpy(), ((0, -len(x) % 16), (0, 0)))
+    blocks = padded.reshape(-1, 16, x.shape[1])
+    return np.einsum("ji,bjk->bik", np.diag(SIGNS) @ sylvester() / 4, blocks).reshape(padded.shape)
+
+
+@pytest.mark.parametrize(
+    "dtype, kind, rounded",
+    [
+        pytest.param(torch.bfloat16, "rht", True, id="bf16"),
+        pytest.param(torch.bfloat16, "rht-float32", False, id="bf16-in-float32"),
+        pytest.param(torch.float16, "rht", False, id="fp16"),
+        pytest.param(torch.float32, "rht", False, id="fp32"),
+        pytest.param(torch.float64, "rht", False, id="fp64"),
+    ],
+)
+def test_the_transformed_copy_against_numpy(dtype, kind, rounded):
+    """The transform of bfloat16 numbers is rounded to bfloat16 before its amax, scales and codes are taken, as
+    TransformerEngine does. Within a factor of 2^12 all sums of 16 are exact, in any order."""
     x = torch.randn(40, 24, dtype=torch.bfloat16)
-    padded = torch.nn.functional.pad(x.float(), (0, 0, 0, 8))
-    y = hadamard_ref(padded)
-    q = quantize(x, KINDS["rht"], torch.bfloat16)
+    x[x.abs() < 2.0**-9] = 0.0
+    transformed = exact_transform(x)
+    if rounded:
+        transformed = transformed.astype(ml_dtypes.bfloat16).astype(np.float64)
+    y = torch.from_numpy(transformed).T.contiguous().T.float()
+    assert rounded != np.array_equal(exact_transform(x), transformed)
+    x = x.to(dtype)
+    q = quantize(x, KINDS[kind], dtype)
     codes, scales = oracle(y.T.numpy(), y.abs().max().item())
     assert torch.equal(codes_of(q.columnwise), torch.from_numpy(codes))
     assert torch.equal(scales_of(q.columnwise), torch.from_numpy(scales))
     assert q.columnwise.amax == y.abs().max() and q.rowwise.amax == x.abs().max()
-    assert_same_copy(q.rowwise, quantize(x, dtype=torch.bfloat16).rowwise)
+    assert_same_copy(q.rowwise, quantize(x, dtype=dtype).rowwise)
     values, alpha, block = q.operand(True, torch.float32)
     assert values.shape == (48, 24) and block == 16
     restored = hadamard_ref(values * alpha, inverse=True)[:40]
     assert torch.equal(q.columnwise.dequantize(), restored)
     assert 20 * torch.log10(x.float().norm() / (restored - x.float()).norm()) >= 19.0
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("sizes", [None, [5, 0, 40, 3]], ids=["tensor", "groups"])
+def test_a_rounded_transform_is_one_that_was_stored_in_bfloat16(sizes, stochastic):
+    """Transformed by the caller, stored, and then cast without a transform: the same codes, scales and amaxes."""
+    x = torch.randn(48, 24, dtype=torch.bfloat16)
+    x[x.abs() < 2.0**-9] = 0.0
+    of_x, of_stored = (NVFP4Quantizer(rht, stochastic, seed=torch.tensor([7])) for rht in (True, False))
+    if sizes is None:
+        stored = torch.from_numpy(exact_transform(x)).bfloat16()
+        found, expected = of_x.quantize(x, columnwise=True), of_stored.quantize(stored, columnwise=True)
+        assert_same_copy(found.columnwise, expected.columnwise)
+        return
+    padded = [-(-size // 16) * 16 for size in sizes]
+    splits = [Splits.make(rows, rows=sum(rows), device="cpu") for rows in (sizes, padded)]
+    stored = torch.cat([torch.from_numpy(exact_transform(part)) for part in x.split(sizes)]).bfloat16()
+    found, expected = (
+        quantizer.quantize_grouped(tensor, s, columnwise=True).columnwise
+        for quantizer, tensor, s in ((of_x, x, splits[0]), (of_stored, stored, splits[1]))
+    )
+    assert torch.equal(found.amax, expected.amax)
+    filled = sum(padded) // 16
+    assert torch.equal(found.codes[:, : 8 * filled], expected.codes[:, : 8 * filled])
+    assert torch.equal(scales_of(found)[:, :filled], scales_of(expected)[:, :filled])
+
+
+@pytest.mark.parametrize("quantizer", [KINDS["nearest"], KINDS["rht"]], ids=["plain", "rht"])
+def test_an_amax_of_inf_casts_the_others_as_they_are(quantizer):
+    """S_enc and alpha are 1: values up to 2688 keep their place, blocks of up to 6 * 2^-10 become 0."""
+    x = torch.zeros(32, 64)
+    x[0, 0], x[1, 16:32], x[2, 32:48], x[3, 48:64] = INF, 5000.0, 6 * 2.0**-10, 3.0
+    values = quantize(x, quantizer).rowwise.dequantize()
+    assert values[0, 0] == 2688.0 and values[0, 1:].eq(0).all()
+    assert values[1, 16:32].eq(2688.0).all() and values[2].eq(0).all() and values[3, 48:].eq(3.0).all()
+    if quantizer.rht:
+        columns = quantize(x, quantizer).columnwise
+        codes = codes_of(columns)[0, :16]
+        assert columns.amax == INF and (codes & 7).eq(7).all() and scales_of(columns)[0, 0] == 0x7E
 
 
 def test_wgrad_of_transformed_integers_is_exact():
@@ -582,6 +646,9 @@ def test_roles():
     assert recipe.quantizer(Role.INPUT) == NVFP4Quantizer(rht=True)
     assert recipe.quantizer(Role.WEIGHT) == NVFP4Quantizer(two_d=True)
     assert recipe.quantizer(Role.GRAD_OUTPUT) == NVFP4Quantizer(rht=True, stochastic=True)
+    in_float32 = NVFP4BlockScaling(disable_rht_rounding=True)
+    assert in_float32.quantizer(Role.INPUT) == NVFP4Quantizer(rht=True, round_rht=False)
+    assert in_float32.quantizer(Role.GRAD_OUTPUT) == NVFP4Quantizer(rht=True, stochastic=True, round_rht=False)
     plain = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
     assert {plain.quantizer(role) for role in Role} == {NVFP4Quantizer()}
     by_rows = NVFP4BlockScaling(row_scaled_activation=True)

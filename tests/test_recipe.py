@@ -26,7 +26,7 @@ from recipes import (
     Role,
     as_recipe,
 )
-from recipes.formats import E4M3, E5M2
+from recipes.formats import E4M3, E5M2, Float8Format
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BUILT_IN = [
@@ -104,6 +104,20 @@ def test_an_unknown_name_is_answered_with_those_that_exist():
 def test_an_unknown_path_is_refused():
     with pytest.raises(ValueError, match=r'path is \'both\', but must be "grouped", "split" or None'):
         MXFP8BlockScaling(path="both")
+
+
+@pytest.mark.parametrize(
+    "dtype, largest, message",
+    [
+        pytest.param(torch.float8_e4m3fn, 449.0, "must be from 4 to 448", id="beyond-the-dtype"),
+        pytest.param(torch.float8_e4m3fn, float("nan"), "must be from 4 to 448", id="nan"),
+        pytest.param(torch.float8_e5m2, 1.0, "must be from 4 to 57344", id="tiny"),
+        pytest.param(torch.float8_e4m3fnuz, 240.0, "must be torch.float8_e4m3fn or torch.float8_e5m2", id="dtype"),
+    ],
+)
+def test_a_format_that_kernels_do_not_know_is_refused(dtype, largest, message):
+    with pytest.raises(ValueError, match=message):
+        Float8Format("own", dtype, largest)
 
 
 def test_formats_follow_the_role():

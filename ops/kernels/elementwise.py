@@ -43,6 +43,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.kernels.elementwise_triton import delementwise_kernel, elementwise_kernel
+from recipes.formats import Float8Format
 from recipes.kernels.cast_float8 import format_of
 from recipes.kernels.launch import Launch, replayed
 from recipes.kernels.random import random_bits_ref
@@ -96,6 +97,10 @@ class Cast(NamedTuple):
     column_scales: Tensor
     scale: Tensor | None = None
     amax: Tensor | None = None
+    form: Float8Format | None = None
+
+
+CASTS = ("mxfp8", "float8")  # the `kernel_format`s of quantizers for which there is a `Cast`
 
 
 class ChainGradients(NamedTuple):
@@ -448,18 +453,19 @@ def _codes(cast: Cast | None) -> tuple[Tensor | None, ...]:
     """Codes as bytes, transposed ones in words of four: the interpreter's own float8 rounds wrongly. The amax as bits,
     which are ordered as it is."""
     if cast is None:
-        return (None,) * len(Cast._fields)
-    return cast._replace(
-        row_codes=cast.row_codes.view(torch.uint8),
-        column_codes=cast.column_codes.view(torch.uint8 if cast.scale is None else torch.int32),
-        amax=None if cast.amax is None else cast.amax.view(torch.int32),
-    )
+        return (None,) * 6
+    row_codes, row_scales, column_codes, column_scales, scale, amax, _ = cast
+    return (
+        row_codes.view(torch.uint8), row_scales,
+        column_codes.view(torch.uint8 if scale is None else torch.int32), column_scales,
+        scale, None if amax is None else amax.view(torch.int32),
+    )  # fmt: skip
 
 
 def _cast_constants(cast: Cast | None, x: Tensor) -> dict[str, Any]:
     if cast is None:
         return {"FORM": "", "NATIVE": False}
-    return format_of(cast.row_codes.dtype, x.device)
+    return format_of(cast.form or cast.row_codes.dtype, x.device)
 
 
 def _gate_of(steps: Sequence[Step]) -> int:

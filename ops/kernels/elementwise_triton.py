@@ -4,7 +4,7 @@ STEPS, BACKWARDS, D_OPERANDS are the functions of the steps, KINDS their operand
 what each is rounded to, ENTERS and LEAVES whether x and dy come in another dtype, READS whether backward reads x, GATE
 the position of the gated one or -1. Operand pointers that a step does not need are None.
 WHOLE: no tile has rows or columns beyond those of y.
-codes: the fields of a `Cast` for a result that is cast to FORM, else Nones.
+codes: the tensors of a `Cast` for a result that is cast to FORM, else Nones.
 
 Before the gate every column of y stands for two of x: a tile is a pair (a, b), and each step runs on both.
 Between two steps a tile is as it would be stored, in the dtype of the step that made it.

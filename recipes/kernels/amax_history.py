@@ -1,9 +1,18 @@
 """The end of a step of delayed scaling: amaxes enter the history, scales follow from it.
 
     last  = history[0]                          the maximum |x| of this step, in the open slot
-    amax  = max over history                    "max", or `last` ("most_recent"), or what a function makes of it
-    scale = fl(fl(largest * 2^-margin) / amax)  unchanged if amax is 0, Inf or NaN; the largest float32 for Inf
-    history rolls by one, `last` to its end, and the open slot is 0 again; where `last` is 0 it does not roll
+    amax  = max over history without NaN        "max" (0 if all are NaN), or `last` ("most_recent")
+    scale = fl(fl(largest * 2^-margin) / amax)  the largest float32 where the quotient is Inf; unchanged if amax is 0,
+                                                Inf or NaN
+    history rolls by one, `last` to its end, and the open slot is 0 again
+
+Where `last` is 0 (a group without rows) neither scale nor history changes: amaxes 8, 0.25 and 0 under a history of 2
+and "max" give the scales 56, 56 and 56 (largest 448). A NaN rolls in as any other number; an Inf keeps the scale until
+it has left the history. With L = 1 both algorithms are equal.
+
+A function in place of an algorithm is called on the whole history at the end of every step, and its result is what
+amax is; a function in place of the formula gets amax and returns the scales. Neither is overruled where `last` is 0,
+as in TransformerEngine.
 
 history: [L, n] float32, scale: [n] float32, both changed in place; no read of the device from the host. Each of the n
 columns is a tensor of its own. Source: TransformerEngine's DelayedScaling (read at d0067d0).
@@ -33,13 +42,18 @@ def end_step_ref(
     last = history[0].clone()
     if callable(amax_algorithm):
         amax = amax_algorithm(history)
+    elif amax_algorithm == "max":
+        amax = history.masked_fill(history.isnan(), 0.0).amax(0)
     else:
-        amax = history.amax(0) if amax_algorithm == "max" else last
+        amax = last
     if scale_from_amax is not None:
         new = scale_from_amax(amax, scale)
     else:
         quotient = (torch.full_like(amax, largest) / amax).clamp(max=FLOAT32_MAX.value)
-        new = torch.where((amax > 0) & (amax < torch.inf), quotient, scale)
+        usable = (amax > 0) & (amax < torch.inf)
+        if not callable(amax_algorithm):
+            usable &= last != 0
+        new = torch.where(usable, quotient, scale)
     scale.copy_(new)
     rolled = history.roll(-1, 0)
     rolled[0] = 0
@@ -56,17 +70,16 @@ def end_step_kernel(
     offs_r = tl.arange(0, ROWS)
     last = tl.load(history_ptr + column, mask=valid, other=0.0)
     amax = last
-    has_nan = last != last
     if not MOST_RECENT:
+        amax = tl.where(last == last, last, 0.0)
         for start in range(1, length, ROWS):
             row = start + offs_r
             inside = (row < length)[:, None] & valid[None, :]
             amaxes = tl.load(
                 history_ptr + row.to(tl.int64)[:, None] * num_scales + column[None, :], mask=inside, other=0
             )
-            has_nan |= tl.max((amaxes != amaxes).to(tl.int32), axis=0) > 0
-            amax = tl.maximum(amax, tl.max(amaxes, axis=0))
-    usable = (amax > 0) & (amax < float("inf")) & ~has_nan
+            amax = tl.maximum(amax, tl.max(tl.where(amaxes == amaxes, amaxes, 0.0), axis=0))
+    usable = (amax > 0) & (amax < float("inf")) & (last != 0)
     quotient = tl.div_rn(tl.full([COLUMNS], LARGEST, tl.float32), tl.where(usable, amax, 1.0))
     tl.store(scale_ptr + column, tl.minimum(quotient, FLOAT32_MAX), mask=valid & usable)
     for start in range(0, length, ROWS):

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recipes.formats import Float8Format
+from recipes.formats import E4M3, E5M2, Float8Format
 from recipes.kernels.cast_float8_triton import amax_kernel, cast_float8_kernel, untranspose_kernel, widen_kernel
 from recipes.kernels.row_tiles import num_slots
 from recipes.splits import Splits
@@ -354,7 +354,7 @@ def cast_float8_triton(
             None if column_codes is None else column_codes.view(torch.int32 if packed else torch.uint8),
             scale_inv, given, None if amax_out is None else amax_out.view(torch.int32), offsets, aligned,
             rows, columns, width, groups if offsets is None else len(offsets) - 1, slots, amax_epsilon,
-            GIVEN_IS_SCALE=given_is_scale, POWER_2=power_2_scale, PACKED=packed, **format_of(form.dtype, x_GTK.device),
+            GIVEN_IS_SCALE=given_is_scale, POWER_2=power_2_scale, PACKED=packed, **format_of(form, x_GTK.device),
             BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
         )  # fmt: skip
 
@@ -376,10 +376,13 @@ def untranspose_triton(codes: Tensor, out_GTK: Tensor, offsets: Tensor | None, a
         )  # fmt: skip
 
 
-def format_of(dtype: torch.dtype, device: torch.device) -> dict[str, bool | str]:
-    """FORM and NATIVE of `float8_codes` for codes of this dtype."""
+def format_of(form: Float8Format | torch.dtype, device: torch.device) -> dict[str, bool | str]:
+    """FORM and NATIVE of `float8_codes` for codes of this format; to read them their dtype is enough."""
+    dtype = form if isinstance(form, torch.dtype) else form.dtype
+    known = E4M3 if dtype == E4M3.dtype else E5M2
+    own = "" if isinstance(form, torch.dtype) or form.max == known.max else f" {float(form.max)!r}"
     native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return {"FORM": "E4M3" if dtype == torch.float8_e4m3fn else "E5M2", "NATIVE": native}
+    return {"FORM": known.name + own, "NATIVE": native}
 
 
 def _slots(groups: int, rows: int, offsets: Tensor | None, block_m: int, padding: int) -> int:

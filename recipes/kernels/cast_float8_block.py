@@ -240,9 +240,7 @@ def cast_float8_block_on_triton(
         *copies,
         None if splits is None else splits.offsets,
         None if splits is None else splits.aligned(BLOCK),
-        how.block_dim,
-        how.power_2_scale,
-        how.amax_epsilon,
+        how,
         largest_scale(x.dtype),
     )
     return copies
@@ -300,9 +298,7 @@ def cast_float8_block_triton(
     column_scale_inv: Tensor | None,
     offsets: Tensor | None,
     aligned: Tensor | None,
-    block_dim: int,
-    power_2_scale: bool,
-    amax_epsilon: float,
+    how: BlockScale,
     largest: float,
 ) -> None:
     """Launch the cast of contiguous x: [1, T, K], or [G, N, K] whose groups are of one size. All tensors contiguous."""
@@ -311,7 +307,7 @@ def cast_float8_block_triton(
         return
     groups, rows, columns = x_GTK.shape
     transposed = None if column_codes is None else _words(column_codes)
-    form = format_of(codes.dtype, codes.device)
+    form = format_of(how.form, codes.device)
     config = cast_config(x_GTK.element_size(), bool(form["NATIVE"]))
     row_blocks = _row_blocks(rows, offsets)
     grid = (groups * (row_blocks + (offsets is not None)) * _ceil_div(columns, BLOCK),)
@@ -321,8 +317,8 @@ def cast_float8_block_triton(
         cast_float8_block_kernel[grid](
             x_GTK, _bytes(row_codes), row_scale_inv, transposed, column_scale_inv, offsets, aligned,
             rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
-            0 if offsets is None else len(offsets) - 1, amax_epsilon,
-            SQUARE=block_dim == 2, POWER_2=power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
+            0 if offsets is None else len(offsets) - 1, how.amax_epsilon,
+            SQUARE=how.block_dim == 2, POWER_2=how.power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
             **form, num_warps=config.num_warps, maxnreg=config.registers,
         )  # fmt: skip
 

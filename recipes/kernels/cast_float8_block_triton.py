@@ -4,7 +4,14 @@ import triton
 import triton.language as tl
 
 from recipes.kernels.amaxes_triton import with_amaxes
-from recipes.kernels.float8_triton import float8_codes, float8_values, transposed_words
+from recipes.kernels.float8_triton import (
+    exponent_of_largest,
+    float8_codes,
+    float8_values,
+    largest_of,
+    mantissa_of_largest,
+    transposed_words,
+)
 from recipes.kernels.rounding import INTERPRET, round_to
 from recipes.kernels.row_tiles import find_block
 
@@ -217,16 +224,17 @@ def _scale(amax, amax_epsilon, FORM: tl.constexpr, POWER_2: tl.constexpr, LARGES
     bits = amax.to(tl.int32, bitcast=True)
     usable = (bits - 1).to(tl.uint32, bitcast=True) < 0x7F7FFFFF  # neither 0 nor Inf
     if POWER_2:
-        # Both maxima are 1.75 * 2^n: the exponent is n less amax's, and one less if the mantissa of amax is larger.
+        # Of a largest number m * 2^n the exponent is n less amax's, and one less if the mantissa of amax is above m.
         # Above 2^127 the quotient is Inf, for which LARGEST stands, rounded down to 2^127; no float16 is so small.
-        SUM: tl.constexpr = 254 + 8 if FORM == "E4M3" else 254 + 15
-        exponent = tl.minimum(SUM - ((bits + 0x1FFFFF) >> 23), 254)
+        SUM: tl.constexpr = 254 + exponent_of_largest(FORM)
+        CARRY: tl.constexpr = 0x7FFFFF - mantissa_of_largest(FORM)
+        exponent = tl.minimum(SUM - ((bits + CARRY) >> 23), 254)
         exponent = tl.where(usable, exponent, 127)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = tl.maximum((254 - exponent) << 23, 0x00400000)  # the least is 2^-127, which is subnormal
         return scale, inverse.to(tl.float32, bitcast=True)
     else:
-        CODE_MAX: tl.constexpr = 448.0 if FORM == "E4M3" else 57344.0
+        CODE_MAX: tl.constexpr = largest_of(FORM)
         scale = tl.div_rn(CODE_MAX, tl.where(usable, amax, 1.0))
         scale = tl.where(usable, tl.where(scale == float("inf"), LARGEST, scale), 1.0)
         return scale, tl.div_rn(1.0, scale)

@@ -8,7 +8,14 @@ transposition moves words, not bytes.
 import triton
 import triton.language as tl
 
-from recipes.kernels.float8_triton import float8_codes, float8_values, float8_words, magnitude, transposed_words
+from recipes.kernels.float8_triton import (
+    float8_codes,
+    float8_values,
+    float8_words,
+    largest_of,
+    magnitude,
+    transposed_words,
+)
 from recipes.kernels.rounding import round_to, widen
 from recipes.kernels.row_tiles import find_tile
 
@@ -271,7 +278,7 @@ def _store_scale_inv(
 @triton.jit
 def _scale(amax, amax_epsilon, FORM: tl.constexpr, POWER_2: tl.constexpr):
     """The scales of float32 amaxes, which are no NaN."""
-    CODE_MAX: tl.constexpr = 448.0 if FORM == "E4M3" else 57344.0
+    CODE_MAX: tl.constexpr = largest_of(FORM)
     amax = tl.maximum(amax, amax_epsilon)
     usable = (amax > 0) & (amax < float("inf"))
     scale = tl.minimum(tl.div_rn(CODE_MAX, tl.where(usable, amax, 1.0)), FLOAT32_MAX)

@@ -157,7 +157,7 @@ def _inactive(splits: Splits) -> Tensor:
 
 
 def _largest_exponent(form: Float8Format) -> int:
-    """emax: 8 of E4M3, 15 of E5M2."""
+    """emax: 8 of E4M3, 15 of E5M2; of a largest number of 1.5 * 2^7 7."""
     return math.frexp(form.max)[1] - 1
 
 
@@ -213,8 +213,7 @@ def cast_mxfp8_on_triton(
         *copies,
         None if splits is None else splits.offsets,
         None if splits is None else splits.aligned(BLOCK),
-        how.scaling,
-        how.square,
+        how,
     )
     return copies
 
@@ -253,8 +252,7 @@ def cast_mxfp8_triton(
     column_scale: Tensor | None,
     offsets: Tensor | None,
     aligned: Tensor | None,
-    scaling: Scaling,
-    square: bool,
+    how: MXFP8Scale,
 ) -> None:
     """Launch the cast of contiguous x: [1, T, K], or [G, N, K] whose groups are of one size. All tensors contiguous."""
     codes = row_codes if row_codes is not None else column_codes
@@ -271,7 +269,7 @@ def cast_mxfp8_triton(
             x_GTK, _bytes(row_codes), row_scale, None if column_codes is row_codes else _bytes(column_codes),
             column_scale, offsets, aligned,
             rows, columns, row_blocks, 0 if offsets is None else len(offsets) - 1,
-            SQUARE=square, FLOOR=scaling == "floor", **format_of(codes.dtype, codes.device),
+            SQUARE=how.square, FLOOR=how.scaling == "floor", **format_of(how.form, codes.device),
             BLOCK_K=config.block_k, num_warps=config.num_warps,
         )  # fmt: skip
 

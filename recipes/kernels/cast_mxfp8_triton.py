@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from recipes.kernels.amaxes_triton import with_amaxes
-from recipes.kernels.float8_triton import float8_codes, float8_values, magnitude
+from recipes.kernels.float8_triton import exponent_of_largest, float8_codes, float8_values, largest_of, magnitude
 from recipes.kernels.rounding import round_to, widen
 from recipes.kernels.row_tiles import find_block
 
@@ -124,7 +124,7 @@ def store_mxfp8(
     """Cast the tile x of a matrix [T, COLUMNS] and store codes (uint8, row-major) and scales of both copies.
 
     Scales are [T, ceil(COLUMNS / 32)] rowwise, [ceil(T / 32), COLUMNS] columnwise. The tile begins at multiples of 32
-    and both its sides are. FORM: "E4M3" or "E5M2". NATIVE: whether the GPU converts to float8 itself (sm_89 on).
+    and both its sides are. FORM, NATIVE: as in `float8_codes`.
     """
     BLOCK_T: tl.constexpr = x.shape[0]
     BLOCK_C: tl.constexpr = x.shape[1]
@@ -161,9 +161,9 @@ def _scale(amax, FORM: tl.constexpr, FLOOR: tl.constexpr, SHORT: tl.constexpr = 
 
     SHORT: the amaxes are bfloat16 numbers.
     """
-    LARGEST: tl.constexpr = 448.0 if FORM == "E4M3" else 57344.0
+    LARGEST: tl.constexpr = largest_of(FORM)
     if FLOOR:
-        LARGEST_EXPONENT: tl.constexpr = 8 if FORM == "E4M3" else 15
+        LARGEST_EXPONENT: tl.constexpr = exponent_of_largest(FORM)
         return tl.maximum((tl.maximum(amax, 0.0).to(tl.int32, bitcast=True) >> 23) - LARGEST_EXPONENT, 0)
     elif SHORT:
         # As below, of twice the number, which is subnormal only where the byte is 0; the bits of NaN become negative.

@@ -15,7 +15,13 @@ NaN counts as 0 in every amax. E2M1 has no NaN, so a block that holds one gets t
 16 (256) of its values are NaN, and the NaN shows in the result. This is a choice of ours; TransformerEngine loses it.
 
 Columnwise copies of inputs and gradients may be transformed before they are cast: `hadamard.py`. The transform spreads
-an Inf or NaN over its 16 rows.
+an Inf or NaN over its 16 rows. Of bfloat16 x its result is rounded to bfloat16 before anything else is taken of it, the
+amaxes too, as TransformerEngine does without its fast-math switch; `round_rht=False` keeps float32, as that with it. Of
+other x, which TransformerEngine does not transform, it stays in float32.
+
+An amax of Inf makes S_enc and alpha 1. A block with the Inf has the scale 448, and the Inf becomes 6 * 448 = 2688; in
+other blocks of the tensor or group, magnitudes of more than 2688 become 2688, and blocks whose amax is 6 * 2^-10 or
+less become 0. Under the transform all 16 numbers of the Inf's block are +-2688, or NaN where two Infs cancel.
 
 Stochastic rounding (gradients): up with probability RNE(512 f) / 512, where f is the distance from the lower neighbour
 in units of the step; numbers that are representable never move. The 9 random bits depend on the seed, the copy, the
@@ -103,7 +109,14 @@ def alpha_from_amax(amax: Tensor) -> Tensor:
 
 
 def amax_nvfp4_ref(
-    x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool, rht: bool, row_scaled: bool
+    x: Tensor,
+    splits: Splits | None,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    rht: bool,
+    row_scaled: bool,
+    round_rht: bool = True,
 ) -> Amaxes:
     """The amaxes that `cast_nvfp4_ref` takes."""
     padded = _padded(x, splits)
@@ -115,15 +128,24 @@ def amax_nvfp4_ref(
     elif rowwise:
         of_rows = _amax(padded, padded_splits)
     if columnwise:
-        of_columns = _amax(hadamard_ref(padded) if rht else padded, padded_splits)
+        of_columns = _amax(_transformed(padded, x.dtype, round_rht) if rht else padded, padded_splits)
     return Amaxes(of_rows, of_columns)
 
 
 def cast_nvfp4_ref(
-    x: Tensor, splits: Splits | None, amaxes: Amaxes, *, rht: bool, row_scaled: bool, two_d: bool, seed: Tensor | None
+    x: Tensor,
+    splits: Splits | None,
+    amaxes: Amaxes,
+    *,
+    rht: bool,
+    row_scaled: bool,
+    two_d: bool,
+    seed: Tensor | None,
+    round_rht: bool = True,
 ) -> Codes:
-    """Codes and scales of the copies that have an amax. rht: transform the columnwise copy. two_d: blocks of 16x16.
+    """Codes and scales of the copies that have an amax. two_d: blocks of 16x16.
 
+    rht: transform the columnwise copy; round_rht: and round it to bfloat16, if x is bfloat16
     seed: [1] int64 for stochastic rounding, None for nearest
     """
     padded = _padded(x, splits)
@@ -150,10 +172,15 @@ def cast_nvfp4_ref(
         amax = amax[..., None, None] if splits is None else amax.index_select(0, group[::BLOCK])
         place, k = column[:, None] // BLOCK, column[:, None] % BLOCK
         bits = None if seed is None else _bits(seed, place, row[::BLOCK] + k // 2 + 8 * (k % 2))
-        transposed = (hadamard_ref(padded) if rht else padded).transpose(-1, -2)
+        transposed = (_transformed(padded, x.dtype, round_rht) if rht else padded).transpose(-1, -2)
         codes, scale = _cast_blocks(transposed, amax, two_d, bits)
         column_codes, column_scale = (t[..., : x.shape[-1], :].contiguous() for t in (_packed(codes), scale))
     return Codes(row_codes, row_scale, column_codes, column_scale)
+
+
+def _transformed(padded: Tensor, dtype: torch.dtype, round_rht: bool) -> Tensor:
+    """The transform of float32 numbers that came in this dtype."""
+    return hadamard_ref(padded, rounded=round_rht and dtype == torch.bfloat16)
 
 
 def _bits(seed: Tensor, block: Tensor, row: Tensor) -> Tensor:
@@ -259,25 +286,42 @@ WORDS_AT_ONCE = 512  # of eight codes: four a thread
 
 
 def amax_nvfp4(
-    x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool, rht: bool, row_scaled: bool
+    x: Tensor,
+    splits: Splits | None,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    rht: bool,
+    row_scaled: bool,
+    round_rht: bool = True,
 ) -> Amaxes:
     """max |x| of each copy that is asked for, in one read of x; the columnwise one after the transform.
 
     x: [T, K] float, [T, K] with splits, or [G, N, K]. The copies share one tensor where their amaxes are the same.
     """
-    if not runs_triton(x):
-        return amax_nvfp4_ref(x, splits, rowwise=rowwise, columnwise=columnwise, rht=rht, row_scaled=row_scaled)
-    return amax_nvfp4_triton(x, splits, rowwise=rowwise, columnwise=columnwise, rht=rht, row_scaled=row_scaled)
+    run = amax_nvfp4_triton if runs_triton(x) else amax_nvfp4_ref
+    return run(
+        x, splits, rowwise=rowwise, columnwise=columnwise, rht=rht, row_scaled=row_scaled, round_rht=round_rht
+    )
 
 
 def cast_nvfp4(
-    x: Tensor, splits: Splits | None, amaxes: Amaxes, *, rht: bool, row_scaled: bool, two_d: bool, seed: Tensor | None
+    x: Tensor,
+    splits: Splits | None,
+    amaxes: Amaxes,
+    *,
+    rht: bool,
+    row_scaled: bool,
+    two_d: bool,
+    seed: Tensor | None,
+    round_rht: bool = True,
 ) -> Codes:
     """Codes and scales of the copies that have an amax, in one read of x. Takes what `cast_nvfp4_ref` takes."""
+    kind = {"rht": rht, "row_scaled": row_scaled, "two_d": two_d, "round_rht": round_rht}
     if not runs_triton(x):
-        return cast_nvfp4_ref(x, splits, amaxes, rht=rht, row_scaled=row_scaled, two_d=two_d, seed=seed)
+        return cast_nvfp4_ref(x, splits, amaxes, **kind, seed=seed)
     made = codes_room(x, splits, rowwise=amaxes.rowwise is not None, columnwise=amaxes.columnwise is not None)
-    cast_nvfp4_triton(x, splits, amaxes, made, rht=rht, row_scaled=row_scaled, two_d=two_d, seed=seed)
+    cast_nvfp4_triton(x, splits, amaxes, made, **kind, seed=seed)
     return made
 
 
@@ -327,7 +371,14 @@ def codes_room(x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: b
 
 
 def amax_nvfp4_triton(
-    x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool, rht: bool, row_scaled: bool
+    x: Tensor,
+    splits: Splits | None,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    rht: bool,
+    row_scaled: bool,
+    round_rht: bool = True,
 ) -> Amaxes:
     shape = () if x.ndim == 2 and splits is None else (_num_groups(x, splits),)
     shared = rowwise and columnwise and not rht and not row_scaled
@@ -345,8 +396,9 @@ def amax_nvfp4_triton(
         with torch.cuda.device_of(x):
             amax_nvfp4_kernel[launch.grid](
                 launch.x, *launch.offsets, of_rows, None if shared else of_columns, *launch.sizes, x.shape[-1],
-                STACKED=x.ndim == 3, ROW_SCALED=row_scaled, RHT=rht, TILES=config.tiles, BLOCK_R=config.block_r,
-                BLOCK_C=config.block_c, num_warps=config.num_warps, maxnreg=config.registers,
+                STACKED=x.ndim == 3, ROW_SCALED=row_scaled, RHT=rht, ROUND_RHT=_rounds(x, rht, round_rht),
+                TILES=config.tiles, BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps,
+                maxnreg=config.registers,
             )  # fmt: skip
     return Amaxes(of_rows, of_columns)
 
@@ -361,6 +413,7 @@ def cast_nvfp4_triton(
     row_scaled: bool,
     two_d: bool,
     seed: Tensor | None,
+    round_rht: bool = True,
 ) -> None:
     """Writes `made`, from `codes_room`, by the kernel in Triton, or in Gluon where that is there and takes this."""
     if not x.numel():
@@ -371,7 +424,7 @@ def cast_nvfp4_triton(
     if runs_gluon(x) and not row_scaled and made.columnwise is not None:
         launch = _Launch(x, splits, gluon_config(rht=rht, stochastic=seed is not None))
         if fits_gluon(launch):
-            cast_nvfp4_gluon(launch, amaxes, made, rht=rht, two_d=two_d, seed=seed)
+            cast_nvfp4_gluon(launch, amaxes, made, rht=rht, two_d=two_d, seed=seed, round_rht=round_rht)
             return
         x = launch.x
     both = amaxes.rowwise is not None and amaxes.columnwise is not None
@@ -383,9 +436,9 @@ def cast_nvfp4_triton(
         cast_nvfp4_kernel[launch.grid](
             launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), codes,
             _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, PAIRS=pairs,
-            ROW_SCALED=row_scaled, RHT=rht, SQUARE=two_d, NATIVE=converts_to_float8(x), BLOCK_R=config.block_r,
-            BLOCK_C=config.block_c, COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps,
-            maxnreg=config.registers,
+            ROW_SCALED=row_scaled, RHT=rht, ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d,
+            NATIVE=converts_to_float8(x), BLOCK_R=config.block_r, BLOCK_C=config.block_c,
+            COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps, maxnreg=config.registers,
         )  # fmt: skip
 
 
@@ -417,7 +470,7 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
 
 
 def cast_nvfp4_gluon(
-    launch: _Launch, amaxes: Amaxes, made: Codes, *, rht: bool, two_d: bool, seed: Tensor | None
+    launch: _Launch, amaxes: Amaxes, made: Codes, *, rht: bool, two_d: bool, seed: Tensor | None, round_rht: bool = True
 ) -> None:
     """Writes `made`, of whose copies the columnwise is one, by the kernel in Gluon; `fits_gluon` says of what."""
     x, config = launch.x, launch.config
@@ -428,8 +481,9 @@ def cast_nvfp4_gluon(
         cast_nvfp4_gluon_kernel[launch.grid](
             GluonDescriptor(rows, list(rows.shape), list(rows.stride()), [BLOCK, config.block_c], BOX_LAYOUT.value),
             *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), made.columnwise.view(torch.int64),
-            _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, RHT=rht, SQUARE=two_d,
-            CHUNK=chunk, num_warps=config.num_warps, maxnreg=config.registers,
+            _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, RHT=rht,
+            ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d, CHUNK=chunk, num_warps=config.num_warps,
+            maxnreg=config.registers,
         )  # fmt: skip
 
 
@@ -452,6 +506,10 @@ class _Launch:
             slots = -(-splits.aligned_capacity(BLOCK) // block_m)
         band = min(slots, max(config.band, -(-slots // 65535)))  # more programs than that have no place on an axis
         self.grid = (band, -(-K // (config.block_c * config.tiles)), -(-slots // band))
+
+
+def _rounds(x: Tensor, rht: bool, round_rht: bool) -> bool:
+    return rht and round_rht and x.dtype == torch.bfloat16
 
 
 def _num_groups(x: Tensor, splits: Splits | None) -> int:

@@ -34,6 +34,7 @@ from recipes.kernels.nvfp4_blocks_triton import (
     larger_pair,
     largest_bits,
     random_words,
+    rounded_hadamard,
     signs_of_pairs,
 )
 
@@ -139,20 +140,24 @@ def cast_rows(words, encode, decode, random, SQUARE: gl.constexpr, ORDINARY: gl.
 
 @gluon.jit
 def cast_columns(
-    pairs, SECOND: gl.constexpr, amax, encode, decode, random, RHT: gl.constexpr, ORDINARY: gl.constexpr
+    pairs, SECOND: gl.constexpr, amax, encode, decode, random, RHT: gl.constexpr, ROUND_RHT: gl.constexpr,
+    ORDINARY: gl.constexpr,
 ):  # fmt: skip
     """Codes and scales [W, 32] of the first columns of sixteen tensors [W, 32] of words, or of the second ones. amax:
     the bits of the blocks' amaxes, None if they are the columns' own."""
     xs = ()
     for i in gl.static_range(16):
         xs = xs + (halves(pairs[i])[SECOND],)  # type: ignore[assignment]  # noqa: RUF005
-    if RHT:
+    signs = (None, None)
+    if ROUND_RHT:
+        xs, amax, signs = rounded_hadamard(xs)
+    elif RHT:
         xs, amax = hadamard(xs, ORDINARY)
     elif amax is None:
         amax = largest_bits(xs)
     PART: gl.constexpr = 0.25 if RHT else 1.0
     if random is None:
-        return cast_blocks(xs, amax, encode, decode, None, (None, None), PART, False, True, ORDINARY)
+        return cast_blocks(xs, amax, encode, decode, None, signs, PART, False, True, ORDINARY)
     else:
         return cast_blocks(xs, amax, encode, decode, beside(random, amax), None, PART, True, True, ORDINARY)
 
@@ -258,7 +263,7 @@ def pushed(scales, scale):
 @gluon.jit
 def write_tile(
     boxes, entries, column, seed, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, first_place, BLOCKS,
-    K: gl.constexpr, RHT: gl.constexpr, SQUARE: gl.constexpr, ORDINARY: gl.constexpr,
+    K: gl.constexpr, RHT: gl.constexpr, ROUND_RHT: gl.constexpr, SQUARE: gl.constexpr, ORDINARY: gl.constexpr,
 ):  # fmt: skip
     """Both copies of a tile, from this column on, or the columnwise one if there is no place for the other, which has
     BLOCKS blocks a column, the tile's first one at `first_place`. ORDINARY: the tile's amaxes are."""
@@ -302,8 +307,8 @@ def write_tile(
         if SQUARE:
             amax = larger_of_pair(largest_pair(pairs))
             amax = over(amax.reshape([W, 4, 8]), 2, amax)
-        code0, scale0 = cast_columns(pairs, 0, amax, encode, decode, random0, RHT, ORDINARY)
-        code1, scale1 = cast_columns(pairs, 1, amax, encode, decode, random1, RHT, ORDINARY)
+        code0, scale0 = cast_columns(pairs, 0, amax, encode, decode, random0, RHT, ROUND_RHT, ORDINARY)
+        code1, scale1 = cast_columns(pairs, 1, amax, encode, decode, random1, RHT, ROUND_RHT, ORDINARY)
         waiting.index(4 * i).store(gl.convert_layout(gl.join(code0, code1), of_two))
         scales0, scales1 = pushed(scales0, scale0), pushed(scales1, scale1)
     if row_codes_ptr is not None:
@@ -344,7 +349,7 @@ def write_tile(
 def cast_nvfp4_gluon_kernel(
     x, offsets_ptr, aligned_ptr, row_amax_ptr, column_amax_ptr, seed_ptr, row_codes_ptr, row_scale_ptr,
     column_codes_ptr, column_scale_ptr, ROWS, num_groups, BLOCKS, K: gl.constexpr, STACKED: gl.constexpr,
-    RHT: gl.constexpr, SQUARE: gl.constexpr, CHUNK: gl.constexpr,
+    RHT: gl.constexpr, ROUND_RHT: gl.constexpr, SQUARE: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """As `cast_nvfp4_kernel`, with one amax for a tensor or a group. x: a descriptor of boxes of 16 rows.
 
@@ -414,10 +419,10 @@ def cast_nvfp4_gluon_kernel(
         if ordinary:
             write_tile(
                 boxes, entries, column, seed, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr,
-                column_place, BLOCKS, K, RHT, SQUARE, True,
+                column_place, BLOCKS, K, RHT, ROUND_RHT, SQUARE, True,
             )  # fmt: skip
         else:
             write_tile(
                 boxes, entries, column, seed, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr,
-                column_place, BLOCKS, K, RHT, SQUARE, False,
+                column_place, BLOCKS, K, RHT, ROUND_RHT, SQUARE, False,
             )  # fmt: skip

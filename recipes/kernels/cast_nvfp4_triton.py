@@ -24,10 +24,11 @@ from recipes.kernels.nvfp4_blocks_triton import (
     larger_pair,
     largest_bits,
     random_words,
+    rounded_hadamard,
     signs_of_pairs,
     sums_of_pairs,
 )
-from recipes.kernels.rounding import INTERPRET, widen, widen_pairs
+from recipes.kernels.rounding import INTERPRET, rounded_to_bfloat16, widen, widen_pairs
 
 STORE_BYTE = tl.constexpr("st.global.u8 [$1], $2; mov.b32 $0, 0;")
 STORE_CODES = tl.constexpr("st.global.b64 [$1], $2; mov.b32 $0, 0;")
@@ -299,8 +300,8 @@ def _cast_16_rows(
 @triton.jit
 def _cast_columns(
     x_ptr, seed, codes_ptr, scale_ptr, encode, decode, row, first, counted, blocks, first_column, BLOCKS,
-    K: tl.constexpr, RHT: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr,
+    K: tl.constexpr, RHT: tl.constexpr, ROUND_RHT: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """The columnwise copy of a tile, C columns at a time; what is said of blocks is as in `_cast_rows`. The copy has
     the first `blocks` of them.
@@ -323,7 +324,10 @@ def _cast_columns(
     for start in range(0, BLOCK_C if FULL else tl.minimum(BLOCK_C, K - first_column), C):
         column = first_column + start
         xs = _load_column_blocks(x_ptr, at_row, lane, counted, K - column, K, FULL)
-        if RHT:
+        signs = (None, None)
+        if ROUND_RHT:
+            xs, amax, signs = rounded_hadamard(xs)
+        elif RHT:
             xs, amax = hadamard(xs, FULL)
         else:
             amax = largest_bits(xs)
@@ -335,7 +339,7 @@ def _cast_columns(
             of_rows = 16 * of_group + k // 2 + 8 * (k % 2)
             random = random_words(seed, _beside((column + lane) // 16, amax), _beside(of_rows, amax))
         code, scale = cast_blocks(
-            xs, amax, encode, decode, random, (None, None), 0.25 if RHT else 1.0, STOCHASTIC, NATIVE, FULL
+            xs, amax, encode, decode, random, signs, 0.25 if RHT else 1.0, STOCHASTIC, NATIVE, FULL
         )  # fmt: skip
         out = lane.to(tl.int64) * BLOCKS + block
         mask = (block < blocks) & (column + lane < K)
@@ -350,12 +354,14 @@ def _cast_columns(
 def cast_nvfp4_kernel(
     x_ptr, offsets_ptr, aligned_ptr, row_amax_ptr, column_amax_ptr, seed_ptr,
     row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, ROWS, num_groups, BLOCKS, K: tl.constexpr,
-    STACKED: tl.constexpr, PAIRS: tl.constexpr, ROW_SCALED: tl.constexpr, RHT: tl.constexpr, SQUARE: tl.constexpr,
-    NATIVE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS_AT_ONCE: tl.constexpr,
+    STACKED: tl.constexpr, PAIRS: tl.constexpr, ROW_SCALED: tl.constexpr, RHT: tl.constexpr, ROUND_RHT: tl.constexpr,
+    SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Amaxes are None for a copy that is not made, the seed for rounding to nearest. PAIRS: whole blocks of bfloat16
-    numbers, at multiples of 4 bytes. SQUARE: blocks of 16x16. STACKED: the transposed copy has a matrix for each group.
-    Neighbours on the grid's first axis are so in that copy. K is a constant: so are the distances of rows.
+    numbers, at multiples of 4 bytes. ROUND_RHT: RHT's results are rounded to bfloat16; only with RHT. SQUARE: blocks of
+    16x16. STACKED: the transposed copy has a matrix for each group. Neighbours on the grid's first axis are so in that
+    copy. K is a constant: so are the distances of rows.
     """
     column = tl.program_id(1) * BLOCK_C
     # The last rows first, of which the amax was taken last: 0.4 to 0.9 % faster on an H200.
@@ -400,7 +406,7 @@ def cast_nvfp4_kernel(
                 encode, decode = encoding(column_amax, True)
                 _cast_columns(
                     x_ptr, seed, column_codes_ptr, column_scale_ptr, encode, decode, row, first, 16, BLOCK_R, column,
-                    BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE, True,
+                    BLOCKS, K, RHT, ROUND_RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE, True,
                 )  # fmt: skip
         else:
             groups, rows, firsts, heights, written = _places_of(
@@ -419,8 +425,8 @@ def cast_nvfp4_kernel(
                 encodes, decodes = encoding(tl.load(column_amax_ptr + groups, mask=is_group, other=0.0), False)
                 _cast_columns(
                     x_ptr, seed, column_codes_ptr, column_scale_ptr, encodes, decodes, rows, firsts, heights,
-                    BLOCKS - first_block, column, BLOCKS, K, RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C, COLUMNS_AT_ONCE,
-                    False,
+                    BLOCKS - first_block, column, BLOCKS, K, RHT, ROUND_RHT, SQUARE, NATIVE, BLOCK_R, BLOCK_C,
+                    COLUMNS_AT_ONCE, False,
                 )  # fmt: skip
 
 
@@ -441,8 +447,8 @@ def _add_to_amax(amax_ptr, amax, mask):
 @triton.jit
 def amax_nvfp4_kernel(
     x_ptr, offsets_ptr, aligned_ptr, row_amax_ptr, column_amax_ptr, ROWS, num_groups, BLOCKS, K,
-    STACKED: tl.constexpr, ROW_SCALED: tl.constexpr, RHT: tl.constexpr, TILES: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    STACKED: tl.constexpr, ROW_SCALED: tl.constexpr, RHT: tl.constexpr, ROUND_RHT: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Raises the amaxes, which are zeros before, to those of TILES tiles beside each other."""
     first_column = tl.program_id(1) * (BLOCK_C * TILES)
@@ -479,6 +485,8 @@ def amax_nvfp4_kernel(
             _add_to_amaxes(row_amax_ptr, groups, num_groups, tl.max(of_rows, axis=1))
         if column_amax_ptr is not None:
             amax = tl.max(of_columns, axis=1)
+            if ROUND_RHT:  # rounding keeps the order, so the largest one is rounded alone
+                amax = rounded_to_bfloat16(amax)
             if RHT:
                 amax *= 0.25
             _add_to_amaxes(column_amax_ptr, groups, num_groups, amax)

@@ -1,35 +1,77 @@
 """Casts to and from the eight-bit element formats for kernels: the hardware's where it has one, else in integers."""
 
+import math
+
 import triton
 import triton.language as tl
 
 from recipes.kernels.rounding import INTERPRET
 
+# FORM of the functions here, and of the kernels that call them: "E4M3" or "E5M2", or with a largest number of its own
+# "E4M3 240.0" (`format_of` gives it).
+_LARGEST = {"E4M3": 448.0, "E5M2": 57344.0}
+
+
+@triton.constexpr_function
+def is_e4m3(form: str) -> bool:
+    return form.startswith("E4M3")
+
+
+@triton.constexpr_function
+def largest_of(form: str) -> float:
+    """The largest number of a format."""
+    name, _, largest = form.partition(" ")
+    return float(largest) if largest else _LARGEST[name]
+
+
+@triton.constexpr_function
+def has_own_largest(form: str) -> bool:
+    return " " in form
+
+
+@triton.constexpr_function
+def exponent_of_largest(form: str) -> int:
+    return math.frexp(largest_of(form))[1] - 1
+
+
+@triton.constexpr_function
+def mantissa_of_largest(form: str) -> int:
+    """The 23 bits of it as a float32."""
+    return int((math.frexp(largest_of(form))[0] * 2 - 1) * 2**23)
+
 
 @triton.constexpr_function
 def word_of_four(form: str) -> str:
     """Assembly: four float32 registers become one of four codes, the first lowest."""
-    convert = f"cvt.rn.satfinite.{form.lower()}x2.f32"
+    convert = f"cvt.rn.satfinite.{form[:4].lower()}x2.f32"
     return f"{{ .reg .b16 lo, hi; {convert} lo, $2, $1; {convert} hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"
+
+
+@triton.jit
+def _clamped(x, FORM: tl.constexpr):
+    """x between the largest numbers of a format; NaN stays NaN."""
+    LARGEST: tl.constexpr = largest_of(FORM)
+    return tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
 
 
 @triton.jit
 def float8_codes(x, FORM: tl.constexpr, NATIVE: tl.constexpr):
     """Float32 x as codes (uint8): to nearest, ties to even; saturating, also from Inf; NaN stays NaN.
 
-    FORM: "E4M3" or "E5M2". NATIVE: whether the GPU converts to float8 itself (sm_89 on).
+    NATIVE: whether the GPU converts to float8 itself (sm_89 on).
     """
     if NATIVE and not INTERPRET:
+        if has_own_largest(FORM):  # the instruction saturates at its own
+            x = _clamped(x, FORM)
         # Words of four codes: from words of two, ptxas 12.9 takes wrong bytes where both word and bytes are stored
         # (triton issue 11111, seen on an H200).
         return tl.inline_asm_elementwise(
             word_of_four(FORM), "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4
         )  # fmt: skip
     else:
-        LARGEST: tl.constexpr = 448.0 if FORM == "E4M3" else 57344.0
-        x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))  # keeps NaN
-        MANTISSA: tl.constexpr = 3 if FORM == "E4M3" else 2
-        BIAS: tl.constexpr = 7 if FORM == "E4M3" else 15
+        x = _clamped(x, FORM)
+        MANTISSA: tl.constexpr = 3 if is_e4m3(FORM) else 2
+        BIAS: tl.constexpr = 7 if is_e4m3(FORM) else 15
         bits = tl.where(x == x, x, 0.0).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         # Below the smallest normal number all have its last place: adding a power of two there rounds to it.
@@ -48,6 +90,8 @@ def float8_codes(x, FORM: tl.constexpr, NATIVE: tl.constexpr):
 def float8_words(x0, x1, x2, x3, FORM: tl.constexpr, NATIVE: tl.constexpr):
     """The codes of four float32 tensors as uint32 words, those of x0 lowest. FORM, NATIVE: as in `float8_codes`."""
     if NATIVE and not INTERPRET:
+        if has_own_largest(FORM):
+            x0, x1, x2, x3 = _clamped(x0, FORM), _clamped(x1, FORM), _clamped(x2, FORM), _clamped(x3, FORM)
         # Two instructions a word; from four tensors of codes the compiler makes six.
         return tl.inline_asm_elementwise(
             word_of_four(FORM), "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1
@@ -118,23 +162,24 @@ def _bytes(words, AT: tl.constexpr):
 def float8_values(codes, FORM: tl.constexpr, NATIVE: tl.constexpr):
     """The float32 values of codes (uint8). FORM, NATIVE: as in `float8_codes`."""
     if NATIVE and not INTERPRET:
-        if FORM == "E4M3":
+        if is_e4m3(FORM):
             return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
             return codes.to(tl.float8e5, bitcast=True).to(tl.float32)
     else:
-        MANTISSA: tl.constexpr = 3 if FORM == "E4M3" else 2
-        BIAS: tl.constexpr = 7 if FORM == "E4M3" else 15
-        LARGEST: tl.constexpr = 0x7E if FORM == "E4M3" else 0x7B
+        MANTISSA: tl.constexpr = 3 if is_e4m3(FORM) else 2
+        BIAS: tl.constexpr = 7 if is_e4m3(FORM) else 15
+        LARGEST: tl.constexpr = 0x7E if is_e4m3(FORM) else 0x7B
         RAISE: tl.constexpr = 2.0 ** (127 - BIAS)
         bits = codes.to(tl.int32)
         magnitude = bits & 0x7F
         # Read as a float32 of the same exponent field; subnormal numbers come out right as well.
         value = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * RAISE
         value = tl.where(magnitude > LARGEST, float("nan"), value)
-        if FORM == "E5M2":
+        if not is_e4m3(FORM):
             value = tl.where(magnitude == LARGEST + 1, float("inf"), value)
-        return tl.where(bits >= 0x80, -value, value)
+        # Not -value, which Triton reads as 0 - value: that loses the sign of a zero.
+        return (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from recipes.formats import E2M1_VALUES, E4M3
 from recipes.kernels.float8_triton import float8_codes, float8_words
 from recipes.kernels.hadamard import SIGNS as _SIGNS
 from recipes.kernels.random_triton import philox
-from recipes.kernels.rounding import INTERPRET
+from recipes.kernels.rounding import INTERPRET, bfloat16_pairs
 
 RANGE = tl.constexpr(E2M1_VALUES[-1] * E4M3.max)
 ONE_SIXTH = tl.constexpr(1.0 / 6.0)
@@ -144,6 +144,29 @@ def hadamard(xs, FINITE: tl.constexpr):
     if not FINITE:  # where both of a pair are Inf, a result is NaN; if so, that of every pair is
         sums = sums + (_bits(ys[0]), _bits(ys[8]))  # noqa: RUF005
     return ys, _largest(sums)
+
+
+@triton.jit
+def rounded_hadamard(xs):
+    """`hadamard`, its results rounded to bfloat16; and the signs of the first and the last eight, for `cast_blocks`."""
+    ys = butterflies(xs, 0, 4)
+    words = ()
+    rounded = ()
+    for i in tl.static_range(8):
+        word = bfloat16_pairs(ys[2 * i], ys[2 * i + 1])
+        words = words + (word,)  # noqa: RUF005
+        rounded = rounded + halves(word)
+    if INTERPRET or not cuda_capability_geq(8, 6):
+        amax = largest_bits(rounded)
+    else:
+        largest = words[0]
+        for i in tl.static_range(1, 8):
+            largest = larger_pair(largest, words[i])
+        amax = larger_of_pair(largest)
+    signs = (
+        signs_of_pairs(words[0], words[1], words[2], words[3]), signs_of_pairs(words[4], words[5], words[6], words[7])
+    )  # fmt: skip
+    return rounded, amax, signs
 
 
 @triton.jit

@@ -42,6 +42,12 @@ def round_to(x, DTYPE: tl.constexpr):
         return x.to(DTYPE)
 
 
+@triton.jit
+def rounded_to_bfloat16(x):
+    """Float32 x rounded to bfloat16, as float32."""
+    return widen(round_to(x, tl.bfloat16)).to(tl.float32)
+
+
 # The compiler converts to bfloat16 one number at a time, on a unit eight times slower than that for pairs, and moves
 # the upper half of a pair before it shifts it. So where a tile is rounded but not stored, these are faster than
 # `round_to` and `widen`. But the compiler sees nothing through them: it no longer adds two bfloat16 by one instruction.
@@ -66,4 +72,17 @@ def round_pairs_to(x, DTYPE: tl.constexpr):
     else:
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def bfloat16_pairs(low, high):
+    """Two float32 tensors rounded to bfloat16, in the halves of uint32 words."""
+    if INTERPRET:
+        low = round_to(low, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        high = round_to(high, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        return low | (high << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.uint32, is_pure=True, pack=1
         )
