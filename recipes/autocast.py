@@ -10,6 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from recipes.amax_reduction import check_group
+from recipes.arguments import as_flag
 from recipes.effects import Effect, perform
 from recipes.names import as_recipe
 from recipes.pending import PendingUpdates, RecordsAmaxes, end_steps, forget
@@ -35,6 +37,8 @@ class autocast(ContextDecorator):
     `torch.utils.checkpoint` computes again runs under the recipe of its first time, or is refused with a RuntimeError:
     under a recipe with a state, whose scales have moved since, and where first times under several recipes are still
     to be computed again, use `fuser.checkpoint`.
+
+    Raises TypeError for an argument of another kind, ValueError for an unknown name and keep_weights of another size.
     """
 
     def __init__(
@@ -46,7 +50,9 @@ class autocast(ContextDecorator):
         keep_weights: Tensor | None = None,
         scales: CastScales | None = None,
     ) -> None:
-        self._recipe = as_recipe(recipe) if enabled else HighPrecision()
+        asked = as_recipe(recipe)
+        self._recipe = asked if as_flag("enabled", enabled) else HighPrecision()
+        _check_kinds(amax_reduction_group, keep_weights, scales)
         self._group = amax_reduction_group
         self._settings = scales, keep_weights
         self._entry: Entry | None = None
@@ -82,6 +88,17 @@ class autocast(ContextDecorator):
         quantizers = entry.updates.take()
         if quantizers:
             perform(Effect(_end_of_step, (quantizers, self._group), partial(forget, quantizers)))
+
+
+def _check_kinds(amax_reduction_group: Any, keep_weights: Any, scales: Any) -> None:
+    check_group("amax_reduction_group", amax_reduction_group)
+    if keep_weights is not None:
+        if not isinstance(keep_weights, Tensor):
+            raise TypeError(f"keep_weights is {keep_weights!r}, but must be a tensor of one number, or None.")
+        if keep_weights.numel() != 1:
+            raise ValueError(f"keep_weights has shape {list(keep_weights.shape)}, but must hold one number.")
+    if scales is not None and not isinstance(scales, CastScales):
+        raise TypeError(f"scales is {scales!r}, but must be what fuser.checkpoint gives, or None.")
 
 
 def _end_of_step(quantizers: Mapping[int, RecordsAmaxes], group: dist.ProcessGroup | None) -> None:
