@@ -140,7 +140,7 @@ class Quantizer(ABC):
 def check_tensor(x: Tensor, rowwise: bool, columnwise: bool) -> None:
     """What every `quantize` of this folder lets in: a tensor [..., K] of real numbers, and one copy or both."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"what is to be quantized is a {type(x).__name__}. Pass a tensor.")
+        raise TypeError(f"what is to be quantized is of type {type(x).__name__}. Pass a tensor.")
     if x.dtype not in _CASTABLE:
         raise TypeError(
             f"what is to be quantized is {x.dtype}, but must be bfloat16, float16, float32 or float64. Convert it."
@@ -162,7 +162,9 @@ def check_grouped(x_TK: Tensor, splits: Splits, rowwise: bool, columnwise: bool)
     """The same of `quantize_grouped`: rows [T, K], and splits that were made for as many."""
     check_tensor(x_TK, rowwise, columnwise)
     if not isinstance(splits, Splits):
-        raise TypeError(f"splits is a {type(splits).__name__}. Pass Splits.make(sizes, rows=len(x), device=x.device).")
+        raise TypeError(
+            f"splits is of type {type(splits).__name__}. Pass Splits.make(sizes, rows=len(x), device=x.device)."
+        )
     if x_TK.dim() != 2:
         raise ValueError(
             f"grouped rows have shape {list(x_TK.shape)}, but must be [rows, K]. Flatten the leading ones."

@@ -616,6 +616,7 @@ BAD_SIZES = {
     "matrix": (torch.tensor([[4, 0, 5]]), ValueError, r"split_sizes has shape \[1, 3\], but must be \[num_groups\]"),
     "none": (None, TypeError, r"split_sizes"),
     "a number": (9, TypeError, r"split_sizes"),
+    "dict": ({4: 1, 0: 2, 5: 3}, TypeError, r"split_sizes is of type dict"),
     "other rows": (Splits.make([4, 0, 5], rows=10, device="cpu"), ValueError, r"made for 10 rows, but x has 9"),
 }
 

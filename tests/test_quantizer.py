@@ -74,7 +74,7 @@ def test_a_number_without_dimensions_is_refused(quantizer, method):
 
 @pytest.mark.parametrize("method", QUANTIZE)
 def test_what_is_no_tensor_is_refused(quantizer, method):
-    with pytest.raises(TypeError, match="what is to be quantized is a list. Pass a tensor"):
+    with pytest.raises(TypeError, match="what is to be quantized is of type list. Pass a tensor"):
         QUANTIZE[method][0](quantizer, [[1.0, 2.0]])
 
 
@@ -93,7 +93,7 @@ def test_grouped_rows_have_two_dimensions(quantizer, shape):
 def test_splits_of_other_rows_are_refused(quantizer):
     with pytest.raises(ValueError, match="these Splits were made for 7 rows, but x has 8. Pass Splits.make"):
         quantizer.quantize_grouped(torch.ones(8, 32), SPLITS)
-    with pytest.raises(TypeError, match="splits is a list. Pass Splits.make"):
+    with pytest.raises(TypeError, match="splits is of type list. Pass Splits.make"):
         quantizer.quantize_grouped(torch.ones(7, 32), [4, 0, 3])
 
 
