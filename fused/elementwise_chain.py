@@ -134,10 +134,10 @@ class ElementwiseChain(FusedOperation):
         steps, operands, dtypes = _pick(steps, active), _pick(operands, active), [own[i].dtype for i in active]
         wanted = [self.chain[i].needs_operand(own[i]) for i in active]
         quantizer = room = None
-        if self.first and self.operations[0].grad_output_quantizer(ctxs[0].recipe) is not None:
-            quantizer = ctxs[0].quantizer(Role.GRAD_OUTPUT)
         needs_dx, on_triton = own[0].needs.input, runs_triton(dy, saved.x, *operands, dtypes=dtypes)
-        if active and needs_dx and _casts(quantizer, dy) and on_triton:
+        if self.first and needs_dx and self.operations[0].grad_output_quantizer(ctxs[0].recipe) is not None:
+            quantizer = ctxs[0].quantizer(Role.GRAD_OUTPUT)
+        if active and _casts(quantizer, dy) and on_triton:
             room = quantizer.room(dy.shape, dtypes[0], dy.device)
         dx: Any = dy
         gradients: Sequence[Tensor | None] = ()

@@ -191,7 +191,7 @@ class GroupedMLP(FusedOperation):
         d_fc2, dscales = fc2.bias_gradients(fc2_ctx, dy, splits, saved.scales if fc2.scale_bias else None)
         dx: Tensor | None = None
         d_fc1: Mapping[str, Tensor | None] = {}
-        if not (act_ctx.needs_grad or act_ctx.needs.input or fc2_ctx.needs.input or wgrad):
+        if not (fc2_ctx.needs.input or wgrad):
             return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
         gradients = fc2_ctx.quantizer(Role.GRAD_OUTPUT)
         dy_q = path.quantize(dy, splits, gradients, rowwise=fc2_ctx.needs.input, columnwise=wgrad)
@@ -219,8 +219,10 @@ class GroupedMLP(FusedOperation):
         if dh is not None and fc1_ctx.needs_grad:
             d_fc1, _ = fc1.bias_gradients(fc1_ctx, dh, splits, None)
             wgrad = fc1.wants_weight_grad(fc1_ctx)
-            gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT)
-            dh_q = path.quantize(dh, splits, gradients, rowwise=fc1_ctx.needs.input, columnwise=wgrad)
+            # Quantizing draws a random seed or records an amax: only where a product reads it, as unfused.
+            if fc1_ctx.needs.input or wgrad:
+                gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT)
+                dh_q = path.quantize(dh, splits, gradients, rowwise=fc1_ctx.needs.input, columnwise=wgrad)
             if fc1_ctx.needs.input:
                 out = fc1.buffer(fc1_ctx, "grad_input", dh, fc1.in_features)
                 dx = path.dgrad(dh_q, fc1.weight_operand(fc1_ctx, columnwise=True), out=out)

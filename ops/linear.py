@@ -109,9 +109,11 @@ class Linear(OperationWithWeights):
         saved: Linear.Saved = ctx.saved
         needs = ctx.needs
         need_wgrad = "weight" in needs.params
-        rows = quantized(_matrix(dy), ctx.quantizer(Role.GRAD_OUTPUT), rowwise=needs.input, columnwise=need_wgrad)
         dx = None
         gradients: dict[str, Tensor | None] = {}
+        if not (needs.input or need_wgrad):
+            return dx, gradients  # dy is not quantized: that would draw a random seed or record an amax
+        rows = quantized(_matrix(dy), ctx.quantizer(Role.GRAD_OUTPUT), rowwise=needs.input, columnwise=need_wgrad)
         if needs.input:
             w = self._weight(ctx, columnwise=True)
             split = ctx.recipe.split_accumulator("dgrad")

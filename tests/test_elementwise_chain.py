@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused import ElementwiseChain
-from fuser import Sequential, ops
+from fuser import Sequential, autocast, ops
 from fuser.testing import check_fusion
 from ops import ElementwiseOperation
 from ops.kernels.elementwise import Step
@@ -96,6 +96,18 @@ def test_a_fused_quantize_gives_the_codes_of_an_unfused_one(shape, dtype, device
         ]  # fmt: skip
 
     check_fusion(ChainAnywhere, make, shape, recipe=recipe, dtype=dtype, device=device, draws=4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_chain_does_not_quantize_a_gradient_that_nobody_wants(device):
+    """Under delayed scaling its amax would be recorded."""
+    states = []
+    for fusions in ((), (ChainAnywhere,)):
+        model = Sequential(ops.Quantize(False, True), ops.Bias(8), ops.Bias(8), fusions=fusions).to(device)
+        with autocast("fp8_delayed"):
+            model(torch.ones(4, 8, device=device)).sum().backward()
+        states.append(sorted(model.state_dict()))
+    assert states[0] == states[1] == ["1.bias", "2.bias"]
 
 
 # name -> (operations, shapes of the extra inputs)

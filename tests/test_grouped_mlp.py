@@ -372,6 +372,26 @@ def test_any_subset_may_be_frozen(recipe, activation):
         assert exist == {name for name, want in zip(names, wanted, strict=True) if want}
 
 
+@pytest.mark.parametrize("path", ["grouped", "split"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+def test_fused_draws_and_records_what_unfused_does_for_any_subset(recipe, path):
+    """Where nothing of dh is wanted, as with FC1 frozen but for its bias, dh is not quantized: that draws a seed."""
+    operations = make()
+    x, scales, dy = data(operations, 21, 21, torch.float32)
+    names = ["x", "scales", *(name for name, _ in Sequential(*operations).named_parameters())]
+    for wanted in itertools.product([False, True], repeat=len(names)):
+        seen = []
+        for sequential in pair(operations, path=path):
+            for name, tensor in {"x": x, "scales": scales, **dict(sequential.named_parameters())}.items():
+                tensor.requires_grad_(wanted[names.index(name)])
+            torch.manual_seed(0)
+            for _ in range(2):  # what the first step records, the second one casts with
+                with autocast(recipe=recipe):
+                    got = run(sequential, x, scales, dy, [9, 0, 10, 2])
+            seen.append({**got, **sequential.state_dict(), "the generator": torch.get_rng_state()})
+        assert_same_bits(*seen)
+
+
 PRODUCTS = {
     # what requires grad -> products of the backward
     "2.bias": [],

@@ -212,6 +212,17 @@ def test_a_zero_x_gives_the_bias(recipe: str) -> None:
     assert torch.equal(y, operation.bias.expand(4, 32))
 
 
+def test_a_gradient_that_no_product_reads_is_not_quantized() -> None:
+    """With the bias alone trained: stochastic rounding would draw a random seed."""
+    operation = ops.Linear(16, 16)
+    operation.weight.requires_grad_(False)
+    with autocast("nvfp4"):
+        y = operation(torch.randn(4, 16))
+    before = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
 def test_two_linears_in_a_pipeline_are_two_linears_alone(recipe: str) -> None:
     first, second = linear(torch.bfloat16, in_features=32, out_features=64), linear(torch.bfloat16, True, 64, 32)
