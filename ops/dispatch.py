@@ -34,6 +34,7 @@ class Dispatch(BasicOperation):
     would wait for the device: one below 0 counts for expert 0, one above for none, in rows past the sum of the sizes.
     """
 
+    accepts_integers = True
     extra_inputs = {"probs": Tensor, "indices": IndexTensor}
     extra_outputs = {"split_sizes": Splits, "scales": Tensor, "routing_map": RoutingMap}
 

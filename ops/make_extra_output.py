@@ -23,6 +23,8 @@ class MakeExtraOutput(BasicOperation):
     Raises ValueError for an empty name.
     """
 
+    accepts_integers = True
+
     def __init__(self, name: str = "extra", *, in_place: bool = False) -> None:
         super().__init__()
         if not name:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from torch import Tensor, nn
 
 from ops.context import IndexTensor, OperationContext
+from ops.input import check_real
 from ops.quantizer_state import apply_to_state, prepare_loading
 from ops.run import Pipeline
 from recipes.names import as_recipe
@@ -51,6 +52,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     extra_inputs, extra_outputs: name -> kind of the extra tensors that it takes and makes. Kinds: `torch.Tensor`
     (carries a gradient), `IndexTensor`, `Splits`, or another container class (these do not). An instance may have
     its own; `rename_extras` changes the names by which its pipeline knows them.
+    accepts_integers: whether x may be integers or bools: it only moves them.
     buffers: the names of the caller's own tensors that it can write into.
     in_place_input: the extra input into whose memory its forward writes, and which it returns as y. The runner has
     made sure that nothing else needs what was there. Such an operation is never fused.
@@ -66,6 +68,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     extra_inputs: Mapping[str, type] = {}
     extra_outputs: Mapping[str, type] = {}
     buffer_names: tuple[str, ...] = ()
+    accepts_integers: bool = False
     in_place_input: str | None = None
     reuses_gradients: bool = False
     keeps_dy: bool = False
@@ -176,6 +179,9 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
         """Run this operation alone: y, or (y, {name: extra output}) if `outputs` names some.
 
         path, retain_graph: as for `Sequential`. buffers: the caller's own tensors, by name.
+
+        Raises TypeError for an x that is no tensor, of complex numbers, or of integers where the operation computes in
+        floating point.
         """
         pipeline = self._pipelines.get((path, retain_graph))
         if pipeline is None:
@@ -300,7 +306,10 @@ def check_features(incoming: int | None, needed: int) -> None:
 def check_extras(
     consumed: Sequence[str], produced: Sequence[str], given: Mapping[str, Any], outputs: Sequence[str]
 ) -> None:
-    """Raise ValueError, listing what exists, if an extra input is missing or unknown, or an output does not exist."""
+    """Raise ValueError, listing what exists, if an extra input is missing or unknown, or an output does not exist.
+
+    TypeError for an extra input of complex numbers.
+    """
     if len(given) != len(consumed) or given.keys() != set(consumed):
         missing = [name for name in consumed if name not in given]
         unknown = [name for name in given if name not in consumed]
@@ -309,6 +318,9 @@ def check_extras(
         )
         asked = ", ".join(map(repr, consumed)) or "none"
         raise ValueError(f"Extra inputs by name: {problem}the operations ask for: {asked}.")
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            check_real(name, value.dtype)
     for name in outputs:
         if name not in produced:
             raise ValueError(

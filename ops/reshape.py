@@ -19,6 +19,8 @@ class Reshape(BasicOperation):
     Raises ValueError for a shape that no tensor has, and for an x that does not fill it.
     """
 
+    accepts_integers = True
+
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
         self.shape = tuple(shape)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ops.backward import Record, raise_located, run_backward
 from ops.context import OperationContext, at_tensor, state_of
 from ops.in_place import check_writable, memory_of
+from ops.input import check_numbers, check_tensor
 from ops.nested_backward import note_forward, unwanted_parameters
 from ops.program import Planner, Program, Wiring, plan_unfused
 from ops.saved import flatten
@@ -129,6 +130,7 @@ class Pipeline:
         key = (recipe, device, needs, training, fusions_version, x.dtype, autocast_dtype, dtypes, parameters.layout)
         program = self.programs.get(key)
         if program is None:
+            check_numbers(x.dtype, self.operations)
             self._check_parameters(x)
             dtype = autocast_dtype or (dtypes[0] if dtypes else x.dtype)
             if torch.float64 in dtypes:
@@ -163,8 +165,10 @@ class Pipeline:
         """Run x through the operations.
 
         extras: every name in `self.consumed`. wanted: the names of the extra outputs to return.
-        Returns (y, {name: extra output}).
+        Returns (y, {name: extra output}). Raises TypeError for an x that is no tensor, of complex numbers, or of
+        integers where an operation computes in floating point.
         """
+        check_tensor(x)
         if note_forward():
             with self.first_forwards.entered_again(training):
                 return self._run(x, extras, wanted, buffers, training, fusions_version)
