@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 
 from ops.context import IndexTensor, OperationContext
@@ -295,6 +296,14 @@ class FusedOperation(FusibleOperation):
     ) -> BackwardOfFused:
         """As `BasicOperation.fuser_backward`, with a list of parameter gradients, one for each covered operation."""
         raise NotImplementedError(f"{type(self).__name__} has passes={self.passes!r}, but no fuser_backward.")
+
+
+def check_parameter_dtype(dtype: torch.dtype | None) -> None:
+    """Raise TypeError for a dtype in which no parameter can be trained here; None is torch's default."""
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise TypeError(
+            f"dtype is {dtype!r}, but parameters must be bfloat16, float16, float32 or float64. Pass one of these."
+        )
 
 
 def check_features(incoming: int | None, needed: int) -> None:
