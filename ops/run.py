@@ -209,6 +209,9 @@ _NOTHING = nullcontext()
 def _step(call: _Call) -> Iterator[None]:
     """Lets quantizers with a state record: for the end of the outermost autocast, or without one of this call."""
     if not records_amaxes():
+        around = current_updates()
+        if around is not None:
+            around.has_evaluated = True
         yield
         return
     own = None if current_updates() is not None else PendingUpdates()

@@ -8,12 +8,14 @@ of a grouped operation); see `recipes/kernels/amax_history.py` for the formula.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from recipes.amax_reduction import check_group
 from recipes.current_scaling import tensor_scaled
 from recipes.formats import Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
@@ -47,7 +49,9 @@ class DelayedScaling(Recipe):
                        first row is this step
     scaling_factor_compute_algo: a function of (amax [n], old scale [n], largest number of the format, recipe) that
                        gives the scales [n]; None for the formula
-    reduce_amax: take the maximum of amaxes over the processes of autocast's amax_reduction_group
+    reduce_amax: take the maximum of amaxes over the processes of a group
+    amax_reduction_group: that group; None: the one that the outermost autocast names, or else all processes. Recipes
+                          are equal if they name the same group. One that names a group is not written down.
     split_accumulator_*: whether native FP8 products promote partial sums to float32, product by product
 
     Values above 448 (57344) over the scale saturate. Only calls with gradients on record amaxes: evaluation leaves the
@@ -68,6 +72,7 @@ class DelayedScaling(Recipe):
     split_accumulator_fprop: bool = False
     split_accumulator_dgrad: bool = True
     split_accumulator_wgrad: bool = True
+    amax_reduction_group: dist.ProcessGroup | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,6 +87,21 @@ class DelayedScaling(Recipe):
         custom = self.scaling_factor_compute_algo
         if custom is not None and not callable(custom):
             raise TypeError(f"scaling_factor_compute_algo is {custom!r}, but must be a function or None.")
+
+        check_group("amax_reduction_group", self.amax_reduction_group)
+
+    def to_dict(self) -> dict[str, Any]:
+        if self.amax_reduction_group is not None:
+            raise ValueError(
+                "amax_reduction_group is a process group, which cannot be written down. Write down "
+                "dataclasses.replace(recipe, amax_reduction_group=None), and name the group again where it is read."
+            )
+        return super().to_dict()
+
+    def amax_reduction_groups(self, default: Any) -> tuple[Any, ...]:
+        if not self.reduce_amax:
+            return ()
+        return (default if self.amax_reduction_group is None else self.amax_reduction_group,)
 
     def support(self, device: torch.device) -> str:
         return support_of_float8(device)
@@ -114,6 +134,15 @@ class DelayedScalingQuantizer(Quantizer):
     @property
     def reduce_amax(self) -> bool:
         return self.recipe.reduce_amax
+
+    @property
+    def amax_reduction_group(self) -> Any:
+        return self.recipe.amax_reduction_group
+
+    @property
+    def role(self) -> str:
+        assert self.source is not None, "only a bound quantizer records an amax"
+        return self.source.role
 
     @property
     def amax(self) -> Tensor:

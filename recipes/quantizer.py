@@ -26,6 +26,9 @@ _LARGEST_EPSILON = torch.finfo(torch.float32).max
 class StateOfRole(Protocol):
     """Where the state of one operation's quantizer for one role is kept."""
 
+    @property
+    def role(self) -> str: ...
+
     def tensors(self, quantizer: Quantizer, device: torch.device | None) -> Mapping[str, Tensor]:
         """The tensors that `quantizer.state_shapes` asks for, made on `device` if they are not there yet."""
         ...

@@ -71,6 +71,10 @@ class Recipe(ABC):
         if self.path not in (None, "grouped", "split"):
             raise ValueError(f'path is {self.path!r}, but must be "grouped", "split" or None.')
 
+    def __deepcopy__(self, memo: Any) -> Recipe:
+        """Itself: it never changes, and a process group or a function in a field may not be copied."""
+        return self
+
     @property
     def name(self) -> str:
         return self.names[0] if self.names else type(self).__name__
@@ -108,6 +112,13 @@ class Recipe(ABC):
     def split_accumulator(self, product: Product) -> bool:
         """Whether a native FP8 product promotes partial sums to float32 on the way; else the tensor core keeps them."""
         return bool(getattr(self, f"split_accumulator_{product}", True))
+
+    def amax_reduction_groups(self, default: Any) -> tuple[Any, ...]:
+        """The process groups whose ranks all take part when an `autocast` with this recipe ends, whatever it ran.
+
+        default: the group that `autocast` names. None in the answer is the default group of torch.distributed.
+        """
+        return ()
 
     @abstractmethod
     def quantizer(self, role: Role) -> Quantizer | None:
