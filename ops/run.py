@@ -326,6 +326,8 @@ class _Call:
         if name not in self.environment:
             raise RuntimeError(f"The extra tensor {name!r} was not returned by the fused operation that makes it.")
         value = self.environment[name]
+        if kind is Splits and not x.shape:
+            raise ValueError("x has no dimensions, but split_sizes divide its rows. Give [rows, features].")
         if kind is Splits and not (isinstance(value, Splits) and value.rows == x.shape[0]):
             value = self.environment[name] = Splits.make(value, rows=x.shape[0], device=x.device)
         return value
