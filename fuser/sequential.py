@@ -12,6 +12,7 @@ from fuser.explain import explain
 from fuser.layout import Container, Layout
 from fuser.plan import Fusion, FusionPlanner, fusions_version
 from ops.callers_buffers import CallersBuffer, check_before_forward, place_of
+from ops.input import check_real, check_tensor
 from ops.main_grad import OperationWithWeights, backward_dw
 from ops.operation import BasicOperation, at_border, check_buffers, check_extras
 from ops.run import Pipeline
@@ -149,14 +150,11 @@ class Sequential(Container):
         """y, or (y, {name: extra output}) if `outputs` names some.
 
         Raises ValueError for extra inputs that are missing or unknown, extra outputs that do not exist, and buffers
-        that no operation knows, or that share memory with what they would overwrite.
+        that no operation knows, or that share memory with what they would overwrite; TypeError for an x that is no
+        tensor, of complex numbers, or of integers where the first operations compute in floating point.
         """
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x is a {type(x).__name__}. Give a tensor.")
-        if x.is_complex():
-            raise TypeError(
-                f"x is {x.dtype}, but operations compute in real numbers. Give its real and imaginary parts."
-            )
+        check_tensor(x)
+        check_real("x", x.dtype)
         layout = self.layout()
         check_extras(layout.consumed, layout.produced, extras, outputs)
         for index, named in (buffers or {}).items():

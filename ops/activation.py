@@ -11,6 +11,7 @@ from torch import Tensor
 from ops.elementwise import ElementwiseOperation
 from ops.kernels.activation import Activation, activation, activation_step, check_activation, dactivation
 from ops.kernels.elementwise import Step
+from recipes.arguments import check_flags
 from recipes.current_scaling import CurrentScalingQuantizer
 from recipes.formats import E4M3
 
@@ -28,6 +29,7 @@ class ActivationOperation(ElementwiseOperation):
 
     def __init__(self, activation: Activation, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
+        check_flags(cache_quantized_input=cache_quantized_input)
         self.activation = activation
         self.cache_quantized_input = cache_quantized_input
         self.operand_name = "scales" if "scales" in self.extra_inputs else ""

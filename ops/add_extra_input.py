@@ -8,6 +8,7 @@ from torch import Tensor
 from ops.elementwise import ElementwiseOperation
 from ops.kernels.elementwise import Step
 from ops.kernels.steps import ADD_ELEMENT
+from recipes.arguments import check_flags
 
 
 class AddExtraInput(ElementwiseOperation):
@@ -29,6 +30,9 @@ class AddExtraInput(ElementwiseOperation):
 
     def __init__(self, name: str = "extra", *, in_place: bool = False) -> None:
         super().__init__()
+        check_flags(in_place=in_place)
+        if not isinstance(name, str):
+            raise TypeError(f"name is {name!r}, but must be a text. Pass a str.")
         if not name:
             raise ValueError("The name of the extra input is empty. Give that of an earlier operation's extra output.")
         self.name = self.operand_name = name

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from ops.elementwise import ElementwiseOperation
 from ops.kernels.elementwise import Step
 from ops.kernels.steps import ADD_COLUMN
-from ops.operation import check_features
+from ops.operation import check_features, check_parameter_dtype
+from recipes.arguments import positive_integers
 
 
 class Bias(ElementwiseOperation):
@@ -24,8 +25,8 @@ class Bias(ElementwiseOperation):
         self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        if size <= 0:
-            raise ValueError(f"Bias got size={size}. It must be positive.")
+        (size,) = positive_integers("Bias", size=size)
+        check_parameter_dtype(dtype)
         self.size = size
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters()

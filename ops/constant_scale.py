@@ -9,6 +9,7 @@ from torch import Tensor
 from ops.elementwise import ElementwiseOperation
 from ops.kernels.elementwise import Step
 from ops.kernels.steps import scale_step
+from recipes.arguments import as_number
 
 
 class ConstantScale(ElementwiseOperation):
@@ -16,9 +17,9 @@ class ConstantScale(ElementwiseOperation):
 
     def __init__(self, scale: float) -> None:
         super().__init__()
-        if not math.isfinite(scale):
+        self.scale = as_number("scale", scale)
+        if not math.isfinite(self.scale):
             raise ValueError(f"ConstantScale got scale={scale}. It must be finite.")
-        self.scale = float(scale)
 
     def step(self) -> Step:
         return scale_step(self.scale)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ops.kernels.norm_triton import runs_in_triton
 from ops.kernels.permute import RoutingMap, combine, dispatch, make_routing_map
 from ops.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
+from recipes.arguments import positive_integers
 from recipes.request import PlanRequest
 from recipes.splits import Splits
 
@@ -34,6 +35,7 @@ class Dispatch(BasicOperation):
     would wait for the device: one below 0 counts for expert 0, one above for none, in rows past the sum of the sizes.
     """
 
+    accepts_integers = True
     extra_inputs = {"probs": Tensor, "indices": IndexTensor}
     extra_outputs = {"split_sizes": Splits, "scales": Tensor, "routing_map": RoutingMap}
 
@@ -42,9 +44,7 @@ class Dispatch(BasicOperation):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
-        if num_experts <= 0:
-            raise ValueError(f"Dispatch got num_experts={num_experts}. It must be positive.")
-        self.num_experts = num_experts
+        (self.num_experts,) = positive_integers("Dispatch", num_experts=num_experts)
 
     def kernel(self, request: PlanRequest) -> str:
         return "a token read once, counting sort (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"

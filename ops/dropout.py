@@ -11,6 +11,7 @@ from ops.elementwise import ElementwiseOperation
 from ops.kernels.elementwise import Step
 from ops.kernels.steps import dropout_step
 from ops.operation import OperationContext
+from recipes.arguments import as_number
 from recipes.kernels.random import new_seed
 
 
@@ -27,9 +28,9 @@ class Dropout(ElementwiseOperation):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        if not 0 <= p <= 1:
+        self.p = as_number("p", p)
+        if not 0 <= self.p <= 1:
             raise ValueError(f"Dropout got p={p}. It is the probability of a zero, from 0 to 1.")
-        self.p = float(p)
 
     def step(self) -> Step:
         return dropout_step(self.p)

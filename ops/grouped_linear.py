@@ -14,9 +14,10 @@ from ops.callers_buffers import overlap
 from ops.grouped_tiles import explain_tiles
 from ops.kernels.grouped_operands import accumulator_like
 from ops.main_grad import OperationWithWeights
-from ops.operation import BackwardOfBasic, OperationContext, check_features
+from ops.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
 from ops.paths import SplitTensors, choose_path
 from ops.quantized_weights import quantized_weights
+from recipes.arguments import check_flags, positive_integers
 from recipes.grouped_tensor import GroupedTensor
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
@@ -43,8 +44,8 @@ class GroupedLinear(OperationWithWeights):
     Under a recipe x, W and dy are quantized as for `Linear`, each group by itself. Weights are initialised as
     `torch.nn.Linear`, biases with zeros (as TransformerEngine).
 
-    Raises ValueError for features or groups that are not positive, scale_bias without bias, an x, split sizes,
-    scales or a buffer of the wrong shape, and a buffer in memory of something else.
+    Raises TypeError for arguments of another kind, ValueError for features or groups that are not positive, scale_bias
+    without bias, an x, split sizes, scales or a buffer of the wrong shape, and a buffer in memory of something else.
     """
 
     buffer_names = ("output", "grad_input")
@@ -69,11 +70,11 @@ class GroupedLinear(OperationWithWeights):
         delay_wgrad_compute: bool = False,
     ) -> None:
         super().__init__(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
-        if num_groups <= 0 or in_features <= 0 or out_features <= 0:
-            raise ValueError(
-                f"GroupedLinear got num_groups={num_groups}, in_features={in_features}, out_features={out_features}. "
-                "All must be positive."
-            )
+        num_groups, in_features, out_features = positive_integers(
+            "GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features
+        )
+        check_flags(bias=bias, scale_bias=scale_bias, stacked=stacked)
+        check_parameter_dtype(dtype)
         if scale_bias and not bias:
             raise ValueError("scale_bias=True needs a bias to scale. Give bias=True, or leave scale_bias out.")
         self.num_groups = self.num_scales = num_groups

@@ -14,6 +14,7 @@ class Identity(BasicOperation):
     """y = x, quantized or not."""
 
     accepts_quantized = True
+    accepts_integers = True
 
     def features(self, incoming: int | None) -> int | None:
         return incoming

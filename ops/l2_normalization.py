@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ops.kernels.l2_normalization import dl2_normalization, l2_normalization
 from ops.kernels.norm_triton import runs_in_triton
+from ops.normalization import as_epsilon
 from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
 from recipes.request import PlanRequest
 
@@ -26,9 +27,7 @@ class L2Normalization(BasicOperation):
 
     def __init__(self, *, eps: float = 1e-6) -> None:
         super().__init__()
-        if not eps > 0:
-            raise ValueError(f"eps is {eps}, but must be positive: a row of zeros would be divided by zero.")
-        self.eps = eps
+        self.eps = as_epsilon(eps)
 
     def kernel(self, request: PlanRequest) -> str:
         return "rows in registers (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"

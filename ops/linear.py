@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ops.context import at_tensor
 from ops.gemm import for_wgrad, gemm, quantized, wgrad
 from ops.main_grad import OperationWithWeights
-from ops.operation import BackwardOfBasic, OperationContext, check_features
+from ops.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
 from ops.quantized_weights import quantized_weights
+from recipes.arguments import check_flags, positive_integers
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
 
@@ -28,7 +29,8 @@ class Linear(OperationWithWeights):
 
     accumulate_into_main_grad, delay_wgrad_compute: where and when the weight's gradient lands, see `ops.main_grad`.
 
-    Raises ValueError for features that are not positive, or an x whose last dimension is not in_features.
+    Raises TypeError for arguments of another kind, ValueError for features that are not positive, or an x whose last
+    dimension is not in_features.
     """
 
     accepts_quantized = True
@@ -48,12 +50,10 @@ class Linear(OperationWithWeights):
         delay_wgrad_compute: bool = False,
     ) -> None:
         super().__init__(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
-        if in_features <= 0 or out_features <= 0:
-            raise ValueError(
-                f"Linear got in_features={in_features}, out_features={out_features}. Both must be positive."
-            )
-        self.in_features = in_features
-        self.out_features = out_features
+        sizes = positive_integers("Linear", in_features=in_features, out_features=out_features)
+        check_flags(bias=bias)
+        check_parameter_dtype(dtype)
+        self.in_features, self.out_features = in_features, out_features = sizes
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()

@@ -43,6 +43,7 @@ from ops.gemm import store
 from ops.nested_backward import outermost_backward
 from ops.operation import BasicOperation
 from ops.run import without_autocast
+from recipes.arguments import check_flags
 from recipes.effects import Effect, Landing, perform, recording
 from recipes.recipe import Role
 
@@ -63,6 +64,7 @@ class OperationWithWeights(BasicOperation):
 
     def __init__(self, *, accumulate_into_main_grad: bool, delay_wgrad_compute: bool) -> None:
         super().__init__()
+        check_flags(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = self.keeps_dy = delay_wgrad_compute
         self._delayed: deque[_Gradient] = deque()

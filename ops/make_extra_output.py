@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from recipes.arguments import check_flags
 
 
 class MakeExtraOutput(BasicOperation):
@@ -23,8 +24,13 @@ class MakeExtraOutput(BasicOperation):
     Raises ValueError for an empty name.
     """
 
+    accepts_integers = True
+
     def __init__(self, name: str = "extra", *, in_place: bool = False) -> None:
         super().__init__()
+        check_flags(in_place=in_place)
+        if not isinstance(name, str):
+            raise TypeError(f"name is {name!r}, but must be a text. Pass a str.")
         if not name:
             raise ValueError("The name of the extra output is empty. Give one that a later operation asks for.")
         self.name = name

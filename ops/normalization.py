@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ops.kernels.norm_triton import runs_in_triton
-from ops.operation import BasicOperation, check_features
+from ops.operation import BasicOperation, check_features, check_parameter_dtype
+from recipes.arguments import as_integer, as_number, check_flags
 from recipes.request import PlanRequest
 
 
@@ -18,7 +20,7 @@ class Normalization(BasicOperation):
 
     learned: the names of its parameters, all of that shape
 
-    Raises ValueError for dimensions or an eps that are not positive.
+    Raises TypeError for arguments of another kind, ValueError for dimensions or an eps that are not positive.
     """
 
     learned: ClassVar[tuple[str, ...]] = ("weight",)
@@ -34,13 +36,15 @@ class Normalization(BasicOperation):
         zero_centered_gamma: bool = False,
     ) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        one = isinstance(normalized_shape, str) or not isinstance(normalized_shape, Sequence)
+        given: Any = (normalized_shape,) if one else normalized_shape
+        shape = tuple(as_integer("normalized_shape", size) for size in given)
+        check_flags(zero_centered_gamma=zero_centered_gamma)
+        check_parameter_dtype(dtype)
         if not shape or min(shape) <= 0:
             raise ValueError(f"normalized_shape is {normalized_shape}, but needs one dimension or more, all positive.")
-        if not eps > 0:
-            raise ValueError(f"eps is {eps}, but must be positive: a row of zeros would be divided by zero.")
         self.normalized_shape = shape
-        self.eps = eps
+        self.eps = as_epsilon(eps)
         self.zero_centered_gamma = zero_centered_gamma
         for name in self.learned:
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
@@ -73,3 +77,11 @@ class Normalization(BasicOperation):
     def extra_repr(self) -> str:
         shape = self.normalized_shape[0] if len(self.normalized_shape) == 1 else self.normalized_shape
         return f"{shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+def as_epsilon(eps: float) -> float:
+    """What is added under the root. Raises TypeError for what is no number, ValueError unless positive and finite."""
+    epsilon = as_number("eps", eps)
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"eps is {eps}, but must be positive and finite: a row of zeros would be divided by zero.")
+    return epsilon

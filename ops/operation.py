@@ -7,9 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 
 from ops.context import IndexTensor, OperationContext
+from ops.input import check_real
 from ops.quantizer_state import apply_to_state, prepare_loading
 from ops.run import Pipeline
 from recipes.names import as_recipe
@@ -51,6 +53,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     extra_inputs, extra_outputs: name -> kind of the extra tensors that it takes and makes. Kinds: `torch.Tensor`
     (carries a gradient), `IndexTensor`, `Splits`, or another container class (these do not). An instance may have
     its own; `rename_extras` changes the names by which its pipeline knows them.
+    accepts_integers: whether x may be integers or bools: it only moves them.
     buffers: the names of the caller's own tensors that it can write into.
     in_place_input: the extra input into whose memory its forward writes, and which it returns as y. The runner has
     made sure that nothing else needs what was there. Such an operation is never fused.
@@ -66,6 +69,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     extra_inputs: Mapping[str, type] = {}
     extra_outputs: Mapping[str, type] = {}
     buffer_names: tuple[str, ...] = ()
+    accepts_integers: bool = False
     in_place_input: str | None = None
     reuses_gradients: bool = False
     keeps_dy: bool = False
@@ -176,6 +180,9 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
         """Run this operation alone: y, or (y, {name: extra output}) if `outputs` names some.
 
         path, retain_graph: as for `Sequential`. buffers: the caller's own tensors, by name.
+
+        Raises TypeError for an x that is no tensor, of complex numbers, or of integers where the operation computes in
+        floating point.
         """
         pipeline = self._pipelines.get((path, retain_graph))
         if pipeline is None:
@@ -291,6 +298,14 @@ class FusedOperation(FusibleOperation):
         raise NotImplementedError(f"{type(self).__name__} has passes={self.passes!r}, but no fuser_backward.")
 
 
+def check_parameter_dtype(dtype: torch.dtype | None) -> None:
+    """Raise TypeError for a dtype in which no parameter can be trained here; None is torch's default."""
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise TypeError(
+            f"dtype is {dtype!r}, but parameters must be bfloat16, float16, float32 or float64. Pass one of these."
+        )
+
+
 def check_features(incoming: int | None, needed: int) -> None:
     """Raise ValueError if as many features come in, as far as that is known, as are not needed."""
     if incoming not in (None, needed):
@@ -300,7 +315,10 @@ def check_features(incoming: int | None, needed: int) -> None:
 def check_extras(
     consumed: Sequence[str], produced: Sequence[str], given: Mapping[str, Any], outputs: Sequence[str]
 ) -> None:
-    """Raise ValueError, listing what exists, if an extra input is missing or unknown, or an output does not exist."""
+    """Raise ValueError, listing what exists, if an extra input is missing or unknown, or an output does not exist.
+
+    TypeError for an extra input of complex numbers.
+    """
     if len(given) != len(consumed) or given.keys() != set(consumed):
         missing = [name for name in consumed if name not in given]
         unknown = [name for name in given if name not in consumed]
@@ -309,6 +327,9 @@ def check_extras(
         )
         asked = ", ".join(map(repr, consumed)) or "none"
         raise ValueError(f"Extra inputs by name: {problem}the operations ask for: {asked}.")
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            check_real(name, value.dtype)
     for name in outputs:
         if name not in produced:
             raise ValueError(

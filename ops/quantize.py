@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from recipes.arguments import check_flags
 from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
 
@@ -26,6 +27,7 @@ class Quantize(BasicOperation):
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
+        check_flags(forward=forward, backward=backward)
         self.quantizes_forward = forward
         self.quantizes_backward = backward
         self.quantized_roles = (Role.INPUT,) * forward + (Role.GRAD_OUTPUT,) * backward

@@ -25,6 +25,7 @@ class QuantizerState:
 
     def __init__(self, operation: nn.Module, role: Role, num_scales: int) -> None:
         self.operation = operation
+        self.role = role.value
         self.prefix = f"quantizer_{role.value}_"
         self.num_scales = num_scales
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from recipes.arguments import as_integer
 
 
 class Reshape(BasicOperation):
@@ -16,12 +17,17 @@ class Reshape(BasicOperation):
 
     shape: all dimensions of y, rows included; one of them may be -1, and is then what x leaves for it
 
-    Raises ValueError for a shape that no tensor has, and for an x that does not fill it.
+    Raises TypeError for a shape that is no sequence of integers, ValueError for one that no tensor has, and for an x
+    that does not fill it.
     """
+
+    accepts_integers = True
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        self.shape = tuple(shape)
+        if not isinstance(shape, Sequence) or isinstance(shape, str):
+            raise TypeError(f"shape is {shape!r}, but must be a sequence of integers. Pass a tuple of sizes.")
+        self.shape = tuple(as_integer("a size of shape", size) for size in shape)
         if self.shape.count(-1) > 1 or any(size < -1 for size in self.shape):
             raise ValueError(
                 f"shape is {self.shape}, but holds sizes of zero or more, and -1 once at most. "

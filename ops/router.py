@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ops.kernels.routing import droute, route, routes_in_triton
-from ops.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext, check_features
+from ops.operation import (
+    BackwardOfBasic,
+    BasicOperation,
+    IndexTensor,
+    OperationContext,
+    check_features,
+    check_parameter_dtype,
+)
+from recipes.arguments import as_integer, check_flags, positive_integers
 from recipes.request import PlanRequest
 
 
@@ -56,8 +64,10 @@ class Router(BasicOperation):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size <= 0 or num_experts <= 0:
-            raise ValueError(f"Router got hidden_size={hidden_size}, num_experts={num_experts}. Both must be positive.")
+        hidden_size, num_experts = positive_integers("Router", hidden_size=hidden_size, num_experts=num_experts)
+        topk = as_integer("topk", topk)
+        check_flags(use_pre_softmax=use_pre_softmax, normalize_probs=normalize_probs)
+        check_parameter_dtype(dtype)
         if not 1 <= topk <= num_experts:
             raise ValueError(f"topk is {topk}, but must be between 1 and num_experts={num_experts}.")
         self.hidden_size = hidden_size

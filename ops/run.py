@@ -24,6 +24,7 @@ from ops.callers_buffers import (
 )
 from ops.context import OperationContext, at_tensor, state_of
 from ops.in_place import check_writable, memory_of
+from ops.input import check_numbers, check_tensor
 from ops.nested_backward import note_forward, unwanted_parameters
 from ops.program import Planner, Program, Wiring, plan_unfused
 from ops.saved import flatten
@@ -146,6 +147,7 @@ class Pipeline:
         key = (recipe, device, needs, training, fusions_version, x.dtype, autocast_dtype, dtypes, parameters.layout)
         program = self.programs.get(key)
         if program is None:
+            check_numbers(x.dtype, self.operations)
             self._check_parameters(x)
             dtype = autocast_dtype or (dtypes[0] if dtypes else x.dtype)
             if torch.float64 in dtypes:
@@ -181,8 +183,10 @@ class Pipeline:
         """Run x through the operations.
 
         extras: every name in `self.consumed`. wanted: the names of the extra outputs to return.
-        Returns (y, {name: extra output}).
+        Returns (y, {name: extra output}). Raises TypeError for an x that is no tensor, of complex numbers, or of
+        integers where an operation computes in floating point.
         """
+        check_tensor(x)
         if note_forward():
             with self.first_forwards.entered_again(training):
                 return self._run(x, extras, wanted, buffers, training, fusions_version)
@@ -223,6 +227,9 @@ _NOTHING = nullcontext()
 def _step(call: _Call) -> Iterator[None]:
     """Lets quantizers with a state record: for the end of the outermost autocast, or without one of this call."""
     if not records_amaxes():
+        around = current_updates()
+        if around is not None:
+            around.has_evaluated = True
         yield
         return
     own = None if current_updates() is not None else PendingUpdates()
@@ -343,6 +350,8 @@ class _Call:
         if name not in self.environment:
             raise RuntimeError(f"The extra tensor {name!r} was not returned by the fused operation that makes it.")
         value = self.environment[name]
+        if kind is Splits and not x.shape:
+            raise ValueError("x has no dimensions, but split_sizes divide its rows. Give [rows, features].")
         if kind is Splits and not (isinstance(value, Splits) and value.rows == x.shape[0]):
             value = self.environment[name] = Splits.make(value, rows=x.shape[0], device=x.device)
         return value

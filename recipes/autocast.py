@@ -7,9 +7,12 @@ from contextlib import ContextDecorator
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recipes.amax_reduction import check_group
+from recipes.arguments import as_flag
 from recipes.effects import Effect, perform
 from recipes.names import as_recipe
 from recipes.pending import PendingUpdates, RecordsAmaxes, end_steps, forget
@@ -24,7 +27,9 @@ class autocast(ContextDecorator):
 
     The outermost context is a step of delayed scaling: when it ends, the amaxes of what forward quantized with
     gradients on go into the histories and give the next step's scales; if it ends by an exception they are forgotten.
-    amax_reduction_group: the process group that takes part in their maximum; by default all processes
+    amax_reduction_group: the process group that takes part in their maximum, unless the recipe that records them names
+        one; by default all processes. Its ranks must run the same operations, or each of them gets a RuntimeError (see
+        `recipes.amax_reduction`). With pipeline parallelism, name the ranks of one stage.
     keep_weights: for CUDA graphs, a tensor of one number on the device. What is captured inside casts its weights at
         each replay, unless this number is not 0 then: it multiplies with the codes of the replay before. Set it to 0
         for the first microbatch of a step (of any graph captured with the same weights), to 1 for the others.
@@ -35,6 +40,8 @@ class autocast(ContextDecorator):
     `torch.utils.checkpoint` computes again runs under the recipe of its first time, or is refused with a RuntimeError:
     under a recipe with a state, whose scales have moved since, and where first times under several recipes are still
     to be computed again, use `fuser.checkpoint`.
+
+    Raises TypeError for an argument of another kind, ValueError for an unknown name and keep_weights of another size.
     """
 
     def __init__(
@@ -46,7 +53,9 @@ class autocast(ContextDecorator):
         keep_weights: Tensor | None = None,
         scales: CastScales | None = None,
     ) -> None:
-        self._recipe = as_recipe(recipe) if enabled else HighPrecision()
+        asked = as_recipe(recipe)
+        self._recipe = asked if as_flag("enabled", enabled) else HighPrecision()
+        _check_kinds(amax_reduction_group, keep_weights, scales)
         self._group = amax_reduction_group
         self._settings = scales, keep_weights
         self._entry: Entry | None = None
@@ -80,14 +89,32 @@ class autocast(ContextDecorator):
             entry.updates.discard()
             return
         quantizers = entry.updates.take()
-        if quantizers:
-            perform(Effect(_end_of_step, (quantizers, self._group), partial(forget, quantizers)))
+        awaited = () if self._only_evaluated(entry) else self._recipe.amax_reduction_groups(self._group)
+        if quantizers or awaited:
+            perform(Effect(_end_of_step, (quantizers, self._group, awaited), partial(forget, quantizers)))
+
+    def _only_evaluated(self, entry: Entry) -> bool:
+        """Whether no rank need wait for this one: an evaluation, which one rank may run alone, or a recomputation."""
+        return entry.scales is not None or entry.updates.has_evaluated or not torch.is_grad_enabled()
 
 
-def _end_of_step(quantizers: Mapping[int, RecordsAmaxes], group: dist.ProcessGroup | None) -> None:
+def _check_kinds(amax_reduction_group: Any, keep_weights: Any, scales: Any) -> None:
+    check_group("amax_reduction_group", amax_reduction_group)
+    if keep_weights is not None:
+        if not isinstance(keep_weights, Tensor):
+            raise TypeError(f"keep_weights is {keep_weights!r}, but must be a tensor of one number, or None.")
+        if keep_weights.numel() != 1:
+            raise ValueError(f"keep_weights has shape {list(keep_weights.shape)}, but must hold one number.")
+    if scales is not None and not isinstance(scales, CastScales):
+        raise TypeError(f"scales is {scales!r}, but must be what fuser.checkpoint gives, or None.")
+
+
+def _end_of_step(
+    quantizers: Mapping[int, RecordsAmaxes], group: dist.ProcessGroup | None, awaited: tuple[Any, ...]
+) -> None:
     """Of an outermost context; but one that a graph replays within another autocast is part of that one's step."""
     updates = current_updates()
     if updates is None:
-        end_steps(quantizers, group)
+        end_steps(quantizers, group, awaited)
     else:
         updates.join(quantizers)

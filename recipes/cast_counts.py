@@ -86,8 +86,10 @@ def count_casts(model: nn.Module | None = None) -> Iterator[CountedCasts]:
     model: gives the operations their names; without it they are called by class, in the order of their first casts.
     A tensor of which both copies are made is counted once, by its rowwise copy. A copy that is transformed (NVFP4's
     Hadamard transform) has only its non-finite values counted. A cast inside of a fused element-wise chain is not seen.
-    Weights are cast, and counted, in each call: what was kept of them is not used.
+    Weights are cast, and counted, in each call: what was kept of them is not used. Raises TypeError for another model.
     """
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model is {model!r}, but must be a torch.nn.Module, or None to count by class.")
     counted = CountedCasts(model)
     _active.append(counted)
     try:

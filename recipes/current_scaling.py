@@ -16,7 +16,7 @@ from recipes.formats import Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
 from recipes.kernels.cast_float8 import BLOCK, Float8Copies, cast_float8, untranspose, widened
 from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes, ScaleLayout
-from recipes.quantizer import Quantizer
+from recipes.quantizer import Quantizer, check_amax_epsilon, check_form, check_grouped, check_stacked, check_tensor
 from recipes.recipe import Recipe, Role, support_of_float8
 from recipes.splits import Splits
 
@@ -29,6 +29,8 @@ class Float8CurrentScaling(Recipe):
     power_2_scale: round scales down to powers of two
     amax_epsilon: the least amax a scale is computed from
     split_accumulator_*: whether native products promote partial sums to float32, product by product
+
+    Raises ValueError for an amax_epsilon that is negative or not finite.
     """
 
     names: ClassVar[tuple[str, ...]] = ("fp8_current",)
@@ -39,6 +41,10 @@ class Float8CurrentScaling(Recipe):
     split_accumulator_fprop: bool = False
     split_accumulator_dgrad: bool = True
     split_accumulator_wgrad: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_amax_epsilon(self.amax_epsilon)
 
     def support(self, device: torch.device) -> str:
         return support_of_float8(device)
@@ -56,17 +62,24 @@ class CurrentScalingQuantizer(Quantizer):
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_form(self.form)
+        check_amax_epsilon(self.amax_epsilon)
+
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_tensor(x, rowwise, columnwise)
         copies = cast_float8(x, self.form, rowwise=rowwise, columnwise=columnwise, **self._options)
         return QuantizedTensor(*tensor_scaled(copies, x.shape), x.dtype)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_stacked(w_GNK, rowwise, columnwise)
         copies = cast_float8(w_GNK, self.form, rowwise=rowwise, columnwise=columnwise, stacked=True, **self._options)
         return QuantizedTensor(*tensor_scaled(copies, w_GNK.shape), w_GNK.dtype)
 
     def quantize_grouped(
         self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
+        check_grouped(x_TK, splits, rowwise, columnwise)
         copies = cast_float8(x_TK, self.form, rowwise=rowwise, columnwise=columnwise, splits=splits, **self._options)
         return GroupedTensor(None, splits, *tensor_scaled(copies, x_TK.shape), x_TK.dtype)
 

@@ -13,6 +13,10 @@ from recipes.recipe import Recipe, Role
 class CustomRecipe(Recipe):
     """Quantizers from a function of the role.
 
+    Plans are kept by the recipe's value, and two of these are equal if their functions are. Give a function of a
+    module, or a frozen dataclass with a `__call__`. A lambda written in the training loop is another recipe in each
+    step, and each gets a plan of its own.
+
     qfactory: called with a `Role` whenever a tensor in it is to be quantized; returns a quantizer, or None to leave the
     tensor in high precision. Equal roles must give equal quantizers: a frozen dataclass, made anew or kept, does.
 

@@ -8,12 +8,14 @@ of a grouped operation); see `recipes/kernels/amax_history.py` for the formula.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from recipes.amax_reduction import check_group
 from recipes.current_scaling import tensor_scaled
 from recipes.formats import Float8Format, Format
 from recipes.grouped_tensor import GroupedTensor
@@ -21,7 +23,16 @@ from recipes.kernels.amax_history import end_step
 from recipes.kernels.cast_float8 import cast_float8, empty_float8
 from recipes.pending import PendingUpdates
 from recipes.quantized_tensor import QuantizedTensor, ScaleLayout
-from recipes.quantizer import Quantizer, Room, StateOfRole, StateShapes
+from recipes.quantizer import (
+    Quantizer,
+    Room,
+    StateOfRole,
+    StateShapes,
+    check_form,
+    check_grouped,
+    check_stacked,
+    check_tensor,
+)
 from recipes.recipe import Recipe, Role, support_of_float8
 from recipes.splits import Splits
 from recipes.stack import scale_in_use
@@ -38,11 +49,16 @@ class DelayedScaling(Recipe):
                        first row is this step
     scaling_factor_compute_algo: a function of (amax [n], old scale [n], largest number of the format, recipe) that
                        gives the scales [n]; None for the formula
-    reduce_amax: take the maximum of amaxes over the processes of autocast's amax_reduction_group
+    reduce_amax: take the maximum of amaxes over the processes of a group
+    amax_reduction_group: that group; None: the one that the outermost autocast names, or else all processes. Recipes
+                          are equal if they name the same group. One that names a group is not written down.
     split_accumulator_*: whether native FP8 products promote partial sums to float32, product by product
 
     Values above 448 (57344) over the scale saturate. Only calls with gradients on record amaxes: evaluation leaves the
-    state alone. Raises ValueError for a history without rows or an unknown algorithm.
+    state alone.
+
+    Raises ValueError for a margin beyond +-126, a history without rows or an unknown algorithm, TypeError for a
+    scaling_factor_compute_algo that is no function.
     """
 
     names: ClassVar[tuple[str, ...]] = ("fp8_delayed",)
@@ -56,15 +72,36 @@ class DelayedScaling(Recipe):
     split_accumulator_fprop: bool = False
     split_accumulator_dgrad: bool = True
     split_accumulator_wgrad: bool = True
+    amax_reduction_group: dist.ProcessGroup | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not -126 <= self.margin <= 126:
+            raise ValueError(f"margin is {self.margin}, but 2^margin must be a float32 number: from -126 to 126.")
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {self.amax_history_len}, but must be at least 1.")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(
                 f'amax_compute_algo is {self.amax_compute_algo!r}, but must be "max", "most_recent" or a function.'
             )
+        custom = self.scaling_factor_compute_algo
+        if custom is not None and not callable(custom):
+            raise TypeError(f"scaling_factor_compute_algo is {custom!r}, but must be a function or None.")
+
+        check_group("amax_reduction_group", self.amax_reduction_group)
+
+    def to_dict(self) -> dict[str, Any]:
+        if self.amax_reduction_group is not None:
+            raise ValueError(
+                "amax_reduction_group is a process group, which cannot be written down. Write down "
+                "dataclasses.replace(recipe, amax_reduction_group=None), and name the group again where it is read."
+            )
+        return super().to_dict()
+
+    def amax_reduction_groups(self, default: Any) -> tuple[Any, ...]:
+        if not self.reduce_amax:
+            return ()
+        return (default if self.amax_reduction_group is None else self.amax_reduction_group,)
 
     def support(self, device: torch.device) -> str:
         return support_of_float8(device)
@@ -91,9 +128,21 @@ class DelayedScalingQuantizer(Quantizer):
     scale: Tensor | None = None  # in place of the state's
     group: int | None = None
 
+    def __post_init__(self) -> None:
+        check_form(self.form)
+
     @property
     def reduce_amax(self) -> bool:
         return self.recipe.reduce_amax
+
+    @property
+    def amax_reduction_group(self) -> Any:
+        return self.recipe.amax_reduction_group
+
+    @property
+    def role(self) -> str:
+        assert self.source is not None, "only a bound quantizer records an amax"
+        return self.source.role
 
     @property
     def amax(self) -> Tensor:
@@ -130,6 +179,7 @@ class DelayedScalingQuantizer(Quantizer):
         )  # fmt: skip
 
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_tensor(x, rowwise, columnwise)
         scale, amax = self._for_cast(x.device, 1)
         copies = cast_float8(x, self.form, rowwise=rowwise, columnwise=columnwise, scale=scale, amax_out=amax)
         return QuantizedTensor(*tensor_scaled(copies, x.shape), x.dtype)
@@ -147,6 +197,7 @@ class DelayedScalingQuantizer(Quantizer):
         return Room(QuantizedTensor(*tensor_scaled(copies, shape), dtype), *self._for_cast(device, 1), self.form)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_stacked(w_GNK, rowwise, columnwise)
         scale, amax = self._for_cast(w_GNK.device, len(w_GNK))
         copies = cast_float8(
             w_GNK, self.form, rowwise=rowwise, columnwise=columnwise, stacked=True, scale=scale, amax_out=amax
@@ -156,6 +207,7 @@ class DelayedScalingQuantizer(Quantizer):
     def quantize_grouped(
         self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
+        check_grouped(x_TK, splits, rowwise, columnwise)
         scale, amax = self._for_cast(x_TK.device, splits.num_groups)
         copies = cast_float8(
             x_TK, self.form, rowwise=rowwise, columnwise=columnwise, splits=splits, scale=scale, amax_out=amax

@@ -6,7 +6,7 @@ Formula, layout of codes and scales, and source: `recipes/kernels/cast_float8_bl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +22,12 @@ from recipes.kernels.cast_float8_block import (
     dequantize_float8_block,
 )
 from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes, ScaleLayout
-from recipes.quantizer import Quantizer
+from recipes.quantizer import Quantizer, check_amax_epsilon, check_form, check_grouped, check_stacked, check_tensor
 from recipes.recipe import Recipe, Role, support_of_float8, support_of_products
 from recipes.splits import Splits
+
+# 1: a scale for 1x128 values, 2: for 128x128
+BlockDim = Literal[1, 2]
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,9 @@ class Float8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False
     amax_epsilon: float = 0.0
-    x_block_scaling_dim: int = 1
-    w_block_scaling_dim: int = 2
-    grad_block_scaling_dim: int = 1
+    x_block_scaling_dim: BlockDim = 1
+    w_block_scaling_dim: BlockDim = 2
+    grad_block_scaling_dim: BlockDim = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,16 +59,14 @@ class Float8BlockScaling(Recipe):
             "grad_block_scaling_dim": self.grad_block_scaling_dim,
         }
         for name, dim in dims.items():
-            if dim not in (1, 2):
-                raise ValueError(f"{name} is {dim!r}, but must be 1 (1x128 blocks) or 2 (128x128 blocks).")
+            _check_dim(name, dim)
         square = [name for name, dim in dims.items() if dim == 2]
         if len(square) > 1:
             raise ValueError(
                 f"{' and '.join(square)} are 2, but a product of two operands with 128x128 blocks is not supported. "
                 "Leave at most one of them at 2."
             )
-        if not self.amax_epsilon >= 0:
-            raise ValueError(f"amax_epsilon is {self.amax_epsilon!r}, but cannot be negative. Pass 0 for none.")
+        check_amax_epsilon(self.amax_epsilon)
 
     def support(self, device: torch.device) -> str:
         x, w, grad = self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim
@@ -75,12 +76,12 @@ class Float8BlockScaling(Recipe):
 
     def quantizer(self, role: Role) -> Float8BlockQuantizer:
         form = self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward
-        block_dim = {
+        block_dims: dict[Role, BlockDim] = {
             Role.INPUT: self.x_block_scaling_dim,
             Role.WEIGHT: self.w_block_scaling_dim,
             Role.GRAD_OUTPUT: self.grad_block_scaling_dim,
-        }[role]
-        return Float8BlockQuantizer(form, block_dim, not self.use_f32_scales, self.amax_epsilon)
+        }
+        return Float8BlockQuantizer(form, block_dims[role], not self.use_f32_scales, self.amax_epsilon)
 
 
 @dataclass(frozen=True)
@@ -88,21 +89,29 @@ class Float8BlockQuantizer(Quantizer):
     """One float32 scale for each 128 values along K (rowwise) or the rows (columnwise); block_dim 2: for 128x128."""
 
     form: Float8Format
-    block_dim: int = 1
+    block_dim: BlockDim = 1
     power_2_scale: bool = True
     amax_epsilon: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_form(self.form)
+        _check_dim("block_dim", self.block_dim)
+        check_amax_epsilon(self.amax_epsilon)
+
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_tensor(x, rowwise, columnwise)
         copies = cast_float8_block(x, self._how, rowwise=rowwise, columnwise=columnwise)
         return QuantizedTensor(self._rowwise(copies), self._columnwise(copies, x.shape), x.dtype)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_stacked(w_GNK, rowwise, columnwise)
         copies = cast_float8_block(w_GNK, self._how, rowwise=rowwise, columnwise=columnwise, stacked=True)
         return QuantizedTensor(self._rowwise(copies), self._columnwise(copies, w_GNK.shape), w_GNK.dtype)
 
     def quantize_grouped(
         self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
+        check_grouped(x_TK, splits, rowwise, columnwise)
         copies = cast_float8_block(x_TK, self._how, rowwise=rowwise, columnwise=columnwise, splits=splits)
         return GroupedTensor(
             None, splits, self._rowwise(copies), self._columnwise(copies, x_TK.shape), x_TK.dtype
@@ -126,6 +135,11 @@ class Float8BlockQuantizer(Quantizer):
             return None
         block = blocks_of(self.block_dim, columnwise=True)
         return BlockColumnwiseCodes(copies.column_codes, copies.column_scale_inv, block, self.power_2_scale, shape)
+
+
+def _check_dim(name: str, dim: Any) -> None:
+    if type(dim) is not int or dim not in (1, 2):
+        raise ValueError(f"{name} is {dim!r}, but must be 1 (1x128 blocks) or 2 (128x128 blocks).")
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from recipes.grouped_tensor import GroupedTensor
 from recipes.names import as_recipe
 from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes, ScaleLayout, pick
-from recipes.quantizer import Quantizer
+from recipes.quantizer import Quantizer, check_grouped, check_stacked, check_tensor
 from recipes.recipe import Recipe, Role, support_of_products
 from recipes.splits import Splits
 
@@ -44,7 +44,7 @@ class MixedScaling(Recipe):
             value = getattr(self, field.name)
             if field.name == "path" or (value is None and "_for_" in field.name):
                 continue
-            object.__setattr__(self, field.name, as_recipe(value))
+            object.__setattr__(self, field.name, as_recipe(value, field.name))
         for role in Role:
             for quantizer in self._pair(role):
                 if quantizer is not None and quantizer.keeps_state:
@@ -102,15 +102,18 @@ class MixedQuantizer(Quantizer):
         return _transform(self.columnwise)
 
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_tensor(x, rowwise, columnwise)
         return QuantizedTensor(*self._copies(Quantizer.quantize.__name__, x, rowwise, columnwise), x.dtype)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_stacked(w_GNK, rowwise, columnwise)
         copies = self._copies(Quantizer.quantize_stacked.__name__, w_GNK, rowwise, columnwise)
         return QuantizedTensor(*copies, w_GNK.dtype)
 
     def quantize_grouped(
         self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
+        check_grouped(x_TK, splits, rowwise, columnwise)
         copies = self._copies(Quantizer.quantize_grouped.__name__, x_TK, rowwise, columnwise, splits)
         return GroupedTensor(None, splits, *copies, x_TK.dtype)
 

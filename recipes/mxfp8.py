@@ -23,9 +23,11 @@ from recipes.kernels.cast_mxfp8 import (
     empty_mxfp8,
 )
 from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
-from recipes.quantizer import Quantizer, Room
+from recipes.quantizer import Quantizer, Room, check_form, check_grouped, check_stacked, check_tensor
 from recipes.recipe import Recipe, Role
 from recipes.splits import Splits
+
+_SCALINGS = get_args(Scaling)
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,7 @@ class MXFP8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scaling not in get_args(Scaling):
-            raise ValueError(f'scaling is {self.scaling!r}, but must be "round_up" or "floor".')
+        _check_scaling(self.scaling)
 
     def quantizer(self, role: Role) -> MXFP8Quantizer:
         form = self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward
@@ -62,7 +63,12 @@ class MXFP8Quantizer(Quantizer):
     scaling: Scaling = "round_up"
     square: bool = False
 
+    def __post_init__(self) -> None:
+        check_form(self.form)
+        _check_scaling(self.scaling)
+
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_tensor(x, rowwise, columnwise)
         copies = cast_mxfp8(x, self._how, rowwise=rowwise, columnwise=columnwise)
         return QuantizedTensor(*_containers(copies), x.dtype)
 
@@ -82,18 +88,25 @@ class MXFP8Quantizer(Quantizer):
         return Room(QuantizedTensor(*_containers(empty_mxfp8(shape, self.form, device)), dtype), form=self.form)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_stacked(w_GNK, rowwise, columnwise)
         copies = cast_mxfp8(w_GNK, self._how, rowwise=rowwise, columnwise=columnwise, stacked=True)
         return QuantizedTensor(*_containers(copies), w_GNK.dtype)
 
     def quantize_grouped(
         self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
+        check_grouped(x_TK, splits, rowwise, columnwise)
         copies = cast_mxfp8(x_TK, self._how, rowwise=rowwise, columnwise=columnwise, splits=splits)
         return GroupedTensor(None, splits, *_containers(copies), x_TK.dtype)
 
     @property
     def _how(self) -> MXFP8Scale:
         return MXFP8Scale(self.form, self.scaling, self.square)
+
+
+def _check_scaling(scaling: str) -> None:
+    if scaling not in _SCALINGS:
+        raise ValueError(f'scaling is {scaling!r}, but must be "round_up" or "floor".')
 
 
 def _containers(copies: MXFP8Copies) -> tuple[RowwiseCodes | None, ColumnwiseCodes | None]:

@@ -17,8 +17,10 @@ RECIPES: tuple[type[Recipe], ...] = (
 )
 
 
-def as_recipe(recipe: Recipe | str | None) -> Recipe:
+def as_recipe(recipe: Recipe | str | None, argument: str = "recipe") -> Recipe:
     """The recipe itself, the one of that name with its default fields, or `HighPrecision()` for None.
+
+    argument: as what it was given, for messages
 
     Raises ValueError for an unknown name, TypeError for anything else.
     """
@@ -26,8 +28,10 @@ def as_recipe(recipe: Recipe | str | None) -> Recipe:
         return HighPrecision()
     if isinstance(recipe, Recipe):
         return recipe
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        raise TypeError(f"{argument} is the class {recipe.__name__}, not a recipe. Give {recipe.__name__}().")
     if not isinstance(recipe, str):
-        raise TypeError(f"recipe is {recipe!r}, but must be a Recipe or a name. Pass {_known_names()}.")
+        raise TypeError(f"{argument} is {recipe!r}, but must be a Recipe or a name. Pass {_known_names()}.")
     for kind in RECIPES:
         if recipe in kind.names:
             return kind()

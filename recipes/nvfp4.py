@@ -24,7 +24,7 @@ from recipes.kernels.cast_nvfp4 import (
 from recipes.kernels.hadamard import hadamard_ref
 from recipes.kernels.random import new_seed
 from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
-from recipes.quantizer import Quantizer
+from recipes.quantizer import Quantizer, check_grouped, check_stacked, check_tensor
 from recipes.recipe import Recipe, Role
 from recipes.splits import Splits
 
@@ -98,16 +98,19 @@ class NVFP4Quantizer(Quantizer):
         return replace(self, seed=new_seed(device)) if self.stochastic and self.seed is None else self
 
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_tensor(x, rowwise, columnwise)
         rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
         return QuantizedTensor(*self._copies(rows, None, x.shape, rowwise, columnwise), x.dtype)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_stacked(w_GNK, rowwise, columnwise)
         copies = self._copies(w_GNK.detach(), None, w_GNK.shape, rowwise, columnwise)
         return QuantizedTensor(*copies, w_GNK.dtype)
 
     def quantize_grouped(
         self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
+        check_grouped(x_TK, splits, rowwise, columnwise)
         copies = self._copies(x_TK.detach(), splits, x_TK.shape, rowwise, columnwise)
         return GroupedTensor(None, splits, *copies, x_TK.dtype)
 

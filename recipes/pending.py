@@ -6,14 +6,15 @@ the pipeline's backward. Until then every cast goes by the state that the step b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recipes.amax_reduction import Amaxes, reduce_amaxes
 from recipes.effects import Effect, perform
 
 
@@ -26,17 +27,25 @@ class RecordsAmaxes(Protocol):
     @property
     def reduce_amax(self) -> bool: ...
 
+    @property
+    def amax_reduction_group(self) -> Any: ...
+
+    @property
+    def role(self) -> str: ...
+
     def end_step(self) -> None: ...
 
 
 class PendingUpdates:
     """The quantizers that recorded an amax in this step, each once, in the order of their first cast.
 
-    group: the process group over which amaxes are reduced; None is the default group
+    group: the process group over which amaxes are reduced whose recipe names none; None is the default group
+    has_evaluated: whether something ran that would have recorded, had gradients been on
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
+        self.has_evaluated = False
         self._quantizers: dict[int, RecordsAmaxes] = {}
 
     def add(self, quantizer: RecordsAmaxes, state: Tensor) -> None:
@@ -64,15 +73,19 @@ class PendingUpdates:
 
 
 @torch.no_grad()
-def end_steps(quantizers: Mapping[int, RecordsAmaxes], group: dist.ProcessGroup | None) -> None:
-    """Reduce all amaxes over the group, by one maximum, and let every quantizer go on to the next step."""
-    if dist.is_available() and dist.is_initialized():
-        reduced = [quantizer.amax for quantizer in quantizers.values() if quantizer.reduce_amax]
-        if reduced:
-            together = torch.cat(reduced)
-            dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
-            for amax, part in zip(reduced, together.split([len(a) for a in reduced]), strict=True):
-                amax.copy_(part)
+def end_steps(
+    quantizers: Mapping[int, RecordsAmaxes], group: dist.ProcessGroup | None, awaited: Iterable[Any] = ()
+) -> None:
+    """Reduce the amaxes over their groups (`reduce_amaxes`), and let every quantizer go on to the next step.
+
+    If that is refused, what was recorded is forgotten.
+    """
+    brought = [Amaxes(q.role, q.amax, q.amax_reduction_group) for q in quantizers.values() if q.reduce_amax]
+    try:
+        reduce_amaxes(brought, group, awaited)
+    except BaseException:
+        forget(quantizers)
+        raise
     for quantizer in quantizers.values():
         quantizer.end_step()
 

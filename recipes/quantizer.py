@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from recipes.arguments import as_number
 from recipes.formats import Float8Format
 from recipes.grouped_tensor import GroupedTensor
 from recipes.pending import PendingUpdates
@@ -18,9 +19,15 @@ from recipes.splits import Splits
 # name -> (shape, initial value) of the float32 tensors that a quantizer keeps from step to step
 StateShapes = Mapping[str, tuple[tuple[int, ...], float]]
 
+_CASTABLE = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
+_LARGEST_EPSILON = torch.finfo(torch.float32).max
+
 
 class StateOfRole(Protocol):
     """Where the state of one operation's quantizer for one role is kept."""
+
+    @property
+    def role(self) -> str: ...
 
     def tensors(self, quantizer: Quantizer, device: torch.device | None) -> Mapping[str, Tensor]:
         """The tensors that `quantizer.state_shapes` asks for, made on `device` if they are not there yet."""
@@ -46,6 +53,9 @@ class Quantizer(ABC):
 
     Inputs are bf16, fp16, fp32 or fp64; what is quantized is their value in float32 (fp64 is rounded to it first).
     Each copy that is asked for is cast from this input, never from the other copy. Not differentiable.
+
+    The built-in ones raise TypeError for an x of another kind and ValueError for one without the dimensions that are
+    needed, for rows that the splits were not made for, and where no copy is asked for.
 
     Only `quantize` must be there. A quantizer with that alone runs on the split path.
 
@@ -139,4 +149,57 @@ class Quantizer(ABC):
         return (
             kind.quantize_stacked is not Quantizer.quantize_stacked
             and kind.quantize_grouped is not Quantizer.quantize_grouped
+        )
+
+
+def check_tensor(x: Tensor, rowwise: bool, columnwise: bool) -> None:
+    """What every `quantize` of this folder lets in: a tensor [..., K] of real numbers, and one copy or both."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"what is to be quantized is of type {type(x).__name__}. Pass a tensor.")
+    if x.dtype not in _CASTABLE:
+        raise TypeError(
+            f"what is to be quantized is {x.dtype}, but must be bfloat16, float16, float32 or float64. Convert it."
+        )
+    if not x.dim():
+        raise ValueError("what is to be quantized has no dimensions, but must be [..., K]. Pass x.view(1).")
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise and columnwise are both False, so nothing would be made. Ask for one copy at least.")
+
+
+def check_stacked(w_GNK: Tensor, rowwise: bool, columnwise: bool) -> None:
+    """The same of `quantize_stacked`: weights [G, N, K]."""
+    check_tensor(w_GNK, rowwise, columnwise)
+    if w_GNK.dim() != 3:
+        raise ValueError(f"stacked weights have shape {list(w_GNK.shape)}, but must be [G, N, K]. Stack them.")
+
+
+def check_grouped(x_TK: Tensor, splits: Splits, rowwise: bool, columnwise: bool) -> None:
+    """The same of `quantize_grouped`: rows [T, K], and splits that were made for as many."""
+    check_tensor(x_TK, rowwise, columnwise)
+    if not isinstance(splits, Splits):
+        raise TypeError(
+            f"splits is of type {type(splits).__name__}. Pass Splits.make(sizes, rows=len(x), device=x.device)."
+        )
+    if x_TK.dim() != 2:
+        raise ValueError(
+            f"grouped rows have shape {list(x_TK.shape)}, but must be [rows, K]. Flatten the leading ones."
+        )
+    if splits.rows != x_TK.shape[0]:
+        raise ValueError(
+            f"these Splits were made for {splits.rows} rows, but x has {x_TK.shape[0]}. "
+            "Pass Splits.make(sizes, rows=...) for this x."
+        )
+
+
+def check_form(form: Float8Format) -> None:
+    """Raise TypeError for what is no element format, such as a Format, which is a pair of them."""
+    if not isinstance(form, Float8Format):
+        raise TypeError(f"form is {form!r}, but must be a Float8Format. Pass E4M3 or E5M2.")
+
+
+def check_amax_epsilon(epsilon: float) -> None:
+    """Raise TypeError for what is no number, ValueError for what cannot be the least amax."""
+    if not 0 <= as_number("amax_epsilon", epsilon) <= _LARGEST_EPSILON:
+        raise ValueError(
+            f"amax_epsilon is {epsilon!r}, but cannot be negative, NaN or more than float32 holds. Pass 0 for none."
         )

@@ -7,13 +7,16 @@ nobody outside this folder asks for its class.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from recipes.arguments import as_flag, as_integer, as_member, as_number
+from recipes.formats import Format
 from recipes.quantizer import Quantizer
 
 Product = Literal["fprop", "dgrad", "wgrad"]
@@ -37,12 +40,23 @@ class Target(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
+# What a field must be, by its annotation. Other annotations are checked by the recipe that has them.
+_FIELD_KINDS: Mapping[str, Callable[[str, Any], Any]] = {
+    "bool": as_flag,
+    "int": as_integer,
+    "float": as_number,
+    "Format": partial(as_member, kind=Format),
+}
+
+
 @dataclass(frozen=True)
 class Recipe(ABC):
     """Base of all recipes.
 
     names: what `autocast` and `as_recipe` accept for this recipe with its default fields; the first is shown
     path: "grouped" or "split" forces that storage path; None leaves the choice to `why_not_grouped`
+
+    Raises TypeError for a field that is no bool, int, float or Format where its annotation says one.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -50,8 +64,16 @@ class Recipe(ABC):
     path: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            of_kind = _FIELD_KINDS.get(f.type.__name__ if isinstance(f.type, type) else str(f.type))
+            if of_kind is not None:
+                object.__setattr__(self, f.name, of_kind(f.name, getattr(self, f.name)))
         if self.path not in (None, "grouped", "split"):
             raise ValueError(f'path is {self.path!r}, but must be "grouped", "split" or None.')
+
+    def __deepcopy__(self, memo: Any) -> Recipe:
+        """Itself: it never changes, and a process group or a function in a field may not be copied."""
+        return self
 
     @property
     def name(self) -> str:
@@ -60,7 +82,7 @@ class Recipe(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Class name and fields as strings, numbers, bools, None and dicts: what JSON can hold.
 
-        Raises ValueError for a field that is a function: it cannot be written down.
+        Raises ValueError for a field that is a function or another object that cannot be written down.
         """
         return {"recipe": type(self).__name__} | {f.name: _plain(f.name, getattr(self, f.name)) for f in fields(self)}
 
@@ -68,22 +90,35 @@ class Recipe(ABC):
     def from_dict(written: Mapping[str, Any]) -> Recipe:
         """The recipe that `to_dict` wrote down; fields that are absent have their defaults.
 
-        Raises ValueError for a recipe or a field that does not exist.
+        Raises ValueError for a recipe, a field or a named setting that does not exist and for a field that is needed
+        but absent, TypeError for what is no dict.
         """
+        if not isinstance(written, Mapping):
+            raise TypeError(f"a recipe is written down as a dict, not as {written!r}. Pass what to_dict() gave.")
         kinds = {kind.__name__: kind for kind in _subclasses(Recipe)}  # type: ignore[type-abstract]
         name = written.get("recipe")
-        if name not in kinds:
+        if not isinstance(name, str) or name not in kinds:
             raise ValueError(f"there is no recipe {name!r}. There are: {', '.join(sorted(kinds))}.")
         known = {f.name: f for f in fields(kinds[name])}
         values = {key: value for key, value in written.items() if key != "recipe"}
         for key in values:
             if key not in known:
                 raise ValueError(f"{name} has no field {key!r}. It has: {', '.join(known)}.")
-        return kinds[name](**{key: _built(value, known[key].default) for key, value in values.items()})
+        for key, f in known.items():
+            if f.default is MISSING and key not in values:
+                raise ValueError(f"{name} needs the field {key!r}, which is not written down. Make it in code.")
+        return kinds[name](**{key: _built(key, value, known[key].default) for key, value in values.items()})
 
     def split_accumulator(self, product: Product) -> bool:
         """Whether a native FP8 product promotes partial sums to float32 on the way; else the tensor core keeps them."""
         return bool(getattr(self, f"split_accumulator_{product}", True))
+
+    def amax_reduction_groups(self, default: Any) -> tuple[Any, ...]:
+        """The process groups whose ranks all take part when an `autocast` with this recipe ends, whatever it ran.
+
+        default: the group that `autocast` names. None in the answer is the default group of torch.distributed.
+        """
+        return ()
 
     @abstractmethod
     def quantizer(self, role: Role) -> Quantizer | None:
@@ -135,18 +170,24 @@ def _plain(name: str, value: Any) -> Any:
         return value.to_dict()
     if isinstance(value, Enum):
         return value.name
-    if callable(value):
-        raise ValueError(
-            f"The field {name!r} is a function, which cannot be written down. Keep it in code, or use a named setting."
-        )
-    return value
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    kind = "function" if callable(value) else type(value).__name__
+    raise ValueError(
+        f"The field {name!r} is a {kind}, which cannot be written down. Keep it in code, or use a named setting."
+    )
 
 
-def _built(value: Any, default: Any) -> Any:
+def _built(name: str, value: Any, default: Any) -> Any:
     """A field's value from what `_plain` made of it; `default` shows which Enum it is of."""
     if isinstance(value, Mapping):
         return Recipe.from_dict(value)
-    return type(default)[value] if isinstance(default, Enum) and isinstance(value, str) else value
+    if not isinstance(default, Enum) or not isinstance(value, str):
+        return value
+    members = type(default).__members__
+    if value not in members:
+        raise ValueError(f"{name} is {value!r}, which does not exist. There are: {', '.join(members)}.")
+    return members[value]
 
 
 def _subclasses(kind: type[Recipe]) -> Iterator[type[Recipe]]:

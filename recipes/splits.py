@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ class Splits:
     ) -> Splits:
         """Splits of a buffer of `rows` rows on `device`.
 
-        split_sizes: [G] int32 or int64 (any integer dtype), a sequence of ints, or Splits made for this many rows.
+        split_sizes: [G] int32 or int64 (any integer dtype), also of numpy, a sequence of ints, or Splits made for this
+        many rows.
 
         Sizes on the host are checked: a negative one or a sum above `rows` is a ValueError. Sizes on the device are
         clamped instead (negative to 0, the sum to `rows`), because looking at them would synchronise. A sum below
@@ -246,8 +248,20 @@ def _find(offsets: Tensor, length: int) -> Tensor:
     return torch.searchsorted(offsets[1:], torch.arange(length, device=offsets.device), right=True)
 
 
-def _as_ints(sizes: Sequence[int]) -> list[int]:
+def _as_ints(sizes: Any) -> list[int]:
+    """The sizes of a sequence, or of an array of numpy's. What has no order of its own, or one pass only, has none."""
+    if isinstance(sizes, str | bytes | bytearray) or not (isinstance(sizes, Sequence) or hasattr(sizes, "__array__")):
+        raise TypeError(
+            f"split_sizes is of type {type(sizes).__name__}, but must be a list or a tensor of integers. Pass one."
+        )
+    shape = getattr(sizes, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise ValueError(
+            f"split_sizes has shape {list(shape)}, but must be [num_groups]. Pass one size for each group."
+        )
     try:
+        if bool in set(map(type, sizes)):
+            raise TypeError
         return [index(size) for size in sizes]
     except TypeError:
         raise TypeError(f"split_sizes must be integers, but is {sizes!r}. Pass ints.") from None

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from recipes import Float8CurrentScaling, HighPrecision, MXFP8BlockScaling, autocast, current_recipe
 
@@ -169,4 +170,25 @@ def test_it_decorates_functions():
         return current_recipe()
 
     assert [recipe_inside(), recipe_inside()] == [MXFP8BlockScaling()] * 2
+    assert current_recipe() == HighPrecision()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        pytest.param({"recipe": 3}, TypeError, "recipe is 3, but must be a Recipe or a name", id="number"),
+        pytest.param({"recipe": MXFP8BlockScaling}, TypeError, r"Give MXFP8BlockScaling\(\)", id="class"),
+        pytest.param({"recipe": "fp4", "enabled": False}, ValueError, "no recipe named 'fp4'", id="off"),
+        pytest.param(
+            {"recipe": "mxfp8", "enabled": "no"}, TypeError, "enabled is 'no' .*, but must be True", id="text"
+        ),
+        pytest.param({"keep_weights": 1}, TypeError, "keep_weights is 1, but must be a tensor", id="keep"),
+        pytest.param({"keep_weights": torch.ones(2)}, ValueError, "keep_weights .* one number", id="keep-two"),
+        pytest.param({"scales": {}}, TypeError, "scales is {}, but must be what fuser.checkpoint", id="scales"),
+        pytest.param({"amax_reduction_group": "tp"}, TypeError, "amax_reduction_group is 'tp', but", id="group"),
+    ],
+)
+def test_odd_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message), autocast(**arguments):
+        raise AssertionError("must not be entered")
     assert current_recipe() == HighPrecision()

@@ -89,3 +89,9 @@ def test_counting_changes_no_bit():
         expected = model(x)
         with count_casts():
             assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("model", [3, "experts", Sequential, [ops.Linear(2, 2)]], ids=repr)
+def test_only_a_model_names_operations(model):
+    with pytest.raises(TypeError, match="model is .*, but must be a torch.nn.Module, or None"), count_casts(model):
+        raise AssertionError("must not be entered")

@@ -25,6 +25,7 @@ MAY_READ = {
     "ops/kernels/grouped_operands.py": {"row_slices": "for references, and for CPU tensors, where nothing waits"},
     "ops/kernels/grouped_gemm_cpu.py": {"*_on_cpu": "CPU tensors, where nothing waits"},
     "fused/kernels/grouped_mlp_cpu.py": {"_*": "CPU tensors, where nothing waits"},
+    "recipes/amax_reduction.py": {"_exchanged": "what ranks tell one another, once for each list of amaxes on a GPU"},
     "recipes/splits.py": {
         "Splits.tolist": "the door through which the SplitPath and references read sizes",
         "Splits.make": "sizes that lie on the host already are validated",

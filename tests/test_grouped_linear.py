@@ -616,6 +616,7 @@ BAD_SIZES = {
     "matrix": (torch.tensor([[4, 0, 5]]), ValueError, r"split_sizes has shape \[1, 3\], but must be \[num_groups\]"),
     "none": (None, TypeError, r"split_sizes"),
     "a number": (9, TypeError, r"split_sizes"),
+    "dict": ({4: 1, 0: 2, 5: 3}, TypeError, r"split_sizes is of type dict"),
     "other rows": (Splits.make([4, 0, 5], rows=10, device="cpu"), ValueError, r"made for 10 rows, but x has 9"),
 }
 
@@ -635,6 +636,11 @@ BAD_CALLS = {
         r"x has shape \[9, 7\].*\[rows, 8\]",
     ),
     "dimensions": (lambda op: op(torch.randn(3, 3, 8), split_sizes=[1, 2]), ValueError, r"x has shape \[3, 3, 8\]"),
+    "number": (
+        lambda op: op(torch.tensor(1.0), split_sizes=[1, 0]),
+        ValueError,
+        r"x has no dimensions, but split_sizes divide its rows",
+    ),
     "vector": (lambda op: op(torch.randn(8), split_sizes=[4, 4]), ValueError, r"x has shape \[8\]"),
     "no sizes": (lambda op: op(torch.randn(9, 8)), ValueError, r"missing: 'split_sizes'.*ask for: 'split_sizes'"),
     "unknown extra": (

@@ -111,6 +111,31 @@ def test_quantizers_decide_the_path():
     assert same(run(grouped), FULL) == same(run(single), FULL) == {"y", "dx", "dw"}
 
 
+@dataclass(frozen=True)
+class Only:
+    """A function of the role that is equal by value."""
+
+    role: Role
+
+    def __call__(self, role: Role) -> Quantizer | None:
+        return MXFP8Quantizer(E4M3) if role is self.role else None
+
+
+def test_custom_recipes_of_equal_functions_share_a_plan():
+    model = layer()
+    for _ in range(3):
+        with autocast(CustomRecipe(Only(Role.WEIGHT))):
+            model(torch.ones(16, 64), split_sizes=SIZES)
+    assert CustomRecipe(Only(Role.WEIGHT)) == CustomRecipe(Only(Role.WEIGHT)) != CustomRecipe(Only(Role.INPUT))
+    assert CustomRecipe(quantizes_all) == CustomRecipe(quantizes_all)
+    (stage,) = model.layout().stages
+    assert len(stage.runner.programs) == 1
+
+
+def quantizes_all(role: Role) -> Quantizer | None:
+    return MXFP8Quantizer(E4M3)
+
+
 @pytest.mark.parametrize("qfactory", [None, "mxfp8"])
 def test_a_factory_must_be_a_function(qfactory):
     with pytest.raises(TypeError, match="but must be a function of a Role"):

@@ -5,6 +5,7 @@ import json
 import pickle
 from dataclasses import FrozenInstanceError, dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -185,6 +186,88 @@ def test_requests_are_keys_by_value():
     assert request_for(MXFP8BlockScaling())._replace(needs=(needs,)) not in plans
 
 
+# -------------------------------------------------------------------------------------------------- fields' kinds
+
+INTEGERS = [(DelayedScaling, "margin"), (DelayedScaling, "amax_history_len")]
+FLAGS = [
+    *[(DelayedScaling, name) for name in ("reduce_amax", "split_accumulator_fprop", "split_accumulator_wgrad")],
+    *[(Float8CurrentScaling, name) for name in ("power_2_scale", "split_accumulator_dgrad")],
+    (Float8BlockScaling, "use_f32_scales"),
+    (MXFP8BlockScaling, "enable_2d_quantization"),
+    *[(NVFP4BlockScaling, name) for name in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")],
+    (NVFP4BlockScaling, "row_scaled_activation"),
+]
+FORMATS = [DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling]
+
+
+@pytest.mark.parametrize(("kind", "field"), INTEGERS)
+@pytest.mark.parametrize("value", [1.0, 2.5, float("nan"), True, "1", None, 1j, [1]], ids=repr)
+def test_integers_are_integers(kind, field, value):
+    with pytest.raises(TypeError, match=f"{field} is .*, but must be an integer. Pass an int"):
+        kind(**{field: value})
+
+
+@pytest.mark.parametrize(("kind", "field"), FLAGS)
+@pytest.mark.parametrize("value", ["no", 0, None], ids=repr)
+def test_flags_are_true_or_false(kind, field, value):
+    with pytest.raises(TypeError, match=f"{field} is .*, but must be True or False"):
+        kind(**{field: value})
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("value", ["HYBRID", E4M3, None, torch.float8_e4m3fn], ids=repr)
+def test_a_format_is_a_member_of_the_enum(kind, value):
+    members = "Format.HYBRID, Format.E4M3, Format.E5M2"
+    with pytest.raises(TypeError, match=f"fp8_format is .*, but must be a Format. Pass one of {members}"):
+        kind(fp8_format=value)
+
+
+@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])
+def test_an_epsilon_is_a_number_that_may_be_an_amax(kind):
+    for value in (-1.0, -1, float("nan"), float("inf"), 10**400):
+        with pytest.raises(ValueError, match="amax_epsilon (is|has) .*(cannot be negative|more than a float holds)"):
+            kind(amax_epsilon=value)
+    for value in ("0", None, True, 1j, torch.tensor(1.0)):
+        with pytest.raises(TypeError, match="amax_epsilon is .*, but must be a number"):
+            kind(amax_epsilon=value)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: DelayedScaling(margin=127), ValueError, "margin is 127, but .* from -126 to 126"),
+        (lambda: DelayedScaling(margin=-2000), ValueError, "margin is -2000, but"),
+        (lambda: DelayedScaling(amax_history_len=-1), ValueError, "amax_history_len is -1, but must be at least 1"),
+        (lambda: DelayedScaling(amax_compute_algo=None), ValueError, "amax_compute_algo is None, but must be"),
+        (lambda: DelayedScaling(scaling_factor_compute_algo="max"), TypeError, "is 'max', but must be a function"),
+        (lambda: Float8BlockScaling(x_block_scaling_dim=1.0), ValueError, "x_block_scaling_dim is 1.0, but must be 1"),
+        (lambda: Float8BlockScaling(x_block_scaling_dim=True), ValueError, "x_block_scaling_dim is True, but must be"),
+        (lambda: MXFP8BlockScaling(scaling=["floor"]), ValueError, "scaling is .'floor'., but must be"),
+        (lambda: MixedScaling(weight=8), TypeError, "weight is 8, but must be a Recipe or a name"),
+        (lambda: MixedScaling(MXFP8BlockScaling), TypeError, r"input is the class MXFP8.*Give MXFP8BlockScaling\(\)"),
+        (lambda: MixedScaling(input_for_wgrad="mxfp9"), ValueError, "no recipe named 'mxfp9'"),
+        (lambda: MXFP8BlockScaling(path=True), ValueError, "path is True, but must be"),
+    ],
+)
+def test_each_field_is_checked_by_its_recipe(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_numbers_of_numpy_become_pythons_own():
+    recipe = DelayedScaling(margin=np.int64(2), amax_history_len=np.int32(8))
+    assert recipe == DelayedScaling(margin=2, amax_history_len=8)
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert type(Float8CurrentScaling(amax_epsilon=np.float32(0.5)).amax_epsilon) is float
+
+
+def test_a_class_is_answered_with_how_to_make_a_recipe_of_it():
+    with pytest.raises(
+        TypeError, match=r"recipe is the class MXFP8BlockScaling, not a recipe. Give MXFP8BlockScaling\(\)"
+    ):
+        as_recipe(MXFP8BlockScaling)
+
+
 # ------------------------------------------------------------------------------------------------- written down
 
 WRITTEN = [
@@ -219,8 +302,32 @@ def test_a_function_is_not_written_down(recipe):
         pytest.param({"recipe": "FP4"}, "there is no recipe 'FP4'. There are: .*MXFP8BlockScaling", id="class"),
         pytest.param({}, "there is no recipe None", id="nothing"),
         pytest.param({"recipe": "MXFP8BlockScaling", "sigma": 1}, "MXFP8BlockScaling has no field 'sigma'", id="field"),
+        pytest.param({"recipe": ["MXFP8BlockScaling"]}, "there is no recipe .'MXFP8BlockScaling'.", id="list"),
+        pytest.param(
+            {"recipe": "DelayedScaling", "fp8_format": "HYBIRD"},
+            "fp8_format is 'HYBIRD', which does not exist. There are: HYBRID, E4M3, E5M2",
+            id="format",
+        ),
+        pytest.param({"recipe": "CustomRecipe"}, "CustomRecipe needs the field 'qfactory'", id="absent"),
     ],
 )
 def test_what_was_never_written_is_refused(written, message):
     with pytest.raises(ValueError, match=message):
         Recipe.from_dict(written)
+
+
+def test_only_a_dict_is_read():
+    with pytest.raises(TypeError, match="written down as a dict, not as 'mxfp8'. Pass what to_dict"):
+        Recipe.from_dict("mxfp8")
+
+
+@dataclass(frozen=True)
+class Seeded(HighPrecision):
+    """A user's recipe with a field that JSON cannot hold."""
+
+    generator: object = None
+
+
+def test_an_object_is_not_written_down():
+    with pytest.raises(ValueError, match="field 'generator' is a Generator, which cannot be written down"):
+        Seeded(generator=torch.Generator()).to_dict()

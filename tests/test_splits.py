@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -87,6 +89,20 @@ def test_tensors_lists_and_splits_mean_the_same(dtype):
     assert make(splits, rows=7, num_groups=3) is splits
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 0, 5), range(1, 4), torch.Size([2, 0, 5]), deque([2, 0, 5]), [np.int32(2), np.uint8(0), torch.tensor(5)]],
+    ids=lambda sizes: type(sizes).__name__,
+)
+def test_any_sequence_of_integers_is_taken(sizes):
+    assert make(sizes, rows=7, num_groups=3).tolist() == [int(size) for size in sizes]
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
+def test_arrays_of_numpy_are_taken(dtype):
+    assert make(np.array([2, 0, 5], dtype=dtype), rows=7).tolist() == [2, 0, 5]
+
+
 def test_refilling_the_callers_tensor_changes_nothing():
     sizes = torch.tensor([3, 4])
     splits = make(sizes, rows=7)
@@ -114,6 +130,27 @@ CAPACITY = pytest.param([5, 6], 10, ValueError, r"split_sizes sum to 11, but x h
         pytest.param([], 10, ValueError, r"split_sizes is empty\. Pass one size", id="empty-list"),
         pytest.param([1, 2, 3], 10, ValueError, r"has 3 entries, but there are 2 groups\. Pass one size", id="groups"),
         pytest.param([1.0, 2.0], 10, TypeError, r"must be integers, but is \[1\.0, 2\.0\]\. Pass ints", id="floats"),
+        pytest.param(
+            {3: 1, 4: 2}, 10, TypeError, r"is of type dict, but must be a list or a tensor of integers", id="dict"
+        ),
+        pytest.param({3, 4}, 10, TypeError, r"split_sizes is of type set, but must be a list or a tensor", id="set"),
+        pytest.param((i for i in (3, 4)), 10, TypeError, r"is of type generator, but must be a list", id="generator"),
+        pytest.param({3: 1, 4: 2}.values(), 10, TypeError, r"is of type dict_values, but must be a list", id="values"),
+        pytest.param("34", 10, TypeError, r"split_sizes is of type str, but must be a list", id="text"),
+        pytest.param(b"\x03\x04", 10, TypeError, r"split_sizes is of type bytes, but must be a list", id="bytes"),
+        pytest.param(None, 10, TypeError, r"split_sizes is of type NoneType, but must be a list", id="none"),
+        pytest.param(7, 10, TypeError, r"split_sizes is of type int, but must be a list", id="number"),
+        pytest.param([[1], [2]], 10, TypeError, r"must be integers, but is \[\[1\], \[2\]\]", id="nested"),
+        pytest.param([True, False], 10, TypeError, r"must be integers, but is \[True, False\]", id="bools"),
+        pytest.param([1, 2.5], 10, TypeError, r"must be integers, but is \[1, 2\.5\]", id="half"),
+        pytest.param(["1", "2"], 10, TypeError, r"must be integers, but is \['1', '2'\]", id="texts"),
+        pytest.param(np.array([1.0, 2.0]), 10, TypeError, r"must be integers, but is array", id="float-array"),
+        pytest.param(np.array([True, False]), 10, TypeError, r"must be integers, but is array", id="bool-array"),
+        pytest.param(np.array([[1, 2]]), 10, ValueError, r"has shape \[1, 2\], but must be \[num", id="2-d-array"),
+        pytest.param(np.array(3), 10, ValueError, r"has shape \[\], but must be \[num_groups\]", id="0-d-array"),
+        pytest.param(np.int64(3), 10, ValueError, r"has shape \[\], but must be \[num_groups\]", id="numpy-number"),
+        pytest.param(torch.tensor(3), 10, ValueError, r"has shape \[\], but must be \[num_groups\]", id="0-d"),
+        pytest.param(torch.ones(2) * 1j, 10, TypeError, r"is torch\.complex64, but must be int32", id="complex"),
         pytest.param(torch.ones(2), 10, TypeError, r"is torch\.float32, but must be int32 or int64", id="float-tensor"),
         pytest.param(torch.ones(2) > 0, 10, TypeError, r"is torch\.bool, but must be int32", id="bool-tensor"),
         pytest.param(

@@ -43,7 +43,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from einops import rearrange
@@ -52,6 +52,7 @@ from torch import Tensor
 from ops.kernels import activation_functions
 from ops.kernels.activation_torch import BACKWARD, FORWARD, Constants
 from ops.kernels.elementwise import Step, delementwise, elementwise, runs_triton
+from recipes.arguments import as_integer, as_number
 
 Ungated = Literal["gelu", "qgelu", "relu", "silu", "srelu"]
 Gated = Literal["geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situglu"]
@@ -67,8 +68,8 @@ class Activation:
     beta1, beta2: of situglu; the others ignore them
     glu_interleave_size: S, or None for halves; those without a gate ignore it
 
-    Raises ValueError for an unknown kind, a limit or a beta that is not finite and above 0, an alpha or an offset that
-    is not finite, an interleave size that is not positive.
+    Raises TypeError for a constant that is no number, ValueError for an unknown kind, a limit or a beta that is not
+    finite and above 0, an alpha or an offset that is not finite, an interleave size that is not positive.
     """
 
     kind: Kind
@@ -84,14 +85,24 @@ class Activation:
             raise ValueError(f"kind is {self.kind!r}, but must be one of {', '.join(KINDS)}.")
         for name in ("limit", "beta1", "beta2"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not 0 < self._set_number(name, value) < math.inf:
                 raise ValueError(f"{name} is {value}, but must be finite and above 0. SwiGLU has no such bound.")
         for name in ("alpha", "glu_linear_offset"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be finite.")
-        size = self.glu_interleave_size
-        if size is not None and size <= 0:
-            raise ValueError(f"glu_interleave_size is {size}, but must be positive. Give None for halves [gate | up].")
+            value = getattr(self, name)
+            if not math.isfinite(self._set_number(name, value)):
+                raise ValueError(f"{name} is {value}, but must be finite.")
+        if self.glu_interleave_size is not None:
+            size = as_integer("glu_interleave_size", self.glu_interleave_size)
+            if size <= 0:
+                raise ValueError(
+                    f"glu_interleave_size is {size}, but must be positive. Give None for halves [gate | up]."
+                )
+            object.__setattr__(self, "glu_interleave_size", size)
+
+    def _set_number(self, name: str, value: Any) -> float:
+        number = as_number(name, value)
+        object.__setattr__(self, name, number)
+        return number
 
     @property
     def gated(self) -> bool:

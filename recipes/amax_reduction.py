@@ -1,0 +1,129 @@
+"""One maximum of amaxes over the ranks of a process group, each of which must bring the same ones.
+
+Of amaxes that differ in number a collective would hang, or take the maximum over those of different tensors. So the
+ranks first tell one another, in a message of fixed size, how many they bring, and a fingerprint of their roles and
+sizes in order. If these differ, every rank raises the same sentence, and no state is changed.
+
+Amaxes on the CPU are compared in each step, and so is a rank that brings none. Of those on a GPU the answer would make
+the host wait for the device, so there each list is compared once for each group, when it is new: a rank whose list
+changes later, while the others keep a list that has been compared, is not noticed before the collective.
+
+A group in which one rank takes no part at all, because it left no `autocast` in this step, waits for it: that cannot be
+told from a rank that is late.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Amaxes(NamedTuple):
+    """What one quantizer brings: values [n] float32, and the group that its recipe names, or None."""
+
+    role: str
+    values: Tensor
+    group: Any
+
+
+def check_group(name: str, group: Any) -> None:
+    """Raise TypeError for what is neither a process group (also one that this rank is no member of) nor None."""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    if not dist.is_available() or group is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(f"{name} is {group!r}, but must be a torch.distributed process group, or None.")
+
+
+def reduce_amaxes(brought: Iterable[Amaxes], group: Any, awaited: Iterable[Any] = ()) -> None:
+    """Replace the values, in place, by their maximum over the ranks of their group.
+
+    group: of those that name none; None is the default group
+    awaited: groups whose ranks all take part, also with nothing
+
+    Raises RuntimeError on every rank of a group whose ranks bring different amaxes. Without torch.distributed nothing
+    is done.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    of_group: dict[Any, list[Amaxes]] = {_or_default(named): [] for named in awaited}
+    for amaxes in brought:
+        of_group.setdefault(_or_default(amaxes.group if amaxes.group is not None else group), []).append(amaxes)
+    # By name: an order in which ranks that share several groups cannot wait for each other in a circle.
+    members = [other for other in of_group if dist.get_rank(other) >= 0]
+    for member in sorted(members, key=lambda other: other.group_name):
+        _reduce_over(member, of_group[member])
+
+
+def _or_default(group: Any) -> Any:
+    return dist.group.WORLD if group is None else group
+
+
+def _reduce_over(group: Any, brought: Sequence[Amaxes]) -> None:
+    if dist.get_world_size(group) == 1:
+        return
+    _check_agreement(group, brought)
+    if not brought:
+        return
+    values = [amaxes.values for amaxes in brought]
+    together = torch.cat(values)
+    dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
+    for own, part in zip(values, together.split([len(v) for v in values]), strict=True):
+        own.copy_(part)
+
+
+# group -> what its ranks were found to bring alike: the role and the number of each quantizer's amaxes, in order
+_agreed: WeakKeyDictionary[Any, set[tuple[tuple[str, int], ...]]] = WeakKeyDictionary()
+_MOST_AGREED = 1024  # lists of one group; beyond, all are compared again, on all ranks in the same step
+
+
+def _check_agreement(group: Any, brought: Sequence[Amaxes]) -> None:
+    """Raise RuntimeError, on every rank alike, unless all bring the same."""
+    contents = tuple((amaxes.role, len(amaxes.values)) for amaxes in brought)
+    known = _agreed.setdefault(group, set())
+    on_device = bool(brought) and all(amaxes.values.is_cuda for amaxes in brought)
+    if on_device and contents in known:
+        return
+    if on_device and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "The ranks of a process group have not compared these amaxes yet, and cannot while a graph is captured. "
+            "Run forward and backward once under the recipe before the capture."
+        )
+    told = _exchanged(group, (sum(number for _, number in contents), zlib.crc32(repr(contents).encode())))
+    if len(set(told)) > 1:
+        raise RuntimeError(_difference(group, told))
+    if len(known) >= _MOST_AGREED:
+        known.clear()
+    known.add(contents)
+
+
+def _exchanged(group: Any, mine: tuple[int, int]) -> list[tuple[int, ...]]:
+    """What every rank of the group has given, in their order. Waits for them, and for the device if it goes there."""
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else torch.device("cuda", torch.cuda.current_device())
+    sent = torch.tensor(mine, dtype=torch.int64, device=device)
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, sent, group=group)
+    return [tuple(row) for row in torch.stack(received).tolist()]
+
+
+def _difference(group: Any, told: Sequence[tuple[int, ...]]) -> str:
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, given in zip(dist.get_process_group_ranks(group), told, strict=True):
+        ranks.setdefault(given, []).append(rank)
+    who = [
+        f"{'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some[:8]))}{', ...' if len(some) > 8 else ''}: "
+        f"{number or 'none'}"
+        for (number, _), some in ranks.items()
+    ]
+    numbers = {number for number, _ in ranks}
+    others = "" if len(numbers) == len(ranks) else " Where they are as many, they are of other tensors."
+    return (
+        f"The ranks of one process group bring different amaxes to their maximum: {'; '.join(who)}.{others} Name a "
+        "group of ranks that run the same operations, by DelayedScaling(amax_reduction_group=...) or autocast(..., "
+        "amax_reduction_group=...), or keep each rank's to itself by reduce_amax=False."
+    )

@@ -1,0 +1,74 @@
+"""What an argument must be: a kind that is wrong is a TypeError, a value that is wrong a ValueError, each one sentence.
+
+Each function returns the argument as Python's own int, float or bool, so that a setting that came from numpy is written
+down and compared as one that did not.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from numbers import Real
+from operator import index
+from typing import Any, TypeVar
+
+Member = TypeVar("Member", bound=Enum)
+
+
+def as_integer(name: str, value: Any) -> int:
+    """An int, or what stands for one exactly (`operator.index`: numpy's integers, torch's SymInt); no bool."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {_shown(value)}, but must be an integer. Pass an int.") from None
+
+
+def as_number(name: str, value: Any) -> float:
+    """A float, or another real number; no bool. Whether it is finite is left to the caller."""
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {_shown(value)}, but must be a number. Pass a float.")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} has {len(str(value))} digits, more than a float holds. Pass a smaller one.") from None
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """True or False; neither 1, nor a text, which would always be true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {_shown(value)}, but must be True or False. Pass a bool.")
+    return value
+
+
+def as_member(name: str, value: Any, kind: type[Member]) -> Member:
+    """A member of an Enum; not its name."""
+    if not isinstance(value, kind):
+        members = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
+        raise TypeError(f"{name} is {_shown(value)}, but must be a {kind.__name__}. Pass one of {members}.")
+    return value
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise TypeError for the first that is neither True nor False."""
+    for name, flag in flags.items():
+        as_flag(name, flag)
+
+
+def positive_integers(owner: str, **given: Any) -> list[int]:
+    """Sizes as ints. Raises TypeError for a kind that is no integer, ValueError for one that is not positive."""
+    sizes = [as_integer(name, size) for name, size in given.items()]
+    if min(sizes) <= 0:
+        shown = ", ".join(f"{name}={size}" for name, size in given.items())
+        subject = {1: "It", 2: "Both"}.get(len(sizes), "All")
+        raise ValueError(f"{owner} got {shown}. {subject} must be positive.")
+    return sizes
+
+
+def _shown(value: Any) -> str:
+    """What was given, and its class where the value does not show it."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return repr(value) if value is None or isinstance(value, bool | float) else f"{value!r} ({type(value).__name__})"

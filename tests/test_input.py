@@ -1,0 +1,113 @@
+"""What may go into a pipeline as x: the same for a lone operation, in a Sequential, and behind an ordinary module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fuser import BasicOperation, Sequential, autocast, ops
+
+WIDTH = 8
+SIZES = {"split_sizes": [2, 1]}
+COMPUTING: dict[str, tuple[Callable[[], BasicOperation], dict[str, Any]]] = {
+    "Linear": (lambda: ops.Linear(WIDTH, WIDTH), {}),
+    "GroupedLinear": (lambda: ops.GroupedLinear(2, WIDTH, WIDTH), SIZES),
+    "Bias": (lambda: ops.Bias(WIDTH), {}),
+    "RMSNorm": (lambda: ops.RMSNorm(WIDTH), {}),
+    "LayerNorm": (lambda: ops.LayerNorm(WIDTH), {}),
+    "L2Normalization": (ops.L2Normalization, {}),
+    "Router": (lambda: ops.Router(WIDTH, 4, 2), {}),
+    "Dropout": (lambda: ops.Dropout(0.5), {}),
+    "ConstantScale": (lambda: ops.ConstantScale(0.5), {}),
+    "GELU": (ops.GELU, {}),
+    "ReLU": (ops.ReLU, {}),
+    "SwiGLU": (ops.SwiGLU, {}),
+    "ScaledSReLU": (ops.ScaledSReLU, {"scales": torch.ones(3)}),
+    "AddExtraInput": (ops.AddExtraInput, {"extra": torch.ones(3, WIDTH)}),
+    "Quantize": (ops.Quantize, {}),
+}
+MOVING: dict[str, tuple[Callable[[], BasicOperation], dict[str, Any]]] = {
+    "Identity": (ops.Identity, {}),
+    "Reshape": (lambda: ops.Reshape((-1,)), {}),
+    "MakeExtraOutput": (ops.MakeExtraOutput, {}),
+    "Dispatch": (lambda: ops.Dispatch(2), {"probs": torch.ones(3, 1), "indices": torch.tensor([[0], [1], [0]])}),
+}
+DOORS = ("alone", "sequential", "behind a module")
+
+
+def call(door: str, operation: BasicOperation, x: Any, extras: Mapping[str, Any]) -> Any:
+    if door == "behind a module":
+        return Sequential(Returns(x), operation)(torch.ones(3, WIDTH), **extras)
+    return (operation if door == "alone" else Sequential(operation))(x, **extras)
+
+
+class Returns(nn.Module):
+    """An ordinary module that returns something else than it was given."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("name", [*COMPUTING, *MOVING])
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_an_imaginary_part_is_not_dropped(door: str, name: str, dtype: torch.dtype) -> None:
+    make, extras = (COMPUTING | MOVING)[name]
+    with pytest.raises(TypeError, match=f"x is {dtype}, but operations compute in real numbers. Give its real"):
+        call(door, make(), torch.ones(3, WIDTH, dtype=dtype), extras)
+
+
+@pytest.mark.parametrize("name", COMPUTING)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
+def test_what_computes_in_floating_point_takes_no_integers(door: str, name: str, dtype: torch.dtype) -> None:
+    make, extras = COMPUTING[name]
+    message = f"x is {dtype}, but {name} computes in floating point. Convert it: x.to"
+    for recipe in (None, "mxfp8"):
+        with pytest.raises(TypeError, match=message), autocast(recipe):
+            call(door, make(), torch.ones(3, WIDTH, dtype=dtype), extras)
+
+
+@pytest.mark.parametrize("name", MOVING)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
+def test_what_moves_numbers_takes_integers(door: str, name: str, dtype: torch.dtype) -> None:
+    make, extras = MOVING[name]
+    x = torch.arange(3 * WIDTH).view(3, WIDTH).to(dtype)
+    y = call(door, make(), x, extras)
+    rows = x[[0, 2, 1]] if name == "Dispatch" else x
+    assert y.dtype == dtype and torch.equal(y.flatten(), rows.flatten())
+
+
+def test_integers_do_not_reach_an_operation_behind_one_that_takes_them() -> None:
+    model = Sequential(ops.Identity(), ops.Reshape((3, WIDTH)), ops.Linear(WIDTH, 4))
+    with pytest.raises(TypeError, match="x is torch.int64, but Linear computes in floating point"):
+        model(torch.ones(3 * WIDTH, dtype=torch.int64))
+    model(torch.ones(3 * WIDTH))
+    with pytest.raises(TypeError, match="x is torch.int64, but Linear computes in floating point"):
+        model(torch.ones(3 * WIDTH, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("x", [[1.0], None, 2.0, (torch.ones(3, WIDTH),)], ids=lambda x: type(x).__name__)
+def test_only_a_tensor_is_x(door: str, x: Any) -> None:
+    with pytest.raises(TypeError, match=f"x is a {type(x).__name__}. Give a tensor"):
+        call(door, ops.GELU(), x, {})
+
+
+@pytest.mark.parametrize("door", ["alone", "sequential"])
+@pytest.mark.parametrize(
+    ("make", "name"), [(ops.AddExtraInput, "extra"), (ops.ScaledSReLU, "scales")], ids=["AddExtraInput", "ScaledSReLU"]
+)
+def test_an_imaginary_part_of_an_extra_input_is_not_dropped(door: str, make: Any, name: str) -> None:
+    shape = (3, WIDTH) if name == "extra" else (3,)
+    with pytest.raises(TypeError, match=f"{name} is torch.complex64, but operations compute in real numbers"):
+        call(door, make(), torch.ones(3, WIDTH), {name: torch.ones(shape) * 1j})
