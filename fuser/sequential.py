@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fuser.explain import explain
 from fuser.layout import Container, Layout
 from fuser.plan import Fusion, FusionPlanner, fusions_version
-from ops.callers_buffers import CallersBuffer, check_before_forward, place_of
+from ops.callers_buffers import CallersBuffer, check_between_stages, place_of
 from ops.input import check_real, check_tensor
 from ops.main_grad import OperationWithWeights, backward_dw
 from ops.operation import BasicOperation, at_border, check_buffers, check_extras
@@ -160,7 +160,7 @@ class Sequential(Container):
         for index, named in (buffers or {}).items():
             check_buffers(self[index], named, f"buffers[{index}]")
         if buffers and len(layout.stages) > 1:
-            self._check_between_stages(buffers, x, extras)
+            self._check_between_stages(layout, buffers, x, extras)
         version = fusions_version()
         for stage, passed_on in zip(layout.stages, layout.passed_on, strict=True):
             wanted = tuple(dict.fromkeys((*passed_on, *(name for name in outputs if name in stage.makes))))
@@ -181,11 +181,17 @@ class Sequential(Container):
             extras |= produced
         return (x, {name: at_border(extras[name]) for name in outputs}) if outputs else x
 
-    def _check_between_stages(self, buffers: Mapping[int, Mapping[str, Tensor]], x: Tensor, extras: Any) -> None:
-        modules = {place_of(label, module): module for label, module in self._modules.items() if module is not None}
-        places = list(modules)
-        given = [CallersBuffer(n, places[index], t) for index, named in buffers.items() for n, t in named.items()]
-        check_before_forward(given, modules, x, extras)
+    def _check_between_stages(self, layout: Layout, buffers: Any, x: Tensor, extras: Mapping[str, Any]) -> None:
+        places: dict[int | None, str] = {index: place_of(str(index), module) for index, module in enumerate(self)}
+        given = [
+            [
+                CallersBuffer(name, places[stage.indices[at]], tensor)
+                for at, named in layout.buffers_of(stage, buffers).items()
+                for name, tensor in named.items()
+            ]
+            for stage in layout.stages
+        ]
+        check_between_stages(given, dict(zip(places.values(), self, strict=True)), x, extras)
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that the oldest backward left to operations with `delay_wgrad_compute=True`.

@@ -50,16 +50,32 @@ def check_before_forward(
 
     modules: those that run, by what they are called in words. x, extras: what the first of them and any of them read.
     """
-    read: list[Other] = [(("x",), t) for t in _tensors(x)]
-    read += [(("the extra input {!r}", name), t) for name, value in extras.items() for t in _tensors(value)]
+    read = _read(x, extras)
     outputs = [buffer for buffer in buffers if buffer.name == "output"]
     gradients = [buffer for buffer in buffers if buffer.name != "output"]
     for written in (outputs, gradients):
         for index, buffer in enumerate(written):
-            _check([buffer], [(("the buffer {!r} of {}", b.name, b.place), b.tensor) for b in written[:index]])
+            _check([buffer], _others(written[:index]))
     _check(outputs, read)
     _check(gradients, [(what, t) for what, t in read if t is not None and t.requires_grad and t.is_leaf])
     _check(buffers, _kept(modules))
+
+
+def check_between_stages(
+    stages: Sequence[Sequence[CallersBuffer]],
+    modules: Mapping[str, torch.nn.Module],
+    x: Any,
+    extras: Mapping[str, Any],
+) -> None:
+    """The same for stages that are nodes of autograd's graph each: the backward of one cannot tell what an earlier one,
+    or a module between them, keeps. So no gradient of a later one is written where they read or wrote."""
+    check_before_forward([buffer for stage in stages for buffer in stage], modules, x, extras)
+    earlier: list[CallersBuffer] = []
+    for number, stage in enumerate(stages):
+        gradients = [buffer for buffer in stage if buffer.name != "output"]
+        if number:
+            _check(gradients, _read(x, extras) + _others(earlier))
+        earlier += [buffer for buffer in stage if buffer.name == "output"]
 
 
 def check_before_backward(
@@ -125,6 +141,15 @@ def _check(buffers: Sequence[CallersBuffer], others: Iterable[Other]) -> None:
                         f"The buffer {buffer.name!r} of {buffer.place} shares memory with {what.format(*names)}, "
                         "which would be overwritten. Give memory that nothing else lies in."
                     )
+
+
+def _read(x: Any, extras: Mapping[str, Any]) -> list[Other]:
+    read: list[Other] = [(("x",), t) for t in _tensors(x)]
+    return read + [(("the extra input {!r}", name), t) for name, value in extras.items() for t in _tensors(value)]
+
+
+def _others(buffers: Iterable[CallersBuffer]) -> list[Other]:
+    return [(("the buffer {!r} of {}", buffer.name, buffer.place), buffer.tensor) for buffer in buffers]
 
 
 def _kept(modules: Mapping[str, torch.nn.Module]) -> Iterator[Other]:

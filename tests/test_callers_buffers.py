@@ -119,6 +119,19 @@ def test_buffers_that_overlap_each_other_are_refused(name: str) -> None:
     assert not arena.any()
 
 
+@pytest.mark.parametrize("what", ["x", "scales", "h"])
+def test_a_later_stages_gradient_is_not_written_over_what_an_earlier_one_keeps(what: str) -> None:
+    first, gelu, last = layer()
+    x, scales = torch.randn(ROWS, WIDTH), torch.randn(ROWS * WIDTH)[:ROWS]
+    h = torch.empty(ROWS, WIDTH)
+    words = {"x": "x", "scales": "the extra input 'scales'", "h": r"the buffer 'output' of operation 0 \(Grouped.*\)"}
+    buffer = in_memory_of({"x": x, "scales": scales, "h": h}[what])
+    buffers = {0: {"output": h}, 3: {"grad_input": buffer}}
+    message = rf"'grad_input' of operation 3 \(GroupedLinear\) shares memory with {words[what]}, which would"
+    with pytest.raises(ValueError, match=message):
+        Sequential(first, gelu, nn.Tanh(), last)(x, split_sizes=SIZES, scales=scales, buffers=buffers)
+
+
 def test_an_ordinary_modules_parameter_is_not_overwritten() -> None:
     seq = Sequential(nn.Linear(WIDTH, WIDTH), ops.GroupedLinear(GROUPS, WIDTH, WIDTH), nn.Identity())
     buffer = in_memory_of(seq[0].weight)
