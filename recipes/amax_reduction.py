@@ -4,9 +4,9 @@ Of amaxes that differ in number a collective would hang, or take the maximum ove
 ranks first tell one another, in a message of fixed size, how many they bring, and a fingerprint of their roles and
 sizes in order. If these differ, every rank raises the same sentence, and no state is changed.
 
-Amaxes on the CPU are compared in each step, and so is a rank that brings none. Of those on a GPU the answer would make
-the host wait for the device, so there each list is compared once for each group, when it is new: a rank whose list
-changes later, while the others keep a list that has been compared, is not noticed before the collective.
+Amaxes on the CPU are compared in each step. With GPUs the answer would make the host wait for the device, so there each
+list is compared once for each group, when it is new: a rank whose list changes later, while the others keep a list that
+has been compared, is not noticed before the collective.
 
 A group in which one rank takes no part at all, because it left no `autocast` in this step, waits for it: that cannot be
 told from a rank that is late.
@@ -86,15 +86,18 @@ def _check_agreement(group: Any, brought: Sequence[Amaxes]) -> None:
     """Raise RuntimeError, on every rank alike, unless all bring the same."""
     contents = tuple((amaxes.role, len(amaxes.values)) for amaxes in brought)
     known = _agreed.setdefault(group, set())
-    on_device = bool(brought) and all(amaxes.values.is_cuda for amaxes in brought)
+    on_device = torch.cuda.is_available() and all(amaxes.values.is_cuda for amaxes in brought)
     if on_device and contents in known:
         return
     if on_device and torch.cuda.is_current_stream_capturing():
+        if not brought:
+            return
         raise RuntimeError(
             "The ranks of a process group have not compared these amaxes yet, and cannot while a graph is captured. "
             "Run forward and backward once under the recipe before the capture."
         )
-    told = _exchanged(group, (sum(number for _, number in contents), zlib.crc32(repr(contents).encode())))
+    device = brought[0].values.device if brought else None
+    told = _exchanged(group, (sum(number for _, number in contents), zlib.crc32(repr(contents).encode())), device)
     if len(set(told)) > 1:
         raise RuntimeError(_difference(group, told))
     if len(known) >= _MOST_AGREED:
@@ -102,10 +105,14 @@ def _check_agreement(group: Any, brought: Sequence[Amaxes]) -> None:
     known.add(contents)
 
 
-def _exchanged(group: Any, mine: tuple[int, int]) -> list[tuple[int, ...]]:
-    """What every rank of the group has given, in their order. Waits for them, and for the device if it goes there."""
-    device = "cpu" if "cpu:" in dist.get_backend_config(group) else torch.device("cuda", torch.cuda.current_device())
-    sent = torch.tensor(mine, dtype=torch.int64, device=device)
+def _exchanged(group: Any, mine: tuple[int, int], device: torch.device | None) -> list[tuple[int, ...]]:
+    """What every rank of the group has given, in their order. Waits for them, and for the device if the CPU has no way.
+
+    device: of the amaxes; None: there are none
+    """
+    if "cpu:" in dist.get_backend_config(group):
+        device = torch.device("cpu")
+    sent = torch.tensor(mine, dtype=torch.int64, device=device or torch.device("cuda", torch.cuda.current_device()))
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(received, sent, group=group)
     return [tuple(row) for row in torch.stack(received).tolist()]

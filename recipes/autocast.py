@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recipes.amax_reduction import check_group
 from recipes.arguments import as_flag
-from recipes.effects import Effect, perform
+from recipes.effects import Effect, perform, recording
 from recipes.names import as_recipe
 from recipes.pending import PendingUpdates, RecordsAmaxes, end_steps, forget
 from recipes.recipe import HighPrecision, Recipe
@@ -89,13 +89,20 @@ class autocast(ContextDecorator):
             entry.updates.discard()
             return
         quantizers = entry.updates.take()
-        awaited = () if self._only_evaluated(entry) else self._recipe.amax_reduction_groups(self._group)
+        awaited = self._awaited_by(entry)
         if quantizers or awaited:
             perform(Effect(_end_of_step, (quantizers, self._group, awaited), partial(forget, quantizers)))
 
-    def _only_evaluated(self, entry: Entry) -> bool:
-        """Whether no rank need wait for this one: an evaluation, which one rank may run alone, or a recomputation."""
-        return entry.scales is not None or entry.updates.has_evaluated or not torch.is_grad_enabled()
+    def _awaited_by(self, entry: Entry) -> tuple[Any, ...]:
+        """The groups whose ranks wait for this one, also if it recorded nothing.
+
+        None in an evaluation, which one rank may run alone, in a recomputation, and in a part of a graph, of which
+        backward has a context of its own.
+        """
+        is_recomputation = entry.scales is not None
+        if is_recomputation or entry.updates.has_evaluated or not torch.is_grad_enabled() or recording() is not None:
+            return ()
+        return self._recipe.amax_reduction_groups(self._group)
 
 
 def _check_kinds(amax_reduction_group: Any, keep_weights: Any, scales: Any) -> None:
