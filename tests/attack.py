@@ -27,7 +27,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -36,416 +36,25 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, checkpoint, ops
 from ops.main_grad import OperationWithWeights
-from recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    HighPrecision,
-    MixedScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-    Role,
-)
-from recipes.formats import Format
-from tests.attack_oracle import ACTIVATIONS, CLAMPED, GATES, SITU, UNGATED, Call, DelayedState, Layer
+from recipes import DelayedScaling, HighPrecision, NVFP4BlockScaling, Role
+from tests.attack_cases import OPTIMIZERS, Case, changed, computing_dtype, draw_case, takes_scales, width_behind
+from tests.attack_oracle import Call, DelayedState, Layer
 
 FORWARD_ROLES = (Role.INPUT, Role.WEIGHT)
-SCALED = ("ScaledSwiGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU")
-# What squares its input leaves the range of every dtype after a few layers.
-MILD = tuple(kind for kind in ACTIVATIONS if "SRe" not in kind)
-LAYOUTS = ("contiguous", "transposed", "wide", "every second row", "offset", "expanded rows", "expanded columns")
-
-
-@dataclass(frozen=True)
-class Case:
-    """All that a case does. Printed, it is the report's second line."""
-
-    seed: int
-    device: str
-    kind: str
-    layers: tuple[Layer, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    recipe: Recipe
-    groups: int = 0
-    splits: str = "random"
-    tail: int = 0
-    sizes_as: str = "int64"
-    path: str | None = None
-    x_layout: str = "contiguous"
-    dy_layout: str = "contiguous"
-    poisoned_tail: bool = False
-    x_requires_grad: bool = True
-    extras_require_grad: bool = True
-    outside: tuple[tuple[str, int], ...] = ()  # extra inputs of the caller's: name and the layer that takes it
-    frozen: tuple[str, ...] = ()
-    main_grad: str | None = None  # None, "add", "overwrite", "overwrite, no flag"
-    main_grad_dtype: torch.dtype = torch.float32
-    zero_out_wgrad: bool = False
-    delayed: bool = False
-    asked: str = "all"  # "all", "grad of x", "inputs: x", "inputs: some"
-    loss: str = "y"  # "y", "y and balance", "balance"
-    scope: str = "forward"  # of autocast: "forward", "forward and backward", "inside"
-    checkpoint: str | None = None
-    steps: int = 1
-    microbatches: int = 1
-    update: str = "none"
-    evaluates: bool = False
-    copies: bool = False
-    compares_copy: bool = True
-    compares_unfused: bool = False
-    in_flight: str | None = None
-
-    def __str__(self) -> str:
-        defaults = {f.name: f.default for f in fields(self)}
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        shown = {name: value for name, value in given.items() if name != "layers" and value != defaults[name]}
-        layers = " -> ".join(
-            f"{kind}({', '.join(f'{k}={v}' for k, v in arguments.items())})" + (f" under {own}" if own else "")
-            for kind, arguments, own in self.layers
-        )
-        return ", ".join(f"{name}={value}" for name, value in shown.items()) + f"\n    layers: {layers}"
-
-
-# ------------------------------------------------------------------------------------------------------------- drawing
-
-
-def draw_case(seed: int, device: str = "cpu") -> Case:
-    """The case of this seed on this kind of device."""
-    rng = random.Random(seed)
-    on_gpu = device.startswith("cuda")
-    kind = rng.choices(["dense", "grouped", "layer of experts"], [4, 4, 2])[0]
-    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-    dtype = rng.choices(dtypes, [2, 2, 5, 1] if on_gpu else [5, 2, 2, 1])[0]
-    recipe = _recipe(rng)
-    draw = _Draw(rng, on_gpu, recipe, dtype)
-    choices: dict[str, Any] = getattr(draw, {"dense": "dense", "grouped": "grouped"}.get(kind, "experts"))()
-    layers = choices.pop("layers")
-    has_groups = any(layer.kind == "GroupedLinear" for layer in layers)
-    has_weights = has_groups or any(layer.kind == "Linear" for layer in layers)
-    if has_weights and not isinstance(recipe, DelayedScaling) and rng.random() < 0.1:
-        at = rng.choice([i for i, layer in enumerate(layers) if layer.kind in ("Linear", "GroupedLinear")])
-        own = rng.choice([HighPrecision(), MXFP8BlockScaling(), Float8CurrentScaling()])
-        layers[at] = layers[at]._replace(recipe=own)
-    if has_groups:
-        choices["path"] = rng.choices([None, "split", "grouped"], [6, 2, 1])[0]
-        if choices["path"] == "grouped" and on_gpu and dtype == torch.float64:
-            choices["path"] = None
-    choices |= _of_training(rng, layers, recipe, has_weights, kind)
-    choices["x_layout"] = rng.choice(LAYOUTS) if rng.random() < 0.5 else "contiguous"
-    choices["dy_layout"] = rng.choice((*LAYOUTS, "one number")) if rng.random() < 0.5 else "contiguous"
-    case = Case(seed, device, kind, tuple(layers), dtype=dtype, recipe=recipe, **choices)
-    names = [name for name, _ in build(case).named_parameters()]
-    frozen: tuple[str, ...] = ()
-    if rng.random() < 0.4:
-        share = rng.choice([0.2, 0.5, 0.9])
-        frozen = tuple(name for name in names if rng.random() < share)
-    x_requires_grad = rng.random() < 0.75 or "x" in case.asked or "reentrant" in str(case.checkpoint)
-    return _with(case, frozen=frozen, x_requires_grad=x_requires_grad)
-
-
-def _with(case: Case, **changes: Any) -> Case:
-    return Case(**{f.name: getattr(case, f.name) for f in fields(case)} | changes)
-
-
-def _recipe(rng: random.Random) -> Recipe:
-    kind = rng.choices(["none", "delayed", "current", "block", "mxfp8", "nvfp4", "mixed"], [3, 2, 2, 2, 2, 3, 1])[0]
-    form = rng.choice([Format.HYBRID, Format.E4M3])
-    if kind == "none":
-        return HighPrecision()
-    if kind == "delayed":
-        return DelayedScaling(
-            margin=rng.choice([0, 0, 1]), fp8_format=form, amax_history_len=rng.choice([1, 2, 3, 16]),
-            amax_compute_algo=rng.choice(["max", "most_recent"]),
-        )  # fmt: skip
-    if kind == "current":
-        epsilon = rng.choice([0.0, 0.0, 1e-3])
-        return Float8CurrentScaling(fp8_format=form, power_2_scale=rng.random() < 0.3, amax_epsilon=epsilon)
-    if kind == "block":
-        dims = rng.choices([(1, 2, 1), (1, 1, 1), (2, 1, 1), (1, 1, 2)], [5, 1, 1, 1])[0]
-        return Float8BlockScaling(
-            fp8_format=form, use_f32_scales=rng.random() < 0.3, x_block_scaling_dim=dims[0],
-            w_block_scaling_dim=dims[1], grad_block_scaling_dim=dims[2],
-        )  # fmt: skip
-    if kind == "mxfp8":
-        floor = rng.random() < 0.2
-        return MXFP8BlockScaling(
-            fp8_format=form, scaling="floor" if floor else "round_up", enable_2d_quantization=rng.random() < 0.2
-        )
-    if kind == "nvfp4":
-        return NVFP4BlockScaling(
-            disable_rht=rng.random() < 0.5, disable_stochastic_rounding=rng.random() < 0.7,
-            disable_2d_quantization=rng.random() < 0.3, row_scaled_activation=rng.random() < 0.2,
-        )  # fmt: skip
-    some = ["high_precision", "fp8_current", "mxfp8", "fp8_block", NVFP4BlockScaling(True, True)]
-    return MixedScaling(
-        input=rng.choice(some), weight=rng.choice(some), grad_output=rng.choice(some),
-        input_for_wgrad=rng.choice([None, *some]), weight_for_dgrad=rng.choice([None, *some]),
-        grad_output_for_wgrad=rng.choice([None, *some]),
-    )  # fmt: skip
-
-
-def _of_training(
-    rng: random.Random, layers: Sequence[Layer], recipe: Recipe, has_weights: bool, kind: str
-) -> dict[str, Any]:
-    """What the trainer does."""
-    chosen: dict[str, Any] = {"steps": rng.choice([1, 2, 2, 3]), "microbatches": rng.choices([1, 2, 3], [6, 2, 1])[0]}
-    quantizes = not isinstance(recipe, HighPrecision)
-    stateful = isinstance(recipe, DelayedScaling)
-    if chosen["steps"] > 1:
-        chosen["update"] = rng.choice(UPDATES)
-        chosen["evaluates"] = rng.random() < 0.3
-        chosen["copies"] = rng.random() < 0.1
-    if has_weights and rng.random() < 0.35:
-        chosen["main_grad"] = rng.choice(["add", "overwrite", "overwrite, no flag"])
-        chosen["main_grad_dtype"] = rng.choice([torch.float32, torch.float32, None])
-        chosen["zero_out_wgrad"] = rng.random() < 0.2
-    if has_weights and rng.random() < 0.25:
-        chosen["delayed"] = True
-    if kind == "layer of experts":
-        chosen["loss"] = rng.choices(["y", "y and balance", "balance"], [3, 3, 1])[0]
-    if rng.random() < 0.2:
-        chosen["checkpoint"] = rng.choice(["fuser", "fuser, reentrant", "torch, reentrant", "torch"])
-    if "reentrant" in str(chosen.get("checkpoint")) and chosen.get("loss") == "balance":
-        chosen["loss"] = "y and balance"  # torch gives such a segment zeros where nothing came
-    scopes = ["forward", "forward", "forward and backward", "inside"]
-    if stateful and str(chosen.get("checkpoint")).startswith("torch"):
-        scopes = ["forward and backward"]
-    chosen["scope"] = rng.choice(scopes)
-    if "reentrant" not in str(chosen.get("checkpoint")) and chosen.get("loss", "y") == "y":
-        chosen["asked"] = rng.choices(["all", "grad of x", "inputs: x", "inputs: some"], [8, 1, 1, 1])[0]
-        if chosen["asked"] != "all" and stateful:
-            chosen |= {"steps": 1, "microbatches": 1}  # whether an amax is recorded then is not promised
-    chosen["compares_copy"] = rng.random() < (0.6 if quantizes else 0.2)
-    chosen["compares_unfused"] = rng.random() < 0.25
-    plain = chosen.get("asked") == "all" and not chosen.get("checkpoint") and not chosen.get("delayed")
-    if has_weights and plain and rng.random() < 0.08:
-        chosen["in_flight"] = rng.choice(["in place", "data twice"])
-    return chosen
-
-
-class _Draw:
-    """Draws the layers, the shape of x and the splits."""
-
-    def __init__(self, rng: random.Random, on_gpu: bool, recipe: Recipe, dtype: torch.dtype) -> None:
-        self.rng, self.on_gpu = rng, on_gpu
-        self.large = on_gpu and rng.random() < 0.4
-        self.mild = MILD if rng.random() < 0.9 else ACTIVATIONS
-        self.names = (f"branch{i}" for i in itertools.count())
-        self.layers: list[Layer] = []
-
-    def width(self) -> int:
-        if self.large:
-            return 64 * self.rng.randint(1, 8)
-        if self.rng.random() < 0.15:
-            return self.rng.choice([5, 7, 9, 20, 33, 130])
-        return self.rng.choice([16, 16, 32, 32, 48, 64, 128, 144])
-
-    def rows(self) -> int:
-        if self.large:
-            return self.rng.choice([1, 100, 512, 1000, 2048, 3001])
-        return self.rng.choice([0, 1, 1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 40])
-
-    def add(self, kind: str, **arguments: Any) -> None:
-        self.layers.append(Layer(kind, arguments))
-
-    def activation(self, kinds: Sequence[str], width: int) -> int:
-        """Add one that fits the width; returns the features behind it."""
-        fitting = [kind for kind in kinds if kind in UNGATED or width % 2 == 0]
-        if not fitting:
-            fitting = ["GELU"]
-        kind = self.rng.choice(fitting)
-        given: dict[str, Any] = {}
-        gated = kind not in UNGATED
-        if gated and "glu_interleave_size" in _arguments(kind) and self.rng.random() < 0.3:
-            runs = [size for size in (1, 2, 4, 8, 32) if width % (2 * size) == 0]
-            given["glu_interleave_size"] = self.rng.choice(runs)
-        if kind in CLAMPED and self.rng.random() < 0.3:
-            given |= {"limit": 0.7, "alpha": 1.1, "glu_linear_offset": 0.5}
-        if kind in SITU and self.rng.random() < 0.3:
-            given |= {"beta1": 1.5, "beta2": 3.0}
-        if "cache_quantized_input" in _arguments(kind) and self.rng.random() < 0.1:
-            given["cache_quantized_input"] = True
-        self.add(kind, **given)
-        return width // 2 if gated else width
-
-    def norm(self, width: int) -> None:
-        kind = self.rng.choice(["RMSNorm", "RMSNorm", "LayerNorm", "L2Normalization"])
-        if kind == "L2Normalization":
-            self.add(kind)
-        else:
-            self.add(kind, normalized_shape=width, zero_centered_gamma=self.rng.random() < 0.3)
-
-    def chain(self, width: int, length: int, shape: tuple[int, ...]) -> tuple[int, list[tuple[str, int]]]:
-        """Dense operations; returns the features behind them, and the extra inputs that the caller gives."""
-        rng, open_branches, outside = self.rng, [], []
-        for _ in range(length):
-            choice = rng.choice(
-                ["linear"] * 5 + ["bias"] * 2 + ["norm"] * 2 + ["activation"] * 3
-                + ["scale", "dropout", "reshape", "branch", "branch", "join", "join", "outside", "identity"]
-            )  # fmt: skip
-            if choice == "linear":
-                fitting = [w for _, w in open_branches]
-                new = rng.choice(fitting) if fitting and rng.random() < 0.5 else self.width()
-                self.add("Linear", in_features=width, out_features=new, bias=rng.random() < 0.6)
-                width = new
-            elif choice == "bias":
-                self.add("Bias", size=width)
-            elif choice == "norm":
-                self.norm(width)
-            elif choice == "activation":
-                width = self.activation([kind for kind in self.mild if kind not in SCALED], width)
-            elif choice == "scale":
-                self.add("ConstantScale", scale=rng.choice([0.5, -1.0, 0.3, 2.0]))
-            elif choice == "dropout":
-                self.add("Dropout", p=0.0)
-            elif choice == "identity":
-                self.add("Identity")
-            elif choice == "reshape" and len(shape) == 2 and shape[0]:
-                self.add("Reshape", shape=(-1, width))
-            elif choice == "branch":
-                name = next(self.names)
-                self.add("MakeExtraOutput", name=name)
-                open_branches.append((name, width))
-            elif choice == "join":
-                fitting_names = [name for name, w in open_branches if w == width]
-                if fitting_names:
-                    self.add("AddExtraInput", name=rng.choice(fitting_names))
-            elif choice == "outside" and rng.random() < 0.5:
-                name = f"outside{len(outside)}"
-                self.add("AddExtraInput", name=name)
-                outside.append((name, width))
-        return width, outside
-
-    def dense(self) -> dict[str, Any]:
-        width, rows = self.width(), self.rows()
-        lead = self.rng.choices([(rows,), (2, rows), ()], [8, 2, 0 if self.on_gpu else 0.2])[0]
-        shape = (*lead, width)
-        _, outside = self.chain(width, self.rng.randint(1, 8), shape)
-        if not self.layers:
-            self.add("Identity")
-        return {"layers": self.layers, "shape": shape, "outside": tuple(outside)}
-
-    def splits(self) -> dict[str, Any]:
-        kinds = ["random", "random", "some empty", "one takes all", "all empty", "equal"]
-        how = self.rng.choice(["list", "int32", "int64", "int64", "int32 on host", "int64 on host", "every second"])
-        return {
-            "groups": self.rng.choice([1, 2, 3, 4, 5, *([8, 33] if self.large else [])]),
-            "splits": self.rng.choice(kinds), "sizes_as": how,
-        }  # fmt: skip
-
-    def mlp(self, groups: int, width: int, out: int | None = None) -> int:
-        rng = self.rng
-        inner = self.width()
-        scaled = rng.random() < 0.6
-        kinds = [k for k in (*SCALED, "SwiGLU", "SiTUGLU", "ClampedSwiGLU") if (k in SCALED) is scaled]
-        if rng.random() < 0.2:
-            kinds = [kind for kind in self.mild if kind not in SCALED]
-        self.grouped_linear(groups, width, inner)
-        inner = self.activation(kinds, inner)
-        takes_scales = self.layers[-1].kind in SCALED
-        out = out or self.width()
-        self.grouped_linear(groups, inner, out, scale_bias=takes_scales and rng.random() < 0.3)
-        return out
-
-    def grouped_linear(self, groups: int, width: int, out: int, scale_bias: bool = False) -> None:
-        bias = scale_bias or self.rng.random() < 0.4
-        self.add(
-            "GroupedLinear", num_groups=groups, in_features=width, out_features=out, bias=bias, scale_bias=scale_bias,
-            stacked=self.rng.random() < 0.7,
-        )  # fmt: skip
-
-    def grouped(self) -> dict[str, Any]:
-        rng, width, splits = self.rng, self.width(), self.splits()
-        shape, outside = (self.rows(), width), []
-        if rng.random() < 0.25:
-            width, outside = self.chain(width, rng.randint(1, 3), shape)
-        if rng.random() < 0.2:
-            out = self.width()
-            self.grouped_linear(splits["groups"], width, out, scale_bias=rng.random() < 0.3)
-            width = out
-        else:
-            width = self.mlp(splits["groups"], width)
-        if rng.random() < 0.15:
-            width = self.mlp(splits["groups"], width)
-        if rng.random() < 0.2 and not outside:
-            width, outside = self.chain(width, rng.randint(1, 3), shape)
-        tail = rng.choice([0, 0, 1, 5]) if not self.large else rng.choice([0, 1, 200])
-        whole = [layer.kind == "GroupedLinear" for layer in (self.layers[0], self.layers[-1])]
-        poisoned = all(whole) and rng.random() < 0.3
-        return splits | {
-            "layers": self.layers, "shape": shape, "tail": tail, "outside": tuple(outside), "poisoned_tail": poisoned,
-        }  # fmt: skip
-
-    def experts(self) -> dict[str, Any]:
-        rng, width = self.rng, self.width()
-        groups = rng.choice([1, 2, 4, 5, *([16, 64] if self.large else [])])
-        residual = rng.random() < 0.6
-        if residual:
-            self.add("MakeExtraOutput", name="residual")
-        if rng.random() < 0.6:
-            self.norm(width)
-        self.add(
-            "Router", hidden_size=width, num_experts=groups, topk=rng.randint(1, min(groups, 4)),
-            use_pre_softmax=rng.random() < 0.5, normalize_probs=rng.random() < 0.3,
-        )  # fmt: skip
-        self.add("Dispatch", num_experts=groups)
-        self.mlp(groups, width, width)
-        self.add("Combine")
-        if residual:
-            self.add("AddExtraInput", name="residual")
-        return {"layers": self.layers, "shape": (self.rows(), width), "groups": groups}
-
-
-def _arguments(kind: str) -> Sequence[str]:
-    code = getattr(ops, kind).__init__.__code__
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
 
 # --------------------------------------------------------------------------------------------------- updates of weights
-
-
-class Optimizer(NamedTuple):
-    """An optimizer of torch with its arguments; `gpu`: on a GPU only."""
-
-    kind: str
-    arguments: Mapping[str, Any]
-    gpu: bool = False
-
-
-def _optimizers() -> Iterator[Optimizer]:
-    plain: Mapping[str, Mapping[str, Any]] = {
-        "SGD": {"lr": 1.0, "momentum": 0.5}, "Adam": {"lr": 0.1}, "AdamW": {"lr": 0.1}, "NAdam": {"lr": 0.1},
-        "RAdam": {"lr": 0.1}, "Adamax": {"lr": 0.1}, "Adagrad": {"lr": 0.1}, "Adadelta": {"lr": 5.0},
-        "RMSprop": {"lr": 0.05}, "Rprop": {"lr": 0.1}, "ASGD": {"lr": 1.0},
-    }  # fmt: skip
-    for kind, arguments in plain.items():
-        yield Optimizer(kind, arguments)
-        yield Optimizer(kind, {**arguments, "foreach": True})
-        if kind in ("SGD", "Adam", "AdamW", "Adagrad"):
-            yield Optimizer(kind, {**arguments, "fused": True})
-        if kind not in ("SGD", "Adagrad"):
-            yield Optimizer(kind, {**arguments, "capturable": True}, gpu=True)
-    if hasattr(torch.optim, "Adafactor"):
-        yield Optimizer("Adafactor", {"lr": 0.1})
-
-
-OPTIMIZERS = {f"{o.kind}({', '.join(f'{k}={v}' for k, v in o.arguments.items())})": o for o in _optimizers()}
-UPDATES = (
-    *OPTIMIZERS, *(["data.copy_"] * 4), *(["data assigned", "data assigned twice"] * 3), "load_state_dict",
-    "in place without grad", "in place without grad",
-)  # fmt: skip
 
 
 def update(case: Case, model: Sequential, optimizer: torch.optim.Optimizer | None, generator: torch.Generator) -> None:
     """Change the parameters as the case says. What is added has a few tenths of their size."""
 
-    def changed(p: Tensor) -> Tensor:
+    def moved(p: Tensor) -> Tensor:
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
         return (p.detach().double() + 0.3 * p.detach().double().std(unbiased=False).clamp(min=0.1) * noise).to(p.dtype)
 
     trained = [p for p in model.parameters() if p.requires_grad]
+    if optimizer is None and case.update in OPTIMIZERS:
+        return
     if optimizer is not None:
         for p in trained:
             if p.grad is not None:  # its size must not decide how far a step goes
@@ -453,44 +62,66 @@ def update(case: Case, model: Sequential, optimizer: torch.optim.Optimizer | Non
         optimizer.step()
     elif case.update == "load_state_dict":
         parameters = {name for name, _ in model.named_parameters()}
-        model.load_state_dict({n: changed(t) if n in parameters else t for n, t in model.state_dict().items()})
+        model.load_state_dict({n: moved(t) if n in parameters else t for n, t in model.state_dict().items()})
     for p in trained if optimizer is None else ():
         if case.update == "data.copy_":
-            p.data.copy_(changed(p))
+            p.data.copy_(moved(p))
         elif case.update in ("data assigned", "data assigned twice"):
-            p.data = changed(p)
+            p.data = moved(p)
             if case.update == "data assigned twice":
-                p.data = changed(p)
+                p.data = moved(p)
         elif case.update == "in place without grad":
             with torch.no_grad():
-                p.add_(changed(p) - p)
+                p.add_(moved(p) - p)
 
 
 # ------------------------------------------------------------------------------------------------------ building, data
 
 
-def build(case: Case, **settings: Any) -> Sequential:
+def _no_hook(module: nn.Module, inputs: Any) -> None:
+    return None
+
+
+def _lay_out_weights(case: Case, model: Sequential) -> None:
+    parameters = list(model.parameters())
+    if case.weight_layout == "transposed":
+        for p in parameters:
+            p.data = laid_out(p.data, "transposed")
+    elif case.weight_layout == "in one buffer" and parameters:
+        buffer = torch.cat([p.data.flatten() for p in parameters])
+        for p, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+            p.data = part.view(p.shape)
+
+
+def build(case: Case) -> Sequential:
     """The model, its parameters drawn from the seed."""
-    modules = []
+    modules: list[nn.Module] = []
     for layer in case.layers:
+        if layer.kind in ("Tanh", "Again"):
+            modules.append(nn.Tanh() if layer.kind == "Tanh" else modules[layer.arguments["layer"]])
+            continue
         arguments = dict(layer.arguments)
         if layer.kind in ("Linear", "GroupedLinear"):
             arguments |= {"accumulate_into_main_grad": case.main_grad is not None, "delay_wgrad_compute": case.delayed}
         modules.append(getattr(ops, layer.kind)(**arguments))
     generator = torch.Generator().manual_seed(case.seed)
     for layer, module in zip(case.layers, modules, strict=True):
-        for name, p in module.named_parameters():
+        for name, p in module.named_parameters() if layer.kind != "Again" else ():
             matrix = layer.kind in ("Linear", "GroupedLinear", "Router") and name.startswith("weight")
             scale = p.shape[-1] ** -0.5 if matrix else 0.2
             one = layer.kind in ("RMSNorm", "LayerNorm") and name == "weight"
             start = float(one and not layer.arguments["zero_centered_gamma"])
             p.data = (start + scale * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(case.dtype)
-    model = Sequential(*modules, path=case.path, **settings).to(case.device)
+    model = Sequential(*modules, path=case.path, retain_graph=case.retains_graph).to(case.device)
     for layer, module in zip(case.layers, modules, strict=True):
         if layer.recipe is not None:
-            module.set_recipe(layer.recipe)
-    for name, p in model.named_parameters():
-        p.requires_grad_(name not in case.frozen)
+            module.set_recipe(layer.recipe)  # type: ignore[operator]
+    _lay_out_weights(case, model)
+    if case.hooked is not None:
+        modules[case.hooked].register_forward_pre_hook(_no_hook)
+    rng = random.Random(case.seed + 9)
+    for p in model.parameters():
+        p.requires_grad_(rng.random() >= case.frozen)
     return model
 
 
@@ -509,22 +140,33 @@ def give_main_grads(case: Case, model: Sequential, like: Sequential | None = Non
     """Put a buffer on each weight; with the values and flags of `like`'s, if that is given."""
     if case.main_grad is None:
         return
-    theirs: Any = {} if like is None else owned_weights(like)
-    for name, weight in owned_weights(model).items():
-        w: Any = weight
+    owned: dict[str, Any] = owned_weights(model)  # type: ignore[assignment]
+    for w in owned.values():
         dtype = case.main_grad_dtype or w.dtype
         if w.dtype == torch.float64 and case.main_grad_dtype is None:
             dtype = torch.float64
         w.main_grad = torch.full(w.shape, 0.25 if case.main_grad == "add" else math.nan, dtype=dtype, device=w.device)
+        if case.main_grad_layout == "flat":
+            w.main_grad = w.main_grad.flatten()
+        elif case.main_grad_layout == "apart" and w.dim() == 3:
+            wider = w.main_grad.new_full((w.shape[0], w[0].numel() + 8), 7.0)
+            w.main_grad = wider[:, :-8].copy_(w.main_grad.flatten(1)).view(w.shape)
         w.overwrite_main_grad = case.main_grad != "add"
         if case.main_grad != "overwrite, no flag":
             w.grad_added_to_main_grad = False
         if case.zero_out_wgrad:
             w.zero_out_wgrad = True
-        if theirs:
-            w.main_grad.copy_(theirs[name].main_grad)
-            if hasattr(w, "grad_added_to_main_grad"):
-                w.grad_added_to_main_grad = theirs[name].grad_added_to_main_grad
+    if case.main_grad_layout.startswith("one bucket") and owned:
+        weights = list(owned.values())[:: -1 if "last first" in case.main_grad_layout else 1]
+        bucket = torch.cat([w.main_grad.flatten() for w in weights])
+        for w, part in zip(weights, bucket.split([w.numel() for w in weights]), strict=True):
+            w.main_grad = part.view(w.shape)
+    theirs: Any = {} if like is None else owned_weights(like)
+    for name in theirs:
+        w = owned[name]
+        w.main_grad.copy_(theirs[name].main_grad)
+        if hasattr(w, "grad_added_to_main_grad"):
+            w.grad_added_to_main_grad = theirs[name].grad_added_to_main_grad
 
 
 def laid_out(values: Tensor, layout: str) -> Tensor:
@@ -586,20 +228,24 @@ def make_batch(case: Case, number: int) -> Batch:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype).to(case.device)
 
     values = random_tensor(shape)
+    if case.magnitude in ("tiny", "large"):
+        values *= 2.0**-12 if case.magnitude == "tiny" else 100
+    elif case.magnitude == "outliers":
+        values = torch.where(values > 1.5, 8 * values, values)
+    elif case.magnitude == "rows of zeros":
+        values[::3] = 0
     if case.poisoned_tail and case.tail and "expanded" not in case.x_layout:
         values[-case.tail :] = math.nan
     x = laid_out(values, case.x_layout).detach().requires_grad_(case.x_requires_grad)
     extras = {}
-    if case.kind == "grouped" and any(_takes_scales(layer) for layer in case.layers):
+    if case.kind == "grouped" and any(takes_scales(layer) for layer in case.layers):
         scales = (torch.rand(shape[0], generator=generator, dtype=torch.float64) + 0.2).to(case.dtype).to(case.device)
-        extras["scales"] = scales.requires_grad_(case.extras_require_grad)
+        layout = case.extras_layout if case.extras_layout in ("wide", "offset") else "contiguous"
+        extras["scales"] = laid_out(scales, layout).detach().requires_grad_(case.extras_require_grad)
     for name, width in case.outside:
-        extras[name] = random_tensor((*shape[:-1], width)).requires_grad_(case.extras_require_grad)
+        extra = laid_out(random_tensor((*shape[:-1], width)), case.extras_layout)
+        extras[name] = extra.detach().requires_grad_(case.extras_require_grad)
     return Batch(x, extras, sizes, generator)
-
-
-def _takes_scales(layer: Layer) -> bool:
-    return layer.kind in SCALED or bool(layer.arguments.get("scale_bias"))
 
 
 def _sizes(rng: random.Random, groups: int, rows: int, how: str) -> list[int]:
@@ -629,53 +275,84 @@ class Outcome:
 
 
 def outputs_of(case: Case) -> tuple[str, ...]:
-    return ("indices", "load_balancing_loss") if case.kind == "layer of experts" else ()
+    return (*(("indices", "load_balancing_loss") if case.kind == "layer of experts" else ()), *case.outputs)
 
 
-def run_pass(
-    case: Case, model: Sequential, batch: Batch, slopes: Mapping[str, Tensor], *,
-    between: Callable[[], None] | None = None,
-) -> Outcome:
-    """Forward and backward of the model on leaves with the batch's values and strides."""
-    x = batch.x.detach().requires_grad_(batch.x.requires_grad)
-    extras = {name: t.detach().requires_grad_(t.requires_grad) for name, t in batch.extras.items()}
-    sizes = batch.split_sizes(case)
-    names = outputs_of(case)
+class Pass:
+    """A forward of the model on leaves with the batch's values and strides; `finish` runs its backward."""
 
-    def scope(of: str) -> AbstractContextManager[Any]:
-        return autocast(case.recipe) if case.scope == of else nullcontext()
+    def __init__(self, case: Case, model: Sequential, batch: Batch, slopes: Mapping[str, Tensor]) -> None:
+        self.case, self.model, self.batch, self.slopes = case, model, batch, slopes
+        self.x = batch.x.detach().requires_grad_(batch.x.requires_grad)
+        self.extras = {name: t.detach().requires_grad_(t.requires_grad) for name, t in batch.extras.items()}
+        self.sizes = batch.split_sizes(case)
+        self.outcome = Outcome()
 
-    def function(x: Tensor, *tensors: Tensor) -> Any:
-        given: dict[str, Any] = dict(zip(extras, tensors, strict=True))
-        if sizes is not None:
-            given["split_sizes"] = sizes
-        with scope("inside"):
-            result = model(x, outputs=names, **given)
+    def _scope(self, of: str) -> AbstractContextManager[Any]:
+        return autocast(self.case.recipe) if self.case.scope == of else nullcontext()
+
+    def run(self) -> Outcome:
+        """Forward and backward."""
+        with self._scope("forward and backward"):
+            self.forward()
+            self.finish()
+        return self.outcome
+
+    def forward(self) -> None:
+        """Forward alone."""
+        case, inputs = self.case, (self.x, *self.extras.values())
+        with self._scope("forward"), self._torch_autocast():
+            if case.checkpoint is None:
+                values = self._function(*inputs)
+            else:
+                run = checkpoint if case.checkpoint.startswith("fuser") else torch_checkpoint
+                values = run(self._function, *inputs, use_reentrant="reentrant" in case.checkpoint)
+        self.outcome.values = dict(zip(("y", *outputs_of(case)), values, strict=True))
+
+    def _torch_autocast(self) -> AbstractContextManager[Any]:
+        if not self.case.torch_autocast:
+            return nullcontext()
+        return torch.autocast(self.case.device.split(":")[0], torch.bfloat16)
+
+    def _function(self, x: Tensor, *tensors: Tensor) -> Any:
+        names = outputs_of(self.case)
+        given: dict[str, Any] = dict(zip(self.extras, tensors, strict=True))
+        if self.sizes is not None:
+            given["split_sizes"] = self.sizes
+        with self._scope("inside"):
+            result = self.model(x, outputs=names, buffers=self._buffers(), **given)
         return (result[0], *result[1].values()) if names else (result,)
 
-    with scope("forward and backward"):
-        with scope("forward"):
-            inputs = (x, *extras.values())
-            if case.checkpoint is None:
-                values = function(*inputs)
-            elif case.checkpoint.startswith("fuser"):
-                values = checkpoint(function, *inputs, use_reentrant="reentrant" in case.checkpoint)
-            else:
-                values = torch_checkpoint(function, *inputs, use_reentrant="reentrant" in case.checkpoint)
-        outcome = Outcome(dict(zip(("y", *names), values, strict=True)))
-        if between is not None:
-            between()
-        heads = {n: v for n, v in outcome.values.items() if n in slopes and v.requires_grad}
-        if heads:
-            roots, dys = list(heads.values()), [slopes[name] for name in heads]
-            if case.asked == "grad of x":
-                (outcome.grads["x"],) = torch.autograd.grad(roots, x, dys)
-            else:
-                leaves = {"x": x} | extras | dict(model.named_parameters())
-                asked = [leaves[name] for name in asked_names(case, model, batch)]
-                torch.autograd.backward(roots, dys, inputs=None if case.asked == "all" else asked)
-                outcome.grads |= {"x": x.grad} | {name: t.grad for name, t in extras.items()}
-    return outcome
+    def _buffers(self) -> dict[int, dict[str, Tensor]] | None:
+        """Memory of the caller's, of NaN."""
+        found: dict[int, dict[str, Tensor]] = {}
+        rows = self.x.shape[0]
+        if self.case.kind == "layer of experts":
+            rows *= next(layer.arguments["topk"] for layer in self.case.layers if layer.kind == "Router")
+        for index, name in self.case.buffers:
+            given = self.case.layers[index].arguments
+            width = given["out_features" if name == "output" else "in_features"]
+            buffer = torch.full((rows, width), math.nan, dtype=computing_dtype(self.case), device=self.case.device)
+            found.setdefault(index, {})[name] = buffer
+        return found or None
+
+    def finish(self) -> None:
+        """The backward that the case asks for; twice where the graph is retained."""
+        case, outcome = self.case, self.outcome
+        heads = {n: v for n, v in outcome.values.items() if n in self.slopes and v.requires_grad}
+        if not heads:
+            return
+        roots, dys = list(heads.values()), [self.slopes[name] for name in heads]
+        if case.asked == "grad of x":
+            (outcome.grads["x"],) = torch.autograd.grad(roots, self.x, dys)
+            return
+        leaves = {"x": self.x} | self.extras | dict(self.model.named_parameters())
+        asked = [leaves[name] for name in asked_names(case, self.model, self.batch)]
+        only = {} if case.asked == "all" else {"inputs": asked}
+        if case.retains_graph:
+            torch.autograd.backward(roots, dys, retain_graph=True, **only)
+        torch.autograd.backward(roots, dys, **only)
+        outcome.grads |= {"x": self.x.grad} | {name: t.grad for name, t in self.extras.items()}
 
 
 def asked_names(case: Case, model: Sequential, batch: Batch) -> list[str]:
@@ -692,24 +369,26 @@ def asked_names(case: Case, model: Sequential, batch: Batch) -> list[str]:
 
 def slopes_of(case: Case, batch: Batch) -> dict[str, Tensor]:
     """The gradients of the heads that the loss has. That of y has the strides of the case."""
-    width = case.shape[-1]
+    width, slopes_dtype = case.shape[-1], computing_dtype(case)
     for layer in case.layers:
-        width = _width_behind(layer, width)
+        width = width_behind(layer, width)
     shape = (*batch.x.shape[:-1], width)
-    values = torch.randn(shape, generator=batch.generator, dtype=torch.float64).to(case.dtype).to(case.device)
+    values = torch.randn(shape, generator=batch.generator, dtype=torch.float64).to(slopes_dtype).to(case.device)
     if case.poisoned_tail and case.tail and "expanded" not in case.dy_layout and case.dy_layout != "one number":
         values[-case.tail :] = math.nan
     slopes = {"y": laid_out(values, case.dy_layout)} if "y" in case.loss else {}
+    for name in case.outputs:
+        width = case.shape[-1]
+        for layer in case.layers:
+            if layer.kind == "MakeExtraOutput" and layer.arguments["name"] == name:
+                break
+            width = width_behind(layer, width)
+        values = torch.randn((*batch.x.shape[:-1], width), generator=batch.generator, dtype=torch.float64)
+        slopes[name] = values.to(slopes_dtype).to(case.device)
     if "balance" in case.loss:
         dtype = torch.promote_types(case.dtype, torch.float32)
         slopes["load_balancing_loss"] = torch.tensor(0.5, dtype=dtype, device=case.device)
     return slopes
-
-
-def _width_behind(layer: Layer, width: int) -> int:
-    if layer.kind in ("Linear", "GroupedLinear"):
-        return int(layer.arguments["out_features"])
-    return width // 2 if layer.kind in (*GATES, *CLAMPED, *SITU) else width
 
 
 # ----------------------------------------------------------------------------------------------------------- comparing
@@ -731,6 +410,7 @@ class Bound(NamedTuple):
 def bound_of(case: Case, gradient: bool) -> Bound:
     """By dtype and recipe. In float64 everything but stochastic rounding is exact, up to the order of the sums; in the
     others an error of the last place flips codes, by a spacing of the format each."""
+    dtype = computing_dtype(case)
     recipes = [case.recipe, *(layer.recipe for layer in case.layers if layer.recipe is not None)]
     text = str(recipes)
     four_bits = "NVFP4" in text
@@ -740,15 +420,15 @@ def bound_of(case: Case, gradient: bool) -> Bound:
     quantizes = any(not isinstance(r, HighPrecision) for r in recipes) or cached
     if stochastic and gradient:
         return Bound(None, STOCHASTIC)
-    if case.dtype == torch.float64 and not row_scaled:
+    if dtype == torch.float64 and not row_scaled:
         return Bound(1e-9)
     if four_bits:
-        return Bound(None, 0.35, 2.0)
+        return Bound(None, 0.35, 2.0, 0.1)
     if quantizes:
-        return Bound(None, 0.05 if case.dtype == torch.float32 else 0.1, 0.8)
-    if case.dtype == torch.float32:
+        return Bound(None, 0.05 if dtype == torch.float32 else 0.1, 0.8, 0.1)
+    if dtype == torch.float32:
         return Bound(1e-4)
-    return Bound(None, 0.06 if case.dtype == torch.bfloat16 else 0.01, 0.5)
+    return Bound(None, 0.06 if dtype == torch.bfloat16 else 0.01, 0.5, 0.1)
 
 
 def difference(name: str, got: Tensor | None, want: Tensor | None, bound: Bound) -> str | None:
@@ -774,7 +454,7 @@ def difference(name: str, got: Tensor | None, want: Tensor | None, bound: Bound)
         return f"{name}: off by {worst:.3e} of {scale:.3e}, bound {bound.element:.1e}{_where(error)}"
     scale = max(want.square().mean().sqrt().item(), bound.floor)
     rms = error.square().mean().sqrt().item()
-    if bound.rms == STOCHASTIC and error.numel() < 1000:
+    if bound.rms == STOCHASTIC and error.numel() < 10_000:
         scale *= 4  # few numbers, each off by up to a spacing
     rows = error.square().mean(-1).sqrt().max().item() if error.dim() else rms
     if rms <= bound.rms * scale and rows <= bound.row * scale:
@@ -813,50 +493,60 @@ class Trial:
     """One case as it runs. `problems` are the mismatches."""
 
     def __init__(self, case: Case) -> None:
-        self.case = case
+        self.base = self.case = case
         self.problems: list[str] = []
         self.where = ""
         self.model = build(case)
         give_main_grads(case, self.model)
-        self.state = DelayedState(case.recipe) if isinstance(case.recipe, DelayedScaling) else None
+        self.delayed_state = DelayedState(case.recipe) if isinstance(case.recipe, DelayedScaling) else None
         self.batches = itertools.count()
         self.generator = torch.Generator().manual_seed(case.seed + 7)
+        self.rng = random.Random(case.seed + 8)
         self.expected: dict[str, Tensor | None] = {}  # what autograd's .grad should hold
         self.expected_main: dict[str, Tensor] = {}
-        self.left: list[dict[str, Tensor]] = []  # of weights, to be accumulated by backward_dw
         self.optimizer = self._make_optimizer()
+
+    @property
+    def state(self) -> DelayedState | None:
+        return self.delayed_state if isinstance(self.case.recipe, DelayedScaling) else None
 
     def report(self, problem: str | None) -> None:
         if problem is not None:
             self.problems.append(f"{self.where}: {problem}")
 
     def run(self) -> None:
-        case = self.case
-        for step in range(case.steps):
+        base = self.base
+        if base.evaluates_before:
+            self.where = "evaluation before step 0"
+            self._evaluate(torch.inference_mode if base.evaluates_before == "inference_mode" else torch.no_grad)
+        for step in range(base.steps):
+            if step % 2 and base.other_recipe is not None:
+                self.case = changed(base, recipe=base.other_recipe)
+            else:
+                self.case = base
+            last_step = step == base.steps - 1
             self._begin_step()
-            for microbatch in range(case.microbatches):
+            together = base.microbatches if base.forwards_first else 1
+            for microbatch in range(0, base.microbatches, together):
                 self.where = f"step {step}, microbatch {microbatch}"
-                last = (step, microbatch) == (case.steps - 1, case.microbatches - 1)
-                self._train(in_flight=case.in_flight if last else None)
+                last = last_step and microbatch + together == base.microbatches
+                self._train(together, base.in_flight if last else None)
                 if self.problems:
                     return
-            if case.evaluates:
+            if base.evaluates:
                 self.where = f"evaluation after step {step}"
-                self._evaluate()
-            if step < case.steps - 1:
+                self._evaluate(torch.no_grad)
+            if not last_step:
                 self._update()
-                if case.copies:
-                    self._copy()
             if not all(p.isfinite().all() and p.abs().max() < 100 for p in self.model.parameters()):
                 return
 
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
-        chosen = OPTIMIZERS.get(self.case.update)
+        chosen = OPTIMIZERS.get(self.base.update)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        if chosen is None or not trained:
+        if chosen is None or not trained or (chosen.gpu and self.base.device == "cpu"):
             return None
-        arguments = {k: v for k, v in chosen.arguments.items() if k != "capturable" or self.case.device != "cpu"}
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, chosen.kind)(trained, **arguments)
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, chosen.kind)(trained, **chosen.arguments)
         return optimizer
 
     def _begin_step(self) -> None:
@@ -868,42 +558,86 @@ class Trial:
             if hasattr(w, "grad_added_to_main_grad"):
                 w.grad_added_to_main_grad = False
 
-    def _train(self, in_flight: str | None) -> None:
+    def _values(self) -> dict[str, Tensor]:
+        """The parameters as they are now, in float64, rounded to what torch.autocast computes in."""
+        values = {}
+        for name, p in self.model.named_parameters():
+            kept = self.case.layers[int(name.split(".")[0])].kind == "Router"
+            values[name] = p.detach().to(p.dtype if kept else computing_dtype(self.case)).double().clone()
+        return values
+
+    def _train(self, number: int, in_flight: str | None) -> None:
+        """`number` microbatches: all their forwards, then all their backwards."""
         case, model = self.case, self.model
-        batch = make_batch(case, next(self.batches))
-        slopes = slopes_of(case, batch)
-        given = {"x": batch.x, **batch.extras, **{f"gradient of {n}": t for n, t in slopes.items()}}
-        before = {name: memory_bytes(t) for name, t in given.items()}
-        values = {name: p.detach().double() for name, p in model.named_parameters()}
-        buffers = {n: p.main_grad.clone() for n, p in owned_weights(model).items()} if case.main_grad else {}  # type: ignore[attr-defined]
-        fresh = copy.deepcopy(model) if case.compares_copy else None
-        if fresh is not None:
-            give_main_grads(case, fresh, model)
-        unfused = self._unfused() if case.compares_unfused else None
-        seed = random.Random(case.seed + self.generator.initial_seed()).randrange(2**31)
-        torch.manual_seed(seed)
-        if in_flight is not None and self._expects_refusal():
-            self._change_in_flight(batch, slopes, in_flight)
+        batches = [make_batch(case, next(self.batches)) for _ in range(number)]
+        slopes = [slopes_of(case, batch) for batch in batches]
+        if in_flight is not None and self._changed_weight() is not None:
+            self._change_in_flight(batches[0], slopes[0], in_flight)
             return
+        given = [
+            {"x": b.x, **b.extras, **{f"gradient of {n}": t for n, t in own.items()}}
+            for b, own in zip(batches, slopes, strict=True)
+        ]
+        before = [{name: memory_bytes(t) for name, t in own.items()} for own in given]
+        values = self._values()
+        buffers = {}
+        if case.main_grad:
+            held: dict[str, Any] = owned_weights(model)  # type: ignore[assignment]
+            buffers = {n: p.main_grad.double().clone().view(p.shape) for n, p in held.items()}
+        compares = number == 1 and not case.retains_graph
+        fresh = self._copied() if case.compares_copy and compares else None
+        unfused = self._unfused() if case.compares_unfused and compares else None
+        seed = self.rng.randrange(2**31)
+        _seed(seed)
         had_none = all(p.grad is None for p in model.parameters())
+        passes = [Pass(case, model, batch, own) for batch, own in zip(batches, slopes, strict=True)]
         try:
-            outcome = run_pass(case, model, batch, slopes)
+            if number == 1:
+                passes[0].run()
+            else:
+                for one in passes:
+                    one.forward()
+                for one in passes:
+                    one.finish()
         except RuntimeError as error:
             if self._may_refuse_checkpoint() and ("autocast" in str(error) or "recipe" in str(error)):
                 return
             raise
-        for name, t in given.items():
-            if not torch.equal(memory_bytes(t), before[name]):
-                self.report(f"{name} was changed")
-        call, leaves = self._oracle(values, batch, outcome, slopes)
-        self._check_outcome(batch, outcome, call, leaves)
-        self._account(batch, leaves, buffers)
+        for tensors, memory in zip(given, before, strict=True):
+            for name, t in tensors.items():
+                if not torch.equal(memory_bytes(t), memory[name]):
+                    self.report(f"{name} was changed")
+        all_leaves = []
+        for one in passes:
+            call, leaves = self._oracle(values, one.batch, one.outcome, one.slopes)
+            self._check_outcome(one.batch, one.outcome, call, leaves)
+            all_leaves.append(leaves)
+        self._account(batches[0], all_leaves, buffers)
         self._check_gradients()
         self._check_state()
         for kind, other in (("a copy of the model", fresh), ("unfused", unfused)):
             if other is not None and not self.problems:
-                torch.manual_seed(seed)
-                self._check_other(kind, other, batch, slopes, outcome, had_none and case.main_grad is None)
+                _seed(seed)
+                same_form = kind == "unfused" or case.copied_by != "other form"
+                grads = had_none and case.main_grad is None and same_form
+                self._check_other(kind, other, batches[0], slopes[0], passes[0].outcome, grads)
+
+    def _copied(self) -> Sequential:
+        """Another model with the parameters and states of this one, which has quantized nothing yet."""
+        case = self.case
+        if case.copied_by == "deepcopy":
+            model = copy.deepcopy(self.model)
+        else:
+            flips = case.copied_by == "other form"
+            layers = tuple(_in_other_form(layer) if flips else layer for layer in case.layers)
+            model = build(changed(case, layers=layers))
+            model.load_state_dict(self.model.state_dict())
+            trained = {n.rstrip("0123456789") for n, p in self.model.named_parameters() if p.requires_grad}
+            same = dict(self.model.named_parameters())
+            for name, p in model.named_parameters():
+                p.requires_grad_(same[name].requires_grad if name in same else name.rstrip("0123456789") in trained)
+        give_main_grads(case, model, self.model if case.copied_by != "other form" else None)
+        return model
 
     def _may_refuse_checkpoint(self) -> bool:
         """torch's checkpoint with the recipe around forward alone: refused, or right."""
@@ -933,7 +667,8 @@ class Trial:
                 inactive = torch.arange(x.shape[0], device=x.device) >= sum(batch.sizes)
                 x = torch.where(inactive[:, None], 0.0, x)
         indices = outcome.values.get("indices")
-        call = Call(case.layers, parameters, extras, case.dtype, case.recipe, self.state, records, indices)
+        dtype = computing_dtype(case)
+        call = Call(case.layers, parameters, extras, dtype, case.recipe, self.state, records, indices)
         y = call.run(x)
         call.outputs["y"] = y
         if self.state is not None and records and case.scope != "forward and backward":
@@ -941,9 +676,10 @@ class Trial:
         heads = {n: call.outputs[n] for n in slopes if call.outputs[n].requires_grad} if records else {}
         if heads:
             roots, dys = list(heads.values()), [slopes[n].double() for n in heads]
-            if "y" in heads and batch.sizes is not None and case.poisoned_tail:
-                dys[0] = dys[0].nan_to_num(nan=0.0)
-            torch.autograd.backward(roots, dys)
+            dys = [dy.nan_to_num(nan=0.0) for dy in dys]  # past the sum of the splits
+            torch.autograd.backward(roots, dys, retain_graph=case.retains_graph)
+            if case.retains_graph:
+                torch.autograd.backward(roots, dys)
         if self.state is not None and records:
             self.state.end_step(tuple(Role))
         for problem in call.problems:
@@ -972,14 +708,18 @@ class Trial:
             if name in outcome.grads or want is not None:
                 self.report(difference(f"d{name}", outcome.grads.get(name), want, bound_of(case, True)))
 
-    def _account(self, batch: Batch, leaves: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    def _account(
+        self, batch: Batch, all_leaves: Sequence[Mapping[str, Tensor]], buffers: Mapping[str, Tensor]
+    ) -> None:
         """What the parameters' gradients should be by now, by the oracle's."""
         case, owned = self.case, owned_weights(self.model)
         asked = asked_names(case, self.model, batch)
-        found = {n: leaves[n].grad for n in self.expected if n in asked}
-        reached = {n: g for n, g in found.items() if g is not None}
+        reached: dict[str, Tensor] = {}
+        for leaves in all_leaves:
+            found = {n: leaves[n].grad for n in self.expected if n in asked}
+            reached |= {n: g + reached.get(n, 0) for n, g in found.items() if g is not None}
         late = {n: g for n, g in reached.items() if n in owned and case.delayed}
-        self.expected_main = {n: t.double() for n, t in buffers.items()}
+        self.expected_main = dict(buffers)
         at_once = {n: g for n, g in reached.items() if n not in late}
         self._add({n: g for n, g in at_once.items() if n not in owned or not case.main_grad})
         self._add_main({n: g for n, g in at_once.items() if n in owned and case.main_grad})
@@ -990,7 +730,8 @@ class Trial:
                 self.report(f"backward {has} left a gradient to backward_dw, though {sorted(late)} were asked for")
                 return
             if late:
-                self.model.backward_dw()
+                for _ in range(len(all_leaves) * (1 + case.retains_graph)):
+                    self.model.backward_dw()
                 if self.model.need_backward_dw():
                     self.report("backward_dw left a gradient")
             (self._add_main if case.main_grad else self._add)(late)
@@ -1019,7 +760,7 @@ class Trial:
                 self.report(difference(f"gradient of {name} {when}".strip(), p.grad, self.expected[name], bound))
                 continue
             arrived = self.expected[name] is not None
-            main, want = held.main_grad, self.expected_main[name]
+            main, want = held.main_grad.view(p.shape), self.expected_main[name]
             if not arrived and not bool((main.isnan() & want.isnan() | (main == want)).all()):
                 self.report(f"{name}.main_grad was written {when}, though nothing asks for it")
             elif arrived:
@@ -1055,7 +796,7 @@ class Trial:
     ) -> None:
         """Another model with the same parameters and states: the same bits; of fused ones on a GPU nearly so."""
         case = self.case
-        again = run_pass(case, other, batch, slopes)
+        again = Pass(case, other, batch, slopes).run()
         if case.delayed and other.need_backward_dw():
             other.backward_dw()
         stochastic = bound_of(case, True).rms == STOCHASTIC
@@ -1074,33 +815,35 @@ class Trial:
             problem = differing_bits(name, got, want) if bits else difference(name, got, want, bound_of(case, gradient))
             self.report(None if problem is None else f"not the same as {kind}: {problem}")
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, mode: Callable[[], AbstractContextManager[Any]]) -> None:
         """y without gradients, which leaves no trace; the next step shows it."""
         case, batch = self.case, make_batch(self.case, next(self.batches))
-        values = {name: p.detach().double() for name, p in self.model.named_parameters()}
         self.model.eval()
-        with torch.no_grad():
-            outcome = run_pass(_with(case, checkpoint=None), self.model, batch, {})
+        with mode():
+            one = Pass(changed(case, checkpoint=None), self.model, batch, {})
+            outcome = one.run()
         self.model.train()
-        call, leaves = self._oracle(values, batch, outcome, {}, records=False)
+        call, leaves = self._oracle(self._values(), batch, outcome, {}, records=False)
         self._check_outcome(batch, outcome, call, leaves, evaluating=True)
 
     def _update(self) -> None:
         for weight in owned_weights(self.model).values() if self.case.main_grad else ():
             w: Any = weight
             if not w.main_grad.isnan().any():
-                w.grad = w.main_grad.to(w.dtype)
+                w.grad = w.main_grad.view(w.shape).to(w.dtype)
         update(self.case, self.model, self.optimizer, self.generator)
+        if self.case.refreezes:
+            for p in self.model.parameters():
+                p.requires_grad_(self.rng.random() < 0.6)
+            give_main_grads(self.case, self.model)
+        if self.case.copies:
+            self._copy()
 
     def _copy(self) -> None:
         model = copy.deepcopy(self.model)
         give_main_grads(self.case, model, self.model)
         self.model = model
         self.optimizer = self._make_optimizer()
-
-    def _expects_refusal(self) -> bool:
-        """Whether a product's dgrad reads a weight that can be changed between forward and backward."""
-        return self._changed_weight() is not None
 
     def _changed_weight(self) -> nn.Parameter | None:
         case, needs = self.case, self.case.x_requires_grad
@@ -1126,13 +869,29 @@ class Trial:
                 weight.data = weight.data * 1.5
                 weight.data = weight.data * 1.5
 
+        one = Pass(self.case, self.model, batch, slopes)
         try:
-            run_pass(self.case, self.model, batch, slopes, between=change)
+            one.forward()
+            change()
+            one.finish()
         except RuntimeError as error:
             if "between forward and backward" not in str(error):
                 self.report(f"a weight changed between forward and backward gives {error}")
             return
         self.report(f"a weight changed between forward and backward ({how}) is not noticed")
+
+
+def _seed(seed: int) -> None:
+    """As torch.manual_seed, which takes a millisecond where there is no GPU."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+
+
+def _in_other_form(layer: Layer) -> Layer:
+    if layer.kind != "GroupedLinear":
+        return layer
+    return layer._replace(arguments={**layer.arguments, "stacked": not layer.arguments["stacked"]})
 
 
 def run_case(case: Case) -> list[str]:

@@ -481,6 +481,8 @@ class Call:
 
     def run(self, x: Tensor) -> Tensor:
         """y in float64, rounded to the dtype after each layer."""
+        if self.dtype != torch.float64:
+            x = _Rounded.apply(x, self.dtype)
         for index, layer in enumerate(self.layers):
             x = self._layer(index, layer, x)
             if self.dtype != torch.float64:
@@ -501,6 +503,10 @@ class Call:
 
     def _layer(self, index: int, layer: Layer, x: Tensor) -> Tensor:
         kind, given = layer.kind, layer.arguments
+        if kind == "Again":
+            return self._layer(given["layer"], self.layers[given["layer"]], x)
+        if kind == "Tanh":
+            return torch.tanh(x)
         weight, bias = self._parameter(index, "weight"), self._parameter(index, "bias")
         if kind == "Linear":
             assert weight is not None
