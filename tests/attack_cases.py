@@ -79,6 +79,10 @@ class Case:
     forwards_first: bool = False  # all microbatches' forwards, then their backwards
     evaluates_before: str | None = None  # "no_grad", "inference_mode"
     refreezes: bool = False
+    one_by_one: bool = False  # each operation is called by itself, without a Sequential
+    eval_mode: bool = False
+    wide_layers: bool = False  # norms, biases and the router in float32
+    x_dtype: torch.dtype | None = None  # if not that of the weights
     compares_copy: bool = True
     copied_by: str = "deepcopy"  # "state_dict", "other form": grouped weights stacked where they were not
     compares_unfused: bool = False
@@ -124,6 +128,7 @@ def draw_case(seed: int, device: str = "cpu") -> Case:
     choices |= _of_training(rng, layers, recipe, has_weights, kind)
     choices["x_layout"] = rng.choice(LAYOUTS) if rng.random() < 0.5 else "contiguous"
     choices["dy_layout"] = rng.choice((*LAYOUTS, "one number")) if rng.random() < 0.5 else "contiguous"
+    choices["eval_mode"] = draw.dropout > 0
     choices |= _of_memory(rng, layers, choices, dtype, recipe)
     frozen = rng.choice([0.2, 0.5, 0.9]) if rng.random() < 0.4 else 0.0
     asked, recomputes = choices.get("asked", "all"), choices.get("checkpoint", "")
@@ -167,9 +172,14 @@ def _of_memory(
     if "weight_layout" not in chosen:  # another layout, another order of the sums
         chosen["copied_by"] = rng.choice(["deepcopy", "deepcopy", "state_dict", "other form"])
     chosen["refreezes"] = rng.random() < 0.15
+    if dtype != torch.float64 and not choices.get("torch_autocast"):
+        chosen["wide_layers"] = rng.random() < 0.1
+        chosen["x_dtype"] = rng.choice([torch.float32, torch.bfloat16]) if rng.random() < 0.1 else None
+    if rng.random() < 0.08 and not (choices.get("path") or chosen.get("buffers")):
+        chosen["one_by_one"] = True
     stateful = isinstance(recipe, DelayedScaling)
     alone = not stateful and choices["scope"] != "forward and backward" and "checkpoint" not in choices
-    if plain and alone and choices.get("main_grad") != "overwrite, no flag":
+    if plain and alone and "one_by_one" not in chosen and choices.get("main_grad") != "overwrite, no flag":
         chosen["retains_graph"] = rng.random() < 0.1 and not chosen.get("buffers")
         chosen["forwards_first"] = choices["microbatches"] > 1 and rng.random() < 0.4
     if rng.random() < 0.15 and not choices.get("delayed"):
@@ -261,6 +271,7 @@ class _Draw:
         self.rng, self.on_gpu = rng, on_gpu
         self.large = on_gpu and rng.random() < 0.4
         self.mild = MILD if rng.random() < 0.9 else ACTIVATIONS
+        self.dropout = rng.choice([0.0, 0.0, 0.5])  # 0.5 in eval mode alone
         self.names = (f"branch{i}" for i in itertools.count())
         self.layers: list[Layer] = []
 
@@ -329,7 +340,7 @@ class _Draw:
             elif choice == "scale":
                 self.add("ConstantScale", scale=rng.choice([0.5, -1.0, 0.3, 2.0]))
             elif choice == "dropout":
-                self.add("Dropout", p=0.0)
+                self.add("Dropout", p=self.dropout)
             elif choice == "identity":
                 self.add("Identity")
             elif choice == "reshape" and len(shape) == 2 and shape[0]:
@@ -344,7 +355,7 @@ class _Draw:
                     self.add("Again", layer=rng.choice(fitting))
             elif choice == "branch":
                 name = next(self.names)
-                self.add("MakeExtraOutput", name=name)
+                self.add("MakeExtraOutput", name=name, in_place=rng.random() < 0.2)
                 open_branches.append((name, width))
             elif choice == "join":
                 fitting_names = [name for name, w in open_branches if w == width]
@@ -478,8 +489,28 @@ UPDATES = (
 )  # fmt: skip
 
 
-def computing_dtype(case: Case) -> torch.dtype:
-    return torch.bfloat16 if case.torch_autocast else case.dtype
+WIDE = ("RMSNorm", "LayerNorm", "Bias", "Router")
+
+
+def dtypes_of(case: Case) -> list[torch.dtype]:
+    """The dtype that each layer computes in: torch.autocast's, else that of its parameters, else that of x as it
+    arrives."""
+    arriving = case.x_dtype or case.dtype
+    found: list[torch.dtype] = []
+    for layer in case.layers:
+        if layer.kind == "Again":
+            layer = case.layers[layer.arguments["layer"]]
+        if layer.kind in ("Linear", "GroupedLinear", *WIDE):
+            arriving = torch.float32 if case.wide_layers and layer.kind in WIDE else case.dtype
+        if case.torch_autocast and layer.kind != "Tanh":
+            arriving = torch.bfloat16
+        found.append(arriving)
+    return found
+
+
+def coarsest_dtype(case: Case) -> torch.dtype:
+    """The dtype of the largest error in it."""
+    return max((case.x_dtype or case.dtype, *dtypes_of(case)), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def width_behind(layer: Layer, width: int) -> int:
