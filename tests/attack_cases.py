@@ -106,13 +106,17 @@ def draw_case(seed: int, device: str = "cpu") -> Case:
     """The case of this seed on this kind of device."""
     rng = random.Random(seed)
     on_gpu = device.startswith("cuda")
-    kind = rng.choices(["dense", "grouped", "layer of experts"], [4, 4, 2])[0]
+    kind = rng.choices(["dense", "grouped", "layer of experts", "one product"], [4, 4, 2, 2])[0]
     dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
     dtype = rng.choices(dtypes, [2, 2, 5, 1] if on_gpu else [5, 2, 2, 1])[0]
     recipe = _recipe(rng)
     draw = _Draw(rng, on_gpu, recipe, dtype)
-    choices: dict[str, Any] = getattr(draw, {"dense": "dense", "grouped": "grouped"}.get(kind, "experts"))()
-    layers = choices.pop("layers")
+    if kind == "one product":
+        kind = rng.choice(["dense", "grouped"])
+        choices = draw.one_product(kind)
+    else:
+        choices = {"dense": draw.dense, "grouped": draw.grouped, "layer of experts": draw.experts}[kind]()
+    layers: list[Layer] = choices.pop("layers")
     has_groups = any(layer.kind == "GroupedLinear" for layer in layers)
     has_weights = has_groups or any(layer.kind == "Linear" for layer in layers)
     if has_weights and not isinstance(recipe, DelayedScaling) and rng.random() < 0.1:
@@ -170,7 +174,8 @@ def _of_memory(
     if rng.random() < 0.15:
         chosen["evaluates_before"] = rng.choice(["no_grad", "inference_mode"])
     if "weight_layout" not in chosen:  # another layout, another order of the sums
-        chosen["copied_by"] = rng.choice(["deepcopy", "deepcopy", "state_dict", "other form"])
+        forms = ["other form"] if choices.get("asked") != "inputs: some" else []
+        chosen["copied_by"] = rng.choice(["deepcopy", "deepcopy", "state_dict", *forms])
     chosen["refreezes"] = rng.random() < 0.15
     if dtype != torch.float64 and not choices.get("torch_autocast"):
         chosen["wide_layers"] = rng.random() < 0.1
@@ -375,6 +380,18 @@ class _Draw:
         if not self.layers:
             self.add("Identity")
         return {"layers": self.layers, "shape": shape, "outside": tuple(outside)}
+
+    def one_product(self, kind: str) -> dict[str, Any]:
+        """A layer whose operands are the caller's own, so that no code can flip: its bounds are those of the sums."""
+        width, out, rows = self.width(), self.width(), self.rows()
+        if kind == "dense":
+            self.add("Linear", in_features=width, out_features=out, bias=self.rng.random() < 0.5)
+            return {"layers": self.layers, "shape": (rows, width)}
+        splits = self.splits()
+        self.grouped_linear(splits["groups"], width, out, scale_bias=self.rng.random() < 0.2)
+        poisoned = self.rng.random() < 0.3
+        tail = self.rng.choice([0, 3])
+        return splits | {"layers": self.layers, "shape": (rows, width), "tail": tail, "poisoned_tail": poisoned}
 
     def splits(self) -> dict[str, Any]:
         kinds = ["random", "random", "some empty", "one takes all", "all empty", "equal"]

@@ -11,6 +11,7 @@ Values, not codes: an operand is a matrix of float64 numbers and a factor `alpha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -173,16 +174,16 @@ class MX(Numbers):
 
 @dataclass(frozen=True)
 class NVFP4(Numbers):
-    """hadamard: transform the contracted axis in runs of 16, rounded to bfloat16; the axis stays padded then."""
+    """hadamard: transform the contracted axis in runs of 16, and round to this dtype; the axis stays padded then."""
 
     square: bool = False
     row_scaled: bool = False
-    hadamard: bool = False
+    hadamard: torch.dtype | None = None
 
     def operand(self, x: Tensor) -> Operand:
         x = float32(x)
-        if self.hadamard:
-            x = hadamard(x)
+        if self.hadamard is not None:
+            x = hadamard(x).to(self.hadamard).double()
         blocks = in_blocks(x, 16 if self.square else 1, 16)
         if self.row_scaled:
             amax = F.pad(x.abs(), (0, 1)).amax(1)[:, None, None, None]
@@ -200,8 +201,8 @@ class NVFP4(Numbers):
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """max |x|, 0 of nothing."""
-    return x.abs().max() if x.numel() else x.new_zeros(())
+    """max |x|, of nothing 0; NaN counts as 0."""
+    return x.abs().nan_to_num(nan=0.0, posinf=math.inf).max() if x.numel() else x.new_zeros(())
 
 
 def block_magnitude(blocks: Tensor) -> Tensor:
@@ -217,7 +218,7 @@ def hadamard(x: Tensor) -> Tensor:
     for distance in (1, 2, 4, 8):
         a, b = y.unflatten(2, (-1, 2, distance)).unbind(3)
         y = float32(torch.stack((a + b, a - b), 3)).flatten(2)
-    return (y / 4).flatten(1).to(torch.bfloat16).to(torch.float64)
+    return float32(y / 4).flatten(1)
 
 
 def numbers_of(recipe: Recipe, role: Role, columnwise: bool, dtype: torch.dtype) -> Numbers | None:
@@ -235,7 +236,10 @@ def numbers_of(recipe: Recipe, role: Role, columnwise: bool, dtype: torch.dtype)
         if role is Role.WEIGHT:
             return NVFP4(square=not recipe.disable_2d_quantization)
         row_scaled = recipe.row_scaled_activation and role is Role.INPUT and not columnwise
-        return NVFP4(row_scaled=row_scaled, hadamard=columnwise and not recipe.disable_rht)
+        if not columnwise or recipe.disable_rht:
+            return NVFP4(row_scaled=row_scaled)
+        rounds = dtype == torch.bfloat16 and not getattr(recipe, "disable_rht_rounding", False)
+        return NVFP4(hadamard=torch.bfloat16 if rounds else torch.float32)
     form = recipe.fp8_format.name  # type: ignore[attr-defined]
     element = ELEMENTS["E5M2" if form == "E5M2" or (form == "HYBRID" and role is Role.GRAD_OUTPUT) else "E4M3"]
     if isinstance(recipe, DelayedScaling):
@@ -291,7 +295,8 @@ class DelayedState:
                 past = [*history.amaxes[1:, group].tolist(), amax.item()]
                 used = max(past) if self.recipe.amax_compute_algo == "max" else past[-1]
                 largest = torch.tensor(element.largest * 2.0**-self.recipe.margin, dtype=torch.float64)
-                history.scales[group] = float32(largest / used).clamp(max=FLOAT32_MAX)
+                if math.isfinite(used):
+                    history.scales[group] = float32(largest / used).clamp(max=FLOAT32_MAX)
                 # The open slot holds 0 again; with one row there is nothing else.
                 rolled = torch.tensor([0.0, *past[1:]] if len(past) > 1 else [0.0])
                 history.amaxes[:, group] = rolled.to(history.amaxes)
