@@ -99,7 +99,7 @@ def _lay_out_weights(case: Case, model: Sequential) -> None:
     if case.weight_layout == "transposed":
         for p in parameters:
             p.data = laid_out(p.data, "transposed")
-    elif case.weight_layout == "in one buffer" and parameters:
+    elif case.weight_layout == "in one buffer" and len({p.dtype for p in parameters}) == 1:
         buffer = torch.cat([p.data.flatten() for p in parameters])
         for p, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
             p.data = part.view(p.shape)
@@ -540,6 +540,7 @@ class Trial:
     def __init__(self, case: Case) -> None:
         self.base = self.case = case
         self.problems: list[str] = []
+        self.ends = False
         self.where = ""
         self.model = build(case)
         give_main_grads(case, self.model)
@@ -576,7 +577,7 @@ class Trial:
                 self.where = f"step {step}, microbatch {microbatch}"
                 last = last_step and microbatch + together == base.microbatches
                 self._train(together, base.in_flight if last else None)
-                if self.problems:
+                if self.problems or self.ends:
                     return
             if base.evaluates:
                 self.where = f"evaluation after step {step}"
@@ -619,6 +620,7 @@ class Trial:
         slopes = [slopes_of(case, batch) for batch in batches]
         if in_flight is not None and self._changed_weight() is not None:
             self._change_in_flight(batches[0], slopes[0], in_flight)
+            self.ends = True
             return
         given = [
             {"x": b.x, **b.extras, **{f"gradient of {n}": t for n, t in own.items()}}

@@ -153,7 +153,7 @@ def _of_memory(
 ) -> dict[str, Any]:
     """What numbers x holds, where tensors lie, what else the caller hands over or asks for."""
     chosen: dict[str, Any] = {"magnitude": rng.choices(
-        ["1", "tiny", "large", "outliers", "rows of zeros"], [12, 1, 1 if dtype != torch.float16 else 0, 1, 1]
+        ["1", "outliers", "rows of zeros", "tiny", "large"], [12, 1, 1, *((0, 0) if dtype == torch.float16 else (1, 1))]
     )[0]}  # fmt: skip
     if rng.random() < 0.3:
         chosen["extras_layout"] = rng.choice(LAYOUTS)
@@ -221,7 +221,8 @@ def _recipe(rng: random.Random) -> Recipe:
             disable_rht=rng.random() < 0.5, disable_stochastic_rounding=rng.random() < 0.7,
             disable_2d_quantization=rng.random() < 0.3, row_scaled_activation=rng.random() < 0.2,
         )  # fmt: skip
-    some = ["high_precision", "fp8_current", "mxfp8", "fp8_block", NVFP4BlockScaling(True, True)]
+    four_bits = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
+    some = ["high_precision", "fp8_current", "mxfp8", "fp8_block", four_bits]
     return MixedScaling(
         input=rng.choice(some), weight=rng.choice(some), grad_output=rng.choice(some),
         input_for_wgrad=rng.choice([None, *some]), weight_for_dgrad=rng.choice([None, *some]),
