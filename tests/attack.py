@@ -466,7 +466,7 @@ def bound_of(case: Case, gradient: bool) -> Bound:
     if quantizes:
         return Bound(None, 0.05 if dtype == torch.float32 else 0.1, 0.8, 0.1)
     if dtype == torch.float32:  # of many numbers some lie at the kink of an activation
-        return Bound(1e-4) if case.device == "cpu" else Bound(None, 1e-3, 0.5, 0.1)
+        return Bound(3e-4) if case.device == "cpu" else Bound(None, 1e-3, 0.5, 0.1)
     return Bound(None, 0.06 if dtype == torch.bfloat16 else 0.01, 0.5, 0.1)
 
 
@@ -497,7 +497,8 @@ def difference(name: str, got: Tensor | None, want: Tensor | None, bound: Bound)
         if worst <= bound.element * scale:
             return None
         return f"{name}: off by {worst:.3e} of {scale:.3e}, bound {bound.element:.1e}{_where(error)}"
-    scale = max(want.square().mean().sqrt().item(), bound.floor)
+    floor = bound.floor if want.dim() > 1 else 5 * bound.floor  # sums over rows or features may cancel
+    scale = max(want.square().mean().sqrt().item(), floor)
     rms = error.square().mean().sqrt().item()
     if bound.rms == STOCHASTIC and error.numel() < 10_000:  # few numbers, each off by up to a spacing
         scale *= 4 if error.numel() >= 100 else 20
@@ -922,7 +923,8 @@ class Trial:
             change()
             one.finish()
         except RuntimeError as error:
-            if "between forward and backward" not in str(error):
+            said = str(error)  # torch says the second, of a weight that is saved as an operand
+            if "between forward and backward" not in said and "modified by an inplace operation" not in said:
                 self.report(f"a weight changed between forward and backward gives {error}")
             return
         self.report(f"a weight changed between forward and backward ({how}) is not noticed")
@@ -965,7 +967,7 @@ def run_case(case: Case) -> list[str]:
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{last.filename.rsplit('/', 2)[-2]}/{last.filename.rsplit('/', 1)[-1]}:{last.lineno}"
-            return [f"{type(error).__name__} at {place}: {error}"]
+            return [f"{type(error).__name__} at {place}: {' '.join(str(error).split())[:400]}"]
     return trial.problems
 
 
