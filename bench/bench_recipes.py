@@ -22,7 +22,7 @@ from torch import Tensor
 import fuser
 from bench.case import DTYPE, PASSES, Step
 from bench.grouped_case import GroupedCase, expert_mlp
-from bench.memory import peak_bytes, saved_bytes
+from bench.memory import peak_bytes, saved_bytes, saved_tensors
 from bench.models import EXPERT_SHAPES, TINY_SHAPES
 from bench.plots import why_no_plots
 from bench.products import PRODUCTS, grouped_products
@@ -32,6 +32,7 @@ from bench.schedule import BASELINE, known_recipes, recipe_named
 from bench.sqnr import require_sqnr, sqnr_floor
 from bench.timing import time_interleaved
 from bench.usage import UsageError, require_device
+from fuser import constant_weights
 from recipes import Role
 
 MODELS = {**EXPERT_SHAPES, **TINY_SHAPES}
@@ -58,7 +59,7 @@ def compare_recipes(case: GroupedCase, labels: list[str], *, steps: int = 20) ->
             way,
             recipe_named(way).support(case.device) if ours else "torch",
             sqnr,
-            saved_bytes(call, but=case.weights) / case.rows,
+            saved_bytes_of_rows(case, call) / case.rows,
             peak_bytes(step, case.device),
         )
         if ours:
@@ -81,6 +82,15 @@ def compare_recipes(case: GroupedCase, labels: list[str], *, steps: int = 20) ->
         replace(found, times={passes: of_ways[found.way] for passes, of_ways in times.items() if found.way in of_ways})
         for found in outcomes
     ]
+
+
+def saved_bytes_of_rows(case: GroupedCase, call: Callable[[], Tensor]) -> int:
+    """What a call keeps for backward, without weights and their quantized copies: those two calls in a scope share."""
+    with constant_weights(case.layer):
+        before = {tensor.untyped_storage().data_ptr(): tensor for tensor in saved_tensors(call)}
+        for given in case.inputs.values():
+            before.pop(given.untyped_storage().data_ptr(), None)
+        return saved_bytes(call, but=[*case.weights, *before.values()])
 
 
 def checked_products(case: GroupedCase, labels: list[str]) -> dict[str, Step]:

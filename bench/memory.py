@@ -11,18 +11,23 @@ def saved_bytes(call: Callable[[], Tensor], *, but: Iterable[Tensor] = ()) -> in
 
     An input of the caller's that is kept as it is counts.
     """
-    saved: list[Tensor] = []  # kept alive, so that no two storages have one address
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in but}
+    # They are alive, so no two storages have one address.
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved_tensors(call)}
+    return sum(size for address, size in storages.items() if address not in left_out)
+
+
+def saved_tensors(call: Callable[[], Tensor]) -> list[Tensor]:
+    """What `save_for_backward` keeps in a call."""
+    saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = call()
-    left_out = {tensor.untyped_storage().data_ptr() for tensor in but}
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
-    del y
-    return sum(size for address, size in storages.items() if address not in left_out)
+        call()
+    return saved
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:

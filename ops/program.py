@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.callers_buffers import place_of
 from ops.context import held_parameter
 from ops.paths import choose_path
 from recipes.recipe import Role
@@ -157,11 +156,6 @@ class Program:
             if wiring.writes is not None
         }
         self.reuses_gradients = any(wiring.reuses_gradients for wiring in self.backward)
-
-    def places(self, labels: Sequence[str]) -> dict[str, Any]:
-        """The operations, each called by where it stands."""
-        operations = [context["operation"] for context in self.contexts]
-        return {place_of(label, operation): operation for label, operation in zip(labels, operations, strict=True)}
 
     def _wire(self, operations: Sequence[Any], step: Step) -> Wiring:
         covered = [operations[index] for index in step.indices]

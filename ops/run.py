@@ -21,6 +21,7 @@ from ops.callers_buffers import (
     check_before_backward,
     check_before_forward,
     note_handed_on,
+    place_of,
 )
 from ops.context import OperationContext, at_tensor, state_of
 from ops.in_place import check_writable, memory_of
@@ -295,7 +296,8 @@ class _Call:
             self.contexts[index].buffers = dict(named)
         if self.buffers:
             self.given_buffers = buffers_of(self.contexts, self.labels)
-            check_before_forward(self.given_buffers, self.program.places(self.labels), x, self.environment)
+            modules = {place_of(*named): named[1] for named in zip(self.labels, self.operations, strict=True)}
+            check_before_forward(self.given_buffers, modules, x, self.environment)
         if self.program.read_after:
             self.given = [t for t in (x, *self.environment.values()) if isinstance(t, Tensor)]
         for wiring in self.program.forward:

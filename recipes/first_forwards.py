@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
+
 from recipes.recipe import Recipe, Role
 from recipes.stack import Stack, open_entries, reentered
 
@@ -19,10 +21,14 @@ _HOW = "Use fuser.checkpoint, or open autocast(recipe) inside of the function th
 
 
 class _Forwards(NamedTuple):
-    """Of one recipe: how many there are, and the stack of the last one."""
+    """Of one recipe: how many there are, the stack of the last one, and whether any ran with gradients on."""
 
     outstanding: int
     entries: Stack
+    with_grad: bool
+
+
+_NONE = _Forwards(0, (), False)
 
 
 class FirstForwards:
@@ -34,8 +40,8 @@ class FirstForwards:
     def began(self, training: bool, recipe: Recipe) -> None:
         """A forward runs under this recipe, outside of any backward."""
         key = training, recipe
-        known = self._pending.pop(key, None)
-        self._pending[key] = _Forwards(1 if known is None else known.outstanding + 1, open_entries())
+        outstanding, _, with_grad = self._pending.pop(key, _NONE)
+        self._pending[key] = _Forwards(outstanding + 1, open_entries(), with_grad or torch.is_grad_enabled())
         if len(self._pending) > _MOST:
             del self._pending[next(iter(self._pending))]
 
@@ -51,6 +57,7 @@ class FirstForwards:
     def entered_again(self, training: bool) -> Iterator[None]:
         """Within a backward: under the recipe of the forward that is computed again.
 
+        It records amaxes if the first time did not: reentrant checkpointing runs that without gradients.
         Raises RuntimeError if that recipe is not known, or if its scales have moved since.
         """
         entries = open_entries()
@@ -61,21 +68,21 @@ class FirstForwards:
         if found is None:  # nothing ran before: not a recomputation
             yield
             return
-        recipe, first = found
+        recipe, (_, first, with_grad) = found
         if _keeps_state(recipe) and not (first and first[0].is_open):
             raise RuntimeError(
                 f"A forward under {recipe.name!r} is computed again in a backward, after the step of its autocast has "
                 f"ended and its scales have moved. {_HOW}"
             )
-        with reentered(first):
+        with reentered(first, records=not with_grad):
             yield
 
-    def _found(self, training: bool) -> tuple[Recipe, Stack] | None:
-        pending = {recipe: known.entries for (kind, recipe), known in self._pending.items() if kind == training}
+    def _found(self, training: bool) -> tuple[Recipe, _Forwards] | None:
+        pending = {recipe: known for (kind, recipe), known in self._pending.items() if kind == training}
         if not pending:
             return None
         if len(pending) > 1:
-            still_open = {recipe: entries for recipe, entries in pending.items() if entries and entries[0].is_open}
+            still_open = {r: known for r, known in pending.items() if known.entries and known.entries[0].is_open}
             if len(still_open) != 1:
                 raise RuntimeError(
                     "A forward is computed again in a backward, and which recipe it first ran under is not known: "

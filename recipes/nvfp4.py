@@ -47,7 +47,7 @@ class NVFP4BlockScaling(Recipe):
     names: ClassVar[tuple[str, ...]] = ("nvfp4",)
 
     disable_rht: bool = False
-    disable_rht_rounding: bool = False
+    disable_rht_rounding: bool = field(default=False, kw_only=True)
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
     row_scaled_activation: bool = False

@@ -50,10 +50,11 @@ class Entry:
 
     holder:       the context manager; the entry is open while that lives and has not been left
     if_abandoned: is called if it dies without having been left
+    records:      whether amaxes are recorded though a backward runs
     in_backward:  whether it was opened within a backward
     """
 
-    __slots__ = ("__weakref__", "_holder", "in_backward", "keep_weights", "recipe", "scales", "updates")
+    __slots__ = ("__weakref__", "_holder", "in_backward", "keep_weights", "recipe", "records", "scales", "updates")
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class Entry:
         scales: CastScales | None = None,
         keep_weights: Tensor | None = None,
         *,
+        records: bool = False,
         if_abandoned: Callable[[], None] | None = None,
     ) -> None:
         call = None if if_abandoned is None else lambda _: if_abandoned()
@@ -71,15 +73,16 @@ class Entry:
         self.updates = updates
         self.scales = scales
         self.keep_weights = keep_weights
+        self.records = records
         self.in_backward = torch._C._current_graph_task_id() >= 0
 
     @property
     def is_open(self) -> bool:
         return self._holder() is not None
 
-    def reopened(self, holder: Any) -> Entry:
+    def reopened(self, holder: Any, records: bool) -> Entry:
         """The same entry, open while `holder` lives."""
-        return Entry(holder, self.recipe, self.updates, self.scales, self.keep_weights)
+        return Entry(holder, self.recipe, self.updates, self.scales, self.keep_weights, records=records)
 
     def close(self) -> None:
         """It has been left."""
@@ -133,10 +136,13 @@ class _Holder:
 
 
 @contextmanager
-def reentered(entries: Stack) -> Iterator[None]:
-    """These entries alone are this thread's stack, and open, also where they were left in the meantime."""
+def reentered(entries: Stack, *, records: bool = False) -> Iterator[None]:
+    """These entries alone are this thread's stack, and open, also where they were left in the meantime.
+
+    records: record amaxes though a backward runs
+    """
     holder = _Holder()
-    with entered(tuple(entry.reopened(holder) for entry in entries)):
+    with entered(tuple([entry.reopened(holder, records) for entry in entries])):
         yield
 
 
@@ -162,11 +168,13 @@ def scale_in_use(state: int, scale: Tensor) -> Tensor:
 
 def records_amaxes() -> bool:
     """Whether quantizers with a state record now: not in an evaluation, and not in a recomputation."""
-    runs = [entry.scales for entry in open_entries() if entry.scales is not None]
+    entries = open_entries()
+    runs = [entry.scales for entry in entries if entry.scales is not None]
     if runs:
         return all(run.records and not run.replays for run in runs)
     # A forward inside of a backward is a recomputation, by torch's own checkpoint.
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+    is_first = torch._C._current_graph_task_id() == -1 or any(entry.records for entry in entries)
+    return is_first and torch.is_grad_enabled()
 
 
 def keep_weights_flag() -> Tensor | None:

@@ -156,3 +156,20 @@ def test_on_the_threads_of_a_gpu(recipe, use_reentrant, torch_last):
         return model(x).sin() if torch_last else model(x)
 
     assert same(run(lambda x: torch_checkpoint(segment, x, use_reentrant=use_reentrant)), run(segment))
+
+
+@REENTRANT
+def test_delayed_scaling_records_once_where_autocast_covers_both_passes(use_reentrant):
+    """Reentrant checkpointing runs the first time without gradients: what is computed again records."""
+    found = []
+    for run in (lambda model, x: torch_checkpoint(model, x, use_reentrant=use_reentrant), lambda model, x: model(x)):
+        torch.manual_seed(0)
+        model = dense()
+        for _ in range(3):
+            x = leaf()
+            with autocast("fp8_delayed"):
+                y = run(model, x)
+                steps = everything(y, x, model)
+        assert (model[0].quantizer_input_scale != 1).all()
+        found.append([*steps, *model.buffers()])
+    assert same(*found)
