@@ -13,7 +13,7 @@ def saved_bytes(call: Callable[[], Tensor], *, but: Iterable[Tensor] = ()) -> in
     """
     left_out = {tensor.untyped_storage().data_ptr() for tensor in but}
     # They are alive, so no two storages have one address.
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved_tensors(call)}
+    storages = {(at := tensor.untyped_storage()).data_ptr(): at.nbytes() for tensor in saved_tensors(call)}
     return sum(size for address, size in storages.items() if address not in left_out)
 
 
