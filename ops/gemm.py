@@ -199,9 +199,10 @@ def wgrad(
     """
     if out is None:
         return gemm("NT", dy, x, dtype, alpha=alpha, split_accumulator=split_accumulator)
-    if float8_operands("NT", dy, x) is not None:
-        product = gemm("NT", dy, x, torch.float32, alpha=alpha, split_accumulator=split_accumulator)
-        return store(product, out, accumulate)
+    # Codes are multiplied by a kernel that writes new memory, and float64 has no grouped kernel on a GPU.
+    if float8_operands("NT", dy, x) is not None or (dtype == torch.float64 and out.is_cuda):
+        sums = torch.promote_types(dtype, torch.float32)
+        return store(gemm("NT", dy, x, sums, alpha=alpha, split_accumulator=split_accumulator), out, accumulate)
     left, right = operands("NT", dy, x, dtype)
     rows_dy, rows_x = _matrices("NT", left, right)
     scale = combined_alpha(left, right)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from functools import partial
@@ -691,3 +692,24 @@ def test_switches_that_are_on_are_shown() -> None:
     linear = ops.Linear(2, 3, accumulate_into_main_grad=True)
     assert repr(linear) == "Linear(in_features=2, out_features=3, bias=True, accumulate_into_main_grad=True)"
     assert "delay_wgrad_compute=True)" in repr(ops.GroupedLinear(2, 2, 3, delay_wgrad_compute=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_block", "fp8_current"])
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
+def test_float64_goes_into_main_grad_on_a_gpu(kind, recipe, overwrites):
+    """There is no grouped kernel for it: products are made apart."""
+    factory = {"bias": False, "dtype": torch.float64, "device": "cuda", "accumulate_into_main_grad": True}
+    op = ops.Linear(48, 64, **factory) if kind == "Linear" else ops.GroupedLinear(3, 48, 64, **factory)
+    extras = {} if kind == "Linear" else {"split_sizes": [5, 0, 9]}
+    plain = copy.deepcopy(op)
+    plain.accumulate_into_main_grad = False
+    op.weight.main_grad = torch.full_like(op.weight, 3)
+    op.weight.overwrite_main_grad, op.weight.grad_added_to_main_grad = overwrites, False
+    x = torch.randn(14, 48, dtype=torch.float64, device="cuda")
+    for model in (op, plain):
+        with autocast(recipe):
+            model(x, **extras).square().sum().backward()
+    expected = plain.weight.grad + (0 if overwrites else 3)
+    torch.testing.assert_close(op.weight.main_grad, expected, rtol=1e-12, atol=1e-12)
