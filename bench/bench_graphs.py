@@ -12,14 +12,14 @@ step before it is timed. A CPU has no graphs: there the replays are compared, an
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd import DeviceType
 
-from bench.case import make_step
+from bench.case import Call, Step
 from bench.grouped_case import GroupedCase, expert_mlp
 from bench.models import EXPERT_SHAPES, TINY_SHAPES
 from bench.results import add_json_argument, write_results
@@ -33,7 +33,6 @@ TOKENS = (16, 256, 4096)
 MODELS = {"cuda": "olmoe-1b-7b", "cpu": "tiny-olmoe-1b-7b"}
 MAX_OF_KERNELS = 1.3  # at the fewest tokens
 
-Step = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,6 @@ def make_steps(label: str, case: GroupedCase) -> dict[str, Step]:
     recipe = recipe_named(label)
 
     def eager(sizes: Tensor = sizes) -> Tensor:
-        # As after an optimizer's step: the weights are cast anew, which a replay always does.
-        torch.autograd.graph.increment_version(list(case.weights))
         with autocast(recipe=recipe):
             return case.layer(x, split_sizes=sizes, scales=scales)
 
@@ -85,15 +82,27 @@ def make_steps(label: str, case: GroupedCase) -> dict[str, Step]:
                 buffer.copy_(value)
             for weight in case.weights:
                 weight.main_grad.zero_()  # type: ignore[attr-defined]
-            step = make_step(lambda call=call: call(each), (x, scales), case.dy, "forward + backward")  # noqa: B023
+            step = _make_step(lambda call=call: call(each), (x, scales), case.dy)  # noqa: B023
             found.append([t.clone() for t in (*step(), *(w.main_grad for w in case.weights))])  # type: ignore[attr-defined]
         names = ["y", "dx", "dscales", *(f"main_grad {n}" for n in range(1, len(case.weights) + 1))]
         for name, ours, theirs in zip(names, found[1], found[0], strict=True):
             assert torch.equal(ours, theirs), f"{label}: {name} of a replay is not that of the eager step"
     return {
-        name: make_step(call, (x, scales), case.dy, "forward + backward")
-        for name, call in (("eager", eager), ("replay", replayed))
+        name: _make_step(call, (x, scales), case.dy) for name, call in (("eager", eager), ("replay", replayed))
     }
+
+
+def _make_step(call: Call, inputs: Sequence[Tensor], dy: Tensor) -> Step:
+    """The output and the inputs' gradients; those of the weights go into main_grad, so all are asked for."""
+
+    def step() -> list[Tensor]:
+        for tensor in inputs:
+            tensor.grad = None
+        y = call()
+        y.backward(dy)
+        return [y.detach(), *[tensor.grad for tensor in inputs if tensor.grad is not None]]
+
+    return step
 
 
 def measure_graphs(label: str, model: str, *, rounds: int) -> Iterator[GraphFigures]:

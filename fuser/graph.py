@@ -17,6 +17,8 @@ from fuser.graph_record import Graphs
 from fuser.schedule import Event, Item, Pass, Schedule
 from fuser.schedule import Instance as Place
 from fuser.schedule_memory import MemoryPlan
+from ops.nested_backward import unwanted_parameters
+from ops.operation import BasicOperation
 from recipes.recipe import Recipe
 
 
@@ -140,6 +142,8 @@ class GraphedCallable:
         self.num_params = len(self._params)
         self.num_leading = min(1, len(instance.sample.at))  # tensors that stand before the parameters
         self._flag = instance.settings.keep_weights
+        inside = self.module.modules()
+        self._lands_elsewhere = any(isinstance(o, BasicOperation) and o.lands_elsewhere for o in inside)
         self._records_amaxes = instance.settings.with_backward and graphs.has_effects(Event(Pass.FORWARD, *place))
 
     @property
@@ -210,6 +214,21 @@ class GraphedCallable:
         self._graphs.replay(Event(Pass.FORWARD, *self._place), lambda: _fill(buffers.inputs, tensors))
         return [output.detach() for output in buffers.outputs]
 
+    def check_asked_for(self, edges: Sequence[tuple[Any, int]]) -> None:
+        """Raise RuntimeError if the backward that runs now does not want what a replay would add to buffers.
+
+        edges: of the node, to inputs and parameters
+        """
+        if not self._lands_elsewhere:
+            return
+        first = self.num_leading
+        if unwanted_parameters(edges[first : first + self.num_params], all_must_be_known=True):
+            raise RuntimeError(
+                f"{self._label} was captured with gradients that go into main_grad or are delayed, and a replay "
+                "computes them, but this backward asks for others alone (torch.autograd.grad, backward(inputs=...)). "
+                "Call backward() without inputs, or the module itself."
+            )
+
     def replay_backward(self, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
         instance, buffers = self._instance, self._instance.buffers
         if buffers is None:
@@ -242,7 +261,9 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(fctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *fctx.graphed.replay_backward(dys)
+        graphed = fctx.graphed
+        graphed.check_asked_for(fctx.next_functions)
+        return None, *graphed.replay_backward(dys)
 
 
 def _nothing() -> None:

@@ -428,7 +428,9 @@ class _RetainingFunction(torch.autograd.Function):
         if buffers:
             check_before_backward(buffers, record.parameters, saved, (dy, *d_returned), edges)
         with without_autocast(record.program.request.device), reentered(record.entries):
-            gradients = run_backward(record, saved, dy, d_returned, unwanted_parameters(edges[1:]))
+            lands_elsewhere = any(operation.lands_elsewhere for operation in record.operations)
+            unwanted = unwanted_parameters(edges[1 : 1 + len(record.parameters)], all_must_be_known=lands_elsewhere)
+            gradients = run_backward(record, saved, dy, d_returned, unwanted)
         if buffers:
             of_extras = 1 + len(record.parameters)
             note_handed_on(buffers, [gradients[0], *gradients[of_extras:]], [edges[0], *edges[of_extras:]])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -135,12 +135,19 @@ class _Holder:
     """What keeps entries open that are entered again."""
 
 
-@contextmanager
-def reentered(entries: Stack, *, records: bool = False) -> Iterator[None]:
-    """These entries alone are this thread's stack, and open, also where they were left in the meantime.
+_NOTHING = nullcontext()
+
+
+def reentered(entries: Stack, *, records: bool = False) -> AbstractContextManager[None]:
+    """Within it these entries alone are this thread's stack, and open, also where they were left in the meantime.
 
     records: record amaxes though a backward runs
     """
+    return _NOTHING if entries == open_entries() and not records else _reentered(entries, records)
+
+
+@contextmanager
+def _reentered(entries: Stack, records: bool) -> Iterator[None]:
     holder = _Holder()
     with entered(tuple([entry.reopened(holder, records) for entry in entries])):
         yield

@@ -711,3 +711,20 @@ def test_arguments_by_the_names_of_transformer_engine(device):
         graphed(module, warmups=3)
     off = graphed(module, recipe="mxfp8", enabled=False)
     assert_same_bits(run(off, module, 1), run(eager, eager, 1))
+
+
+@pytest.mark.parametrize("delays", [False, True])
+def test_a_replay_is_refused_that_would_accumulate_what_was_not_asked_for(delays, device):
+    switches = {"accumulate_into_main_grad": not delays, "delay_wgrad_compute": delays, "device": device}
+    module = Sequential(ops.Linear(8, 8, bias=False, **switches))
+    module[0].weight.main_grad = torch.zeros(8, 8, device=device)
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    graphed = make_graphed_callables(module, (x,))
+    y = graphed(x).sum()
+    with pytest.raises(RuntimeError, match="asks for others alone .* Call backward"):
+        torch.autograd.grad(y, x)
+    assert not module[0].weight.main_grad.any() and not module.need_backward_dw()
+    graphed(x).sum().backward()
+    if delays:
+        graphed.backward_dw()
+    assert (module[0].weight.grad if delays else module[0].weight.main_grad).any()
