@@ -222,7 +222,7 @@ class GraphedCallable:
         if not self._lands_elsewhere:
             return
         first = self.num_leading
-        if unwanted_parameters(edges[first : first + self.num_params], all_must_be_known=True):
+        if unwanted_parameters(edges[first : first + self.num_params]):
             raise RuntimeError(
                 f"{self._label} was captured with gradients that go into main_grad or are delayed, and a replay "
                 "computes them, but this backward asks for others alone (torch.autograd.grad, backward(inputs=...)). "

@@ -428,8 +428,10 @@ class _RetainingFunction(torch.autograd.Function):
         if buffers:
             check_before_backward(buffers, record.parameters, saved, (dy, *d_returned), edges)
         with without_autocast(record.program.request.device), reentered(record.entries):
-            lands_elsewhere = any(operation.lands_elsewhere for operation in record.operations)
-            unwanted = unwanted_parameters(edges[1 : 1 + len(record.parameters)], all_must_be_known=lands_elsewhere)
+            # Where autograd gets all gradients it drops what nobody asked for; elsewhere it would be accumulated.
+            unwanted: frozenset[int] = frozenset()
+            if any(operation.lands_elsewhere for operation in record.operations):
+                unwanted = unwanted_parameters(edges[1 : 1 + len(record.parameters)])
             gradients = run_backward(record, saved, dy, d_returned, unwanted)
         if buffers:
             of_extras = 1 + len(record.parameters)
