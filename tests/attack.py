@@ -455,7 +455,7 @@ def bound_of(case: Case, gradient: bool) -> Bound:
     cached = any(layer.arguments.get("cache_quantized_input") for layer in case.layers)
     quantizes = any(not isinstance(r, HighPrecision) for r in recipes) or cached
     if stochastic and gradient:
-        return Bound(None, STOCHASTIC)
+        return Bound(None, STOCHASTIC * _outlying(case))
     if dtype == torch.float64 and not row_scaled:
         return Bound(1e-9)
     if quantizes and _is_one_product(case):
@@ -464,10 +464,15 @@ def bound_of(case: Case, gradient: bool) -> Bound:
     if four_bits:
         return Bound(None, 0.35, 2.0, 0.1)
     if quantizes:
-        return Bound(None, 0.05 if dtype == torch.float32 else 0.1, 0.8, 0.1)
+        return Bound(None, (0.05 if dtype == torch.float32 else 0.1) * _outlying(case), 0.8 * _outlying(case), 0.1)
     if dtype == torch.float32:  # of many numbers some lie at the kink of an activation
         return Bound(3e-4) if case.device == "cpu" else Bound(None, 1e-3, 0.5, 0.1)
     return Bound(None, 0.06 if dtype == torch.bfloat16 else 0.01, 0.5, 0.1)
+
+
+def _outlying(case: Case) -> float:
+    """By how much bounds are wider where few numbers decide: where one of those flips a code, all changes with it."""
+    return 4.0 if case.magnitude in ("outliers", "large") else 1.0
 
 
 def _is_one_product(case: Case) -> bool:
@@ -503,7 +508,7 @@ def difference(name: str, got: Tensor | None, want: Tensor | None, bound: Bound)
     floor = bound.floor if want.dim() > 1 else 5 * bound.floor  # sums over rows or features may cancel
     scale = max(want.square().mean().sqrt().item(), floor)
     rms = error.square().mean().sqrt().item()
-    if bound.rms == STOCHASTIC and error.numel() < 10_000:  # few numbers, each off by up to a spacing
+    if bound.rms >= STOCHASTIC and error.numel() < 10_000:  # few numbers, each off by up to a spacing
         scale *= 4 if error.numel() >= 100 else 20
     rows = error.square().mean(-1).sqrt().max().item() if error.dim() else rms
     if rms <= bound.rms * scale and rows <= bound.row * scale:
@@ -527,6 +532,8 @@ def differing_bits(name: str, got: Tensor | None, want: Tensor | None) -> str | 
     if not differ.any():
         return None
     largest = (got.double() - want.double())[differ].abs().max().item()
+    if got.dtype == torch.float64 and largest <= 1e-14 * want.abs().nan_to_num().max().item():
+        return None  # a product on a CPU depends in the last place on where its operands lie
     return f"{name}: {int(differ.sum())} of {differ.numel()} elements differ, by up to {largest:.3e}"
 
 
@@ -594,7 +601,7 @@ class Trial:
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         chosen = OPTIMIZERS.get(self.base.update)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        if chosen is None or not trained or (chosen.gpu and self.base.device == "cpu"):
+        if chosen is None or not trained or self.base.device not in chosen.devices:
             return None
         optimizer: torch.optim.Optimizer = getattr(torch.optim, chosen.kind)(trained, **chosen.arguments)
         return optimizer
@@ -830,6 +837,8 @@ class Trial:
         if self.state is None:
             return
         for (layer, role), history in self.state.histories.items():
+            if role is Role.GRAD_OUTPUT and self.case.asked != "all":
+                continue  # what no product reads is not quantized
             module = self.model[layer]
             scale = module._buffers.get(f"quantizer_{role.value}_scale")
             amaxes = module._buffers.get(f"quantizer_{role.value}_amax_history")
@@ -838,7 +847,7 @@ class Trial:
                 self.report(f"{name} does not exist")
                 continue
             error = ((scale.double() - history.scales).abs() / history.scales).max().item()
-            if error > (1e-6 if self.case.dtype == torch.float64 else 0.3):
+            if error > (1e-6 if self.case.dtype == torch.float64 else 0.3 * _outlying(self.case)):
                 self.report(f"{name} is {scale.tolist()}, expected {history.scales.tolist()}")
             history.scales, history.amaxes = scale.double(), amaxes.double()
 
