@@ -83,18 +83,17 @@ def check_before_backward(
     parameters: Iterable[Tensor],
     saved: Iterable[Tensor | None],
     output_grads: Iterable[Tensor | None],
-    edges: Sequence[Edge],
 ) -> None:
     """Raise ValueError if writing any of the gradients' buffers would change what backward reads or adds to.
 
     parameters: whose main_grad may be there only now. saved: what forward kept. output_grads: the gradients of y and
-    of the extra outputs. edges: of autograd's graph, to which the gradients of the inputs go.
+    of the extra outputs.
     """
     others: list[Other] = [(("the gradient of an output",), d) for d in output_grads]
     others += [(("a tensor that forward keeps for backward",), t) for t in saved]
     others += [(("a parameter's main_grad",), p.__dict__.get("main_grad")) for p in parameters]
-    waiting = ("a gradient of the same input, from another call, to which autograd is to add",)
-    others += [(waiting, gradient) for edge, gradient in _handed_on() if edge in edges]
+    waiting = ("a gradient from another call, which autograd has yet to add or to hand on",)
+    others += [(waiting, handed.gradient) for handed in _handed_on() if handed.waits]
     _check([buffer for buffer in buffers if buffer.name != "output"], others)
 
 
@@ -107,7 +106,9 @@ def note_handed_on(
     """
     for edge, gradient in zip(edges, gradients, strict=True):
         if gradient is not None and any(overlap(buffer.tensor, gradient) for buffer in buffers):
-            _handed_on().append((edge, gradient))
+            handed = _Handed(gradient)
+            handed.handle = edge[0].register_prehook(handed)
+            _handed_on().append(handed)
 
 
 def overlap(first: Tensor, second: Tensor) -> bool:
@@ -163,7 +164,20 @@ def _kept(modules: Mapping[str, torch.nn.Module]) -> Iterator[Other]:
             yield ("the state {!r} of {}", name, place), state
 
 
-class _HandedOn(list[tuple[Edge, Tensor]]):
+class _Handed:
+    """A gradient in a buffer of the caller's. It waits until the node that it was handed to runs."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.gradient = gradient
+        self.waits = True
+        self.handle: Any = None
+
+    def __call__(self, *_: Any) -> None:
+        self.waits = False
+        self.handle.remove()
+
+
+class _HandedOn(list[_Handed]):
     """Of one backward. Autograd keeps it as long as that runs, and calls it at its end, unless that is an exception."""
 
     def __init__(self, number: int) -> None:

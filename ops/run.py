@@ -426,7 +426,7 @@ class _RetainingFunction(torch.autograd.Function):
             record.first_forwards.ended(record.program.request.training, record.program.request.recipe)
         buffers, edges = record.buffers, fctx.next_functions
         if buffers:
-            check_before_backward(buffers, record.parameters, saved, (dy, *d_returned), edges)
+            check_before_backward(buffers, record.parameters, saved, (dy, *d_returned))
         with without_autocast(record.program.request.device), reentered(record.entries):
             # Where autograd gets all gradients it drops what nobody asked for; elsewhere it would be accumulated.
             unwanted: frozenset[int] = frozenset()
