@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fuser.plan import FusionPlanner
 from ops.operation import BasicOperation
 from ops.run import Buffers, Pipeline
+from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -33,6 +34,7 @@ class Container(nn.Module):
     path: str | None
     retain_graph: bool
     planner: FusionPlanner
+    first_forwards: FirstForwards
 
     def __iter__(self) -> Iterator[nn.Module]:
         raise NotImplementedError
@@ -58,6 +60,7 @@ class Layout:
         self.path = sequential.path
         self.retain_graph = sequential.retain_graph
         self._count = len(sequential._modules)
+        self._first_forwards = sequential.first_forwards
         self._own_contents = _contents(sequential)
         self._contents: list[tuple[Container, tuple[Any, ...]]] = []  # of nested ones: a Sequential holds its layout
         self._hooks: list[Mapping[Any, Any]] = []
@@ -158,6 +161,7 @@ class Layout:
                 [operation for _, _, operation in self._run],
                 planner=self.planner, path=self.path, retain_graph=self.retain_graph,
                 labels=[label for _, label, _ in self._run], recipe=self._run[0][2].recipe,
+                first_forwards=self._first_forwards,
             )  # fmt: skip
             indices = tuple(position for position, _, _ in self._run)
             self.stages.append(Stage(pipeline, pipeline.consumed, tuple(pipeline.produced), indices, self._run[0][1]))

@@ -16,6 +16,7 @@ from ops.input import check_real, check_tensor
 from ops.main_grad import OperationWithWeights, backward_dw
 from ops.operation import BasicOperation, at_border, check_buffers, check_extras
 from ops.run import Pipeline
+from recipes.first_forwards import FirstForwards
 from recipes.names import as_recipe
 from recipes.recipe import Recipe
 from recipes.stack import current_recipe
@@ -57,6 +58,7 @@ class Sequential(Container):
         self.path = path
         self.retain_graph = retain_graph
         self.planner = FusionPlanner(fusions)
+        self.first_forwards = FirstForwards()
         self._layout: Layout | None = None
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             for name, module in modules[0].items():

@@ -12,7 +12,7 @@ from ops.context import OperationContext, at_tensor
 from ops.in_place import memory_of
 from ops.program import Program, Wiring
 from ops.saved import Spec, unflatten
-from recipes.first_forwards import FirstForwards
+from recipes.first_forwards import ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.stack import Stack
 
@@ -24,7 +24,7 @@ class Record(NamedTuple):
     parameters, parameter_states: of all operations, as forward saw them
     input_names: the extra inputs that autograd knows; returned: the extra outputs that it does
     entries: what `autocast` had open in forward
-    first_forwards: of the pipeline
+    first_forward: what stands for this node among the forwards that a checkpoint may compute again
     buffers: the caller's own
     """
 
@@ -37,7 +37,7 @@ class Record(NamedTuple):
     input_names: tuple[str, ...]
     returned: tuple[str, ...]
     entries: Stack
-    first_forwards: FirstForwards
+    first_forward: ForwardWithGrad | None
     buffers: Sequence[CallersBuffer]
 
 

@@ -195,8 +195,10 @@ def _handed_on() -> _HandedOn:
     number = torch._C._current_graph_task_id()
     found = _of_backward.get(number)
     if found is None:
-        found = _of_backward[number] = _HandedOn(number)
-        torch.autograd.Variable._execution_engine.queue_callback(found)
+        new = _HandedOn(number)
+        found = _of_backward.setdefault(number, new)
+        if found is new:
+            torch.autograd.Variable._execution_engine.queue_callback(new)
     return found
 
 

@@ -94,7 +94,8 @@ class constant_weights:
 
         key: what `quantize` depends on besides their values
         """
-        key = (key, tuple(map(state_of, parameters)))
+        # What inference mode makes cannot be saved for a backward.
+        key = (key, tuple(map(state_of, parameters)), torch.is_inference_mode_enabled())
         kept = self._kept.get(operation)
         if kept is None or not kept.serves(parameters, key):
             kept = self._kept[operation] = QuantizedWeights(parameters, key, quantizer.snapshot(parameters[0].device))

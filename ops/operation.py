@@ -234,6 +234,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
             scope.end()
         prepare_loading(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.exchanges_parameters = False  # with assign=True it has set parameters once
 
 
 class Optional(NamedTuple):

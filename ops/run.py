@@ -29,7 +29,7 @@ from ops.input import check_numbers, check_tensor
 from ops.nested_backward import note_forward, unwanted_parameters
 from ops.program import Planner, Program, Wiring, plan_unfused
 from ops.saved import flatten
-from recipes.first_forwards import FirstForwards
+from recipes.first_forwards import FirstForwards, ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
@@ -67,6 +67,7 @@ class Pipeline:
     retain_graph: keep what backward needs after the first backward
     labels:       where each operation stands, for messages; by default its position
     recipe:       the operations' own recipe; None: that of `autocast`
+    first_forwards: those of the Sequential, which has other pipelines after a change
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Pipeline:
         retain_graph: bool = False,
         labels: Sequence[str] | None = None,
         recipe: Recipe | None = None,
+        first_forwards: FirstForwards | None = None,
     ) -> None:
         self.recipe = recipe
         # Weakly: an operation has pipelines of its own, and what refers to itself outlives its last user.
@@ -87,7 +89,7 @@ class Pipeline:
         self.path = path
         self.retain_graph = retain_graph
         self.programs: dict[Any, Program] = {}
-        self.first_forwards = FirstForwards()
+        self.first_forwards = first_forwards or FirstForwards()
         # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
         self._members = [(weakref.ref(o), o._parameters, o._modules) for o in self.operations]
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
@@ -156,7 +158,7 @@ class Pipeline:
             request = PlanRequest(recipe, device, dtype, needs, training, self.path or recipe.path, fusions_version)
             plan = self.planner(self.operations, request)
             # plans made with fusions that are no longer registered are of no use
-            known = [(k, p) for k, p in self.programs.items() if p.request.fusions_version == fusions_version]
+            known = [(k, p) for k, p in list(self.programs.items()) if p.request.fusions_version == fusions_version]
             self.programs = dict(known[1 - MOST_PROGRAMS :])
             program = self.programs[key] = Program(self.operations, plan, request, x.dtype, autocast_dtype)
         return program
@@ -189,11 +191,10 @@ class Pipeline:
         """
         check_tensor(x)
         if note_forward():
-            with self.first_forwards.entered_again(training):
-                return self._run(x, extras, wanted, buffers, training, fusions_version)
-        result = self._run(x, extras, wanted, buffers, training, fusions_version)
-        self.first_forwards.began(training, self.recipe or current_recipe())
-        return result
+            with self.first_forwards.entered_again(training, self.recipe):
+                return self._run(x, extras, wanted, buffers, training, fusions_version, None)
+        forward = self.first_forwards.began(training)
+        return self._run(x, extras, wanted, buffers, training, fusions_version, forward)
 
     def _run(
         self,
@@ -203,10 +204,11 @@ class Pipeline:
         buffers: Buffers | None,
         training: bool,
         fusions_version: int,
+        forward: ForwardWithGrad | None,
     ) -> tuple[Any, dict[str, Any]]:
         parameters = self._parameters()
         program = self._program(x, extras, parameters, training, fusions_version)
-        call = _Call(program, extras, tuple(wanted), buffers or {}, self)
+        call = _Call(program, extras, tuple(wanted), buffers or {}, self, forward)
         # Inside a Function, torch.autocast would still change the products of the references.
         with (
             without_autocast(x.device),
@@ -265,6 +267,7 @@ class _Call:
         wanted: tuple[str, ...],
         buffers: Buffers,
         pipeline: Pipeline,
+        forward: ForwardWithGrad | None,
     ) -> None:
         self.program = program
         self.operations = pipeline.operations
@@ -281,7 +284,7 @@ class _Call:
         self.updates: PendingUpdates | None = None
         self.retains = pipeline.retain_graph
         self.labels = pipeline.labels
-        self.first_forwards = pipeline.first_forwards
+        self.first_forward = forward
 
     def forward(self, x: Any) -> Any:
         for operation, prototype in zip(self.operations, self.program.contexts, strict=True):
@@ -405,7 +408,7 @@ class _RetainingFunction(torch.autograd.Function):
         parameters = tensors[: program.num_parameters]
         fctx.record = Record(
             program, call.operations, call.labels, states, parameters, [state_of(p) for p in parameters],
-            tuple(call.input_names), tuple(returned), open_entries(), call.first_forwards,
+            tuple(call.input_names), tuple(returned), open_entries(), call.first_forward,
             call.given_buffers,
         )  # fmt: skip
         fctx.has_run = False
@@ -420,10 +423,9 @@ class _RetainingFunction(torch.autograd.Function):
                 "hand. Call backward without create_graph, or express that part with plain torch functions."
             )
         record = fctx.record
-        is_first = not fctx.has_run
         saved = _take_saved(fctx)
-        if is_first:
-            record.first_forwards.ended(record.program.request.training, record.program.request.recipe)
+        if record.first_forward is not None:
+            record.first_forward.has_run = True
         buffers, edges = record.buffers, fctx.next_functions
         if buffers:
             check_before_backward(buffers, record.parameters, saved, (dy, *d_returned))

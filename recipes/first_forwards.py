@@ -1,62 +1,81 @@
-"""Which recipes the forwards of a pipeline ran under whose backward has not run yet.
+"""Which recipes the forwards of a Sequential, or of an operation alone, ran under that a backward may compute again.
 
-A forward within a backward is a recomputation, by an activation checkpoint, of one of these. It runs where autograd
-runs, on a thread with a stack of recipes of its own, and usually after the caller's `autocast` was left.
+A forward within a backward is a recomputation, by an activation checkpoint. It runs where autograd runs, on a thread
+with a stack of recipes of its own, and usually after the caller's `autocast` was left. Which forward it is of follows
+from its kind: torch's reentrant checkpoint ran it without gradients; the other one with them, as a node of autograd's
+graph, and computes it again under hooks for saved tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
 from recipes.recipe import Recipe, Role
-from recipes.stack import Stack, open_entries, reentered
+from recipes.stack import Stack, current_recipe, open_entries, reentered
 
-_MOST = 16  # recipes that are remembered at once; a forward without a backward is never taken off
+_MOST = 16  # recipes of forwards without gradients that are remembered at once
 
 _HOW = "Use fuser.checkpoint, or open autocast(recipe) inside of the function that is checkpointed."
 
 
-class _Forwards(NamedTuple):
-    """Of one recipe: how many there are, the stack of the last one, and whether any ran with gradients on."""
+class ForwardWithGrad:
+    """One that autograd keeps as long as its backward can run."""
+
+    __slots__ = ("__weakref__", "entries", "has_run", "recipe", "training")
+
+    def __init__(self, training: bool) -> None:
+        self.training = training
+        self.recipe = current_recipe()
+        self.entries = open_entries()
+        self.has_run = False
+
+
+class _WithoutGrad(NamedTuple):
+    """Those of one recipe: how many were not computed again, and the stack of the last one."""
 
     outstanding: int
     entries: Stack
-    with_grad: bool
-
-
-_NONE = _Forwards(0, (), False)
 
 
 class FirstForwards:
-    """Of one pipeline. `training` tells the forwards of an evaluation from others."""
+    """`training` tells the forwards of an evaluation from others."""
 
     def __init__(self) -> None:
-        self._pending: dict[tuple[bool, Recipe], _Forwards] = {}
+        self._with_grad: weakref.WeakSet[ForwardWithGrad] = weakref.WeakSet()
+        self._without_grad: dict[tuple[bool, Recipe], _WithoutGrad] = {}
+        self._lock = threading.Lock()
 
-    def began(self, training: bool, recipe: Recipe) -> None:
-        """A forward runs under this recipe, outside of any backward."""
-        key = training, recipe
-        outstanding, _, with_grad = self._pending.pop(key, _NONE)
-        self._pending[key] = _Forwards(outstanding + 1, open_entries(), with_grad or torch.is_grad_enabled())
-        if len(self._pending) > _MOST:
-            del self._pending[next(iter(self._pending))]
+    def __reduce__(self) -> tuple[type[FirstForwards], tuple[()]]:
+        """A copy has run nothing."""
+        return FirstForwards, ()
 
-    def ended(self, training: bool, recipe: Recipe) -> None:
-        """The backward of such a forward runs."""
-        known = self._pending.get((training, recipe))
-        if known is not None and known.outstanding > 1:
-            self._pending[training, recipe] = known._replace(outstanding=known.outstanding - 1)
-        elif known is not None:
-            del self._pending[training, recipe]
+    def began(self, training: bool) -> ForwardWithGrad | None:
+        """A forward begins, outside of any backward. What is returned stands for it as long as its backward can run."""
+        if torch.is_grad_enabled():
+            forward = ForwardWithGrad(training)
+            with self._lock:
+                self._with_grad.add(forward)
+            return forward
+        recipe = current_recipe()
+        with self._lock:
+            known = self._without_grad.pop((training, recipe), None)
+            outstanding = 1 if known is None else known.outstanding + 1
+            self._without_grad[training, recipe] = _WithoutGrad(outstanding, open_entries())
+            if len(self._without_grad) > _MOST:
+                del self._without_grad[next(iter(self._without_grad))]
+        return None
 
     @contextmanager
-    def entered_again(self, training: bool) -> Iterator[None]:
+    def entered_again(self, training: bool, own: Recipe | None) -> Iterator[None]:
         """Within a backward: under the recipe of the forward that is computed again.
 
+        own: the recipe of the operations themselves, which `autocast` does not choose
         It records amaxes if the first time did not: reentrant checkpointing runs that without gradients.
         Raises RuntimeError if that recipe is not known, or if its scales have moved since.
         """
@@ -64,33 +83,58 @@ class FirstForwards:
         if entries and entries[-1].in_backward:  # the function that is computed again has chosen
             yield
             return
-        found = self._found(training)
-        if found is None:  # nothing ran before: not a recomputation
-            yield
-            return
-        recipe, (_, first, with_grad) = found
-        if _keeps_state(recipe) and not (first and first[0].is_open):
+        with self._lock:
+            found, reentrant = self._found(training)
+            if not found:  # nothing ran before: not a recomputation
+                recipe, first = None, entries
+            else:
+                recipe, first = _only(found)
+                if reentrant:
+                    known = self._without_grad[training, recipe]
+                    self._without_grad[training, recipe] = known._replace(outstanding=max(0, known.outstanding - 1))
+        runs = own or recipe
+        if found and runs is not None and _keeps_state(runs) and not (first and first[0].is_open):
             raise RuntimeError(
-                f"A forward under {recipe.name!r} is computed again in a backward, after the step of its autocast has "
+                f"A forward under {runs.name!r} is computed again in a backward, after the step of its autocast has "
                 f"ended and its scales have moved. {_HOW}"
             )
-        with reentered(first, records=not with_grad):
+        with reentered(first, records=reentrant):
             yield
 
-    def _found(self, training: bool) -> tuple[Recipe, _Forwards] | None:
-        pending = {recipe: known for (kind, recipe), known in self._pending.items() if kind == training}
-        if not pending:
-            return None
-        if len(pending) > 1:
-            still_open = {r: known for r, known in pending.items() if known.entries and known.entries[0].is_open}
-            if len(still_open) != 1:
-                raise RuntimeError(
-                    "A forward is computed again in a backward, and which recipe it first ran under is not known: "
-                    f"forwards under {' and '.join(repr(recipe.name) for recipe in pending)} wait for their backward. "
-                    + _HOW
-                )
-            pending = still_open
-        return next(iter(pending.items()))
+    def _found(self, training: bool) -> tuple[Mapping[Recipe, Stack], bool]:
+        """The recipes that it may be, and whether they are of forwards without gradients.
+
+        First those that wait for their backward, then those whose backward may run once more (retain_graph).
+        """
+        with_grad = [forward for forward in self._with_grad if forward.training == training]
+        without_grad = {r: known for (kind, r), known in self._without_grad.items() if kind == training}
+        waiting = (
+            {forward.recipe: forward.entries for forward in with_grad if not forward.has_run},
+            {recipe: known.entries for recipe, known in without_grad.items() if known.outstanding},
+        )
+        known = (
+            {forward.recipe: forward.entries for forward in with_grad},
+            {recipe: known.entries for recipe, known in without_grad.items()},
+        )
+        under_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        kinds = (0, 1) if under_hooks else (1, 0)
+        for found, kind in ((found, kind) for found in (waiting, known) for kind in kinds):
+            if found[kind]:
+                return found[kind], kind == 1
+        return {}, False
+
+
+def _only(found: Mapping[Recipe, Stack]) -> tuple[Recipe, Stack]:
+    """The one that it is; of several the only one whose autocast is still open."""
+    if len(found) > 1:
+        still_open = {recipe: entries for recipe, entries in found.items() if entries and entries[0].is_open}
+        if len(still_open) != 1:
+            raise RuntimeError(
+                "A forward is computed again in a backward, and which recipe it first ran under is not known: "
+                f"forwards under {' and '.join(sorted(repr(r.name) for r in found))} wait for their backward. {_HOW}"
+            )
+        found = still_open
+    return next(iter(found.items()))
 
 
 def _keeps_state(recipe: Recipe) -> bool:

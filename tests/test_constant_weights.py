@@ -179,6 +179,15 @@ def test_a_recomputation_after_it_has_the_bits_of_the_first_time(recipe, use_ree
     assert_same_bits(*found)
 
 
+@EVERY
+def test_generation_in_inference_mode_before_training(recipe):
+    model, plain = build(), build()
+    with constant_weights(model):
+        with torch.inference_mode(), autocast(recipe):
+            model(data(), split_sizes=SIZES)
+        assert_same_bits(run(plain, recipe), run(model, recipe))
+
+
 def test_one_that_was_never_left_ends_with_its_object():
     model = build()
     scope = constant_weights(model)

@@ -87,7 +87,7 @@ def test_two_recipes_that_wait_are_refused(use_reentrant):
     for recipe in ("mxfp8", "bf16"):
         with autocast(recipe):
             total = total + torch_checkpoint(model, x, use_reentrant=use_reentrant).sum()
-    with pytest.raises(RuntimeError, match="'mxfp8' and 'high_precision' wait for their backward. Use fuser"):
+    with pytest.raises(RuntimeError, match="'high_precision' and 'mxfp8' wait for their backward. Use fuser"):
         total.backward()
 
 
@@ -156,6 +156,58 @@ def test_on_the_threads_of_a_gpu(recipe, use_reentrant, torch_last):
         return model(x).sin() if torch_last else model(x)
 
     assert same(run(lambda x: torch_checkpoint(segment, x, use_reentrant=use_reentrant)), run(segment))
+
+
+def test_a_second_backward_recomputes_under_the_recipe_too():
+    model, x = dense(), leaf()
+    with autocast("mxfp8"):
+        y = torch_checkpoint(model, x, use_reentrant=True).square().sum()
+    y.backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    y.backward()
+    assert torch.equal(x.grad, first)
+
+
+@REENTRANT
+def test_forwards_that_get_no_backward_stand_in_nobodys_way(use_reentrant):
+    """A loss that was dropped, an evaluation in training mode, a frozen model."""
+    model = dense()
+    with autocast("mxfp8"):
+        model(leaf())
+        with torch.no_grad():
+            model(leaf())
+        model.requires_grad_(False)(leaf().detach())
+        model.requires_grad_(True)
+    if use_reentrant:
+        with torch.no_grad(), autocast("nvfp4"):
+            model.eval()(leaf())
+        model.train()
+        recipe = "mxfp8"  # of another one it could not be told which runs again: refused
+    else:
+        recipe = "fp8_current"
+    assert same(checkpointed(model, use_reentrant, recipe), stored(model, recipe))
+
+
+def test_a_forward_that_was_dropped_does_not_stop_the_recording_of_amaxes():
+    model = dense()
+    with autocast("fp8_delayed"):
+        model(leaf() * 0.01)
+    x = 100 * leaf().detach()
+    for _ in range(2):
+        with autocast("fp8_delayed"):
+            torch_checkpoint(model, x.requires_grad_(), use_reentrant=True).sum().backward()
+    assert model[0].quantizer_input_scale.item() == pytest.approx(448 / x.detach().abs().max().item())
+
+
+@REENTRANT
+def test_a_hook_added_between_forward_and_backward_changes_no_recipe(use_reentrant):
+    model = dense()
+    expected = stored(model, "mxfp8")
+    x = leaf()
+    with autocast("mxfp8"):
+        y = torch_checkpoint(model, x, use_reentrant=use_reentrant)
+    model.append(torch.nn.Identity())  # the pipelines are made anew
+    assert same(everything(y, x, model), expected)
 
 
 @REENTRANT
