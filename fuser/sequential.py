@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,7 @@ from fuser.plan import Fusion, FusionPlanner, fusions_version
 from ops.callers_buffers import CallersBuffer, check_between_stages, place_of
 from ops.input import check_real, check_tensor
 from ops.main_grad import OperationWithWeights, backward_dw
+from ops.nested_backward import note_forward
 from ops.operation import BasicOperation, at_border, check_buffers, check_extras
 from ops.run import Pipeline
 from recipes.first_forwards import FirstForwards
@@ -176,7 +178,10 @@ class Sequential(Container):
                 continue
             if isinstance(stage.runner, BasicOperation):
                 settings = {"buffers": own_buffers.get(0), "path": self.path, "retain_graph": self.retain_graph}
-                result = stage.runner(x, outputs=wanted, **settings, **mine)
+                # Computed again, it may have become a pipeline of its own since, by a hook: its neighbours know.
+                again = self.first_forwards.entered_again(self.training, stage.runner.recipe, counts=False)
+                with again if note_forward() else nullcontext():
+                    result = stage.runner(x, outputs=wanted, **settings, **mine)
             else:
                 result = stage.runner(x, outputs=wanted, **mine) if wanted else stage.runner(x, **mine)
             x, produced = result if wanted else (result, {})

@@ -72,10 +72,11 @@ class FirstForwards:
         return None
 
     @contextmanager
-    def entered_again(self, training: bool, own: Recipe | None) -> Iterator[None]:
+    def entered_again(self, training: bool, own: Recipe | None, *, counts: bool = True) -> Iterator[None]:
         """Within a backward: under the recipe of the forward that is computed again.
 
         own: the recipe of the operations themselves, which `autocast` does not choose
+        counts: whether what runs was counted here when it began
         It records amaxes if the first time did not: reentrant checkpointing runs that without gradients.
         Raises RuntimeError if that recipe is not known, or if its scales have moved since.
         """
@@ -89,7 +90,7 @@ class FirstForwards:
                 recipe, first = None, entries
             else:
                 recipe, first = _only(found)
-                if reentrant:
+                if reentrant and counts:
                     known = self._without_grad[training, recipe]
                     self._without_grad[training, recipe] = known._replace(outstanding=max(0, known.outstanding - 1))
         runs = own or recipe

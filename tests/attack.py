@@ -9,7 +9,7 @@ stand the counts. The exit status is 1 if there was a mismatch. Apart from `make
 Compared are, step by step, y, every gradient and every gradient buffer with `tests.attack_oracle`, on the parameters as
 they are at that moment; and properties: a copy of the model gives the same bits (it has no quantized weights of
 before), unfused gives the bits of fused on a CPU, rows past the sum of the splits are zero, an input is left as it was,
-and a gradient that nobody asked for is computed nowhere.
+and a gradient that nobody asked for is accumulated nowhere.
 """
 # T rows, G groups, K in features, N out features
 

@@ -199,14 +199,19 @@ def test_a_forward_that_was_dropped_does_not_stop_the_recording_of_amaxes():
     assert model[0].quantizer_input_scale.item() == pytest.approx(448 / x.detach().abs().max().item())
 
 
+@pytest.mark.parametrize("change", ["hook", "append"])
 @REENTRANT
-def test_a_hook_added_between_forward_and_backward_changes_no_recipe(use_reentrant):
+def test_a_model_changed_between_forward_and_backward_keeps_the_recipe(use_reentrant, change):
+    """Its pipelines are made anew; an operation with a hook becomes one of its own."""
     model = dense()
     expected = stored(model, "mxfp8")
     x = leaf()
     with autocast("mxfp8"):
         y = torch_checkpoint(model, x, use_reentrant=use_reentrant)
-    model.append(torch.nn.Identity())  # the pipelines are made anew
+    if change == "hook":
+        model[0].register_forward_hook(lambda *_: None)
+    else:
+        model.append(torch.nn.Identity())
     assert same(everything(y, x, model), expected)
 
 

@@ -60,7 +60,7 @@ def forward(model, recipe="bf16"):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_each_gradient_alone_has_its_bits(kind, fusions, recipe):
-    """Each by itself, and each with dx: the others are not computed, and what it is computed from is there."""
+    """Each by itself, and each with dx: what it is computed from is there."""
     names = ["x", *([] if kind == "dense" else ["scales"]), *dict(prepared(kind, fusions).named_parameters())]
 
     def of(chosen):
