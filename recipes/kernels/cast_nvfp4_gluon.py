@@ -8,8 +8,9 @@ A program has four blocks of 16 rows as padded, each of one group, and 64 column
                                                         32 bytes of a column
 
 So x is read once, by the copy engine, and a column is read by whole lines where global memory would give single units
-of 32 bytes. On an H200, [65536, 7168], with the amaxes, by turns with the kernel in Triton, us: both copies in 40
-groups 697 (767), these rounded at random 704 (776); by an earlier version, which was 8 to 10 us slower there, both
+of 32 bytes. On an H200, [65536, 7168], with the amaxes, interleaved with the kernel in Triton, us, before the transform
+was rounded to bfloat16 (since then 726 in groups): both copies in 40
+groups 697 (767), with stochastic rounding 704 (776); by an earlier version, which was 8 to 10 us slower there, both
 copies of a tensor 663 (698), in 16x16 blocks 636 (773), the columnwise one alone 546 (653). More than one tile a
 program, the next one fetched while one is cast, was slower (in an older kernel 706 us with two and 770 with four, 656
 with one): perhaps since the rows of programs that are at work together then lie further apart.
