@@ -21,7 +21,7 @@ from torch import Tensor
 from bench.results import add_json_argument, write_results
 from bench.timing import Timing, time_interleaved
 from fuser import Sequential, ops
-from ops.run import Pipeline
+from ops.runner.run import Pipeline
 
 ROWS, WIDTH = 64, 256
 NUM_OPERATIONS = 10

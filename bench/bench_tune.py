@@ -24,10 +24,8 @@ from bench.routing import split_sizes
 from bench.table import print_table
 from bench.timing import Timing, time_interleaved
 from bench.usage import UsageError
-from ops.kernels.grouped_gemm import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
-from ops.kernels.grouped_gemm_tiles import MANY_ROWS, built_in_config
-from ops.kernels.grouped_operands import row_slices
-from ops.kernels.tiles import (
+from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_gemm.measured_tiles import (
     Gemm,
     GroupedGemmConfig,
     MeasuredTile,
@@ -37,7 +35,9 @@ from ops.kernels.tiles import (
     use_tiles,
     why_not_tile,
 )
-from recipes.splits import Splits
+from ops.kernels.grouped_gemm.operands import row_slices
+from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS, built_in_config
+from recipes.tensors.splits import Splits
 
 Weights = tuple[int, int, int]  # G, N, K
 

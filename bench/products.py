@@ -18,9 +18,9 @@ from bench.schedule import recipe_named
 from bench.sqnr import Sqnr
 from fuser import Sequential, autocast
 from ops import GroupedLinear
-from ops.paths import Path, choose_path
-from ops.quantized_weights import one_for_both
-from ops.quantizer_state import QuantizerState
+from ops.products.paths import Path, choose_path
+from ops.products.weights import one_for_both
+from ops.runner.quantizer_state import QuantizerState
 from recipes import Role, Splits
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest

@@ -17,7 +17,7 @@ from bench.controls import CONTROLS, make_control
 from bench.usage import UsageError
 from fuser import autocast, recipes
 from recipes import Recipe, Role
-from recipes.names import RECIPES
+from recipes.registry import RECIPES
 
 BASELINE = "bf16"
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bench.grouped_case import GroupedCase
 from bench.sqnr import Sqnr
-from ops.kernels.grouped_gemm import grouped_gemm_nt
-from recipes.splits import Splits
+from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nt
+from recipes.tensors.splits import Splits
 
 GRADIENT, MAIN_GRAD = "bf16 gradient", "fp32 main_grad"
 

@@ -8,12 +8,12 @@ from typing import cast
 from torch import Tensor
 
 from fused.linear_in_place import why_not_scaled
-from ops.activation import ActivationOperation
+from ops.activations import ActivationOperation
 from ops.bias import Bias
-from ops.context import at_tensor
-from ops.kernels.elementwise import delementwise, runs_triton
+from ops.kernels.elementwise.chain import delementwise, runs_triton
 from ops.linear import Linear, column_sums
-from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
+from ops.runner.context import at_tensor
+from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from recipes.request import PlanRequest
 
 

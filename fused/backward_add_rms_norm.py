@@ -8,8 +8,8 @@ from typing import cast
 from torch import Tensor
 
 from ops.make_extra_output import MakeExtraOutput
-from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from ops.rms_norm import RMSNorm
+from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from recipes.request import PlanRequest
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ops.linear import Linear
 from ops.make_extra_output import MakeExtraOutput
-from ops.operation import BackwardOfFused, FusedOperation, OperationContext
+from ops.runner.operation import BackwardOfFused, FusedOperation, OperationContext
 
 
 class BackwardLinearAdd(FusedOperation):

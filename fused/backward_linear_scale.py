@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ops.constant_scale import ConstantScale
-from ops.context import held_parameter
-from ops.gemm import commutes, quantizes
 from ops.linear import Linear, column_sums
-from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
+from ops.products.product import commutes, quantizes
+from ops.runner.context import held_parameter
+from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from recipes.request import PlanRequest
 
 
@@ -20,7 +20,7 @@ class BackwardLinearScale(FusedOperation):
     """dx = scale dy W, dW = scale dy^T x and db = scale (the sum of dy over the rows), without scale dy itself.
 
     Needs what the Linear by itself saves: x. Refused unless the scale is a power of two, in a dtype whose range has
-    room for it (see `ops.gemm.commutes`), and for recipes that quantize: otherwise the bits would be others.
+    room for it (see `ops.products.product.commutes`), and for recipes that quantize: otherwise the bits would differ.
     """
 
     pattern = (Linear, ConstantScale)

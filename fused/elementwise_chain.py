@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation, is_idle
-from ops.kernels.elementwise import (
+from ops.kernels.elementwise.chain import (
     CASTS,
     Cast,
     Step,
@@ -28,11 +28,11 @@ from ops.kernels.elementwise import (
     runs_triton,
     why_no_chain,
 )
-from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext, optional, several
 from ops.quantize import Quantize
-from recipes.quantizer import Quantizer, Room
+from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext, optional, several
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
+from recipes.tensors.quantizer import Quantizer, Room
 
 
 class Operands(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any, cast
 from torch import Tensor
 
 from fused.linear_in_place import add_in_place, why_not_bias, why_not_scaled
-from ops.activation import ActivationOperation
+from ops.activations import ActivationOperation
 from ops.bias import Bias
-from ops.in_place import writable
 from ops.linear import Linear
-from ops.operation import BasicOperation, FusedOperation, OperationContext, optional
+from ops.runner.in_place import writable
+from ops.runner.operation import BasicOperation, FusedOperation, OperationContext, optional
 from recipes.request import PlanRequest
 
 

@@ -11,9 +11,9 @@ from fused.linear_in_place import add_in_place, why_not_bias
 from ops.add_extra_input import AddExtraInput
 from ops.bias import Bias
 from ops.elementwise import ElementwiseOperation
-from ops.in_place import writable
 from ops.linear import Linear
-from ops.operation import BasicOperation, FusedOperation, OperationContext, optional
+from ops.runner.in_place import writable
+from ops.runner.operation import BasicOperation, FusedOperation, OperationContext, optional
 from recipes.request import PlanRequest
 
 

@@ -11,19 +11,19 @@ from fused.linear_in_place import add_in_place, operand_of, why_not_bias
 from ops.add_extra_input import AddExtraInput
 from ops.bias import Bias
 from ops.constant_scale import ConstantScale
-from ops.gemm import commutes
-from ops.in_place import writable
 from ops.linear import Linear
-from ops.operation import BasicOperation, FusedOperation, OperationContext, optional
+from ops.products.product import commutes
+from ops.runner.in_place import writable
+from ops.runner.operation import BasicOperation, FusedOperation, OperationContext, optional
 from recipes.request import PlanRequest
 
 
 class ForwardLinearScaleAdd(FusedOperation):
     """y = scale (x W^T + b) + extra, with the Linear's own bias, a Bias behind it, both or none.
 
-    A power of two is the product's own factor, which is exact (see `ops.gemm.commutes`); any other scale multiplies in
-    the memory of the product, where the extra tensor is added too. Each is rounded as by itself. Saves what the
-    operations by themselves save: x. Refused for a Bias of another dtype than the Linear.
+    A power of two is the product's own factor, which is exact (see `ops.products.product.commutes`); any other scale
+    multiplies in the memory of the product, where the extra tensor is added too. Each is rounded as by itself. Saves
+    what the operations by themselves save: x. Refused for a Bias of another dtype than the Linear.
     """
 
     pattern = (Linear, optional(Bias), ConstantScale, AddExtraInput)

@@ -20,23 +20,25 @@ from torch import Tensor
 
 from fused.kernels.grouped_mlp_cpu import dgrouped_mlp_cpu, grouped_mlp_cpu
 from fused.kernels.grouped_mlp_gpu import dgrouped_mlp_gpu, grouped_mlp_gpu
-from ops.activation import ActivationOperation
-from ops.clamped_swiglu import ClampedSwiGLU
-from ops.context import held_parameter
-from ops.gemm import quantizes
+from ops.activations import (
+    ActivationOperation,
+    ClampedSwiGLU,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    SiTUGLU,
+    SwiGLU,
+)
 from ops.grouped_linear import GroupedLinear
-from ops.kernels.activation import Activation, activation, dactivation
-from ops.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
-from ops.paths import GroupedPath, Path, choose_path
-from ops.scaled_clamped_qgeglu import ScaledClampedQGeGLU
-from ops.scaled_situglu import ScaledSiTUGLU
-from ops.scaled_srelu import ScaledSReLU
-from ops.scaled_swiglu import ScaledSwiGLU
-from ops.situglu import SiTUGLU
-from ops.swiglu import SwiGLU
+from ops.kernels.elementwise.activation import Activation, activation, dactivation
+from ops.products.paths import GroupedPath, Path, choose_path
+from ops.products.product import quantizes
+from ops.runner.context import held_parameter
+from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
-from recipes.splits import Splits
+from recipes.tensors.splits import Splits
 
 
 class GroupedMLP(FusedOperation):

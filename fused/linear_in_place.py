@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ops.activation import ActivationOperation
+from ops.activations import ActivationOperation
 from ops.bias import Bias
-from ops.context import held_parameter
 from ops.elementwise import ElementwiseOperation
 from ops.linear import Linear
-from ops.operation import BasicOperation, OperationContext
+from ops.runner.context import held_parameter
+from ops.runner.operation import BasicOperation, OperationContext
 
 
 def why_not_bias(operations: Sequence[BasicOperation]) -> str | None:

@@ -2,53 +2,48 @@
 
 import ops
 import recipes
-from fuser import testing
+from fuser import graph, schedule, testing
 from fuser.checkpoint import checkpoint
-from fuser.graph import GraphedCallable, make_graphed_callables
-from fuser.graph_step import GraphedStep, make_graphed_step
+from fuser.graph import GraphedCallable as GraphedCallable
+from fuser.graph import GraphedStep as GraphedStep
+from fuser.graph import make_graphed_callables as make_graphed_callables
+from fuser.graph import make_graphed_step as make_graphed_step
 from fuser.plan import Registration, register_fusion
 from fuser.prepare import prepare
-from fuser.schedule import Schedule, ScheduleError
-from fuser.schedule_explain import explain_schedule
-from fuser.schedule_make import order_1f1b, order_interleaved, overlap_layers
-from fuser.schedule_memory import LayerMemory, plan_memory
-from fuser.schedule_run import run_schedule
+from fuser.schedule import LayerMemory as LayerMemory
+from fuser.schedule import Schedule as Schedule
+from fuser.schedule import ScheduleError as ScheduleError
+from fuser.schedule import explain_schedule as explain_schedule
+from fuser.schedule import order_1f1b as order_1f1b
+from fuser.schedule import order_interleaved as order_interleaved
+from fuser.schedule import overlap_layers as overlap_layers
+from fuser.schedule import plan_memory as plan_memory
+from fuser.schedule import run_schedule as run_schedule
 from fuser.sequential import Sequential
-from ops.constant_weights import constant_weights
-from ops.kernels.tiles import load_tiles
-from ops.operation import BasicOperation, FusedOperation, OperationContext, optional, several
+from ops.kernels.grouped_gemm.measured_tiles import load_tiles
+from ops.products.constant_weights import constant_weights
+from ops.runner.operation import BasicOperation, FusedOperation, OperationContext, optional, several
 from recipes.autocast import autocast
 from recipes.cast_counts import count_casts
 
 __all__ = [
     "BasicOperation",
     "FusedOperation",
-    "GraphedCallable",
-    "GraphedStep",
-    "LayerMemory",
     "OperationContext",
     "Registration",
-    "Schedule",
-    "ScheduleError",
     "Sequential",
     "autocast",
     "checkpoint",
     "constant_weights",
     "count_casts",
-    "explain_schedule",
+    "graph",
     "load_tiles",
-    "make_graphed_callables",
-    "make_graphed_step",
     "ops",
     "optional",
-    "order_1f1b",
-    "order_interleaved",
-    "overlap_layers",
-    "plan_memory",
     "prepare",
     "recipes",
     "register_fusion",
-    "run_schedule",
+    "schedule",
     "several",
     "testing",
 ]

@@ -8,9 +8,9 @@ import torch
 
 from fuser.layout import Container, Layout
 from fuser.plan import fusions_version
-from ops.paths import choose_path
-from ops.program import Step
-from ops.run import Pipeline
+from ops.products.paths import choose_path
+from ops.runner.program import Step
+from ops.runner.run import Pipeline
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
 

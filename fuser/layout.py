@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fuser.plan import FusionPlanner
-from ops.operation import BasicOperation
-from ops.run import Buffers, Pipeline
+from ops.runner.operation import BasicOperation
+from ops.runner.run import Buffers, Pipeline
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 

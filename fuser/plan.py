@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fused import FUSIONS
-from ops.operation import BasicOperation, FusedOperation, Optional, Several
-from ops.program import Plan, Refusal, Step
+from ops.runner.operation import BasicOperation, FusedOperation, Optional, Several
+from ops.runner.program import Plan, Refusal, Step
 from recipes.request import PlanRequest
 
 Fusion = type[FusedOperation]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ops.operation import BasicOperation
-from ops.quantizer_state import QuantizerState
-from recipes.names import as_recipe
+from ops.runner.operation import BasicOperation
+from ops.runner.quantizer_state import QuantizerState
 from recipes.recipe import Recipe
+from recipes.registry import as_recipe
 
 
 def prepare(model: nn.Module, recipe: Recipe | str) -> nn.Module:

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from fuser.explain import explain
 from fuser.layout import Container, Layout
 from fuser.plan import Fusion, FusionPlanner, fusions_version
-from ops.callers_buffers import CallersBuffer, check_between_stages, place_of
-from ops.input import check_real, check_tensor
-from ops.main_grad import OperationWithWeights, backward_dw
-from ops.nested_backward import note_forward
-from ops.operation import BasicOperation, at_border, check_buffers, check_extras
-from ops.run import Pipeline
+from ops.products.main_grad import OperationWithWeights, backward_dw
+from ops.runner.callers_buffers import CallersBuffer, check_between_stages, place_of
+from ops.runner.input import check_real, check_tensor
+from ops.runner.nested_backward import note_forward
+from ops.runner.operation import BasicOperation, at_border, check_buffers, check_extras
+from ops.runner.run import Pipeline
 from recipes.first_forwards import FirstForwards
-from recipes.names import as_recipe
 from recipes.recipe import Recipe
+from recipes.registry import as_recipe
 from recipes.stack import current_recipe
 
 

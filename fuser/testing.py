@@ -14,13 +14,13 @@ from torch.utils import deterministic
 from fuser.layout import Layout
 from fuser.plan import Fusion, fusions_version
 from fuser.sequential import Sequential
-from ops.operation import BasicOperation
-from ops.run import Pipeline
+from ops.runner.operation import BasicOperation
+from ops.runner.run import Pipeline
 from recipes.autocast import autocast
-from recipes.names import as_recipe
 from recipes.recipe import Recipe
+from recipes.registry import as_recipe
 from recipes.request import PlanRequest
-from recipes.splits import Splits
+from recipes.tensors.splits import Splits
 
 # Relative to the largest magnitude of the expected tensor; for a recipe, twice the spacing of its codes may flip.
 TOLERANCES: Mapping[torch.dtype, float] = {

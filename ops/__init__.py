@@ -1,21 +1,42 @@
 """The basic operations, and the contract to write one's own."""
 
+from ops.activations import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    ClampedSwiGLU,
+    ReGLU,
+    ReLU,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    SiLU,
+    SiTUGLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
 from ops.add_extra_input import AddExtraInput
 from ops.bias import Bias
-from ops.clamped_swiglu import ClampedSwiGLU
 from ops.combine import Combine
 from ops.constant_scale import ConstantScale
 from ops.dispatch import Dispatch
 from ops.dropout import Dropout
 from ops.elementwise import ElementwiseOperation
-from ops.gated_activations import GEGLU, GLU, QGEGLU, ReGLU, SReGLU
 from ops.grouped_linear import GroupedLinear
 from ops.identity import Identity
 from ops.l2_normalization import L2Normalization
 from ops.layer_norm import LayerNorm
 from ops.linear import Linear
 from ops.make_extra_output import MakeExtraOutput
-from ops.operation import (
+from ops.quantize import Quantize
+from ops.reshape import Reshape
+from ops.rms_norm import RMSNorm
+from ops.router import Router
+from ops.runner.operation import (
     BasicOperation,
     FusedOperation,
     FusibleOperation,
@@ -24,17 +45,6 @@ from ops.operation import (
     optional,
     several,
 )
-from ops.quantize import Quantize
-from ops.reshape import Reshape
-from ops.rms_norm import RMSNorm
-from ops.router import Router
-from ops.scaled_clamped_qgeglu import ScaledClampedQGeGLU
-from ops.scaled_situglu import ScaledSiTUGLU
-from ops.scaled_srelu import ScaledSReLU
-from ops.scaled_swiglu import ScaledSwiGLU
-from ops.situglu import SiTUGLU
-from ops.swiglu import SwiGLU
-from ops.ungated_activations import GELU, QGELU, ReLU, SiLU, SReLU
 
 __all__ = [
     "AddExtraInput",

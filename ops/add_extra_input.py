@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation
-from ops.kernels.elementwise import Step
-from ops.kernels.steps import ADD_ELEMENT
+from ops.kernels.elementwise.chain import Step
+from ops.kernels.elementwise.chain_steps import ADD_ELEMENT
 from recipes.arguments import check_flags
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ops.elementwise import ElementwiseOperation
-from ops.kernels.elementwise import Step
-from ops.kernels.steps import ADD_COLUMN
-from ops.operation import check_features, check_parameter_dtype
+from ops.kernels.elementwise.chain import Step
+from ops.kernels.elementwise.chain_steps import ADD_COLUMN
+from ops.runner.operation import check_features, check_parameter_dtype
 from recipes.arguments import positive_integers
 
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ops.kernels.norm_triton import runs_in_triton
-from ops.kernels.permute import RoutingMap, combine, dispatch
-from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from ops.kernels.norm.norm_triton import runs_in_triton
+from ops.kernels.routing.permute import RoutingMap, combine, dispatch
+from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
 from recipes.request import PlanRequest
 
 

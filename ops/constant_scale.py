@@ -7,8 +7,8 @@ import math
 from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation
-from ops.kernels.elementwise import Step
-from ops.kernels.steps import scale_step
+from ops.kernels.elementwise.chain import Step
+from ops.kernels.elementwise.chain_steps import scale_step
 from recipes.arguments import as_number
 
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.kernels.norm_triton import runs_in_triton
-from ops.kernels.permute import RoutingMap, combine, dispatch, make_routing_map
-from ops.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
+from ops.kernels.norm.norm_triton import runs_in_triton
+from ops.kernels.routing.permute import RoutingMap, combine, dispatch, make_routing_map
+from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
 from recipes.arguments import positive_integers
 from recipes.request import PlanRequest
-from recipes.splits import Splits
+from recipes.tensors.splits import Splits
 
 
 class Dispatch(BasicOperation):

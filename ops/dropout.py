@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation
-from ops.kernels.elementwise import Step
-from ops.kernels.steps import dropout_step
-from ops.operation import OperationContext
+from ops.kernels.elementwise.chain import Step
+from ops.kernels.elementwise.chain_steps import dropout_step
+from ops.runner.operation import OperationContext
 from recipes.arguments import as_number
-from recipes.kernels.random import new_seed
+from recipes.triton.philox import new_seed
 
 
 class Dropout(ElementwiseOperation):

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.context import at_tensor
-from ops.kernels.elementwise import Step, delementwise, elementwise, runs_triton
-from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from ops.kernels.elementwise.chain import Step, delementwise, elementwise, runs_triton
+from ops.runner.context import at_tensor
+from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
 
 
 class ElementwiseOperation(BasicOperation):

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.callers_buffers import overlap
-from ops.grouped_tiles import explain_tiles
-from ops.kernels.grouped_operands import accumulator_like
-from ops.main_grad import OperationWithWeights
-from ops.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
-from ops.paths import SplitTensors, choose_path
-from ops.quantized_weights import quantized_weights
+from ops.kernels.grouped_gemm.operands import accumulator_like
+from ops.products.main_grad import OperationWithWeights
+from ops.products.paths import SplitTensors, choose_path
+from ops.products.tile_words import explain_tiles
+from ops.products.weights import quantized_weights
+from ops.runner.callers_buffers import overlap
+from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
 from recipes.arguments import check_flags, positive_integers
-from recipes.grouped_tensor import GroupedTensor
-from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
-from recipes.splits import Splits
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.splits import Splits
 
 
 class GroupedLinear(OperationWithWeights):
@@ -36,10 +36,11 @@ class GroupedLinear(OperationWithWeights):
                 db_g = sum_t scales[t] dy[t] and dscales[t] = dy[t] . b_g.
     stacked:    one parameter `weight` [G, N, K] (and `bias` [G, N]); False: one a group, `weight0`, `bias0`, ...
                 A state dict of either form loads into the other.
-    accumulate_into_main_grad, delay_wgrad_compute: where and when the weights' gradients land, see `ops.main_grad`.
+    accumulate_into_main_grad, delay_wgrad_compute: where and when weight gradients go: `ops.products.main_grad`.
     buffers:    "output" [T, N] and "grad_input" [T, K], the caller's, contiguous, in the computing dtype. They may be
                 slices of one arena. What would be overwritten while something needs it is a ValueError before anything
-                is written (`ops.callers_buffers`); a later forward over what an earlier one keeps is autograd's error.
+                is written (`ops.runner.callers_buffers`); a later forward over what an earlier one keeps is
+                autograd's error.
 
     Under a recipe x, W and dy are quantized as for `Linear`, each group by itself. Weights are initialised as
     `torch.nn.Linear`, biases with zeros (as TransformerEngine).

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
 
 
 class Identity(BasicOperation):

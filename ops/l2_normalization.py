@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ops.kernels.l2_normalization import dl2_normalization, l2_normalization
-from ops.kernels.norm_triton import runs_in_triton
+from ops.kernels.norm.l2_normalization import dl2_normalization, l2_normalization
+from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.normalization import as_epsilon
-from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
 from recipes.request import PlanRequest
 
 

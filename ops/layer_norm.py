@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ops.kernels.layer_norm import dlayer_norm, layer_norm
+from ops.kernels.norm.layer_norm import dlayer_norm, layer_norm
 from ops.normalization import Normalization
-from ops.operation import BackwardOfBasic, OperationContext
+from ops.runner.operation import BackwardOfBasic, OperationContext
 
 
 class LayerNorm(Normalization):

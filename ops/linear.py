@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.context import at_tensor
-from ops.gemm import for_wgrad, gemm, quantized, wgrad
-from ops.main_grad import OperationWithWeights
-from ops.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
-from ops.quantized_weights import quantized_weights
+from ops.products.main_grad import OperationWithWeights
+from ops.products.product import for_wgrad, gemm, quantized, wgrad
+from ops.products.weights import quantized_weights
+from ops.runner.context import at_tensor
+from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
 from recipes.arguments import check_flags, positive_integers
-from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
+from recipes.tensors.quantizer import Quantizer
 
 
 class Linear(OperationWithWeights):
@@ -27,7 +27,7 @@ class Linear(OperationWithWeights):
     dy and W along out_features for dx, dy and x along the rows for dW. The bias gradient is the sum of the
     unquantized dy over the rows, accumulated in float32.
 
-    accumulate_into_main_grad, delay_wgrad_compute: where and when the weight's gradient lands, see `ops.main_grad`.
+    accumulate_into_main_grad, delay_wgrad_compute: where and when the weight gradient goes: `ops.products.main_grad`.
 
     Raises TypeError for arguments of another kind, ValueError for features that are not positive, or an x whose last
     dimension is not in_features.
@@ -104,7 +104,7 @@ class Linear(OperationWithWeights):
     ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
         """alpha dy W, in memory of its own, and alpha dy^T x by its parameter's name; what is wanted of both.
 
-        The second is what autograd gets, see `ops.main_grad`.
+        The second is what autograd gets, see `ops.products.main_grad`.
         """
         saved: Linear.Saved = ctx.saved
         needs = ctx.needs

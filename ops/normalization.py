@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ops.kernels.norm_triton import runs_in_triton
-from ops.operation import BasicOperation, check_features, check_parameter_dtype
+from ops.kernels.norm.norm_triton import runs_in_triton
+from ops.runner.operation import BasicOperation, check_features, check_parameter_dtype
 from recipes.arguments import as_integer, as_number, check_flags
 from recipes.request import PlanRequest
 

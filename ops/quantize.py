@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ops.operation import BackwardOfBasic, BasicOperation, OperationContext
+from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
 from recipes.arguments import check_flags
-from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
+from recipes.tensors.quantizer import Quantizer
 
 
 class Quantize(BasicOperation):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ops.kernels.rms_norm import drms_norm, rms_norm
+from ops.kernels.norm.rms_norm import drms_norm, rms_norm
 from ops.normalization import Normalization
-from ops.operation import BackwardOfBasic, OperationContext
+from ops.runner.operation import BackwardOfBasic, OperationContext
 
 
 class RMSNorm(Normalization):

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.kernels.routing import droute, route, routes_in_triton
-from ops.operation import (
+from ops.kernels.routing.routing import droute, route, routes_in_triton
+from ops.runner.operation import (
     BackwardOfBasic,
     BasicOperation,
     IndexTensor,

@@ -5,18 +5,18 @@ from recipes.current_scaling import Float8CurrentScaling
 from recipes.custom import CustomRecipe
 from recipes.delayed_scaling import DelayedScaling
 from recipes.float8_block import Float8BlockScaling
-from recipes.formats import E4M3, E5M2, Float8Format, Format
-from recipes.grouped_tensor import GroupedTensor
 from recipes.mixed import MixedScaling
 from recipes.mxfp8 import MXFP8BlockScaling
-from recipes.names import as_recipe
 from recipes.nvfp4 import NVFP4BlockScaling
-from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
-from recipes.quantizer import Quantizer
 from recipes.recipe import HighPrecision, Recipe, Role, Target
+from recipes.registry import as_recipe
 from recipes.request import Needs, PlanRequest
-from recipes.splits import Splits
 from recipes.stack import current_recipe
+from recipes.tensors.formats import E4M3, E5M2, Float8Format, Format
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
+from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.splits import Splits
 
 __all__ = [
     "E4M3",

@@ -14,9 +14,9 @@ from torch import Tensor
 from recipes.amax_reduction import check_group
 from recipes.arguments import as_flag
 from recipes.effects import Effect, perform, recording
-from recipes.names import as_recipe
 from recipes.pending import PendingUpdates, RecordsAmaxes, end_steps, forget
 from recipes.recipe import HighPrecision, Recipe
+from recipes.registry import as_recipe
 from recipes.stack import CastScales, Entry, current_updates, open_entries, push, remove
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.grouped_tensor import GroupedTensor
-from recipes.quantized_tensor import QuantizedTensor, ScaledCodes
-from recipes.quantizer import Quantizer
 from recipes.recipe import Role
-from recipes.splits import Splits
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import QuantizedTensor, ScaledCodes
+from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.splits import Splits
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Float8CurrentScaling: one scale for each tensor, from the tensor itself.
 
-Formula, layout and source: `recipes/kernels/cast_float8.py`. One scale serves both copies. Grouped rows and stacked
+Formula, layout and source: `recipes/casts/cast_float8.py`. One scale serves both copies. Grouped rows and stacked
 weights have one scale a group; an empty group's is 1.
 """
 
@@ -12,13 +12,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from recipes.formats import Float8Format, Format
-from recipes.grouped_tensor import GroupedTensor
-from recipes.kernels.cast_float8 import BLOCK, Float8Copies, cast_float8, untranspose, widened
-from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes, ScaleLayout
-from recipes.quantizer import Quantizer, check_amax_epsilon, check_form, check_grouped, check_stacked, check_tensor
+from recipes.casts.cast_float8 import BLOCK, Float8Copies, cast_float8, untranspose, widened
 from recipes.recipe import Recipe, Role, support_of_float8
-from recipes.splits import Splits
+from recipes.tensors.formats import Float8Format, Format
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes, ScaleLayout
+from recipes.tensors.quantizer import (
+    Quantizer,
+    check_amax_epsilon,
+    check_form,
+    check_grouped,
+    check_stacked,
+    check_tensor,
+)
+from recipes.tensors.splits import Splits
 
 
 @dataclass(frozen=True)

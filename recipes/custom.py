@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from recipes.quantizer import Quantizer
 from recipes.recipe import Recipe, Role
+from recipes.tensors.quantizer import Quantizer
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The cast reads its input once: the scale is known before, and this step's amax is found on the way. What is kept from
 step to step are two buffers for each role on the operation that quantizes, one column for each tensor (for each group
-of a grouped operation); see `recipes/kernels/amax_history.py` for the formula.
+of a grouped operation); see `recipes/casts/amax_history.py` for the formula.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipes.amax_reduction import check_group
+from recipes.casts.amax_history import end_step
+from recipes.casts.cast_float8 import cast_float8, empty_float8
 from recipes.current_scaling import tensor_scaled
-from recipes.formats import Float8Format, Format
-from recipes.grouped_tensor import GroupedTensor
-from recipes.kernels.amax_history import end_step
-from recipes.kernels.cast_float8 import cast_float8, empty_float8
 from recipes.pending import PendingUpdates
-from recipes.quantized_tensor import QuantizedTensor, ScaleLayout
-from recipes.quantizer import (
+from recipes.recipe import Recipe, Role, support_of_float8
+from recipes.stack import scale_in_use
+from recipes.tensors.formats import Float8Format, Format
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import QuantizedTensor, ScaleLayout
+from recipes.tensors.quantizer import (
     Quantizer,
     Room,
     StateOfRole,
@@ -33,9 +35,7 @@ from recipes.quantizer import (
     check_stacked,
     check_tensor,
 )
-from recipes.recipe import Recipe, Role, support_of_float8
-from recipes.splits import Splits
-from recipes.stack import scale_in_use
+from recipes.tensors.splits import Splits
 
 
 @dataclass(frozen=True)

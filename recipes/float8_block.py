@@ -1,6 +1,6 @@
 """Float8BlockScaling: one float32 scale for each 1x128 values of activations and gradients, 128x128 of weights.
 
-Formula, layout of codes and scales, and source: `recipes/kernels/cast_float8_block.py`.
+Formula, layout of codes and scales, and source: `recipes/casts/cast_float8_block.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from recipes.formats import Float8Format, Format
-from recipes.grouped_tensor import GroupedTensor
-from recipes.kernels.cast_float8_block import (
+from recipes.casts.cast_float8_block import (
     BLOCK,
     BlockCopies,
     BlockScale,
@@ -21,10 +19,19 @@ from recipes.kernels.cast_float8_block import (
     cast_float8_block,
     dequantize_float8_block,
 )
-from recipes.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes, ScaleLayout
-from recipes.quantizer import Quantizer, check_amax_epsilon, check_form, check_grouped, check_stacked, check_tensor
 from recipes.recipe import Recipe, Role, support_of_float8, support_of_products
-from recipes.splits import Splits
+from recipes.tensors.formats import Float8Format, Format
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes, ScaleLayout
+from recipes.tensors.quantizer import (
+    Quantizer,
+    check_amax_epsilon,
+    check_form,
+    check_grouped,
+    check_stacked,
+    check_tensor,
+)
+from recipes.tensors.splits import Splits
 
 # 1: a scale for 1x128 values, 2: for 128x128
 BlockDim = Literal[1, 2]

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.grouped_tensor import GroupedTensor
-from recipes.names import as_recipe
-from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes, ScaleLayout, pick
-from recipes.quantizer import Quantizer, check_grouped, check_stacked, check_tensor
 from recipes.recipe import Recipe, Role, support_of_products
-from recipes.splits import Splits
+from recipes.registry import as_recipe
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import Operand, QuantizedTensor, ScaledCodes, ScaleLayout, pick
+from recipes.tensors.quantizer import Quantizer, check_grouped, check_stacked, check_tensor
+from recipes.tensors.splits import Splits
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """MXFP8BlockScaling: one power-of-two scale for each 32 values along the axis that is contracted.
 
-Formula, layout of the scales and source: `recipes/kernels/cast_mxfp8.py`.
+Formula, layout of the scales and source: `recipes/casts/cast_mxfp8.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor
 
-from recipes.formats import Float8Format, Format
-from recipes.grouped_tensor import GroupedTensor
-from recipes.kernels.cast_mxfp8 import (
+from recipes.casts.cast_mxfp8 import (
     BLOCK,
     MXFP8Copies,
     MXFP8Scale,
@@ -22,10 +20,12 @@ from recipes.kernels.cast_mxfp8 import (
     dequantize_mxfp8,
     empty_mxfp8,
 )
-from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
-from recipes.quantizer import Quantizer, Room, check_form, check_grouped, check_stacked, check_tensor
 from recipes.recipe import Recipe, Role
-from recipes.splits import Splits
+from recipes.tensors.formats import Float8Format, Format
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
+from recipes.tensors.quantizer import Quantizer, Room, check_form, check_grouped, check_stacked, check_tensor
+from recipes.tensors.splits import Splits
 
 _SCALINGS = get_args(Scaling)
 

@@ -1,6 +1,6 @@
 """NVFP4BlockScaling: four-bit codes, one E4M3 scale for each 16 values, one float32 amax for each tensor.
 
-Formula, layout, rounding and source: `recipes/kernels/cast_nvfp4.py`, of the Hadamard transform `hadamard.py`.
+Formula, layout, rounding and source: `recipes/casts/cast_nvfp4.py`, of the Hadamard transform `hadamard.py`.
 """
 # T rows, P rows with the padding, K columns, G groups
 
@@ -13,20 +13,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from recipes.grouped_tensor import GroupedTensor
-from recipes.kernels.cast_nvfp4 import (
+from recipes.casts.cast_nvfp4 import (
     BLOCK,
     alpha_from_amax,
     amax_nvfp4,
     cast_nvfp4,
     dequantize_nvfp4,
 )
-from recipes.kernels.hadamard import hadamard_ref
-from recipes.kernels.random import new_seed
-from recipes.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
-from recipes.quantizer import Quantizer, check_grouped, check_stacked, check_tensor
+from recipes.casts.hadamard import hadamard_ref
 from recipes.recipe import Recipe, Role
-from recipes.splits import Splits
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
+from recipes.tensors.quantizer import Quantizer, check_grouped, check_stacked, check_tensor
+from recipes.tensors.splits import Splits
+from recipes.triton.philox import new_seed
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 
 from recipes.arguments import as_flag, as_integer, as_member, as_number
-from recipes.formats import Format
-from recipes.quantizer import Quantizer
+from recipes.tensors.formats import Format
+from recipes.tensors.quantizer import Quantizer
 
 Product = Literal["fprop", "dgrad", "wgrad"]
 

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, checkpoint, ops
 from ops import BasicOperation
-from ops.main_grad import OperationWithWeights
+from ops.products.main_grad import OperationWithWeights
 from recipes import DelayedScaling, HighPrecision, NVFP4BlockScaling, Role
 from tests.attack_cases import (
     OPTIMIZERS,
@@ -140,7 +140,7 @@ def build(case: Case) -> Sequential:
 
 
 def owned_weights(model: Sequential) -> dict[str, Tensor]:
-    """The weights whose gradients `ops.main_grad` accumulates, by their names."""
+    """The weights whose gradients `ops.products.main_grad` accumulates, by their names."""
     return {
         f"{prefix}.{name}": module.get_parameter(name)
         for prefix, module in model.named_modules()
@@ -870,7 +870,7 @@ class Trial:
                     f"gradient of {n}": (p.grad, theirs[n].grad, True) for n, p in self.model.named_parameters()
                 }
         for name, (got, want, gradient) in found.items():
-            # Fused operations add the two shares of the scales' gradient before the others. Indices differ or they do not.
+            # Fused operations add the two shares of the scales' gradient before the others.
             bits = exact and not (name == "dscales" and kind == "unfused")
             bits = bits or (got is not None and not got.is_floating_point())
             problem = differing_bits(name, got, want) if bits else difference(name, got, want, bound_of(case, gradient))

@@ -21,7 +21,7 @@ from recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from recipes.formats import Format
+from recipes.tensors.formats import Format
 from tests.attack_oracle import ACTIVATIONS, CLAMPED, GATES, SITU, UNGATED, Layer
 
 SCALED = ("ScaledSwiGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU")

@@ -22,7 +22,7 @@ if not HAS_CUDA:
 # Before the first cuBLAS handle: deterministic algorithms need a fixed workspace.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from recipes.kernels.replay import forget  # noqa: E402
+from recipes.triton.replay import forget  # noqa: E402
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ops.kernels import grouped_gemm_tiles
-from ops.kernels.grouped_gemm_tiles import built_in_config
-from ops.kernels.tiles import Gemm, MeasuredTile, TileTable, use_tiles
-from recipes.splits import Splits
+from ops.kernels.grouped_gemm import tile_rules as grouped_gemm_tiles
+from ops.kernels.grouped_gemm.measured_tiles import Gemm, MeasuredTile, TileTable, use_tiles
+from ops.kernels.grouped_gemm.tile_rules import built_in_config
+from recipes.tensors.splits import Splits
 
 TILE = 64  # rows of the smallest tile
 

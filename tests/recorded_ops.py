@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fuser.graph_capture import Scratch
+from fuser.graph.capture import Scratch
 from recipes.effects import recorded
 
 
@@ -61,7 +61,7 @@ class _OpsSegment:
 
 
 class OpsRecorder:
-    """As `fuser.graph_capture.CudaRecorder`, of what reaches torch's dispatcher."""
+    """As `fuser.graph.capture.CudaRecorder`, of what reaches torch's dispatcher."""
 
     is_recording = False
 

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from fuser.schedule import Pass, Schedule
+from fuser.schedule.schedule import Pass, Schedule
 
 # TransformerEngine pull request 2376: an interleaved order, and what overlap makes of chunks with 1 and 2 layers.
 PRINTED = [

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fuser import Sequential, autocast, ops
-from ops.kernels.activation import KINDS, Activation, activation, activation_ref, dactivation
+from ops.kernels.elementwise.activation import KINDS, Activation, activation, activation_ref, dactivation
 from recipes import E4M3
 from recipes.current_scaling import CurrentScalingQuantizer
 from tests.check_operation import DEVICES, DTYPES, check_gradients, check_operation

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.kernels.activation import KINDS, Activation, activation_ref, constants
-from ops.kernels.activation_functions import BACKWARD, FORWARD, sigmoids, tanh_and_slope
+from ops.kernels.elementwise.activation import KINDS, Activation, activation_ref, constants
+from ops.kernels.elementwise.activation_functions import BACKWARD, FORWARD, sigmoids, tanh_and_slope
 from tests.grouped_cases import DEVICES
 from tests.test_compile_sm90 import ROOT, OfflineDriver
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.kernels.amax_history import end_step, end_step_ref, end_step_triton
+from recipes.casts.amax_history import end_step, end_step_ref, end_step_triton
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fuser import ops
-from ops.paths import GroupedPath
+from ops.products.paths import GroupedPath
 from recipes import Float8CurrentScaling, HighPrecision, MXFP8BlockScaling
 from tests import attack
 from tests.attack_cases import Case, changed, draw_case
@@ -63,7 +63,7 @@ def stale_weight(monkeypatch):
     def param(self, name, dtype=None):
         kept = self.operation.__dict__.setdefault("_kept", {})
         return kept.setdefault(name, self.operation.get_parameter(name).detach().clone())
-    monkeypatch.setattr("ops.context.OperationContext.param", param)
+    monkeypatch.setattr("ops.runner.context.OperationContext.param", param)
 
 
 def gradient_left(monkeypatch):

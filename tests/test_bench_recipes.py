@@ -26,10 +26,10 @@ from bench.table import plain_table
 from bench.timing import Timing
 from bench.usage import UsageError
 from fuser import ops
-from ops.paths import GroupedPath
+from ops.products.paths import GroupedPath
 from recipes import Role
 from recipes.mxfp8 import MXFP8Quantizer
-from recipes.names import RECIPES
+from recipes.registry import RECIPES
 
 SHAPE = ExpertShape(64, 32, num_experts=3, topk=2, tokens=16)
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from bench.bench_tune import (
 )
 from bench.timing import Timing
 from fuser import load_tiles
-from ops.kernels.grouped_gemm_tiles import built_in_config
-from ops.kernels.tiles import tiles_in_use, why_not_tile
+from ops.kernels.grouped_gemm.measured_tiles import tiles_in_use, why_not_tile
+from ops.kernels.grouped_gemm.tile_rules import built_in_config
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 LINEAR = (4, 64, 48)

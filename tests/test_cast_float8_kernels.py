@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from recipes.formats import E4M3, E5M2, Float8Format
-from recipes.kernels import cast_float8 as kernels
-from recipes.splits import Splits
+from recipes.casts import cast_float8 as kernels
+from recipes.tensors.formats import E4M3, E5M2, Float8Format
+from recipes.tensors.splits import Splits
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),

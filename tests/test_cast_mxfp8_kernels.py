@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from recipes.formats import E4M3, E5M2, Float8Format
-from recipes.kernels import cast_mxfp8 as kernels
-from recipes.kernels.cast_mxfp8 import MXFP8Scale
-from recipes.splits import Splits
+from recipes.casts import cast_mxfp8 as kernels
+from recipes.casts.cast_mxfp8 import MXFP8Scale
+from recipes.tensors.formats import E4M3, E5M2, Float8Format
+from recipes.tensors.splits import Splits
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from recipes.formats import E4M3
-from recipes.kernels import cast_nvfp4 as nvfp4
-from recipes.kernels.gluon_gate import why_no_gluon
-from recipes.kernels.random import new_seed
-from recipes.splits import Splits
+from recipes.casts import cast_nvfp4 as nvfp4
+from recipes.tensors.formats import E4M3
+from recipes.tensors.splits import Splits
+from recipes.triton.gates import why_no_gluon
+from recipes.triton.philox import new_seed
 from tests.grouped_cases import DEVICES
 
 # The interpreter is numpy: it tells of a loop over a runtime bound, and of Inf and NaN, which are meant here.

@@ -24,21 +24,27 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from bench.bench_tune import ON_DESCRIPTORS, candidates, gemm_case, gemms
-from ops.kernels import activation, elementwise, grouped_gemm, grouped_gemm_float8, norm_triton, permute, routing, steps
-from ops.kernels.activation import KINDS, Activation, activation_step
-from ops.kernels.grouped_gemm_float8_tiles import k_grouped_float8_config, m_grouped_float8_config
-from ops.kernels.grouped_gemm_tiles import MANY_ROWS as ADDED_IN_GLUON
-from ops.kernels.grouped_gemm_tiles import k_grouped_config, m_grouped_config
-from ops.kernels.tiles import MeasuredTile, TileTable, use_tiles
+from ops.kernels.elementwise import activation
+from ops.kernels.elementwise import chain as elementwise
+from ops.kernels.elementwise import chain_steps as steps
+from ops.kernels.elementwise.activation import KINDS, Activation, activation_step
+from ops.kernels.grouped_gemm import float8 as grouped_gemm_float8
+from ops.kernels.grouped_gemm import high_precision as grouped_gemm
+from ops.kernels.grouped_gemm.measured_tiles import MeasuredTile, TileTable, use_tiles
+from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS as ADDED_IN_GLUON
+from ops.kernels.grouped_gemm.tile_rules import k_grouped_config, m_grouped_config
+from ops.kernels.grouped_gemm.tile_rules_float8 import k_grouped_float8_config, m_grouped_float8_config
+from ops.kernels.norm import norm_triton
+from ops.kernels.routing import permute, routing
+from recipes.casts import cast_float8, cast_float8_block, cast_mxfp8, cast_nvfp4
+from recipes.casts.amax_history import end_step_triton
+from recipes.casts.cast_float8_block import BlockScale
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
-from recipes.formats import E4M3, E5M2
-from recipes.kernels import cast_float8, cast_float8_block, cast_mxfp8, cast_nvfp4
-from recipes.kernels.amax_history import end_step_triton
-from recipes.kernels.cast_float8_block import BlockScale
-from recipes.kernels.gluon_gate import why_no_gluon
-from recipes.kernels.offsets import clamped_offsets_triton
 from recipes.mxfp8 import MXFP8Quantizer
-from recipes.splits import Splits
+from recipes.tensors.formats import E4M3, E5M2
+from recipes.tensors.splits import Splits
+from recipes.triton.gates import why_no_gluon
+from recipes.triton.offsets import clamped_offsets_triton
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from fuser import Sequential, autocast, checkpoint, ops
 from recipes import E4M3, E5M2, DelayedScaling, Format, MXFP8BlockScaling, Role
-from recipes.kernels.amax_history import end_step_ref
-from recipes.kernels.cast_float8 import round_to_float8_ref
+from recipes.casts.amax_history import end_step_ref
+from recipes.casts.cast_float8 import round_to_float8_ref
 
 SHORT = DelayedScaling(amax_history_len=4)
 

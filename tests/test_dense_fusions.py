@@ -22,9 +22,9 @@ from fused import (
 from fuser import Sequential, autocast, ops
 from fuser.testing import TOLERANCES, check_fusion
 from ops import BasicOperation
-from ops.activation import ActivationOperation
-from ops.gemm import commutes, gemm
-from ops.kernels.activation import Activation
+from ops.activations import ActivationOperation
+from ops.kernels.elementwise.activation import Activation
+from ops.products.product import commutes, gemm
 from tests.check_operation import DEVICES, DTYPES
 from tests.reference import assert_same_bits, gradients, leaves
 

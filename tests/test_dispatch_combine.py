@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fuser import Sequential, ops
-from ops.kernels import permute
-from ops.kernels.permute import (
+from ops.kernels.routing import permute
+from ops.kernels.routing.permute import (
     RoutingMap,
     combine,
     combine_ref,
@@ -24,7 +24,7 @@ from ops.kernels.permute import (
     map_config,
     move_config,
 )
-from ops.saved import flatten, unflatten
+from ops.runner.saved import flatten, unflatten
 from tests.check_operation import DEVICES, DTYPES
 from tests.grouped_cases import DEVICES as KERNEL_DEVICES
 from tests.reference import assert_close, assert_same_bits, capture, no_host_sync

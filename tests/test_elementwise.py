@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.kernels import elementwise as kernels
-from ops.kernels.elementwise import (
+from ops.kernels.elementwise import chain as kernels
+from ops.kernels.elementwise.chain import (
     Cast,
     Step,
     delementwise,
@@ -22,12 +22,12 @@ from ops.kernels.elementwise import (
     elementwise_cast,
     elementwise_ref,
 )
-from ops.kernels.steps import ADD_COLUMN, ADD_ELEMENT, dropout_step, scale_step
-from recipes.formats import E4M3, E5M2, Float8Format
-from recipes.kernels.cast_float8 import cast_float8, empty_float8
-from recipes.kernels.random import new_seed
+from ops.kernels.elementwise.chain_steps import ADD_COLUMN, ADD_ELEMENT, dropout_step, scale_step
+from recipes.casts.cast_float8 import cast_float8, empty_float8
 from recipes.mxfp8 import MXFP8Quantizer
-from recipes.quantized_tensor import QuantizedTensor
+from recipes.tensors.formats import E4M3, E5M2, Float8Format
+from recipes.tensors.quantized_tensor import QuantizedTensor
+from recipes.triton.philox import new_seed
 from tests.grouped_cases import DEVICES
 
 

@@ -18,11 +18,11 @@ from fused import ElementwiseChain
 from fuser import Sequential, autocast, ops
 from fuser.testing import check_fusion
 from ops import ElementwiseOperation
-from ops.kernels.elementwise import Step
+from ops.kernels.elementwise.chain import Step
 from recipes import CustomRecipe, QuantizedTensor, Quantizer
-from recipes.formats import E5M2
-from recipes.kernels.random import random_bits_ref
 from recipes.mxfp8 import MXFP8Quantizer
+from recipes.tensors.formats import E5M2
+from recipes.triton.philox import random_bits_ref
 from tests.check_operation import DEVICES, DTYPES, check_gradients, check_operation
 from tests.reference import assert_same_bits, gradients
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from recipes import E4M3, E5M2, Float8BlockScaling, Format, Role, Splits
+from recipes.casts.cast_float8 import scale_from_amax_ref
+from recipes.casts.cast_float8_block import largest_scale
 from recipes.float8_block import Float8BlockQuantizer
-from recipes.kernels.cast_float8 import scale_from_amax_ref
-from recipes.kernels.cast_float8_block import largest_scale
 
 INF, NAN = float("inf"), float("nan")
 FLT_MAX = torch.finfo(torch.float32).max

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from recipes import E4M3, E5M2, Float8CurrentScaling, Format, Role
+from recipes.casts.cast_float8 import round_to_float8_ref, scale_from_amax_ref
 from recipes.current_scaling import CurrentScalingQuantizer
-from recipes.kernels.cast_float8 import round_to_float8_ref, scale_from_amax_ref
 
 INF, NAN = float("inf"), float("nan")
 FLT_MAX = torch.finfo(torch.float32).max

@@ -21,16 +21,16 @@ OPTIONAL = {"matplotlib", "rich", "safetensors", "transformers", "ml_dtypes"}
 HOST_READS = {"item", "tolist", "cpu", "numpy", "synchronize"}
 # Where else than in references (`..._ref`) the host may read the device. file: {function: reason}
 MAY_READ = {
-    "ops/paths.py": {"SplitPath.*": "it reads the split sizes by definition"},
-    "ops/kernels/grouped_operands.py": {"row_slices": "for references, and for CPU tensors, where nothing waits"},
-    "ops/kernels/grouped_gemm_cpu.py": {"*_on_cpu": "CPU tensors, where nothing waits"},
+    "ops/products/paths.py": {"SplitPath.*": "it reads the split sizes by definition"},
+    "ops/kernels/grouped_gemm/operands.py": {"row_slices": "for references, and for CPU tensors, where nothing waits"},
+    "ops/kernels/grouped_gemm/high_precision_cpu.py": {"*_on_cpu": "CPU tensors, where nothing waits"},
     "fused/kernels/grouped_mlp_cpu.py": {"_*": "CPU tensors, where nothing waits"},
     "recipes/amax_reduction.py": {"_exchanged": "what ranks tell one another, once for each list of amaxes on a GPU"},
-    "recipes/splits.py": {
+    "recipes/tensors/splits.py": {
         "Splits.tolist": "the door through which the SplitPath and references read sizes",
         "Splits.make": "sizes that lie on the host already are validated",
     },
-    "recipes/grouped_tensor.py": {"GroupedTensor.split": "a list of views needs sizes on the host"},
+    "recipes/tensors/grouped_tensor.py": {"GroupedTensor.split": "a list of views needs sizes on the host"},
     "recipes/current_scaling.py": {"*.group": "one group alone, for the SplitPath"},
     "recipes/nvfp4.py": {"*.group": "one group alone, for the SplitPath"},
     "recipes/cast_counts.py": {"CountedCasts.counts": "the counts are read when they are asked for"},

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fuser import Schedule, Sequential, autocast, make_graphed_callables, ops
-from fuser.graph_capture import CudaRecorder
-from ops import main_grad
+from fuser.graph.capture import CudaRecorder
+from ops.products import main_grad
 from recipes import CustomRecipe, DelayedScaling, MixedScaling, Quantizer
 from tests import main_grad_cases as cases
 from tests.reference import assert_close, assert_same_bits, no_host_sync, random_sizes

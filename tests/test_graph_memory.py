@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fuser import Sequential, make_graphed_callables, ops
-from fuser.graph_capture import RerunRecorder, gaps
-from fuser.schedule_memory import Buffer, Taken
+from fuser.graph.capture import RerunRecorder, gaps
+from fuser.schedule.memory import Buffer, Taken
 from tests import main_grad_cases as cases
 from tests.recorded_ops import OpsLog
 
@@ -70,8 +70,8 @@ class Compared(RerunRecorder):
 @pytest.fixture
 def recorder(monkeypatch):
     recorder = Compared()
-    monkeypatch.setattr("fuser.graph.make_recorder", lambda device, pool: recorder)
-    monkeypatch.setattr("ops.quantized_weights._is_capturing", lambda parameters: Compared.is_recording)
+    monkeypatch.setattr("fuser.graph.callables.make_recorder", lambda device, pool: recorder)
+    monkeypatch.setattr("ops.products.weights._is_capturing", lambda parameters: Compared.is_recording)
     return recorder
 
 

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fuser import Schedule, ScheduleError, Sequential, make_graphed_callables, ops, run_schedule
-from fuser.graph_checks import ReplayOrder
-from fuser.schedule import Pass
-from fuser.schedule_memory import Buffer, LayerMemory, plan_memory
+from fuser.graph.checks import ReplayOrder
+from fuser.schedule.memory import Buffer, LayerMemory, plan_memory
+from fuser.schedule.schedule import Pass
 from tests import main_grad_cases as cases
 from tests.reference import assert_same_bits
 from tests.schedule_cases import PRINTED_DELAYED, schedules

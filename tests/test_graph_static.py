@@ -14,9 +14,9 @@ from tests.reference import assert_same_bits
 
 @pytest.fixture(autouse=True)
 def ops_are_recorded(monkeypatch):
-    for module in ("fuser.graph", "fuser.graph_step"):
+    for module in ("fuser.graph.callables", "fuser.graph.step"):
         monkeypatch.setattr(f"{module}.make_recorder", lambda device, pool: OpsRecorder())
-    monkeypatch.setattr("ops.quantized_weights._is_capturing", lambda parameters: OpsRecorder.is_recording)
+    monkeypatch.setattr("ops.products.weights._is_capturing", lambda parameters: OpsRecorder.is_recording)
 
 
 def steps(captured, recipe, switches, setup):

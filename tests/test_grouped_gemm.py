@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ops.kernels import grouped_gemm as gg
-from ops.kernels.grouped_gemm import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
-from ops.kernels.grouped_gemm_tiles import MANY_ROWS, k_grouped_config, m_grouped_config
-from ops.kernels.ragged_tma import takes_descriptors
-from ops.kernels.tiles import Gemm, why_not_tile
-from recipes.kernels.rounding import round_to
-from recipes.kernels.row_tiles import find_tile
-from recipes.splits import Splits
+from ops.kernels.grouped_gemm import high_precision as gg
+from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_gemm.measured_tiles import Gemm, why_not_tile
+from ops.kernels.grouped_gemm.ragged_tma import takes_descriptors
+from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS, k_grouped_config, m_grouped_config
+from recipes.tensors.splits import Splits
+from recipes.triton.rounding import round_to
+from recipes.triton.row_slots import find_tile
 from tests.grouped_cases import (
     CASES,
     DEVICES,

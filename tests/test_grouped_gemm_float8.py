@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.kernels import grouped_gemm_float8 as gg
-from ops.kernels.grouped_gemm_float8 import BLOCK, grouped_gemm_nt_float8, grouped_gemm_tn_float8
-from ops.kernels.grouped_gemm_float8_tiles import k_grouped_float8_config, m_grouped_float8_config
-from ops.kernels.ragged_tma import takes_descriptors
-from ops.kernels.tiles import shared_memory_limit
-from recipes.formats import E4M3, E5M2
-from recipes.splits import Splits
+from ops.kernels.grouped_gemm import float8 as gg
+from ops.kernels.grouped_gemm.float8 import BLOCK, grouped_gemm_nt_float8, grouped_gemm_tn_float8
+from ops.kernels.grouped_gemm.measured_tiles import shared_memory_limit
+from ops.kernels.grouped_gemm.ragged_tma import takes_descriptors
+from ops.kernels.grouped_gemm.tile_rules_float8 import k_grouped_float8_config, m_grouped_float8_config
+from recipes.tensors.formats import E4M3, E5M2
+from recipes.tensors.splits import Splits
 from tests.grouped_cases import DEVICES, Exact, group_rows, poisoned
 
 # Triton 3.6's interpreter turns arrays of one element into loop bounds, which numpy >= 2.4 will refuse.

@@ -436,7 +436,7 @@ RECIPES = [
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
 def test_a_recipe_changes_the_operands_and_nothing_else(recipe, shape, dtype, device):
     k, n = shape
-    # Hopper adds float8 products with fewer bits: `ops.kernels.grouped_gemm_float8` has the figures.
+    # Hopper adds float8 products with fewer bits: `ops.kernels.grouped_gemm.float8` has the figures.
     more = 5e-4 if recipe.support(torch.device(device)) == "native" else 0.0
     tolerances = {key: tolerance + more for key, tolerance in ROUNDED_ONCE.items()}
     for (name, sizes), stacked in zip(SPLITS.items(), itertools.cycle([True, False]), strict=False):

@@ -21,11 +21,11 @@ from fused.kernels.grouped_mlp_gpu import dgrouped_mlp_gpu, grouped_mlp_gpu
 from fuser import Sequential, autocast, constant_weights, ops
 from fuser.testing import check_fusion
 from ops import BasicOperation, GroupedLinear
-from ops.kernels.activation import Activation
-from ops.paths import GroupedPath
+from ops.kernels.elementwise.activation import Activation
+from ops.products.paths import GroupedPath
 from recipes import E4M3, QuantizedTensor, Quantizer, Recipe, Role
 from recipes.current_scaling import CurrentScalingQuantizer
-from recipes.splits import Splits
+from recipes.tensors.splits import Splits
 from tests import reference
 from tests.reference import ROUNDED_OFTEN, assert_close, assert_same_bits
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fuser import Sequential, autocast, ops
-from ops.kernels.l2_normalization import dl2_normalization, l2_normalization, l2_normalization_ref
+from ops.kernels.norm.l2_normalization import dl2_normalization, l2_normalization, l2_normalization_ref
 from tests.check_operation import DEVICES, DTYPES, check_gradients, check_operation
 from tests.reference import assert_same_bits
 

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from recipes.kernels.launch import Launch, cdiv, launcher, next_power_of_2
+from recipes.triton.launch import Launch, cdiv, launcher, next_power_of_2
 
 ROOT = Path(__file__).parents[1]
 

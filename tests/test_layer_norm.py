@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fuser import Sequential, autocast, ops
-from ops.kernels.layer_norm import dlayer_norm, layer_norm, layer_norm_ref
+from ops.kernels.norm.layer_norm import dlayer_norm, layer_norm, layer_norm_ref
 from tests.check_operation import DEVICES, DTYPES, check_gradients, check_operation
 from tests.reference import ROUNDED_ONCE, assert_same_bits
 

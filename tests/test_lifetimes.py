@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fuser import Sequential, autocast, checkpoint, constant_weights, ops
-from ops.run import MOST_PROGRAMS
+from ops.runner.run import MOST_PROGRAMS
 from recipes import CustomRecipe, MXFP8BlockScaling
 
 RECIPES = ["bf16", "mxfp8", "fp8_delayed", "nvfp4"]

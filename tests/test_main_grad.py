@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, ops
 from ops import nested_backward
-from ops.gemm import store
-from ops.kernels.grouped_gemm_tiles import MANY_ROWS
-from ops.kernels.tiles import Gemm
-from ops.operation import FusedOperation
+from ops.kernels.grouped_gemm.measured_tiles import Gemm
+from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS
+from ops.products.product import store
+from ops.runner.operation import FusedOperation
 from tests.check_operation import DEVICES
 from tests.grouped_cases import tiles_of_groups
 from tests.main_grad_cases import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes import E4M3, E5M2, Format, MXFP8BlockScaling, Role
-from recipes.kernels.cast_mxfp8 import scale_from_amax_ref, scale_reciprocal, scale_value
+from recipes.casts.cast_mxfp8 import scale_from_amax_ref, scale_reciprocal, scale_value
 from recipes.mxfp8 import MXFP8Quantizer
 
 INF, NAN = float("inf"), float("nan")

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ops.kernels import norm_triton
-from ops.kernels.l2_normalization import l2_normalization_ref
-from ops.kernels.layer_norm import layer_norm_ref
-from ops.kernels.norm_triton import (
+from ops.kernels.norm import norm_triton
+from ops.kernels.norm.l2_normalization import l2_normalization_ref
+from ops.kernels.norm.layer_norm import layer_norm_ref
+from ops.kernels.norm.norm_triton import (
     dnorm_config,
     dnorm_stages,
     dnorm_triton,
@@ -22,7 +22,7 @@ from ops.kernels.norm_triton import (
     norm_config,
     runs_in_triton,
 )
-from ops.kernels.rms_norm import rms_norm_ref
+from ops.kernels.norm.rms_norm import rms_norm_ref
 from tests.check_operation import DTYPES
 from tests.grouped_cases import DEVICES
 from tests.reference import ROUNDED_ONCE, assert_close, assert_same_bits, capture, no_host_sync

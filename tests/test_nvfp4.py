@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from recipes import NVFP4BlockScaling, Role, Splits
-from recipes.formats import E2M1_VALUES, E4M3
-from recipes.kernels.cast_nvfp4 import Amaxes, alpha_from_amax, cast_nvfp4_ref, e2m1_codes_ref
-from recipes.kernels.hadamard import SIGNS, hadamard_ref
-from recipes.kernels.random import block_bits_ref, philox_ref
+from recipes.casts.cast_nvfp4 import Amaxes, alpha_from_amax, cast_nvfp4_ref, e2m1_codes_ref
+from recipes.casts.hadamard import SIGNS, hadamard_ref
 from recipes.nvfp4 import NVFP4Quantizer
+from recipes.tensors.formats import E2M1_VALUES, E4M3
+from recipes.triton.philox import block_bits_ref, philox_ref
 
 INF, NAN = float("inf"), float("nan")
 FLT_MAX = np.finfo(np.float32).max

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.kernels.offsets import clamped_offsets, clamped_offsets_ref, clamped_offsets_triton
+from recipes.triton.offsets import clamped_offsets, clamped_offsets_ref, clamped_offsets_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fuser import Sequential, autocast, count_casts, ops
 from ops import GroupedLinear
-from ops.paths import GroupedPath, SplitPath, choose_path
+from ops.products.paths import GroupedPath, SplitPath, choose_path
 from recipes import (
     E4M3,
     Float8BlockScaling,

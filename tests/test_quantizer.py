@@ -18,8 +18,8 @@ from recipes import (
 from recipes.current_scaling import CurrentScalingQuantizer
 from recipes.delayed_scaling import DelayedScalingQuantizer
 from recipes.float8_block import Float8BlockQuantizer
-from recipes.formats import E4M3
 from recipes.mxfp8 import MXFP8Quantizer
+from recipes.tensors.formats import E4M3
 
 RECIPES = [
     DelayedScaling(),

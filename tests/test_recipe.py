@@ -27,7 +27,7 @@ from recipes import (
     Role,
     as_recipe,
 )
-from recipes.formats import E4M3, E5M2, Float8Format
+from recipes.tensors.formats import E4M3, E5M2, Float8Format
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BUILT_IN = [

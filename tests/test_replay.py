@@ -25,9 +25,9 @@ from triton.compiler.compiler import LazyDict
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fuser import Sequential, ops
-from recipes.kernels import replay
-from recipes.kernels.launch import Launch, launcher, replayed
-from recipes.kernels.replay import Replays, forget
+from recipes.triton import replay
+from recipes.triton.launch import Launch, launcher, replayed
+from recipes.triton.replay import Replays, forget
 from tests.reference import assert_same_bits
 
 ROOT = Path(__file__).parents[1]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fuser import Sequential, autocast, ops
-from ops.kernels import routing
-from ops.kernels.routing import droute, route, route_ref
+from ops.kernels.routing import routing
+from ops.kernels.routing.routing import droute, route, route_ref
 from tests.check_operation import DEVICES, DTYPES
 from tests.grouped_cases import DEVICES as KERNEL_DEVICES
 from tests.reference import ROUNDED_ONCE, assert_close, assert_same_bits

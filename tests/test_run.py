@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import BasicOperation, FusedOperation, Sequential, autocast, checkpoint, ops
-from recipes.splits import Splits
+from recipes.tensors.splits import Splits
 
 
 class Scale(BasicOperation):

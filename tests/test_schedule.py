@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuser.schedule import Entry, Event, Pass, Schedule, ScheduleError, read_order
-from fuser.schedule_make import order_1f1b, order_interleaved, overlap_layers
+from fuser.schedule.make import order_1f1b, order_interleaved, overlap_layers
+from fuser.schedule.schedule import Entry, Event, Pass, Schedule, ScheduleError, read_order
 from tests.schedule_cases import PRINTED, PRINTED_DELAYED, PRINTED_OVERLAPPED, schedules
 
 F, B, W = Pass

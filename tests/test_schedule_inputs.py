@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from fuser.schedule import Entry, Pass, Schedule, ScheduleError
-from fuser.schedule_make import order_1f1b, order_interleaved, overlap_layers
-from fuser.schedule_read import HIGHEST_NUMBER, MOST_ENTRIES, MOST_EVENTS
+from fuser.schedule.make import order_1f1b, order_interleaved, overlap_layers
+from fuser.schedule.read import HIGHEST_NUMBER, MOST_ENTRIES, MOST_EVENTS
+from fuser.schedule.schedule import Entry, Pass, Schedule, ScheduleError
 
 SECONDS = 1.0
 NAN, INF = float("nan"), float("inf")

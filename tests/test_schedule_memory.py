@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuser.schedule import Pass, Schedule
-from fuser.schedule_explain import explain_schedule
-from fuser.schedule_memory import Buffer, LayerMemory, MemoryPlan, plan_memory
+from fuser.schedule.explain import explain_schedule
+from fuser.schedule.memory import Buffer, LayerMemory, MemoryPlan, plan_memory
+from fuser.schedule.schedule import Pass, Schedule
 from tests.schedule_cases import PRINTED_DELAYED, schedules
 
 F, B, W = Pass

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fuser import Sequential, ops
-from fuser.schedule import Schedule, ScheduleError
-from fuser.schedule_make import order_interleaved, overlap_layers
-from fuser.schedule_run import run_schedule
+from fuser.schedule.make import order_interleaved, overlap_layers
+from fuser.schedule.run import run_schedule
+from fuser.schedule.schedule import Schedule, ScheduleError
 from tests.schedule_cases import schedules
 
 SIZE = 5

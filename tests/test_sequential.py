@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fuser import BasicOperation, FusedOperation, Sequential, ops
-from ops.run import Pipeline
+from ops.runner.run import Pipeline
 
 
 class Scale(BasicOperation):

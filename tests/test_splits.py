@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.splits import Splits, clamped_splits
+from recipes.tensors.splits import Splits, clamped_splits
 
 
 def make(sizes, rows, **kwargs):

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.kernels.activation import Activation, activation, dactivation
-from ops.kernels.grouped_operands import accumulator_like
-from recipes.splits import Splits
+from ops.kernels.elementwise.activation import Activation, activation, dactivation
+from ops.kernels.grouped_gemm.operands import accumulator_like
+from recipes.tensors.splits import Splits
 
 
 def grouped_mlp_cpu(

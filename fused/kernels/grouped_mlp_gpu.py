@@ -6,7 +6,7 @@
 Shapes: x, dx [T, K]; h, dh [T, H]; act [T, I]; y, dy [T, N]; W1 [G, H, K]; W2 [G, N, I]; scales, s [T]. Every value is
 rounded as the unfused operations round it. Rows of no group are zero.
 
-Here is what follows from how the arguments lie, and so is repeated as a whole (`recipes.kernels.launch.replayed`): on
+Here is what follows from how the arguments lie, and so is repeated as a whole (`recipes.triton.launch.replayed`): on
 the host the checks, choices and views between the launches cost more than the launches.
 """
 # T rows, G groups
@@ -16,11 +16,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from fused.kernels.grouped_mlp_cpu import GroupedMLPGradients
-from ops.kernels.activation import Activation, activation, dactivation
-from ops.kernels.grouped_gemm import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
-from ops.kernels.grouped_gemm_tiles import allow_tf32
-from recipes.kernels.launch import replayed
-from recipes.splits import Splits
+from ops.kernels.elementwise.activation import Activation, activation, dactivation
+from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_gemm.tile_rules import allow_tf32
+from recipes.tensors.splits import Splits
+from recipes.triton.launch import replayed
 
 
 def grouped_mlp_gpu(

@@ -1,0 +1,279 @@
+"""CUDA graphs of modules: captured forward, backward and delayed wgrad, which replay as the modules would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fuser.graph.arguments import check_alike, make_instances, make_samples, make_schedule, make_settings, renamed
+from fuser.graph.capture import make_recorder
+from fuser.graph.checks import HeldCheck, InputCheck
+from fuser.graph.record import Graphs
+from fuser.schedule.memory import MemoryPlan
+from fuser.schedule.schedule import Event, Item, Pass, Schedule
+from fuser.schedule.schedule import Instance as Place
+from ops.runner.nested_backward import unwanted_parameters
+from ops.runner.operation import BasicOperation
+from recipes.recipe import Recipe
+
+
+def make_graphed_callables(
+    modules: nn.Module | Sequence[nn.Module],
+    sample_args: Sequence[Any],
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: Any = None,
+    *,
+    enabled: bool | Sequence[bool] = True,
+    recipe: Recipe | str | None = None,
+    amax_reduction_group: dist.ProcessGroup | None = None,
+    cache_quantized_params: bool = False,
+    schedule: Schedule | str | Sequence[Item] | None = None,
+    layers: Sequence[int] | int | None = None,
+    follows: Collection[int] = (),
+    pool: Any = None,
+    retain_graph_in_backward: bool = False,
+    share_buffers: bool | None = None,
+    clone_param_grads_on_return: bool = True,
+    pre_warmup_hook: Callable[[], Any] | None = None,
+    post_warmup_hook: Callable[[], Any] | None = None,
+    report: Callable[[str], Any] | None = None,
+    debug: bool = False,
+    **others: Any,
+) -> Any:
+    """Capture modules, and return what replays them: for one module a `GraphedCallable`, for several a tuple of them.
+
+    modules:       one, or several. Without a schedule they run one after the other, backward the other way round, the
+                   delayed wgrads last; with one they are its layers, chunk by chunk
+    sample_args:   the positional arguments, a tuple; for several modules a tuple of tuples, one for each module; with a
+                   schedule one for each forward instance in the order of `Schedule.index`, or one for each layer.
+                   Tensors are copied into memory of the graphs at each call; those that require grad get a gradient.
+                   Everything else is fixed
+    sample_kwargs: keyword arguments alike
+    num_warmup_iters: passes through the schedule before the capture; 0 makes one too, which loads all kernels
+    allow_unused_input: whether an input that requires grad may get none
+    enabled, recipe: as for `autocast`; enabled may be one for each module. recipe None is the recipe in force
+    amax_reduction_group: as for `autocast`
+    cache_quantized_params: each call must say `is_first_microbatch=True` or False; weights are cast where it is True
+    schedule, layers: a `Schedule`, or what `Schedule.parse` takes; a callable for each forward instance is returned
+    follows:       chunks whose input gradient the chunk before takes on this rank. That of others is sent away: it
+                   holds until the end of the next dgrad entry
+    pool:          of torch.cuda.graph_pool_handle(), to share memory with other graphs, none of which may then be
+                   replayed between a forward and its last gradient; by default a new one
+    retain_graph_in_backward: keep what a backward needs, so that it may be replayed twice
+    share_buffers: let instances share inputs, outputs and their gradients where their lives do not meet; by default
+                   with a schedule
+    clone_param_grads_on_return: False keeps the memory of every instance's gradients instead of cloning them
+    pre_warmup_hook, post_warmup_hook: called once before and after all warm-up
+    report:        called before anything is captured with what the graphs will take from the device (`report=print`);
+                   an exception in it ends the call. The pool is known on a GPU, with 2 warm-ups or more: the last one
+                   takes memory as the capture does
+    debug:         fill each buffer with NaN once its life is over, and between passes what the pool has free (not with
+                   retain_graph_in_backward)
+
+    Backward is captured for modules in training mode, where gradients are on. Warm-up and capture leave gradients,
+    main_grad, random generators, buffers and the states of recipes as they were, also if they end in an exception.
+
+    On a CPU there are no graphs: a replay runs the module again, on the same buffers, under the same checks. That is no
+    faster; it is for tests.
+
+    TransformerEngine's names are known too: fp8_enabled, fp8_recipe, fp8_group, fp8_weight_caching, _order,
+    _num_layers_per_chunk, _reuse_graph_input_output_buffers.
+
+    Raises TypeError, ValueError, RuntimeError or NotImplementedError for what cannot be captured (see
+    `fuser.graph.checks`) and ScheduleError for a schedule that does not fit, all before anything is captured.
+    """
+    options = renamed(
+        others, enabled=enabled, recipe=recipe, schedule=schedule, layers=layers, share_buffers=share_buffers,
+        amax_reduction_group=amax_reduction_group, cache_quantized_params=cache_quantized_params,
+    )  # fmt: skip
+    given, share_buffers = options["schedule"], options["share_buffers"]
+    single = isinstance(modules, nn.Module)
+    several: list[nn.Module] = [modules] if isinstance(modules, nn.Module) else list(modules)
+    if given is None and single:
+        sample_args, sample_kwargs = [sample_args], None if sample_kwargs is None else [sample_kwargs]
+    samples = make_samples(sample_args, sample_kwargs)
+    settings = make_settings(several, samples, options)
+    plan = make_schedule(several, settings, given, options["layers"], follows)
+    instances = make_instances(
+        plan, several, samples, settings, allow_unused=allow_unused_input, retain=retain_graph_in_backward
+    )
+    sharing = given is not None if share_buffers is None else share_buffers
+    if sharing:
+        check_alike(plan, instances)
+    device = settings[0].device
+    graphs = Graphs(
+        plan, instances, make_recorder(device, pool), follows=follows,
+        shared=sharing, owned_grads=not clone_param_grads_on_return, debug=debug,
+    )  # fmt: skip
+    graphs.record(device, num_warmup_iters, pre_warmup_hook, post_warmup_hook, report)
+    callables = tuple(
+        GraphedCallable(graphs, place, clone=clone_param_grads_on_return) for place in sorted(instances, key=plan.index)
+    )
+    return callables[0] if single and given is None else callables
+
+
+class GraphedCallable:
+    """Replays one forward of a module, and by autograd its backward. The module stays as it is.
+
+    Called as the module, with tensors of the samples' form. Outputs and the gradients of inputs are memory of the
+    graphs: they hold until the next replay of what shares it, for one module until its next call.
+
+    module: what was captured; memory: the buffers of all that was captured with it
+    """
+
+    def __init__(self, graphs: Graphs, place: Place, *, clone: bool) -> None:
+        instance = graphs.instances[place]
+        chunk, microbatch, layer = place
+        self.module = instance.module
+        self._graphs = graphs
+        self._place = place
+        self._instance = instance
+        self._clone = clone
+        self._label = f"{type(self.module).__name__} (chunk {chunk}, microbatch {microbatch}, layer {layer})"
+        self._check_inputs = InputCheck(instance.sample, self._label)
+        self._check_held = HeldCheck(self.module)
+        self._params = list(instance.params)
+        self.num_params = len(self._params)
+        self.num_leading = min(1, len(instance.sample.at))  # tensors that stand before the parameters
+        self._flag = instance.settings.keep_weights
+        inside = self.module.modules()
+        self._lands_elsewhere = any(isinstance(o, BasicOperation) and o.lands_elsewhere for o in inside)
+        self._records_amaxes = instance.settings.with_backward and graphs.has_effects(Event(Pass.FORWARD, *place))
+
+    @property
+    def memory(self) -> MemoryPlan:
+        return self._graphs.memory
+
+    def __call__(self, *args: Any, is_first_microbatch: bool | None = None, **kwargs: Any) -> Any:
+        if self._graphs.is_free:
+            raise RuntimeError(f"{self._label} was reset, and has no graph any more. Capture again.")
+        if self.module.training is not self._instance.training:
+            mode, now = ("training" if is_on else "eval" for is_on in (self._instance.training, self.module.training))
+            raise RuntimeError(
+                f"{self._label} was captured in {mode} mode and is in {now} mode now. Call the module itself, or "
+                f"capture it in {now} mode too."
+            )
+        if (self._flag is None) is not (is_first_microbatch is None):
+            raise TypeError(
+                f"{self._label}: is_first_microbatch is {is_first_microbatch}. Say it in each call with "
+                "cache_quantized_params=True, and in none without."
+            )
+        tensors = self._check_inputs(args, kwargs)
+        self._check_held()
+        forward_only = not self._instance.settings.with_backward
+        if forward_only and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise RuntimeError(
+                f"{self._label} was captured without backward (eval mode, or gradients off), but an input requires a "
+                "gradient. Call it under torch.no_grad(), or capture it in training mode with gradients on."
+            )
+        if self._records_amaxes and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self._label} was captured with gradients on, so its forward records amaxes, which it must not do "
+                "without them. Call it with gradients on, or capture one under torch.no_grad() too."
+            )
+        if self._flag is not None:
+            self._flag.fill_(0.0 if is_first_microbatch else 1.0)
+        # In the order of a pipeline's node (x, parameters, extras): by it autograd orders the hooks behind it.
+        first = self.num_leading
+        outputs = _Replay.apply(self, *tensors[:first], *self._params, *tensors[first:])
+        return self._instance.unflattened(outputs)
+
+    def backward_dw(self) -> None:
+        """Replay the delayed weight gradients; then what belongs to them: flags, `.grad`, hooks.
+
+        Raises RuntimeError if the module delays none, or its backward was not replayed before.
+        """
+        if not self._instance.delays:
+            raise RuntimeError(
+                f"{self._label}: backward_dw() has nothing to compute. It was captured without delayed gradients."
+            )
+        self._check_held()
+        self._graphs.replay(Event(Pass.WGRAD, *self._place), _nothing)
+
+    @property
+    def delay_wgrad_compute(self) -> bool:
+        """Whether `backward_dw()` has to be called after each backward."""
+        return self._instance.delays
+
+    def reset(self) -> None:
+        """Free the graphs and buffers of everything captured in the same call. A second time does nothing."""
+        self._graphs.free()
+        self._params = []
+
+    # What the node of autograd does.
+
+    def replay_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        buffers = self._instance.buffers
+        assert buffers is not None, "it was reset"
+        self._graphs.replay(Event(Pass.FORWARD, *self._place), lambda: _fill(buffers.inputs, tensors))
+        return [output.detach() for output in buffers.outputs]
+
+    def check_asked_for(self, edges: Sequence[tuple[Any, int]]) -> None:
+        """Raise RuntimeError if the backward that runs now does not want what a replay would add to buffers.
+
+        edges: of the node, to inputs and parameters
+        """
+        if not self._lands_elsewhere:
+            return
+        first = self.num_leading
+        if unwanted_parameters(edges[first : first + self.num_params]):
+            raise RuntimeError(
+                f"{self._label} was captured with gradients that go into main_grad or are delayed, and a replay "
+                "computes them, but this backward asks for others alone (torch.autograd.grad, backward(inputs=...)). "
+                "Call backward() without inputs, or the module itself."
+            )
+
+    def replay_backward(self, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
+        instance, buffers = self._instance, self._instance.buffers
+        if buffers is None:
+            raise RuntimeError(f"{self._label} was reset before its backward. Capture again.")
+        self._check_held()
+        wanted = [dy for dy, form in zip(dys, instance.outputs, strict=True) if form.requires_grad]
+        self._graphs.replay(Event(Pass.DGRAD, *self._place), lambda: _fill(buffers.output_grads, wanted))
+        grads = iter(buffers.input_grads)
+        d_inputs = [next(grads) if form.requires_grad else None for form in instance.inputs]
+        return [*d_inputs[:1], *instance.returned_param_grads(self._clone), *d_inputs[1:]]
+
+    def mark(self, fctx: Any, outputs: Sequence[Tensor]) -> None:
+        forms = self._instance.outputs
+        fctx.mark_non_differentiable(*[y for y, form in zip(outputs, forms, strict=True) if not form.requires_grad])
+
+
+class _Replay(torch.autograd.Function):
+    """A replay as one node. The gradients it returns are held by the graphs too, so autograd never takes them as
+    `.grad` without a copy."""
+
+    @staticmethod
+    def forward(fctx: Any, graphed: GraphedCallable, *tensors: Tensor) -> tuple[Tensor, ...]:
+        fctx.set_materialize_grads(False)
+        fctx.graphed = graphed
+        first = graphed.num_leading
+        outputs = graphed.replay_forward([*tensors[:first], *tensors[first + graphed.num_params :]])
+        graphed.mark(fctx, outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(fctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        graphed = fctx.graphed
+        graphed.check_asked_for(fctx.next_functions)
+        return None, *graphed.replay_backward(dys)
+
+
+def _nothing() -> None:
+    pass
+
+
+@torch.no_grad()
+def _fill(static: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
+    for target, tensor in zip(static, given, strict=True):
+        if tensor is None:
+            target.zero_()
+        elif tensor.data_ptr() != target.data_ptr():
+            target.copy_(tensor)

@@ -1,0 +1,309 @@
+"""One use of a module in graphs: what it is called with, and what its passes do on static buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fuser.graph.capture import ALIGNMENT
+from fuser.schedule.run import delaying
+from ops.products.main_grad import OperationWithWeights, placeholder
+from recipes.autocast import autocast
+from recipes.effects import Recording
+from recipes.recipe import Recipe
+from recipes.stack import entered
+
+Grads = list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Under what a module runs while it is recorded: the recipe, and torch.autocast as it is now.
+
+    keep_weights: the flag of `autocast`, or None; with_backward: whether gradients are wanted
+    """
+
+    device: torch.device
+    recipe: Recipe
+    group: dist.ProcessGroup | None
+    keep_weights: Tensor | None
+    torch_autocast: tuple[bool, torch.dtype]
+    with_backward: bool
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        enabled, dtype = self.torch_autocast
+        with (
+            entered(()),
+            torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False),
+            autocast(self.recipe, amax_reduction_group=self.group, keep_weights=self.keep_weights),
+        ):
+            yield
+
+
+class Form(NamedTuple):
+    """A tensor's metadata."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        # Only what leaves no gaps keeps its strides: a buffer has no more bytes than elements.
+        like = torch.empty_like(tensor, device="meta")
+        return cls(tensor.shape, like.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class Sample:
+    """What a module is called with: tensors, of which each call may bring others, and constants.
+
+    at, tensors, forms: of the tensors among the values
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.names = (*map(str, range(len(args))), *kwargs)
+        self.values = [*args, *kwargs.values()]
+        self.num_args = len(args)
+        self.at = [index for index, value in enumerate(self.values) if isinstance(value, Tensor)]
+        self.tensors: list[Tensor] = [self.values[index] for index in self.at]
+        self.forms = [Form.of(tensor) for tensor in self.tensors]
+
+    def release(self) -> None:
+        """Give up the tensors; their forms are still known."""
+        self.tensors = []
+        for index in self.at:
+            self.values[index] = None
+
+    def call(self, module: nn.Module, tensors: Sequence[Tensor]) -> Any:
+        """module(...) with these tensors in the place of its own."""
+        values = list(self.values)
+        for index, tensor in zip(self.at, tensors, strict=True):
+            values[index] = tensor
+        keywords = zip(self.names[self.num_args :], values[self.num_args :], strict=True)
+        return module(*values[: self.num_args], **dict(keywords))
+
+
+def room(forms: Sequence[Form]) -> int:
+    """Bytes of a buffer that holds tensors of these forms."""
+    return sum(-(-form.nbytes // ALIGNMENT) * ALIGNMENT for form in forms)
+
+
+def placed(forms: Sequence[Form], memory: Tensor) -> list[Tensor]:
+    """Tensors of these forms in `memory`, [bytes] uint8."""
+    tensors, start = [], 0
+    for form in forms:
+        part = memory[start : start + form.nbytes].view(form.dtype)
+        tensors.append(part.as_strided(form.shape, form.stride))
+        start += room([form])
+    return tensors
+
+
+class Buffers(NamedTuple):
+    """The static memory of an instance. input_grads: of each input that wants a gradient and gets one."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    output_grads: list[Tensor]
+    input_grads: Grads
+
+
+class Instance:
+    """A module with one set of buffers. Without buffers (`buffers` None) it runs on copies of its sample: a warm-up.
+
+    `forward`, `backward` and `wgrad` are the work of its segments.
+
+    outputs, grads: the forms of what forward gives and of the inputs' gradients, known after a warm-up
+    params:         the parameters that get something from autograd, in the order of `param_grads`
+    """
+
+    def __init__(self, module: nn.Module, sample: Sample, settings: Settings, *, unused: bool, retain: bool) -> None:
+        self.module = module
+        self.sample = sample
+        self.settings = settings
+        self.training = module.training
+        self.allow_unused = unused
+        self.retain = retain
+        self.buffers: Buffers | None = None
+        self.outputs: list[Form] = []
+        self.grads: list[Form | None] = []
+        self.spec: Any = None
+        self.all_params = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.params: list[Tensor] = []
+        self.param_at: list[int] = []
+        self.gets_placeholder: list[bool] = []
+        self.param_grads: Grads = []
+        self.leaves: list[Tensor] = []
+        self.dys: list[Tensor] = []  # in warm-up
+        self._results: list[Tensor] = []
+        self._operations = [
+            m for m in module.modules() if isinstance(m, OperationWithWeights) and m.delay_wgrad_compute
+        ]
+        self._delayed: list[deque[Any]] = []  # what the last backward left to each of them
+
+    @property
+    def delays(self) -> bool:
+        return self.settings.with_backward and any(True for _ in delaying(self.module))
+
+    @property
+    def inputs(self) -> list[Form]:
+        return self.sample.forms
+
+    def forward(self) -> None:
+        buffers, wants_grad = self.buffers, self.settings.with_backward
+        given = [tensor.detach().clone() for tensor in self.sample.tensors] if buffers is None else buffers.inputs
+        self.leaves = [
+            tensor.detach().requires_grad_(wants_grad and form.requires_grad)
+            for tensor, form in zip(given, self.inputs, strict=True)
+        ]
+        with self.settings.entered(), torch.set_grad_enabled(wants_grad):
+            result = self.sample.call(self.module, self.leaves)
+        self._results, self.spec = tree_flatten(result)
+        if not all(isinstance(tensor, Tensor) for tensor in self._results):
+            kinds = sorted({type(value).__name__ for value in self._results if not isinstance(value, Tensor)})
+            raise TypeError(
+                f"{type(self.module).__name__} returned {', '.join(kinds)} among its outputs, and a replay gives "
+                "tensors alone. Return tensors, in tuples or dictionaries."
+            )
+        if buffers is None:
+            self.outputs = [Form.of(tensor) for tensor in self._results]
+        else:
+            _copy(self._results, buffers.outputs)
+        if not wants_grad:
+            self._results = []
+
+    def backward(self) -> None:
+        buffers = self.buffers
+        results = [tensor for tensor in self._results if tensor.requires_grad]
+        if buffers is None:
+            dys = self.dys = [torch.zeros_like(tensor) for tensor in results]
+        else:
+            dys = buffers.output_grads
+        leaves = [leaf for leaf in self.leaves if leaf.requires_grad]
+        found: Sequence[Tensor | None] = [None] * (len(leaves) + len(self.all_params))
+        if results:
+            with self.settings.entered(), self._delayed_kept(), _without_hooks(self.all_params):
+                found = torch.autograd.grad(
+                    results, [*leaves, *self.all_params], dys, allow_unused=True, retain_graph=self.retain
+                )
+        d_inputs = found[: len(leaves)]
+        self.param_grads = list(found[len(leaves) :])
+        if buffers is None:
+            self.grads = [None if d is None else Form.of(d) for d in d_inputs]
+            if not self.allow_unused and None in self.grads:
+                inputs = zip(self.sample.at, self.leaves, strict=True)
+                named = [self.sample.names[at] for at, leaf in inputs if leaf.requires_grad]
+                raise RuntimeError(
+                    f"{type(self.module).__name__}: no output depends on {named[self.grads.index(None)]!r}, which "
+                    "requires a gradient. Let it not require one, or pass allow_unused_input=True."
+                )
+        else:
+            _copy(d_inputs, buffers.input_grads)
+        if not self.retain:
+            self._results, self.leaves = [], []
+
+    def wgrad(self) -> None:
+        mine = self._delayed
+        others = [o.exchange_delayed(d) for o, d in zip(self._operations, mine, strict=True)]
+        try:
+            with self.settings.entered():
+                for module in delaying(self.module):
+                    module.backward_dw()
+        finally:
+            for operation, left in zip(self._operations, others, strict=True):
+                operation.exchange_delayed(left)
+            self._delayed = []
+
+    @contextmanager
+    def _delayed_kept(self) -> Iterator[None]:
+        """Keep the weight gradients that are left inside for this instance's `wgrad`."""
+        others = [operation.exchange_delayed(deque()) for operation in self._operations]
+        try:
+            yield
+        finally:
+            self._delayed = [o.exchange_delayed(left) for o, left in zip(self._operations, others, strict=True)]
+
+    def delayed_operands(self) -> list[Tensor]:
+        """What the weight gradients multiply that are left to `wgrad`."""
+        return [operand for left in self._delayed for gradient in left for operand, _ in gradient.operands]
+
+    @property
+    def differentiable_outputs(self) -> list[Form]:
+        return [form for form in self.outputs if form.requires_grad] if self.settings.with_backward else []
+
+    def take_param_grads(self, recording: Recording, unowned: Callable[[Tensor], Tensor] | None) -> None:
+        """After the recording of a backward: find out which parameters get what.
+
+        unowned: makes of a gradient one that does not keep its memory; None keeps it
+        """
+        elsewhere = {id(weight) for weight in recording.weights}
+        placeholders = {tensor.data_ptr() for tensor in recording.placeholders}
+        pairs = list(zip(self.all_params, self.param_grads, strict=True))
+        # A weight without a gradient for autograd still is an input of the node, so that hooks behind it run.
+        taken = [index for index, (p, d) in enumerate(pairs) if d is not None or id(p) in elsewhere]
+        self.params = [pairs[index][0] for index in taken]
+        self.param_at = taken
+        grads = [pairs[index][1] for index in taken]
+        self.gets_placeholder = [d is not None and d.data_ptr() in placeholders for d in grads]
+        recording.placeholders.clear()  # they are made anew
+        if unowned is not None:
+            self.param_grads = [None if d is None else unowned(d) for d in self.param_grads]
+
+    def returned_param_grads(self, owned: bool) -> Grads:
+        """After a replay: what autograd gets for `params`. owned: as memory that later replays leave alone."""
+        result: Grads = []
+        for index, is_placeholder in zip(self.param_at, self.gets_placeholder, strict=True):
+            grad = self.param_grads[index]
+            if is_placeholder:
+                result.append(placeholder(self.all_params[index]))
+            else:
+                result.append(grad.clone() if owned and grad is not None else grad)
+        return result
+
+    def forget(self) -> None:
+        """Drop what the last forward and backward left."""
+        self._results, self.leaves, self.dys, self._delayed, self.param_grads = [], [], [], [], []
+
+    def unflattened(self, outputs: Sequence[Tensor]) -> Any:
+        """The module's outputs as it returns them."""
+        return outputs[0] if self.spec.is_leaf() else tree_unflatten(list(outputs), self.spec)
+
+    def drop(self) -> None:
+        """Give up what a forward left, and all buffers."""
+        self.forget()
+        self.params, self.buffers = [], None
+
+
+@contextmanager
+def _without_hooks(tensors: Sequence[Any]) -> Iterator[None]:
+    """In which their hooks are not called: they see what autograd gets of the replay."""
+    hooks = [tensor._backward_hooks for tensor in tensors if tensor._backward_hooks]
+    contents = [dict(registered) for registered in hooks]
+    for registered in hooks:
+        registered.clear()  # autograd holds this very dictionary
+    try:
+        yield
+    finally:
+        for registered, content in zip(hooks, contents, strict=True):
+            registered.update(content)
+
+
+@torch.no_grad()
+def _copy(values: Sequence[Tensor | None], into: Sequence[Tensor | None]) -> None:
+    for value, target in zip(values, into, strict=True):
+        if value is not None and target is not None:
+            target.copy_(value.detach())

@@ -1,0 +1,258 @@
+"""The events of a schedule, warmed up and recorded in its order, on buffers that share memory as far as it allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from fuser.graph.capture import Recorder, Segment
+from fuser.graph.checks import ReplayOrder
+from fuser.graph.instance import Buffers, Form, Instance, placed, room
+from fuser.graph.state import begin_step, undisturbed
+from fuser.schedule.memory import Buffer, LayerMemory, Life, MemoryPlan, Taken, plan_memory
+from fuser.schedule.schedule import Event, Pass, Schedule
+from fuser.schedule.schedule import Instance as Place
+from ops.products.main_grad import check_landing
+from recipes.effects import Landing
+
+Hook = Callable[[], Any] | None
+
+
+class Graphs:
+    """Everything that one call has captured: its segments, buffers, and the order they are replayed in.
+
+    memory: who has which buffer when; after a reset as before
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        instances: Mapping[Place, Instance],
+        recorder: Recorder,
+        *,
+        follows: Collection[int],
+        shared: bool,
+        owned_grads: bool,
+        debug: bool,
+    ) -> None:
+        self.schedule = schedule
+        self.instances = instances
+        self.events = [event for event in schedule.events if _happens(event, instances[event.instance])]
+        self._recorder = recorder
+        self._follows = follows
+        self._shared = shared
+        self._owned_grads = owned_grads
+        self._segments: dict[Event, Segment] = {}
+        self._landings: dict[Event, list[Landing]] = {}
+        self._arenas: dict[Any, Tensor] = {}
+        self._to_poison: dict[Event, list[Tensor]] = {}
+        self._dead: list[Tensor] = []
+        retain = any(instance.retain for instance in instances.values())
+        self._poisons = debug and not retain  # what is retained has no end
+        self._order = ReplayOrder(schedule, self.events, retain=retain)
+        self.memory: MemoryPlan
+
+    def record(
+        self, device: torch.device, warmups: int, before: Hook, after: Hook, report: Callable[[str], Any] | None
+    ) -> None:
+        """Warm up, plan the buffers, record. After an exception all is freed, and the modules are as they were.
+
+        report: is given what `memory` says before anything is recorded
+        """
+        modules = list(dict.fromkeys(instance.module for instance in self.instances.values()))
+        try:
+            with undisturbed(modules, device):
+                with self._recorder.warming_up():
+                    if before is not None:
+                        before()
+                    # One pass is needed in any case: kernels are compiled in it, and it shows the sizes of all buffers.
+                    sizes = self._first_warm_up(modules)
+                self._plan(sizes)
+                with self._recorder.warming_up():
+                    for _ in range(warmups - 2):
+                        self._warm_up(modules)
+                    pool = None  # the first pass also takes what kernels need to be compiled and chosen
+                    if warmups > 1:
+                        pool = self._recorder.measure(partial(self._warm_up, modules, rehearses=True))
+                    if after is not None:
+                        after()
+                static = sum(arena.nbytes for arena in self._arenas.values())
+                self.memory = replace(self.memory, taken=Taken(static, pool))
+                self._recorder.end_warm_up()
+                if report is not None:
+                    report(self.memory.report())
+                begin_step(modules)
+                for event in self.events:
+                    self._segments[event] = self._record(event)
+            for instance in self.instances.values():
+                instance.sample.release()
+        except BaseException:
+            self.free()
+            raise
+
+    def replay(self, event: Event, prepare: Callable[[], None]) -> None:
+        """Replay the event's segment and do what it does besides. prepare: fills the buffers, once all is checked."""
+        if not self._segments:
+            raise RuntimeError(f"{event} was called, but its graphs were reset. Capture again.")
+        self._order.check(event)
+        for landing in self._landings[event]:
+            check_landing(landing)
+        for memory in self._dead:
+            _poison(memory)
+        self._dead = self._to_poison.get(event, [])
+        prepare()
+        effects = self._segments[event].replay()
+        self._order.done(event)
+        for effect in effects:
+            effect()
+
+    def has_effects(self, event: Event) -> bool:
+        """Whether the event does anything besides computing."""
+        return bool(self._segments[event].recording.effects)
+
+    @property
+    def is_free(self) -> bool:
+        return not self._segments
+
+    def free(self) -> None:
+        """Give up graphs and buffers. A second time does nothing."""
+        segments, self._segments = self._segments, {}
+        for segment in segments.values():
+            segment.free()
+        for instance in self.instances.values():
+            instance.drop()
+        self._arenas, self._landings, self._to_poison, self._dead = {}, {}, {}, []
+
+    def _warm_up(self, modules: Sequence[nn.Module], *, rehearses: bool = False) -> None:
+        begin_step(modules)
+        for event in self.events:
+            instance = self.instances[event.instance]
+            self._recorder.warm_up(_work(instance, event.kind), rehearses=rehearses)
+            if not self._owned_grads:
+                instance.param_grads = []
+        for instance in self.instances.values():
+            instance.forget()
+
+    def _first_warm_up(self, modules: Sequence[nn.Module]) -> list[list[LayerMemory]]:
+        """It shows the sizes of all buffers, by chunk and layer."""
+        begin_step(modules)
+        saved: dict[Place, dict[int, int]] = {}
+        delayed: dict[Place, dict[int, int]] = {}
+        inputs: dict[Place, list[Tensor]] = {}
+        for event in self.events:
+            instance = self.instances[event.instance]
+            if event.kind is Pass.FORWARD:
+                seen = saved.setdefault(event.instance, {})
+                with saved_tensors_hooks(lambda t, seen=seen: _see(t, seen), lambda t: t):  # type: ignore[misc]
+                    self._recorder.warm_up(instance.forward)
+                for known in (*instance.module.parameters(), *instance.module.buffers(), *instance.leaves):
+                    seen.pop(known.untyped_storage().data_ptr(), None)
+                inputs[event.instance] = instance.leaves
+                continue
+            self._recorder.warm_up(_work(instance, event.kind))
+            if event.kind is Pass.DGRAD:
+                left = delayed.setdefault(event.instance, {})
+                for operand in instance.delayed_operands():
+                    _see(operand, left)
+                for known in (*inputs.pop(event.instance), *instance.dys):
+                    left.pop(known.untyped_storage().data_ptr(), None)
+        for instance in self.instances.values():
+            instance.forget()
+        return [
+            [
+                _sizes(self.instances[place], saved.get(place, {}), delayed.get(place, {}))
+                for place in [(chunk, 0, layer) for layer in range(count)]
+            ]
+            for chunk, count in enumerate(self.schedule.layers, 1)
+        ]
+
+    def _plan(self, sizes: list[list[LayerMemory]]) -> None:
+        self.memory = plan_memory(self.schedule, sizes, follows=self._follows)
+        parts: dict[Place, dict[Buffer, Tensor]] = {}
+        for life in self.memory.lives:
+            if life.buffer not in (Buffer.SAVED, Buffer.DELAYED):  # which the graphs allocate
+                parts.setdefault(life.instance, {})[life.buffer] = self._arena(life)
+        for place, instance in self.instances.items():
+            mine = parts.get(place, {})
+            device = instance.settings.device
+
+            def tensors(buffer: Buffer, forms: Sequence[Form], mine: Any = mine, device: Any = device) -> list[Tensor]:
+                return placed(forms, mine.get(buffer, torch.empty(0, dtype=torch.uint8, device=device)))
+
+            grads = iter(tensors(Buffer.INPUT_GRAD, [form for form in instance.grads if form is not None]))
+            instance.buffers = Buffers(
+                tensors(Buffer.INPUT, instance.inputs),
+                tensors(Buffer.OUTPUT, instance.outputs),
+                tensors(Buffer.OUTPUT_GRAD, instance.differentiable_outputs),
+                [None if form is None else next(grads) for form in instance.grads],
+            )
+            with torch.no_grad():
+                for static, given in zip(instance.buffers.inputs, instance.sample.tensors, strict=True):
+                    static.copy_(given)
+
+    def _arena(self, life: Life) -> Tensor:
+        key = (life.buffer, life.size, life.number) if self._shared else (life.buffer, life.instance)
+        memory = self._arenas.get(key)
+        if memory is None:
+            device = self.instances[life.instance].settings.device
+            memory = self._arenas[key] = torch.zeros(life.size, dtype=torch.uint8, device=device)
+        if self._poisons:
+            self._to_poison.setdefault(self.schedule.events[life.end], []).append(memory)
+        return memory
+
+    def _record(self, event: Event) -> Segment:
+        instance = self.instances[event.instance]
+        segment = self._recorder.record(_work(instance, event.kind))
+        recording = segment.recording
+        first: dict[int, Landing] = {}
+        for landing in recording.landings:
+            first.setdefault(id(landing.weight), landing)
+        self._landings[event] = list(first.values())
+        if event.kind is Pass.DGRAD:
+            instance.take_param_grads(recording, None if self._owned_grads else self._recorder.unowned)
+        if self._poisons:
+            self._to_poison.setdefault(event, []).extend(self._recorder.unheld())
+        return segment
+
+
+def _happens(event: Event, instance: Instance) -> bool:
+    if event.kind is Pass.FORWARD:
+        return True
+    return instance.settings.with_backward and (event.kind is Pass.DGRAD or instance.delays)
+
+
+def _work(instance: Instance, kind: Pass) -> Callable[[], None]:
+    return {Pass.FORWARD: instance.forward, Pass.DGRAD: instance.backward, Pass.WGRAD: instance.wgrad}[kind]
+
+
+def _sizes(instance: Instance, saved: Mapping[int, int], delayed: Mapping[int, int]) -> LayerMemory:
+    """Bytes of an instance's buffers, and of what its passes keep by the addresses of their memory."""
+    reads = {Buffer.INPUT, Buffer.OUTPUT_GRAD} if instance.delays else set()
+    if saved.keys() & delayed.keys():
+        reads.add(Buffer.SAVED)
+    return LayerMemory(
+        input=room(instance.inputs),
+        saved=sum(saved.values()),
+        output=room(instance.outputs),
+        output_grad=room(instance.differentiable_outputs),
+        delayed=sum(size for at, size in delayed.items() if at not in saved),
+        input_grad=room([form for form in instance.grads if form is not None]),
+        wgrad_reads=frozenset(reads),
+    )
+
+
+def _see(tensor: Tensor, seen: dict[int, int]) -> Tensor:
+    storage = tensor.untyped_storage()
+    seen[storage.data_ptr()] = storage.nbytes()
+    return tensor
+
+
+def _poison(memory: Tensor) -> None:
+    """NaN in every floating-point format, the largest or -1 as an integer."""
+    memory.fill_(0xFF)

@@ -1,0 +1,299 @@
+"""The activations, gated and not, with and without a factor a row: they differ in their `Activation` alone.
+
+Of gated ones x [..., 2I] holds gate a and linear part b, y is [..., I]. The gate comes first:
+torch.nn.functional.glu has it second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.elementwise import ElementwiseOperation
+from ops.kernels.elementwise.activation import (
+    Activation,
+    Gated,
+    Ungated,
+    activation,
+    activation_step,
+    check_activation,
+    dactivation,
+)
+from ops.kernels.elementwise.chain import Step
+from recipes.arguments import check_flags
+from recipes.current_scaling import CurrentScalingQuantizer
+from recipes.tensors.formats import E4M3
+
+_INPUT_QUANTIZER = CurrentScalingQuantizer(E4M3)
+
+
+class ActivationOperation(ElementwiseOperation):
+    """y = f(x), or f(x) * scales in subclasses that ask for the extra input `scales`, x.shape[:-1].
+
+    Computed in float32 (float64 for float64) and rounded once. `ops.kernels.elementwise.activation` has the formulas.
+
+    cache_quantized_input: keep x for backward in eight bits, by Float8 current scaling in E4M3 whatever the recipe,
+                           and compute the gradients from its dequantized values. y does not change.
+    """
+
+    def __init__(self, activation: Activation, *, cache_quantized_input: bool = False) -> None:
+        super().__init__()
+        check_flags(cache_quantized_input=cache_quantized_input)
+        self.activation = activation
+        self.cache_quantized_input = cache_quantized_input
+        self.operand_name = "scales" if "scales" in self.extra_inputs else ""
+
+    def step(self) -> Step:
+        return activation_step(self.activation, self.operand_name != "")
+
+    def check(self, shape: torch.Size, operand: Tensor | None) -> None:
+        check_activation(shape, self.activation, operand)
+
+    def features(self, incoming: int | None) -> int | None:
+        if incoming is None:
+            return None
+        check_activation((incoming,), self.activation, None)
+        return incoming // 2 if self.activation.gated else incoming
+
+    def kept_x(self, x: Tensor) -> Any:
+        return _INPUT_QUANTIZER.quantize(x) if self.cache_quantized_input else x
+
+    def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:
+        return activation(x, self.activation, operand)
+
+    def gradients(
+        self, dy: Tensor, x: Tensor | None, operand: Tensor | None, *, need_dx: bool, need_operand: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        assert x is not None, "an activation is not linear"
+        dx, dscales, _ = dactivation(dy, x, self.activation, operand, need_dh=need_dx, need_dscales=need_operand)
+        return dx, dscales
+
+    def extra_repr(self) -> str:
+        spec = self.activation
+        given = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "kind"}
+        shown = [f"{n}={v}" for n, v in given.items() if v != getattr(Activation, n)]
+        return ", ".join([*shown, "cache_quantized_input=True"] if self.cache_quantized_input else shown)
+
+
+class _GatedActivation(ActivationOperation):
+    """For x = [a | b], [..., 2I]; y [..., I].
+
+    cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`
+
+    Raises ValueError for an x with an odd number of features.
+    """
+
+    kind: Gated
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(Activation(self.kind), cache_quantized_input=cache_quantized_input)
+
+
+class GLU(_GatedActivation):
+    """y = sigmoid(a) b."""
+
+    kind = "glu"
+
+
+class GEGLU(_GatedActivation):
+    """y = gelu(a) b, with the tanh form of gelu."""
+
+    kind = "geglu"
+
+
+class QGEGLU(_GatedActivation):
+    """y = a sigmoid(1.702 a) b."""
+
+    kind = "qgeglu"
+
+
+class ReGLU(_GatedActivation):
+    """y = max(a, 0) b. The gradient at a = 0 is 0."""
+
+    kind = "reglu"
+
+
+class SReGLU(_GatedActivation):
+    """y = max(a, 0)^2 b."""
+
+    kind = "sreglu"
+
+
+class SwiGLU(ActivationOperation):
+    """y = silu(a) b, for x [..., 2I] of gate a and linear part b; y [..., I].
+
+    glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
+    cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`
+
+    Raises ValueError for an interleave size that is not positive, and for an x whose features are no multiple of 2 S.
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        spec = Activation("swiglu", glu_interleave_size=glu_interleave_size)
+        super().__init__(spec, cache_quantized_input=cache_quantized_input)
+
+
+class ClampedSwiGLU(ActivationOperation):
+    """y = a' sigmoid(alpha a') (b' + glu_linear_offset), for x [..., 2I] of gate a and linear part b; y [..., I].
+
+        a' = min(a, limit)      b' = clamp(b, -limit, limit)
+
+    Outside the limits the gradient is zero; at them it is handed on, as by torch.clamp.
+
+    glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
+    cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`
+
+    Raises ValueError for a limit that is not finite and above 0, an alpha or offset that is not finite, an interleave
+    size that is not positive, and for an x whose features are no multiple of 2 S.
+    """
+
+    def __init__(
+        self,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        *,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        spec = Activation("clamped_swiglu", limit, alpha, glu_linear_offset, glu_interleave_size=glu_interleave_size)
+        super().__init__(spec, cache_quantized_input=cache_quantized_input)
+
+
+class SiTUGLU(ActivationOperation):
+    """y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2), for x [..., 2I] of gate a, linear part b; y [..., I].
+
+    No |y| exceeds beta1 beta2; near zero, and for large betas, it is SwiGLU.
+
+    glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
+    cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`
+
+    Raises ValueError for a beta that is not finite and above 0, an interleave size that is not positive, and for an x
+    whose features are no multiple of 2 S.
+    """
+
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        spec = Activation("situglu", beta1=beta1, beta2=beta2, glu_interleave_size=glu_interleave_size)
+        super().__init__(spec, cache_quantized_input=cache_quantized_input)
+
+
+class _UngatedActivation(ActivationOperation):
+    """cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`."""
+
+    kind: Ungated
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(Activation(self.kind), cache_quantized_input=cache_quantized_input)
+
+
+class GELU(_UngatedActivation):
+    """y = x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), the tanh form of gelu, as `F.gelu(x, approximate="tanh")`."""
+
+    kind = "gelu"
+
+
+class QGELU(_UngatedActivation):
+    """y = x sigmoid(1.702 x), the quick form of gelu."""
+
+    kind = "qgelu"
+
+
+class ReLU(_UngatedActivation):
+    """y = max(x, 0). The gradient at 0 is 0."""
+
+    kind = "relu"
+
+
+class SReLU(_UngatedActivation):
+    """y = max(x, 0)^2."""
+
+    kind = "srelu"
+
+
+class SiLU(_UngatedActivation):
+    """y = x sigmoid(x)."""
+
+    kind = "silu"
+
+
+class ScaledSwiGLU(ActivationOperation):
+    """y = silu(a) b scales[..., None], for x [..., 2I] of gate a and linear part b; y [..., I].
+
+    Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
+    glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
+
+    Raises ValueError for an interleave size that is not positive, an x whose features are no multiple of 2 S, and
+    scales of another shape.
+    """
+
+    extra_inputs = {"scales": Tensor}
+
+    def __init__(self, glu_interleave_size: int | None = None) -> None:
+        super().__init__(Activation("swiglu", glu_interleave_size=glu_interleave_size))
+
+
+class ScaledClampedQGeGLU(ActivationOperation):
+    """y = a' sigmoid(alpha a') (b' + glu_linear_offset) scales[..., None], for x [..., 2I]; y [..., I].
+
+        a' = min(a, limit)      b' = clamp(b, -limit, limit)
+
+    Outside the limits the gradient is zero; at them it is handed on, as by torch.clamp.
+
+    Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
+    glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
+
+    Raises ValueError as `ClampedSwiGLU` does, and for scales of another shape.
+    """
+
+    extra_inputs = {"scales": Tensor}
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+    ) -> None:
+        super().__init__(
+            Activation("clamped_swiglu", limit, alpha, glu_linear_offset, glu_interleave_size=glu_interleave_size)
+        )
+
+
+class ScaledSiTUGLU(ActivationOperation):
+    """y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2) scales[..., None], for x [..., 2I]; y [..., I].
+
+    Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
+    glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
+
+    Raises ValueError as `SiTUGLU` does, and for scales of another shape.
+    """
+
+    extra_inputs = {"scales": Tensor}
+
+    def __init__(self, glu_interleave_size: int | None = None, *, beta1: float = 4.0, beta2: float = 25.0) -> None:
+        super().__init__(Activation("situglu", beta1=beta1, beta2=beta2, glu_interleave_size=glu_interleave_size))
+
+
+class ScaledSReLU(ActivationOperation):
+    """y = relu(x)^2 scales[..., None]; no gate, so y has the shape of x.
+
+    Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
+
+    Raises ValueError for scales of another shape.
+    """
+
+    extra_inputs = {"scales": Tensor}
+
+    def __init__(self) -> None:
+        super().__init__(Activation("srelu"))

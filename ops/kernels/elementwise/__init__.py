@@ -1,0 +1,1 @@
+"""Activations, and chains of element-wise functions composed into one kernel."""

@@ -1,0 +1,269 @@
+"""The activations of a feed-forward layer, gated and not, each with an optional factor a row.
+
+    gelu             f(x)    = x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)) = x (1 + tanh(...)) / 2, the tanh form
+    qgelu            f(x)    = x sigmoid(1.702 x)
+    relu             f(x)    = max(x, 0)
+    silu             f(x)    = x sigmoid(x)
+    srelu            f(x)    = relu(x)^2
+
+    geglu            f(a, b) = gelu(a) b
+    glu              f(a, b) = sigmoid(a) b
+    qgeglu           f(a, b) = qgelu(a) b
+    reglu            f(a, b) = relu(a) b
+    sreglu           f(a, b) = srelu(a) b
+    swiglu           f(a, b) = silu(a) b
+    clamped_swiglu   f(a, b) = a' sigmoid(alpha a') (b' + offset)      a' = min(a, limit), b' = clamp(b, -limit, limit)
+    situglu          f(a, b) = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2)
+
+    act = f(h) * scales              dscales[t] = sum_j dact[t, j] f(h)[t, j]
+
+Layouts: h [..., 2I] holds gate a and linear part b as halves [a | b], or, with `glu_interleave_size` = S, as
+alternating runs of S columns, gate first; act is [..., I]. The first five have no gate: h is [..., I].
+
+    I = 4, S = 2:   columns of h   a0 a1 b0 b1 a2 a3 b2 b3
+
+scales is h.shape[:-1]. A clamp hands its gradient on inside its limits and at them, as torch.clamp does, and zero
+outside. relu's gradient at 0 is 0.
+
+Precision: float32 (float64 for float64) from the first step to the last, then one rounding to h's dtype; scales may
+have any floating dtype, and dscales gets the same. The activation that `dactivation` computes again is bit for bit
+that of `activation`.
+
+Graph safety: nothing reads the device. On CUDA a step of the element-wise kernels (`activation_functions.py`); on the
+CPU, and in float64, plain torch (`activation_torch.py`).
+
+Source of the formulas: TransformerEngine's activations (its clamped_swiglu is GPT-OSS's); for srelu, So et al.,
+"Primer", 2021; for the gated ones, Shazeer, "GLU Variants Improve Transformer", 2020.
+"""
+# I features of the activation, S interleave size
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ops.kernels.elementwise import activation_functions
+from ops.kernels.elementwise.activation_torch import BACKWARD, FORWARD, Constants
+from ops.kernels.elementwise.chain import Step, delementwise, elementwise, runs_triton
+from recipes.arguments import as_integer, as_number
+
+Ungated = Literal["gelu", "qgelu", "relu", "silu", "srelu"]
+Gated = Literal["geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situglu"]
+Kind = Ungated | Gated
+KINDS: tuple[Kind, ...] = (*get_args(Ungated), *get_args(Gated))
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Which activation, with its constants. Equal by value.
+
+    limit, alpha, glu_linear_offset: of clamped_swiglu; the others ignore them
+    beta1, beta2: of situglu; the others ignore them
+    glu_interleave_size: S, or None for halves; those without a gate ignore it
+
+    Raises TypeError for a constant that is no number, ValueError for an unknown kind, a limit or a beta that is not
+    finite and above 0, an alpha or an offset that is not finite, an interleave size that is not positive.
+    """
+
+    kind: Kind
+    limit: float = 7.0
+    alpha: float = 1.702
+    glu_linear_offset: float = 1.0
+    beta1: float = 4.0
+    beta2: float = 25.0
+    glu_interleave_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}, but must be one of {', '.join(KINDS)}.")
+        for name in ("limit", "beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 < self._set_number(name, value) < math.inf:
+                raise ValueError(f"{name} is {value}, but must be finite and above 0. SwiGLU has no such bound.")
+        for name in ("alpha", "glu_linear_offset"):
+            value = getattr(self, name)
+            if not math.isfinite(self._set_number(name, value)):
+                raise ValueError(f"{name} is {value}, but must be finite.")
+        if self.glu_interleave_size is not None:
+            size = as_integer("glu_interleave_size", self.glu_interleave_size)
+            if size <= 0:
+                raise ValueError(
+                    f"glu_interleave_size is {size}, but must be positive. Give None for halves [gate | up]."
+                )
+            object.__setattr__(self, "glu_interleave_size", size)
+
+    def _set_number(self, name: str, value: Any) -> float:
+        number = as_number(name, value)
+        object.__setattr__(self, name, number)
+        return number
+
+    @property
+    def gated(self) -> bool:
+        return self.kind in get_args(Gated)
+
+
+def constants(spec: Activation) -> Constants:
+    """What the kernel functions of its kind take: limit, alpha, offset; or beta1, beta2, 0; or zeros."""
+    if spec.kind == "clamped_swiglu":
+        return spec.limit, spec.alpha, spec.glu_linear_offset
+    return (spec.beta1, spec.beta2, 0.0) if spec.kind == "situglu" else (0.0, 0.0, 0.0)
+
+
+@cache
+def activation_step(spec: Activation, scaled: bool) -> Step:
+    """The activation as a step of the element-wise kernels, with a factor a row if it is scaled."""
+    return Step(
+        activation_functions.FORWARD[spec.kind],
+        activation_functions.BACKWARD[spec.kind],
+        lambda x, *_: activation_ref(x, spec),
+        "row" if scaled else "",
+        constants=constants(spec),
+        gated=spec.gated,
+        interleave=(spec.gated and spec.glu_interleave_size) or 0,
+    )
+
+
+def activation_ref(h: Tensor, spec: Activation, scales: Tensor | None = None) -> Tensor:
+    """`activation` in plain torch and einops, differentiable by autograd."""
+    wide = h.to(torch.promote_types(h.dtype, torch.float32))
+    if spec.gated:
+        size = spec.glu_interleave_size or h.shape[-1] // 2 or 1
+        a, b = rearrange(wide, "... (blocks two size) -> two ... (blocks size)", two=2, size=size)
+    else:
+        a, b = wide, torch.ones_like(wide)
+    match spec.kind:
+        case "gelu" | "geglu":
+            act = a * (1 + torch.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3))) / 2 * b
+        case "qgelu" | "qgeglu":
+            act = a * torch.sigmoid(1.702 * a) * b
+        case "relu" | "reglu":
+            act = a.relu() * b
+        case "silu" | "swiglu":
+            act = a * torch.sigmoid(a) * b
+        case "srelu" | "sreglu":
+            act = a.relu().square() * b
+        case "glu":
+            act = torch.sigmoid(a) * b
+        case "clamped_swiglu":
+            a, b = a.clamp(max=spec.limit), b.clamp(-spec.limit, spec.limit)
+            act = a * torch.sigmoid(spec.alpha * a) * (b + spec.glu_linear_offset)
+        case "situglu":
+            a_soft, b_soft = spec.beta1 * torch.tanh(a / spec.beta1), spec.beta2 * torch.tanh(b / spec.beta2)
+            act = a_soft * torch.sigmoid(a) * b_soft
+    return (act if scales is None else act * scales[..., None]).to(h.dtype)
+
+
+def activation(h: Tensor, spec: Activation, scales: Tensor | None = None) -> Tensor:
+    """act = f(h) * scales, rounded once.
+
+    h: [..., 2I], or [..., I] without a gate, any floating dtype. scales: h.shape[:-1], any floating dtype (1 if None).
+
+    Returns act [..., I] in h's dtype. Raises ValueError if h's features do not divide into gate and linear
+    part, or scales has another shape.
+    """
+    check_activation(h.shape, spec, scales)
+    if runs_triton(h, scales):
+        return elementwise(h, (activation_step(spec, scales is not None),), (scales,))
+    act = _value(h.to(_compute_dtype(h)), spec)
+    if scales is not None:
+        act *= scales.unsqueeze(-1)
+    return act.to(h.dtype)
+
+
+def dactivation(
+    dact: Tensor,
+    h: Tensor,
+    spec: Activation,
+    scales: Tensor | None = None,
+    *,
+    need_dh: bool = True,
+    need_dscales: bool = False,
+    need_act: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of `activation`, and its result again for those who kept h alone.
+
+    dact: [..., I], any floating dtype; h and scales as `activation` had them.
+
+    Returns (dh, dscales, act); what is not needed is None. dh [..., 2I] and act [..., I] have h's dtype, dscales
+    h.shape[:-1] that of scales. need_dscales needs scales.
+    """
+    if runs_triton(dact, h, scales):
+        if not (need_dh or need_dscales or need_act):
+            return None, None, None
+        found = delementwise(
+            dact, h, (activation_step(spec, scales is not None),), (scales,), (h.dtype,),
+            need_dx=need_dh, need_operands=(need_dscales,), need_y=need_act,
+        )  # fmt: skip
+        d_row = found.operands[0]
+        return found.dx, None if d_row is None or scales is None else d_row.to(scales.dtype), found.y
+    dtype = _compute_dtype(h)
+    wide = h.to(dtype)
+    dh = None
+    if need_dh:
+        # Into a tensor of h's dtype, each half by itself: no second copy of it in float32.
+        dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+        dvalue = dact.to(dtype) if scales is None else torch.mul(dact.to(dtype), scales.unsqueeze(-1)).to(dtype)
+        value = _value_and_dh(dvalue, wide, dh, spec)
+    elif need_dscales or need_act:
+        value = _value(wide, spec)
+    else:
+        return None, None, None
+    dscales = act = None
+    if need_dscales:
+        assert scales is not None, "there is no gradient of scales without scales"
+        dscales = torch.mul(dact, value).sum(-1, dtype=dtype).to(scales.dtype)
+    if need_act:
+        act = (value if scales is None else value.mul_(scales.unsqueeze(-1))).to(h.dtype)
+    return dh, dscales, act
+
+
+def _compute_dtype(h: Tensor) -> torch.dtype:
+    return torch.float64 if h.dtype == torch.float64 else torch.float32
+
+
+def _value(h: Tensor, spec: Activation) -> Tensor:
+    """f(h) [..., I], a new tensor, for h in the dtype to compute in."""
+    return _joined(FORWARD[spec.kind](*_inputs(h, spec), constants(spec)), spec)
+
+
+def _value_and_dh(dvalue: Tensor, h: Tensor, dh: Tensor, spec: Activation) -> Tensor:
+    """The same; also writes dh, which has the dtype of the result, from dvalue [..., I], the gradient of f(h)."""
+    if spec.gated and spec.glu_interleave_size is not None:
+        dvalue = dvalue.unflatten(-1, (-1, spec.glu_interleave_size))
+    return _joined(BACKWARD[spec.kind](dvalue, *_inputs(h, spec), *_inputs(dh, spec), constants(spec)), spec)
+
+
+def _inputs(h: Tensor, spec: Activation) -> tuple[Tensor, ...]:
+    """h; or views of gate and linear part, [..., I], or [..., I / S, S] if they are interleaved."""
+    if not spec.gated:
+        return (h,)
+    size = spec.glu_interleave_size
+    return h.chunk(2, -1) if size is None else h.unflatten(-1, (-1, 2, size)).unbind(-2)
+
+
+def _joined(value: Tensor, spec: Activation) -> Tensor:
+    """[..., I / S, S] as [..., I]."""
+    return value.flatten(-2) if spec.gated and spec.glu_interleave_size is not None else value
+
+
+def check_activation(shape: Sequence[int], spec: Activation, scales: Tensor | None) -> None:
+    """Raise ValueError if an h of this shape does not divide into gate and linear part, or scales do not fit it."""
+    if spec.gated and (not shape or shape[-1] % (2 * (spec.glu_interleave_size or 1))):
+        size = spec.glu_interleave_size
+        raise ValueError(
+            f"x has {shape[-1] if shape else 1} features, but "
+            f"{'2' if size is None else f'2 * glu_interleave_size = {2 * size}'} "
+            "must divide them. Gate and linear part stand side by side: make twice the features that come out."
+        )
+    if scales is not None and scales.shape != shape[:-1]:
+        raise ValueError(
+            f"scales has shape {list(scales.shape)}, but x has shape {list(shape)}. "
+            f"Give one scale a row: {list(shape[:-1])}."
+        )

@@ -1,0 +1,517 @@
+"""Chains of element-wise functions as one kernel forward and one backward, composed from the functions themselves.
+
+    x_0 = x        x_{i+1} = f_i(x_i, operand_i)        y = x_n
+
+    dx_n = dy      dx_i = dx_{i+1} * df_i / dx_i        d operand_i = sum of dx_{i+1} * df_i / d operand_i
+
+A `Step` is one f_i: two Triton functions of tiles, which the kernels get as compile-time arguments and inline. So a
+chain of any length, also of a user's own steps, needs no kernel of its own. Backward computes the x_i again from x.
+
+Operands, by the step's `operand`:
+
+    column    [C]       one number a column (a bias)               its gradient is summed over the rows
+    row       [T]       one factor a row: f(x) * operand           its gradient is summed over the columns
+    element   [T, C]    one number an element (a residual)
+    random    [1]       a seed; the step sees 16 random bits an element (dropout); no gradient
+
+Layouts: x [T, W], y [T, C], row-major. A gated step reads two columns for each that it makes: W = 2 C if the chain has
+one (at most one), laid out as halves [a | b] or as alternating runs of `interleave` columns, a first; else W = C.
+
+Precision: float32 within a step. After each step the value, and in backward its gradient, is rounded to that step's
+dtype, as if it had been stored: a chain gives bit for bit what its steps give one by one (products and sums are not
+contracted). Column and row gradients are summed in float32, within a program and then over the programs, in a fixed
+order; no atomics.
+
+Graph safety: nothing reads the device from the host, and seeds are read on the device.
+
+The kernels are in `elementwise_triton`, the random bits in `random`.
+"""
+# T rows, C columns of y, W columns of x
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops.kernels.elementwise.chain_triton import delementwise_kernel, elementwise_kernel
+from recipes.casts.cast_float8 import format_of
+from recipes.tensors.formats import Float8Format
+from recipes.triton.launch import Launch, replayed
+from recipes.triton.philox import random_bits_ref
+
+Kind = Literal["", "column", "row", "element", "random"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One function of a chain. Equal by value.
+
+    forward, backward: Triton functions (`triton.jit`) of float32 tiles, with three compile-time constants A, B, C
+
+        forward(x, A, B, C) -> y                  backward(dy, x, A, B, C) -> dx
+        forward(x, operand, A, B, C) -> y         backward(dy, x, operand, A, B, C) -> dx        column, element, random
+        forward(a, b, A, B, C) -> y               backward(dy, a, b, A, B, C) -> (da, db)        gated
+
+    reference:  the same in torch, differentiable: (x, operand, A, B, C) -> y for float32 or float64 tensors; a gated
+                one gets x whole; operand broadcasts against x (random: int64 bits); without an operand it is None. A
+                row operand is applied apart from it.
+    operand:    which operand it takes (above), "" for none
+    d_operand:  Triton function (dy, x, operand, A, B, C) -> the operand's gradient by element; None if that is dy
+    linear:     backward reads neither x nor, but for `random` and `row`, the operand
+    gated, interleave: see above; interleave 0 is halves
+    """
+
+    forward: Any
+    backward: Any
+    reference: Callable[..., Tensor]
+    operand: Kind = ""
+    d_operand: Any = None
+    constants: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    linear: bool = False
+    gated: bool = False
+    interleave: int = 0
+
+    def __hash__(self) -> int:  # steps are keys of every launch, and hashing all fields would cost more than it
+        return hash((id(self.forward), self.operand, self.constants, self.interleave))
+
+
+class Cast(NamedTuple):
+    """Where to put both copies of what comes out of a chain, cast instead of stored. The fields of `Room`, as it says.
+
+    MXFP8 (`recipes.casts.cast_mxfp8`), or with a given scale FP8 of one scale (`recipes.casts.cast_float8`), whose
+    scales here are one tensor.
+    """
+
+    row_codes: Tensor
+    row_scales: Tensor
+    column_codes: Tensor
+    column_scales: Tensor
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    form: Float8Format | None = None
+
+
+CASTS = ("mxfp8", "float8")  # the `kernel_format`s of quantizers for which there is a `Cast`
+
+
+class ChainGradients(NamedTuple):
+    """What `delementwise` gives; None where it was not asked for.
+
+    dx [T, W] in the first dtype; operands: one a step, column [C] and row [T] in float32 (float64), element [T, C] in
+    the step's dtype; y: computed again; column_sums [W]: dx summed over the rows, float32.
+    """
+
+    dx: Tensor | None
+    operands: tuple[Tensor | None, ...]
+    y: Tensor | None
+    column_sums: Tensor | None
+
+
+# ---------------------------------------------------------------------------------------------------- references
+
+
+def elementwise_ref(
+    x: Tensor, steps: Sequence[Step], operands: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
+) -> Tensor:
+    """`elementwise` in plain torch, differentiable by autograd."""
+    for step, operand, dtype in zip(steps, operands, dtypes, strict=True):
+        x = _step_ref(_wide(x.to(dtype)), step, _operand_ref(x, step, operand)).to(dtype)
+    return x
+
+
+def delementwise_ref(
+    dy: Tensor, x: Tensor, steps: Sequence[Step], operands: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
+) -> ChainGradients:
+    """`delementwise` in plain torch, everything that it can give: the steps' references, by autograd."""
+    inputs = [x]
+    for i, step in enumerate(steps):
+        known = operands[i] is not None or step.operand == ""
+        inputs.append(elementwise_ref(inputs[-1], [step], [operands[i]], [dtypes[i]]) if known else inputs[-1])
+    gradients: list[Tensor | None] = [None] * len(steps)
+    for i, step in reversed(list(enumerate(steps))):
+        with torch.enable_grad():
+            wide = _wide(inputs[i].to(dtypes[i])).detach().requires_grad_()
+            operand = _operand_ref(inputs[i], step, operands[i])
+            if operand is None and step.operand in ("column", "element"):
+                operand = wide.new_zeros(wide.shape[-1] if step.operand == "column" else wide.shape)  # a linear step's
+            leaves = [wide]
+            if operand is not None and operand.is_floating_point():
+                operand = operand.detach().requires_grad_()
+                leaves.append(operand)
+            y = _step_ref(wide, step, operand)
+            grads = torch.autograd.grad(y, leaves, _wide(dy.to(dtypes[i])))
+        if len(grads) > 1:
+            gradients[i] = grads[1].to(dtypes[i]) if step.operand == "element" else grads[1].flatten()
+        dy = grads[0].to(dtypes[i])
+        if i:
+            dy = dy.to(dtypes[i - 1])
+    return ChainGradients(dy, tuple(gradients), inputs[-1], _wide(dy).sum(0))
+
+
+def _step_ref(x: Tensor, step: Step, operand: Tensor | None) -> Tensor:
+    if step.operand == "row" and operand is not None:
+        return step.reference(x, None, *step.constants) * operand
+    return step.reference(x, operand, *step.constants)
+
+
+def _operand_ref(x: Tensor, step: Step, operand: Tensor | None) -> Tensor | None:
+    if operand is None or step.operand == "":
+        return None
+    if step.operand == "random":
+        return random_bits_ref(operand, *x.shape)
+    wide = _wide(operand)
+    return wide[:, None] if step.operand == "row" else wide
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# ------------------------------------------------------------------------------------------------ configurations
+
+
+class ElementwiseConfig(NamedTuple):
+    """Tile of y, how many of them below each other one program computes, and how it is compiled."""
+
+    block_t: int
+    block_c: int
+    tiles: int
+    num_warps: int
+    num_stages: int = 1
+
+    def programs(self, rows: int, columns: int) -> tuple[int, int]:
+        """Row blocks and column blocks of the grid."""
+        return -(-rows // (self.block_t * self.tiles)), -(-columns // self.block_c)
+
+    def whole(self, rows: int, columns: int) -> bool:
+        """Whether programs have nothing but rows and columns that there are."""
+        return rows % (self.block_t * self.tiles) == 0 and columns % self.block_c == 0
+
+
+PROGRAMS = 4096  # that keep every multiprocessor busy: about 31 on each of the H200's 132
+
+
+@lru_cache(maxsize=1024)  # Triton's arithmetic would cost the host 5 us a call
+def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str = "") -> ElementwiseConfig:
+    """Tiles for y [rows, columns].
+
+    sums_rows: whether backward sums something over the rows, for which a program goes through several tiles
+    casts: how the result is cast, if it is: in "blocks" of 32, which tiles hold as a whole, or with a "given" scale
+    """
+    if casts or sums_rows:
+        block_t, block_c, num_warps = 64 if casts else 32, 64, 4
+        if casts == "blocks":  # a thread has many columns and rows, which makes their maxima cheap
+            block_t, block_c, num_warps = 32, 128, 2 if columns % 8 == 0 else 4
+        tiles = rows * columns // (block_t * block_c * PROGRAMS) if sums_rows else 1
+        return ElementwiseConfig(block_t, block_c, triton.next_power_of_2(max(1, min(16, tiles))), num_warps, 3)
+    block_c = min(2048 if rows == 1 else 1024, max(16, triton.next_power_of_2(columns)))
+    return ElementwiseConfig(2048 // block_c, block_c, 1, 4)
+
+
+# ------------------------------------------------------------------------------------------------------ launchers
+
+
+def why_no_chain(steps: Sequence[Step]) -> str | None:
+    """Why the kernels do not take these steps as one chain, or None."""
+    gates = [i for i, step in enumerate(steps) if step.gated]
+    if len(gates) > 1:
+        return f"The chain has {len(gates)} gated activations, and the element-wise kernel takes one."
+    if gates and any(step.operand in ("random", "row") for step in steps[: gates[0]]):
+        return "A dropout or a factor a row stands before a gated activation, whose tiles hold every column twice."
+    return None
+
+
+def elementwise(
+    x: Tensor,
+    steps: Sequence[Step],
+    operands: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y = f_{n-1}(... f_0(x)), [..., C].
+
+    x: [..., W]. operands: one a step, None where it takes none; column [C or W], row [...], element of the shape there.
+    dtypes: in which each step's input and result are stored, by default x's dtype. out: the tensor to write y into; it
+    may be x or an element operand. Steps for which `why_no_chain` is None. Where `runs_triton` is not, torch computes.
+    """
+    dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
+    shape = _halved(x.shape) if _gate_of(steps) >= 0 else x.shape
+    if not runs_triton(x, *operands, dtypes=dtypes):
+        y = elementwise_ref(_flat(x), steps, _matrices(operands, steps), dtypes).view(shape)
+        return y if out is None else out.copy_(y)
+    y = torch.empty(shape, dtype=dtypes[-1], device=x.device) if out is None else out
+    elementwise_triton(x.contiguous(), y, None, steps, [o if o is None else o.contiguous() for o in operands], dtypes)
+    return y
+
+
+def elementwise_cast(
+    x: Tensor,
+    cast: Cast,
+    steps: Sequence[Step],
+    operands: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> None:
+    """`elementwise`, whose result, rounded to its dtype, is cast instead. Where `runs_triton` is, of an x not empty."""
+    dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
+    elementwise_triton(
+        x.contiguous(), None, cast, steps, [o if o is None else o.contiguous() for o in operands], dtypes
+    )
+
+
+def delementwise(
+    dy: Tensor,
+    x: Tensor | None,
+    steps: Sequence[Step],
+    operands: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype] | None = None,
+    *,
+    need_dx: bool = True,
+    need_operands: Sequence[bool] | None = None,
+    need_y: bool = False,
+    need_column_sums: bool = False,
+    cast: Cast | None = None,
+) -> ChainGradients:
+    """The gradients of `elementwise`, and its result again for those who kept x alone.
+
+    dy: [..., C]. x may be None if all steps are linear and y is not needed; an operand may be None where no step
+    needs it (a linear step's own, if no step behind it reads x). cast: the kernel casts dx into it, and dx is None; not
+    for gated chains.
+    """
+    dtypes = [dy.dtype] * len(steps) if dtypes is None else dtypes
+    wanted = [False] * len(steps) if need_operands is None else list(need_operands)
+    if not runs_triton(dy, x, *operands, dtypes=dtypes):
+        return _delementwise_on_torch(dy, x, steps, operands, dtypes)
+    gate = _gate_of(steps)
+    new = dy.new_empty
+    dx = new(_doubled(dy.shape) if gate >= 0 else dy.shape, dtype=dtypes[0]) if need_dx and cast is None else None
+    y = new(dy.shape, dtype=dtypes[-1]) if need_y else None
+    sums_rows = need_column_sums or any(w and s.operand == "column" for w, s in zip(wanted, steps, strict=True))
+    rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums_rows, casts=cast is not None)
+    width = columns * 2 if gate >= 0 else columns
+    config = elementwise_config(rows, columns, sums_rows=sums_rows, casts=_kind(cast))
+    row_blocks, column_blocks = config.programs(rows, columns)
+    shares: list[Tensor | None] = []
+    for i, (step, want, dtype) in enumerate(zip(steps, wanted, dtypes, strict=True)):
+        own = width if i < gate else columns
+        if not want:
+            shares.append(None)
+        elif step.operand == "column":
+            shares.append(new((own,) if row_blocks == 1 else (row_blocks, own), dtype=torch.float32))
+        elif step.operand == "row":
+            shares.append(new(dy.shape[:-1] if column_blocks == 1 else (column_blocks, rows), dtype=torch.float32))
+        elif i == len(steps) - 1 and step.d_operand is None:
+            shares.append(None)  # it is dy itself
+        else:
+            shares.append(new(_doubled(dy.shape) if i < gate else dy.shape, dtype=dtype))
+    column_shares = new((row_blocks, width), dtype=torch.float32) if need_column_sums else None
+    delementwise_triton(
+        dy.contiguous(), x if x is None else x.contiguous(), dx, cast, y, steps,
+        [o if o is None else o.contiguous() for o in operands], shares, column_shares, dtypes, config,
+    )  # fmt: skip
+    gradients: list[Tensor | None] = []
+    for step, want, share in zip(steps, wanted, shares, strict=True):
+        if share is None:
+            gradients.append(dy if want else None)
+        elif step.operand == "column":
+            gradients.append(share if row_blocks == 1 else share.sum(0))
+        elif step.operand == "row":
+            gradients.append(share if column_blocks == 1 else share.sum(0).view(dy.shape[:-1]))
+        else:
+            gradients.append(share)
+    return ChainGradients(dx, tuple(gradients), y, None if column_shares is None else column_shares.sum(0))
+
+
+def runs_triton(*tensors: Tensor | None, dtypes: Sequence[torch.dtype] = ()) -> bool:
+    """Whether the Triton kernels take these tensors: torch computes on the CPU, and float64 anywhere."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return given[0].is_cuda and torch.float64 not in (*dtypes, *(tensor.dtype for tensor in given))
+
+
+def _delementwise_on_torch(
+    dy: Tensor,
+    x: Tensor | None,
+    steps: Sequence[Step],
+    operands: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype],
+) -> ChainGradients:
+    """The references, for tensors of any shape. Without x, which linear steps do not look at, dy stands for it."""
+    like_x = dy if x is None else x
+    found = delementwise_ref(_flat(dy), _flat(like_x), steps, _matrices(operands, steps), dtypes)
+    gate = _gate_of(steps)
+    gradients = list(found.operands)
+    for i, (d, step) in enumerate(zip(found.operands, steps, strict=True)):
+        if d is not None and step.operand == "row":
+            gradients[i] = d.view(dy.shape[:-1])
+        elif d is not None and step.operand == "element":
+            gradients[i] = d.view(_doubled(dy.shape) if i < gate else dy.shape)
+    assert found.dx is not None and found.y is not None, "the reference gives everything"
+    return found._replace(dx=found.dx.view(like_x.shape), operands=tuple(gradients), y=found.y.view(dy.shape))
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1] if x.dim() else 1)
+
+
+def _halved(shape: torch.Size) -> torch.Size:
+    return torch.Size((*shape[:-1], shape[-1] // 2))
+
+
+def _doubled(shape: torch.Size) -> torch.Size:
+    return torch.Size((*shape[:-1], shape[-1] * 2))
+
+
+def _matrices(operands: Sequence[Tensor | None], steps: Sequence[Step]) -> list[Tensor | None]:
+    """Element operands as matrices, row operands as vectors."""
+    flattened: dict[str, Callable[[Tensor], Tensor]] = {"element": _flat, "row": lambda o: o.flatten()}
+    return [
+        o if o is None or step.operand not in flattened else flattened[step.operand](o)
+        for o, step in zip(operands, steps, strict=True)
+    ]
+
+
+_elementwise, _delementwise = Launch(elementwise_kernel), Launch(delementwise_kernel)
+
+
+@replayed
+def elementwise_triton(
+    x: Tensor,
+    y: Tensor | None,
+    cast: Cast | None,
+    steps: Sequence[Step],
+    operands: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Launch `elementwise` on contiguous tensors."""
+    if not x.numel():
+        return
+    gated = _gate_of(steps) >= 0
+    shape = _halved(x.shape) if gated else x.shape
+    rows, columns = _rows_and_columns(steps, shape, sums_rows=False, casts=cast is not None)
+    config = elementwise_config(rows, columns, sums_rows=False, casts=_kind(cast))
+    _elementwise(
+        x, math.prod(config.programs(rows, columns)),
+        x, y, _codes(cast), tuple(operands), rows, columns, columns * (1 + gated),
+        **_constants(tuple(steps), tuple(dtypes)), **_cast_constants(cast, x), BLOCK_T=config.block_t,
+        BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns), num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@replayed
+def delementwise_triton(
+    dy: Tensor,
+    x: Tensor | None,
+    dx: Tensor | None,
+    cast: Cast | None,
+    y: Tensor | None,
+    steps: Sequence[Step],
+    operands: Sequence[Tensor | None],
+    shares: Sequence[Tensor | None],
+    column_shares: Tensor | None,
+    dtypes: Sequence[torch.dtype],
+    config: ElementwiseConfig,
+) -> None:
+    """Launch `delementwise` on contiguous tensors; shares of sums: [row blocks, columns] or [column blocks, rows]."""
+    if not dy.numel():
+        return
+    sums = column_shares is not None or any(share is not None for share in shares)
+    rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums, casts=cast is not None)
+    _delementwise(
+        dy, math.prod(config.programs(rows, columns)),
+        dy, x, tuple(operands), dx, _codes(cast), tuple(shares), y, column_shares, rows, columns,
+        columns * (1 + (_gate_of(steps) >= 0)), **_constants(tuple(steps), tuple(dtypes)),
+        **_backwards(tuple(steps), tuple(dtypes)), **_cast_constants(cast, dy),
+        BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns), TILES=config.tiles,
+        STAGES=config.num_stages, num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _rows_and_columns(
+    steps: Sequence[Step], shape: Sequence[int], *, sums_rows: bool, casts: bool
+) -> tuple[int, int]:  # fmt: skip
+    """Of y; one long row where rows mean nothing to the steps."""
+    if sums_rows or casts or any(step.gated or step.operand in ("column", "row", "random") for step in steps):
+        return math.prod(shape[:-1]), shape[-1]
+    return 1, math.prod(shape)
+
+
+def _kind(cast: Cast | None) -> str:
+    return "" if cast is None else "blocks" if cast.scale is None else "given"
+
+
+def _codes(cast: Cast | None) -> tuple[Tensor | None, ...]:
+    """Codes as bytes, transposed ones in words of four: the interpreter's own float8 rounds wrongly. The amax as bits,
+    which are ordered as it is."""
+    if cast is None:
+        return (None,) * 6
+    row_codes, row_scales, column_codes, column_scales, scale, amax, _ = cast
+    return (
+        row_codes.view(torch.uint8), row_scales,
+        column_codes.view(torch.uint8 if scale is None else torch.int32), column_scales,
+        scale, None if amax is None else amax.view(torch.int32),
+    )  # fmt: skip
+
+
+def _cast_constants(cast: Cast | None, x: Tensor) -> dict[str, Any]:
+    if cast is None:
+        return {"FORM": "", "NATIVE": False}
+    return format_of(cast.form or cast.row_codes.dtype, x.device)
+
+
+def _gate_of(steps: Sequence[Step]) -> int:
+    return next((i for i, step in enumerate(steps) if step.gated), -1)
+
+
+class _Hashed(tuple):
+    """A tuple that is hashed once: Triton hashes the constants at every launch, and its functions take long to hash."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._hash = hash(tuple(self))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@lru_cache(maxsize=1024)
+def _constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
+    """What both kernels get at compile time. SOURCE: Triton's cache on disk knows functions among constants by their
+    names only, so here is what they say."""
+    functions = [function for step in steps for function in (step.forward, step.backward, step.d_operand)]
+    source = "".join(getattr(function, "cache_key", repr(function)) for function in functions)
+    gate = _gate_of(steps)
+    return {
+        "STEPS": _Hashed(step.forward for step in steps),
+        "KINDS": tuple(step.operand for step in steps),
+        "CONSTANTS": tuple(number for step in steps for number in step.constants),
+        "DTYPES": _Hashed(_TRITON_DTYPES[dtype] for dtype in dtypes),
+        "ENTERS": tuple(i > 0 and dtype != dtypes[i - 1] for i, dtype in enumerate(dtypes)),
+        "COUNT": len(steps),
+        "GATE": gate,
+        "INTERLEAVE": steps[gate].interleave if gate >= 0 else 0,
+        "SOURCE": hashlib.sha256(source.encode()).hexdigest()[:16],
+    }
+
+
+@lru_cache(maxsize=1024)
+def _backwards(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
+    """What the backward kernel gets besides."""
+    behind = dtypes[1:] + dtypes[-1:]
+    return {
+        "LEAVES": tuple(dtype != after for dtype, after in zip(dtypes, behind, strict=True)),
+        "BACKWARDS": _Hashed(step.backward for step in steps),
+        "D_OPERANDS": _Hashed(step.d_operand for step in steps),
+        "READS": tuple(not step.linear for step in steps),
+    }

@@ -1,0 +1,402 @@
+"""The Triton kernels of `ops.kernels.elementwise.chain`, which says what they compute and launches them.
+
+STEPS, BACKWARDS, D_OPERANDS are the functions of the steps, KINDS their operands, CONSTANTS three numbers each, DTYPES
+what each is rounded to, ENTERS and LEAVES whether x and dy come in another dtype, READS whether backward reads x, GATE
+the position of the gated one or -1. Operand pointers that a step does not need are None.
+WHOLE: no tile has rows or columns beyond those of y.
+codes: the tensors of a `Cast` for a result that is cast to FORM, else Nones.
+
+Before the gate every column of y stands for two of x: a tile is a pair (a, b), and each step runs on both.
+Between two steps a tile is as it would be stored, in the dtype of the step that made it.
+"""
+# T rows, COLUMNS of y, WIDTH columns of x
+
+import triton
+import triton.language as tl
+
+from recipes.casts.cast_float8_triton import store_float8
+from recipes.casts.cast_mxfp8_triton import store_mxfp8
+from recipes.triton.philox_triton import philox
+from recipes.triton.rounding import round_pairs_to, round_to, widen, widen_pairs
+
+
+@triton.jit
+def _enter(x, KIND: tl.constexpr, DTYPE: tl.constexpr, ROUNDS: tl.constexpr):
+    """A tile in float32, for a step of this kind; rounded to DTYPE before, if it comes in another."""
+    x = _wide(x, KIND)
+    if ROUNDS:
+        x = _wide(_leave(x, KIND, DTYPE), KIND)
+    return x
+
+
+@triton.jit
+def _wide(x, KIND: tl.constexpr):
+    if KIND == "column" or KIND == "element":  # most of them are sums, which the compiler then takes as one instruction
+        return widen(x).to(tl.float32)
+    else:
+        return widen_pairs(x)
+
+
+@triton.jit
+def _leave(x, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """A float32 tile as it is stored in DTYPE."""
+    if KIND == "column" or KIND == "element":
+        return round_to(x, DTYPE)
+    else:
+        return round_pairs_to(x, DTYPE)
+
+
+@triton.jit
+def _random_bits(seed, rows, first_column, BLOCK_C: tl.constexpr):
+    """16 bits an element, [rows, BLOCK_C]: `random_bits_ref`. One counter gives those of eight neighbours."""
+    octets = first_column // 8 + tl.arange(0, BLOCK_C // 8)
+    c0 = (octets[None, :] + tl.zeros_like(rows)[:, None]).to(tl.uint32)
+    c1 = (rows[:, None] + tl.zeros_like(octets)[None, :]).to(tl.uint32)
+    c0, c1, c2, c3 = philox(seed, c0, c1)
+    words = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [rows.shape[0], BLOCK_C // 2])
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), [rows.shape[0], BLOCK_C])
+
+
+@triton.jit
+def _shared(
+    operands, KINDS: tl.constexpr, COUNT: tl.constexpr, GATE: tl.constexpr, columns_in_x, columns, COLUMNS
+):  # fmt: skip
+    """Of the operands, what all rows share: the tile's part of a column's, the seed; else 0."""
+    result = ()
+    for i in tl.static_range(COUNT):
+        part = 0
+        if operands[i] is not None:
+            if KINDS[i] == "column":
+                if i < GATE:
+                    part = tl.load(operands[i] + columns_in_x, mask=columns < COLUMNS, other=0)
+                else:
+                    part = tl.load(operands[i] + columns, mask=columns < COLUMNS, other=0)
+            elif KINDS[i] == "random":
+                part = tl.load(operands[i])
+        result = result + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    return result
+
+
+@triton.jit
+def _operand(operand, shared, KIND: tl.constexpr, rows, columns, first_column, T, WIDTH, inside):
+    """A tile in float32, or random bits."""
+    if KIND == "column":
+        return widen(shared).to(tl.float32)[None, :]
+    elif KIND == "row":
+        return widen(tl.load(operand + rows, mask=rows < T, other=0)).to(tl.float32)[:, None]
+    elif KIND == "element":
+        at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        return widen(tl.load(operand + at, mask=inside, other=0)).to(tl.float32)
+    else:
+        return _random_bits(shared, rows, first_column, columns.shape[0])
+
+
+@triton.jit
+def _apply(
+    x, AT: tl.constexpr, operands, shared, rows, columns, first_column, T, WIDTH, inside,
+    STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
+):  # fmt: skip
+    """Step AT of a tile, ungated."""
+    A = tl.constexpr(CONSTANTS[3 * AT])
+    B = tl.constexpr(CONSTANTS[3 * AT + 1])
+    C = tl.constexpr(CONSTANTS[3 * AT + 2])
+    x = _enter(x, tl.constexpr(KINDS[AT]), tl.constexpr(DTYPES[AT]), tl.constexpr(ENTERS[AT]))
+    if KINDS[AT] == "":
+        y = STEPS[AT](x, A, B, C)
+    else:
+        operand = _operand(
+            operands[AT], shared[AT], tl.constexpr(KINDS[AT]), rows, columns, first_column, T, WIDTH, inside
+        )  # fmt: skip
+        if KINDS[AT] == "row":
+            y = STEPS[AT](x, A, B, C) * operand
+        else:
+            y = STEPS[AT](x, operand, A, B, C)
+    return _leave(y, tl.constexpr(KINDS[AT]), tl.constexpr(DTYPES[AT]))
+
+
+@triton.jit
+def _gate(
+    a, b, AT: tl.constexpr, operands, rows, columns, T, WIDTH, inside,
+    STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
+):  # fmt: skip
+    """Step AT of two tiles, which makes one of them."""
+    A = tl.constexpr(CONSTANTS[3 * AT])
+    B = tl.constexpr(CONSTANTS[3 * AT + 1])
+    C = tl.constexpr(CONSTANTS[3 * AT + 2])
+    a = _enter(a, "", tl.constexpr(DTYPES[AT]), tl.constexpr(ENTERS[AT]))
+    b = _enter(b, "", tl.constexpr(DTYPES[AT]), tl.constexpr(ENTERS[AT]))
+    y = STEPS[AT](a, b, A, B, C)
+    if KINDS[AT] == "row":
+        y *= _operand(operands[AT], 0, "row", rows, columns, 0, T, WIDTH, inside)
+    return _leave(y, "", tl.constexpr(DTYPES[AT]))
+
+
+@triton.jit
+def _up_to(
+    a, b, UP_TO: tl.constexpr, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,
+    T, COLUMNS, WIDTH, inside,
+    STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """The input of step UP_TO: (a, b) in front of the gate, behind it, or without one, (x, whatever)."""
+    for i in tl.static_range(UP_TO):
+        if i < GATE:
+            a = _apply(
+                a, i, operands, shared_a, rows, columns_a, 0, T, WIDTH, inside, STEPS, KINDS, CONSTANTS, DTYPES, ENTERS
+            )
+            b = _apply(
+                b, i, operands, shared_b, rows, columns_b, 0, T, WIDTH, inside, STEPS, KINDS, CONSTANTS, DTYPES, ENTERS
+            )
+        elif i == GATE:
+            a = _gate(a, b, i, operands, rows, columns, T, COLUMNS, inside, STEPS, KINDS, CONSTANTS, DTYPES, ENTERS)
+        else:
+            a = _apply(
+                a, i, operands, shared_a, rows, columns, first_column, T, COLUMNS, inside,
+                STEPS, KINDS, CONSTANTS, DTYPES, ENTERS,
+            )  # fmt: skip
+    return a, b
+
+
+@triton.jit
+def _columns_of_lanes(columns, COLUMNS, INTERLEAVE: tl.constexpr):
+    """Where gate and linear part of y's columns stand in x."""
+    if INTERLEAVE == 0:
+        a = columns
+        b = columns + COLUMNS
+    else:
+        a = columns // INTERLEAVE * (2 * INTERLEAVE) + columns % INTERLEAVE
+        b = a + INTERLEAVE
+    return a, b
+
+
+@triton.jit
+def _inside(rows, columns, T, COLUMNS, WHOLE: tl.constexpr):
+    """Which elements of a tile there are; all of them, as the compiler then knows, if tiles are WHOLE."""
+    if WHOLE:
+        return tl.full([rows.shape[0], columns.shape[0]], True, tl.int1)
+    else:
+        return (rows < T)[:, None] & (columns < COLUMNS)[None, :]
+
+
+@triton.jit
+def elementwise_kernel(
+    x_ptr, y_ptr, codes, operands, T, COLUMNS, WIDTH,
+    STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
+    COUNT: tl.constexpr,
+    GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    column_blocks = tl.cdiv(COLUMNS, BLOCK_C)
+    rows = tl.program_id(0) // column_blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+    first_column = tl.program_id(0) % column_blocks * BLOCK_C
+    columns = first_column + tl.arange(0, BLOCK_C)
+    columns_a, columns_b = _columns_of_lanes(columns, COLUMNS, INTERLEAVE)
+    inside = _inside(rows, columns, T, COLUMNS, WHOLE)
+    start = rows.to(tl.int64)[:, None]
+    shared_a = _shared(operands, KINDS, COUNT, GATE, columns_a, columns, COLUMNS)
+    shared_b = shared_a
+    if GATE > 0:
+        shared_b = _shared(operands, KINDS, COUNT, GATE, columns_b, columns, COLUMNS)
+    a = tl.load(x_ptr + start * WIDTH + columns_a[None, :], mask=inside, other=0)
+    b = a
+    if GATE >= 0:
+        b = tl.load(x_ptr + start * WIDTH + columns_b[None, :], mask=inside, other=0)
+    if codes[4] is not None:  # else the compiler moves the transposition up to here and computes the chain twice
+        a = widen_pairs(a)
+        b = widen_pairs(b)
+    y, _ = _up_to(
+        a, b, COUNT, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,
+        T, COLUMNS, WIDTH, inside,
+        STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,
+    )  # fmt: skip
+    if y_ptr is not None:
+        y = widen(y).to(tl.float32)
+        tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
+    _store_codes(y, codes, rows, columns, T, COLUMNS, inside, FORM, NATIVE)
+
+
+@triton.jit
+def _store_codes(x, codes, rows, columns, T, COLUMNS, inside, FORM: tl.constexpr, NATIVE: tl.constexpr):
+    if codes[4] is not None:
+        store_float8(
+            widen_pairs(x), codes[0], codes[2], codes[1], codes[4], codes[5], rows, columns, T, COLUMNS, inside,
+            FORM, NATIVE,
+        )  # fmt: skip
+    elif codes[0] is not None:
+        store_mxfp8(
+            x, codes[0], codes[1], codes[2], codes[3], rows, columns, T, COLUMNS, inside,
+            FORM, NATIVE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _back(
+    dy, x, sums, AT: tl.constexpr, operands, shared, d_operands, column_block, rows, columns, first_column,
+    T, WIDTH, inside,
+    STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, KINDS: tl.constexpr,
+    CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr,
+):  # fmt: skip
+    """dx of step AT, ungated; stores its operand's gradient, or adds it to sums[AT] if it is a column's."""
+    A = tl.constexpr(CONSTANTS[3 * AT])
+    B = tl.constexpr(CONSTANTS[3 * AT + 1])
+    C = tl.constexpr(CONSTANTS[3 * AT + 2])
+    stored_dy = dy
+    dy = _enter(dy, tl.constexpr(KINDS[AT]), tl.constexpr(DTYPES[AT]), tl.constexpr(LEAVES[AT]))
+    x = _enter(x, tl.constexpr(KINDS[AT]), tl.constexpr(DTYPES[AT]), tl.constexpr(ENTERS[AT]))
+    if KINDS[AT] == "":
+        dx = BACKWARDS[AT](dy, x, A, B, C)
+    elif KINDS[AT] == "row":
+        if d_operands[AT] is not None:
+            _store_row_share(dy * STEPS[AT](x, A, B, C), d_operands[AT], column_block, rows, T, inside)
+        operand = _operand(operands[AT], 0, "row", rows, columns, first_column, T, WIDTH, inside)
+        dx = BACKWARDS[AT](dy * operand, x, A, B, C)
+    else:
+        if operands[AT] is None:
+            operand = dy  # a linear step: it does not look at it
+        else:
+            operand = _operand(
+                operands[AT], shared[AT], tl.constexpr(KINDS[AT]), rows, columns, first_column, T, WIDTH, inside
+            )  # fmt: skip
+        if d_operands[AT] is not None:
+            if D_OPERANDS[AT] is not None:
+                d_operand = D_OPERANDS[AT](dy, x, operand, A, B, C)
+            elif KINDS[AT] == "column":
+                d_operand = _enter(stored_dy, "", tl.constexpr(DTYPES[AT]), tl.constexpr(LEAVES[AT]))
+            else:
+                d_operand = dy
+            if KINDS[AT] == "column":
+                sums = _added(sums, AT, tl.where(inside, d_operand, 0.0))
+            else:
+                at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+                tl.store(d_operands[AT] + at, round_to(d_operand, d_operands[AT].dtype.element_ty), mask=inside)
+        dx = BACKWARDS[AT](dy, x, operand, A, B, C)
+    return _leave(dx, tl.constexpr(KINDS[AT]), tl.constexpr(DTYPES[AT])), sums
+
+
+@triton.jit
+def _added(sums, AT: tl.constexpr, x):
+    """sums with x added to entry AT."""
+    result = ()
+    for i in tl.static_range(len(sums)):
+        if i == AT:
+            result = result + (sums[i] + x,)  # type: ignore[assignment]  # noqa: RUF005
+        else:
+            result = result + (sums[i],)  # type: ignore[assignment]  # noqa: RUF005
+    return result
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
+    result = ()
+    for _ in tl.static_range(COUNT):
+        result = result + (tl.zeros([BLOCK_T, BLOCK_C], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return result
+
+
+@triton.jit
+def _store_row_share(d, pointer, column_block, rows, T, inside):
+    share = tl.sum(tl.where(inside, d, 0.0), axis=1)
+    tl.store(pointer + column_block.to(tl.int64) * T + rows, share, mask=rows < T)
+
+
+@triton.jit
+def delementwise_kernel(
+    dy_ptr, x_ptr, operands, dx_ptr, codes, d_operands, y_ptr, column_sums_ptr, T, COLUMNS, WIDTH,
+    STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, READS: tl.constexpr, KINDS: tl.constexpr,
+    CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr, COUNT: tl.constexpr,
+    GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles below each other a program. sums_a and sums_b: what is summed over the rows, and last of all dx."""
+    column_blocks = tl.cdiv(COLUMNS, BLOCK_C)
+    row_block = tl.program_id(0) // column_blocks
+    column_block = tl.program_id(0) % column_blocks
+    first_column = column_block * BLOCK_C
+    columns = first_column + tl.arange(0, BLOCK_C)
+    columns_a, columns_b = _columns_of_lanes(columns, COLUMNS, INTERLEAVE)
+    shared_a = _shared(operands, KINDS, COUNT, GATE, columns_a, columns, COLUMNS)
+    shared_b = shared_a
+    if GATE > 0:
+        shared_b = _shared(operands, KINDS, COUNT, GATE, columns_b, columns, COLUMNS)
+    sums_a = _zeros(COUNT + 1, BLOCK_T, BLOCK_C)
+    sums_b = _zeros(COUNT + 1, BLOCK_T, BLOCK_C)
+    for tile in tl.range(TILES, num_stages=STAGES):
+        rows = (row_block * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
+        inside = _inside(rows, columns, T, COLUMNS, WHOLE)
+        start = rows.to(tl.int64)[:, None]
+        da = tl.load(dy_ptr + start * COLUMNS + columns[None, :], mask=inside, other=0)
+        db = da
+        a = da
+        b = da
+        if x_ptr is not None:
+            a = tl.load(x_ptr + start * WIDTH + columns_a[None, :], mask=inside, other=0)
+            b = a
+            if GATE >= 0:
+                b = tl.load(x_ptr + start * WIDTH + columns_b[None, :], mask=inside, other=0)
+        if y_ptr is not None:
+            y, _ = _up_to(
+                a, b, COUNT, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,
+                T, COLUMNS, WIDTH, inside,
+                STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,
+            )  # fmt: skip
+            y = widen(y).to(tl.float32)
+            tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
+        for i in tl.static_range(COUNT - 1, -1, -1):
+            xa, xb = a, b
+            if READS[i]:
+                xa, xb = _up_to(
+                    a, b, i, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,
+                    T, COLUMNS, WIDTH, inside,
+                    STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,
+                )  # fmt: skip
+            if i < GATE:
+                da, sums_a = _back(
+                    da, xa, sums_a, i, operands, shared_a, d_operands, column_block, rows, columns_a, 0,
+                    T, WIDTH, inside, STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
+                )  # fmt: skip
+                db, sums_b = _back(
+                    db, xb, sums_b, i, operands, shared_b, d_operands, column_block, rows, columns_b, 0,
+                    T, WIDTH, inside, STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
+                )  # fmt: skip
+            elif i == GATE:
+                da = _enter(da, "", tl.constexpr(DTYPES[i]), tl.constexpr(LEAVES[i]))
+                xa = _enter(xa, "", tl.constexpr(DTYPES[i]), tl.constexpr(ENTERS[i]))
+                xb = _enter(xb, "", tl.constexpr(DTYPES[i]), tl.constexpr(ENTERS[i]))
+                A = tl.constexpr(CONSTANTS[3 * i])
+                B = tl.constexpr(CONSTANTS[3 * i + 1])
+                C = tl.constexpr(CONSTANTS[3 * i + 2])
+                if KINDS[i] == "row":
+                    if d_operands[i] is not None:
+                        _store_row_share(da * STEPS[i](xa, xb, A, B, C), d_operands[i], column_block, rows, T, inside)
+                    da *= _operand(operands[i], 0, "row", rows, columns, 0, T, COLUMNS, inside)
+                da, db = BACKWARDS[i](da, xa, xb, A, B, C)
+                da = _leave(da, "", tl.constexpr(DTYPES[i]))
+                db = _leave(db, "", tl.constexpr(DTYPES[i]))
+            else:
+                da, sums_a = _back(
+                    da, xa, sums_a, i, operands, shared_a, d_operands, column_block, rows, columns, first_column,
+                    T, COLUMNS, inside, STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
+                )  # fmt: skip
+        if dx_ptr is not None:
+            tl.store(dx_ptr + start * WIDTH + columns_a[None, :], da, mask=inside)
+            if GATE >= 0:
+                tl.store(dx_ptr + start * WIDTH + columns_b[None, :], db, mask=inside)
+        _store_codes(da, codes, rows, columns, T, COLUMNS, inside, FORM, NATIVE)
+        if column_sums_ptr is not None:
+            sums_a = _added(sums_a, COUNT, tl.where(inside, widen_pairs(da), 0.0))
+            if GATE >= 0:
+                sums_b = _added(sums_b, COUNT, tl.where(inside, widen_pairs(db), 0.0))
+    row = row_block.to(tl.int64)
+    valid = columns < COLUMNS
+    for i in tl.static_range(COUNT):
+        if KINDS[i] == "column":
+            if d_operands[i] is not None:
+                if i < GATE:
+                    tl.store(d_operands[i] + row * WIDTH + columns_a, tl.sum(sums_a[i], axis=0), mask=valid)
+                    tl.store(d_operands[i] + row * WIDTH + columns_b, tl.sum(sums_b[i], axis=0), mask=valid)
+                else:
+                    tl.store(d_operands[i] + row * COLUMNS + columns, tl.sum(sums_a[i], axis=0), mask=valid)
+    if column_sums_ptr is not None:
+        tl.store(column_sums_ptr + row * WIDTH + columns_a, tl.sum(sums_a[COUNT], axis=0), mask=valid)
+        if GATE >= 0:
+            tl.store(column_sums_ptr + row * WIDTH + columns_b, tl.sum(sums_b[COUNT], axis=0), mask=valid)

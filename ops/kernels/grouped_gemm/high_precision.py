@@ -1,0 +1,519 @@
+"""Grouped GEMM: the products of a linear layer with one weight for each group of rows.
+
+    TN   y[t]  = alpha_g x[t] w_g^T + s[t] b_g      grouped_gemm_tn     (fprop)     m_grouped: rows differ by group
+    NN   dx[t] = alpha_g dy[t] w_g                  grouped_gemm_nn     (dgrad)     m_grouped
+    NT   dw_g  = alpha_g dy_g^T x_g                 grouped_gemm_nt     (wgrad)     k_grouped: the sum runs over rows
+         dw_g += alpha_g dy_g^T x_g                 the same with accumulate=True
+         db_g  = sum of s[t] dy[t] over the group   grouped_bias_grad   (bgrad)
+
+g is the group of row t. Rows past `splits.offsets[-1]` belong to no group: they are zero in y and dx and count in no
+sum. A group without rows has dw and db exactly zero, and with accumulate=True its dw is left as it was. Otherwise every
+element of an output is written, whatever was there.
+
+Layouts: x [T, K], dy [T, N], w [G, N, K], b and db [G, N], s [T], alpha [G] or (). Rows may have any distance in
+memory; tensors whose rows are not contiguous themselves, and stacked weights that are not contiguous, are copied.
+
+Precision: products of the operands as they are, summed in float32 (float64 for float64 operands), times alpha, plus
+the bias, and then rounded once to the output's dtype. On CUDA a float32 product is exact ("ieee") unless
+`torch.backends.cuda.matmul` allows TF32. All sums have a fixed order, and repeating a call gives the same bits: each
+element is written once, or added to once. The addition to float32 on descriptors is the memory's (PTX ISA, red and
+cp.reduce.async.bulk): rounded to nearest, with subnormal numbers, the old ones too, taken for zeros.
+
+Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
+device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
+
+The kernels: `high_precision_triton.py`, and for NT on Hopper `high_precision_gluon.py`. The `..._config` functions
+choose among them, after a table of measured tiles if one was loaded (`measured_tiles.py`).
+The slots of the m_grouped kernels: `recipes/triton/row_slots.py`.
+"""
+# T rows, G groups, K in features, N out features
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.kernels.grouped_gemm.high_precision_cpu import k_grouped_on_cpu, m_grouped_on_cpu
+from ops.kernels.grouped_gemm.high_precision_triton import (
+    bias_grad_kernel,
+    k_grouped_kernel,
+    k_grouped_persistent_kernel,
+    m_grouped_kernel,
+    m_grouped_persistent_kernel,
+)
+from ops.kernels.grouped_gemm.measured_tiles import Gemm, GroupedGemmConfig, tiles_in_use
+from ops.kernels.grouped_gemm.operands import (
+    accumulator_like,
+    check_accumulate,
+    check_dtypes,
+    check_m_grouped,
+    check_rows,
+    check_scales,
+    output,
+    per_group,
+    refuse_float64,
+    row_slices,
+    with_contiguous_rows,
+)
+from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, room_for
+from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
+from ops.kernels.grouped_gemm.tile_rules import allow_tf32, k_grouped_config, m_grouped_config, uses_descriptors
+from recipes.tensors.splits import Splits
+from recipes.triton.gates import why_no_gluon
+from recipes.triton.launch import Launch, cdiv, launcher, properties
+from recipes.triton.row_slots import num_slots
+
+if why_no_gluon((9, 0)) is None:
+    from ops.kernels.grouped_gemm.high_precision_gluon import k_grouped_gluon
+
+# ---------------------------------------------------------------------------------------------------- references
+
+
+def grouped_gemm_tn_ref(
+    x_TK: Tensor,
+    w_GNK: Tensor,
+    splits: Splits,
+    *,
+    bias_GN: Tensor | None = None,
+    scales_T: Tensor | None = None,
+    alpha_G: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`grouped_gemm_tn` in plain torch, group by group. Returns y [T, N]."""
+    y_TN = accumulator_like(x_TK).new_zeros(x_TK.shape[0], w_GNK.shape[1])
+    for group, rows in row_slices(splits):
+        y = accumulator_like(x_TK[rows]) @ accumulator_like(w_GNK[group]).T
+        if alpha_G is not None:
+            y = y * alpha_G.expand(splits.num_groups)[group]
+        if bias_GN is not None:
+            bias = accumulator_like(bias_GN[group])
+            y = y + (bias if scales_T is None else accumulator_like(scales_T[rows, None]) * bias)
+        y_TN[rows] = y
+    return y_TN.to(out_dtype or x_TK.dtype)
+
+
+def grouped_gemm_nn_ref(
+    dy_TN: Tensor,
+    w_GNK: Tensor,
+    splits: Splits,
+    *,
+    alpha_G: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`grouped_gemm_nn` in plain torch, group by group. Returns dx [T, K]."""
+    return grouped_gemm_tn_ref(dy_TN, w_GNK.transpose(1, 2), splits, alpha_G=alpha_G, out_dtype=out_dtype)
+
+
+def grouped_gemm_nt_ref(
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    splits: Splits,
+    *,
+    alpha_G: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """`grouped_gemm_nt` in plain torch, group by group. Returns dw [G, N, K], or `out` filled with it."""
+    check_accumulate(out, accumulate)
+    out = output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
+    for group, rows in row_slices(splits):
+        dw = accumulator_like(dy_TN[rows]).T @ accumulator_like(x_TK[rows])
+        if alpha_G is not None and rows.start < rows.stop:
+            dw = dw * alpha_G.expand(splits.num_groups)[group]
+        if not accumulate:
+            out[group] = dw
+        elif rows.start < rows.stop:
+            out[group] = accumulator_like(out[group]) + dw
+    return out
+
+
+def grouped_bias_grad_ref(
+    dy_TN: Tensor, splits: Splits, *, scales_T: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`grouped_bias_grad` in plain torch, group by group. Returns db [G, N]."""
+    dy = accumulator_like(dy_TN)
+    scaled = dy if scales_T is None else dy * accumulator_like(scales_T[:, None])
+    return torch.stack([scaled[rows].sum(0) for _, rows in row_slices(splits)]).to(out_dtype or dy_TN.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------- launchers
+
+
+class BiasGradConfig(NamedTuple):
+    """Rows and columns of a step."""
+
+    block_t: int
+    block_n: int
+    num_warps: int
+
+
+def grouped_bias_grad_config() -> BiasGradConfig:
+    """32 x 128 elements at a time: a row of 128 bf16 values is two full sectors of 128 bytes."""
+    return BiasGradConfig(block_t=32, block_n=128, num_warps=4)
+
+
+def grouped_gemm_tn(
+    x_TK: Tensor,
+    w_GNK: Tensor,
+    splits: Splits,
+    *,
+    bias_GN: Tensor | None = None,
+    scales_T: Tensor | None = None,
+    alpha_G: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """y[t] = alpha_g x[t] w_g^T + scales[t] bias_g. Returns y [T, N], or `out` filled with it.
+
+    x: [T, K] and w: [G, N, K] of one floating dtype. bias: [G, N], scales: [T] (1 if None; scale the bias alone),
+    alpha: [G] or () float32 (1 if None). out: [T, N], in out_dtype (x's if None). Rows of no group are zero.
+    """
+    check_m_grouped(x_TK, w_GNK, splits, bias_GN, scales_T, w_features=2)
+    if x_TK.device.type != "cuda":
+        return m_grouped_on_cpu(x_TK, w_GNK.transpose(1, 2), splits, out, out_dtype, alpha_G, bias_GN, scales_T)
+    out = output(out, (x_TK.shape[0], w_GNK.shape[1]), out_dtype, x_TK)
+    target = with_contiguous_rows(out, empty=True)
+    grouped_gemm_tn_triton(
+        with_contiguous_rows(x_TK),
+        w_GNK.contiguous(),
+        splits.offsets,
+        None if bias_GN is None else bias_GN.contiguous(),
+        None if scales_T is None else scales_T.contiguous(),
+        per_group(alpha_G, splits),
+        target,
+        tf32=allow_tf32(x_TK.dtype),
+    )
+    return out if target is out else out.copy_(target)
+
+
+def grouped_gemm_nn(
+    dy_TN: Tensor,
+    w_GNK: Tensor,
+    splits: Splits,
+    *,
+    alpha_G: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """dx[t] = alpha_g dy[t] w_g. Returns dx [T, K], or `out` filled with it.
+
+    dy: [T, N] and w: [G, N, K] of one floating dtype. alpha: [G] or () float32 (1 if None). out: [T, K], in out_dtype
+    (dy's if None). Rows of no group are zero.
+    """
+    check_m_grouped(dy_TN, w_GNK, splits, w_features=1)
+    if dy_TN.device.type != "cuda":
+        return m_grouped_on_cpu(dy_TN, w_GNK, splits, out, out_dtype, alpha_G)
+    out = output(out, (dy_TN.shape[0], w_GNK.shape[2]), out_dtype, dy_TN)
+    target = with_contiguous_rows(out, empty=True)
+    grouped_gemm_nn_triton(
+        with_contiguous_rows(dy_TN),
+        w_GNK.contiguous(),
+        splits.offsets,
+        per_group(alpha_G, splits),
+        target,
+        tf32=allow_tf32(dy_TN.dtype),
+    )
+    return out if target is out else out.copy_(target)
+
+
+def grouped_gemm_nt(
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    splits: Splits,
+    *,
+    alpha_G: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
+    reverse: bool = False,
+) -> Tensor:
+    """dw_g = alpha_g dy_g^T x_g. Returns dw [G, N, K], or `out` filled with it; accumulate: `out` += it.
+
+    dy: [T, N] and x: [T, K] of one floating dtype. alpha: [G] or () float32 (1 if None). out: [G, N, K], in out_dtype
+    (x's if None). A group without rows gets zeros; with `accumulate`, which needs `out`, its part of out is untouched,
+    and the sum is made in float32 and rounded once. reverse, which needs `out`: the last group comes first in it, as in
+    Megatron's buckets.
+    """
+    check_rows(dy_TN, splits)
+    check_rows(x_TK, splits)
+    check_dtypes(dy_TN, x_TK)
+    check_accumulate(out, accumulate, reverse)
+    if x_TK.device.type != "cuda":
+        return k_grouped_on_cpu(dy_TN, x_TK, splits, out, out_dtype, alpha_G, accumulate, reverse)
+    new = out is None
+    out = output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
+    target = out
+    if not (new or out[0].is_contiguous()):
+        target = out.contiguous() if accumulate else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    grouped_gemm_nt_triton(
+        with_contiguous_rows(dy_TN),
+        with_contiguous_rows(x_TK),
+        splits.offsets,
+        per_group(alpha_G, splits),
+        target,
+        tf32=allow_tf32(x_TK.dtype),
+        accumulate=accumulate,
+        reverse=reverse,
+    )
+    return out if target is out else out.copy_(target)
+
+
+def grouped_bias_grad(
+    dy_TN: Tensor, splits: Splits, *, scales_T: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """db_g = sum of scales[t] dy[t] over the rows of group g, summed in float32. Returns db [G, N].
+
+    dy: [T, N]. scales: [T] (1 if None). The result is in out_dtype (dy's if None). A group without rows gets zeros.
+    """
+    check_rows(dy_TN, splits)
+    check_scales(scales_T, splits)
+    if dy_TN.device.type != "cuda":
+        return grouped_bias_grad_ref(dy_TN, splits, scales_T=scales_T, out_dtype=out_dtype)
+    refuse_float64(dy_TN)
+    out = output(None, (splits.num_groups, dy_TN.shape[1]), out_dtype, dy_TN)
+    grouped_bias_grad_triton(
+        with_contiguous_rows(dy_TN), splits.offsets, None if scales_T is None else scales_T.contiguous(), out
+    )
+    return out
+
+
+_m_grouped, _m_grouped_persistent = Launch(m_grouped_kernel), Launch(m_grouped_persistent_kernel)
+_k_grouped, _k_grouped_persistent = Launch(k_grouped_kernel), Launch(k_grouped_persistent_kernel)
+_bias_grad = Launch(bias_grad_kernel)
+
+
+@launcher("fuser::grouped_gemm_tn", mutates=["out"])
+def grouped_gemm_tn_triton(
+    x_TK: Tensor,
+    w_GNK: Tensor,
+    offsets: Tensor,
+    bias_GN: Tensor | None,
+    scales_T: Tensor | None,
+    alpha_G: Tensor | None,
+    out: Tensor,
+    tf32: bool,
+) -> None:
+    """Launches TN. Rows of x and out are contiguous, w, offsets [G + 1], bias, scales, alpha [G] are contiguous."""
+    _, N, K = w_GNK.shape
+    _launch_m_grouped(x_TK, w_GNK, offsets, bias_GN, scales_T, alpha_G, out, K, N, transposed=True, tf32=tf32)
+
+
+@launcher("fuser::grouped_gemm_nn", mutates=["out"])
+def grouped_gemm_nn_triton(
+    dy_TN: Tensor, w_GNK: Tensor, offsets: Tensor, alpha_G: Tensor | None, out: Tensor, tf32: bool
+) -> None:
+    """Launches NN. Rows of dy and out are contiguous, w, offsets [G + 1], alpha [G] are contiguous."""
+    _, N, K = w_GNK.shape
+    _launch_m_grouped(dy_TN, w_GNK, offsets, None, None, alpha_G, out, N, K, transposed=False, tf32=tf32)
+
+
+@launcher("fuser::grouped_gemm_nt", mutates=["out"])
+def grouped_gemm_nt_triton(
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    offsets: Tensor,
+    alpha_G: Tensor | None,
+    out: Tensor,
+    tf32: bool,
+    accumulate: bool = False,
+    reverse: bool = False,
+) -> None:
+    """Launches NT. Rows of dy and x, the matrices of out, offsets [G + 1] and alpha [G] are contiguous."""
+    G, N, K = out.shape
+    if dy_TN.shape[0] == 0 or out.numel() == 0:
+        if not accumulate:
+            out.zero_()
+        return
+    tma = runs_on_descriptors(G, dy_TN, x_TK, out)
+    aligned = not tma and is_aligned(dy_TN, x_TK, out)
+    config = _measured("NT", dy_TN, out, (G, N, K), tma, aligned, accumulate) or k_grouped_config(
+        dy_TN.shape[0],
+        G,
+        dy_TN.dtype,
+        out_dtype=out.dtype,
+        tf32=tf32,
+        aligned=aligned,
+        descriptors=tma,
+        accumulate=accumulate,
+        capability=capability(out),
+        gluon=why_no_gluon(capability(out)) is None,
+    )
+    if config.gluon:
+        k_grouped_gluon(dy_TN, x_TK, offsets, alpha_G, out, config, accumulate, reverse)
+        return
+    # Without fusion alpha's product is rounded before it is added to what is there, so all kernels give the same sums.
+    num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
+    if config.programs:
+        _k_grouped_persistent(
+            out,
+            min(num_tiles, config.programs * multiprocessors(out)),
+            ragged_descriptor(dy_TN, (config.block_k, config.block_m), axis=0),
+            ragged_descriptor(x_TK, (config.block_k, config.block_n), axis=0),
+            descriptor(out, (1, config.block_m, min(config.columns_at_once, config.block_n // 2))),
+            out if out.dtype == torch.float32 and (accumulate or not config.box) else None,
+            out.stride(0),
+            offsets,
+            alpha_G,
+            G,
+            N,
+            K,
+            ACCUMULATE=accumulate,
+            LINES=not config.box,
+            REVERSE=reverse,
+            BAND=band(config.block_m),
+            GROUPS=room_for(G),
+            enable_fp_fusion=not accumulate,
+            **config.compiled(),
+        )
+    else:
+        _k_grouped(
+            out,
+            num_tiles,
+            dy_TN,
+            x_TK,
+            offsets,
+            alpha_G,
+            out[-1] if reverse else out,
+            N,
+            K,
+            dy_TN.stride(0),
+            x_TK.stride(0),
+            -out.stride(0) if reverse else out.stride(0),
+            ACCUMULATE=accumulate,
+            PRECISION="tf32" if tf32 else "ieee",
+            enable_fp_fusion=not accumulate,
+            **config.compiled(),
+        )
+
+
+@launcher("fuser::grouped_bias_grad", mutates=["out"])
+def grouped_bias_grad_triton(dy_TN: Tensor, offsets: Tensor, scales_T: Tensor | None, out: Tensor) -> None:
+    """Launches the bias gradient. Rows of dy are contiguous, offsets [G + 1], scales, out are contiguous."""
+    if dy_TN.numel() == 0:
+        out.zero_()
+        return
+    G, N = out.shape
+    config = grouped_bias_grad_config()
+    _bias_grad(
+        out,
+        G * cdiv(N, config.block_n),
+        dy_TN,
+        offsets,
+        scales_T,
+        out,
+        N,
+        dy_TN.stride(0),
+        BLOCK_T=config.block_t,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+    )
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """May the rows of all tensors be read in pieces of 16 bytes? Triton must see it: multiples of 16 elements."""
+    return all(x.data_ptr() % 16 == 0 and x.shape[-1] % 16 == 0 and x.stride(-2) % 16 == 0 for x in tensors)
+
+
+def runs_on_descriptors(num_groups: int, *matrices: Tensor) -> bool:
+    """Do the kernels on descriptors run? Asked first, since it is cheaper than what else would have to be known."""
+    fitting = takes_descriptors(*matrices) and num_groups <= MOST_GROUPS
+    return uses_descriptors(matrices[0].dtype, fitting, capability(matrices[0]))
+
+
+def capability(x: Tensor) -> tuple[int, int]:
+    """The compute capability of x's GPU; Hopper's for a CPU tensor, which only the interpreter brings here."""
+    if not x.is_cuda:
+        return 9, 0
+    gpu = properties(x.get_device())
+    return gpu.major, gpu.minor
+
+
+def _measured(
+    product: str, a: Tensor, out: Tensor, weights: Sequence[int], tma: bool, aligned: bool, accumulate: bool = False
+) -> GroupedGemmConfig | None:
+    """The tile that was measured, if there is one and its kernel can read these tensors. weights: [G, N, K]."""
+    table = tiles_in_use()
+    if table is None or table.capability != capability(out):
+        return None
+    G, N, K = weights
+    config = table.find(Gemm(product, a.dtype, out.dtype, accumulate, G, N, K), a.shape[0])
+    return config if config is not None and (tma or (aligned and not config.programs)) else None
+
+
+def _launch_m_grouped(
+    a: Tensor,
+    w: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    alpha: Tensor | None,
+    out: Tensor,
+    R: int,
+    C: int,
+    *,
+    transposed: bool,
+    tf32: bool,
+) -> None:
+    """transposed: w is [G, C, R], else [G, R, C]."""
+    if out.numel() == 0:
+        return
+    rows, num_groups = a.shape[0], w.shape[0]
+    tma = runs_on_descriptors(num_groups, a, w, out)
+    aligned = not tma and is_aligned(a, w, out)
+    config = _measured("TN" if transposed else "NN", a, out, w.shape, tma, aligned) or m_grouped_config(
+        rows,
+        num_groups,
+        a.dtype,
+        out_dtype=out.dtype,
+        tf32=tf32,
+        aligned=aligned,
+        descriptors=tma,
+        capability=capability(out),
+    )
+    num_tiles = num_slots(rows, num_groups, config.block_m) * cdiv(C, config.block_n)
+    if config.programs:
+        w_box = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
+        _m_grouped_persistent(
+            out,
+            min(num_tiles, config.programs * multiprocessors(out)),
+            ragged_descriptor(a, (config.block_m, config.block_k), axis=0),
+            descriptor(w, (1, *w_box)),
+            ragged_descriptor(out, (config.block_m, min(config.block_n, 128)), axis=0),
+            offsets,
+            bias,
+            scales,
+            alpha,
+            rows,
+            num_groups,
+            R,
+            C,
+            TRANSPOSED=transposed,
+            BAND=band(config.block_m),
+            GROUPS=room_for(num_groups),
+            **config.compiled(),
+        )
+    else:
+        _m_grouped(
+            out,
+            num_tiles,
+            a,
+            w,
+            offsets,
+            bias,
+            scales,
+            alpha,
+            out,
+            rows,
+            num_groups,
+            R,
+            C,
+            a.stride(0),
+            w.shape[1] * w.shape[2],
+            1 if transposed else C,
+            R if transposed else 1,
+            out.stride(0),
+            PRECISION="tf32" if tf32 else "ieee",
+            **config.compiled(),
+        )

@@ -1,0 +1,108 @@
+"""Grouped GEMM on CPU tensors: torch's own grouped product where it fits, else one product a group.
+
+torch's `F.grouped_mm` knows no bias and no scale, rounds to the operands' dtype, wants rows of a multiple of 16 bytes,
+leaves the rows of no group as they were, and reads the strides of a single row too.
+"""
+# T rows, G groups, R summed features, C features that come out
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.kernels.grouped_gemm.operands import accumulator_like, output, row_slices
+from recipes.tensors.splits import Splits
+
+
+def m_grouped_on_cpu(
+    a: Tensor,
+    w_GRC: Tensor,
+    splits: Splits,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    alpha_G: Tensor | None = None,
+    bias_GC: Tensor | None = None,
+    scales_T: Tensor | None = None,
+) -> Tensor:
+    """out[t] = alpha_g a[t] w_g + scales[t] bias_g, rounded once; rows of no group are zero."""
+    end = sum(splits.tolist())
+    if out is None and alpha_G is None and bias_GC is None and end and _torch_takes(a, w_GRC, out_dtype):
+        tail = a.shape[0] - end
+        # What selective checkpointing has saved of this product must not be changed in place.
+        result = F.grouped_mm(a[:end] if tail else a, w_GRC, offs=splits.ends)
+        return F.pad(result, (0, 0, 0, tail)) if tail else result
+    result = output(out, (a.shape[0], w_GRC.shape[2]), out_dtype, a)
+    alphas = _alphas(alpha_G, splits)
+    for group, rows in row_slices(splits):
+        bias = None if bias_GC is None else bias_GC[group]
+        if bias is not None and scales_T is not None:
+            bias = accumulator_like(scales_T[rows, None]) * bias
+        product(result[rows], a[rows], w_GRC[group], alphas[group], bias)
+    result[end:].zero_()
+    return result
+
+
+def k_grouped_on_cpu(
+    dy: Tensor,
+    x: Tensor,
+    splits: Splits,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    alpha_G: Tensor | None = None,
+    accumulate: bool = False,
+    reverse: bool = False,
+) -> Tensor:
+    """out_g = alpha_g dy_g^T x_g, or out_g += it, rounded once; zero, or untouched, for a group without rows.
+
+    reverse: the last group comes first in out.
+    """
+    if out is None and alpha_G is None and any(splits.tolist()) and _torch_takes(dy, x, out_dtype):
+        return F.grouped_mm(dy.t(), x, offs=splits.ends)
+    result = output(out, (splits.num_groups, dy.shape[1], x.shape[1]), out_dtype, x)
+    alphas = _alphas(alpha_G, splits)
+    for group, rows in row_slices(splits):
+        place = result[-1 - group if reverse else group]
+        if rows.start < rows.stop:
+            product(place, dy[rows].T, x[rows], alphas[group], place if accumulate else None)
+        elif not accumulate:
+            place.zero_()
+    return result
+
+
+def _torch_takes(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
+    """Whether `F.grouped_mm` computes this product, without a copy."""
+    if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or out_dtype not in (None, a.dtype):
+        return False
+    dense = _is_packed(a) and (_is_packed(b) or _is_packed(b.transpose(-1, -2)))
+    multiple = 16 // a.itemsize
+    return dense and not (a.shape[1] % multiple or b.shape[-2] % multiple or b.shape[-1] % multiple)
+
+
+def _is_packed(x: Tensor) -> bool:
+    """Whether rows follow each other without a gap. Of a single row `is_contiguous` asks nothing, but torch does."""
+    return x.is_contiguous() and x.stride(-2) == x.shape[-1]
+
+
+def product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Tensor | None = None) -> None:
+    """out = alpha * (a @ b) + added, rounded once to a dtype below float32.
+
+    A buffer in float32 or float64 that is added to gets the product as autograd would add it: rounded, then the sum.
+    """
+    if alpha is None and a.dtype == out.dtype:
+        if added is None:
+            torch.mm(a, b, out=out)
+            return
+        if added.dtype == out.dtype and (added is not out or out.itemsize < 4):
+            torch.addmm(added, a, b, out=out)
+            return
+    product = accumulator_like(a) @ accumulator_like(b)
+    if alpha is not None:
+        product = product * alpha  # new memory, as above
+    if added is not None:
+        product = product + added
+    out.copy_(product)
+
+
+def _alphas(alpha_G: Tensor | None, splits: Splits) -> list[Tensor | None] | tuple[Tensor, ...]:
+    return [None] * splits.num_groups if alpha_G is None else alpha_G.expand(splits.num_groups).unbind()

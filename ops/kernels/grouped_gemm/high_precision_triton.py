@@ -1,0 +1,481 @@
+"""The kernels of `ops.kernels.grouped_gemm.high_precision`: two on descriptors, two on pointers, and the bias gradient.
+
+On descriptors (TMA) a program takes tile after tile; on pointers, for what descriptors cannot describe, it has one.
+"""
+
+import triton
+import triton.language as tl
+
+from ops.kernels.grouped_gemm.persistent_schedule import (
+    ends_of_groups,
+    find_rows,
+    group_of_rank,
+    halves,
+    ranks_of_groups,
+    tile_in_bands,
+    tile_to_and_fro,
+)
+from ops.kernels.grouped_gemm.ragged_tma import ragged_indices
+from recipes.triton.rounding import INTERPRET, round_to, widen
+from recipes.triton.row_slots import find_tile
+
+
+@triton.jit
+def with_bias(acc, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C):
+    """acc + scales[t] * bias[group, c], for rows from first to end and columns from first_c to C; 0 in the tail."""
+    offs_t = tl.arange(0, acc.shape[0])
+    offs_c = tl.arange(0, acc.shape[1])
+    active = group < num_groups
+    bias_ptr += group.to(tl.int64) * C
+    bias = tl.load(bias_ptr + (first_c + offs_c), mask=(offs_c < C - first_c) & active, other=0.0).to(tl.float32)[
+        None, :
+    ]
+    if scales_ptr is not None:
+        # scales of rows that belong to no group may be anything
+        mask_s = (offs_t < end - first) & active
+        bias *= tl.load(scales_ptr + first + offs_t, mask=mask_s, other=0.0).to(tl.float32)[:, None]
+    return acc + bias
+
+
+@triton.jit
+def store_rows(out, acc, first, end, first_c):
+    """Rounds acc and stores it through a ragged descriptor from (first, first_c) on; rows from `end` on are not."""
+    z, y, x = ragged_indices(first, end - first, 0, 1)
+    out.store([z, y, x, first_c], round_to(acc, out.dtype).reshape(1, 1, acc.shape[0], acc.shape[1]))
+
+
+# --------------------------------------------------------------------------------------------------- descriptors
+
+
+@triton.jit
+def finish_m_grouped(acc, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C):
+    if bias_ptr is not None:
+        acc = with_bias(acc, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
+    store_rows(out, acc, first, end, first_c)
+
+
+@triton.jit(do_not_specialize=["rows", "num_groups"])
+def m_grouped_persistent_kernel(
+    a,  # [T, R]: descriptor, ragged along T
+    w,  # [G, C, R], or [G, R, C]: descriptor
+    out,  # [T, C]: descriptor, ragged along T, of boxes half as wide as the tile if that is 256
+    offsets_ptr,  # [G + 1] int64
+    bias_ptr,  # [G, C] or None
+    scales_ptr,  # [T] or None
+    alpha_ptr,  # [G] float32 or None
+    rows,
+    num_groups,
+    R,
+    C,
+    TRANSPOSED: tl.constexpr,  # w is [G, C, R]
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """out[t, c] = alpha_g * sum_r a[t, r] w[g, r, c] + scales[t] * bias[g, c], tile after tile of one group."""
+    num_tiles_n = tl.cdiv(C, BLOCK_N)
+    ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS)
+    num_tiles_m = tl.max(ends, axis=0)
+    for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
+        group, first, end = find_rows(offsets_ptr, ends, tile_m, BLOCK_M)
+        first_c = tile_n * BLOCK_N
+        z, y, x = ragged_indices(first, end - first, 0, 1)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for r in range(0, R, BLOCK_K):
+            a_tile = widen(a.load([z, y, x, r]).reshape(BLOCK_M, BLOCK_K))
+            if TRANSPOSED:
+                w_tile = widen(w.load([group, first_c, r]).reshape(BLOCK_N, BLOCK_K)).T
+            else:
+                w_tile = widen(w.load([group, r, first_c]).reshape(BLOCK_K, BLOCK_N))
+            acc = tl.dot(a_tile, w_tile, acc)
+        if alpha_ptr is not None:
+            acc *= tl.load(alpha_ptr + group)
+        if BLOCK_N == 256:
+            left, right = halves(acc)
+            finish_m_grouped(left, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
+            finish_m_grouped(right, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c + 128, C)
+        else:
+            finish_m_grouped(acc, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
+    zero_tail(out, offsets_ptr, rows, num_groups, C, BLOCK_M)
+
+
+@triton.jit
+def zero_tail(out, offsets_ptr, rows, num_groups, C, BLOCK_M: tl.constexpr):
+    """Zeros in the rows of no group, through a descriptor ragged along the rows, shared among the programs."""
+    WIDTH: tl.constexpr = out.block_shape[3]
+    first = tl.load(offsets_ptr + num_groups)
+    num_tiles_n = tl.cdiv(C, WIDTH)
+    num_tiles = tl.cdiv(rows - first, BLOCK_M).to(tl.int32) * num_tiles_n
+    zeros = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        first_t = first + (tile // num_tiles_n) * BLOCK_M
+        store_rows(out, zeros, first_t, first * 0 + rows, tile % num_tiles_n * WIDTH)
+
+
+@triton.jit
+def finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE: tl.constexpr):
+    """dw = acc, or dw += acc, rounded once."""
+    acc = acc.reshape(1, acc.shape[0], acc.shape[1])
+    if ACCUMULATE and dw.dtype == tl.float32 and not INTERPRET:
+        dw.atomic_add([group, first_n, first_k], acc)  # one addition an element, so the order is fixed
+    else:
+        if ACCUMULATE:
+            acc += widen(dw.load([group, first_n, first_k])).to(tl.float32)
+        dw.store([group, first_n, first_k], round_to(acc, dw.dtype))
+
+
+@triton.jit
+def finish_parts(
+    acc, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE: tl.constexpr, LINES: tl.constexpr
+):
+    """The same box by box of the descriptor; LINES: but all that is right of the first box straight from registers."""
+    HALF: tl.constexpr = acc.shape[1] // 2
+    if HALF < dw.block_shape[2]:
+        finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE)
+    else:
+        left, right = halves(acc)
+        if LINES:
+            begin = dw_ptr + group.to(tl.int64) * dw_stride + first_n.to(tl.int64) * K + first_k + HALF
+            write_lines(begin, K, N - first_n, K - first_k - HALF, right, ACCUMULATE)
+        finish_parts(left, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE, LINES)
+        if not LINES:
+            finish_parts(right, dw, dw_ptr, dw_stride, group, first_n, first_k + HALF, N, K, ACCUMULATE, LINES)
+
+
+def _exchange(first, second, lanes, upper):
+    """A lane's second register changes places with the first of the lane so many above it, where `upper` holds."""
+    return f"""
+        selp.b32 other, {first}, {second}, {upper};
+        shfl.sync.bfly.b32 other, other, {lanes}, 31, -1;
+        selp.b32 {first}, other, {first}, {upper};
+        selp.b32 {second}, {second}, other, {upper};"""
+
+
+def _write_row(row, write):
+    """For `write_lines`: of two rows eight apart this one."""
+    own = (f"mov.b32 v{i}, ${80 + 2 * row + 4 * (i // 2) + i % 2};" for i in range(8))
+    fours = (_exchange(f"v{i}", f"v{i + 2}", 1, "odd") for i in (0, 1, 4, 5))
+    lines = (_exchange(f"v{i}", f"v{i + 4}", 4, "below") for i in range(4))
+    return f"""
+        {" ".join(own)}{"".join(fours)}{"".join(lines)}
+        setp.ne.and.b64 within, ${16 + 2 * row}, 0, inside;
+        mad.wide.s32 at, column, 4, ${16 + 2 * row};
+        mad.wide.s32 at, back, 4, at;
+        @within {write} [at], {{v0, v1, v2, v3}};
+        mad.wide.s32 at, $64, 4, at;
+        @within {write} [at], {{v4, v5, v6, v7}};"""
+
+
+def _write_lines(write):
+    """Operands, 16 each: what comes out, addresses of rows, columns, the number of these, distance of rows, acc."""
+    return f"""{{
+        .reg .pred odd, below, inside, within;
+        .reg .b32 lane, column, back, other, v0, v1, v2, v3, v4, v5, v6, v7;
+        .reg .b64 at;
+        mov.u32 lane, %laneid;
+        and.b32 column, lane, 1;
+        setp.ne.b32 odd, column, 0;
+        and.b32 lane, lane, 4;
+        setp.ne.b32 below, lane, 0;
+        mad.lo.s32 column, column, 6, $32;
+        mad.lo.s32 column, lane, 4, column;
+        setp.lt.s32 inside, column, $48;
+        selp.b32 back, $64, 0, below;
+        neg.s32 back, back;{_write_row(0, write)}{_write_row(1, write)}
+        {" ".join(f"mov.b32 ${i}, 0;" for i in range(16))}
+        }}"""
+
+
+_STORE_LINES = tl.constexpr(_write_lines("st.global.v4.b32"))
+_ADD_LINES = tl.constexpr(_write_lines("red.relaxed.gpu.global.add.v4.f32"))
+_OPERANDS = tl.constexpr(",".join(["=r"] * 16 + ["l"] * 16 + ["r"] * 64))
+
+
+@triton.jit
+def write_lines(ptr, stride, height, width, acc, ACCUMULATE: tl.constexpr):
+    """Stores float32 acc from ptr on, or adds it, 128 bytes of a row at once; no more than height rows, width columns.
+
+    height is a multiple of 2, width of 4, ptr and stride of 16 bytes. acc is what a product left in registers, or some
+    of its columns, at least 32. The tensor cores give a lane two columns (PTX ISA, wgmma, layout of D) in each eight,
+    and the next row to the lane four above it. So neighbours exchange pairs of columns, and then rows their fours:
+
+        lane 0: 0 1  8  9 16 17 24 25      0 1 2 3 16 17 18 19      row 0:  0  1  2  3    row 1:  0  1  2  3
+        lane 1: 2 3 10 11 18 19 26 27  ->  8 9 10 11 24 25 26 27 ->         8  9 10 11            8  9 10 11
+        lane 4: 0 1  8  9 ... of row 1     0 1 2 3 16 17 18 19             16 17 18 19           16 17 18 19
+    """
+    offs_n = tl.arange(0, acc.shape[0])[:, None]
+    offs_k = tl.arange(0, acc.shape[1])[None, :]
+    rows = ptr + offs_n * stride
+    if INTERPRET:
+        mask = (offs_n < height) & (offs_k < width)
+        if ACCUMULATE:
+            acc += tl.load(rows + offs_k, mask=mask, other=0.0)
+        tl.store(rows + offs_k, acc, mask=mask)
+    else:
+        rows = tl.where(offs_n < height, rows.to(tl.int64), 0)
+        tl.inline_asm_elementwise(
+            _ADD_LINES if ACCUMULATE else _STORE_LINES, _OPERANDS, [rows, offs_k, width, stride, acc],
+            dtype=tl.int32, is_pure=False, pack=16,
+        )  # fmt: skip
+
+
+AHEAD = tl.constexpr(6)  # steps over which a tile's old sums are fetched
+
+
+@triton.jit
+def prefetch_rows(ptr, stride, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Asks L2 for the first of HEIGHT rows and WIDTH columns of float32 that there are, 128 bytes a thread."""
+    if not INTERPRET:
+        offs_n = tl.arange(0, HEIGHT)[:, None]
+        offs_k = tl.arange(0, WIDTH // 32)[None, :] * 32
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+            [(ptr + (offs_n * stride + offs_k)).to(tl.int64), ((offs_n < height) & (offs_k < width)).to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def prefetch_old_sums(ptr, step, steps, first_n, first_k, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Asks L2 for a quarter of the tile at (first_n, first_k) of [N, K] in four of the last AHEAD of its steps."""
+    step -= tl.maximum(steps - AHEAD, 0)
+    gap = tl.maximum(tl.minimum(steps, AHEAD) // 4, 1)
+    if (step >= 0) & (step % gap == 0) & (step < 4 * gap):
+        row_n = first_n + step // gap * (BLOCK_M // 4)
+        at = ptr + row_n.to(tl.int64) * K + first_k
+        prefetch_rows(at, K, N - row_n, K - first_k, BLOCK_M // 4, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def k_grouped_persistent_kernel(
+    dy,  # [T, N]: descriptor, ragged along T
+    x,  # [T, K]: descriptor, ragged along T
+    dw,  # [G, N, K]: descriptor of boxes at most half as wide as the tile
+    dw_ptr,  # dw itself if it is float32 and added to or written from registers, else None
+    dw_stride,  # of its matrices
+    offsets_ptr,  # [G + 1] int64
+    alpha_ptr,  # [G] float32 or None
+    num_groups,
+    N,
+    K,
+    ACCUMULATE: tl.constexpr,
+    LINES: tl.constexpr,  # see `finish_parts`
+    REVERSE: tl.constexpr,  # the last group comes first in dw
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g, tile after tile; ACCUMULATE: dw +=.
+
+    A group without rows has one step, of zeros; with ACCUMULATE it has none, and as the last in order is not reached.
+    Programs end their tiles at about the same time: sums that are added to are fetched over the steps before, a quarter
+    at once, so that they do not wait for memory together.
+    """
+    LEAST: tl.constexpr = 0 if ACCUMULATE else 1
+    num_tiles_n = tl.cdiv(N, BLOCK_M)
+    num_tiles_k = tl.cdiv(K, BLOCK_N)
+    num_tiles = num_tiles_n * num_tiles_k
+    ranks = ranks_of_groups(offsets_ptr, num_groups, GROUPS)
+    num_steps = 0
+    for turn in range(tl.cdiv(num_groups * num_tiles, tl.num_programs(0))):
+        rank = tile_to_and_fro(turn) // num_tiles
+        exists = rank < num_groups
+        group = group_of_rank(ranks, rank)
+        begin = tl.load(offsets_ptr + group, mask=exists, other=0)
+        size = (tl.load(offsets_ptr + group + 1, mask=exists, other=0) - begin).to(tl.int32)
+        num_steps += tl.where(exists, tl.maximum(tl.cdiv(size, BLOCK_K), LEAST), 0)
+    turn = 0
+    t = 0
+    group = 0
+    begin = tl.load(offsets_ptr)
+    size = 0
+    first_n = 0
+    first_k = 0
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(num_steps):
+        if t == 0:
+            tile = tile_to_and_fro(turn)
+            turn += 1
+            group = group_of_rank(ranks, tile // num_tiles)
+            tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
+            begin = tl.load(offsets_ptr + group)
+            size = (tl.load(offsets_ptr + group + 1) - begin).to(tl.int32)
+            first_n = tile_n * BLOCK_M
+            first_k = tile_k * BLOCK_N
+        z, y, row = ragged_indices(begin, size, t, 1)
+        dy_tile = widen(dy.load([z, y, row, first_n]).reshape(BLOCK_K, BLOCK_M))
+        x_tile = widen(x.load([z, y, row, first_k]).reshape(BLOCK_K, BLOCK_N))
+        acc = tl.dot(dy_tile.T, x_tile, acc)
+        if ACCUMULATE and dw_ptr is not None:
+            place = num_groups - 1 - group if REVERSE else group
+            prefetch_old_sums(
+                dw_ptr + place.to(tl.int64) * dw_stride, t // BLOCK_K, tl.cdiv(size, BLOCK_K), first_n, first_k,
+                N, K, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        t += BLOCK_K
+        if t >= size:
+            if alpha_ptr is not None:
+                # alpha of a group without rows may be anything
+                acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
+            place = num_groups - 1 - group if REVERSE else group
+            finish_parts(acc, dw, dw_ptr, dw_stride, place, first_n, first_k, N, K, ACCUMULATE, LINES)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            t = 0
+
+
+# ------------------------------------------------------------------------------------------------------ pointers
+
+
+@triton.jit(do_not_specialize=["rows", "num_groups"])
+def m_grouped_kernel(
+    a_ptr,  # [T, R], rows a_stride apart
+    w_ptr,  # [G, R, C] at distances w_stride_g, w_stride_r, w_stride_c
+    offsets_ptr,  # [G + 1] int64
+    bias_ptr,  # [G, C] or None
+    scales_ptr,  # [T] or None
+    alpha_ptr,  # [G] float32 or None
+    out_ptr,  # [T, C], rows out_stride apart
+    rows,
+    num_groups,
+    R,
+    C,
+    a_stride,
+    w_stride_g,
+    w_stride_r,
+    w_stride_c,
+    out_stride,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[t, c] = alpha_g * sum_r a[t, r] w[g, r, c] + scales[t] * bias[g, c], a tile of one group a program."""
+    num_tiles_n = tl.cdiv(C, BLOCK_N)
+    group, first, end = find_tile(offsets_ptr, tl.program_id(0) // num_tiles_n, rows, num_groups, BLOCK_M)
+    if first >= end:
+        return
+    first_c = (tl.program_id(0) % num_tiles_n) * BLOCK_N
+    offs_t = tl.arange(0, BLOCK_M)  # from here on offsets within the tile, which fit 32 bits
+    offs_c = tl.arange(0, BLOCK_N)
+    offs_r = tl.arange(0, BLOCK_K)
+    mask_t = offs_t < end - first
+    mask_c = offs_c < C - first_c
+
+    a_ptr += first * a_stride
+    w_ptr += group.to(tl.int64) * w_stride_g + first_c.to(tl.int64) * w_stride_c
+    offs_a = offs_t[:, None] * a_stride + offs_r[None, :]  # [BLOCK_M, BLOCK_K]
+    offs_w = offs_r[:, None] * w_stride_r + offs_c[None, :] * w_stride_c  # [BLOCK_K, BLOCK_N]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for r in range(0, tl.where(group < num_groups, R, 0), BLOCK_K):
+        mask_r = offs_r < R - r
+        a = widen(tl.load(a_ptr + offs_a, mask=mask_t[:, None] & mask_r[None, :], other=0.0))
+        w = widen(tl.load(w_ptr + offs_w, mask=mask_r[:, None] & mask_c[None, :], other=0.0))
+        acc = tl.dot(a, w, acc, input_precision=PRECISION)
+        a_ptr += BLOCK_K
+        w_ptr += tl.cast(w_stride_r, tl.int64) * BLOCK_K
+
+    if alpha_ptr is not None:
+        acc *= tl.load(alpha_ptr + group, mask=group < num_groups, other=0.0)
+    if bias_ptr is not None:
+        acc = with_bias(acc, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
+    out_ptr += first * out_stride + first_c
+    offs_out = offs_t[:, None] * out_stride + offs_c[None, :]
+    tl.store(out_ptr + offs_out, round_to(acc, out_ptr.dtype.element_ty), mask=mask_t[:, None] & mask_c[None, :])
+
+
+@triton.jit
+def k_grouped_kernel(
+    dy_ptr,  # [T, N], rows dy_stride apart
+    x_ptr,  # [T, K], rows x_stride apart
+    offsets_ptr,  # [G + 1] int64
+    alpha_ptr,  # [G] float32 or None
+    dw_ptr,  # [G, N, K], contiguous matrices dw_stride apart
+    N,
+    K,
+    dy_stride,
+    x_stride,
+    dw_stride,
+    ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g, a tile of one group a program.
+
+    ACCUMULATE: dw += it, but for groups without rows.
+    """
+    num_tiles_n = tl.cdiv(K, BLOCK_N)
+    num_tiles = tl.cdiv(N, BLOCK_M) * num_tiles_n
+    group = (tl.program_id(0) // num_tiles).to(tl.int64)
+    tile = tl.program_id(0) % num_tiles
+    begin = tl.load(offsets_ptr + group)
+    size = (tl.load(offsets_ptr + group + 1) - begin).to(tl.int32)
+    if ACCUMULATE and size == 0:
+        return
+
+    first_n = (tile // num_tiles_n) * BLOCK_M
+    first_k = (tile % num_tiles_n) * BLOCK_N
+    offs_n = tl.arange(0, BLOCK_M)  # from here on offsets within the tile, which fit 32 bits
+    offs_k = tl.arange(0, BLOCK_N)
+    offs_t = tl.arange(0, BLOCK_K)
+    mask_n = offs_n < N - first_n
+    mask_k = offs_k < K - first_k
+    dy_ptr += begin * dy_stride + first_n
+    x_ptr += begin * x_stride + first_k
+    offs_dy = offs_t[None, :] * dy_stride + offs_n[:, None]  # [BLOCK_M, BLOCK_K]
+    offs_x = offs_t[:, None] * x_stride + offs_k[None, :]  # [BLOCK_K, BLOCK_N]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for t in range(0, size, BLOCK_K):
+        mask_t = offs_t < size - t
+        dy = widen(tl.load(dy_ptr + offs_dy, mask=mask_n[:, None] & mask_t[None, :], other=0.0))
+        x = widen(tl.load(x_ptr + offs_x, mask=mask_t[:, None] & mask_k[None, :], other=0.0))
+        acc = tl.dot(dy, x, acc, input_precision=PRECISION)
+        dy_ptr += tl.cast(dy_stride, tl.int64) * BLOCK_K
+        x_ptr += tl.cast(x_stride, tl.int64) * BLOCK_K
+
+    if alpha_ptr is not None:
+        # alpha of a group without rows may be anything
+        acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
+    dw_ptr += group * dw_stride + first_n.to(tl.int64) * K + first_k
+    offs_dw = offs_n[:, None] * K + offs_k[None, :]
+    mask_dw = mask_n[:, None] & mask_k[None, :]
+    if ACCUMULATE:
+        acc += widen(tl.load(dw_ptr + offs_dw, mask=mask_dw, other=0.0)).to(tl.float32)
+    tl.store(dw_ptr + offs_dw, round_to(acc, dw_ptr.dtype.element_ty), mask=mask_dw)
+
+
+@triton.jit
+def bias_grad_kernel(
+    dy_ptr,  # [T, N], rows dy_stride apart
+    offsets_ptr,  # [G + 1] int64
+    scales_ptr,  # [T] or None
+    db_ptr,  # [G, N] contiguous
+    N,
+    dy_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """db[g, n] = sum_t scales[t] dy[t, n] over the rows of group g, a block of columns of one group a program."""
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    group = (tl.program_id(0) // num_tiles_n).to(tl.int64)
+    begin = tl.load(offsets_ptr + group)
+    end = tl.load(offsets_ptr + group + 1)
+    offs_n = (tl.program_id(0) % num_tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for t in range(0, (end - begin).to(tl.int32), BLOCK_T):
+        offs_t = begin + t + tl.arange(0, BLOCK_T)
+        mask_t = offs_t < end
+        dy_ptrs = dy_ptr + offs_t[:, None] * dy_stride + offs_n[None, :]
+        dy = tl.load(dy_ptrs, mask=mask_t[:, None] & mask_n[None, :], other=0.0).to(tl.float32)
+        if scales_ptr is not None:
+            dy *= tl.load(scales_ptr + offs_t, mask=mask_t, other=0.0).to(tl.float32)[:, None]
+        acc += dy
+    db = tl.sum(acc, axis=0)
+    tl.store(db_ptr + group * N + offs_n, round_to(db, db_ptr.dtype.element_ty), mask=mask_n)

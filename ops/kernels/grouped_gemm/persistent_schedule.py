@@ -1,0 +1,117 @@
+"""What persistent grouped kernels share: as many programs as the GPU has room for, each takes tile after tile.
+
+The loop over tiles and that over the sum are one, so that the next tile is loaded while the last one is stored. So a
+tile without work would cost as much as any other: m_grouped kernels have none. Each program counts the tiles of all
+groups once, and finds a tile's group among these counts, which it keeps in registers.
+
+The order of tiles keeps operands in L2: they run in bands of BAND tiles along m, and inside a band m runs fastest, so
+that programs at work together share few rows of either operand.
+
+    3 tiles along m, 2 along n, BAND = 2:   (m, n) = (0, 0) (1, 0) (0, 1) (1, 1) | (2, 0) (2, 1)
+
+Where a tile's work grows with its group (k_grouped), the largest groups come first, and programs take tiles to and fro,
+so that who had the larger share of one round has the smaller of the next: no large group ends alone.
+
+    3 programs, 8 tiles:   0 1 2 | 5 4 3 | 6 7 -
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from recipes.triton.launch import next_power_of_2, properties
+
+MOST_GROUPS = 1024  # of which a program can keep a number each
+
+_INTERPRETED = 2  # programs under the interpreter: more than one, so that each takes some tiles and skips others
+
+
+def multiprocessors(x: Tensor) -> int:
+    """Of x's GPU."""
+    return properties(x.get_device()).multi_processor_count if x.is_cuda else _INTERPRETED
+
+
+def room_for(num_groups: int) -> int:
+    """GROUPS, for `ends_of_groups` and `ranks_of_groups`: a power of two that holds the groups."""
+    return max(_CHUNK.value, next_power_of_2(num_groups))
+
+
+def band(block_m: int) -> int:
+    """Tiles along m in a band: 2048 rows, which is a balance of rows of both operands for 132 tiles 128 x 256."""
+    return 2048 // block_m
+
+
+_CHUNK = tl.constexpr(32)
+
+
+@triton.jit
+def ranks_of_groups(offsets_ptr, num_groups, GROUPS: tl.constexpr):
+    """[GROUPS] int32: how many groups are larger than each, or as large and before it; GROUPS where there is none."""
+    offs_g = tl.arange(0, GROUPS)
+    mask_g = offs_g < num_groups
+    size_g = tl.load(offsets_ptr + offs_g + 1, mask=mask_g, other=0) - tl.load(
+        offsets_ptr + offs_g, mask=mask_g, other=0
+    )
+    ranks = tl.zeros((GROUPS,), tl.int32)
+    for start in range(0, num_groups, _CHUNK):
+        offs_h = start + tl.arange(0, _CHUNK)
+        mask_h = offs_h < num_groups
+        begin_h = tl.load(offsets_ptr + offs_h, mask=mask_h, other=0)
+        size_h = tl.load(offsets_ptr + offs_h + 1, mask=mask_h, other=0) - begin_h
+        tie = (size_h[None, :] == size_g[:, None]) & (offs_h[None, :] < offs_g[:, None])
+        before = ((size_h[None, :] > size_g[:, None]) | tie) & mask_h[None, :]
+        ranks += tl.sum(before.to(tl.int32), axis=1)
+    return tl.where(mask_g, ranks, GROUPS)
+
+
+@triton.jit
+def group_of_rank(ranks, rank):
+    """The group that has this rank."""
+    return tl.sum(tl.where(ranks == rank, tl.arange(0, ranks.shape[0]), 0), axis=0)
+
+
+@triton.jit
+def tile_to_and_fro(turn):
+    """The tile that this program takes in its turn, or one that does not exist."""
+    program = tl.program_id(0)
+    return turn * tl.num_programs(0) + tl.where(turn % 2 == 0, program, tl.num_programs(0) - 1 - program)
+
+
+@triton.jit
+def tile_in_bands(tile, num_m, num_n, BAND: tl.constexpr):
+    """(m, n) of a tile of num_m x num_n: see the top of the file."""
+    band = tile // (BAND * num_n)
+    height = tl.minimum(num_m - band * BAND, BAND)
+    within = tile - band * BAND * num_n
+    return band * BAND + within % height, within // height
+
+
+@triton.jit
+def ends_of_groups(offsets_ptr, num_groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
+    """[GROUPS] int32: how many tiles of BLOCK_M rows the groups up to and with each one have."""
+    offs_g = tl.arange(0, GROUPS)
+    ends = tl.zeros((GROUPS,), tl.int32)
+    for start in range(0, num_groups, _CHUNK):
+        offs_h = start + tl.arange(0, _CHUNK)
+        begin = tl.load(offsets_ptr + offs_h, mask=offs_h < num_groups, other=0)
+        size = tl.load(offsets_ptr + offs_h + 1, mask=offs_h < num_groups, other=0) - begin
+        tiles = tl.cdiv(size.to(tl.int32), BLOCK_M)
+        ends += tl.sum(tl.where(offs_h[None, :] <= offs_g[:, None], tiles[None, :], 0), axis=1)
+    return ends
+
+
+@triton.jit
+def find_rows(offsets_ptr, ends, m, BLOCK_M: tl.constexpr):
+    """(group, first row, end of the group) of the m-th of the tiles that `ends_of_groups` counts."""
+    before = ends <= m
+    group = tl.sum(before.to(tl.int32), axis=0)
+    first_m = tl.max(tl.where(before, ends, 0), axis=0)
+    first = tl.load(offsets_ptr + group) + (m - first_m) * BLOCK_M
+    return group, first, tl.load(offsets_ptr + group + 1)
+
+
+@triton.jit
+def halves(acc):
+    """The left and the right half of a tile."""
+    split = tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2))
+    return tl.split(tl.permute(split, (0, 2, 1)))

@@ -1,0 +1,125 @@
+"""Which tile a grouped product of `grouped_gemm` runs with: a rule over what the host knows, measured on an H200.
+
+A table of measured tiles (`tiles`) comes before it.
+"""
+# G groups, N out features, K in features
+
+from typing import Any
+
+import torch
+
+from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS, Gemm, GroupedGemmConfig
+from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS
+from recipes.triton.gates import why_no_gluon
+
+FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
+# A group, on average: with as many, what is added to float32 is added in Gluon. Without Gluon three quarters of a tile
+# of float32 weight gradients are then written from registers and one by the copy engine; with fewer all by the copy
+# engine. Measured on an H200 against that, with 1024 and 2048 rows: 3 to 5 % faster, added to what is there 4 to 8 %.
+# With 512 rows all of a tile from registers had been 3 % slower.
+MANY_ROWS = 768
+
+
+def m_grouped_config(
+    rows: int,
+    num_groups: int,
+    dtype: torch.dtype,
+    *,
+    out_dtype: torch.dtype,
+    tf32: bool,
+    aligned: bool,
+    descriptors: bool,
+    capability: tuple[int, int],
+) -> GroupedGemmConfig:
+    """Tiles of the kernel for TN and NN: half as high where a group has few rows.
+
+    dtype: of the operands. aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at
+    most MOST_GROUPS; then, for 16-bit operands on Hopper, the kernels on descriptors run.
+    """
+    few = rows < FEW_ROWS * num_groups
+    if uses_descriptors(dtype, descriptors, capability):
+        return PERSISTENT_SMALL if few else _persistent(out_dtype)
+    return _fitting(_tile(64 if few else 128, dtype, tf32, aligned), dtype, capability)
+
+
+def k_grouped_config(
+    rows: int,
+    num_groups: int,
+    dtype: torch.dtype,
+    *,
+    out_dtype: torch.dtype,
+    tf32: bool,
+    aligned: bool,
+    descriptors: bool,
+    accumulate: bool,
+    capability: tuple[int, int],
+    gluon: bool,
+) -> GroupedGemmConfig:
+    """Tiles of the kernel for NT. As above. accumulate: what is there needs registers and shared memory too.
+
+    gluon: whether its kernel can run (`why_no_gluon`). Float32 leaves room for a fourth stage if little of a tile is in
+    shared memory at once.
+    """
+    if uses_descriptors(dtype, descriptors, capability):
+        to_float32, many = out_dtype == torch.float32, rows >= MANY_ROWS * num_groups
+        if gluon and num_groups <= GLUON_GROUPS and (not accumulate or (to_float32 and many)):
+            return IN_GLUON._replace(box=64) if to_float32 else IN_GLUON  # as many bytes at once
+        if to_float32 and many:
+            return _persistent(dtype)._replace(box=0)
+        if accumulate or out_dtype != torch.float32:
+            return _persistent(torch.float32 if accumulate else out_dtype)
+        return _persistent(dtype)._replace(box=64)
+    return _fitting(_tile(64 if accumulate else 128, dtype, tf32, aligned), dtype, capability)
+
+
+def built_in_config(gemm: Gemm, rows: int, capability: tuple[int, int]) -> GroupedGemmConfig:
+    """What these two say for contiguous tensors."""
+    product, dtype, out_dtype, accumulate, G, N, K = gemm
+    about: dict[str, Any] = {
+        "out_dtype": out_dtype,
+        "tf32": allow_tf32(dtype),
+        "aligned": N % 16 == K % 16 == 0,
+        "descriptors": N * dtype.itemsize % 16 == K * dtype.itemsize % 16 == 0 and G <= MOST_GROUPS,
+        "capability": capability,
+    }
+    if product == "NT":
+        return k_grouped_config(
+            rows, G, dtype, accumulate=accumulate, gluon=why_no_gluon(capability) is None, **about
+        )  # fmt: skip
+    return m_grouped_config(rows, G, dtype, **about)
+
+
+def uses_descriptors(dtype: torch.dtype, descriptors: bool, capability: tuple[int, int]) -> bool:
+    """Do the kernels on descriptors run? Hopper alone has their tiles; float32 would be transposed in registers."""
+    return capability == (9, 0) and descriptors and dtype.itemsize == 2
+
+
+def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
+    """Two groups of four warps share the 256 columns. A stage takes 48 KiB, half a tile that is stored 32 or 64."""
+    return GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=4 if out_dtype.itemsize == 2 else 3, programs=1)
+
+
+# Short steps and many of them: 64 x 4 is 1 to 5 % slower. Measured on an H200 against the kernel in Triton, in bf16 and
+# in float32: 11 and 18 % faster with 256 rows a group, 7 and 16 % with 512, 3 and 7 % with 1024, 3 and 1 % with 2048.
+# Added to float32: 7 to 9 % slower with 512 rows, 7 to 8 % faster with 1024; with old sums fetched over 16 steps, and
+# not 8, 14 to 17 % slower with 256 and 2 to 3 % faster with 2048.
+IN_GLUON = GroupedGemmConfig(128, 256, 32, num_warps=8, num_stages=8, programs=1, gluon=True)
+PERSISTENT_SMALL = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2)
+
+
+def _tile(block_m: int, dtype: torch.dtype, tf32: bool, aligned: bool) -> GroupedGemmConfig:
+    if not aligned or (dtype == torch.float32 and not tf32):
+        # Element by element, or without tensor cores: registers bound the tile.
+        return GroupedGemmConfig(64, 64, 32, num_warps=4, num_stages=2)
+    # Four warps: with eight, ptxas serialises the tensor core instructions of a grid that is not persistent (C7515).
+    # Three stages of a 128 x 128 tile take 96 KiB, so that two programs share a multiprocessor of Hopper.
+    return GroupedGemmConfig(block_m, 128, 128 // dtype.itemsize, num_warps=4, num_stages=3)
+
+
+def _fitting(config: GroupedGemmConfig, dtype: torch.dtype, capability: tuple[int, int]) -> GroupedGemmConfig:
+    return config.fitting(config.block_m + config.block_n, dtype, capability)
+
+
+def allow_tf32(dtype: torch.dtype) -> bool:
+    """May a product in this dtype be computed in TF32? It is float32, and torch allows it."""
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"

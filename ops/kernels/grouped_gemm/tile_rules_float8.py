@@ -1,0 +1,114 @@
+"""Which tile a product of `grouped_gemm.float8` runs with: a rule over what the host knows, measured on an H200."""
+# G groups, N out features, K in features
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ops.kernels.grouped_gemm.measured_tiles import Gemm, GroupedGemmConfig, shared_memory_limit
+from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS
+from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS
+from recipes.tensors.quantized_tensor import ScaleLayout
+
+BLOCK = 128  # codes of one scale, and terms of one sum in split accumulation
+
+
+class GroupedFloat8Config(NamedTuple):
+    """Tile of the output, length of a step along the sum, and how the kernel is compiled and launched: first what
+    `GroupedGemmConfig` has.
+
+    part_m, part_n: what is multiplied at once, the tile or half of it. Halves are for split accumulation.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs: int  # that share a multiprocessor; each takes tile after tile
+    part_m: int
+    part_n: int
+    tma: bool = True  # operands and output through descriptors
+
+    def compiled(self) -> dict[str, int]:
+        """The arguments of a launch that choose how the kernel is compiled."""
+        return GroupedGemmConfig(*self[:5]).compiled()
+
+    def half(self) -> tuple[int, int]:
+        """Rows and columns that are stored at once: as they are multiplied, or of half the columns."""
+        return self.part_m, self.part_n if self.part_m < self.block_m else self.block_n // 2
+
+
+def m_grouped_float8_config(
+    rows: int,
+    num_groups: int,
+    *,
+    layout: ScaleLayout,
+    promote: bool,
+    out_dtype: torch.dtype,
+    descriptors: bool,
+    capability: tuple[int, int],
+) -> GroupedFloat8Config:
+    """Tiles of the kernel for TN. promote: split accumulation. descriptors: see `takes_descriptors`, of all matrices,
+    and at most MOST_GROUPS."""
+    if not _uses_descriptors(descriptors, capability):
+        return _POINTERS
+    if rows < FEW_ROWS * num_groups or layout == "row":
+        return _SMALL
+    if not promote:
+        return _WIDE
+    return _HALVES if out_dtype.itemsize == 2 else _SMALL
+
+
+def k_grouped_float8_config(
+    *,
+    blockwise: bool,
+    promote: bool,
+    out_dtype: torch.dtype,
+    accumulate: bool,
+    descriptors: bool,
+    capability: tuple[int, int],
+) -> GroupedFloat8Config:
+    """Tiles of the kernel for NT. blockwise: scales of 1x128. accumulate: what is there needs shared memory too. The
+    rest as above."""
+    if not _uses_descriptors(descriptors, capability):
+        return _POINTERS
+    if blockwise:
+        return _SMALL
+    if not promote:
+        return _WIDE
+    if out_dtype.itemsize == 4:
+        return _WIDE_HALVES
+    return _SMALL if accumulate else _HALVES
+
+
+def built_in_float8_config(
+    gemm: Gemm, rows: int, layout: ScaleLayout, split_accumulation: bool, capability: tuple[int, int]
+) -> GroupedFloat8Config:
+    """What these two say for contiguous outputs. layout: of the second operand's scales."""
+    product, _, out_dtype, accumulate, G, N, K = gemm
+    width = N if product == "TN" else K
+    about: dict[str, Any] = {
+        "promote": split_accumulation or layout != "tensor",
+        "out_dtype": out_dtype,
+        "descriptors": width * out_dtype.itemsize % 16 == 0 and G <= MOST_GROUPS,
+        "capability": capability,
+    }
+    if product == "NT":
+        return k_grouped_float8_config(blockwise=layout != "tensor", accumulate=accumulate, **about)
+    return m_grouped_float8_config(rows, G, layout=layout, **about)
+
+
+def _uses_descriptors(descriptors: bool, capability: tuple[int, int]) -> bool:
+    """The tiles are Hopper's, and take its shared memory."""
+    return descriptors and capability >= (9, 0) and shared_memory_limit(capability) >= shared_memory_limit((9, 0))
+
+
+# Steps of 128 everywhere: a promotion is then one step, and a step has one scale.
+_WIDE = GroupedFloat8Config(128, 256, BLOCK, num_warps=8, num_stages=3, programs=1, part_m=128, part_n=256)
+_WIDE_HALVES = _WIDE._replace(part_n=128)
+# Two programs of four warps each: while one scales, the other multiplies. Float32 results, and what is added to, leave
+# no room for two with three stages of the first of these.
+_HALVES = GroupedFloat8Config(128, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
+_SMALL = GroupedFloat8Config(64, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
+_POINTERS = GroupedFloat8Config(64, 64, BLOCK, 4, num_stages=2, programs=2, part_m=64, part_n=64, tma=False)

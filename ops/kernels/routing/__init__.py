@@ -1,0 +1,1 @@
+"""From router logits to experts, and tokens to their experts and back."""

@@ -1,0 +1,214 @@
+"""Tokens to their experts and back: a map between (token, slot) pairs and rows, and the moves along it.
+
+Each of T tokens chose topk experts, one in each slot. The T topk pairs are the rows of the experts' buffer, ordered by
+expert, then token, then slot.
+
+    dispatch   y[row]  = x[token_of_row[row]]
+    combine    y[t]    = sum_k x[row_of_slot[t, k]],     k = 0, 1, ...
+
+Each is the other's backward.
+
+    indices = [[1, 0], [2, 1]], 3 experts  ->  row_of_slot  [[1, 0], [3, 2]]
+                                               token_of_row [0, 0, 1, 1]
+                                               slot_of_row  [1, 0, 3, 2]      (of the pairs, counted row by row)
+                                               sizes        [1, 2, 1]
+
+Precision: dispatch copies; combine adds in float32 (float64 for float64), in the order of the slots, and rounds once.
+Neither has atomics, so both repeat bit for bit, and kernels and torch agree bit for bit.
+
+On CUDA one Triton kernel each moves the rows, in every dtype but float64. The map is a counting sort there: two Triton
+kernels with torch's inclusive sum between them.
+
+Graph safety: nothing reads the device.
+"""
+# T tokens, H features
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ops.kernels.norm.norm_triton import runs_in_triton
+from ops.kernels.routing.permute_triton import combine_kernel, count_kernel, dispatch_kernel, place_kernel
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingMap:
+    """row_of_slot [T, topk] and token_of_row [T topk], both int64."""
+
+    row_of_slot: Tensor
+    token_of_row: Tensor
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """To travel through `save_for_backward`."""
+        return self.row_of_slot, self.token_of_row
+
+    def rebuild(self, tensors: Sequence[Tensor | None]) -> RoutingMap:
+        """The same map over `tensors`, which come from `tensors()`. With Nones: an empty template."""
+        return RoutingMap(*tensors)  # type: ignore[arg-type]  # None in an empty template
+
+
+# ---------------------------------------------------------------------------------------------------------- references
+
+
+def make_routing_map_ref(indices: Tensor, num_experts: int) -> tuple[RoutingMap, Tensor, Tensor]:
+    """`make_routing_map` in plain torch."""
+    by_row, slot_of_row = indices.flatten().to(torch.int64).clamp(0, num_experts).sort(stable=True)
+    row_of_slot = torch.empty_like(slot_of_row)
+    row_of_slot.scatter_(0, slot_of_row, torch.arange(slot_of_row.numel(), device=indices.device))
+    ends = torch.searchsorted(by_row, torch.arange(num_experts, device=indices.device), right=True)
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    token_of_row = slot_of_row.div(indices.shape[1], rounding_mode="floor")
+    return RoutingMap(row_of_slot.view(indices.shape), token_of_row), slot_of_row, sizes
+
+
+def dispatch_ref(x: Tensor, indices: Tensor) -> Tensor:
+    """`dispatch` pair by pair, from the indices themselves. Reads the device."""
+    y = x.new_empty(indices.numel(), *x.shape[1:])
+    for row, (_, token, _) in enumerate(_pairs_ref(indices)):
+        y[row] = x[token]
+    return y
+
+
+def combine_ref(x: Tensor, indices: Tensor) -> Tensor:
+    """`combine` pair by pair, from the indices themselves. Reads the device."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = wide.new_zeros(indices.shape[0], *x.shape[1:])
+    rows = {(slot, token): row for row, (_, token, slot) in enumerate(_pairs_ref(indices))}
+    for (_, token), row in sorted(rows.items()):
+        y[token] += wide[row]
+    return y.to(x.dtype)
+
+
+def _pairs_ref(indices: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, token, slot) of each row."""
+    return sorted((e, token, slot) for token, chosen in enumerate(indices.tolist()) for slot, e in enumerate(chosen))
+
+
+# -------------------------------------------------------------------------------------------------------------- config
+
+
+class MoveConfig(NamedTuple):
+    """Columns and warps of a program, which has one token."""
+
+    block_h: int
+    num_warps: int
+
+
+class MapConfig(NamedTuple):
+    """Pairs, experts (with one more for choices that are none) and warps of a program."""
+
+    block: int
+    block_e: int
+    num_warps: int
+
+
+MOST_EXPERTS = 2047  # whose counts a program of the counting sort holds
+
+
+@lru_cache(maxsize=1024)  # this and that below: Triton's arithmetic would cost the host 5 us a call
+def move_config(H: int, itemsize: int) -> MoveConfig:
+    """16 bytes a thread, up to 128 threads. One access each if H is a multiple of 16, else one an element."""
+    block_h = max(16, min(2048 // itemsize, triton.next_power_of_2(H)))
+    return MoveConfig(block_h, max(1, block_h * itemsize // 512))
+
+
+@lru_cache(maxsize=1024)
+def map_config(num_experts: int) -> MapConfig:
+    """Sorting 1024 pairs takes 55 steps, twice as many only 66, but they keep half as many multiprocessors busy."""
+    return MapConfig(1024, max(32, triton.next_power_of_2(num_experts + 1)), num_warps=4)
+
+
+# ----------------------------------------------------------------------------------------------------------- launchers
+
+
+def make_routing_map(indices: Tensor, num_experts: int) -> tuple[RoutingMap, Tensor, Tensor]:
+    """The map for the chosen experts, indices [T, topk] of an integer dtype, topk > 0.
+
+    Returns (map, slot_of_row [T topk] int64, sizes [num_experts] int64).
+
+    Indices outside [0, num_experts) do no harm beyond themselves: one below 0 counts for expert 0; one above comes
+    after all others, in rows past the sum of the sizes.
+    """
+    if not runs_in_triton(indices.device, indices.dtype) or num_experts > MOST_EXPERTS:
+        return make_routing_map_ref(indices, num_experts)
+    row_of_slot = torch.empty(indices.shape, dtype=torch.int64, device=indices.device)
+    token_of_row, slot_of_row = row_of_slot.new_empty(2, indices.numel()).unbind()
+    sizes = row_of_slot.new_empty(num_experts)
+    make_routing_map_triton(indices.contiguous(), row_of_slot, token_of_row, slot_of_row, sizes)
+    return RoutingMap(row_of_slot, token_of_row), slot_of_row, sizes
+
+
+def dispatch(x: Tensor, routing_map: RoutingMap) -> Tensor:
+    """y[row] = x[token_of_row[row]], for x [T, H]; y [T topk, H]."""
+    if not runs_in_triton(x.device, x.dtype):
+        return x.index_select(0, routing_map.token_of_row)
+    y = x.new_empty(routing_map.token_of_row.shape[0], x.shape[1])
+    dispatch_triton(x.contiguous(), routing_map.row_of_slot, y)
+    return y
+
+
+def combine(x: Tensor, routing_map: RoutingMap) -> Tensor:
+    """y[t] = sum_k x[row_of_slot[t, k]], for x [T topk, H]; y [T, H] in x's dtype."""
+    if not runs_in_triton(x.device, x.dtype):
+        return _combine_on_torch(x, routing_map)
+    y = x.new_empty(routing_map.row_of_slot.shape[0], x.shape[1])
+    combine_triton(x.contiguous(), routing_map.row_of_slot, y)
+    return y
+
+
+def make_routing_map_triton(
+    indices: Tensor, row_of_slot: Tensor, token_of_row: Tensor, slot_of_row: Tensor, sizes: Tensor
+) -> None:
+    """Launch the counting sort. All tensors contiguous; indices of any integer dtype, the others int64."""
+    num_pairs, num_experts = indices.numel(), sizes.numel()
+    if not num_pairs:
+        sizes.zero_()
+        return
+    block, block_e, num_warps = map_config(num_experts)
+    num_blocks = -(-num_pairs // block)
+    counts, local_ends = indices.new_empty(2, num_experts + 1, num_blocks, dtype=torch.int32).unbind()
+    about = {"BLOCK": block, "BLOCK_E": block_e, "num_warps": num_warps}
+    with torch.cuda.device_of(indices):
+        count_kernel[(num_blocks,)](indices, counts, local_ends, num_pairs, num_experts, **about)
+        ends = counts.flatten().cumsum(0, dtype=torch.int32)
+        place_kernel[(num_blocks,)](
+            indices, ends, local_ends, row_of_slot, token_of_row, slot_of_row, sizes,
+            num_pairs, num_experts, indices.shape[1], **about,
+        )  # fmt: skip
+
+
+def dispatch_triton(x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
+    """Launch dispatch of x [T, H] into y [T topk, H]. All tensors contiguous."""
+    _move(dispatch_kernel, x, row_of_slot, y)
+
+
+def combine_triton(x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
+    """Launch combine of x [T topk, H] into y [T, H]. All tensors contiguous."""
+    _move(combine_kernel, x, row_of_slot, y)
+
+
+def _move(kernel: Any, x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
+    (num_tokens, topk), H = row_of_slot.shape, x.shape[1]
+    if not y.numel():
+        return
+    block_h, num_warps = move_config(H, x.element_size())
+    with torch.cuda.device_of(x):
+        grid = (num_tokens * -(-H // block_h),)
+        kernel[grid](x, row_of_slot, y, H, TOPK=topk, BLOCK_H=block_h, num_warps=num_warps)
+
+
+def _combine_on_torch(x: Tensor, routing_map: RoutingMap) -> Tensor:
+    first, *others = routing_map.row_of_slot.unbind(1)
+    y = x.index_select(0, first)
+    if others and x.dtype != torch.float64:
+        y = y.float()
+    for rows in others:
+        y += x.index_select(0, rows)
+    return y.to(x.dtype)

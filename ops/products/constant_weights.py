@@ -1,0 +1,137 @@
+"""constant_weights: a scope in which the caller says that weights stand still, so that they are quantized once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ops.products.weights import QuantizedWeights
+from ops.runner.context import state_of
+from ops.runner.operation import BasicOperation
+from recipes.tensors.quantizer import Quantizer
+
+
+class constant_weights:
+    """Within `with constant_weights(model):` each weight of its operations is quantized once, and the copies serve all
+    passes: the microbatches of a step, or an evaluation. (TransformerEngine's `is_first_microbatch`.)
+
+        for batch in batches:
+            with constant_weights(model):
+                for x in batch:
+                    with autocast(recipe):
+                        loss = model(x).sum()
+                    loss.backward()
+            optimizer.step()
+
+    Without it weights are quantized in each forward, whose own backward uses the same copies. Under delayed scaling the
+    scale of a weight stays, within the scope, that of the first cast.
+
+    The scope is over, as if it was left, when any optimizer of torch steps, a state dict is loaded into the operation,
+    or a graphed step is replayed. Parameters that are replaced, have other data assigned, or were changed in a way that
+    torch counts are quantized anew. Other writes (`param.data.copy_`, kernels of others, replays of CUDA graphs of the
+    caller's) cannot be seen: do not make them inside.
+
+    modules: operations, Sequentials, or any modules that contain some
+    debug:   at each use compare the weights with those that were quantized, on the host, and raise RuntimeError if
+             a bit has changed; it holds a copy of them
+
+    While a CUDA graph is captured, weights are quantized at each of its replays: there `autocast(keep_weights=flag)`
+    decides. Operations with forward pre-hooks (which may change weights) are left alone. A scope within another one of
+    the same operations does nothing. Raises ValueError if the modules contain no operation.
+    """
+
+    def __init__(self, *modules: nn.Module, debug: bool = False) -> None:
+        inside = dict.fromkeys(module for outer in modules for module in outer.modules())
+        self._operations = [module for module in inside if isinstance(module, BasicOperation)]
+        if not self._operations:
+            names = ", ".join(type(module).__name__ for module in modules) or "nothing"
+            raise ValueError(f"constant_weights got {names}, which contains no operation. Give the model.")
+        self._debug = debug
+        self._kept: dict[BasicOperation, QuantizedWeights] = {}
+        self._values: dict[BasicOperation, list[Tensor]] = {}
+
+    def __enter__(self) -> None:
+        _end_with_optimizers()
+        # Operations know their scope weakly: one that an exception kept from being left ends with this object.
+        for operation in self._operations:
+            if operation.weights_scope is None:
+                operation.set_weights_scope(self)
+        _open.add(self)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Give up all copies: from now on weights are quantized in each forward again."""
+        for operation in self._operations:
+            if operation.weights_scope is self:
+                operation.set_weights_scope(None)
+        self._kept.clear()
+        self._values.clear()
+        _open.discard(self)
+
+    def forget(self, operation: BasicOperation) -> None:
+        """Quantize this operation's weights anew at their next use."""
+        self._kept.pop(operation, None)
+        self._values.pop(operation, None)
+
+    def copies(
+        self,
+        operation: BasicOperation,
+        parameters: Sequence[Tensor],
+        key: Any,
+        quantizer: Quantizer,
+        quantize: Callable[[bool, bool], Any],
+        rowwise: bool,
+        columnwise: bool,
+    ) -> Any:
+        """The operation's weights, quantized by the first call.
+
+        key: what `quantize` depends on besides their values
+        """
+        # What inference mode makes cannot be saved for a backward.
+        key = (key, tuple(map(state_of, parameters)), torch.is_inference_mode_enabled())
+        kept = self._kept.get(operation)
+        if kept is None or not kept.serves(parameters, key):
+            kept = self._kept[operation] = QuantizedWeights(parameters, key, quantizer.snapshot(parameters[0].device))
+            if self._debug:
+                self._values[operation] = [parameter.detach().clone() for parameter in parameters]
+        else:
+            if self._debug:
+                self._check(operation, parameters)
+            quantizer.note_cast_with(kept.snapshot)
+        if quantizer.keeps_state:  # a copy that is added later would have other scales
+            rowwise = columnwise = True
+        return kept.copies(rowwise, columnwise, quantize)
+
+    def _check(self, operation: BasicOperation, parameters: Sequence[Tensor]) -> None:
+        for now, before in zip(parameters, self._values[operation], strict=True):
+            if not torch.equal(_bits(now), _bits(before)):
+                raise RuntimeError(
+                    f"A weight of {type(operation).__name__}, of shape {list(now.shape)}, was changed inside of "
+                    "constant_weights, and its quantized copy is of before. Leave the scope before weights change."
+                )
+
+
+_open: weakref.WeakSet[constant_weights] = weakref.WeakSet()
+_hook: list[Any] = []
+
+
+def end_constant_weights(*_: Any) -> None:
+    """End all scopes that are open: weights have changed."""
+    for scope in list(_open):
+        scope.end()
+
+
+def _end_with_optimizers() -> None:
+    if not _hook:
+        _hook.append(register_optimizer_step_post_hook(end_constant_weights))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)

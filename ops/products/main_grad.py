@@ -1,0 +1,381 @@
+"""Where a weight gradient lands: in what autograd gets, in `main_grad`, or, later, in either.
+
+An operation with weights does not compute dW itself. It says how (`Product`), and `land` does the rest, by two switches
+of the operation:
+
+    accumulate_into_main_grad   the product is written into the buffer that the weight's owner has put at
+                                `weight.main_grad`; else autograd gets dW
+    delay_wgrad_compute         it is computed in `backward_dw()`, the oldest backward first; without main_grad it is
+                                added to `weight.grad` there
+
+What the owner of the buffers (a data-parallel wrapper) sets on a weight, read when the gradient is computed:
+
+    main_grad                   the buffer, see `_buffer`. A weight with `__fsdp_param__` is first asked for it, by
+                                `get_main_grad()`.
+    overwrite_main_grad         True: the first gradient overwrites the buffer, whatever was there; later ones are added
+    grad_added_to_main_grad     set True here as soon as the buffer holds the gradient; the owner sets it False when it
+                                has taken it. The first gradient is the first since then; where the weight has no such
+                                attribute, every backward overwrites. What reentrant checkpointing runs within a
+                                backward belongs to it.
+    zero_out_wgrad              True: another path of autograd brings a gradient of this weight too
+
+With main_grad autograd gets None for a weight; but of one that has `grad_added_to_main_grad` a placeholder of its
+shape, dtype and device, so that the hooks behind it see a `.grad`: without values, or zeros with `zero_out_wgrad` and
+where torch's anomaly mode looks for NaN.
+Gradients of biases are autograd's in all cases, at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ops.products.product import store
+from ops.runner.backward import raise_located
+from ops.runner.context import OperationContext, held_parameter
+from ops.runner.nested_backward import outermost_backward
+from ops.runner.operation import BasicOperation
+from ops.runner.run import without_autocast
+from recipes.arguments import check_flags
+from recipes.effects import Effect, Landing, perform, recording
+from recipes.recipe import Role
+
+# The gradient of all weights of an operation, still to be computed: product() gives new memory,
+# product(out=buffer, accumulate=...) writes there (`ops.products.product.store`). Its positional arguments are
+# what it multiplies.
+Product = partial[Tensor]
+
+
+class OperationWithWeights(BasicOperation):
+    """A basic operation with weights: one parameter `weight`, or one a group, `weight0`, `weight1`, ...
+
+    stacked: whether it is one parameter
+    """
+
+    quantized_roles = tuple(Role)
+    stacked: bool = True
+    weight_names: tuple[str, ...] = ("weight",)
+
+    def __init__(self, *, accumulate_into_main_grad: bool, delay_wgrad_compute: bool) -> None:
+        super().__init__()
+        check_flags(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delay_wgrad_compute = self.keeps_dy = delay_wgrad_compute
+        self._delayed: deque[_Gradient] = deque()
+        self._wgrad_hooks: list[Callable[[], Any]] = []
+
+    @property
+    def lands_elsewhere(self) -> bool:
+        return self.accumulate_into_main_grad or self.delay_wgrad_compute
+
+    def weight_gradients(self, dw: Tensor) -> dict[str, Tensor]:
+        """dw as a product gives it, by the weights' names."""
+        return {"weight": dw} if self.stacked else dict(zip(self.weight_names, dw.unbind(), strict=True))
+
+    def land(self, ctx: OperationContext, product: Product) -> Mapping[str, Tensor | None]:
+        """Let the weights' gradients land where they belong. Returns what autograd gets, by the weights' names."""
+        if not self.lands_elsewhere:
+            return self.weight_gradients(product())
+        assert ctx.seen_in_forward is not None, "it is called in backward"
+        seen, _ = ctx.seen_in_forward
+        weights = {name: seen[ctx.parameter_slots[name]] for name in self.weight_names if name in ctx.needs.params}
+        for name, weight in weights.items():
+            if weight.grad_fn is not None:
+                raise RuntimeError(
+                    f"Weight {name!r} was computed from other tensors ({weight.grad_fn.name()}), so it has no gradient "
+                    "buffer of its own. Give the parameter itself, or leave accumulate_into_main_grad and "
+                    "delay_wgrad_compute out."
+                )
+        gradient = _Gradient(weights, product, _operands(product), outermost_backward())
+        record = recording()
+        if record is not None:
+            record.weights += weights.values()
+        if self.delay_wgrad_compute:
+            self._delayed.append(gradient)
+        else:
+            self._land_in_main_grad(gradient)
+        if not self.accumulate_into_main_grad:
+            return {}
+        placeholders = {name: placeholder(w) for name, w in weights.items() if hasattr(w, "grad_added_to_main_grad")}
+        if record is not None:
+            record.placeholders += placeholders.values()
+        return placeholders
+
+    def need_backward_dw(self) -> bool:
+        """Whether gradients are left to be computed by `backward_dw()`."""
+        return bool(self._delayed)
+
+    def exchange_delayed(self, gradients: deque[_Gradient]) -> deque[_Gradient]:
+        """Leave these gradients to `backward_dw()` instead of those that are left now, which are returned."""
+        before, self._delayed = self._delayed, gradients
+        return before
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the oldest backward left, on the current stream; then call the hooks.
+
+        Raises RuntimeError if none are left.
+        """
+        backward_dw([("0", self)])
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Call `hook()` at the end of each `backward_dw()`, in the order in which hooks were registered."""
+        self._wgrad_hooks.append(hook)
+
+    def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
+        for hook in self._wgrad_hooks:
+            hook()
+
+    @torch.no_grad()
+    def _compute_oldest(self) -> None:
+        backward = self._delayed[0].backward
+        while self._delayed and self._delayed[0].backward == backward:  # as often as that backward used the weights
+            gradient = self._delayed[0]
+            if any(operand._version != version for operand, version in gradient.operands):
+                raise RuntimeError(
+                    "The input of this operation, or the gradient of its output, was changed in place since the "
+                    "backward that left the weight gradient to backward_dw(). Call backward_dw() before."
+                )
+            for name, weight in gradient.weights.items():
+                if held_parameter(self, name) is not weight:
+                    raise RuntimeError(
+                        f"Weight {name!r} was replaced, or sharded by FSDP2, since the backward that left its gradient "
+                        "to backward_dw(). Call backward_dw() before."
+                    )
+            with without_autocast(next(iter(gradient.weights.values())).device):
+                if self.accumulate_into_main_grad:
+                    self._land_in_main_grad(gradient)
+                else:
+                    dw = self.weight_gradients(gradient.product())
+                    for name, weight in gradient.weights.items():
+                        perform(Effect(_add_to_grad, (weight, dw[name], recording() is not None)))
+            self._delayed.popleft()
+            del gradient
+
+    def _land_in_main_grad(self, gradient: _Gradient) -> None:
+        targets = {name: _target(name, weight, gradient.backward) for name, weight in gradient.weights.items()}
+        whole = targets["weight"] if self.stacked else _as_one([*targets.values()], len(self.weight_names))
+        record = recording()
+        if record is not None:
+            record.landings += [
+                Landing(name, gradient.weights[name], target.buffer.data_ptr(), target.accumulate)
+                for name, target in targets.items()
+            ]
+        if whole is not None:
+            order = {"reverse": True} if whole.reverse else {}
+            gradient.product(out=_destination(whole.buffer), accumulate=whole.accumulate, **order)
+        else:
+            weight = next(iter(gradient.weights.values()))
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            dw = torch.empty(len(self.weight_names), *weight.shape, dtype=dtype, device=weight.device)
+            each = self.weight_gradients(gradient.product(out=dw))
+            for name, target in targets.items():
+                store(each[name], _destination(target.buffer), target.accumulate)
+        for weight in gradient.weights.values():
+            perform(Effect(_mark_added, (weight, gradient.backward)), at_once=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Because there is this method, FSDP2 sets the weights that it has gathered by it, and not behind our back.
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if self._parameters.get(name) is not None:
+            self.exchanges_parameters = True
+        super().register_parameter(name, param)
+        self.forget_quantized_weights()  # the same parameter may hold other values
+        self._mark_delayed()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._mark_delayed()
+        return self
+
+    def _mark_delayed(self) -> None:
+        """Tell a data-parallel wrapper that backward_dw() completes these gradients, not autograd."""
+        if self.delay_wgrad_compute:
+            for name in self.weight_names:
+                weight = self._parameters.get(name)
+                if weight is not None:
+                    weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def extra_repr(self) -> str:
+        """The switches that are on, each after a comma."""
+        switches = ("accumulate_into_main_grad", "delay_wgrad_compute")
+        return "".join(f", {switch}=True" for switch in switches if getattr(self, switch))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_delayed": deque()}  # what is left belongs to this very object
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_delayed()  # copies of parameters lose their attributes
+
+
+class _Gradient(NamedTuple):
+    """A gradient to be computed.
+
+    weights: those that want it, by name; operands: with their versions; backward: autograd's number of the backward,
+    of the outermost one where they are nested
+    """
+
+    weights: dict[str, Tensor]
+    product: Product
+    operands: list[tuple[Tensor, int]]
+    backward: int
+
+
+class _Target(NamedTuple):
+    """reverse: the buffer is of several groups, the last one first."""
+
+    buffer: Tensor
+    accumulate: bool
+    reverse: bool = False
+
+
+# The backward that last overwrote the main_grad of a weight without grad_added_to_main_grad.
+_overwritten_in: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def backward_dw(operations: Sequence[tuple[str, OperationWithWeights]]) -> None:
+    """Compute what the oldest backward left of each operation, in this order, each followed by its hooks.
+
+    operations: with the label by which an error names them. Raises RuntimeError if nothing is left of any.
+    """
+    left = [(label, operation) for label, operation in operations if operation.need_backward_dw()]
+    if not left:
+        if any(operation.delay_wgrad_compute for _, operation in operations):
+            why = "No backward has left a weight gradient since the last call. Call it once after each backward."
+        else:
+            why = "No operation was built with delay_wgrad_compute=True, so backward computes every gradient."
+        raise RuntimeError(f"backward_dw() has nothing to compute. {why}")
+    for label, operation in left:
+        try:
+            operation._compute_oldest()
+        except Exception as error:
+            raise_located([label], 0, operation, error)
+        perform(Effect(operation._trigger_wgrad_accumulation_and_reduce_hooks))
+
+
+def check_landing(landing: Landing) -> None:
+    """Raise RuntimeError unless a product would still be written where, and as, it was when it landed."""
+    name, weight, pointer, accumulate = landing
+    target = _target(name, weight, -1)
+    if target.buffer.data_ptr() != pointer:
+        raise RuntimeError(
+            f"{name}.main_grad has moved since the capture, and the graph would write into its old memory. Copy into "
+            "the buffer instead of replacing it, or capture again."
+        )
+    if target.accumulate is not accumulate:
+        was, now = ("added to" if adds else "written over" for adds in (accumulate, target.accumulate))
+        raise RuntimeError(
+            f"The gradient of {name!r} was captured as one that is {was} what main_grad holds, but by the weight's "
+            f"overwrite_main_grad and grad_added_to_main_grad it is to be {now} it now. Set grad_added_to_main_grad = "
+            "False where a step begins; for several microbatches capture a schedule that has them."
+        )
+
+
+def _mark_added(weight: Any, backward: int) -> None:
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+    elif getattr(weight, "overwrite_main_grad", False):
+        _overwritten_in[weight] = backward
+
+
+def _destination(buffer: Tensor) -> Tensor:
+    record = recording()
+    return buffer if record is None else record.destination(buffer)
+
+
+def _operands(product: Product) -> list[tuple[Tensor, int]]:
+    """What the product multiplies, with the number of times it was changed in place; inference tensors do not count."""
+    tensors = [t for x in product.args for t in ([x] if isinstance(x, Tensor) else x.tensors()) if t is not None]
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def _target(name: str, weight: Any, backward: int) -> _Target:
+    """Where the gradient of the weight goes, and whether it is added to what is there."""
+    buffer = _buffer(name, weight)
+    if not getattr(weight, "overwrite_main_grad", False):
+        return _Target(buffer, True)
+    if hasattr(weight, "grad_added_to_main_grad"):
+        return _Target(buffer, weight.grad_added_to_main_grad)
+    if _overwritten_in.get(weight) == backward:
+        raise RuntimeError(
+            f"Weight {name!r} is used twice in one backward, and with overwrite_main_grad its second gradient would "
+            "overwrite the first. Set grad_added_to_main_grad = False on the weight before each backward, so that the "
+            "second one is added."
+        )
+    return _Target(buffer, False)
+
+
+def _buffer(name: str, weight: Any) -> Tensor:
+    """The weight's main_grad in the weight's shape, without a copy.
+
+    It has the weight's shape, where groups may have any distance, or is flat; float32 or in the weight's dtype.
+    """
+    if hasattr(weight, "__fsdp_param__"):
+        weight.main_grad = weight.get_main_grad()
+    buffer: Tensor | None = getattr(weight, "main_grad", None)
+    dtypes = dict.fromkeys((torch.float32, weight.dtype))
+    accepted = " or ".join(map(str, dtypes))
+    if buffer is None:
+        found = "main_grad is None" if hasattr(weight, "main_grad") else "there is no main_grad"
+        raise RuntimeError(
+            f"accumulate_into_main_grad=True writes the gradient of {name!r} into {name}.main_grad, but {found}. "
+            f"Set it before backward to a {accepted} tensor of shape {list(weight.shape)}."
+        )
+    if buffer.dtype in dtypes and buffer.device == weight.device:
+        if buffer.dim() == 1 and buffer.numel() == weight.numel() and buffer.is_contiguous():
+            return buffer.view(weight.shape)
+        if buffer.shape == weight.shape and _is_dense(buffer):
+            return buffer
+    raise ValueError(
+        f"{name}.main_grad has shape {list(buffer.shape)}, strides {list(buffer.stride())}, {buffer.dtype}, on "
+        f"{buffer.device}. Needed for {name!r}: {accepted}, on {weight.device}, contiguous, of shape "
+        f"{list(weight.shape)} or flat with {weight.numel()} elements; the groups of stacked weights may lie apart, "
+        "each contiguous."
+    )
+
+
+def _is_dense(buffer: Tensor) -> bool:
+    if buffer.dim() < 3 or buffer.is_contiguous():
+        return buffer.is_contiguous()
+    return buffer[0].is_contiguous() and buffer.stride(0) >= buffer[0].numel()
+
+
+def _as_one(targets: Sequence[_Target], num_groups: int) -> _Target | None:
+    """The targets of all groups as one of shape [G, N, K], if they lie evenly in one memory and do the same."""
+    places = {(t.buffer.untyped_storage()._cdata, t.buffer.dtype, t.accumulate) for t in targets}
+    size = targets[0].buffer.numel()
+    offsets = [int(t.buffer.storage_offset()) for t in targets]
+    steps = {after - before for before, after in pairwise(offsets)} or {size}
+    step = min(steps)
+    if len(targets) != num_groups or len(places) > 1 or len(steps) > 1 or abs(step) < size:
+        return None
+    lowest = min(targets, key=lambda t: t.buffer.storage_offset()).buffer
+    whole = lowest.as_strided((num_groups, *lowest.shape), (abs(step), *lowest.stride()))
+    return _Target(whole, targets[0].accumulate, reverse=step < 0)
+
+
+def placeholder(weight: Any) -> Tensor:
+    """What autograd gets for a weight that has `grad_added_to_main_grad`.
+
+    New memory: autograd takes it as `.grad` without a copy, and the owner's hook drops it.
+    """
+    looked_at = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    zeros = looked_at or getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
+
+
+def _add_to_grad(weight: Tensor, dw: Tensor, copy: bool) -> None:
+    """copy: dw is memory of a graph, which the next replay overwrites."""
+    if weight.grad is None:
+        weight.grad = dw.to(weight.dtype, copy=copy)
+    else:
+        weight.grad += dw

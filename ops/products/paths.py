@@ -1,0 +1,325 @@
+"""Where grouped products run: on one buffer with sizes on the device, or group by group with sizes on the host.
+
+Both paths have the same verbs, so `GroupedLinear` and the fused grouped MLP are written once over them:
+
+    operand(x, splits, quantizer, ...)   x, dy: quantized where the recipe says so
+    weight(w, quantizer, ...)            the weights of all groups
+    fprop  y_g  = x_g  w_g^T + b_g       (TN)
+    dgrad  dx_g = dy_g w_g               (NN)
+    wgrad  dw_g = dy_g^T x_g             (NT)
+
+`GroupedPath` never reads the device from the host, so a CUDA graph of it can be replayed with other split sizes.
+`SplitPath` reads the split sizes and loops over the groups that have rows. It is for quantizers that know single
+tensors only, for dtypes without a grouped kernel, and as the independent check of the other path.
+"""
+# T rows, G groups, K in features, N out features
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
+from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_gemm.operands import accumulator_like
+from ops.products.product import (
+    LAYOUTS,
+    combined_alpha,
+    float8_operands,
+    for_wgrad,
+    gemm,
+    in_blocks,
+    operands,
+    quantized,
+    wgrad,
+)
+from ops.runner.in_place import writable
+from recipes.recipe import HighPrecision, Product, Recipe
+from recipes.request import PlanRequest
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import Operand, QuantizedTensor
+from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.splits import Splits
+
+
+class SplitTensors(NamedTuple):
+    """One tensor a group, each quantized by itself where the recipe says so. `rows` counts the tail too."""
+
+    members: tuple[Any, ...]  # Tensor (perhaps of a group without rows) | QuantizedTensor; None in an empty template
+    sizes: tuple[int, ...]
+    rows: int
+
+    def tensors(self) -> list[Tensor | None]:
+        return [tensor for member in self.members for tensor in _tensors(member)]
+
+    def rebuild(self, tensors: Sequence[Tensor | None]) -> SplitTensors:
+        remaining = iter(tensors)
+        members = []
+        for member in self.members:
+            mine = [next(remaining) for _ in _tensors(member)]
+            members.append(member.rebuild(mine) if isinstance(member, QuantizedTensor) else mine[0])
+        return self._replace(members=tuple(members))
+
+
+def _tensors(member: Tensor | QuantizedTensor | None) -> Sequence[Tensor | None]:
+    return member.tensors() if isinstance(member, QuantizedTensor) else (member,)
+
+
+class GroupedPath:
+    """One buffer for all groups; split sizes and offsets stay on the device. No host synchronisation."""
+
+    name = "grouped"
+
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        self.recipe = recipe or HighPrecision()
+
+    def quantize(
+        self, x: Tensor, splits: Splits, quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
+    ) -> GroupedTensor:
+        """x [T, K] as an operand: rowwise for fprop and dgrad, columnwise for wgrad."""
+        if quantizer is None:
+            return GroupedTensor(x, splits, None, None, x.dtype)
+        return quantizer.quantize_grouped(x, splits, rowwise=rowwise, columnwise=columnwise)
+
+    def weight(
+        self, w: Tensor | Sequence[Tensor], quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
+    ) -> Tensor | QuantizedTensor:
+        """The weights of all groups, [G, N, K] or a sequence of [N, K] (which is copied into one buffer)."""
+        stacked = w if isinstance(w, Tensor) else torch.stack(tuple(w))
+        if quantizer is None:
+            return stacked
+        return quantizer.quantize_stacked(stacked, rowwise=rowwise, columnwise=columnwise)
+
+    def for_wgrad(self, x: GroupedTensor) -> GroupedTensor:
+        """What of x has to be kept for wgrad."""
+        return for_wgrad(x)
+
+    def fprop(
+        self,
+        x: GroupedTensor,
+        w: Tensor | QuantizedTensor,
+        *,
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """y[t] = x[t] w_g^T + scales[t] b_g, [T, N] in x's dtype; rows past the last group are zero."""
+        codes = float8_operands("TN", x, w)
+        if codes is not None:
+            a, b = codes
+            return grouped_gemm_tn_float8(
+                a.codes, a.scale, b.codes, b.scale, x.splits, bias_GC=bias, scales_T=scales, out=out, out_dtype=x.dtype,
+                split_accumulation=self.recipe.split_accumulator("fprop"),
+            )  # fmt: skip
+        left, right = operands("TN", x, w, x.dtype)
+        if left.alpha is not None and left.alpha.dim() == 2:
+            return self._fprop_row_scaled(left, right, x, bias, scales, out)
+        return grouped_gemm_tn(
+            left.values, right.values, x.splits, bias_GN=bias, scales_T=scales, alpha_G=combined_alpha(left, right),
+            out=out, out_dtype=x.dtype,
+        )  # fmt: skip
+
+    def _fprop_row_scaled(
+        self, a: Operand, b: Operand, x: GroupedTensor, bias: Tensor | None, scales: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        """fprop where x has a factor for each row, which the grouped GEMM does not know."""
+        assert a.alpha is not None, "the caller has seen it"
+        product = writable(grouped_gemm_tn(a.values, b.values, x.splits, alpha_G=b.alpha, out_dtype=torch.float32))
+        product *= a.alpha
+        group = x.splits.group_of_row
+        if bias is not None:
+            rows = accumulator_like(bias).index_select(0, group.clamp(max=x.splits.num_groups - 1))
+            product += rows if scales is None else rows * scales[:, None]
+        product.masked_fill_((group == x.splits.num_groups)[:, None], 0)
+        return product.to(x.dtype) if out is None else out.copy_(product)
+
+    def dgrad(self, dy: GroupedTensor, w: Tensor | QuantizedTensor, *, out: Tensor | None = None) -> Tensor:
+        """dx[t] = dy[t] w_g, [T, K] in dy's dtype; rows past the last group are zero."""
+        codes = float8_operands("NN", dy, w)
+        if codes is not None:
+            a, b = codes
+            return grouped_gemm_tn_float8(
+                a.codes, a.scale, b.codes, b.scale, dy.splits, out=out, out_dtype=dy.dtype,
+                split_accumulation=self.recipe.split_accumulator("dgrad"),
+            )  # fmt: skip
+        left, right = operands("NN", dy, w, dy.dtype)
+        alpha = combined_alpha(left, right)
+        return grouped_gemm_nn(left.values, right.values, dy.splits, alpha_G=alpha, out=out, out_dtype=dy.dtype)
+
+    def wgrad(
+        self,
+        dy: GroupedTensor,
+        x: GroupedTensor,
+        *,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        reverse: bool = False,
+    ) -> Tensor:
+        """dw_g = dy_g^T x_g, [G, N, K] in dy's dtype, in new memory; or `out` = dw, or `out` += dw.
+
+        An empty group's dw is zero. What goes into `out` is summed in float32 and rounded once to out's dtype; reverse:
+        the last group comes first there.
+        """
+        codes = float8_operands("NT", dy, x)
+        if codes is not None:
+            a, b = codes
+            return grouped_gemm_nt_float8(
+                a.codes, a.scale, b.codes, b.scale, dy.splits.aligned(a.block), out=out, out_dtype=dy.dtype,
+                split_accumulation=self.recipe.split_accumulator("wgrad"), accumulate=accumulate, reverse=reverse,
+            )  # fmt: skip
+        left, right = operands("NT", dy, x, dy.dtype)
+        block = max(left.block, right.block)
+        return grouped_gemm_nt(
+            in_blocks(left, block, dy.splits), in_blocks(right, block, dy.splits), dy.splits.padded(block),
+            alpha_G=combined_alpha(left, right), out=out, out_dtype=dy.dtype if out is None else out.dtype,
+            accumulate=accumulate, reverse=reverse,
+        )  # fmt: skip
+
+    def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
+        """db_g = sum over the group's rows of scales[t] dy[t], [G, N], accumulated in float32 in a fixed order."""
+        return grouped_bias_grad(dy, splits, scales_T=scales)
+
+
+class SplitPath:
+    """Group by group, with the split sizes read on the host: not for CUDA graphs, and as slow as it sounds."""
+
+    name = "split"
+
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        self.recipe = recipe or HighPrecision()
+
+    def quantize(
+        self, x: Tensor, splits: Splits, quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
+    ) -> SplitTensors:
+        """As `GroupedPath.quantize`, each group alone."""
+        sizes = tuple(splits.tolist())
+        parts = x[: sum(sizes)].split(sizes)
+        members = _members(parts, quantizer, rowwise, columnwise)
+        return SplitTensors(tuple(members), sizes, x.shape[0])
+
+    def weight(
+        self, w: Tensor | Sequence[Tensor], quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
+    ) -> list[Tensor | QuantizedTensor]:
+        """As `GroupedPath.weight`, each group alone."""
+        members = w.unbind() if isinstance(w, Tensor) else w
+        return _members(members, quantizer, rowwise, columnwise)
+
+    def for_wgrad(self, x: SplitTensors) -> SplitTensors:
+        """As `GroupedPath.for_wgrad`."""
+        return x._replace(members=tuple(for_wgrad(member) for member in x.members))
+
+    def fprop(
+        self,
+        x: SplitTensors,
+        w: Sequence[Tensor | QuantizedTensor],
+        *,
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As `GroupedPath.fprop`."""
+        out = _allocate(out, x, w[0].shape[0], w[0])
+        begin = 0
+        for group, size in enumerate(x.sizes):
+            if not size:
+                continue
+            rows = slice(begin, begin + size)
+            added = None
+            if bias is not None:
+                added = bias[group] if scales is None else accumulator_like(scales[rows, None]) * bias[group]
+            out[rows] = self._gemm("fprop", x.members[group], w[group], out.dtype, added)
+            begin += size
+        out[begin:] = 0
+        return out
+
+    def dgrad(self, dy: SplitTensors, w: Sequence[Tensor | QuantizedTensor], *, out: Tensor | None = None) -> Tensor:
+        """As `GroupedPath.dgrad`."""
+        out = _allocate(out, dy, w[0].shape[1], w[0])
+        begin = 0
+        for member, weight, size in zip(dy.members, w, dy.sizes, strict=True):
+            if size:
+                out[begin : begin + size] = self._gemm("dgrad", member, weight, out.dtype)
+                begin += size
+        out[begin:] = 0
+        return out
+
+    def wgrad(
+        self,
+        dy: SplitTensors,
+        x: SplitTensors,
+        *,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        reverse: bool = False,
+    ) -> Tensor:
+        """As `GroupedPath.wgrad`."""
+        first_dy, first_x = dy.members[0], x.members[0]
+        dtype, split = first_dy.dtype, self.recipe.split_accumulator("wgrad")
+        dw = out
+        if dw is None:
+            shape = len(dy.sizes), first_dy.shape[1], first_x.shape[1]
+            dw = torch.empty(shape, dtype=dtype, device=first_dy.device)
+        for group, size in enumerate(dy.sizes):
+            members, place = (dy.members[group], x.members[group]), dw[-1 - group if reverse else group]
+            if size and out is None:
+                place.copy_(wgrad(*members, dtype, split_accumulator=split))
+            elif size:
+                wgrad(*members, dtype, split_accumulator=split, out=place, accumulate=accumulate)
+            elif not accumulate:
+                place.zero_()
+        return dw
+
+    def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
+        """As `GroupedPath.bias_grad`."""
+        rows = accumulator_like(dy) if scales is None else accumulator_like(dy) * scales[:, None]
+        sizes = splits.tolist()
+        return torch.stack([part.sum(0) for part in rows[: sum(sizes)].split(sizes)]).to(dy.dtype)
+
+    def _gemm(self, product: Product, a: Any, b: Any, out_dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
+        split = self.recipe.split_accumulator(product)
+        return gemm(LAYOUTS[product], a, b, out_dtype, added=added, split_accumulator=split)
+
+
+Path = GroupedPath | SplitPath
+_PATHS: dict[str, type[Path]] = {GroupedPath.name: GroupedPath, SplitPath.name: SplitPath}
+
+
+def choose_path(request: PlanRequest) -> Path:
+    """The path that was asked for, else the grouped one unless the recipe says why not.
+
+    Raises ValueError if the grouped path is asked for and the recipe refuses it, or for an unknown name.
+    """
+    asked = request.path
+    if asked is not None and asked not in _PATHS:
+        raise ValueError(
+            f"path={asked!r} does not exist. Paths: {', '.join(map(repr, _PATHS))}, or None to let the recipe decide."
+        )
+    refusal = request.recipe.why_not_grouped(request)
+    if asked == "grouped" and refusal is not None:
+        raise ValueError(f"path='grouped' cannot be taken: {refusal} Leave path unset, or ask for path='split'.")
+    return _PATHS[asked or ("grouped" if refusal is None else "split")](request.recipe)
+
+
+def _members(parts: Sequence[Tensor], quantizer: Quantizer | None, rowwise: bool, columnwise: bool) -> list[Any]:
+    """Each group's tensor, quantized by itself where the recipe says so.
+
+    A quantizer of single tensors gets none without rows, of which it may find no maximum.
+    """
+    takes_empty = quantizer is None or quantizer.knows_groups()
+    if quantizer is not None and parts:
+        quantizer = quantizer.seeded(parts[0].device)
+    return [
+        quantized(part, quantizer and quantizer.for_group(group), rowwise=rowwise, columnwise=columnwise)
+        if takes_empty or len(part)
+        else part
+        for group, part in enumerate(parts)
+    ]
+
+
+def _allocate(out: Tensor | None, x: SplitTensors, features: int, like: Tensor | QuantizedTensor) -> Tensor:
+    if out is not None:
+        return out
+    return torch.empty(x.rows, features, dtype=like.dtype, device=like.device)

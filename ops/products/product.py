@@ -1,0 +1,266 @@
+"""One product of two operands, quantized or not, in the three layouts of a linear layer.
+
+    TN   y  = x  w^T     both read along in_features     (fprop)
+    NN   dx = dy w       both read along out_features    (dgrad)
+    NT   dw = dy^T x     both read along the rows        (wgrad)
+
+A quantized operand is multiplied by its exact values (see `gemm_dtype`); scales that hold for a whole tensor are
+applied to the float32 sum. Float8 codes with scales of a tensor or of 128 values are multiplied as they are where the
+GPU can (`float8_operands`). The result is rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8, why_not_float8
+from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nt
+from ops.kernels.grouped_gemm.operands import accumulator_like
+from ops.runner.in_place import writable
+from recipes.recipe import Product, Recipe, Role
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaleLayout
+from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.splits import Splits
+
+Layout = Literal["TN", "NN", "NT"]
+
+LAYOUTS: dict[Product, Layout] = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
+
+# layout -> whether the first and the second operand are read columnwise
+COLUMNWISE: dict[Layout, tuple[bool, bool]] = {"TN": (False, False), "NN": (False, True), "NT": (True, True)}
+
+
+def quantized(
+    x: Tensor | QuantizedTensor, quantizer: Quantizer | None, *, rowwise: bool = False, columnwise: bool = False
+) -> Tensor | QuantizedTensor:
+    """x quantized, or x itself: if there is no quantizer, or it is quantized with the copies that are needed."""
+    if quantizer is None:
+        return x if isinstance(x, Tensor) else x.dequantize()
+    if not isinstance(x, Tensor):
+        if (x.rowwise is not None or not rowwise) and (x.columnwise is not None or not columnwise):
+            return x
+        x = x.dequantize()
+    return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise)
+
+
+def for_wgrad(x: Any) -> Any:
+    """What of x has to be kept for a weight gradient: of a quantized container the columnwise copy alone."""
+    return x if isinstance(x, Tensor) or x.columnwise is None else replace(x, rowwise=None)
+
+
+def quantizes(recipe: Recipe) -> bool:
+    """Whether an operand of any product is quantized."""
+    return any(recipe.quantizer(role) is not None for role in Role)
+
+
+def commutes(scale: float, dtype: torch.dtype) -> bool:
+    """Whether a factor may be moved past a product without a change of its bits: (scale a) b = scale (a b).
+
+    True for powers of two. Not for float16, whose range is so small that a number may lose its last places, or
+    overflow, on one side alone; in the other dtypes only numbers within 2^32 of their range's ends do.
+    """
+    mantissa, exponent = math.frexp(scale)
+    return abs(mantissa) == 0.5 and abs(exponent - 1) <= 32 and dtype != torch.float16
+
+
+def gemm_dtype(nominal: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which quantized operands are multiplied: it holds every quantized value exactly.
+
+    On a GPU bfloat16 for 16-bit results (the tensor cores accumulate in float32), else float32; float64 for float64.
+    """
+    if nominal == torch.float64:
+        return torch.float64
+    return torch.bfloat16 if device.type == "cuda" and nominal != torch.float32 else torch.float32
+
+
+Matrix = Tensor | QuantizedTensor | GroupedTensor
+
+
+def operands(layout: Layout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tuple[Operand, Operand]:
+    """What the product multiplies, in one dtype."""
+    plain_a, plain_b = _plain(a), _plain(b)
+    if plain_a is not None and plain_b is not None and plain_a.dtype == plain_b.dtype:
+        return Operand(plain_a, None), Operand(plain_b, None)
+    left, right = (
+        Operand(x, None) if isinstance(x, Tensor) else x.operand(columnwise, gemm_dtype(nominal, x.device))
+        for x, columnwise in zip((a, b), COLUMNWISE[layout], strict=True)
+    )
+    if left.values.dtype == right.values.dtype:
+        return left, right
+    dtype = torch.promote_types(left.values.dtype, right.values.dtype)  # they differ if only one is quantized
+    return left._replace(values=left.values.to(dtype)), right._replace(values=right.values.to(dtype))
+
+
+def float8_operands(layout: Layout, a: Matrix, b: Matrix) -> tuple[Float8Operand, Float8Operand] | None:
+    """The codes of both, where the GPU multiplies them as they are; None where values are multiplied instead."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return None
+    columnwise_a, columnwise_b = COLUMNWISE[layout]
+    codes_a = a.columnwise if columnwise_a else a.rowwise
+    codes_b = b.columnwise if columnwise_b else b.rowwise
+    if codes_a is None or codes_b is None or a.device.type != "cuda":
+        return None
+    left, right = codes_a.float8_operand(), codes_b.float8_operand()
+    if left is None or right is None or a.dtype == torch.float64:
+        return None
+    if not scalings_fit(layout, left.scaling, right.scaling) or left.block != (right.block if layout == "NT" else 1):
+        return None
+    refusal = why_not_float8(torch.cuda.get_device_capability(a.device), left.codes.dtype, right.codes.dtype)
+    return (left, right) if refusal is None else None
+
+
+def scalings_fit(layout: Layout, left: ScaleLayout | None, right: ScaleLayout | None) -> bool:
+    """Whether float8 codes that are scaled so are multiplied as they are; None is of what has no such codes."""
+    return (left, right) in (("tensor", "tensor"), ("row", "row" if layout == "NT" else "square"))
+
+
+def in_blocks(operand: Operand, block: int, splits: Splits) -> Tensor:
+    """The values of grouped rows, those of each group padded with zeros to a multiple of `block`."""
+    values = operand.values
+    if operand.block == block:
+        return values
+    if operand.block > 1:
+        inactive = splits.group_of_row == splits.num_groups
+        values = values.index_select(0, splits.row_in_padded(operand.block)).masked_fill(inactive[:, None], 0)
+    if block == 1:
+        return values
+    padded = values.new_zeros(splits.aligned_capacity(block), values.shape[1])
+    return padded.index_add_(0, splits.row_in_padded(block), values)  # zeros past the sum change nothing
+
+
+def _plain(x: Matrix) -> Tensor | None:
+    """x as it is, if it is not quantized."""
+    if isinstance(x, Tensor):
+        return x
+    return x.data if isinstance(x, GroupedTensor) else None
+
+
+def gemm(
+    layout: Layout,
+    a: Tensor | QuantizedTensor,
+    b: Tensor | QuantizedTensor,
+    out_dtype: torch.dtype,
+    *,
+    added: Tensor | None = None,
+    alpha: float = 1.0,
+    split_accumulator: bool = True,
+) -> Tensor:
+    """alpha times the product of two matrices, plus `added` (broadcast), in out_dtype. Always new memory.
+
+    a: TN [T, K], NN [T, N], NT [T, N]. b: TN [N, K], NN [N, K], NT [T, K].
+    split_accumulator: of products of float8 codes, see `Recipe.split_accumulator`
+    """
+    codes = float8_operands(layout, a, b)
+    if codes is not None:
+        return _float8_gemm(layout, *codes, out_dtype, added, alpha, split_accumulator)
+    left, right = operands(layout, a, b, out_dtype)
+    x, w = _matrices(layout, left, right)
+    x = x.T if layout == "NT" else x
+    w = w.T if layout == "TN" else w
+    if left.alpha is None and right.alpha is None and x.dtype == out_dtype:
+        if added is None:
+            return x @ w if alpha == 1 else torch.addmm(x.new_empty(()), x, w, beta=0, alpha=alpha)
+        if added.dim() == 1:
+            return torch.addmm(added.to(out_dtype), x, w, alpha=alpha)
+    product = writable(accumulator_like(x) @ accumulator_like(w))
+    if left.alpha is not None and left.alpha.dim() == 2 and right.alpha is not None:
+        product *= right.alpha  # one after the other, as the grouped path does where each row has a factor
+        right = right._replace(alpha=None)
+    scale = combined_alpha(left, right)
+    if scale is not None:
+        product *= scale * alpha
+    elif alpha != 1:
+        product *= alpha
+    if added is not None:
+        product = product + added
+    return product.to(out_dtype)
+
+
+def wgrad(
+    dy: Tensor | QuantizedTensor,
+    x: Tensor | QuantizedTensor,
+    dtype: torch.dtype,
+    *,
+    alpha: float = 1.0,
+    split_accumulator: bool = True,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """dw = alpha dy^T x [N, K] in `dtype`, in new memory; or `out` = dw, or `out` += dw, rounded once to out's dtype.
+
+    The sum that goes into `out` is made in float32 or better. Without rows `out` is zeroed, or left as it is.
+    """
+    if out is None:
+        return gemm("NT", dy, x, dtype, alpha=alpha, split_accumulator=split_accumulator)
+    # Codes are multiplied by a kernel that writes new memory, and float64 has no grouped kernel on a GPU.
+    if float8_operands("NT", dy, x) is not None or (dtype == torch.float64 and out.is_cuda):
+        sums = torch.promote_types(dtype, torch.float32)
+        return store(gemm("NT", dy, x, sums, alpha=alpha, split_accumulator=split_accumulator), out, accumulate)
+    left, right = operands("NT", dy, x, dtype)
+    rows_dy, rows_x = _matrices("NT", left, right)
+    scale = combined_alpha(left, right)
+    if alpha != 1:
+        factor = torch.full((), alpha, device=out.device)
+        scale = factor if scale is None else scale * factor
+    splits = Splits.whole(len(rows_dy), out.device)
+    grouped_gemm_nt(rows_dy, rows_x, splits, alpha_G=scale, out=out[None], out_dtype=out.dtype, accumulate=accumulate)
+    return out
+
+
+def store(product: Tensor, out: Tensor, accumulate: bool) -> Tensor:
+    """out = product, or out += product, rounded once."""
+    return out.add_(product) if accumulate else out.copy_(product)
+
+
+def _matrices(layout: Layout, a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
+    """The values as matrices, in NT with as many rows: where one is quantized, it may have rows of zeros at its end."""
+    x, w = a.values.flatten(0, -2), b.values.flatten(0, -2)
+    if layout == "NT" and len(x) != len(w):
+        x, w = (F.pad(t, (0, 0, 0, max(len(x), len(w)) - len(t))) for t in (x, w))
+    return x, w
+
+
+def _float8_gemm(
+    layout: Layout,
+    a: Float8Operand,
+    b: Float8Operand,
+    out_dtype: torch.dtype,
+    added: Tensor | None,
+    alpha: float,
+    split_accumulator: bool,
+) -> Tensor:
+    """`gemm` of codes: the grouped kernel on one group."""
+    bias = added if added is not None and added.dim() == 1 and alpha == 1 else None
+    plain = added is bias and alpha == 1
+    dtype = out_dtype if plain else torch.float32
+    if layout == "NT":
+        offsets = Splits.whole(a.codes.shape[1], a.codes.device).offsets
+        product = grouped_gemm_nt_float8(
+            a.codes, a.scale, b.codes, b.scale, offsets, out_dtype=dtype, split_accumulation=split_accumulator
+        )[0]
+    else:
+        rows = a.codes.flatten(0, -2)
+        columns = b.codes[None, :, : rows.shape[1]].contiguous()  # a copy only where the transposed codes are padded
+        scale = b.scale if b.scaling == "tensor" else b.scale[None]
+        product = grouped_gemm_tn_float8(
+            rows, a.scale, columns, scale, Splits.whole(len(rows), rows.device),
+            bias_GC=None if bias is None else bias[None], out_dtype=dtype, split_accumulation=split_accumulator,
+        )  # fmt: skip
+    if plain:
+        return product
+    product *= alpha
+    return (product if added is None else product + added).to(out_dtype)
+
+
+def combined_alpha(a: Operand, b: Operand) -> Tensor | None:
+    """The product of the operands' per-tensor scales, in float32; None if neither has one."""
+    if a.alpha is None or b.alpha is None:
+        return a.alpha if b.alpha is None else b.alpha
+    return a.alpha * b.alpha

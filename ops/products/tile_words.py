@@ -1,0 +1,96 @@
+"""Which tiles the products of a GroupedLinear run with, as words for `explain()`.
+
+The rows decide too, and are not known before a call: the words say for how many which tile is.
+
+    128x256x64, 8 warps, 4 stages, fprop and dgrad below 96 rows a group 64x128x64, 4 warps, 3 stages,
+    by the built-in rule
+"""
+# G groups, N out features, K in features
+
+from collections.abc import Mapping
+
+import torch
+
+from ops.kernels.grouped_gemm.measured_tiles import Gemm, in_words, tiles_in_use
+from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS, MANY_ROWS, built_in_config
+from ops.kernels.grouped_gemm.tile_rules_float8 import built_in_float8_config
+from ops.products.product import COLUMNWISE, LAYOUTS, gemm_dtype, quantizes, scalings_fit
+from recipes.recipe import Product, Recipe, Role
+from recipes.request import PlanRequest
+from recipes.tensors.quantized_tensor import ScaleLayout
+
+Weights = tuple[int, int, int]  # [G, N, K]
+
+# product -> its first and its second operand
+_ROLES: dict[Product, tuple[Role, Role]] = {
+    "fprop": (Role.INPUT, Role.WEIGHT),
+    "dgrad": (Role.GRAD_OUTPUT, Role.WEIGHT),
+    "wgrad": (Role.GRAD_OUTPUT, Role.INPUT),
+}
+
+
+def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -> str:
+    """The tiles of the grouped path on CUDA; where torch finds no GPU, those of Hopper.
+
+    accumulate: weight gradients are added to what is there, in float32.
+    """
+    gpu = torch.cuda.get_device_capability(request.device) if torch.cuda.is_available() else (9, 0)
+    recipe, dtype = request.recipe, request.dtype
+    multiplied = gemm_dtype(dtype, request.device) if quantizes(recipe) else dtype
+    gemms: dict[Product, Gemm] = {
+        "fprop": Gemm("TN", multiplied, dtype, False, *weights),
+        "dgrad": Gemm("NN", multiplied, dtype, False, *weights),
+        "wgrad": Gemm("NT", multiplied, torch.float32 if accumulate else dtype, accumulate, *weights),
+    }
+    emulated = recipe.support(request.device) == "emulated" or dtype == torch.float64
+    scalings = {product: None if emulated else _float8_scaling(recipe, product) for product in gemms}
+
+    def tile(product: Product, rows: int) -> str:
+        gemm, scaling = gemms[product], scalings[product]
+        if scaling is None:
+            return in_words(built_in_config(gemm, rows * gemm.num_groups, gpu))
+        split = recipe.split_accumulator(product)
+        return in_words(built_in_float8_config(gemm, rows * gemm.num_groups, scaling, split, gpu))
+
+    tiles = {product: tile(product, MANY_ROWS) for product in gemms}
+    words = [tiles["fprop"], *_by_tile({product: words for product, words in tiles.items() if words != tiles["fprop"]})]
+    for rows in (MANY_ROWS, FEW_ROWS):
+        below = {product: tile(product, rows - 1) for product in gemms}
+        others = {product: words for product, words in below.items() if words != tiles[product]}
+        words += _by_tile(others, f" below {rows} rows a group")
+        tiles = below
+    plain = {product: gemm for product, gemm in gemms.items() if scalings[product] is None}
+    return f"{_measured(plain, gpu)}{', '.join(words)}, by the built-in rule"
+
+
+def _float8_scaling(recipe: Recipe, product: Product) -> ScaleLayout | None:
+    """Of the second operand; None where codes are not multiplied as they are."""
+    layout = LAYOUTS[product]
+    quantizers = [recipe.quantizer(role) for role in _ROLES[product]]
+    left, right = (
+        None if quantizer is None else quantizer.float8_scaling(columnwise)
+        for quantizer, columnwise in zip(quantizers, COLUMNWISE[layout], strict=True)
+    )
+    return right if scalings_fit(layout, left, right) else None
+
+
+def _by_tile(tiles: Mapping[Product, str], condition: str = "") -> list[str]:
+    """dgrad and wgrad <tile>, for each tile."""
+    products: dict[str, list[str]] = {}
+    for product, words in tiles.items():
+        products.setdefault(words, []).append(product)
+    return [f"{' and '.join(names)}{condition} {words}" for words, names in products.items()]
+
+
+def _measured(gemms: Mapping[Product, Gemm], gpu: tuple[int, int]) -> str:
+    """What the table in use holds for these products, with "else" at its end; or nothing."""
+    table = tiles_in_use()
+    if table is None or table.capability != gpu:
+        return ""
+    products: dict[str, list[str]] = {}  # by tile and rows
+    for name, gemm in gemms.items():
+        for tile in table.tiles:
+            if tile.gemm == gemm:
+                products.setdefault(f"{in_words(tile.config)} at {tile.rows} rows", []).append(name)
+    found = [f"{' and '.join(names)} {words}" for words, names in products.items()]
+    return f"{', '.join(found)}, measured {table.environment['date']}; else " if found else ""

@@ -1,0 +1,204 @@
+"""Quantized copies of an operation's weights: when they are made, and how long they serve.
+
+A version counter does not see every write into a weight (torch's fused optimizers, `param.data.copy_`, collectives on
+`.data`, kernels of others, CUDA graphs). So copies serve from a forward to its own backward, as weights themselves do,
+and longer only inside `constant_weights`, or in CUDA graphs under the flag of `autocast(keep_weights=flag)`.
+
+What backward reads, the columnwise copy, travels with what forward saves. Not so where weights are exchanged (FSDP2
+gathers them for each pass) or hooks run before forward: there backward quantizes the gathered weights again, so that no
+copy of the whole weights outlives a pass; but under scales that move, the copies are kept there too.
+
+Where both copies would hold the same values (blocks that are square, products of values), the rowwise one is made alone
+and stands for both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.products.paths import SplitTensors
+from ops.products.product import for_wgrad
+from ops.runner.context import OperationContext, held_parameter
+from recipes.cast_counts import is_counting
+from recipes.effects import recording
+from recipes.recipe import Role
+from recipes.stack import keep_weights_flag
+from recipes.tensors.quantized_tensor import QuantizedTensor
+from recipes.tensors.quantizer import Quantizer
+
+# Makes the copies that are asked for: rowwise, columnwise -> a quantized tensor, or one for each group.
+Quantize = Callable[[bool, bool], Any]
+
+
+class ForBackward(NamedTuple):
+    """What of the copies backward multiplies with."""
+
+    copies: QuantizedTensor | SplitTensors
+
+
+class QuantizedWeights:
+    """The copies of one operation, for the last quantizer that asked.
+
+    snapshot: of the quantizer's state that they were cast with
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], key: Any, snapshot: Tensor | None = None) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._key = key
+        self.snapshot = snapshot
+        self._copies: Any = None
+
+    def serves(self, parameters: Sequence[Tensor], key: Any) -> bool:
+        """Whether these are the copies of just these weights."""
+        same = len(parameters) == len(self._parameters) and self._key == key
+        return same and all(ref() is p for ref, p in zip(self._parameters, parameters, strict=True))
+
+    def copies(self, rowwise: bool, columnwise: bool, quantize: Quantize) -> Any:
+        """With at least the copies asked for; what is missing is cast now, from the high-precision weights."""
+        if self._copies is None:
+            self._copies = quantize(rowwise, columnwise)
+            return self._copies
+        first = _first(self._copies)
+        missing = rowwise and first.rowwise is None, columnwise and first.columnwise is None
+        if any(missing):
+            self._copies = _merged(self._copies, quantize(*missing))
+        return self._copies
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not isinstance(old, QuantizedTensor):
+        return [_merged(*pair) for pair in zip(old, new, strict=True)]
+    return replace(old, rowwise=old.rowwise or new.rowwise, columnwise=old.columnwise or new.columnwise)
+
+
+def quantized_weights(
+    ctx: OperationContext,
+    names: Sequence[str],
+    quantizer: Quantizer,
+    quantize: Quantize,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+) -> Any:
+    """The copies of the weights of these names that `quantize` makes; in backward those of its own forward."""
+    if quantizer.copies_agree:
+        rowwise = columnwise = True
+        quantize = partial(one_for_both, quantize)
+    if ctx.seen_in_forward is not None:
+        kept: ForBackward | None = ctx.quantized_weights
+        if kept is None:
+            return quantize(rowwise, columnwise)
+        for name in names:
+            ctx.check_unchanged(name)
+        return kept.copies.members if isinstance(kept.copies, SplitTensors) else kept.copies
+    copies = _in_forward(ctx, names, quantizer, quantize, rowwise, columnwise)
+    operation = ctx.operation
+    gathered = operation.exchanges_parameters or operation._forward_pre_hooks
+    if ctx.needs_grad and ctx.needs.input and (quantizer.keeps_state or not gathered):
+        ctx.quantized_weights = ForBackward(_for_backward(copies))
+    return copies
+
+
+def _in_forward(
+    ctx: OperationContext,
+    names: Sequence[str],
+    quantizer: Quantizer,
+    quantize: Quantize,
+    rowwise: bool,
+    columnwise: bool,
+) -> Any:
+    operation = ctx.operation
+    flag, scope = keep_weights_flag(), operation.weights_scope
+    if flag is None and scope is None:
+        return quantize(rowwise, columnwise)
+    parameters = [held_parameter(operation, name) for name in names]
+    key = (ctx.recipe.quantizer(Role.WEIGHT), ctx.path.name, ctx.dtype)
+    replayed = _casts_at_each_replay(parameters)
+    if flag is not None:
+        shared = _shared_by_graphs(operation, parameters, key)
+        if replayed:
+            return _unless_flagged(shared, flag, quantize(rowwise, columnwise))
+    if scope is None or replayed or is_counting() or operation._forward_pre_hooks:
+        copies = quantize(rowwise, columnwise)
+    else:
+        copies = scope.copies(operation, parameters, key, quantizer, quantize, rowwise, columnwise)
+    if flag is not None:
+        shared.copies(rowwise, columnwise, partial(_cloned, copies))
+    return copies
+
+
+def one_for_both(quantize: Quantize, rowwise: bool, columnwise: bool) -> Any:
+    """Both copies, whichever is asked for: the rowwise one."""
+    copies = quantize(True, False)
+    if isinstance(copies, QuantizedTensor):
+        return replace(copies, columnwise=copies.rowwise)
+    return [replace(member, columnwise=member.rowwise) for member in copies]
+
+
+def _for_backward(copies: Any) -> QuantizedTensor | SplitTensors:
+    if isinstance(copies, QuantizedTensor):
+        return for_wgrad(copies)
+    return SplitTensors(tuple(for_wgrad(member) for member in copies), (), 0)
+
+
+def _casts_at_each_replay(parameters: Sequence[Tensor]) -> bool:
+    record = recording()
+    return _is_capturing(parameters) or (record is not None and record.rehearses)
+
+
+def _is_capturing(parameters: Sequence[Tensor]) -> bool:
+    return parameters[0].is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _shared_by_graphs(operation: Any, parameters: Sequence[Tensor], key: Any) -> QuantizedWeights:
+    """The copies that all graphs of these weights share. Made by runs before the capture: what is allocated within one
+    may lie where a replay puts something else first."""
+    shared = operation._captured_weights
+    if shared is None or not shared.serves(parameters, key):
+        shared = operation._captured_weights = QuantizedWeights(parameters, key)
+    return shared
+
+
+def _unless_flagged(shared: QuantizedWeights, flag: Tensor, fresh: Any) -> Any:
+    """The shared copies, overwritten by `fresh` where the flag is 0 at replay."""
+    asked = _first(fresh)
+    copies = shared.copies(asked.rowwise is not None, asked.columnwise is not None, _refuse_to_allocate)
+    for old, new in zip(_tensors(copies), _tensors(fresh), strict=True):
+        if new is not None:
+            # Behind autograd's back: backwards of other graphs saved them, and find what they would have saved.
+            old_bytes, new_bytes = (tensor.data.flatten().view(torch.uint8) for tensor in (old, new))
+            old_bytes.copy_(torch.where(flag != 0, old_bytes, new_bytes))
+    return copies
+
+
+def _refuse_to_allocate(rowwise: bool, columnwise: bool) -> Any:
+    raise RuntimeError(
+        "keep_weights under graph capture: these weights were not cast under it before the capture, so there "
+        "is no memory outside of the graph to keep them in. Run the same passes once under the same "
+        "`autocast(recipe, keep_weights=flag)` before capturing them."
+    )
+
+
+def _cloned(copies: Any, rowwise: bool, columnwise: bool) -> Any:
+    if not isinstance(copies, QuantizedTensor):
+        return [_cloned(member, rowwise, columnwise) for member in copies]
+    clone = copies.rebuild([None if tensor is None else tensor.clone() for tensor in copies.tensors()])
+    return replace(
+        clone, rowwise=clone.rowwise if rowwise else None, columnwise=clone.columnwise if columnwise else None
+    )
+
+
+def _first(copies: Any) -> QuantizedTensor:
+    return copies if isinstance(copies, QuantizedTensor) else copies[0]
+
+
+def _tensors(copies: Any) -> list[Any]:
+    members = [copies] if isinstance(copies, QuantizedTensor) else copies
+    return [tensor for member in members for tensor in member.tensors()]

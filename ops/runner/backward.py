@@ -1,0 +1,220 @@
+"""The backward pass of a pipeline: each step of its program in reverse, and where the gradients go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor
+
+from ops.runner.callers_buffers import CallersBuffer
+from ops.runner.context import OperationContext, at_tensor
+from ops.runner.in_place import memory_of
+from ops.runner.program import Program, Wiring
+from ops.runner.saved import Spec, unflatten
+from recipes.first_forwards import ForwardWithGrad
+from recipes.pending import PendingUpdates
+from recipes.stack import Stack
+
+
+class Record(NamedTuple):
+    """What forward leaves for backward, but for the saved tensors.
+
+    states:      for each operation the values of its context, and the specs of its `Saved` and its quantized weights
+    parameters, parameter_states: of all operations, as forward saw them
+    input_names: the extra inputs that autograd knows; returned: the extra outputs that it does
+    entries: what `autocast` had open in forward
+    first_forward: what stands for this node among the forwards that a checkpoint may compute again
+    buffers: the caller's own
+    """
+
+    program: Program
+    operations: Sequence[Any]
+    labels: Sequence[str]
+    states: Sequence[tuple[dict[str, Any], Spec, Spec]]
+    parameters: Sequence[Tensor]
+    parameter_states: Sequence[Any]
+    input_names: tuple[str, ...]
+    returned: tuple[str, ...]
+    entries: Stack
+    first_forward: ForwardWithGrad | None
+    buffers: Sequence[CallersBuffer]
+
+
+def run_backward(
+    record: Record,
+    saved: list[Tensor | None],
+    dy: Tensor | None,
+    d_returned: Sequence[Tensor | None],
+    unwanted: frozenset[int] = frozenset(),
+) -> list[Tensor | None]:
+    """The gradients of x, of every parameter, and of the extra inputs, in this order.
+
+    unwanted: the parameters, by their positions, whose gradients this backward was not asked for
+    The entries of `saved` are given up step by step. It is a step of its own for quantizers with a state.
+    """
+    if not record.program.keeps_state:
+        return _run(record, saved, dy, d_returned, None, unwanted)
+    updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
+    try:
+        gradients = _run(record, saved, dy, d_returned, updates, unwanted)
+    except BaseException:
+        updates.discard()
+        raise
+    updates.apply()
+    return gradients
+
+
+def _run(
+    record: Record,
+    saved: list[Tensor | None],
+    dy: Tensor | None,
+    d_returned: Sequence[Tensor | None],
+    updates: PendingUpdates | None,
+    unwanted: frozenset[int],
+) -> list[Tensor | None]:
+    program = record.program
+    # Gradients of extra tensors by name, the contributions in the order of the operations that made them.
+    d_extras = {name: [d] for name, d in zip(record.returned, d_returned, strict=True) if d is not None}
+    d_parameters: list[Tensor | None] = [None] * len(record.parameters)
+    dx: Any = dy
+    foreign = _foreign_memory(record, saved, dy, d_returned) if program.reuses_gradients else frozenset()
+    for wiring in program.backward:
+        if not wiring.needs_grad:
+            dx = None
+            break
+        d_outputs = {}
+        for local, name, _ in wiring.outputs:
+            if name in d_extras:
+                d_outputs[local] = _total(d_extras.pop(name))
+        if wiring.writes in d_extras:  # whoever read it later read y
+            d_written = _total(d_extras.pop(wiring.writes))
+            dx = d_written if dx is None else at_tensor(dx) + d_written
+        if dx is None and not d_outputs:
+            continue
+        if dx is not None and not wiring.accepts_quantized:
+            dx = at_tensor(dx)
+        if wiring.keeps_dy and isinstance(dx, Tensor):
+            foreign |= {memory_of(dx)}
+        own: frozenset[str] = frozenset()
+        if wiring.reuses_gradients:
+            own = _own(d_outputs, foreign, (dx, *d_parameters, *(d for ds in d_extras.values() for d in ds)))
+        try:
+            dx, d_params, d_inputs = _run_step(record, wiring, saved, dx, d_outputs, own, updates, unwanted)
+            _take_gradients(record, wiring, d_params, d_parameters)
+            _take_extra_gradients(wiring, d_inputs, d_extras)
+        except Exception as error:
+            raise_located(record.labels, wiring.step.indices[0], wiring.step.of(record.operations), error)
+        if isinstance(dx, Tensor) and dx.dtype != wiring.upstream_dtype:
+            dx = dx.to(wiring.upstream_dtype)
+    x_needs_grad, parameters_need_grad, _ = program.request.needs
+    return [
+        at_tensor(dx) if x_needs_grad and dx is not None else None,
+        *[
+            d if d is None or d.dtype == p.dtype else d.to(p.dtype)
+            for d, p in zip(_wanted(d_parameters, parameters_need_grad), record.parameters, strict=True)
+        ],
+        *[_total(d_extras[name]) if name in d_extras else None for name in record.input_names],
+    ]
+
+
+def _run_step(
+    record: Record,
+    wiring: Wiring,
+    saved: list[Tensor | None],
+    dy: Any,
+    d_outputs: dict[str, Tensor],
+    own: frozenset[str],
+    updates: PendingUpdates | None,
+    unwanted: frozenset[int],
+) -> tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+    step = wiring.step
+    contexts = []
+    for index in step.indices:
+        values, spec, weights = record.states[index]
+        context = OperationContext.__new__(OperationContext)
+        context.__dict__ = values.copy()
+        context.saved = unflatten(spec, saved)
+        context.quantized_weights = unflatten(weights, saved)
+        context.seen_in_forward = (record.parameters, record.parameter_states)
+        if updates is not None:
+            context.updates = updates
+        if unwanted:
+            wanted = {name for name in context.needs.params if context.parameter_slots[name] not in unwanted}
+            context.needs = context.needs._replace(params=frozenset(wanted))
+        contexts.append(context)
+    if own:
+        contexts[0].own_gradients = own
+    result = step.of(record.operations).fuser_backward(contexts if step.fused else contexts[0], dy, d_outputs)
+    if type(result) is not tuple or len(result) != 3:
+        raise TypeError(
+            f"fuser_backward returned a {type(result).__name__}. Return (dx, gradients of the parameters by name, "
+            "gradients of the extra inputs by name)."
+        )
+    dx, d_params, d_inputs = result
+    return dx, d_params if step.fused else (d_params,), d_inputs
+
+
+def _foreign_memory(
+    record: Record, saved: Sequence[Tensor | None], dy: Tensor | None, d_returned: Sequence[Tensor | None]
+) -> frozenset[int]:
+    """The memory that this backward did not make: what autograd handed in, what forward kept, what modules hold."""
+    held = [tensor for operation in record.operations for tensor in operation.buffers()]
+    given = [tensor for values, *_ in record.states for tensor in values["buffers"].values()]
+    tensors = (dy, *d_returned, *saved, *record.parameters, *held, *given)
+    return frozenset(memory_of(tensor) for tensor in tensors if tensor is not None)
+
+
+def _own(d_outputs: Mapping[str, Tensor], foreign: frozenset[int], others: Sequence[Any]) -> frozenset[str]:
+    """Those of the gradients that may be written into: this backward made them, and nothing else lies there."""
+    seen = [memory_of(t) for t in (*d_outputs.values(), *others) if isinstance(t, Tensor)]
+    memory = {name: memory_of(d) for name, d in d_outputs.items() if d.is_contiguous()}
+    return frozenset(name for name, at in memory.items() if at not in foreign and seen.count(at) == 1)
+
+
+def _take_gradients(
+    record: Record, wiring: Wiring, d_params: Sequence[Mapping[str, Any]], into: list[Tensor | None]
+) -> None:
+    for index, own in zip(wiring.step.indices, d_params, strict=True):
+        slots = record.program.contexts[index]["parameter_slots"]
+        for name, gradient in own.items():
+            if gradient is not None:
+                if name not in slots:
+                    raise RuntimeError(_unknown("parameter", name, slots))
+                into[slots[name]] = gradient
+
+
+def _take_extra_gradients(wiring: Wiring, d_inputs: Mapping[str, Any], into: dict[str, list[Tensor]]) -> None:
+    for local, gradient in d_inputs.items():
+        if gradient is not None:
+            if local not in wiring.input_names:
+                raise RuntimeError(_unknown("extra input", local, wiring.input_names))
+            for own, name, _ in wiring.inputs:
+                if own == local:
+                    into.setdefault(name, []).insert(0, gradient)
+
+
+def _wanted(gradients: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    return [gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)]
+
+
+def _unknown(what: str, name: str, known: Any) -> str:
+    """The sentence for a gradient that would be lost."""
+    names = ", ".join(map(repr, known)) or "none"
+    return f"fuser_backward returned a gradient for the {what} {name!r}. There are: {names}."
+
+
+def _total(contributions: list[Tensor]) -> Tensor:
+    total = contributions[0]
+    for contribution in contributions[1:]:
+        total = total + contribution
+    return total
+
+
+def raise_located(labels: Sequence[str], index: int, operation: Any, error: Exception) -> NoReturn:
+    """Raise the same error with the operation and its place in front; one of another class gets it as a note."""
+    where = f"In operation {labels[index]} ({type(operation).__name__})"
+    if type(error) in (ValueError, TypeError, RuntimeError, NotImplementedError):
+        raise type(error)(f"{where}: {error}") from error
+    error.add_note(f"{where}.")
+    raise error

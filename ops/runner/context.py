@@ -1,0 +1,133 @@
+"""What one operation knows while it runs: its recipe, dtype, path, parameters, and what forward keeps for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ops.runner.quantizer_state import QuantizerState
+from recipes.cast_counts import watched
+from recipes.pending import PendingUpdates
+from recipes.recipe import Recipe, Role
+from recipes.request import Needs
+from recipes.tensors.quantizer import Quantizer
+
+
+class IndexTensor:
+    """Kind of an extra tensor of integers: it carries no gradient. Used in `extra_inputs` and `extra_outputs`."""
+
+
+class OperationContext:
+    """The state of one operation in one pass.
+
+    Forward gets a new one; backward gets another new one, with the same values, so nothing that backward does can
+    reach a second backward. Numbers, bools and strings set on it in forward are there in backward.
+
+    recipe:  the recipe of this call, never None (`HighPrecision()` is "no recipe")
+    dtype:   the dtype to compute in; x arrives in it and y leaves in it
+    needs:   which gradients are wanted (`Needs`); needs_grad: whether any is, and so whether to set `saved`
+    path:    where grouped products run (`ops.products.paths`)
+    saved:   a NamedTuple of the operation's own class; fields are tensors, None, or containers with `tensors()`
+             and `rebuild(tensors)`. Never parameters: `param(name)` reads those from the operation.
+    buffers: the caller's own tensors for this operation, by name
+    own_gradients: in the backward of an operation with `reuses_gradients`, the names of the extra outputs whose
+             gradients lie in memory that nobody else sees: it may write into them
+    next_input_quantizer, previous_grad_quantizer: what the neighbours would quantize their operand with
+    updates: where quantizers with a state record that it changes at the end of the step; None: they record nothing
+    """
+
+    operation: Any
+    index: int
+    recipe: Recipe
+    dtype: torch.dtype
+    needs: Needs
+    needs_grad: bool
+    path: Any
+    buffers: dict[str, torch.Tensor]
+    next_input_quantizer: Quantizer | None
+    previous_grad_quantizer: Quantizer | None
+    parameter_slots: Mapping[str, int]
+    saved: Any = None
+    own_gradients: frozenset[str] = frozenset()
+    updates: PendingUpdates | None = None
+    quantized_weights: Any = None  # what backward multiplies with of those of forward, see `ops.products.weights`
+    seen_in_forward: tuple[Sequence[torch.Tensor], Sequence[Any]] | None = None  # the pipeline's parameters, states
+
+    if TYPE_CHECKING:  # an operation may set numbers of its own
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def quantizer(self, role: Role, snapshot: torch.Tensor | None = None) -> Quantizer | None:
+        """What this operation quantizes its tensors in that role with; None leaves them in high precision.
+
+        snapshot: what `Quantizer.snapshot` gave in forward, to cast in backward what forward cast.
+        """
+        quantizer = self.recipe.quantizer(role)
+        if quantizer is not None and quantizer.keeps_state:
+            # Gradients are recorded in backward, everything else in forward: what backward casts again is known.
+            in_backward = self.seen_in_forward is not None
+            updates = self.updates if in_backward == (role is Role.GRAD_OUTPUT) else None
+            state = QuantizerState(self.operation, role, self.operation.num_scales)
+            quantizer = quantizer.bound(state, updates, snapshot)
+        return None if quantizer is None else watched(quantizer, self.operation, role)
+
+    def param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The operation's parameter, in `dtype` or by default in `ctx.dtype`.
+
+        In backward it must be the very tensor that forward used, unchanged; otherwise RuntimeError.
+        """
+        parameter = held_parameter(self.operation, name)
+        if self.seen_in_forward is not None:
+            self.check_unchanged(name)
+        dtype = dtype or self.dtype
+        return parameter if parameter.dtype == dtype else parameter.to(dtype)
+
+    def check_unchanged(self, name: str) -> None:
+        """In backward: raise RuntimeError unless the parameter is the very tensor that forward used, unchanged."""
+        assert self.seen_in_forward is not None
+        parameter = held_parameter(self.operation, name)
+        slot = self.parameter_slots[name]
+        forward_parameter, state = (seen[slot] for seen in self.seen_in_forward)
+        now = state_of(parameter)
+        if parameter is not forward_parameter:
+            happened = "was replaced"
+        elif now[0] != state[0]:
+            happened = f"was changed in place (version {state[0]} in forward, {now[0]} now)"
+        elif now != state:
+            happened = "got other data (an assignment to .data, or .to())"
+        else:
+            return
+        raise RuntimeError(
+            f"Parameter {name!r} {happened} between forward and backward, so its gradients would be wrong. "
+            "Run backward before the optimizer step or any other change of the weights."
+        )
+
+
+def held_parameter(operation: Any, name: str) -> torch.Tensor:
+    """What the operation holds under this name, dotted for a submodule's: a Parameter, or a tensor put in its place."""
+    parameter = operation._parameters.get(name)
+    if parameter is None:
+        owner, _, own_name = name.rpartition(".")
+        parameter = operation.get_submodule(owner)._parameters.get(own_name)
+    if parameter is None:
+        raise AttributeError(f"{type(operation).__name__} has no parameter {name!r}.")
+    return parameter
+
+
+def state_of(parameter: torch.Tensor) -> tuple[int, torch.dtype, torch.UntypedStorage | None]:
+    """By which a change is noticed: version (0 for an inference tensor, which has none), dtype, storage.
+
+    The storage itself, equal to itself alone: the address of one that was freed may be another's the next moment. FSDP2
+    frees the memory of the storage and gathers the weight into other memory, but it is the same storage.
+    """
+    version = 0 if parameter.is_inference() else parameter._version
+    plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
+    return version, parameter.dtype, parameter.untyped_storage() if plain else None
+
+
+def at_tensor(x: Any) -> torch.Tensor:
+    """x, or the dequantized tensor of a quantized container."""
+    return x if isinstance(x, torch.Tensor) else x.dequantize()

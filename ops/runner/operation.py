@@ -1,0 +1,354 @@
+"""The contract of an operation: what a user subclasses to add a basic operation or a fused one."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from ops.runner.context import IndexTensor, OperationContext
+from ops.runner.input import check_real
+from ops.runner.quantizer_state import apply_to_state, prepare_loading
+from ops.runner.run import Pipeline
+from recipes.recipe import Recipe, Role
+from recipes.registry import as_recipe
+from recipes.request import PlanRequest
+from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.splits import Splits
+
+__all__ = [
+    "BasicOperation",
+    "FusedOperation",
+    "FusibleOperation",
+    "IndexTensor",
+    "OperationContext",
+    "optional",
+    "several",
+]
+
+BackwardOfBasic = tuple[Any, Mapping[str, Tensor | None], Mapping[str, Tensor | None]]
+BackwardOfFused = tuple[Any, Sequence[Mapping[str, Tensor | None]], Mapping[str, Tensor | None]]
+
+
+class FusibleOperation:
+    """What the runner can execute: a `BasicOperation`, or a `FusedOperation` that stands for a run of them.
+
+    accepts_quantized: whether x, or dy, may be a quantized container; otherwise the runner dequantizes it first.
+    """
+
+    accepts_quantized: bool = False
+
+    def kernel(self, request: PlanRequest) -> str:
+        """What does the work for this request, in a few words, for `Sequential.explain()`."""
+        return "torch"
+
+
+class BasicOperation(FusibleOperation, nn.Module, ABC):
+    """One operation with its parameters and state. Subclasses write `fuser_forward` and `fuser_backward`.
+
+    extra_inputs, extra_outputs: name -> kind of the extra tensors that it takes and makes. Kinds: `torch.Tensor`
+    (carries a gradient), `IndexTensor`, `Splits`, or another container class (these do not). An instance may have
+    its own; `rename_extras` changes the names by which its pipeline knows them.
+    accepts_integers: whether x may be integers or bools: it only moves them.
+    buffers: the names of the caller's own tensors that it can write into.
+    in_place_input: the extra input into whose memory its forward writes, and which it returns as y. The runner has
+    made sure that nothing else needs what was there. Such an operation is never fused.
+    reuses_gradients: whether its backward asks for `ctx.own_gradients`.
+    keeps_dy: whether it keeps dy beyond its backward, so that nobody may write into it.
+    quantized_roles: in which roles it quantizes tensors, and so may have a state.
+    num_scales: how many tensors with a scale each it quantizes in one role: groups, or one.
+    exchanges_parameters: whether others have taken the place of its parameters, as FSDP2 does for each pass.
+
+    Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
+    """
+
+    extra_inputs: Mapping[str, type] = {}
+    extra_outputs: Mapping[str, type] = {}
+    buffer_names: tuple[str, ...] = ()
+    accepts_integers: bool = False
+    in_place_input: str | None = None
+    reuses_gradients: bool = False
+    keeps_dy: bool = False
+    quantized_roles: tuple[Role, ...] = ()
+    num_scales: int = 1
+    exchanges_parameters: bool = False
+    _captured_weights: Any = None
+    _weights_scope: Any = None
+    _recipe: Recipe | None = None
+    _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
+    _names: Mapping[str, str] = {}
+
+    @abstractmethod
+    def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """y and the extra outputs by name.
+
+        x: in `ctx.dtype`. extras: the extra inputs by name. Gradients are off. y leaves in `ctx.dtype`. Sets
+        `ctx.saved` if `ctx.needs_grad`.
+        """
+
+    @abstractmethod
+    def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
+        """dx, the parameters' gradients by name, and the extra inputs' gradients by name.
+
+        Only what `ctx.needs` asks for has to be there. dy is None where only extra outputs have gradients (this
+        happens only to an operation that has some); `d_extra_outputs` holds the gradients that exist.
+        """
+
+    def features(self, incoming: int | None) -> int | None:
+        """How many features, x's last dimension, come out where `incoming` go in; None where that is not known.
+
+        Raises ValueError if so many cannot go in. A Sequential asks when it is put together.
+        """
+        return None
+
+    def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
+        """What this operation quantizes its input with, or None."""
+        return None
+
+    def grad_output_quantizer(self, recipe: Recipe) -> Quantizer | None:
+        """What this operation quantizes the gradient of its output with, or None."""
+        return None
+
+    @property
+    def lands_elsewhere(self) -> bool:
+        """Whether gradients of its parameters go to anything but autograd (see `ops.products.main_grad`)."""
+        return False
+
+    def extra_name(self, name: str) -> str:
+        """The name by which the pipeline knows this operation's extra tensor `name`."""
+        return self._names.get(name, name)
+
+    def rename_extras(self, **names: str) -> Self:
+        """Ask for, or hand on, extra tensors by other names: `rename_extras(split_sizes="splits_b")`.
+
+        Raises ValueError for a name that the operation does not have.
+        """
+        known = {**self.extra_inputs, **self.extra_outputs}
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"{type(self).__name__} has no extra tensor {name!r}. "
+                    f"It has: {', '.join(map(repr, known)) or 'none'}."
+                )
+        self._names = {**self._names, **names}
+        self._pipelines = {}
+        return self
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """This operation's own recipe, or None if it follows `autocast`."""
+        return self._recipe
+
+    def set_recipe(self, recipe: Recipe | str | None) -> Self:
+        """Run this operation under a recipe of its own, a Recipe or a name, inside and outside of any `autocast`.
+
+        "high_precision" keeps it out of every recipe, None makes it follow `autocast` again. Neighbours under different
+        recipes are different pipelines, and are not fused.
+        """
+        self._recipe = None if recipe is None else as_recipe(recipe)
+        self._pipelines = {}
+        return self
+
+    def parameter_names(self) -> tuple[str, ...]:
+        """The names of its parameters, those of submodules dotted."""
+        if "parametrizations" in self._modules:
+            raise NotImplementedError(
+                f"{type(self).__name__} has parametrized weights (torch.nn.utils.parametrize), which a pipeline cannot "
+                "read at backward time. Remove them with torch.nn.utils.parametrize.remove_parametrizations."
+            )
+        return tuple(
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self.named_modules(remove_duplicate=False)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        outputs: Sequence[str] = (),
+        buffers: Mapping[str, Tensor] | None = None,
+        path: str | None = None,
+        retain_graph: bool = False,
+        **extras: Any,
+    ) -> Any:
+        """Run this operation alone: y, or (y, {name: extra output}) if `outputs` names some.
+
+        path, retain_graph: as for `Sequential`. buffers: the caller's own tensors, by name.
+
+        Raises TypeError for an x that is no tensor, of complex numbers, or of integers where the operation computes in
+        floating point.
+        """
+        pipeline = self._pipelines.get((path, retain_graph))
+        if pipeline is None:
+            pipeline = Pipeline((self,), path=path, retain_graph=retain_graph, recipe=self._recipe)
+            self._pipelines = {**self._pipelines, (path, retain_graph): pipeline}
+        check_extras(pipeline.consumed, pipeline.produced, extras, outputs)
+        if buffers:
+            check_buffers(self, buffers, "buffers")
+        y, produced = pipeline(
+            x, extras, wanted=outputs, buffers={0: buffers} if buffers else None, training=self.training
+        )
+        return (y, {name: at_border(produced[name]) for name in outputs}) if outputs else y
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise NotImplementedError(
+            "torch.nn.DataParallel copies modules without their plans. Use DistributedDataParallel."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans are made again by a copy: they hold this very object. So are quantized weights.
+        state = self.__dict__.copy()
+        state.pop("_pipelines", None)
+        state.pop("_weights_scope", None)
+        state.pop("_captured_weights", None)
+        return state
+
+    @property
+    def weights_scope(self) -> Any:
+        """The open `ops.products.constant_weights` that it is in, or None."""
+        return None if self._weights_scope is None else self._weights_scope()
+
+    def set_weights_scope(self, scope: Any) -> None:
+        """Of what `constant_weights` opens or ends."""
+        self._weights_scope = None if scope is None else weakref.ref(scope)
+
+    def forget_quantized_weights(self) -> None:
+        """Within `constant_weights`: quantize the weights anew at the next use."""
+        scope = self.weights_scope
+        if scope is not None:
+            scope.forget(self)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        apply_to_state(self, lambda: super(BasicOperation, self)._apply(fn, recurse))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        scope = self.weights_scope
+        if scope is not None:
+            scope.end()
+        prepare_loading(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.exchanges_parameters = False  # with assign=True it has set parameters once
+
+
+class Optional(NamedTuple):
+    """A member of a pattern that may be absent. Made by `optional(...)`."""
+
+    alternatives: tuple[type[BasicOperation], ...]
+
+
+def optional(*alternatives: type[BasicOperation]) -> Optional:
+    """A member of a pattern that may be absent: `pattern = (Linear, optional(Bias), AddExtraInput)`."""
+    return Optional(alternatives)
+
+
+class Several(NamedTuple):
+    """A member of a pattern that may be repeated. Made by `several(...)`."""
+
+    alternatives: tuple[type, ...]
+    at_least: int
+
+
+def several(*alternatives: type, at_least: int = 1) -> Several:
+    """A member of a pattern that stands for `at_least` or more neighbours of these classes: as many as there are."""
+    return Several(alternatives, at_least)
+
+
+class FusedOperation(FusibleOperation):
+    """Stands for a run of basic operations and computes the same in another way. Owns nothing.
+
+    pattern: the classes of the operations, in order. A member is a class, a tuple of classes (any of them),
+             `optional(...)` or `several(...)`. A subclass matches if it kept its parent's fuser_forward and
+             fuser_backward.
+    fewest:  how many operations a match must cover, for patterns of which much is optional
+    passes:  "joint" (both; may save what it likes, in `ctxs[0].saved`), "forward" (fills every covered operation's
+             `Saved` exactly as that would itself) or "backward" (consumes what those saved).
+    lands_gradients: whether its backward gives the products of weight gradients to the covered operations, by `land`
+             (see `ops.products.main_grad`) or in their own backward. Without, refused where gradients land elsewhere.
+    """
+
+    pattern: ClassVar[tuple[Any, ...]] = ()
+    fewest: ClassVar[int] = 1
+    passes: ClassVar[Literal["joint", "forward", "backward"]] = "joint"
+    lands_gradients: ClassVar[bool] = False
+
+    def __init__(self, operations: Sequence[BasicOperation]) -> None:
+        self.operations = tuple(operations)
+
+    @classmethod
+    def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
+        """None if these operations can be fused for this request, else the reason as a sentence."""
+        return None
+
+    def fuser_forward(
+        self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """As `BasicOperation.fuser_forward`, with one context for each covered operation."""
+        raise NotImplementedError(f"{type(self).__name__} has passes={self.passes!r}, but no fuser_forward.")
+
+    def fuser_backward(
+        self, ctxs: Sequence[OperationContext], dy: Any, d_extra_outputs: Mapping[str, Tensor]
+    ) -> BackwardOfFused:
+        """As `BasicOperation.fuser_backward`, with a list of parameter gradients, one for each covered operation."""
+        raise NotImplementedError(f"{type(self).__name__} has passes={self.passes!r}, but no fuser_backward.")
+
+
+def check_parameter_dtype(dtype: torch.dtype | None) -> None:
+    """Raise TypeError for a dtype in which no parameter can be trained here; None is torch's default."""
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise TypeError(
+            f"dtype is {dtype!r}, but parameters must be bfloat16, float16, float32 or float64. Pass one of these."
+        )
+
+
+def check_features(incoming: int | None, needed: int) -> None:
+    """Raise ValueError if as many features come in, as far as that is known, as are not needed."""
+    if incoming not in (None, needed):
+        raise ValueError(f"x has {incoming} features, but {needed} are needed. Check the operation before this one.")
+
+
+def check_extras(
+    consumed: Sequence[str], produced: Sequence[str], given: Mapping[str, Any], outputs: Sequence[str]
+) -> None:
+    """Raise ValueError, listing what exists, if an extra input is missing or unknown, or an output does not exist.
+
+    TypeError for an extra input of complex numbers.
+    """
+    if len(given) != len(consumed) or given.keys() != set(consumed):
+        missing = [name for name in consumed if name not in given]
+        unknown = [name for name in given if name not in consumed]
+        problem = (f"missing: {', '.join(map(repr, missing))}; " if missing else "") + (
+            f"unknown: {', '.join(map(repr, unknown))}; " if unknown else ""
+        )
+        asked = ", ".join(map(repr, consumed)) or "none"
+        raise ValueError(f"Extra inputs by name: {problem}the operations ask for: {asked}.")
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            check_real(name, value.dtype)
+    for name in outputs:
+        if name not in produced:
+            raise ValueError(
+                f"No operation makes the extra output {name!r}. There are: {', '.join(map(repr, produced)) or 'none'}."
+            )
+
+
+def check_buffers(module: nn.Module, named: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError if `named` holds a buffer that the module does not write into."""
+    known = module.buffer_names if isinstance(module, BasicOperation) else ()
+    for name in named:
+        if name not in known:
+            raise ValueError(
+                f"{where} names {name!r}, but {type(module).__name__} writes into "
+                f"{', '.join(map(repr, known)) or 'no buffer of the caller'}."
+            )
+
+
+def at_border(value: Any) -> Any:
+    """An extra output as the caller gets it: a tensor; split sizes as their tensor of sizes."""
+    return value.sizes if isinstance(value, Splits) else value

@@ -1,0 +1,180 @@
+"""What a plan makes of a run of operations for one request, worked out before anything runs.
+
+A planner answers a request with a `Plan`: which steps run forward and backward, some of them fused. A `Program` adds
+what does not change from call to call: which gradients each operation computes, in which dtype it runs, and by which
+names its extra tensors go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.products.paths import choose_path
+from ops.runner.context import held_parameter
+from recipes.recipe import Role
+from recipes.request import Needs, PlanRequest
+
+
+class Step(NamedTuple):
+    """One thing to execute: a basic operation, or a fused one that stands for several.
+
+    `indices` are the positions, in the pipeline, of the basic operations that it stands for.
+    """
+
+    operation: Any
+    indices: tuple[int, ...]
+    fused: bool
+
+    def of(self, operations: Sequence[Any]) -> Any:
+        """What is executed, where a program holds no basic operation: that of the pipeline."""
+        return self.operation if self.fused else operations[self.indices[0]]
+
+
+class Refusal(NamedTuple):
+    """Why a fusion does not stand for the operations at these positions, though its pattern fits."""
+
+    fusion: type
+    indices: tuple[int, ...]
+    reason: str
+
+
+class Plan(NamedTuple):
+    """What a planner answers: the steps of both passes, and every fusion that was refused."""
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    refusals: tuple[Refusal, ...] = ()
+
+
+Planner = Callable[[Sequence[Any], PlanRequest], Plan]
+
+
+def plan_unfused(operations: Sequence[Any], request: PlanRequest) -> Plan:
+    """Every operation by itself."""
+    steps = tuple(Step(operation, (index,), False) for index, operation in enumerate(operations))
+    return Plan(steps, steps)
+
+
+class Wiring(NamedTuple):
+    """A step and the names of its extra tensors: (the operation's own name, the pipeline's name, the kind)."""
+
+    step: Step
+    inputs: tuple[tuple[str, str, type], ...]
+    outputs: tuple[tuple[str, str, type], ...]
+    input_names: tuple[str, ...]  # by which gradients of extra inputs may be returned
+    dtype: torch.dtype  # x arrives in it, in forward
+    upstream_dtype: torch.dtype  # dx leaves in it, in backward
+    needs_grad: bool  # whether backward has anything to do here
+    accepts_quantized: bool
+    writes: str | None  # the pipeline's name of the extra input that forward writes into
+    reuses_gradients: bool  # backward asks which gradients of extra outputs it may write into
+    keeps_dy: bool  # dy is read after backward
+
+
+class Program:
+    """A plan made ready to run for one request.
+
+    It holds fused operations, but no basic ones: a pipeline that an operation keeps of itself would keep it alive.
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[Any],
+        plan: Plan,
+        request: PlanRequest,
+        input_dtype: torch.dtype,
+        autocast_dtype: torch.dtype | None,
+    ) -> None:
+        self.request = request
+        self.input_dtype = input_dtype
+        self.path = choose_path(request)
+        quantizers = [request.recipe.quantizer(role) for role in Role]
+        self.keeps_state = any(quantizer is not None and quantizer.keeps_state for quantizer in quantizers)
+        flags = iter(request.needs[1])
+        wanted_extras = request.needs[2]
+
+        upstream = request.needs[0]
+        differentiable: set[str] = set(wanted_extras)
+        self.contexts: list[dict[str, Any]] = []
+        slot = 0
+        dtype = input_dtype
+        for index, operation in enumerate(operations):
+            names = operation.parameter_names()
+            if names:
+                dtype = held_parameter(operation, names[0]).dtype
+            if autocast_dtype is not None and dtype != torch.float64:  # which torch.autocast leaves alone too
+                dtype = autocast_dtype
+            needs = Needs(
+                upstream,
+                frozenset(name for name in names if next(flags)),
+                frozenset(
+                    local
+                    for local, kind in operation.extra_inputs.items()
+                    if kind is Tensor and operation.extra_name(local) in differentiable
+                ),
+            )
+            needs_grad = bool(needs.input or needs.params or needs.extras)
+            if needs_grad:
+                upstream = True
+                differentiable |= {
+                    operation.extra_name(local) for local, kind in operation.extra_outputs.items() if kind is Tensor
+                }
+                if operation.in_place_input is not None:
+                    differentiable.add(operation.extra_name(operation.in_place_input))
+            self.contexts.append(
+                {
+                    "index": index,
+                    "recipe": request.recipe,
+                    "dtype": dtype,
+                    "needs": needs,
+                    "needs_grad": needs_grad,
+                    "path": self.path,
+                    "buffers": {},
+                    "next_input_quantizer": None,
+                    "previous_grad_quantizer": None,
+                    "parameter_slots": dict(zip(names, range(slot, slot + len(names)), strict=True)),
+                }
+            )
+            slot += len(names)
+        for (left, before), (right, after) in pairwise(zip(operations, self.contexts, strict=True)):
+            before["next_input_quantizer"] = right.input_quantizer(request.recipe)
+            after["previous_grad_quantizer"] = left.grad_output_quantizer(request.recipe)
+        self.num_parameters = slot
+        self.needs_grad = upstream
+        self.differentiable = frozenset(differentiable)  # the extra tensors that carry a gradient
+        self.forward = tuple(self._wire(operations, step) for step in plan.forward)
+        self.backward = tuple(self._wire(operations, step) for step in plan.backward)[::-1]
+        # For each step that writes in place, by its position among the operations: the extra inputs of later steps.
+        self.read_after = {
+            wiring.step.indices[0]: frozenset(name for later in self.forward[at + 1 :] for _, name, _ in later.inputs)
+            for at, wiring in enumerate(self.forward)
+            if wiring.writes is not None
+        }
+        self.reuses_gradients = any(wiring.reuses_gradients for wiring in self.backward)
+
+    def _wire(self, operations: Sequence[Any], step: Step) -> Wiring:
+        covered = [operations[index] for index in step.indices]
+        contexts = [self.contexts[index] for index in step.indices]
+        first = step.indices[0]
+        outputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_outputs.items()}
+        inside = {name for _, name, _ in outputs}  # what one covered operation makes for another is the step's affair
+        inputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_inputs.items()}
+        written = None if step.fused else step.operation.in_place_input
+        return Wiring(
+            step if step.fused else step._replace(operation=None),
+            tuple(entry for entry in inputs if entry[1] not in inside),
+            tuple(outputs),
+            tuple(local for o in covered for local in o.extra_inputs),
+            contexts[0]["dtype"],
+            self.contexts[first - 1]["dtype"] if first else self.input_dtype,
+            any(context["needs_grad"] for context in contexts),
+            step.operation.accepts_quantized,
+            None if written is None else step.operation.extra_name(written),
+            not step.fused and step.operation.reuses_gradients,
+            any(operation.keeps_dy for operation in covered),
+        )

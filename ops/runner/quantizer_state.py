@@ -1,0 +1,100 @@
+"""What quantizers keep from step to step on an operation: float32 buffers that appear with their first use.
+
+They are named `quantizer_<role>_<name>`, such as `quantizer_input_amax_history`. An operation that never ran under a
+recipe with a state has none, so a state dict of it has no extra key. Strict loading works between all recipes: an
+absent entry puts the state back to its beginning, and one that is not there yet is made. Under inference mode they are
+made as ordinary tensors, which a later training step may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes.recipe import Role
+from recipes.tensors.quantizer import Quantizer, StateShapes
+
+_PREFIXES = tuple(f"quantizer_{role.value}_" for role in Role)
+
+
+class QuantizerState:
+    """The state of one operation's quantizer for one role."""
+
+    def __init__(self, operation: nn.Module, role: Role, num_scales: int) -> None:
+        self.operation = operation
+        self.role = role.value
+        self.prefix = f"quantizer_{role.value}_"
+        self.num_scales = num_scales
+
+    def tensors(self, quantizer: Quantizer, device: torch.device | None) -> Mapping[str, Tensor]:
+        """By name, on `device` (None: as they are there)."""
+        shapes = quantizer.state_shapes(self.num_scales)
+        buffers = self.operation._buffers
+        found = {name: buffers.get(self.prefix + name) for name in shapes}
+        if all(_is_ready(tensor, shapes[name][0], device) for name, tensor in found.items()):
+            return found  # type: ignore[return-value]  # none is None
+        return {name: self._make(name, tensor, shapes, device) for name, tensor in found.items()}
+
+    @torch.inference_mode(False)
+    def _make(self, name: str, old: Tensor | None, shapes: StateShapes, device: torch.device | None) -> Tensor:
+        shape, initial = shapes[name]
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self.operation).__name__} has no {self.prefix + name} yet, and what a graph makes while it is "
+                "captured, each replay makes anew. Run forward and backward once under the recipe before the capture."
+            )
+        new = torch.full(shape, initial, dtype=torch.float32, device=device or (None if old is None else old.device))
+        if old is not None and not old.is_meta:
+            if old.shape[1:] != new.shape[1:] or old.dim() != new.dim():
+                raise ValueError(
+                    f"{type(self.operation).__name__} has {self.prefix + name} of shape {list(old.shape)}, but "
+                    f"{list(shape)} is needed. Load the state of an operation with as many groups."
+                )
+            kept = min(len(old), len(new))  # a history of another length is cut, or goes on with zeros
+            new[:kept] = old[:kept]
+        self.operation.register_buffer(self.prefix + name, new)
+        return new
+
+
+def _is_ready(tensor: Tensor | None, shape: tuple[int, ...], device: torch.device | None) -> bool:
+    return (
+        tensor is not None
+        and tensor.shape == shape
+        and (device is None or tensor.device == device)
+        and tensor.dtype == torch.float32
+        and not tensor.is_inference()
+    )
+
+
+@torch.inference_mode(False)
+def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Make the operation's state buffers those that `state_dict` holds under `prefix`."""
+    for name in list(_names(operation._buffers)):
+        if prefix + name not in state_dict:
+            del operation._buffers[name]
+    for key, value in state_dict.items():
+        name = key.removeprefix(prefix)
+        if key.startswith(prefix) and name.startswith(_PREFIXES):
+            mine = operation._buffers.get(name)
+            if mine is None or mine.shape != value.shape:
+                device = next((p.device for p in operation.parameters()), value.device)
+                operation.register_buffer(name, torch.empty(value.shape, dtype=torch.float32, device=device))
+
+
+def apply_to_state(operation: nn.Module, apply: Callable[[], Any]) -> None:
+    """Run `apply`, which converts all of the operation's tensors; the state goes to their device, but stays float32."""
+    before = {name: operation._buffers[name] for name in _names(operation._buffers)}
+    apply()
+    for name, tensor in before.items():
+        after = operation._buffers[name]
+        if tensor is not None and after is not None and not tensor.is_meta:
+            operation._buffers[name] = (
+                torch.empty_like(tensor, device=after.device) if after.is_meta else tensor.to(after.device)
+            )
+
+
+def _names(buffers: Mapping[str, Any]) -> Iterator[str]:
+    return (name for name in buffers if name.startswith(_PREFIXES))

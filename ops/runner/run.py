@@ -1,0 +1,487 @@
+"""How a run of operations is executed: one autograd node, each operation in turn.
+
+A call is one dictionary look-up, for the `Program` of this request, and then a loop over its steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.runner.backward import Record, raise_located, run_backward
+from ops.runner.callers_buffers import (
+    CallersBuffer,
+    buffers_of,
+    check_before_backward,
+    check_before_forward,
+    note_handed_on,
+    place_of,
+)
+from ops.runner.context import OperationContext, at_tensor, state_of
+from ops.runner.in_place import check_writable, memory_of
+from ops.runner.input import check_numbers, check_tensor
+from ops.runner.nested_backward import note_forward, unwanted_parameters
+from ops.runner.program import Planner, Program, Wiring, plan_unfused
+from ops.runner.saved import flatten
+from recipes.first_forwards import FirstForwards, ForwardWithGrad
+from recipes.pending import PendingUpdates
+from recipes.recipe import Recipe
+from recipes.request import PlanRequest
+from recipes.stack import current_recipe, current_updates, open_entries, records_amaxes, reentered
+from recipes.tensors.splits import Splits
+
+Buffers = Mapping[int, Mapping[str, Tensor]]
+
+# Where torch (2.11, 2.13) traces the Function, backward takes the saved tensors twice, and the first time frees them.
+NOT_TRACED = (
+    "Operations of fuser run as they are, with kernels that are fused already, and torch.compile takes what is around "
+    "them: leave out fullgraph=True."
+)
+
+MOST_PROGRAMS = 64  # that a pipeline keeps: requests that never come again (a new lambda in each step) push others out
+
+_NONE = type(None)
+_requires_grad = attrgetter("requires_grad")
+_dtype = attrgetter("dtype")
+
+
+class _Parameters(NamedTuple):
+    """A pipeline's parameters as they are at a call. layout: which are registered as None, and what changes else."""
+
+    present: list[Tensor]
+    layout: tuple[Any, ...]
+
+
+class Pipeline:
+    """A run of basic operations that is executed as one autograd node.
+
+    operations:   the basic operations, in order; they are held by whoever made it
+    planner:      chooses fused operations for a request; `plan_unfused` by default
+    path:         "grouped" or "split" to force one of the two storage paths, else None
+    retain_graph: keep what backward needs after the first backward
+    labels:       where each operation stands, for messages; by default its position
+    recipe:       the operations' own recipe; None: that of `autocast`
+    first_forwards: those of the Sequential, which has other pipelines after a change
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[Any],
+        *,
+        planner: Planner = plan_unfused,
+        path: str | None = None,
+        retain_graph: bool = False,
+        labels: Sequence[str] | None = None,
+        recipe: Recipe | None = None,
+        first_forwards: FirstForwards | None = None,
+    ) -> None:
+        self.recipe = recipe
+        # Weakly: an operation has pipelines of its own, and what refers to itself outlives its last user.
+        self._operations = tuple(weakref.ref(operation) for operation in operations)
+        self.labels = tuple(map(str, range(len(self.operations)))) if labels is None else tuple(labels)
+        self.planner = planner
+        self.path = path
+        self.retain_graph = retain_graph
+        self.programs: dict[Any, Program] = {}
+        self.first_forwards = first_forwards or FirstForwards()
+        # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
+        self._members = [(weakref.ref(o), o._parameters, o._modules) for o in self.operations]
+        self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
+        self.consumed = self._consumed_from_outside()
+
+    @property
+    def operations(self) -> tuple[Any, ...]:
+        """The basic operations, which somebody else holds."""
+        return tuple([ref() for ref in self._operations])
+
+    def _consumed_from_outside(self) -> tuple[str, ...]:
+        seen: set[str] = set()
+        names: dict[str, None] = {}
+        for operation in self.operations:
+            asked = [operation.extra_name(name) for name in operation.extra_inputs]
+            names |= {name: None for name in asked if name not in seen}
+            seen |= {operation.extra_name(n) for n in operation.extra_outputs}
+        return tuple(names)
+
+    def all_needs(self, requires_grad: bool) -> Any:
+        """The needs of a request in which x requires grad or not, and the parameters as they do."""
+        return requires_grad, tuple(map(_requires_grad, self._parameters().present)), ()
+
+    def program(self, x: Tensor, extras: Mapping[str, Any], training: bool, fusions_version: int) -> Program:
+        """The program for this call; made once for each distinct request."""
+        return self._program(x, extras, self._parameters(), training, fusions_version)
+
+    def _parameters(self) -> _Parameters:
+        parameters: list[Any] = []
+        names: tuple[Any, ...] = ()
+        for operation, own, children in self._members:
+            if children:
+                owner: Any = operation()
+                for _, module in owner.named_modules(remove_duplicate=False):
+                    parameters += module._parameters.values()
+                names += owner.parameter_names()
+            else:
+                parameters += own.values()
+        kinds = tuple(map(type, parameters))
+        if _NONE in kinds:
+            parameters = [parameter for parameter in parameters if parameter is not None]
+        return _Parameters(parameters, (kinds, names))
+
+    def _program(
+        self, x: Tensor, extras: Mapping[str, Any], parameters: _Parameters, training: bool, fusions_version: int
+    ) -> Program:
+        device = x.device
+        autocast_dtype = torch.get_autocast_dtype(device.type) if _autocasts(device) else None
+        present = parameters.present
+        if torch.is_grad_enabled():
+            extras_needs = [n for n, v in extras.items() if isinstance(v, Tensor) and v.requires_grad] if extras else ()
+            needs = (x.requires_grad, tuple(map(_requires_grad, present)), tuple(extras_needs))
+        else:
+            needs = (False, (False,) * len(present), ())
+        dtypes = tuple(map(_dtype, present))
+        recipe = self.recipe or current_recipe()
+        # All that the request is made of, and what the program knows beyond it.
+        key = (recipe, device, needs, training, fusions_version, x.dtype, autocast_dtype, dtypes, parameters.layout)
+        program = self.programs.get(key)
+        if program is None:
+            check_numbers(x.dtype, self.operations)
+            self._check_parameters(x)
+            dtype = autocast_dtype or (dtypes[0] if dtypes else x.dtype)
+            if torch.float64 in dtypes:
+                dtype = torch.float64  # the widest decides: it is what a kernel may lack
+            request = PlanRequest(recipe, device, dtype, needs, training, self.path or recipe.path, fusions_version)
+            plan = self.planner(self.operations, request)
+            # plans made with fusions that are no longer registered are of no use
+            known = [(k, p) for k, p in list(self.programs.items()) if p.request.fusions_version == fusions_version]
+            self.programs = dict(known[1 - MOST_PROGRAMS :])
+            program = self.programs[key] = Program(self.operations, plan, request, x.dtype, autocast_dtype)
+        return program
+
+    def _check_parameters(self, x: Tensor) -> None:
+        for operation in self.operations:
+            for name, parameter in operation.named_parameters():
+                if parameter.is_meta and not x.is_meta:
+                    raise RuntimeError(
+                        f"{type(operation).__name__}.{name} is on the meta device, but x is on {x.device}. "
+                        f"Materialise it first: module.to_empty(device={str(x.device)!r}), then reset_parameters()."
+                    )
+
+    @torch.compiler.disable(reason=NOT_TRACED)
+    def __call__(
+        self,
+        x: Any,
+        extras: dict[str, Any],
+        *,
+        wanted: Iterable[str] = (),
+        buffers: Buffers | None = None,
+        training: bool = True,
+        fusions_version: int = 0,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run x through the operations.
+
+        extras: every name in `self.consumed`. wanted: the names of the extra outputs to return.
+        Returns (y, {name: extra output}). Raises TypeError for an x that is no tensor, of complex numbers, or of
+        integers where an operation computes in floating point.
+        """
+        check_tensor(x)
+        if note_forward():
+            with self.first_forwards.entered_again(training, self.recipe):
+                return self._run(x, extras, wanted, buffers, training, fusions_version, None)
+        forward = self.first_forwards.began(training)
+        return self._run(x, extras, wanted, buffers, training, fusions_version, forward)
+
+    def _run(
+        self,
+        x: Any,
+        extras: dict[str, Any],
+        wanted: Iterable[str],
+        buffers: Buffers | None,
+        training: bool,
+        fusions_version: int,
+        forward: ForwardWithGrad | None,
+    ) -> tuple[Any, dict[str, Any]]:
+        parameters = self._parameters()
+        program = self._program(x, extras, parameters, training, fusions_version)
+        call = _Call(program, extras, tuple(wanted), buffers or {}, self, forward)
+        # Inside a Function, torch.autocast would still change the products of the references.
+        with (
+            without_autocast(x.device),
+            _step(call) if program.keeps_state else _NOTHING,
+        ):
+            if not program.needs_grad:
+                return at_tensor(call.forward(x)), call.produced
+            call.input_names = [name for name in self.consumed if isinstance(extras[name], Tensor)]
+            tensors = parameters.present + [extras[name] for name in call.input_names]
+            function = _RetainingFunction if self.retain_graph else _ReleasingFunction
+            y, *returned = function.apply(call, x, *tensors)
+        return y, dict(zip(call.returned, returned, strict=True)) | call.produced
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _step(call: _Call) -> Iterator[None]:
+    """Lets quantizers with a state record: for the end of the outermost autocast, or without one of this call."""
+    if not records_amaxes():
+        around = current_updates()
+        if around is not None:
+            around.has_evaluated = True
+        yield
+        return
+    own = None if current_updates() is not None else PendingUpdates()
+    call.updates = own or current_updates()
+    try:
+        yield
+    except BaseException:
+        if own is not None:
+            own.discard()
+        raise
+    if own is not None:
+        own.apply()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """In which torch.autocast is off for this device."""
+    return torch.autocast(device.type, enabled=False) if _autocasts(device) else _NOTHING
+
+
+def _autocasts(device: torch.device) -> bool:
+    """Whether torch.autocast is on for this device; there are devices (meta) that it does not know."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+class _Call:
+    """One call of a program: the values of the extra tensors while forward runs, the contexts it leaves behind."""
+
+    def __init__(
+        self,
+        program: Program,
+        extras: dict[str, Any],
+        wanted: tuple[str, ...],
+        buffers: Buffers,
+        pipeline: Pipeline,
+        forward: ForwardWithGrad | None,
+    ) -> None:
+        self.program = program
+        self.operations = pipeline.operations
+        self.environment = dict(extras)
+        self.wanted = wanted
+        self.buffers = buffers
+        self.given_buffers: list[CallersBuffer] = []
+        self.contexts: list[OperationContext] = []
+        self.produced: dict[str, Any] = {}
+        self.returned: list[str] = []
+        self.input_names: list[str] = []
+        self.given: list[Tensor] = []  # x and the extra inputs, where an operation writes in place
+        self.written: dict[str, Tensor] = {}  # those of them that were, and have a history
+        self.updates: PendingUpdates | None = None
+        self.retains = pipeline.retain_graph
+        self.labels = pipeline.labels
+        self.first_forward = forward
+
+    def forward(self, x: Any) -> Any:
+        for operation, prototype in zip(self.operations, self.program.contexts, strict=True):
+            context = OperationContext.__new__(OperationContext)
+            context.__dict__ = prototype.copy()
+            context.operation = operation
+            self.contexts.append(context)
+        if self.updates is not None:
+            for context in self.contexts:
+                context.updates = self.updates
+        for index, named in self.buffers.items():
+            self.contexts[index].buffers = dict(named)
+        if self.buffers:
+            self.given_buffers = buffers_of(self.contexts, self.labels)
+            modules = {place_of(*named): named[1] for named in zip(self.labels, self.operations, strict=True)}
+            check_before_forward(self.given_buffers, modules, x, self.environment)
+        if self.program.read_after:
+            self.given = [t for t in (x, *self.environment.values()) if isinstance(t, Tensor)]
+        for wiring in self.program.forward:
+            if not isinstance(x, Tensor):
+                if not wiring.accepts_quantized:
+                    x = x.dequantize()
+            elif x.dtype != wiring.dtype:
+                x = x.to(wiring.dtype)
+            try:
+                x = self._run_step(wiring, x)
+            except Exception as error:
+                raise_located(self.labels, wiring.step.indices[0], wiring.step.of(self.operations), error)
+        for name in self.wanted:
+            if name not in self.environment:
+                raise RuntimeError(
+                    f"The extra output {name!r} is used outside of the fused operation that covers its producer, but "
+                    "that did not return it. A fusion must return every extra output that is used outside of it."
+                )
+            self.produced[name] = self.environment[name]
+        return x
+
+    def _run_step(self, wiring: Wiring, x: Any) -> Any:
+        step = wiring.step
+        extras = {local: self._extra(name, kind, x) for local, name, kind in wiring.inputs} if wiring.inputs else {}
+        if wiring.writes is not None:
+            self._check_writable(wiring.writes, x, self.contexts[step.indices[0]])
+        context: Any = [self.contexts[i] for i in step.indices] if step.fused else self.contexts[step.indices[0]]
+        result = step.of(self.operations).fuser_forward(context, x, extras)
+        if type(result) is not tuple or len(result) != 2:
+            raise TypeError(f"fuser_forward returned a {type(result).__name__}. Return (y, {{name: extra output}}).")
+        y, outputs = result
+        for local, name, _ in wiring.outputs:
+            if local in outputs:
+                self.environment[name] = outputs[local]
+            elif not step.fused:
+                raise RuntimeError(f"It declares the extra output {local!r}, but its fuser_forward did not return it.")
+        return y
+
+    def _check_writable(self, name: str, x: Any, context: OperationContext) -> None:
+        target = self.environment[name]
+        used = (*self.program.read_after[context.index], *self.wanted)
+        check_writable(
+            name, target, x, needs_grad=context.needs_grad, given=self.given, contexts=self.contexts,
+            labels=self.labels, read_later={n: self.environment[n] for n in used if n in self.environment},
+        )  # fmt: skip
+        if context.needs_grad and any(target is tensor for tensor in self.given):
+            # Under its last name: gradients of what it holds at the end belong to the last write.
+            self.written = {n: t for n, t in self.written.items() if t is not target} | {name: target}
+
+    def _extra(self, name: str, kind: type, x: Any) -> Any:
+        """The extra input of that name; split sizes as one `Splits` for all who ask for them."""
+        if name not in self.environment:
+            raise RuntimeError(f"The extra tensor {name!r} was not returned by the fused operation that makes it.")
+        value = self.environment[name]
+        if kind is Splits and not x.shape:
+            raise ValueError("x has no dimensions, but split_sizes divide its rows. Give [rows, features].")
+        if kind is Splits and not (isinstance(value, Splits) and value.rows == x.shape[0]):
+            value = self.environment[name] = Splits.make(value, rows=x.shape[0], device=x.device)
+        return value
+
+
+class _RetainingFunction(torch.autograd.Function):
+    """The pipeline as one autograd node."""
+
+    @staticmethod
+    def forward(fctx: Any, call: _Call, x: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
+        fctx.set_materialize_grads(False)
+        program = call.program
+        y = at_tensor(call.forward(x))
+        written = call.written
+        # A buffer of the caller's must not get a history, nor one tensor object two: they get objects of their own.
+        if not _is_among(y, written.values()):
+            y = y.detach() if call.buffers else _as_output(y, x, call.environment.values())
+        outputs = [y]
+        returned = [name for name in call.wanted if isinstance(call.produced[name], Tensor)]
+        for name in returned:
+            value = call.produced.pop(name)
+            if not _is_among(value, written.values()) or _is_among(value, outputs):
+                value = _as_extra_output(value, x, outputs, detached=bool(call.buffers))
+            outputs.append(value)
+        if written:  # autograd wants them as outputs: whatever uses them from now on belongs to this node
+            fctx.mark_dirty(*written.values())
+            for name, value in written.items():
+                if not _is_among(value, outputs):
+                    returned.append(name)
+                    outputs.append(value)
+        if returned:
+            call.returned = returned
+            fctx.mark_non_differentiable(
+                *[t for n, t in zip(returned, outputs[1:], strict=True) if n not in program.differentiable]
+            )
+
+        flat: list[Tensor | None] = []
+        states = []
+        for context in call.contexts:
+            values = context.__dict__
+            values.pop("updates", None)
+            try:
+                spec = flatten(values.pop("saved", None), flat)
+                weights = flatten(values.pop("quantized_weights", None), flat)
+            except TypeError as error:
+                raise_located(call.labels, context.index, context.operation, error)
+            states.append((values, spec, weights))
+        fctx.save_for_backward(*flat)
+        parameters = tensors[: program.num_parameters]
+        fctx.record = Record(
+            program, call.operations, call.labels, states, parameters, [state_of(p) for p in parameters],
+            tuple(call.input_names), tuple(returned), open_entries(), call.first_forward,
+            call.given_buffers,
+        )  # fmt: skip
+        fctx.has_run = False
+        fctx.retains = call.retains
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(fctx: Any, dy: Tensor | None, *d_returned: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Double backward (create_graph=True) through a pipeline is not supported: its backward is written by "
+                "hand. Call backward without create_graph, or express that part with plain torch functions."
+            )
+        record = fctx.record
+        saved = _take_saved(fctx)
+        if record.first_forward is not None:
+            record.first_forward.has_run = True
+        buffers, edges = record.buffers, fctx.next_functions
+        if buffers:
+            check_before_backward(buffers, record.parameters, saved, (dy, *d_returned))
+        with without_autocast(record.program.request.device), reentered(record.entries):
+            # Where autograd gets all gradients it drops what nobody asked for; elsewhere it would be accumulated.
+            unwanted: frozenset[int] = frozenset()
+            if any(operation.lands_elsewhere for operation in record.operations):
+                unwanted = unwanted_parameters(edges[1 : 1 + len(record.parameters)])
+            gradients = run_backward(record, saved, dy, d_returned, unwanted)
+        if buffers:
+            of_extras = 1 + len(record.parameters)
+            note_handed_on(buffers, [gradients[0], *gradients[of_extras:]], [edges[0], *edges[of_extras:]])
+        return None, *gradients
+
+
+def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
+    """y as autograd wants it of a Function, so that a module behind may change it in place, or is refused to.
+
+    Not a view, which could not be changed; but a view, if another tensor that the caller may hold shares its memory.
+    """
+    if y is x:
+        return y
+    memory = memory_of(y)
+    if any(isinstance(t, Tensor) and memory_of(t) == memory for t in (x, *others)):
+        return y.view_as(y)
+    return y.detach() if y._is_view() else y
+
+
+def _as_extra_output(value: Tensor, x: Tensor, outputs: Sequence[Tensor], *, detached: bool) -> Tensor:
+    """The same for an extra output: a view, which cannot be changed in place, if x or another one shares its memory."""
+    memory = memory_of(value)
+    shared = any(memory_of(other) == memory for other in (x, *outputs[1:]))
+    if shared or value is outputs[0]:
+        return value.view_as(value)
+    return value.detach() if detached else value
+
+
+def _is_among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(tensor is other for other in others)
+
+
+class _ReleasingFunction(_RetainingFunction):
+    """The same node; what an operation saved is freed as soon as its backward has run."""
+
+    clear_saved_tensors_on_access = True
+
+
+def _take_saved(fctx: Any) -> list[Tensor | None]:
+    released = "In a second backward: what the operations saved was freed by the first one. "
+    if fctx.has_run and not fctx.retains:
+        raise RuntimeError(released + "Build the pipeline with Sequential(..., retain_graph=True) to run it again.")
+    try:
+        saved = fctx.saved_tensors
+    except RuntimeError as error:
+        if not fctx.has_run:
+            raise
+        raise RuntimeError(released + "Give the first one retain_graph=True.") from error
+    fctx.has_run = True
+    return list(saved)

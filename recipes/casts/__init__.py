@@ -1,0 +1,1 @@
+"""Quantize and dequantize kernels, each with its reference in plain torch."""

@@ -1,0 +1,122 @@
+"""The end of a step of delayed scaling: amaxes enter the history, scales follow from it.
+
+    last  = history[0]                          the maximum |x| of this step, in the open slot
+    amax  = max over history without NaN        "max" (0 if all are NaN), or `last` ("most_recent")
+    scale = fl(fl(largest * 2^-margin) / amax)  the largest float32 where the quotient is Inf; unchanged if amax is 0,
+                                                Inf or NaN
+    history rolls by one, `last` to its end, and the open slot is 0 again
+
+Where `last` is 0 (a group without rows) neither scale nor history changes: amaxes 8, 0.25 and 0 under a history of 2
+and "max" give the scales 56, 56 and 56 (largest 448). A NaN rolls in as any other number; an Inf keeps the scale until
+it has left the history. With L = 1 both algorithms are equal.
+
+A function in place of an algorithm is called on the whole history at the end of every step, and its result is what
+amax is; a function in place of the formula gets amax and returns the scales. Neither is overruled where `last` is 0,
+as in TransformerEngine.
+
+history: [L, n] float32, scale: [n] float32, both changed in place; no read of the device from the host. Each of the n
+columns is a tensor of its own. Source: TransformerEngine's DelayedScaling (read at d0067d0).
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from recipes.triton.launch import Launch, cdiv, launcher, next_power_of_2
+
+FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+COLUMNS = 16  # of a program
+
+
+def end_step_ref(
+    history: Tensor,
+    scale: Tensor,
+    largest: float,
+    amax_algorithm: str | Callable[[Tensor], Tensor],
+    scale_from_amax: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> None:
+    """`end_step` in plain torch."""
+    last = history[0].clone()
+    if callable(amax_algorithm):
+        amax = amax_algorithm(history)
+    elif amax_algorithm == "max":
+        amax = history.masked_fill(history.isnan(), 0.0).amax(0)
+    else:
+        amax = last
+    if scale_from_amax is not None:
+        new = scale_from_amax(amax, scale)
+    else:
+        quotient = (torch.full_like(amax, largest) / amax).clamp(max=FLOAT32_MAX.value)
+        usable = (amax > 0) & (amax < torch.inf)
+        if not callable(amax_algorithm):
+            usable &= last != 0
+        new = torch.where(usable, quotient, scale)
+    scale.copy_(new)
+    rolled = history.roll(-1, 0)
+    rolled[0] = 0
+    history.copy_(torch.where(last != 0, rolled, history))
+
+
+@triton.jit(do_not_specialize=["length", "num_scales"])
+def end_step_kernel(
+    history_ptr, scale_ptr, length, num_scales,
+    LARGEST: tl.constexpr, MOST_RECENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = column < num_scales
+    offs_r = tl.arange(0, ROWS)
+    last = tl.load(history_ptr + column, mask=valid, other=0.0)
+    amax = last
+    if not MOST_RECENT:
+        amax = tl.where(last == last, last, 0.0)
+        for start in range(1, length, ROWS):
+            row = start + offs_r
+            inside = (row < length)[:, None] & valid[None, :]
+            amaxes = tl.load(
+                history_ptr + row.to(tl.int64)[:, None] * num_scales + column[None, :], mask=inside, other=0
+            )
+            amax = tl.maximum(amax, tl.max(tl.where(amaxes == amaxes, amaxes, 0.0), axis=0))
+    usable = (amax > 0) & (amax < float("inf")) & (last != 0)
+    quotient = tl.div_rn(tl.full([COLUMNS], LARGEST, tl.float32), tl.where(usable, amax, 1.0))
+    tl.store(scale_ptr + column, tl.minimum(quotient, FLOAT32_MAX), mask=valid & usable)
+    for start in range(0, length, ROWS):
+        row = start + offs_r
+        at = history_ptr + row.to(tl.int64)[:, None] * num_scales + column[None, :]
+        following = tl.load(at + num_scales, mask=(row + 1 < length)[:, None] & valid[None, :], other=0.0)
+        rolled = tl.where((row == 0)[:, None], 0.0, tl.where((row == length - 1)[:, None], last[None, :], following))
+        tl.debug_barrier()  # a row is read by threads other than those that write it
+        tl.store(at, rolled, mask=(row < length)[:, None] & (valid & (last != 0))[None, :])
+        tl.debug_barrier()
+
+
+def end_step(
+    history: Tensor,
+    scale: Tensor,
+    largest: float,
+    amax_algorithm: str | Callable[[Tensor], Tensor],
+    scale_from_amax: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> None:
+    """The update above, on a GPU by one kernel if it calls no function.
+
+    largest: of the format, with the margin. A function gets history, or amax and the old scale.
+    """
+    if not history.is_cuda or callable(amax_algorithm) or scale_from_amax is not None:
+        end_step_ref(history, scale, largest, amax_algorithm, scale_from_amax)
+    else:
+        end_step_triton(history, scale, largest, amax_algorithm == "most_recent")
+
+
+_end_step = Launch(end_step_kernel)
+
+
+@launcher("fuser::end_step_of_delayed_scaling", mutates=["history", "scale"])
+def end_step_triton(history: Tensor, scale: Tensor, largest: float, most_recent: bool) -> None:
+    """Launches the kernel. history [L, n] and scale [n] are contiguous."""
+    length, num_scales = history.shape
+    _end_step(
+        history, cdiv(num_scales, COLUMNS), history, scale, length, num_scales,
+        LARGEST=largest, MOST_RECENT=most_recent, ROWS=min(256, next_power_of_2(length)), COLUMNS=COLUMNS,
+    )  # fmt: skip

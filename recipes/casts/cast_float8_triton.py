@@ -1,0 +1,288 @@
+"""The kernels of `cast_float8`: amaxes, both copies of a tile from one read of x, and the way back.
+
+The rows of a tile are taken in four parts, rows 4 q + j in part j: so the four codes that lie side by side in the
+transposed copy are in one place of four tensors, become one 32-bit word without any exchange between threads, and the
+transposition moves words, not bytes.
+"""
+
+import triton
+import triton.language as tl
+
+from recipes.casts.float8_elements_triton import (
+    float8_codes,
+    float8_values,
+    float8_words,
+    largest_of,
+    magnitude,
+    transposed_words,
+)
+from recipes.triton.rounding import round_to, widen
+from recipes.triton.row_slots import find_tile
+
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+PADDING = tl.constexpr(32)
+
+
+@triton.jit(do_not_specialize=["rows", "num_groups"])
+def amax_kernel(
+    x_ptr, amax_ptr, offsets_ptr, rows, columns, num_groups, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """amax[g] = max(amax[g], max |x|) of one tile. amax_ptr: the bits of float32 numbers, whose order is theirs."""
+    _, group, first, end, start, _, _ = _find(offsets_ptr, None, rows, columns, rows, num_groups, 0, BLOCK_M, BLOCK_K)
+    first_column = tl.program_id(0) % tl.cdiv(columns, BLOCK_K) * BLOCK_K
+    row = tl.arange(0, BLOCK_M)[:, None]
+    column = tl.arange(0, BLOCK_K)[None, :]
+    inside = (row < _height(first, end, BLOCK_M)) & (column < columns - first_column) & (group < num_groups)
+    at = start * columns + first_column + row.to(tl.int64) * columns + column
+    x = widen(tl.load(x_ptr + at, mask=inside, other=0.0)).to(tl.float32)
+    _add_amax(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), group, (first < end) & (group < num_groups))
+
+
+@triton.jit(do_not_specialize=["rows", "num_groups", "slots"])
+def cast_float8_kernel(
+    x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, offsets_ptr, aligned_ptr,
+    rows, columns, width, num_groups, slots, amax_epsilon,
+    GIVEN_IS_SCALE: tl.constexpr, POWER_2: tl.constexpr, PACKED: tl.constexpr,
+    FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Cast one tile. A copy whose pointer is None is not made.
+
+    given: scales, or amaxes. amax_ptr: None, or the bits of the amaxes that are to grow. rows: of each matrix; slots:
+    row tiles of all. PACKED: column_codes are words; width: of their rows in codes. FORM, NATIVE: as in `float8_codes`.
+    """
+    if tl.program_id(0) == 0:
+        _store_scale_inv(
+            scale_inv_ptr, given_ptr, num_groups, amax_epsilon, GIVEN_IS_SCALE, POWER_2, FORM
+        )  # fmt: skip
+    if slots > 0:
+        matrix, group, first, end, start, first_place, places = _find(
+            offsets_ptr, aligned_ptr, rows, columns, width, num_groups, PADDING, BLOCK_M, BLOCK_K
+        )
+        active = group < num_groups
+        scale = tl.load(given_ptr + group, mask=active, other=1.0)
+        if not GIVEN_IS_SCALE:
+            scale = _scale(scale, amax_epsilon, FORM, POWER_2)
+        first_column = tl.program_id(0) % tl.cdiv(columns, BLOCK_K) * BLOCK_K
+        height = _height(first, end, BLOCK_M)
+        x_ptr += start * columns + first_column
+        loaded = tl.where(active, height, 0)
+        x0 = _load(x_ptr, 0, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        x1 = _load(x_ptr, 1, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        x2 = _load(x_ptr, 2, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        x3 = _load(x_ptr, 3, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        if amax_ptr is not None:
+            peak = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
+            _add_amax(amax_ptr, tl.max(tl.max(peak, axis=1), axis=0), group, active & (height > 0))
+        x0 *= scale
+        x1 *= scale
+        x2 *= scale
+        x3 *= scale
+        if row_codes_ptr is not None:
+            row_codes_ptr += start * columns + first_column
+            _store(row_codes_ptr, float8_codes(x0, FORM, NATIVE), 0, height, columns, first_column, BLOCK_M, BLOCK_K)
+            _store(row_codes_ptr, float8_codes(x1, FORM, NATIVE), 1, height, columns, first_column, BLOCK_M, BLOCK_K)
+            _store(row_codes_ptr, float8_codes(x2, FORM, NATIVE), 2, height, columns, first_column, BLOCK_M, BLOCK_K)
+            _store(row_codes_ptr, float8_codes(x3, FORM, NATIVE), 3, height, columns, first_column, BLOCK_M, BLOCK_K)
+        if column_codes_ptr is not None:
+            words = float8_words(x0, x1, x2, x3, FORM, NATIVE)
+            _store_transposed(
+                column_codes_ptr, words, (matrix.to(tl.int64) * columns + first_column) * width + first_place,
+                places, width, columns - first_column, PACKED, BLOCK_M, BLOCK_K,
+            )  # fmt: skip
+
+
+@triton.jit
+def widen_kernel(codes_ptr, out_ptr, size, FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """The numbers of BLOCK codes."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = float8_values(tl.load(codes_ptr + at, mask=at < size, other=0), FORM, NATIVE)
+    tl.store(out_ptr + at, round_to(value, out_ptr.dtype.element_ty), mask=at < size)
+
+
+@triton.jit(do_not_specialize=["rows", "num_groups"])
+def untranspose_kernel(
+    codes_ptr, out_ptr, offsets_ptr, aligned_ptr, rows, columns, width, num_groups,
+    PACKED: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The numbers of one tile of column_codes in the natural order; rows past the sum get 0."""
+    matrix, group, first, end, start, first_place, places = _find(
+        offsets_ptr, aligned_ptr, rows, columns, width, num_groups, 0, BLOCK_M, BLOCK_K
+    )
+    first_column = tl.program_id(0) % tl.cdiv(columns, BLOCK_K) * BLOCK_K
+    height = _height(first, end, BLOCK_M)
+    words = _load_transposed(
+        codes_ptr, (matrix.to(tl.int64) * columns + first_column) * width + first_place,
+        tl.where(group < num_groups, tl.minimum(places, (height + 3) // 4 * 4), 0), width,
+        columns - first_column, PACKED, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
+    out_ptr += start * columns + first_column
+    for j in tl.static_range(4):
+        value = float8_values(((words >> (8 * j)) & 0xFF).to(tl.uint8), FORM, NATIVE)
+        value = round_to(value, out_ptr.dtype.element_ty)
+        _store(out_ptr, value, j, height, columns, first_column, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def store_float8(
+    x, row_codes_ptr, column_codes_ptr, scale_inv_ptr, scale_ptr, amax_ptr, rows, columns, T, COLUMNS, inside,
+    FORM: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Cast the float32 tile x of a matrix [T, COLUMNS] with a given scale and store both copies, which are there.
+
+    The tiles cover T rounded up to PADDING. amax_ptr: as in `cast_float8_kernel`; column_codes: words of four rows.
+    FORM, NATIVE: as in `float8_codes`.
+    """
+    if tl.program_id(0) == 0:
+        _store_scale_inv(scale_inv_ptr, scale_ptr, 1, 0.0, True, False, FORM)
+    x = tl.where(inside, x, 0.0)
+    if amax_ptr is not None:
+        _add_amax(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), 0, None)
+    x *= tl.load(scale_ptr)
+    at = rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+    tl.store(row_codes_ptr + at, float8_codes(x, FORM, NATIVE), mask=inside)
+    words = transposed_words(x, FORM, NATIVE)
+    width = tl.cdiv(T, PADDING) * (PADDING // 4)
+    column = tl.min(columns, axis=0) + 4 * tl.arange(0, x.shape[1] // 4)[:, None]
+    row = tl.min(rows, axis=0) // 4 + tl.arange(0, x.shape[0] // 4)[None, :]
+    for j in tl.static_range(4):
+        at = (column + j).to(tl.int64) * width + row
+        inside = (column + j < COLUMNS) & (row < width)
+        tl.store(column_codes_ptr + at, words[j].to(tl.int32, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _find(
+    offsets_ptr, aligned_ptr, rows, columns, width, num_groups, PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(matrix, group, first row in it, end row, first row of all, first place in a row of column_codes, places left).
+
+    A group is a matrix, or with offsets some rows of the only one; first and end row count from the matrix's first.
+
+    The tail, group == num_groups, has all places behind the last group's, which may be more than it has rows: with PAD
+    its tiles go on for as long.
+    """
+    slot = tl.program_id(0) // tl.cdiv(columns, BLOCK_K)
+    if offsets_ptr is None:
+        slots = tl.cdiv(rows, BLOCK_M)
+        group = slot // slots
+        matrix = group
+        first = (slot % slots).to(tl.int64) * BLOCK_M
+        end = rows.to(tl.int64)
+        start = group * end + first
+        first_place = first
+        last_place = width
+    else:
+        group, first, end = find_tile(offsets_ptr, slot, rows + PAD * num_groups, num_groups, BLOCK_M)
+        matrix = slot * 0
+        end = tl.minimum(end, rows)
+        start = first
+        first_place = first
+        last_place = first
+        if aligned_ptr is not None:
+            begin = tl.load(aligned_ptr + group)
+            first_place = begin + first - tl.load(offsets_ptr + group)
+            last_place = tl.load(aligned_ptr + group + 1, mask=group < num_groups, other=width)
+    places = tl.maximum(tl.minimum(last_place - first_place, BLOCK_M), 0).to(tl.int32)
+    return matrix, group, first, end, start, first_place, places
+
+
+@triton.jit
+def _height(first, end, BLOCK_M: tl.constexpr):
+    """How many rows of a tile there are."""
+    return tl.maximum(tl.minimum(end - first, BLOCK_M), 0).to(tl.int32)
+
+
+@triton.jit
+def _part(PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Places of rows 4 q + PART of a tile, and which are inside. [BLOCK_M / 4, BLOCK_K]"""
+    row = 4 * tl.arange(0, BLOCK_M // 4)[:, None] + PART
+    column = tl.arange(0, BLOCK_K)[None, :]
+    return row.to(tl.int64) * columns + column, (row < height) & (column < columns - first_column)
+
+
+@triton.jit
+def _load(ptr, PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    at, inside = _part(PART, height, columns, first_column, BLOCK_M, BLOCK_K)
+    return widen(tl.load(ptr + at, mask=inside, other=0.0)).to(tl.float32)
+
+
+@triton.jit
+def _store(
+    ptr, values, PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    at, inside = _part(PART, height, columns, first_column, BLOCK_M, BLOCK_K)
+    tl.store(ptr + at, values, mask=inside)
+
+
+@triton.jit
+def _store_transposed(
+    ptr, words, start, places, width, columns, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Words [BLOCK_M / 4, BLOCK_K] of four rows each to rows of `width` codes, from `start` on; `columns` rows at most.
+
+    places: how many codes of each row there are
+    """
+    words = tl.trans(words)  # [BLOCK_K, BLOCK_M / 4]
+    column = tl.arange(0, BLOCK_K)[:, None]
+    word = tl.arange(0, BLOCK_M // 4)[None, :]
+    if PACKED:
+        at = start // 4 + column.to(tl.int64) * (width // 4) + word
+        tl.store(ptr + at, words.to(tl.int32, bitcast=True), mask=(column < columns) & (word < places // 4))
+    else:
+        for j in tl.static_range(4):
+            at = start + column.to(tl.int64) * width + 4 * word + j
+            code = ((words >> (8 * j)) & 0xFF).to(tl.uint8)
+            tl.store(ptr + at, code, mask=(column < columns) & (4 * word + j < places))
+
+
+@triton.jit
+def _load_transposed(
+    ptr, start, places, width, columns, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """What `_store_transposed` stored, [BLOCK_M / 4, BLOCK_K]; 0 outside."""
+    column = tl.arange(0, BLOCK_K)[:, None]
+    word = tl.arange(0, BLOCK_M // 4)[None, :]
+    if PACKED:
+        at = start // 4 + column.to(tl.int64) * (width // 4) + word
+        words = tl.load(ptr + at, mask=(column < columns) & (word < places // 4), other=0).to(tl.uint32, bitcast=True)
+    else:
+        words = tl.zeros([BLOCK_K, BLOCK_M // 4], tl.uint32)
+        for j in tl.static_range(4):
+            at = start + column.to(tl.int64) * width + 4 * word + j
+            code = tl.load(ptr + at, mask=(column < columns) & (4 * word + j < places), other=0)
+            words = words | (code.to(tl.uint32) << (8 * j))
+    return tl.trans(words)
+
+
+@triton.jit
+def _add_amax(amax_ptr, amax, group, active):
+    amax = tl.maximum(amax, 0.0)  # NaN only where all values are
+    tl.atomic_max(amax_ptr + group, amax.to(tl.int32, bitcast=True), mask=active, sem="relaxed")
+
+
+@triton.jit
+def _store_scale_inv(
+    scale_inv_ptr, given_ptr, num_groups, amax_epsilon,
+    GIVEN_IS_SCALE: tl.constexpr, POWER_2: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    CHUNK: tl.constexpr = 128
+    for start in range(0, num_groups, CHUNK):
+        offs_g = start + tl.arange(0, CHUNK)
+        scale = tl.load(given_ptr + offs_g, mask=offs_g < num_groups, other=1.0)
+        if not GIVEN_IS_SCALE:
+            scale = _scale(scale, amax_epsilon, FORM, POWER_2)
+        tl.store(scale_inv_ptr + offs_g, tl.div_rn(1.0, scale), mask=offs_g < num_groups)
+
+
+@triton.jit
+def _scale(amax, amax_epsilon, FORM: tl.constexpr, POWER_2: tl.constexpr):
+    """The scales of float32 amaxes, which are no NaN."""
+    CODE_MAX: tl.constexpr = largest_of(FORM)
+    amax = tl.maximum(amax, amax_epsilon)
+    usable = (amax > 0) & (amax < float("inf"))
+    scale = tl.minimum(tl.div_rn(CODE_MAX, tl.where(usable, amax, 1.0)), FLOAT32_MAX)
+    scale = tl.where(usable, scale, 1.0)
+    if POWER_2:
+        scale = (scale.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)  # sign and exponent
+    return scale

@@ -1,0 +1,590 @@
+"""Cast to NVFP4: E2M1 codes, one E4M3 scale for each 16 values along an axis, one float32 amax above them.
+
+    S_enc = min(fl(2688 / amax), FLT_MAX)         1 if amax is 0 or Inf; 2688 = 6 * 448
+    S_dec = fl(1 / S_enc)
+    s     = E4M3(min(fl(amax_block * fl(S_enc * fl(1/6))), FLT_MAX))        saturating
+    e     = min(fl(1 / fl(s * S_dec)), FLT_MAX)
+    code  = E2M1(fl(x * e))                       to nearest, ties to even, or stochastic; saturating, also from Inf
+    value = code * s * alpha,  alpha = fl(amax / 2688), 1 if amax is Inf    code * s is exact in bfloat16 and float16
+
+amax is one number for a tensor or a group, taken of the very copy that is cast, or one for each row (rowwise copies
+only). A block is 1x16 along the axis that is contracted, or 16x16 (weights: both copies then have the same codes). A
+partial block counts as if padded by zeros. -0 keeps its sign.
+
+NaN counts as 0 in every amax. E2M1 has no NaN, so a block that holds one gets the scale NaN (0x7F) and codes of 0: all
+16 (256) of its values are NaN, and the NaN shows in the result. This is a choice of ours; TransformerEngine loses it.
+
+Columnwise copies of inputs and gradients may be transformed before they are cast: `hadamard.py`. The transform spreads
+an Inf or NaN over its 16 rows. Of bfloat16 x its result is rounded to bfloat16 before anything else is taken of it, the
+amaxes too, as TransformerEngine does without its fast-math switch; `round_rht=False` keeps float32, as that with it. Of
+other x, which TransformerEngine does not transform, it stays in float32.
+
+An amax of Inf makes S_enc and alpha 1. A block with the Inf has the scale 448, and the Inf becomes 6 * 448 = 2688; in
+other blocks of the tensor or group, magnitudes of more than 2688 become 2688, and blocks whose amax is 6 * 2^-10 or
+less become 0. Under the transform all 16 numbers of the Inf's block are +-2688, or NaN where two Infs cancel.
+
+Stochastic rounding (gradients): up with probability RNE(512 f) / 512, where f is the distance from the lower neighbour
+in units of the step; numbers that are representable never move. The 9 random bits depend on the seed, the copy, the
+element's column and its row within its group alone: the bits of a group do not depend on the groups before it, and
+groups quantized alone with the same seed give the same codes. A rowwise block has those of its place on K and its row
+(`block_bits_ref`). In each place of 16x16 the columns 2k and 2k + 1 have the bits of the rows k and k + 8: so one draw
+can serve both copies (in Gluon it does), in each of which every block has bits of its own. No product has both copies
+in it.
+
+Layout: two codes a byte along the contracted axis, the even one in the low nibble; scales float8_e4m3fn.
+
+    rowwise     codes [..., T, ceil(K / 2)], scales [..., T, ceil(K / 16)]
+    columnwise  transposed: codes [..., K, P / 2], scales [..., K, P / 16], with P = T rounded up to 16; of grouped rows
+                P = splits.aligned_capacity(16) and group g begins at splits.aligned(16)[g]. What lies between: 0
+
+16x16 scales are written once for each of their 16 rows. x is [T, K], [T, K] with splits, or [G, N, K] of which every
+group counts by itself. Rows past the sum of the splits count as 0, whatever stands there.
+
+`*_ref` is plain torch and the definition. Nothing here waits for the device. Sources: OCP Microscaling Formats v1.0
+(E2M1); numerics and layout as TransformerEngine's NVFP4BlockScaling (read at d0067d0).
+"""
+# T rows, P rows with the padding, K columns, L values along the contracted axis, R the others
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recipes.casts.cast_float8 import (
+    abs_without_nan,
+    amax_grouped_ref,
+    amax_ref,
+    amax_stacked_ref,
+    round_to_float8_ref,
+)
+from recipes.casts.cast_nvfp4_triton import amax_nvfp4_kernel, cast_nvfp4_kernel
+from recipes.casts.dequantize_nvfp4_triton import (
+    dequantize_columns_kernel,
+    dequantize_rows_kernel,
+    dequantize_words_kernel,
+)
+from recipes.casts.hadamard import hadamard_ref
+from recipes.tensors.formats import E2M1_VALUES, E4M3
+from recipes.tensors.splits import Splits
+from recipes.triton.gates import why_no_gluon
+from recipes.triton.launch import next_power_of_2
+from recipes.triton.philox import block_bits_ref
+
+if why_no_gluon((9, 0)) is None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT, cast_nvfp4_gluon_kernel
+
+BLOCK = 16
+RANGE = E2M1_VALUES[-1] * E4M3.max
+NAN_SCALE = 0x7F
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_ROUND = 1.5 * 2**23  # a number between 0 and 2^22 added to this is rounded to an integer, ties to even
+
+
+class Amaxes(NamedTuple):
+    """max |x| of each copy, None for a copy that is not made: () float32, [G], or of rows [..., T] with zeros in the
+    rows of no group."""
+
+    rowwise: Tensor | None
+    columnwise: Tensor | None
+
+
+class Codes(NamedTuple):
+    """Codes and scales of both copies; None for one that was not asked for."""
+
+    rowwise: Tensor | None
+    rowwise_scale: Tensor | None
+    columnwise: Tensor | None
+    columnwise_scale: Tensor | None
+
+
+def alpha_from_amax(amax: Tensor) -> Tensor:
+    """fl(amax / 2688) in float32, the factor that is left outside the codes and block scales; 1 if amax is Inf."""
+    # Not `amax / RANGE`: on CUDA torch would turn a scalar divisor into its reciprocal, which rounds twice.
+    return (amax / torch.full_like(amax, RANGE)).masked_fill(amax.isinf(), 1.0)
+
+
+def amax_nvfp4_ref(
+    x: Tensor,
+    splits: Splits | None,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    rht: bool,
+    row_scaled: bool,
+    round_rht: bool = True,
+) -> Amaxes:
+    """The amaxes that `cast_nvfp4_ref` takes."""
+    padded = _padded(x, splits)
+    padded_splits = None if splits is None else splits.padded(BLOCK)
+    of_rows = of_columns = None
+    if rowwise and row_scaled:
+        magnitudes = torch.nn.functional.pad(abs_without_nan(padded), (0, 1))  # a row may have no columns
+        of_rows = _cropped(magnitudes.amax(-1, keepdim=True), x, splits)[..., 0]
+    elif rowwise:
+        of_rows = _amax(padded, padded_splits)
+    if columnwise:
+        of_columns = _amax(_transformed(padded, x.dtype, round_rht) if rht else padded, padded_splits)
+    return Amaxes(of_rows, of_columns)
+
+
+def cast_nvfp4_ref(
+    x: Tensor,
+    splits: Splits | None,
+    amaxes: Amaxes,
+    *,
+    rht: bool,
+    row_scaled: bool,
+    two_d: bool,
+    seed: Tensor | None,
+    round_rht: bool = True,
+) -> Codes:
+    """Codes and scales of the copies that have an amax. two_d: blocks of 16x16.
+
+    rht: transform the columnwise copy; round_rht: and round it to bfloat16, if x is bfloat16
+    seed: [1] int64 for stochastic rounding, None for nearest
+    """
+    padded = _padded(x, splits)
+    row, column = (torch.arange(size, device=x.device) for size in padded.shape[-2:])
+    if splits is not None:
+        group = splits.padded(BLOCK).group_of_row  # num_groups for the padding at the end
+        row = row - splits.aligned(BLOCK).index_select(0, group)
+        group = group.clamp(max=splits.num_groups - 1)
+    row_codes = row_scale = column_codes = column_scale = None
+    if amaxes.rowwise is not None:
+        amax = amaxes.rowwise
+        if row_scaled:
+            amax = _padded(amax[..., None], splits)[..., :1]
+        elif splits is not None:
+            amax = amax.index_select(0, group)[:, None]
+        else:
+            amax = amax[..., None, None]
+        bits = None if seed is None else _bits(seed, column[::BLOCK] // BLOCK, row[:, None])
+        codes, scale = _cast_blocks(padded, amax, two_d, bits)
+        row_codes = _cropped(_packed(codes), x, splits)[..., : (x.shape[-1] + 1) // 2].contiguous()
+        row_scale = _cropped(scale, x, splits)
+    if amaxes.columnwise is not None:
+        amax = amaxes.columnwise
+        amax = amax[..., None, None] if splits is None else amax.index_select(0, group[::BLOCK])
+        place, k = column[:, None] // BLOCK, column[:, None] % BLOCK
+        bits = None if seed is None else _bits(seed, place, row[::BLOCK] + k // 2 + 8 * (k % 2))
+        transposed = (_transformed(padded, x.dtype, round_rht) if rht else padded).transpose(-1, -2)
+        codes, scale = _cast_blocks(transposed, amax, two_d, bits)
+        column_codes, column_scale = (t[..., : x.shape[-1], :].contiguous() for t in (_packed(codes), scale))
+    return Codes(row_codes, row_scale, column_codes, column_scale)
+
+
+def _transformed(padded: Tensor, dtype: torch.dtype, round_rht: bool) -> Tensor:
+    """The transform of float32 numbers that came in this dtype."""
+    return hadamard_ref(padded, rounded=round_rht and dtype == torch.bfloat16)
+
+
+def _bits(seed: Tensor, block: Tensor, row: Tensor) -> Tensor:
+    """The bits of blocks beside each other, [..., 16 B] of [..., B] after broadcasting."""
+    return block_bits_ref(seed, *torch.broadcast_tensors(block, row)).flatten(-2)
+
+
+def dequantize_nvfp4_ref(codes: Tensor, scale: Tensor, length: int, dtype: torch.dtype, *, transpose: bool) -> Tensor:
+    """code * s in `dtype`, [..., R, length], or with transpose [..., length, R]; without alpha."""
+    nibbles = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)[..., :length].long()
+    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=codes.device)[nibbles]
+    values = (values * scale.to(torch.float32).repeat_interleave(BLOCK, -1)[..., :length]).to(dtype)
+    return values.transpose(-1, -2).contiguous() if transpose else values
+
+
+def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
+    """E2M1 codes 0 to 15 (int32) of float32 x: to nearest, ties to even, or stochastic with 9 random bits an element.
+
+    On the axis of codes a magnitude stands at 4 clamp(h) + 2 clamp(h - 1) + clamp(h - 2), where h is half of it and
+    clamp goes from 0 to 1: 0, 2, 4, 6 stand at 0, 4, 6, 7. Each term is exact, and at most one is no integer, so that
+    adding them to a number whose last place is 1 (or 1/512) rounds once.
+    """
+    h = 0.5 * x.abs()
+    steps = 1.0 if bits is None else 512.0
+    position = torch.full_like(h, _ROUND)
+    for start, codes in ((0.0, 4.0), (1.0, 2.0), (2.0, 1.0)):
+        position = position + (h - start).clamp(0.0, 1.0) * (codes * steps)
+    code = (position - _ROUND).to(torch.int32)
+    if bits is not None:
+        code = (code + bits.to(torch.int32)) >> 9
+    return code + 8 * torch.signbit(x)
+
+
+class NVFP4Config(NamedTuple):
+    """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits.
+
+    band: tiles below each other whose programs are neighbours; columns: of a tile that are cast at once, or on the way
+    back those that a thread decodes; registers: the most that a thread may have, None leaves it to the compiler
+    """
+
+    block_r: int
+    block_c: int
+    num_warps: int
+    tiles: int = 1
+    band: int = 1
+    columns: int = 0
+    registers: int | None = None
+
+
+def amax_nvfp4_config(columns: int, *, row_scaled: bool) -> NVFP4Config:
+    registers = 136 if row_scaled else None  # left alone, ptxas spills at 128 where rows are grouped
+    return NVFP4Config(4, 128 if columns % BLOCK == 0 else 64, 4, tiles=8, registers=registers)
+
+
+def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bool) -> NVFP4Config:
+    """Of the kernel in Triton. A thread casts two blocks of rows at once, and then the two blocks of two columns.
+
+    Programs that run side by side wait for x in turn, so registers are few. Measured on an H200, [65536, 7168], both
+    copies with the transform, before that was rounded to bfloat16: 512 columns and eight warps are 2 % faster than 256
+    and four, and 4 % faster than two such tiles a program one after the other; 72 registers are 1 to 2 % faster than
+    64, and up to 1 % than 80. Stochastic rounding, in 40 groups of bfloat16, with the amaxes: 256 columns and 80
+    registers take 756 us, 512 columns 762, 256 with 96 registers 774; of float32 96 registers take 1302 us, 80 take
+    1351. Where rows do not begin at multiples of 32 bytes every element has its own address, so that a thread has room
+    for one block of rows.
+    """
+    config = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, columns=64)
+    if columns % BLOCK:
+        return config._replace(block_c=128, registers=248)  # left alone, ptxas spills to run a third program
+    if stochastic:
+        return config._replace(registers=80 if itemsize == 2 else 96)
+    if 8 * (-columns % 512) <= columns:  # little of the last tile is empty
+        config = config._replace(block_c=512, num_warps=8, columns=128)
+    if itemsize > 2:
+        return config._replace(registers=96)  # left alone, ptxas spills a few bytes where rows are grouped
+    return config._replace(registers=72 if both else 80)  # columns alone were 3 % slower with 72 in an older kernel
+
+
+def gluon_config(*, rht: bool, stochastic: bool) -> NVFP4Config:
+    """Of the kernel in Gluon: four warps or more, of 64 columns each.
+
+    Six programs share a multiprocessor, or five where 80 registers would spill. Measured on an H200 as above, in 40
+    groups, stochastic with the transform (not rounded yet): bands of 4 and 8 are as fast, of 32 1 % slower; in older
+    kernels 88 registers were 2 %, eight warps 4 to 6 % slower.
+    """
+    return NVFP4Config(4, 256, 4, band=16, registers=88 if stochastic and not rht else 80)
+
+
+def dequantize_nvfp4_config(width: int, dtype: torch.dtype, *, transpose: bool) -> NVFP4Config:
+    """For y of so many columns. block_r counts rows, not blocks, if not `transpose`; columns are 0 where words of y are
+    no pairs of columns.
+
+    Measured on an H200, columnwise, [65536, 7168] bfloat16: two warps of 8 blocks x 128 columns 347 us (four 360, 4 x
+    64 by one 350, 16 x 64 by two 346 and by four 356, 32 x 64 by eight 347). With 4 columns a thread, and warps as wide
+    as a tile, 346; with 2, or through shared memory in Gluon, slower.
+    """
+    if not transpose:
+        return NVFP4Config(16, 512, 4)
+    if dtype != torch.bfloat16 or width % 2:
+        return NVFP4Config(4, 64, 4, band=16)
+    return NVFP4Config(8, 128, 2, band=8, columns=2 if width % 8 else 8)
+
+
+WORDS_AT_ONCE = 512  # of eight codes: four a thread
+
+
+def amax_nvfp4(
+    x: Tensor,
+    splits: Splits | None,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    rht: bool,
+    row_scaled: bool,
+    round_rht: bool = True,
+) -> Amaxes:
+    """max |x| of each copy that is asked for, in one read of x; the columnwise one after the transform.
+
+    x: [T, K] float, [T, K] with splits, or [G, N, K]. The copies share one tensor where their amaxes are the same.
+    """
+    run = amax_nvfp4_triton if runs_triton(x) else amax_nvfp4_ref
+    return run(
+        x, splits, rowwise=rowwise, columnwise=columnwise, rht=rht, row_scaled=row_scaled, round_rht=round_rht
+    )
+
+
+def cast_nvfp4(
+    x: Tensor,
+    splits: Splits | None,
+    amaxes: Amaxes,
+    *,
+    rht: bool,
+    row_scaled: bool,
+    two_d: bool,
+    seed: Tensor | None,
+    round_rht: bool = True,
+) -> Codes:
+    """Codes and scales of the copies that have an amax, in one read of x. Takes what `cast_nvfp4_ref` takes."""
+    kind = {"rht": rht, "row_scaled": row_scaled, "two_d": two_d, "round_rht": round_rht}
+    if not runs_triton(x):
+        return cast_nvfp4_ref(x, splits, amaxes, **kind, seed=seed)
+    made = codes_room(x, splits, rowwise=amaxes.rowwise is not None, columnwise=amaxes.columnwise is not None)
+    cast_nvfp4_triton(x, splits, amaxes, made, **kind, seed=seed)
+    return made
+
+
+def dequantize_nvfp4(codes: Tensor, scale: Tensor, length: int, dtype: torch.dtype, *, transpose: bool) -> Tensor:
+    """code * s in `dtype`, [..., R, length], or with transpose [..., length, R]; without alpha."""
+    if not runs_triton(codes):
+        return dequantize_nvfp4_ref(codes, scale, length, dtype, transpose=transpose)
+    shape = (*codes.shape[:-2], length, codes.shape[-2]) if transpose else (*codes.shape[:-1], length)
+    values = codes.new_empty(shape, dtype=torch.float32 if dtype == torch.float64 else dtype)
+    dequantize_nvfp4_triton(codes, scale, values, transpose=transpose)
+    return values.to(dtype)
+
+
+def runs_triton(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def runs_gluon(x: Tensor) -> bool:
+    """Whether the kernel in Gluon is there for x. A quantizer that torch compiles takes that in Triton; with torch 2.11
+    Inductor fails at it too (operations are not traced, so they never come here that way)."""
+    if x.dtype != torch.bfloat16 or not x.is_cuda or torch.compiler.is_compiling():
+        return False
+    return why_no_gluon(torch.cuda.get_device_capability(x.device)) is None
+
+
+def fits_gluon(launch: _Launch) -> bool:
+    """Whether rows are whole blocks and units of the copy engine, and columns of the codes whole units of memory."""
+    x, (*_, blocks) = launch.x, launch.sizes
+    return x.shape[-1] % BLOCK == 0 and x.data_ptr() % 16 == 0 and blocks % 4 == 0
+
+
+def codes_room(x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool) -> Codes:
+    """Uninitialised codes and scales of the copies of x."""
+    T, K = x.shape[-2:]
+    P = splits.aligned_capacity(BLOCK) if splits is not None else -(-T // BLOCK) * BLOCK
+    row, column = (*x.shape[:-1],), (*x.shape[:-2], K)
+
+    def room(*shape: int) -> tuple[Tensor, Tensor]:
+        *rest, length = shape
+        codes = x.new_empty(*rest, -(-length // 2), dtype=torch.uint8)
+        return codes, x.new_empty(*rest, -(-length // BLOCK), dtype=E4M3.dtype)
+
+    return Codes(
+        *(room(*row, K) if rowwise else (None, None)),
+        *(room(*column, P) if columnwise else (None, None)),
+    )
+
+
+def amax_nvfp4_triton(
+    x: Tensor,
+    splits: Splits | None,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    rht: bool,
+    row_scaled: bool,
+    round_rht: bool = True,
+) -> Amaxes:
+    shape = () if x.ndim == 2 and splits is None else (_num_groups(x, splits),)
+    shared = rowwise and columnwise and not rht and not row_scaled
+    of_rows = of_columns = None
+    if rowwise and columnwise and rht and not row_scaled:
+        of_rows, of_columns = _two_zeros(x, shape)
+    else:
+        if rowwise:
+            of_rows = x.new_zeros(x.shape[:-1] if row_scaled else shape, dtype=torch.float32)
+        if columnwise:
+            of_columns = of_rows if shared else x.new_zeros(shape, dtype=torch.float32)
+    if x.numel() and (rowwise or columnwise):
+        config = amax_nvfp4_config(x.shape[-1], row_scaled=row_scaled)
+        launch = _Launch(x, splits, config)
+        with torch.cuda.device_of(x):
+            amax_nvfp4_kernel[launch.grid](
+                launch.x, *launch.offsets, of_rows, None if shared else of_columns, *launch.sizes, x.shape[-1],
+                STACKED=x.ndim == 3, ROW_SCALED=row_scaled, RHT=rht, ROUND_RHT=_rounds(x, rht, round_rht),
+                TILES=config.tiles, BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps,
+                maxnreg=config.registers,
+            )  # fmt: skip
+    return Amaxes(of_rows, of_columns)
+
+
+def cast_nvfp4_triton(
+    x: Tensor,
+    splits: Splits | None,
+    amaxes: Amaxes,
+    made: Codes,
+    *,
+    rht: bool,
+    row_scaled: bool,
+    two_d: bool,
+    seed: Tensor | None,
+    round_rht: bool = True,
+) -> None:
+    """Writes `made`, from `codes_room`, by the kernel in Triton, or in Gluon where that is there and takes this."""
+    if not x.numel():
+        for tensor in made:
+            if tensor is not None:
+                tensor.view(torch.uint8).zero_()  # the padding of no rows
+        return
+    if runs_gluon(x) and not row_scaled and made.columnwise is not None:
+        launch = _Launch(x, splits, gluon_config(rht=rht, stochastic=seed is not None))
+        if fits_gluon(launch):
+            cast_nvfp4_gluon(launch, amaxes, made, rht=rht, two_d=two_d, seed=seed, round_rht=round_rht)
+            return
+        x = launch.x
+    both = amaxes.rowwise is not None and amaxes.columnwise is not None
+    config = cast_nvfp4_config(x.shape[-1], min(x.element_size(), 4), both=both, stochastic=seed is not None)
+    launch = _Launch(x, splits, config)
+    pairs = x.dtype == torch.bfloat16 and x.shape[-1] % BLOCK == 0 and launch.x.data_ptr() % 4 == 0
+    codes = made.columnwise.view(torch.int64) if made.columnwise is not None else None
+    with torch.cuda.device_of(x):
+        cast_nvfp4_kernel[launch.grid](
+            launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), codes,
+            _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, PAIRS=pairs,
+            ROW_SCALED=row_scaled, RHT=rht, ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d,
+            NATIVE=converts_to_float8(x), BLOCK_R=config.block_r, BLOCK_C=config.block_c,
+            COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps, maxnreg=config.registers,
+        )  # fmt: skip
+
+
+def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, transpose: bool) -> None:
+    """Writes `values`, float32, bfloat16 or float16."""
+    if not values.numel():
+        return
+    codes, scale = codes.contiguous(), scale.view(torch.uint8).contiguous()
+    *_, R, K = values.shape
+    config = dequantize_nvfp4_config(K, values.dtype, transpose=transpose)
+    about = {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "num_warps": config.num_warps}
+    num_groups = values.numel() // (R * K)
+    column_tiles = -(-K // config.block_c)
+    with torch.cuda.device_of(codes):
+        if transpose:
+            tiles = num_groups * -(-R // (BLOCK * config.block_r))
+            band = min(tiles, max(config.band, -(-tiles // 65535)))
+            dequantize_columns_kernel[band, column_tiles, -(-tiles // band)](
+                codes.view(torch.int64), scale, values, num_groups, R, K, COLUMNS=config.columns, **about
+            )
+        elif values.dtype == torch.bfloat16 and K % BLOCK == 0:
+            words = values.numel() // 8
+            dequantize_words_kernel[(-(-words // WORDS_AT_ONCE),)](
+                codes.view(torch.int32), scale, values, words, BLOCK=WORDS_AT_ONCE
+            )
+        else:
+            rows = num_groups * R
+            dequantize_rows_kernel[(-(-rows // config.block_r) * column_tiles,)](codes, scale, values, rows, K, **about)
+
+
+def cast_nvfp4_gluon(
+    launch: _Launch, amaxes: Amaxes, made: Codes, *, rht: bool, two_d: bool, seed: Tensor | None, round_rht: bool = True
+) -> None:
+    """Writes `made`, of whose copies the columnwise is one, by the kernel in Gluon; `fits_gluon` says of what."""
+    x, config = launch.x, launch.config
+    assert made.columnwise is not None and config.block_r == 4 and config.block_c == 64 * config.num_warps
+    rows = x.view(-1, x.shape[-1])
+    chunk = min(max(next_power_of_2(launch.sizes[1] + 1), 32), 128) if launch.offsets[0] is not None else 32
+    with torch.cuda.device_of(x):
+        cast_nvfp4_gluon_kernel[launch.grid](
+            GluonDescriptor(rows, list(rows.shape), list(rows.stride()), [BLOCK, config.block_c], BOX_LAYOUT.value),
+            *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), made.columnwise.view(torch.int64),
+            _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, RHT=rht,
+            ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d, CHUNK=chunk, num_warps=config.num_warps,
+            maxnreg=config.registers,
+        )  # fmt: skip
+
+
+class _Launch:
+    """What the kernels over x take: x, the offsets of its groups, sizes, and a grid: rows in a band, columns, bands."""
+
+    def __init__(self, x: Tensor, splits: Splits | None, config: NVFP4Config) -> None:
+        *groups, T, K = x.shape
+        self.config = config
+        block_m = BLOCK * config.block_r
+        self.x = (x.float() if x.dtype == torch.float64 else x).contiguous()
+        self.offsets: tuple[Tensor | None, Tensor | None] = (None, None)
+        if splits is None:
+            self.sizes = T, math.prod(groups), -(-T // BLOCK)
+            slots = math.prod(groups) * -(-T // block_m)
+        else:
+            num_groups = splits.num_groups
+            self.offsets = splits.offsets, splits.aligned(BLOCK)
+            self.sizes = T, num_groups, splits.aligned_capacity(BLOCK) // BLOCK
+            slots = -(-splits.aligned_capacity(BLOCK) // block_m)
+        band = min(slots, max(config.band, -(-slots // 65535)))  # more programs than that have no place on an axis
+        self.grid = (band, -(-K // (config.block_c * config.tiles)), -(-slots // band))
+
+
+def _rounds(x: Tensor, rht: bool, round_rht: bool) -> bool:
+    return rht and round_rht and x.dtype == torch.bfloat16
+
+
+def _num_groups(x: Tensor, splits: Splits | None) -> int:
+    return splits.num_groups if splits is not None else math.prod(x.shape[:-2])
+
+
+def _two_zeros(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Two float32 tensors of zeros, made by one kernel, at multiples of 16 bytes: Triton compiles anew for others."""
+    count = math.prod(shape)
+    first, second = x.new_zeros(2, -(-count // 4) * 4, dtype=torch.float32).unbind()
+    return first[:count].view(shape), second[:count].view(shape)
+
+
+def _bytes(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.view(torch.uint8)
+
+
+def _cast_blocks(x: Tensor, amax: Tensor, two_d: bool, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes [..., R, L], not packed, and scales [..., R, L / 16] of x float32. amax: as the scales, or broadcast."""
+    blocks = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
+    block_amax, has_nan = abs_without_nan(blocks).amax(-1), blocks.isnan().any(-1)
+    if two_d:
+        block_amax, has_nan = _over_rows(block_amax), _over_rows(has_nan)
+    one = torch.ones_like(amax)
+    encode = (RANGE * one / amax).clamp(max=_FLOAT32_MAX).masked_fill((amax == 0) | amax.isinf(), 1.0)
+    decode = one / encode
+    scale = round_to_float8_ref((block_amax * (encode * (1.0 / 6.0))).clamp(max=_FLOAT32_MAX), E4M3)
+    factor = scale.to(torch.float32) * decode
+    factor = (torch.ones_like(factor) / factor).clamp(max=_FLOAT32_MAX)
+    codes = e2m1_codes_ref((blocks * factor[..., None]).flatten(-2), bits)
+    codes = codes.view_as(blocks).masked_fill(has_nan[..., None], 0).flatten(-2)
+    return codes, scale.view(torch.uint8).masked_fill(has_nan, NAN_SCALE).view(E4M3.dtype)
+
+
+def _over_rows(of_blocks: Tensor) -> Tensor:
+    """The maximum over each 16 rows of [..., 16 n, B], in each of them."""
+    return of_blocks.unflatten(-2, (of_blocks.shape[-2] // BLOCK, BLOCK)).amax(-2).repeat_interleave(BLOCK, -2)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    low, high = codes.unflatten(-1, (codes.shape[-1] // 2, 2)).unbind(-1)
+    return (low | high << 4).to(torch.uint8)
+
+
+def _padded(x: Tensor, splits: Splits | None) -> Tensor:
+    """x in float32, both its sides, and each group's rows, padded by zeros to multiples of 16."""
+    x = torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[-1] % BLOCK))
+    if splits is None:
+        return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % BLOCK))
+    # One row more takes the rows of no group.
+    active = splits.group_of_row < splits.num_groups
+    capacity = splits.aligned_capacity(BLOCK)
+    to = torch.where(active, splits.row_in_padded(BLOCK), capacity)
+    padded = x.new_zeros(capacity + 1, x.shape[1])
+    return padded.index_copy_(0, to, x)[:-1] if len(x) else padded[:-1]
+
+
+def _cropped(padded: Tensor, x: Tensor, splits: Splits | None) -> Tensor:
+    """The rows of x out of its padded form; 0 for those of no group."""
+    if splits is None:
+        return padded[..., : x.shape[-2], :].contiguous()
+    inactive = splits.group_of_row == splits.num_groups
+    if not padded.shape[0]:
+        return padded.new_zeros(len(x), padded.shape[1])
+    rows = padded.view(torch.uint8) if padded.dtype == E4M3.dtype else padded
+    return rows.index_select(0, splits.row_in_padded(BLOCK)).masked_fill(inactive[:, None], 0).view(padded.dtype)
+
+
+def _amax(x: Tensor, splits: Splits | None) -> Tensor:
+    if splits is not None:
+        return amax_grouped_ref(x, splits)
+    return amax_stacked_ref(x) if x.ndim == 3 else amax_ref(x)
+
+
+def converts_to_float8(x: Tensor) -> bool:
+    """Whether the GPU converts to float8 itself."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)

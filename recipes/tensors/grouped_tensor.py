@@ -1,0 +1,95 @@
+"""GroupedTensor: the rows of all groups in one buffer, in high precision or quantized.
+
+A plain frozen container, no Tensor subclass. Rows past the sum of the splits belong to no group; quantized, they have
+codes of 0 and dequantize to 0 exactly, whatever stood there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from recipes.tensors.quantized_tensor import (
+    Operand,
+    QuantizedTensor,
+    ScaledCodes,
+    copies_from_tensors,
+    copies_to_tensors,
+    either,
+    pick,
+)
+from recipes.tensors.splits import Splits
+
+if TYPE_CHECKING:  # a quantizer makes these tensors: for the type checker only
+    from recipes.tensors.quantizer import Quantizer
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedTensor:
+    """Rows [T, K] divided among groups by `splits`.
+
+    data: [T, K] in high precision, or None if there are only quantized copies
+    rowwise: scaled along K; columnwise: scaled along the rows inside each group
+    dtype: the nominal dtype, which `dequantize` returns
+    """
+
+    data: Tensor | None
+    splits: Splits
+    rowwise: ScaledCodes | None
+    columnwise: ScaledCodes | None
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape if self.data is not None else either(self.rowwise, self.columnwise).shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.splits.device
+
+    def split(self) -> list[Tensor] | list[QuantizedTensor]:
+        """Views, one a group: of `data` if it is there, else of the quantized copies. Reads the sizes on the host."""
+        if self.data is not None:
+            sizes = self.splits.tolist()
+            return list(self.data[: sum(sizes)].split(sizes))
+        return [self._quantized_group(group) for group in range(self.splits.num_groups)]
+
+    def quantize(self, quantizer: Quantizer, *, rowwise: bool = True, columnwise: bool = False) -> GroupedTensor:
+        """The quantized copies of `data`, each group by itself. Raises RuntimeError without data in high precision."""
+        if self.data is None:
+            raise RuntimeError("there is no high-precision data to quantize. Quantize before the data is given up.")
+        return quantizer.quantize_grouped(self.data, self.splits, rowwise=rowwise, columnwise=columnwise)
+
+    def dequantize(self) -> Tensor:
+        """[T, K] in the nominal dtype, of the rowwise copy if there is one; rows past the sum are 0."""
+        if self.data is not None:
+            inactive = self.splits.group_of_row == self.splits.num_groups
+            return self.data.masked_fill(inactive[:, None], 0)
+        return either(self.rowwise, self.columnwise).dequantize(self.splits).to(self.dtype)
+
+    def operand(self, columnwise: bool, dtype: torch.dtype) -> Operand:
+        """One side of a grouped matrix product, [T, K] in the natural order, or padded to `Operand.block`."""
+        if self.data is not None:
+            return Operand(self.data, None)
+        return pick(self.rowwise, self.columnwise, columnwise).operand(dtype, self.splits)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors, those of the splits last, to travel through `save_for_backward`."""
+        return (self.data, *copies_to_tensors(self.rowwise, self.columnwise), *self.splits.tensors())
+
+    def rebuild(self, tensors: Sequence[Tensor | None]) -> GroupedTensor:
+        """The same container over `tensors`, which come from `tensors()`. With Nones: an empty template."""
+        end = 1 + len(copies_to_tensors(self.rowwise, self.columnwise))
+        rowwise, columnwise = copies_from_tensors(self.rowwise, self.columnwise, tensors[1:end])
+        splits = self.splits.rebuild(tensors[end:])
+        return GroupedTensor(tensors[0], splits, rowwise, columnwise, self.dtype)
+
+    def _quantized_group(self, group: int) -> QuantizedTensor:
+        shared = self.columnwise is self.rowwise
+        rowwise = self.rowwise and self.rowwise.group(self.splits, group)
+        columnwise = rowwise if shared else self.columnwise and self.columnwise.group(self.splits, group)
+        return QuantizedTensor(rowwise, columnwise, self.dtype)

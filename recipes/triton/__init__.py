@@ -1,0 +1,1 @@
+"""What kernels of every kind share: launching, replay, feature checks, rounding, random bits, rows of groups."""

@@ -1,0 +1,60 @@
+"""Offsets of the groups from their sizes, on the device.
+
+    offsets[0] = 0        offsets[g + 1] = min(rows, sum of max(0, min(rows, sizes[h])) over h <= g)
+
+sizes: [G], any integer dtype. offsets: [G + 1] int64. In words: a negative size counts as 0, and what goes beyond the
+rows is cut off.
+
+Graph safety: nothing is read by the host. One program, one pass.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from recipes.triton.launch import Launch, launcher, next_power_of_2
+
+
+def clamped_offsets_ref(sizes: Tensor, rows: int) -> Tensor:
+    """`clamped_offsets` in plain torch."""
+    ends = sizes.to(torch.int64).clamp(0, rows).cumsum(0).clamp_(max=rows)
+    return torch.nn.functional.pad(ends, (1, 0))
+
+
+def clamped_offsets_config(num_groups: int) -> int:
+    """How many groups are summed at a time."""
+    return min(1024, max(32, next_power_of_2(num_groups)))
+
+
+@triton.jit(do_not_specialize=["num_groups", "rows"])
+def clamped_offsets_kernel(sizes_ptr, offsets_ptr, num_groups, rows, BLOCK: tl.constexpr):
+    before = tl.cast(0, tl.int64)
+    tl.store(offsets_ptr, before)
+    for start in range(0, num_groups, BLOCK):
+        offs_g = start + tl.arange(0, BLOCK)
+        mask = offs_g < num_groups
+        sizes = tl.load(sizes_ptr + offs_g, mask=mask, other=0).to(tl.int64)
+        sizes = tl.minimum(tl.maximum(sizes, 0), rows)
+        ends = before + tl.cumsum(sizes, axis=0)
+        tl.store(offsets_ptr + 1 + offs_g, tl.minimum(ends, rows), mask=mask)
+        before += tl.sum(sizes, axis=0)
+
+
+def clamped_offsets(sizes: Tensor, rows: int) -> Tensor:
+    """The offsets of groups of these sizes [G] in a buffer of `rows` rows: [G + 1] int64, on sizes' device."""
+    if not sizes.is_cuda:
+        return clamped_offsets_ref(sizes, rows)
+    out = torch.empty(sizes.numel() + 1, dtype=torch.int64, device=sizes.device)
+    clamped_offsets_triton(sizes.contiguous(), out, rows)
+    return out
+
+
+_clamped_offsets = Launch(clamped_offsets_kernel)
+
+
+@launcher("fuser::clamped_offsets", mutates=["out"])
+def clamped_offsets_triton(sizes: Tensor, out: Tensor, rows: int) -> None:
+    """Launches the kernel. sizes [G] and out [G + 1] int64 are contiguous."""
+    num_groups = sizes.numel()
+    _clamped_offsets(out, 1, sizes, out, num_groups, rows, BLOCK=clamped_offsets_config(num_groups))

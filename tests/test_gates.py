@@ -1,0 +1,89 @@
+"""Where the kernels in Gluon run, and where not."""
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS, Gemm, why_not_tile
+from ops.kernels.grouped_gemm.tile_rules import IN_GLUON, MANY_ROWS, k_grouped_config
+from recipes.triton import gates
+from recipes.triton.gates import why_no_gluon
+
+HOPPER = (9, 0)
+WGRAD = Gemm("NT", torch.bfloat16, torch.bfloat16, False, 4, 64, 32)
+
+
+@pytest.fixture
+def release(monkeypatch):
+    """Says which release of Triton this is, and that it compiles."""
+    monkeypatch.setattr(gates, "INTERPRET", False)
+
+    def say(version):
+        monkeypatch.setattr(triton, "__version__", version)
+        why_no_gluon.cache_clear()
+
+    yield say
+    why_no_gluon.cache_clear()
+
+
+def test_they_run_on_hopper_in_the_gluon_of_one_release(release):
+    release("3.6.0")
+    assert why_no_gluon(HOPPER) is None
+    assert why_no_gluon((10, 0)) == "They are for compute capability 9.0 (Hopper), and this is 10.0."
+    release("3.7.1")
+    assert why_no_gluon(HOPPER) == "They are written in the Gluon of Triton 3.6, and this is Triton 3.7.1."
+
+
+def test_they_are_not_interpreted(release, monkeypatch):
+    release("3.6.0")
+    monkeypatch.setattr(gates, "INTERPRET", True)
+    assert why_no_gluon(HOPPER) == "Triton interprets, and its interpreter knows no Gluon."
+
+
+def config(groups=8, dtype=torch.bfloat16, out_dtype=None, *, accumulate=False, gluon=True, descriptors=True):
+    return k_grouped_config(
+        8192, groups, dtype, out_dtype=out_dtype or dtype, tf32=False, aligned=False, descriptors=descriptors,
+        accumulate=accumulate, capability=HOPPER, gluon=gluon,
+    )  # fmt: skip
+
+
+def test_weight_gradients_of_16_bit_operands_take_them():
+    float32: dict[str, Any] = {"out_dtype": torch.float32}
+    assert config() == config(dtype=torch.float16) == IN_GLUON
+    assert config(**float32) == config(**float32, accumulate=True) == IN_GLUON._replace(box=64)
+    assert config(8192 // MANY_ROWS + 1, **float32).gluon
+    assert not config(8192 // MANY_ROWS + 1, **float32, accumulate=True).gluon
+    assert config(GLUON_GROUPS) == IN_GLUON and not config(GLUON_GROUPS + 1).gluon
+    others = (config(gluon=False), config(descriptors=False), config(dtype=torch.float32), config(accumulate=True))
+    assert not any(other.gluon for other in others)
+
+
+@pytest.mark.parametrize(("gemm", "changes", "reason"), [
+    (WGRAD, {}, None),
+    (WGRAD._replace(num_groups=GLUON_GROUPS, out_dtype=torch.float32), {"box": 64}, None),
+    (WGRAD._replace(num_groups=GLUON_GROUPS, out_dtype=torch.float32, accumulate=True), {"box": 64}, None),
+    (WGRAD._replace(out_dtype=torch.float32, accumulate=True), {"num_stages": 6}, None),
+    (WGRAD._replace(out_dtype=torch.float32), {}, "bytes of shared memory"),
+    (WGRAD._replace(accumulate=True), {}, "is for weight gradients that are written, or added to float32"),
+    (WGRAD._replace(product="TN"), {}, "is for weight gradients"),
+    (WGRAD._replace(out_dtype=torch.float32), {"box": 0}, "is not stored from registers"),
+    (WGRAD, {"box": 32}, "is stored by 64 or 128 columns"),
+    (WGRAD, {"block_n": 128}, "must be 128x256, of 8 warps and one program"),
+    (WGRAD, {"num_stages": 9}, "bytes of shared memory"),
+    (WGRAD, {"num_stages": 1}, "two stages or more"),
+    (WGRAD._replace(num_groups=GLUON_GROUPS + 1), {}, "is for 512 groups at most, and there are 513"),
+])  # fmt: skip
+def test_what_a_tile_in_gluon_may_be(gemm, changes, reason, release):
+    release("3.6.0")
+    refusal = why_not_tile(IN_GLUON._replace(**changes), gemm, HOPPER)
+    assert refusal is None if reason is None else reason in refusal
+
+
+def test_a_tile_in_gluon_is_refused_where_there_is_none(release):
+    release("3.7.1")
+    assert why_not_tile(IN_GLUON, WGRAD, HOPPER) == (
+        "The tile 128x256x32, 8 warps, 8 stages in Gluon is one of kernels that cannot run. "
+        "They are written in the Gluon of Triton 3.6, and this is Triton 3.7.1."
+    )

@@ -1,0 +1,99 @@
+"""The order in which persistent kernels take tiles: the docstring's examples, and groups by size."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from ops.kernels.grouped_gemm.high_precision import grouped_gemm_tn_triton
+from ops.kernels.grouped_gemm.persistent_schedule import (
+    MOST_GROUPS,
+    ends_of_groups,
+    find_rows,
+    group_of_rank,
+    ranks_of_groups,
+    room_for,
+    tile_in_bands,
+    tile_to_and_fro,
+)
+from tests.grouped_cases import DEVICES, Case, assert_close, naive_gemm, operands, poisoned
+
+# Triton 3.6's interpreter turns arrays of one element into loop bounds, which numpy >= 2.4 will refuse.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+
+@triton.jit
+def bands_kernel(out_ptr, num_m, num_n, BAND: tl.constexpr):
+    tile = tl.program_id(0)
+    m, n = tile_in_bands(tile, num_m, num_n, BAND)
+    tl.store(out_ptr + 2 * tile, m)
+    tl.store(out_ptr + 2 * tile + 1, n)
+
+
+@triton.jit
+def turns_kernel(out_ptr, turns):
+    for turn in range(turns):
+        tl.store(out_ptr + turn * tl.num_programs(0) + tl.program_id(0), tile_to_and_fro(turn))
+
+
+@triton.jit
+def by_size_kernel(offsets_ptr, out_ptr, num_groups, GROUPS: tl.constexpr):
+    ranks = ranks_of_groups(offsets_ptr, num_groups, GROUPS)
+    for rank in range(num_groups):
+        tl.store(out_ptr + rank, group_of_rank(ranks, rank))
+
+
+@triton.jit
+def rows_kernel(offsets_ptr, out_ptr, num_groups, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
+    ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS)
+    for m in range(tl.max(ends, axis=0)):
+        group, first, end = find_rows(offsets_ptr, ends, m, BLOCK_M)
+        tl.store(out_ptr + 3 * m, group)
+        tl.store(out_ptr + 3 * m + 1, first)
+        tl.store(out_ptr + 3 * m + 2, end)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_orders_are_those_of_the_docstring(device):
+    tiles = torch.zeros(6, 2, dtype=torch.int64, device=device)
+    bands_kernel[(6,)](tiles, 3, 2, BAND=2)
+    assert tiles.tolist() == [[0, 0], [1, 0], [0, 1], [1, 1], [2, 0], [2, 1]]
+    taken = torch.zeros(3, 3, dtype=torch.int64, device=device)
+    turns_kernel[(3,)](taken, 3)
+    assert taken.tolist() == [[0, 1, 2], [5, 4, 3], [6, 7, 8]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("groups", [1, 5, 70])
+def test_larger_groups_come_first_and_equal_ones_in_their_order(groups, device):
+    sizes = torch.randint(0, 4, (groups,), device=device)
+    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    found = torch.full_like(sizes, -1)
+    by_size_kernel[(1,)](offsets, found, groups, GROUPS=room_for(groups))
+    assert torch.equal(found, sizes.argsort(descending=True, stable=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [[3, 0, 6, 17, 1], [0, 0], [8], [g % 6 for g in range(70)]])
+def test_tiles_of_rows_are_those_of_the_groups_and_no_others(sizes, device):
+    block = 4
+    offsets = torch.tensor([0, *sizes], device=device).cumsum(0)
+    begins = offsets.tolist()
+    expected = [
+        [group, first, begins[group] + size]
+        for group, size in enumerate(sizes)
+        for first in range(begins[group], begins[group] + size, block)
+    ]
+    tiles = torch.full((len(expected) + 1, 3), -1, device=device)
+    rows_kernel[(1,)](offsets, tiles, len(sizes), GROUPS=room_for(len(sizes)), BLOCK_M=block)
+    assert tiles.tolist() == [*expected, [-1, -1, -1]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_groups_than_a_program_keeps_go_to_the_kernels_on_pointers(device):
+    """One group a row."""
+    groups = MOST_GROUPS + 1
+    o = operands(Case([1] * groups, K=16, N=16), torch.bfloat16, device=device)
+    y = poisoned(groups, 16, like=o.x)
+    grouped_gemm_tn_triton(o.x, o.w, o.splits.offsets, None, None, None, y, tf32=False)
+    assert_close("y", y, naive_gemm("TN", o.x, o.w, o.splits))

@@ -1,0 +1,109 @@
+"""Quantized products: how far from the exact products of the same quantized operands, as docs/recipes.md bounds it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops.products.product import COLUMNWISE, LAYOUTS, Layout, gemm, operands
+from recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from recipes.recipe import Recipe, Role
+
+RECIPES: dict[str, Recipe] = {
+    "fp8_current": Float8CurrentScaling(),
+    "fp8_block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+}
+ROLES = {
+    "TN": (Role.INPUT, Role.WEIGHT),
+    "NN": (Role.GRAD_OUTPUT, Role.WEIGHT),
+    "NT": (Role.GRAD_OUTPUT, Role.INPUT),
+}
+# Half of the last place of a result, relative to it.
+ROUNDED = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SCALED = 2.0**-21  # scales and their product, each rounded to float32
+
+
+def emulated(terms: int) -> float:
+    """Of the sum of absolute products: float32 sums, which tensor cores cut rather than round."""
+    return terms * 2.0**-23 + SCALED
+
+
+def native(terms: int, split: bool) -> float:
+    """An instruction adds 32 products to the sum and cuts all 33 at 2^-13 of the largest; split: sums of 128 terms."""
+    instructions = -(-min(terms, 128) // 32) if split else -(-terms // 32)
+    return instructions * 33 * 2.0**-13 + (emulated(terms) if split else SCALED)
+
+
+def cancelling(rows: int, columns: int, terms: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """a [rows, terms] and b [columns, terms] whose products are small beside the sum of their terms' magnitudes."""
+    a, b = torch.randn(rows, terms), torch.randn(columns, terms)
+    half = terms // 2
+    a[:, half : 2 * half] = -a[:, :half]
+    b[:, half : 2 * half] = b[:, :half] * (1 + 2.0**-6 * torch.randn(columns, half))
+    order = torch.randperm(terms)
+    return a[:, order].to(dtype), b[:, order].to(dtype)
+
+
+def check(
+    name: str, layout: Layout, terms: int, dtype: torch.dtype, device: str, bound: float, split: bool = True
+) -> None:
+    a, b = (tensor.to(device) for tensor in cancelling(32, 48, terms, dtype))
+    recipe = RECIPES[name]
+    given = (a.T.contiguous() if COLUMNWISE[layout][0] else a, b.T.contiguous() if COLUMNWISE[layout][1] else b)
+    left, right = (
+        recipe.quantizer(role).quantize(tensor, rowwise=True, columnwise=True)
+        for role, tensor in zip(ROLES[layout], given, strict=True)
+    )
+    found = gemm(layout, left, right, dtype, split_accumulator=split)
+    values = [
+        operand.values.double() * (1.0 if operand.alpha is None else operand.alpha.double())
+        for operand in operands(layout, left, right, torch.float64)
+    ]
+    x = values[0].T if COLUMNWISE[layout][0] else values[0]
+    w = values[1] if COLUMNWISE[layout][1] else values[1].T
+    exact, magnitude = x @ w, x.abs() @ w.abs()
+    if name != "nvfp4":  # whose own errors undo the cancellation
+        assert (exact.abs() < 0.1 * magnitude).double().mean() > 0.9, "the operands do not cancel"
+    error = (found.double() - exact).abs() - ROUNDED[dtype] * exact.abs() * (1 + bound)
+    worst = (error / magnitude).max().item()
+    assert worst <= bound, f"{worst:.3g} of the sum of absolute products, which is more than {bound:.3g}"
+
+
+@pytest.mark.parametrize("terms", [32, 256, 2048])
+@pytest.mark.parametrize("dtype", list(ROUNDED), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS.values())
+@pytest.mark.parametrize("name", RECIPES)
+def test_emulated_products_err_by_float32_sums_at_most(name, layout, dtype, terms):
+    check(name, layout, terms, dtype, "cpu", emulated(terms))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", [32, 256, 2048, 7168])
+@pytest.mark.parametrize("dtype", list(ROUNDED), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS.values())
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_emulated_products_of_a_gpu_err_by_float32_sums_at_most(name, layout, dtype, terms):
+    about = torch.backends.cuda.matmul
+    before = about.allow_bf16_reduced_precision_reduction
+    about.allow_bf16_reduced_precision_reduction = False
+    try:
+        check(name, layout, terms, dtype, "cuda", emulated(terms))
+    finally:
+        about.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", [32, 256, 2048, 7168])
+@pytest.mark.parametrize("dtype", list(ROUNDED), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS.values())
+@pytest.mark.parametrize(
+    "name, split", [("fp8_current", False), ("fp8_current", True), ("fp8_block", True)], ids=["fast", "split", "blocks"]
+)
+def test_native_products_err_by_what_tensor_cores_cut_at_most(name, split, layout, dtype, terms):
+    bound = emulated(terms)
+    if torch.cuda.get_device_capability() >= (8, 9):
+        bound = native(terms, split)
+    check(name, layout, terms, dtype, "cuda", bound, split)
