@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, ops
-from ops import nested_backward
+from ops.runner import nested_backward
 from ops.kernels.grouped_gemm.measured_tiles import Gemm
 from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS
 from ops.products.product import store
