@@ -39,6 +39,7 @@ setup: $(VENV)/.ready
 
 lint: setup
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
 # Two cores: one test process for each, one thread a process. Benchmarks are measured by `make bench`, never here.

@@ -34,7 +34,6 @@ MODELS = {"cuda": "olmoe-1b-7b", "cpu": "tiny-olmoe-1b-7b"}
 MAX_OF_KERNELS = 1.3  # at the fewest tokens
 
 
-
 @dataclass(frozen=True)
 class GraphFigures:
     """One recipe and number of tokens. Seconds; kernels: of all kernels of the eager step."""
@@ -87,9 +86,7 @@ def make_steps(label: str, case: GroupedCase) -> dict[str, Step]:
         names = ["y", "dx", "dscales", *(f"main_grad {n}" for n in range(1, len(case.weights) + 1))]
         for name, ours, theirs in zip(names, found[1], found[0], strict=True):
             assert torch.equal(ours, theirs), f"{label}: {name} of a replay is not that of the eager step"
-    return {
-        name: _make_step(call, (x, scales), case.dy) for name, call in (("eager", eager), ("replay", replayed))
-    }
+    return {name: _make_step(call, (x, scales), case.dy) for name, call in (("eager", eager), ("replay", replayed))}
 
 
 def _make_step(call: Call, inputs: Sequence[Tensor], dy: Tensor) -> Step:

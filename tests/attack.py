@@ -708,7 +708,11 @@ class Trial:
         return model
 
     def _oracle(
-        self, values: Mapping[str, Tensor], batch: Batch, outcome: Outcome, slopes: Mapping[str, Tensor],
+        self,
+        values: Mapping[str, Tensor],
+        batch: Batch,
+        outcome: Outcome,
+        slopes: Mapping[str, Tensor],
         records: bool = True,
     ) -> tuple[Call, dict[str, Tensor]]:
         """The oracle's forward and backward; returns its call and its leaves, whose .grad are set."""
@@ -766,9 +770,7 @@ class Trial:
             if name in outcome.grads or want is not None:
                 self.report(difference(f"d{name}", outcome.grads.get(name), want, bound_of(case, True)))
 
-    def _account(
-        self, batch: Batch, all_leaves: Sequence[Mapping[str, Tensor]], buffers: Mapping[str, Tensor]
-    ) -> None:
+    def _account(self, batch: Batch, all_leaves: Sequence[Mapping[str, Tensor]], buffers: Mapping[str, Tensor]) -> None:
         """What the parameters' gradients should be by now, by the oracle's."""
         case, owned = self.case, owned_weights(self.model)
         asked = asked_names(case, self.model, batch)
@@ -866,9 +868,7 @@ class Trial:
             found |= {f"d{n}": (outcome.grads[n], again.grads[n], True) for n in outcome.grads}
             if grads:
                 theirs = dict(other.named_parameters())
-                found |= {
-                    f"gradient of {n}": (p.grad, theirs[n].grad, True) for n, p in self.model.named_parameters()
-                }
+                found |= {f"gradient of {n}": (p.grad, theirs[n].grad, True) for n, p in self.model.named_parameters()}
         for name, (got, want, gradient) in found.items():
             # Fused operations add the two shares of the scales' gradient before the others.
             bits = exact and not (name == "dscales" and kind == "unfused")

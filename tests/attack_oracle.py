@@ -524,8 +524,10 @@ class Call:
         if kind == "Bias":
             return x + bias
         if kind in ACTIVATIONS:
+
             def function(h: Tensor) -> Tensor:
                 return activated(layer, h)
+
             y = _Cached.apply(x, function, self.dtype) if given.get("cache_quantized_input") else function(x)
             return y * self.extras["scales"][..., None] if kind.startswith("Scaled") else y
         if kind in ("RMSNorm", "LayerNorm", "L2Normalization"):
@@ -546,9 +548,11 @@ class Call:
         if kind == "Dispatch":
             return self._dispatch(layer, x)
         if kind == "Combine":
-            return x.index_select(0, self.extras["row_of_slot"].flatten()).unflatten(
-                0, self.extras["row_of_slot"].shape
-            ).sum(1)
+            return (
+                x.index_select(0, self.extras["row_of_slot"].flatten())
+                .unflatten(0, self.extras["row_of_slot"].shape)
+                .sum(1)
+            )
         assert kind in ("Identity", "Dropout"), kind
         return x
 

@@ -60,9 +60,11 @@ def wrong_group(monkeypatch):
 
 def stale_weight(monkeypatch):
     """What was read first is read for ever, by this very object."""
+
     def param(self, name, dtype=None):
         kept = self.operation.__dict__.setdefault("_kept", {})
         return kept.setdefault(name, self.operation.get_parameter(name).detach().clone())
+
     monkeypatch.setattr("ops.runner.context.OperationContext.param", param)
 
 

@@ -53,9 +53,7 @@ def test_it_agrees_with_the_operations(
     dtype: torch.dtype, normalized_shape: Any, shape: tuple[int, ...], device: str
 ) -> None:
     # On the CPU bit for bit; on a GPU the norm's kernel is one with and without the sum, so there too.
-    check_fusion(
-        BackwardAddRMSNorm, lambda: branch(normalized_shape), shape, dtype=dtype, device=device, tolerance=0.0
-    )
+    check_fusion(BackwardAddRMSNorm, lambda: branch(normalized_shape), shape, dtype=dtype, device=device, tolerance=0.0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -540,9 +540,7 @@ def test_what_was_written_and_is_returned_under_another_name_has_one_history() -
 def test_what_an_earlier_module_keeps_is_noticed_in_backward(between: tuple[nn.Module, ...]) -> None:
     x = tensor().requires_grad_()
     if between:
-        layer = Sequential(
-            bias(), Make("r"), ops.RMSNorm(WIDTH), *between, Add("r", in_place=True)
-        ).double()
+        layer = Sequential(bias(), Make("r"), ops.RMSNorm(WIDTH), *between, Add("r", in_place=True)).double()
         y = layer(x)
     else:
         y = Add(in_place=True)(tensor(), extra=torch.tanh(x))  # tanh keeps its result
@@ -807,9 +805,7 @@ def test_two_expert_blocks_have_splits_and_scales_of_their_own(
     assert_close({"y": y, **gradients(found)}, {"y": want, **expected}, ROUNDED_OFTEN)
 
 
-def plain_experts(
-    p: Mapping[str, Any], fc1: str, fc2: str, x: Tensor, sizes: Sequence[int], scales: Tensor
-) -> Tensor:
+def plain_experts(p: Mapping[str, Any], fc1: str, fc2: str, x: Tensor, sizes: Sequence[int], scales: Tensor) -> Tensor:
     h = grouped_linear(x, p[fc1 + "weight"], sizes, p[fc1 + "bias"])
     return grouped_linear(gated(h, "swiglu") * scales[:, None], p[fc2 + "weight"], sizes)
 

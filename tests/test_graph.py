@@ -23,6 +23,7 @@ from tests.test_every_recipe import EVERY
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RECIPES = ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]
 
+
 @pytest.fixture(params=DEVICES)
 def device(request):
     if request.param == "cuda":  # filling new memory is a kernel of its own, which graphs would repeat

@@ -129,9 +129,7 @@ def test_results_are_those_of_float32_rounded_once(dtype: torch.dtype) -> None:
     zero_centered=st.booleans(),
     eps=st.floats(1e-6, 1),
 )
-def test_layer_norm_agrees_with_its_reference(
-    shape: list[int], features: int, zero_centered: bool, eps: float
-) -> None:
+def test_layer_norm_agrees_with_its_reference(shape: list[int], features: int, zero_centered: bool, eps: float) -> None:
     x = torch.randn(*shape, features, dtype=torch.float64, requires_grad=True)
     weight, bias = (torch.randn(features, dtype=torch.float64, requires_grad=True) for _ in LEARNED)
     expected = layer_norm_ref(x, weight, bias, eps, zero_centered=zero_centered)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, ops
-from ops.runner import nested_backward
 from ops.kernels.grouped_gemm.measured_tiles import Gemm
 from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS
 from ops.products.product import store
+from ops.runner import nested_backward
 from ops.runner.operation import FusedOperation
 from tests.check_operation import DEVICES
 from tests.grouped_cases import tiles_of_groups

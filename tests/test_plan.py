@@ -302,7 +302,9 @@ class A(Square):
         pytest.param((several(Scale), Scale, Shift), (Scale, Scale, Scale, Shift), ["0-3"], id="several-given-back"),
         pytest.param((Tap, several(Scale)), (Tap, Shift), [], id="several-none"),
         pytest.param(
-            (optional(Tap), several(Scale), optional(Shift)), (Scale, Shift, Tap, Scale), ["0-1", "2-3"],
+            (optional(Tap), several(Scale), optional(Shift)),
+            (Scale, Shift, Tap, Scale),
+            ["0-1", "2-3"],
             id="several-between-optional",
         ),
     ],

@@ -848,9 +848,7 @@ class ScaleShift(FusedOperation):
 
 
 def test_explain_prints_stages_steps_kernels_and_refusals() -> None:
-    sequential = Sequential(
-        Scale(), Shift(), nn.ReLU(), Scale(), Shift(None), Scale(), fusions=(ScaleShift,)
-    )
+    sequential = Sequential(Scale(), Shift(), nn.ReLU(), Scale(), Shift(None), Scale(), fusions=(ScaleShift,))
     sequential[5].register_forward_hook(lambda *_: None)
     assert sequential.explain() == "\n".join(
         [

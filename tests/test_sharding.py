@@ -66,9 +66,7 @@ def compare(rank: int, shard: str) -> None:
     torch.testing.assert_close(step(sharded, x), step(plain, x))
     expected = dict(plain.named_parameters())
     for name, parameter in sharded.named_parameters():
-        torch.testing.assert_close(
-            whole(parameter.grad), expected[name].grad, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        torch.testing.assert_close(whole(parameter.grad), expected[name].grad, msg=lambda text, n=name: f"{n}: {text}")
     for recipe in ("mxfp8", "fp8_delayed"):
         for ours, other in zip(train(sharded, recipe), train(plain, recipe), strict=True):
             torch.testing.assert_close(ours, other, rtol=0.02, atol=0.02, msg=lambda t, n=recipe: f"{n}: {t}")

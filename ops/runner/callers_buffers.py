@@ -97,9 +97,7 @@ def check_before_backward(
     _check([buffer for buffer in buffers if buffer.name != "output"], others)
 
 
-def note_handed_on(
-    buffers: Sequence[CallersBuffer], gradients: Iterable[Tensor | None], edges: Sequence[Edge]
-) -> None:
+def note_handed_on(buffers: Sequence[CallersBuffer], gradients: Iterable[Tensor | None], edges: Sequence[Edge]) -> None:
     """Remember until the end of this backward which gradients of inputs lie in the caller's buffers, and where they go.
 
     So autograd does not take one for its own: it copies what becomes `.grad`, and the buffer can be used again.

@@ -301,9 +301,7 @@ def amax_nvfp4(
     x: [T, K] float, [T, K] with splits, or [G, N, K]. The copies share one tensor where their amaxes are the same.
     """
     run = amax_nvfp4_triton if runs_triton(x) else amax_nvfp4_ref
-    return run(
-        x, splits, rowwise=rowwise, columnwise=columnwise, rht=rht, row_scaled=row_scaled, round_rht=round_rht
-    )
+    return run(x, splits, rowwise=rowwise, columnwise=columnwise, rht=rht, row_scaled=row_scaled, round_rht=round_rht)
 
 
 def cast_nvfp4(
