@@ -30,7 +30,7 @@ from ops.kernels.grouped_gemm.measured_tiles import (
     GroupedGemmConfig,
     MeasuredTile,
     TileTable,
-    in_words,
+    describe,
     tiles_in_use,
     use_tiles,
     why_not_tile,
@@ -217,7 +217,7 @@ def _run_with(table: TileTable, case: GemmCase) -> None:
 
 
 def label_of(config: GroupedGemmConfig) -> str:
-    return f"{in_words(config)}, {config.programs or 'no'} programs"
+    return f"{describe(config)}, {config.programs or 'no'} programs"
 
 
 def show(tuned: Tuned) -> None:

@@ -21,7 +21,7 @@ class BackwardLinearAdd(FusedOperation):
 
     pattern = (MakeExtraOutput, Linear)
     passes = "backward"
-    lands_gradients = True
+    handles_wgrad_accumulation = True
     accepts_quantized = True
 
     def fuser_backward(

@@ -25,7 +25,7 @@ class BackwardLinearScale(FusedOperation):
 
     pattern = (Linear, ConstantScale)
     passes = "backward"
-    lands_gradients = True
+    handles_wgrad_accumulation = True
 
     @classmethod
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from ops.elementwise import ElementwiseOperation, is_idle
+from ops.elementwise import ElementwiseOperation, is_noop
 from ops.kernels.elementwise.chain import (
     CASTS,
     Cast,
@@ -32,7 +32,7 @@ from ops.quantize import Quantize
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext, optional, several
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
-from recipes.tensors.quantizer import Quantizer, Room
+from recipes.tensors.quantizer import QuantizedBuffers, Quantizer
 
 
 class Operands(NamedTuple):
@@ -96,15 +96,15 @@ class ElementwiseChain(FusedOperation):
             operands.append(operand)
         if any(ctx.needs_grad for ctx in own):
             ctxs[0].saved = self._kept(steps, operands, x)
-        active = [i for i, step in enumerate(steps) if not is_idle(step, operands[i])]
+        active = [i for i, step in enumerate(steps) if not is_noop(step, operands[i])]
         steps, operands, dtypes = _pick(steps, active), _pick(operands, active), [own[i].dtype for i in active]
         quantizer = None
         if self._ends_in_quantize and self.operations[-1].input_quantizer(ctxs[-1].recipe) is not None:
             quantizer = ctxs[-1].quantizer(Role.INPUT)
         if active and _casts(quantizer, x) and runs_triton(x, *operands, dtypes=dtypes):
-            room = quantizer.room(shape, own[-1].dtype, x.device)
-            elementwise_cast(x, _into(room), steps, operands, dtypes)
-            return room.copies, {}
+            buffers = quantizer.empty_like_quantized(shape, own[-1].dtype, x.device)
+            elementwise_cast(x, _into(buffers), steps, operands, dtypes)
+            return buffers.copies, {}
         y = elementwise(x, steps, operands, dtypes) if active else x
         return y if quantizer is None else quantizer.quantize(y, rowwise=True, columnwise=True), {}
 
@@ -131,25 +131,25 @@ class ElementwiseChain(FusedOperation):
             own[i].param(operation.operand_name) if operation.has_parameter and i <= last else saved.operands.members[i]
             for i, operation in enumerate(self.chain)
         ]
-        active = [i for i, step in enumerate(steps) if not is_idle(step, operands[i])]
+        active = [i for i, step in enumerate(steps) if not is_noop(step, operands[i])]
         steps, operands, dtypes = _pick(steps, active), _pick(operands, active), [own[i].dtype for i in active]
         wanted = [self.chain[i].needs_operand(own[i]) for i in active]
-        quantizer = room = None
+        quantizer = buffers = None
         needs_dx, on_triton = own[0].needs.input, runs_triton(dy, saved.x, *operands, dtypes=dtypes)
         if self.first and needs_dx and self.operations[0].grad_output_quantizer(ctxs[0].recipe) is not None:
             quantizer = ctxs[0].quantizer(Role.GRAD_OUTPUT)
         if active and _casts(quantizer, dy) and on_triton:
-            room = quantizer.room(dy.shape, dtypes[0], dy.device)
+            buffers = quantizer.empty_like_quantized(dy.shape, dtypes[0], dy.device)
         dx: Any = dy
         gradients: Sequence[Tensor | None] = ()
         if active:
             found = delementwise(
                 dy, saved.x, steps, operands, dtypes, need_dx=needs_dx, need_operands=wanted,
-                cast=None if room is None else _into(room),
+                cast=None if buffers is None else _into(buffers),
             )  # fmt: skip
             dx, gradients = found.dx, found.operands
-        if room is not None:
-            dx = room.copies
+        if buffers is not None:
+            dx = buffers.copies
         elif quantizer is not None and dx is not None:
             dx = quantizer.quantize(dx, rowwise=True, columnwise=True)
         d_parameters: list[dict[str, Tensor | None]] = [{} for _ in self.operations]
@@ -171,12 +171,11 @@ def _casts(quantizer: Quantizer | None, x: Tensor) -> TypeGuard[Quantizer]:
     return quantizer is not None and quantizer.casts_in_kernels and x.numel() > 0
 
 
-def _into(room: Room) -> Cast:
-    rowwise, columnwise = room.copies.rowwise, room.copies.columnwise
-    assert rowwise is not None and columnwise is not None, "a room has both copies"
-    return Cast(
-        rowwise.codes, rowwise.scale_inv, columnwise.codes, columnwise.scale_inv, room.scale, room.amax, room.form
-    )  # fmt: skip
+def _into(buffers: QuantizedBuffers) -> Cast:
+    rowwise, columnwise = buffers.copies.rowwise, buffers.copies.columnwise
+    assert rowwise is not None and columnwise is not None, "both copies are made"
+    codes = rowwise.codes, rowwise.scale_inv, columnwise.codes, columnwise.scale_inv
+    return Cast(*codes, buffers.scale, buffers.amax, buffers.form)
 
 
 def _chain(operations: Sequence[BasicOperation]) -> tuple[ElementwiseOperation, ...]:

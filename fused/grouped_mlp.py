@@ -50,7 +50,7 @@ class GroupedMLP(FusedOperation):
         GroupedLinear,
     )
     passes = "joint"
-    lands_gradients = True
+    handles_wgrad_accumulation = True
 
     class Saved(NamedTuple):
         x: Any  # a Tensor, or what the path keeps of it for wgrad; None if FC1 wants none
@@ -103,8 +103,8 @@ class GroupedMLP(FusedOperation):
         fc1_ctx, _, fc2_ctx = ctxs
         splits, _ = self.fc1.check(x, extras)
         scales = extras.get("scales")
-        fc1_ctx.whole = self._runs_whole(ctxs, x)
-        if fc1_ctx.whole:
+        fc1_ctx.runs_fused_kernel = self._runs_whole(ctxs, x)
+        if fc1_ctx.runs_fused_kernel:
             return self._forward_whole(ctxs, x, splits, scales), {}
         path = fc1_ctx.path
         wgrad = self.fc1.wants_weight_grad(fc1_ctx)
@@ -139,7 +139,7 @@ class GroupedMLP(FusedOperation):
         Its weight gradients are new tensors, so these have to be autograd's. On the CPU it loops over groups, of rows
         that fill torch's vector loops: else the last place of an exp depends on where a row stands.
         """
-        elsewhere = self.fc1.lands_elsewhere or self.fc2.lands_elsewhere
+        elsewhere = self.fc1.wgrad_is_external or self.fc2.wgrad_is_external
         if elsewhere or not isinstance(path, GroupedPath) or quantizes(recipe):
             return False
         return device_type == "cuda" or (device_type == "cpu" and self.fc2.in_features % 32 == 0)
@@ -189,7 +189,7 @@ class GroupedMLP(FusedOperation):
         saved: GroupedMLP.Saved = fc1_ctx.saved
         fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, saved.splits
 
-        if fc1_ctx.whole and fc2_ctx.needs.input:
+        if fc1_ctx.runs_fused_kernel and fc2_ctx.needs.input:
             return self._backward_whole(ctxs, dy)
         # FC2
         wgrad = fc2.wants_weight_grad(fc2_ctx)
@@ -215,7 +215,7 @@ class GroupedMLP(FusedOperation):
         if wgrad:
             inputs = fc2_ctx.quantizer(Role.INPUT, saved.act_scale)
             act_q = path.quantize(act, splits, inputs, rowwise=False, columnwise=True)
-            d_fc2 |= fc2.land(fc2_ctx, partial(path.wgrad, dy_q, act_q))
+            d_fc2 |= fc2.accumulate(fc2_ctx, partial(path.wgrad, dy_q, act_q))
             del act, act_q
         del dy_q
         dscales = _sum(d_act_scales, dscales)
@@ -232,7 +232,7 @@ class GroupedMLP(FusedOperation):
                 out = fc1.buffer(fc1_ctx, "grad_input", dh, fc1.in_features)
                 dx = path.dgrad(dh_q, fc1.weight_operand(fc1_ctx, columnwise=True), out=out)
             if wgrad:
-                d_fc1 |= fc1.land(fc1_ctx, partial(path.wgrad, dh_q, saved.x))
+                d_fc1 |= fc1.accumulate(fc1_ctx, partial(path.wgrad, dh_q, saved.x))
         return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
 
 

@@ -9,7 +9,7 @@ import torch
 from fuser.layout import Container, Layout
 from fuser.plan import fusions_version
 from ops.products.paths import choose_path
-from ops.runner.program import Step
+from ops.runner.program import PlannedOperation
 from ops.runner.run import Pipeline
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
@@ -63,7 +63,7 @@ def _explain_pipeline(pipeline: Pipeline, request: PlanRequest) -> list[str]:
     return lines
 
 
-def _explain_step(pipeline: Pipeline, step: Step, request: PlanRequest) -> str:
+def _explain_step(pipeline: Pipeline, step: PlannedOperation, request: PlanRequest) -> str:
     names = " -> ".join(type(pipeline.operations[index]).__name__ for index in step.indices)
     name = f"{type(step.operation).__name__} = {names}" if step.fused else names
     return f"{_places(pipeline, step.indices):>5}  {name}  [{step.operation.kernel(request)}]"

@@ -7,7 +7,7 @@ from typing import Any
 
 from fused import FUSIONS
 from ops.runner.operation import BasicOperation, FusedOperation, Optional, Several
-from ops.runner.program import Plan, Refusal, Step
+from ops.runner.program import Plan, PlannedOperation, Refusal
 from recipes.request import PlanRequest
 
 Fusion = type[FusedOperation]
@@ -99,10 +99,10 @@ def make_plan(operations: Sequence[BasicOperation], request: PlanRequest, fusion
 
     Each scans from left to right and takes what it matches, so matches do not overlap.
     """
-    basic = [Step(operation, (index,), False) for index, operation in enumerate(operations)]
+    basic = [PlannedOperation(operation, (index,), False) for index, operation in enumerate(operations)]
     refusals: list[Refusal] = []
 
-    def fold(steps: list[Step], passes: str) -> list[Step]:
+    def fold(steps: list[PlannedOperation], passes: str) -> list[PlannedOperation]:
         for fusion in fusions:
             if fusion.passes == passes:
                 steps = _apply(fusion, steps, request, refusals)
@@ -112,8 +112,10 @@ def make_plan(operations: Sequence[BasicOperation], request: PlanRequest, fusion
     return Plan(tuple(fold(joint, "forward")), tuple(fold(joint, "backward")), tuple(refusals))
 
 
-def _apply(fusion: Fusion, steps: list[Step], request: PlanRequest, refusals: list[Refusal]) -> list[Step]:
-    result: list[Step] = []
+def _apply(
+    fusion: Fusion, steps: list[PlannedOperation], request: PlanRequest, refusals: list[Refusal]
+) -> list[PlannedOperation]:
+    result: list[PlannedOperation] = []
     position = 0
     while position < len(steps):
         for count in _match_lengths(fusion.pattern, steps[position:]):
@@ -124,14 +126,14 @@ def _apply(fusion: Fusion, steps: list[Step], request: PlanRequest, refusals: li
             reason = (
                 _conflicting_names(operations)
                 or _written_in_place(operations)
-                or _landing_elsewhere(fusion, operations)
+                or _external_wgrads(fusion, operations)
                 or fusion.why_not(operations, request)
             )
             if reason == "":
                 raise ValueError(f"{fusion.__name__}.why_not returned an empty reason. Return None, or a sentence.")
             if reason is None:
                 indices = tuple(index for step in covered for index in step.indices)
-                result.append(Step(fusion(operations), indices, True))
+                result.append(PlannedOperation(fusion(operations), indices, True))
                 position += count
                 break
             refusal = Refusal(fusion, tuple(step.indices[0] for step in covered), reason)
@@ -148,7 +150,7 @@ def _says_it(said: Refusal, refusal: Refusal) -> bool:
     return said.fusion is refusal.fusion and said.reason == refusal.reason and set(refusal.indices) <= set(said.indices)
 
 
-def _match_lengths(pattern: Sequence[Any], steps: Sequence[Step]) -> Iterator[int]:
+def _match_lengths(pattern: Sequence[Any], steps: Sequence[PlannedOperation]) -> Iterator[int]:
     """The numbers of steps, from the first one on, that the pattern can cover; the longest first."""
     if not pattern:
         yield 0
@@ -165,7 +167,7 @@ def _match_lengths(pattern: Sequence[Any], steps: Sequence[Step]) -> Iterator[in
             yield count + more
 
 
-def _fits(step: Step, member: Any) -> bool:
+def _fits(step: PlannedOperation, member: Any) -> bool:
     return not step.fused and any(_is_kind(step.operation, kind) for kind in _alternatives(member))
 
 
@@ -194,10 +196,11 @@ def _conflicting_names(operations: Sequence[BasicOperation]) -> str | None:
     return None
 
 
-def _landing_elsewhere(fusion: Fusion, operations: Sequence[BasicOperation]) -> str | None:
+def _external_wgrads(fusion: Fusion, operations: Sequence[BasicOperation]) -> str | None:
     """Why the fusion is not taken for operations whose weight gradients are not autograd's; None if it may be."""
-    if fusion.passes != "forward" and not fusion.lands_gradients and any(o.lands_elsewhere for o in operations):
-        return "It returns weight gradients, but they go into main_grad or are delayed: see lands_gradients."
+    external = any(operation.wgrad_is_external for operation in operations)
+    if fusion.passes != "forward" and not fusion.handles_wgrad_accumulation and external:
+        return "It returns weight gradients, but they go into main_grad or are delayed: see handles_wgrad_accumulation."
     return None
 
 

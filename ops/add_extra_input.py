@@ -26,7 +26,7 @@ class AddExtraInput(ElementwiseOperation):
     then. What modules outside of the pipeline have kept, autograd checks in backward.
     """
 
-    hands_on_dy = True
+    grad_is_identity = True
 
     def __init__(self, name: str = "extra", *, in_place: bool = False) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ class Bias(ElementwiseOperation):
     """
 
     operand_name = "bias"
-    hands_on_dy = True
+    grad_is_identity = True
 
     def __init__(
         self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

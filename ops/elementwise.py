@@ -21,12 +21,12 @@ class ElementwiseOperation(BasicOperation):
     computed in float32 (float64 for float64), and y is rounded once. Torch computes on the CPU, and float64 anywhere.
 
     operand_name: the parameter (a column operand) or extra input (row, element) that is the operand; "" if none is
-    hands_on_dy:  whether dx is dy itself, so that backward alone has nothing to launch for it
+    grad_is_identity:  whether dx is dy itself, so that backward alone has nothing to launch for it
     cache_quantized_input: whether x is kept for backward in eight bits (see `kept_x`), and so is never computed again
     """
 
     operand_name: str = ""
-    hands_on_dy: bool = False
+    grad_is_identity: bool = False
     cache_quantized_input: bool = False
 
     class Saved(NamedTuple):
@@ -90,7 +90,7 @@ class ElementwiseOperation(BasicOperation):
         self.check(x.shape, operand)
         if ctx.needs_grad:
             ctx.saved = self.Saved(None if step.linear else self.kept_x(x), self.kept_operand(step, operand))
-        if is_idle(step, operand):
+        if is_noop(step, operand):
             return x, {}
         if runs_triton(x) and self.in_place_input is None:
             return elementwise(x, (step,), (operand,)), {}
@@ -104,9 +104,9 @@ class ElementwiseOperation(BasicOperation):
         x = None if x is None else at_tensor(x)
         operand = self.operand_again(ctx, step, kept)
         need_dx, need_operand = ctx.needs.input, self.needs_operand(ctx)
-        if is_idle(step, operand):
+        if is_noop(step, operand):
             return dy, {}, {}
-        if runs_triton(dy) and not self.hands_on_dy:
+        if runs_triton(dy) and not self.grad_is_identity:
             found = delementwise(dy, x, (step,), (operand,), need_dx=need_dx, need_operands=(need_operand,))
             dx, gradient = found.dx, found.operands[0]
         else:
@@ -117,6 +117,6 @@ class ElementwiseOperation(BasicOperation):
         return (dx, named, {}) if self.has_parameter else (dx, {}, named)
 
 
-def is_idle(step: Step, operand: Tensor | None) -> bool:
+def is_noop(step: Step, operand: Tensor | None) -> bool:
     """Whether a step does nothing this time: one that would draw random numbers, but has drawn none."""
     return step.operand == "random" and operand is None

@@ -200,7 +200,7 @@ class GroupedLinear(OperationWithWeights):
                 out = self.buffer(ctx, "grad_input", dy, self.in_features)
                 dx = path.dgrad(dy_q, self.weight_operand(ctx, columnwise=True), out=out)
             if wgrad:
-                gradients |= self.land(ctx, partial(path.wgrad, dy_q, saved.x))
+                gradients |= self.accumulate(ctx, partial(path.wgrad, dy_q, saved.x))
         return dx, gradients, {"scales": dscales}
 
     def check(self, x: Tensor, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:

@@ -123,7 +123,7 @@ class Linear(OperationWithWeights):
         if need_wgrad:
             split = ctx.recipe.split_accumulator("wgrad")
             product = partial(wgrad, rows, saved.x, dtype=ctx.dtype, alpha=alpha, split_accumulator=split)
-            gradients |= self.land(ctx, product)
+            gradients |= self.accumulate(ctx, product)
         return dx, gradients
 
     def _weight(self, ctx: OperationContext, *, rowwise: bool = False, columnwise: bool = False) -> Any:

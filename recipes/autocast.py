@@ -17,7 +17,7 @@ from recipes.effects import Effect, perform, recording
 from recipes.pending import PendingUpdates, RecordsAmaxes, end_steps, forget
 from recipes.recipe import HighPrecision, Recipe
 from recipes.registry import as_recipe
-from recipes.stack import CastScales, Entry, current_updates, open_entries, push, remove
+from recipes.stack import ActiveRecipe, CastScales, current_updates, open_entries, push, remove
 
 
 class autocast(ContextDecorator):
@@ -58,7 +58,7 @@ class autocast(ContextDecorator):
         _check_kinds(amax_reduction_group, keep_weights, scales)
         self._group = amax_reduction_group
         self._settings = scales, keep_weights
-        self._entry: Entry | None = None
+        self._entry: ActiveRecipe | None = None
         self._is_outermost = False
 
     def _recreate_cm(self) -> autocast:
@@ -72,10 +72,10 @@ class autocast(ContextDecorator):
         outside = open_entries()
         self._is_outermost = not outside
         if outside:
-            self._entry = Entry(self, self._recipe, outside[0].updates, *self._settings)
+            self._entry = ActiveRecipe(self, self._recipe, outside[0].updates, *self._settings)
         else:
             updates = PendingUpdates(self._group)
-            self._entry = Entry(self, self._recipe, updates, *self._settings, if_abandoned=updates.discard)
+            self._entry = ActiveRecipe(self, self._recipe, updates, *self._settings, if_abandoned=updates.discard)
         push(self._entry)
         return self._recipe
 
@@ -93,7 +93,7 @@ class autocast(ContextDecorator):
         if quantizers or awaited:
             perform(Effect(_end_of_step, (quantizers, self._group, awaited), partial(forget, quantizers)))
 
-    def _awaited_by(self, entry: Entry) -> tuple[Any, ...]:
+    def _awaited_by(self, entry: ActiveRecipe) -> tuple[Any, ...]:
         """The groups whose ranks wait for this one, also if it recorded nothing.
 
         None in an evaluation, which one rank may run alone, in a recomputation, and in a part of a graph, of which

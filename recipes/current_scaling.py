@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_float8 import BLOCK, Float8Copies, cast_float8, untranspose, widened
+from recipes.casts.cast_float8 import BLOCK, Float8Copies, cast_float8, dequantize_codes, transpose_back
 from recipes.recipe import Recipe, Role, support_of_float8
 from recipes.tensors.formats import Float8Format, Format
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -115,7 +115,7 @@ class TensorScaledCodes(ScaledCodes):
     """Codes [..., K] in float8; scale_inv () float32 for one tensor, [G] for stacked weights or grouped rows."""
 
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
-        return Operand(widened(self.codes, dtype), self.scale_inv)
+        return Operand(dequantize_codes(self.codes, dtype), self.scale_inv)
 
     def float8_operand(self) -> Float8Operand:
         return Float8Operand(self.codes, self.scale_inv, "tensor")
@@ -139,7 +139,7 @@ class TransposedTensorScaledCodes(ScaledCodes):
         return self.natural_shape
 
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
-        return Operand(untranspose(self.codes, dtype, self.shape, splits), self.scale_inv)
+        return Operand(transpose_back(self.codes, dtype, self.shape, splits), self.scale_inv)
 
     def float8_operand(self) -> Float8Operand:
         return Float8Operand(self.codes, self.scale_inv, "tensor", BLOCK)

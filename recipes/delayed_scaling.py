@@ -26,8 +26,8 @@ from recipes.tensors.formats import Float8Format, Format
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor, ScaleLayout
 from recipes.tensors.quantizer import (
+    QuantizedBuffers,
     Quantizer,
-    Room,
     StateOfRole,
     StateShapes,
     check_form,
@@ -192,9 +192,10 @@ class DelayedScalingQuantizer(Quantizer):
     def kernel_format(self) -> str:
         return "float8"
 
-    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Room:
+    def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
         copies = empty_float8(shape, self.form, device)
-        return Room(QuantizedTensor(*tensor_scaled(copies, shape), dtype), *self._for_cast(device, 1), self.form)
+        quantized = QuantizedTensor(*tensor_scaled(copies, shape), dtype)
+        return QuantizedBuffers(quantized, *self._for_cast(device, 1), self.form)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         check_stacked(w_GNK, rowwise, columnwise)

@@ -25,7 +25,7 @@ class Effect(NamedTuple):
         self.function(*self.args)
 
 
-class Landing(NamedTuple):
+class Accumulation(NamedTuple):
     """A write into a gradient buffer: of which weight, where the buffer began, and whether it was added to."""
 
     name: str
@@ -35,7 +35,7 @@ class Landing(NamedTuple):
 
 
 @dataclass
-class Recording:
+class SideEffects:
     """What was kept.
 
     redirect:     gives the memory that is written in place of a gradient buffer; None: the buffer itself
@@ -47,7 +47,7 @@ class Recording:
     redirect: Callable[[Tensor], Tensor] | None = None
     rehearses: bool = False
     effects: list[Effect] = field(default_factory=list)
-    landings: list[Landing] = field(default_factory=list)
+    accumulations: list[Accumulation] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     placeholders: list[Tensor] = field(default_factory=list)
 
@@ -62,19 +62,19 @@ class Recording:
                 effect.undo()
 
 
-_recording: Recording | None = None
+_recording: SideEffects | None = None
 
 
-def recording() -> Recording | None:
+def recording() -> SideEffects | None:
     """What is being recorded now, or None."""
     return _recording
 
 
 @contextmanager
-def recorded(redirect: Callable[[Tensor], Tensor] | None = None, *, rehearses: bool = False) -> Iterator[Recording]:
+def recorded(redirect: Callable[[Tensor], Tensor] | None = None, *, rehearses: bool = False) -> Iterator[SideEffects]:
     """Keep the effects of what runs inside."""
     global _recording
-    before, _recording = _recording, Recording(redirect, rehearses)
+    before, _recording = _recording, SideEffects(redirect, rehearses)
     try:
         yield _recording
     finally:

@@ -24,8 +24,16 @@ from recipes.recipe import Recipe, Role
 from recipes.tensors.formats import Float8Format, Format
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
-from recipes.tensors.quantizer import Quantizer, Room, check_form, check_grouped, check_stacked, check_tensor
+from recipes.tensors.quantizer import (
+    QuantizedBuffers,
+    Quantizer,
+    check_form,
+    check_grouped,
+    check_stacked,
+    check_tensor,
+)
 from recipes.tensors.splits import Splits
+from recipes.triton.launch import cdiv
 
 _SCALINGS = get_args(Scaling)
 
@@ -84,8 +92,9 @@ class MXFP8Quantizer(Quantizer):
     def copies_agree(self) -> bool:
         return self.square
 
-    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Room:
-        return Room(QuantizedTensor(*_containers(empty_mxfp8(shape, self.form, device)), dtype), form=self.form)
+    def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
+        copies = _containers(empty_mxfp8(shape, self.form, device))
+        return QuantizedBuffers(QuantizedTensor(*copies, dtype), form=self.form)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         check_stacked(w_GNK, rowwise, columnwise)
@@ -144,7 +153,7 @@ class ColumnwiseCodes(ScaledCodes):
     def group(self, splits: Splits, group: int) -> ColumnwiseCodes:
         start, size = _start(splits, group, 1), splits.tolist()[group]
         first = _start(splits, group, BLOCK)
-        return ColumnwiseCodes(self.codes[start : start + size], self.scale_inv[first : first + _ceil_div(size, BLOCK)])
+        return ColumnwiseCodes(self.codes[start : start + size], self.scale_inv[first : first + cdiv(size, BLOCK)])
 
 
 def _holding(dtype: torch.dtype) -> torch.dtype:
@@ -154,8 +163,4 @@ def _holding(dtype: torch.dtype) -> torch.dtype:
 
 def _start(splits: Splits, group: int, block: int) -> int:
     """The first row (block = 1) or block of a group."""
-    return sum(_ceil_div(size, block) for size in splits.tolist()[:group])
-
-
-def _ceil_div(size: int, block: int) -> int:
-    return -(-size // block)
+    return sum(cdiv(size, block) for size in splits.tolist()[:group])

@@ -45,7 +45,7 @@ class CastScales:
         return scale
 
 
-class Entry:
+class ActiveRecipe:
     """One `autocast` that is open, or was.
 
     holder:       the context manager; the entry is open while that lives and has not been left
@@ -80,9 +80,9 @@ class Entry:
     def is_open(self) -> bool:
         return self._holder() is not None
 
-    def reopened(self, holder: Any, records: bool) -> Entry:
+    def reopened(self, holder: Any, records: bool) -> ActiveRecipe:
         """The same entry, open while `holder` lives."""
-        return Entry(holder, self.recipe, self.updates, self.scales, self.keep_weights, records=records)
+        return ActiveRecipe(holder, self.recipe, self.updates, self.scales, self.keep_weights, records=records)
 
     def close(self) -> None:
         """It has been left."""
@@ -93,7 +93,7 @@ def _nobody() -> None:
     return None
 
 
-Stack = tuple[Entry, ...]
+Stack = tuple[ActiveRecipe, ...]
 
 _stack: ContextVar[Stack] = ContextVar("fuser_recipes", default=())
 
@@ -109,12 +109,12 @@ def open_entries() -> Stack:
     return entries
 
 
-def push(entry: Entry) -> None:
+def push(entry: ActiveRecipe) -> None:
     """Make it the innermost entry of this thread."""
     _stack.set((*open_entries(), entry))
 
 
-def remove(entry: Entry) -> None:
+def remove(entry: ActiveRecipe) -> None:
     """Close it, also if it is not the innermost one."""
     entry.close()
     open_entries()

@@ -214,7 +214,7 @@ def test_the_transposed_copy_comes_back(device, form, kind):
     )  # fmt: skip
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         for run, place, s in zip(
-            (kernels.untranspose_ref, kernels.untranspose_on_triton), ("cpu", device), splits, strict=True
+            (kernels.transpose_back_ref, kernels.untranspose_on_triton), ("cpu", device), splits, strict=True
         ):
             found = run(copies.column_codes.to(place), dtype, x.shape, s)
             assert found.dtype == dtype

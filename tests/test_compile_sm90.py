@@ -215,7 +215,7 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
     for form in (E4M3, E5M2):
         chain, operands = [steps.ADD_COLUMN, activation_step(Activation("gelu"), False)], [x[0], None]
         for quantizer in (MXFP8Quantizer(form), DelayedScalingQuantizer(form, DelayedScaling())):
-            room = quantizer.room(x.shape, dtype, x.device)
+            room = quantizer.empty_like_quantized(x.shape, dtype, x.device)
             cast = elementwise.Cast(*room.copies.tensors(), room.scale, torch.empty(1))
             elementwise.elementwise_cast(x, cast, chain, operands)
             elementwise.delementwise(dy, x, chain, operands, need_operands=(True, False), cast=cast)
@@ -289,7 +289,7 @@ def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[s
             stack = x.view(2, rows // 2, features)
             amaxes = cast_nvfp4.amax_nvfp4(stack, None, rowwise=True, columnwise=True, **about)
             cast_nvfp4.cast_nvfp4(stack, None, amaxes, **how)
-    made = cast_nvfp4.codes_room(x, None, rowwise=True, columnwise=True)
+    made = cast_nvfp4.empty_codes(x, None, rowwise=True, columnwise=True)
     for codes, scale, transpose in ((made[0], made[1], False), (made[2], made[3], True)):
         cast_nvfp4.dequantize_nvfp4(codes, scale, rows if transpose else features, dtype, transpose=transpose)
 

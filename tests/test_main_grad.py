@@ -654,13 +654,13 @@ def product(dy: Tensor, x: Tensor, *, out: Tensor | None = None, accumulate: boo
 class Landing(HandWritten):
     """The same, which hands the product on."""
 
-    lands_gradients = True
+    handles_wgrad_accumulation = True
 
     def fuser_backward(self, ctxs: Any, dy: Any, d_extra_outputs: Any) -> Any:
         dx, (gradients, nothing), _ = super().fuser_backward(ctxs, dy, d_extra_outputs)
         del gradients["weight"]
         linear: Any = self.operations[0]
-        gradients |= linear.land(ctxs[0], partial(product, dy, ctxs[0].saved.x))
+        gradients |= linear.accumulate(ctxs[0], partial(product, dy, ctxs[0].saved.x))
         return dx, (gradients, nothing), {}
 
 

@@ -13,8 +13,8 @@ from ops.kernels.grouped_gemm.persistent_schedule import (
     group_of_rank,
     ranks_of_groups,
     room_for,
+    serpentine_tile,
     tile_in_bands,
-    tile_to_and_fro,
 )
 from tests.grouped_cases import DEVICES, Case, assert_close, naive_gemm, operands, poisoned
 
@@ -33,7 +33,7 @@ def bands_kernel(out_ptr, num_m, num_n, BAND: tl.constexpr):
 @triton.jit
 def turns_kernel(out_ptr, turns):
     for turn in range(turns):
-        tl.store(out_ptr + turn * tl.num_programs(0) + tl.program_id(0), tile_to_and_fro(turn))
+        tl.store(out_ptr + turn * tl.num_programs(0) + tl.program_id(0), serpentine_tile(turn))
 
 
 @triton.jit

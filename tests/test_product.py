@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.products.product import COLUMNWISE, LAYOUTS, Layout, gemm, operands
+from ops.products.product import COLUMNWISE, LAYOUTS, GemmLayout, gemm, operands
 from recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from recipes.recipe import Recipe, Role
 
@@ -48,7 +48,7 @@ def cancelling(rows: int, columns: int, terms: int, dtype: torch.dtype) -> tuple
 
 
 def check(
-    name: str, layout: Layout, terms: int, dtype: torch.dtype, device: str, bound: float, split: bool = True
+    name: str, layout: GemmLayout, terms: int, dtype: torch.dtype, device: str, bound: float, split: bool = True
 ) -> None:
     a, b = (tensor.to(device) for tensor in cancelling(32, 48, terms, dtype))
     recipe = RECIPES[name]

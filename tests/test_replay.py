@@ -349,7 +349,7 @@ def check_threads_launch_their_own_addresses():
     for _ in range(3):
         launch_once(xs[0][0], out, 2)
     program = next(program for program in descriptors.kept.values() if program)
-    launch = next(step for step in program.steps if isinstance(step, replay._Launch))
+    launch = next(step for step in program.steps if isinstance(step, replay._RecordedLaunch))
     mine = launch.descriptors[0][2]
 
     def work(own):

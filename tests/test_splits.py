@@ -35,7 +35,6 @@ def test_worked_example_of_the_docstring():
     assert splits.group_of_row.tolist() == [0, 0, 0, 2, 2, 2, 2, 3]
     assert splits.aligned(4).tolist() == [0, 4, 4, 8]
     assert splits.block_of_row(2).tolist()[:7] == [0, 0, 1, 2, 2, 3, 3]
-    assert splits.tiles(2).tolist() == [[0, 0], [0, 2], [2, 3], [2, 5]] + [[-1, -1]] * 3
     assert splits.tolist() == [3, 0, 4]
 
 
@@ -43,7 +42,7 @@ def test_dtypes_are_those_kernels_expect():
     splits = make([3, 0, 4], rows=8)
     assert splits.offsets.dtype == splits.sizes.dtype == splits.group_of_row.dtype == torch.int64
     assert splits.aligned(32).dtype == splits.block_of_row(32).dtype == torch.int64
-    assert splits.ends.dtype == splits.tiles(32).dtype == torch.int32
+    assert splits.ends.dtype == torch.int32
 
 
 @given(sizes_and_rows(), st.sampled_from([1, 2, 16, 32, 128]))
@@ -67,10 +66,6 @@ def test_everything_agrees_with_plain_python(case, block):
     found = splits.block_of_row(block).tolist()
     assert found[: sum(sizes)] == blocks
     assert all(0 <= b < splits.aligned_capacity(block) // block for b in found)
-
-    tiles = [[g, starts[g] + i] for g, size in enumerate(sizes) for i in range(0, size, block)]
-    length = up(rows, block) // block + len(sizes)
-    assert splits.tiles(block).tolist() == tiles + [[-1, -1]] * (length - len(tiles))
 
 
 @given(st.lists(st.integers(-5, 40), min_size=1, max_size=6), st.integers(0, 60))
@@ -114,7 +109,6 @@ def test_refilling_the_callers_tensor_changes_nothing():
 def test_no_rows_is_legal():
     splits = make([0, 0], rows=0)
     assert splits.group_of_row.tolist() == splits.block_of_row(32).tolist() == []
-    assert splits.tiles(16).tolist() == [[-1, -1]] * 2
 
 
 CAPACITY = pytest.param([5, 6], 10, ValueError, r"split_sizes sum to 11, but x has only 10 rows\. Pass", id="sum")
@@ -176,7 +170,7 @@ def test_splits_on_another_device_are_refused():
 
 def test_tensors_and_rebuild_are_a_round_trip():
     splits = make([3, 0, 4], rows=8)
-    splits.group_of_row, splits.tiles(2)
+    splits.group_of_row, splits.row_in_padded(2)
     tensors = splits.tensors()
     empty = splits.rebuild([None] * len(tensors))
     assert all(tensor is None for tensor in empty.tensors())
@@ -185,15 +179,15 @@ def test_tensors_and_rebuild_are_a_round_trip():
         rebuilt = template.rebuild([tensor.clone() for tensor in tensors])
         assert rebuilt.num_groups == 3 and rebuilt.rows == 8 and rebuilt.tolist() == [3, 0, 4]
         assert rebuilt.group_of_row.tolist() == splits.group_of_row.tolist()
-        assert rebuilt.tiles(2).tolist() == splits.tiles(2).tolist()
+        assert rebuilt.row_in_padded(2).tolist() == splits.row_in_padded(2).tolist()
         assert rebuilt.aligned(4).tolist() == splits.aligned(4).tolist()
 
 
 def test_derived_tensors_are_made_once():
     splits = make([3, 4], rows=7)
     assert splits.ends is splits.ends
-    assert splits.tiles(16) is splits.tiles(16)
-    assert splits.tiles(16) is not splits.tiles(32)
+    assert splits.aligned(16) is splits.aligned(16)
+    assert splits.aligned(16) is not splits.aligned(32)
 
 
 def test_copies_and_text():
@@ -211,9 +205,9 @@ def test_the_device_is_never_read():
         for given_sizes in (sizes, [3, 0, 40]):
             splits = Splits.make(given_sizes, rows=50, device="cuda")
             made = [splits.sizes, splits.ends, splits.group_of_row, splits.aligned(32), splits.block_of_row(32)]
-            made.append(splits.tiles(16))
+            made.append(splits.row_in_padded(16))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     on_host = make([3, 0, 40], rows=50)
-    assert splits.tiles(16).tolist() == on_host.tiles(16).tolist()
+    assert splits.row_in_padded(16).tolist() == on_host.row_in_padded(16).tolist()
     assert splits.block_of_row(32).tolist() == on_host.block_of_row(32).tolist()

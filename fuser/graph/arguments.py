@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fuser.graph.checks import check_module
 from fuser.graph.instance import Instance, Sample, Settings
 from fuser.schedule.run import delaying
-from fuser.schedule.schedule import Instance as Place
-from fuser.schedule.schedule import Schedule
+from fuser.schedule.schedule import Place, Schedule
 from recipes.recipe import HighPrecision
 from recipes.registry import as_recipe
 from recipes.stack import current_recipe

@@ -15,8 +15,7 @@ from fuser.graph.capture import make_recorder
 from fuser.graph.checks import HeldCheck, InputCheck
 from fuser.graph.record import Graphs
 from fuser.schedule.memory import MemoryPlan
-from fuser.schedule.schedule import Event, Item, Pass, Schedule
-from fuser.schedule.schedule import Instance as Place
+from fuser.schedule.schedule import Event, Item, Pass, Place, Schedule
 from ops.runner.nested_backward import unwanted_parameters
 from ops.runner.operation import BasicOperation
 from recipes.recipe import Recipe
@@ -143,7 +142,7 @@ class GraphedCallable:
         self.num_leading = min(1, len(instance.sample.at))  # tensors that stand before the parameters
         self._flag = instance.settings.keep_weights
         inside = self.module.modules()
-        self._lands_elsewhere = any(isinstance(o, BasicOperation) and o.lands_elsewhere for o in inside)
+        self._wgrad_is_external = any(isinstance(o, BasicOperation) and o.wgrad_is_external for o in inside)
         self._records_amaxes = instance.settings.with_backward and graphs.has_effects(Event(Pass.FORWARD, *place))
 
     @property
@@ -219,7 +218,7 @@ class GraphedCallable:
 
         edges: of the node, to inputs and parameters
         """
-        if not self._lands_elsewhere:
+        if not self._wgrad_is_external:
             return
         first = self.num_leading
         if unwanted_parameters(edges[first : first + self.num_params]):

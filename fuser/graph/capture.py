@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from recipes.effects import Effect, Recording, recorded
+from recipes.effects import Effect, SideEffects, recorded
 
 Work = Callable[[], None]
 
@@ -25,7 +25,7 @@ ALIGNMENT = 256  # bytes: more than any kernel asks for
 class Segment(Protocol):
     """Recorded work, with what was seen while it was."""
 
-    recording: Recording
+    recording: SideEffects
 
     def replay(self) -> Sequence[Effect]:
         """Do the work again. Returns what has to be done besides."""
@@ -121,7 +121,7 @@ class RerunRecorder:
 class RerunSegment:
     """Work to be done again."""
 
-    def __init__(self, work: Work, recording: Recording) -> None:
+    def __init__(self, work: Work, recording: SideEffects) -> None:
         self._work: Work | None = work
         self.recording = recording
 
@@ -263,7 +263,7 @@ def gaps(segments: Sequence[Mapping[str, Any]]) -> list[int]:
 class CudaSegment:
     """A captured graph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, recording: Recording) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, recording: SideEffects) -> None:
         self._graph = graph
         self.recording = recording
 
@@ -273,7 +273,7 @@ class CudaSegment:
 
     def free(self) -> None:
         self._graph.reset()
-        self.recording = Recording()
+        self.recording = SideEffects()
 
 
 @cache
@@ -313,7 +313,7 @@ class _Memory:
         }  # fmt: skip
 
 
-def _dropped(work: Work, scratch: Scratch, rehearses: bool = False) -> Recording:
+def _dropped(work: Work, scratch: Scratch, rehearses: bool = False) -> SideEffects:
     """Do the work and nothing besides."""
     with recorded(scratch, rehearses=rehearses) as recording:
         try:

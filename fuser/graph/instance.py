@@ -17,7 +17,7 @@ from fuser.graph.capture import ALIGNMENT
 from fuser.schedule.run import delaying
 from ops.products.main_grad import OperationWithWeights, placeholder
 from recipes.autocast import autocast
-from recipes.effects import Recording
+from recipes.effects import SideEffects
 from recipes.recipe import Recipe
 from recipes.stack import entered
 
@@ -98,7 +98,7 @@ class Sample:
         return module(*values[: self.num_args], **dict(keywords))
 
 
-def room(forms: Sequence[Form]) -> int:
+def buffer_bytes(forms: Sequence[Form]) -> int:
     """Bytes of a buffer that holds tensors of these forms."""
     return sum(-(-form.nbytes // ALIGNMENT) * ALIGNMENT for form in forms)
 
@@ -109,7 +109,7 @@ def placed(forms: Sequence[Form], memory: Tensor) -> list[Tensor]:
     for form in forms:
         part = memory[start : start + form.nbytes].view(form.dtype)
         tensors.append(part.as_strided(form.shape, form.stride))
-        start += room([form])
+        start += buffer_bytes([form])
     return tensors
 
 
@@ -245,7 +245,7 @@ class Instance:
     def differentiable_outputs(self) -> list[Form]:
         return [form for form in self.outputs if form.requires_grad] if self.settings.with_backward else []
 
-    def take_param_grads(self, recording: Recording, unowned: Callable[[Tensor], Tensor] | None) -> None:
+    def take_param_grads(self, recording: SideEffects, unowned: Callable[[Tensor], Tensor] | None) -> None:
         """After the recording of a backward: find out which parameters get what.
 
         unowned: makes of a gradient one that does not keep its memory; None keeps it

@@ -13,13 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fuser.graph.capture import Recorder, Segment
 from fuser.graph.checks import ReplayOrder
-from fuser.graph.instance import Buffers, Form, Instance, placed, room
+from fuser.graph.instance import Buffers, Form, Instance, buffer_bytes, placed
 from fuser.graph.state import begin_step, undisturbed
 from fuser.schedule.memory import Buffer, LayerMemory, Life, MemoryPlan, Taken, plan_memory
-from fuser.schedule.schedule import Event, Pass, Schedule
-from fuser.schedule.schedule import Instance as Place
-from ops.products.main_grad import check_landing
-from recipes.effects import Landing
+from fuser.schedule.schedule import Event, Pass, Place, Schedule
+from ops.products.main_grad import check_accumulation
+from recipes.effects import Accumulation
 
 Hook = Callable[[], Any] | None
 
@@ -49,7 +48,7 @@ class Graphs:
         self._shared = shared
         self._owned_grads = owned_grads
         self._segments: dict[Event, Segment] = {}
-        self._landings: dict[Event, list[Landing]] = {}
+        self._accumulations: dict[Event, list[Accumulation]] = {}
         self._arenas: dict[Any, Tensor] = {}
         self._to_poison: dict[Event, list[Tensor]] = {}
         self._dead: list[Tensor] = []
@@ -101,8 +100,8 @@ class Graphs:
         if not self._segments:
             raise RuntimeError(f"{event} was called, but its graphs were reset. Capture again.")
         self._order.check(event)
-        for landing in self._landings[event]:
-            check_landing(landing)
+        for accumulation in self._accumulations[event]:
+            check_accumulation(accumulation)
         for memory in self._dead:
             _poison(memory)
         self._dead = self._to_poison.get(event, [])
@@ -127,7 +126,7 @@ class Graphs:
             segment.free()
         for instance in self.instances.values():
             instance.drop()
-        self._arenas, self._landings, self._to_poison, self._dead = {}, {}, {}, []
+        self._arenas, self._accumulations, self._to_poison, self._dead = {}, {}, {}, []
 
     def _warm_up(self, modules: Sequence[nn.Module], *, rehearses: bool = False) -> None:
         begin_step(modules)
@@ -210,10 +209,10 @@ class Graphs:
         instance = self.instances[event.instance]
         segment = self._recorder.record(_work(instance, event.kind))
         recording = segment.recording
-        first: dict[int, Landing] = {}
-        for landing in recording.landings:
-            first.setdefault(id(landing.weight), landing)
-        self._landings[event] = list(first.values())
+        first: dict[int, Accumulation] = {}
+        for accumulation in recording.accumulations:
+            first.setdefault(id(accumulation.weight), accumulation)
+        self._accumulations[event] = list(first.values())
         if event.kind is Pass.DGRAD:
             instance.take_param_grads(recording, None if self._owned_grads else self._recorder.unowned)
         if self._poisons:
@@ -237,12 +236,12 @@ def _sizes(instance: Instance, saved: Mapping[int, int], delayed: Mapping[int, i
     if saved.keys() & delayed.keys():
         reads.add(Buffer.SAVED)
     return LayerMemory(
-        input=room(instance.inputs),
+        input=buffer_bytes(instance.inputs),
         saved=sum(saved.values()),
-        output=room(instance.outputs),
-        output_grad=room(instance.differentiable_outputs),
+        output=buffer_bytes(instance.outputs),
+        output_grad=buffer_bytes(instance.differentiable_outputs),
         delayed=sum(size for at, size in delayed.items() if at not in saved),
-        input_grad=room([form for form in instance.grads if form is not None]),
+        input_grad=buffer_bytes([form for form in instance.grads if form is not None]),
         wgrad_reads=frozenset(reads),
     )
 

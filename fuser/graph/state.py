@@ -21,8 +21,8 @@ def undisturbed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[
 
     Python's garbage collector does not run inside: it might end a graph within another's capture.
 
-    What is written into main_grad is not looked at: a `Recording` redirects it. Buffers that came into being (states of
-    quantizers) stay, since graphs hold their addresses; after an exception they are gone.
+    What is written into main_grad is not looked at: a `SideEffects` redirects it. Buffers that came into being (states
+    of quantizers) stay, since graphs hold their addresses; after an exception they are gone.
     """
     inside = list(dict.fromkeys(module for outer in modules for module in outer.modules()))
     parameters = list(dict.fromkeys(p for module in inside for p in module._parameters.values() if p is not None))

@@ -24,7 +24,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from fuser.schedule.schedule import Entry, Event, Instance, Pass, Schedule
+from fuser.schedule.schedule import Entry, Event, Pass, Place, Schedule
 
 
 class Buffer(StrEnum):
@@ -75,7 +75,7 @@ class Life(NamedTuple):
     """A buffer of one instance: used from event `start` to event `end`, in number `number` of its class and size."""
 
     buffer: Buffer
-    instance: Instance
+    instance: Place
     size: int
     start: int
     end: int
@@ -267,7 +267,7 @@ def _positions(schedule: Schedule) -> dict[Event, int]:
     return {event: position for position, event in enumerate(schedule.events)}
 
 
-def _consumer(schedule: Schedule, instance: Instance, follows: Collection[int]) -> Instance | None:
+def _consumer(schedule: Schedule, instance: Place, follows: Collection[int]) -> Place | None:
     """The instance on this rank that takes the input gradient; chunks without layers hand it through."""
     chunk, microbatch, layer = instance
     if layer:

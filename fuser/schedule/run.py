@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fuser.schedule.schedule import Instance, Pass, Schedule
+from fuser.schedule.schedule import Pass, Place, Schedule
 
 Key = tuple[int, int]  # chunk, microbatch
 Value = Tensor | tuple[Tensor, ...]  # what a layer takes and gives
@@ -57,7 +57,7 @@ def run_schedule(
     follows = _check(schedule, chunks, inputs, output_grads)
     values: dict[Key, Value] = {}  # what a chunk gave, until the next one takes it
     grads: dict[Key, Grads] = {}  # what a chunk gave backward, until the one before takes it
-    waiting: dict[Instance, _Kept] = {}
+    waiting: dict[Place, _Kept] = {}
     for entry in schedule.entries:
         assert entry.microbatch is not None, f"{entry} was not checked"
         chunk, microbatch = key = entry.chunk, entry.microbatch

@@ -43,7 +43,7 @@ from fuser.schedule.read import (
     read_order,
 )
 
-__all__ = ["Entry", "Event", "Instance", "Item", "Pass", "Problem", "Schedule", "ScheduleError", "read_order"]
+__all__ = ["Entry", "Event", "Place", "Item", "Pass", "Problem", "Schedule", "ScheduleError", "read_order"]
 
 
 class Event(NamedTuple):
@@ -55,7 +55,7 @@ class Event(NamedTuple):
     layer: int
 
     @property
-    def instance(self) -> Instance:
+    def instance(self) -> Place:
         """The forward instance whose pass this is."""
         return self.chunk, self.microbatch, self.layer
 
@@ -63,7 +63,7 @@ class Event(NamedTuple):
         return f"{self.kind.value}{self.chunk}@{self.microbatch} layer {self.layer}"
 
 
-Instance = tuple[int, int, int]  # chunk, microbatch, layer
+Place = tuple[int, int, int]  # chunk, microbatch, layer
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Schedule:
             for layer in (layers if entry.kind is Pass.FORWARD else reversed(layers))
         )
 
-    def index(self, instance: Instance) -> int:
+    def index(self, instance: Place) -> int:
         """Where TransformerEngine's flat tuples (callables returned, sample arguments) have this forward instance."""
         chunk, microbatch, layer = instance
         before = sum(self.layers[: chunk - 1]) * self.microbatches

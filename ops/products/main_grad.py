@@ -1,7 +1,7 @@
-"""Where a weight gradient lands: in what autograd gets, in `main_grad`, or, later, in either.
+"""Where a weight gradient is written: to what autograd gets, to `main_grad`, or, later, to either.
 
-An operation with weights does not compute dW itself. It says how (`Product`), and `land` does the rest, by two switches
-of the operation:
+An operation with weights does not compute dW itself. It says how (`Product`), and `accumulate` does the rest, by two
+switches of the operation:
 
     accumulate_into_main_grad   the product is written into the buffer that the weight's owner has put at
                                 `weight.main_grad`; else autograd gets dW
@@ -44,7 +44,7 @@ from ops.runner.nested_backward import outermost_backward
 from ops.runner.operation import BasicOperation
 from ops.runner.run import without_autocast
 from recipes.arguments import check_flags
-from recipes.effects import Effect, Landing, perform, recording
+from recipes.effects import Accumulation, Effect, perform, recording
 from recipes.recipe import Role
 
 # The gradient of all weights of an operation, still to be computed: product() gives new memory,
@@ -67,21 +67,21 @@ class OperationWithWeights(BasicOperation):
         super().__init__()
         check_flags(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
         self.accumulate_into_main_grad = accumulate_into_main_grad
-        self.delay_wgrad_compute = self.keeps_dy = delay_wgrad_compute
+        self.delay_wgrad_compute = self.retains_grad_output = delay_wgrad_compute
         self._delayed: deque[_Gradient] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
 
     @property
-    def lands_elsewhere(self) -> bool:
+    def wgrad_is_external(self) -> bool:
         return self.accumulate_into_main_grad or self.delay_wgrad_compute
 
     def weight_gradients(self, dw: Tensor) -> dict[str, Tensor]:
         """dw as a product gives it, by the weights' names."""
         return {"weight": dw} if self.stacked else dict(zip(self.weight_names, dw.unbind(), strict=True))
 
-    def land(self, ctx: OperationContext, product: Product) -> Mapping[str, Tensor | None]:
-        """Let the weights' gradients land where they belong. Returns what autograd gets, by the weights' names."""
-        if not self.lands_elsewhere:
+    def accumulate(self, ctx: OperationContext, product: Product) -> Mapping[str, Tensor | None]:
+        """Write or accumulate the weights' gradients where they belong. Returns autograd's, by the weights' names."""
+        if not self.wgrad_is_external:
             return self.weight_gradients(product())
         assert ctx.seen_in_forward is not None, "it is called in backward"
         seen, _ = ctx.seen_in_forward
@@ -163,8 +163,8 @@ class OperationWithWeights(BasicOperation):
         whole = targets["weight"] if self.stacked else _as_one([*targets.values()], len(self.weight_names))
         record = recording()
         if record is not None:
-            record.landings += [
-                Landing(name, gradient.weights[name], target.buffer.data_ptr(), target.accumulate)
+            record.accumulations += [
+                Accumulation(name, gradient.weights[name], target.buffer.data_ptr(), target.accumulate)
                 for name, target in targets.items()
             ]
         if whole is not None:
@@ -262,9 +262,9 @@ def backward_dw(operations: Sequence[tuple[str, OperationWithWeights]]) -> None:
         perform(Effect(operation._trigger_wgrad_accumulation_and_reduce_hooks))
 
 
-def check_landing(landing: Landing) -> None:
+def check_accumulation(accumulation: Accumulation) -> None:
     """Raise RuntimeError unless a product would still be written where, and as, it was when it landed."""
-    name, weight, pointer, accumulate = landing
+    name, weight, pointer, accumulate = accumulation
     target = _target(name, weight, -1)
     if target.buffer.data_ptr() != pointer:
         raise RuntimeError(

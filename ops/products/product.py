@@ -29,12 +29,12 @@ from recipes.tensors.quantized_tensor import Float8Operand, Operand, QuantizedTe
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.splits import Splits
 
-Layout = Literal["TN", "NN", "NT"]
+GemmLayout = Literal["TN", "NN", "NT"]
 
-LAYOUTS: dict[Product, Layout] = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
+LAYOUTS: dict[Product, GemmLayout] = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
 
 # layout -> whether the first and the second operand are read columnwise
-COLUMNWISE: dict[Layout, tuple[bool, bool]] = {"TN": (False, False), "NN": (False, True), "NT": (True, True)}
+COLUMNWISE: dict[GemmLayout, tuple[bool, bool]] = {"TN": (False, False), "NN": (False, True), "NT": (True, True)}
 
 
 def quantized(
@@ -83,7 +83,7 @@ def gemm_dtype(nominal: torch.dtype, device: torch.device) -> torch.dtype:
 Matrix = Tensor | QuantizedTensor | GroupedTensor
 
 
-def operands(layout: Layout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tuple[Operand, Operand]:
+def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tuple[Operand, Operand]:
     """What the product multiplies, in one dtype."""
     plain_a, plain_b = _plain(a), _plain(b)
     if plain_a is not None and plain_b is not None and plain_a.dtype == plain_b.dtype:
@@ -98,7 +98,7 @@ def operands(layout: Layout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tupl
     return left._replace(values=left.values.to(dtype)), right._replace(values=right.values.to(dtype))
 
 
-def float8_operands(layout: Layout, a: Matrix, b: Matrix) -> tuple[Float8Operand, Float8Operand] | None:
+def float8_operands(layout: GemmLayout, a: Matrix, b: Matrix) -> tuple[Float8Operand, Float8Operand] | None:
     """The codes of both, where the GPU multiplies them as they are; None where values are multiplied instead."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return None
@@ -116,7 +116,7 @@ def float8_operands(layout: Layout, a: Matrix, b: Matrix) -> tuple[Float8Operand
     return (left, right) if refusal is None else None
 
 
-def scalings_fit(layout: Layout, left: ScaleLayout | None, right: ScaleLayout | None) -> bool:
+def scalings_fit(layout: GemmLayout, left: ScaleLayout | None, right: ScaleLayout | None) -> bool:
     """Whether float8 codes that are scaled so are multiplied as they are; None is of what has no such codes."""
     return (left, right) in (("tensor", "tensor"), ("row", "row" if layout == "NT" else "square"))
 
@@ -143,7 +143,7 @@ def _plain(x: Matrix) -> Tensor | None:
 
 
 def gemm(
-    layout: Layout,
+    layout: GemmLayout,
     a: Tensor | QuantizedTensor,
     b: Tensor | QuantizedTensor,
     out_dtype: torch.dtype,
@@ -219,7 +219,7 @@ def store(product: Tensor, out: Tensor, accumulate: bool) -> Tensor:
     return out.add_(product) if accumulate else out.copy_(product)
 
 
-def _matrices(layout: Layout, a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
+def _matrices(layout: GemmLayout, a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
     """The values as matrices, in NT with as many rows: where one is quantized, it may have rows of zeros at its end."""
     x, w = a.values.flatten(0, -2), b.values.flatten(0, -2)
     if layout == "NT" and len(x) != len(w):
@@ -228,7 +228,7 @@ def _matrices(layout: Layout, a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
 
 
 def _float8_gemm(
-    layout: Layout,
+    layout: GemmLayout,
     a: Float8Operand,
     b: Float8Operand,
     out_dtype: torch.dtype,

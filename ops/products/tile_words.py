@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ops.kernels.grouped_gemm.measured_tiles import Gemm, in_words, tiles_in_use
+from ops.kernels.grouped_gemm.measured_tiles import Gemm, describe, tiles_in_use
 from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS, MANY_ROWS, built_in_config
 from ops.kernels.grouped_gemm.tile_rules_float8 import built_in_float8_config
 from ops.products.product import COLUMNWISE, LAYOUTS, gemm_dtype, quantizes, scalings_fit
@@ -48,9 +48,9 @@ def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -
     def tile(product: Product, rows: int) -> str:
         gemm, scaling = gemms[product], scalings[product]
         if scaling is None:
-            return in_words(built_in_config(gemm, rows * gemm.num_groups, gpu))
+            return describe(built_in_config(gemm, rows * gemm.num_groups, gpu))
         split = recipe.split_accumulator(product)
-        return in_words(built_in_float8_config(gemm, rows * gemm.num_groups, scaling, split, gpu))
+        return describe(built_in_float8_config(gemm, rows * gemm.num_groups, scaling, split, gpu))
 
     tiles = {product: tile(product, MANY_ROWS) for product in gemms}
     words = [tiles["fprop"], *_by_tile({product: words for product, words in tiles.items() if words != tiles["fprop"]})]
@@ -91,6 +91,6 @@ def _measured(gemms: Mapping[Product, Gemm], gpu: tuple[int, int]) -> str:
     for name, gemm in gemms.items():
         for tile in table.tiles:
             if tile.gemm == gemm:
-                products.setdefault(f"{in_words(tile.config)} at {tile.rows} rows", []).append(name)
+                products.setdefault(f"{describe(tile.config)} at {tile.rows} rows", []).append(name)
     found = [f"{' and '.join(names)} {words}" for words, names in products.items()]
     return f"{', '.join(found)}, measured {table.environment['date']}; else " if found else ""

@@ -94,7 +94,7 @@ def _run(
             continue
         if dx is not None and not wiring.accepts_quantized:
             dx = at_tensor(dx)
-        if wiring.keeps_dy and isinstance(dx, Tensor):
+        if wiring.retains_grad_output and isinstance(dx, Tensor):
             foreign |= {memory_of(dx)}
         own: frozenset[str] = frozenset()
         if wiring.reuses_gradients:

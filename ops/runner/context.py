@@ -34,7 +34,6 @@ class OperationContext:
     buffers: the caller's own tensors for this operation, by name
     own_gradients: in the backward of an operation with `reuses_gradients`, the names of the extra outputs whose
              gradients lie in memory that nobody else sees: it may write into them
-    next_input_quantizer, previous_grad_quantizer: what the neighbours would quantize their operand with
     updates: where quantizers with a state record that it changes at the end of the step; None: they record nothing
     """
 
@@ -46,8 +45,6 @@ class OperationContext:
     needs_grad: bool
     path: Any
     buffers: dict[str, torch.Tensor]
-    next_input_quantizer: Quantizer | None
-    previous_grad_quantizer: Quantizer | None
     parameter_slots: Mapping[str, int]
     saved: Any = None
     own_gradients: frozenset[str] = frozenset()

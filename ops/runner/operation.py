@@ -58,7 +58,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     in_place_input: the extra input into whose memory its forward writes, and which it returns as y. The runner has
     made sure that nothing else needs what was there. Such an operation is never fused.
     reuses_gradients: whether its backward asks for `ctx.own_gradients`.
-    keeps_dy: whether it keeps dy beyond its backward, so that nobody may write into it.
+    retains_grad_output: whether it keeps dy beyond its backward, so that nobody may write into it.
     quantized_roles: in which roles it quantizes tensors, and so may have a state.
     num_scales: how many tensors with a scale each it quantizes in one role: groups, or one.
     exchanges_parameters: whether others have taken the place of its parameters, as FSDP2 does for each pass.
@@ -72,7 +72,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     accepts_integers: bool = False
     in_place_input: str | None = None
     reuses_gradients: bool = False
-    keeps_dy: bool = False
+    retains_grad_output: bool = False
     quantized_roles: tuple[Role, ...] = ()
     num_scales: int = 1
     exchanges_parameters: bool = False
@@ -114,7 +114,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
         return None
 
     @property
-    def lands_elsewhere(self) -> bool:
+    def wgrad_is_external(self) -> bool:
         """Whether gradients of its parameters go to anything but autograd (see `ops.products.main_grad`)."""
         return False
 
@@ -269,14 +269,15 @@ class FusedOperation(FusibleOperation):
     fewest:  how many operations a match must cover, for patterns of which much is optional
     passes:  "joint" (both; may save what it likes, in `ctxs[0].saved`), "forward" (fills every covered operation's
              `Saved` exactly as that would itself) or "backward" (consumes what those saved).
-    lands_gradients: whether its backward gives the products of weight gradients to the covered operations, by `land`
-             (see `ops.products.main_grad`) or in their own backward. Without, refused where gradients land elsewhere.
+    handles_wgrad_accumulation: whether its backward gives the products of weight gradients to the covered operations,
+             by `accumulate` (see `ops.products.main_grad`) or in their own backward. Without, it is refused where a
+             weight gradient is external: in main_grad, or delayed.
     """
 
     pattern: ClassVar[tuple[Any, ...]] = ()
     fewest: ClassVar[int] = 1
     passes: ClassVar[Literal["joint", "forward", "backward"]] = "joint"
-    lands_gradients: ClassVar[bool] = False
+    handles_wgrad_accumulation: ClassVar[bool] = False
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
         self.operations = tuple(operations)

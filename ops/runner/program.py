@@ -8,7 +8,6 @@ names its extra tensors go.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from recipes.recipe import Role
 from recipes.request import Needs, PlanRequest
 
 
-class Step(NamedTuple):
+class PlannedOperation(NamedTuple):
     """One thing to execute: a basic operation, or a fused one that stands for several.
 
     `indices` are the positions, in the pipeline, of the basic operations that it stands for.
@@ -46,8 +45,8 @@ class Refusal(NamedTuple):
 class Plan(NamedTuple):
     """What a planner answers: the steps of both passes, and every fusion that was refused."""
 
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
+    forward: tuple[PlannedOperation, ...]
+    backward: tuple[PlannedOperation, ...]
     refusals: tuple[Refusal, ...] = ()
 
 
@@ -56,14 +55,14 @@ Planner = Callable[[Sequence[Any], PlanRequest], Plan]
 
 def plan_unfused(operations: Sequence[Any], request: PlanRequest) -> Plan:
     """Every operation by itself."""
-    steps = tuple(Step(operation, (index,), False) for index, operation in enumerate(operations))
+    steps = tuple(PlannedOperation(operation, (index,), False) for index, operation in enumerate(operations))
     return Plan(steps, steps)
 
 
 class Wiring(NamedTuple):
     """A step and the names of its extra tensors: (the operation's own name, the pipeline's name, the kind)."""
 
-    step: Step
+    step: PlannedOperation
     inputs: tuple[tuple[str, str, type], ...]
     outputs: tuple[tuple[str, str, type], ...]
     input_names: tuple[str, ...]  # by which gradients of extra inputs may be returned
@@ -73,7 +72,7 @@ class Wiring(NamedTuple):
     accepts_quantized: bool
     writes: str | None  # the pipeline's name of the extra input that forward writes into
     reuses_gradients: bool  # backward asks which gradients of extra outputs it may write into
-    keeps_dy: bool  # dy is read after backward
+    retains_grad_output: bool  # dy is read after backward
 
 
 class Program:
@@ -135,15 +134,10 @@ class Program:
                     "needs_grad": needs_grad,
                     "path": self.path,
                     "buffers": {},
-                    "next_input_quantizer": None,
-                    "previous_grad_quantizer": None,
                     "parameter_slots": dict(zip(names, range(slot, slot + len(names)), strict=True)),
                 }
             )
             slot += len(names)
-        for (left, before), (right, after) in pairwise(zip(operations, self.contexts, strict=True)):
-            before["next_input_quantizer"] = right.input_quantizer(request.recipe)
-            after["previous_grad_quantizer"] = left.grad_output_quantizer(request.recipe)
         self.num_parameters = slot
         self.needs_grad = upstream
         self.differentiable = frozenset(differentiable)  # the extra tensors that carry a gradient
@@ -157,7 +151,7 @@ class Program:
         }
         self.reuses_gradients = any(wiring.reuses_gradients for wiring in self.backward)
 
-    def _wire(self, operations: Sequence[Any], step: Step) -> Wiring:
+    def _wire(self, operations: Sequence[Any], step: PlannedOperation) -> Wiring:
         covered = [operations[index] for index in step.indices]
         contexts = [self.contexts[index] for index in step.indices]
         first = step.indices[0]
@@ -176,5 +170,5 @@ class Program:
             step.operation.accepts_quantized,
             None if written is None else step.operation.extra_name(written),
             not step.fused and step.operation.reuses_gradients,
-            any(operation.keeps_dy for operation in covered),
+            any(operation.retains_grad_output for operation in covered),
         )

@@ -432,7 +432,7 @@ class _RetainingFunction(torch.autograd.Function):
         with without_autocast(record.program.request.device), reentered(record.entries):
             # Where autograd gets all gradients it drops what nobody asked for; elsewhere it would be accumulated.
             unwanted: frozenset[int] = frozenset()
-            if any(operation.lands_elsewhere for operation in record.operations):
+            if any(operation.wgrad_is_external for operation in record.operations):
                 unwanted = unwanted_parameters(edges[1 : 1 + len(record.parameters)])
             gradients = run_backward(record, saved, dy, d_returned, unwanted)
         if buffers:

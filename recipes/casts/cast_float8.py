@@ -33,9 +33,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_float8_triton import amax_kernel, cast_float8_kernel, untranspose_kernel, widen_kernel
+from recipes.casts.cast_float8_triton import (
+    amax_kernel,
+    cast_float8_kernel,
+    dequantize_codes_kernel,
+    transpose_back_kernel,
+)
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.splits import Splits
+from recipes.triton.launch import cdiv
 from recipes.triton.row_slots import num_slots
 
 # Groups begin at multiples of it in column_codes: whole sectors of memory. Of 16, wgrad takes 1.3 times as long (H200).
@@ -144,8 +150,8 @@ def cast_float8_ref(
     )
 
 
-def untranspose_ref(codes: Tensor, dtype: torch.dtype, shape: torch.Size, splits: Splits | None = None) -> Tensor:
-    """`untranspose` in plain torch."""
+def transpose_back_ref(codes: Tensor, dtype: torch.dtype, shape: torch.Size, splits: Splits | None = None) -> Tensor:
+    """`transpose_back` in plain torch."""
     if splits is None:
         num_rows = shape[-2] if codes.ndim == 3 else math.prod(shape[:-1])
         return codes.to(dtype)[..., :num_rows].mT.reshape(shape)
@@ -228,7 +234,7 @@ def cast_float8(
 
 def empty_float8(shape: torch.Size, form: Float8Format, device: torch.device) -> Float8Copies:
     """Uninitialised copies of a single tensor of this shape."""
-    width = _ceil_div(math.prod(shape[:-1]), BLOCK) * BLOCK
+    width = cdiv(math.prod(shape[:-1]), BLOCK) * BLOCK
     return Float8Copies(
         torch.empty(shape, dtype=form.dtype, device=device),
         torch.empty(shape[-1], width, dtype=form.dtype, device=device),
@@ -259,7 +265,7 @@ def cast_float8_on_triton(
         amax_triton(matrices, amax, offsets)
     width = splits.aligned_capacity(BLOCK) if splits is not None else matrices.shape[1]
     lead = x.shape[:1] if stacked else ()
-    columns = (*lead, x.shape[-1], width if stacked else _ceil_div(width, BLOCK) * BLOCK)
+    columns = (*lead, x.shape[-1], width if stacked else cdiv(width, BLOCK) * BLOCK)
     copies = Float8Copies(
         torch.empty(x.shape, dtype=form.dtype, device=x.device) if rowwise else None,
         torch.empty(columns, dtype=form.dtype, device=x.device) if columnwise else None,
@@ -272,34 +278,34 @@ def cast_float8_on_triton(
     return copies._replace(scale_inv=copies.scale_inv.view(())) if single else copies
 
 
-def widened(codes: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_codes(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers that row_codes stand for, without the scale, exact: `codes.to(dtype)`."""
     return widened_on_triton(codes, dtype) if codes.is_cuda else codes.to(dtype)
 
 
 def widened_on_triton(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """`widened` on any device. On an H200 torch's own conversion reaches a quarter of copy bandwidth."""
+    """`dequantize_codes` on any device. On an H200 torch's own conversion reaches a quarter of copy bandwidth."""
     codes = codes.contiguous()
     out = torch.empty(codes.shape, dtype=torch.float32 if dtype == torch.float64 else dtype, device=codes.device)
     if codes.numel():
         with torch.cuda.device_of(codes):
-            widen_kernel[(_ceil_div(codes.numel(), WIDEN_BLOCK),)](
+            dequantize_codes_kernel[(cdiv(codes.numel(), WIDEN_BLOCK),)](
                 codes.view(torch.uint8), out, codes.numel(), **format_of(codes.dtype, codes.device), BLOCK=WIDEN_BLOCK
             )
     return out.to(dtype)
 
 
-def untranspose(codes: Tensor, dtype: torch.dtype, shape: torch.Size, splits: Splits | None = None) -> Tensor:
+def transpose_back(codes: Tensor, dtype: torch.dtype, shape: torch.Size, splits: Splits | None = None) -> Tensor:
     """The numbers that column_codes stand for, without the scale: of this shape in the natural order, exact."""
-    run = untranspose_on_triton if codes.is_cuda else untranspose_ref
+    run = untranspose_on_triton if codes.is_cuda else transpose_back_ref
     return run(codes, dtype, shape, splits)
 
 
 def untranspose_on_triton(codes: Tensor, dtype: torch.dtype, shape: torch.Size, splits: Splits | None = None) -> Tensor:
-    """`untranspose` on any device, as above."""
+    """`transpose_back` on any device, as above."""
     narrow = torch.float32 if dtype == torch.float64 else dtype
     out = torch.empty(shape, dtype=narrow, device=codes.device)
-    untranspose_triton(
+    transpose_back_triton(
         codes.contiguous(),
         out.view(shape if codes.ndim == 3 else (1, _rows(out), shape[-1])),
         None if splits is None else splits.offsets,
@@ -314,7 +320,7 @@ def amax_triton(x_GTK: Tensor, amax: Tensor, offsets: Tensor | None) -> None:
     if not x_GTK.numel():
         return
     config = amax_config()
-    grid = (_slots(groups, rows, offsets, config.block_m, 0) * _ceil_div(columns, config.block_k),)
+    grid = (_slots(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k),)
     with torch.cuda.device_of(x_GTK):
         amax_kernel[grid](
             x_GTK, amax.view(torch.int32), offsets, rows, columns, groups if offsets is None else len(offsets) - 1,
@@ -345,7 +351,7 @@ def cast_float8_triton(
     width = 0 if column_codes is None else column_codes.shape[-1]
     slots = _slots(groups, rows, offsets, config.block_m, BLOCK) if columns else 0
     # One program at least: it writes scale_inv.
-    grid = (max(1, slots * _ceil_div(columns, config.block_k)),)
+    grid = (max(1, slots * cdiv(columns, config.block_k)),)
     packed = column_codes is not None and width % 4 == 0 and column_codes.numel() > 0
     with torch.cuda.device_of(x_GTK):
         cast_float8_kernel[grid](
@@ -359,16 +365,16 @@ def cast_float8_triton(
         )  # fmt: skip
 
 
-def untranspose_triton(codes: Tensor, out_GTK: Tensor, offsets: Tensor | None, aligned: Tensor | None) -> None:
+def transpose_back_triton(codes: Tensor, out_GTK: Tensor, offsets: Tensor | None, aligned: Tensor | None) -> None:
     """Launch: values of column_codes into out: [1, T, K] or [G, N, K]. All tensors contiguous."""
     groups, rows, columns = out_GTK.shape
     if not out_GTK.numel():
         return
     config = cast_float8_config(columns)
     packed = codes.shape[-1] % 4 == 0
-    grid = (_slots(groups, rows, offsets, config.block_m, 0) * _ceil_div(columns, config.block_k),)
+    grid = (_slots(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k),)
     with torch.cuda.device_of(codes):
-        untranspose_kernel[grid](
+        transpose_back_kernel[grid](
             codes.view(torch.int32 if packed else torch.uint8), out_GTK, offsets, aligned,
             rows, columns, codes.shape[-1], groups if offsets is None else len(offsets) - 1,
             PACKED=packed, **format_of(codes.dtype, codes.device), BLOCK_M=config.block_m, BLOCK_K=config.block_k,
@@ -388,14 +394,10 @@ def format_of(form: Float8Format | torch.dtype, device: torch.device) -> dict[st
 def _slots(groups: int, rows: int, offsets: Tensor | None, block_m: int, padding: int) -> int:
     """How many row tiles of all matrices there can be; each group's rows are padded by less than `padding`."""
     if offsets is None:
-        return groups * _ceil_div(rows, block_m)
+        return groups * cdiv(rows, block_m)
     num_groups = len(offsets) - 1
     return num_slots(rows + padding * num_groups, num_groups, block_m)
 
 
 def _rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
-
-
-def _ceil_div(size: int, block: int) -> int:
-    return -(-size // block)

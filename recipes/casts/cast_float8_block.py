@@ -48,6 +48,7 @@ from recipes.casts.cast_float8 import (
 from recipes.casts.cast_float8_block_triton import cast_float8_block_kernel, dequantize_float8_block_kernel
 from recipes.tensors.formats import Float8Format
 from recipes.tensors.splits import Splits
+from recipes.triton.launch import cdiv
 
 BLOCK = 128
 DEQUANTIZE_WARPS = 8  # measured on H200
@@ -310,7 +311,7 @@ def cast_float8_block_triton(
     form = format_of(how.form, codes.device)
     config = cast_config(x_GTK.element_size(), bool(form["NATIVE"]))
     row_blocks = _row_blocks(rows, offsets)
-    grid = (groups * (row_blocks + (offsets is not None)) * _ceil_div(columns, BLOCK),)
+    grid = (groups * (row_blocks + (offsets is not None)) * cdiv(columns, BLOCK),)
     if not grid[0]:
         return
     with torch.cuda.device_of(x_GTK):
@@ -336,7 +337,7 @@ def dequantize_float8_block_triton(
     groups, rows, columns = out_GTK.shape
     given = _words(codes) if transposed else codes.view(torch.uint8)
     row_blocks = _row_blocks(rows, offsets)
-    grid = (groups * (row_blocks + (offsets is not None)) * _ceil_div(columns, BLOCK),)
+    grid = (groups * (row_blocks + (offsets is not None)) * cdiv(columns, BLOCK),)
     if not out_GTK.numel():
         return
     with torch.cuda.device_of(codes):
@@ -354,7 +355,7 @@ def _empty_copies(
     lead = x.shape[:1] if stacked else ()
     rows, columns = x.shape[-2] if stacked else _rows(x), x.shape[-1]
     padded = _up(rows) if splits is None else splits.aligned_capacity(BLOCK)
-    row_blocks, column_blocks = padded // BLOCK, _ceil_div(columns, BLOCK)
+    row_blocks, column_blocks = padded // BLOCK, cdiv(columns, BLOCK)
     square = how.block_dim == 2
 
     def empty(wanted: bool, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -394,7 +395,7 @@ def _packed(codes: Tensor | None) -> bool:
 
 def _row_blocks(rows: int, offsets: Tensor | None) -> int:
     """How many blocks of 128 rows there can be, those of unknown groups included."""
-    return _ceil_div(rows, BLOCK) if offsets is None else (rows + (len(offsets) - 1) * (BLOCK - 1)) // BLOCK
+    return cdiv(rows, BLOCK) if offsets is None else (rows + (len(offsets) - 1) * (BLOCK - 1)) // BLOCK
 
 
 def _rows(x: Tensor) -> int:
@@ -402,8 +403,4 @@ def _rows(x: Tensor) -> int:
 
 
 def _up(rows: int) -> int:
-    return _ceil_div(rows, BLOCK) * BLOCK
-
-
-def _ceil_div(size: int, block: int) -> int:
-    return -(-size // block)
+    return cdiv(rows, BLOCK) * BLOCK

@@ -92,7 +92,7 @@ def cast_float8_kernel(
 
 
 @triton.jit
-def widen_kernel(codes_ptr, out_ptr, size, FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+def dequantize_codes_kernel(codes_ptr, out_ptr, size, FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
     """The numbers of BLOCK codes."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = float8_values(tl.load(codes_ptr + at, mask=at < size, other=0), FORM, NATIVE)
@@ -100,7 +100,7 @@ def widen_kernel(codes_ptr, out_ptr, size, FORM: tl.constexpr, NATIVE: tl.conste
 
 
 @triton.jit(do_not_specialize=["rows", "num_groups"])
-def untranspose_kernel(
+def transpose_back_kernel(
     codes_ptr, out_ptr, offsets_ptr, aligned_ptr, rows, columns, width, num_groups,
     PACKED: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip

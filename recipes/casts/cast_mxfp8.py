@@ -36,6 +36,7 @@ from recipes.casts.cast_float8 import abs_without_nan, format_of, round_to_float
 from recipes.casts.cast_mxfp8_triton import cast_mxfp8_kernel, dequantize_mxfp8_kernel
 from recipes.tensors.formats import E8M0_DTYPE, E8M0_LARGEST, Float8Format
 from recipes.tensors.splits import Splits
+from recipes.triton.launch import cdiv
 
 BLOCK = 32
 
@@ -261,7 +262,7 @@ def cast_mxfp8_triton(
     groups, rows, columns = x_GTK.shape
     config = cast_mxfp8_config(columns, both=row_codes is not None and column_codes is not None)
     row_blocks = _row_blocks(rows, offsets)
-    grid = (groups * (row_blocks + (offsets is not None)) * _ceil_div(columns, config.block_k),)
+    grid = (groups * (row_blocks + (offsets is not None)) * cdiv(columns, config.block_k),)
     if not grid[0]:
         return
     with torch.cuda.device_of(x_GTK):
@@ -288,7 +289,7 @@ def dequantize_mxfp8_triton(
         return
     config = dequantize_mxfp8_config()
     row_blocks = _row_blocks(rows, offsets)
-    grid = (groups * (row_blocks + (offsets is not None)) * _ceil_div(columns, config.block_k),)
+    grid = (groups * (row_blocks + (offsets is not None)) * cdiv(columns, config.block_k),)
     with torch.cuda.device_of(codes):
         dequantize_mxfp8_kernel[grid](
             codes.view(torch.uint8), scale, out_GTK, offsets, aligned,
@@ -311,14 +312,14 @@ def empty_mxfp8(
     """Uninitialised codes and scales of a tensor of this shape. row_blocks: of grouped rows."""
     lead, columns = shape[:1] if stacked else (), shape[-1]
     if row_blocks is None:
-        row_blocks = _ceil_div(shape[-2] if stacked else math.prod(shape[:-1]), BLOCK)
+        row_blocks = cdiv(shape[-2] if stacked else math.prod(shape[:-1]), BLOCK)
 
     def empty(wanted: bool, size: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor | None:
         return torch.empty(size, dtype=dtype, device=device) if wanted else None
 
     return MXFP8Copies(
         empty(rowwise, shape, form.dtype),
-        empty(rowwise, (*shape[:-1], _ceil_div(columns, BLOCK))),
+        empty(rowwise, (*shape[:-1], cdiv(columns, BLOCK))),
         empty(columnwise, shape, form.dtype),
         empty(columnwise, (*lead, row_blocks, columns)),
     )
@@ -330,12 +331,8 @@ def _bytes(codes: Tensor | None) -> Tensor | None:
 
 def _row_blocks(rows: int, offsets: Tensor | None) -> int:
     """How many blocks of 32 rows there can be, those of unknown groups included."""
-    return _ceil_div(rows, BLOCK) if offsets is None else (rows + (len(offsets) - 1) * (BLOCK - 1)) // BLOCK
+    return cdiv(rows, BLOCK) if offsets is None else (rows + (len(offsets) - 1) * (BLOCK - 1)) // BLOCK
 
 
 def _rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
-
-
-def _ceil_div(size: int, block: int) -> int:
-    return -(-size // block)

@@ -319,7 +319,7 @@ def cast_nvfp4(
     kind = {"rht": rht, "row_scaled": row_scaled, "two_d": two_d, "round_rht": round_rht}
     if not runs_triton(x):
         return cast_nvfp4_ref(x, splits, amaxes, **kind, seed=seed)
-    made = codes_room(x, splits, rowwise=amaxes.rowwise is not None, columnwise=amaxes.columnwise is not None)
+    made = empty_codes(x, splits, rowwise=amaxes.rowwise is not None, columnwise=amaxes.columnwise is not None)
     cast_nvfp4_triton(x, splits, amaxes, made, **kind, seed=seed)
     return made
 
@@ -346,26 +346,26 @@ def runs_gluon(x: Tensor) -> bool:
     return why_no_gluon(torch.cuda.get_device_capability(x.device)) is None
 
 
-def fits_gluon(launch: _Launch) -> bool:
+def fits_gluon(launch: _Grid) -> bool:
     """Whether rows are whole blocks and units of the copy engine, and columns of the codes whole units of memory."""
     x, (*_, blocks) = launch.x, launch.sizes
     return x.shape[-1] % BLOCK == 0 and x.data_ptr() % 16 == 0 and blocks % 4 == 0
 
 
-def codes_room(x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool) -> Codes:
+def empty_codes(x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool) -> Codes:
     """Uninitialised codes and scales of the copies of x."""
     T, K = x.shape[-2:]
     P = splits.aligned_capacity(BLOCK) if splits is not None else -(-T // BLOCK) * BLOCK
     row, column = (*x.shape[:-1],), (*x.shape[:-2], K)
 
-    def room(*shape: int) -> tuple[Tensor, Tensor]:
+    def empty(*shape: int) -> tuple[Tensor, Tensor]:
         *rest, length = shape
         codes = x.new_empty(*rest, -(-length // 2), dtype=torch.uint8)
         return codes, x.new_empty(*rest, -(-length // BLOCK), dtype=E4M3.dtype)
 
     return Codes(
-        *(room(*row, K) if rowwise else (None, None)),
-        *(room(*column, P) if columnwise else (None, None)),
+        *(empty(*row, K) if rowwise else (None, None)),
+        *(empty(*column, P) if columnwise else (None, None)),
     )
 
 
@@ -391,7 +391,7 @@ def amax_nvfp4_triton(
             of_columns = of_rows if shared else x.new_zeros(shape, dtype=torch.float32)
     if x.numel() and (rowwise or columnwise):
         config = amax_nvfp4_config(x.shape[-1], row_scaled=row_scaled)
-        launch = _Launch(x, splits, config)
+        launch = _Grid(x, splits, config)
         with torch.cuda.device_of(x):
             amax_nvfp4_kernel[launch.grid](
                 launch.x, *launch.offsets, of_rows, None if shared else of_columns, *launch.sizes, x.shape[-1],
@@ -414,21 +414,21 @@ def cast_nvfp4_triton(
     seed: Tensor | None,
     round_rht: bool = True,
 ) -> None:
-    """Writes `made`, from `codes_room`, by the kernel in Triton, or in Gluon where that is there and takes this."""
+    """Writes `made`, from `empty_codes`, by the kernel in Triton, or in Gluon where that is there and takes this."""
     if not x.numel():
         for tensor in made:
             if tensor is not None:
                 tensor.view(torch.uint8).zero_()  # the padding of no rows
         return
     if runs_gluon(x) and not row_scaled and made.columnwise is not None:
-        launch = _Launch(x, splits, gluon_config(rht=rht, stochastic=seed is not None))
+        launch = _Grid(x, splits, gluon_config(rht=rht, stochastic=seed is not None))
         if fits_gluon(launch):
             cast_nvfp4_gluon(launch, amaxes, made, rht=rht, two_d=two_d, seed=seed, round_rht=round_rht)
             return
         x = launch.x
     both = amaxes.rowwise is not None and amaxes.columnwise is not None
     config = cast_nvfp4_config(x.shape[-1], min(x.element_size(), 4), both=both, stochastic=seed is not None)
-    launch = _Launch(x, splits, config)
+    launch = _Grid(x, splits, config)
     pairs = x.dtype == torch.bfloat16 and x.shape[-1] % BLOCK == 0 and launch.x.data_ptr() % 4 == 0
     codes = made.columnwise.view(torch.int64) if made.columnwise is not None else None
     with torch.cuda.device_of(x):
@@ -469,7 +469,7 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
 
 
 def cast_nvfp4_gluon(
-    launch: _Launch, amaxes: Amaxes, made: Codes, *, rht: bool, two_d: bool, seed: Tensor | None, round_rht: bool = True
+    launch: _Grid, amaxes: Amaxes, made: Codes, *, rht: bool, two_d: bool, seed: Tensor | None, round_rht: bool = True
 ) -> None:
     """Writes `made`, of whose copies the columnwise is one, by the kernel in Gluon; `fits_gluon` says of what."""
     x, config = launch.x, launch.config
@@ -486,7 +486,7 @@ def cast_nvfp4_gluon(
         )  # fmt: skip
 
 
-class _Launch:
+class _Grid:
     """What the kernels over x take: x, the offsets of its groups, sizes, and a grid: rows in a band, columns, bands."""
 
     def __init__(self, x: Tensor, splits: Splits | None, config: NVFP4Config) -> None:

@@ -29,7 +29,6 @@ from recipes.casts.nvfp4_blocks_triton import (
     cast_blocks,
     encoding,
     hadamard,
-    halves,
     is_ordinary,
     larger_of_pair,
     larger_pair,
@@ -37,6 +36,7 @@ from recipes.casts.nvfp4_blocks_triton import (
     random_words,
     rounded_hadamard,
     signs_of_pairs,
+    unpack_pairs,
 )
 
 BOX_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -128,7 +128,7 @@ def cast_rows(words, encode, decode, random, SQUARE: gl.constexpr, ORDINARY: gl.
     pairs = in_eight(words.reshape([words.shape[0], 4, 8]))
     xs = ()
     for i in gl.static_range(8):
-        xs = xs + halves(pairs[i])
+        xs = xs + unpack_pairs(pairs[i])
     amax = larger_of_pair(largest_pair(pairs))
     if SQUARE:
         amax = over(amax.reshape([amax.shape[0] // 16, 16, 4]), 1, amax)
@@ -136,7 +136,7 @@ def cast_rows(words, encode, decode, random, SQUARE: gl.constexpr, ORDINARY: gl.
         signs = (signs_of_pairs(*pairs[:4]), signs_of_pairs(*pairs[4:]))
         return cast_blocks(xs, amax, encode, decode, None, signs, 1.0, False, True, ORDINARY)
     else:
-        return cast_blocks(xs, amax, encode, decode, beside(random, amax), None, 1.0, True, True, ORDINARY)
+        return cast_blocks(xs, amax, encode, decode, relayout_like(random, amax), None, 1.0, True, True, ORDINARY)
 
 
 @gluon.jit
@@ -148,7 +148,7 @@ def cast_columns(
     the bits of the blocks' amaxes, None if they are the columns' own."""
     xs = ()
     for i in gl.static_range(16):
-        xs = xs + (halves(pairs[i])[SECOND],)  # type: ignore[assignment]  # noqa: RUF005
+        xs = xs + (unpack_pairs(pairs[i])[SECOND],)  # type: ignore[assignment]  # noqa: RUF005
     signs = (None, None)
     if ROUND_RHT:
         xs, amax, signs = rounded_hadamard(xs)
@@ -160,11 +160,11 @@ def cast_columns(
     if random is None:
         return cast_blocks(xs, amax, encode, decode, None, signs, PART, False, True, ORDINARY)
     else:
-        return cast_blocks(xs, amax, encode, decode, beside(random, amax), None, PART, True, True, ORDINARY)
+        return cast_blocks(xs, amax, encode, decode, relayout_like(random, amax), None, PART, True, True, ORDINARY)
 
 
 @gluon.jit
-def beside(xs, like):
+def relayout_like(xs, like):
     """Four tensors laid out as this one is: they are there already."""
     y0 = gl.convert_layout(xs[0], like.type.layout, assert_trivial=True)
     y1 = gl.convert_layout(xs[1], like.type.layout, assert_trivial=True)

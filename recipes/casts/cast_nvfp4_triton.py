@@ -18,7 +18,6 @@ from recipes.casts.nvfp4_blocks_triton import (
     cast_blocks,
     encoding,
     hadamard,
-    halves,
     is_ordinary,
     larger_of_pair,
     larger_pair,
@@ -27,6 +26,7 @@ from recipes.casts.nvfp4_blocks_triton import (
     rounded_hadamard,
     signs_of_pairs,
     sums_of_pairs,
+    unpack_pairs,
 )
 from recipes.triton.rounding import INTERPRET, rounded_to_bfloat16, widen, widen_pairs
 
@@ -180,7 +180,7 @@ def _in_eight(x):
     """x [R, B, 8], or words [R, B, 4], as eight tensors [R, B] in float32."""
     if x.dtype == tl.uint32:
         w0, w1, w2, w3 = split_in_four(x)
-        return halves(w0) + halves(w1) + halves(w2) + halves(w3)
+        return unpack_pairs(w0) + unpack_pairs(w1) + unpack_pairs(w2) + unpack_pairs(w3)
     else:
         even, odd = tl.split(tl.reshape(widen_pairs(x), [x.shape[0], x.shape[1], 4, 2]))
         x0, x2, x4, x6 = split_in_four(even)

@@ -155,7 +155,7 @@ def rounded_hadamard(xs):
     for i in tl.static_range(8):
         word = bfloat16_pairs(ys[2 * i], ys[2 * i + 1])
         words = words + (word,)  # noqa: RUF005
-        rounded = rounded + halves(word)
+        rounded = rounded + unpack_pairs(word)
     if INTERPRET or not cuda_capability_geq(8, 6):
         amax = largest_bits(rounded)
     else:
@@ -205,7 +205,7 @@ def larger_of_pair(word):
 
 
 @triton.jit
-def halves(words):
+def unpack_pairs(words):
     """The two bfloat16 numbers in each word, in float32."""
     return (words << 16).to(tl.float32, bitcast=True), (words & 0xFFFF0000).to(tl.float32, bitcast=True)
 

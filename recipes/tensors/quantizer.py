@@ -34,7 +34,7 @@ class StateOfRole(Protocol):
         ...
 
 
-class Room(NamedTuple):
+class QuantizedBuffers(NamedTuple):
     """Both copies of a tensor, uninitialised.
 
     scale: [1] float32 to cast with; None if each block's own is found on the way
@@ -88,7 +88,7 @@ class Quantizer(ABC):
 
     @property
     def casts_in_kernels(self) -> bool:
-        """Whether a kernel may cast, tile by tile, what it has just computed. Not if the whole must be seen first."""
+        """Whether a kernel may quantize, tile by tile, what it has just computed. Not if all must be seen first."""
         return False
 
     @property
@@ -97,7 +97,7 @@ class Quantizer(ABC):
         along both axes, rounded up; "float8", one scale that is given. Empty: nothing that it knows."""
         return ""
 
-    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Room:
+    def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
         """For such a kernel, where both copies of a tensor [..., K] that is not empty go."""
         raise NotImplementedError(f"{type(self).__name__} casts by its own kernels only: casts_in_kernels is False.")
 

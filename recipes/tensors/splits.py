@@ -10,7 +10,6 @@ shape that does not depend on the sizes, so a CUDA graph can be replayed with ot
                                      aligned(4)        [0, 4, 4, 8]
                                      row_in_padded(4)  [0, 1, 2, 4, 5, 6, 7, ...]
                                      block_of_row(2)   [0, 0, 1, 2, 2, 3, 3, ...]
-                                     tiles(2)          [[0, 0], [0, 2], [2, 3], [2, 5], [-1, -1], ...]
 """
 
 from __future__ import annotations
@@ -165,23 +164,6 @@ class Splits:
             return (first + in_group // block).clamp(max=last)
 
         return self._once("block_of_row", block, compute)
-
-    def tiles(self, block_m: int) -> Tensor:
-        """[ceil(rows / block_m) + G, 2] int32: (group, first row) of each tile of at most `block_m` rows of one group.
-
-        Unused entries are (-1, -1) and stand at the end. The rows past the sum are in no tile.
-        """
-
-        def compute() -> Tensor:
-            length = -(-self.rows // block_m) + self.num_groups
-            first = self.aligned(block_m) // block_m
-            group = _find(first, length)
-            tile = torch.arange(length, device=group.device)
-            row = self.offsets.index_select(0, group) + (tile - first.index_select(0, group)) * block_m
-            schedule = torch.stack((group, row), dim=1)
-            return schedule.masked_fill((group == self.num_groups)[:, None], -1).to(torch.int32)
-
-        return self._once("tiles", block_m, compute)
 
     def tolist(self) -> list[int]:
         """The sizes on the host. Reads the device, once: for the split path and for references only."""

@@ -56,7 +56,7 @@ class Replays:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         # None: the key was met once; False: what the function did cannot be repeated
-        self.kept: dict[Any, _Program | Literal[False] | None] = {}
+        self.kept: dict[Any, _Recorded | Literal[False] | None] = {}
         _all.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,14 +146,14 @@ def _hooked() -> bool:
 
 # ------------------------------------------------------------------------------------------------- what is repeated
 
-Step = Callable[[list[Any], list[int], int], None]  # of the tensors so far, their addresses, and the stream
+Action = Callable[[list[Any], list[int], int], None]  # of the tensors so far, their addresses, and the stream
 
 
-class _Program(NamedTuple):
+class _Recorded(NamedTuple):
     """What a function did, on this device; result: what it returned, as the one item of a tuple."""
 
     device: int
-    steps: tuple[Step, ...]
+    steps: tuple[Action, ...]
     result: _Template
 
 
@@ -234,7 +234,7 @@ class _Written:
         torch.autograd.graph.increment_version([tensors[position] for position in self.positions])
 
 
-class _Launch:
+class _RecordedLaunch:
     """One launch, ready but for the addresses and the stream."""
 
     def __init__(self, compiled: Any, programs: int, args: tuple[Any, ...], place: Callable[[Any], Any]) -> None:
@@ -338,7 +338,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self.steps: list[Step] = []
+        self.steps: list[Action] = []
         self.device: int | None = None
         self.repeatable = True
         self._arguments = self._count = len(tensors)
@@ -374,7 +374,7 @@ class Tape(TorchDispatchMode):
             self.repeatable = False
         self.device = device
         try:
-            self.steps.append(_Launch(compiled, programs, args, self.place))
+            self.steps.append(_RecordedLaunch(compiled, programs, args, self.place))
         except _NotRepeatable:
             self.repeatable = False
 
@@ -416,7 +416,7 @@ class Tape(TorchDispatchMode):
         self._living[position] = ref(made, free)
 
 
-def _record(tensors: list[Tensor], run: Callable[[], Any]) -> tuple[Any, _Program | Literal[False]]:
+def _record(tensors: list[Tensor], run: Callable[[], Any]) -> tuple[Any, _Recorded | Literal[False]]:
     """What it returns, and the program that repeats it, False if none does."""
     recording.tape = tape = Tape(tensors)
     try:
@@ -425,7 +425,7 @@ def _record(tensors: list[Tensor], run: Callable[[], Any]) -> tuple[Any, _Progra
         steps = tuple(tape.steps)
         if not tape.repeatable or tape.device is None:
             return result, False
-        return result, _Program(tape.device, steps, _Template((tape.place(result),)))
+        return result, _Recorded(tape.device, steps, _Template((tape.place(result),)))
     except _NotRepeatable:
         return result, False
     finally:

@@ -85,7 +85,7 @@ class Step:
 
 
 class Cast(NamedTuple):
-    """Where to put both copies of what comes out of a chain, cast instead of stored. The fields of `Room`, as it says.
+    """Where both copies of what comes out of a chain go, quantized instead of stored. The fields of `QuantizedBuffers`.
 
     MXFP8 (`recipes.casts.cast_mxfp8`), or with a given scale FP8 of one scale (`recipes.casts.cast_float8`), whose
     scales here are one tensor.

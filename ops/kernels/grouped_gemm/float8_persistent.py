@@ -23,10 +23,10 @@ from ops.kernels.grouped_gemm.persistent_schedule import (
     ends_of_groups,
     find_rows,
     group_of_rank,
-    halves,
     ranks_of_groups,
+    serpentine_tile,
+    split_columns,
     tile_in_bands,
-    tile_to_and_fro,
 )
 from ops.kernels.grouped_gemm.ragged_tma import ragged_indices
 from recipes.triton.rounding import INTERPRET, widen
@@ -76,7 +76,7 @@ def two_parts(acc, other, first_m, first_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
     elif acc.shape[1] < BLOCK_N:
         return acc, other, first_m, first_n + acc.shape[1]
     else:
-        left, right = halves(acc)
+        left, right = split_columns(acc)
         return left, right, first_m, first_n + BLOCK_N // 2
 
 
@@ -282,7 +282,7 @@ def k_grouped_float8_persistent_kernel(
     ranks = ranks_of_groups(offsets_ptr, num_groups, GROUPS)
     num_steps = 0
     for turn in range(tl.cdiv(num_groups * num_tiles, tl.num_programs(0))):
-        rank = tile_to_and_fro(turn) // num_tiles
+        rank = serpentine_tile(turn) // num_tiles
         exists = rank < num_groups
         group = group_of_rank(ranks, rank)
         begin = tl.load(offsets_ptr + group, mask=exists, other=0)
@@ -302,7 +302,7 @@ def k_grouped_float8_persistent_kernel(
         next_k = tl.zeros((WIDTH,), tl.float32)
     for _ in range(num_steps):
         if p == 0:
-            tile = tile_to_and_fro(turn)
+            tile = serpentine_tile(turn)
             turn += 1
             group = group_of_rank(ranks, tile // num_tiles)
             tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)

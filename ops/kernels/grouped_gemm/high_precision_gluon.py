@@ -41,7 +41,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES, GroupedGemmConfig
-from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, tile_in_bands, tile_to_and_fro
+from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, serpentine_tile, tile_in_bands
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
 from recipes.triton.replay import DESCRIPTORS
@@ -99,7 +99,7 @@ def find_group(offsets_ptr, ranks, rank):
 
 
 @gluon.jit
-def halves(acc):
+def split_columns(acc):
     """The left and the right half of a tile: registers of the same threads."""
     split = acc.reshape([acc.shape[0], 2, acc.shape[1] // 2])
     return split.permute([0, 2, 1]).split()
@@ -121,7 +121,7 @@ def store_boxes(
     staging: BOXES boxes of each consumer, used in turn. PART: of parts as wide as this one, which it is.
     """
     if acc.shape[1] > dw.block_shape[2]:
-        left, right = halves(acc)
+        left, right = split_columns(acc)
         middle = column + acc.shape[1] // 2
         store_boxes(left, dw, staging, place, row, column, ACCUMULATE, CONSUMER, 2 * PART)
         store_boxes(right, dw, staging, place, row, middle, ACCUMULATE, CONSUMER, 2 * PART + 1)
@@ -138,7 +138,7 @@ def store_boxes(
 
 
 @gluon.jit
-def prefetch_rows(ptr, stride, begin, end, height, width, WIDTH: gl.constexpr):
+def prefetch_group_rows(ptr, stride, begin, end, height, width, WIDTH: gl.constexpr):
     """Asks L2 for WIDTH columns of float32 of rows 4 * begin to 4 * end, of height rows, width columns in all.
 
     A lane asks for 128 bytes; four rows of 256 columns are a warp's.
@@ -196,7 +196,7 @@ def load(
     num_tiles = num_tiles_n * num_tiles_k
     step = 0
     for turn in range(gl.cdiv(num_groups * num_tiles, gl.num_programs(0))):
-        tile = tile_to_and_fro(turn)
+        tile = serpentine_tile(turn)
         if tile < num_groups * num_tiles:
             tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
             group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
@@ -219,7 +219,7 @@ def load(
                 if dw_ptr is not None:
                     if due >= 0:
                         end = gl.minimum(due + fours, BLOCK_M // 4)
-                        prefetch_rows(at, K, due, end, N - first_n, K - first_k, BLOCK_N)
+                        prefetch_group_rows(at, K, due, end, N - first_n, K - first_k, BLOCK_N)
                     due += fours
                 step += 1
 
@@ -235,7 +235,7 @@ def multiply(
     num_tiles = num_tiles_n * num_tiles_k
     step = 0
     for turn in range(gl.cdiv(num_groups * num_tiles, gl.num_programs(0))):
-        tile = tile_to_and_fro(turn)
+        tile = serpentine_tile(turn)
         if tile < num_groups * num_tiles:
             tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
             group, _first, size = find_group(offsets_ptr, ranks, tile // num_tiles)

@@ -10,10 +10,10 @@ from ops.kernels.grouped_gemm.persistent_schedule import (
     ends_of_groups,
     find_rows,
     group_of_rank,
-    halves,
     ranks_of_groups,
+    serpentine_tile,
+    split_columns,
     tile_in_bands,
-    tile_to_and_fro,
 )
 from ops.kernels.grouped_gemm.ragged_tma import ragged_indices
 from recipes.triton.rounding import INTERPRET, round_to, widen
@@ -94,7 +94,7 @@ def m_grouped_persistent_kernel(
         if alpha_ptr is not None:
             acc *= tl.load(alpha_ptr + group)
         if BLOCK_N == 256:
-            left, right = halves(acc)
+            left, right = split_columns(acc)
             finish_m_grouped(left, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
             finish_m_grouped(right, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c + 128, C)
         else:
@@ -136,7 +136,7 @@ def finish_parts(
     if HALF < dw.block_shape[2]:
         finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE)
     else:
-        left, right = halves(acc)
+        left, right = split_columns(acc)
         if LINES:
             begin = dw_ptr + group.to(tl.int64) * dw_stride + first_n.to(tl.int64) * K + first_k + HALF
             write_lines(begin, K, N - first_n, K - first_k - HALF, right, ACCUMULATE)
@@ -283,7 +283,7 @@ def k_grouped_persistent_kernel(
     ranks = ranks_of_groups(offsets_ptr, num_groups, GROUPS)
     num_steps = 0
     for turn in range(tl.cdiv(num_groups * num_tiles, tl.num_programs(0))):
-        rank = tile_to_and_fro(turn) // num_tiles
+        rank = serpentine_tile(turn) // num_tiles
         exists = rank < num_groups
         group = group_of_rank(ranks, rank)
         begin = tl.load(offsets_ptr + group, mask=exists, other=0)
@@ -299,7 +299,7 @@ def k_grouped_persistent_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in range(num_steps):
         if t == 0:
-            tile = tile_to_and_fro(turn)
+            tile = serpentine_tile(turn)
             turn += 1
             group = group_of_rank(ranks, tile // num_tiles)
             tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)

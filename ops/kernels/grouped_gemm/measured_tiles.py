@@ -147,51 +147,51 @@ def why_not_tile(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, i
     """Why the kernels cannot run this product with this tile on such a GPU, as a sentence, or None."""
     powers = (config.block_m, config.block_n, config.block_k, config.num_warps)
     if min(powers) < 1 or any(power & (power - 1) for power in powers):
-        return f"The tile {in_words(config)} is not made of powers of two."
+        return f"The tile {describe(config)} is not made of powers of two."
     if min(powers[:3]) < 16 or max(powers[:3]) > 256 or config.num_warps > 16:
-        return f"The tile {in_words(config)} is not within 16 to 256 a side and 16 warps."
+        return f"The tile {describe(config)} is not within 16 to 256 a side and 16 warps."
     if config.num_stages < 1 or config.programs < 0:
-        return f"The tile {in_words(config)} and {config.programs} programs must have a stage, and no fewer than 0."
+        return f"The tile {describe(config)} and {config.programs} programs must have a stage, and no fewer than 0."
     if config.programs and capability != (9, 0):
-        return f"The tile {in_words(config)} is for descriptors, and so for compute capability 9.0 alone."
+        return f"The tile {describe(config)} is for descriptors, and so for compute capability 9.0 alone."
     if config.gluon:
         refusal = _why_not_in_gluon(config, gemm, capability)
         if refusal is not None:
             return refusal
     if config.box not in (0, 64, 128):
-        return f"The tile {in_words(config)} is stored by 64 or 128 columns or from registers (0), not by {config.box}."
+        return f"The tile {describe(config)} is stored by 64 or 128 columns or from registers (0), not by {config.box}."
     if not config.box:
         in_triton = config.programs and not config.gluon
         written = in_triton and gemm.product == "NT" and gemm.out_dtype == torch.float32
         if not (written and config.block_m == 16 * config.num_warps and config.block_n >= 128):
             return (
-                f"The tile {in_words(config)} is not stored from registers: that is for float32 weight gradients, in "
+                f"The tile {describe(config)} is not stored from registers: that is for float32 weight gradients, in "
                 "Triton with descriptors, 16 rows a warp, and 128 columns or more."
             )
     used, limit = shared_memory(config, gemm), shared_memory_limit(capability)
     if used > limit:
-        return f"The tile {in_words(config)} needs {used} bytes of shared memory, and there are {limit}."
+        return f"The tile {describe(config)} needs {used} bytes of shared memory, and there are {limit}."
     return None
 
 
 def _why_not_in_gluon(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, int]) -> str | None:
     reason = why_no_gluon(capability)
     if reason is not None:
-        return f"The tile {in_words(config)} is one of kernels that cannot run. {reason}"
+        return f"The tile {describe(config)} is one of kernels that cannot run. {reason}"
     if gemm.product != "NT":
-        return f"The tile {in_words(config)} is for weight gradients."
+        return f"The tile {describe(config)} is for weight gradients."
     if gemm.accumulate and gemm.out_dtype != torch.float32:
-        return f"The tile {in_words(config)} is for weight gradients that are written, or added to float32."
+        return f"The tile {describe(config)} is for weight gradients that are written, or added to float32."
     if config[:2] != (128, 256) or config.num_warps != 8 or config.programs != 1:
-        return f"The tile {in_words(config)} must be 128x256, of 8 warps and one program."
+        return f"The tile {describe(config)} must be 128x256, of 8 warps and one program."
     if config.num_stages < 2:
-        return f"The tile {in_words(config)} must have two stages or more: the warps that multiply share them."
+        return f"The tile {describe(config)} must have two stages or more: the warps that multiply share them."
     if gemm.num_groups > GLUON_GROUPS:
-        return f"The tile {in_words(config)} is for {GLUON_GROUPS} groups at most, and there are {gemm.num_groups}."
+        return f"The tile {describe(config)} is for {GLUON_GROUPS} groups at most, and there are {gemm.num_groups}."
     return None
 
 
-def in_words(config: Sequence[int]) -> str:
+def describe(config: Sequence[int]) -> str:
     """128x256x64, 8 warps, 4 stages: the first five fields of a configuration, and whether its kernel is in Gluon."""
     block_m, block_n, block_k, num_warps, num_stages, *_ = config
     words = f"{block_m}x{block_n}x{block_k}, {num_warps} warps, {num_stages} stages"

@@ -71,7 +71,7 @@ def group_of_rank(ranks, rank):
 
 
 @triton.jit
-def tile_to_and_fro(turn):
+def serpentine_tile(turn):
     """The tile that this program takes in its turn, or one that does not exist."""
     program = tl.program_id(0)
     return turn * tl.num_programs(0) + tl.where(turn % 2 == 0, program, tl.num_programs(0) - 1 - program)
@@ -111,7 +111,7 @@ def find_rows(offsets_ptr, ends, m, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def halves(acc):
+def split_columns(acc):
     """The left and the right half of a tile."""
     split = tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2))
     return tl.split(tl.permute(split, (0, 2, 1)))
