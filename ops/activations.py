@@ -15,8 +15,6 @@ from torch import Tensor
 from ops.elementwise import ElementwiseOperation
 from ops.kernels.elementwise.activation import (
     Activation,
-    Gated,
-    Ungated,
     activation,
     activation_step,
     check_activation,
@@ -86,7 +84,7 @@ class _GatedActivation(ActivationOperation):
     Raises ValueError for an x with an odd number of features.
     """
 
-    kind: Gated
+    kind: str
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(Activation(self.kind), cache_quantized_input=cache_quantized_input)
@@ -190,7 +188,7 @@ class SiTUGLU(ActivationOperation):
 class _UngatedActivation(ActivationOperation):
     """cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`."""
 
-    kind: Ungated
+    kind: str
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(Activation(self.kind), cache_quantized_input=cache_quantized_input)

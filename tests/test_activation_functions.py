@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.kernels.elementwise.activation import KINDS, Activation, activation_ref, constants
-from ops.kernels.elementwise.activation_functions import BACKWARD, FORWARD, sigmoids, tanh_and_slope
+from ops.kernels.elementwise.activation_functions import RULES, sigmoids, tanh_and_slope
 from tests.grouped_cases import DEVICES
 from tests.test_compile_sm90 import ROOT, OfflineDriver
 
@@ -80,8 +80,10 @@ def grid(x: Tensor) -> tuple[int]:
 def run(spec: Activation, dy: Tensor, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """y, da and (if it is gated) db."""
     y, da, db = (torch.full_like(a, torch.nan) for _ in range(3))
-    forward_kernel[grid(a)](a, b, y, a.numel(), FORWARD[spec.kind], spec.gated, *constants(spec), BLOCK)
-    backward_kernel[grid(a)](dy, a, b, da, db, a.numel(), BACKWARD[spec.kind], spec.gated, *constants(spec), BLOCK)
+    forward_kernel[grid(a)](a, b, y, a.numel(), RULES[spec.kind].triton_forward, spec.gated, *constants(spec), BLOCK)
+    backward_kernel[grid(a)](
+        dy, a, b, da, db, a.numel(), RULES[spec.kind].triton_backward, spec.gated, *constants(spec), BLOCK
+    )
     return {"y": y, "da": da, **({"db": db} if spec.gated else {})}
 
 
@@ -211,8 +213,8 @@ def compile_all() -> None:
         spec = Activation(kind)
         about: dict[str, Any] = dict(GATED=spec.gated, **dict(zip("ABC", constants(spec), strict=True)), BLOCK=128)
         kernels = {
-            "forward": forward_kernel.warmup(*[pointer] * 3, 1024, F=FORWARD[kind], **about, grid=(8,)),
-            "backward": backward_kernel.warmup(*[pointer] * 5, 1024, F=BACKWARD[kind], **about, grid=(8,)),
+            "forward": forward_kernel.warmup(*[pointer] * 3, 1024, F=RULES[kind].triton_forward, **about, grid=(8,)),
+            "backward": backward_kernel.warmup(*[pointer] * 5, 1024, F=RULES[kind].triton_backward, **about, grid=(8,)),
         }
         for way, kernel in kernels.items():
             # 128 threads: each has one element, so an instruction is there as often as it is executed.

@@ -203,7 +203,7 @@ OWN = Float8Format("own", torch.float8_e4m3fn, 240.0)
 
 
 def codes_like(shape: Sequence[int], form: Float8Format, device: str) -> Cast:
-    made = MXFP8Quantizer(form).room(torch.Size(shape), torch.float32, torch.device(device))
+    made = MXFP8Quantizer(form).empty_like_quantized(torch.Size(shape), torch.float32, torch.device(device))
     return Cast(*made.copies.tensors(), form=made.form)
 
 

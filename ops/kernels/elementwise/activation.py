@@ -29,8 +29,8 @@ Precision: float32 (float64 for float64) from the first step to the last, then o
 have any floating dtype, and dscales gets the same. The activation that `dactivation` computes again is bit for bit
 that of `activation`.
 
-Graph safety: nothing reads the device. On CUDA a step of the element-wise kernels (`activation_functions.py`); on the
-CPU, and in float64, plain torch (`activation_torch.py`).
+Graph safety: nothing reads the device. On CUDA a step of the element-wise kernels; on the CPU, and in float64, plain
+torch (both in `activation_functions.py`).
 
 Source of the formulas: TransformerEngine's activations (its clamped_swiglu is GPT-OSS's); for srelu, So et al.,
 "Primer", 2021; for the gated ones, Shazeer, "GLU Variants Improve Transformer", 2020.
@@ -43,21 +43,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ops.kernels.elementwise import activation_functions
-from ops.kernels.elementwise.activation_torch import BACKWARD, FORWARD, Constants
+from ops.kernels.elementwise.activation_functions import RULES, Constants
 from ops.kernels.elementwise.chain import Step, delementwise, elementwise, runs_triton
 from recipes.arguments import as_integer, as_number
 
-Ungated = Literal["gelu", "qgelu", "relu", "silu", "srelu"]
-Gated = Literal["geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situglu"]
-Kind = Ungated | Gated
-KINDS: tuple[Kind, ...] = (*get_args(Ungated), *get_args(Gated))
+KINDS = tuple(RULES)
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Activation:
     finite and above 0, an alpha or an offset that is not finite, an interleave size that is not positive.
     """
 
-    kind: Kind
+    kind: str
     limit: float = 7.0
     alpha: float = 1.702
     glu_linear_offset: float = 1.0
@@ -106,22 +102,22 @@ class Activation:
 
     @property
     def gated(self) -> bool:
-        return self.kind in get_args(Gated)
+        return RULES[self.kind].gated
 
 
 def constants(spec: Activation) -> Constants:
-    """What the kernel functions of its kind take: limit, alpha, offset; or beta1, beta2, 0; or zeros."""
-    if spec.kind == "clamped_swiglu":
-        return spec.limit, spec.alpha, spec.glu_linear_offset
-    return (spec.beta1, spec.beta2, 0.0) if spec.kind == "situglu" else (0.0, 0.0, 0.0)
+    """A, B and C of its rule; 0 for those that it has not."""
+    a, b, c, *_ = *(getattr(spec, name) for name in RULES[spec.kind].constants), 0.0, 0.0, 0.0
+    return a, b, c
 
 
 @cache
 def activation_step(spec: Activation, scaled: bool) -> Step:
     """The activation as a step of the element-wise kernels, with a factor a row if it is scaled."""
+    rule = RULES[spec.kind]
     return Step(
-        activation_functions.FORWARD[spec.kind],
-        activation_functions.BACKWARD[spec.kind],
+        rule.triton_forward,
+        rule.triton_backward,
         lambda x, *_: activation_ref(x, spec),
         "row" if scaled else "",
         constants=constants(spec),
@@ -135,28 +131,10 @@ def activation_ref(h: Tensor, spec: Activation, scales: Tensor | None = None) ->
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     if spec.gated:
         size = spec.glu_interleave_size or h.shape[-1] // 2 or 1
-        a, b = rearrange(wide, "... (blocks two size) -> two ... (blocks size)", two=2, size=size)
+        inputs = rearrange(wide, "... (blocks two size) -> two ... (blocks size)", two=2, size=size)
     else:
-        a, b = wide, torch.ones_like(wide)
-    match spec.kind:
-        case "gelu" | "geglu":
-            act = a * (1 + torch.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3))) / 2 * b
-        case "qgelu" | "qgeglu":
-            act = a * torch.sigmoid(1.702 * a) * b
-        case "relu" | "reglu":
-            act = a.relu() * b
-        case "silu" | "swiglu":
-            act = a * torch.sigmoid(a) * b
-        case "srelu" | "sreglu":
-            act = a.relu().square() * b
-        case "glu":
-            act = torch.sigmoid(a) * b
-        case "clamped_swiglu":
-            a, b = a.clamp(max=spec.limit), b.clamp(-spec.limit, spec.limit)
-            act = a * torch.sigmoid(spec.alpha * a) * (b + spec.glu_linear_offset)
-        case "situglu":
-            a_soft, b_soft = spec.beta1 * torch.tanh(a / spec.beta1), spec.beta2 * torch.tanh(b / spec.beta2)
-            act = a_soft * torch.sigmoid(a) * b_soft
+        inputs = wide[None]
+    act = RULES[spec.kind].reference(*inputs, *constants(spec))
     return (act if scales is None else act * scales[..., None]).to(h.dtype)
 
 
@@ -230,14 +208,14 @@ def _compute_dtype(h: Tensor) -> torch.dtype:
 
 def _value(h: Tensor, spec: Activation) -> Tensor:
     """f(h) [..., I], a new tensor, for h in the dtype to compute in."""
-    return _joined(FORWARD[spec.kind](*_inputs(h, spec), constants(spec)), spec)
+    return _joined(RULES[spec.kind].forward(*_inputs(h, spec), constants(spec)), spec)
 
 
 def _value_and_dh(dvalue: Tensor, h: Tensor, dh: Tensor, spec: Activation) -> Tensor:
     """The same; also writes dh, which has the dtype of the result, from dvalue [..., I], the gradient of f(h)."""
     if spec.gated and spec.glu_interleave_size is not None:
         dvalue = dvalue.unflatten(-1, (-1, spec.glu_interleave_size))
-    return _joined(BACKWARD[spec.kind](dvalue, *_inputs(h, spec), *_inputs(dh, spec), constants(spec)), spec)
+    return _joined(RULES[spec.kind].backward(dvalue, *_inputs(h, spec), *_inputs(dh, spec), constants(spec)), spec)
 
 
 def _inputs(h: Tensor, spec: Activation) -> tuple[Tensor, ...]:

@@ -1,23 +1,40 @@
-"""The activations as functions of Triton tiles, for kernels that are composed of them.
+"""Each activation by its rule: its formula, how a CPU computes it, and what kernels are composed of.
 
-    FORWARD[kind](x, A, B, C) -> y              BACKWARD[kind](dy, x, A, B, C) -> dx              without a gate
-    FORWARD[kind](a, b, A, B, C) -> y           BACKWARD[kind](dy, a, b, A, B, C) -> (da, db)     gated
+    reference(*inputs, *constants) -> y                           by the formula, differentiable by autograd
+    forward(*inputs, constants) -> y                              plain torch, a new tensor
+    backward(dvalue, *inputs, *d_inputs, constants) -> y          y again; writes d_inputs
+    triton_forward(*inputs, A, B, C) -> y                         tiles of a kernel
+    triton_backward(dy, *inputs, A, B, C) -> d_inputs             dx without a gate, else (da, db)
 
-`ops.kernels.elementwise.activation` has the formulas, and which constants A, B, C are. Tiles are float32, of one shape.
+inputs are x without a gate, else gate a and linear part b. `ops.kernels.elementwise.activation` has the formulas. A new
+activation is a rule here and a class in `ops/activations.py`.
 
-Precision: float32, an error of a few units in the last place of the factors that a result is made of. One exponential
-for each sigmoid or tanh, which value and derivative share. A sigmoid is never below 2^-126, also where it should be 0.
-Numbers up to 1e12 never give NaN; NaN stays NaN, also through a clamp, which is why none of them is `tl.minimum` or
-`tl.maximum`: those drop it.
+In plain torch inputs have the dtype to compute in and any strides, and stay as they are; d_inputs have the result's
+dtype. Backward calls for y what forward calls, with the same strides, so both have the same bits.
+
+Tiles are float32, of one shape. Precision: float32, an error of a few units in the last place of the factors that a
+result is made of. One exponential for each sigmoid or tanh, which value and derivative share. A sigmoid is never below
+2^-126, also where it should be 0. Numbers up to 1e12 never give NaN; NaN stays NaN, also through a clamp, which is why
+none of them is `tl.minimum` or `tl.maximum`: those drop it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from recipes.triton.rounding import INTERPRET
+
+Constants = tuple[float, float, float]
 
 # 2 sqrt(2 / pi), and 0.044715 times that
 GELU_LINEAR = tl.constexpr(1.5957691216057308)
@@ -251,33 +268,170 @@ def dsituglu(dy, a, b, BETA1: tl.constexpr, BETA2: tl.constexpr, C: tl.constexpr
     return dy * soft_b * (up * (slope_a + soft_a * down)), dy * (soft_a * up) * slope_b
 
 
-FORWARD: dict[str, JITFunction] = {
-    "gelu": gelu,
-    "qgelu": qgelu,
-    "relu": relu,
-    "silu": silu,
-    "srelu": srelu,
-    "geglu": geglu,
-    "glu": glu,
-    "qgeglu": qgeglu,
-    "reglu": reglu,
-    "sreglu": sreglu,
-    "swiglu": swiglu,
-    "clamped_swiglu": clamped_swiglu,
-    "situglu": situglu,
-}
-BACKWARD: dict[str, JITFunction] = {
-    "gelu": dgelu,
-    "qgelu": dqgelu,
-    "relu": drelu,
-    "silu": dsilu,
-    "srelu": dsrelu,
-    "geglu": dgeglu,
-    "glu": dglu,
-    "qgeglu": dqgeglu,
-    "reglu": dreglu,
-    "sreglu": dsreglu,
-    "swiglu": dswiglu,
-    "clamped_swiglu": dclamped_swiglu,
-    "situglu": dsituglu,
-}
+# ------------------------------------------------------------------------------------------------ in plain torch
+
+
+_gelu_backward = torch.ops.aten.gelu_backward.grad_input
+_relu_backward = torch.ops.aten.threshold_backward.grad_input
+_sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
+_silu_backward = torch.ops.aten.silu_backward.grad_input
+
+
+class _Function(NamedTuple):
+    """A function g of one variable.
+
+    reference(x): g(x) by its formula, differentiable by autograd
+    value(x):     g(x), a new tensor
+    gradient(dy, x, value, out): dy g'(x), written into out, which may be dy, and returned
+
+    All have one dtype: on CUDA torch computes some of these in that of their result.
+    """
+
+    reference: Callable[[Tensor], Tensor]
+    value: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+_GELU = _Function(
+    lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    partial(F.gelu, approximate="tanh"),
+    lambda dy, x, value, out: _gelu_backward(dy, x, approximate="tanh", grad_input=out),
+)
+# x sigmoid(c x) = silu(c x) / c, so its derivative is that of silu at c x.
+_QGELU = _Function(
+    lambda x: x * torch.sigmoid(1.702 * x),
+    lambda x: torch.sigmoid(1.702 * x).mul_(x),
+    lambda dy, x, value, out: _silu_backward(dy, 1.702 * x, grad_input=out),
+)
+_RELU = _Function(torch.relu, F.relu, lambda dy, x, value, out: _relu_backward(dy, x, 0, grad_input=out))
+_SIGMOID = _Function(
+    torch.sigmoid, torch.sigmoid, lambda dy, x, value, out: _sigmoid_backward(dy, value, grad_input=out)
+)
+_SILU = _Function(
+    lambda x: x * torch.sigmoid(x), F.silu, lambda dy, x, value, out: _silu_backward(dy, x, grad_input=out)
+)
+_SRELU = _Function(
+    lambda x: x.relu().square(),
+    lambda x: x.relu().square_(),
+    lambda dy, x, value, out: torch.mul(dy, x.relu(), out=out).mul_(2),
+)
+
+
+def _ungated(g: _Function, x: Tensor, constants: Constants) -> Tensor:
+    return g.value(x)
+
+
+def _dungated(g: _Function, dvalue: Tensor, x: Tensor, dx: Tensor, constants: Constants) -> Tensor:
+    value = g.value(x)
+    if dx.dtype == x.dtype:
+        g.gradient(dvalue, x, value, dx)
+    else:
+        dx.copy_(g.gradient(dvalue, x, value, torch.empty_like(dvalue)))
+    return value
+
+
+def _gated(g: _Function, a: Tensor, b: Tensor, constants: Constants) -> Tensor:
+    return g.value(a).mul_(b)
+
+
+def _dgated(g: _Function, dvalue: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, constants: Constants) -> Tensor:
+    value = g.value(a)
+    if db.dtype == b.dtype:
+        torch.mul(dvalue, value, out=db)
+        g.gradient(dvalue * b, a, value, da)
+    else:
+        product = dvalue * value
+        db.copy_(product)
+        da.copy_(g.gradient(torch.mul(dvalue, b, out=product), a, value, product))
+    return value.mul_(b)
+
+
+def _clamped_swiglu_ref(a: Tensor, b: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
+    a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    return a * torch.sigmoid(alpha * a) * (b + offset)
+
+
+def _clamped_swiglu(a: Tensor, b: Tensor, constants: Constants) -> Tensor:
+    limit, alpha, offset = constants
+    a = a.clamp(max=limit)
+    return torch.sigmoid(alpha * a).mul_(a).mul_(b.clamp(-limit, limit).add_(offset))
+
+
+def _dclamped_swiglu(dvalue: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, constants: Constants) -> Tensor:
+    limit, alpha, offset = constants
+    outside_a, outside_b = a > limit, b.abs() > limit
+    a = a.clamp(max=limit)
+    b = b.clamp(-limit, limit).add_(offset)
+    value = torch.sigmoid(alpha * a).mul_(a)
+    db.copy_((dvalue * value).masked_fill_(outside_b, 0))
+    # The derivative of a sigmoid(alpha a) is that of silu at alpha a, whatever alpha is.
+    da.copy_(torch.ops.aten.silu_backward(dvalue * b, alpha * a).masked_fill_(outside_a, 0))
+    return value.mul_(b)
+
+
+def _situglu_ref(a: Tensor, b: Tensor, beta1: float, beta2: float, _: float) -> Tensor:
+    return beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * (beta2 * torch.tanh(b / beta2))
+
+
+def _situglu(a: Tensor, b: Tensor, constants: Constants) -> Tensor:
+    beta1, beta2, _ = constants
+    gate = (a / beta1).tanh_().mul_(beta1).mul_(torch.sigmoid(a))
+    return gate.mul_((b / beta2).tanh_().mul_(beta2))
+
+
+def _dsituglu(dvalue: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, constants: Constants) -> Tensor:
+    beta1, beta2, _ = constants
+    tanh_a, sigmoid, tanh_b = (a / beta1).tanh_(), torch.sigmoid(a), (b / beta2).tanh_()
+    soft_a, soft_b = tanh_a * beta1, tanh_b * beta2
+    gate = soft_a * sigmoid
+    db.copy_((1 - tanh_b.square_()).mul_(gate).mul_(dvalue))
+    # (beta tanh(a / beta))' = 1 - tanh^2, and sigmoid' = sigmoid (1 - sigmoid)
+    slope = (1 - tanh_a.square_()).add_(soft_a.mul_(1 - sigmoid)).mul_(sigmoid)
+    da.copy_(slope.mul_(soft_b).mul_(dvalue))
+    return gate.mul_(soft_b)
+
+
+class ActivationRule(NamedTuple):
+    """One activation, see above. constants: the fields of `Activation` that are its A, B and C."""
+
+    gated: bool
+    reference: Callable[..., Tensor]
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Tensor]
+    triton_forward: JITFunction
+    triton_backward: JITFunction
+    constants: tuple[str, ...] = ()
+
+
+def _of_one(g: _Function, forward: JITFunction, backward: JITFunction) -> ActivationRule:
+    """y = g(x)."""
+    return ActivationRule(
+        False, lambda x, *_: g.reference(x), partial(_ungated, g), partial(_dungated, g), forward, backward
+    )
+
+
+def _of_gate(g: _Function, forward: JITFunction, backward: JITFunction) -> ActivationRule:
+    """y = g(a) b."""
+    return ActivationRule(
+        True, lambda a, b, *_: g.reference(a) * b, partial(_gated, g), partial(_dgated, g), forward, backward
+    )
+
+
+RULES: dict[str, ActivationRule] = {
+    "gelu": _of_one(_GELU, gelu, dgelu),
+    "qgelu": _of_one(_QGELU, qgelu, dqgelu),
+    "relu": _of_one(_RELU, relu, drelu),
+    "silu": _of_one(_SILU, silu, dsilu),
+    "srelu": _of_one(_SRELU, srelu, dsrelu),
+    "geglu": _of_gate(_GELU, geglu, dgeglu),
+    "glu": _of_gate(_SIGMOID, glu, dglu),
+    "qgeglu": _of_gate(_QGELU, qgeglu, dqgeglu),
+    "reglu": _of_gate(_RELU, reglu, dreglu),
+    "sreglu": _of_gate(_SRELU, sreglu, dsreglu),
+    "swiglu": _of_gate(_SILU, swiglu, dswiglu),
+    "clamped_swiglu": ActivationRule(
+        True, _clamped_swiglu_ref, _clamped_swiglu, _dclamped_swiglu, clamped_swiglu, dclamped_swiglu,
+        ("limit", "alpha", "glu_linear_offset"),
+    ),
+    "situglu": ActivationRule(True, _situglu_ref, _situglu, _dsituglu, situglu, dsituglu, ("beta1", "beta2")),
+}  # fmt: skip
