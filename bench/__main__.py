@@ -21,11 +21,11 @@ COMMANDS = {
     "explain": (explain, "print the plan of a known model's expert layer"),
     "host": (bench_host, "cost of the framework on the host, against one hand-written autograd.Function"),
     "speed": (bench_speed, "the bf16 path against torch, other libraries and the limit, on a GPU"),
-    "casts": (bench_casts, "casts of every recipe against a plain copy"),
+    "casts": (bench_casts, "quantize and dequantize of every recipe against a device copy"),
     "recipes": (bench_recipes, "one grouped MLP whose recipe is switched: speed, memory and error of each recipe"),
     "graphs": (bench_graphs, "an expert layer replayed from CUDA graphs, against eager and against its kernels alone"),
     "tune": (bench_tune, "the fastest tiles of the grouped GEMM for given shapes, as a table, on a GPU"),
-    "elementwise": (bench_elementwise, "element-wise chains against torch eager, torch.compile and a plain copy"),
+    "elementwise": (bench_elementwise, "element-wise chains against torch eager, torch.compile and a device copy"),
 }
 
 

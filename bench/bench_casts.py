@@ -1,4 +1,4 @@
-"""Casts of each recipe's quantizers, and the ways back, against a plain copy in the same run.
+"""Quantize and dequantize of each recipe, against a device copy in the same run.
 
     tensor    x [R, C] as one tensor
     groups    the same rows divided among groups at random
@@ -38,7 +38,7 @@ Quantized = GroupedTensor | QuantizedTensor
 
 @dataclass(frozen=True)
 class CastFigures:
-    """One cast, or one way back. bytes: what must be moved; copy_bytes: what the copy beside it moved."""
+    """One cast, or one dequantization. bytes: what must be moved; copy_bytes: what the copy beside it moved."""
 
     recipe: str
     cast: str
@@ -105,7 +105,7 @@ def measure_casts(
         for copies in COPIES if name == "input, tensor" else ("both",):
             cast = _cast(quantizer, given, given_splits, *COPIES[copies])
             quantized = cast()
-            if role is not Role.GRAD_OUTPUT:  # some round to fewer bits, or at random
+            if role is not Role.GRAD_OUTPUT:  # some round to fewer bits, or stochastically
                 check_cast(quantized, given, given_splits, label)
             num_bytes = READS.get(label, 1) * x.nbytes + written_bytes(quantized, given_splits)
             yield timed(f"{name}, {copies}", cast, num_bytes)
@@ -115,7 +115,7 @@ def measure_casts(
         for copies in ("rowwise", "columnwise"):
             copy = getattr(quantized, copies)
             num_bytes = copy.codes.nbytes + copy.scale_inv.nbytes + x.nbytes
-            yield timed(f"back, {name}, {copies}", _way_back(copy, given_splits), num_bytes)
+            yield timed(f"back, {name}, {copies}", _dequantization(copy, given_splits), num_bytes)
 
 
 def _cast(
@@ -128,7 +128,7 @@ def _cast(
     return lambda: quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise)
 
 
-def _way_back(copy: object, splits: Splits | None) -> Callable[[], object]:
+def _dequantization(copy: object, splits: Splits | None) -> Callable[[], object]:
     """The values that an emulated product multiplies; its factors go into the epilogue."""
     return lambda: copy.operand(torch.bfloat16, splits)  # type: ignore[attr-defined]
 

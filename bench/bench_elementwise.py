@@ -12,8 +12,8 @@ neither moves anything. A copy of n bytes reads n / 2 and writes n / 2.
 
 Same random inputs for all. Before anything is timed, y and every gradient are held against float64. Where elements are
 dropped, each must be as if kept or as if dropped, in y and in the gradients alike, and as many be kept as p says. Timed
-by turns in one process, some calls on end, launches included; caches are as the turns leave them. With --captured each
-step is a CUDA graph, and so what is timed is the GPU alone.
+interleaved in one process, some calls on end, launches included; caches are as the previous way leaves them. With
+--captured each step is a CUDA graph, so the GPU alone is timed.
 """
 
 # R rows, F features of y, W features of x
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.case import TimedPass
 from bench.results import add_json_argument, write_results
 from bench.timing import Timing, time_interleaved
 from bench.usage import UsageError, require_device
@@ -45,8 +46,6 @@ SCALE = 0.7
 P = 0.1  # of Dropout
 # Where y, if kept, is farther from y, if dropped, than this, rounding cannot hide which of them it is.
 CLEARLY_KEPT = 0.25
-
-Step = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def compare_chain(
     calls: int = 10,
     captured: bool = False,
 ) -> list[Comparison]:
-    """Check all ways against float64, then time them by turns. AssertionError if one is wrong.
+    """Check all ways against float64, then time them interleaved. AssertionError if one is wrong.
 
     Two comparisons: forward, without grad mode, and forward + backward. captured: each step as a CUDA graph.
     """
@@ -271,7 +270,7 @@ def _captured(step: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _forward(call: Callable[[], Tensor], inputs: Mapping[str, Tensor], dy: Tensor) -> Step:
+def _forward(call: Callable[[], Tensor], inputs: Mapping[str, Tensor], dy: Tensor) -> TimedPass:
     def step() -> list[Tensor]:
         with torch.no_grad():
             return [call()]
@@ -279,7 +278,7 @@ def _forward(call: Callable[[], Tensor], inputs: Mapping[str, Tensor], dy: Tenso
     return step
 
 
-def _forward_and_backward(call: Callable[[], Tensor], inputs: Mapping[str, Tensor], dy: Tensor) -> Step:
+def _forward_and_backward(call: Callable[[], Tensor], inputs: Mapping[str, Tensor], dy: Tensor) -> TimedPass:
     wanted = tuple(inputs.values())
 
     def step() -> list[Tensor]:
@@ -289,7 +288,7 @@ def _forward_and_backward(call: Callable[[], Tensor], inputs: Mapping[str, Tenso
     return step
 
 
-def _copy(numbers: int, like: Tensor) -> Step:
+def _copy(numbers: int, like: Tensor) -> TimedPass:
     """Reads and writes so many numbers in all."""
     source, target = (torch.randn(numbers // 2, device=like.device).to(like.dtype) for _ in range(2))
     return lambda: [target.copy_(source)]

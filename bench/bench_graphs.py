@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import DeviceType
 
-from bench.case import Call, Step
+from bench.case import Call, TimedPass
 from bench.grouped_case import GroupedCase, expert_mlp
 from bench.models import EXPERT_SHAPES, TINY_SHAPES
 from bench.results import add_json_argument, write_results
@@ -49,7 +49,7 @@ class GraphFigures:
         return self.replay.median / self.kernels
 
 
-def make_steps(label: str, case: GroupedCase) -> dict[str, Step]:
+def make_steps(label: str, case: GroupedCase) -> dict[str, TimedPass]:
     """The eager step and the replayed one, held against each other, with other split sizes too.
 
     AssertionError if they differ in a bit.
@@ -89,7 +89,7 @@ def make_steps(label: str, case: GroupedCase) -> dict[str, Step]:
     return {name: _make_step(call, (x, scales), case.dy) for name, call in (("eager", eager), ("replay", replayed))}
 
 
-def _make_step(call: Call, inputs: Sequence[Tensor], dy: Tensor) -> Step:
+def _make_step(call: Call, inputs: Sequence[Tensor], dy: Tensor) -> TimedPass:
     """The output and the inputs' gradients; those of the weights go into main_grad, so all are asked for."""
 
     def step() -> list[Tensor]:
@@ -111,7 +111,7 @@ def measure_graphs(label: str, model: str, *, rounds: int) -> Iterator[GraphFigu
         yield GraphFigures(label, tokens, times["eager"], times["replay"], kernel_seconds(steps["eager"]))
 
 
-def kernel_seconds(step: Step, repeats: int = 10) -> float:
+def kernel_seconds(step: TimedPass, repeats: int = 10) -> float:
     """What the kernels and copies of one step take on the GPU, one after the other."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()

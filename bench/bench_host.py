@@ -6,7 +6,7 @@ N biases in turn on [64, 256] fp32, forward + backward on the CPU:
     by hand   one torch.autograd.Function that does the same N additions and the same N sums over rows
 
 Both do the same arithmetic, so the difference is what the framework adds. It is measured for 1 and for 10 operations:
-the slope is the cost of one operation in both passes, what is left the cost of one pipeline. Timed by turns in one
+the slope is the cost of one operation in both passes, what is left the cost of one pipeline. Timed interleaved, in one
 process, medians; the caches are warm. Promised: at most 3 us an operation and pass and 40 us a pipeline, 5 us to
 choose the plan.
 """
@@ -50,7 +50,7 @@ class HostCost(NamedTuple):
 
 
 def measure_host_cost(*, rounds: int = 60, calls: int = 50) -> HostCost:
-    """Check that both ways agree bit for bit, then time them by turns."""
+    """Check that both ways agree bit for bit, then time them interleaved."""
     candidates: dict[str, Callable[[], object]] = {}
     for count in (1, NUM_OPERATIONS):
         ours, by_hand = _steps(count)

@@ -6,9 +6,9 @@
 
 Same weights, inputs, split sizes. First every way is held against fp32, expert by expert (SQNR in dB of the output and
 of each gradient), and each recipe is run, another one, and the first again, which must give the same bits. Only then
-all ways are timed by turns in one process, whole steps with their launches; caches are as the turns leave them, but
-each step casts the weights anew. Then the grouped products alone, of operands that are quantized before (`products`).
-Useful FLOP: 6 R H F forward, 18 R H F forward + backward, and products.
+all ways are timed interleaved in one process, whole steps with their launches; caches are as the previous way leaves
+them, but each step quantizes the weights anew. Then the grouped products alone, of operands that
+are quantized before (`products`). Useful FLOP: 6 R H F forward, 18 R H F forward + backward, and products.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import fuser
-from bench.case import DTYPE, PASSES, Step
+from bench.case import DTYPE, PASSES, TimedPass
 from bench.grouped_case import GroupedCase, expert_mlp
 from bench.memory import peak_bytes, saved_bytes, saved_tensors
 from bench.models import EXPERT_SHAPES, TINY_SHAPES
@@ -42,7 +42,7 @@ SETTLING_STEPS = 4
 
 
 def compare_recipes(case: GroupedCase, labels: list[str], *, steps: int = 20) -> list[Outcome]:
-    """Check all recipes and torch's own ways, then time them by turns. AssertionError if one is wrong."""
+    """Check all recipes and torch's own ways, then time them interleaved. AssertionError if one is wrong."""
     ways: dict[str, Callable[[], Tensor]] = {label: case.ours(label) for label in labels}
     ways["torch"] = case.torchs()
     if case.device.type == "cuda":
@@ -93,7 +93,7 @@ def saved_bytes_of_rows(case: GroupedCase, call: Callable[[], Tensor]) -> int:
         return saved_bytes(call, but=[*case.weights, *before.values()])
 
 
-def checked_products(case: GroupedCase, labels: list[str]) -> dict[str, Step]:
+def checked_products(case: GroupedCase, labels: list[str]) -> dict[str, TimedPass]:
     """The products of each recipe and torch's, once they were held against fp32."""
     products = grouped_products(case)
     steps = {label: products.ours(label) for label in labels} | {"torch": products.torchs()}
@@ -130,12 +130,12 @@ def _other(label: str, labels: list[str]) -> str | None:
     return following if following != label else None
 
 
-def _seeded(step: Step) -> list[Tensor]:
-    torch.manual_seed(0)  # for recipes that round at random
+def _seeded(step: TimedPass) -> list[Tensor]:
+    torch.manual_seed(0)  # for recipes with stochastic rounding
     return step()
 
 
-def _counted(step: Step) -> Counts:
+def _counted(step: TimedPass) -> Counts:
     """Elements, saturated, flushed and non-finite ones of each cast of a step."""
     with fuser.count_casts() as counter:
         step()

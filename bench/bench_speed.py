@@ -2,7 +2,7 @@
 
     mlp    the fused grouped MLP against `F.grouped_mm` with eager and with compiled SwiGLU, and against the limit: the
            same six matrix products as cuBLAS batched products of equal groups (`bench.limit`)
-    host   time to issue its forward + backward
+    host   host launch overhead of forward + backward
     layer  the whole layer, router to combine, against the same in torch's operations and against installed peers
     skew   the fused grouped MLP under skewed and random against uniform routing of the same rows
     wgrad  adding weight gradients to an fp32 main_grad against writing new bf16 ones
@@ -114,7 +114,7 @@ class Setup:
         dtype: str = "bf16", routing: str = "random", passes: str = PASSES[-1], flop: int = 0, clock: str = "device",
         calls: int = 1,
     ) -> Measured:  # fmt: skip
-        """Time the steps by turns, and say what they were. times: instead of steps, what was timed elsewhere."""
+        """Time the steps interleaved, and say what they were. times: instead of steps, what was timed elsewhere."""
         if times is None:
             times = time_interleaved(
                 steps or {}, rounds=self.rounds, warmup=WARMUP, calls=calls, device=self.device, clock=clock

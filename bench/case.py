@@ -12,7 +12,7 @@ DTYPE = torch.bfloat16
 PASSES = ("forward", "forward + backward")
 
 Call = Callable[[], Tensor]
-Step = Callable[[], list[Tensor]]
+TimedPass = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Case:
         """Of what a forward + backward gives, in order."""
         return ["y", *(f"d{name}" for name in self.inputs), *(f"dw{n}" for n in range(1, len(self.weights) + 1))]
 
-    def step(self, call: Call, passes: str) -> Step:
+    def step(self, call: Call, passes: str) -> TimedPass:
         """One of `PASSES`: the output, and with "backward" the gradients of all inputs and weights."""
         return make_step(call, (*self.inputs.values(), *self.weights), self.dy, passes)
 
@@ -50,7 +50,7 @@ class Case:
         return self.flop * (1 if passes == "forward" else 3)
 
 
-def make_step(call: Call, wanted: Sequence[Tensor], dy: Tensor, passes: str) -> Step:
+def make_step(call: Call, wanted: Sequence[Tensor], dy: Tensor, passes: str) -> TimedPass:
     """One of `PASSES`: the output, and with "backward" the gradients of `wanted`."""
 
     def forward() -> list[Tensor]:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from bench.case import Call, Step, make_step
+from bench.case import Call, TimedPass, make_step
 from bench.whole_layer import LayerCase, route
 
 PEER_FLOOR = 20.0  # dB
@@ -33,7 +33,7 @@ class Peer:
     wanted: tuple[Tensor, ...]
     as_fc1: Callable[[Tensor], Tensor] = lambda weight: weight
 
-    def step(self, case: LayerCase, passes: str) -> Step:
+    def step(self, case: LayerCase, passes: str) -> TimedPass:
         return make_step(self.call, self.wanted, case.dy, passes)
 
     def sqnr(self, case: LayerCase, found: list[Tensor]) -> dict[str, float]:
@@ -92,5 +92,5 @@ def in_turn(weight: Tensor) -> Tensor:
 
 
 def in_halves(weight: Tensor) -> Tensor:
-    """The way back."""
+    """The inverse of the above."""
     return weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)

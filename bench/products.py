@@ -1,6 +1,6 @@
 """The grouped products of a layer by themselves: fprop, dgrad and wgrad of each GroupedLinear.
 
-Their operands are quantized before, as a layer has them; where a recipe's numbers are emulated, the ways back to bf16
+Their operands are quantized before, as a layer has them; where a recipe's numbers are emulated, dequantization to bf16
 are part of the products. x of the first GroupedLinear and dy of the last are those of the case, the others random.
 """
 # R rows, K in features, N out features
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.case import Step
+from bench.case import TimedPass
 from bench.grouped_case import GroupedCase
 from bench.schedule import recipe_named
 from bench.sqnr import Sqnr
@@ -60,7 +60,7 @@ class GroupedProducts:
         """Of the names those of no gradients."""
         return [name for name in self.names if name.startswith("fprop")]
 
-    def ours(self, label: str) -> Step:
+    def ours(self, label: str) -> TimedPass:
         """Under the recipe of this label, all on the path that it takes."""
         recipe = recipe_named(label)
         x = self.linears[0].x
@@ -76,7 +76,7 @@ class GroupedProducts:
 
         return step
 
-    def torchs(self) -> Step:
+    def torchs(self) -> TimedPass:
         """The same by `F.grouped_mm`, of operands in bf16."""
         ends = self.splits.offsets[1:].int()
         operands = [(linear.x, linear.weight, linear.dy) for linear in self.linears]

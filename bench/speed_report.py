@@ -1,4 +1,4 @@
-"""What `bench speed` found, as tables, as JSON and as a picture; and beside it what was aimed at."""
+"""What `bench speed` found, as tables, as JSON and as a picture; targets and results."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ OURS, TORCH, COMPILED, LIMIT = "ours", "torch", "torch compiled", "limit"
 
 @dataclass(frozen=True)
 class Measured:
-    """One comparison: times of several ways, taken by turns.
+    """One comparison: times of several ways, interleaved.
 
     part:    of the benchmark
     rows:    over all experts
@@ -102,7 +102,7 @@ def show(title: str, found: Sequence[Measured]) -> None:
 
 
 class Target(NamedTuple):
-    """What issue 5, section 2, asks for.
+    """A target for a figure.
 
     wanted: which comparisons count
     figure: of one of them

@@ -13,7 +13,7 @@ HIGH_PRECISION_FLOOR = 40.0
 EIGHT_BIT_FLOOR = 20.0
 # E5M2 has one bit less than E4M3, which is 6 dB; E2M1 has two less.
 OTHER_FLOORS = {"e5m2": 14.0, "nvfp4": 9.0, "nvfp4-nearest": 9.0}
-# Some recipes round gradients to fewer bits, or at random.
+# Some recipes round gradients to fewer bits, or stochastically.
 GRADIENT_ALLOWANCE = 6.0
 
 

@@ -1,4 +1,4 @@
-"""Timing by turns: every candidate runs once in each round, so that drifts of the machine hit all of them alike."""
+"""Interleaved timing: every candidate runs once in each round, so that drifts of the machine hit all of them alike."""
 
 import statistics
 import time

@@ -17,11 +17,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Stage(NamedTuple):
-    """One thing that the Sequential calls. asks, makes: names of extra tensors. indices: of its modules, by position
+    """One thing that the Sequential calls. needs, makes: names of extra tensors. indices: of its modules, by position
     in the outermost Sequential (None inside a nested one). label: where it begins, nested ones dotted."""
 
     runner: Any  # Pipeline | nn.Module
-    asks: tuple[str, ...]
+    needs: tuple[str, ...]
     makes: tuple[str, ...]
     indices: tuple[int | None, ...]
     label: str
@@ -78,7 +78,7 @@ class Layout:
         self.passed_on: list[tuple[str, ...]] = []
         for stage in reversed(self.stages):
             self.passed_on.insert(0, tuple(name for name in stage.makes if name in later))
-            later |= set(stage.asks)
+            later |= set(stage.needs)
 
     def is_current(self, sequential: Container) -> bool:
         """Whether no module, hook, name or recipe of an operation of its Sequential has changed since."""
@@ -130,9 +130,9 @@ class Layout:
     def _alone(self, position: int | None, label: str, module: nn.Module, hooked: bool) -> Stage:
         why = "it has hooks of its own, or is sharded" if hooked else None
         if isinstance(module, BasicOperation):
-            asks = tuple(module.extra_name(name) for name in module.extra_inputs)
+            needs = tuple(module.extra_name(name) for name in module.extra_inputs)
             makes = tuple(module.extra_name(name) for name in module.extra_outputs)
-            return Stage(module, asks, makes, (position,), label, why)
+            return Stage(module, needs, makes, (position,), label, why)
         if isinstance(module, Container):
             nested = module.layout()
             self._nested.append((module, nested))
@@ -177,7 +177,7 @@ class Layout:
         seen: set[str] = set()
         consumed: dict[str, None] = {}
         for stage in self.stages:
-            consumed |= {name: None for name in stage.asks if name not in seen}
+            consumed |= {name: None for name in stage.needs if name not in seen}
             seen |= set(stage.makes)
         too_late = [name for name in consumed if name in seen]
         if too_late:

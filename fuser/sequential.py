@@ -34,7 +34,7 @@ class Sequential(Container):
     path:         force "grouped" or "split"; None lets the recipe decide
     retain_graph: keep what backward needs, so that it can run twice; by default it is freed operation by operation
 
-    `y = seq(x, split_sizes=sizes, scales=probs)`: extra inputs go by name, one tensor to every operation that asks for
+    `y = seq(x, split_sizes=sizes, scales=probs)`: extra inputs go by name, one tensor to every operation that declares
     it. `y, extras = seq(x, outputs=("routing_map",))` returns extra outputs by name. `buffers={0: {"grad_input": b}}`
     hands the operation at an index a tensor of the caller's to write into.
 
@@ -168,7 +168,7 @@ class Sequential(Container):
         version = fusions_version()
         for stage, passed_on in zip(layout.stages, layout.passed_on, strict=True):
             wanted = tuple(dict.fromkeys((*passed_on, *(name for name in outputs if name in stage.makes))))
-            mine = {name: extras[name] for name in stage.asks}
+            mine = {name: extras[name] for name in stage.needs}
             own_buffers = layout.buffers_of(stage, buffers) if buffers else {}
             if isinstance(stage.runner, Pipeline):
                 x, produced = stage.runner(

@@ -42,13 +42,13 @@ class ElementwiseOperation(BasicOperation):
         return
 
     def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:
-        """y by torch. The step's reference, unless a subclass knows a faster way."""
+        """y by torch: the step's reference, unless a subclass has a faster way."""
         return elementwise(x, (self.step(),), (operand,))
 
     def gradients(
         self, dy: Tensor, x: Tensor | None, operand: Tensor | None, *, need_dx: bool, need_operand: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """dx and the operand's gradient by torch. By autograd, unless a subclass knows a faster way."""
+        """dx and the operand's gradient by torch. By autograd, unless a subclass has a faster way."""
         found = delementwise(dy, x, (self.step(),), (operand,))
         return found.dx, found.operands[0]
 

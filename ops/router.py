@@ -46,7 +46,7 @@ class Router(BasicOperation):
     extra_outputs = {"probs": Tensor, "indices": IndexTensor, "load_balancing_loss": Tensor}
 
     class Saved(NamedTuple):
-        x: Tensor | None  # None if the weight wants no gradient
+        x: Tensor | None  # None if the weight needs no gradient
         probs: Tensor
         indices: Tensor
         softmax: Tensor
@@ -144,7 +144,7 @@ class Router(BasicOperation):
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32 or float64, whatever torch is told about TF32: that rounds the operands to 10 bits."""
+    """a b in float32 or float64, whatever torch's TF32 setting is: that rounds the operands to 10 bits."""
     if a.dtype == torch.float64:
         return a @ b
     a, b = a.float(), b.float()

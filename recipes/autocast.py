@@ -36,7 +36,7 @@ class autocast(ContextDecorator):
         Outside of a capture it is not looked at, but run the same passes once under it before they are captured.
     scales: where `fuser.checkpoint` keeps the scales of a first run for its recomputation
 
-    Each thread has its own contexts; a backward knows the recipe of its forward, whatever is open where it runs. What
+    Each thread has its own contexts; a backward runs under the recipe of its forward, whatever is open there. What
     `torch.utils.checkpoint` computes again runs under the recipe of its first time, or is refused with a RuntimeError:
     under a recipe with a state, whose scales have moved since, and where first times under several recipes are still
     to be computed again, use `fuser.checkpoint`.

@@ -1,4 +1,4 @@
-"""What a pass does besides computing: flags it sets, hooks it calls, gradients it adds to `.grad`.
+"""The side effects of a pass: flags it sets, hooks it calls, gradients it adds to `.grad`.
 
 Eagerly each is done where it stands. While a graph is recorded they are kept instead, and done at each replay, so eager
 runs and replays are the same. The recording is one for the process: CUDA backwards run on a thread of their own.

@@ -1,7 +1,7 @@
 """Recipe: in which numbers a pipeline is computed. `HighPrecision` is the recipe of none.
 
 A recipe is a frozen dataclass, equal by value, and answers questions about itself. No operation is named in one, and
-nobody outside this folder asks for its class.
+nothing outside this folder tests its class.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
 
 
 def launch_block_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> None:
-    """Casts of rows, groups and weights in all kinds of blocks, and the way back of each copy."""
+    """Casts of rows, groups and weights in all kinds of blocks, and dequantization of each copy."""
     x, w = torch.empty(rows, features[0], dtype=dtype), torch.empty(GROUPS, *features, dtype=dtype)
     splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
     for block_dim, power_2 in product((1, 2), (True, False)):
@@ -272,7 +272,8 @@ NVFP4_KINDS = {
 
 def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[str]) -> None:
     """Casts of groups, both copies at once; for the transform each one of a tensor alone; for 16x16 blocks those of a
-    stack. In Gluon also of one tensor, of few groups, and of so many that they are looked at in turn. The ways back."""
+    stack. In Gluon also of one tensor, of few groups, and of so many that they are looked at in turn.
+    Dequantization."""
     x, splits = torch.empty(rows, features, dtype=dtype), Splits.make([rows] + 40 * [0], rows=rows, device="cpu")
     few, many = (Splits.make([rows] + more * [0], rows=rows, device="cpu") for more in (19, 130))
     in_gluon = dtype == torch.bfloat16 and features == ALIGNED[0] and not why_no_gluon(grouped_gemm.capability(x))

@@ -53,7 +53,7 @@ def batch(seed, device, dtype=torch.bfloat16, rows=96, active=None):
 def run(call, module, seed, recipe=None, *, wgrad=None, active=None):
     """One forward and backward: what comes of it, copied. `.grad` of the parameters is accumulated."""
     parameter = next(module.parameters())
-    torch.manual_seed(seed)  # for recipes that round at random
+    torch.manual_seed(seed)  # for recipes with stochastic rounding
     x, extras, dy = batch(seed, parameter.device, parameter.dtype, active=active)
     with autocast(recipe) if recipe else nullcontext():
         y = call(x, **extras)
@@ -141,7 +141,7 @@ def test_a_replay_with_other_splits_has_the_bits_of_the_module(recipe, device):
             owner.zero_grad()
             x, extras, dy = batch(1, device)
             extras["split_sizes"] = torch.tensor(sizes, device=device)
-            torch.manual_seed(1)  # for recipes that round at random
+            torch.manual_seed(1)  # for recipes with stochastic rounding
             with autocast(recipe):
                 y = forward(x, **extras)
             y.backward(dy)

@@ -39,7 +39,7 @@ _DEFAULTS = {"enabled": True, "cache_quantized_params": False}
 def renamed(others: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     """The options, with those of `others` that are older names of them.
 
-    Raises TypeError for a name that nobody knows, ValueError for an option given by both of its names,
+    Raises TypeError for a name that is unknown, ValueError for an option given by both of its names,
     NotImplementedError for what has no meaning here.
     """
     for old, value in others.items():

@@ -19,7 +19,7 @@ from recipes.effects import Effect, SideEffects, recorded
 
 Work = Callable[[], None]
 
-ALIGNMENT = 256  # bytes: more than any kernel asks for
+ALIGNMENT = 256  # bytes: more than any kernel needs
 
 
 class Segment(Protocol):
@@ -192,7 +192,7 @@ class CudaRecorder:
     def record(self, work: Work) -> CudaSegment:
         graph = torch.cuda.CUDAGraph()
         with self.warming_up(), recorded() as recording, warnings.catch_warnings():
-            # A segment may have nothing to compute, such as the dgrad of an input that wants none.
+            # A segment may have nothing to compute, such as the dgrad of an input that needs none.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             graph.capture_begin(self._pool)
             try:

@@ -114,7 +114,7 @@ def placed(forms: Sequence[Form], memory: Tensor) -> list[Tensor]:
 
 
 class Buffers(NamedTuple):
-    """The static memory of an instance. input_grads: of each input that wants a gradient and gets one."""
+    """The static memory of an instance. input_grads: of each input that has a gradient."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]

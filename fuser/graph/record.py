@@ -112,7 +112,7 @@ class Graphs:
             effect()
 
     def has_effects(self, event: Event) -> bool:
-        """Whether the event does anything besides computing."""
+        """Whether the event has side effects."""
         return bool(self._segments[event].recording.effects)
 
     @property

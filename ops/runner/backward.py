@@ -22,7 +22,7 @@ class Record(NamedTuple):
 
     states:      for each operation the values of its context, and the specs of its `Saved` and its quantized weights
     parameters, parameter_states: of all operations, as forward saw them
-    input_names: the extra inputs that autograd knows; returned: the extra outputs that it does
+    input_names: the extra inputs that autograd tracks; returned: the extra outputs that it tracks
     entries: what `autocast` had open in forward
     first_forward: what stands for this node among the forwards that a checkpoint may compute again
     buffers: the caller's own

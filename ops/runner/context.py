@@ -1,4 +1,4 @@
-"""What one operation knows while it runs: its recipe, dtype, path, parameters, and what forward keeps for backward."""
+"""What one operation has while it runs: its recipe, dtype, path, parameters, and what forward keeps for backward."""
 
 from __future__ import annotations
 

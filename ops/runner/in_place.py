@@ -30,7 +30,7 @@ def check_writable(
 
     x: what the operation adds to it
     needs_grad: whether the operation has a backward
-    given: the tensors that autograd knows as the pipeline's inputs
+    given: the tensors that autograd tracks as the pipeline's inputs
     contexts: those of all operations, with what the earlier ones keep for backward
     read_later: the extra tensors, by name, that are read or returned after the write
 

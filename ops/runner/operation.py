@@ -57,7 +57,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     buffers: the names of the caller's own tensors that it can write into.
     in_place_input: the extra input into whose memory its forward writes, and which it returns as y. The runner has
     made sure that nothing else needs what was there. Such an operation is never fused.
-    reuses_gradients: whether its backward asks for `ctx.own_gradients`.
+    reuses_gradients: whether its backward reads `ctx.own_gradients`.
     retains_grad_output: whether it keeps dy beyond its backward, so that nobody may write into it.
     quantized_roles: in which roles it quantizes tensors, and so may have a state.
     num_scales: how many tensors with a scale each it quantizes in one role: groups, or one.
@@ -94,14 +94,14 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
         """dx, the parameters' gradients by name, and the extra inputs' gradients by name.
 
-        Only what `ctx.needs` asks for has to be there. dy is None where only extra outputs have gradients (this
+        Only what `ctx.needs` lists must be returned. dy is None where only extra outputs have gradients (this
         happens only to an operation that has some); `d_extra_outputs` holds the gradients that exist.
         """
 
     def features(self, incoming: int | None) -> int | None:
         """How many features, x's last dimension, come out where `incoming` go in; None where that is not known.
 
-        Raises ValueError if so many cannot go in. A Sequential asks when it is put together.
+        Raises ValueError if so many cannot go in. A Sequential checks this when it is made.
         """
         return None
 

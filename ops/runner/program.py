@@ -71,7 +71,7 @@ class Wiring(NamedTuple):
     needs_grad: bool  # whether backward has anything to do here
     accepts_quantized: bool
     writes: str | None  # the pipeline's name of the extra input that forward writes into
-    reuses_gradients: bool  # backward asks which gradients of extra outputs it may write into
+    reuses_gradients: bool  # backward reads which gradients of extra outputs it may write into
     retains_grad_output: bool  # dy is read after backward
 
 

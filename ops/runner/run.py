@@ -146,7 +146,7 @@ class Pipeline:
             needs = (False, (False,) * len(present), ())
         dtypes = tuple(map(_dtype, present))
         recipe = self.recipe or current_recipe()
-        # All that the request is made of, and what the program knows beyond it.
+        # All that the request is made of, and what the program adds.
         key = (recipe, device, needs, training, fusions_version, x.dtype, autocast_dtype, dtypes, parameters.layout)
         program = self.programs.get(key)
         if program is None:
@@ -381,7 +381,7 @@ class _RetainingFunction(torch.autograd.Function):
             if not _is_among(value, written.values()) or _is_among(value, outputs):
                 value = _as_extra_output(value, x, outputs, detached=bool(call.buffers))
             outputs.append(value)
-        if written:  # autograd wants them as outputs: whatever uses them from now on belongs to this node
+        if written:  # autograd needs them as outputs: whatever uses them from now on belongs to this node
             fctx.mark_dirty(*written.values())
             for name, value in written.items():
                 if not _is_among(value, outputs):
@@ -442,7 +442,7 @@ class _RetainingFunction(torch.autograd.Function):
 
 
 def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
-    """y as autograd wants it of a Function, so that a module behind may change it in place, or is refused to.
+    """y as autograd needs it from a Function, so that a module behind may change it in place, or is refused to.
 
     Not a view, which could not be changed; but a view, if another tensor that the caller may hold shares its memory.
     """

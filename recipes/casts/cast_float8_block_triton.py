@@ -1,4 +1,4 @@
-"""The kernels of `cast_float8_block`: both copies of a 128x128 tile from one read of x, and the way back."""
+"""The kernels of `cast_float8_block`: both copies of a 128x128 tile from one read of x, and dequantization."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The kernels of `cast_float8`: amaxes, both copies of a tile from one read of x, and the way back.
+"""The kernels of `cast_float8`: amaxes, both copies of a tile from one read of x, and dequantization.
 
 The rows of a tile are taken in four parts, rows 4 q + j in part j: so the four codes that lie side by side in the
 transposed copy are in one place of four tensors, become one 32-bit word without any exchange between threads, and the

@@ -1,4 +1,4 @@
-"""The Triton kernels of the way back from NVFP4. `cast_nvfp4` launches them and says what is where."""
+"""The Triton kernels of dequantization from NVFP4. `cast_nvfp4` launches them and says what is where."""
 
 import triton
 import triton.language as tl
