@@ -40,7 +40,8 @@ def run_page(text: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run_and_print_what_it_says(page):
+def test_the_blocks_of_a_page_run_and_print_what_it_says(page, monkeypatch):
+    monkeypatch.chdir(ROOT)  # where docs/benchmarks.md reads bench/results
     assert run_page(page.read_text(), str(page)) > 0
 
 
