@@ -95,7 +95,7 @@ def launch_wgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32
     for out_dtype, accumulate in ((dtype, False), (dtype, True), (torch.float32, False), (torch.float32, True)):
         dw = torch.empty(w.shape, dtype=out_dtype)
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, dw, tf32, accumulate)
-    if rows == MANY_ROWS:  # so many that float32 is added to in Gluon, without it from registers: ranks take some
+    if rows == MANY_ROWS:  # so many that float32 is added to in Gluon: ranks take some
         for groups, accumulate in product((GROUPS, 64, 256) if features == ALIGNED else (GROUPS,), (False, True)):
             long = [torch.empty(groups * ADDED_IN_GLUON, width, dtype=dtype) for width in (N, K)]
             dw = torch.empty(groups, N, K)

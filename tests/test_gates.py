@@ -68,7 +68,7 @@ def test_weight_gradients_of_16_bit_operands_take_them():
     (WGRAD._replace(out_dtype=torch.float32), {}, "bytes of shared memory"),
     (WGRAD._replace(accumulate=True), {}, "is for weight gradients that are written, or added to float32"),
     (WGRAD._replace(product="TN"), {}, "is for weight gradients"),
-    (WGRAD._replace(out_dtype=torch.float32), {"box": 0}, "is not stored from registers"),
+    (WGRAD._replace(out_dtype=torch.float32), {"box": 0}, "is stored by 64 or 128 columns"),
     (WGRAD, {"box": 32}, "is stored by 64 or 128 columns"),
     (WGRAD, {"block_n": 128}, "must be 128x256, of 8 warps and one program"),
     (WGRAD, {"num_stages": 9}, "bytes of shared memory"),

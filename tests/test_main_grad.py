@@ -140,12 +140,10 @@ def test_recipes_and_paths_keep_to_the_table(
 @pytest.mark.parametrize(
     ("rows_a_group", "gluon"),
     [(MANY_ROWS, False), (1, False), (MANY_ROWS, True)],
-    ids=["from registers", "by boxes", "in Gluon"],
+    ids=["many rows", "few rows", "in Gluon"],
 )
 @pytest.mark.parametrize("model", ["grouped", "experts, per group"])
-def test_buffers_are_written_from_registers_by_boxes_and_in_gluon(
-    model: str, rows_a_group: int, gluon: bool, overwrite: bool
-) -> None:
+def test_buffers_are_written_by_boxes_and_in_gluon(model: str, rows_a_group: int, gluon: bool, overwrite: bool) -> None:
     settings: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     sequential = make(model, accumulate_into_main_grad=True, **settings)
     shapes = {(len(SIZES), *weight.shape[-2:]) for weight in weights_of(sequential).values()}

@@ -89,9 +89,8 @@ REFUSED = {
     "a tile of one row": (_edited(block_m=1), "is not within 16 to 256 a side"),
     "no stage": (_edited(num_stages=0), "must have a stage"),
     "too large": (_edited(num_stages=8), r"needs 296960 bytes of shared memory, and there are 232448"),
-    "a box of 32": (_edited(box=32), "is stored by 64 or 128 columns or from registers"),
-    "no box for TN": (_edited(box=0), "is not stored from registers"),
-    "no box for 64 columns": (table(entry(WGRAD, config=LARGE._replace(box=0, block_n=64))).record(), "128 columns"),
+    "a box of 32": (_edited(box=32), "is stored by 64 or 128 columns, not by 32"),
+    "no box": (_edited(box=0), "is stored by 64 or 128 columns, not by 0"),
     "descriptors on Ampere": (table(entry(config=LARGE)).record() | {"capability": [8, 0]}, "compute capability 9.0"),
 }  # fmt: skip
 
@@ -282,7 +281,7 @@ FEW = f"fprop and dgrad below 96 rows a group {LOW}, by the built-in rule"
 NOT_IN_WGRAD = MixedScaling("fp8_block", "fp8_block", "fp8_block", input_for_wgrad="bf16", grad_output_for_wgrad="bf16")
 FEWER_ADDED = "wgrad below 768 rows a group 128x256x64, 8 warps, 3 stages"
 PLANS = {
-    "main_grad": ({"main_grad": True}, f"4 stages, {FEWER_ADDED}, fprop and dgrad below 96 rows"),
+    "main_grad": ({"main_grad": True}, "4 stages, wgrad 128x256x64, 8 warps, 3 stages, fprop and dgrad below 96 rows"),
     "dequantized": ({"recipe": "mxfp8"}, RULE),
     "float8": ({"recipe": "fp8_current"}, f"(Triton: {WIDE}, dgrad and wgrad {SQUARE}, {FEW})"),
     "float8, main_grad": ({"recipe": "fp8_delayed", "main_grad": True}, f"(Triton: {WIDE}, dgrad {SQUARE}, {FEW})"),

@@ -376,7 +376,7 @@ def k_grouped_gluon(
         N,
         K,
         REVERSE=reverse,
-        BOXES=config.columns_at_once * out.itemsize // BOX_BYTES,
+        BOXES=config.box * out.itemsize // BOX_BYTES,
         AHEAD=AHEAD,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

@@ -128,98 +128,15 @@ def finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE: tl.constexpr)
 
 
 @triton.jit
-def finish_parts(
-    acc, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE: tl.constexpr, LINES: tl.constexpr
-):
-    """The same box by box of the descriptor; LINES: but all that is right of the first box straight from registers."""
+def finish_parts(acc, dw, group, first_n, first_k, ACCUMULATE: tl.constexpr):
+    """The same box by box of the descriptor."""
     HALF: tl.constexpr = acc.shape[1] // 2
     if HALF < dw.block_shape[2]:
         finish_k_grouped(acc, dw, group, first_n, first_k, ACCUMULATE)
     else:
         left, right = split_columns(acc)
-        if LINES:
-            begin = dw_ptr + group.to(tl.int64) * dw_stride + first_n.to(tl.int64) * K + first_k + HALF
-            write_lines(begin, K, N - first_n, K - first_k - HALF, right, ACCUMULATE)
-        finish_parts(left, dw, dw_ptr, dw_stride, group, first_n, first_k, N, K, ACCUMULATE, LINES)
-        if not LINES:
-            finish_parts(right, dw, dw_ptr, dw_stride, group, first_n, first_k + HALF, N, K, ACCUMULATE, LINES)
-
-
-def _exchange(first, second, lanes, upper):
-    """A lane's second register changes places with the first of the lane so many above it, where `upper` holds."""
-    return f"""
-        selp.b32 other, {first}, {second}, {upper};
-        shfl.sync.bfly.b32 other, other, {lanes}, 31, -1;
-        selp.b32 {first}, other, {first}, {upper};
-        selp.b32 {second}, {second}, other, {upper};"""
-
-
-def _write_row(row, write):
-    """For `write_lines`: of two rows eight apart this one."""
-    own = (f"mov.b32 v{i}, ${80 + 2 * row + 4 * (i // 2) + i % 2};" for i in range(8))
-    fours = (_exchange(f"v{i}", f"v{i + 2}", 1, "odd") for i in (0, 1, 4, 5))
-    lines = (_exchange(f"v{i}", f"v{i + 4}", 4, "below") for i in range(4))
-    return f"""
-        {" ".join(own)}{"".join(fours)}{"".join(lines)}
-        setp.ne.and.b64 within, ${16 + 2 * row}, 0, inside;
-        mad.wide.s32 at, column, 4, ${16 + 2 * row};
-        mad.wide.s32 at, back, 4, at;
-        @within {write} [at], {{v0, v1, v2, v3}};
-        mad.wide.s32 at, $64, 4, at;
-        @within {write} [at], {{v4, v5, v6, v7}};"""
-
-
-def _write_lines(write):
-    """Operands, 16 each: what comes out, addresses of rows, columns, the number of these, distance of rows, acc."""
-    return f"""{{
-        .reg .pred odd, below, inside, within;
-        .reg .b32 lane, column, back, other, v0, v1, v2, v3, v4, v5, v6, v7;
-        .reg .b64 at;
-        mov.u32 lane, %laneid;
-        and.b32 column, lane, 1;
-        setp.ne.b32 odd, column, 0;
-        and.b32 lane, lane, 4;
-        setp.ne.b32 below, lane, 0;
-        mad.lo.s32 column, column, 6, $32;
-        mad.lo.s32 column, lane, 4, column;
-        setp.lt.s32 inside, column, $48;
-        selp.b32 back, $64, 0, below;
-        neg.s32 back, back;{_write_row(0, write)}{_write_row(1, write)}
-        {" ".join(f"mov.b32 ${i}, 0;" for i in range(16))}
-        }}"""
-
-
-_STORE_LINES = tl.constexpr(_write_lines("st.global.v4.b32"))
-_ADD_LINES = tl.constexpr(_write_lines("red.relaxed.gpu.global.add.v4.f32"))
-_OPERANDS = tl.constexpr(",".join(["=r"] * 16 + ["l"] * 16 + ["r"] * 64))
-
-
-@triton.jit
-def write_lines(ptr, stride, height, width, acc, ACCUMULATE: tl.constexpr):
-    """Stores float32 acc from ptr on, or adds it, 128 bytes of a row at once; no more than height rows, width columns.
-
-    height is a multiple of 2, width of 4, ptr and stride of 16 bytes. acc is what a product left in registers, or some
-    of its columns, at least 32. The tensor cores give a lane two columns (PTX ISA, wgmma, layout of D) in each eight,
-    and the next row to the lane four above it. So neighbours exchange pairs of columns, and then rows their fours:
-
-        lane 0: 0 1  8  9 16 17 24 25      0 1 2 3 16 17 18 19      row 0:  0  1  2  3    row 1:  0  1  2  3
-        lane 1: 2 3 10 11 18 19 26 27  ->  8 9 10 11 24 25 26 27 ->         8  9 10 11            8  9 10 11
-        lane 4: 0 1  8  9 ... of row 1     0 1 2 3 16 17 18 19             16 17 18 19           16 17 18 19
-    """
-    offs_n = tl.arange(0, acc.shape[0])[:, None]
-    offs_k = tl.arange(0, acc.shape[1])[None, :]
-    rows = ptr + offs_n * stride
-    if INTERPRET:
-        mask = (offs_n < height) & (offs_k < width)
-        if ACCUMULATE:
-            acc += tl.load(rows + offs_k, mask=mask, other=0.0)
-        tl.store(rows + offs_k, acc, mask=mask)
-    else:
-        rows = tl.where(offs_n < height, rows.to(tl.int64), 0)
-        tl.inline_asm_elementwise(
-            _ADD_LINES if ACCUMULATE else _STORE_LINES, _OPERANDS, [rows, offs_k, width, stride, acc],
-            dtype=tl.int32, is_pure=False, pack=16,
-        )  # fmt: skip
+        finish_parts(left, dw, group, first_n, first_k, ACCUMULATE)
+        finish_parts(right, dw, group, first_n, first_k + HALF, ACCUMULATE)
 
 
 AHEAD = tl.constexpr(6)  # steps over which a tile's old sums are fetched
@@ -254,7 +171,7 @@ def k_grouped_persistent_kernel(
     dy,  # [T, N]: descriptor, ragged along T
     x,  # [T, K]: descriptor, ragged along T
     dw,  # [G, N, K]: descriptor of boxes at most half as wide as the tile
-    dw_ptr,  # dw itself if it is float32 and added to or written from registers, else None
+    dw_ptr,  # dw itself if it is float32 and added to, else None
     dw_stride,  # of its matrices
     offsets_ptr,  # [G + 1] int64
     alpha_ptr,  # [G] float32 or None
@@ -262,7 +179,6 @@ def k_grouped_persistent_kernel(
     N,
     K,
     ACCUMULATE: tl.constexpr,
-    LINES: tl.constexpr,  # see `finish_parts`
     REVERSE: tl.constexpr,  # the last group comes first in dw
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -323,7 +239,7 @@ def k_grouped_persistent_kernel(
                 # alpha of a group without rows may be anything
                 acc *= tl.load(alpha_ptr + group, mask=size > 0, other=0.0)
             place = num_groups - 1 - group if REVERSE else group
-            finish_parts(acc, dw, dw_ptr, dw_stride, place, first_n, first_k, N, K, ACCUMULATE, LINES)
+            finish_parts(acc, dw, place, first_n, first_k, ACCUMULATE)
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             t = 0
 

@@ -44,15 +44,9 @@ class GroupedGemmConfig(NamedTuple):
     num_warps: int
     num_stages: int
     programs: int = 0  # that share a multiprocessor, with descriptors; 0: pointers, a program for each tile
-    # the most columns that NT stores at once, with descriptors, in Gluon by boxes of 128 bytes a row; 0: a quarter, and
-    # the others straight from registers
+    # the most columns that NT stores at once, with descriptors, in Gluon by boxes of 128 bytes a row
     box: int = 128
     gluon: bool = False  # the kernel whose warps have roles (`high_precision_gluon`); num_warps of them multiply
-
-    @property
-    def columns_at_once(self) -> int:
-        """No more are in shared memory on their way out."""
-        return self.box or self.block_n // 4
 
     def fitting(self, rows_a_step: int, dtype: torch.dtype, capability: tuple[int, int]) -> "GroupedGemmConfig":
         """With as many stages as shared memory holds; one stage is rows_a_step * block_k elements of the operands."""
@@ -136,7 +130,7 @@ def shared_memory(config: GroupedGemmConfig, gemm: Gemm) -> int:
     used = (config.block_m + config.block_n) * config.block_k * gemm.dtype.itemsize * config.num_stages
     if not config.programs:
         return used
-    stored = config.block_m * min(config.block_n, config.columns_at_once) * gemm.out_dtype.itemsize
+    stored = config.block_m * min(config.block_n, config.box) * gemm.out_dtype.itemsize
     if config.gluon:
         return used + stored + 4 * max(128, next_power_of_2(gemm.num_groups)) + _BARRIERS
     read = stored if gemm.accumulate and gemm.out_dtype.itemsize == 2 else 0
@@ -158,16 +152,8 @@ def why_not_tile(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, i
         refusal = _why_not_in_gluon(config, gemm, capability)
         if refusal is not None:
             return refusal
-    if config.box not in (0, 64, 128):
-        return f"The tile {describe(config)} is stored by 64 or 128 columns or from registers (0), not by {config.box}."
-    if not config.box:
-        in_triton = config.programs and not config.gluon
-        written = in_triton and gemm.product == "NT" and gemm.out_dtype == torch.float32
-        if not (written and config.block_m == 16 * config.num_warps and config.block_n >= 128):
-            return (
-                f"The tile {describe(config)} is not stored from registers: that is for float32 weight gradients, in "
-                "Triton with descriptors, 16 rows a warp, and 128 columns or more."
-            )
+    if config.box not in (64, 128):
+        return f"The tile {describe(config)} is stored by 64 or 128 columns, not by {config.box}."
     used, limit = shared_memory(config, gemm), shared_memory_limit(capability)
     if used > limit:
         return f"The tile {describe(config)} needs {used} bytes of shared memory, and there are {limit}."

@@ -13,10 +13,7 @@ from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS
 from recipes.triton.gates import why_no_gluon
 
 FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
-# A group, on average: with as many, what is added to float32 is added in Gluon. Without Gluon three quarters of a tile
-# of float32 weight gradients are then written from registers and one by the copy engine; with fewer all by the copy
-# engine. Measured on an H200 against that, with 1024 and 2048 rows: 3 to 5 % faster, added to what is there 4 to 8 %.
-# With 512 rows all of a tile from registers had been 3 % slower.
+# A group, on average: with as many, what is added to float32 is added in Gluon.
 MANY_ROWS = 768
 
 
@@ -61,11 +58,10 @@ def k_grouped_config(
     shared memory at once.
     """
     if uses_descriptors(dtype, descriptors, capability):
-        to_float32, many = out_dtype == torch.float32, rows >= MANY_ROWS * num_groups
-        if gluon and num_groups <= GLUON_GROUPS and (not accumulate or (to_float32 and many)):
+        to_float32 = out_dtype == torch.float32
+        adds_in_gluon = to_float32 and rows >= MANY_ROWS * num_groups
+        if gluon and num_groups <= GLUON_GROUPS and (not accumulate or adds_in_gluon):
             return IN_GLUON._replace(box=64) if to_float32 else IN_GLUON  # as many bytes at once
-        if to_float32 and many:
-            return _persistent(dtype)._replace(box=0)
         if accumulate or out_dtype != torch.float32:
             return _persistent(torch.float32 if accumulate else out_dtype)
         return _persistent(dtype)._replace(box=64)
