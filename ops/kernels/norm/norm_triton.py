@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recipes.triton.launch import properties
+from recipes.triton.launch import Launch, cdiv, properties
 from recipes.triton.rounding import round_to, widen
 
 # ------------------------------------------------------------------------------------------------ configurations
@@ -350,6 +350,9 @@ def dparameters_kernel(
 # ----------------------------------------------------------------------------------------------------- launchers
 
 
+_norm, _dnorm, _dparameters = Launch(norm_kernel), Launch(dnorm_kernel), Launch(dparameters_kernel)
+
+
 def norm_triton(
     x: Tensor,
     weight: Tensor | None,
@@ -373,25 +376,11 @@ def norm_triton(
     if x.numel() == 0:
         return y, mean, rstd
     config = norm_config(rows, N)
-    with torch.cuda.device_of(x):
-        norm_kernel[(config.programs,)](
-            x,
-            _contiguous(weight),
-            _contiguous(bias),
-            y,
-            mean,
-            rstd,
-            rows,
-            N,
-            eps,
-            inv_count,
-            CENTERED=centered,
-            ZERO_CENTERED=zero_centered,
-            WHOLE=config.block_n >= N,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            num_warps=config.num_warps,
-        )
+    _norm(
+        x, config.programs, x, _contiguous(weight), _contiguous(bias), y, mean, rstd, rows, N, eps, inv_count,
+        CENTERED=centered, ZERO_CENTERED=zero_centered, WHOLE=config.block_n >= N,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
+    )  # fmt: skip
     return y, mean, rstd
 
 
@@ -430,48 +419,22 @@ def dnorm_triton(
     partials = torch.empty(programs, need_dweight + need_dbias, N, dtype=torch.float32, device=x.device)
     dweight_parts = partials[:, 0] if need_dweight else None
     dbias_parts = partials[:, -1] if need_dbias else None
-    with torch.cuda.device_of(x):
-        if x.numel() and need_dx:
-            dnorm_kernel[(config.programs,)](
-                dy,
-                x,
-                _contiguous(weight),
-                mean,
-                rstd,
-                _contiguous(added),
-                dx,
-                dweight_parts if together else None,
-                dbias_parts if together else None,
-                rows,
-                N,
-                partials.stride(0),
-                inv_count,
-                CENTERED=mean is not None,
-                ZERO_CENTERED=zero_centered,
-                WHOLE=whole,
-                BLOCK_M=config.block_m,
-                BLOCK_N=config.block_n,
-                STAGES=num_stages,
-                num_warps=config.num_warps,
-                # A multiplication joined to the addition of `added` would skip the rounding between them.
-                enable_fp_fusion=False,
-            )
-        if x.numel() and not together and (need_dweight or need_dbias):
-            dparameters_kernel[(triton.cdiv(N, apart.block_n), apart.programs)](
-                dy,
-                x,
-                mean,
-                rstd,
-                dweight_parts,
-                dbias_parts,
-                rows,
-                N,
-                partials.stride(0),
-                CENTERED=mean is not None,
-                BLOCK_M=apart.block_m,
-                BLOCK_N=apart.block_n,
-                num_warps=apart.num_warps,
-            )
+    if x.numel() and need_dx:
+        _dnorm(
+            x, config.programs, dy, x, _contiguous(weight), mean, rstd, _contiguous(added), dx,
+            dweight_parts if together else None, dbias_parts if together else None,
+            rows, N, partials.stride(0), inv_count,
+            CENTERED=mean is not None, ZERO_CENTERED=zero_centered, WHOLE=whole,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=num_stages, num_warps=config.num_warps,
+            # A multiplication joined to the addition of `added` would skip the rounding between them.
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    if x.numel() and not together and (need_dweight or need_dbias):
+        _dparameters(
+            x, (cdiv(N, apart.block_n), apart.programs), dy, x, mean, rstd, dweight_parts, dbias_parts,
+            rows, N, partials.stride(0),
+            CENTERED=mean is not None, BLOCK_M=apart.block_m, BLOCK_N=apart.block_n, num_warps=apart.num_warps,
+        )  # fmt: skip
     if not (need_dweight or need_dbias):
         return dx, None, None
     sums = partials.sum(0)

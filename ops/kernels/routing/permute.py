@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.permute_triton import combine_kernel, count_kernel, dispatch_kernel, place_kernel
+from recipes.triton.launch import Launch, cdiv
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +164,10 @@ def combine(x: Tensor, routing_map: RoutingMap) -> Tensor:
     return y
 
 
+_count, _place = Launch(count_kernel), Launch(place_kernel)
+_dispatch, _combine = Launch(dispatch_kernel), Launch(combine_kernel)
+
+
 def make_routing_map_triton(
     indices: Tensor, row_of_slot: Tensor, token_of_row: Tensor, slot_of_row: Tensor, sizes: Tensor
 ) -> None:
@@ -175,33 +180,30 @@ def make_routing_map_triton(
     num_blocks = -(-num_pairs // block)
     counts, local_ends = indices.new_empty(2, num_experts + 1, num_blocks, dtype=torch.int32).unbind()
     about = {"BLOCK": block, "BLOCK_E": block_e, "num_warps": num_warps}
-    with torch.cuda.device_of(indices):
-        count_kernel[(num_blocks,)](indices, counts, local_ends, num_pairs, num_experts, **about)
-        ends = counts.flatten().cumsum(0, dtype=torch.int32)
-        place_kernel[(num_blocks,)](
-            indices, ends, local_ends, row_of_slot, token_of_row, slot_of_row, sizes,
-            num_pairs, num_experts, indices.shape[1], **about,
-        )  # fmt: skip
+    _count(indices, num_blocks, indices, counts, local_ends, num_pairs, num_experts, **about)
+    ends = counts.flatten().cumsum(0, dtype=torch.int32)
+    _place(
+        indices, num_blocks, indices, ends, local_ends, row_of_slot, token_of_row, slot_of_row, sizes,
+        num_pairs, num_experts, indices.shape[1], **about,
+    )  # fmt: skip
 
 
 def dispatch_triton(x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
     """Launch dispatch of x [T, H] into y [T topk, H]. All tensors contiguous."""
-    _move(dispatch_kernel, x, row_of_slot, y)
+    _move(_dispatch, x, row_of_slot, y)
 
 
 def combine_triton(x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
     """Launch combine of x [T topk, H] into y [T, H]. All tensors contiguous."""
-    _move(combine_kernel, x, row_of_slot, y)
+    _move(_combine, x, row_of_slot, y)
 
 
-def _move(kernel: Any, x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
+def _move(launch: Launch, x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
     (num_tokens, topk), H = row_of_slot.shape, x.shape[1]
     if not y.numel():
         return
     block_h, num_warps = move_config(H, x.element_size())
-    with torch.cuda.device_of(x):
-        grid = (num_tokens * -(-H // block_h),)
-        kernel[grid](x, row_of_slot, y, H, TOPK=topk, BLOCK_H=block_h, num_warps=num_warps)
+    launch(x, num_tokens * cdiv(H, block_h), x, row_of_slot, y, H, TOPK=topk, BLOCK_H=block_h, num_warps=num_warps)
 
 
 def _combine_on_torch(x: Tensor, routing_map: RoutingMap) -> Tensor:

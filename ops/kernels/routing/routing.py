@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.routing_triton import droute_kernel, route_kernel
+from recipes.triton.launch import Launch, cdiv
 
 
 class Routing(NamedTuple):
@@ -141,6 +142,9 @@ def droute(
     return _dsoftmax(d_softmax, softmax).scatter_add_(1, indices, chosen)
 
 
+_route, _droute = Launch(route_kernel), Launch(droute_kernel)
+
+
 def route_triton(
     logits: Tensor,
     probs: Tensor,
@@ -154,11 +158,10 @@ def route_triton(
     """Launch the choice. counts, sums: [programs, E], of each program's tokens. All tensors contiguous."""
     if not counts.shape[0]:
         return
-    with torch.cuda.device_of(logits):
-        route_kernel[(counts.shape[0],)](
-            logits, probs, indices, softmax, counts, sums, *logits.shape,
-            TOPK=probs.shape[1], NORMALIZED=normalized, **_blocks(config),
-        )  # fmt: skip
+    _route(
+        logits, counts.shape[0], logits, probs, indices, softmax, counts, sums, *logits.shape,
+        TOPK=probs.shape[1], NORMALIZED=normalized, **_blocks(config),
+    )  # fmt: skip
 
 
 def droute_triton(
@@ -178,11 +181,11 @@ def droute_triton(
     if not num_tokens:
         return
     config = route_config(num_experts, topk)
-    with torch.cuda.device_of(softmax):
-        droute_kernel[(-(-num_tokens // config.block_t),)](
-            dprobs, dloss, probs, indices, softmax, fractions, dlogits, loss_scale, num_tokens, num_experts,
-            TOPK=topk, NORMALIZED=normalized, **_blocks(config),
-        )  # fmt: skip
+    _droute(
+        softmax, cdiv(num_tokens, config.block_t),
+        dprobs, dloss, probs, indices, softmax, fractions, dlogits, loss_scale, num_tokens, num_experts,
+        TOPK=topk, NORMALIZED=normalized, **_blocks(config),
+    )  # fmt: skip
 
 
 # probs, indices, softmax; [E] of each expert, how often it was chosen and the sum of its softmax
