@@ -22,8 +22,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
+from recipes.triton.gates import JITFunction, warn_of_release
 from recipes.triton.replay import DESCRIPTORS, Replays, is_eager, recording
 
 P = ParamSpec("P")
@@ -121,6 +121,7 @@ class Launch:
             compiled, last = found
             compiled[(programs, 1, 1)](*args, *last)
         else:
+            warn_of_release()
             compiled = self.kernel[(programs,)](*args, **constants)
             if compiled is None:
                 return

@@ -13,10 +13,7 @@ Numbers up to 1e12 never give NaN; NaN stays NaN, also through a clamp, which is
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-from triton.runtime.jit import JITFunction
-
+from recipes.triton.gates import JITFunction, tl, triton
 from recipes.triton.rounding import INTERPRET
 
 # 2 sqrt(2 / pi), and 0.044715 times that
