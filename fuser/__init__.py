@@ -20,6 +20,7 @@ from fuser.schedule import overlap_layers as overlap_layers
 from fuser.schedule import plan_memory as plan_memory
 from fuser.schedule import run_schedule as run_schedule
 from fuser.sequential import Sequential
+from fuser.version import __version__
 from ops.kernels.grouped_gemm.measured_tiles import load_tiles
 from ops.products.constant_weights import constant_weights
 from ops.runner.operation import BasicOperation, FusedOperation, OperationContext, optional, several
@@ -32,6 +33,7 @@ __all__ = [
     "OperationContext",
     "Registration",
     "Sequential",
+    "__version__",
     "autocast",
     "checkpoint",
     "constant_weights",

@@ -13,6 +13,7 @@ from ops.runner.program import PlannedOperation
 from ops.runner.run import Pipeline
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
+from recipes.triton.gates import why_not_this_release
 
 
 def explain(
@@ -24,7 +25,9 @@ def explain(
     requires_grad: bool,
 ) -> str:
     """One paragraph for each stage of the layout, for an x and parameters as described."""
-    lines = [f"recipe {recipe!r}: {recipe.support(device)} on {device.type}, {str(dtype).removeprefix('torch.')}"]
+    about = f"recipe {recipe!r}: {recipe.support(device)} on {device.type}, {str(dtype).removeprefix('torch.')}"
+    reason = why_not_this_release() if device.type == "cuda" else None
+    lines = [f"{about}. {reason}" if reason else about]
     for number, stage in enumerate(layout.stages):
         if isinstance(stage.runner, Pipeline):
             own = stage.runner.recipe

@@ -28,6 +28,7 @@ from ops.dropout import Dropout
 from ops.elementwise import ElementwiseOperation
 from ops.grouped_linear import GroupedLinear
 from ops.identity import Identity
+from ops.kernels.elementwise.chain import Step
 from ops.l2_normalization import L2Normalization
 from ops.layer_norm import LayerNorm
 from ops.linear import Linear
@@ -42,6 +43,7 @@ from ops.runner.operation import (
     FusibleOperation,
     IndexTensor,
     OperationContext,
+    check_features,
     optional,
     several,
 )
@@ -85,7 +87,9 @@ __all__ = [
     "ScaledSwiGLU",
     "SiLU",
     "SiTUGLU",
+    "Step",
     "SwiGLU",
+    "check_features",
     "optional",
     "several",
 ]

@@ -7,7 +7,6 @@ subprocess, because under the interpreter, which the other tests use, Triton com
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
@@ -21,8 +20,9 @@ from torch import Tensor
 
 from ops.kernels.elementwise.activation import KINDS, Activation, activation_ref, constants
 from ops.kernels.elementwise.activation_functions import RULES, sigmoids, tanh_and_slope
+from tests.compiling import ROOT, compiling
 from tests.grouped_cases import DEVICES
-from tests.test_compile_sm90 import ROOT, OfflineDriver
+from tests.test_compile_sm90 import OfflineDriver
 
 BLOCK = 1024
 UNIT = 2.0**-24  # half a unit in the last place of float32, relative
@@ -222,9 +222,7 @@ def compile_all() -> None:
 
 
 def test_all_of_them_compile_for_hopper_with_few_exponentials(tmp_path: Any) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, __file__], env=compiling(tmp_path), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     reports = [json.loads(line) for line in done.stdout.splitlines()]
     found = {(report["kind"], report["way"]): report["exponentials"] for report in reports}

@@ -8,7 +8,6 @@ interpreter, which the other tests use, Triton compiles nothing.
 import contextlib
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -43,10 +42,9 @@ from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.splits import Splits
-from recipes.triton.gates import why_no_gluon
+from recipes.triton.gates import why_no_gluon, why_not_this_release
 from recipes.triton.offsets import clamped_offsets_triton
-
-ROOT = Path(__file__).parents[1]
+from tests.compiling import ROOT, compiling
 
 # name: (dtype, float32 products in TF32)
 MODES = {
@@ -336,7 +334,7 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
             chosen = [("m", m_grouped_config(rows, G, dtype, **both)) for G in (1, 8, 257)]
             chosen += [
                 ("k", k_grouped_config(rows, 8, dtype, **both, accumulate=add, gluon=gluon))
-                for add, gluon in product((False, True), {False, triton.__version__.startswith("3.6.")})
+                for add, gluon in product((False, True), {False, why_not_this_release() is None})
             ]
             for axis, config in chosen:
                 if config.gluon:
@@ -426,10 +424,8 @@ def compile_all(mode: str, arch: int) -> None:
 
 
 def compiled(mode: str, arch: int, cache: Path) -> list[dict]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, mode, str(arch)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(command, env=compiling(cache), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -450,7 +446,7 @@ def test_every_configuration_compiles_for_hopper(mode, tmp_path):
             assert bool(report["wgmma"]) == (mode != "fp32" or "float8" in report["kernel"]), report
         assert not report["warnings"], report
     kernels = {report["kernel"] for report in reports}
-    in_gluon = mode == "bf16" and triton.__version__.startswith("3.6.")
+    in_gluon = mode == "bf16" and why_not_this_release() is None
     assert ("cast_nvfp4_gluon_kernel" in kernels) == in_gluon
     gluon = "k_grouped_gluon_kernel"
     written_and_added = {False, True} if any(gluon in key for key in shipped) else set()

@@ -1,4 +1,4 @@
-"""Where the kernels in Gluon run, and where not."""
+"""Where the kernels in Gluon run, and where not; what is said of a release of Triton that is not known."""
 
 from typing import Any
 
@@ -6,12 +6,19 @@ import pytest
 import torch
 import triton
 
+from fuser import Sequential, ops
 from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS, Gemm, why_not_tile
 from ops.kernels.grouped_gemm.tile_rules import IN_GLUON, MANY_ROWS, k_grouped_config
 from recipes.triton import gates
-from recipes.triton.gates import why_no_gluon
+from recipes.triton import launch as launches
+from recipes.triton.gates import warn_of_release, why_no_gluon, why_not_this_release
+from recipes.triton.launch import Launch
 
 HOPPER = (9, 0)
+UNKNOWN = (
+    "Launches are not repeated, which takes the host longer, and kernels in Gluon are not used: both are written for "
+    "Triton 3.6 and 3.7, and this is Triton 3.8.0."
+)
 WGRAD = Gemm("NT", torch.bfloat16, torch.bfloat16, False, 4, 64, 32)
 
 
@@ -22,18 +29,52 @@ def release(monkeypatch):
 
     def say(version):
         monkeypatch.setattr(triton, "__version__", version)
+        forget()
+
+    def forget():
         why_no_gluon.cache_clear()
+        warn_of_release.cache_clear()
 
+    forget()
     yield say
-    why_no_gluon.cache_clear()
+    forget()
 
 
-def test_they_run_on_hopper_in_the_gluon_of_one_release(release):
-    release("3.6.0")
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_they_run_on_hopper_in_the_gluon_of_known_releases(version, release):
+    release(version)
     assert why_no_gluon(HOPPER) is None
     assert why_no_gluon((10, 0)) == "They are for compute capability 9.0 (Hopper), and this is 10.0."
+    assert why_not_this_release() is None
+
+
+def test_another_release_is_done_without_and_explained(release):
+    release("3.8.0")
+    assert why_no_gluon(HOPPER) == "They are written in the Gluon of Triton 3.6 and 3.7, and this is Triton 3.8.0."
+    sequential = Sequential(ops.SiLU())
+    assert sequential.explain(device="cuda").splitlines()[0].endswith(f". {UNKNOWN}")
+    assert UNKNOWN not in sequential.explain(device="cpu")
+
+
+class Kernel:
+    """In place of one that Triton compiles."""
+
+    params = ()
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: lambda *last: None
+
+
+def test_the_first_launch_warns_of_another_release_and_no_further_one(release, monkeypatch):
+    monkeypatch.setattr(launches, "JITFunction", Kernel)
+    x = torch.ones(1)
     release("3.7.1")
-    assert why_no_gluon(HOPPER) == "They are written in the Gluon of Triton 3.6, and this is Triton 3.7.1."
+    Launch(Kernel())(x, 1)
+    release("3.8.0")
+    with pytest.warns(RuntimeWarning) as warned:
+        Launch(Kernel())(x, 1)
+        Launch(Kernel())(x, 1)
+    assert [str(warning.message) for warning in warned] == [UNKNOWN]
 
 
 def test_they_are_not_interpreted(release, monkeypatch):
@@ -82,8 +123,8 @@ def test_what_a_tile_in_gluon_may_be(gemm, changes, reason, release):
 
 
 def test_a_tile_in_gluon_is_refused_where_there_is_none(release):
-    release("3.7.1")
+    release("3.8.0")
     assert why_not_tile(IN_GLUON, WGRAD, HOPPER) == (
         "The tile 128x256x32, 8 warps, 8 stages in Gluon is one of kernels that cannot run. "
-        "They are written in the Gluon of Triton 3.6, and this is Triton 3.7.1."
+        "They are written in the Gluon of Triton 3.6 and 3.7, and this is Triton 3.8.0."
     )

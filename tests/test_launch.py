@@ -5,10 +5,8 @@ Run as a program, this file launches a kernel in many ways with a driver that ha
 interpreter, which the other tests use, Triton compiles nothing.
 """
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +20,7 @@ from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from recipes.triton.launch import Launch, cdiv, launcher, next_power_of_2
-
-ROOT = Path(__file__).parents[1]
+from tests.compiling import ROOT, compiling
 
 calls: list[Tensor] = []
 
@@ -212,9 +209,7 @@ def compare() -> None:
 
 
 def test_the_kernel_that_is_launched_is_the_one_triton_would_launch(tmp_path):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, __file__], env=compiling(tmp_path), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "21 keys, 21 kernels\n"
 

@@ -14,6 +14,8 @@ import triton
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import fuser
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("recipes", "ops", "fused", "fuser", "bench")
@@ -36,6 +38,10 @@ def test_triton_is_a_release_that_the_project_allows():
     assert version("triton") == triton.__version__
 
 
+def test_the_version_is_that_of_the_distribution():
+    assert Version(fuser.__version__) == Version(version("fuser-ops"))
+
+
 def test_a_wheel_carries_every_module_and_type_marker(tmp_path):
     if Version(version("setuptools")) < Version("77"):
         pytest.skip("Building a wheel needs setuptools >= 77, as pyproject.toml says.")
@@ -48,6 +54,7 @@ def test_a_wheel_carries_every_module_and_type_marker(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "."]
     subprocess.run(build, cwd=tmp_path, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
+    assert Version(fuser.__version__) == Version(wheel.name.split("-")[1])
     carried = set(zipfile.ZipFile(wheel).namelist())
     assert modules | {f"{package}/py.typed" for package in PACKAGES} <= carried
     assert not any(name.startswith("tests/") for name in carried)

@@ -5,12 +5,11 @@ of its checks hold. Under the interpreter, which the other tests use, Triton com
 """
 
 import json
-import os
 import subprocess
 import sys
 import threading
 import traceback
-from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -26,11 +25,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fuser import Sequential, ops
 from recipes.triton import replay
+from recipes.triton.gates import why_not_this_release
 from recipes.triton.launch import Launch, launcher, replayed
 from recipes.triton.replay import Replays, forget
+from tests.compiling import ROOT, compiling
 from tests.reference import assert_same_bits
-
-ROOT = Path(__file__).parents[1]
 
 
 @triton.jit
@@ -71,27 +70,31 @@ def chain(x: Tensor, out: Tensor | None = None) -> Made:
     return Made(last, None, total)
 
 
+IS_3_6 = triton.__version__.startswith("3.6.")
+BEFORE = 13 if IS_3_6 else 15  # arguments of Triton's C function before those of the kernel
+
+
+def launch(*args) -> None:
+    """In place of that function, which Triton 3.7 gives the kernel's arguments as a sequence, behind the others."""
+    *before, of_kernel = args
+    got.append(tuple(map(plain, args if IS_3_6 else (*before, *of_kernel))))
+
+
 class Driver:
-    """Compiles, and in place of a launch keeps what Triton's C function would have got."""
+    """Compiles, and in place of a launch keeps what it would have been. The launcher is Triton's own."""
 
-    class Launcher(nvidia.CudaLauncher):
-        global_scratch_size = profile_scratch_size = 0
-        launch_cooperative_grid, launch_pdl = False, False
-
-        def __init__(self, source, metadata) -> None:
-            self.launch = nvidia.wrap_handle_tensordesc(
-                lambda *args: got.append(tuple(map(plain, args))), dict(source.signature), metadata.tensordesc_meta
-            )
-
-        def __call__(self, x, y, z, stream, function, *args) -> None:
-            self.launch(x, y, z, stream, function, False, False, None, None, *args)
-
-    launcher_cls = Launcher
+    launcher_cls = nvidia.CudaLauncher
     utils = property(lambda self: self)
+    launch = staticmethod(launch)
+
+    def build_signature_metadata(self, signature):
+        return f"signature {signature}"
 
     def fill_tma_descriptor(self, *args):
         filled.append(args)
         return f"descriptor of {[list(arg) if isinstance(arg, (list, tuple)) else arg for arg in args]}"
+
+    fill_tma_descriptor_tiled = fill_tma_descriptor
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -174,7 +177,7 @@ def check_full_descriptors_are_made_anew():
     replay.MOST_ADDRESSES = 2
     kept = [torch.zeros(16, 16) for _ in range(5)]
     for x in kept * 4:
-        assert f"descriptor of [{x.data_ptr()}, " in launches_of(launch_once, x, kept[0], 2)[0][13]
+        assert f"descriptor of [{x.data_ptr()}, " in launches_of(launch_once, x, kept[0], 2)[0][BEFORE]
 
 
 def check_a_chain_gives_what_it_gave_and_frees_what_it_freed():
@@ -198,8 +201,8 @@ def check_a_chain_gives_what_it_gave_and_frees_what_it_freed():
 
 
 def _at(name: str) -> int:
-    """Where the C function gets this argument of the kernel: behind 13, and the 5 that a descriptor makes."""
-    return 13 + 5 + {"out": 0, "pair": 2}[name]
+    """Where the C function gets this argument of the kernel: behind the 5 that a descriptor makes."""
+    return BEFORE + 5 + {"out": 0, "pair": 2}[name]
 
 
 def check_a_buffer_that_is_given_is_returned_and_counted():
@@ -371,6 +374,10 @@ CHECKS = [name for name in list(globals()) if name.startswith("check_")]
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
+    # What is built in C: the launcher of a kernel in Triton 3.6, what describes an argument in 3.7.
+    nvidia.compile_module_from_src = lambda **source: SimpleNamespace(launch=launch)
+    nvidia.library_dirs = list
+    nvidia.PyKernelArg = dict
     found = {}
     bounds = replay.MOST_KEYS, replay.MOST_ADDRESSES
     for name in CHECKS:
@@ -386,11 +393,9 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
-    if not triton.__version__.startswith("3.6."):
-        pytest.skip("With another Triton than 3.6 nothing is repeated.")
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    cache = str(tmp_path_factory.mktemp("triton"))
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
+    if why_not_this_release():
+        pytest.skip(why_not_this_release())
+    environment = compiling(tmp_path_factory.mktemp("triton"))
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

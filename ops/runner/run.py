@@ -27,6 +27,7 @@ from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import check_writable, memory_of
 from ops.runner.input import check_numbers, check_tensor
 from ops.runner.nested_backward import note_forward, unwanted_parameters
+from ops.runner.not_traced import not_traced
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.saved import flatten
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
@@ -172,7 +173,7 @@ class Pipeline:
                         f"Materialise it first: module.to_empty(device={str(x.device)!r}), then reset_parameters()."
                     )
 
-    @torch.compiler.disable(reason=NOT_TRACED)
+    @not_traced(NOT_TRACED)
     def __call__(
         self,
         x: Any,

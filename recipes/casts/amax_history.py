@@ -21,10 +21,9 @@ columns is a tensor of its own. Source: TransformerEngine's DelayedScaling (read
 from collections.abc import Callable
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from recipes.triton.gates import tl, triton
 from recipes.triton.launch import Launch, cdiv, launcher, next_power_of_2
 
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)

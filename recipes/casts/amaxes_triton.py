@@ -1,9 +1,7 @@
 """The amaxes of the blocks of a tile, along its rows and along its columns, for kernels that cast both ways."""
 
-import triton
-import triton.language as tl
-
 from recipes.casts.float8_elements_triton import magnitude
+from recipes.triton.gates import tl, triton
 from recipes.triton.rounding import INTERPRET, widen
 
 

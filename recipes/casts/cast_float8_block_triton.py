@@ -1,8 +1,5 @@
 """The kernels of `cast_float8_block`: both copies of a 128x128 tile from one read of x, and dequantization."""
 
-import triton
-import triton.language as tl
-
 from recipes.casts.amaxes_triton import with_amaxes
 from recipes.casts.float8_elements_triton import (
     exponent_of_largest,
@@ -12,6 +9,7 @@ from recipes.casts.float8_elements_triton import (
     mantissa_of_largest,
     transposed_words,
 )
+from recipes.triton.gates import tl, triton
 from recipes.triton.rounding import INTERPRET, round_to
 from recipes.triton.row_slots import find_block
 

@@ -5,9 +5,6 @@ transposed copy are in one place of four tensors, become one 32-bit word without
 transposition moves words, not bytes.
 """
 
-import triton
-import triton.language as tl
-
 from recipes.casts.float8_elements_triton import (
     float8_codes,
     float8_values,
@@ -16,6 +13,7 @@ from recipes.casts.float8_elements_triton import (
     magnitude,
     transposed_words,
 )
+from recipes.triton.gates import tl, triton
 from recipes.triton.rounding import round_to, widen
 from recipes.triton.row_slots import find_tile
 

@@ -5,11 +5,9 @@ in front Triton gives each thread 16 neighbouring columns of several rows and la
 loads are coalesced, and both maxima stay within a thread but for a few shuffles.
 """
 
-import triton
-import triton.language as tl
-
 from recipes.casts.amaxes_triton import with_amaxes
 from recipes.casts.float8_elements_triton import exponent_of_largest, float8_codes, float8_values, largest_of, magnitude
+from recipes.triton.gates import tl, triton
 from recipes.triton.rounding import round_to, widen
 from recipes.triton.row_slots import find_block
 

@@ -19,7 +19,6 @@ What is computed is in `nvfp4_blocks_triton`, whose functions are compiled as Gl
 `recipes.triton.gates.why_no_gluon` says None.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -38,6 +37,7 @@ from recipes.casts.nvfp4_blocks_triton import (
     signs_of_pairs,
     unpack_pairs,
 )
+from recipes.triton.gates import triton
 
 BOX_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 WORDS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
@@ -74,6 +74,7 @@ STORE_SCALES = gl.constexpr("""{
             @there st.global.b32 [$1], $2;
             mov.b32 $0, 0;
             }""")
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name since Triton 3.7, and before
 # The same number, which ptxas does not know to be the same in every turn of a loop.
 AGAIN = gl.constexpr("mov.b32 $0, $1;")
 
@@ -406,7 +407,7 @@ def cast_nvfp4_gluon_kernel(
             row_decodes.to(gl.int32, bitcast=True), column_encodes.to(gl.int32, bitcast=True),
             column_decodes.to(gl.int32, bitcast=True), rows,
         )  # fmt: skip
-        gl.thread_barrier()
+        barrier()
         mbarrier.wait(ready, 0)
         if not is_whole:  # no rows but those that count
             words = boxes._reinterpret(gl.uint32, [4, 16 * W, 32], WORDS_LAYOUT)
@@ -415,7 +416,7 @@ def cast_nvfp4_gluon_kernel(
             for i in range(4):
                 count = in_entry(2, entry_of(entries, i))
                 words.index(i).store(gl.where(lane < count, words.index(i).load(of_words), 0))
-            gl.thread_barrier()
+            barrier()
         column_place = (matrix.to(gl.int64) * K + column) * BLOCKS + first_block
         if ordinary:
             write_tile(

@@ -9,10 +9,6 @@ offsets_ptr is None where groups have equally many rows. ROWS: rows of a group, 
 16 of these with the padding. Columnwise codes are written as int64, the 16 codes of a block, to [.., K, P / 16].
 """
 
-import triton
-import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
-
 from recipes.casts.nvfp4_blocks_triton import (
     butterflies,
     cast_blocks,
@@ -28,6 +24,7 @@ from recipes.casts.nvfp4_blocks_triton import (
     sums_of_pairs,
     unpack_pairs,
 )
+from recipes.triton.gates import cuda_capability_geq, tl, triton
 from recipes.triton.rounding import INTERPRET, rounded_to_bfloat16, widen, widen_pairs
 
 STORE_BYTE = tl.constexpr("st.global.u8 [$1], $2; mov.b32 $0, 0;")

@@ -1,8 +1,6 @@
 """The Triton kernels of dequantization from NVFP4. `cast_nvfp4` launches them and says what is where."""
 
-import triton
-import triton.language as tl
-
+from recipes.triton.gates import tl, triton
 from recipes.triton.rounding import INTERPRET, round_to
 
 

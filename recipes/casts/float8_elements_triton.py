@@ -2,9 +2,7 @@
 
 import math
 
-import triton
-import triton.language as tl
-
+from recipes.triton.gates import tl, triton
 from recipes.triton.rounding import INTERPRET
 
 # FORM of the functions here, and of the kernels that call them: "E4M3" or "E5M2", or with a largest number of its own

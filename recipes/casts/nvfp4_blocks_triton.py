@@ -3,13 +3,10 @@
 A block's numbers are 16 tensors, whose shape is that of the blocks: butterflies, amaxes and packing stay in one thread.
 """
 
-import triton
-import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
-
 from recipes.casts.float8_elements_triton import float8_codes, float8_words
 from recipes.casts.hadamard import SIGNS as _SIGNS
 from recipes.tensors.formats import E2M1_VALUES, E4M3
+from recipes.triton.gates import cuda_capability_geq, tl, triton
 from recipes.triton.philox_triton import philox
 from recipes.triton.rounding import INTERPRET, bfloat16_pairs
 

@@ -1,20 +1,73 @@
-"""Whether the kernels in Gluon (modules named `*_gluon`) can be used. Their modules are imported only if so."""
+"""What there is of Triton here: Triton itself or stand-ins for it, and whether its inside is one that is known.
 
-from functools import lru_cache
-from importlib.util import find_spec
+    from recipes.triton.gates import tl, triton     in place of    import triton, import triton.language as tl
 
-import triton
+Without Triton all modules can be imported, CPU tensors are computed, and a launch raises RuntimeError with
+`WHY_NO_TRITON`. Releases differ in the inside of Triton: in its Gluon, and in its launcher, through which
+`recipes.triton.replay` repeats launches. Modules of kernels in Gluon, named `*_gluon`, are imported only if they can be
+used.
+"""
 
-from recipes.triton.rounding import INTERPRET
+import warnings
+from functools import cache
+
+from recipes.triton.missing import WHY_NO_TRITON, MissingDescriptor, MissingKernel, MissingLanguage, MissingTriton
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import knobs
+    from triton.backends.nvidia import driver as nvidia
+    from triton.language.target_info import cuda_capability_geq
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ModuleNotFoundError as error:
+    if error.name != "triton":
+        raise
+    triton, tl, JITFunction, TensorDescriptor = MissingTriton(), MissingLanguage(), MissingKernel, MissingDescriptor
+    cuda_capability_geq = knobs = nvidia = driver = None  # of kernels and launches, which there are none of
+
+__all__ = [
+    "INTERPRET", "JITFunction", "TensorDescriptor", "cuda_capability_geq", "driver", "knobs", "nvidia", "tl", "triton",
+    "warn_of_release", "why_no_gluon", "why_not_this_release",
+]  # fmt: skip
+
+# Triton reads TRITON_INTERPRET when a kernel is defined; this is its own answer, so the two cannot disagree.
+INTERPRET = tl.constexpr(knobs.runtime.interpret if knobs else False)
+
+_KNOWN = ("3.6.", "3.7.")
 
 
-@lru_cache
+def why_not_this_release() -> str | None:
+    """None if this is a release of Triton whose inside is known; else what is done without, and why."""
+    if triton.__version__ is None:
+        return WHY_NO_TRITON
+    if not triton.__version__.startswith(_KNOWN):
+        return (
+            "Launches are not repeated, which takes the host longer, and kernels in Gluon are not used: both are "
+            f"written for Triton 3.6 and 3.7, and this is Triton {triton.__version__}."
+        )
+    return None
+
+
+@cache
+def warn_of_release() -> None:
+    """Warns of a release of Triton whose inside is not known, once in a process."""
+    reason = why_not_this_release()
+    if reason:
+        warnings.warn(reason, RuntimeWarning, stacklevel=2)
+
+
+@cache
 def why_no_gluon(capability: tuple[int, int]) -> str | None:
-    """None if they can be, on a GPU of this compute capability; else the reason why not."""
+    """None if kernels in Gluon can be used on a GPU of this compute capability; else the reason why not."""
     if capability != (9, 0):
         return f"They are for compute capability 9.0 (Hopper), and this is {capability[0]}.{capability[1]}."
-    if not triton.__version__.startswith("3.6.") or find_spec("triton.experimental.gluon") is None:
-        return f"They are written in the Gluon of Triton 3.6, and this is Triton {triton.__version__}."
+    if triton.__version__ is None:
+        return WHY_NO_TRITON
+    if not triton.__version__.startswith(_KNOWN):
+        return f"They are written in the Gluon of Triton 3.6 and 3.7, and this is Triton {triton.__version__}."
     if INTERPRET:
         return "Triton interprets, and its interpreter knows no Gluon."
     return None

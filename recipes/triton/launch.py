@@ -22,8 +22,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
+from recipes.triton.gates import JITFunction, warn_of_release
 from recipes.triton.replay import DESCRIPTORS, Replays, is_eager, recording
 
 P = ParamSpec("P")
@@ -123,6 +123,7 @@ class Launch:
             compiled, last = found
             compiled[grid](*args, *last)
         else:
+            warn_of_release()
             compiled = self.kernel[grid](*args, **constants)
             if compiled is None:
                 return

@@ -9,10 +9,9 @@ Graph safety: nothing is read by the host. One program, one pass.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from recipes.triton.gates import tl, triton
 from recipes.triton.launch import Launch, launcher, next_power_of_2
 
 

@@ -1,8 +1,6 @@
 """The random bits of `philox.py` for Triton kernels."""
 
-import triton
-import triton.language as tl
-
+from recipes.triton.gates import tl, triton
 from recipes.triton.philox import ROUNDS
 
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)

@@ -21,7 +21,8 @@ box follow from the launch's key, so it is never another tensor's. Nothing kept 
 full is emptied. `forget` empties all; whoever changes by what functions choose, other than by their arguments, calls
 it.
 
-The C function is that of Triton 3.6. With another version nothing is repeated.
+The C function is that of Triton 3.6 or 3.7. With another release nothing is repeated, as
+`recipes.triton.gates.why_not_this_release` says.
 """
 
 from __future__ import annotations
@@ -34,14 +35,11 @@ from typing import Any, Literal, NamedTuple
 from weakref import WeakSet, ref
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton import knobs
-from triton.backends.nvidia import driver as nvidia
-from triton.runtime import driver
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from recipes.triton.gates import TensorDescriptor, driver, knobs, nvidia, why_not_this_release
 
 MOST_KEYS = 1024  # of a function
 MOST_ADDRESSES = 256  # of an argument of a launch, for which descriptors are kept
@@ -241,7 +239,7 @@ class _RecordedLaunch:
     def __init__(self, compiled: Any, grid: Grid, args: tuple[Any, ...], place: Callable[[Any], Any]) -> None:
         """args: a `_Place` for each tensor, in descriptors too. Raises _NotRepeatable."""
         run = compiled.run
-        if not triton.__version__.startswith("3.6.") or not isinstance(run, nvidia.CudaLauncher):
+        if why_not_this_release() or not isinstance(run, nvidia.CudaLauncher):
             raise _NotRepeatable
         if run.global_scratch_size or run.profile_scratch_size:
             raise _NotRepeatable
@@ -250,9 +248,16 @@ class _RecordedLaunch:
         if inspect.isfunction(run.launch):  # it makes descriptors, and then calls the C function
             inside = inspect.getclosurevars(run.launch).nonlocals
             self.launch, metas = inside["launcher"], list(inside["tensordesc_meta"])
-        cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
-        self.args = [*grid, None, compiled.function, cooperative, dependent, None, None]
-        self.args += [compiled.packed_metadata, None, None, None]  # without metadata and hooks at the launch
+        self.grid = grid
+        how = compiled.function, run.launch_cooperative_grid, run.launch_pdl
+        metadata = compiled.packed_metadata, None, None, None  # none for hooks at the launch, nor these
+        scratch = None, None
+        # Triton 3.7 has one C function for all kernels, which is told what the arguments are; Triton 3.6 one for each.
+        self.is_told = hasattr(run, "kernel_signature")
+        self.how: tuple[Any, ...] = (*how, *scratch, *metadata)
+        if self.is_told:
+            self.how = (*how, *metadata, *scratch, run.arg_annotations, run.kernel_signature)
+        self.args: list[Any] = []
         self.places: list[tuple[int, int]] = []
         self.descriptors: list[tuple[int, int, _Descriptors]] = []
         self.containers: list[tuple[int, _Template]] = []
@@ -272,17 +277,16 @@ class _RecordedLaunch:
 
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
         args = self.args.copy()
-        args[_STREAM] = stream
         for at, position in self.places:
             args[at] = addresses[position]
         for at, position, descriptors in self.descriptors:
             args[at] = descriptors[addresses[position]]
         for at, container in self.containers:
             args[at] = container(addresses)
-        self.launch(*args)
-
-
-_STREAM = 3  # its position among the arguments of Triton's C function
+        if self.is_told:
+            self.launch(*self.grid, stream, *self.how, args)
+        else:
+            self.launch(*self.grid, stream, *self.how, *args)
 
 
 class _Descriptors(dict[int, Any]):

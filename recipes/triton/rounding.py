@@ -11,11 +11,8 @@ On the GPU both compile to what one would have written without them.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
-# Triton reads TRITON_INTERPRET when a kernel is defined; this is its own answer, so the two cannot disagree.
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+from recipes.triton.gates import INTERPRET as INTERPRET
+from recipes.triton.gates import tl, triton
 
 
 @triton.jit

@@ -9,8 +9,7 @@ stays idle. The rows past the sum are treated as one more group, the tail.
                                                    slots       [0:3] | - | [3:7] [7:9] - | [9:12] -
 """
 
-import triton
-import triton.language as tl
+from recipes.triton.gates import tl, triton
 
 
 def num_slots(rows: int, num_groups: int, block_m: int) -> int:

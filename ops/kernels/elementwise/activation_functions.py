@@ -27,11 +27,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
+from recipes.triton.gates import JITFunction, tl, triton
 from recipes.triton.rounding import INTERPRET
 
 Constants = tuple[float, float, float]

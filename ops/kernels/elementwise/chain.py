@@ -38,14 +38,13 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ops.kernels.elementwise.chain_triton import delementwise_kernel, elementwise_kernel
 from recipes.casts.cast_float8 import format_of
 from recipes.tensors.formats import Float8Format
-from recipes.triton.launch import Launch, replayed
+from recipes.triton.gates import tl
+from recipes.triton.launch import Launch, next_power_of_2, replayed
 from recipes.triton.philox import random_bits_ref
 
 Kind = Literal["", "column", "row", "element", "random"]
@@ -212,8 +211,8 @@ def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str =
         if casts == "blocks":  # a thread has many columns and rows, which makes their maxima cheap
             block_t, block_c, num_warps = 32, 128, 2 if columns % 8 == 0 else 4
         tiles = rows * columns // (block_t * block_c * PROGRAMS) if sums_rows else 1
-        return ElementwiseConfig(block_t, block_c, triton.next_power_of_2(max(1, min(16, tiles))), num_warps, 3)
-    block_c = min(2048 if rows == 1 else 1024, max(16, triton.next_power_of_2(columns)))
+        return ElementwiseConfig(block_t, block_c, next_power_of_2(max(1, min(16, tiles))), num_warps, 3)
+    block_c = min(2048 if rows == 1 else 1024, max(16, next_power_of_2(columns)))
     return ElementwiseConfig(2048 // block_c, block_c, 1, 4)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ops.kernels.elementwise.chain import Step
+from recipes.triton.gates import tl, triton
 
 
 @triton.jit

@@ -11,11 +11,9 @@ Between two steps a tile is as it would be stored, in the dtype of the step that
 """
 # T rows, COLUMNS of y, WIDTH columns of x
 
-import triton
-import triton.language as tl
-
 from recipes.casts.cast_float8_triton import store_float8
 from recipes.casts.cast_mxfp8_triton import store_mxfp8
+from recipes.triton.gates import tl, triton
 from recipes.triton.philox_triton import philox
 from recipes.triton.rounding import round_pairs_to, round_to, widen, widen_pairs
 

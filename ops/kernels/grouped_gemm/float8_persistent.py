@@ -10,9 +10,6 @@ So a tile is multiplied in two parts where its sum and its product do not fit th
 are then half as high as the tile's side, and both parts of a step multiply one box of the other operand.
 """
 
-import triton
-import triton.language as tl
-
 from ops.kernels.grouped_gemm.high_precision_triton import (
     finish_k_grouped,
     finish_m_grouped,
@@ -29,6 +26,7 @@ from ops.kernels.grouped_gemm.persistent_schedule import (
     tile_in_bands,
 )
 from ops.kernels.grouped_gemm.ragged_tma import ragged_indices
+from recipes.triton.gates import tl, triton
 from recipes.triton.rounding import INTERPRET, widen
 
 

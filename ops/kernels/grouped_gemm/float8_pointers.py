@@ -3,12 +3,10 @@
 They need neither alignment nor Hopper. Programs take tile after tile, each in a loop of its own.
 """
 
-import triton
-import triton.language as tl
-
 from ops.kernels.grouped_gemm.float8_persistent import add_product, scale_sums
 from ops.kernels.grouped_gemm.high_precision_triton import with_bias
 from ops.kernels.grouped_gemm.persistent_schedule import tile_in_bands
+from recipes.triton.gates import tl, triton
 from recipes.triton.rounding import round_to, widen
 from recipes.triton.row_slots import find_tile
 

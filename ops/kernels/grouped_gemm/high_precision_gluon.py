@@ -38,11 +38,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES, GroupedGemmConfig
 from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, serpentine_tile, tile_in_bands
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
+from recipes.triton.gates import TensorDescriptor
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
 from recipes.triton.replay import DESCRIPTORS
 

@@ -3,9 +3,6 @@
 On descriptors (TMA) a program takes tile after tile; on pointers, for what descriptors cannot describe, it has one.
 """
 
-import triton
-import triton.language as tl
-
 from ops.kernels.grouped_gemm.persistent_schedule import (
     ends_of_groups,
     find_rows,
@@ -16,6 +13,7 @@ from ops.kernels.grouped_gemm.persistent_schedule import (
     tile_in_bands,
 )
 from ops.kernels.grouped_gemm.ragged_tma import ragged_indices
+from recipes.triton.gates import tl, triton
 from recipes.triton.rounding import INTERPRET, round_to, widen
 from recipes.triton.row_slots import find_tile
 

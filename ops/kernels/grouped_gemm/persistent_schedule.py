@@ -15,10 +15,9 @@ so that who had the larger share of one round has the smaller of the next: no la
     3 programs, 8 tiles:   0 1 2 | 5 4 3 | 6 7 -
 """
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from recipes.triton.gates import tl, triton
 from recipes.triton.launch import next_power_of_2, properties
 
 MOST_GROUPS = 1024  # of which a program can keep a number each

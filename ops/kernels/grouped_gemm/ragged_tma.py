@@ -16,10 +16,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from recipes.triton.gates import TensorDescriptor, tl, triton
 
 _LENGTH = 2**30  # of the axis: the most elements it may have
 _UNBOUNDED = 0x7FFF0000

@@ -26,11 +26,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from recipes.triton.launch import Launch, cdiv, properties
+from recipes.triton.gates import tl, triton
+from recipes.triton.launch import Launch, cdiv, next_power_of_2, properties
 from recipes.triton.rounding import round_to, widen
 
 # ------------------------------------------------------------------------------------------------ configurations
@@ -56,9 +55,9 @@ def norm_config(rows: int, N: int) -> NormConfig:
     """Forward: about 2048 elements a step, or a row if that is longer, and a program for each step."""
     if N > _WIDEST_FORWARD:
         return NormConfig(1, 4096, num_warps=8, programs=rows)
-    block_n = max(16, triton.next_power_of_2(N))
+    block_n = max(16, next_power_of_2(N))
     block_m = min(64, max(1, 2048 // block_n))  # 128 rows would spill their addresses
-    return NormConfig(block_m, block_n, min(16, max(4, block_n // 512)), programs=triton.cdiv(rows, block_m))
+    return NormConfig(block_m, block_n, min(16, max(4, block_n // 512)), programs=cdiv(rows, block_m))
 
 
 @lru_cache(maxsize=1024)
@@ -87,8 +86,8 @@ def dnorm_stages(config: NormConfig, N: int, element_bytes: int, shared_memory: 
 def dparameters_config(rows: int, N: int, sms: int) -> NormConfig:
     """dweight and dbias alone: 16 x 128 elements a step; `programs` share the rows of each 128 columns."""
     block_m, block_n, num_warps = 16, 128, 4
-    programs = max(1, sms * _WARPS_A_MULTIPROCESSOR // num_warps // max(1, triton.cdiv(N, block_n)))
-    return NormConfig(block_m, block_n, num_warps, min(triton.cdiv(rows, block_m), programs))
+    programs = max(1, sms * _WARPS_A_MULTIPROCESSOR // num_warps // max(1, cdiv(N, block_n)))
+    return NormConfig(block_m, block_n, num_warps, min(cdiv(rows, block_m), programs))
 
 
 def runs_in_triton(device: torch.device, dtype: torch.dtype) -> bool:

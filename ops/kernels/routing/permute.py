@@ -31,12 +31,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.permute_triton import combine_kernel, count_kernel, dispatch_kernel, place_kernel
-from recipes.triton.launch import Launch, cdiv
+from recipes.triton.launch import Launch, cdiv, next_power_of_2
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,17 +112,17 @@ class MapConfig(NamedTuple):
 MOST_EXPERTS = 2047  # whose counts a program of the counting sort holds
 
 
-@lru_cache(maxsize=1024)  # this and that below: Triton's arithmetic would cost the host 5 us a call
+@lru_cache(maxsize=1024)
 def move_config(H: int, itemsize: int) -> MoveConfig:
     """16 bytes a thread, up to 128 threads. One access each if H is a multiple of 16, else one an element."""
-    block_h = max(16, min(2048 // itemsize, triton.next_power_of_2(H)))
+    block_h = max(16, min(2048 // itemsize, next_power_of_2(H)))
     return MoveConfig(block_h, max(1, block_h * itemsize // 512))
 
 
 @lru_cache(maxsize=1024)
 def map_config(num_experts: int) -> MapConfig:
     """Sorting 1024 pairs takes 55 steps, twice as many only 66, but they keep half as many multiprocessors busy."""
-    return MapConfig(1024, max(32, triton.next_power_of_2(num_experts + 1)), num_warps=4)
+    return MapConfig(1024, max(32, next_power_of_2(num_experts + 1)), num_warps=4)
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers

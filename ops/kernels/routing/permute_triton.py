@@ -13,9 +13,7 @@ Choices that are no expert are one expert more, behind the others; so is what a 
 """
 # T tokens, H features
 
-import triton
-import triton.language as tl
-
+from recipes.triton.gates import tl, triton
 from recipes.triton.rounding import round_to, widen
 
 

@@ -28,12 +28,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.routing_triton import droute_kernel, route_kernel
-from recipes.triton.launch import Launch, cdiv
+from recipes.triton.launch import Launch, cdiv, next_power_of_2
 
 
 class Routing(NamedTuple):
@@ -80,10 +79,10 @@ class RouteConfig(NamedTuple):
 MOST_EXPERTS = 512
 
 
-@lru_cache(maxsize=1024)  # Triton's arithmetic would cost the host 5 us a call
+@lru_cache(maxsize=1024)
 def route_config(num_experts: int, topk: int) -> RouteConfig:
     """Up to 16 logits a thread and 16 tokens a program: with twice of either the backward spills."""
-    block_e, block_k = triton.next_power_of_2(num_experts), triton.next_power_of_2(topk)
+    block_e, block_k = next_power_of_2(num_experts), next_power_of_2(topk)
     return RouteConfig(min(16, 2048 // block_e), block_e, block_k, num_warps=4)
 
 

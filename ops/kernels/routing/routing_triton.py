@@ -5,8 +5,7 @@ lies below all of them, for those that are taken: NaN is the largest, as torch s
 """
 # T tokens, E experts
 
-import triton
-import triton.language as tl
+from recipes.triton.gates import tl, triton
 
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
