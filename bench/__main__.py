@@ -1,4 +1,4 @@
-"""`python -m bench`: the main job and the benchmarks."""
+"""`python -m bench`: the training demo and the benchmarks."""
 
 import argparse
 import sys

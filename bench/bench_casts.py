@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         defaults = ", ".join(f"{shape[index]} on {device}" for device, shape in SHAPES.items())
         parser.add_argument(f"--{name}", type=int, help=f"of the tensor (default: {defaults})")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=20, help="turns that count (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=20, help="timed rounds (default: %(default)s)")
     add_json_argument(parser, "casts")
 
 

@@ -336,7 +336,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         defaults = ", ".join(f"{shape[index]} on {device}" for device, shape in SHAPES.items())
         parser.add_argument(f"--{name}", type=int, help=f"of y (default: {defaults})")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=30, help="turns that count (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="timed rounds (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=10, help="calls on end in a turn (default: %(default)s)")
     parser.add_argument("--captured", action="store_true", help="time CUDA graphs of the steps, without the host")
     add_json_argument(parser, "elementwise")

@@ -27,7 +27,8 @@ from bench.schedule import BASELINE, known_recipes, recipe_named
 from bench.table import print_table
 from bench.timing import Timing, time_interleaved
 from bench.usage import UsageError, require_device
-from fuser import autocast, make_graphed_callables
+from fuser import autocast
+from fuser.graph import make_graphed_callables
 
 TOKENS = (16, 256, 4096)
 MODELS = {"cuda": "olmoe-1b-7b", "cpu": "tiny-olmoe-1b-7b"}
@@ -127,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipes", default=f"{BASELINE},mxfp8", help="by commas (default: %(default)s)")
     parser.add_argument("--model", help=f"whose expert layer (default: {MODELS['cuda']}; on a CPU {MODELS['cpu']})")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=30, help="turns that count (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="timed rounds (default: %(default)s)")
     add_json_argument(parser, "graphs")
 
 

@@ -118,7 +118,7 @@ def _check_equal(ours: list[Tensor], by_hand: list[Tensor]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=60, help="turns that count (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=60, help="timed rounds (default: %(default)s)")
     add_json_argument(parser, "host")
 
 

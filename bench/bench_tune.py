@@ -250,7 +250,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in", dest="in_features", metavar="K", help="in features; by commas, of several linears")
     parser.add_argument("--out", dest="out_features", metavar="N", help="out features; as many")
     parser.add_argument("--rows", metavar="R", help="of all groups, by commas (default: the model's)")
-    parser.add_argument("--rounds", type=int, default=20, help="turns that count (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=20, help="timed rounds (default: %(default)s)")
     add_json_argument(parser, "tune")
 
 

@@ -1,4 +1,4 @@
-"""The main job: train a byte-level mixture-of-experts language model under several recipes and compare them.
+"""The training demo: train a byte-level mixture-of-experts language model under several recipes and compare them.
 
 Every recipe starts from the same weights and meets the same batches, so the curves differ by the numbers alone.
 Parameters and optimizer are fp32. The recipe belongs to the step, not to the model: switching it rebuilds nothing.

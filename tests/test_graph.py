@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from fuser import Schedule, Sequential, autocast, make_graphed_callables, ops
+from fuser import Sequential, autocast, ops
+from fuser.graph import make_graphed_callables
 from fuser.graph.capture import CudaRecorder
+from fuser.schedule import Schedule
 from ops.products import main_grad
 from recipes import CustomRecipe, DelayedScaling, MixedScaling, Quantizer
 from tests import main_grad_cases as cases

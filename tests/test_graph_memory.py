@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fuser import Sequential, make_graphed_callables, ops
+from fuser import Sequential, ops
+from fuser.graph import make_graphed_callables
 from fuser.graph.capture import RerunRecorder, gaps
 from fuser.schedule.memory import Buffer, Taken
 from tests import main_grad_cases as cases

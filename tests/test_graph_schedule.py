@@ -11,8 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fuser import Schedule, ScheduleError, Sequential, make_graphed_callables, ops, run_schedule
+from fuser import Sequential, ops
+from fuser.graph import make_graphed_callables
 from fuser.graph.checks import ReplayOrder
+from fuser.schedule import Schedule, ScheduleError, run_schedule
 from fuser.schedule.memory import Buffer, LayerMemory, plan_memory
 from fuser.schedule.schedule import Pass
 from tests import main_grad_cases as cases

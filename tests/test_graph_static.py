@@ -5,7 +5,9 @@ from copy import deepcopy
 import pytest
 import torch
 
-from fuser import Schedule, Sequential, autocast, make_graphed_callables, make_graphed_step, ops, run_schedule
+from fuser import Sequential, autocast, ops
+from fuser.graph import make_graphed_callables, make_graphed_step
+from fuser.schedule import Schedule, run_schedule
 from tests import main_grad_cases as cases
 from tests import test_graph_schedule as of_schedules
 from tests.recorded_ops import OpsRecorder

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fuser import Sequential, autocast, make_graphed_step, ops
+from fuser import Sequential, autocast, ops
+from fuser.graph import make_graphed_step
 from tests.reference import assert_same_bits, random_sizes
 
 # torch says it of eager steps of an optimizer that can be captured

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fuser import Sequential, make_graphed_callables, ops
+from fuser import Sequential, ops
+from fuser.graph import make_graphed_callables
 from tests.check_operation import DEVICES
 from tests.ranks import on_ranks
 

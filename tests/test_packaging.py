@@ -64,3 +64,10 @@ def test_the_example_of_the_readme_runs(capsys):
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     exec(compile(example, "README.md", "exec"), {})
     assert "mxfp8" in capsys.readouterr().out.lower()
+
+
+def test_graphs_and_schedules_keep_their_old_names_for_one_release():
+    for module in (fuser.graph, fuser.schedule):
+        for name in module.__all__:
+            assert getattr(fuser, name) is getattr(module, name)
+            assert name not in fuser.__all__

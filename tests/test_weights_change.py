@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fuser import Sequential, autocast, constant_weights, make_graphed_step, ops
+from fuser import Sequential, autocast, constant_weights, ops
+from fuser.graph import make_graphed_step
 from recipes import NVFP4BlockScaling
 from tests.ranks import on_ranks
 from tests.reference import assert_same_bits

@@ -72,7 +72,7 @@ def make_graphed_callables(
     report:        called before anything is captured with what the graphs will take from the device (`report=print`);
                    an exception in it ends the call. The pool is known on a GPU, with 2 warm-ups or more: the last one
                    takes memory as the capture does
-    debug:         fill each buffer with NaN once its life is over, and between passes what the pool has free (not with
+    debug:         fill each buffer with NaN after its last use, and between passes what the pool has free (not with
                    retain_graph_in_backward)
 
     Backward is captured for modules in training mode, where gradients are on. Warm-up and capture leave gradients,

@@ -24,7 +24,7 @@ order; no atomics.
 
 Graph safety: nothing reads the device from the host, and seeds are read on the device.
 
-The kernels are in `elementwise_triton`, the random bits in `random`.
+The kernels are in `chain_triton.py`, the random bits in `recipes/triton/philox.py`.
 """
 # T rows, C columns of y, W columns of x
 
