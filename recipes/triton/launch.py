@@ -92,23 +92,25 @@ def _is_plain(args: tuple[Any, ...]) -> bool:
 class Launch:
     """Launches one kernel, what it has compiled found by a key of its own.
 
-        launch(x, programs, *args, **constants)         kernel[(programs,)](*args, **constants) on x's GPU
+        launch(x, programs, *args, **constants)         kernel[programs](*args, **constants) on x's GPU
 
-    args: tensors, `DESCRIPTORS`, ints, None, and tuples of these; all arguments of the kernel that are not
-    `tl.constexpr`. constants: those that are, and Triton's options (num_warps, num_stages, ...).
+    programs: how many, or how many along each of up to three axes. args: tensors, `DESCRIPTORS`, numbers, None, and
+    tuples of these; all arguments of the kernel that are not `tl.constexpr`. constants: those that are, and Triton's
+    options (num_warps, num_stages, ...).
 
-    As in a key of Triton's, a tensor counts with its dtype and whether it starts at a multiple of 16 bytes, and an int
-    with whether it is 1 or a multiple of 16, and its width. Triton's hooks at a launch run; what its knobs say about
-    compiling (debug, instrumentation) is read when a key is met for the first time.
+    As in a key of Triton's, a tensor counts with its dtype and whether it starts at a multiple of 16 bytes, an int with
+    whether it is 1 or a multiple of 16, and its width, and of a float only that it is one. Triton's hooks at a launch
+    run; what its knobs say about compiling (debug, instrumentation) is read when a key is met for the first time.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
-    def __call__(self, x: Tensor, programs: int, *args: Any, **constants: Any) -> None:
+    def __call__(self, x: Tensor, programs: int | tuple[int, ...], *args: Any, **constants: Any) -> None:
+        grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1, 1)[:3]
         if torch.compiler.is_compiling() or not isinstance(self.kernel, JITFunction):  # traced, or interpreted
-            self.kernel[(programs,)](*args, **constants)
+            self.kernel[grid](*args, **constants)
             return
         device = x.get_device()
         if x.is_cuda and device != torch.cuda.current_device():
@@ -119,15 +121,15 @@ class Launch:
         found = self._compiled.get(key)
         if found is not None:
             compiled, last = found
-            compiled[(programs, 1, 1)](*args, *last)
+            compiled[grid](*args, *last)
         else:
-            compiled = self.kernel[(programs,)](*args, **constants)
+            compiled = self.kernel[grid](*args, **constants)
             if compiled is None:
                 return
             last = tuple(constants.get(p.name, p.default) for p in self.kernel.params[len(args) :])
             self._compiled[key] = compiled, last
         if recording.tape is not None:
-            recording.tape.launched(compiled, device, programs, (*args, *last))
+            recording.tape.launched(compiled, device, grid, (*args, *last))
 
 
 def _kind(arg: Any) -> Any:
@@ -139,13 +141,15 @@ def _kind(arg: Any) -> Any:
         if -(2**31) <= arg < 2**31:
             return 1 if arg == 1 else 2 if arg % 16 else 16
         return 64, arg % 16 == 0, arg >= 2**63
+    if kind is float:
+        return float
     if kind in DESCRIPTORS:
         return arg.base.dtype, *arg.block_shape
     if isinstance(arg, Tensor):
         return arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype,)
     if isinstance(arg, tuple):
         return kind, *map(_kind, arg)
-    raise TypeError(f"a kernel got a {kind.__name__}. Pass tensors, descriptors, ints or tuples of them.")
+    raise TypeError(f"a kernel got a {kind.__name__}. Pass tensors, descriptors, numbers or tuples of them.")
 
 
 @cache

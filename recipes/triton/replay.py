@@ -147,6 +147,7 @@ def _hooked() -> bool:
 # ------------------------------------------------------------------------------------------------- what is repeated
 
 Action = Callable[[list[Any], list[int], int], None]  # of the tensors so far, their addresses, and the stream
+Grid = tuple[int, ...]  # how many programs along each of three axes
 
 
 class _Recorded(NamedTuple):
@@ -237,7 +238,7 @@ class _Written:
 class _RecordedLaunch:
     """One launch, ready but for the addresses and the stream."""
 
-    def __init__(self, compiled: Any, programs: int, args: tuple[Any, ...], place: Callable[[Any], Any]) -> None:
+    def __init__(self, compiled: Any, grid: Grid, args: tuple[Any, ...], place: Callable[[Any], Any]) -> None:
         """args: a `_Place` for each tensor, in descriptors too. Raises _NotRepeatable."""
         run = compiled.run
         if not triton.__version__.startswith("3.6.") or not isinstance(run, nvidia.CudaLauncher):
@@ -250,7 +251,7 @@ class _RecordedLaunch:
             inside = inspect.getclosurevars(run.launch).nonlocals
             self.launch, metas = inside["launcher"], list(inside["tensordesc_meta"])
         cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
-        self.args = [programs, 1, 1, None, compiled.function, cooperative, dependent, None, None]
+        self.args = [*grid, None, compiled.function, cooperative, dependent, None, None]
         self.args += [compiled.packed_metadata, None, None, None]  # without metadata and hooks at the launch
         self.places: list[tuple[int, int]] = []
         self.descriptors: list[tuple[int, int, _Descriptors]] = []
@@ -368,13 +369,13 @@ class Tape(TorchDispatchMode):
                 self._follow(result)
         return result
 
-    def launched(self, compiled: Any, device: int, programs: int, args: tuple[Any, ...]) -> None:
-        """compiled(args) was launched, as so many programs."""
+    def launched(self, compiled: Any, device: int, grid: Grid, args: tuple[Any, ...]) -> None:
+        """compiled(args) was launched, as so many programs along each axis."""
         if self.device not in (None, device):
             self.repeatable = False
         self.device = device
         try:
-            self.steps.append(_RecordedLaunch(compiled, programs, args, self.place))
+            self.steps.append(_RecordedLaunch(compiled, grid, args, self.place))
         except _NotRepeatable:
             self.repeatable = False
 
