@@ -120,10 +120,6 @@ class TensorScaledCodes(ScaledCodes):
     def float8_operand(self) -> Float8Operand:
         return Float8Operand(self.codes, self.scale_inv, "tensor")
 
-    def group(self, splits: Splits, group: int) -> TensorScaledCodes:
-        start = sum(splits.tolist()[:group])
-        return TensorScaledCodes(self.codes[start : start + splits.tolist()[group]], self.scale_inv[group])
-
 
 @dataclass(frozen=True, eq=False)
 class TransposedTensorScaledCodes(ScaledCodes):
@@ -143,9 +139,3 @@ class TransposedTensorScaledCodes(ScaledCodes):
 
     def float8_operand(self) -> Float8Operand:
         return Float8Operand(self.codes, self.scale_inv, "tensor", BLOCK)
-
-    def group(self, splits: Splits, group: int) -> TransposedTensorScaledCodes:
-        sizes = splits.tolist()
-        blocks = [-(-size // BLOCK) for size in sizes[: group + 1]]
-        codes = self.codes[:, sum(blocks[:-1]) * BLOCK : sum(blocks) * BLOCK]
-        return TransposedTensorScaledCodes(codes, self.scale_inv[group], torch.Size((sizes[group], self.shape[1])))

@@ -170,14 +170,6 @@ class BlockRowwiseCodes(ScaledCodes):
     def float8_operand(self) -> Float8Operand:
         return Float8Operand(self.codes, self.scale_inv, "row" if self.block[0] == 1 else "square")
 
-    def group(self, splits: Splits, group: int) -> BlockRowwiseCodes:
-        start, size = sum(splits.tolist()[:group]), splits.tolist()[group]
-        if self.block[0] == 1:
-            scale_inv = self.scale_inv[:, start : start + size]
-        else:
-            scale_inv = self.scale_inv[_row_blocks(splits, group)]
-        return BlockRowwiseCodes(self.codes[start : start + size], scale_inv, self.block, self.power_2_scale)
-
 
 @dataclass(frozen=True, eq=False)
 class BlockColumnwiseCodes(ScaledCodes):
@@ -208,22 +200,9 @@ class BlockColumnwiseCodes(ScaledCodes):
         # Of stacked weights and of dgrad's operand the columns are not padded, and belong to one group.
         return Float8Operand(self.codes, self.scale_inv, scaling, BLOCK if scaling == "row" else 1)
 
-    def group(self, splits: Splits, group: int) -> BlockColumnwiseCodes:
-        blocks = _row_blocks(splits, group)
-        codes = self.codes[:, blocks.start * BLOCK : blocks.stop * BLOCK]
-        scale_inv = self.scale_inv[blocks] if self.block[1] == 1 else self.scale_inv[:, blocks]
-        shape = torch.Size((splits.tolist()[group], self.shape[1]))
-        return BlockColumnwiseCodes(codes, scale_inv, self.block, self.power_2_scale, shape)
-
 
 def _holding(dtype: torch.dtype, power_2_scale: bool) -> torch.dtype:
     """`dtype`, or the smallest that holds every value: bfloat16 has the range that float16 lacks."""
     if dtype not in (torch.float16, torch.bfloat16):
         return dtype
     return torch.bfloat16 if power_2_scale else torch.float32
-
-
-def _row_blocks(splits: Splits, group: int) -> slice:
-    """Which blocks of 128 rows are the group's."""
-    blocks = [-(-size // BLOCK) for size in splits.tolist()[: group + 1]]
-    return slice(sum(blocks[:-1]), sum(blocks))

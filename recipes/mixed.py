@@ -151,7 +151,3 @@ class Unquantized(ScaledCodes):
         if splits is None:
             return Operand(self.codes, None)
         return Operand(self.codes.masked_fill((splits.group_of_row == splits.num_groups)[:, None], 0), None)
-
-    def group(self, splits: Splits, group: int) -> Unquantized:
-        start = sum(splits.tolist()[:group])
-        return Unquantized(self.codes[start : start + splits.tolist()[group]], self.scale_inv)

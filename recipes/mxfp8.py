@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from recipes.casts.cast_mxfp8 import (
-    BLOCK,
     MXFP8Copies,
     MXFP8Scale,
     Scaling,
@@ -33,7 +32,6 @@ from recipes.tensors.quantizer import (
     check_tensor,
 )
 from recipes.tensors.splits import Splits
-from recipes.triton.launch import cdiv
 
 _SCALINGS = get_args(Scaling)
 
@@ -134,10 +132,6 @@ class RowwiseCodes(ScaledCodes):
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
         return Operand(dequantize_mxfp8(self.codes, self.scale_inv, _holding(dtype), columnwise=False), None)
 
-    def group(self, splits: Splits, group: int) -> RowwiseCodes:
-        start, size = _start(splits, group, 1), splits.tolist()[group]
-        return RowwiseCodes(self.codes[start : start + size], self.scale_inv[start : start + size])
-
 
 @dataclass(frozen=True, eq=False)
 class ColumnwiseCodes(ScaledCodes):
@@ -150,17 +144,7 @@ class ColumnwiseCodes(ScaledCodes):
         values = dequantize_mxfp8(self.codes, self.scale_inv, _holding(dtype), columnwise=True, splits=splits)
         return Operand(values, None)
 
-    def group(self, splits: Splits, group: int) -> ColumnwiseCodes:
-        start, size = _start(splits, group, 1), splits.tolist()[group]
-        first = _start(splits, group, BLOCK)
-        return ColumnwiseCodes(self.codes[start : start + size], self.scale_inv[first : first + cdiv(size, BLOCK)])
-
 
 def _holding(dtype: torch.dtype) -> torch.dtype:
     """float16 has not the range for 2^E; bfloat16 has, and holds every value exactly."""
     return torch.bfloat16 if dtype == torch.float16 else dtype
-
-
-def _start(splits: Splits, group: int, block: int) -> int:
-    """The first row (block = 1) or block of a group."""
-    return sum(cdiv(size, block) for size in splits.tolist()[:group])

@@ -167,13 +167,6 @@ class RowwiseNVFP4(ScaledCodes):
         values = dequantize_nvfp4(self.codes, self.scale_inv, self.size[-1], torch.float32, transpose=False)
         return values * alpha_from_amax(self.amax).reshape(*self.size[:-1], 1)
 
-    def group(self, splits: Splits, group: int) -> RowwiseNVFP4:
-        size, start = splits.tolist()[group], sum(splits.tolist()[:group])
-        rows = slice(start, start + size)
-        amax = self.amax[rows] if self.row_scaled else self.amax[group]
-        shape = torch.Size((size, self.size[-1]))
-        return RowwiseNVFP4(self.codes[rows], self.scale_inv[rows], amax, shape, self.row_scaled)
-
 
 @dataclass(frozen=True, eq=False)
 class ColumnwiseNVFP4(ScaledCodes):
@@ -228,14 +221,6 @@ class ColumnwiseNVFP4(ScaledCodes):
             return values.new_zeros(self.size)
         inactive = splits.group_of_row == splits.num_groups
         return values.index_select(0, splits.row_in_padded(BLOCK)).masked_fill(inactive[:, None], 0.0)
-
-    def group(self, splits: Splits, group: int) -> ColumnwiseNVFP4:
-        sizes = splits.tolist()
-        blocks = [-(-size // BLOCK) for size in sizes]
-        first, count = sum(blocks[:group]), blocks[group]
-        codes = self.codes[:, first * BLOCK // 2 : (first + count) * BLOCK // 2]
-        scale = self.scale_inv[:, first : first + count]
-        return ColumnwiseNVFP4(codes, scale, self.amax[group], torch.Size((sizes[group], self.size[-1])), self.rht)
 
     def _values(self, dtype: torch.dtype) -> Tensor:
         num_rows = self.scale_inv.shape[-1] * BLOCK

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -14,6 +15,13 @@ from torch import Tensor
 from ops.kernels.grouped_gemm import tile_rules as grouped_gemm_tiles
 from ops.kernels.grouped_gemm.measured_tiles import Gemm, MeasuredTile, TileTable, use_tiles
 from ops.kernels.grouped_gemm.tile_rules import built_in_config
+from recipes.current_scaling import TensorScaledCodes, TransposedTensorScaledCodes
+from recipes.float8_block import BlockColumnwiseCodes, BlockRowwiseCodes
+from recipes.mixed import Unquantized
+from recipes.mxfp8 import ColumnwiseCodes, RowwiseCodes
+from recipes.nvfp4 import ColumnwiseNVFP4, RowwiseNVFP4
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import QuantizedTensor, ScaledCodes
 from recipes.tensors.splits import Splits
 
 TILE = 64  # rows of the smallest tile
@@ -150,6 +158,56 @@ def group_rows(splits: Splits) -> Iterator[tuple[int, slice]]:
     for group, size in enumerate(splits.tolist()):
         yield group, slice(begin, begin + size)
         begin += size
+
+
+def groups_of(tensor: GroupedTensor) -> list[QuantizedTensor]:
+    return [group_of(tensor, group) for group in range(tensor.splits.num_groups)]
+
+
+def group_of(tensor: GroupedTensor, group: int) -> QuantizedTensor:
+    """What quantizing one group alone should have given, cut out of the codes and scales of all groups."""
+    shared = tensor.columnwise is tensor.rowwise
+    rowwise = tensor.rowwise and _group_of_copy(tensor.rowwise, tensor.splits.tolist(), group)
+    columnwise = (
+        rowwise if shared else tensor.columnwise and _group_of_copy(tensor.columnwise, tensor.splits.tolist(), group)
+    )
+    return QuantizedTensor(rowwise, columnwise, tensor.dtype)
+
+
+def _group_of_copy(copy: ScaledCodes, sizes: list[int], group: int) -> ScaledCodes:
+    codes, scale = copy.codes, copy.scale_inv
+
+    def units(size: int, codes_each: int = 1) -> slice:
+        """Where the group lies, when each begins a new unit of `size` rows, of which there are so many codes."""
+        counts = [-(-rows // size) * codes_each for rows in sizes]
+        return slice(sum(counts[:group]), sum(counts[: group + 1]))
+
+    rows, shape = units(1), torch.Size((sizes[group], copy.shape[1]))
+    match copy:
+        case TensorScaledCodes():
+            return replace(copy, codes=codes[rows], scale_inv=scale[group])
+        case TransposedTensorScaledCodes():
+            return replace(copy, codes=codes[:, units(32, 32)], scale_inv=scale[group], natural_shape=shape)
+        case BlockRowwiseCodes():
+            return replace(
+                copy, codes=codes[rows], scale_inv=scale[:, rows] if copy.block[0] == 1 else scale[units(128)]
+            )
+        case BlockColumnwiseCodes():
+            scale = scale[units(128)] if copy.block[1] == 1 else scale[:, units(128)]
+            return replace(copy, codes=codes[:, units(128, 128)], scale_inv=scale, natural_shape=shape)
+        case RowwiseCodes():
+            return replace(copy, codes=codes[rows], scale_inv=scale[rows])
+        case ColumnwiseCodes():
+            return replace(copy, codes=codes[rows], scale_inv=scale[units(32)])
+        case RowwiseNVFP4():
+            amax = copy.amax[rows] if copy.row_scaled else copy.amax[group]
+            return replace(copy, codes=codes[rows], scale_inv=scale[rows], amax=amax, size=shape)
+        case ColumnwiseNVFP4():
+            cut = {"codes": codes[:, units(16, 8)], "scale_inv": scale[:, units(16)]}
+            return replace(copy, **cut, amax=copy.amax[group], size=shape)
+        case Unquantized():
+            return replace(copy, codes=codes[rows])
+    raise TypeError(f"how {type(copy).__name__} lies in memory is not known here. Add it.")
 
 
 def assert_close(name: str, actual: Tensor, exact: Exact, *, operand_dtype: torch.dtype | None = None) -> None:

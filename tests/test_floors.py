@@ -30,17 +30,8 @@ MAY_READ = {
         "Splits.tolist": "the door through which the SplitPath and references read sizes",
         "Splits.make": "sizes that lie on the host already are validated",
     },
-    "recipes/tensors/grouped_tensor.py": {"GroupedTensor.split": "a list of views needs sizes on the host"},
-    "recipes/current_scaling.py": {"*.group": "one group alone, for the SplitPath"},
-    "recipes/nvfp4.py": {"*.group": "one group alone, for the SplitPath"},
     "recipes/cast_counts.py": {"CountedCasts.counts": "the counts are read when they are asked for"},
-    "recipes/mixed.py": {"*.group": "one group alone, for the SplitPath"},
     "fuser/testing.py": {"*": "it compares results, on the host"},
-    "recipes/float8_block.py": {
-        "*.group": "one group alone, for the SplitPath",
-        "_row_blocks": "where that group stands",
-    },
-    "recipes/mxfp8.py": {"*.group": "one group alone, for the SplitPath", "_start": "where that group begins"},
 }
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes import Float8BlockScaling, Float8CurrentScaling, Format, GroupedTensor, MXFP8BlockScaling, Role, Splits
+from tests.grouped_cases import group_of, groups_of
 
 RECIPES = [
     Float8CurrentScaling(),
@@ -60,7 +61,7 @@ def test_all_groups_at_once_equal_each_alone(recipe, role, case):
     values = {columnwise: grouped.operand(columnwise, torch.float32) for columnwise in (False, True)}
     dequantized = grouped.dequantize()
     start = 0
-    for group, (size, view) in enumerate(zip(sizes, grouped.split(), strict=True)):
+    for group, (size, view) in enumerate(zip(sizes, groups_of(grouped), strict=True)):
         rows = slice(start, start + size)
         alone = recipe.quantizer(role).quantize(x[rows], rowwise=True, columnwise=True)
         assert_same_bits(view.rowwise, alone.rowwise)
@@ -81,7 +82,7 @@ def test_all_groups_at_once_equal_each_alone(recipe, role, case):
 @EACH_RECIPE
 def test_an_empty_group_has_scale_one_or_no_block(recipe):
     grouped = quantize(recipe, torch.full((8, 32), 3.0), [3, 0, 5])
-    empty = grouped.split()[1]
+    empty = group_of(grouped, 1)
     assert empty.shape == (0, 32)
     if empty.operand(False, torch.float32).alpha is not None:
         assert empty.columnwise.scale_inv.item() == 1.0 and empty.columnwise.codes.shape == (32, 0)
@@ -173,24 +174,9 @@ def test_high_precision_data_is_handed_on_as_it_is():
     x[7:] = math.nan
     grouped = GroupedTensor(x, Splits.make([3, 0, 4], rows=9, device="cpu"), None, None, x.dtype)
     assert grouped.shape == x.shape and grouped.operand(False, torch.float32).values is x
-    parts = grouped.split()
-    assert [part.shape[0] for part in parts] == [3, 0, 4]
-    assert parts[2].data_ptr() == x[3:].data_ptr()
     assert torch.equal(grouped.dequantize(), torch.cat([x[:7], torch.zeros_like(x[7:])]))
     rebuilt = grouped.rebuild([None] * len(grouped.tensors())).rebuild(grouped.tensors())
     assert rebuilt.data is x
-
-
-@EACH_RECIPE
-def test_data_in_high_precision_is_quantized_group_by_group_once(recipe):
-    x, sizes = torch.randn(40, 64), [3, 0, 36]
-    plain = GroupedTensor(x, Splits.make(sizes, rows=40, device="cpu"), None, None, x.dtype)
-    quantized = plain.quantize(recipe.quantizer(Role.INPUT), columnwise=True)
-    expected = quantize(recipe, x, sizes)
-    assert_same_bits(quantized.rowwise, expected.rowwise)
-    assert_same_bits(quantized.columnwise, expected.columnwise)
-    with pytest.raises(RuntimeError, match="no high-precision data to quantize"):
-        quantized.quantize(recipe.quantizer(Role.INPUT))
 
 
 @EACH_RECIPE

@@ -154,6 +154,7 @@ def arguments() -> list[tuple[tuple, dict]]:
     boxes.append(TensorDescriptor.from_tensor(y.view(8, 8), [4, 4]))
     made = [((a, n, (x, None), None), {"FLAG": True}) for a in (x, x[1:], x[4:], y, None, *boxes) for n in (2, 3)]
     made += [((x, n, (x, None), None), {"FLAG": True}) for n in (0, 1, 5, 16, 32, 2**31 - 1, 2**31, -(2**31), 2**40)]
+    made += [((x, n, (x, None), None), {"FLAG": False}) for n in (0.0, 1.0, 2.5, 1e300)]
     made += [((x, 2, pair, None), {"FLAG": True}) for pair in ((x, x), (x[1:], x), (y, None), (x, 1), (x, 3))]
     made += [((x, 2, (x, None), x), {"FLAG": flag, "num_warps": warps}) for flag in (True, False) for warps in (4, 8)]
     made += [((x, 2, (x, None), x), {"FLAG": False, "BLOCK": block}) for block in (16, 32)]
@@ -169,8 +170,8 @@ class RecordingDriver:
             self.name = metadata
             self.launch = wrap_handle_tensordesc(lambda *args: None, arguments, metadata.tensordesc_meta)
 
-        def __call__(self, *args) -> None:
-            launched.append((self, len(args)))
+        def __call__(self, *args) -> None:  # the first three are how many programs along each axis
+            launched.append((self, len(args), args[:3]))
 
     launcher_cls = Launcher
     utils = property(lambda self: self)
@@ -200,8 +201,9 @@ def compare() -> None:
     for _ in range(2):  # met for the first time, and found again
         for number, (args, constants) in enumerate(arguments()):
             launched.clear()
-            launch(torch.empty(1), 3, *args, **constants)
-            any_kernel[(3,)](*args, **constants)
+            programs = (3, (3,), (3, 4), (3, 4, 5))[number % 4]
+            launch(torch.empty(1), programs, *args, **constants)
+            any_kernel[programs if isinstance(programs, tuple) else (programs,)](*args, **constants)
             ours, tritons = launched
             if ours != tritons:
                 print(f"call {number}: {ours} and {tritons}")
@@ -211,7 +213,7 @@ def compare() -> None:
 def test_the_kernel_that_is_launched_is_the_one_triton_would_launch(tmp_path):
     done = subprocess.run([sys.executable, __file__], env=compiling(tmp_path), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "21 keys, 21 kernels\n"
+    assert done.stdout == "22 keys, 22 kernels\n"
 
 
 @pytest.mark.gpu

@@ -32,6 +32,7 @@ from recipes import (
 )
 from recipes.current_scaling import CurrentScalingQuantizer
 from tests import reference
+from tests.grouped_cases import groups_of
 from tests.reference import assert_close, assert_same_bits
 
 DTYPES = [
@@ -175,7 +176,7 @@ def test_the_codes_are_the_same(recipe, device):
     x[53:] = float("nan")
     splits = Splits.make(torch.tensor(sizes, device=device), rows=rows, device=device)
     quantizer = recipe.quantizer(Role.INPUT)
-    grouped = GROUPED.quantize(x, splits, quantizer, rowwise=True, columnwise=True).split()
+    grouped = groups_of(GROUPED.quantize(x, splits, quantizer, rowwise=True, columnwise=True))
     split = SPLIT.quantize(x, splits, quantizer, rowwise=True, columnwise=True).members
     for mine, theirs in zip(grouped, split, strict=True):
         for got, want in zip(mine.tensors(), theirs.tensors(), strict=True):

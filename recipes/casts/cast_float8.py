@@ -41,7 +41,7 @@ from recipes.casts.cast_float8_triton import (
 )
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.splits import Splits
-from recipes.triton.launch import cdiv
+from recipes.triton.launch import Launch, cdiv
 from recipes.triton.row_slots import num_slots
 
 # Groups begin at multiples of it in column_codes: whole sectors of memory. Of 16, wgrad takes 1.3 times as long (H200).
@@ -203,6 +203,9 @@ def cast_float8_config(columns: int) -> CastFloat8Config:
 
 # ----------------------------------------------------------------------------------------------------------- launchers
 
+_amax, _cast_float8 = Launch(amax_kernel), Launch(cast_float8_kernel)
+_dequantize_codes, _transpose_back = Launch(dequantize_codes_kernel), Launch(transpose_back_kernel)
+
 
 def cast_float8(
     x: Tensor,
@@ -288,10 +291,15 @@ def widened_on_triton(codes: Tensor, dtype: torch.dtype) -> Tensor:
     codes = codes.contiguous()
     out = torch.empty(codes.shape, dtype=torch.float32 if dtype == torch.float64 else dtype, device=codes.device)
     if codes.numel():
-        with torch.cuda.device_of(codes):
-            dequantize_codes_kernel[(cdiv(codes.numel(), WIDEN_BLOCK),)](
-                codes.view(torch.uint8), out, codes.numel(), **format_of(codes.dtype, codes.device), BLOCK=WIDEN_BLOCK
-            )
+        _dequantize_codes(
+            codes,
+            cdiv(codes.numel(), WIDEN_BLOCK),
+            codes.view(torch.uint8),
+            out,
+            codes.numel(),
+            **format_of(codes.dtype, codes.device),
+            BLOCK=WIDEN_BLOCK,
+        )
     return out.to(dtype)
 
 
@@ -320,12 +328,12 @@ def amax_triton(x_GTK: Tensor, amax: Tensor, offsets: Tensor | None) -> None:
     if not x_GTK.numel():
         return
     config = amax_config()
-    grid = (_slots(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k),)
-    with torch.cuda.device_of(x_GTK):
-        amax_kernel[grid](
-            x_GTK, amax.view(torch.int32), offsets, rows, columns, groups if offsets is None else len(offsets) - 1,
-            BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
-        )  # fmt: skip
+    programs = _slots(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
+    _amax(
+        x_GTK, programs,
+        x_GTK, amax.view(torch.int32), offsets, rows, columns, groups if offsets is None else len(offsets) - 1,
+        BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 def cast_float8_triton(
@@ -351,18 +359,18 @@ def cast_float8_triton(
     width = 0 if column_codes is None else column_codes.shape[-1]
     slots = _slots(groups, rows, offsets, config.block_m, BLOCK) if columns else 0
     # One program at least: it writes scale_inv.
-    grid = (max(1, slots * cdiv(columns, config.block_k)),)
+    programs = max(1, slots * cdiv(columns, config.block_k))
     packed = column_codes is not None and width % 4 == 0 and column_codes.numel() > 0
-    with torch.cuda.device_of(x_GTK):
-        cast_float8_kernel[grid](
-            x_GTK,
-            None if row_codes is None else row_codes.view(torch.uint8),
-            None if column_codes is None else column_codes.view(torch.int32 if packed else torch.uint8),
-            scale_inv, given, None if amax_out is None else amax_out.view(torch.int32), offsets, aligned,
-            rows, columns, width, groups if offsets is None else len(offsets) - 1, slots, amax_epsilon,
-            GIVEN_IS_SCALE=given_is_scale, POWER_2=power_2_scale, PACKED=packed, **format_of(form, x_GTK.device),
-            BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
-        )  # fmt: skip
+    _cast_float8(
+        x_GTK, programs,
+        x_GTK,
+        None if row_codes is None else row_codes.view(torch.uint8),
+        None if column_codes is None else column_codes.view(torch.int32 if packed else torch.uint8),
+        scale_inv, given, None if amax_out is None else amax_out.view(torch.int32), offsets, aligned,
+        rows, columns, width, groups if offsets is None else len(offsets) - 1, slots, amax_epsilon,
+        GIVEN_IS_SCALE=given_is_scale, POWER_2=power_2_scale, PACKED=packed, **format_of(form, x_GTK.device),
+        BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 def transpose_back_triton(codes: Tensor, out_GTK: Tensor, offsets: Tensor | None, aligned: Tensor | None) -> None:
@@ -372,14 +380,14 @@ def transpose_back_triton(codes: Tensor, out_GTK: Tensor, offsets: Tensor | None
         return
     config = cast_float8_config(columns)
     packed = codes.shape[-1] % 4 == 0
-    grid = (_slots(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k),)
-    with torch.cuda.device_of(codes):
-        transpose_back_kernel[grid](
-            codes.view(torch.int32 if packed else torch.uint8), out_GTK, offsets, aligned,
-            rows, columns, codes.shape[-1], groups if offsets is None else len(offsets) - 1,
-            PACKED=packed, **format_of(codes.dtype, codes.device), BLOCK_M=config.block_m, BLOCK_K=config.block_k,
-            num_warps=config.num_warps,
-        )  # fmt: skip
+    programs = _slots(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
+    _transpose_back(
+        codes, programs,
+        codes.view(torch.int32 if packed else torch.uint8), out_GTK, offsets, aligned,
+        rows, columns, codes.shape[-1], groups if offsets is None else len(offsets) - 1,
+        PACKED=packed, **format_of(codes.dtype, codes.device), BLOCK_M=config.block_m, BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 def format_of(form: Float8Format | torch.dtype, device: torch.device) -> dict[str, bool | str]:

@@ -48,7 +48,7 @@ from recipes.casts.cast_float8 import (
 from recipes.casts.cast_float8_block_triton import cast_float8_block_kernel, dequantize_float8_block_kernel
 from recipes.tensors.formats import Float8Format
 from recipes.tensors.splits import Splits
-from recipes.triton.launch import cdiv
+from recipes.triton.launch import Launch, cdiv
 
 BLOCK = 128
 DEQUANTIZE_WARPS = 8  # measured on H200
@@ -206,6 +206,9 @@ def cast_config(itemsize: int, native: bool) -> CastConfig:
 
 # ----------------------------------------------------------------------------------------------------------- launchers
 
+_cast_float8_block = Launch(cast_float8_block_kernel)
+_dequantize_float8_block = Launch(dequantize_float8_block_kernel)
+
 
 def cast_float8_block(
     x: Tensor, how: BlockScale, *, rowwise: bool, columnwise: bool, stacked: bool = False, splits: Splits | None = None
@@ -311,17 +314,17 @@ def cast_float8_block_triton(
     form = format_of(how.form, codes.device)
     config = cast_config(x_GTK.element_size(), bool(form["NATIVE"]))
     row_blocks = _row_blocks(rows, offsets)
-    grid = (groups * (row_blocks + (offsets is not None)) * cdiv(columns, BLOCK),)
-    if not grid[0]:
+    programs = groups * (row_blocks + (offsets is not None)) * cdiv(columns, BLOCK)
+    if not programs:
         return
-    with torch.cuda.device_of(x_GTK):
-        cast_float8_block_kernel[grid](
-            x_GTK, _bytes(row_codes), row_scale_inv, transposed, column_scale_inv, offsets, aligned,
-            rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
-            0 if offsets is None else len(offsets) - 1, how.amax_epsilon,
-            SQUARE=how.block_dim == 2, POWER_2=how.power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
-            **form, num_warps=config.num_warps, maxnreg=config.registers,
-        )  # fmt: skip
+    _cast_float8_block(
+        x_GTK, programs,
+        x_GTK, _bytes(row_codes), row_scale_inv, transposed, column_scale_inv, offsets, aligned,
+        rows, columns, 0 if transposed is None else transposed.shape[-1], row_blocks,
+        0 if offsets is None else len(offsets) - 1, how.amax_epsilon,
+        SQUARE=how.block_dim == 2, POWER_2=how.power_2_scale, LARGEST=largest, PACKED=_packed(transposed),
+        **form, num_warps=config.num_warps, maxnreg=config.registers,
+    )  # fmt: skip
 
 
 def dequantize_float8_block_triton(
@@ -337,16 +340,16 @@ def dequantize_float8_block_triton(
     groups, rows, columns = out_GTK.shape
     given = _words(codes) if transposed else codes.view(torch.uint8)
     row_blocks = _row_blocks(rows, offsets)
-    grid = (groups * (row_blocks + (offsets is not None)) * cdiv(columns, BLOCK),)
+    programs = groups * (row_blocks + (offsets is not None)) * cdiv(columns, BLOCK)
     if not out_GTK.numel():
         return
-    with torch.cuda.device_of(codes):
-        dequantize_float8_block_kernel[grid](
-            given, scale_inv, out_GTK, offsets, aligned,
-            rows, columns, given.shape[-1], row_blocks, 0 if offsets is None else len(offsets) - 1,
-            SQUARE=square, TRANSPOSED=transposed, PACKED=_packed(given),
-            **format_of(codes.dtype, codes.device), num_warps=DEQUANTIZE_WARPS,
-        )  # fmt: skip
+    _dequantize_float8_block(
+        codes, programs,
+        given, scale_inv, out_GTK, offsets, aligned,
+        rows, columns, given.shape[-1], row_blocks, 0 if offsets is None else len(offsets) - 1,
+        SQUARE=square, TRANSPOSED=transposed, PACKED=_packed(given),
+        **format_of(codes.dtype, codes.device), num_warps=DEQUANTIZE_WARPS,
+    )  # fmt: skip
 
 
 def _empty_copies(

@@ -36,7 +36,7 @@ from recipes.casts.cast_float8 import abs_without_nan, format_of, round_to_float
 from recipes.casts.cast_mxfp8_triton import cast_mxfp8_kernel, dequantize_mxfp8_kernel
 from recipes.tensors.formats import E8M0_DTYPE, E8M0_LARGEST, Float8Format
 from recipes.tensors.splits import Splits
-from recipes.triton.launch import cdiv
+from recipes.triton.launch import Launch, cdiv
 
 BLOCK = 32
 
@@ -186,6 +186,8 @@ def dequantize_mxfp8_config() -> CastMXFP8Config:
 
 # ----------------------------------------------------------------------------------------------------------- launchers
 
+_cast_mxfp8, _dequantize_mxfp8 = Launch(cast_mxfp8_kernel), Launch(dequantize_mxfp8_kernel)
+
 
 def cast_mxfp8(
     x: Tensor, how: MXFP8Scale, *, rowwise: bool, columnwise: bool, stacked: bool = False, splits: Splits | None = None
@@ -262,17 +264,17 @@ def cast_mxfp8_triton(
     groups, rows, columns = x_GTK.shape
     config = cast_mxfp8_config(columns, both=row_codes is not None and column_codes is not None)
     row_blocks = _row_blocks(rows, offsets)
-    grid = (groups * (row_blocks + (offsets is not None)) * cdiv(columns, config.block_k),)
-    if not grid[0]:
+    programs = groups * (row_blocks + (offsets is not None)) * cdiv(columns, config.block_k)
+    if not programs:
         return
-    with torch.cuda.device_of(x_GTK):
-        cast_mxfp8_kernel[grid](
-            x_GTK, _bytes(row_codes), row_scale, None if column_codes is row_codes else _bytes(column_codes),
-            column_scale, offsets, aligned,
-            rows, columns, row_blocks, 0 if offsets is None else len(offsets) - 1,
-            SQUARE=how.square, FLOOR=how.scaling == "floor", **format_of(how.form, codes.device),
-            BLOCK_K=config.block_k, num_warps=config.num_warps,
-        )  # fmt: skip
+    _cast_mxfp8(
+        x_GTK, programs,
+        x_GTK, _bytes(row_codes), row_scale, None if column_codes is row_codes else _bytes(column_codes),
+        column_scale, offsets, aligned,
+        rows, columns, row_blocks, 0 if offsets is None else len(offsets) - 1,
+        SQUARE=how.square, FLOOR=how.scaling == "floor", **format_of(how.form, codes.device),
+        BLOCK_K=config.block_k, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 def dequantize_mxfp8_triton(
@@ -289,14 +291,14 @@ def dequantize_mxfp8_triton(
         return
     config = dequantize_mxfp8_config()
     row_blocks = _row_blocks(rows, offsets)
-    grid = (groups * (row_blocks + (offsets is not None)) * cdiv(columns, config.block_k),)
-    with torch.cuda.device_of(codes):
-        dequantize_mxfp8_kernel[grid](
-            codes.view(torch.uint8), scale, out_GTK, offsets, aligned,
-            rows, columns, row_blocks, 0 if offsets is None else len(offsets) - 1,
-            COLUMNWISE=columnwise, **format_of(codes.dtype, codes.device),
-            BLOCK_K=config.block_k, num_warps=config.num_warps,
-        )  # fmt: skip
+    programs = groups * (row_blocks + (offsets is not None)) * cdiv(columns, config.block_k)
+    _dequantize_mxfp8(
+        codes, programs,
+        codes.view(torch.uint8), scale, out_GTK, offsets, aligned,
+        rows, columns, row_blocks, 0 if offsets is None else len(offsets) - 1,
+        COLUMNWISE=columnwise, **format_of(codes.dtype, codes.device),
+        BLOCK_K=config.block_k, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 def empty_mxfp8(

@@ -70,13 +70,17 @@ from recipes.casts.hadamard import hadamard_ref
 from recipes.tensors.formats import E2M1_VALUES, E4M3
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
-from recipes.triton.launch import next_power_of_2
+from recipes.triton.launch import Launch, cdiv, next_power_of_2
 from recipes.triton.philox import block_bits_ref
 
 if why_no_gluon((9, 0)) is None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
     from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT, cast_nvfp4_gluon_kernel
+    from recipes.triton.replay import DESCRIPTORS
+
+    DESCRIPTORS.add(GluonDescriptor)
+    _cast_nvfp4_gluon = Launch(cast_nvfp4_gluon_kernel)
 
 BLOCK = 16
 RANGE = E2M1_VALUES[-1] * E4M3.max
@@ -286,6 +290,11 @@ def dequantize_nvfp4_config(width: int, dtype: torch.dtype, *, transpose: bool) 
 WORDS_AT_ONCE = 512  # of eight codes: four a thread
 
 
+_amax_nvfp4, _cast_nvfp4 = Launch(amax_nvfp4_kernel), Launch(cast_nvfp4_kernel)
+_dequantize_rows, _dequantize_columns = Launch(dequantize_rows_kernel), Launch(dequantize_columns_kernel)
+_dequantize_words = Launch(dequantize_words_kernel)
+
+
 def amax_nvfp4(
     x: Tensor,
     splits: Splits | None,
@@ -392,13 +401,13 @@ def amax_nvfp4_triton(
     if x.numel() and (rowwise or columnwise):
         config = amax_nvfp4_config(x.shape[-1], row_scaled=row_scaled)
         launch = _Grid(x, splits, config)
-        with torch.cuda.device_of(x):
-            amax_nvfp4_kernel[launch.grid](
-                launch.x, *launch.offsets, of_rows, None if shared else of_columns, *launch.sizes, x.shape[-1],
-                STACKED=x.ndim == 3, ROW_SCALED=row_scaled, RHT=rht, ROUND_RHT=_rounds(x, rht, round_rht),
-                TILES=config.tiles, BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps,
-                maxnreg=config.registers,
-            )  # fmt: skip
+        _amax_nvfp4(
+            x, launch.grid,
+            launch.x, *launch.offsets, of_rows, None if shared else of_columns, *launch.sizes, x.shape[-1],
+            STACKED=x.ndim == 3, ROW_SCALED=row_scaled, RHT=rht, ROUND_RHT=_rounds(x, rht, round_rht),
+            TILES=config.tiles, BLOCK_R=config.block_r, BLOCK_C=config.block_c, num_warps=config.num_warps,
+            maxnreg=config.registers,
+        )  # fmt: skip
     return Amaxes(of_rows, of_columns)
 
 
@@ -431,14 +440,14 @@ def cast_nvfp4_triton(
     launch = _Grid(x, splits, config)
     pairs = x.dtype == torch.bfloat16 and x.shape[-1] % BLOCK == 0 and launch.x.data_ptr() % 4 == 0
     codes = made.columnwise.view(torch.int64) if made.columnwise is not None else None
-    with torch.cuda.device_of(x):
-        cast_nvfp4_kernel[launch.grid](
-            launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), codes,
-            _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, PAIRS=pairs,
-            ROW_SCALED=row_scaled, RHT=rht, ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d,
-            NATIVE=converts_to_float8(x), BLOCK_R=config.block_r, BLOCK_C=config.block_c,
-            COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps, maxnreg=config.registers,
-        )  # fmt: skip
+    _cast_nvfp4(
+        x, launch.grid,
+        launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), codes,
+        _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, PAIRS=pairs,
+        ROW_SCALED=row_scaled, RHT=rht, ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d,
+        NATIVE=converts_to_float8(x), BLOCK_R=config.block_r, BLOCK_C=config.block_c,
+        COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps, maxnreg=config.registers,
+    )  # fmt: skip
 
 
 def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, transpose: bool) -> None:
@@ -451,21 +460,29 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
     about = {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "num_warps": config.num_warps}
     num_groups = values.numel() // (R * K)
     column_tiles = -(-K // config.block_c)
-    with torch.cuda.device_of(codes):
-        if transpose:
-            tiles = num_groups * -(-R // (BLOCK * config.block_r))
-            band = min(tiles, max(config.band, -(-tiles // 65535)))
-            dequantize_columns_kernel[band, column_tiles, -(-tiles // band)](
-                codes.view(torch.int64), scale, values, num_groups, R, K, COLUMNS=config.columns, **about
-            )
-        elif values.dtype == torch.bfloat16 and K % BLOCK == 0:
-            words = values.numel() // 8
-            dequantize_words_kernel[(-(-words // WORDS_AT_ONCE),)](
-                codes.view(torch.int32), scale, values, words, BLOCK=WORDS_AT_ONCE
-            )
-        else:
-            rows = num_groups * R
-            dequantize_rows_kernel[(-(-rows // config.block_r) * column_tiles,)](codes, scale, values, rows, K, **about)
+    if transpose:
+        tiles = num_groups * -(-R // (BLOCK * config.block_r))
+        band = min(tiles, max(config.band, -(-tiles // 65535)))
+        _dequantize_columns(
+            codes,
+            (band, column_tiles, -(-tiles // band)),
+            codes.view(torch.int64),
+            scale,
+            values,
+            num_groups,
+            R,
+            K,
+            COLUMNS=config.columns,
+            **about,
+        )
+    elif values.dtype == torch.bfloat16 and K % BLOCK == 0:
+        words = values.numel() // 8
+        _dequantize_words(
+            codes, cdiv(words, WORDS_AT_ONCE), codes.view(torch.int32), scale, values, words, BLOCK=WORDS_AT_ONCE
+        )
+    else:
+        rows = num_groups * R
+        _dequantize_rows(codes, cdiv(rows, config.block_r) * column_tiles, codes, scale, values, rows, K, **about)
 
 
 def cast_nvfp4_gluon(
@@ -476,14 +493,14 @@ def cast_nvfp4_gluon(
     assert made.columnwise is not None and config.block_r == 4 and config.block_c == 64 * config.num_warps
     rows = x.view(-1, x.shape[-1])
     chunk = min(max(next_power_of_2(launch.sizes[1] + 1), 32), 128) if launch.offsets[0] is not None else 32
-    with torch.cuda.device_of(x):
-        cast_nvfp4_gluon_kernel[launch.grid](
-            GluonDescriptor(rows, list(rows.shape), list(rows.stride()), [BLOCK, config.block_c], BOX_LAYOUT.value),
-            *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), made.columnwise.view(torch.int64),
-            _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, RHT=rht,
-            ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d, CHUNK=chunk, num_warps=config.num_warps,
-            maxnreg=config.registers,
-        )  # fmt: skip
+    _cast_nvfp4_gluon(
+        x, launch.grid,
+        GluonDescriptor(rows, list(rows.shape), list(rows.stride()), [BLOCK, config.block_c], BOX_LAYOUT.value),
+        *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), made.columnwise.view(torch.int64),
+        _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, RHT=rht,
+        ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d, CHUNK=chunk, num_warps=config.num_warps,
+        maxnreg=config.registers,
+    )  # fmt: skip
 
 
 class _Grid:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from recipes.tensors.quantized_tensor import (
     Operand,
-    QuantizedTensor,
     ScaledCodes,
     copies_from_tensors,
     copies_to_tensors,
@@ -23,9 +21,6 @@ from recipes.tensors.quantized_tensor import (
     pick,
 )
 from recipes.tensors.splits import Splits
-
-if TYPE_CHECKING:  # a quantizer makes these tensors: for the type checker only
-    from recipes.tensors.quantizer import Quantizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,19 +46,6 @@ class GroupedTensor:
     def device(self) -> torch.device:
         return self.splits.device
 
-    def split(self) -> list[Tensor] | list[QuantizedTensor]:
-        """Views, one a group: of `data` if it is there, else of the quantized copies. Reads the sizes on the host."""
-        if self.data is not None:
-            sizes = self.splits.tolist()
-            return list(self.data[: sum(sizes)].split(sizes))
-        return [self._quantized_group(group) for group in range(self.splits.num_groups)]
-
-    def quantize(self, quantizer: Quantizer, *, rowwise: bool = True, columnwise: bool = False) -> GroupedTensor:
-        """The quantized copies of `data`, each group by itself. Raises RuntimeError without data in high precision."""
-        if self.data is None:
-            raise RuntimeError("there is no high-precision data to quantize. Quantize before the data is given up.")
-        return quantizer.quantize_grouped(self.data, self.splits, rowwise=rowwise, columnwise=columnwise)
-
     def dequantize(self) -> Tensor:
         """[T, K] in the nominal dtype, of the rowwise copy if there is one; rows past the sum are 0."""
         if self.data is not None:
@@ -87,9 +69,3 @@ class GroupedTensor:
         rowwise, columnwise = copies_from_tensors(self.rowwise, self.columnwise, tensors[1:end])
         splits = self.splits.rebuild(tensors[end:])
         return GroupedTensor(tensors[0], splits, rowwise, columnwise, self.dtype)
-
-    def _quantized_group(self, group: int) -> QuantizedTensor:
-        shared = self.columnwise is self.rowwise
-        rowwise = self.rowwise and self.rowwise.group(self.splits, group)
-        columnwise = rowwise if shared else self.columnwise and self.columnwise.group(self.splits, group)
-        return QuantizedTensor(rowwise, columnwise, self.dtype)

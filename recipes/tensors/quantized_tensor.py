@@ -106,10 +106,6 @@ class ScaledCodes(ABC):
         """The codes themselves, if a GPU with float8 products can multiply them."""
         return None
 
-    @abstractmethod
-    def group(self, splits: Splits, group: int) -> ScaledCodes:
-        """The copy of one group's rows, as views. Reads the sizes on the host."""
-
     def dequantize(self, splits: Splits | None = None) -> Tensor:
         """fl(code * scale_inv) in float32; exactly 0 past the sum of the splits."""
         values, alpha, _ = self.operand(torch.float32, splits)
