@@ -443,7 +443,7 @@ def cast_nvfp4_triton(
     _cast_nvfp4(
         x, launch.grid,
         launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), codes,
-        _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, PAIRS=pairs,
+        _bytes(made.columnwise_scale), *launch.sizes, K=x.shape[-1], STACKED=x.ndim == 3, PAIRS=pairs,
         ROW_SCALED=row_scaled, RHT=rht, ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d,
         NATIVE=converts_to_float8(x), BLOCK_R=config.block_r, BLOCK_C=config.block_c,
         COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps, maxnreg=config.registers,
@@ -497,7 +497,7 @@ def cast_nvfp4_gluon(
         x, launch.grid,
         GluonDescriptor(rows, list(rows.shape), list(rows.stride()), [BLOCK, config.block_c], BOX_LAYOUT.value),
         *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), made.columnwise.view(torch.int64),
-        _bytes(made.columnwise_scale), *launch.sizes, x.shape[-1], STACKED=x.ndim == 3, RHT=rht,
+        _bytes(made.columnwise_scale), *launch.sizes, K=x.shape[-1], STACKED=x.ndim == 3, RHT=rht,
         ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d, CHUNK=chunk, num_warps=config.num_warps,
         maxnreg=config.registers,
     )  # fmt: skip

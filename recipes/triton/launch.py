@@ -110,6 +110,7 @@ class Launch:
     def __call__(self, x: Tensor, programs: int | tuple[int, ...], *args: Any, **constants: Any) -> None:
         grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1, 1)[:3]
         if torch.compiler.is_compiling() or not isinstance(self.kernel, JITFunction):  # traced, or interpreted
+            self._check(args)
             self.kernel[grid](*args, **constants)
             return
         device = x.get_device()
@@ -124,6 +125,7 @@ class Launch:
             compiled[grid](*args, *last)
         else:
             warn_of_release()
+            self._check(args)
             compiled = self.kernel[grid](*args, **constants)
             if compiled is None:
                 return
@@ -131,6 +133,12 @@ class Launch:
             self._compiled[key] = compiled, last
         if recording.tape is not None:
             recording.tape.launched(compiled, device, grid, (*args, *last))
+
+    def _check(self, args: tuple[Any, ...]) -> None:
+        """Raise TypeError for a `tl.constexpr` among the positional arguments: by the key its value would not count."""
+        for name in self.kernel.arg_names[: len(args)]:
+            if "constexpr" in str(self.kernel.fn.__annotations__.get(name)):
+                raise TypeError(f"{name} is a constexpr of {self.kernel.fn.__name__}. Pass it by its name.")
 
 
 def _kind(arg: Any) -> Any:
