@@ -506,7 +506,10 @@ def difference(name: str, got: Tensor | None, want: Tensor | None, bound: Bound)
             return None
         return f"{name}: off by {worst:.3e} of {scale:.3e}, bound {bound.element:.1e}{_where(error)}"
     floor = bound.floor if want.dim() > 1 else 5 * bound.floor  # sums over rows or features may cancel
-    scale = max(want.square().mean().sqrt().item(), floor)
+    rows_in_use = (
+        want.flatten(0, -2).any(-1).float().mean().item() if want.dim() > 1 else 1.0
+    )  # not of groups without rows
+    scale = max((want.square().mean() / max(rows_in_use, 1e-9)).sqrt().item(), floor)
     rms = error.square().mean().sqrt().item()
     if bound.rms >= STOCHASTIC and error.numel() < 10_000:  # few numbers, each off by up to a spacing
         scale *= 4 if error.numel() >= 100 else 20

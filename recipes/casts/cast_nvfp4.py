@@ -464,17 +464,9 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
         tiles = num_groups * -(-R // (BLOCK * config.block_r))
         band = min(tiles, max(config.band, -(-tiles // 65535)))
         _dequantize_columns(
-            codes,
-            (band, column_tiles, -(-tiles // band)),
-            codes.view(torch.int64),
-            scale,
-            values,
-            num_groups,
-            R,
-            K,
-            COLUMNS=config.columns,
-            **about,
-        )
+            codes, (band, column_tiles, cdiv(tiles, band)), codes.view(torch.int64), scale, values, num_groups, R,
+            K=K, COLUMNS=config.columns, **about,
+        )  # fmt: skip
     elif values.dtype == torch.bfloat16 and K % BLOCK == 0:
         words = values.numel() // 8
         _dequantize_words(
