@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
 from bench.environment import environment
 from bench.models import EXPERT_SHAPES
@@ -38,6 +37,7 @@ from ops.kernels.grouped_gemm.measured_tiles import (
 from ops.kernels.grouped_gemm.operands import row_slices
 from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS, built_in_config
 from recipes.tensors.splits import Splits
+from recipes.triton.gates import triton
 
 Weights = tuple[int, int, int]  # G, N, K
 
@@ -198,7 +198,7 @@ def _tune_product(
         label = label_of(config)
         try:
             error = case.error()
-        except (TritonError, RuntimeError) as failure:
+        except (triton.TritonError, RuntimeError) as failure:
             left_out.append(f"{name}, {label}: {failure}")
             continue
         if error > 1:

@@ -6,7 +6,8 @@ import shutil
 import subprocess
 
 import torch
-import triton
+
+from recipes.triton.gates import triton
 
 
 def environment(device: torch.device | str) -> dict[str, str]:
@@ -17,7 +18,7 @@ def environment(device: torch.device | str) -> dict[str, str]:
         "device": device_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": triton.__version__ or "none",
     }
 
 

@@ -53,7 +53,9 @@ MODES = {
     "fp32": (torch.float32, False),
     "tf32": (torch.float32, True),
 }
-TUNER = "tuner"  # instead of a mode: what `bench tune` tries, in bf16
+# Instead of a mode, in bf16
+TUNER = "tuner"  # what `bench tune` tries
+GLUON = "gluon"  # the kernels in Gluon, with some others
 GROUPS, MANY_GROUPS = 4, 128
 MANY_ROWS, FEW_ROWS = 1024, 128
 ALIGNED, ODD = (256, 512), (250, 510)  # in and out features
@@ -417,6 +419,9 @@ def compile_all(mode: str, arch: int) -> None:
     JITFunction.run = only_compile
     if mode == TUNER:
         launch_candidates()
+    elif mode == GLUON:
+        launch_wgrads(MANY_ROWS, ALIGNED, torch.bfloat16, False)
+        launch_nvfp4(MANY_ROWS, ALIGNED[0], torch.bfloat16, ("stochastic", "square"))
     elif arch == 90:
         launch_all(mode, (MANY_ROWS, FEW_ROWS), (ALIGNED, ODD))
     else:
@@ -461,6 +466,14 @@ def test_what_the_tuner_tries_compiles_for_hopper(tmp_path):
     for kernel in ("m_grouped_persistent_kernel", "k_grouped_persistent_kernel"):
         tried = {tuple(report["config"]) for report in reports if report["kernel"] == kernel}
         assert tried == {tile[:5] for tile in ON_DESCRIPTORS}
+
+
+@pytest.mark.triton
+def test_kernels_in_gluon_compile_for_hopper_with_each_release(tmp_path):
+    reports = compiled(GLUON, 90, tmp_path)
+    assert {"k_grouped_gluon_kernel", "cast_nvfp4_gluon_kernel"} <= {report["kernel"] for report in reports}
+    for report in reports:
+        assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report
 
 
 @pytest.mark.parametrize("arch", [80, 100], ids=["ampere", "blackwell"])

@@ -1,4 +1,4 @@
-"""Where the kernels in Gluon run, and where not; what is said of a release of Triton that is not known."""
+"""Where the kernels in Gluon run, and where not; what is said of other releases of Triton."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def release(monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
-def test_they_run_on_hopper_in_the_gluon_of_known_releases(version, release):
+def test_they_run_on_hopper_in_the_gluon_of_supported_releases(version, release):
     release(version)
     assert why_no_gluon(HOPPER) is None
     assert why_no_gluon((10, 0)) == "They are for compute capability 9.0 (Hopper), and this is 10.0."

@@ -401,6 +401,7 @@ def failures(tmp_path_factory):
     return json.loads(done.stdout)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("name", CHECKS)
 def test_repeated(name, failures):
     assert name not in failures, failures[name]

@@ -16,6 +16,7 @@ WITHOUT = __name__ == "__main__" and sys.argv[1] == "without"
 if WITHOUT:  # before anything imports it
     sys.modules["triton"] = None  # an import raises ModuleNotFoundError
 
+import bench.__main__  # noqa: E402, F401  without it, too
 from fuser import Sequential, autocast, ops  # noqa: E402
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_tn_triton  # noqa: E402
 from ops.kernels.norm.norm_triton import norm_kernel  # noqa: E402

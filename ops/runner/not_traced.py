@@ -14,8 +14,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def not_traced(reason: str) -> Callable[[Function], Function]:
-    """Decorates a function: torch.compile breaks its graph at a call and traces nothing that it calls. With
-    `fullgraph=True` it raises its own error, which says the reason."""
+    """Decorate a function so that torch.compile breaks its graph at a call, and traces nothing that it calls. With
+    `fullgraph=True` it raises its own error, with the reason in it."""
 
     def mark(function: Any) -> Any:
         # A frame that runs this code is skipped, and all frames that it calls.

@@ -1,9 +1,9 @@
-"""What there is of Triton here: Triton itself or stand-ins for it, and whether its inside is one that is known.
+"""What there is of Triton here: Triton itself or stand-ins for it, and which of its internals are supported.
 
     from recipes.triton.gates import tl, triton     in place of    import triton, import triton.language as tl
 
 Without Triton all modules can be imported, CPU tensors are computed, and a launch raises RuntimeError with
-`WHY_NO_TRITON`. Releases differ in the inside of Triton: in its Gluon, and in its launcher, through which
+`WHY_NO_TRITON`. Releases of Triton differ in their internals: Gluon, and the launcher through which
 `recipes.triton.replay` repeats launches. Modules of kernels in Gluon, named `*_gluon`, are imported only if they can be
 used.
 """
@@ -36,14 +36,14 @@ __all__ = [
 # Triton reads TRITON_INTERPRET when a kernel is defined; this is its own answer, so the two cannot disagree.
 INTERPRET = tl.constexpr(knobs.runtime.interpret if knobs else False)
 
-_KNOWN = ("3.6.", "3.7.")
+_SUPPORTED = ("3.6.", "3.7.")
 
 
 def why_not_this_release() -> str | None:
-    """None if this is a release of Triton whose inside is known; else what is done without, and why."""
+    """None if the internals of this release of Triton are supported; else what is left out, and why."""
     if triton.__version__ is None:
         return WHY_NO_TRITON
-    if not triton.__version__.startswith(_KNOWN):
+    if not triton.__version__.startswith(_SUPPORTED):
         return (
             "Launches are not repeated, which takes the host longer, and kernels in Gluon are not used: both are "
             f"written for Triton 3.6 and 3.7, and this is Triton {triton.__version__}."
@@ -53,7 +53,7 @@ def why_not_this_release() -> str | None:
 
 @cache
 def warn_of_release() -> None:
-    """Warns of a release of Triton whose inside is not known, once in a process."""
+    """Warn of a release of Triton whose internals are not supported, once in a process."""
     reason = why_not_this_release()
     if reason:
         warnings.warn(reason, RuntimeWarning, stacklevel=2)
@@ -66,7 +66,7 @@ def why_no_gluon(capability: tuple[int, int]) -> str | None:
         return f"They are for compute capability 9.0 (Hopper), and this is {capability[0]}.{capability[1]}."
     if triton.__version__ is None:
         return WHY_NO_TRITON
-    if not triton.__version__.startswith(_KNOWN):
+    if not triton.__version__.startswith(_SUPPORTED):
         return f"They are written in the Gluon of Triton 3.6 and 3.7, and this is Triton {triton.__version__}."
     if INTERPRET:
         return "Triton interprets, and its interpreter knows no Gluon."

@@ -40,9 +40,10 @@ class MissingDescriptor:
 
 
 class MissingTriton:
-    """`triton`, as far as files of kernels use it on import."""
+    """`triton`, as far as it is used without a launch."""
 
     __version__ = None
+    TritonError = RuntimeError
 
     def jit(self, function: Callable[..., Any] | None = None, **options: Any) -> Any:
         """As a decorator, with options or without."""

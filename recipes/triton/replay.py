@@ -250,12 +250,12 @@ class _RecordedLaunch:
             self.launch, metas = inside["launcher"], list(inside["tensordesc_meta"])
         self.grid = grid
         how = compiled.function, run.launch_cooperative_grid, run.launch_pdl
-        metadata = compiled.packed_metadata, None, None, None  # none for hooks at the launch, nor these
+        metadata = compiled.packed_metadata, None, None, None  # without metadata and hooks at the launch
         scratch = None, None
-        # Triton 3.7 has one C function for all kernels, which is told what the arguments are; Triton 3.6 one for each.
-        self.is_told = hasattr(run, "kernel_signature")
+        # Triton 3.7 has one C function for all kernels, which takes their signature; Triton 3.6 compiles one for each.
+        self.takes_signature = hasattr(run, "kernel_signature")
         self.how: tuple[Any, ...] = (*how, *scratch, *metadata)
-        if self.is_told:
+        if self.takes_signature:
             self.how = (*how, *metadata, *scratch, run.arg_annotations, run.kernel_signature)
         self.args: list[Any] = []
         self.places: list[tuple[int, int]] = []
@@ -283,7 +283,7 @@ class _RecordedLaunch:
             args[at] = descriptors[addresses[position]]
         for at, container in self.containers:
             args[at] = container(addresses)
-        if self.is_told:
+        if self.takes_signature:
             self.launch(*self.grid, stream, *self.how, args)
         else:
             self.launch(*self.grid, stream, *self.how, *args)

@@ -107,7 +107,7 @@ def split_columns(acc):
 
 @builtin
 def add_to_global(tensor_desc, coord, src, _semantic=None):
-    """As `tma.async_copy_shared_to_global`, but adds: an operation that Triton 3.6 has, and its Gluon no name for."""
+    """As `tma.async_copy_shared_to_global`, but adds: an operation that Triton has, and Gluon no name for."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
