@@ -191,7 +191,8 @@ class _Empty:
     """torch.empty."""
 
     def __init__(self, made: Tensor) -> None:
-        self.shape, self.dtype, self.device = made.shape, made.dtype, made.device
+        # torch parses a torch.Size more slowly than a tuple.
+        self.shape, self.dtype, self.device = tuple(made.shape), made.dtype, made.device
 
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
         made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
