@@ -30,6 +30,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 from weakref import WeakSet, ref
 
@@ -80,7 +81,7 @@ class Replays:
                 stream = active.get_current_stream(found.device)
                 for step in found.steps:
                     step(tensors, addresses, stream)
-                return found.result(tensors)[0]
+                return found.result(tensors)
         elif found is None:
             recording.inside = True  # what it calls looks for no keys of its own
             try:
@@ -150,11 +151,11 @@ Action = Callable[[list[Any], list[int], int], None]  # of the tensors so far, t
 
 
 class _Recorded(NamedTuple):
-    """What a function did, on this device; result: what it returned, as the one item of a tuple."""
+    """What a function did, on this device; result: what it returned, of the tensors that there are then."""
 
     device: int
     steps: tuple[Action, ...]
-    result: _Template
+    result: Callable[[list[Any]], Any]
 
 
 class _Place(NamedTuple):
@@ -185,6 +186,14 @@ class _Template:
 
 def _is_named(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _returning(template: Any) -> Callable[[list[Any]], Any]:
+    """Fills in what a function returned: a tensor, or a container of some."""
+    if type(template) is _Place:
+        return itemgetter(template.position)
+    filled = _Template((template,))
+    return lambda tensors: filled(tensors)[0]
 
 
 class _Empty:
@@ -426,7 +435,7 @@ def _record(tensors: list[Tensor], run: Callable[[], Any]) -> tuple[Any, _Record
         steps = tuple(tape.steps)
         if not tape.repeatable or tape.device is None:
             return result, False
-        return result, _Recorded(tape.device, steps, _Template((tape.place(result),)))
+        return result, _Recorded(tape.device, steps, _returning(tape.place(result)))
     except _NotRepeatable:
         return result, False
     finally:
