@@ -65,26 +65,11 @@ from ops.kernels.grouped_gemm.operands import (
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, room_for
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
+from recipes.native_products import FLOAT8
 from recipes.tensors.quantized_tensor import ScaleLayout
 from recipes.tensors.splits import Splits
 from recipes.triton.launch import Launch, cdiv, launcher, replayed
 from recipes.triton.row_slots import num_slots
-
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def why_not_float8(capability: tuple[int, int] | None, *dtypes: torch.dtype) -> str | None:
-    """Why these codes cannot be multiplied natively on a GPU of this compute capability (None: a CPU), or None."""
-    if capability is None:
-        return "float8 products need a CUDA device, and the operands are on the CPU."
-    if capability < (8, 9):
-        major, minor = capability
-        return f"float8 products need compute capability 8.9 (Ada, Hopper) or newer, and this GPU has {major}.{minor}."
-    other = next((dtype for dtype in dtypes if dtype not in FLOAT8), None)
-    if other is not None:
-        return f"float8 products take codes in {FLOAT8[0]} and {FLOAT8[1]}, and an operand has {other}."
-    return None
-
 
 # ---------------------------------------------------------------------------------------------------- references
 
