@@ -18,8 +18,6 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from fused.kernels.grouped_mlp_cpu import dgrouped_mlp_cpu, grouped_mlp_cpu
-from fused.kernels.grouped_mlp_gpu import dgrouped_mlp_gpu, grouped_mlp_gpu
 from ops.activations import (
     ActivationOperation,
     ClampedSwiGLU,
@@ -32,11 +30,9 @@ from ops.activations import (
 )
 from ops.grouped_linear import GroupedLinear
 from ops.kernels.elementwise.activation import Activation, activation, dactivation
-from ops.products.paths import GroupedPath, Path, choose_path
-from ops.products.product import quantizes
 from ops.runner.context import held_parameter
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
-from recipes.recipe import Recipe, Role
+from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.tensors.splits import Splits
 
@@ -92,10 +88,7 @@ class GroupedMLP(FusedOperation):
 
     def kernel(self, request: PlanRequest) -> str:
         ways = dict.fromkeys(linear.kernel(request) for linear in (self.fc1, self.fc2))
-        way = ", then ".join(ways)
-        if request.device.type == "cpu" and self._may_run_whole(choose_path(request), request.recipe, "cpu"):
-            way = "group by group (torch)"
-        return f"{way}, {self.activation.kind} recomputed in backward"
+        return f"{', then '.join(ways)}, {self.activation.kind} recomputed in backward"
 
     def fuser_forward(
         self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
@@ -103,9 +96,6 @@ class GroupedMLP(FusedOperation):
         fc1_ctx, _, fc2_ctx = ctxs
         splits, _ = self.fc1.check(x, extras)
         scales = extras.get("scales")
-        fc1_ctx.runs_fused_kernel = self._runs_whole(ctxs, x)
-        if fc1_ctx.runs_fused_kernel:
-            return self._forward_whole(ctxs, x, splits, scales), {}
         path = fc1_ctx.path
         wgrad = self.fc1.wants_weight_grad(fc1_ctx)
         x_q = path.quantize(x, splits, fc1_ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
@@ -127,70 +117,12 @@ class GroupedMLP(FusedOperation):
             fc1_ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, h, scales, splits, act_scale)
         return y, {}
 
-    def _runs_whole(self, ctxs: Sequence[OperationContext], x: Tensor) -> bool:
-        """Whether one function does it all: it may, and there is no buffer of the caller's inside."""
-        first, _, last = ctxs
-        inside = "output" in first.buffers or "grad_input" in last.buffers
-        return not inside and self._may_run_whole(first.path, first.recipe, x.device.type)
-
-    def _may_run_whole(self, path: Path, recipe: Recipe, device_type: str) -> bool:
-        """Whether one function could do it all: nothing is quantized.
-
-        Its weight gradients are new tensors, so these have to be autograd's. On the CPU it loops over groups, of rows
-        that fill torch's vector loops: else the last place of an exp depends on where a row stands.
-        """
-        elsewhere = self.fc1.wgrad_is_external or self.fc2.wgrad_is_external
-        if elsewhere or not isinstance(path, GroupedPath) or quantizes(recipe):
-            return False
-        return device_type == "cuda" or (device_type == "cpu" and self.fc2.in_features % 32 == 0)
-
-    def _forward_whole(
-        self, ctxs: Sequence[OperationContext], x: Tensor, splits: Splits, scales: Tensor | None
-    ) -> Tensor:
-        first, _, last = ctxs
-        fc1, fc2 = self.fc1, self.fc2
-        run = grouped_mlp_cpu if x.device.type == "cpu" else grouped_mlp_gpu
-        h, y = run(
-            x, fc1.stacked_weights(first), fc1.biases(first), fc2.stacked_weights(last), fc2.biases(last), splits,
-            self.activation, scales if self.scaled else None, scales if fc2.scale_bias else None,
-            out=fc2.buffer(last, "output", x, fc2.out_features),
-        )  # fmt: skip
-        if any(ctx.needs_grad for ctx in ctxs):
-            first.saved = self.Saved(x if fc1.wants_weight_grad(first) else None, h, scales, splits, None)
-        return y
-
-    def _backward_whole(self, ctxs: Sequence[OperationContext], dy: Tensor) -> BackwardOfFused:
-        first, middle, last = ctxs
-        fc1, fc2 = self.fc1, self.fc2
-        saved: GroupedMLP.Saved = first.saved
-        splits, scales = saved.splits, saved.scales
-        d_fc2, d_bias_scales = fc2.bias_gradients(last, dy, splits, scales if fc2.scale_bias else None)
-        need_db1 = not first.needs.params.isdisjoint(fc1.bias_names)
-        run = dgrouped_mlp_cpu if dy.device.type == "cpu" else dgrouped_mlp_gpu
-        gradients = run(
-            dy, saved.x, saved.h, fc1.stacked_weights(first), fc2.stacked_weights(last), splits, self.activation,
-            scales if self.scaled else None, need_dx=first.needs.input, need_dw1=fc1.wants_weight_grad(first),
-            need_dw2=fc2.wants_weight_grad(last), need_dscales="scales" in middle.needs.extras, need_dh=need_db1,
-            out=fc1.buffer(first, "grad_input", dy, fc1.in_features),
-        )  # fmt: skip
-        d_fc1: dict[str, Tensor | None] = {}
-        if gradients.dh is not None:
-            d_fc1, _ = fc1.bias_gradients(first, gradients.dh, splits, None)
-        if gradients.dw1 is not None:
-            d_fc1 |= fc1.weight_gradients(gradients.dw1)
-        if gradients.dw2 is not None:
-            d_fc2 |= fc2.weight_gradients(gradients.dw2)
-        return gradients.dx, (d_fc1, {}, d_fc2), {"scales": _sum(gradients.dscales, d_bias_scales)}
-
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfFused:
         fc1_ctx, act_ctx, fc2_ctx = ctxs
         saved: GroupedMLP.Saved = fc1_ctx.saved
         fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, saved.splits
-
-        if fc1_ctx.runs_fused_kernel and fc2_ctx.needs.input:
-            return self._backward_whole(ctxs, dy)
         # FC2
         wgrad = fc2.wants_weight_grad(fc2_ctx)
         d_fc2, dscales = fc2.bias_gradients(fc2_ctx, dy, splits, saved.scales if fc2.scale_bias else None)

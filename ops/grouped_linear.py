@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.products.main_grad import OperationWithWeights
 from ops.products.paths import SplitTensors, choose_path
-from ops.products.tile_words import explain_tiles
+from ops.products.tile_words import explain_dequantized, explain_tiles
 from ops.products.weights import quantized_weights
 from ops.runner.callers_buffers import overlap
 from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
@@ -52,7 +52,7 @@ class GroupedLinear(OperationWithWeights):
     buffer_names = ("output", "grad_input")
 
     class Saved(NamedTuple):
-        x: GroupedTensor | SplitTensors | None  # columnwise copy only, where quantized
+        x: Tensor | GroupedTensor | SplitTensors | None  # columnwise copy only, where quantized
         splits: Splits
         scales: Tensor | None
 
@@ -115,11 +115,13 @@ class GroupedLinear(OperationWithWeights):
     def kernel(self, request: PlanRequest) -> str:
         in_torch = request.device.type != "cuda"
         if choose_path(request).name == "split":
-            return "a product a group (torch)" if in_torch else "a product a group"
-        if in_torch:
-            return "grouped GEMM (torch)"
-        weights = (self.num_groups, self.out_features, self.in_features)
-        return f"grouped GEMM (Triton: {explain_tiles(request, weights, accumulate=self.accumulate_into_main_grad)})"
+            way = "a product a group (torch)" if in_torch else "a product a group"
+        elif in_torch:
+            way = "grouped GEMM (torch)"
+        else:
+            weights = (self.num_groups, self.out_features, self.in_features)
+            way = f"grouped GEMM (Triton: {explain_tiles(request, weights, accumulate=self.accumulate_into_main_grad)})"
+        return way + explain_dequantized(request)
 
     def weight_operand(self, ctx: OperationContext, *, rowwise: bool = False, columnwise: bool = False) -> Any:
         """The weights as the path multiplies them: rowwise for fprop, columnwise for dgrad.
@@ -127,26 +129,21 @@ class GroupedLinear(OperationWithWeights):
         Quantized, they may have both copies, if both will be needed.
         """
         quantizer = ctx.quantizer(Role.WEIGHT)
+        if quantizer is None:
+            return ctx.path.weight(self._read(ctx, self.weight_names), None, rowwise=rowwise, columnwise=columnwise)
 
         def quantize(rowwise: bool, columnwise: bool) -> Any:
             weights = self._read(ctx, self.weight_names)
             return ctx.path.weight(weights, quantizer, rowwise=rowwise, columnwise=columnwise)
 
-        if quantizer is None:
-            return quantize(rowwise, columnwise)
         columnwise = columnwise or ctx.needs.input
         return quantized_weights(ctx, self.weight_names, quantizer, quantize, rowwise=rowwise, columnwise=columnwise)
 
-    def stacked_weights(self, ctx: OperationContext) -> Tensor:
-        """[G, N, K], in high precision."""
-        return self._stacked(ctx, self.weight_names)
-
     def biases(self, ctx: OperationContext) -> Tensor | None:
         """[G, N], or None without a bias."""
-        return self._stacked(ctx, self.bias_names) if self.use_bias else None
-
-    def _stacked(self, ctx: OperationContext, names: tuple[str, ...]) -> Tensor:
-        tensors = self._read(ctx, names)
+        if not self.use_bias:
+            return None
+        tensors = self._read(ctx, self.bias_names)
         return tensors if isinstance(tensors, Tensor) else torch.stack(tensors)
 
     def _read(self, ctx: OperationContext, names: tuple[str, ...]) -> Tensor | list[Tensor]:

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from ops.products.main_grad import OperationWithWeights
 from ops.products.product import for_wgrad, gemm, quantized, wgrad
+from ops.products.tile_words import explain_dequantized
 from ops.products.weights import quantized_weights
 from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
 from recipes.arguments import check_flags, positive_integers
 from recipes.recipe import Recipe, Role
+from recipes.request import PlanRequest
 from recipes.tensors.quantizer import Quantizer
 
 
@@ -71,6 +73,9 @@ class Linear(OperationWithWeights):
     def grad_output_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
+    def kernel(self, request: PlanRequest) -> str:
+        return "torch" + explain_dequantized(request)
+
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         return self.fprop(ctx, x), {}
 
@@ -94,7 +99,8 @@ class Linear(OperationWithWeights):
         if bias is not None and alpha != 1:
             bias = bias * alpha
         split = ctx.recipe.split_accumulator("fprop")
-        y = gemm("TN", rows, w, ctx.dtype, added=bias, alpha=alpha, split_accumulator=split)
+        capability = ctx.path.capability
+        y = gemm("TN", rows, w, ctx.dtype, capability=capability, added=bias, alpha=alpha, split_accumulator=split)
         if ctx.needs_grad:
             ctx.saved = self.Saved(for_wgrad(rows) if need_wgrad else None)
         return y.view(*x.shape[:-1], self.out_features)
@@ -114,15 +120,17 @@ class Linear(OperationWithWeights):
         if not (needs.input or need_wgrad):
             return dx, gradients  # dy is not quantized: that would draw a random seed or record an amax
         rows = quantized(_matrix(dy), ctx.quantizer(Role.GRAD_OUTPUT), rowwise=needs.input, columnwise=need_wgrad)
+        capability = ctx.path.capability
         if needs.input:
             w = self._weight(ctx, columnwise=True)
             split = ctx.recipe.split_accumulator("dgrad")
-            dx = gemm("NN", rows, w, ctx.dtype, alpha=alpha, split_accumulator=split).view(
-                *dy.shape[:-1], self.in_features
-            )
+            dx = gemm("NN", rows, w, ctx.dtype, capability=capability, alpha=alpha, split_accumulator=split)
+            dx = dx.view(*dy.shape[:-1], self.in_features)
         if need_wgrad:
             split = ctx.recipe.split_accumulator("wgrad")
-            product = partial(wgrad, rows, saved.x, dtype=ctx.dtype, alpha=alpha, split_accumulator=split)
+            product = partial(
+                wgrad, rows, saved.x, dtype=ctx.dtype, capability=capability, alpha=alpha, split_accumulator=split
+            )  # fmt: skip
             gradients |= self.accumulate(ctx, product)
         return dx, gradients
 

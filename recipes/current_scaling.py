@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recipes.casts.cast_float8 import BLOCK, Float8Copies, cast_float8, dequantize_codes, transpose_back
-from recipes.recipe import Recipe, Role, support_of_float8
+from recipes.recipe import Recipe, Role
 from recipes.tensors.formats import Float8Format, Format
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes, ScaleLayout
@@ -52,9 +52,6 @@ class Float8CurrentScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_amax_epsilon(self.amax_epsilon)
-
-    def support(self, device: torch.device) -> str:
-        return support_of_float8(device)
 
     def quantizer(self, role: Role) -> CurrentScalingQuantizer:
         form = self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward

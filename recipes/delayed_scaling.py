@@ -20,7 +20,7 @@ from recipes.casts.amax_history import end_step
 from recipes.casts.cast_float8 import cast_float8, empty_float8
 from recipes.current_scaling import tensor_scaled
 from recipes.pending import PendingUpdates
-from recipes.recipe import Recipe, Role, support_of_float8
+from recipes.recipe import Recipe, Role
 from recipes.stack import scale_in_use
 from recipes.tensors.formats import Float8Format, Format
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -102,9 +102,6 @@ class DelayedScaling(Recipe):
         if not self.reduce_amax:
             return ()
         return (default if self.amax_reduction_group is None else self.amax_reduction_group,)
-
-    def support(self, device: torch.device) -> str:
-        return support_of_float8(device)
 
     def quantizer(self, role: Role) -> DelayedScalingQuantizer:
         return DelayedScalingQuantizer(

@@ -19,7 +19,7 @@ from recipes.casts.cast_float8_block import (
     cast_float8_block,
     dequantize_float8_block,
 )
-from recipes.recipe import Recipe, Role, support_of_float8, support_of_products
+from recipes.recipe import Recipe, Role
 from recipes.tensors.formats import Float8Format, Format
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes, ScaleLayout
@@ -74,12 +74,6 @@ class Float8BlockScaling(Recipe):
                 "Leave at most one of them at 2."
             )
         check_amax_epsilon(self.amax_epsilon)
-
-    def support(self, device: torch.device) -> str:
-        x, w, grad = self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim
-        native = support_of_float8(device)
-        products = ((x, w) == (1, 2), (grad, w) == (1, 2), (grad, x) == (1, 1))
-        return support_of_products(native if fits else "emulated" for fits in products)
 
     def quantizer(self, role: Role) -> Float8BlockQuantizer:
         form = self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.recipe import Recipe, Role, support_of_products
+from recipes.recipe import Recipe, Role
 from recipes.registry import as_recipe
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import Operand, QuantizedTensor, ScaledCodes, ScaleLayout, pick
+from recipes.tensors.quantized_tensor import Operand, QuantizedTensor, ScaledCodes, pick
 from recipes.tensors.quantizer import Quantizer, check_grouped, check_stacked, check_tensor
 from recipes.tensors.splits import Splits
 
@@ -58,18 +58,6 @@ class MixedScaling(Recipe):
                 f"In wgrad the gradient is transformed by {transforms[0]} and the input by {transforms[1]}, but a "
                 "transform cancels only if both operands have it. Give both the same recipe, or disable it."
             )
-
-    def support(self, device: torch.device) -> str:
-        """As the products say; one is native if its operands are of one recipe that is."""
-        products = [
-            (self.input, self.weight),
-            (self.grad_output, self.weight_for_dgrad or self.weight),
-            (self.grad_output_for_wgrad or self.grad_output, self.input_for_wgrad or self.input),
-        ]
-        return support_of_products(
-            left.support(device) if type(left) is type(right) else "emulated"
-            for left, right in ((as_recipe(left), as_recipe(right)) for left, right in products)
-        )
 
     def quantizer(self, role: Role) -> Quantizer | None:
         rowwise, columnwise = self._pair(role)
@@ -131,9 +119,8 @@ class MixedQuantizer(Quantizer):
     def seeded(self, device: torch.device) -> MixedQuantizer:
         return MixedQuantizer(*(half and half.seeded(device) for half in (self.rowwise, self.columnwise)))
 
-    def float8_scaling(self, columnwise: bool) -> ScaleLayout | None:
-        half = self.columnwise if columnwise else self.rowwise
-        return None if half is None else half.float8_scaling(columnwise)
+    def of_copy(self, columnwise: bool) -> Quantizer | None:
+        return self.columnwise if columnwise else self.rowwise
 
     def knows_groups(self) -> bool:
         return all(quantizer is None or quantizer.knows_groups() for quantizer in (self.rowwise, self.columnwise))

@@ -7,19 +7,18 @@ nothing outside this folder tests its class.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from recipes.arguments import as_flag, as_integer, as_member, as_number
+from recipes.native_products import COLUMNWISE, LAYOUTS, Capability, Product, compute_capability, why_not_native
 from recipes.tensors.formats import Format
 from recipes.tensors.quantizer import Quantizer
-
-Product = Literal["fprop", "dgrad", "wgrad"]
 
 
 class Role(Enum):
@@ -28,6 +27,14 @@ class Role(Enum):
     INPUT = "input"
     WEIGHT = "weight"
     GRAD_OUTPUT = "grad_output"
+
+
+# product -> its first and its second operand
+OPERANDS: dict[Product, tuple[Role, Role]] = {
+    "fprop": (Role.INPUT, Role.WEIGHT),
+    "dgrad": (Role.GRAD_OUTPUT, Role.WEIGHT),
+    "wgrad": (Role.GRAD_OUTPUT, Role.INPUT),
+}
 
 
 class Target(Protocol):
@@ -124,9 +131,27 @@ class Recipe(ABC):
     def quantizer(self, role: Role) -> Quantizer | None:
         """The quantizer for tensors in this role; None keeps them in high precision."""
 
+    def why_not_native(self, product: Product, dtype: torch.dtype, capability: Capability | None) -> str | None:
+        """Why the operands of this product are dequantized before it, as a sentence; None if they are multiplied as
+        they are. See `recipes.native_products`."""
+        layout = LAYOUTS[product]
+        scalings = []
+        for role, columnwise in zip(OPERANDS[product], COLUMNWISE[layout], strict=True):
+            quantizer = self.quantizer(role)
+            of_copy = None if quantizer is None else quantizer.of_copy(columnwise)
+            scalings.append((of_copy is not None, None if of_copy is None else of_copy.float8_scaling(columnwise)))
+        (quantizes_left, left), (quantizes_right, right) = scalings
+        if not (quantizes_left or quantizes_right):
+            return None
+        return why_not_native(layout, left, right, dtype, capability)
+
     def support(self, device: torch.device) -> str:
         """Says "native" if the device multiplies in these numbers, "emulated" if it multiplies dequantized operands."""
-        return "emulated"
+        capability = compute_capability(device)
+        native = {self.why_not_native(product, torch.bfloat16, capability) is None for product in LAYOUTS}
+        if len(native) > 1:
+            return "some products native, some emulated"
+        return "native" if native.pop() else "emulated"
 
     def why_not_grouped(self, request: Target) -> str | None:
         """Why the grouped path cannot run this request, as a sentence; None if it can."""
@@ -147,22 +172,6 @@ class HighPrecision(Recipe):
 
     def quantizer(self, role: Role) -> Quantizer | None:
         return None
-
-    def support(self, device: torch.device) -> str:
-        return "native"
-
-
-def support_of_float8(device: torch.device) -> str:
-    """`Recipe.support` of float8 codes with scales of a tensor or of 128 values: native from sm_89 on."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return "emulated"
-    return "native" if torch.cuda.get_device_capability(device) >= (8, 9) else "emulated"
-
-
-def support_of_products(found: Iterable[str]) -> str:
-    """`Recipe.support` of what says this of each product."""
-    different = set(found)
-    return different.pop() if len(different) == 1 else "some products native, some emulated"
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -392,7 +392,7 @@ MIXED = [(torch.bfloat16, torch.float32, torch.bfloat16), (torch.float32, torch.
 def test_gemm_takes_a_factor(alpha: float, added: bool, dtypes: tuple[torch.dtype, ...]) -> None:
     a, b, out = torch.randn(5, K).to(dtypes[0]), torch.randn(N, K).to(dtypes[1]), dtypes[2]
     vector = torch.randn(N) if added else None
-    y = gemm("TN", a, b, out, added=vector, alpha=alpha)
+    y = gemm("TN", a, b, out, capability=None, added=vector, alpha=alpha)
     expected = alpha * (a.double() @ b.double().T) + (0 if vector is None else vector.to(out).double())
     assert y.dtype == out
     torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(out).eps, atol=40 * torch.finfo(out).eps)

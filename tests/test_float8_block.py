@@ -423,5 +423,5 @@ def test_a_negative_epsilon_is_refused(epsilon):
     ids=str,
 )
 def test_support_is_that_of_each_product(dims, expected, monkeypatch):
-    monkeypatch.setattr("recipes.float8_block.support_of_float8", lambda device: "native")
+    monkeypatch.setattr("recipes.recipe.compute_capability", lambda device: (9, 0))
     assert with_dims(*dims).support(torch.device("cuda")) == expected

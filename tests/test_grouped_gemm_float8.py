@@ -12,6 +12,7 @@ from ops.kernels.grouped_gemm.float8 import BLOCK, grouped_gemm_nt_float8, group
 from ops.kernels.grouped_gemm.measured_tiles import shared_memory_limit
 from ops.kernels.grouped_gemm.ragged_tma import takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules_float8 import k_grouped_float8_config, m_grouped_float8_config
+from recipes.native_products import why_not_float8
 from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.splits import Splits
 from tests.grouped_cases import DEVICES, Exact, group_rows, poisoned
@@ -360,12 +361,12 @@ def test_a_buffer_of_the_caller_is_filled():
     ],
 )
 def test_a_reason_is_given_where_float8_cannot_run(capability, dtypes, reason):
-    assert reason in gg.why_not_float8(capability, *dtypes)
+    assert reason in why_not_float8(capability, *dtypes)
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
 def test_no_reason_is_given_where_float8_runs(capability):
-    assert gg.why_not_float8(capability, E4M3.dtype, E5M2.dtype) is None
+    assert why_not_float8(capability, E4M3.dtype, E5M2.dtype) is None
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])

@@ -16,16 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused import GroupedMLP
-from fused.kernels.grouped_mlp_cpu import dgrouped_mlp_cpu, grouped_mlp_cpu
-from fused.kernels.grouped_mlp_gpu import dgrouped_mlp_gpu, grouped_mlp_gpu
 from fuser import Sequential, autocast, constant_weights, ops
 from fuser.testing import check_fusion
 from ops import BasicOperation, GroupedLinear
-from ops.kernels.elementwise.activation import Activation
 from ops.products.paths import GroupedPath
 from recipes import E4M3, QuantizedTensor, Quantizer, Recipe, Role
 from recipes.current_scaling import CurrentScalingQuantizer
-from recipes.tensors.splits import Splits
 from tests import reference
 from tests.reference import ROUNDED_OFTEN, assert_close, assert_same_bits
 
@@ -276,7 +272,7 @@ def test_random_splits(sizes, tail, activation, bias, interleave, dtype, seed):
     "sizes", [[36, 36, 36, 36], [0, 0, 32, 32, 32, 32, 32, 0], [3, 47, 47, 47, 0, 0, 1], [1, 1, 1]], ids=str
 )
 def test_groups_of_one_size_side_by_side(sizes, threads):
-    """As many of them as there are threads are multiplied at once; the values are those of one after the other."""
+    """On any number of threads the values are those of one group after the other."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -300,24 +296,6 @@ def test_groups_of_one_size_side_by_side(sizes, threads):
 )
 def test_random_splits_on_the_gpu(sizes, tail, activation, bias, interleave, dtype, seed):
     check_example(sizes, tail, activation, bias, interleave, dtype, "cuda", seed)
-
-
-@pytest.mark.parametrize("frozen", [None, "dx", "dw1", "dw2", "dscales", "dh"])
-def test_what_runs_on_a_gpu_computes_what_runs_on_the_cpu(frozen):
-    """With the products' own functions for CPU tensors: the kernels are not at stake here."""
-    sizes = [3, 0, 9, 4]
-    x, dy = torch.randn(2, 20, 32, dtype=torch.float64)
-    w1, w2 = torch.randn(4, 64, 32, dtype=torch.float64), torch.randn(4, 32, 32, dtype=torch.float64)
-    b1, b2, scales = torch.randn(4, 64), torch.randn(4, 32), torch.rand(20)
-    splits, spec = Splits.make(sizes, rows=20, device="cpu"), Activation("swiglu")
-    needs = {f"need_{name}": name != frozen for name in ("dx", "dw1", "dw2", "dscales", "dh")}
-    h, y = grouped_mlp_cpu(x, w1, b1.double(), w2, b2.double(), splits, spec, scales, scales)
-    expected = {"h": h, "y": y, **dgrouped_mlp_cpu(dy, x, h, w1, w2, splits, spec, scales, **needs)._asdict()}
-    for _ in range(3):
-        h, y = grouped_mlp_gpu(x, w1, b1.double(), w2, b2.double(), splits, spec, scales, scales)
-        found = dgrouped_mlp_gpu(dy, x, h, w1, w2, splits, spec, scales, **needs)._asdict()
-        assert [name for name, value in found.items() if value is None] == [frozen] * (frozen is not None)
-        assert_close({"h": h, "y": y, **found}, expected)
 
 
 @pytest.mark.parametrize("interleave", [None, 2])
@@ -405,7 +383,8 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("only", PRODUCTS)
-def test_no_product_is_computed_for_what_is_frozen(only, device, monkeypatch):
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_no_product_is_computed_for_what_is_frozen(recipe, only, device, monkeypatch):
     sequential = Sequential(*make(device=device))
     computed: list[str] = []
     for verb in ("dgrad", "wgrad"):
@@ -416,33 +395,34 @@ def test_no_product_is_computed_for_what_is_frozen(only, device, monkeypatch):
     x, scales, dy = data(sequential, 21, 21, torch.float32, device)
     for name, tensor in {"x": x, "scales": scales, **dict(sequential.named_parameters())}.items():
         tensor.requires_grad_(name == only)
-    with autocast(recipe="mxfp8"):  # without a recipe the CPU has a loop of its own, see below
+    with autocast(recipe=recipe):
         got = run(sequential, x, scales, dy, [9, 0, 10, 2])
     assert computed == PRODUCTS[only]
     assert got[f"gradient of {only}"] is not None
 
 
 class CountProducts(TorchDispatchMode):
-    """Counts the products without a bias, which are those of the backward."""
+    """Counts the products of all groups without a bias, which are those of the backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm)
+        assert function.overloadpacket not in (torch.ops.aten.mm, torch.ops.aten.bmm), "they take no whole groups"
+        self.count += function.overloadpacket is torch.ops.aten._grouped_mm
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("only", PRODUCTS)
-def test_no_product_of_a_group_is_computed_for_what_is_frozen(only):
+def test_torch_multiplies_nothing_for_what_is_frozen(only):
     sequential = Sequential(*make())
-    x, scales, dy = data(sequential, 21, 21, torch.float32)
+    x, scales, dy = data(sequential, 24, 24, torch.float32)
     for name, tensor in {"x": x, "scales": scales, **dict(sequential.named_parameters())}.items():
         tensor.requires_grad_(name == only)
     with CountProducts() as products:
         got = run(sequential, x, scales, dy, [9, 0, 10, 2])
-    assert products.count == 3 * len(PRODUCTS[only]), "three of the four groups have rows"
+    assert products.count == len(PRODUCTS[only])
     assert got[f"gradient of {only}"] is not None
 
 

@@ -31,6 +31,7 @@ from recipes import (
     Splits,
 )
 from recipes.current_scaling import CurrentScalingQuantizer
+from recipes.native_products import compute_capability
 from tests import reference
 from tests.grouped_cases import groups_of
 from tests.reference import assert_close, assert_same_bits
@@ -49,8 +50,12 @@ RECIPES = [
     MXFP8BlockScaling(),
     Float8BlockScaling(),
 ]
-GROUPED, SPLIT = GroupedPath(), SplitPath()
 SIZES = [[6, 6, 6, 6], [12, 0, 18, 6], [3, 17, 1, 9], [0, 0, 25, 0], [9, 4, 7, 0], [0, 0, 0, 0]]
+
+
+def paths(device: str) -> tuple[GroupedPath, SplitPath]:
+    capability = compute_capability(torch.device(device))
+    return GroupedPath(capability=capability), SplitPath(capability=capability)
 
 
 def run(path: Any, recipe: Recipe, x: Tensor, w: Any, dy: Tensor, bias: Tensor, scales: Any, splits: Splits) -> dict:
@@ -90,7 +95,7 @@ def both(
             t[active:] = float("nan")
     splits = Splits.make(torch.tensor(sizes, device=device), rows=rows, device=device)
     weights = list(w) if separate else w
-    return tuple(run(path, recipe, x, weights, dy, bias, scales, splits) for path in (GROUPED, SPLIT))
+    return tuple(run(path, recipe, x, weights, dy, bias, scales, splits) for path in paths(device))
 
 
 def small_integers(generator: torch.Generator) -> Any:
@@ -176,8 +181,8 @@ def test_the_codes_are_the_same(recipe, device):
     x[53:] = float("nan")
     splits = Splits.make(torch.tensor(sizes, device=device), rows=rows, device=device)
     quantizer = recipe.quantizer(Role.INPUT)
-    grouped = groups_of(GROUPED.quantize(x, splits, quantizer, rowwise=True, columnwise=True))
-    split = SPLIT.quantize(x, splits, quantizer, rowwise=True, columnwise=True).members
+    grouped, split = (path.quantize(x, splits, quantizer, rowwise=True, columnwise=True) for path in paths(device))
+    grouped, split = groups_of(grouped), split.members
     for mine, theirs in zip(grouped, split, strict=True):
         for got, want in zip(mine.tensors(), theirs.tensors(), strict=True):
             assert (got is None) == (want is None)
@@ -376,13 +381,15 @@ def test_a_quantizer_of_single_tensors_sees_no_group_without_rows(sizes, fusions
 
 def test_explain_names_the_kernels_of_a_cpu():
     grouped, loop = "grouped GEMM (torch)", "a product a group (torch)"
+    values = "dequantized for all products (an operand has no float8 codes with a scale a tensor or 128 values)"
+    no_gpu = "dequantized for all products (float8 products need a CUDA device, and these operands are on none)"
     for inner, switches, path, recipe, words in (
-        (32, {}, None, None, "group by group (torch)"),
-        (32, {}, None, "mxfp8", grouped),
-        (8, {}, None, None, grouped),  # too narrow for torch's vector loops
+        (32, {}, None, None, grouped),
+        (32, {}, None, "mxfp8", f"{grouped}, {values}"),
+        (32, {}, None, "fp8_current", f"{grouped}, {no_gpu}"),
         (32, {"delay_wgrad_compute": True}, None, None, grouped),
         (32, {}, "split", None, loop),
-        (32, {}, "split", "mxfp8", loop),
+        (32, {}, "split", "mxfp8", f"{loop}, {values}"),
     ):
         operations = GroupedLinear(4, 32, 2 * inner, **switches), ops.SwiGLU(), GroupedLinear(4, inner, 16)
         assert f"[{words}, swiglu" in Sequential(*operations, path=path).explain(recipe=recipe)

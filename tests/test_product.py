@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.products.product import COLUMNWISE, LAYOUTS, GemmLayout, gemm, operands
+from ops.products.product import gemm, operands
 from recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from recipes.native_products import COLUMNWISE, LAYOUTS, GemmLayout, compute_capability
 from recipes.recipe import Recipe, Role
 
 RECIPES: dict[str, Recipe] = {
@@ -57,7 +58,8 @@ def check(
         recipe.quantizer(role).quantize(tensor, rowwise=True, columnwise=True)
         for role, tensor in zip(ROLES[layout], given, strict=True)
     )
-    found = gemm(layout, left, right, dtype, split_accumulator=split)
+    capability = compute_capability(torch.device(device))
+    found = gemm(layout, left, right, dtype, capability=capability, split_accumulator=split)
     values = [
         operand.values.double() * (1.0 if operand.alpha is None else operand.alpha.double())
         for operand in operands(layout, left, right, torch.float64)

@@ -331,3 +331,27 @@ class Seeded(HighPrecision):
 def test_an_object_is_not_written_down():
     with pytest.raises(ValueError, match="field 'generator' is a Generator, which cannot be written down"):
         Seeded(generator=torch.Generator()).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("bf16", (None, None, None)),
+        ("fp8_current", (None, None, None)),
+        ("fp8_delayed", (None, None, None)),
+        ("fp8_block", (None, None, None)),
+        ("mxfp8", ("no float8 codes",) * 3),
+        (Float8BlockScaling(w_block_scaling_dim=1), ("TN product of codes with 1x128 blocks by", "NN product", None)),
+        (MixedScaling("fp8_current", "fp8_current", input_for_wgrad="bf16"), (None, "no float8 codes", None)),
+    ],
+    ids=str,
+)
+def test_each_product_says_why_it_is_not_native(recipe, why):
+    recipe = as_recipe(recipe)
+    for product, sentence in zip(("fprop", "dgrad", "wgrad"), why, strict=True):
+        found = recipe.why_not_native(product, torch.bfloat16, (9, 0))
+        assert found is None if sentence is None else sentence in found
+        if recipe != HighPrecision() and sentence is None and product != "wgrad":
+            assert "need a CUDA device" in recipe.why_not_native(product, torch.bfloat16, None)
+            assert "this GPU has 8.0" in recipe.why_not_native(product, torch.bfloat16, (8, 0))
+            assert "float64" in recipe.why_not_native(product, torch.float64, (9, 0))

@@ -1,5 +1,8 @@
 """Where grouped products run: on one buffer with sizes on the device, or group by group with sizes on the host.
 
+capability: that of the GPU for which the plan was made, None of a CPU: it decides, with how codes are scaled, whether
+they are multiplied as they are (`recipes.native_products`).
+
 Both paths have the same verbs, so `GroupedLinear` and the fused grouped MLP are written once over them:
 
     operand(x, splits, quantizer, ...)   x, dy: quantized where the recipe says so
@@ -17,6 +20,7 @@ tensors only, for dtypes without a grouped kernel, and as the independent check 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +30,6 @@ from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm
 from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.products.product import (
-    LAYOUTS,
     combined_alpha,
     float8_operands,
     for_wgrad,
@@ -37,7 +40,8 @@ from ops.products.product import (
     wgrad,
 )
 from ops.runner.in_place import writable
-from recipes.recipe import HighPrecision, Product, Recipe
+from recipes.native_products import LAYOUTS, Capability, Product, compute_capability
+from recipes.recipe import HighPrecision, Recipe
 from recipes.request import PlanRequest
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import Operand, QuantizedTensor
@@ -73,8 +77,9 @@ class GroupedPath:
 
     name = "grouped"
 
-    def __init__(self, recipe: Recipe | None = None) -> None:
+    def __init__(self, recipe: Recipe | None = None, *, capability: Capability | None) -> None:
         self.recipe = recipe or HighPrecision()
+        self.capability = capability
 
     def quantize(
         self, x: Tensor, splits: Splits, quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
@@ -93,9 +98,9 @@ class GroupedPath:
             return stacked
         return quantizer.quantize_stacked(stacked, rowwise=rowwise, columnwise=columnwise)
 
-    def for_wgrad(self, x: GroupedTensor) -> GroupedTensor:
+    def for_wgrad(self, x: GroupedTensor) -> Tensor | GroupedTensor:
         """What of x has to be kept for wgrad."""
-        return for_wgrad(x)
+        return for_wgrad(x) if x.data is None else x.data
 
     def fprop(
         self,
@@ -107,7 +112,7 @@ class GroupedPath:
         out: Tensor | None = None,
     ) -> Tensor:
         """y[t] = x[t] w_g^T + scales[t] b_g, [T, N] in x's dtype; rows past the last group are zero."""
-        codes = float8_operands("TN", x, w)
+        codes = float8_operands("TN", x, w, self.capability)
         if codes is not None:
             a, b = codes
             return grouped_gemm_tn_float8(
@@ -138,7 +143,7 @@ class GroupedPath:
 
     def dgrad(self, dy: GroupedTensor, w: Tensor | QuantizedTensor, *, out: Tensor | None = None) -> Tensor:
         """dx[t] = dy[t] w_g, [T, K] in dy's dtype; rows past the last group are zero."""
-        codes = float8_operands("NN", dy, w)
+        codes = float8_operands("NN", dy, w, self.capability)
         if codes is not None:
             a, b = codes
             return grouped_gemm_tn_float8(
@@ -152,7 +157,7 @@ class GroupedPath:
     def wgrad(
         self,
         dy: GroupedTensor,
-        x: GroupedTensor,
+        x: Tensor | GroupedTensor,
         *,
         out: Tensor | None = None,
         accumulate: bool = False,
@@ -163,7 +168,7 @@ class GroupedPath:
         An empty group's dw is zero. What goes into `out` is summed in float32 and rounded once to out's dtype; reverse:
         the last group comes first there.
         """
-        codes = float8_operands("NT", dy, x)
+        codes = float8_operands("NT", dy, x, self.capability)
         if codes is not None:
             a, b = codes
             return grouped_gemm_nt_float8(
@@ -188,8 +193,9 @@ class SplitPath:
 
     name = "split"
 
-    def __init__(self, recipe: Recipe | None = None) -> None:
+    def __init__(self, recipe: Recipe | None = None, *, capability: Capability | None) -> None:
         self.recipe = recipe or HighPrecision()
+        self.capability = capability
 
     def quantize(
         self, x: Tensor, splits: Splits, quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
@@ -257,7 +263,10 @@ class SplitPath:
     ) -> Tensor:
         """As `GroupedPath.wgrad`."""
         first_dy, first_x = dy.members[0], x.members[0]
-        dtype, split = first_dy.dtype, self.recipe.split_accumulator("wgrad")
+        dtype = first_dy.dtype
+        product = partial(
+            wgrad, capability=self.capability, split_accumulator=self.recipe.split_accumulator("wgrad")
+        )  # fmt: skip
         dw = out
         if dw is None:
             shape = len(dy.sizes), first_dy.shape[1], first_x.shape[1]
@@ -265,9 +274,9 @@ class SplitPath:
         for group, size in enumerate(dy.sizes):
             members, place = (dy.members[group], x.members[group]), dw[-1 - group if reverse else group]
             if size and out is None:
-                place.copy_(wgrad(*members, dtype, split_accumulator=split))
+                place.copy_(product(*members, dtype))
             elif size:
-                wgrad(*members, dtype, split_accumulator=split, out=place, accumulate=accumulate)
+                product(*members, dtype, out=place, accumulate=accumulate)
             elif not accumulate:
                 place.zero_()
         return dw
@@ -280,7 +289,9 @@ class SplitPath:
 
     def _gemm(self, product: Product, a: Any, b: Any, out_dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
         split = self.recipe.split_accumulator(product)
-        return gemm(LAYOUTS[product], a, b, out_dtype, added=added, split_accumulator=split)
+        return gemm(
+            LAYOUTS[product], a, b, out_dtype, capability=self.capability, added=added, split_accumulator=split
+        )  # fmt: skip
 
 
 Path = GroupedPath | SplitPath
@@ -300,7 +311,8 @@ def choose_path(request: PlanRequest) -> Path:
     refusal = request.recipe.why_not_grouped(request)
     if asked == "grouped" and refusal is not None:
         raise ValueError(f"path='grouped' cannot be taken: {refusal} Leave path unset, or ask for path='split'.")
-    return _PATHS[asked or ("grouped" if refusal is None else "split")](request.recipe)
+    kind = _PATHS[asked or ("grouped" if refusal is None else "split")]
+    return kind(request.recipe, capability=compute_capability(request.device))
 
 
 def _members(parts: Sequence[Tensor], quantizer: Quantizer | None, rowwise: bool, columnwise: bool) -> list[Any]:

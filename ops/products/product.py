@@ -6,35 +6,29 @@
 
 A quantized operand is multiplied by its exact values (see `gemm_dtype`); scales that hold for a whole tensor are
 applied to the float32 sum. Float8 codes with scales of a tensor or of 128 values are multiplied as they are where the
-GPU can (`float8_operands`). The result is rounded once.
+GPU can (`recipes.native_products`). The result is rounded once.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8, why_not_float8
+from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nt
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.runner.in_place import writable
-from recipes.recipe import Product, Recipe, Role
+from recipes.native_products import COLUMNWISE, Capability, GemmLayout, why_not_native
+from recipes.recipe import Recipe, Role
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaleLayout
+from recipes.tensors.quantized_tensor import Float8Operand, Operand, QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.splits import Splits
-
-GemmLayout = Literal["TN", "NN", "NT"]
-
-LAYOUTS: dict[Product, GemmLayout] = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
-
-# layout -> whether the first and the second operand are read columnwise
-COLUMNWISE: dict[GemmLayout, tuple[bool, bool]] = {"TN": (False, False), "NN": (False, True), "NT": (True, True)}
 
 
 def quantized(
@@ -98,27 +92,23 @@ def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> 
     return left._replace(values=left.values.to(dtype)), right._replace(values=right.values.to(dtype))
 
 
-def float8_operands(layout: GemmLayout, a: Matrix, b: Matrix) -> tuple[Float8Operand, Float8Operand] | None:
-    """The codes of both, where the GPU multiplies them as they are; None where values are multiplied instead."""
+def float8_operands(
+    layout: GemmLayout, a: Matrix, b: Matrix, capability: Capability | None
+) -> tuple[Float8Operand, Float8Operand] | None:
+    """The codes of both, where a GPU of this capability multiplies them as they are; None where values are."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return None
     columnwise_a, columnwise_b = COLUMNWISE[layout]
     codes_a = a.columnwise if columnwise_a else a.rowwise
     codes_b = b.columnwise if columnwise_b else b.rowwise
-    if codes_a is None or codes_b is None or a.device.type != "cuda":
+    left = None if codes_a is None else codes_a.float8_operand()
+    right = None if codes_b is None else codes_b.float8_operand()
+    if left is None or right is None or left.block != (right.block if layout == "NT" else 1):
         return None
-    left, right = codes_a.float8_operand(), codes_b.float8_operand()
-    if left is None or right is None or a.dtype == torch.float64:
-        return None
-    if not scalings_fit(layout, left.scaling, right.scaling) or left.block != (right.block if layout == "NT" else 1):
-        return None
-    refusal = why_not_float8(torch.cuda.get_device_capability(a.device), left.codes.dtype, right.codes.dtype)
+    refusal = why_not_native(
+        layout, left.scaling, right.scaling, a.dtype, capability, left.codes.dtype, right.codes.dtype
+    )  # fmt: skip
     return (left, right) if refusal is None else None
-
-
-def scalings_fit(layout: GemmLayout, left: ScaleLayout | None, right: ScaleLayout | None) -> bool:
-    """Whether float8 codes that are scaled so are multiplied as they are; None is of what has no such codes."""
-    return (left, right) in (("tensor", "tensor"), ("row", "row" if layout == "NT" else "square"))
 
 
 def in_blocks(operand: Operand, block: int, splits: Splits) -> Tensor:
@@ -148,6 +138,7 @@ def gemm(
     b: Tensor | QuantizedTensor,
     out_dtype: torch.dtype,
     *,
+    capability: Capability | None,
     added: Tensor | None = None,
     alpha: float = 1.0,
     split_accumulator: bool = True,
@@ -155,9 +146,10 @@ def gemm(
     """alpha times the product of two matrices, plus `added` (broadcast), in out_dtype. Always new memory.
 
     a: TN [T, K], NN [T, N], NT [T, N]. b: TN [N, K], NN [N, K], NT [T, K].
+    capability: of the GPU that they are on, None on a CPU
     split_accumulator: of products of float8 codes, see `Recipe.split_accumulator`
     """
-    codes = float8_operands(layout, a, b)
+    codes = float8_operands(layout, a, b, capability)
     if codes is not None:
         return _float8_gemm(layout, *codes, out_dtype, added, alpha, split_accumulator)
     left, right = operands(layout, a, b, out_dtype)
@@ -188,6 +180,7 @@ def wgrad(
     x: Tensor | QuantizedTensor,
     dtype: torch.dtype,
     *,
+    capability: Capability | None,
     alpha: float = 1.0,
     split_accumulator: bool = True,
     out: Tensor | None = None,
@@ -198,11 +191,12 @@ def wgrad(
     The sum that goes into `out` is made in float32 or better. Without rows `out` is zeroed, or left as it is.
     """
     if out is None:
-        return gemm("NT", dy, x, dtype, alpha=alpha, split_accumulator=split_accumulator)
+        return gemm("NT", dy, x, dtype, capability=capability, alpha=alpha, split_accumulator=split_accumulator)
     # Codes are multiplied by a kernel that writes new memory, and float64 has no grouped kernel on a GPU.
-    if float8_operands("NT", dy, x) is not None or (dtype == torch.float64 and out.is_cuda):
+    if float8_operands("NT", dy, x, capability) is not None or (dtype == torch.float64 and out.is_cuda):
         sums = torch.promote_types(dtype, torch.float32)
-        return store(gemm("NT", dy, x, sums, alpha=alpha, split_accumulator=split_accumulator), out, accumulate)
+        dw = gemm("NT", dy, x, sums, capability=capability, alpha=alpha, split_accumulator=split_accumulator)
+        return store(dw, out, accumulate)
     left, right = operands("NT", dy, x, dtype)
     rows_dy, rows_x = _matrices("NT", left, right)
     scale = combined_alpha(left, right)

@@ -1,4 +1,4 @@
-"""Which tiles the products of a GroupedLinear run with, as words for `explain()`.
+"""Words for `explain()`: for which products codes are dequantized, and which tiles those of a GroupedLinear run with.
 
 The rows decide too, and are not known before a call: the words say for how many which tile is.
 
@@ -14,19 +14,13 @@ import torch
 from ops.kernels.grouped_gemm.measured_tiles import Gemm, describe, tiles_in_use
 from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS, MANY_ROWS, built_in_config
 from ops.kernels.grouped_gemm.tile_rules_float8 import built_in_float8_config
-from ops.products.product import COLUMNWISE, LAYOUTS, gemm_dtype, quantizes, scalings_fit
-from recipes.recipe import Product, Recipe, Role
+from ops.products.product import gemm_dtype, quantizes
+from recipes.native_products import COLUMNWISE, LAYOUTS, Product, compute_capability
+from recipes.recipe import OPERANDS
 from recipes.request import PlanRequest
 from recipes.tensors.quantized_tensor import ScaleLayout
 
 Weights = tuple[int, int, int]  # [G, N, K]
-
-# product -> its first and its second operand
-_ROLES: dict[Product, tuple[Role, Role]] = {
-    "fprop": (Role.INPUT, Role.WEIGHT),
-    "dgrad": (Role.GRAD_OUTPUT, Role.WEIGHT),
-    "wgrad": (Role.GRAD_OUTPUT, Role.INPUT),
-}
 
 
 def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -> str:
@@ -34,7 +28,7 @@ def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -
 
     accumulate: weight gradients are added to what is there, in float32.
     """
-    gpu = torch.cuda.get_device_capability(request.device) if torch.cuda.is_available() else (9, 0)
+    gpu = compute_capability(request.device) or (9, 0)
     recipe, dtype = request.recipe, request.dtype
     multiplied = gemm_dtype(dtype, request.device) if quantizes(recipe) else dtype
     gemms: dict[Product, Gemm] = {
@@ -42,8 +36,7 @@ def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -
         "dgrad": Gemm("NN", multiplied, dtype, False, *weights),
         "wgrad": Gemm("NT", multiplied, torch.float32 if accumulate else dtype, accumulate, *weights),
     }
-    emulated = recipe.support(request.device) == "emulated" or dtype == torch.float64
-    scalings = {product: None if emulated else _float8_scaling(recipe, product) for product in gemms}
+    scalings = {product: _float8_scaling(request, product) for product in gemms}
 
     def tile(product: Product, rows: int) -> str:
         gemm, scaling = gemms[product], scalings[product]
@@ -63,15 +56,25 @@ def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -
     return f"{_measured(plain, gpu)}{', '.join(words)}, by the built-in rule"
 
 
-def _float8_scaling(recipe: Recipe, product: Product) -> ScaleLayout | None:
+def explain_dequantized(request: PlanRequest) -> str:
+    """For which products of a linear layer operands are dequantized, and why, behind a comma; or nothing."""
+    reasons: dict[str, list[str]] = {}
+    for product in LAYOUTS:
+        reason = request.recipe.why_not_native(product, request.dtype, compute_capability(request.device))
+        if reason is not None:
+            reasons.setdefault(reason.removesuffix("."), []).append(product)
+    named = {why: "all" if len(some) == len(LAYOUTS) else " and ".join(some) for why, some in reasons.items()}
+    return "".join(f", dequantized for {names} products ({why})" for why, names in named.items())
+
+
+def _float8_scaling(request: PlanRequest, product: Product) -> ScaleLayout | None:
     """Of the second operand; None where codes are not multiplied as they are."""
-    layout = LAYOUTS[product]
-    quantizers = [recipe.quantizer(role) for role in _ROLES[product]]
-    left, right = (
-        None if quantizer is None else quantizer.float8_scaling(columnwise)
-        for quantizer, columnwise in zip(quantizers, COLUMNWISE[layout], strict=True)
-    )
-    return right if scalings_fit(layout, left, right) else None
+    recipe = request.recipe
+    quantizer = recipe.quantizer(OPERANDS[product][1])
+    columnwise = COLUMNWISE[LAYOUTS[product]][1]
+    of_copy = None if quantizer is None else quantizer.of_copy(columnwise)
+    refused = recipe.why_not_native(product, request.dtype, compute_capability(request.device)) is not None
+    return None if of_copy is None or refused else of_copy.float8_scaling(columnwise)
 
 
 def _by_tile(tiles: Mapping[Product, str], condition: str = "") -> list[str]:

@@ -139,6 +139,10 @@ class Quantizer(ABC):
         ways."""
         return False
 
+    def of_copy(self, columnwise: bool) -> Quantizer | None:
+        """The quantizer that makes this copy; None leaves it in high precision."""
+        return self
+
     def float8_scaling(self, columnwise: bool) -> ScaleLayout | None:
         """How this copy's codes are scaled that a GPU with float8 products multiplies; None: its values are."""
         return None

@@ -31,6 +31,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 from weakref import WeakSet, ref
 
@@ -78,7 +79,7 @@ class Replays:
                 stream = active.get_current_stream(found.device)
                 for step in found.steps:
                     step(tensors, addresses, stream)
-                return found.result(tensors)[0]
+                return found.result(tensors)
         elif found is None:
             recording.inside = True  # what it calls looks for no keys of its own
             try:
@@ -149,11 +150,11 @@ Grid = tuple[int, ...]  # how many programs along each of three axes
 
 
 class _Recorded(NamedTuple):
-    """What a function did, on this device; result: what it returned, as the one item of a tuple."""
+    """What a function did, on this device; result: what it returned, of the tensors that there are then."""
 
     device: int
     steps: tuple[Action, ...]
-    result: _Template
+    result: Callable[[list[Any]], Any]
 
 
 class _Place(NamedTuple):
@@ -186,11 +187,20 @@ def _is_named(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
+def _returning(template: Any) -> Callable[[list[Any]], Any]:
+    """Fills in what a function returned: a tensor, or a container of some."""
+    if type(template) is _Place:
+        return itemgetter(template.position)
+    filled = _Template((template,))
+    return lambda tensors: filled(tensors)[0]
+
+
 class _Empty:
     """torch.empty."""
 
     def __init__(self, made: Tensor) -> None:
-        self.shape, self.dtype, self.device = made.shape, made.dtype, made.device
+        # torch parses a torch.Size more slowly than a tuple.
+        self.shape, self.dtype, self.device = tuple(made.shape), made.dtype, made.device
 
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
         made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -430,7 +440,7 @@ def _record(tensors: list[Tensor], run: Callable[[], Any]) -> tuple[Any, _Record
         steps = tuple(tape.steps)
         if not tape.repeatable or tape.device is None:
             return result, False
-        return result, _Recorded(tape.device, steps, _Template((tape.place(result),)))
+        return result, _Recorded(tape.device, steps, _returning(tape.place(result)))
     except _NotRepeatable:
         return result, False
     finally:

@@ -52,6 +52,7 @@ from torch import Tensor
 from ops.kernels.elementwise.activation_functions import RULES, Constants
 from ops.kernels.elementwise.chain import Step, delementwise, elementwise, runs_triton
 from recipes.arguments import as_integer, as_number
+from recipes.triton.launch import replayed
 
 KINDS = tuple(RULES)
 
@@ -146,13 +147,19 @@ def activation(h: Tensor, spec: Activation, scales: Tensor | None = None) -> Ten
     Returns act [..., I] in h's dtype. Raises ValueError if h's features do not divide into gate and linear
     part, or scales has another shape.
     """
-    check_activation(h.shape, spec, scales)
     if runs_triton(h, scales):
-        return elementwise(h, (activation_step(spec, scales is not None),), (scales,))
+        return _activation_on_triton(h, spec, scales)
+    check_activation(h.shape, spec, scales)
     act = _value(h.to(_compute_dtype(h)), spec)
     if scales is not None:
         act *= scales.unsqueeze(-1)
     return act.to(h.dtype)
+
+
+@replayed
+def _activation_on_triton(h: Tensor, spec: Activation, scales: Tensor | None) -> Tensor:
+    check_activation(h.shape, spec, scales)
+    return elementwise(h, (activation_step(spec, scales is not None),), (scales,))
 
 
 def dactivation(
@@ -175,12 +182,7 @@ def dactivation(
     if runs_triton(dact, h, scales):
         if not (need_dh or need_dscales or need_act):
             return None, None, None
-        found = delementwise(
-            dact, h, (activation_step(spec, scales is not None),), (scales,), (h.dtype,),
-            need_dx=need_dh, need_operands=(need_dscales,), need_y=need_act,
-        )  # fmt: skip
-        d_row = found.operands[0]
-        return found.dx, None if d_row is None or scales is None else d_row.to(scales.dtype), found.y
+        return _dactivation_on_triton(dact, h, spec, scales, need_dh, need_dscales, need_act)
     dtype = _compute_dtype(h)
     wide = h.to(dtype)
     dh = None
@@ -200,6 +202,24 @@ def dactivation(
     if need_act:
         act = (value if scales is None else value.mul_(scales.unsqueeze(-1))).to(h.dtype)
     return dh, dscales, act
+
+
+@replayed
+def _dactivation_on_triton(
+    dact: Tensor,
+    h: Tensor,
+    spec: Activation,
+    scales: Tensor | None,
+    need_dh: bool,
+    need_dscales: bool,
+    need_act: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    found = delementwise(
+        dact, h, (activation_step(spec, scales is not None),), (scales,), (h.dtype,),
+        need_dx=need_dh, need_operands=(need_dscales,), need_y=need_act,
+    )  # fmt: skip
+    d_row = found.operands[0]
+    return found.dx, None if d_row is None or scales is None else d_row.to(scales.dtype), found.y
 
 
 def _compute_dtype(h: Tensor) -> torch.dtype:

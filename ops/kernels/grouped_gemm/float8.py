@@ -65,26 +65,11 @@ from ops.kernels.grouped_gemm.operands import (
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, room_for
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
+from recipes.native_products import FLOAT8
 from recipes.tensors.quantized_tensor import ScaleLayout
 from recipes.tensors.splits import Splits
-from recipes.triton.launch import Launch, cdiv, launcher
+from recipes.triton.launch import Launch, cdiv, launcher, replayed
 from recipes.triton.row_slots import num_slots
-
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def why_not_float8(capability: tuple[int, int] | None, *dtypes: torch.dtype) -> str | None:
-    """Why these codes cannot be multiplied natively on a GPU of this compute capability (None: a CPU), or None."""
-    if capability is None:
-        return "float8 products need a CUDA device, and the operands are on the CPU."
-    if capability < (8, 9):
-        major, minor = capability
-        return f"float8 products need compute capability 8.9 (Ada, Hopper) or newer, and this GPU has {major}.{minor}."
-    other = next((dtype for dtype in dtypes if dtype not in FLOAT8), None)
-    if other is not None:
-        return f"float8 products take codes in {FLOAT8[0]} and {FLOAT8[1]}, and an operand has {other}."
-    return None
-
 
 # ---------------------------------------------------------------------------------------------------- references
 
@@ -182,21 +167,59 @@ def grouped_gemm_tn_float8(
     float16 or float32, used if there is no `out`. split_accumulation: add sums of 128 in float32. Rows of no group
     are zero.
     """
+    if a_codes_TR.device.type == "cuda":
+        return _tn(
+            a_codes_TR, a_scale, b_codes_GCR, b_scale, splits.offsets, splits.rows, bias_GC, scales_T, out, out_dtype,
+            split_accumulation,
+        )  # fmt: skip
+    out = _checked_tn(a_codes_TR, a_scale, b_codes_GCR, b_scale, splits, bias_GC, scales_T, out, out_dtype)
+    y = grouped_gemm_tn_float8_ref(
+        a_codes_TR, a_scale, b_codes_GCR, b_scale, splits, bias_GC=bias_GC, scales_T=scales_T, out_dtype=out.dtype
+    )
+    return out.copy_(y)
+
+
+def _checked_tn(
+    a_codes_TR: Tensor,
+    a_scale: Tensor,
+    b_codes_GCR: Tensor,
+    b_scale: Tensor,
+    splits: Splits,
+    bias_GC: Tensor | None,
+    scales_T: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`out`, or a new one, once the operands fit together."""
     _check_tn(a_codes_TR, a_scale, b_codes_GCR, b_scale, splits, bias_GC)
     check_scales(scales_T, splits)
-    out = output(out, (a_codes_TR.shape[0], b_codes_GCR.shape[1]), None if out is not None else out_dtype, a_codes_TR)
-    if a_codes_TR.device.type != "cuda":
-        y = grouped_gemm_tn_float8_ref(
-            a_codes_TR, a_scale, b_codes_GCR, b_scale, splits, bias_GC=bias_GC, scales_T=scales_T, out_dtype=out.dtype
-        )
-        return out.copy_(y)
+    return output(out, (a_codes_TR.shape[0], b_codes_GCR.shape[1]), None if out is not None else out_dtype, a_codes_TR)
+
+
+@replayed
+def _tn(
+    a_codes_TR: Tensor,
+    a_scale: Tensor,
+    b_codes_GCR: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    rows: int,
+    bias_GC: Tensor | None,
+    scales_T: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype,
+    split_accumulation: bool,
+) -> Tensor:
+    """Checks, allocates and launches TN."""
+    splits = Splits.over(offsets, rows)
+    out = _checked_tn(a_codes_TR, a_scale, b_codes_GCR, b_scale, splits, bias_GC, scales_T, out, out_dtype)
     target = with_contiguous_rows(out, empty=True)
     grouped_gemm_tn_float8_triton(
         with_aligned_rows(a_codes_TR),
         _ready(a_scale, splits.num_groups),
         with_aligned_rows(b_codes_GCR.contiguous()),
         _ready(b_scale, splits.num_groups),
-        splits.offsets,
+        offsets,
         None if bias_GC is None else bias_GC.contiguous(),
         None if scales_T is None else scales_T.contiguous(),
         target,
@@ -226,21 +249,57 @@ def grouped_gemm_nt_float8(
     as `grouped_gemm_tn_float8`. A group without columns gets zeros; accumulate, which needs `out`: out += dw, summed in
     float32 and rounded once, and the part of such a group is untouched. reverse: as `grouped_gemm_nt`.
     """
+    if dy_codes_NP.device.type == "cuda":
+        return _nt(
+            dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out, out_dtype, split_accumulation, accumulate,
+            reverse,
+        )  # fmt: skip
+    out = _checked_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out, out_dtype, accumulate, reverse)
+    dw = grouped_gemm_nt_float8_ref(
+        dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out_dtype=torch.float32
+    )  # fmt: skip
+    empty = offsets_aligned[1:] == offsets_aligned[:-1]
+    if reverse:
+        dw, empty = dw.flip(0), empty.flip(0)
+    if accumulate:
+        dw = torch.where(empty[:, None, None], out, dw + out)
+    return out.copy_(dw)
+
+
+def _checked_nt(
+    dy_codes_NP: Tensor,
+    dy_scale: Tensor,
+    x_codes_KP: Tensor,
+    x_scale: Tensor,
+    offsets_aligned: Tensor,
+    out: Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: bool,
+    reverse: bool,
+) -> Tensor:
+    """`out`, or a new one, once the operands fit together."""
     check_accumulate(out, accumulate, reverse)
     _check_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned)
-    num_groups = offsets_aligned.shape[0] - 1
-    shape = (num_groups, dy_codes_NP.shape[0], x_codes_KP.shape[0])
-    out = output(out, shape, None if out is not None else out_dtype, dy_codes_NP)
-    if dy_codes_NP.device.type != "cuda":
-        dw = grouped_gemm_nt_float8_ref(
-            dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out_dtype=torch.float32
-        )  # fmt: skip
-        empty = offsets_aligned[1:] == offsets_aligned[:-1]
-        if reverse:
-            dw, empty = dw.flip(0), empty.flip(0)
-        if accumulate:
-            dw = torch.where(empty[:, None, None], out, dw + out)
-        return out.copy_(dw)
+    shape = (offsets_aligned.shape[0] - 1, dy_codes_NP.shape[0], x_codes_KP.shape[0])
+    return output(out, shape, None if out is not None else out_dtype, dy_codes_NP)
+
+
+@replayed
+def _nt(
+    dy_codes_NP: Tensor,
+    dy_scale: Tensor,
+    x_codes_KP: Tensor,
+    x_scale: Tensor,
+    offsets_aligned: Tensor,
+    out: Tensor | None,
+    out_dtype: torch.dtype,
+    split_accumulation: bool,
+    accumulate: bool,
+    reverse: bool,
+) -> Tensor:
+    """Checks, allocates and launches NT."""
+    out = _checked_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out, out_dtype, accumulate, reverse)
+    num_groups = out.shape[0]
     target = out
     if num_groups and not out[0].is_contiguous():
         target = out.contiguous() if accumulate else torch.empty(out.shape, dtype=out.dtype, device=out.device)

@@ -61,7 +61,7 @@ from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, t
 from ops.kernels.grouped_gemm.tile_rules import allow_tf32, k_grouped_config, m_grouped_config, uses_descriptors
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
-from recipes.triton.launch import Launch, cdiv, launcher, properties
+from recipes.triton.launch import Launch, cdiv, launcher, properties, replayed
 from recipes.triton.row_slots import num_slots
 
 if why_no_gluon((9, 0)) is None:
@@ -170,20 +170,40 @@ def grouped_gemm_tn(
     x: [T, K] and w: [G, N, K] of one floating dtype. bias: [G, N], scales: [T] (1 if None; scale the bias alone),
     alpha: [G] or () float32 (1 if None). out: [T, N], in out_dtype (x's if None). Rows of no group are zero.
     """
+    if x_TK.device.type == "cuda":
+        tf32 = allow_tf32(x_TK.dtype)
+        return _tn(x_TK, w_GNK, splits.offsets, splits.rows, bias_GN, scales_T, alpha_G, out, out_dtype, tf32)
     check_m_grouped(x_TK, w_GNK, splits, bias_GN, scales_T, w_features=2)
-    if x_TK.device.type != "cuda":
-        return m_grouped_on_cpu(x_TK, w_GNK.transpose(1, 2), splits, out, out_dtype, alpha_G, bias_GN, scales_T)
+    return m_grouped_on_cpu(x_TK, w_GNK.transpose(1, 2), splits, out, out_dtype, alpha_G, bias_GN, scales_T)
+
+
+@replayed
+def _tn(
+    x_TK: Tensor,
+    w_GNK: Tensor,
+    offsets: Tensor,
+    rows: int,
+    bias_GN: Tensor | None,
+    scales_T: Tensor | None,
+    alpha_G: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    tf32: bool,
+) -> Tensor:
+    """Checks, allocates and launches TN; tf32, here and below, is an argument because the key has to hold it."""
+    splits = Splits.over(offsets, rows)
+    check_m_grouped(x_TK, w_GNK, splits, bias_GN, scales_T, w_features=2)
     out = output(out, (x_TK.shape[0], w_GNK.shape[1]), out_dtype, x_TK)
     target = with_contiguous_rows(out, empty=True)
     grouped_gemm_tn_triton(
         with_contiguous_rows(x_TK),
         w_GNK.contiguous(),
-        splits.offsets,
+        offsets,
         None if bias_GN is None else bias_GN.contiguous(),
         None if scales_T is None else scales_T.contiguous(),
         per_group(alpha_G, splits),
         target,
-        tf32=allow_tf32(x_TK.dtype),
+        tf32=tf32,
     )
     return out if target is out else out.copy_(target)
 
@@ -202,18 +222,30 @@ def grouped_gemm_nn(
     dy: [T, N] and w: [G, N, K] of one floating dtype. alpha: [G] or () float32 (1 if None). out: [T, K], in out_dtype
     (dy's if None). Rows of no group are zero.
     """
+    if dy_TN.device.type == "cuda":
+        tf32 = allow_tf32(dy_TN.dtype)
+        return _nn(dy_TN, w_GNK, splits.offsets, splits.rows, alpha_G, out, out_dtype, tf32)
     check_m_grouped(dy_TN, w_GNK, splits, w_features=1)
-    if dy_TN.device.type != "cuda":
-        return m_grouped_on_cpu(dy_TN, w_GNK, splits, out, out_dtype, alpha_G)
+    return m_grouped_on_cpu(dy_TN, w_GNK, splits, out, out_dtype, alpha_G)
+
+
+@replayed
+def _nn(
+    dy_TN: Tensor,
+    w_GNK: Tensor,
+    offsets: Tensor,
+    rows: int,
+    alpha_G: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    tf32: bool,
+) -> Tensor:
+    splits = Splits.over(offsets, rows)
+    check_m_grouped(dy_TN, w_GNK, splits, w_features=1)
     out = output(out, (dy_TN.shape[0], w_GNK.shape[2]), out_dtype, dy_TN)
     target = with_contiguous_rows(out, empty=True)
     grouped_gemm_nn_triton(
-        with_contiguous_rows(dy_TN),
-        w_GNK.contiguous(),
-        splits.offsets,
-        per_group(alpha_G, splits),
-        target,
-        tf32=allow_tf32(dy_TN.dtype),
+        with_contiguous_rows(dy_TN), w_GNK.contiguous(), offsets, per_group(alpha_G, splits), target, tf32=tf32
     )
     return out if target is out else out.copy_(target)
 
@@ -236,12 +268,37 @@ def grouped_gemm_nt(
     and the sum is made in float32 and rounded once. reverse, which needs `out`: the last group comes first in it, as in
     Megatron's buckets.
     """
+    if x_TK.device.type == "cuda":
+        tf32 = allow_tf32(x_TK.dtype)
+        return _nt(dy_TN, x_TK, splits.offsets, splits.rows, alpha_G, out, out_dtype, tf32, accumulate, reverse)
+    _check_k_grouped(dy_TN, x_TK, splits, out, accumulate, reverse)
+    return k_grouped_on_cpu(dy_TN, x_TK, splits, out, out_dtype, alpha_G, accumulate, reverse)
+
+
+def _check_k_grouped(
+    dy_TN: Tensor, x_TK: Tensor, splits: Splits, out: Tensor | None, accumulate: bool, reverse: bool
+) -> None:
     check_rows(dy_TN, splits)
     check_rows(x_TK, splits)
     check_dtypes(dy_TN, x_TK)
     check_accumulate(out, accumulate, reverse)
-    if x_TK.device.type != "cuda":
-        return k_grouped_on_cpu(dy_TN, x_TK, splits, out, out_dtype, alpha_G, accumulate, reverse)
+
+
+@replayed
+def _nt(
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    offsets: Tensor,
+    rows: int,
+    alpha_G: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    tf32: bool,
+    accumulate: bool,
+    reverse: bool,
+) -> Tensor:
+    splits = Splits.over(offsets, rows)
+    _check_k_grouped(dy_TN, x_TK, splits, out, accumulate, reverse)
     new = out is None
     out = output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
     target = out
@@ -250,10 +307,10 @@ def grouped_gemm_nt(
     grouped_gemm_nt_triton(
         with_contiguous_rows(dy_TN),
         with_contiguous_rows(x_TK),
-        splits.offsets,
+        offsets,
         per_group(alpha_G, splits),
         target,
-        tf32=allow_tf32(x_TK.dtype),
+        tf32=tf32,
         accumulate=accumulate,
         reverse=reverse,
     )

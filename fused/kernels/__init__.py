@@ -1,1 +1,0 @@
-"""Kernels that only fused operations use: one file a family, each with its reference in plain torch."""

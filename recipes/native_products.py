@@ -1,0 +1,69 @@
+"""Whether the codes of two operands are multiplied as they are ("native"), or dequantized before ("emulated").
+
+`why_not_native` is the one answer. `Recipe.why_not_native` gives it when a plan is made, of what the recipe's
+quantizers make, for `Recipe.support` and `explain()`. A run gives it of the operands that it has, which a caller may
+have quantized otherwise, on the GPU that the plan was made for: it does not look at the device.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from recipes.tensors.quantized_tensor import ScaleLayout
+
+Product = Literal["fprop", "dgrad", "wgrad"]
+GemmLayout = Literal["TN", "NN", "NT"]
+Capability = tuple[int, int]  # compute capability of a GPU, (9, 0) is Hopper
+
+LAYOUTS: dict[Product, GemmLayout] = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
+
+# layout -> whether the first and the second operand are read columnwise
+COLUMNWISE: dict[GemmLayout, tuple[bool, bool]] = {"TN": (False, False), "NN": (False, True), "NT": (True, True)}
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+_SCALED_BY: dict[ScaleLayout, str] = {"tensor": "one scale a tensor", "row": "1x128 blocks", "square": "128x128 blocks"}
+
+
+def why_not_native(
+    layout: GemmLayout,
+    left: ScaleLayout | None,
+    right: ScaleLayout | None,
+    dtype: torch.dtype,
+    capability: Capability | None,
+    *codes: torch.dtype,
+) -> str | None:
+    """Why operands that are scaled so are dequantized before they are multiplied, as a sentence, or None.
+
+    left, right: None of what is no float8 codes with such scales. dtype: the nominal one. capability: None on a CPU.
+    codes: the dtypes of the codes, where they are known.
+    """
+    if left is None or right is None:
+        return "an operand has no float8 codes with a scale a tensor or 128 values."
+    if (left, right) not in (("tensor", "tensor"), ("row", "row" if layout == "NT" else "square")):
+        return f"there is no {layout} product of codes with {_SCALED_BY[left]} by codes with {_SCALED_BY[right]}."
+    if dtype == torch.float64:
+        return "products of float8 codes are summed in float32, which is too little for float64."
+    return why_not_float8(capability, *codes)
+
+
+def why_not_float8(capability: Capability | None, *codes: torch.dtype) -> str | None:
+    """Why a GPU of this compute capability (None: a CPU) does not multiply codes of these dtypes, or None."""
+    if capability is None:
+        return "float8 products need a CUDA device, and these operands are on none."
+    if capability < (8, 9):
+        major, minor = capability
+        return f"float8 products need compute capability 8.9 (Ada, Hopper) or newer, and this GPU has {major}.{minor}."
+    other = next((dtype for dtype in codes if dtype not in FLOAT8), None)
+    if other is not None:
+        return f"float8 products take codes in {FLOAT8[0]} and {FLOAT8[1]}, and an operand has {other}."
+    return None
+
+
+def compute_capability(device: torch.device) -> Capability | None:
+    """Of this GPU; None of a CPU, and where torch finds no GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
