@@ -23,6 +23,7 @@ if not HAS_CUDA:
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from recipes.triton.replay import forget  # noqa: E402
+from tests.pairwise import leave_to_rest  # noqa: E402
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -30,6 +31,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_to_rest(items)
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="This test needs a CUDA device, and torch sees none."))
