@@ -69,6 +69,7 @@ def poisoned(*shape, dtype=torch.bfloat16):
     return x
 
 
+@pytest.mark.launches("cast_mxfp8_kernel")
 @EACH_DEVICE
 @EACH_RULE
 def test_both_copies_of_a_matrix(device, how):
@@ -189,6 +190,7 @@ def test_ties_of_all_codes(device, how):
     check(device, torch.stack([around, fixed], -1).view(-1, 2), how, columnwise=False)
 
 
+@pytest.mark.launches("dequantize_mxfp8_kernel")
 @EACH_DEVICE
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
 @pytest.mark.parametrize("kind", ["single", "stacked", "grouped"])

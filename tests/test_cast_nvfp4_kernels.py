@@ -189,6 +189,8 @@ def test_one_copy_alone(device, kind, copies):
     check(spread(20, 40, dtype=torch.float16), None, device, **KINDS[kind], rowwise=copies[0], columnwise=copies[1])
 
 
+@pytest.mark.launches("amax_nvfp4_kernel", "cast_nvfp4_kernel")
+@pytest.mark.launches("dequantize_words_kernel", "dequantize_rows_kernel", "dequantize_columns_kernel")
 @DEVICE
 @pytest.mark.parametrize(
     ("kind", "extreme"),

@@ -320,6 +320,7 @@ def check_map(indices: Tensor, num_experts: int) -> None:
     assert_same_bits(dict(zip(names, found, strict=True)), dict(zip(names, wanted, strict=True)))
 
 
+@pytest.mark.launches("count_kernel", "place_kernel", "dispatch_kernel", "combine_kernel")
 @on_kernels
 @pytest.mark.usefixtures("kernels_everywhere")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)

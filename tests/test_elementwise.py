@@ -191,6 +191,7 @@ def close(got: Tensor, want: Tensor, dtypes: Sequence[torch.dtype]) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=2 * places, atol=2 * places * max(scale, 1e-3))
 
 
+@pytest.mark.launches("elementwise_kernel", "delementwise_kernel")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chain", CHAINS)

@@ -125,6 +125,7 @@ def run(given: Operands, kind: Kind, needs: tuple[str, ...], join: bool = False)
     return {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
 
 
+@pytest.mark.launches("norm_kernel", "dnorm_kernel")
 @all_devices
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", NARROW)
@@ -155,6 +156,7 @@ def narrow_registers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(norm_triton, name, lambda rows, *_: wide._replace(programs=rows))
 
 
+@pytest.mark.launches("dparameters_kernel")
 @pytest.mark.usefixtures("narrow_registers")
 @all_devices
 @pytest.mark.parametrize("join", [False, True], ids=["", "added"])

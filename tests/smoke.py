@@ -1,0 +1,38 @@
+"""Which interpreter tests are smoke tests: one for each kernel, which `make test` runs with every Triton release.
+
+`@pytest.mark.launches("norm_kernel", "dnorm_kernel")`, on a test or on one of its parameters, says what its cases launch;
+the first case that says so under the interpreter is marked `smoke`, and fails if it does not launch what it says.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from triton.runtime.interpreter import InterpretedFunction
+
+
+def mark_smoke_tests(items: Iterable[Any]) -> None:
+    """Mark as `smoke` the first interpreter case of each `launches`."""
+    found = set()
+    for item in items:
+        kernels = {mark.args for mark in item.iter_markers("launches")} - found
+        if kernels and item.get_closest_marker("interpreter"):
+            found |= kernels
+            item.add_marker(pytest.mark.smoke)
+
+
+@contextmanager
+def all_launched(kernels: Iterable[str]) -> Iterator[None]:
+    """Fails at its end if one of these kernels was not launched under the interpreter."""
+    run, launched = InterpretedFunction.run, set()
+
+    def remembered(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.add(kernel.fn.__name__)
+        return run(kernel, *args, **kwargs)
+
+    with patch.object(InterpretedFunction, "run", remembered):
+        yield
+    missing = set(kernels) - launched
+    assert not missing, f"This smoke test launched {sorted(launched)}, but not {sorted(missing)}."
