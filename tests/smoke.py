@@ -4,13 +4,30 @@
 the first case that says so under the interpreter is marked `smoke`, and fails if it does not launch what it says.
 """
 
+import ast
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from triton.runtime.interpreter import InterpretedFunction
+
+ROOT = Path(__file__).parents[1]
+FLOORS = ("recipes", "ops", "fused", "fuser")
+
+
+def all_kernels() -> set[str]:
+    """The names of the functions `..._kernel` in Triton; those in Gluon are not interpreted."""
+    return {
+        node.name
+        for floor in FLOORS
+        for path in (ROOT / floor).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+        if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
 
 
 def mark_smoke_tests(items: Iterable[Any]) -> None:

@@ -3,6 +3,8 @@
 Run as a program, this file compiles: it puts a driver in place that has a target but no device, lets the launchers
 launch, and prints what came out, a line of JSON a kernel. The tests run it in a subprocess, because under the
 interpreter, which the other tests use, Triton compiles nothing.
+
+What was compiled stays in `build/compiled`, found by Triton's key of its source, and is reported from there.
 """
 
 import contextlib
@@ -45,6 +47,7 @@ from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
 from recipes.triton.offsets import clamped_offsets_triton
+from tests.smoke import all_kernels
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,7 +58,9 @@ MODES = {
     "fp32": (torch.float32, False),
     "tf32": (torch.float32, True),
 }
-TUNER = "tuner"  # instead of a mode: what `bench tune` tries, in bf16
+# Instead of a mode, in bf16
+TUNER = "tuner"  # what `bench tune` tries
+FIRST = "first"  # of each kernel the first configuration alone
 GROUPS, MANY_GROUPS = 4, 128
 MANY_ROWS, FEW_ROWS = 1024, 128
 ALIGNED, ODD = (256, 512), (250, 510)  # in and out features
@@ -395,16 +400,19 @@ def compile_all(mode: str, arch: int) -> None:
     cast_nvfp4.runs_triton = lambda x: True
     cast_nvfp4.converts_to_float8 = lambda x: arch >= 89
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
-    run = JITFunction.run
+    run, reported = JITFunction.run, set()
 
     def only_compile(kernel, *args, grid, warmup, **kwargs):
+        name = kernel.fn.__name__
+        if mode == FIRST and name in reported:
+            return
         with contextlib.redirect_stdout(io.StringIO()) as output:
             compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        log = output.getvalue()
+        log, file = output.getvalue(), Path(os.environ["TRITON_CACHE_DIR"], f"{compiled.hash}.json")
         if log:  # nothing is logged for what was compiled before
             config = [kwargs.get(key) for key in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")]
             report = {
-                "kernel": kernel.fn.__name__,
+                "kernel": name,
                 "config": config,
                 "registers": sum(map(int, re.findall(r"Used (\d+) registers", log))),
                 "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
@@ -413,11 +421,17 @@ def compile_all(mode: str, arch: int) -> None:
                 "adds": compiled.asm["ptx"].count("cp.reduce.async.bulk.tensor"),
                 "warnings": re.findall(r".*\(?C75\d\d\)?.*", log),
             }
-            print(json.dumps(report))
+            file.write_text(json.dumps(report))
+        if compiled.hash not in reported:
+            print(file.read_text())
+        reported.update((name, compiled.hash))
 
     JITFunction.run = only_compile
     if mode == TUNER:
         launch_candidates()
+    elif mode == FIRST:
+        launch_all("bf16", (MANY_ROWS, FEW_ROWS), (ALIGNED, ODD))
+        launch_routing(MANY_ROWS)
     elif arch == 90:
         launch_all(mode, (MANY_ROWS, FEW_ROWS), (ALIGNED, ODD))
     else:
@@ -433,9 +447,25 @@ def compiled(mode: str, arch: int, cache: Path) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.fixture
+def cache(request):
+    """A folder for this test alone, that stays."""
+    return ROOT / "build" / "compiled" / re.sub(r"\W+", "-", request.node.name)
+
+
+def test_each_kernel_compiles_for_hopper(cache):
+    reports = compiled(FIRST, 90, cache)
+    kernels = [report["kernel"] for report in reports]
+    assert len(set(kernels)) == len(kernels) and all_kernels() <= set(kernels)
+    for report in reports:
+        assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report
+        assert bool(report["wgmma"]) == ("grouped" in report["kernel"]), report
+
+
+@pytest.mark.rest
 @pytest.mark.parametrize("mode", MODES)
-def test_every_configuration_compiles_for_hopper(mode, tmp_path):
-    reports = compiled(mode, 90, tmp_path)
+def test_every_configuration_compiles_for_hopper(mode, cache):
+    reports = compiled(mode, 90, cache)
     shipped = shipped_configs(mode)
     missing = shipped.keys() - {(report["kernel"], *report["config"]) for report in reports}
     assert not missing, f"configurations that were not compiled: {sorted(missing)}"
@@ -456,8 +486,9 @@ def test_every_configuration_compiles_for_hopper(mode, tmp_path):
     assert {bool(report["adds"]) for report in reports if report["kernel"] == gluon} == written_and_added
 
 
-def test_what_the_tuner_tries_compiles_for_hopper(tmp_path):
-    reports = compiled(TUNER, 90, tmp_path)
+@pytest.mark.rest
+def test_what_the_tuner_tries_compiles_for_hopper(cache):
+    reports = compiled(TUNER, 90, cache)
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90], report
         assert report["wgmma"] and not report["spilled_bytes"] and not report["warnings"], report
@@ -466,9 +497,10 @@ def test_what_the_tuner_tries_compiles_for_hopper(tmp_path):
         assert tried == {tile[:5] for tile in ON_DESCRIPTORS}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("arch", [80, 100], ids=["ampere", "blackwell"])
-def test_kernels_compile_for_other_generations(arch, tmp_path):
-    for report in compiled("bf16", arch, tmp_path):
+def test_kernels_compile_for_other_generations(arch, cache):
+    for report in compiled("bf16", arch, cache):
         assert report["shared_bytes"] <= LIMITS[arch], report
 
 

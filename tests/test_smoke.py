@@ -5,20 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.smoke import all_launched
+from tests.smoke import all_kernels, all_launched
 
-ROOT = Path(__file__).parents[1]
-FLOORS = ("recipes", "ops", "fused", "fuser")
-
-
-def kernels_in(path: Path) -> set[str]:
-    """The functions of a file that are compiled by Triton and launched: those called `..._kernel`."""
-    return {
-        node.name
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
-        if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-    }
+TESTS = Path(__file__).parent
 
 
 def launched_in(path: Path) -> set[str]:
@@ -32,12 +21,15 @@ def launched_in(path: Path) -> set[str]:
 
 
 def test_every_kernel_has_a_smoke_test():
-    kernels = {kernel for floor in FLOORS for path in (ROOT / floor).rglob("*.py") for kernel in kernels_in(path)}
-    launched = {kernel for path in (ROOT / "tests").glob("test_*.py") for kernel in launched_in(path)}
+    kernels = all_kernels()
+    launched = {kernel for path in TESTS.glob("test_*.py") for kernel in launched_in(path)}
     assert kernels - launched == set(), "Kernels that no test is marked to launch."
     assert launched - kernels == set(), "Kernels that tests are marked to launch, and that there are not."
 
 
 def test_a_kernel_that_is_not_launched_is_named():
-    with pytest.raises(AssertionError, match=r"launched \[\], but not \['other_kernel'\]"), all_launched(["other_kernel"]):
+    with (
+        pytest.raises(AssertionError, match=r"launched \[\], but not \['other_kernel'\]"),
+        all_launched(["other_kernel"]),
+    ):
         pass
