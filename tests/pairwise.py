@@ -5,7 +5,7 @@ is marked `pairwise`, and `make test-rest` the others.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -15,8 +15,8 @@ import pytest
 def cover_pairs(rows: Sequence[Mapping[str, Hashable]]) -> list[int]:
     """Positions, ascending, of rows that have every pair of values that any row has; of one name, every value.
 
-    rows: {name: value}, all with the same names. Greedy: each time the row with the most pairs that are not covered yet,
-    the first of these, so that the same rows give the same choice. Three names of two values: 4 of the 8 rows.
+    rows: {name: value}, all with the same names. Greedy: each time the row with the most pairs that are not covered yet
+    and of these the first, so that the same rows give the same choice. Three names of two values: 4 of the 8 rows.
     """
     missing = [set(combinations(row.items(), min(2, len(row)))) for row in rows]
     chosen = []
@@ -36,7 +36,18 @@ def leave_to_rest(items: Iterable[Any]) -> None:
         if item.get_closest_marker("pairwise") and not item.get_closest_marker("gpu"):
             tests[item.path, item.originalname].append(item)
     for cases in tests.values():
-        # By identity: a value is the same object in each case, and need not be hashable.
-        rows = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
-        for position in set(range(len(cases))).difference(cover_pairs(rows)):
+        kept = cover_pairs([dict(_values(case.callspec.params)) for case in cases])
+        for position in set(range(len(cases))).difference(kept):
             cases[position].add_marker(pytest.mark.rest)
+
+
+def _values(params: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """(name, identity of the value) of each parameter, and of each entry of one that is a dict.
+
+    A value is the same object in each case, and need not be hashable.
+    """
+    for name, value in params.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", id(entry)) for key, entry in value.items())
+        else:
+            yield name, id(value)

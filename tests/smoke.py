@@ -1,7 +1,7 @@
 """Which interpreter tests are smoke tests: one for each kernel, which `make test` runs with every Triton release.
 
-`@pytest.mark.launches("norm_kernel", "dnorm_kernel")`, on a test or on one of its parameters, says what its cases launch;
-the first case that says so under the interpreter is marked `smoke`, and fails if it does not launch what it says.
+`@pytest.mark.launches("norm_kernel", "dnorm_kernel")`, on a test or on one of its parameters, names what its cases
+launch. The first of them under the interpreter is marked `smoke`, and fails if it does not launch what is named.
 """
 
 import ast

@@ -16,8 +16,8 @@ SIDE_FILES = [path for folder in ("bench", "tests") for path in sorted((ROOT / f
 # Extras that a user may not have: bench and tests may import them where they are needed.
 OPTIONAL = {"matplotlib", "rich", "safetensors", "transformers", "ml_dtypes"}
 
-# Imports that close a cycle, (importer, imported). GroupedTensor names the type of its quantizer: this goes when the type
-# that both need has a file of its own.
+# Imports that close a cycle, (importer, imported). GroupedTensor names the type of its quantizer: it goes when what
+# both need has a file of its own.
 KNOWN_CYCLES = {("recipes.tensors.grouped_tensor", "recipes.tensors.quantizer")}
 
 HOST_READS = {"item", "tolist", "cpu", "numpy", "synchronize"}

@@ -60,3 +60,9 @@ def test_each_marked_test_has_its_own_choice_and_others_stay_whole():
     left = [[position for position, case in enumerate(cases) if "rest" in case.marks] for cases in (one, other)]
     assert left == [[1, 2, 4, 7]] * 2
     assert not any("rest" in case.marks for case in (*gpu, *whole))
+
+
+def test_a_dict_counts_by_its_entries():
+    cases = [fake("a.py", "test", {"case": row}, "pairwise") for row in all_rows(2, 2, 2)]
+    leave_to_rest(cases)
+    assert sum("rest" in case.marks for case in cases) == 4
