@@ -53,14 +53,14 @@ IS_SECOND := -c "import triton; v = triton.__version__; assert v == '$(SECOND_TR
 
 # With the second Triton only one test of each kernel; the others that depend on Triton are a part of the rest.
 test: lint $(OVERLAY)/.ready
-	$(PY) $(PYTEST) -m "not rest" --durations=10 tests
+	$(PY) $(PYTEST) -m "not rest and not gpu" --durations=10 tests
 	$(WITH_SECOND) $(IS_SECOND)
 	$(WITH_SECOND) $(PYTEST) -m smoke tests
 
-# Every test that `make test` leaves out, then all that depends on Triton with the second release.
+# Every test that `make test` leaves out (those for a GPU are skipped), then all that depends on Triton with the second release.
 test-rest: $(OVERLAY)/.ready
 	@echo "test-rest: XX minutes on 2 quiet cores."
-	$(PY) $(PYTEST) -m rest --durations=10 tests
+	$(PY) $(PYTEST) -m "rest or gpu" --durations=10 tests
 	$(WITH_SECOND) $(IS_SECOND)
 	$(WITH_SECOND) $(PYTEST) -m triton tests
 

@@ -12,6 +12,11 @@ from typing import Any
 import pytest
 
 
+def rest(*values: Any, id: str | None = None) -> Any:
+    """A parameter whose cases run in `make test-rest` alone."""
+    return pytest.param(*values, id=id, marks=pytest.mark.rest)
+
+
 def cover_pairs(rows: Sequence[Mapping[str, Hashable]]) -> list[int]:
     """Positions, ascending, of rows that have every pair of values that any row has; of one name, every value.
 

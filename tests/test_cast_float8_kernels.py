@@ -128,6 +128,7 @@ def test_grouped_rows(device, given, rows, sizes):
     check(device, x, given=given, sizes=sizes)
 
 
+@pytest.mark.rest
 @EACH_DEVICE
 def test_more_groups_than_are_looked_up_at_a_time(device):
     check(device, poisoned(140, 8), sizes=[1] * 139)
@@ -168,6 +169,7 @@ def test_all_bf16_numbers(device, form, given):
     check(device, every[every.isfinite()].reshape(-1, 256), form, given=given)
 
 
+@pytest.mark.rest
 @EACH_DEVICE
 @FORMS
 def test_scales_of_all_magnitudes(device, form):

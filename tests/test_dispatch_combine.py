@@ -361,6 +361,7 @@ def test_the_counting_sort_makes_the_map_of_a_stable_sort(case: Case, device: st
     check_map(torch.tensor(case.indices, device=device), case.num_experts)
 
 
+@pytest.mark.pairwise
 @on_kernels
 @pytest.mark.usefixtures("kernels_everywhere")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)

@@ -237,6 +237,7 @@ def test_kernels_agree_with_float64(case, mode, device):
         assert_all_close(launched(o, mode, extras=extras), naive(o, extras=extras), o, mode)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
