@@ -1,4 +1,4 @@
-# make setup | lint | test | demo | bench
+# make setup | lint | test | test-rest | demo | bench
 #
 # All of it runs in .venv, made from $(PYTHON), pyproject.toml and constraints.txt, and anew when one of these files changes.
 # An interpreter given by hand (make demo PYTHON=python3.12) whose torch has CUDA is used as it is, with nothing installed.
@@ -12,7 +12,7 @@ ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
 CUDA := $(shell $(PYTHON) -c "import torch, triton, einops; print(torch.version.cuda or '')" 2>/dev/null)
 endif
 
-.PHONY: setup lint test demo bench
+.PHONY: setup lint test test-rest demo bench
 .DELETE_ON_ERROR:
 
 ifneq ($(CUDA),)
@@ -29,6 +29,9 @@ lint:
 test: lint
 	$(PY) -m pytest tests
 
+test-rest:
+	@echo "test-rest: on a GPU \`make test\` runs every test."
+
 DEVICE := --device cuda
 
 else
@@ -43,13 +46,23 @@ lint: setup
 	$(PY) -m mypy
 
 # Two cores: one test process for each, one thread a process. Benchmarks are measured by `make bench`, never here.
-# The closing lines: the whole suite, then what depends on Triton once more with the second release.
-test: export OMP_NUM_THREADS := 1
-test: PYTEST := -m pytest -n 2 --dist worksteal --benchmark-disable --timeout=600
+test test-rest: export OMP_NUM_THREADS := 1
+PYTEST := -m pytest -n 2 --dist worksteal --benchmark-disable --timeout=600
+WITH_SECOND := PYTHONPATH="$(CURDIR)/$(OVERLAY)" $(PY)
+IS_SECOND := -c "import triton; v = triton.__version__; assert v == '$(SECOND_TRITON)', v"
+
+# With the second Triton only one test of each kernel; the others that depend on Triton are a part of the rest.
 test: lint $(OVERLAY)/.ready
-	$(PY) $(PYTEST) --durations=10 tests
-	PYTHONPATH="$(CURDIR)/$(OVERLAY)" $(PY) -c "import triton; v = triton.__version__; assert v == '$(SECOND_TRITON)', v"
-	PYTHONPATH="$(CURDIR)/$(OVERLAY)" $(PY) $(PYTEST) -m triton tests
+	$(PY) $(PYTEST) -m "not rest and not gpu" --durations=10 tests
+	$(WITH_SECOND) $(IS_SECOND)
+	$(WITH_SECOND) $(PYTEST) -m smoke tests
+
+# Every test that `make test` leaves out (those for a GPU are skipped), then all that depends on Triton with the second release.
+test-rest: $(OVERLAY)/.ready
+	@echo "test-rest: XX minutes on 2 quiet cores."
+	$(PY) $(PYTEST) -m "rest or gpu" --durations=10 tests
+	$(WITH_SECOND) $(IS_SECOND)
+	$(WITH_SECOND) $(PYTEST) -m triton tests
 
 endif
 

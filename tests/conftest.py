@@ -1,14 +1,18 @@
 """What every test stands on: fixed seeds, poisoned memory, one way to run Triton for each machine.
 
 Marks: `gpu` needs a CUDA device. `interpreter` runs Triton kernels on CPU tensors under Triton's interpreter; a process
-uses that for all kernels or for none, so on a CUDA machine these tests are skipped. `triton` is what `make test` runs
-once more with a second Triton release, every `interpreter` test included. `slow` takes over ten seconds.
+uses that for all kernels or for none, so on a CUDA machine these tests are skipped. `triton` is what is run once more
+with a second Triton release, every `interpreter` test included. `slow` takes over ten seconds.
+
+`make test` runs a part, within minutes; `make test-rest` runs the others, which are marked `rest`: by hand, or because
+of `pairwise` (`tests.pairwise`). `smoke` is what `make test` runs with the second release too (`tests.smoke`).
 
 Tests that compile kernels do so in a subprocess whose environment has no TRITON_INTERPRET.
 """
 
 import os
 import random
+from contextlib import nullcontext
 
 import hypothesis
 import pytest
@@ -23,6 +27,8 @@ if not HAS_CUDA:
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from recipes.triton.replay import forget  # noqa: E402
+from tests.pairwise import leave_to_rest  # noqa: E402
+from tests.smoke import all_launched, mark_smoke_tests  # noqa: E402
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -30,6 +36,8 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_to_rest(items)
+    mark_smoke_tests(items)
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="This test needs a CUDA device, and torch sees none."))
@@ -58,4 +66,13 @@ def chosen_anew(request: pytest.FixtureRequest):
         yield
         forget()
     else:
+        yield
+
+
+@pytest.fixture(autouse=True)
+def launches_what_it_says(request: pytest.FixtureRequest):
+    """A smoke test fails if it does not launch the kernels that it is marked with."""
+    smoke = request.node.get_closest_marker("smoke")
+    kernels = [kernel for mark in request.node.iter_markers("launches") if smoke for kernel in mark.args]
+    with all_launched(kernels) if kernels else nullcontext():
         yield

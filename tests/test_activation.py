@@ -131,6 +131,7 @@ def test_gradcheck(case: Case, shape: tuple[int, ...]) -> None:
     check_gradients(case.make(), x, random_extras(case, x))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,6 +143,7 @@ def test_values_and_gradients_agree_with_float64(
     check_operation(case.make(), case.formula, x, random_extras(case, x))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("scales_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in CASES if case.values[0].scaled])
@@ -269,6 +271,7 @@ def dequantized(x: Tensor) -> Tensor:
     return CurrentScalingQuantizer(E4M3).quantize(x).dequantize()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(13, 18), (2, 3, 6), (0, 12)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -326,6 +329,7 @@ def test_scaled_activations_cache_nothing() -> None:
 # Kernel functions
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize("dtype", DTYPES)

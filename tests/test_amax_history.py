@@ -31,6 +31,7 @@ def check(length: int, num_scales: int, most_recent: bool, device: str) -> None:
     torch.testing.assert_close(scale, theirs[1], rtol=0, atol=0)
 
 
+@pytest.mark.launches("end_step_kernel")
 @pytest.mark.interpreter
 @pytest.mark.parametrize("most_recent", [False, True], ids=["max", "most_recent"])
 @pytest.mark.parametrize("num_scales", [1, 16, 33])

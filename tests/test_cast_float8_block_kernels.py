@@ -71,6 +71,7 @@ def poisoned(*shape, dtype=torch.bfloat16):
     return x
 
 
+@pytest.mark.launches("cast_float8_block_kernel")
 @EACH_DEVICE
 @EACH_DIM
 @pytest.mark.parametrize("form", [E4M3, E5M2, *OWN], ids=lambda form: form.name)
@@ -148,6 +149,7 @@ def test_all_bf16_numbers(device, form):
         check(device, every.view(-1, 128), BlockScale(form, 1, power_2, 0.0))
 
 
+@pytest.mark.launches("dequantize_float8_block_kernel")
 @EACH_DEVICE
 @EACH_DIM
 @pytest.mark.parametrize("transposed", [False, True], ids=["rowwise", "columnwise"])

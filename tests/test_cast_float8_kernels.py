@@ -73,6 +73,7 @@ def poisoned(*shape, dtype=torch.bfloat16, inf=False):
     return x
 
 
+@pytest.mark.launches("amax_kernel", "cast_float8_kernel")
 @EACH_DEVICE
 @FORMS
 @SCALES
@@ -127,6 +128,7 @@ def test_grouped_rows(device, given, rows, sizes):
     check(device, x, given=given, sizes=sizes)
 
 
+@pytest.mark.rest
 @EACH_DEVICE
 def test_more_groups_than_are_looked_up_at_a_time(device):
     check(device, poisoned(140, 8), sizes=[1] * 139)
@@ -167,6 +169,7 @@ def test_all_bf16_numbers(device, form, given):
     check(device, every[every.isfinite()].reshape(-1, 256), form, given=given)
 
 
+@pytest.mark.rest
 @EACH_DEVICE
 @FORMS
 def test_scales_of_all_magnitudes(device, form):
@@ -202,6 +205,7 @@ def test_ties_of_all_codes(device, form):
     check(device, x, form)
 
 
+@pytest.mark.launches("untranspose_kernel")
 @EACH_DEVICE
 @FORMS
 @pytest.mark.parametrize("kind", ["single", "stacked", "odd-stacked", "grouped", "nobody"])
@@ -221,6 +225,7 @@ def test_the_transposed_copy_comes_back(device, form, kind):
             assert torch.equal(found.cpu().nan_to_num(1e9), copies.row_codes.to(dtype).nan_to_num(1e9))
 
 
+@pytest.mark.launches("widen_kernel")
 @EACH_DEVICE
 @FORMS
 def test_codes_become_their_numbers(device, form):

@@ -7,24 +7,24 @@ from recipes.casts import cast_mxfp8 as kernels
 from recipes.casts.cast_mxfp8 import MXFP8Scale
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.splits import Splits
+from tests.pairwise import rest
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),
     pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
 ]
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
-EACH_RULE = pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(MXFP8Scale(E4M3), id="E4M3"),
-        pytest.param(MXFP8Scale(E5M2), id="E5M2"),
-        pytest.param(MXFP8Scale(E4M3, "floor"), id="E4M3-floor"),
-        pytest.param(MXFP8Scale(E5M2, "floor"), id="E5M2-floor"),
-        pytest.param(MXFP8Scale(E4M3, square=True), id="square"),
-        pytest.param(MXFP8Scale(Float8Format("own", torch.float8_e4m3fn, 240.0)), id="E4M3-240"),
-        pytest.param(MXFP8Scale(Float8Format("own", torch.float8_e5m2, 5000.0), "floor"), id="E5M2-5000-floor"),
-    ],
-)
+RULES = [
+    pytest.param(MXFP8Scale(E4M3), id="E4M3"),
+    pytest.param(MXFP8Scale(E5M2), id="E5M2"),
+    pytest.param(MXFP8Scale(E4M3, "floor"), id="E4M3-floor"),
+    pytest.param(MXFP8Scale(E5M2, "floor"), id="E5M2-floor"),
+    pytest.param(MXFP8Scale(E4M3, square=True), id="square"),
+    pytest.param(MXFP8Scale(Float8Format("own", torch.float8_e4m3fn, 240.0)), id="E4M3-240"),
+    pytest.param(MXFP8Scale(Float8Format("own", torch.float8_e5m2, 5000.0), "floor"), id="E5M2-5000-floor"),
+]
+EACH_RULE = pytest.mark.parametrize("how", RULES)
+EACH_FORMAT = pytest.mark.parametrize("how", [*RULES[:2], *(rest(*rule.values, id=rule.id) for rule in RULES[2:])])
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Conversion of an array with ndim > 0:DeprecationWarning",  # the interpreter of triton 3.6 with numpy 2
     "ignore:overflow encountered:RuntimeWarning",  # the reciprocals of tiny scales are large, as they should be
@@ -69,6 +69,7 @@ def poisoned(*shape, dtype=torch.bfloat16):
     return x
 
 
+@pytest.mark.launches("cast_mxfp8_kernel")
 @EACH_DEVICE
 @EACH_RULE
 def test_both_copies_of_a_matrix(device, how):
@@ -156,7 +157,7 @@ def test_input_that_is_not_contiguous(device):
 
 
 @EACH_DEVICE
-@EACH_RULE
+@EACH_FORMAT
 def test_all_bf16_numbers(device, how):
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     check(device, every.view(-1, 64), how)
@@ -167,7 +168,7 @@ def test_all_bf16_numbers(device, how):
 
 
 @EACH_DEVICE
-@EACH_RULE
+@EACH_FORMAT
 def test_powers_of_two_and_their_neighbours(device, how):
     powers = torch.exp2(torch.arange(-149, 128).double()).float()
     largest = (powers * how.form.max).clamp(max=torch.finfo(torch.float32).max)
@@ -189,6 +190,7 @@ def test_ties_of_all_codes(device, how):
     check(device, torch.stack([around, fixed], -1).view(-1, 2), how, columnwise=False)
 
 
+@pytest.mark.launches("dequantize_mxfp8_kernel")
 @EACH_DEVICE
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
 @pytest.mark.parametrize("kind", ["single", "stacked", "grouped"])

@@ -9,6 +9,7 @@ from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
 from recipes.triton.philox import new_seed
 from tests.grouped_cases import DEVICES
+from tests.pairwise import rest
 
 # The interpreter is numpy: it tells of a loop over a runtime bound, and of Inf and NaN, which are meant here.
 pytestmark = pytest.mark.filterwarnings(
@@ -26,6 +27,8 @@ KINDS = {
     "16x16": {"two_d": True},
     "row-scaled": {"rht": True, "row_scaled": True},
 }
+# Half of the kinds are cast as one tensor in `make test`, and half as groups.
+OF_ONE_TENSOR = ("nearest", "rht-float32", "stochastic", "16x16")
 
 
 PLACES = [*DEVICES, pytest.param("cuda in Triton", marks=pytest.mark.gpu, id="gpu in Triton")]
@@ -100,11 +103,12 @@ def check(
 
 
 @DEVICE
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind if kind in OF_ONE_TENSOR else rest(kind) for kind in KINDS])
 def test_one_tensor(device, kind):
     check(spread(70, 272, dtype=torch.bfloat16), None, device, **KINDS[kind])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", ["rht", "stochastic", "16x16"])
 @pytest.mark.parametrize("sizes", [[5, 65], [16, 134]], ids=str)
 def test_wide_tiles_of_several_groups(place, sizes, kind):
@@ -112,7 +116,7 @@ def test_wide_tiles_of_several_groups(place, sizes, kind):
 
 
 @DEVICE
-@pytest.mark.parametrize("rows", [64, 70])
+@pytest.mark.parametrize("rows", [rest(64), 70])
 def test_rows_at_any_address(device, rows):
     x = spread(rows, 272, dtype=torch.bfloat16).to(device)
     shifted = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
@@ -129,7 +133,7 @@ def test_odd_sizes(device, shape):
 
 
 @DEVICE
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [rest(kind) if kind in OF_ONE_TENSOR else kind for kind in KINDS])
 def test_groups_and_what_lies_behind_them(device, kind):
     x = spread(80, 24, dtype=torch.bfloat16)
     x[50:] = float("nan")
@@ -157,7 +161,7 @@ WAYS_BACK = [
 
 
 @DEVICE
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [rest(torch.bfloat16), torch.float32], ids=str)
 @pytest.mark.parametrize(("groups", "rows", "columns"), WAYS_BACK)
 def test_every_code_of_every_scale_comes_back_from_columns(device, groups, rows, columns, dtype):
     blocks = groups * columns * rows // 16
@@ -176,6 +180,7 @@ def test_every_code_of_every_scale_comes_back_from_columns(device, groups, rows,
     assert torch.equal(found.masked_fill(nans, 0).view(as_bits), wanted.masked_fill(nans, 0).view(as_bits))
 
 
+@pytest.mark.rest
 @DEVICE
 @pytest.mark.parametrize("kind", ["nearest", "16x16", "stochastic"])
 def test_stacked(device, kind):
@@ -189,6 +194,8 @@ def test_one_copy_alone(device, kind, copies):
     check(spread(20, 40, dtype=torch.float16), None, device, **KINDS[kind], rowwise=copies[0], columnwise=copies[1])
 
 
+@pytest.mark.launches("amax_nvfp4_kernel", "cast_nvfp4_kernel")
+@pytest.mark.launches("dequantize_words_kernel", "dequantize_rows_kernel", "dequantize_columns_kernel")
 @DEVICE
 @pytest.mark.parametrize(
     ("kind", "extreme"),
@@ -218,8 +225,8 @@ def whole_tile(columns):
     return x
 
 
-@pytest.mark.parametrize("kind", ["rht", "stochastic"])
-@pytest.mark.parametrize("magnitude", [0.0, 2e-27, 2e-26, 65280.0, 65536.0], ids=str)
+@pytest.mark.parametrize("kind", ["rht", rest("stochastic")])
+@pytest.mark.parametrize("magnitude", [0.0, 2e-27, rest(2e-26), rest(65280.0), 65536.0], ids=str)
 def test_whole_tiles_where_ordinary_amaxes_end(place, kind, magnitude):
     check((whole_tile(256) * magnitude).bfloat16(), None, place, **KINDS[kind])
 
@@ -228,7 +235,7 @@ def test_whole_tiles_where_ordinary_amaxes_end(place, kind, magnitude):
 @pytest.mark.parametrize(
     ("columns", "dtype"), [(256, torch.float32), (256, torch.float16), (264, torch.bfloat16)], ids=str
 )
-@pytest.mark.parametrize("kind", ["rht", "stochastic"])
+@pytest.mark.parametrize("kind", ["rht", rest("stochastic")])
 def test_whole_tiles_without_pairs(device, kind, columns, dtype):
     check(whole_tile(columns).to(dtype), None, device, **KINDS[kind])
 

@@ -3,11 +3,14 @@
 Run as a program, this file compiles: it puts a driver in place that has a target but no device, lets the launchers
 launch, and prints what came out, a line of JSON a kernel. The tests run it in a subprocess, because under the
 interpreter, which the other tests use, Triton compiles nothing.
+
+What was compiled stays in `build/compiled`, found by Triton's key of its source, and is reported from there.
 """
 
 import contextlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -45,6 +48,7 @@ from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon, why_not_this_release
 from recipes.triton.offsets import clamped_offsets_triton
 from tests.compiling import ROOT, compiling
+from tests.smoke import all_kernels
 
 # name: (dtype, float32 products in TF32)
 MODES = {
@@ -56,6 +60,7 @@ MODES = {
 # Instead of a mode, in bf16
 TUNER = "tuner"  # what `bench tune` tries
 GLUON = "gluon"  # the kernels in Gluon, with some others
+FIRST = "first"  # of each kernel the first configuration alone
 GROUPS, MANY_GROUPS = 4, 128
 MANY_ROWS, FEW_ROWS = 1024, 128
 ALIGNED, ODD = (256, 512), (250, 510)  # in and out features
@@ -396,16 +401,19 @@ def compile_all(mode: str, arch: int) -> None:
     cast_nvfp4.runs_triton = lambda x: True
     cast_nvfp4.converts_to_float8 = lambda x: arch >= 89
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
-    run = JITFunction.run
+    run, reported = JITFunction.run, set()
 
     def only_compile(kernel, *args, grid, warmup, **kwargs):
+        name = kernel.fn.__name__
+        if mode == FIRST and name in reported:
+            return
         with contextlib.redirect_stdout(io.StringIO()) as output:
             compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        log = output.getvalue()
+        log, file = output.getvalue(), Path(os.environ["TRITON_CACHE_DIR"], f"{compiled.hash}.json")
         if log:  # nothing is logged for what was compiled before
             config = [kwargs.get(key) for key in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")]
             report = {
-                "kernel": kernel.fn.__name__,
+                "kernel": name,
                 "config": config,
                 "registers": sum(map(int, re.findall(r"Used (\d+) registers", log))),
                 "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
@@ -414,7 +422,10 @@ def compile_all(mode: str, arch: int) -> None:
                 "adds": compiled.asm["ptx"].count("cp.reduce.async.bulk.tensor"),
                 "warnings": re.findall(r".*\(?C75\d\d\)?.*", log),
             }
-            print(json.dumps(report))
+            file.write_text(json.dumps(report))
+        if compiled.hash not in reported:
+            print(file.read_text())
+        reported.update((name, compiled.hash))
 
     JITFunction.run = only_compile
     if mode == TUNER:
@@ -422,6 +433,9 @@ def compile_all(mode: str, arch: int) -> None:
     elif mode == GLUON:
         launch_wgrads(MANY_ROWS, ALIGNED, torch.bfloat16, False)
         launch_nvfp4(MANY_ROWS, ALIGNED[0], torch.bfloat16, ("stochastic", "square"))
+    elif mode == FIRST:
+        launch_all("bf16", (MANY_ROWS, FEW_ROWS), (ALIGNED, ODD))
+        launch_routing(MANY_ROWS)
     elif arch == 90:
         launch_all(mode, (MANY_ROWS, FEW_ROWS), (ALIGNED, ODD))
     else:
@@ -435,9 +449,25 @@ def compiled(mode: str, arch: int, cache: Path) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.fixture
+def cache(request):
+    """A folder for this test alone, that stays."""
+    return ROOT / "build" / "compiled" / re.sub(r"\W+", "-", request.node.name)
+
+
+def test_each_kernel_compiles_for_hopper(cache):
+    reports = compiled(FIRST, 90, cache)
+    kernels = [report["kernel"] for report in reports]
+    assert len(set(kernels)) == len(kernels) and all_kernels() <= set(kernels)
+    for report in reports:
+        assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report
+        assert bool(report["wgmma"]) == ("grouped" in report["kernel"]), report
+
+
+@pytest.mark.rest
 @pytest.mark.parametrize("mode", MODES)
-def test_every_configuration_compiles_for_hopper(mode, tmp_path):
-    reports = compiled(mode, 90, tmp_path)
+def test_every_configuration_compiles_for_hopper(mode, cache):
+    reports = compiled(mode, 90, cache)
     shipped = shipped_configs(mode)
     missing = shipped.keys() - {(report["kernel"], *report["config"]) for report in reports}
     assert not missing, f"configurations that were not compiled: {sorted(missing)}"
@@ -458,8 +488,9 @@ def test_every_configuration_compiles_for_hopper(mode, tmp_path):
     assert {bool(report["adds"]) for report in reports if report["kernel"] == gluon} == written_and_added
 
 
-def test_what_the_tuner_tries_compiles_for_hopper(tmp_path):
-    reports = compiled(TUNER, 90, tmp_path)
+@pytest.mark.rest
+def test_what_the_tuner_tries_compiles_for_hopper(cache):
+    reports = compiled(TUNER, 90, cache)
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90], report
         assert report["wgmma"] and not report["spilled_bytes"] and not report["warnings"], report
@@ -469,16 +500,17 @@ def test_what_the_tuner_tries_compiles_for_hopper(tmp_path):
 
 
 @pytest.mark.triton
-def test_kernels_in_gluon_compile_for_hopper_with_each_release(tmp_path):
-    reports = compiled(GLUON, 90, tmp_path)
+def test_kernels_in_gluon_compile_for_hopper_with_each_release(cache):
+    reports = compiled(GLUON, 90, cache)
     assert {"k_grouped_gluon_kernel", "cast_nvfp4_gluon_kernel"} <= {report["kernel"] for report in reports}
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("arch", [80, 100], ids=["ampere", "blackwell"])
-def test_kernels_compile_for_other_generations(arch, tmp_path):
-    for report in compiled("bf16", arch, tmp_path):
+def test_kernels_compile_for_other_generations(arch, cache):
+    for report in compiled("bf16", arch, cache):
         assert report["shared_bytes"] <= LIMITS[arch], report
 
 

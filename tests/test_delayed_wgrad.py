@@ -48,6 +48,7 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 # The same bits as without delay
 
 
+@pytest.mark.pairwise
 @DEVICE
 @MAIN_GRAD
 @pytest.mark.parametrize("recipe", [None, "fp8_delayed", "mxfp8"])

@@ -111,6 +111,7 @@ def on(operations: Sequence[BasicOperation], *fusions: Any) -> Sequential:
 # Fused as unfused
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -119,6 +120,7 @@ def test_fused_is_unfused(name: str, recipe: str | None, dtype: torch.dtype, dev
     check((FORWARD | BACKWARD)[name], (9, K), recipe=recipe, dtype=dtype, device=device)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.values != (torch.float16,)])
 @pytest.mark.parametrize("name", SCALED)
@@ -126,6 +128,7 @@ def test_a_scale_behind_the_products_is_one_before_them(name: str, dtype: torch.
     check(SCALED[name], (9, K), dtype=dtype, device=device)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
@@ -155,6 +158,7 @@ def both(operations: Sequence[BasicOperation], *fusions: Any) -> tuple[Sequentia
     return on(operations, *fusions), on(operations)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("frozen", ["x", "0.weight", "0.bias", "1.bias"])
 @pytest.mark.parametrize("name", ["linear_bias-bias-swiglu", "linear_bias-swiglu", "linear_bias-scale0.25"])
@@ -198,6 +202,7 @@ def test_an_extra_input_of_a_wider_dtype_is_added_in_it(wide: torch.dtype) -> No
     assert_same_bits(run(fused, x, dy, extra=extra), run(unfused, x, dy, extra=extra))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtypes", list(product([torch.bfloat16, torch.float32, torch.float64], repeat=3)), ids=str)
 def test_an_extra_gradient_is_rounded_as_unfused(

@@ -320,6 +320,7 @@ def check_map(indices: Tensor, num_experts: int) -> None:
     assert_same_bits(dict(zip(names, found, strict=True)), dict(zip(names, wanted, strict=True)))
 
 
+@pytest.mark.launches("count_kernel", "place_kernel", "dispatch_kernel", "combine_kernel")
 @on_kernels
 @pytest.mark.usefixtures("kernels_everywhere")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
@@ -360,6 +361,7 @@ def test_the_counting_sort_makes_the_map_of_a_stable_sort(case: Case, device: st
     check_map(torch.tensor(case.indices, device=device), case.num_experts)
 
 
+@pytest.mark.pairwise
 @on_kernels
 @pytest.mark.usefixtures("kernels_everywhere")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)

@@ -29,6 +29,7 @@ from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.triton.philox import new_seed
 from tests.grouped_cases import DEVICES
+from tests.pairwise import rest
 
 
 @triton.jit
@@ -191,8 +192,9 @@ def close(got: Tensor, want: Tensor, dtypes: Sequence[torch.dtype]) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=2 * places, atol=2 * places * max(scale, 1e-3))
 
 
+@pytest.mark.launches("elementwise_kernel", "delementwise_kernel")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [rest(torch.float32), rest(torch.float16), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_chain_is_its_steps_one_by_one(chain, dtype, device):
     for shape in SHAPES:
@@ -209,7 +211,7 @@ def codes_like(shape: Sequence[int], form: Float8Format, device: str) -> Cast:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", [E4M3, E5M2, OWN], ids=["E4M3", "E5M2", "E4M3-240"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, rest(torch.float16), torch.bfloat16], ids=str)
 def test_what_a_chain_casts_is_what_it_would_store_cast(dtype, form, device):
     """Bit for bit, rowwise and columnwise, forward and backward, also where blocks are partial."""
     for shape in ((64, 64), (70, 136), (3, 11, 33), (1, 8)):
@@ -235,6 +237,7 @@ def same_codes(cast: Cast, expected: QuantizedTensor) -> None:
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", [E4M3, E5M2, OWN], ids=["E4M3", "E5M2", "E4M3-240"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

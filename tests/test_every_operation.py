@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fuser import Sequential, autocast, ops
 from tests.check_operation import DEVICES
+from tests.pairwise import rest
 from tests.reference import ROUNDED_OFTEN, assert_close, assert_same_bits, gradients
 
 WIDTH = 32
@@ -149,7 +150,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows", [0, 1, 2, 9])
+@pytest.mark.parametrize("rows", [0, 1, rest(2), 9])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_strides_change_nothing(name: str, rows: int, device: str) -> None:
     case = OPERATIONS[name]
@@ -175,6 +176,7 @@ def test_strides_change_nothing(name: str, rows: int, device: str) -> None:
         assert_close(run(module, given.pop("x"), given, dy), want, ROUNDED_OFTEN)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("recipe", QUANTIZING)
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("how", STRIDES)
@@ -205,6 +207,7 @@ SAVED = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("recipe", [None, *QUANTIZING])
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("name", WEIGHTED)

@@ -147,6 +147,7 @@ def interleaved(layers, microbatches, *, delay):
     return Schedule.parse([*order, *(wgrad if delay else [])], layers=layers)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("delay", [False, True])

@@ -371,6 +371,7 @@ def test_rounding_is_torchs(dtype, device):
     torch.testing.assert_close(out, x.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.launches("m_grouped_kernel", "k_grouped_kernel", "bias_grad_kernel")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("case", ALL_CASES)
@@ -387,6 +388,7 @@ def test_kernels_take_more_groups_than_one_step_of_the_search(device):
     assert_accumulates(accumulate_in_triton, MANY_GROUPS, torch.bfloat16, torch.float32, device)
 
 
+@pytest.mark.launches("m_grouped_persistent_kernel", "k_grouped_persistent_kernel")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "out_dtype"),

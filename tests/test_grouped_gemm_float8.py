@@ -228,6 +228,7 @@ def test_cpu_agrees_with_float64(case, extras, mode):
 # ------------------------------------------------------------------------------------------------------- kernels
 
 
+@pytest.mark.launches("m_grouped_float8_persistent_kernel", "k_grouped_float8_persistent_kernel")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", ALL_CASES)
@@ -237,11 +238,18 @@ def test_kernels_agree_with_float64(case, mode, device):
         assert_all_close(launched(o, mode, extras=extras), naive(o, extras=extras), o, mode)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
-@pytest.mark.parametrize("case", ["tail", "odd tail"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "tail",
+        pytest.param("odd tail", marks=pytest.mark.launches("m_grouped_float8_kernel", "k_grouped_float8_kernel")),
+    ],
+)
 def test_small_integers_are_exact(case, pair, mode, out_dtype, device):
     o = operands(CASES[case], mode, pair=pair, integers=True, device=device)
     exact = naive(o, extras=True)

@@ -114,6 +114,7 @@ def require_grad(*tensors: Tensor | None) -> None:
 # ------------------------------------------------------------------------------------------------ fused = unfused
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -100,6 +100,7 @@ def name_of(case: dict[str, bool]) -> str:
     return ", ".join(switch for switch, on in case.items() if on) or "plain"
 
 
+@pytest.mark.pairwise
 @DEVICE
 @pytest.mark.parametrize("case", TABLE, ids=name_of)
 @EVERY_MODEL
@@ -109,6 +110,7 @@ def test_gradients_land_where_the_table_says(model: str, case: dict[str, bool], 
     check_table(make(model, device=device, **switches), expected, **case)
 
 
+@pytest.mark.pairwise
 @DEVICE
 @pytest.mark.parametrize("case", TABLE, ids=name_of)
 @pytest.mark.parametrize("model", ["linear", "grouped", "grouped, per group", "experts"])
@@ -118,6 +120,7 @@ def test_the_table_holds_for_attributes_set_after_forward(model: str, case: dict
     check_table(make(model, device=device, **switches), expected, late=True, **case)
 
 
+@pytest.mark.pairwise
 @DEVICE
 @pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
@@ -277,6 +280,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.pairwise
 @DEVICE
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize("kind", REFUSED)
@@ -662,6 +666,7 @@ class Landing(HandWritten):
         return dx, (gradients, nothing), {}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", TABLE, ids=name_of)
 def test_a_fusion_of_the_users_can_keep_to_the_table(case: dict[str, bool]) -> None:
     expected = gradients(make("linear and scale"), 1)

@@ -125,6 +125,8 @@ def run(given: Operands, kind: Kind, needs: tuple[str, ...], join: bool = False)
     return {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
 
 
+@pytest.mark.pairwise
+@pytest.mark.launches("norm_kernel", "dnorm_kernel")
 @all_devices
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", NARROW)
@@ -133,6 +135,7 @@ def test_kernels_agree_with_float64(kind: Kind, dtype: torch.dtype, shape: tuple
     check(operands(shape, kind, dtype, device), kind)
 
 
+@pytest.mark.pairwise
 @all_devices
 @pytest.mark.parametrize(
     "needs", [(), ("dx",), ("dweight",), ("dbias",), ("dweight", "dbias"), ("dx", "dbias")], ids=str
@@ -155,6 +158,8 @@ def narrow_registers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(norm_triton, name, lambda rows, *_: wide._replace(programs=rows))
 
 
+@pytest.mark.pairwise
+@pytest.mark.launches("dparameters_kernel")
 @pytest.mark.usefixtures("narrow_registers")
 @all_devices
 @pytest.mark.parametrize("join", [False, True], ids=["", "added"])

@@ -28,6 +28,7 @@ def test_kernel_agrees_for_any_sizes_interpreted(sizes, rows):
     assert torch.equal(launched(given_sizes, rows), clamped_offsets_ref(given_sizes, rows))
 
 
+@pytest.mark.launches("clamped_offsets_kernel")
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_kernel_takes_every_integer_dtype_interpreted(dtype):

@@ -89,6 +89,7 @@ def test_tiles_of_rows_are_those_of_the_groups_and_no_others(sizes, device):
     assert tiles.tolist() == [*expected, [-1, -1, -1]]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("device", DEVICES)
 def test_more_groups_than_a_program_keeps_go_to_the_kernels_on_pointers(device):
     """One group a row."""

@@ -317,6 +317,7 @@ def test_fused_unfused_and_one_by_one_are_the_same(drawn, recipe, dtype):
 EVERY_FUSION = tuple(ChainAnywhere if fusion is ElementwiseChain else fusion for fusion in FUSIONS)
 
 
+@pytest.mark.rest
 @OFTEN
 @given(
     drawn=sequences(),

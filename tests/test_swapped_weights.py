@@ -81,6 +81,7 @@ HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 CHECKPOINTS = {"fuser.checkpoint": checkpoint, "torch.utils.checkpoint": torch_checkpoint}
 
 
+@pytest.mark.pairwise
 @DEVICE
 @DELAY
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
@@ -97,6 +98,7 @@ def test_hooks_that_swap_what_is_saved_change_no_bit(
     assert_same_bits(run(HOOKS[hooks]()), run(nullcontext()))
 
 
+@pytest.mark.pairwise
 @DEVICE
 @DELAY
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
