@@ -381,6 +381,7 @@ def test_kernels_agree_with_float64(case, dtype, device):
         assert_all_close(launched(o, extras=extras), references(o, extras=extras), o)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels_take_more_groups_than_one_step_of_the_search(device):
     o = operands(MANY_GROUPS, torch.bfloat16, device=device)
