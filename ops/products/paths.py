@@ -26,25 +26,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
-from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_gemm.grouped_gemm import Operands, k_grouped, m_grouped, without_row_factors
+from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.products.product import (
-    combined_alpha,
+    Matrix,
     float8_operands,
     for_wgrad,
     gemm,
-    in_blocks,
     operands,
     quantized,
     wgrad,
 )
 from ops.runner.in_place import writable
-from recipes.native_products import LAYOUTS, Capability, Product, compute_capability
+from recipes.native_products import LAYOUTS, Capability, GemmLayout, Product, compute_capability
 from recipes.recipe import HighPrecision, Recipe
 from recipes.request import PlanRequest
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import Operand, QuantizedTensor
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.splits import Splits
 
@@ -112,28 +111,26 @@ class GroupedPath:
         out: Tensor | None = None,
     ) -> Tensor:
         """y[t] = x[t] w_g^T + scales[t] b_g, [T, N] in x's dtype; rows past the last group are zero."""
-        codes = float8_operands("TN", x, w, self.capability)
-        if codes is not None:
-            a, b = codes
-            return grouped_gemm_tn_float8(
-                a.codes, a.scale, b.codes, b.scale, x.splits, bias_GC=bias, scales_T=scales, out=out, out_dtype=x.dtype,
-                split_accumulation=self.recipe.split_accumulator("fprop"),
-            )  # fmt: skip
-        left, right = operands("TN", x, w, x.dtype)
-        if left.alpha is not None and left.alpha.dim() == 2:
-            return self._fprop_row_scaled(left, right, x, bias, scales, out)
-        return grouped_gemm_tn(
-            left.values, right.values, x.splits, bias_GN=bias, scales_T=scales, alpha_G=combined_alpha(left, right),
-            out=out, out_dtype=x.dtype,
-        )  # fmt: skip
+        pair, factors = without_row_factors(self._operands("TN", x, w))
+        split = self.recipe.split_accumulator("fprop")
+        if factors is None:
+            return m_grouped(
+                "TN", pair, x.splits, bias=bias, scales=scales, out=out, out_dtype=x.dtype, split_accumulation=split
+            )
+        product = m_grouped("TN", pair, x.splits, out_dtype=torch.float32, split_accumulation=split)
+        return self._finish_fprop(writable(product), factors, x, bias, scales, out)
 
-    def _fprop_row_scaled(
-        self, a: Operand, b: Operand, x: GroupedTensor, bias: Tensor | None, scales: Tensor | None, out: Tensor | None
+    def _finish_fprop(
+        self,
+        product: Tensor,
+        factors: Tensor,
+        x: GroupedTensor,
+        bias: Tensor | None,
+        scales: Tensor | None,
+        out: Tensor | None,
     ) -> Tensor:
-        """fprop where x has a factor for each row, which the grouped GEMM does not know."""
-        assert a.alpha is not None, "the caller has seen it"
-        product = writable(grouped_gemm_tn(a.values, b.values, x.splits, alpha_G=b.alpha, out_dtype=torch.float32))
-        product *= a.alpha
+        """What follows the product in fprop where x has a factor for each row, which the grouped GEMM does not know."""
+        product *= factors
         group = x.splits.group_of_row
         if bias is not None:
             rows = accumulator_like(bias).index_select(0, group.clamp(max=x.splits.num_groups - 1))
@@ -143,16 +140,10 @@ class GroupedPath:
 
     def dgrad(self, dy: GroupedTensor, w: Tensor | QuantizedTensor, *, out: Tensor | None = None) -> Tensor:
         """dx[t] = dy[t] w_g, [T, K] in dy's dtype; rows past the last group are zero."""
-        codes = float8_operands("NN", dy, w, self.capability)
-        if codes is not None:
-            a, b = codes
-            return grouped_gemm_tn_float8(
-                a.codes, a.scale, b.codes, b.scale, dy.splits, out=out, out_dtype=dy.dtype,
-                split_accumulation=self.recipe.split_accumulator("dgrad"),
-            )  # fmt: skip
-        left, right = operands("NN", dy, w, dy.dtype)
-        alpha = combined_alpha(left, right)
-        return grouped_gemm_nn(left.values, right.values, dy.splits, alpha_G=alpha, out=out, out_dtype=dy.dtype)
+        return m_grouped(
+            "NN", self._operands("NN", dy, w), dy.splits, out=out, out_dtype=dy.dtype,
+            split_accumulation=self.recipe.split_accumulator("dgrad"),
+        )  # fmt: skip
 
     def wgrad(
         self,
@@ -168,20 +159,14 @@ class GroupedPath:
         An empty group's dw is zero. What goes into `out` is summed in float32 and rounded once to out's dtype; reverse:
         the last group comes first there.
         """
-        codes = float8_operands("NT", dy, x, self.capability)
-        if codes is not None:
-            a, b = codes
-            return grouped_gemm_nt_float8(
-                a.codes, a.scale, b.codes, b.scale, dy.splits.aligned(a.block), out=out, out_dtype=dy.dtype,
-                split_accumulation=self.recipe.split_accumulator("wgrad"), accumulate=accumulate, reverse=reverse,
-            )  # fmt: skip
-        left, right = operands("NT", dy, x, dy.dtype)
-        block = max(left.block, right.block)
-        return grouped_gemm_nt(
-            in_blocks(left, block, dy.splits), in_blocks(right, block, dy.splits), dy.splits.padded(block),
-            alpha_G=combined_alpha(left, right), out=out, out_dtype=dy.dtype if out is None else out.dtype,
-            accumulate=accumulate, reverse=reverse,
+        return k_grouped(
+            self._operands("NT", dy, x), dy.splits, out=out, out_dtype=dy.dtype,
+            split_accumulation=self.recipe.split_accumulator("wgrad"), accumulate=accumulate, reverse=reverse,
         )  # fmt: skip
+
+    def _operands(self, layout: GemmLayout, a: GroupedTensor, b: Matrix) -> Operands:
+        """What is multiplied: codes where the GPU takes them, else values."""
+        return float8_operands(layout, a, b, self.capability) or operands(layout, a, b, a.dtype)
 
     def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
         """db_g = sum over the group's rows of scales[t] dy[t], [G, N], accumulated in float32 in a fixed order."""

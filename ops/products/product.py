@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
+from ops.kernels.grouped_gemm.grouped_gemm import combined_alpha
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nt
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.runner.in_place import writable
@@ -109,20 +110,6 @@ def float8_operands(
         layout, left.scaling, right.scaling, a.dtype, capability, left.codes.dtype, right.codes.dtype
     )  # fmt: skip
     return (left, right) if refusal is None else None
-
-
-def in_blocks(operand: Operand, block: int, splits: Splits) -> Tensor:
-    """The values of grouped rows, those of each group padded with zeros to a multiple of `block`."""
-    values = operand.values
-    if operand.block == block:
-        return values
-    if operand.block > 1:
-        inactive = splits.group_of_row == splits.num_groups
-        values = values.index_select(0, splits.row_in_padded(operand.block)).masked_fill(inactive[:, None], 0)
-    if block == 1:
-        return values
-    padded = values.new_zeros(splits.aligned_capacity(block), values.shape[1])
-    return padded.index_add_(0, splits.row_in_padded(block), values)  # zeros past the sum change nothing
 
 
 def _plain(x: Matrix) -> Tensor | None:
@@ -251,10 +238,3 @@ def _float8_gemm(
         return product
     product *= alpha
     return (product if added is None else product + added).to(out_dtype)
-
-
-def combined_alpha(a: Operand, b: Operand) -> Tensor | None:
-    """The product of the operands' per-tensor scales, in float32; None if neither has one."""
-    if a.alpha is None or b.alpha is None:
-        return a.alpha if b.alpha is None else b.alpha
-    return a.alpha * b.alpha

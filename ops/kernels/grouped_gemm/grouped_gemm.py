@@ -1,0 +1,109 @@
+"""Grouped products of operands: values, or float8 codes with their scales. One host for each kind.
+
+    m_grouped   TN   y[t]  = x[t] w_g^T + s[t] b_g      rows differ by group
+                NN   dx[t] = dy[t] w_g
+    k_grouped   NT   dw_g  = dy_g^T x_g                 the sum runs over rows
+
+Values go to the kernels of `high_precision`, with factors that hold for a whole tensor applied to the float32 sum;
+codes go to those of `float8`, which need both operands along the summed axis. Everything else is said there.
+"""
+# T rows, G groups
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
+from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from recipes.tensors.quantized_tensor import Float8Operand, Operand
+from recipes.tensors.splits import Splits
+
+# Both values, or both codes.
+Operands = tuple[Operand, Operand] | tuple[Float8Operand, Float8Operand]
+
+
+def m_grouped(
+    layout: Literal["TN", "NN"],
+    operands: Operands,
+    splits: Splits,
+    *,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype,
+    split_accumulation: bool,
+) -> Tensor:
+    """The product of rows [T, R] and stacked weights, [T, C] in out_dtype or `out`; rows of no group are zero.
+
+    bias [G, C] and scales [T]: of TN alone. split_accumulation: of codes, see `float8`.
+    """
+    a, b = operands
+    if isinstance(a, Float8Operand) and isinstance(b, Float8Operand):
+        return grouped_gemm_tn_float8(
+            a.codes, a.scale, b.codes, b.scale, splits, bias_GC=bias, scales_T=scales, out=out, out_dtype=out_dtype,
+            split_accumulation=split_accumulation,
+        )  # fmt: skip
+    assert isinstance(a, Operand) and isinstance(b, Operand), "both are values, or both codes"
+    alpha = combined_alpha(a, b)
+    if layout == "TN":
+        return grouped_gemm_tn(
+            a.values, b.values, splits, bias_GN=bias, scales_T=scales, alpha_G=alpha, out=out, out_dtype=out_dtype
+        )
+    return grouped_gemm_nn(a.values, b.values, splits, alpha_G=alpha, out=out, out_dtype=out_dtype)
+
+
+def k_grouped(
+    operands: Operands,
+    splits: Splits,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype,
+    split_accumulation: bool,
+    accumulate: bool = False,
+    reverse: bool = False,
+) -> Tensor:
+    """dw [G, N, K] of the rows of each group, in out_dtype or `out`; accumulate and reverse as `grouped_gemm_nt`."""
+    a, b = operands
+    if isinstance(a, Float8Operand) and isinstance(b, Float8Operand):
+        return grouped_gemm_nt_float8(
+            a.codes, a.scale, b.codes, b.scale, splits.aligned(a.block), out=out, out_dtype=out_dtype,
+            split_accumulation=split_accumulation, accumulate=accumulate, reverse=reverse,
+        )  # fmt: skip
+    assert isinstance(a, Operand) and isinstance(b, Operand), "both are values, or both codes"
+    block = max(a.block, b.block)
+    return grouped_gemm_nt(
+        _in_blocks(a, block, splits), _in_blocks(b, block, splits), splits.padded(block), alpha_G=combined_alpha(a, b),
+        out=out, out_dtype=out_dtype if out is None else out.dtype, accumulate=accumulate, reverse=reverse,
+    )  # fmt: skip
+
+
+def without_row_factors(operands: Operands) -> tuple[Operands, Tensor | None]:
+    """The operands, and factors of the first one's rows, [T, 1], which `m_grouped` does not know; None: it has none."""
+    a, b = operands
+    if isinstance(a, Operand) and isinstance(b, Operand) and a.alpha is not None and a.alpha.dim() == 2:
+        return (a._replace(alpha=None), b), a.alpha
+    return operands, None
+
+
+def combined_alpha(a: Operand, b: Operand) -> Tensor | None:
+    """The product of the operands' per-tensor scales, in float32; None if neither has one."""
+    if a.alpha is None or b.alpha is None:
+        return a.alpha if b.alpha is None else b.alpha
+    return a.alpha * b.alpha
+
+
+def _in_blocks(operand: Operand, block: int, splits: Splits) -> Tensor:
+    """The values of grouped rows, those of each group padded with zeros to a multiple of `block`."""
+    values = operand.values
+    if operand.block == block:
+        return values
+    if operand.block > 1:
+        inactive = splits.group_of_row == splits.num_groups
+        values = values.index_select(0, splits.row_in_padded(operand.block)).masked_fill(inactive[:, None], 0)
+    if block == 1:
+        return values
+    padded = values.new_zeros(splits.aligned_capacity(block), values.shape[1])
+    return padded.index_add_(0, splits.row_in_padded(block), values)  # zeros past the sum change nothing
