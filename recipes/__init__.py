@@ -14,8 +14,9 @@ from recipes.request import Needs, PlanRequest
 from recipes.stack import current_recipe
 from recipes.tensors.formats import E4M3, E5M2, Float8Format, Format
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.scaled_codes import Operand, ScaledCodes
 from recipes.tensors.splits import Splits
 
 __all__ = [

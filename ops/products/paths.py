@@ -40,8 +40,9 @@ from ops.runner.in_place import writable
 from recipes.recipe import HighPrecision, Product, Recipe
 from recipes.request import PlanRequest
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import Operand, QuantizedTensor
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.scaled_codes import Operand
 from recipes.tensors.splits import Splits
 
 

@@ -24,9 +24,11 @@ from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nt
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.runner.in_place import writable
 from recipes.recipe import Product, Recipe, Role
+from recipes.tensors.formats import ScaleLayout
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaleLayout
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.scaled_codes import Float8Operand, Operand
 from recipes.tensors.splits import Splits
 
 GemmLayout = Literal["TN", "NN", "NT"]

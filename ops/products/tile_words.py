@@ -17,7 +17,7 @@ from ops.kernels.grouped_gemm.tile_rules_float8 import built_in_float8_config
 from ops.products.product import COLUMNWISE, LAYOUTS, gemm_dtype, quantizes, scalings_fit
 from recipes.recipe import Product, Recipe, Role
 from recipes.request import PlanRequest
-from recipes.tensors.quantized_tensor import ScaleLayout
+from recipes.tensors.formats import ScaleLayout
 
 Weights = tuple[int, int, int]  # [G, N, K]
 

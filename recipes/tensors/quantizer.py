@@ -11,9 +11,9 @@ from torch import Tensor
 
 from recipes.arguments import as_number
 from recipes.pending import PendingUpdates
-from recipes.tensors.formats import Float8Format
+from recipes.tensors.formats import Float8Format, ScaleLayout
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import QuantizedTensor, ScaleLayout
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.splits import Splits
 
 # name -> (shape, initial value) of the float32 tensors that a quantizer keeps from step to step

@@ -65,7 +65,7 @@ from ops.kernels.grouped_gemm.operands import (
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, room_for
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
-from recipes.tensors.quantized_tensor import ScaleLayout
+from recipes.tensors.formats import ScaleLayout
 from recipes.tensors.splits import Splits
 from recipes.triton.launch import Launch, cdiv, launcher
 from recipes.triton.row_slots import num_slots
