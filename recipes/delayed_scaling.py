@@ -17,16 +17,13 @@ from torch import Tensor
 
 from recipes.amax_reduction import check_group
 from recipes.casts.amax_history import end_step
-from recipes.casts.layout import empty_copies
 from recipes.casts.scale_rules import GivenScale
 from recipes.current_scaling import per_tensor
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe, Role, support_of_float8
 from recipes.stack import scale_in_use
 from recipes.tensors.formats import Float8Format, Format, ScaleSpec
-from recipes.tensors.quantized_tensor import QuantizedTensor
-from recipes.tensors.quantizer import QuantizedBuffers, Quantizer, StateOfRole, StateShapes, check_form
-from recipes.tensors.scaled_codes import scaled_copies
+from recipes.tensors.quantizer import Quantizer, StateOfRole, StateShapes, check_form
 from recipes.tensors.spec_quantizer import SpecQuantizer
 
 
@@ -172,19 +169,8 @@ class DelayedScalingQuantizer(SpecQuantizer):
         return per_tensor(self.form, GivenScale())
 
     @property
-    def casts_in_kernels(self) -> bool:
-        return True
-
-    @property
-    def kernel_format(self) -> str:
-        return "float8"
-
-    def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
-        copies = empty_copies(shape, self.spec, device)
-        scale = copies.row_scale.view(()) if copies.row_scale is not None else None
-        copies = copies._replace(row_scale=scale, column_scale=scale)
-        quantized = QuantizedTensor(*scaled_copies(copies, self.spec, shape), dtype)
-        return QuantizedBuffers(quantized, *self.scale_and_amax(device, 1), self.form)
+    def kernel_spec(self) -> ScaleSpec:
+        return self.spec
 
     def scale_and_amax(self, device: torch.device, num_scales: int) -> tuple[Tensor, Tensor | None]:
         """The scales [n] and, if amaxes are recorded, where they go [n]."""

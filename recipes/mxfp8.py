@@ -8,16 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
-import torch
-
 from recipes.casts.cast_mxfp8 import BLOCK
-from recipes.casts.layout import empty_copies
 from recipes.casts.scale_rules import E8M0Scale, Rounding
 from recipes.recipe import Recipe, Role
 from recipes.tensors.formats import Float8Format, Format, ScaleSpec
-from recipes.tensors.quantized_tensor import QuantizedTensor
-from recipes.tensors.quantizer import QuantizedBuffers, check_form
-from recipes.tensors.scaled_codes import scaled_copies
+from recipes.tensors.quantizer import check_form
 from recipes.tensors.spec_quantizer import SpecQuantizer
 
 _SCALINGS = get_args(Rounding)
@@ -65,20 +60,12 @@ class MXFP8Quantizer(SpecQuantizer):
         return ScaleSpec(self.form, (BLOCK if self.square else 1, BLOCK), E8M0Scale(self.scaling), "natural", BLOCK)
 
     @property
-    def casts_in_kernels(self) -> bool:
-        return self.scaling == "round_up" and not self.square
-
-    @property
-    def kernel_format(self) -> str:
-        return "mxfp8"
+    def kernel_spec(self) -> ScaleSpec:
+        return self.spec
 
     @property
     def copies_agree(self) -> bool:
         return self.square
-
-    def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
-        copies = empty_copies(shape, self.spec, device)
-        return QuantizedBuffers(QuantizedTensor(*scaled_copies(copies, self.spec, shape), dtype), form=self.form)
 
 
 def _check_scaling(scaling: str) -> None:

@@ -218,7 +218,7 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
         chain, operands = [steps.ADD_COLUMN, activation_step(Activation("gelu"), False)], [x[0], None]
         for quantizer in (MXFP8Quantizer(form), DelayedScalingQuantizer(form, DelayedScaling())):
             room = quantizer.empty_like_quantized(x.shape, dtype, x.device)
-            cast = elementwise.Cast(*room.copies.tensors(), room.scale, torch.empty(1))
+            cast = elementwise.Cast(*room.copies.tensors(), quantizer.spec, room.scale, torch.empty(1))
             elementwise.elementwise_cast(x, cast, chain, operands)
             elementwise.delementwise(dy, x, chain, operands, need_operands=(True, False), cast=cast)
 

@@ -206,8 +206,8 @@ OWN = Float8Format("own", torch.float8_e4m3fn, 240.0)
 
 
 def codes_like(shape: Sequence[int], form: Float8Format, device: str) -> Cast:
-    made = MXFP8Quantizer(form).room(torch.Size(shape), torch.float32, torch.device(device))
-    return Cast(*made.copies.tensors(), form=made.form)
+    made = MXFP8Quantizer(form).empty_like_quantized(torch.Size(shape), torch.float32, torch.device(device))
+    return Cast(*made.copies.tensors(), MXFP8Quantizer(form).spec)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -256,7 +256,7 @@ def test_a_chain_casts_with_a_given_scale_what_it_would_store(dtype, form, devic
         def room(shape=shape, scale=scale):
             copies = empty_copies(torch.Size(shape), spec, torch.device(device))
             amax = torch.full((1,), 0.5, device=device) if records else None
-            return Cast(*copies, scale, amax, form)
+            return Cast(*copies, spec, scale, amax)
 
         def check(cast, made, scale=scale):
             amax = torch.full((1,), 0.5, device=device)
@@ -264,7 +264,7 @@ def test_a_chain_casts_with_a_given_scale_what_it_would_store(dtype, form, devic
             for name in ("row_codes", "column_codes"):
                 got, want = (getattr(copies, name).view(torch.uint8) for copies in (cast, expected))
                 assert torch.equal(got, want), name
-            assert torch.equal(cast.row_scales.view(()), expected.row_scale)
+            assert torch.equal(cast.row_scales, expected.row_scale)
             assert cast.amax is None or torch.equal(cast.amax, amax)
 
         cast = room()

@@ -85,18 +85,14 @@ def cast_float8_on_triton(
     scale_inv = copies.row_scale if copies.row_scale is not None else copies.column_scale
     assert scale_inv is not None, "one copy at least is made"
     if scale is None:
-        amax = torch.zeros(len(scale_inv), dtype=torch.float32, device=x.device)
+        amax = torch.zeros(scale_inv.numel(), dtype=torch.float32, device=x.device)
         amax_triton(x_GTK, amax, offsets)
     cast_float8_triton(
         x_GTK, copies.row_codes, copies.column_codes, scale_inv, amax if scale is None else scale,
         None if scale is None else amax_out, offsets, None if splits is None else splits.aligned(BLOCK),
         form, scale is not None, rule.power_2, rule.amax_epsilon,
     )  # fmt: skip
-    if splits is None and not stacked:
-        scale_inv = scale_inv.view(())
-    return copies._replace(
-        row_scale=scale_inv if rowwise else None, column_scale=scale_inv if columnwise else None
-    )  # fmt: skip
+    return copies
 
 
 def dequantize_float8_on_triton(

@@ -63,7 +63,7 @@ def empty_copies(
     stacked: bool = False,
     splits: Splits | None = None,
 ) -> Copies:
-    """Uninitialised copies of a tensor of this shape, in the layout above; the scale of all [n] also of one tensor."""
+    """Uninitialised copies of a tensor of this shape, in the layout above."""
     lead, columns = tuple(shape[:1] if stacked else ()), shape[-1]
     rows = shape[-2] if stacked else math.prod(shape[:-1])
     transposed, square = spec.columnwise == "transposed", is_square(spec)
@@ -86,7 +86,7 @@ def empty_copies(
     column_codes = empty(columnwise, (*lead, columns, padded) if transposed else shape, spec.element.dtype)
     scale_dtype = spec.scale_rule.dtype
     if spec.is_per_tensor:
-        count = shape[0] if stacked else 1 if splits is None else splits.num_groups
+        count = (shape[0],) if stacked else () if splits is None else (splits.num_groups,)
         scale = torch.empty(count, dtype=scale_dtype, device=device)
         return Copies(row_codes, scale if rowwise else None, column_codes, scale if columnwise else None)
     of_rows, of_columns = ((row_blocks(block[0]), column_blocks(block[1])) for block in (spec.block, spec.block[::-1]))

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from recipes.casts.cast import cast
+from recipes.casts.layout import empty_copies
 from recipes.tensors.formats import ScaleLayout, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
-from recipes.tensors.quantizer import Quantizer, check_grouped, check_stacked, check_tensor
+from recipes.tensors.quantizer import QuantizedBuffers, Quantizer, check_grouped, check_stacked, check_tensor
 from recipes.tensors.scaled_codes import scaled_copies
 from recipes.tensors.splits import Splits
 
@@ -52,6 +53,10 @@ class SpecQuantizer(Quantizer):
             x_TK, self.spec, rowwise=rowwise, columnwise=columnwise, splits=splits, scale=scale, amax_out=amax
         )
         return GroupedTensor(None, splits, *scaled_copies(copies, self.spec, x_TK.shape), x_TK.dtype)
+
+    def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
+        copies = scaled_copies(empty_copies(shape, self.spec, device), self.spec, shape)
+        return QuantizedBuffers(QuantizedTensor(*copies, dtype), *self.scale_and_amax(device, 1))
 
     def float8_scaling(self, columnwise: bool) -> ScaleLayout | None:
         return self.spec.float8_scaling
