@@ -489,7 +489,7 @@ def _cast_constants(cast: Cast | None, x: Tensor) -> dict[str, Any]:
         raise ValueError(why_no_cast(cast.spec))
     if (cast.scale is None) != (kind == "blocks"):
         given = "no" if cast.scale is None else "a"
-        raise ValueError(f"{cast.spec} is cast with {given} given scale. Pass one if its rule is GivenScale, else none.")
+        raise ValueError(f"{cast.spec} is cast with {given} given scale. Pass one only if its rule is GivenScale.")
     return {"CAST": kind, **format_of(element, x.device)}
 
 
