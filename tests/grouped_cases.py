@@ -177,7 +177,7 @@ def _group_of_copy(copy: ScaledCodes, sizes: list[int], group: int) -> ScaledCod
 
     def units(size: int, codes_each: int = 1) -> slice:
         """Where the group lies, when each begins a new unit of `size` rows, of which there are so many codes."""
-        counts = [-(-rows // size) * codes_each for rows in sizes]
+        counts = [codes_each if size == ALL else -(-rows // size) * codes_each for rows in sizes]
         return slice(sum(counts[:group]), sum(counts[: group + 1]))
 
     rows, is_fp4 = units(1), spec.element == E2M1

@@ -185,10 +185,13 @@ FLOAT8_SCALINGS: dict[tuple[int, int], ScaleLayout] = {(ALL, ALL): "tensor", (1,
 class ScaleSpec:
     """A number format of tensors, as a value: what codes are, which of them share a scale, and how both lie in memory.
 
-    block:      rows x columns of the rowwise copy that share a scale; those of the columnwise copy are turned round
+    block:      rows x columns of the rowwise copy that share a scale, 1 x n or n x n; those of the columnwise copy are
+                turned round
     columnwise: how the columnwise copy lies
     alignment:  in it the rows of each group begin at multiples of this many
     transform:  the orthogonal transform of the rows that the columnwise copy is in; None for none
+
+    Raises ValueError for another block.
     """
 
     element: ElementFormat
@@ -197,6 +200,11 @@ class ScaleSpec:
     columnwise: ColumnwiseLayout = "natural"
     alignment: int = 1
     transform: str | None = None
+
+    def __post_init__(self) -> None:
+        rows, columns = self.block
+        if rows not in (1, columns) or min(self.block) < 0:
+            raise ValueError(f"block is {self.block}, but must be 1 x n or n x n numbers, of which n may be ALL.")
 
     def block_of(self, columnwise: bool) -> tuple[int, int]:
         """Rows and columns, in the natural order, that share a scale in this copy."""
