@@ -14,7 +14,7 @@ from recipes.tensors.formats import ScaleLayout, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import QuantizedBuffers, Quantizer, check_grouped, check_stacked, check_tensor
-from recipes.tensors.scaled_codes import scaled_copies
+from recipes.tensors.scaled_codes import ScaledCodes, scaled_copies
 from recipes.tensors.splits import Splits
 
 
@@ -32,34 +32,43 @@ class SpecQuantizer(Quantizer):
 
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         check_tensor(x, rowwise, columnwise)
-        scale, amax = self.scale_and_amax(x.device, 1)
-        copies = cast(x, self.spec, rowwise=rowwise, columnwise=columnwise, scale=scale, amax_out=amax)
-        return QuantizedTensor(*scaled_copies(copies, self.spec, x.shape), x.dtype)
+        return QuantizedTensor(*self._copies(x, rowwise, columnwise, 1), x.dtype)
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         check_stacked(w_GNK, rowwise, columnwise)
-        scale, amax = self.scale_and_amax(w_GNK.device, len(w_GNK))
-        copies = cast(
-            w_GNK, self.spec, rowwise=rowwise, columnwise=columnwise, stacked=True, scale=scale, amax_out=amax
-        )
-        return QuantizedTensor(*scaled_copies(copies, self.spec, w_GNK.shape), w_GNK.dtype)
+        return QuantizedTensor(*self._copies(w_GNK, rowwise, columnwise, len(w_GNK), stacked=True), w_GNK.dtype)
 
     def quantize_grouped(
         self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
         check_grouped(x_TK, splits, rowwise, columnwise)
-        scale, amax = self.scale_and_amax(x_TK.device, splits.num_groups)
-        copies = cast(
-            x_TK, self.spec, rowwise=rowwise, columnwise=columnwise, splits=splits, scale=scale, amax_out=amax
-        )
-        return GroupedTensor(None, splits, *scaled_copies(copies, self.spec, x_TK.shape), x_TK.dtype)
+        copies = self._copies(x_TK, rowwise, columnwise, splits.num_groups, splits=splits)
+        return GroupedTensor(None, splits, *copies, x_TK.dtype)
 
     def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
-        copies = scaled_copies(empty_copies(shape, self.spec, device), self.spec, shape)
+        spec = self.spec
+        copies = scaled_copies(empty_copies(shape, spec, device), spec, shape)
         return QuantizedBuffers(QuantizedTensor(*copies, dtype), *self.scale_and_amax(device, 1))
 
     def float8_scaling(self, columnwise: bool) -> ScaleLayout | None:
         return self.spec.float8_scaling
+
+    def _copies(
+        self,
+        x: Tensor,
+        rowwise: bool,
+        columnwise: bool,
+        num_scales: int,
+        *,
+        stacked: bool = False,
+        splits: Splits | None = None,
+    ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
+        spec = self.spec
+        scale, amax = self.scale_and_amax(x.device, num_scales)
+        copies = cast(
+            x, spec, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits, scale=scale, amax_out=amax
+        )
+        return scaled_copies(copies, spec, x.shape)
 
 
 @dataclass(frozen=True)
