@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation, is_noop
 from ops.kernels.elementwise.chain import (
-    CASTS,
     Cast,
     Step,
     delementwise,
     elementwise,
     elementwise_cast,
     runs_triton,
+    why_no_cast,
     why_no_chain,
 )
 from ops.quantize import Quantize
@@ -168,14 +168,14 @@ class ElementwiseChain(FusedOperation):
 
 def _casts(quantizer: Quantizer | None, x: Tensor) -> TypeGuard[Quantizer]:
     """Whether the chain's kernel casts what it makes of x."""
-    return quantizer is not None and quantizer.casts_in_kernels and x.numel() > 0
+    return quantizer is not None and quantizer.kernel_spec is not None and x.numel() > 0
 
 
 def _into(buffers: QuantizedBuffers) -> Cast:
     rowwise, columnwise = buffers.copies.rowwise, buffers.copies.columnwise
     assert rowwise is not None and columnwise is not None, "both copies are made"
     codes = rowwise.codes, rowwise.scale_inv, columnwise.codes, columnwise.scale_inv
-    return Cast(*codes, buffers.scale, buffers.amax, buffers.form)
+    return Cast(*codes, rowwise.spec, buffers.scale, buffers.amax)
 
 
 def _chain(operations: Sequence[BasicOperation]) -> tuple[ElementwiseOperation, ...]:
@@ -196,13 +196,13 @@ def _why_not_cast(operations: Sequence[BasicOperation], recipe: Recipe, steps: S
         if last.grad_output_quantizer(recipe) is not None:
             return "The Quantize behind quantizes dy, which is not what the chain computes."
     for quantizer in quantizers:
-        if quantizer is not None and not quantizer.casts_in_kernels:
+        if quantizer is None:
+            continue
+        if quantizer.kernel_spec is None:
             return f"{type(quantizer).__name__} must see the whole tensor before it can cast, which takes another pass."
-        if quantizer is not None and quantizer.kernel_format not in CASTS:
-            return (
-                f"{type(quantizer).__name__} casts to {quantizer.kernel_format!r} in kernels, and the element-wise "
-                f"kernel knows {' and '.join(map(repr, CASTS))} (`kernel_format`)."
-            )
+        why_not = why_no_cast(quantizer.kernel_spec)
+        if why_not is not None:
+            return why_not
     return None
 
 

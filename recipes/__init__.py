@@ -12,10 +12,12 @@ from recipes.recipe import HighPrecision, Recipe, Role, Target
 from recipes.registry import as_recipe
 from recipes.request import Needs, PlanRequest
 from recipes.stack import current_recipe
-from recipes.tensors.formats import E4M3, E5M2, Float8Format, Format
+from recipes.tensors.formats import E4M3, E5M2, ElementFormat, Float8Format, Format, ScaleRule, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.scaled_codes import Operand, ScaledCodes
+from recipes.tensors.spec_quantizer import FormatQuantizer
 from recipes.tensors.splits import Splits
 
 __all__ = [
@@ -25,8 +27,10 @@ __all__ = [
     "E5M2",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "ElementFormat",
     "Float8Format",
     "Format",
+    "FormatQuantizer",
     "GroupedTensor",
     "HighPrecision",
     "MXFP8BlockScaling",
@@ -39,6 +43,8 @@ __all__ = [
     "Quantizer",
     "Recipe",
     "Role",
+    "ScaleRule",
+    "ScaleSpec",
     "ScaledCodes",
     "Splits",
     "Target",

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from recipes.recipe import Role
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import QuantizedTensor, ScaledCodes
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.scaled_codes import ScaledCodes
 from recipes.tensors.splits import Splits
 
 

@@ -1,31 +1,19 @@
 """Float8CurrentScaling: one scale for each tensor, from the tensor itself.
 
-Formula, layout and source: `recipes/casts/cast_float8.py`. One scale serves both copies. Grouped rows and stacked
+Formula and layout: `recipes/casts/cast.py`. One scale serves both copies. Grouped rows and stacked
 weights have one scale a group; an empty group's is 1.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from recipes.casts.cast_float8 import BLOCK, Float8Copies, cast_float8, dequantize_codes, transpose_back
+from recipes.casts.scale_rules import Float32Scale
 from recipes.recipe import Recipe, Role
-from recipes.tensors.formats import Float8Format, Format
-from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import Float8Operand, Operand, QuantizedTensor, ScaledCodes, ScaleLayout
-from recipes.tensors.quantizer import (
-    Quantizer,
-    check_amax_epsilon,
-    check_form,
-    check_grouped,
-    check_stacked,
-    check_tensor,
-)
-from recipes.tensors.splits import Splits
+from recipes.tensors.formats import ALL, Float8Format, Format, ScaleSpec
+from recipes.tensors.quantizer import check_amax_epsilon, check_form
+from recipes.tensors.spec_quantizer import SpecQuantizer
 
 
 @dataclass(frozen=True)
@@ -59,7 +47,7 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class CurrentScalingQuantizer(Quantizer):
+class CurrentScalingQuantizer(SpecQuantizer):
     """One scale for a tensor or a group."""
 
     form: Float8Format
@@ -70,69 +58,11 @@ class CurrentScalingQuantizer(Quantizer):
         check_form(self.form)
         check_amax_epsilon(self.amax_epsilon)
 
-    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        check_tensor(x, rowwise, columnwise)
-        copies = cast_float8(x, self.form, rowwise=rowwise, columnwise=columnwise, **self._options)
-        return QuantizedTensor(*tensor_scaled(copies, x.shape), x.dtype)
-
-    def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        check_stacked(w_GNK, rowwise, columnwise)
-        copies = cast_float8(w_GNK, self.form, rowwise=rowwise, columnwise=columnwise, stacked=True, **self._options)
-        return QuantizedTensor(*tensor_scaled(copies, w_GNK.shape), w_GNK.dtype)
-
-    def quantize_grouped(
-        self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
-    ) -> GroupedTensor:
-        check_grouped(x_TK, splits, rowwise, columnwise)
-        copies = cast_float8(x_TK, self.form, rowwise=rowwise, columnwise=columnwise, splits=splits, **self._options)
-        return GroupedTensor(None, splits, *tensor_scaled(copies, x_TK.shape), x_TK.dtype)
-
-    def float8_scaling(self, columnwise: bool) -> ScaleLayout:
-        return "tensor"
-
     @property
-    def _options(self) -> dict[str, Any]:
-        return {"power_2_scale": self.power_2_scale, "amax_epsilon": self.amax_epsilon}
+    def spec(self) -> ScaleSpec:
+        return per_tensor(self.form, Float32Scale(self.power_2_scale, self.amax_epsilon))
 
 
-def tensor_scaled(
-    copies: Float8Copies, shape: torch.Size
-) -> tuple[TensorScaledCodes | None, TransposedTensorScaledCodes | None]:
-    """The containers of both copies of a tensor of this shape."""
-    rowwise = columnwise = None
-    if copies.row_codes is not None:
-        rowwise = TensorScaledCodes(copies.row_codes, copies.scale_inv)
-    if copies.column_codes is not None:
-        columnwise = TransposedTensorScaledCodes(copies.column_codes, copies.scale_inv, shape)
-    return rowwise, columnwise
-
-
-@dataclass(frozen=True, eq=False)
-class TensorScaledCodes(ScaledCodes):
-    """Codes [..., K] in float8; scale_inv () float32 for one tensor, [G] for stacked weights or grouped rows."""
-
-    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
-        return Operand(dequantize_codes(self.codes, dtype), self.scale_inv)
-
-    def float8_operand(self) -> Float8Operand:
-        return Float8Operand(self.codes, self.scale_inv, "tensor")
-
-
-@dataclass(frozen=True, eq=False)
-class TransposedTensorScaledCodes(ScaledCodes):
-    """Codes [K, P], [G, K, N] of stacked weights, [K, C] of grouped rows; scale_inv as of `TensorScaledCodes`.
-
-    natural_shape: of the values
-    """
-
-    natural_shape: torch.Size
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.natural_shape
-
-    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
-        return Operand(transpose_back(self.codes, dtype, self.shape, splits), self.scale_inv)
-
-    def float8_operand(self) -> Float8Operand:
-        return Float8Operand(self.codes, self.scale_inv, "tensor", BLOCK)
+def per_tensor(form: Float8Format, rule: Float32Scale) -> ScaleSpec:
+    """One scale for a tensor or a group, of both copies."""
+    return ScaleSpec(form, (ALL, ALL), rule, "transposed", 32)

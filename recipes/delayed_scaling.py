@@ -17,25 +17,14 @@ from torch import Tensor
 
 from recipes.amax_reduction import check_group
 from recipes.casts.amax_history import end_step
-from recipes.casts.cast_float8 import cast_float8, empty_float8
-from recipes.current_scaling import tensor_scaled
+from recipes.casts.scale_rules import GivenScale
+from recipes.current_scaling import per_tensor
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe, Role
 from recipes.stack import scale_in_use
-from recipes.tensors.formats import Float8Format, Format
-from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import QuantizedTensor, ScaleLayout
-from recipes.tensors.quantizer import (
-    QuantizedBuffers,
-    Quantizer,
-    StateOfRole,
-    StateShapes,
-    check_form,
-    check_grouped,
-    check_stacked,
-    check_tensor,
-)
-from recipes.tensors.splits import Splits
+from recipes.tensors.formats import Float8Format, Format, ScaleSpec
+from recipes.tensors.quantizer import Quantizer, StateOfRole, StateShapes, check_form
+from recipes.tensors.spec_quantizer import SpecQuantizer
 
 
 @dataclass(frozen=True)
@@ -110,7 +99,7 @@ class DelayedScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class DelayedScalingQuantizer(Quantizer):
+class DelayedScalingQuantizer(SpecQuantizer):
     """Casts with the scales of its state, [n], and records amaxes in the open slot of its history, [L, n].
 
     Without a state (`bound`) every scale is 1 and nothing is recorded.
@@ -152,9 +141,6 @@ class DelayedScalingQuantizer(Quantizer):
     def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
         return replace(self, source=source, updates=updates, scale=scale)
 
-    def float8_scaling(self, columnwise: bool) -> ScaleLayout:
-        return "tensor"
-
     def for_group(self, group: int) -> Quantizer:
         return replace(self, group=group)
 
@@ -175,44 +161,15 @@ class DelayedScalingQuantizer(Quantizer):
             None if custom is None else lambda amax, scale: custom(amax, scale, self.form.max, recipe),
         )  # fmt: skip
 
-    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        check_tensor(x, rowwise, columnwise)
-        scale, amax = self._for_cast(x.device, 1)
-        copies = cast_float8(x, self.form, rowwise=rowwise, columnwise=columnwise, scale=scale, amax_out=amax)
-        return QuantizedTensor(*tensor_scaled(copies, x.shape), x.dtype)
+    @property
+    def spec(self) -> ScaleSpec:
+        return per_tensor(self.form, GivenScale())
 
     @property
-    def casts_in_kernels(self) -> bool:
-        return True
+    def kernel_spec(self) -> ScaleSpec:
+        return self.spec
 
-    @property
-    def kernel_format(self) -> str:
-        return "float8"
-
-    def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
-        copies = empty_float8(shape, self.form, device)
-        quantized = QuantizedTensor(*tensor_scaled(copies, shape), dtype)
-        return QuantizedBuffers(quantized, *self._for_cast(device, 1), self.form)
-
-    def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        check_stacked(w_GNK, rowwise, columnwise)
-        scale, amax = self._for_cast(w_GNK.device, len(w_GNK))
-        copies = cast_float8(
-            w_GNK, self.form, rowwise=rowwise, columnwise=columnwise, stacked=True, scale=scale, amax_out=amax
-        )
-        return QuantizedTensor(*tensor_scaled(copies, w_GNK.shape), w_GNK.dtype)
-
-    def quantize_grouped(
-        self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
-    ) -> GroupedTensor:
-        check_grouped(x_TK, splits, rowwise, columnwise)
-        scale, amax = self._for_cast(x_TK.device, splits.num_groups)
-        copies = cast_float8(
-            x_TK, self.form, rowwise=rowwise, columnwise=columnwise, splits=splits, scale=scale, amax_out=amax
-        )
-        return GroupedTensor(None, splits, *tensor_scaled(copies, x_TK.shape), x_TK.dtype)
-
-    def _for_cast(self, device: torch.device, num_scales: int) -> tuple[Tensor, Tensor | None]:
+    def scale_and_amax(self, device: torch.device, num_scales: int) -> tuple[Tensor, Tensor | None]:
         """The scales [n] and, if amaxes are recorded, where they go [n]."""
         if self.source is None and self.scale is None:
             return torch.ones(num_scales, device=device), None

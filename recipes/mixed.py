@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.casts.scale_rules import GivenScale
 from recipes.recipe import Recipe, Role
 from recipes.registry import as_recipe
+from recipes.tensors.formats import ALL, ElementFormat, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import Operand, QuantizedTensor, ScaledCodes, pick
+from recipes.tensors.quantized_tensor import QuantizedTensor, pick
 from recipes.tensors.quantizer import Quantizer, check_grouped, check_stacked, check_tensor
+from recipes.tensors.scaled_codes import Operand, ScaledCodes
 from recipes.tensors.splits import Splits
 
 
@@ -110,7 +113,7 @@ class MixedQuantizer(Quantizer):
     ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
         def copy(quantizer: Quantizer | None, of_columns: bool) -> ScaledCodes:
             if quantizer is None:
-                return Unquantized.of(x)
+                return Unquantized.of(x, of_columns)
             made = getattr(quantizer, method)(x, *splits, rowwise=not of_columns, columnwise=of_columns)
             return pick(made.rowwise, made.columnwise, of_columns)
 
@@ -126,13 +129,33 @@ class MixedQuantizer(Quantizer):
         return all(quantizer is None or quantizer.knows_groups() for quantizer in (self.rowwise, self.columnwise))
 
 
+@dataclass(frozen=True)
+class AsItIs(ElementFormat):
+    """Numbers of a floating dtype, which stand for themselves."""
+
+    def encode(self, scaled: Tensor) -> Tensor:
+        return scaled.to(self.dtype)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return codes.to(dtype)
+
+    @property
+    def half_step(self) -> float:
+        return 0.0
+
+    def largest_codes(self, codes: Tensor) -> Tensor:
+        return torch.where(codes.abs() == self.max, codes, 0)
+
+
 @dataclass(frozen=True, eq=False)
 class Unquantized(ScaledCodes):
     """A copy that is the tensor itself; scale_inv is 1."""
 
     @staticmethod
-    def of(x: Tensor) -> Unquantized:
-        return Unquantized(x.detach(), torch.ones((), device=x.device))
+    def of(x: Tensor, columnwise: bool) -> Unquantized:
+        element = AsItIs(str(x.dtype), x.dtype, torch.finfo(x.dtype).max)
+        spec = ScaleSpec(element, (ALL, ALL), GivenScale())
+        return Unquantized(x.detach(), torch.ones((), device=x.device), spec, x.shape, columnwise)
 
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
         if splits is None:

@@ -1,6 +1,6 @@
 """MXFP8BlockScaling: one power-of-two scale for each 32 values along the axis that is contracted.
 
-Formula, layout of the scales and source: `recipes/casts/cast_mxfp8.py`.
+Formula and layout of the scales: `recipes/casts/cast.py`.
 """
 
 from __future__ import annotations
@@ -8,32 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
-import torch
-from torch import Tensor
-
-from recipes.casts.cast_mxfp8 import (
-    MXFP8Copies,
-    MXFP8Scale,
-    Scaling,
-    cast_mxfp8,
-    dequantize_mxfp8,
-    empty_mxfp8,
-)
+from recipes.casts.cast_mxfp8 import BLOCK
+from recipes.casts.scale_rules import E8M0Scale, Rounding
 from recipes.recipe import Recipe, Role
-from recipes.tensors.formats import Float8Format, Format
-from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
-from recipes.tensors.quantizer import (
-    QuantizedBuffers,
-    Quantizer,
-    check_form,
-    check_grouped,
-    check_stacked,
-    check_tensor,
-)
-from recipes.tensors.splits import Splits
+from recipes.tensors.formats import Float8Format, Format, ScaleSpec
+from recipes.tensors.quantizer import check_form
+from recipes.tensors.spec_quantizer import SpecQuantizer
 
-_SCALINGS = get_args(Scaling)
+_SCALINGS = get_args(Rounding)
 
 
 @dataclass(frozen=True)
@@ -49,7 +31,7 @@ class MXFP8BlockScaling(Recipe):
     names: ClassVar[tuple[str, ...]] = ("mxfp8",)
 
     fp8_format: Format = Format.E4M3
-    scaling: Scaling = "round_up"
+    scaling: Rounding = "round_up"
     enable_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
@@ -62,89 +44,30 @@ class MXFP8BlockScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class MXFP8Quantizer(Quantizer):
+class MXFP8Quantizer(SpecQuantizer):
     """One E8M0 scale for each 32 values along K (rowwise) or along the rows (columnwise); square: for 32x32 values."""
 
     form: Float8Format
-    scaling: Scaling = "round_up"
+    scaling: Rounding = "round_up"
     square: bool = False
 
     def __post_init__(self) -> None:
         check_form(self.form)
         _check_scaling(self.scaling)
 
-    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        check_tensor(x, rowwise, columnwise)
-        copies = cast_mxfp8(x, self._how, rowwise=rowwise, columnwise=columnwise)
-        return QuantizedTensor(*_containers(copies), x.dtype)
+    @property
+    def spec(self) -> ScaleSpec:
+        return ScaleSpec(self.form, (BLOCK if self.square else 1, BLOCK), E8M0Scale(self.scaling), "natural", BLOCK)
 
     @property
-    def casts_in_kernels(self) -> bool:
-        return self.scaling == "round_up" and not self.square
-
-    @property
-    def kernel_format(self) -> str:
-        return "mxfp8"
+    def kernel_spec(self) -> ScaleSpec:
+        return self.spec
 
     @property
     def copies_agree(self) -> bool:
         return self.square
 
-    def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
-        copies = _containers(empty_mxfp8(shape, self.form, device))
-        return QuantizedBuffers(QuantizedTensor(*copies, dtype), form=self.form)
-
-    def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        check_stacked(w_GNK, rowwise, columnwise)
-        copies = cast_mxfp8(w_GNK, self._how, rowwise=rowwise, columnwise=columnwise, stacked=True)
-        return QuantizedTensor(*_containers(copies), w_GNK.dtype)
-
-    def quantize_grouped(
-        self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
-    ) -> GroupedTensor:
-        check_grouped(x_TK, splits, rowwise, columnwise)
-        copies = cast_mxfp8(x_TK, self._how, rowwise=rowwise, columnwise=columnwise, splits=splits)
-        return GroupedTensor(None, splits, *_containers(copies), x_TK.dtype)
-
-    @property
-    def _how(self) -> MXFP8Scale:
-        return MXFP8Scale(self.form, self.scaling, self.square)
-
 
 def _check_scaling(scaling: str) -> None:
     if scaling not in _SCALINGS:
         raise ValueError(f'scaling is {scaling!r}, but must be "round_up" or "floor".')
-
-
-def _containers(copies: MXFP8Copies) -> tuple[RowwiseCodes | None, ColumnwiseCodes | None]:
-    rowwise = columnwise = None
-    if copies.row_codes is not None and copies.row_scale is not None:
-        rowwise = RowwiseCodes(copies.row_codes, copies.row_scale)
-    if copies.column_codes is not None and copies.column_scale is not None:
-        columnwise = ColumnwiseCodes(copies.column_codes, copies.column_scale)
-    return rowwise, columnwise
-
-
-@dataclass(frozen=True, eq=False)
-class RowwiseCodes(ScaledCodes):
-    """Codes [..., K] in float8; scale_inv [..., ceil(K / 32)] uint8."""
-
-    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
-        return Operand(dequantize_mxfp8(self.codes, self.scale_inv, _holding(dtype), columnwise=False), None)
-
-
-@dataclass(frozen=True, eq=False)
-class ColumnwiseCodes(ScaledCodes):
-    """Codes [..., K] in float8, in natural order; scale_inv uint8, with T the rows of the flattened tensor:
-
-    [ceil(T / 32), K] for one tensor, [G, ceil(N / 32), K] for stacked weights, [C, K] for grouped rows.
-    """
-
-    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
-        values = dequantize_mxfp8(self.codes, self.scale_inv, _holding(dtype), columnwise=True, splits=splits)
-        return Operand(values, None)
-
-
-def _holding(dtype: torch.dtype) -> torch.dtype:
-    """float16 has not the range for 2^E; bfloat16 has, and holds every value exactly."""
-    return torch.bfloat16 if dtype == torch.float16 else dtype

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from recipes.tensors.quantized_tensor import ScaleLayout
+from recipes.tensors.formats import ScaleLayout
 
 Product = Literal["fprop", "dgrad", "wgrad"]
 GemmLayout = Literal["TN", "NN", "NT"]

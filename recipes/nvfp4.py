@@ -13,18 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_nvfp4 import (
-    BLOCK,
-    alpha_from_amax,
-    amax_nvfp4,
-    cast_nvfp4,
-    dequantize_nvfp4,
-)
-from recipes.casts.hadamard import hadamard_ref
+from recipes.casts.cast_nvfp4 import BLOCK, amax_nvfp4, cast_nvfp4
+from recipes.casts.scale_rules import NVFP4Scale
 from recipes.recipe import Recipe, Role
+from recipes.tensors.formats import E2M1, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import Operand, QuantizedTensor, ScaledCodes
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer, check_grouped, check_stacked, check_tensor
+from recipes.tensors.scaled_codes import ScaledCodes
 from recipes.tensors.splits import Splits
 from recipes.triton.philox import new_seed
 
@@ -81,7 +77,15 @@ class NVFP4Quantizer(Quantizer):
 
     @property
     def columnwise_transform(self) -> str | None:
-        return "a Hadamard transform" if self.rht else None
+        return self.spec.transform
+
+    @property
+    def spec(self) -> ScaleSpec:
+        """The format, of both copies."""
+        return ScaleSpec(
+            E2M1, (BLOCK if self.two_d else 1, BLOCK), NVFP4Scale(self.row_scaled), "transposed", BLOCK,
+            "a Hadamard transform" if self.rht else None,
+        )  # fmt: skip
 
     @property
     def copies_agree(self) -> bool:
@@ -116,7 +120,7 @@ class NVFP4Quantizer(Quantizer):
 
     def _copies(
         self, x: Tensor, splits: Splits | None, shape: torch.Size, rowwise: bool, columnwise: bool
-    ) -> tuple[RowwiseNVFP4 | None, ColumnwiseNVFP4 | None]:
+    ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
         seed = self.seeded(x.device).seed
         kind = {"rht": self.rht, "row_scaled": self.row_scaled, "round_rht": self.round_rht}
         amaxes = amax_nvfp4(x, splits, rowwise=rowwise, columnwise=columnwise, **kind)
@@ -124,117 +128,8 @@ class NVFP4Quantizer(Quantizer):
         along_K = along_rows = None
         if made.rowwise is not None and made.rowwise_scale is not None and amaxes.rowwise is not None:
             codes, scale = (t.reshape(*shape[:-1], t.shape[-1]) for t in (made.rowwise, made.rowwise_scale))
-            along_K = RowwiseNVFP4(codes, scale, amaxes.rowwise, shape, self.row_scaled)
+            along_K = ScaledCodes(codes, scale, self.spec, shape, False, amaxes.rowwise)
         if made.columnwise is not None and made.columnwise_scale is not None and amaxes.columnwise is not None:
-            along_rows = ColumnwiseNVFP4(made.columnwise, made.columnwise_scale, amaxes.columnwise, shape, self.rht)
+            codes, scale = made.columnwise, made.columnwise_scale
+            along_rows = ScaledCodes(codes, scale, self.spec, shape, True, amaxes.columnwise)
         return along_K, along_rows
-
-
-@dataclass(frozen=True, eq=False)
-class RowwiseNVFP4(ScaledCodes):
-    """Codes [..., ceil(K / 2)] uint8, scale_inv [..., ceil(K / 16)] E4M3.
-
-    amax: float32 () for one tensor, [G] for stacked weights or grouped rows; row_scaled: of each row [T], [G, N]
-    size: the shape of the tensor
-    """
-
-    tensor_fields: ClassVar[tuple[str, ...]] = ("codes", "scale_inv", "amax")
-
-    amax: Tensor
-    size: torch.Size
-    row_scaled: bool
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.size
-
-    def largest_codes(self) -> Tensor:
-        return _largest_codes(self.codes)
-
-    @property
-    def half_step(self) -> float:
-        return _HALF_STEP
-
-    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
-        """Exact values [..., K]; alpha () or [G], or [T, 1] ([G, N, 1]) if row-scaled."""
-        values = dequantize_nvfp4(self.codes, self.scale_inv, self.size[-1], dtype, transpose=False)
-        alpha = alpha_from_amax(self.amax)
-        return Operand(values, alpha[..., None] if self.row_scaled else alpha)
-
-    def dequantize(self, splits: Splits | None = None) -> Tensor:
-        if not self.row_scaled:
-            return super().dequantize(splits)
-        values = dequantize_nvfp4(self.codes, self.scale_inv, self.size[-1], torch.float32, transpose=False)
-        return values * alpha_from_amax(self.amax).reshape(*self.size[:-1], 1)
-
-
-@dataclass(frozen=True, eq=False)
-class ColumnwiseNVFP4(ScaledCodes):
-    """Codes transposed, [K, P / 2] uint8 ([G, K, P / 2] stacked); scale_inv [K, P / 16] E4M3; P: rows with the padding.
-
-    amax: float32 () for one tensor, [G] for stacked weights or grouped rows
-    size: the shape of the tensor
-    rht: whether the codes are those of the transformed tensor
-    """
-
-    tensor_fields: ClassVar[tuple[str, ...]] = ("codes", "scale_inv", "amax")
-
-    amax: Tensor
-    size: torch.Size
-    rht: bool
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.size
-
-    @property
-    def transform(self) -> str | None:
-        return "a Hadamard transform" if self.rht else None
-
-    def largest_codes(self) -> Tensor:
-        return _largest_codes(self.codes)
-
-    @property
-    def half_step(self) -> float:
-        return _HALF_STEP
-
-    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
-        """Exact values in the natural order; padded, with block 16, if transformed (and still so) or grouped."""
-        values = self._values(dtype)
-        if self.rht or splits is not None:
-            return Operand(values, alpha_from_amax(self.amax), BLOCK)
-        return Operand(self._cropped(values), alpha_from_amax(self.amax))
-
-    def dequantize(self, splits: Splits | None = None) -> Tensor:
-        """The values, transformed back, without the padding."""
-        alpha = alpha_from_amax(self.amax)
-        if splits is not None:
-            alpha = alpha.index_select(0, splits.padded(BLOCK).group_of_row.clamp(max=splits.num_groups - 1))[:, None]
-        else:
-            alpha = alpha[..., None, None]
-        values = self._values(torch.float32) * alpha
-        if self.rht:
-            values = hadamard_ref(values, inverse=True)
-        if splits is None:
-            return self._cropped(values)
-        if not values.numel():
-            return values.new_zeros(self.size)
-        inactive = splits.group_of_row == splits.num_groups
-        return values.index_select(0, splits.row_in_padded(BLOCK)).masked_fill(inactive[:, None], 0.0)
-
-    def _values(self, dtype: torch.dtype) -> Tensor:
-        num_rows = self.scale_inv.shape[-1] * BLOCK
-        return dequantize_nvfp4(self.codes, self.scale_inv, num_rows, dtype, transpose=True)
-
-    def _cropped(self, values: Tensor) -> Tensor:
-        num_rows = self.size[-2] if values.ndim == 3 else math.prod(self.size[:-1])
-        return values[..., :num_rows, :].reshape(self.size)
-
-
-_HALF_STEP = 1 / 6  # E2M1: 6, and 8 would be next
-
-
-def _largest_codes(packed: Tensor) -> Tensor:
-    """Packed codes with 0 for all but 6 and -6."""
-    low, high = packed & 0x0F, packed & 0xF0
-    return torch.where((low & 0x07) == 0x07, low, 0) | torch.where((high & 0x70) == 0x70, high, 0)

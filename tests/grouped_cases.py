@@ -15,13 +15,11 @@ from torch import Tensor
 from ops.kernels.grouped_gemm import tile_rules as grouped_gemm_tiles
 from ops.kernels.grouped_gemm.measured_tiles import Gemm, MeasuredTile, TileTable, use_tiles
 from ops.kernels.grouped_gemm.tile_rules import built_in_config
-from recipes.current_scaling import TensorScaledCodes, TransposedTensorScaledCodes
-from recipes.float8_block import BlockColumnwiseCodes, BlockRowwiseCodes
 from recipes.mixed import Unquantized
-from recipes.mxfp8 import ColumnwiseCodes, RowwiseCodes
-from recipes.nvfp4 import ColumnwiseNVFP4, RowwiseNVFP4
+from recipes.tensors.formats import ALL, E2M1
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import QuantizedTensor, ScaledCodes
+from recipes.tensors.quantized_tensor import QuantizedTensor
+from recipes.tensors.scaled_codes import ScaledCodes
 from recipes.tensors.splits import Splits
 
 TILE = 64  # rows of the smallest tile
@@ -175,39 +173,33 @@ def group_of(tensor: GroupedTensor, group: int) -> QuantizedTensor:
 
 
 def _group_of_copy(copy: ScaledCodes, sizes: list[int], group: int) -> ScaledCodes:
-    codes, scale = copy.codes, copy.scale_inv
+    spec, columnwise = copy.spec, copy.columnwise
 
     def units(size: int, codes_each: int = 1) -> slice:
         """Where the group lies, when each begins a new unit of `size` rows, of which there are so many codes."""
-        counts = [-(-rows // size) * codes_each for rows in sizes]
+        counts = [codes_each if size == ALL else -(-rows // size) * codes_each for rows in sizes]
         return slice(sum(counts[:group]), sum(counts[: group + 1]))
 
-    rows, shape = units(1), torch.Size((sizes[group], copy.shape[1]))
-    match copy:
-        case TensorScaledCodes():
-            return replace(copy, codes=codes[rows], scale_inv=scale[group])
-        case TransposedTensorScaledCodes():
-            return replace(copy, codes=codes[:, units(32, 32)], scale_inv=scale[group], natural_shape=shape)
-        case BlockRowwiseCodes():
-            return replace(
-                copy, codes=codes[rows], scale_inv=scale[:, rows] if copy.block[0] == 1 else scale[units(128)]
-            )
-        case BlockColumnwiseCodes():
-            scale = scale[units(128)] if copy.block[1] == 1 else scale[:, units(128)]
-            return replace(copy, codes=codes[:, units(128, 128)], scale_inv=scale, natural_shape=shape)
-        case RowwiseCodes():
-            return replace(copy, codes=codes[rows], scale_inv=scale[rows])
-        case ColumnwiseCodes():
-            return replace(copy, codes=codes[rows], scale_inv=scale[units(32)])
-        case RowwiseNVFP4():
-            amax = copy.amax[rows] if copy.row_scaled else copy.amax[group]
-            return replace(copy, codes=codes[rows], scale_inv=scale[rows], amax=amax, size=shape)
-        case ColumnwiseNVFP4():
-            cut = {"codes": codes[:, units(16, 8)], "scale_inv": scale[:, units(16)]}
-            return replace(copy, **cut, amax=copy.amax[group], size=shape)
-        case Unquantized():
-            return replace(copy, codes=codes[rows])
-    raise TypeError(f"how {type(copy).__name__} lies in memory is not known here. Add it.")
+    rows, is_fp4 = units(1), spec.element == E2M1
+    transposed = columnwise and spec.columnwise == "transposed"
+    width = spec.alignment // 2 if is_fp4 else spec.alignment
+    codes = copy.codes[:, units(spec.alignment, width)] if transposed else copy.codes[rows]
+    scale, square = copy.scale_inv, spec.block[0] not in (1, ALL)
+    if isinstance(copy, Unquantized):
+        pass
+    elif spec.is_per_tensor:
+        scale = scale[group]
+    elif is_fp4 or spec.columnwise == "natural":  # a scale for each row, and for each block of rows
+        scale = scale[:, units(16)] if transposed else scale[units(copy.block[0]) if columnwise else rows]
+    elif columnwise == square:  # the blocks of rows behind those of columns
+        scale = scale[:, units(copy.block[0])]
+    else:
+        scale = scale[units(copy.block[0])]
+    amax = copy.amax
+    if amax is not None:
+        amax = amax[rows] if spec.scale_rule.row_scaled and not columnwise else amax[group]
+    shape = torch.Size((sizes[group], copy.shape[1]))
+    return replace(copy, codes=codes, scale_inv=scale, amax=amax, shape=shape)
 
 
 def assert_close(name: str, actual: Tensor, exact: Exact, *, operand_dtype: torch.dtype | None = None) -> None:

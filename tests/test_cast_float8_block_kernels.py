@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from recipes.casts import cast_float8_block as kernels
-from recipes.casts.cast_float8_block import BlockScale, blocks_of
+from recipes.casts.cast import cast_ref, dequantize_ref
+from recipes.float8_block import Float8BlockQuantizer
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.splits import Splits
 
@@ -24,15 +25,14 @@ pytestmark = pytest.mark.filterwarnings(
 INF, NAN = float("inf"), float("nan")
 
 
-def cast_on(device, x, how, *, rowwise=True, columnwise=True, stacked=False, sizes=None):
+def cast_on(device, x, quantizer, *, rowwise=True, columnwise=True, stacked=False, sizes=None):
     """What the kernel writes, on the host. Without a GPU the launcher is called as CUDA tensors would call it."""
     x = x.to(device)
     splits = None if sizes is None else Splits.make(sizes, rows=x.shape[0], device=device)
     wanted = {"rowwise": rowwise, "columnwise": columnwise, "stacked": stacked, "splits": splits}
-    copies = kernels.cast_float8_block_on_triton(x, how, **wanted)
-    return [
-        None if t is None else (t.cpu().view(torch.uint8) if t.dtype == how.form.dtype else t.cpu()) for t in copies
-    ]
+    copies = kernels.cast_float8_block_on_triton(x, quantizer.spec, **wanted)
+    form = quantizer.form.dtype
+    return [None if t is None else (t.cpu().view(torch.uint8) if t.dtype == form else t.cpu()) for t in copies]
 
 
 def assert_same_copies(found, expected):
@@ -50,12 +50,12 @@ def assert_same_copies(found, expected):
             assert torch.equal(mine, other)
 
 
-def check(device, x, how, **options):
+def check(device, x, quantizer, **options):
     sizes = options.pop("sizes", None)
     splits = None if sizes is None else Splits.make(sizes, rows=x.shape[0], device="cpu")
     wanted = {"rowwise": True, "columnwise": True} | options
-    expected = kernels.cast_float8_block_ref(x, how, splits=splits, **wanted)
-    assert_same_copies(cast_on(device, x, how, sizes=sizes, **wanted), expected)
+    expected = cast_ref(x, quantizer.spec, splits=splits, **wanted)
+    assert_same_copies(cast_on(device, x, quantizer, sizes=sizes, **wanted), expected)
 
 
 def poisoned(*shape, dtype=torch.bfloat16):
@@ -77,34 +77,35 @@ def poisoned(*shape, dtype=torch.bfloat16):
 @pytest.mark.parametrize("form", [E4M3, E5M2, *OWN], ids=lambda form: form.name)
 @pytest.mark.parametrize("power_2", [True, False], ids=["power-of-two", "float32"])
 def test_both_copies_of_a_matrix(device, block_dim, form, power_2):
-    check(device, poisoned(150, 136), BlockScale(form, block_dim, power_2, 0.0))
+    check(device, poisoned(150, 136), Float8BlockQuantizer(form, block_dim, power_2, 0.0))
 
 
 @EACH_DEVICE
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (3, 129), (257, 5), (2, 70, 40), (40,), (0, 8), (8, 0)], ids=str)
 def test_shapes(device, shape):
     for block_dim in (1, 2):
-        check(device, poisoned(*shape), BlockScale(E4M3, block_dim, False, 0.0))
+        check(device, poisoned(*shape), Float8BlockQuantizer(E4M3, block_dim, False, 0.0))
 
 
 @EACH_DEVICE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_dtypes(device, dtype):
-    check(device, poisoned(20, 140, dtype=dtype), BlockScale(E4M3, 1, False, 0.0))
+    check(device, poisoned(20, 140, dtype=dtype), Float8BlockQuantizer(E4M3, 1, False, 0.0))
 
 
 @EACH_DEVICE
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "columnwise"])
 @EACH_DIM
 def test_one_copy_alone(device, rowwise, block_dim):
-    check(device, poisoned(30, 130), BlockScale(E4M3, block_dim, True, 1e-3), rowwise=rowwise, columnwise=not rowwise)
+    quantizer = Float8BlockQuantizer(E4M3, block_dim, True, 1e-3)
+    check(device, poisoned(30, 130), quantizer, rowwise=rowwise, columnwise=not rowwise)
 
 
 @EACH_DEVICE
 @EACH_DIM
 @pytest.mark.parametrize("shape", [(2, 132, 20), (3, 5, 130), (0, 4, 4), (2, 0, 4)], ids=str)
 def test_stacked_weights(device, block_dim, shape):
-    check(device, poisoned(*shape), BlockScale(E4M3, block_dim, True, 0.0), stacked=True)
+    check(device, poisoned(*shape), Float8BlockQuantizer(E4M3, block_dim, True, 0.0), stacked=True)
 
 
 @EACH_DEVICE
@@ -123,19 +124,19 @@ def test_grouped_rows(device, block_dim, rows, sizes):
     x = poisoned(rows, 24)
     x[sum(sizes) :] = NAN
     for amax_epsilon in (0.0, 0.5):  # which blocks without rows have too
-        check(device, x, BlockScale(E4M3, block_dim, True, amax_epsilon), sizes=sizes)
+        check(device, x, Float8BlockQuantizer(E4M3, block_dim, True, amax_epsilon), sizes=sizes)
 
 
 @EACH_DEVICE
 def test_more_groups_than_are_looked_up_at_a_time(device):
-    check(device, poisoned(140, 8), BlockScale(E4M3, 2, True, 0.0), sizes=[1] * 139, columnwise=False)
+    check(device, poisoned(140, 8), Float8BlockQuantizer(E4M3, 2, True, 0.0), sizes=[1] * 139, columnwise=False)
 
 
 @EACH_DEVICE
 def test_input_that_is_not_contiguous(device):
     x = poisoned(140, 60)
-    check(device, x.T, BlockScale(E4M3, 1, True, 0.0))
-    check(device, x[::2, 3:], BlockScale(E4M3, 1, True, 0.0))
+    check(device, x.T, Float8BlockQuantizer(E4M3, 1, True, 0.0))
+    check(device, x[::2, 3:], Float8BlockQuantizer(E4M3, 1, True, 0.0))
 
 
 @EACH_DEVICE
@@ -145,8 +146,8 @@ def test_all_bf16_numbers(device, form):
     for power_2 in (True, False):
         # alone in its block, and among all others of its exponent
         alone = torch.nn.functional.pad(every[::16, None], (0, 1))
-        check(device, alone, BlockScale(form, 1, power_2, 0.0), columnwise=False)
-        check(device, every.view(-1, 128), BlockScale(form, 1, power_2, 0.0))
+        check(device, alone, Float8BlockQuantizer(form, 1, power_2, 0.0), columnwise=False)
+        check(device, every.view(-1, 128), Float8BlockQuantizer(form, 1, power_2, 0.0))
 
 
 @pytest.mark.launches("dequantize_float8_block_kernel")
@@ -160,18 +161,15 @@ def test_dequantize(device, block_dim, transposed, kind):
     stacked = "stacked" in kind
     splits = None if sizes is None else Splits.make(sizes, rows=len(x), device="cpu")
     for form, power_2 in ((E4M3, True), (E5M2, False)):
-        how = BlockScale(form, block_dim, power_2, 0.0)
-        copies = kernels.cast_float8_block_ref(
-            x, how, rowwise=not transposed, columnwise=transposed, stacked=stacked, splits=splits
-        )
+        spec = Float8BlockQuantizer(form, block_dim, power_2).spec
+        copies = cast_ref(x, spec, rowwise=not transposed, columnwise=transposed, stacked=stacked, splits=splits)
         codes, scale_inv = copies[2 * transposed], copies[2 * transposed + 1]
-        about = {"shape": x.shape, "transposed": transposed}
-        block = blocks_of(block_dim, columnwise=transposed)
+        about = {"shape": x.shape, "columnwise": transposed}
         for dtype in (torch.bfloat16, torch.float32):
-            expected = kernels.dequantize_float8_block_ref(codes, scale_inv, dtype, block, splits=splits, **about)
+            expected = dequantize_ref(codes, scale_inv, spec, dtype, splits=splits, **about)
             there = None if splits is None else Splits.make(sizes, rows=len(x), device=device)
             found = kernels.dequantize_float8_block_on_triton(
-                codes.to(device), scale_inv.to(device), dtype, block, splits=there, **about
+                codes.to(device), scale_inv.to(device), spec, dtype, splits=there, **about
             )
             assert found.dtype == dtype
             assert torch.equal(found.cpu().float().nan_to_num(1e9), expected.float().nan_to_num(1e9))
@@ -183,7 +181,8 @@ def test_all_codes_dequantize(device, form):
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128).view(form.dtype)
     scale_inv = torch.tensor([[1.0, 2.0**-127]])
     found = kernels.dequantize_float8_block_on_triton(
-        codes.to(device), scale_inv.to(device), torch.float32, (1, 128), shape=codes.shape, transposed=False
-    )
+        codes.to(device), scale_inv.to(device), Float8BlockQuantizer(form).spec, torch.float32, columnwise=False,
+        shape=codes.shape,
+    )  # fmt: skip
     expected = codes.float() * scale_inv.T
     assert torch.equal(found.cpu().nan_to_num(1e9), expected.nan_to_num(1e9))

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from recipes.casts import cast_float8 as kernels
+from recipes.casts.cast import cast_ref, dequantize_ref
+from recipes.casts.scale_rules import Float32Scale, GivenScale
+from recipes.current_scaling import per_tensor
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.splits import Splits
 
@@ -47,15 +50,18 @@ def check(device, x, form=E4M3, *, given=False, sizes=None, **options):
         before = torch.zeros(count)
         before[::2] = 3.5
         amaxes = [before.clone(), before.to(device)]
-    run = [kernels.cast_float8_ref, kernels.cast_float8_on_triton]
+    spec = per_tensor(form, GivenScale() if given else Float32Scale())
+    run = [cast_ref, kernels.cast_float8_on_triton]
     expected, found = (
-        cast(x.to(place), form, splits=s, scale=None if scale is None else scale.to(place), amax_out=a, **options)
+        cast(x.to(place), spec, splits=s, scale=None if scale is None else scale.to(place), amax_out=a, **options)
         for cast, place, s, a in zip(run, ("cpu", device), splits, amaxes, strict=True)
     )
     assert_same_codes("row_codes", found.row_codes, expected.row_codes)
     assert_same_codes("column_codes", found.column_codes, expected.column_codes)
-    assert found.scale_inv.shape == expected.scale_inv.shape
-    assert torch.equal(found.scale_inv.cpu(), expected.scale_inv)
+    assert [scale is None for scale in found[1::2]] == [scale is None for scale in expected[1::2]]
+    for mine, other in zip(found[1::2], expected[1::2], strict=True):
+        if mine is not None:
+            assert mine.shape == other.shape and torch.equal(mine.cpu(), other)
     if given:
         assert torch.equal(amaxes[1].cpu(), amaxes[0])
 
@@ -141,15 +147,16 @@ def test_each_group_is_cast_as_if_alone(device, given):
     x = poisoned(110, 40).to(device)
     splits = Splits.make(sizes, rows=110, device=device)
     scale = torch.tensor([1.0, 2.0, 0.3, 7.0], device=device) if given else None
-    whole = kernels.cast_float8_on_triton(x, E4M3, splits=splits, scale=scale, **both)
+    spec = per_tensor(E4M3, GivenScale() if given else Float32Scale())
+    whole = kernels.cast_float8_on_triton(x, spec, splits=splits, scale=scale, **both)
     row = place = 0
     for group, size in enumerate(sizes):
         own = None if scale is None else scale[group : group + 1]
-        alone = kernels.cast_float8_on_triton(x[row : row + size], E4M3, scale=own, **both)
+        alone = kernels.cast_float8_on_triton(x[row : row + size], spec, scale=own, **both)
         padded = -(-size // kernels.BLOCK) * kernels.BLOCK
         assert_same_codes("row_codes", whole.row_codes[row : row + size], alone.row_codes.cpu())
         assert_same_codes("column_codes", whole.column_codes[:, place : place + padded], alone.column_codes.cpu())
-        assert whole.scale_inv[group] == alone.scale_inv
+        assert whole.row_scale[group] == alone.row_scale
         row, place = row + size, place + padded
 
 
@@ -180,17 +187,12 @@ def test_scales_of_all_magnitudes(device, form):
     amax = amax[:: 1 if device == "cuda" else 8]
     w = amax[:, None, None]
     for power_2, epsilon in ((False, 0.0), (True, 0.0), (False, 1e-20)):
-        scale = kernels.scale_from_amax_ref(amax, form, power_2, epsilon)
+        rule = Float32Scale(power_2, epsilon)
+        _, scale_inv = rule.scales(amax, form, torch.float32)
         found = kernels.cast_float8_on_triton(
-            w.to(device),
-            form,
-            rowwise=True,
-            columnwise=False,
-            stacked=True,
-            power_2_scale=power_2,
-            amax_epsilon=epsilon,
+            w.to(device), per_tensor(form, rule), rowwise=True, columnwise=False, stacked=True
         )
-        assert torch.equal(found.scale_inv.cpu(), kernels.scale_inv_ref(scale))
+        assert torch.equal(found.row_scale.cpu(), scale_inv)
     check(device, w, form, stacked=True)
 
 
@@ -213,14 +215,14 @@ def test_the_transposed_copy_comes_back(device, form, kind):
     sizes = {"grouped": [3, 0, 130, 20], "nobody": [0, 0]}.get(kind)
     x = poisoned(*{"stacked": (2, 132, 40), "odd-stacked": (2, 7, 130)}.get(kind, (170, 72)))
     splits = [None if sizes is None else Splits.make(sizes, rows=len(x), device=place) for place in ("cpu", device)]
-    copies = kernels.cast_float8_ref(
-        x, form, rowwise=True, columnwise=True, stacked="stacked" in kind, splits=splits[0]
-    )  # fmt: skip
+    spec = per_tensor(form, Float32Scale())
+    copies = cast_ref(x, spec, rowwise=True, columnwise=True, stacked="stacked" in kind, splits=splits[0])
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         for run, place, s in zip(
-            (kernels.transpose_back_ref, kernels.untranspose_on_triton), ("cpu", device), splits, strict=True
+            (dequantize_ref, kernels.dequantize_float8_on_triton), ("cpu", device), splits, strict=True
         ):
-            found = run(copies.column_codes.to(place), dtype, x.shape, s)
+            codes, scale = (tensor.to(place) for tensor in copies[2:])
+            found = run(codes, scale, spec, dtype, columnwise=True, shape=x.shape, splits=s)
             assert found.dtype == dtype
             assert torch.equal(found.cpu().nan_to_num(1e9), copies.row_codes.to(dtype).nan_to_num(1e9))
 
@@ -249,7 +251,8 @@ def test_a_largest_number_of_ones_own(device, form, given):
     x = poisoned(70, 136, inf=True) * 64
     check(device, x, form, given=given)
     check(device, x, form, given=given, sizes=[0, 33, 30])
-    codes = kernels.cast_float8_on_triton(x.to(device), form, rowwise=True, columnwise=False).row_codes
+    spec = per_tensor(form, Float32Scale())
+    codes = kernels.cast_float8_on_triton(x.to(device), spec, rowwise=True, columnwise=False).row_codes
     values = codes.float()
     assert values.nan_to_num(0).abs().max().item() == torch.tensor(form.max).to(form.dtype).float()
 
@@ -267,7 +270,8 @@ def test_amaxes_only_grow(device):
     x = torch.tensor([[1.0, -3.0, NAN]]).bfloat16().to(device)
     amax, scale = torch.tensor([2.0], device=device), torch.ones(1, device=device)
     for factor, expected in ((1.0, 3.0), (0.5, 3.0), (2.0, 6.0), (INF, INF)):
-        kernels.cast_float8_on_triton(x * factor, E4M3, rowwise=True, columnwise=False, scale=scale, amax_out=amax)
+        about = {"rowwise": True, "columnwise": False, "scale": scale, "amax_out": amax}
+        kernels.cast_float8_on_triton(x * factor, per_tensor(E4M3, GivenScale()), **about)
         assert amax.item() == expected
 
 

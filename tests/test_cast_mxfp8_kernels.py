@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from recipes.casts import cast_mxfp8 as kernels
-from recipes.casts.cast_mxfp8 import MXFP8Scale
+from recipes.casts.cast import cast_ref, dequantize_ref
+from recipes.casts.layout import Copies
+from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.splits import Splits
 from tests.pairwise import rest
@@ -15,16 +17,18 @@ DEVICES = [
 ]
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 RULES = [
-    pytest.param(MXFP8Scale(E4M3), id="E4M3"),
-    pytest.param(MXFP8Scale(E5M2), id="E5M2"),
-    pytest.param(MXFP8Scale(E4M3, "floor"), id="E4M3-floor"),
-    pytest.param(MXFP8Scale(E5M2, "floor"), id="E5M2-floor"),
-    pytest.param(MXFP8Scale(E4M3, square=True), id="square"),
-    pytest.param(MXFP8Scale(Float8Format("own", torch.float8_e4m3fn, 240.0)), id="E4M3-240"),
-    pytest.param(MXFP8Scale(Float8Format("own", torch.float8_e5m2, 5000.0), "floor"), id="E5M2-5000-floor"),
+    pytest.param(MXFP8Quantizer(E4M3), id="E4M3"),
+    pytest.param(MXFP8Quantizer(E5M2), id="E5M2"),
+    pytest.param(MXFP8Quantizer(E4M3, "floor"), id="E4M3-floor"),
+    pytest.param(MXFP8Quantizer(E5M2, "floor"), id="E5M2-floor"),
+    pytest.param(MXFP8Quantizer(E4M3, square=True), id="square"),
+    pytest.param(MXFP8Quantizer(Float8Format("own", torch.float8_e4m3fn, 240.0)), id="E4M3-240"),
+    pytest.param(MXFP8Quantizer(Float8Format("own", torch.float8_e5m2, 5000.0), "floor"), id="E5M2-5000-floor"),
 ]
-EACH_RULE = pytest.mark.parametrize("how", RULES)
-EACH_FORMAT = pytest.mark.parametrize("how", [*RULES[:2], *(rest(*rule.values, id=rule.id) for rule in RULES[2:])])
+EACH_RULE = pytest.mark.parametrize("quantizer", RULES)
+EACH_FORMAT = pytest.mark.parametrize(
+    "quantizer", [*RULES[:2], *(rest(*rule.values, id=rule.id) for rule in RULES[2:])]
+)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Conversion of an array with ndim > 0:DeprecationWarning",  # the interpreter of triton 3.6 with numpy 2
     "ignore:overflow encountered:RuntimeWarning",  # the reciprocals of tiny scales are large, as they should be
@@ -48,11 +52,11 @@ def assert_same_copies(found, expected):
         assert torch.equal(mine, other), name
 
 
-def check(device, x, how, *, sizes=None, **options):
+def check(device, x, quantizer, *, sizes=None, **options):
     wanted = {"rowwise": True, "columnwise": True} | options
     splits = [None if sizes is None else Splits.make(sizes, rows=len(x), device=place) for place in ("cpu", device)]
-    expected = kernels.cast_mxfp8_ref(x, how, splits=splits[0], **wanted)
-    found = kernels.cast_mxfp8_on_triton(x.to(device), how, splits=splits[1], **wanted)
+    expected = cast_ref(x, quantizer.spec, splits=splits[0], **wanted)
+    found = kernels.cast_mxfp8_on_triton(x.to(device), quantizer.spec, splits=splits[1], **wanted)
     assert_same_copies(found, expected)
 
 
@@ -72,36 +76,36 @@ def poisoned(*shape, dtype=torch.bfloat16):
 @pytest.mark.launches("cast_mxfp8_kernel")
 @EACH_DEVICE
 @EACH_RULE
-def test_both_copies_of_a_matrix(device, how):
-    check(device, poisoned(70, 136), how)
-    check(device, torch.randn(64, 128), how)
+def test_both_copies_of_a_matrix(device, quantizer):
+    check(device, poisoned(70, 136), quantizer)
+    check(device, torch.randn(64, 128), quantizer)
 
 
 @EACH_DEVICE
 @EACH_RULE
 @pytest.mark.parametrize("shape", [(1, 1), (3, 129), (257, 5), (2, 35, 40), (40,), (0, 8), (8, 0)], ids=str)
-def test_shapes(device, how, shape):
-    check(device, poisoned(*shape), how)
+def test_shapes(device, quantizer, shape):
+    check(device, poisoned(*shape), quantizer)
 
 
 @EACH_DEVICE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_dtypes(device, dtype):
-    check(device, poisoned(20, 140, dtype=dtype), MXFP8Scale(E4M3))
+    check(device, poisoned(20, 140, dtype=dtype), MXFP8Quantizer(E4M3))
 
 
 @EACH_DEVICE
 @EACH_RULE
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "columnwise"])
-def test_one_copy_alone(device, how, rowwise):
-    check(device, poisoned(40, 70), how, rowwise=rowwise, columnwise=not rowwise)
+def test_one_copy_alone(device, quantizer, rowwise):
+    check(device, poisoned(40, 70), quantizer, rowwise=rowwise, columnwise=not rowwise)
 
 
 @EACH_DEVICE
 @EACH_RULE
 @pytest.mark.parametrize("shape", [(2, 40, 70), (3, 5, 130), (0, 4, 4), (2, 0, 4)], ids=str)
-def test_stacked_weights(device, how, shape):
-    check(device, poisoned(*shape), how, stacked=True)
+def test_stacked_weights(device, quantizer, shape):
+    check(device, poisoned(*shape), quantizer, stacked=True)
 
 
 SPLITS = pytest.mark.parametrize(
@@ -119,75 +123,75 @@ SPLITS = pytest.mark.parametrize(
 @EACH_DEVICE
 @EACH_RULE
 @SPLITS
-def test_grouped_rows(device, how, rows, sizes):
+def test_grouped_rows(device, quantizer, rows, sizes):
     x = poisoned(rows, 40)
     x[sum(sizes) :] = NAN
-    check(device, x, how, sizes=sizes)
+    check(device, x, quantizer, sizes=sizes)
 
 
 @EACH_DEVICE
 def test_more_groups_than_are_looked_up_at_a_time(device):
-    check(device, poisoned(140, 8), MXFP8Scale(E4M3), sizes=[1] * 139)
+    check(device, poisoned(140, 8), MXFP8Quantizer(E4M3), sizes=[1] * 139)
 
 
 @EACH_DEVICE
 @pytest.mark.parametrize("square", [False, True], ids=["row-and-column", "square"])
 def test_each_group_is_cast_as_if_alone(device, square):
-    how, sizes, both = MXFP8Scale(E4M3, square=square), [33, 0, 5, 64], {"rowwise": True, "columnwise": True}
+    spec, sizes, both = MXFP8Quantizer(E4M3, square=square).spec, [33, 0, 5, 64], {"rowwise": True, "columnwise": True}
     x = poisoned(110, 40).to(device)
     splits = Splits.make(sizes, rows=110, device=device)
-    whole = kernels.cast_mxfp8_on_triton(x, how, splits=splits, **both)
+    whole = kernels.cast_mxfp8_on_triton(x, spec, splits=splits, **both)
     row = block = 0
     for size in sizes:
         blocks = -(-size // 32)
         rows = slice(row, row + size)
-        part = kernels.MXFP8Copies(
+        part = Copies(
             *(t[rows] for t in whole[:3]), whole.column_scale[block : block + blocks]
         )  # fmt: skip
-        alone = kernels.cast_mxfp8_on_triton(x[rows], how, **both)
-        assert_same_copies(part, kernels.MXFP8Copies(*(t.cpu() for t in alone)))
+        alone = kernels.cast_mxfp8_on_triton(x[rows], spec, **both)
+        assert_same_copies(part, Copies(*(t.cpu() for t in alone)))
         row, block = row + size, block + blocks
 
 
 @EACH_DEVICE
 def test_input_that_is_not_contiguous(device):
     x = poisoned(70, 60)
-    check(device, x.T, MXFP8Scale(E4M3))
-    check(device, x[::2, 3:], MXFP8Scale(E4M3))
+    check(device, x.T, MXFP8Quantizer(E4M3))
+    check(device, x[::2, 3:], MXFP8Quantizer(E4M3))
 
 
 @EACH_DEVICE
 @EACH_FORMAT
-def test_all_bf16_numbers(device, how):
+def test_all_bf16_numbers(device, quantizer):
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    check(device, every.view(-1, 64), how)
-    if not how.square:  # each alone in its block
+    check(device, every.view(-1, 64), quantizer)
+    if not quantizer.square:  # each alone in its block
         alone = every[:: 1 if device == "cuda" else 16]
-        check(device, torch.nn.functional.pad(alone[:, None], (0, 1)), how, columnwise=False)
-        check(device, torch.nn.functional.pad(alone[None], (0, 0, 0, 1)), how, rowwise=False)
+        check(device, torch.nn.functional.pad(alone[:, None], (0, 1)), quantizer, columnwise=False)
+        check(device, torch.nn.functional.pad(alone[None], (0, 0, 0, 1)), quantizer, rowwise=False)
 
 
 @EACH_DEVICE
 @EACH_FORMAT
-def test_powers_of_two_and_their_neighbours(device, how):
+def test_powers_of_two_and_their_neighbours(device, quantizer):
     powers = torch.exp2(torch.arange(-149, 128).double()).float()
-    largest = (powers * how.form.max).clamp(max=torch.finfo(torch.float32).max)
+    largest = (powers * quantizer.form.max).clamp(max=torch.finfo(torch.float32).max)
     every = torch.cat([powers, largest])
     every = torch.cat([every, *(torch.nextafter(every, torch.tensor(towards)) for towards in (0.0, INF))])
-    check(device, torch.nn.functional.pad(every[:, None], (0, 1)), how, columnwise=False)
-    check(device, torch.nn.functional.pad(every[None], (0, 0, 0, 1)), how, rowwise=False)
+    check(device, torch.nn.functional.pad(every[:, None], (0, 1)), quantizer, columnwise=False)
+    check(device, torch.nn.functional.pad(every[None], (0, 0, 0, 1)), quantizer, rowwise=False)
 
 
 @EACH_DEVICE
 @EACH_RULE
-def test_ties_of_all_codes(device, how):
-    codes = torch.arange(256, dtype=torch.uint8).view(how.form.dtype).float()
+def test_ties_of_all_codes(device, quantizer):
+    codes = torch.arange(256, dtype=torch.uint8).view(quantizer.form.dtype).float()
     finite = codes[codes.isfinite()].sort().values
     ties = (finite[1:] + finite[:-1]) / 2
     around = torch.stack([ties, *(torch.nextafter(ties, torch.tensor(towards)) for towards in (-INF, INF))])
-    fixed = torch.full_like(around, how.form.max)
+    fixed = torch.full_like(around, quantizer.form.max)
     # the largest code beside each keeps the scale at 1
-    check(device, torch.stack([around, fixed], -1).view(-1, 2), how, columnwise=False)
+    check(device, torch.stack([around, fixed], -1).view(-1, 2), quantizer, columnwise=False)
 
 
 @pytest.mark.launches("dequantize_mxfp8_kernel")
@@ -199,14 +203,16 @@ def test_dequantize(device, columnwise, kind, form):
     sizes = [3, 0, 50, 20] if kind == "grouped" else None
     x = poisoned(*((2, 40, 70) if kind == "stacked" else (90, 70)))
     splits = [None if sizes is None else Splits.make(sizes, rows=90, device=place) for place in ("cpu", device)]
-    copies = kernels.cast_mxfp8_ref(
-        x, MXFP8Scale(form), rowwise=not columnwise, columnwise=columnwise, stacked=kind == "stacked", splits=splits[0]
+    spec = MXFP8Quantizer(form).spec
+    copies = cast_ref(
+        x, spec, rowwise=not columnwise, columnwise=columnwise, stacked=kind == "stacked", splits=splits[0]
     )
     codes, scale = copies[2:] if columnwise else copies[:2]
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        expected = kernels.dequantize_mxfp8_ref(codes, scale, dtype, columnwise=columnwise, splits=splits[0])
+        about = {"columnwise": columnwise, "shape": x.shape}
+        expected = dequantize_ref(codes, scale, spec, dtype, **about, splits=splits[0])
         found = kernels.dequantize_mxfp8_on_triton(
-            codes.to(device), scale.to(device), dtype, columnwise=columnwise, splits=splits[1]
+            codes.to(device), scale.to(device), spec, dtype, **about, splits=splits[1]
         )
         assert found.dtype == dtype
         assert torch.equal(found.cpu().double().nan_to_num(1e9), expected.double().nan_to_num(1e9))
@@ -218,8 +224,9 @@ def test_every_code_under_every_scale_dequantizes(device, form):
     codes = torch.arange(256, dtype=torch.uint8).expand(256, 256).contiguous().view(form.dtype)
     scale = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 8).contiguous()
     for dtype in (torch.bfloat16, torch.float32):
-        expected = kernels.dequantize_mxfp8_ref(codes, scale, dtype, columnwise=False)
-        found = kernels.dequantize_mxfp8_on_triton(codes.to(device), scale.to(device), dtype, columnwise=False).cpu()
+        spec, about = MXFP8Quantizer(form).spec, {"columnwise": False, "shape": codes.shape}
+        expected = dequantize_ref(codes, scale, spec, dtype, **about)
+        found = kernels.dequantize_mxfp8_on_triton(codes.to(device), scale.to(device), spec, dtype, **about).cpu()
         nan = expected.isnan()
         assert torch.equal(found.isnan(), nan)
         assert torch.equal(found.masked_fill(nan, 0), expected.masked_fill(nan, 0))
@@ -227,13 +234,13 @@ def test_every_code_under_every_scale_dequantizes(device, form):
 
 @pytest.mark.gpu
 @EACH_RULE
-def test_large_random_splits(how):
+def test_large_random_splits(quantizer):
     generator = torch.Generator().manual_seed(0)
     for columns in (1024, 1000, 77):
         sizes = torch.randint(0, 400, (37,), generator=generator).tolist()
         sizes[5] = sizes[36] = 0
         x = poisoned(sum(sizes) + 333, columns)
         x[sum(sizes) :] = NAN
-        check("cuda", x, how, sizes=sizes)
-    check("cuda", poisoned(8, 384, 640), how, stacked=True)
-    check("cuda", poisoned(4097, 2048), how)
+        check("cuda", x, quantizer, sizes=sizes)
+    check("cuda", poisoned(8, 384, 640), quantizer, stacked=True)
+    check("cuda", poisoned(4097, 2048), quantizer)

@@ -40,8 +40,10 @@ from ops.kernels.norm import norm_triton
 from ops.kernels.routing import permute, routing
 from recipes.casts import cast_float8, cast_float8_block, cast_mxfp8, cast_nvfp4
 from recipes.casts.amax_history import end_step_triton
-from recipes.casts.cast_float8_block import BlockScale
+from recipes.casts.scale_rules import Float32Scale, GivenScale
+from recipes.current_scaling import per_tensor
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
+from recipes.float8_block import Float8BlockQuantizer
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.splits import Splits
@@ -221,7 +223,7 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
         chain, operands = [steps.ADD_COLUMN, activation_step(Activation("gelu"), False)], [x[0], None]
         for quantizer in (MXFP8Quantizer(form), DelayedScalingQuantizer(form, DelayedScaling())):
             room = quantizer.empty_like_quantized(x.shape, dtype, x.device)
-            cast = elementwise.Cast(*room.copies.tensors(), room.scale, torch.empty(1))
+            cast = elementwise.Cast(*room.copies.tensors(), quantizer.spec, room.scale, torch.empty(1))
             elementwise.elementwise_cast(x, cast, chain, operands)
             elementwise.delementwise(dy, x, chain, operands, need_operands=(True, False), cast=cast)
 
@@ -231,11 +233,11 @@ def launch_block_casts(rows: int, features: tuple[int, int], dtype: torch.dtype)
     x, w = torch.empty(rows, features[0], dtype=dtype), torch.empty(GROUPS, *features, dtype=dtype)
     splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
     for block_dim, power_2 in product((1, 2), (True, False)):
-        how = BlockScale(E4M3, block_dim, power_2, 0.0)
+        how = Float8BlockQuantizer(E4M3, block_dim, power_2).spec
         for rowwise, columnwise in ((True, True), (True, False), (False, True)):
             cast_float8_block.cast_float8_block_on_triton(x, how, rowwise=rowwise, columnwise=columnwise)
         cast_float8_block.cast_float8_block_on_triton(x, how, rowwise=True, columnwise=True, splits=splits)
-    how = BlockScale(E5M2, 2, True, 0.0)
+    how = Float8BlockQuantizer(E5M2, 2, True).spec
     cast_float8_block.cast_float8_block_on_triton(w, how, rowwise=True, columnwise=True, stacked=True)
     for square, transposed, offsets in product((True, False), (True, False), (None, splits.offsets)):
         codes, scale_inv = torch.empty(x.T.shape if transposed else x.shape, dtype=E4M3.dtype), torch.empty(1)
@@ -252,15 +254,17 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
         end_step_triton(torch.empty(1024, GROUPS), scale, E4M3.max, most_recent)
     for form, kind in product((E4M3, E5M2), ({}, {"stacked": True}, {"splits": splits})):
         given, both = w if "stacked" in kind else x, {"rowwise": True, "columnwise": True}
-        for how in (cast_mxfp8.MXFP8Scale(form), cast_mxfp8.MXFP8Scale(form, "floor", square=True)):
+        for how in (MXFP8Quantizer(form).spec, MXFP8Quantizer(form, "floor", square=True).spec):
             copies = cast_mxfp8.cast_mxfp8_on_triton(given, how, **both, **kind)
-        cast_mxfp8.dequantize_mxfp8_on_triton(*copies[:2], dtype, columnwise=False)
-        cast_mxfp8.dequantize_mxfp8_on_triton(*copies[2:], dtype, columnwise=True, splits=kind.get("splits"))
+        back, about = cast_mxfp8.dequantize_mxfp8_on_triton, {"shape": given.shape, "splits": kind.get("splits")}
+        back(*copies[:2], how, dtype, columnwise=False, **about)
+        back(*copies[2:], how, dtype, columnwise=True, **about)
         cast = cast_float8.cast_float8_on_triton
-        copies = cast(given, form, **both, **kind)
-        cast(given, form, **both, **kind, scale=scale if kind else scale[:1], amax_out=amax)
-        cast_float8.widened_on_triton(copies.row_codes, dtype)
-        cast_float8.untranspose_on_triton(copies.column_codes, dtype, given.shape, kind.get("splits"))
+        copies = cast(given, per_tensor(form, Float32Scale()), **both, **kind)
+        how = per_tensor(form, GivenScale())
+        cast(given, how, **both, **kind, scale=scale if kind else scale[:1], amax_out=amax)
+        cast_float8.dequantize_float8_on_triton(*copies[:2], how, dtype, columnwise=False, **about)
+        cast_float8.dequantize_float8_on_triton(*copies[2:], how, dtype, columnwise=True, **about)
 
 
 NVFP4_KINDS = {

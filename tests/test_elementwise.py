@@ -23,7 +23,10 @@ from ops.kernels.elementwise.chain import (
     elementwise_ref,
 )
 from ops.kernels.elementwise.chain_steps import ADD_COLUMN, ADD_ELEMENT, dropout_step, scale_step
-from recipes.casts.cast_float8 import cast_float8, empty_float8
+from recipes.casts.cast import cast as cast_tensor
+from recipes.casts.layout import empty_copies
+from recipes.casts.scale_rules import GivenScale
+from recipes.current_scaling import per_tensor
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.quantized_tensor import QuantizedTensor
@@ -206,7 +209,7 @@ OWN = Float8Format("own", torch.float8_e4m3fn, 240.0)
 
 def codes_like(shape: Sequence[int], form: Float8Format, device: str) -> Cast:
     made = MXFP8Quantizer(form).empty_like_quantized(torch.Size(shape), torch.float32, torch.device(device))
-    return Cast(*made.copies.tensors(), form=made.form)
+    return Cast(*made.copies.tensors(), MXFP8Quantizer(form).spec)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -244,6 +247,7 @@ def same_codes(cast: Cast, expected: QuantizedTensor) -> None:
 @pytest.mark.parametrize("records", [True, False], ids=["records", "records nothing"])
 def test_a_chain_casts_with_a_given_scale_what_it_would_store(dtype, form, device, records):
     """Bit for bit, both copies and the amax, forward and backward, also where rows are padded."""
+    spec = per_tensor(form, GivenScale())
     for shape in ((64, 64), (70, 136), (3, 11, 33), (1, 8)):
         steps = [ADD_COLUMN, scale_step(3.0), ADD_ELEMENT]
         operands = operands_for(steps, shape, dtype, device)
@@ -253,17 +257,17 @@ def test_a_chain_casts_with_a_given_scale_what_it_would_store(dtype, form, devic
         scale = torch.tensor([form.max / 8], device=device)  # some saturate
 
         def room(shape=shape, scale=scale):
-            copies = empty_float8(torch.Size(shape), form, torch.device(device))
+            copies = empty_copies(torch.Size(shape), spec, torch.device(device))
             amax = torch.full((1,), 0.5, device=device) if records else None
-            return Cast(copies.row_codes, copies.scale_inv, copies.column_codes, copies.scale_inv, scale, amax, form)
+            return Cast(*copies, spec, scale, amax)
 
         def check(cast, made, scale=scale):
             amax = torch.full((1,), 0.5, device=device)
-            expected = cast_float8(made, form, rowwise=True, columnwise=True, scale=scale, amax_out=amax)
+            expected = cast_tensor(made, spec, rowwise=True, columnwise=True, scale=scale, amax_out=amax)
             for name in ("row_codes", "column_codes"):
                 got, want = (getattr(copies, name).view(torch.uint8) for copies in (cast, expected))
                 assert torch.equal(got, want), name
-            assert torch.equal(cast.row_scales, expected.scale_inv)
+            assert torch.equal(cast.row_scales, expected.row_scale)
             assert cast.amax is None or torch.equal(cast.amax, amax)
 
         cast = room()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,15 @@ from fused import ElementwiseChain
 from fuser import Sequential, autocast, ops
 from fuser.testing import check_fusion
 from ops import ElementwiseOperation
-from ops.kernels.elementwise.chain import Step
-from recipes import CustomRecipe, QuantizedTensor, Quantizer
+from ops.kernels.elementwise.chain import Cast, Step, elementwise_cast
+from ops.kernels.elementwise.chain_steps import scale_step
+from recipes import CustomRecipe, DelayedScaling, Quantizer, Role
+from recipes.casts.scale_rules import E8M0Scale, Float32Scale
+from recipes.delayed_scaling import DelayedScalingQuantizer
+from recipes.mixed import AsItIs
 from recipes.mxfp8 import MXFP8Quantizer
-from recipes.tensors.formats import E5M2
+from recipes.tensors.formats import E4M3, ScaleSpec
+from recipes.tensors.spec_quantizer import FormatQuantizer
 from recipes.triton.philox import random_bits_ref
 from tests.check_operation import DEVICES, DTYPES, check_gradients, check_operation
 from tests.reference import assert_same_bits, gradients
@@ -150,26 +155,55 @@ def test_a_chain_says_why_it_is_not_taken():
 
 
 @dataclass(frozen=True)
-class ThirdFormat(Quantizer):
-    """Of a format that the element-wise kernel does not know, for kernels that do."""
-
-    kernel_format: str = "int8"
+class ThirdFormat(FormatQuantizer):
+    """Says that kernels may cast to it, of which the element-wise one knows some formats."""
 
     @property
-    def casts_in_kernels(self) -> bool:
-        return True
-
-    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        return MXFP8Quantizer(E5M2).quantize(x, rowwise=rowwise, columnwise=columnwise)
+    def kernel_spec(self) -> ScaleSpec:
+        return self.format
 
 
-def test_a_format_that_the_kernel_does_not_know_is_refused_with_a_sentence():
-    """Its room has no scale, which is how the kernel knows MXFP8."""
-    recipe = CustomRecipe(lambda role: ThirdFormat())
+MXFP8, GIVEN = MXFP8Quantizer(E4M3).spec, DelayedScalingQuantizer(E4M3, DelayedScaling()).spec
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(replace(MXFP8, block=(1, 16), alignment=16), id="other-blocks"),
+        pytest.param(replace(MXFP8, block=(32, 32)), id="square-blocks"),
+        pytest.param(replace(MXFP8, scale_rule=E8M0Scale("floor")), id="rounded-down"),
+        pytest.param(replace(MXFP8, scale_rule=Float32Scale()), id="float32-scales"),
+        pytest.param(replace(MXFP8, element=AsItIs("bfloat16", torch.bfloat16, 3.0e38)), id="other-codes"),
+        pytest.param(replace(GIVEN, alignment=16), id="other-padding"),
+    ],
+)
+def test_a_format_that_the_kernel_does_not_know_is_refused_with_a_sentence(spec):
+    recipe = CustomRecipe(Same(ThirdFormat(spec)))
     for operations in ([ops.Bias(8), ops.Quantize()], [ops.Quantize(False, True), ops.Bias(8)]):
         text = Sequential(*operations).explain(recipe=recipe, device="cuda", dtype=torch.bfloat16)
-        assert "ThirdFormat casts to 'int8' in kernels, and the element-wise kernel knows 'mxfp8' and 'float8'" in text
+        assert f"{spec.element.name} codes of {spec.block[0]}x{spec.block[1]} blocks with {spec.scale_rule}" in text
+        assert "are none that the element-wise kernel casts to: it knows MXFP8, rounded up, and FP8 with one" in text
         assert "ElementwiseChain = " not in text
+    x, codes = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="are none that the element-wise kernel casts to"):
+        elementwise_cast(x, Cast(codes, codes, codes, codes, spec), [scale_step(1.0)], [None])
+
+
+@pytest.mark.parametrize("spec", [MXFP8, GIVEN], ids=["mxfp8", "given-scale"])
+def test_a_format_that_the_kernel_knows_is_taken_whoever_brings_it(spec):
+    recipe = CustomRecipe(Same(ThirdFormat(spec)))
+    text = Sequential(ops.Bias(8), ops.Quantize()).explain(recipe=recipe, device="cuda", dtype=torch.bfloat16)
+    assert "ElementwiseChain = " in text
+
+
+@dataclass(frozen=True)
+class Same:
+    """The same quantizer in every role."""
+
+    quantizer: Quantizer
+
+    def __call__(self, role: Role) -> Quantizer:
+        return self.quantizer
 
 
 def saved_bytes(sequential: Sequential, x: Tensor, **extras: Tensor) -> int:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from recipes import E4M3, E5M2, Float8BlockScaling, Format, Role, Splits
-from recipes.casts.cast_float8 import scale_from_amax_ref
-from recipes.casts.cast_float8_block import largest_scale
+from recipes.casts.scale_rules import Float32Scale
 from recipes.float8_block import Float8BlockQuantizer
 from tests.grouped_cases import groups_of
 
@@ -107,9 +106,9 @@ def rows(*shape):
     ],
 )
 def test_worked_scales(amax, bits, power_2):
-    found = scale_from_amax_ref(torch.tensor([amax]), E4M3, False, 0.0)
+    found = Float32Scale(False).scales(torch.tensor([amax]), E4M3, torch.float32)[0]
     assert found.view(torch.int32).item() == bits
-    assert scale_from_amax_ref(torch.tensor([amax]), E4M3, True, 0.0).item() == power_2
+    assert Float32Scale(True).scales(torch.tensor([amax]), E4M3, torch.float32)[0].item() == power_2
     q = Float8BlockQuantizer(E4M3, power_2_scale=False).quantize(torch.tensor([[amax, 0.0]]))
     assert q.rowwise.scale_inv.item() == np.float32(1) / np.uint32(bits).view(np.float32)
 
@@ -125,7 +124,7 @@ def test_the_dtypes_largest_number_stands_for_a_scale_of_inf(dtype):
             continue
         scale = np.float32(2.0**127) if power_2 else np.uint32(largest[dtype]).view(np.float32)
         assert q.rowwise.scale_inv.item() == np.float32(1) / scale
-    assert largest_scale(torch.float16) == 65504.0
+    assert Float32Scale(input_range=True).largest(torch.float16) == 65504.0
 
 
 @FORMS
@@ -139,7 +138,7 @@ def test_scales_against_numpy(form, power_2):
     amax = torch.cat([powers, *around, random])
     quantizer = Float8BlockQuantizer(form, power_2_scale=power_2)
     expected = [scale_oracle(a, quantizer, torch.float32) for a in amax.numpy()]
-    assert scale_from_amax_ref(amax, form, power_2, 0.0).tolist() == expected
+    assert Float32Scale(power_2).scales(amax, form, torch.float32)[0].tolist() == expected
 
 
 def test_epsilon_is_the_least_amax():

@@ -16,10 +16,6 @@ SIDE_FILES = [path for folder in ("bench", "tests") for path in sorted((ROOT / f
 # Extras that a user may not have: bench and tests may import them where they are needed.
 OPTIONAL = {"matplotlib", "rich", "safetensors", "transformers", "ml_dtypes"}
 
-# Imports that close a cycle, (importer, imported). GroupedTensor names the type of its quantizer: it goes when what
-# both need has a file of its own.
-KNOWN_CYCLES = {("recipes.tensors.grouped_tensor", "recipes.tensors.quantizer")}
-
 HOST_READS = {"item", "tolist", "cpu", "numpy", "synchronize"}
 # Where else than in references (`..._ref`) the host may read the device. file: {function: reason}
 MAY_READ = {
@@ -102,8 +98,6 @@ def test_there_is_no_import_cycle():
     """Between modules, what they import for types alone (`if TYPE_CHECKING`) counted."""
     modules = {module_name(path): path for path in FILES}
     graph = {name: modules_taken(path, modules) for name, path in modules.items()}
-    for importer, imported in KNOWN_CYCLES:
-        graph[importer].discard(imported)
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 

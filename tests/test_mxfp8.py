@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes import E4M3, E5M2, Format, MXFP8BlockScaling, Role
-from recipes.casts.cast_mxfp8 import scale_from_amax_ref, scale_reciprocal, scale_value
+from recipes.casts.scale_rules import E8M0Scale
 from recipes.mxfp8 import MXFP8Quantizer
 
 INF, NAN = float("inf"), float("nan")
@@ -78,7 +78,7 @@ def codes_of(copy) -> torch.Tensor:
     ],
 )
 def test_scale_from_amax(amax, byte):
-    assert scale_from_amax_ref(torch.tensor(amax), E4M3).item() == byte == byte_oracle(amax, E4M3)
+    assert E8M0Scale().scales(torch.tensor(amax), E4M3, torch.float32)[1].item() == byte == byte_oracle(amax, E4M3)
 
 
 @FORMS
@@ -88,14 +88,14 @@ def test_scales_against_exact_arithmetic(form):
     around = [torch.nextafter(powers, torch.tensor(towards)) for towards in (0.0, INF)]
     random = torch.randint(0, 0x7F800000, (5000,), dtype=torch.int32).view(torch.float32)
     amax = torch.cat([powers, *around, random])
-    assert scale_from_amax_ref(amax, form).tolist() == [byte_oracle(a, form) for a in amax.tolist()]
+    assert E8M0Scale().scales(amax, form, torch.float32)[1].tolist() == [byte_oracle(a, form) for a in amax.tolist()]
 
 
 def test_bytes_are_powers_of_two():
     every = torch.arange(256, dtype=torch.uint8)
-    assert scale_value(every)[:255].tolist() == [2.0 ** (e - 127) for e in range(255)]
-    assert scale_value(every)[255].isnan()
-    assert scale_reciprocal(every)[:255].tolist() == [2.0 ** (127 - e) for e in range(255)]
+    assert E8M0Scale().values(every)[:255].tolist() == [2.0 ** (e - 127) for e in range(255)]
+    assert E8M0Scale().values(every)[255].isnan()
+    assert E8M0Scale().values(254 - every[:255]).tolist() == [2.0 ** (127 - e) for e in range(255)]
 
 
 # Worked blocks

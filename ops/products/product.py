@@ -27,8 +27,9 @@ from ops.runner.in_place import writable
 from recipes.native_products import COLUMNWISE, Capability, GemmLayout, why_not_native
 from recipes.recipe import Recipe, Role
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import Float8Operand, Operand, QuantizedTensor
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.scaled_codes import Float8Operand, Operand
 from recipes.tensors.splits import Splits
 
 

@@ -18,7 +18,7 @@ from ops.products.product import gemm_dtype, quantizes
 from recipes.native_products import COLUMNWISE, LAYOUTS, Product, compute_capability
 from recipes.recipe import OPERANDS
 from recipes.request import PlanRequest
-from recipes.tensors.quantized_tensor import ScaleLayout
+from recipes.tensors.formats import ScaleLayout
 
 Weights = tuple[int, int, int]  # [G, N, K]
 

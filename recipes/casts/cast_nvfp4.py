@@ -53,13 +53,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_float8 import (
-    abs_without_nan,
-    amax_grouped_ref,
-    amax_ref,
-    amax_stacked_ref,
-    round_to_float8_ref,
-)
+from recipes.casts.cast import abs_without_nan, block_amax
 from recipes.casts.cast_nvfp4_triton import amax_nvfp4_kernel, cast_nvfp4_kernel
 from recipes.casts.dequantize_nvfp4_triton import (
     dequantize_columns_kernel,
@@ -67,7 +61,7 @@ from recipes.casts.dequantize_nvfp4_triton import (
     dequantize_words_kernel,
 )
 from recipes.casts.hadamard import hadamard_ref
-from recipes.tensors.formats import E2M1_VALUES, E4M3
+from recipes.tensors.formats import ALL, E2M1, E4M3
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
@@ -83,7 +77,7 @@ if why_no_gluon((9, 0)) is None:
     _cast_nvfp4_gluon = Launch(cast_nvfp4_gluon_kernel)
 
 BLOCK = 16
-RANGE = E2M1_VALUES[-1] * E4M3.max
+RANGE = E2M1.max * E4M3.max
 NAN_SCALE = 0x7F
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _ROUND = 1.5 * 2**23  # a number between 0 and 2^22 added to this is rounded to an integer, ties to even
@@ -194,8 +188,7 @@ def _bits(seed: Tensor, block: Tensor, row: Tensor) -> Tensor:
 
 def dequantize_nvfp4_ref(codes: Tensor, scale: Tensor, length: int, dtype: torch.dtype, *, transpose: bool) -> Tensor:
     """code * s in `dtype`, [..., R, length], or with transpose [..., length, R]; without alpha."""
-    nibbles = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)[..., :length].long()
-    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=codes.device)[nibbles]
+    values = E2M1.decode(codes, torch.float32)[..., :length]
     values = (values * scale.to(torch.float32).repeat_interleave(BLOCK, -1)[..., :length]).to(dtype)
     return values.transpose(-1, -2).contiguous() if transpose else values
 
@@ -341,6 +334,17 @@ def dequantize_nvfp4(codes: Tensor, scale: Tensor, length: int, dtype: torch.dty
     values = codes.new_empty(shape, dtype=torch.float32 if dtype == torch.float64 else dtype)
     dequantize_nvfp4_triton(codes, scale, values, transpose=transpose)
     return values.to(dtype)
+
+
+def values_nvfp4(
+    codes: Tensor, scale: Tensor, dtype: torch.dtype, shape: torch.Size, *, columnwise: bool, padded: bool
+) -> Tensor:
+    """code * s of one copy of a tensor of this shape, in the natural order. padded: with the padding of its rows."""
+    if not columnwise:
+        return dequantize_nvfp4(codes, scale, shape[-1], dtype, transpose=False)
+    values = dequantize_nvfp4(codes, scale, scale.shape[-1] * BLOCK, dtype, transpose=True)
+    num_rows = shape[-2] if values.ndim == 3 else math.prod(shape[:-1])
+    return values if padded else values[..., :num_rows, :].reshape(shape)
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -538,13 +542,13 @@ def _bytes(scale: Tensor | None) -> Tensor | None:
 def _cast_blocks(x: Tensor, amax: Tensor, two_d: bool, bits: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes [..., R, L], not packed, and scales [..., R, L / 16] of x float32. amax: as the scales, or broadcast."""
     blocks = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
-    block_amax, has_nan = abs_without_nan(blocks).amax(-1), blocks.isnan().any(-1)
+    largest, has_nan = abs_without_nan(blocks).amax(-1), blocks.isnan().any(-1)
     if two_d:
-        block_amax, has_nan = _over_rows(block_amax), _over_rows(has_nan)
+        largest, has_nan = _over_rows(largest), _over_rows(has_nan)
     one = torch.ones_like(amax)
     encode = (RANGE * one / amax).clamp(max=_FLOAT32_MAX).masked_fill((amax == 0) | amax.isinf(), 1.0)
     decode = one / encode
-    scale = round_to_float8_ref((block_amax * (encode * (1.0 / 6.0))).clamp(max=_FLOAT32_MAX), E4M3)
+    scale = E4M3.encode((largest * (encode * (1.0 / 6.0))).clamp(max=_FLOAT32_MAX))
     factor = scale.to(torch.float32) * decode
     factor = (torch.ones_like(factor) / factor).clamp(max=_FLOAT32_MAX)
     codes = e2m1_codes_ref((blocks * factor[..., None]).flatten(-2), bits)
@@ -587,9 +591,9 @@ def _cropped(padded: Tensor, x: Tensor, splits: Splits | None) -> Tensor:
 
 
 def _amax(x: Tensor, splits: Splits | None) -> Tensor:
-    if splits is not None:
-        return amax_grouped_ref(x, splits)
-    return amax_stacked_ref(x) if x.ndim == 3 else amax_ref(x)
+    """max |x|: () of one tensor, [G] of groups and stacks."""
+    amax = block_amax(abs_without_nan(x), (ALL, ALL), splits)
+    return amax.view(()) if x.ndim == 2 and splits is None else amax.flatten()
 
 
 def converts_to_float8(x: Tensor) -> bool:

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from recipes.tensors.quantized_tensor import (
-    Operand,
-    ScaledCodes,
     copies_from_tensors,
     copies_to_tensors,
     either,
     pick,
 )
+from recipes.tensors.scaled_codes import Operand, ScaledCodes
 from recipes.tensors.splits import Splits
 
 

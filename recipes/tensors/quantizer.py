@@ -11,9 +11,9 @@ from torch import Tensor
 
 from recipes.arguments import as_number
 from recipes.pending import PendingUpdates
-from recipes.tensors.formats import Float8Format
+from recipes.tensors.formats import Float8Format, ScaleLayout, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import QuantizedTensor, ScaleLayout
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.splits import Splits
 
 # name -> (shape, initial value) of the float32 tensors that a quantizer keeps from step to step
@@ -39,13 +39,11 @@ class QuantizedBuffers(NamedTuple):
 
     scale: [1] float32 to cast with; None if each block's own is found on the way
     amax:  [1] float32 that max |x| is to raise; None if nothing is recorded
-    form:  of the codes; None: the one that their dtype names
     """
 
     copies: QuantizedTensor
     scale: Tensor | None = None
     amax: Tensor | None = None
-    form: Float8Format | None = None
 
 
 class Quantizer(ABC):
@@ -87,19 +85,14 @@ class Quantizer(ABC):
         raise NotImplementedError(f"{type(self).__name__} quantizes single tensors only. Quantize group by group.")
 
     @property
-    def casts_in_kernels(self) -> bool:
-        """Whether a kernel may quantize, tile by tile, what it has just computed. Not if all must be seen first."""
-        return False
-
-    @property
-    def kernel_format(self) -> str:
-        """What such a kernel makes of a tile, of which it knows some by name: "mxfp8", E8M0 scales for each 32 values
-        along both axes, rounded up; "float8", one scale that is given. Empty: nothing that it knows."""
-        return ""
+    def kernel_spec(self) -> ScaleSpec | None:
+        """The format to which a kernel may quantize, tile by tile, what it has just computed, if it knows that format;
+        None if all must be seen first."""
+        return None
 
     def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
         """For such a kernel, where both copies of a tensor [..., K] that is not empty go."""
-        raise NotImplementedError(f"{type(self).__name__} casts by its own kernels only: casts_in_kernels is False.")
+        raise NotImplementedError(f"{type(self).__name__} casts by its own kernels only: kernel_spec is None.")
 
     def state_shapes(self, num_scales: int) -> StateShapes:
         """What is kept for `num_scales` tensors that have a scale each, one for each group of a grouped operation."""

@@ -42,7 +42,8 @@ from torch import Tensor
 
 from ops.kernels.elementwise.chain_triton import delementwise_kernel, elementwise_kernel
 from recipes.casts.cast_float8 import format_of
-from recipes.tensors.formats import Float8Format
+from recipes.casts.scale_rules import E8M0Scale, GivenScale
+from recipes.tensors.formats import ALL, Float8Format, ScaleRule, ScaleSpec
 from recipes.triton.gates import tl
 from recipes.triton.launch import Launch, next_power_of_2, replayed
 from recipes.triton.philox import random_bits_ref
@@ -84,22 +85,36 @@ class Step:
 
 
 class Cast(NamedTuple):
-    """Where both copies of what comes out of a chain go, quantized instead of stored. The fields of `QuantizedBuffers`.
+    """Where both copies of what comes out of a chain go, quantized instead of stored, to a format for which
+    `why_no_cast` is None.
 
-    MXFP8 (`recipes.casts.cast_mxfp8`), or with a given scale FP8 of one scale (`recipes.casts.cast_float8`), whose
-    scales here are one tensor.
+    scale, amax: of `QuantizedBuffers`
     """
 
     row_codes: Tensor
     row_scales: Tensor
     column_codes: Tensor
     column_scales: Tensor
+    spec: ScaleSpec
     scale: Tensor | None = None
     amax: Tensor | None = None
-    form: Float8Format | None = None
 
 
-CASTS = ("mxfp8", "float8")  # the `kernel_format`s of quantizers for which there is a `Cast`
+# What the kernels know of formats with float8 codes: CAST by scale rule, block, columnwise layout and alignment.
+CASTS: dict[tuple[ScaleRule, tuple[int, int], str, int], str] = {
+    (E8M0Scale("round_up"), (1, 32), "natural", 32): "blocks",
+    (GivenScale(), (ALL, ALL), "transposed", 32): "given",
+}
+
+
+def why_no_cast(spec: ScaleSpec) -> str | None:
+    """Why the kernels do not cast to this format, or None."""
+    if _kind(spec):
+        return None
+    return (
+        f"{spec.element.name} codes of {spec.block[0]}x{spec.block[1]} blocks with {spec.scale_rule} are none that the "
+        "element-wise kernel casts to: it knows MXFP8, rounded up, and FP8 with one given scale."
+    )
 
 
 class ChainGradients(NamedTuple):
@@ -296,7 +311,7 @@ def delementwise(
     sums_rows = need_column_sums or any(w and s.operand == "column" for w, s in zip(wanted, steps, strict=True))
     rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums_rows, casts=cast is not None)
     width = columns * 2 if gate >= 0 else columns
-    config = elementwise_config(rows, columns, sums_rows=sums_rows, casts=_kind(cast))
+    config = elementwise_config(rows, columns, sums_rows=sums_rows, casts=_kind(cast and cast.spec))
     row_blocks, column_blocks = config.programs(rows, columns)
     shares: list[Tensor | None] = []
     for i, (step, want, dtype) in enumerate(zip(steps, wanted, dtypes, strict=True)):
@@ -395,7 +410,7 @@ def elementwise_triton(
     gated = _gate_of(steps) >= 0
     shape = _halved(x.shape) if gated else x.shape
     rows, columns = _rows_and_columns(steps, shape, sums_rows=False, casts=cast is not None)
-    config = elementwise_config(rows, columns, sums_rows=False, casts=_kind(cast))
+    config = elementwise_config(rows, columns, sums_rows=False, casts=_kind(cast and cast.spec))
     _elementwise(
         x, math.prod(config.programs(rows, columns)),
         x, y, _codes(cast), tuple(operands), rows, columns, columns * (1 + gated),
@@ -444,8 +459,12 @@ def _rows_and_columns(
     return 1, math.prod(shape)
 
 
-def _kind(cast: Cast | None) -> str:
-    return "" if cast is None else "blocks" if cast.scale is None else "given"
+@lru_cache(maxsize=1024)
+def _kind(spec: ScaleSpec | None) -> str:
+    """CAST of the kernels; empty for none, also of a format that they do not know."""
+    if spec is None or type(spec.element) is not Float8Format:
+        return ""
+    return CASTS.get((spec.scale_rule, spec.block, spec.columnwise, spec.alignment), "")
 
 
 def _codes(cast: Cast | None) -> tuple[Tensor | None, ...]:
@@ -453,18 +472,24 @@ def _codes(cast: Cast | None) -> tuple[Tensor | None, ...]:
     which are ordered as it is."""
     if cast is None:
         return (None,) * 6
-    row_codes, row_scales, column_codes, column_scales, scale, amax, _ = cast
+    row_codes, row_scales, column_codes, column_scales, _, scale, amax = cast
     return (
         row_codes.view(torch.uint8), row_scales,
-        column_codes.view(torch.uint8 if scale is None else torch.int32), column_scales,
+        column_codes.view(torch.int32 if _kind(cast.spec) == "given" else torch.uint8), column_scales,
         scale, None if amax is None else amax.view(torch.int32),
     )  # fmt: skip
 
 
 def _cast_constants(cast: Cast | None, x: Tensor) -> dict[str, Any]:
     if cast is None:
-        return {"FORM": "", "NATIVE": False}
-    return format_of(cast.form or cast.row_codes.dtype, x.device)
+        return {"CAST": "", "FORM": "", "NATIVE": False}
+    element, kind = cast.spec.element, _kind(cast.spec)
+    if not isinstance(element, Float8Format) or not kind:
+        raise ValueError(why_no_cast(cast.spec))
+    if (cast.scale is None) != (kind == "blocks"):
+        given = "no" if cast.scale is None else "a"
+        raise ValueError(f"{cast.spec} is cast with {given} given scale. Pass one only if its rule is GivenScale.")
+    return {"CAST": kind, **format_of(element, x.device)}
 
 
 def _gate_of(steps: Sequence[Step]) -> int:

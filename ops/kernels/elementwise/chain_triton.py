@@ -4,7 +4,8 @@ STEPS, BACKWARDS, D_OPERANDS are the functions of the steps, KINDS their operand
 what each is rounded to, ENTERS and LEAVES whether x and dy come in another dtype, READS whether backward reads x, GATE
 the position of the gated one or -1. Operand pointers that a step does not need are None.
 WHOLE: no tile has rows or columns beyond those of y.
-codes: the tensors of a `Cast` for a result that is cast to FORM, else Nones.
+CAST: how the result is cast to FORM, "blocks" (MXFP8) or "given" (one given scale); "" if it is stored.
+codes: the tensors of a `Cast`, else Nones.
 
 Before the gate every column of y stands for two of x: a tile is a pair (a, b), and each step runs on both.
 Between two steps a tile is as it would be stored, in the dtype of the step that made it.
@@ -181,7 +182,8 @@ def elementwise_kernel(
     x_ptr, y_ptr, codes, operands, T, COLUMNS, WIDTH,
     STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
     COUNT: tl.constexpr,
-    GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
+    GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr,
+    NATIVE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     column_blocks = tl.cdiv(COLUMNS, BLOCK_C)
@@ -210,17 +212,19 @@ def elementwise_kernel(
     if y_ptr is not None:
         y = widen(y).to(tl.float32)
         tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
-    _store_codes(y, codes, rows, columns, T, COLUMNS, inside, FORM, NATIVE)
+    _store_codes(y, codes, rows, columns, T, COLUMNS, inside, CAST, FORM, NATIVE)
 
 
 @triton.jit
-def _store_codes(x, codes, rows, columns, T, COLUMNS, inside, FORM: tl.constexpr, NATIVE: tl.constexpr):
-    if codes[4] is not None:
+def _store_codes(
+    x, codes, rows, columns, T, COLUMNS, inside, CAST: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
+    if CAST == "given":
         store_float8(
             widen_pairs(x), codes[0], codes[2], codes[1], codes[4], codes[5], rows, columns, T, COLUMNS, inside,
             FORM, NATIVE,
         )  # fmt: skip
-    elif codes[0] is not None:
+    elif CAST == "blocks":
         store_mxfp8(
             x, codes[0], codes[1], codes[2], codes[3], rows, columns, T, COLUMNS, inside,
             FORM, NATIVE,
@@ -302,7 +306,8 @@ def delementwise_kernel(
     dy_ptr, x_ptr, operands, dx_ptr, codes, d_operands, y_ptr, column_sums_ptr, T, COLUMNS, WIDTH,
     STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, READS: tl.constexpr, KINDS: tl.constexpr,
     CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr, COUNT: tl.constexpr,
-    GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
+    GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr,
+    NATIVE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles below each other a program. sums_a and sums_b: what is summed over the rows, and last of all dx."""
@@ -379,7 +384,7 @@ def delementwise_kernel(
             tl.store(dx_ptr + start * WIDTH + columns_a[None, :], da, mask=inside)
             if GATE >= 0:
                 tl.store(dx_ptr + start * WIDTH + columns_b[None, :], db, mask=inside)
-        _store_codes(da, codes, rows, columns, T, COLUMNS, inside, FORM, NATIVE)
+        _store_codes(da, codes, rows, columns, T, COLUMNS, inside, CAST, FORM, NATIVE)
         if column_sums_ptr is not None:
             sums_a = _added(sums_a, COUNT, tl.where(inside, widen_pairs(da), 0.0))
             if GATE >= 0:

@@ -66,7 +66,7 @@ from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, mult
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
 from recipes.native_products import FLOAT8
-from recipes.tensors.quantized_tensor import ScaleLayout
+from recipes.tensors.formats import ScaleLayout
 from recipes.tensors.splits import Splits
 from recipes.triton.launch import Launch, cdiv, launcher, replayed
 from recipes.triton.row_slots import num_slots

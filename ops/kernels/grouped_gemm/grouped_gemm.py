@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
-from recipes.tensors.quantized_tensor import Float8Operand, Operand
+from recipes.tensors.scaled_codes import Float8Operand, Operand
 from recipes.tensors.splits import Splits
 
 # Both values, or both codes.

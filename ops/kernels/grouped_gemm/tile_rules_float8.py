@@ -8,7 +8,7 @@ import torch
 from ops.kernels.grouped_gemm.measured_tiles import Gemm, GroupedGemmConfig, shared_memory_limit
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS
 from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS
-from recipes.tensors.quantized_tensor import ScaleLayout
+from recipes.tensors.formats import ScaleLayout
 
 BLOCK = 128  # codes of one scale, and terms of one sum in split accumulation
 

@@ -1,0 +1,121 @@
+"""How scales follow from amaxes: the rules of the built-in formats, as values, in plain torch.
+
+All steps in float32. Sources: TransformerEngine (read at d0067d0) for float32 scales and E8M0 rounded up; OCP
+Microscaling Formats v1.0 for E8M0 rounded down.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from recipes.tensors.formats import E8M0_DTYPE, E8M0_LARGEST, ElementFormat, ScaleRule
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+_CLEAR_MANTISSA = -(1 << 23)  # sign and exponent bits of a float32, as an int32
+
+Rounding = Literal["round_up", "floor"]
+
+
+@dataclass(frozen=True)
+class Float32Scale(ScaleRule):
+    """scale = fl(max / max(amax, amax_epsilon)), stored as fl(1 / scale).
+
+    1 if amax is 0 or Inf. Where the quotient is Inf: the largest float32, or that of the input's dtype.
+
+    power_2: scales are rounded down to powers of two
+    input_range: where the quotient is Inf, the largest number of the input's dtype (float32's of float64)
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    power_2: bool = False
+    amax_epsilon: float = 0.0
+    input_range: bool = False
+
+    def scales(self, amax: Tensor, element: ElementFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        amax = amax.clamp(min=self.amax_epsilon)
+        # Not `element.max / amax`: torch turns a scalar numerator into a reciprocal and a product, which rounds twice.
+        scale = torch.full_like(amax, element.max) / amax
+        scale = scale.masked_fill(scale.isinf(), self.largest(dtype)).masked_fill((amax == 0) | amax.isinf(), 1.0)
+        if self.power_2:
+            scale = (scale.view(torch.int32) & _CLEAR_MANTISSA).view(torch.float32)
+        return scale, reciprocal(scale)
+
+    def largest(self, dtype: torch.dtype) -> float:
+        """What stands for a scale of Inf."""
+        return torch.finfo(dtype).max if self.input_range and dtype != torch.float64 else FLOAT32_MAX
+
+    def values(self, stored: Tensor) -> Tensor:
+        return stored
+
+    def holding(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype not in (torch.float16, torch.bfloat16):
+            return dtype
+        return torch.bfloat16 if self.power_2 else torch.float32
+
+
+@dataclass(frozen=True)
+class GivenScale(Float32Scale):
+    """A float32 scale that is known before (delayed scaling); without one: as of the amax."""
+
+
+@dataclass(frozen=True)
+class E8M0Scale(ScaleRule):
+    """A power of two, stored as the byte E of 2^(E - 127); codes are of x * 2^(127 - E).
+
+    round_up  E = smallest byte with 2^(E - 127) >= fl(amax * fl(1 / max)), at most 254: no value saturates
+    floor     E = max(0, floor(log2 amax) - emax + 127), the rule of OCP: the largest values of a block may
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.uint8
+
+    rounding: Rounding = "round_up"
+
+    def scales(self, amax: Tensor, element: ElementFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self.rounding == "floor":
+            largest_exponent = math.frexp(element.max)[1] - 1  # emax: 8 of E4M3, 15 of E5M2
+            stored = ((amax.view(torch.int32) >> 23) - largest_exponent).clamp(min=0).to(torch.uint8)
+        else:
+            bits = (amax * (1.0 / element.max)).view(torch.int32)
+            exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+            # Byte 0 is 2^-127, in float32 a subnormal with this mantissa: smaller numbers round up to it, not to 1.
+            above = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
+            stored = (exponent + above).clamp(max=E8M0_LARGEST).to(torch.uint8)
+        return self.values(E8M0_LARGEST - stored), stored
+
+    def values(self, stored: Tensor) -> Tensor:
+        return stored.view(E8M0_DTYPE).to(torch.float32)
+
+    def holding(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16 if dtype == torch.float16 else dtype  # float16 has not the range of 2^E
+
+
+@dataclass(frozen=True)
+class NVFP4Scale(ScaleRule):
+    """One E4M3 scale a block under one float32 amax a tensor, or a row: `recipes.casts.cast_nvfp4`.
+
+    row_scaled: one amax for each row of the rowwise copy
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+
+    row_scaled: bool = False
+
+    def scales(self, amax: Tensor, element: ElementFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("these scales need two amaxes. Use `recipes.casts.cast_nvfp4`.")
+
+    def values(self, stored: Tensor) -> Tensor:
+        return stored.to(torch.float32)
+
+    def holding(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """fl(1 / scale)."""
+    return torch.ones_like(scale) / scale

@@ -1,0 +1,162 @@
+"""ScaledCodes: one copy of a tensor, as codes and scales that lie as a `ScaleSpec` says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recipes.casts.cast import dequantize
+from recipes.casts.cast_nvfp4 import alpha_from_amax, values_nvfp4
+from recipes.casts.hadamard import hadamard_ref
+from recipes.casts.layout import Copies
+from recipes.casts.scale_rules import NVFP4Scale
+from recipes.tensors.formats import ScaleLayout, ScaleSpec
+from recipes.tensors.splits import Splits
+
+
+class Operand(NamedTuple):
+    """One side of a matrix product: y = alpha_a * alpha_b * (a @ b).
+
+    values: exact in a dtype that matrix products take
+    alpha: float32 factor that stays outside the product; () for one tensor, [G] for groups; None for 1
+    block: the rows of each group (of the one tensor) are padded with zeros to a multiple of this, so that `values` has
+           as many rows as `splits.padded(block)`; only of operands whose rows are summed over (NT)
+    """
+
+    values: Tensor
+    alpha: Tensor | None
+    block: int = 1
+
+
+class Float8Operand(NamedTuple):
+    """The same of codes that tensor cores take: float8, contiguous along the axis to be contracted.
+
+    scale: float32, value = code * scale. How it lies follows from `scaling` and is said in the kernel's file.
+    block: of a transposed copy, the columns of each group begin at multiples of this and are padded with zeros
+    """
+
+    codes: Tensor
+    scale: Tensor
+    scaling: ScaleLayout
+    block: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledCodes:
+    """One copy: `codes` and `scale_inv`, with value = code * scale_inv.
+
+    Where the rows are divided among groups, methods are given the `splits` too. How both lie: `recipes.casts.layout`,
+    of NVFP4 `recipes.casts.cast_nvfp4`. Codes of a format that no `ScaleSpec` describes are a subclass with an
+    `operand` of its own.
+
+    shape: of the values, in the natural order
+    columnwise: whether this is the copy that is scaled along the rows
+    amax: float32, of formats with one above the scales: () for one tensor, [G] for stacked weights or grouped rows; of
+          each row [T], [G, N] if it is row-scaled
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
+    spec: ScaleSpec
+    shape: torch.Size
+    columnwise: bool = False
+    amax: Tensor | None = None
+
+    @property
+    def tensor_fields(self) -> tuple[str, ...]:
+        """The fields that hold tensors; all of them travel through `save_for_backward`."""
+        has_amax = isinstance(self.spec.scale_rule, NVFP4Scale)
+        return ("codes", "scale_inv", "amax") if has_amax else ("codes", "scale_inv")
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self, name) for name in self.tensor_fields)
+
+    def over(self, tensors: Sequence[Tensor | None]) -> ScaledCodes:
+        """The same copy over `tensors`, which come from `tensors()`. With Nones: an empty template."""
+        return replace(self, **dict(zip(self.tensor_fields, tensors, strict=True)))  # type: ignore[arg-type]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns, in the natural order, that share a scale."""
+        return self.spec.block_of(self.columnwise)
+
+    @property
+    def transform(self) -> str | None:
+        """The orthogonal transform that the values are in; None if they are those of the tensor."""
+        return self.spec.transform if self.columnwise else None
+
+    def largest_codes(self) -> Tensor:
+        """The codes, with 0 for all but those of the largest magnitude."""
+        return self.spec.element.largest_codes(self.codes)
+
+    @property
+    def half_step(self) -> float:
+        """By how much of itself the largest number may lie below what is rounded to it."""
+        return self.spec.element.half_step
+
+    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
+        """Values in `dtype`, in the natural order; another dtype in place of one that could not hold them."""
+        rule = self.spec.scale_rule
+        if isinstance(rule, NVFP4Scale):
+            assert self.amax is not None, "an empty template has no tensors: rebuild it first"
+            alpha = alpha_from_amax(self.amax)
+            if not self.columnwise:
+                values = values_nvfp4(self.codes, self.scale_inv, dtype, self.shape, columnwise=False, padded=False)
+                return Operand(values, alpha[..., None] if rule.row_scaled else alpha)
+            padded = self.transform is not None or splits is not None
+            values = values_nvfp4(self.codes, self.scale_inv, dtype, self.shape, columnwise=True, padded=padded)
+            return Operand(values, alpha, self.spec.alignment if padded else 1)
+        per_tensor = self.spec.is_per_tensor
+        values = dequantize(
+            self.codes, self.scale_inv, self.spec, dtype if per_tensor else rule.holding(dtype),
+            columnwise=self.columnwise, shape=self.shape, splits=splits,
+        )  # fmt: skip
+        return Operand(values, self.scale_inv if per_tensor else None)
+
+    def float8_operand(self) -> Float8Operand | None:
+        """The codes themselves, if a GPU with float8 products can multiply them."""
+        scaling = self.spec.float8_scaling
+        if scaling is None:
+            return None
+        # Of square blocks the columns belong to one group, and those of stacked weights are not padded.
+        block = self.spec.alignment if self.columnwise and scaling != "square" else 1
+        return Float8Operand(self.codes, self.scale_inv, scaling, block)
+
+    def dequantize(self, splits: Splits | None = None) -> Tensor:
+        """fl(code * scale_inv) in float32, without padding or transform; exactly 0 past the sum of the splits."""
+        values, alpha, block = self.operand(torch.float32, splits)
+        if alpha is None:
+            return values
+        if alpha.ndim > 1:  # a factor a row
+            alpha = alpha.reshape(*self.shape[:-1], 1)
+        elif splits is not None:
+            # Rows past the sum have codes of 0: any finite factor does.
+            group = splits.padded(block).group_of_row
+            alpha = alpha.index_select(0, group.clamp(max=splits.num_groups - 1))
+        values = values * alpha.reshape(alpha.shape + (1,) * (values.ndim - alpha.ndim))
+        if block == 1:
+            return values
+        if self.transform is not None:
+            values = hadamard_ref(values, inverse=True)
+        if splits is None:
+            num_rows = self.shape[-2] if values.ndim == 3 else math.prod(self.shape[:-1])
+            return values[..., :num_rows, :].reshape(self.shape)
+        if not values.numel():
+            return values.new_zeros(self.shape)
+        inactive = splits.group_of_row == splits.num_groups
+        return values.index_select(0, splits.row_in_padded(block)).masked_fill(inactive[:, None], 0.0)
+
+
+def scaled_copies(copies: Copies, spec: ScaleSpec, shape: torch.Size) -> tuple[ScaledCodes | None, ScaledCodes | None]:
+    """The rowwise and the columnwise copy of a tensor of this shape."""
+    rowwise = columnwise = None
+    if copies.row_codes is not None and copies.row_scale is not None:
+        rowwise = ScaledCodes(copies.row_codes, copies.row_scale, spec, shape)
+    if copies.column_codes is not None and copies.column_scale is not None:
+        columnwise = ScaledCodes(copies.column_codes, copies.column_scale, spec, shape, True)
+    return rowwise, columnwise

@@ -1,0 +1,82 @@
+"""Quantizers that a `ScaleSpec` describes: the base of the built-in ones, and one for a format of the user's own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recipes.casts.cast import cast
+from recipes.casts.layout import empty_copies
+from recipes.tensors.formats import ScaleLayout, ScaleSpec
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import QuantizedTensor
+from recipes.tensors.quantizer import QuantizedBuffers, Quantizer, check_grouped, check_stacked, check_tensor
+from recipes.tensors.scaled_codes import ScaledCodes, scaled_copies
+from recipes.tensors.splits import Splits
+
+
+class SpecQuantizer(Quantizer):
+    """Casts as its `spec` says, tensors, stacked weights and grouped rows alike."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> ScaleSpec:
+        """The format, of both copies."""
+
+    def scale_and_amax(self, device: torch.device, num_scales: int) -> tuple[Tensor | None, Tensor | None]:
+        """Scales [n] to cast with in place of those from amaxes, and where amaxes are recorded, [n]."""
+        return None, None
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_tensor(x, rowwise, columnwise)
+        return QuantizedTensor(*self._copies(x, rowwise, columnwise, 1), x.dtype)
+
+    def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_stacked(w_GNK, rowwise, columnwise)
+        return QuantizedTensor(*self._copies(w_GNK, rowwise, columnwise, len(w_GNK), stacked=True), w_GNK.dtype)
+
+    def quantize_grouped(
+        self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
+    ) -> GroupedTensor:
+        check_grouped(x_TK, splits, rowwise, columnwise)
+        copies = self._copies(x_TK, rowwise, columnwise, splits.num_groups, splits=splits)
+        return GroupedTensor(None, splits, *copies, x_TK.dtype)
+
+    def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
+        spec = self.spec
+        copies = scaled_copies(empty_copies(shape, spec, device), spec, shape)
+        return QuantizedBuffers(QuantizedTensor(*copies, dtype), *self.scale_and_amax(device, 1))
+
+    def float8_scaling(self, columnwise: bool) -> ScaleLayout | None:
+        return self.spec.float8_scaling
+
+    def _copies(
+        self,
+        x: Tensor,
+        rowwise: bool,
+        columnwise: bool,
+        num_scales: int,
+        *,
+        stacked: bool = False,
+        splits: Splits | None = None,
+    ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
+        spec = self.spec
+        scale, amax = self.scale_and_amax(x.device, num_scales)
+        copies = cast(
+            x, spec, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits, scale=scale, amax_out=amax
+        )
+        return scaled_copies(copies, spec, x.shape)
+
+
+@dataclass(frozen=True)
+class FormatQuantizer(SpecQuantizer):
+    """A quantizer to any format, which is its value; torch casts those that no kernel knows."""
+
+    format: ScaleSpec
+
+    @property
+    def spec(self) -> ScaleSpec:
+        return self.format

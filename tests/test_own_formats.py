@@ -1,0 +1,171 @@
+"""Number formats from outside: one value each, on both paths, forward and every gradient."""
+# T rows, G groups, K in features, N out features
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fuser import Sequential, autocast, ops
+from recipes import CustomRecipe, ElementFormat, FormatQuantizer, Quantizer, Role, ScaleSpec, Splits
+from recipes.casts.scale_rules import E8M0Scale, Float32Scale
+from recipes.tensors.formats import ALL, E4M3
+from tests.grouped_cases import groups_of
+from tests.reference import assert_close, assert_same_bits, gradients
+
+
+@dataclass(frozen=True)
+class Int8(ElementFormat):
+    """Integers from -127 to 127."""
+
+    def encode(self, scaled: Tensor) -> Tensor:
+        return scaled.nan_to_num(0.0).clamp(-self.max, self.max).round().to(torch.int8)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return codes.to(dtype)
+
+    @property
+    def half_step(self) -> float:
+        return 0.5 / 127
+
+    def largest_codes(self, codes: Tensor) -> Tensor:
+        return torch.where(codes.abs() == 127, codes, 0)
+
+
+@dataclass(frozen=True)
+class E3M2(ElementFormat):
+    """Six bits, one a byte: sign, three of the exponent with bias 3, two of the mantissa. No Inf, no NaN."""
+
+    def encode(self, scaled: Tensor) -> Tensor:
+        magnitude = scaled.nan_to_num(0.0).abs().clamp(max=self.max)
+        step = torch.exp2(magnitude.clamp(min=0.25).log2().floor() - 2)
+        number = (magnitude / step).round() * step
+        code = torch.searchsorted(self._values(torch.float32, scaled.device), number.contiguous())
+        return (code + 32 * scaled.signbit()).to(torch.uint8)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        values = self._values(dtype, codes.device)
+        return torch.cat([values, -values])[codes.long()]
+
+    def _values(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[32]: of the codes without a sign, in their order."""
+        values = [m / 16 if e == 0 else (1 + m / 4) * 2.0 ** (e - 3) for e in range(8) for m in range(4)]
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    @property
+    def half_step(self) -> float:
+        return 1 / 14  # 28, and 32 would be next
+
+    def largest_codes(self, codes: Tensor) -> Tensor:
+        return torch.where(codes & 31 == 31, codes, 0)
+
+
+INT8_PER_ROW = ScaleSpec(Int8("INT8", torch.int8, 127.0), (1, ALL), Float32Scale())
+E3M2_BLOCKS = ScaleSpec(E3M2("E3M2", torch.uint8, 28.0), (1, 32), E8M0Scale(), alignment=32)
+SPECS = [
+    pytest.param(INT8_PER_ROW, id="int8-per-row"),
+    pytest.param(replace(INT8_PER_ROW, columnwise="transposed", alignment=16), id="int8-per-row-transposed"),
+    pytest.param(replace(INT8_PER_ROW, block=(ALL, ALL)), id="int8-per-tensor"),
+    pytest.param(E3M2_BLOCKS, id="e3m2-blocks"),
+    pytest.param(replace(E3M2_BLOCKS, block=(32, 32)), id="e3m2-square-blocks"),
+    pytest.param(replace(E3M2_BLOCKS, block=(32, 32), columnwise="transposed"), id="e3m2-square-blocks-transposed"),
+]
+EACH_SPEC = pytest.mark.parametrize("spec", SPECS)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZES, ROWS = [5, 0, 40, 2], 60
+
+
+@dataclass(frozen=True)
+class Same:
+    """The same format in every role."""
+
+    spec: ScaleSpec
+
+    def __call__(self, role: Role) -> Quantizer:
+        return FormatQuantizer(self.spec)
+
+
+def nearest(x: Tensor, block: tuple[int, int], values: Tensor, power_2: bool) -> Tensor:
+    """x in float64 as a format of these values would hold it, block by block."""
+    out = torch.zeros_like(x, dtype=torch.float64)
+    R, K = x.shape
+    rows, columns = block[0] or R, block[1] or K
+    for i in range(0, R, rows):
+        for k in range(0, K, columns):
+            tile = x[i : i + rows, k : k + columns].double()
+            scale = (tile.abs().max() / values[-1]).float().double()
+            scale = torch.exp2(scale.log2().ceil()) if power_2 else scale
+            both = torch.cat([-values, values])
+            nearest = both[(tile[..., None] / scale - both).abs().argmin(-1)]
+            out[i : i + rows, k : k + columns] = nearest * scale
+    return out
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+@EACH_SPEC
+def test_values_are_the_nearest_of_the_format(spec, columnwise):
+    x = torch.randn(70, 48)
+    codes = torch.arange(32, dtype=torch.uint8) if spec.element.name == "E3M2" else torch.arange(128, dtype=torch.int8)
+    values = spec.element.decode(codes, torch.float64)
+    found = FormatQuantizer(spec).quantize(x, columnwise=True)
+    copy = found.columnwise if columnwise else found.rowwise
+    expected = nearest(x, copy.block, values, isinstance(spec.scale_rule, E8M0Scale))
+    torch.testing.assert_close(copy.dequantize().double(), expected, rtol=1e-6, atol=0)
+
+
+@EACH_SPEC
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups_are_quantized_as_if_alone(spec, device):
+    x = torch.randn(ROWS, 40, device=device)
+    x[sum(SIZES) :] = float("nan")
+    quantizer, splits = FormatQuantizer(spec), Splits.make(SIZES, rows=ROWS, device=device)
+    grouped = quantizer.quantize_grouped(x, splits, columnwise=True)
+    for member, part in zip(groups_of(grouped), x[: sum(SIZES)].split(SIZES), strict=True):
+        for mine, other in zip(member.tensors(), quantizer.quantize(part, columnwise=True).tensors(), strict=True):
+            assert mine.shape == other.shape and torch.equal(mine, other)
+    for copy in (grouped.rowwise, grouped.columnwise):
+        assert not copy.dequantize(splits)[sum(SIZES) :].any()
+
+
+@EACH_SPEC
+@pytest.mark.parametrize("device", DEVICES)
+def test_both_paths_against_float64(spec, device):
+    """y and all gradients, from the dequantized operands of each product."""
+    op = ops.GroupedLinear(4, 40, 24, device=device)
+    x0, dy = torch.randn(ROWS, 40, device=device), torch.randn(ROWS, 24, device=device)
+    results = []
+    for path in ("grouped", "split"):
+        op.zero_grad()
+        x = x0.clone().requires_grad_()
+        with autocast(recipe=CustomRecipe(Same(spec))):
+            y = Sequential(op, path=path)(x, split_sizes=torch.tensor(SIZES, device=device))
+            y.backward(dy)
+        results.append({"y": y, **gradients({"x": x, **dict(op.named_parameters())})})
+
+    def held(t: Tensor, columnwise: bool) -> Tensor:
+        made = FormatQuantizer(spec).quantize(t, columnwise=True)
+        return (made.columnwise if columnwise else made.rowwise).dequantize().double()
+
+    expected = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in results[0].items()}
+    start = 0
+    for group, size in enumerate(SIZES):
+        rows, w, b = slice(start, start + size), op.weight[group].detach(), op.bias[group].detach().double()
+        if size:
+            expected["y"][rows] = held(x0[rows], False) @ held(w, False).T + b
+            expected["gradient of x"][rows] = held(dy[rows], False) @ held(w, True)
+            expected["gradient of weight"][group] = held(dy[rows], True).T @ held(x0[rows], True)
+            expected["gradient of bias"][group] = dy[rows].double().sum(0)
+        start += size
+    for result in results:
+        assert_close(result, expected)
+    if device == "cpu":
+        assert_same_bits(*results)
+
+
+def test_a_block_has_one_row_or_as_many_rows_as_columns():
+    for block in ((32, 1), (2, 32), (ALL, 32), (-1, 32)):
+        with pytest.raises(ValueError, match="must be 1 x n or n x n"):
+            ScaleSpec(E4M3, block, Float32Scale())
