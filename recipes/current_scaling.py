@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from recipes.casts.cast_float8 import BLOCK
 from recipes.casts.scale_rules import Float32Scale
 from recipes.recipe import Recipe, Role, support_of_float8
 from recipes.tensors.formats import ALL, Float8Format, Format, ScaleSpec
@@ -70,4 +71,4 @@ class CurrentScalingQuantizer(SpecQuantizer):
 
 def per_tensor(form: Float8Format, rule: Float32Scale) -> ScaleSpec:
     """One scale for a tensor or a group, of both copies."""
-    return ScaleSpec(form, (ALL, ALL), rule, "transposed", 32)
+    return ScaleSpec(form, (ALL, ALL), rule, "transposed", BLOCK)
