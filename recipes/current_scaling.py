@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from recipes.casts.cast_float8 import BLOCK
 from recipes.casts.scale_rules import Float32Scale
 from recipes.recipe import Recipe, Role
 from recipes.tensors.formats import ALL, Float8Format, Format, ScaleSpec
@@ -65,4 +66,4 @@ class CurrentScalingQuantizer(SpecQuantizer):
 
 def per_tensor(form: Float8Format, rule: Float32Scale) -> ScaleSpec:
     """One scale for a tensor or a group, of both copies."""
-    return ScaleSpec(form, (ALL, ALL), rule, "transposed", 32)
+    return ScaleSpec(form, (ALL, ALL), rule, "transposed", BLOCK)

@@ -8,6 +8,7 @@ from recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    MixedScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
@@ -95,3 +96,13 @@ def test_counting_changes_no_bit():
 def test_only_a_model_names_operations(model):
     with pytest.raises(TypeError, match="model is .*, but must be a torch.nn.Module, or None"), count_casts(model):
         raise AssertionError("must not be entered")
+
+
+def test_a_copy_in_high_precision_loses_nothing():
+    """MixedScaling's rowwise copy of the input is the input."""
+    op = ops.Linear(8, 5)
+    with count_casts(op) as counted, autocast(MixedScaling(input_for_wgrad="mxfp8")):
+        op(torch.randn(6, 8)).sum().backward()
+    assert counted.counts
+    for counts in counted.counts.values():
+        assert counts.elements and not (counts.saturated or counts.flushed or counts.non_finite)

@@ -1,4 +1,4 @@
-"""The kernels of `cast_float8`: bit for bit what its references give, for every layout and every odd size."""
+"""The kernels of `cast_float8`: bit for bit what the references give, for every layout and every odd size."""
 
 import pytest
 import torch
@@ -233,7 +233,7 @@ def test_the_transposed_copy_comes_back(device, form, kind):
 def test_codes_become_their_numbers(device, form):
     codes = torch.arange(3 * 4099, dtype=torch.uint8).view(form.dtype).reshape(3, 4099)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        found = kernels.widened_on_triton(codes.to(device), dtype)
+        found = kernels.dequantize_codes_on_triton(codes.to(device), dtype)
         assert found.dtype == dtype and found.shape == codes.shape
         assert torch.equal(found.cpu().nan_to_num(1e9), codes.to(dtype).nan_to_num(1e9))
 
@@ -261,7 +261,7 @@ def test_a_largest_number_of_ones_own(device, form, given):
 @FORMS
 def test_the_sign_of_a_zero_comes_back(device, form):
     codes = torch.tensor([0x00, 0x80, 0x00, 0x80], dtype=torch.uint8, device=device).view(form.dtype)
-    for values in (kernels.widened_on_triton(codes, torch.float32), codes.to(torch.float32)):
+    for values in (kernels.dequantize_codes_on_triton(codes, torch.float32), codes.to(torch.float32)):
         assert values.signbit().tolist() == [False, True, False, True]
 
 

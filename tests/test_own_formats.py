@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from fuser import Sequential, autocast, ops
-from recipes import CustomRecipe, ElementFormat, FormatQuantizer, Quantizer, Role, ScaleSpec, Splits
+from recipes import (
+    CustomRecipe,
+    ElementFormat,
+    FormatQuantizer,
+    Operand,
+    QuantizedTensor,
+    Quantizer,
+    Role,
+    ScaledCodes,
+    ScaleSpec,
+    Splits,
+)
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale
 from recipes.tensors.formats import ALL, E4M3
 from tests.grouped_cases import groups_of
@@ -169,3 +180,28 @@ def test_a_block_has_one_row_or_as_many_rows_as_columns():
     for block in ((32, 1), (2, 32), (ALL, 32), (-1, 32)):
         with pytest.raises(ValueError, match="must be 1 x n or n x n"):
             ScaleSpec(E4M3, block, Float32Scale())
+
+
+@dataclass(frozen=True, eq=False)
+class Halved(ScaledCodes):
+    """Codes that are half of the numbers, whatever their spec says."""
+
+    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
+        return Operand(2 * self.codes.to(dtype), None)
+
+
+@dataclass(frozen=True)
+class HalvingQuantizer(Quantizer):
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        copies = (Halved(x / 2, x.new_ones(()), INT8_PER_ROW, x.shape, which) for which in (False, True))
+        return QuantizedTensor(*copies, x.dtype)
+
+
+def test_codes_of_ones_own_say_what_they_stand_for():
+    x, w = torch.randn(6, 8), torch.randn(5, 8)
+    quantizer = HalvingQuantizer()
+    assert torch.equal(quantizer.quantize(x).dequantize(), x)
+    op = ops.Linear(8, 5, bias=False)
+    with torch.no_grad(), autocast(recipe=CustomRecipe(lambda role: quantizer)):
+        op.weight.copy_(w)
+        assert_close({"y": op(x)}, {"y": x @ w.T})

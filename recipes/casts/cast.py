@@ -1,4 +1,4 @@
-"""Cast a tensor to codes and scales, and back, as its `ScaleSpec` says.
+"""Quantize a tensor to codes and scales, and dequantize them, as a `ScaleSpec` says.
 
     amax           = max |x| over a block             NaN counts as 0
     factor, scale  = scale_rule.scales(amax)          what x is multiplied by, and what is stored of it

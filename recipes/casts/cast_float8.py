@@ -1,4 +1,4 @@
-"""The launches of casts to E4M3 or E5M2 with one float32 scale for each tensor or group, and of the way back.
+"""The launches that quantize to E4M3 or E5M2 with one float32 scale for each tensor or group, and dequantize.
 
 What is computed: `cast.py`, with the block (ALL, ALL), a `Float32Scale` or `GivenScale` and a transposed columnwise
 copy. Of a scale that is given the amaxes are found in the same read of x.
@@ -33,7 +33,9 @@ from recipes.triton.row_slots import num_slots
 # Groups begin at multiples of it in column_codes: whole sectors of memory. Of 16, wgrad takes 1.3 times as long (H200).
 BLOCK = 32
 
-WIDEN_BLOCK = 4096
+DEQUANTIZE_BLOCK = 4096
+
+
 # -------------------------------------------------------------------------------------------------------------- config
 
 
@@ -106,27 +108,33 @@ def dequantize_float8_on_triton(
     splits: Splits | None = None,
 ) -> Tensor:
     """`dequantize` of such a spec on any device, as above: the numbers that codes stand for, without the scale."""
-    return untranspose_on_triton(codes, dtype, shape, splits) if columnwise else widened_on_triton(codes, dtype)
+    return (
+        transpose_back_on_triton(codes, dtype, shape, splits)
+        if columnwise
+        else dequantize_codes_on_triton(codes, dtype)
+    )
 
 
-def widened_on_triton(codes: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_codes_on_triton(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """`codes.to(dtype)`. On an H200 torch's own conversion reaches a quarter of copy bandwidth."""
     codes = codes.contiguous()
     out = torch.empty(codes.shape, dtype=torch.float32 if dtype == torch.float64 else dtype, device=codes.device)
     if codes.numel():
         _dequantize_codes(
             codes,
-            cdiv(codes.numel(), WIDEN_BLOCK),
+            cdiv(codes.numel(), DEQUANTIZE_BLOCK),
             codes.view(torch.uint8),
             out,
             codes.numel(),
             **format_of(codes.dtype, codes.device),
-            BLOCK=WIDEN_BLOCK,
+            BLOCK=DEQUANTIZE_BLOCK,
         )
     return out.to(dtype)
 
 
-def untranspose_on_triton(codes: Tensor, dtype: torch.dtype, shape: torch.Size, splits: Splits | None = None) -> Tensor:
+def transpose_back_on_triton(
+    codes: Tensor, dtype: torch.dtype, shape: torch.Size, splits: Splits | None = None
+) -> Tensor:
     """The numbers of column_codes, of this shape in the natural order, exact."""
     narrow = torch.float32 if dtype == torch.float64 else dtype
     out = torch.empty(shape, dtype=narrow, device=codes.device)

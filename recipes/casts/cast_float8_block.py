@@ -1,4 +1,4 @@
-"""The launches of casts to E4M3 or E5M2 with one float32 scale for each block of 1x128 or 128x128 values, and back.
+"""The launches that quantize to E4M3 or E5M2 with one float32 scale for each 1x128 or 128x128 values, and dequantize.
 
 What is computed: `cast.py`, with these blocks, a `Float32Scale` and a transposed columnwise copy. One Triton kernel
 casts both copies in one pass; it reads nothing from the device on the host. Source: TransformerEngine's

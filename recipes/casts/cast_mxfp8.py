@@ -1,5 +1,4 @@
-"""The launches of casts to MXFP8, one E8M0 scale for each 32 values along an axis or for 32x32 values, and of the way
-back.
+"""The launches that quantize to MXFP8, one E8M0 scale for each 32 values along an axis or for 32x32, and dequantize.
 
 What is computed: `cast.py`, with these blocks, an `E8M0Scale` and everything in natural order. Both copies of 32x32
 blocks have one tensor of codes. Blocks without rows have scales of 0. One Triton kernel makes both copies in one pass;
