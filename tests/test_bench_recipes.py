@@ -233,7 +233,8 @@ def test_saved_bytes_are_those_counted_by_hand():
     case = expert_mlp(SHAPE)
     rows, x, h = case.rows, 2 * 64, 2 * 64
     offsets, scales = 8 * (SHAPE.num_experts + 1), 4
-    assert saved_bytes(case.ours("bf16"), but=case.weights) == rows * (x + h + scales) + offsets
+    ends = 4 * SHAPE.num_experts if case.device.type == "cpu" else 0  # int32, for torch's own grouped product
+    assert saved_bytes(case.ours("bf16"), but=case.weights) == rows * (x + h + scales) + offsets + ends
     everything = sum(weight.nbytes for weight in case.weights)
     tensor = torch.ones(4, requires_grad=True)
     assert saved_bytes(lambda: (tensor * tensor).exp()) == 16 + 16  # tensor once, and the exponential

@@ -10,9 +10,9 @@ Host time, measured with torch 2.13 and triton 3.6 on a CPU, with a driver that 
 70 us to come to the Python function of a custom operation, Triton 17 us to find what it has compiled for 17 arguments,
 and 8 us to launch it. `launcher` saves the first, `Launch` the second (its own key takes 4 us). One grouped product
 takes 26 us by these two, and 10 us where its launch is repeated; forward and backward of the fused grouped MLP, of
-which 37 us are autograd's own, take 404 us by these two, 255 us with repeated launches, 185 us where the hosts of
-products and activations are repeated, as here. Both passes repeated as a whole took 155 us, but 280 us with
-`main_grad`, which rules that out; so it takes 215 us.
+which 37 us are autograd's own, take 404 us by these two, 255 us with repeated launches, and 180 us where the hosts
+of products and activations are repeated, as they are: 215 us with `main_grad`. Each pass repeated as one function took
+155 us, but ruled out `main_grad` (295 us then), delayed weight gradients and recipes.
 """
 
 from __future__ import annotations
