@@ -207,7 +207,7 @@ def test_ties_of_all_codes(device, form):
     check(device, x, form)
 
 
-@pytest.mark.launches("untranspose_kernel")
+@pytest.mark.launches("transpose_back_kernel")
 @EACH_DEVICE
 @FORMS
 @pytest.mark.parametrize("kind", ["single", "stacked", "odd-stacked", "grouped", "nobody"])
@@ -227,7 +227,7 @@ def test_the_transposed_copy_comes_back(device, form, kind):
             assert torch.equal(found.cpu().nan_to_num(1e9), copies.row_codes.to(dtype).nan_to_num(1e9))
 
 
-@pytest.mark.launches("widen_kernel")
+@pytest.mark.launches("dequantize_codes_kernel")
 @EACH_DEVICE
 @FORMS
 def test_codes_become_their_numbers(device, form):

@@ -22,6 +22,8 @@ def _raise(kernel: str) -> NoReturn:
 class MissingKernel:
     """What `triton.jit` makes of a function: a launch or call raises RuntimeError."""
 
+    arg_names = ()
+
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__name__ = function.__name__
 
