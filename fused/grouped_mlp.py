@@ -97,7 +97,7 @@ class GroupedMLP(FusedOperation):
         splits, _ = self.fc1.check(x, extras)
         scales = extras.get("scales")
         path = fc1_ctx.path
-        wgrad = self.fc1.wants_weight_grad(fc1_ctx)
+        wgrad = self.fc1.needs_weight_grad(fc1_ctx)
         x_q = path.quantize(x, splits, fc1_ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
         out = self.fc1.buffer(fc1_ctx, "output", x, self.fc1.out_features)
         h = path.fprop(x_q, self.fc1.weight_operand(fc1_ctx, rowwise=True), bias=self.fc1.biases(fc1_ctx), out=out)
@@ -124,7 +124,7 @@ class GroupedMLP(FusedOperation):
         saved: GroupedMLP.Saved = fc1_ctx.saved
         fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, saved.splits
         # FC2
-        wgrad = fc2.wants_weight_grad(fc2_ctx)
+        wgrad = fc2.needs_weight_grad(fc2_ctx)
         d_fc2, dscales = fc2.bias_gradients(fc2_ctx, dy, splits, saved.scales if fc2.scale_bias else None)
         dx: Tensor | None = None
         d_fc1: Mapping[str, Tensor | None] = {}
@@ -155,7 +155,7 @@ class GroupedMLP(FusedOperation):
         # FC1
         if dh is not None and fc1_ctx.needs_grad:
             d_fc1, _ = fc1.bias_gradients(fc1_ctx, dh, splits, None)
-            wgrad = fc1.wants_weight_grad(fc1_ctx)
+            wgrad = fc1.needs_weight_grad(fc1_ctx)
             # Quantizing draws a random seed or records an amax: only where a product reads it, as unfused.
             if fc1_ctx.needs.input or wgrad:
                 gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT)

@@ -76,12 +76,12 @@ class ActivationOperation(ElementwiseOperation):
         return ", ".join([*shown, "cache_quantized_input=True"] if self.cache_quantized_input else shown)
 
 
-class _GatedActivation(ActivationOperation):
-    """For x = [a | b], [..., 2I]; y [..., I].
+class _PlainActivation(ActivationOperation):
+    """One without constants. Gated: for x = [a | b], [..., 2I], y is [..., I]; else y has the shape of x.
 
     cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`
 
-    Raises ValueError for an x with an odd number of features.
+    Raises ValueError for an x with an odd number of features, if it is gated.
     """
 
     kind: str
@@ -90,31 +90,31 @@ class _GatedActivation(ActivationOperation):
         super().__init__(Activation(self.kind), cache_quantized_input=cache_quantized_input)
 
 
-class GLU(_GatedActivation):
+class GLU(_PlainActivation):
     """y = sigmoid(a) b."""
 
     kind = "glu"
 
 
-class GEGLU(_GatedActivation):
+class GEGLU(_PlainActivation):
     """y = gelu(a) b, with the tanh form of gelu."""
 
     kind = "geglu"
 
 
-class QGEGLU(_GatedActivation):
+class QGEGLU(_PlainActivation):
     """y = a sigmoid(1.702 a) b."""
 
     kind = "qgeglu"
 
 
-class ReGLU(_GatedActivation):
+class ReGLU(_PlainActivation):
     """y = max(a, 0) b. The gradient at a = 0 is 0."""
 
     kind = "reglu"
 
 
-class SReGLU(_GatedActivation):
+class SReGLU(_PlainActivation):
     """y = max(a, 0)^2 b."""
 
     kind = "sreglu"
@@ -185,40 +185,31 @@ class SiTUGLU(ActivationOperation):
         super().__init__(spec, cache_quantized_input=cache_quantized_input)
 
 
-class _UngatedActivation(ActivationOperation):
-    """cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`."""
-
-    kind: str
-
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(Activation(self.kind), cache_quantized_input=cache_quantized_input)
-
-
-class GELU(_UngatedActivation):
+class GELU(_PlainActivation):
     """y = x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), the tanh form of gelu, as `F.gelu(x, approximate="tanh")`."""
 
     kind = "gelu"
 
 
-class QGELU(_UngatedActivation):
+class QGELU(_PlainActivation):
     """y = x sigmoid(1.702 x), the quick form of gelu."""
 
     kind = "qgelu"
 
 
-class ReLU(_UngatedActivation):
+class ReLU(_PlainActivation):
     """y = max(x, 0). The gradient at 0 is 0."""
 
     kind = "relu"
 
 
-class SReLU(_UngatedActivation):
+class SReLU(_PlainActivation):
     """y = max(x, 0)^2."""
 
     kind = "srelu"
 
 
-class SiLU(_UngatedActivation):
+class SiLU(_PlainActivation):
     """y = x sigmoid(x)."""
 
     kind = "silu"

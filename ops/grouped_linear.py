@@ -149,8 +149,8 @@ class GroupedLinear(OperationWithWeights):
     def _read(self, ctx: OperationContext, names: tuple[str, ...]) -> Tensor | list[Tensor]:
         return ctx.param(names[0]) if self.stacked else [ctx.param(name) for name in names]
 
-    def wants_weight_grad(self, ctx: OperationContext) -> bool:
-        """Whether any weight wants its gradient."""
+    def needs_weight_grad(self, ctx: OperationContext) -> bool:
+        """Whether any weight needs a gradient."""
         return not ctx.needs.params.isdisjoint(self.weight_names)
 
     def bias_gradients(
@@ -173,7 +173,7 @@ class GroupedLinear(OperationWithWeights):
 
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         splits, scales = self.check(x, extras)
-        wgrad = self.wants_weight_grad(ctx)
+        wgrad = self.needs_weight_grad(ctx)
         path = ctx.path
         x_q = path.quantize(x, splits, ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
         out = self.buffer(ctx, "output", x, self.out_features)
@@ -187,7 +187,7 @@ class GroupedLinear(OperationWithWeights):
     ) -> BackwardOfBasic:
         saved: GroupedLinear.Saved = ctx.saved
         needs, path = ctx.needs, ctx.path
-        wgrad = self.wants_weight_grad(ctx)
+        wgrad = self.needs_weight_grad(ctx)
         gradients, dscales = self.bias_gradients(ctx, dy, saved.splits, saved.scales)
         dx = None
         if needs.input or wgrad:

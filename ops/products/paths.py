@@ -174,7 +174,7 @@ class GroupedPath:
 
 
 class SplitPath:
-    """Group by group, with the split sizes read on the host: not for CUDA graphs, and as slow as it sounds."""
+    """Group by group, with the split sizes read on the host: not for CUDA graphs, meant for correctness, not speed."""
 
     name = "split"
 

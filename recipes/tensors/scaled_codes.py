@@ -23,7 +23,8 @@ class Operand(NamedTuple):
     """One side of a matrix product: y = alpha_a * alpha_b * (a @ b).
 
     values: exact in a dtype that matrix products take
-    alpha: float32 factor that stays outside the product; () for one tensor, [G] for groups; None for 1
+    alpha: float32 factor that stays outside the product; () for one tensor, [G] for groups, [T, 1] for the rows of
+           fprop's x; None for 1
     block: the rows of each group (of the one tensor) are padded with zeros to a multiple of this, so that `values` has
            as many rows as `splits.padded(block)`; only of operands whose rows are summed over (NT)
     """
