@@ -235,13 +235,9 @@ def amax_nvfp4_config(columns: int, *, row_scaled: bool) -> NVFP4Config:
 def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bool) -> NVFP4Config:
     """Of the kernel in Triton. A thread casts two blocks of rows at once, and then the two blocks of two columns.
 
-    Programs that run side by side wait for x in turn, so registers are few. Measured on an H200, [65536, 7168], both
-    copies with the transform, before that was rounded to bfloat16: 512 columns and eight warps are 2 % faster than 256
-    and four, and 4 % faster than two such tiles a program one after the other; 72 registers are 1 to 2 % faster than
-    64, and up to 1 % than 80. Stochastic rounding, in 40 groups of bfloat16, with the amaxes: 256 columns and 80
-    registers take 756 us, 512 columns 762, 256 with 96 registers 774; of float32 96 registers take 1302 us, 80 take
-    1351. Where rows do not begin at multiples of 32 bytes every element has its own address, so that a thread has room
-    for one block of rows.
+    Programs that run side by side wait for x in turn, so registers are few: the fastest measured on an H200
+    (`bench/results/tuning.md`). Where rows do not begin at multiples of 32 bytes every element has its own address, so
+    that a thread has room for one block of rows.
     """
     config = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, columns=64)
     if columns % BLOCK:
@@ -252,15 +248,13 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bo
         config = config._replace(block_c=512, num_warps=8, columns=128)
     if itemsize > 2:
         return config._replace(registers=96)  # left alone, ptxas spills a few bytes where rows are grouped
-    return config._replace(registers=72 if both else 80)  # columns alone were 3 % slower with 72 in an older kernel
+    return config._replace(registers=72 if both else 80)
 
 
 def gluon_config(*, rht: bool, stochastic: bool) -> NVFP4Config:
     """Of the kernel in Gluon: four warps or more, of 64 columns each.
 
-    Six programs share a multiprocessor, or five where 80 registers would spill. Measured on an H200 as above, in 40
-    groups, stochastic with the transform (not rounded yet): bands of 4 and 8 are as fast, of 32 1 % slower; in older
-    kernels 88 registers were 2 %, eight warps 4 to 6 % slower.
+    Six programs share a multiprocessor, or five where 80 registers would spill (`bench/results/tuning.md`).
     """
     return NVFP4Config(4, 256, 4, band=16, registers=88 if stochastic and not rht else 80)
 
@@ -269,9 +263,7 @@ def dequantize_nvfp4_config(width: int, dtype: torch.dtype, *, transpose: bool) 
     """For y of so many columns. block_r counts rows, not blocks, if not `transpose`; columns are 0 where words of y are
     no pairs of columns.
 
-    Measured on an H200, columnwise, [65536, 7168] bfloat16: two warps of 8 blocks x 128 columns 347 us (four 360, 4 x
-    64 by one 350, 16 x 64 by two 346 and by four 356, 32 x 64 by eight 347). With 4 columns a thread, and warps as wide
-    as a tile, 346; with 2, or through shared memory in Gluon, slower.
+    The fastest measured on an H200 (`bench/results/tuning.md`).
     """
     if not transpose:
         return NVFP4Config(16, 512, 4)

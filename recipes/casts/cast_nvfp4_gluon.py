@@ -8,12 +8,7 @@ A program has four blocks of 16 rows as padded, each of one group, and 64 column
                                                         32 bytes of a column
 
 So x is read once, by the copy engine, and a column is read by whole lines where global memory would give single units
-of 32 bytes. On an H200, [65536, 7168], with the amaxes, interleaved with the kernel in Triton, us, before the transform
-was rounded to bfloat16 (since then 726 in groups): both copies in 40
-groups 697 (767), with stochastic rounding 704 (776); by an earlier version, which was 8 to 10 us slower there, both
-copies of a tensor 663 (698), in 16x16 blocks 636 (773), the columnwise one alone 546 (653). More than one tile a
-program, the next one fetched while one is cast, was slower (in an older kernel 706 us with two and 770 with four, 656
-with one): perhaps since the rows of programs that are at work together then lie further apart.
+of 32 bytes: 6 to 18 % faster than the kernel in Triton on an H200 (`bench/results/tuning.md`).
 
 What is computed is in `nvfp4_blocks_triton`, whose functions are compiled as Gluon here. Import this only where
 `recipes.triton.gates.why_no_gluon` says None.
@@ -364,7 +359,7 @@ def cast_nvfp4_gluon_kernel(
     band = gl.num_programs(2) - 1 - gl.program_id(2)
     matrix, first_block = first_block_of(band, BLOCKS, STACKED, 4)
     if (first_block < BLOCKS) & (matrix < num_groups):
-        # These wait for memory, and x for them, so they come first: 704 us were 712 with the barrier made before.
+        # These wait for memory, and x for them, so they come first.
         seed = None
         if seed_ptr is not None:
             seed = gl.load(seed_ptr)

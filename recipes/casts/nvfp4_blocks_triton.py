@@ -319,8 +319,7 @@ def signs_of_pairs(w0, w1, w2, w3):
 
 @triton.jit
 def _times_16(x):
-    """By a multiplication, for which the GPU has another pipe than for shifts and comparisons, which has more to do:
-    both copies in Gluon took 674 us, and 715 with shifts (an H200, an older kernel)."""
+    """By a multiplication, for which the GPU has another pipe than for shifts and comparisons, which has more to do."""
     if INTERPRET:
         return x << 4
     else:

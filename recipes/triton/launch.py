@@ -6,13 +6,8 @@ What is kept, to be found again:
     by `replayed`   what a function of launches did, by how its arguments lie, and the TMA descriptors that it used, by
     and `launcher`  address: `recipes.triton.replay`. Bounded, and dropped when a table of tiles is loaded.
 
-Host time, measured with torch 2.13 and triton 3.6 on a CPU, with a driver that launches nothing: torch takes up to
-70 us to come to the Python function of a custom operation, Triton 17 us to find what it has compiled for 17 arguments,
-and 8 us to launch it. `launcher` saves the first, `Launch` the second (its own key takes 4 us). One grouped product
-takes 26 us by these two, and 10 us where its launch is repeated; forward and backward of the fused grouped MLP, of
-which 37 us are autograd's own, take 404 us by these two, 255 us with repeated launches, and 180 us where the hosts
-of products and activations are repeated, as they are: 215 us with `main_grad`. Each pass repeated as one function took
-155 us, but ruled out `main_grad` (295 us then), delayed weight gradients and recipes.
+`launcher` saves what torch takes to come to the Python function of a custom operation, `Launch` what Triton takes to
+find what it has compiled, and repeated hosts of products and activations most of the rest (`bench/results/tuning.md`).
 """
 
 from __future__ import annotations

@@ -95,10 +95,8 @@ def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
     return GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=4 if out_dtype.itemsize == 2 else 3, programs=1)
 
 
-# Short steps and many of them: 64 x 4 is 1 to 5 % slower. Measured on an H200 against the kernel in Triton, in bf16 and
-# in float32: 11 and 18 % faster with 256 rows a group, 7 and 16 % with 512, 3 and 7 % with 1024, 3 and 1 % with 2048.
-# Added to float32: 7 to 9 % slower with 512 rows, 7 to 8 % faster with 1024; with old sums fetched over 16 steps, and
-# not 8, 14 to 17 % slower with 256 and 2 to 3 % faster with 2048.
+# Short steps and many of them: faster than the kernel in Triton on an H200, but for few rows that are added to float32
+# (`bench/results/tuning.md`).
 IN_GLUON = GroupedGemmConfig(128, 256, 32, num_warps=8, num_stages=8, programs=1, gluon=True)
 PERSISTENT_SMALL = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2)
 
