@@ -59,7 +59,7 @@ test: lint $(OVERLAY)/.ready
 
 # Every test that `make test` leaves out (those for a GPU are skipped), then all that depends on Triton with the second release.
 test-rest: $(OVERLAY)/.ready
-	@echo "test-rest: about 25 minutes on 2 quiet cores."
+	@echo "test-rest: about 18 minutes on 2 quiet cores."
 	$(PY) $(PYTEST) -m "rest or gpu" --durations=10 tests
 	$(WITH_SECOND) $(IS_SECOND)
 	$(WITH_SECOND) $(PYTEST) -m triton tests
