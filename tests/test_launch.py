@@ -216,6 +216,13 @@ def test_the_kernel_that_is_launched_is_the_one_triton_would_launch(tmp_path):
     assert done.stdout == "22 keys, 22 kernels\n"
 
 
+def test_a_constexpr_by_position_is_refused():
+    """By its key it would be any number: what was compiled for one would be launched for another."""
+    x = torch.zeros(4)
+    with pytest.raises(TypeError, match="FLAG is a constexpr of any_kernel. Pass it by its name."):
+        Launch(any_kernel)(x, 1, x, 2, (x, None), x, 1)
+
+
 @pytest.mark.gpu
 def test_kernels_found_again_write_where_they_are_told():
     launch = Launch(any_kernel)

@@ -100,7 +100,7 @@ class OperationWithWeights(BasicOperation):
         if self.delay_wgrad_compute:
             self._delayed.append(gradient)
         else:
-            self._land_in_main_grad(gradient)
+            self._write_to_main_grad(gradient)
         if not self.accumulate_into_main_grad:
             return {}
         placeholders = {name: placeholder(w) for name, w in weights.items() if hasattr(w, "grad_added_to_main_grad")}
@@ -150,7 +150,7 @@ class OperationWithWeights(BasicOperation):
                     )
             with without_autocast(next(iter(gradient.weights.values())).device):
                 if self.accumulate_into_main_grad:
-                    self._land_in_main_grad(gradient)
+                    self._write_to_main_grad(gradient)
                 else:
                     dw = self.weight_gradients(gradient.product())
                     for name, weight in gradient.weights.items():
@@ -158,7 +158,7 @@ class OperationWithWeights(BasicOperation):
             self._delayed.popleft()
             del gradient
 
-    def _land_in_main_grad(self, gradient: _Gradient) -> None:
+    def _write_to_main_grad(self, gradient: _Gradient) -> None:
         targets = {name: _target(name, weight, gradient.backward) for name, weight in gradient.weights.items()}
         whole = targets["weight"] if self.stacked else _as_one([*targets.values()], len(self.weight_names))
         record = recording()
@@ -220,7 +220,7 @@ class OperationWithWeights(BasicOperation):
 class _Gradient(NamedTuple):
     """A gradient to be computed.
 
-    weights: those that want it, by name; operands: with their versions; backward: autograd's number of the backward,
+    weights: those that it is of, by name; operands: with their versions; backward: autograd's number of the backward,
     of the outermost one where they are nested
     """
 

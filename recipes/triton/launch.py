@@ -106,7 +106,10 @@ class Launch:
 
     def __call__(self, x: Tensor, programs: int | tuple[int, ...], *args: Any, **constants: Any) -> None:
         grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1, 1)[:3]
-        if torch.compiler.is_compiling() or not isinstance(self.kernel, JITFunction):  # traced, or interpreted
+        if torch.compiler.is_compiling():
+            self.kernel[grid](*args, **constants)
+            return
+        if not isinstance(self.kernel, JITFunction):  # interpreted
             self._check(args)
             self.kernel[grid](*args, **constants)
             return
