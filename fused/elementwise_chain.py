@@ -57,6 +57,8 @@ class ElementwiseChain(FusedOperation):
     passes = "joint"
     fewest = 2
 
+    repeatable = True
+
     class Saved(NamedTuple):
         x: Tensor | None  # None if all steps are linear
         operands: Operands

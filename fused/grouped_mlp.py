@@ -47,6 +47,7 @@ class GroupedMLP(FusedOperation):
     )
     passes = "joint"
     handles_wgrad_accumulation = True
+    repeatable = True
 
     class Saved(NamedTuple):
         x: Any  # a Tensor, or what the path keeps of it for wgrad; None if FC1 wants none

@@ -37,6 +37,8 @@ class ActivationOperation(ElementwiseOperation):
                            and compute the gradients from its dequantized values. y does not change.
     """
 
+    repeatable = True
+
     def __init__(self, activation: Activation, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
         check_flags(cache_quantized_input=cache_quantized_input)

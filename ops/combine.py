@@ -24,6 +24,7 @@ class Combine(BasicOperation):
     """
 
     extra_inputs = {"routing_map": RoutingMap}
+    repeatable = True
 
     class Saved(NamedTuple):
         routing_map: RoutingMap

@@ -39,6 +39,8 @@ class Dispatch(BasicOperation):
     extra_inputs = {"probs": Tensor, "indices": IndexTensor}
     extra_outputs = {"split_sizes": Splits, "scales": Tensor, "routing_map": RoutingMap}
 
+    repeatable = True
+
     class Saved(NamedTuple):
         routing_map: RoutingMap
 

@@ -50,6 +50,7 @@ class GroupedLinear(OperationWithWeights):
     """
 
     buffer_names = ("output", "grad_input")
+    repeatable = True
 
     class Saved(NamedTuple):
         x: Tensor | GroupedTensor | SplitTensors | None  # columnwise copy only, where quantized
@@ -138,6 +139,9 @@ class GroupedLinear(OperationWithWeights):
 
         columnwise = columnwise or ctx.needs.input
         return quantized_weights(ctx, self.weight_names, quantizer, quantize, rowwise=rowwise, columnwise=columnwise)
+
+    def prepare_weights(self, ctx: OperationContext) -> Any:
+        return None if ctx.quantizer(Role.WEIGHT) is None else self.weight_operand(ctx, rowwise=True)
 
     def biases(self, ctx: OperationContext) -> Tensor | None:
         """[G, N], or None without a bias."""

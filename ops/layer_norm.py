@@ -27,6 +27,8 @@ class LayerNorm(Normalization):
     learned = ("weight", "bias")
     bias: nn.Parameter
 
+    repeatable = True
+
     class Saved(NamedTuple):
         x: Tensor
         mean: Tensor

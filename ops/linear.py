@@ -37,6 +37,8 @@ class Linear(OperationWithWeights):
 
     accepts_quantized = True
 
+    repeatable = True
+
     class Saved(NamedTuple):
         x: Any  # Tensor | QuantizedTensor (columnwise copy only); None if no weight gradient is wanted
 
@@ -145,6 +147,9 @@ class Linear(OperationWithWeights):
 
         columnwise = columnwise or ctx.needs.input
         return quantized_weights(ctx, ("weight",), quantizer, quantize, rowwise=rowwise, columnwise=columnwise)
+
+    def prepare_weights(self, ctx: OperationContext) -> Any:
+        return None if ctx.quantizer(Role.WEIGHT) is None else self._weight(ctx, rowwise=True)
 
     def features(self, incoming: int | None) -> int | None:
         check_features(incoming, self.in_features)

@@ -22,6 +22,8 @@ class RMSNorm(Normalization):
     not positive, and for an x with other trailing dimensions.
     """
 
+    repeatable = True
+
     class Saved(NamedTuple):
         x: Tensor
         rstd: Tensor

@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.triton.offsets import clamped_offsets, clamped_offsets_ref, clamped_offsets_triton
+from recipes.triton.offsets import (
+    aligned_offsets,
+    aligned_offsets_ref,
+    aligned_offsets_triton,
+    clamped_offsets,
+    clamped_offsets_ref,
+    clamped_offsets_triton,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
@@ -51,3 +58,30 @@ def test_kernel_agrees_with_torch(dtype, num_groups, rows):
     sizes = torch.randint(-5 if dtype.is_signed else 0, 100, (2 * num_groups,), dtype=dtype)[::2]
     found = clamped_offsets(sizes.cuda(), rows)
     assert torch.equal(found.cpu(), clamped_offsets_ref(sizes, rows))
+
+
+def aligned_launched(offsets: torch.Tensor, block: int) -> torch.Tensor:
+    out = torch.empty_like(offsets)
+    aligned_offsets_triton(offsets, out, block)
+    return out
+
+
+def test_aligned_worked_example():
+    assert aligned_offsets(torch.tensor([0, 3, 3, 7, 16]), 4).tolist() == [0, 4, 4, 8, 20]
+
+
+@pytest.mark.launches("aligned_offsets_kernel")
+@pytest.mark.interpreter
+@pytest.mark.parametrize("num_groups", [1, 5, 33, 1030])
+@pytest.mark.parametrize("block", [1, 16, 128])
+def test_aligned_kernel_agrees_interpreted(num_groups, block):
+    offsets = clamped_offsets_ref(torch.randint(0, 300, (num_groups,)), 2**40)
+    assert torch.equal(aligned_launched(offsets, block), aligned_offsets_ref(offsets, block))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_groups", [1, 2, 33, 1024, 1025, 5000])
+@pytest.mark.parametrize("block", [1, 16, 32, 128])
+def test_aligned_kernel_agrees_with_torch(num_groups, block):
+    offsets = clamped_offsets_ref(torch.randint(0, 300, (num_groups,)), 2**40)
+    assert torch.equal(aligned_offsets(offsets.cuda(), block).cpu(), aligned_offsets_ref(offsets, block))

@@ -24,7 +24,10 @@ from triton.compiler.compiler import LazyDict
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fuser import Sequential, ops
-from recipes.triton import replay
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.splits import Splits
+from recipes.triton import repeated as actions
+from recipes.triton import replay, tape
 from recipes.triton.gates import why_not_this_release
 from recipes.triton.launch import Launch, launcher, replayed
 from recipes.triton.replay import Replays, forget
@@ -174,7 +177,7 @@ def check_descriptors_are_made_once_an_address():
 
 
 def check_full_descriptors_are_made_anew():
-    replay.MOST_ADDRESSES = 2
+    actions.MOST_ADDRESSES = 2
     kept = [torch.zeros(16, 16) for _ in range(5)]
     for x in kept * 4:
         assert f"descriptor of [{x.data_ptr()}, " in launches_of(launch_once, x, kept[0], 2)[0][BEFORE]
@@ -195,9 +198,10 @@ def check_a_chain_gives_what_it_gave_and_frees_what_it_freed():
         assert repeated[1][_at("out")] == made[-1].first.data_ptr()
         assert repeated[1][_at("pair")] == (made[-1].first.data_ptr(), made[-1].second.data_ptr())
     assert len({m.first.data_ptr() for m in made}) == 3, "what is returned is new memory"
-    program = next(p for r in replay._all if r.function.__name__ == "chain" for p in r.kept.values() if p)
-    frees = [step.position for step in program.steps if isinstance(step, replay._Free)]
-    assert frees == [1, 3], "the first `between` is freed when its name is given to another, that one at the end"
+    replays = (r for r in replay._all if isinstance(r, Replays) and r.function.__name__ == "chain")
+    program = next(p for r in replays for p in r.kept.values() if p)
+    frees = [action.numbers for action in program.actions if isinstance(action, actions._Free)]
+    assert frees == [[1]], "the first `between` is freed when its name is given to another, that one at the end"
 
 
 def _at(name: str) -> int:
@@ -276,8 +280,8 @@ def check_nothing_else_is_repeated():
     ran = []
 
     tapes = []
-    original = replay.Tape.__init__
-    replay.Tape.__init__ = lambda self, tensors: tapes.append(1) or original(self, tensors)
+    original = tape.Tape.__init__
+    tape.Tape.__init__ = lambda self, tensors: tapes.append(1) or original(self, tensors)
 
     def run(function, *args):
         tapes.clear()
@@ -296,14 +300,6 @@ def check_nothing_else_is_repeated():
         ran.append(1)
         launch_once(constant, out, 2)
 
-    def random(x, out):
-        ran.append(1)
-        launch_once(torch.rand(16, 16), out, 2)
-
-    def several(x, out):
-        ran.append(1)
-        launch_once(x.split(8)[0], out, 2)
-
     def twice(x, out):
         ran.append(1)
         launch_once(x, out, 2)
@@ -312,15 +308,92 @@ def check_nothing_else_is_repeated():
         ran.append(1)
 
     x = torch.zeros(16, 16)
-    for function in (reads, foreign, random, several, nothing):
+    for function in (reads, foreign, nothing):
         run(function, x, torch.zeros(64))
-    run(twice, x, x)
     run(twice, torch.zeros(16, 16).as_subclass(Own), torch.zeros(64))
-    replay.Tape.__init__ = original
+    tape.Tape.__init__ = original
 
 
 class Own(Tensor):
     pass
+
+
+def check_a_tensor_given_twice_is_another_key():
+    x, out = torch.zeros(16, 16), torch.zeros(16, 16)
+    for _ in range(3):
+        one, two = launches_of(chain, x, out=x), launches_of(chain, x, out=out)
+    runs.clear()
+    for first, second in ((x, x), (x, out), (out, x), (out, out)):
+        *_, last = launches_of(chain, first, out=second)
+        assert last[_at("out")] == second.data_ptr() and chain(first, out=second).first is second
+    assert not runs and len(one) == len(two)
+
+
+def check_random_numbers_are_drawn_anew():
+    replays = Replays(lambda x: launch_once(x, x[0], 2) or torch.rand(4))
+    x = torch.zeros(16, 16)
+    torch.manual_seed(3)
+    drawn = [replays(x) for _ in range(5)]
+    torch.manual_seed(3)
+    assert all(torch.equal(found, torch.rand(4)) for found in drawn)
+
+
+def check_views_and_small_memory_are_addresses():
+    """What stands in their place, by the launches: views of arguments, of made memory that is freed before they are,
+    several at once; small memory, some of it zeroed, of which the host makes two buffers."""
+    shapes = []
+
+    def function(x):
+        runs.append("function")
+        first, second = x.split(8)
+        launch_once(first, second[2:], 2)
+        kept = torch.empty(2**15, dtype=torch.float32).view(16, -1)
+        launch_once(x, kept, 2)
+        row = kept[3]
+        del kept
+        small = [torch.empty(5), torch.zeros(7), torch.empty(3, dtype=torch.float64), x.new_zeros(2, 2)]
+        for one in small:
+            launch_once(x, one, 2)
+        launch_once(x, row, 2)
+        return Made(row.view(torch.int32), None, second)
+
+    replays = Replays(function)
+    x = torch.randn(16, 16)
+    replays(x), replays(x)
+    runs.clear()
+    allocate = actions._Allocate.__call__
+    actions._Allocate.__call__ = lambda self, *args: shapes.append((self.shape, self.function)) or allocate(self, *args)
+    made: list[Made] = []
+    try:
+        launched = launches_of(lambda: made.append(replays(x)))
+    finally:
+        actions._Allocate.__call__ = allocate
+    assert not runs
+    assert sorted(shapes, key=str) == [((2**15,), torch.empty), ((512,), torch.empty), ((512,), torch.zeros)]
+    outs = [launch[_at("out")] for launch in launched]
+    assert outs[0] == x[10:].data_ptr() and made[0].second.data_ptr() == x[8:].data_ptr()
+    assert outs[-1] == made[0].first.data_ptr() == outs[1] + 3 * 2**11 * 4
+    assert outs[4] - outs[2] == outs[5] - outs[3] == 256 and made[0].first.dtype == torch.int32
+
+
+def check_containers_are_built_again():
+    def function(x):
+        runs.append("function")
+        grouped = GroupedTensor(torch.empty_like(x), splits, None, None, x.dtype)
+        launch_once(x, grouped.data, 2)
+        return ("kept", grouped, [1, 2])
+
+    splits = Splits({}, 16, 1, None)
+    replays = Replays(function)
+    x = torch.randn(16, 16)
+    replays(x), replays(x)
+    runs.clear()
+    made = []
+    (launch,) = launches_of(lambda: made.append(replays(x)))
+    assert not runs
+    name, grouped, numbers = made[0]
+    assert (name, numbers) == ("kept", [1, 2]) and type(grouped) is GroupedTensor and grouped.shape == x.shape
+    assert grouped.data.data_ptr() == launch[_at("out")] and grouped.splits.rows == 16
 
 
 def check_an_error_is_raised_again():
@@ -332,7 +405,7 @@ def check_an_error_is_raised_again():
     for _ in range(4):
         with pytest.raises(ValueError, match="no"):
             replays(torch.zeros(16, 16))
-    assert replay.recording.tape is None
+    assert tape.recording.tape is None
 
 
 def check_keys_are_bounded():
@@ -352,7 +425,7 @@ def check_threads_launch_their_own_addresses():
     for _ in range(3):
         launch_once(xs[0][0], out, 2)
     program = next(program for program in descriptors.kept.values() if program)
-    launch = next(step for step in program.steps if isinstance(step, replay._RecordedLaunch))
+    launch = next(step for step in program.actions if isinstance(step, actions._Launch))
     mine = launch.descriptors[0][2]
 
     def work(own):
@@ -379,11 +452,11 @@ def main() -> None:
     nvidia.library_dirs = list
     nvidia.PyKernelArg = dict
     found = {}
-    bounds = replay.MOST_KEYS, replay.MOST_ADDRESSES
+    bounds = replay.MOST_KEYS, actions.MOST_ADDRESSES
     for name in CHECKS:
         forget()
         runs.clear()
-        replay.MOST_KEYS, replay.MOST_ADDRESSES = bounds
+        replay.MOST_KEYS, actions.MOST_ADDRESSES = bounds
         try:
             globals()[name]()
         except BaseException:

@@ -83,6 +83,43 @@ class OperationWithWeights(BasicOperation):
         """Write or accumulate the weights' gradients where they belong. Returns autograd's, by the weights' names."""
         if not self.wgrad_is_external:
             return self.weight_gradients(product())
+        weights = self._wanted_weights(ctx)
+        backward = outermost_backward()
+        destinations = ctx.destinations
+        record = recording()
+        if record is not None:
+            record.weights += weights.values()
+        if self.delay_wgrad_compute:
+            self._delayed.append(_Gradient(weights, product, _operands(product), backward))
+        elif destinations is not None:
+            self._write_to_main_grad(weights, product, destinations)
+        else:
+            self._write_to_main_grad(weights, product, self._destinations(weights, backward))
+            self._mark_written(weights, backward)
+        if not self.accumulate_into_main_grad:
+            return {}
+        kinds = map(_placeholder_kind, weights.values()) if destinations is None else destinations.placeholders
+        placeholders = {
+            name: torch.zeros_like(weight) if kind == "zeros" else torch.empty_like(weight)
+            for (name, weight), kind in zip(weights.items(), kinds, strict=True)
+            if kind != "none"
+        }
+        if record is not None:
+            record.placeholders += placeholders.values()
+        return placeholders
+
+    def destinations(self, ctx: OperationContext) -> Destinations:
+        """Where the weights' gradients are added to main_grad in this backward.
+
+        Who sets `ctx.destinations` calls `mark_written` when that has been done.
+        """
+        return self._destinations(self._wanted_weights(ctx), outermost_backward())
+
+    def mark_written(self, ctx: OperationContext) -> None:
+        """Note on the weights that their gradients are in main_grad."""
+        self._mark_written(self._wanted_weights(ctx), outermost_backward())
+
+    def _wanted_weights(self, ctx: OperationContext) -> dict[str, Tensor]:
         assert ctx.seen_in_forward is not None, "it is called in backward"
         seen, _ = ctx.seen_in_forward
         weights = {name: seen[ctx.parameter_slots[name]] for name in self.weight_names if name in ctx.needs.params}
@@ -93,20 +130,16 @@ class OperationWithWeights(BasicOperation):
                     "buffer of its own. Give the parameter itself, or leave accumulate_into_main_grad and "
                     "delay_wgrad_compute out."
                 )
-        gradient = _Gradient(weights, product, _operands(product), outermost_backward())
-        record = recording()
-        if record is not None:
-            record.weights += weights.values()
-        if self.delay_wgrad_compute:
-            self._delayed.append(gradient)
-        else:
-            self._write_to_main_grad(gradient)
-        if not self.accumulate_into_main_grad:
-            return {}
-        placeholders = {name: placeholder(w) for name, w in weights.items() if hasattr(w, "grad_added_to_main_grad")}
-        if record is not None:
-            record.placeholders += placeholders.values()
-        return placeholders
+        return weights
+
+    def _destinations(self, weights: Mapping[str, Tensor], backward: int) -> Destinations:
+        targets = tuple(_target(name, weight, backward) for name, weight in weights.items())
+        whole = (targets or (None,))[0] if self.stacked else _as_one(targets, len(self.weight_names))
+        return Destinations(targets, whole, tuple(map(_placeholder_kind, weights.values())))
+
+    def _mark_written(self, weights: Mapping[str, Tensor], backward: int) -> None:
+        for weight in weights.values():
+            perform(Effect(_mark_added, (weight, backward)), at_once=True)
 
     def need_backward_dw(self) -> bool:
         """Whether gradients are left to be computed by `backward_dw()`."""
@@ -150,7 +183,9 @@ class OperationWithWeights(BasicOperation):
                     )
             with without_autocast(next(iter(gradient.weights.values())).device):
                 if self.accumulate_into_main_grad:
-                    self._write_to_main_grad(gradient)
+                    destinations = self._destinations(gradient.weights, gradient.backward)
+                    self._write_to_main_grad(gradient.weights, gradient.product, destinations)
+                    self._mark_written(gradient.weights, gradient.backward)
                 else:
                     dw = self.weight_gradients(gradient.product())
                     for name, weight in gradient.weights.items():
@@ -158,31 +193,25 @@ class OperationWithWeights(BasicOperation):
             self._delayed.popleft()
             del gradient
 
-    def _write_to_main_grad(self, gradient: _Gradient) -> None:
-        targets = {name: _target(name, weight, gradient.backward) for name, weight in gradient.weights.items()}
-        whole = targets["weight"] if self.stacked else _as_one([*targets.values()], len(self.weight_names))
+    def _write_to_main_grad(self, weights: Mapping[str, Tensor], product: Product, destinations: Destinations) -> None:
+        targets = dict(zip(weights, destinations.targets, strict=True))
+        whole = destinations.whole
         record = recording()
         if record is not None:
             record.accumulations += [
-                Accumulation(name, gradient.weights[name], target.buffer.data_ptr(), target.accumulate)
+                Accumulation(name, weights[name], target.buffer.data_ptr(), target.accumulate)
                 for name, target in targets.items()
             ]
         if whole is not None:
             order = {"reverse": True} if whole.reverse else {}
-            gradient.product(out=_destination(whole.buffer), accumulate=whole.accumulate, **order)
-        else:
-            weight = next(iter(gradient.weights.values()))
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            dw = torch.empty(len(self.weight_names), *weight.shape, dtype=dtype, device=weight.device)
-            each = self.weight_gradients(gradient.product(out=dw))
-            for name, target in targets.items():
-                store(each[name], _destination(target.buffer), target.accumulate)
-        for weight in gradient.weights.values():
-            perform(Effect(_mark_added, (weight, gradient.backward)), at_once=True)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Because there is this method, FSDP2 sets the weights that it has gathered by it, and not behind our back.
-        super().__setattr__(name, value)
+            product(out=_destination(whole.buffer), accumulate=whole.accumulate, **order)
+            return
+        weight = next(iter(weights.values()))
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dw = torch.empty(len(self.weight_names), *weight.shape, dtype=dtype, device=weight.device)
+        each = self.weight_gradients(product(out=dw))
+        for name, target in targets.items():
+            store(each[name], _destination(target.buffer), target.accumulate)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if self._parameters.get(name) is not None:
@@ -236,6 +265,18 @@ class _Target(NamedTuple):
     buffer: Tensor
     accumulate: bool
     reverse: bool = False
+
+
+class Destinations(NamedTuple):
+    """Where the gradients of an operation's weights are written, weight by weight.
+
+    whole: of all groups at once, where they lie so
+    placeholders: what autograd gets for each, a kind of `_placeholder_kind`
+    """
+
+    targets: tuple[_Target, ...]
+    whole: _Target | None
+    placeholders: tuple[str, ...]
 
 
 # The backward that last overwrote the main_grad of a weight without grad_added_to_main_grad.
@@ -351,12 +392,14 @@ def _is_dense(buffer: Tensor) -> bool:
 
 def _as_one(targets: Sequence[_Target], num_groups: int) -> _Target | None:
     """The targets of all groups as one of shape [G, N, K], if they lie evenly in one memory and do the same."""
+    if len(targets) != num_groups:
+        return None
     places = {(t.buffer.untyped_storage()._cdata, t.buffer.dtype, t.accumulate) for t in targets}
     size = targets[0].buffer.numel()
     offsets = [int(t.buffer.storage_offset()) for t in targets]
     steps = {after - before for before, after in pairwise(offsets)} or {size}
     step = min(steps)
-    if len(targets) != num_groups or len(places) > 1 or len(steps) > 1 or abs(step) < size:
+    if len(places) > 1 or len(steps) > 1 or abs(step) < size:
         return None
     lowest = min(targets, key=lambda t: t.buffer.storage_offset()).buffer
     whole = lowest.as_strided((num_groups, *lowest.shape), (abs(step), *lowest.stride()))
@@ -368,9 +411,14 @@ def placeholder(weight: Any) -> Tensor:
 
     New memory: autograd takes it as `.grad` without a copy, and the owner's hook drops it.
     """
+    return torch.zeros_like(weight) if _placeholder_kind(weight) == "zeros" else torch.empty_like(weight)
+
+
+def _placeholder_kind(weight: Any) -> str:
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return "none"
     looked_at = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-    zeros = looked_at or getattr(weight, "zero_out_wgrad", False)
-    return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
+    return "zeros" if looked_at or getattr(weight, "zero_out_wgrad", False) else "empty"
 
 
 def _add_to_grad(weight: Tensor, dw: Tensor, copy: bool) -> None:

@@ -98,7 +98,9 @@ def quantized_weights(
         for name in names:
             ctx.check_unchanged(name)
         return kept.copies.members if isinstance(kept.copies, SplitTensors) else kept.copies
-    copies = _in_forward(ctx, names, quantizer, quantize, rowwise, columnwise)
+    copies = ctx.prepared_weights
+    if copies is None:
+        copies = _in_forward(ctx, names, quantizer, quantize, rowwise, columnwise)
     operation = ctx.operation
     gathered = operation.exchanges_parameters or operation._forward_pre_hooks
     if ctx.needs_grad and ctx.needs.input and (quantizer.keeps_state or not gathered):

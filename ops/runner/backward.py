@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from ops.runner.callers_buffers import CallersBuffer
-from ops.runner.context import OperationContext, at_tensor
+from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import memory_of
 from ops.runner.program import Program, Wiring
-from ops.runner.saved import Spec, unflatten
+from ops.runner.repeat import OperationState, may_repeat
+from ops.runner.saved import unflatten
 from recipes.first_forwards import ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.stack import Stack
@@ -20,18 +21,18 @@ from recipes.stack import Stack
 class Record(NamedTuple):
     """What forward leaves for backward, but for the saved tensors.
 
-    states:      for each operation the values of its context, and the specs of its `Saved` and its quantized weights
+    states:      for each operation what its forward left, and where its saved tensors begin and end
     parameters, parameter_states: of all operations, as forward saw them
     input_names: the extra inputs that autograd tracks; returned: the extra outputs that it tracks
     entries: what `autocast` had open in forward
     first_forward: what stands for this node among the forwards that a checkpoint may compute again
-    buffers: the caller's own
+    buffers, given: the caller's own, as a list and by operation
     """
 
     program: Program
     operations: Sequence[Any]
     labels: Sequence[str]
-    states: Sequence[tuple[dict[str, Any], Spec, Spec]]
+    states: Sequence[tuple[OperationState, int, int]]
     parameters: Sequence[Tensor]
     parameter_states: Sequence[Any]
     input_names: tuple[str, ...]
@@ -39,6 +40,7 @@ class Record(NamedTuple):
     entries: Stack
     first_forward: ForwardWithGrad | None
     buffers: Sequence[CallersBuffer]
+    given: Mapping[int, Mapping[str, Tensor]]
 
 
 def run_backward(
@@ -129,30 +131,84 @@ def _run_step(
     unwanted: frozenset[int],
 ) -> tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]:
     step = wiring.step
-    contexts = []
+    left, kept = [], []
     for index in step.indices:
-        values, spec, weights = record.states[index]
-        context = OperationContext.__new__(OperationContext)
-        context.__dict__ = values.copy()
-        context.saved = unflatten(spec, saved)
-        context.quantized_weights = unflatten(weights, saved)
+        state, begin, end = record.states[index]
+        left.append(state)
+        kept.append(tuple(saved[begin:end]))
+        saved[begin:end] = [None] * (end - begin)  # so that nothing else keeps them alive
+
+    def context(index: int, updates: Any = updates) -> OperationContext:
+        context = record.program.context(index, record.operations[index])
+        context.__dict__.update(record.states[index][0].values)
         context.seen_in_forward = (record.parameters, record.parameter_states)
-        if updates is not None:
-            context.updates = updates
+        context.updates = updates
+        if index in record.given:
+            context.buffers = dict(record.given[index])
         if unwanted:
             wanted = {name for name in context.needs.params if context.parameter_slots[name] not in unwanted}
             context.needs = context.needs._replace(params=frozenset(wanted))
-        contexts.append(context)
-    if own:
-        contexts[0].own_gradients = own
-    result = step.of(record.operations).fuser_backward(contexts if step.fused else contexts[0], dy, d_outputs)
-    if type(result) is not tuple or len(result) != 3:
-        raise TypeError(
-            f"fuser_backward returned a {type(result).__name__}. Return (dx, gradients of the parameters by name, "
-            "gradients of the extra inputs by name)."
-        )
-    dx, d_params, d_inputs = result
-    return dx, d_params if step.fused else (d_params,), d_inputs
+        return context
+
+    destinations: dict[int, Any] = {}
+
+    def execute(updates: Any) -> _StepGradients:
+        contexts = [context(index, updates) for index in step.indices]
+        for index in destinations:
+            contexts[step.indices.index(index)].destinations = destinations[index]
+        for each, state, tensors in zip(contexts, left, kept, strict=True):
+            flat = list(tensors)
+            each.saved, each.quantized_weights = unflatten(state.saved, flat), unflatten(state.weights, flat)
+        kept.clear()
+        if own:
+            contexts[0].own_gradients = own
+        result = step.of(record.operations).fuser_backward(contexts if step.fused else contexts[0], dy, d_outputs)
+        if type(result) is not tuple or len(result) != 3:
+            raise TypeError(
+                f"fuser_backward returned a {type(result).__name__}. Return (dx, gradients of the parameters by name, "
+                "gradients of the extra inputs by name)."
+            )
+        dx, d_params, d_inputs = result
+        each_d_params = d_params if step.fused else (d_params,)
+        return _StepGradients(dx, tuple((tuple(d), tuple(d.values())) for d in (d_inputs, *each_d_params)))
+
+    if wiring.repeated is None or not _may_repeat(record, wiring, left):
+        found = execute(updates)
+    else:
+        external = [index for index in step.indices if record.operations[index].wgrad_is_external]
+        destinations = {index: record.operations[index].destinations(context(index)) for index in external}
+        names = (*left, own, unwanted, *d_outputs)
+        values = (dy, *d_outputs.values(), *kept, *destinations.values())
+        found = wiring.repeated.run(record.operations, names, values, updates, context, execute)
+        for index in external:
+            record.operations[index].mark_written(context(index))
+    d_inputs, *d_params = (dict(zip(*named, strict=True)) for named in found.named)
+    return found.dx, d_params, d_inputs
+
+
+class _StepGradients(NamedTuple):
+    """named: names and gradients of the extra inputs, and then of the parameters of each operation."""
+
+    dx: Any
+    named: tuple[tuple[tuple[str, ...], tuple[Tensor | None, ...]], ...]
+
+
+def _may_repeat(record: Record, wiring: Wiring, left: Sequence[OperationState]) -> bool:
+    """Whether the step may be repeated: so was its forward, the parameters are what that saw, and no gradient of one is
+    left for later, or written twice."""
+    if record.given or not all(state.repeats for state in left) or not may_repeat(record.program.request.device):
+        return False
+    seen: list[int] = []
+    for index in wiring.step.indices:
+        operation = record.operations[index]
+        if operation.wgrad_is_external and operation.delay_wgrad_compute:
+            return False
+        for name, slot in record.program.contexts[index]["parameter_slots"].items():
+            parameter = operation._parameters.get(name)
+            if parameter is not record.parameters[slot] or state_of(parameter) != record.parameter_states[slot]:
+                return False
+            seen.append(id(parameter))
+    return len(set(seen)) == len(seen)
 
 
 def _foreign_memory(
@@ -160,7 +216,7 @@ def _foreign_memory(
 ) -> frozenset[int]:
     """The memory that this backward did not make: what autograd handed in, what forward kept, what modules hold."""
     held = [tensor for operation in record.operations for tensor in operation.buffers()]
-    given = [tensor for values, *_ in record.states for tensor in values["buffers"].values()]
+    given = [buffer.tensor for buffer in record.buffers]
     tensors = (dy, *d_returned, *saved, *record.parameters, *held, *given)
     return frozenset(memory_of(tensor) for tensor in tensors if tensor is not None)
 

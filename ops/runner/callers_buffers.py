@@ -13,8 +13,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ops.runner.context import OperationContext
-
 Edge = tuple[Any, int]  # a node of autograd's graph, and which of its inputs
 Other = tuple[tuple[str, ...], Tensor | None]  # what a buffer must not overlap: a format and its names, the tensor
 
@@ -34,12 +32,14 @@ def place_of(label: str, operation: Any) -> str:
     return f"operation {label} ({type(operation).__name__})"
 
 
-def buffers_of(contexts: Iterable[OperationContext], labels: Sequence[str]) -> list[CallersBuffer]:
-    """All that the operations of a call were given."""
+def buffers_of(
+    given: Mapping[int, Mapping[str, Tensor]], operations: Sequence[torch.nn.Module], labels: Sequence[str]
+) -> list[CallersBuffer]:
+    """All that the operations of a call were given, by their positions."""
     return [
-        CallersBuffer(name, place_of(labels[context.index], context.operation), tensor)
-        for context in contexts
-        for name, tensor in context.buffers.items()
+        CallersBuffer(name, place_of(labels[index], operations[index]), tensor)
+        for index, named in sorted(given.items())
+        for name, tensor in named.items()
     ]
 
 

@@ -50,6 +50,8 @@ class OperationContext:
     own_gradients: frozenset[str] = frozenset()
     updates: PendingUpdates | None = None
     quantized_weights: Any = None  # what backward multiplies with of those of forward, see `ops.products.weights`
+    prepared_weights: Any = None  # those of forward, where `constant_weights` has them
+    destinations: Any = None  # in backward, where weight gradients are added to main_grad, see `ops.products.main_grad`
     seen_in_forward: tuple[Sequence[torch.Tensor], Sequence[Any]] | None = None  # the pipeline's parameters, states
 
     if TYPE_CHECKING:  # an operation may set numbers of its own

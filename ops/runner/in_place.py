@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ops.runner.context import OperationContext
-from ops.runner.saved import flatten
+from ops.runner.callers_buffers import CallersBuffer, place_of
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -22,7 +21,9 @@ def check_writable(
     *,
     needs_grad: bool,
     given: Iterable[Tensor],
-    contexts: Sequence[OperationContext],
+    operations: Sequence[torch.nn.Module],
+    kept: Sequence[Sequence[Tensor | None]],
+    buffers: Sequence[CallersBuffer],
     labels: Sequence[str],
     read_later: Mapping[str, Any],
 ) -> None:
@@ -31,7 +32,7 @@ def check_writable(
     x: what the operation adds to it
     needs_grad: whether the operation has a backward
     given: the tensors that autograd tracks as the pipeline's inputs
-    contexts: those of all operations, with what the earlier ones keep for backward
+    operations: all of them; kept: what the earlier ones keep for backward; buffers: the caller's own
     read_later: the extra tensors, by name, that are read or returned after the write
 
     ValueError for elements that share memory. RuntimeError for an inference tensor outside of inference mode, for a
@@ -68,12 +69,12 @@ def check_writable(
             f"{name} is a view of a tensor of the caller's, and autograd could not see that it is written in place. "
             "Give in_place=False, or a clone of it."
         )
-    for context in contexts:
-        where = f"operation {labels[context.index]} ({type(context.operation).__name__})"
-        kept: list[Tensor | None] = []
-        flatten(context.saved, kept)
-        for held, what in ((kept, "keeps for its backward"), (context.operation.parameters(), "has as a parameter"),
-                           (context.buffers.values(), "was given as a buffer")):  # fmt: skip
+    for at, operation in enumerate(operations):
+        where = place_of(labels[at], operation)
+        given_to_it = [buffer.tensor for buffer in buffers if buffer.place == where]
+        for held, what in ((kept[at] if at < len(kept) else (), "keeps for its backward"),
+                           (operation.parameters(), "has as a parameter"),
+                           (given_to_it, "was given as a buffer")):  # fmt: skip
             if _shares(memory, held):
                 raise RuntimeError(
                     f"{name} lies in memory that {where} {what}, so it cannot be written in place. Give in_place=False."

@@ -38,9 +38,11 @@ class FusibleOperation:
     """What the runner can execute: a `BasicOperation`, or a `FusedOperation` that stands for a run of them.
 
     accepts_quantized: whether x, or dy, may be a quantized container; otherwise the runner dequantizes it first.
+    repeatable: see `BasicOperation`
     """
 
     accepts_quantized: bool = False
+    repeatable: bool = False
 
     def kernel(self, request: PlanRequest) -> str:
         """What does the work for this request, in a few words, for `Sequential.explain()`."""
@@ -62,6 +64,10 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     quantized_roles: in which roles it quantizes tensors, and so may have a state.
     num_scales: how many tensors with a scale each it quantizes in one role: groups, or one.
     exchanges_parameters: whether others have taken the place of its parameters, as FSDP2 does for each pass.
+    repeatable: whether a pass of it on a GPU may be done again as a whole (`ops.runner.repeat`): it depends on nothing
+    but public attributes, parameters, states and what it gets, and changes nothing but tensors. Of a subclass that
+    replaces a method it does not hold.
+    settings: how often such an attribute was assigned.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
     """
@@ -76,6 +82,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     quantized_roles: tuple[Role, ...] = ()
     num_scales: int = 1
     exchanges_parameters: bool = False
+    settings: int = 0
     _captured_weights: Any = None
     _weights_scope: Any = None
     _recipe: Recipe | None = None
@@ -117,6 +124,19 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     def wgrad_is_external(self) -> bool:
         """Whether gradients of its parameters go to anything but autograd (see `ops.products.main_grad`)."""
         return False
+
+    def prepare_weights(self, ctx: OperationContext) -> Any:
+        """The quantized weights that `constant_weights` keeps, for a forward that may be repeated: `prepared_weights`
+        of its context. None if it quantizes none."""
+        return None
+
+    def destinations(self, ctx: OperationContext) -> Any:
+        """Where gradients of its parameters are written that do not go to autograd, for a backward that may be
+        repeated: `destinations` of its context."""
+        return None
+
+    def mark_written(self, ctx: OperationContext) -> None:
+        """They were written there."""
 
     def extra_name(self, name: str) -> str:
         """The name by which the pipeline knows this operation's extra tensor `name`."""
@@ -223,6 +243,13 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
         scope = self.weights_scope
         if scope is not None:
             scope.forget(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Because there is this method, FSDP2 sets the weights that it has gathered by it, and not behind our back.
+        before = self.__dict__.get(name)
+        super().__setattr__(name, value)
+        if name[0] != "_" and name != "training" and self.__dict__.get(name) is not before:
+            self.__dict__["settings"] = self.settings + 1
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         apply_to_state(self, lambda: super(BasicOperation, self)._apply(fn, recurse))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ops.products.paths import choose_path
-from ops.runner.context import held_parameter
+from ops.runner.context import OperationContext, held_parameter
+from ops.runner.repeat import RepeatedStep, repeated_step
 from recipes.recipe import Role
 from recipes.request import Needs, PlanRequest
 
@@ -73,6 +74,7 @@ class Wiring(NamedTuple):
     writes: str | None  # the pipeline's name of the extra input that forward writes into
     reuses_gradients: bool  # backward reads which gradients of extra outputs it may write into
     retains_grad_output: bool  # dy is read after backward
+    repeated: RepeatedStep | None  # where the step may be repeated as a whole
 
 
 class Program:
@@ -151,6 +153,13 @@ class Program:
         }
         self.reuses_gradients = any(wiring.reuses_gradients for wiring in self.backward)
 
+    def context(self, index: int, operation: Any) -> OperationContext:
+        """A new context of the operation at this index."""
+        context = OperationContext.__new__(OperationContext)
+        context.__dict__ = self.contexts[index].copy()
+        context.operation = operation
+        return context
+
     def _wire(self, operations: Sequence[Any], step: PlannedOperation) -> Wiring:
         covered = [operations[index] for index in step.indices]
         contexts = [self.contexts[index] for index in step.indices]
@@ -171,4 +180,11 @@ class Program:
             None if written is None else step.operation.extra_name(written),
             not step.fused and step.operation.reuses_gradients,
             any(operation.retains_grad_output for operation in covered),
+            self._repeated(step, covered, written),
         )
+
+    def _repeated(self, step: PlannedOperation, covered: Sequence[Any], written: str | None) -> RepeatedStep | None:
+        if self.request.device.type != "cuda" or self.path.name != "grouped" or written is not None:
+            return None
+        dtypes = [self.contexts[index]["dtype"] for index in step.indices]
+        return repeated_step(step.operation, covered, step.indices, dtypes)

@@ -28,8 +28,8 @@ from ops.runner.in_place import check_writable, memory_of
 from ops.runner.input import check_numbers, check_tensor
 from ops.runner.nested_backward import note_forward, unwanted_parameters
 from ops.runner.not_traced import not_traced
-from ops.runner.program import Planner, Program, Wiring, plan_unfused
-from ops.runner.saved import flatten
+from ops.runner.program import PlannedOperation, Planner, Program, Wiring, plan_unfused
+from ops.runner.repeat import OperationState, StepResult, may_repeat, state_and_kept
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
@@ -225,6 +225,7 @@ class Pipeline:
 
 
 _NOTHING = nullcontext()
+_NO_WEIGHTS: Mapping[int, Any] = {}
 
 
 @contextmanager
@@ -276,30 +277,31 @@ class _Call:
         self.wanted = wanted
         self.buffers = buffers
         self.given_buffers: list[CallersBuffer] = []
-        self.contexts: list[OperationContext] = []
+        self.states: list[OperationState] = []  # of each operation, what it leaves for backward
+        self.kept: list[Sequence[Tensor | None]] = []
         self.produced: dict[str, Any] = {}
         self.returned: list[str] = []
         self.input_names: list[str] = []
         self.given: list[Tensor] = []  # x and the extra inputs, where an operation writes in place
         self.written: dict[str, Tensor] = {}  # those of them that were, and have a history
         self.updates: PendingUpdates | None = None
+        self.repeats = False
         self.retains = pipeline.retain_graph
         self.labels = pipeline.labels
         self.first_forward = forward
 
+    def context(self, index: int, updates: Any = None) -> OperationContext:
+        """That of the operation at this index, over these updates."""
+        context = self.program.context(index, self.operations[index])
+        context.updates = updates
+        if index in self.buffers:
+            context.buffers = dict(self.buffers[index])
+        return context
+
     def forward(self, x: Any) -> Any:
-        for operation, prototype in zip(self.operations, self.program.contexts, strict=True):
-            context = OperationContext.__new__(OperationContext)
-            context.__dict__ = prototype.copy()
-            context.operation = operation
-            self.contexts.append(context)
-        if self.updates is not None:
-            for context in self.contexts:
-                context.updates = self.updates
-        for index, named in self.buffers.items():
-            self.contexts[index].buffers = dict(named)
+        self.repeats = not self.buffers and may_repeat(self.program.request.device)
         if self.buffers:
-            self.given_buffers = buffers_of(self.contexts, self.labels)
+            self.given_buffers = buffers_of(self.buffers, self.operations, self.labels)
             modules = {place_of(*named): named[1] for named in zip(self.labels, self.operations, strict=True)}
             check_before_forward(self.given_buffers, modules, x, self.environment)
         if self.program.read_after:
@@ -325,40 +327,75 @@ class _Call:
 
     def _run_step(self, wiring: Wiring, x: Any) -> Any:
         step = wiring.step
-        extras = {local: self._extra(name, kind, x) for local, name, kind in wiring.inputs} if wiring.inputs else {}
         if wiring.writes is not None:
-            self._check_writable(wiring.writes, x, self.contexts[step.indices[0]])
-        context: Any = [self.contexts[i] for i in step.indices] if step.fused else self.contexts[step.indices[0]]
-        result = step.of(self.operations).fuser_forward(context, x, extras)
+            self._check_writable(wiring, wiring.writes, x)
+        if wiring.repeated is None or not self.repeats:
+            result = self._execute(wiring, x, self.updates)
+        else:
+            values = [self._extra(name, kind, x, on_device=True) for _, name, kind in wiring.inputs]
+            weights = self._prepared_weights(step)
+            prepared = tuple(copies and copies.tensors() for copies in weights.values())
+            result = wiring.repeated.run(
+                self.operations, (*weights,), (x, *values, prepared), self.updates, self.context,
+                lambda updates: self._execute(wiring, x, updates, weights),
+            )  # fmt: skip
+            self.environment.update(zip(result.divided, result.splits, strict=True))
+        self.states += result.states
+        self.kept += result.kept
+        for local, name, _ in wiring.outputs:
+            if local in result.names:
+                self.environment[name] = result.outputs[result.names.index(local)]
+            elif not step.fused:
+                raise RuntimeError(f"It declares the extra output {local!r}, but its fuser_forward did not return it.")
+        return result.y
+
+    def _prepared_weights(self, step: PlannedOperation) -> dict[int, Any]:
+        """Of operations in `constant_weights`, the copies that it keeps."""
+        inside = [index for index in step.indices if self.operations[index].weights_scope is not None]
+        return {index: self.operations[index].prepare_weights(self.context(index, self.updates)) for index in inside}
+
+    def _execute(self, wiring: Wiring, x: Any, updates: Any, weights: Mapping[int, Any] = _NO_WEIGHTS) -> StepResult:
+        step = wiring.step
+        contexts = [self.context(index, updates) for index in step.indices]
+        for context in contexts if weights else ():
+            context.prepared_weights = weights.get(context.index)
+        before = dict(self.environment) if wiring.inputs else {}
+        extras = {local: self._extra(name, kind, x) for local, name, kind in wiring.inputs}
+        divided = tuple(name for name, value in before.items() if value is not self.environment[name])
+        result = step.of(self.operations).fuser_forward(contexts if step.fused else contexts[0], x, extras)
         if type(result) is not tuple or len(result) != 2:
             raise TypeError(f"fuser_forward returned a {type(result).__name__}. Return (y, {{name: extra output}}).")
         y, outputs = result
-        for local, name, _ in wiring.outputs:
-            if local in outputs:
-                self.environment[name] = outputs[local]
-            elif not step.fused:
-                raise RuntimeError(f"It declares the extra output {local!r}, but its fuser_forward did not return it.")
-        return y
+        left = [state_and_kept(context, self.program.contexts[context.index]) for context in contexts]
+        states, kept = zip(*left, strict=True)
+        splits = tuple(self.environment[name] for name in divided)
+        return StepResult(y, tuple(outputs), tuple(outputs.values()), states, kept, divided, splits)
 
-    def _check_writable(self, name: str, x: Any, context: OperationContext) -> None:
+    def _check_writable(self, wiring: Wiring, name: str, x: Any) -> None:
         target = self.environment[name]
-        used = (*self.program.read_after[context.index], *self.wanted)
+        used = (*self.program.read_after[wiring.step.indices[0]], *self.wanted)
         check_writable(
-            name, target, x, needs_grad=context.needs_grad, given=self.given, contexts=self.contexts,
-            labels=self.labels, read_later={n: self.environment[n] for n in used if n in self.environment},
+            name, target, x, needs_grad=wiring.needs_grad, given=self.given, operations=self.operations,
+            kept=self.kept, buffers=self.given_buffers, labels=self.labels,
+            read_later={n: self.environment[n] for n in used if n in self.environment},
         )  # fmt: skip
-        if context.needs_grad and any(target is tensor for tensor in self.given):
+        if wiring.needs_grad and any(target is tensor for tensor in self.given):
             # Under its last name: gradients of what it holds at the end belong to the last write.
             self.written = {n: t for n, t in self.written.items() if t is not target} | {name: target}
 
-    def _extra(self, name: str, kind: type, x: Any) -> Any:
-        """The extra input of that name; split sizes as one `Splits` for all who ask for them."""
+    def _extra(self, name: str, kind: type, x: Any, *, on_device: bool = False) -> Any:
+        """The extra input of that name; split sizes as one `Splits` for all who ask for them.
+
+        on_device: sizes on x's device as they are, of which a step that is repeated makes them
+        """
         if name not in self.environment:
             raise RuntimeError(f"The extra tensor {name!r} was not returned by the fused operation that makes it.")
         value = self.environment[name]
         if kind is Splits and not x.shape:
             raise ValueError("x has no dimensions, but split_sizes divide its rows. Give [rows, features].")
         if kind is Splits and not (isinstance(value, Splits) and value.rows == x.shape[0]):
+            if on_device and isinstance(value, Tensor) and value.device == x.device:
+                return value
             value = self.environment[name] = Splits.make(value, rows=x.shape[0], device=x.device)
         return value
 
@@ -396,21 +433,15 @@ class _RetainingFunction(torch.autograd.Function):
 
         flat: list[Tensor | None] = []
         states = []
-        for context in call.contexts:
-            values = context.__dict__
-            values.pop("updates", None)
-            try:
-                spec = flatten(values.pop("saved", None), flat)
-                weights = flatten(values.pop("quantized_weights", None), flat)
-            except TypeError as error:
-                raise_located(call.labels, context.index, context.operation, error)
-            states.append((values, spec, weights))
+        for state, kept in zip(call.states, call.kept, strict=True):
+            states.append((state, len(flat), len(flat) + len(kept)))
+            flat += kept
         fctx.save_for_backward(*flat)
         parameters = tensors[: program.num_parameters]
         fctx.record = Record(
             program, call.operations, call.labels, states, parameters, [state_of(p) for p in parameters],
             tuple(call.input_names), tuple(returned), open_entries(), call.first_forward,
-            call.given_buffers,
+            call.given_buffers, call.buffers,
         )  # fmt: skip
         fctx.has_run = False
         fctx.retains = call.retains

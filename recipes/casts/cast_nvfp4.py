@@ -71,7 +71,7 @@ if why_no_gluon((9, 0)) is None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
     from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT, cast_nvfp4_gluon_kernel
-    from recipes.triton.replay import DESCRIPTORS
+    from recipes.triton.repeated import DESCRIPTORS
 
     DESCRIPTORS.add(GluonDescriptor)
     _cast_nvfp4_gluon = Launch(cast_nvfp4_gluon_kernel)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.triton.offsets import clamped_offsets
+from recipes.triton.offsets import aligned_offsets, clamped_offsets
 
 Key = tuple[str, int]
 
@@ -115,12 +115,7 @@ class Splits:
 
     def aligned(self, block: int) -> Tensor:
         """[G + 1] int64: the offsets when each group is rounded up to a multiple of `block`."""
-
-        def compute() -> Tensor:
-            padded = (self.sizes + (block - 1)) // block * block
-            return _with_leading_zero(padded.cumsum(0))
-
-        return self._once("aligned", block, compute)
+        return self._once("aligned", block, lambda: aligned_offsets(self.offsets, block))
 
     def aligned_capacity(self, block: int) -> int:
         """The most rows that `aligned(block)` can need for any splits of this buffer; a multiple of `block`.
@@ -181,6 +176,22 @@ class Splits:
         # Keys are only ever added at the end, so tensors taken earlier still meet their own.
         return Splits(dict(zip(self._tensors, tensors, strict=False)), self.rows, self.num_groups, self._host)
 
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """All but the tensors' values. Raises TypeError where the sizes are known on the host, which are values."""
+        if self._host is not None:
+            raise TypeError("these splits' sizes are on the host")
+        return self.rows, self.num_groups, *self._tensors
+
+    def derived(self, count: int) -> tuple[tuple[Key, Tensor | None], ...]:
+        """The tensors made since there were `count`, with their keys."""
+        return tuple(self._tensors.items())[count:]
+
+    def keep(self, derived: Sequence[tuple[Key, Tensor | None]]) -> None:
+        """Take these, which others with the same offsets have `derived`."""
+        for key, tensor in derived:
+            self._tensors.setdefault(key, tensor)
+
     def __repr__(self) -> str:
         sizes = f"sizes={self._host}, " if self._host is not None else ""
         return f"Splits({sizes}num_groups={self.num_groups}, rows={self.rows})"
@@ -219,10 +230,6 @@ def checked_splits(sizes: list[int], rows: int, device: torch.device) -> Splits:
 def clamped_splits(sizes: Tensor, rows: int) -> Splits:
     """Splits of sizes [G] on the device, which is not read: a negative size becomes 0, the offsets end at `rows`."""
     return Splits({("offsets", 0): clamped_offsets(sizes, rows)}, rows, sizes.numel(), None)
-
-
-def _with_leading_zero(ends: Tensor) -> Tensor:
-    return torch.nn.functional.pad(ends, (1, 0))
 
 
 def _find(offsets: Tensor, length: int) -> Tensor:

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from recipes.triton.gates import JITFunction, warn_of_release
-from recipes.triton.replay import DESCRIPTORS, Replays, is_eager, recording
+from recipes.triton.repeated import DESCRIPTORS
+from recipes.triton.replay import Replays, is_eager
+from recipes.triton.tape import recording
 
 P = ParamSpec("P")
 R = TypeVar("R")

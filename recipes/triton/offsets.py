@@ -1,9 +1,10 @@
 """Offsets of the groups from their sizes, on the device.
 
     offsets[0] = 0        offsets[g + 1] = min(rows, sum of max(0, min(rows, sizes[h])) over h <= g)
+    aligned[0] = 0        aligned[g + 1] = sum of block * ceil((offsets[h + 1] - offsets[h]) / block) over h <= g
 
-sizes: [G], any integer dtype. offsets: [G + 1] int64. In words: a negative size counts as 0, and what goes beyond the
-rows is cut off.
+sizes: [G], any integer dtype. offsets, aligned: [G + 1] int64. In words: a negative size counts as 0, and what goes
+beyond the rows is cut off; aligned, each group is rounded up to a multiple of `block` rows.
 
 Graph safety: nothing is read by the host. One program, one pass.
 """
@@ -49,7 +50,36 @@ def clamped_offsets(sizes: Tensor, rows: int) -> Tensor:
     return out
 
 
-_clamped_offsets = Launch(clamped_offsets_kernel)
+def aligned_offsets_ref(offsets: Tensor, block: int) -> Tensor:
+    """`aligned_offsets` in plain torch."""
+    padded = (offsets.diff() + (block - 1)) // block * block
+    return torch.nn.functional.pad(padded.cumsum(0), (1, 0))
+
+
+@triton.jit(do_not_specialize=["num_groups", "block"])
+def aligned_offsets_kernel(offsets_ptr, aligned_ptr, num_groups, block, BLOCK: tl.constexpr):
+    before = tl.cast(0, tl.int64)
+    tl.store(aligned_ptr, before)
+    for start in range(0, num_groups, BLOCK):
+        offs_g = start + tl.arange(0, BLOCK)
+        mask = offs_g < num_groups
+        begin = tl.load(offsets_ptr + offs_g, mask=mask, other=0)
+        end = tl.load(offsets_ptr + 1 + offs_g, mask=mask, other=0)
+        sizes = tl.cdiv(end - begin, block) * block
+        tl.store(aligned_ptr + 1 + offs_g, before + tl.cumsum(sizes, axis=0), mask=mask)
+        before += tl.sum(sizes, axis=0)
+
+
+def aligned_offsets(offsets: Tensor, block: int) -> Tensor:
+    """The offsets of the same groups, each rounded up to a multiple of `block` rows."""
+    if not offsets.is_cuda:
+        return aligned_offsets_ref(offsets, block)
+    out = torch.empty_like(offsets)
+    aligned_offsets_triton(offsets, out, block)
+    return out
+
+
+_clamped_offsets, _aligned_offsets = Launch(clamped_offsets_kernel), Launch(aligned_offsets_kernel)
 
 
 @launcher("fuser::clamped_offsets", mutates=["out"])
@@ -57,3 +87,10 @@ def clamped_offsets_triton(sizes: Tensor, out: Tensor, rows: int) -> None:
     """Launches the kernel. sizes [G] and out [G + 1] int64 are contiguous."""
     num_groups = sizes.numel()
     _clamped_offsets(out, 1, sizes, out, num_groups, rows, BLOCK=clamped_offsets_config(num_groups))
+
+
+@launcher("fuser::aligned_offsets", mutates=["out"])
+def aligned_offsets_triton(offsets: Tensor, out: Tensor, block: int) -> None:
+    """Launches the kernel. offsets and out [G + 1] int64 are contiguous."""
+    num_groups = offsets.numel() - 1
+    _aligned_offsets(out, 1, offsets, out, num_groups, block, BLOCK=clamped_offsets_config(num_groups))

@@ -44,7 +44,7 @@ from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, 
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
 from recipes.triton.gates import TensorDescriptor
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
-from recipes.triton.replay import DESCRIPTORS
+from recipes.triton.repeated import DESCRIPTORS
 
 DESCRIPTORS.add(GluonDescriptor)
 

@@ -1,0 +1,213 @@
+"""Steps of a program that are done again as a whole, where all lies as it did: see `recipes.triton.replay`.
+
+A step of built-in operations allocates, launches, and leaves tensors for backward; all that follows from
+
+    the program          recipe, path, dtypes, which gradients are wanted
+    the operations       their settings, counted up when one is assigned; hooks; parameters and states, as tensors
+    what goes in         x, the extra inputs, or what forward left, dy and the gradients of extra outputs
+
+So on a GPU it is kept by these, and repeated. An operation that may be is `repeatable`: what it does depends on nothing
+else, and it changes nothing but tensors. What else a step does on the host stays with the runner: checks of parameters,
+amaxes that a state is told of. Not repeated are steps that write to a caller's memory or to main_grad, what runs under
+`count_casts`, `fuser.checkpoint`, `keep_weights` or `constant_weights`, or while side effects are kept, and where the
+sizes of groups are known on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.runner.context import OperationContext
+from ops.runner.saved import Spec, flatten
+from recipes.cast_counts import is_counting
+from recipes.effects import recording as recorded_effects
+from recipes.pending import PendingUpdates, RecordsAmaxes
+from recipes.recipe import Role
+from recipes.stack import open_entries
+from recipes.tensors.splits import Splits
+from recipes.triton.replay import Kept, how, is_eager
+from recipes.triton.tape import recording
+
+
+class OperationState:
+    """What an operation's forward leaves for its backward beside tensors.
+
+    values: what it set on its context; saved, weights: the specs of its `Saved` and of its quantized weights
+    repeats: whether forwards that are repeated leave this very object, so that backward may be repeated by it
+    """
+
+    __slots__ = ("repeats", "saved", "values", "weights")
+
+    def __init__(self, values: dict[str, Any], saved: Spec, weights: Spec) -> None:
+        self.values, self.saved, self.weights = values, saved, weights
+        self.repeats = recording.tape is not None
+
+
+class StepResult(NamedTuple):
+    """What a step gives forward.
+
+    names, outputs: the extra outputs; states, kept: what each operation that it stands for leaves for backward
+    divided, splits: the extra inputs of which it made splits
+    """
+
+    y: Any
+    names: tuple[str, ...]
+    outputs: tuple[Any, ...]
+    states: tuple[OperationState, ...]
+    kept: tuple[tuple[Tensor | None, ...], ...]
+    divided: tuple[str, ...]
+    splits: tuple[Splits, ...]
+
+
+def state_and_kept(
+    context: OperationContext, prototype: Mapping[str, Any]
+) -> tuple[OperationState, tuple[Tensor | None, ...]]:
+    """What the forward of an operation has left on its context, made from this prototype."""
+    flat: list[Tensor | None] = []
+    values = context.__dict__
+    saved, weights = flatten(values.get("saved"), flat), flatten(values.get("quantized_weights"), flat)
+    own = {k: v for k, v in values.items() if k not in _NOT_VALUES and (k not in prototype or v is not prototype[k])}
+    return OperationState(own, saved, weights), tuple(flat)
+
+
+_NOT_VALUES = frozenset(("operation", "saved", "quantized_weights", "prepared_weights", "updates", "buffers"))
+
+
+class Noted(NamedTuple):
+    """That an amax was recorded: in the state of this name, of the operation at this position, for this role."""
+
+    operation: int
+    role: Role
+    state: str
+
+
+class NotingUpdates:
+    """Hands on to the `updates` of a step, and takes note for its repetition."""
+
+    def __init__(self, updates: PendingUpdates, operations: Mapping[int, Any]) -> None:
+        self.updates = updates
+        self.operations = operations
+        self.noted: list[Noted] = []
+
+    def add(self, quantizer: RecordsAmaxes, state: Tensor) -> None:
+        self.updates.add(quantizer, state)
+        for index, operation in self.operations.items():
+            for name, buffer in operation._buffers.items():
+                if buffer is state:
+                    self.noted.append(Noted(index, Role(quantizer.role), name))
+
+
+class RepeatedStep:
+    """What is kept of one step of a program. covered: the positions of its operations."""
+
+    def __init__(self, covered: Sequence[int], reads_tf32: bool) -> None:
+        self.covered = covered
+        self.reads_tf32 = reads_tf32
+        self.kept = Kept()
+
+    def run(
+        self,
+        operations: Sequence[Any],
+        names: Sequence[Any],
+        values: Sequence[Any],
+        updates: PendingUpdates | None,
+        context: Callable[[int], Any],
+        function: Callable[[Any], Any],
+    ) -> Any:
+        """function(updates), or what it did: tensors in NamedTuples and tuples, and containers.
+
+        names: what else it goes by, but for the operations; values: what goes in, in which tensors are
+        context: that of an operation, by its index, over `updates`
+        """
+        tensors: list[Any] = []
+        addresses: list[int] = []
+        noting = None
+        try:
+            key = self._key(operations, names, values, updates, tensors, addresses)
+        except TypeError:  # what goes in is no plain tensor, or known on the host
+            return function(updates)
+        divided = [value for value in values if type(value) is Splits]
+        ran = False
+
+        def run() -> Any:
+            nonlocal ran, noting
+            ran = True
+            known = [len(splits.tensors()) for splits in divided]
+            if updates is not None:
+                noting = NotingUpdates(updates, {index: operations[index] for index in self.covered})
+            result = function(noting)
+            derived = tuple(splits.derived(count) for splits, count in zip(divided, known, strict=True))
+            return result, () if noting is None else tuple(noting.noted), derived
+
+        result, noted, derived = self.kept.run(key, tensors, addresses, run)
+        if not ran:
+            for splits, more in zip(divided, derived, strict=True):
+                splits.keep(more)
+            if updates is not None:
+                for index, role, state in noted:
+                    updates.add(context(index).quantizer(role), operations[index]._buffers[state])
+        return result
+
+    def _key(
+        self,
+        operations: Sequence[Any],
+        names: Sequence[Any],
+        values: Sequence[Any],
+        updates: PendingUpdates | None,
+        tensors: list[Any],
+        addresses: list[int],
+    ) -> Any:
+        key: list[Any] = [*names, updates is None]
+        if self.reads_tf32:
+            key.append(torch.backends.cuda.matmul.fp32_precision)
+        for index in self.covered:
+            operation = operations[index]
+            key.append((operation.settings, not operation._forward_pre_hooks))
+            key.append(how(operation._parameters.values(), tensors, addresses))
+            if operation._buffers:
+                key.append(how(operation._buffers.values(), tensors, addresses))
+        for value in values:
+            kind = type(value)
+            if kind is Splits:
+                key.append((value.layout, how(value.tensors(), tensors, addresses)))
+            elif value is None or isinstance(value, (Tensor, tuple)):
+                key.append(how((value,), tensors, addresses))
+            else:
+                raise TypeError
+        return tuple(key)
+
+
+def repeated_step(operation: Any, covered: Sequence[Any], indices: Sequence[int], dtypes: Sequence[Any]) -> Any:
+    """For a step that may be repeated, else None. operation: what is executed; covered: the basic operations."""
+    if not all(map(is_repeatable, dict.fromkeys(map(type, (operation, *covered))))):
+        return None
+    return RepeatedStep(tuple(indices), torch.float32 in dtypes)
+
+
+def is_repeatable(kind: type) -> bool:
+    """Whether a class, or one it is derived from without replacing any method but `__init__`, says so."""
+    for at, parent in enumerate(kind.__mro__):
+        if "repeatable" in vars(parent):
+            return bool(vars(parent)["repeatable"]) and not any(_replaces(child, parent) for child in kind.__mro__[:at])
+    return False
+
+
+def _replaces(child: type, parent: type) -> bool:
+    own = (name for name, value in vars(child).items() if callable(value) or hasattr(value, "__get__"))
+    return any(name != "__init__" and hasattr(parent, name) for name in own)
+
+
+def may_repeat(device: torch.device) -> bool:
+    """Whether anything may be repeated now."""
+    return (
+        device.type == "cuda"
+        and not recording.inside
+        and is_eager()
+        and not is_counting()
+        and recorded_effects() is None
+        and all(entry.scales is None and entry.keep_weights is None for entry in open_entries())
+    )
