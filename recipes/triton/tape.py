@@ -81,10 +81,14 @@ class Tape(TorchDispatchMode):
         except NotRepeatable:
             self.repeatable = False
         result = func(*args, **kwargs)
+        if func in _OF_NUMBERS:
+            return result
         several = isinstance(result, (tuple, list))
         results = list(result) if several else [result]
         if not all(isinstance(one, Tensor) for one in results) or _DYNAMIC.intersection(func.tags):
             self.repeatable = False
+        elif any(one.is_cpu for one in results) and any(isinstance(arg, Tensor) and not arg.is_cpu for arg in args):
+            self.repeatable = False  # to be read by the host
         if self.repeatable:
             new = [one for one in results if id(one) not in self._positions]
             if new and len(new) < len(results):
@@ -177,4 +181,5 @@ _ALLOCATING = {
     torch.ops.aten.zeros.default: True,
     torch.ops.aten.new_zeros.default: True,
 }
+_OF_NUMBERS = {torch.ops.aten.promote_types.default, torch.ops.aten.result_type.Scalar_Scalar}  # they read no tensor
 _DYNAMIC = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -1,0 +1,391 @@
+"""Steps repeated as a whole give what they gave: against the same steps run in full, on every change in between.
+
+On a CPU nothing is repeated but where tests ask for it (`repeating`), for operations that torch computes.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ops.runner.backward
+import ops.runner.run
+from fuser import Sequential, autocast, constant_weights, ops, recipes
+from ops.runner import program, repeat
+from recipes.cast_counts import count_casts
+from recipes.triton import replay, tape
+from recipes.triton.repeated import Repeated
+
+RECIPES = ("high_precision", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+
+
+@pytest.fixture
+def repeating(monkeypatch):
+    """Let steps on the CPU be repeated too. Those whose hosts read sizes must not be among them."""
+    here = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+    monkeypatch.setattr(replay, "driver", SimpleNamespace(active=here))
+    begin = tape.Tape.__init__
+
+    def on_device(self, tensors):
+        begin(self, tensors)
+        self.device = 0
+
+    monkeypatch.setattr(tape.Tape, "__init__", on_device)
+    asked = repeat.may_repeat
+    for module in (ops.runner.run, ops.runner.backward):
+        monkeypatch.setattr(module, "may_repeat", lambda device: asked(torch.device("cuda")))
+
+    def repeated(self, step, covered, written):
+        dtypes = [self.contexts[index]["dtype"] for index in step.indices]
+        return None if written else repeat.repeated_step(step.operation, covered, step.indices, dtypes)
+
+    monkeypatch.setattr(program.Program, "_repeated", repeated)
+    replay.forget()
+
+
+def num_repeated() -> int:
+    """How many steps are kept to be repeated."""
+    steps = (kept for kept in replay._all if not isinstance(kept, replay.Replays))
+    return sum(type(found) is Repeated for kept in steps for found in kept.kept.values())
+
+
+def dense(dtype=torch.bfloat16, device="cpu", **options) -> Sequential:
+    torch.manual_seed(1)
+    about = {"device": device, "dtype": dtype}
+    return Sequential(
+        ops.LayerNorm(64, **about),
+        ops.Linear(64, 256, **about, **options),
+        ops.SwiGLU(),
+        ops.Linear(128, 64, **about, **options),
+    )
+
+
+def experts(dtype=torch.bfloat16, device="cuda", stacked=True, fusions=None, **options) -> Sequential:
+    torch.manual_seed(1)
+    about = {"device": device, "dtype": dtype, "stacked": stacked, **options}
+    mlp = (ops.GroupedLinear(4, 128, 256, **about), ops.ScaledSwiGLU(), ops.GroupedLinear(4, 128, 128, **about))
+    return Sequential(*mlp, fusions=fusions)
+
+
+def moe_layer(dtype=torch.bfloat16, device="cuda") -> Sequential:
+    torch.manual_seed(1)
+    about = {"device": device, "dtype": dtype}
+    return Sequential(
+        ops.MakeExtraOutput("residual"),
+        ops.RMSNorm(128, **about),
+        ops.Router(128, 4, 2, **about),
+        ops.Dispatch(4),
+        ops.GroupedLinear(4, 128, 256, bias=False, **about),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(4, 128, 128, bias=False, **about),
+        ops.Combine(),
+        ops.AddExtraInput("residual"),
+    )
+
+
+def step(model: Sequential, recipe, step: int = 0, rows: int = 96, grad: bool = True) -> list[Tensor]:
+    """Output, gradients and main_grads of a step with its own numbers and sizes, one group empty."""
+    weight = next(model.parameters())
+    generator = torch.Generator(weight.device).manual_seed(step)
+    options = {"device": weight.device, "generator": generator}
+    torch.manual_seed(step)  # of stochastic rounding
+    features = weight.shape[-1]
+    x = torch.randn(rows, features, **options).to(weight.dtype).requires_grad_(grad)
+    extras = {}
+    if "split_sizes" in model.layout().consumed:
+        sizes = torch.randint(0, rows // 4, (4,), **options)
+        sizes[step % 4] = 0
+        extras = {"split_sizes": sizes, "scales": torch.rand(rows, **options).requires_grad_(grad)}
+    with autocast(recipe=recipe):
+        y = model(x, **extras)
+    if not grad:
+        return [y.clone()]
+    leaves = [x, *(e for e in extras.values() if e.requires_grad), *model.parameters()]
+    for leaf in leaves:
+        leaf.grad = None
+    y.backward(torch.randn(y.shape, **options).to(y.dtype))
+    placeholders = {id(p) for p in leaves if hasattr(p, "grad_added_to_main_grad")}  # without values
+    grads = [leaf.grad for leaf in leaves if leaf.grad is not None and id(leaf) not in placeholders]
+    return [t.clone() for t in (y, *grads, *(p.main_grad for p in leaves if hasattr(p, "main_grad")))]
+
+
+def states_of(model: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a.nan_to_num(nan=3.0), b.nan_to_num(nan=3.0))
+
+
+def check_steps(make, recipe, monkeypatch, steps=6, change=lambda model, step: None, at_least=1, **options) -> None:
+    """Steps of a model, `change`d after each, are those of another that is never repeated."""
+    before = num_repeated()
+    model = make()
+    found = []
+    for at in range(steps):
+        found.append(step(model, recipe, at, **options) + states_of(model))
+        change(model, at)
+    assert num_repeated() - before >= at_least
+    for module in (ops.runner.run, ops.runner.backward):
+        monkeypatch.setattr(module, "may_repeat", lambda device: False)
+    model = make()
+    for at in range(steps):
+        assert_same(found[at], step(model, recipe, at, **options) + states_of(model))
+        change(model, at)
+
+
+# ------------------------------------------------------------------------------------------------------- on the CPU
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_dense_steps(recipe, repeating, monkeypatch):
+    check_steps(dense, recipe, monkeypatch, at_least=2 if recipe == "nvfp4" else 4)
+
+
+def test_dense_steps_without_gradients(repeating, monkeypatch):
+    check_steps(dense, "mxfp8", monkeypatch, grad=False, at_least=2)
+
+
+def change_everything(model: Sequential, at: int) -> None:
+    """What users change between steps, one of them in each."""
+    norm, first, _, last = model
+    with torch.no_grad():
+        match at:
+            case 2:
+                norm.eps = 0.5
+            case 3:
+                first.weight.data.mul_(2)
+            case 4:
+                first.weight.data = first.weight.data.clone() + 1
+            case 5:
+                last.weight = nn.Parameter(last.weight.flip(0))
+            case 6:
+                model[2] = ops.GEGLU()
+            case 7:
+                last.bias.requires_grad_(False)
+            case 8:
+                norm.zero_centered_gamma = True
+            case 9:
+                last.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_delayed", "mxfp8"))
+def test_changes_are_seen(recipe, repeating, monkeypatch):
+    check_steps(dense, recipe, monkeypatch, steps=16, change=change_everything, at_least=4)
+
+
+def with_main_grad(flag: bool, make=dense, **options):
+    def make_model() -> Sequential:
+        model = make(accumulate_into_main_grad=True, **options)
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "weight" in name:
+                weight.main_grad = torch.ones(weight.shape, device=weight.device)
+                if flag:
+                    weight.overwrite_main_grad, weight.grad_added_to_main_grad = True, False
+        return model
+
+    return make_model
+
+
+def begin_step(model: Sequential, at: int) -> None:
+    """The owner of main_grad takes it after every second microbatch, and moves a buffer once."""
+    for weight in model.parameters():
+        if hasattr(weight, "main_grad") and at == 4:
+            weight.main_grad = weight.main_grad.clone()
+        if hasattr(weight, "grad_added_to_main_grad"):
+            assert weight.grad_added_to_main_grad
+            weight.grad_added_to_main_grad = at % 2 == 0
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_current"))
+def test_main_grad(flag, recipe, repeating, monkeypatch):
+    check_steps(with_main_grad(flag), recipe, monkeypatch, steps=9, change=begin_step, at_least=4)
+
+
+@pytest.mark.parametrize("recipe", ("fp8_delayed", "mxfp8"))
+def test_constant_weights(recipe, repeating, monkeypatch):
+    scopes = []
+
+    def change(model, at):
+        if at % 3 == 0:
+            for scope in scopes:
+                scope.__exit__(None, None, None)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.add_(0.25)
+            scopes[:] = [constant_weights(model)]
+            scopes[0].__enter__()
+
+    check_steps(dense, recipe, monkeypatch, steps=10, change=change, at_least=4)
+
+
+def test_weights_are_quantized_once_a_scope(repeating):
+    model = dense()
+    with constant_weights(model):
+        for at in range(5):
+            step(model, "mxfp8", at)
+        before = step(model, "mxfp8", 9)
+        model[1].weight.data.mul_(3)  # which nobody sees
+        assert_same(step(model, "mxfp8", 9)[:1], before[:1])
+    assert not torch.equal(step(model, "mxfp8", 9)[0], before[0])
+
+
+def test_a_weight_that_is_used_twice(repeating, monkeypatch):
+    def tied():
+        torch.manual_seed(1)
+        model = Sequential(ops.Linear(64, 64, accumulate_into_main_grad=True), ops.LayerNorm(64), ops.Linear(64, 64))
+        model[2].weight = model[0].weight
+        model[2].accumulate_into_main_grad = True
+        model[0].weight.main_grad = torch.ones(64, 64)
+        model[0].weight.overwrite_main_grad, model[0].weight.grad_added_to_main_grad = True, False
+        return model
+
+    check_steps(tied, "high_precision", monkeypatch, change=begin_step, at_least=3)
+
+
+def test_counted_casts_are_counted(repeating):
+    model = dense()
+    for at in range(4):
+        step(model, "mxfp8", at)
+    with count_casts(model) as counted:
+        step(model, "mxfp8", 5)
+    assert counted.counts["1.input"].elements == 96 * 64
+
+
+class Doubled(ops.Linear):
+    """An operation of a user's, derived from one that may be repeated."""
+
+    factor = 2
+
+    def fuser_forward(self, ctx, x, extras):
+        y, outputs = super().fuser_forward(ctx, x, extras)
+        return y * Doubled.factor, outputs
+
+
+class Renamed(ops.Linear):
+    """One that replaces nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+
+
+def test_what_a_subclass_replaces_is_not_repeated(repeating):
+    model = Sequential(Doubled(64, 64))
+    for at in range(4):
+        first = step(model, None, at)
+    Doubled.factor = 3
+    try:
+        assert not torch.equal(first[0], step(model, None, 3)[0])
+    finally:
+        Doubled.factor = 2
+    assert not num_repeated()
+    assert repeat.is_repeatable(Renamed) and not repeat.is_repeatable(Doubled)
+    assert not repeat.is_repeatable(ops.Dropout) and not repeat.is_repeatable(nn.Linear)
+
+
+def test_the_backward_of_changed_weights_is_refused(repeating):
+    model = dense()
+    for at in range(4):
+        step(model, None, at)
+    x = torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True)
+    y = model(x)
+    with torch.no_grad():
+        model[3].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_saved_tensors_go_through_hooks(repeating, monkeypatch):
+    def hooked(model, recipe, at):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.clone(), lambda t: t * 1 if t.is_floating_point() else t
+        ):
+            return step(model, recipe, at)
+
+    model, other = dense(), dense()
+    found = [hooked(model, None, at) for at in range(5)]
+    monkeypatch.setattr(ops.runner.run, "may_repeat", lambda device: False)
+    for at in range(5):
+        assert_same(found[at], hooked(other, None, at))
+
+
+def test_recipes_may_change(repeating, monkeypatch):
+    chosen = [
+        recipes.MXFP8BlockScaling(),
+        None,
+        recipes.Float8CurrentScaling(power_2_scale=True),
+        recipes.DelayedScaling(),
+    ]
+    model, other = dense(), dense()
+    found = [step(model, chosen[at % 4], at) for at in range(20)]
+    for module in (ops.runner.run, ops.runner.backward):
+        monkeypatch.setattr(module, "may_repeat", lambda device: False)
+    for at in range(20):
+        assert_same(found[at], step(other, chosen[at % 4], at))
+
+
+# ------------------------------------------------------------------------------------------------------- on the GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        experts,
+        lambda: experts(fusions=()),
+        lambda: experts(stacked=False),
+        lambda: dense(device="cuda"),
+        moe_layer,
+        with_main_grad(True, experts, bias=False),
+        with_main_grad(False, experts, stacked=False),
+    ],
+    ids=["experts", "unfused", "apart", "dense", "layer", "main_grad", "main_grad-apart"],
+)
+def test_steps(make, recipe, monkeypatch):
+    flags = begin_step if any(hasattr(p, "main_grad") for p in make().parameters()) else lambda model, at: None
+    check_steps(make, recipe, monkeypatch, steps=8, change=flags)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_without_gradients(recipe, monkeypatch):
+    check_steps(experts, recipe, monkeypatch, grad=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ("fp8_delayed", "fp8_current", "nvfp4"))
+def test_constant_weights_on_a_gpu(recipe, monkeypatch):
+    scopes = []
+
+    def change(model, at):
+        if at % 3 == 0:
+            for scope in scopes:
+                scope.__exit__(None, None, None)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.add_(0.05)
+            scopes[:] = [constant_weights(model)]
+            scopes[0].__enter__()
+
+    check_steps(experts, recipe, monkeypatch, steps=10, change=change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_current"))
+def test_float32_follows_the_setting_of_tf32(recipe, monkeypatch):
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+
+    def change(model, at):
+        setting.fp32_precision = "tf32" if at in (3, 4, 5, 8) else "ieee"
+
+    try:
+        check_steps(lambda: experts(torch.float32), recipe, monkeypatch, steps=10, change=change)
+    finally:
+        setting.fp32_precision = before
