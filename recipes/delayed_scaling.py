@@ -8,7 +8,7 @@ of a grouped operation); see `recipes/casts/amax_history.py` for the formula.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipes.amax_reduction import check_group
-from recipes.casts.amax_history import end_step
+from recipes.casts.amax_history import EndOfStep
 from recipes.casts.scale_rules import GivenScale
 from recipes.current_scaling import per_tensor
 from recipes.pending import PendingUpdates
@@ -139,10 +139,16 @@ class DelayedScalingQuantizer(SpecQuantizer):
         return {"amax_history": ((self.recipe.amax_history_len, num_scales), 0.0), "scale": ((num_scales,), 1.0)}
 
     def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
-        return replace(self, source=source, updates=updates, scale=scale)
+        return self._but(source=source, updates=updates, scale=scale)
 
     def for_group(self, group: int) -> Quantizer:
-        return replace(self, group=group)
+        return self._but(group=group)
+
+    def _but(self, **changes: Any) -> DelayedScalingQuantizer:
+        """The same but for these fields, which need no check: `dataclasses.replace` takes longer."""
+        other = object.__new__(DelayedScalingQuantizer)
+        other.__dict__.update(self.__dict__, **changes)
+        return other
 
     def snapshot(self, device: torch.device) -> Tensor | None:
         return self._scale(device).clone()
@@ -151,13 +157,12 @@ class DelayedScalingQuantizer(SpecQuantizer):
         assert self.source is not None and snapshot is not None, "only the operation that holds the state cast before"
         scale_in_use(self.source.tensors(self, snapshot.device)["scale"].data_ptr(), snapshot)
 
-    def end_step(self) -> None:
-        """The step is over: its amaxes enter the history, the scales follow."""
+    def end_of_step(self) -> EndOfStep:
+        """How, as the step is over, its amaxes enter the history, and the scales follow."""
         state, recipe = self._state(), self.recipe
-        largest = self.form.max * 2.0**-recipe.margin
         custom = recipe.scaling_factor_compute_algo
-        end_step(
-            state["amax_history"], state["scale"], largest, recipe.amax_compute_algo,
+        return EndOfStep(
+            state["amax_history"], state["scale"], self.form.max * 2.0**-recipe.margin, recipe.amax_compute_algo,
             None if custom is None else lambda amax, scale: custom(amax, scale, self.form.max, recipe),
         )  # fmt: skip
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipes.amax_reduction import Amaxes, reduce_amaxes
+from recipes.casts.amax_history import EndOfStep
+from recipes.casts.amax_history import end_steps as end_steps_of
 from recipes.effects import Effect, perform
 
 
@@ -33,7 +35,7 @@ class RecordsAmaxes(Protocol):
     @property
     def role(self) -> str: ...
 
-    def end_step(self) -> None: ...
+    def end_of_step(self) -> EndOfStep: ...
 
 
 class PendingUpdates:
@@ -80,14 +82,13 @@ def end_steps(
 
     If that is refused, what was recorded is forgotten.
     """
-    brought = [Amaxes(q.role, q.amax, q.amax_reduction_group) for q in quantizers.values() if q.reduce_amax]
+    brought = (Amaxes(q.role, q.amax, q.amax_reduction_group) for q in quantizers.values() if q.reduce_amax)
     try:
         reduce_amaxes(brought, group, awaited)
     except BaseException:
         forget(quantizers)
         raise
-    for quantizer in quantizers.values():
-        quantizer.end_step()
+    end_steps_of(tuple([quantizer.end_of_step() for quantizer in quantizers.values()]))
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.casts.amax_history import end_step, end_step_ref, end_step_triton
+from recipes.casts.amax_history import EndOfStep, end_step_ref, end_step_triton, end_steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
@@ -113,11 +113,11 @@ def test_algorithms_are_equal_for_a_history_of_one():
 def test_a_function_decides_also_where_the_step_met_nothing():
     """As TransformerEngine calls a user's function: it sees the whole history, whatever this step's amax is."""
     history, scale = torch.tensor([[0.0], [4.0]]), torch.ones(1)
-    end_step(history, scale, 448.0, lambda h: h.amax(0))
+    end_steps([EndOfStep(history, scale, 448.0, lambda h: h.amax(0))])
     assert scale.item() == 112.0 and history.tolist() == [[0.0], [4.0]]
 
 
 def test_a_function_decides_in_place_of_the_formulas():
     history, scale = torch.tensor([[2.0], [6.0]]), torch.ones(1)
-    end_step(history, scale, LARGEST, lambda h: h.mean(0))
+    end_steps([EndOfStep(history, scale, LARGEST, lambda h: h.mean(0))])
     assert scale.item() == LARGEST / 4 and history.tolist() == [[0.0], [2.0]]

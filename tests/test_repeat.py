@@ -38,7 +38,11 @@ def repeating(monkeypatch):
 
     def repeated(self, step, covered, written):
         dtypes = [self.contexts[index]["dtype"] for index in step.indices]
-        return None if written else repeat.repeated_step(step.operation, covered, step.indices, dtypes)
+        return (
+            None
+            if written
+            else repeat.repeated_step(step.operation, covered, step.indices, self.request.recipe, dtypes)
+        )
 
     monkeypatch.setattr(program.Program, "_repeated", repeated)
     replay.forget()

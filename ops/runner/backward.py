@@ -179,7 +179,7 @@ def _run_step(
         destinations = {index: record.operations[index].destinations(context(index)) for index in external}
         names = (*left, own, unwanted, *d_outputs)
         values = (dy, *d_outputs.values(), *kept, *destinations.values())
-        found = wiring.repeated.run(record.operations, names, values, updates, context, execute)
+        found = wiring.repeated.run(record.operations, names, values, updates, execute)
         for index in external:
             record.operations[index].mark_written(context(index))
     d_inputs, *d_params = (dict(zip(*named, strict=True)) for named in found.named)

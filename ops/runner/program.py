@@ -187,4 +187,4 @@ class Program:
         if self.request.device.type != "cuda" or self.path.name != "grouped" or written is not None:
             return None
         dtypes = [self.contexts[index]["dtype"] for index in step.indices]
-        return repeated_step(step.operation, covered, step.indices, dtypes)
+        return repeated_step(step.operation, covered, step.indices, self.request.recipe, dtypes)

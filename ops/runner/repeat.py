@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from ops.runner.context import OperationContext
+from ops.runner.quantizer_state import QuantizerState
 from ops.runner.saved import Spec, flatten
 from recipes.cast_counts import is_counting
 from recipes.effects import recording as recorded_effects
 from recipes.pending import PendingUpdates, RecordsAmaxes
-from recipes.recipe import Role
+from recipes.recipe import Recipe, Role
 from recipes.stack import open_entries
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how, is_eager
@@ -104,8 +105,9 @@ class NotingUpdates:
 class RepeatedStep:
     """What is kept of one step of a program. covered: the positions of its operations."""
 
-    def __init__(self, covered: Sequence[int], reads_tf32: bool) -> None:
+    def __init__(self, covered: Sequence[int], recipe: Recipe, reads_tf32: bool) -> None:
         self.covered = covered
+        self.recipe = recipe
         self.reads_tf32 = reads_tf32
         self.kept = Kept()
 
@@ -115,13 +117,11 @@ class RepeatedStep:
         names: Sequence[Any],
         values: Sequence[Any],
         updates: PendingUpdates | None,
-        context: Callable[[int], Any],
         function: Callable[[Any], Any],
     ) -> Any:
         """function(updates), or what it did: tensors in NamedTuples and tuples, and containers.
 
         names: what else it goes by, but for the operations; values: what goes in, in which tensors are
-        context: that of an operation, by its index, over `updates`
         """
         tensors: list[Any] = []
         addresses: list[int] = []
@@ -148,8 +148,12 @@ class RepeatedStep:
             for splits, more in zip(divided, derived, strict=True):
                 splits.keep(more)
             if updates is not None:
-                for index, role, state in noted:
-                    updates.add(context(index).quantizer(role), operations[index]._buffers[state])
+                for index, role, name in noted:
+                    operation, quantizer = operations[index], self.recipe.quantizer(role)
+                    assert quantizer is not None, "it recorded an amax"
+                    state = QuantizerState(operation, role, operation.num_scales)
+                    bound: Any = quantizer.bound(state, updates, None)
+                    updates.add(bound, operation._buffers[name])
         return result
 
     def _key(
@@ -181,11 +185,13 @@ class RepeatedStep:
         return tuple(key)
 
 
-def repeated_step(operation: Any, covered: Sequence[Any], indices: Sequence[int], dtypes: Sequence[Any]) -> Any:
+def repeated_step(
+    operation: Any, covered: Sequence[Any], indices: Sequence[int], recipe: Recipe, dtypes: Sequence[Any]
+) -> RepeatedStep | None:
     """For a step that may be repeated, else None. operation: what is executed; covered: the basic operations."""
     if not all(map(is_repeatable, dict.fromkeys(map(type, (operation, *covered))))):
         return None
-    return RepeatedStep(tuple(indices), torch.float32 in dtypes)
+    return RepeatedStep(tuple(indices), recipe, torch.float32 in dtypes)
 
 
 def is_repeatable(kind: type) -> bool:

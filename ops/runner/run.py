@@ -336,7 +336,7 @@ class _Call:
             weights = self._prepared_weights(step)
             prepared = tuple(copies and copies.tensors() for copies in weights.values())
             result = wiring.repeated.run(
-                self.operations, (*weights,), (x, *values, prepared), self.updates, self.context,
+                self.operations, (*weights,), (x, *values, prepared), self.updates,
                 lambda updates: self._execute(wiring, x, updates, weights),
             )  # fmt: skip
             self.environment.update(zip(result.divided, result.splits, strict=True))

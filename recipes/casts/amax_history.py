@@ -18,13 +18,14 @@ history: [L, n] float32, scale: [n] float32, both changed in place; no read of t
 columns is a tensor of its own. Source: TransformerEngine's DelayedScaling (read at d0067d0).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from recipes.triton.gates import tl, triton
-from recipes.triton.launch import Launch, cdiv, launcher, next_power_of_2
+from recipes.triton.launch import Launch, cdiv, launcher, next_power_of_2, replayed
 
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 COLUMNS = 16  # of a program
@@ -91,21 +92,37 @@ def end_step_kernel(
         tl.debug_barrier()
 
 
-def end_step(
-    history: Tensor,
-    scale: Tensor,
-    largest: float,
-    amax_algorithm: str | Callable[[Tensor], Tensor],
-    scale_from_amax: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> None:
-    """The update above, on a GPU by one kernel if it calls no function.
+class EndOfStep(NamedTuple):
+    """The arguments of `end_step` for one state.
 
     largest: of the format, with the margin. A function gets history, or amax and the old scale.
     """
-    if not history.is_cuda or callable(amax_algorithm) or scale_from_amax is not None:
-        end_step_ref(history, scale, largest, amax_algorithm, scale_from_amax)
-    else:
-        end_step_triton(history, scale, largest, amax_algorithm == "most_recent")
+
+    history: Tensor
+    scale: Tensor
+    largest: float
+    amax_algorithm: str | Callable[[Tensor], Tensor]
+    scale_from_amax: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+def end_steps(ends: Sequence[EndOfStep]) -> None:
+    """The update above of each state, on a GPU by one kernel each if it calls no function."""
+    by_kernel = tuple([end for end in ends if end.history.is_cuda and _is_plain(end)])
+    if by_kernel:
+        _end_steps_by_kernel(by_kernel)
+    for end in ends if len(by_kernel) < len(ends) else ():
+        if not (end.history.is_cuda and _is_plain(end)):
+            end_step_ref(*end)
+
+
+def _is_plain(end: EndOfStep) -> bool:
+    return not callable(end.amax_algorithm) and end.scale_from_amax is None
+
+
+@replayed
+def _end_steps_by_kernel(ends: tuple[EndOfStep, ...]) -> None:
+    for history, scale, largest, algorithm, _ in ends:
+        end_step_triton(history, scale, largest, algorithm == "most_recent")
 
 
 _end_step = Launch(end_step_kernel)
