@@ -48,7 +48,7 @@ from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon, why_not_this_release
-from recipes.triton.offsets import clamped_offsets_triton
+from recipes.triton.offsets import aligned_offsets_triton, clamped_offsets_triton
 from tests.compiling import ROOT, compiling
 from tests.smoke import all_kernels
 
@@ -77,6 +77,7 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     x, dy, w = (torch.empty(shape, dtype=dtype) for shape in ((rows, K), (rows, N), (GROUPS, N, K)))
     offsets = torch.zeros(GROUPS + 1, dtype=torch.int64)
     clamped_offsets_triton(torch.empty(GROUPS, dtype=torch.int64), offsets, rows)
+    aligned_offsets_triton(offsets, torch.empty_like(offsets), 128)
     bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)
     no_descriptors = [tensor[:1].expand(rows, -1) for tensor in (dy, x)]
     for extras in ((None, None, None), (bias, scales, alpha)):

@@ -34,7 +34,7 @@ def repeating(monkeypatch):
     monkeypatch.setattr(tape.Tape, "__init__", on_device)
     asked = repeat.may_repeat
     for module in (ops.runner.run, ops.runner.backward):
-        monkeypatch.setattr(module, "may_repeat", lambda device: asked(torch.device("cuda")))
+        monkeypatch.setattr(module, "may_repeat", lambda device, entries: asked(torch.device("cuda"), entries))
 
     def repeated(self, step, covered, written):
         dtypes = [self.contexts[index]["dtype"] for index in step.indices]
@@ -135,7 +135,7 @@ def check_steps(make, recipe, monkeypatch, steps=6, change=lambda model, step: N
         change(model, at)
     assert num_repeated() - before >= at_least
     for module in (ops.runner.run, ops.runner.backward):
-        monkeypatch.setattr(module, "may_repeat", lambda device: False)
+        monkeypatch.setattr(module, "may_repeat", lambda device, entries: False)
     model = make()
     for at in range(steps):
         assert_same(found[at], step(model, recipe, at, **options) + states_of(model))
@@ -313,7 +313,7 @@ def test_saved_tensors_go_through_hooks(repeating, monkeypatch):
 
     model, other = dense(), dense()
     found = [hooked(model, None, at) for at in range(5)]
-    monkeypatch.setattr(ops.runner.run, "may_repeat", lambda device: False)
+    monkeypatch.setattr(ops.runner.run, "may_repeat", lambda device, entries: False)
     for at in range(5):
         assert_same(found[at], hooked(other, None, at))
 
@@ -328,7 +328,7 @@ def test_recipes_may_change(repeating, monkeypatch):
     model, other = dense(), dense()
     found = [step(model, chosen[at % 4], at) for at in range(20)]
     for module in (ops.runner.run, ops.runner.backward):
-        monkeypatch.setattr(module, "may_repeat", lambda device: False)
+        monkeypatch.setattr(module, "may_repeat", lambda device, entries: False)
     for at in range(20):
         assert_same(found[at], step(other, chosen[at % 4], at))
 

@@ -4,6 +4,7 @@ Run as a program, this file repeats functions with a driver that compiles and la
 of its checks hold. Under the interpreter, which the other tests use, Triton compiles nothing.
 """
 
+import inspect
 import json
 import subprocess
 import sys
@@ -362,7 +363,9 @@ def check_views_and_small_memory_are_addresses():
     replays(x), replays(x)
     runs.clear()
     allocate = actions._Allocate.__call__
-    actions._Allocate.__call__ = lambda self, *args: shapes.append((self.shape, self.function)) or allocate(self, *args)
+    actions._Allocate.__call__ = lambda self, *args: (
+        shapes.append((self.filling.args[0], self.filling.func)) or allocate(self, *args)
+    )
     made: list[Made] = []
     try:
         launched = launches_of(lambda: made.append(replays(x)))
@@ -420,13 +423,13 @@ def check_threads_launch_their_own_addresses():
     wrong = []
     xs = [[torch.zeros(16, 16) for _ in range(20)] for _ in range(4)]
     out = torch.zeros(64)
-    replay.MOST_ADDRESSES = 3
+    actions.MOST_ADDRESSES = 3
     descriptors = next(r for r in replay._all if r.function.__name__ == "launch_once")
     for _ in range(3):
         launch_once(xs[0][0], out, 2)
     program = next(program for program in descriptors.kept.values() if program)
     launch = next(step for step in program.actions if isinstance(step, actions._Launch))
-    mine = launch.descriptors[0][2]
+    mine = inspect.getclosurevars(launch.appended[0]).nonlocals["descriptors"]
 
     def work(own):
         for _ in range(300):

@@ -15,13 +15,13 @@ from ops.runner.repeat import OperationState, may_repeat
 from ops.runner.saved import unflatten
 from recipes.first_forwards import ForwardWithGrad
 from recipes.pending import PendingUpdates
-from recipes.stack import Stack
+from recipes.stack import Stack, reentered
 
 
 class Record(NamedTuple):
     """What forward leaves for backward, but for the saved tensors.
 
-    states:      for each operation what its forward left, and where its saved tensors begin and end
+    states:      what each operation's forward left; its tensors are saved in this order
     parameters, parameter_states: of all operations, as forward saw them
     input_names: the extra inputs that autograd tracks; returned: the extra outputs that it tracks
     entries: what `autocast` had open in forward
@@ -32,7 +32,7 @@ class Record(NamedTuple):
     program: Program
     operations: Sequence[Any]
     labels: Sequence[str]
-    states: Sequence[tuple[OperationState, int, int]]
+    states: Sequence[OperationState]
     parameters: Sequence[Tensor]
     parameter_states: Sequence[Any]
     input_names: tuple[str, ...]
@@ -131,16 +131,15 @@ def _run_step(
     unwanted: frozenset[int],
 ) -> tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]:
     step = wiring.step
-    left, kept = [], []
-    for index in step.indices:
-        state, begin, end = record.states[index]
-        left.append(state)
-        kept.append(tuple(saved[begin:end]))
-        saved[begin:end] = [None] * (end - begin)  # so that nothing else keeps them alive
+    left = record.states[step.indices[0] : step.indices[-1] + 1]
+    begin = sum([state.count for state in record.states[: step.indices[0]]])
+    end = begin + sum([state.count for state in left])
+    kept = saved[begin:end]
+    saved[begin:end] = [None] * (end - begin)  # so that nothing else keeps them alive
 
     def context(index: int, updates: Any = updates) -> OperationContext:
         context = record.program.context(index, record.operations[index])
-        context.__dict__.update(record.states[index][0].values)
+        context.__dict__.update(record.states[index].values)
         context.seen_in_forward = (record.parameters, record.parameter_states)
         context.updates = updates
         if index in record.given:
@@ -156,21 +155,24 @@ def _run_step(
         contexts = [context(index, updates) for index in step.indices]
         for index in destinations:
             contexts[step.indices.index(index)].destinations = destinations[index]
-        for each, state, tensors in zip(contexts, left, kept, strict=True):
-            flat = list(tensors)
+        for each, state in zip(contexts, left, strict=True):
+            flat, kept[: state.count] = kept[: state.count], []
             each.saved, each.quantized_weights = unflatten(state.saved, flat), unflatten(state.weights, flat)
-        kept.clear()
         if own:
             contexts[0].own_gradients = own
-        result = step.of(record.operations).fuser_backward(contexts if step.fused else contexts[0], dy, d_outputs)
+        operation = step.of(record.operations)
+        with reentered(record.entries):
+            result = operation.fuser_backward(contexts if step.fused else contexts[0], dy, d_outputs)
         if type(result) is not tuple or len(result) != 3:
             raise TypeError(
                 f"fuser_backward returned a {type(result).__name__}. Return (dx, gradients of the parameters by name, "
                 "gradients of the extra inputs by name)."
             )
         dx, d_params, d_inputs = result
-        each_d_params = d_params if step.fused else (d_params,)
-        return _StepGradients(dx, tuple((tuple(d), tuple(d.values())) for d in (d_inputs, *each_d_params)))
+        named = (d_inputs, *(d_params if step.fused else (d_params,)))
+        return _StepGradients(
+            dx, _Names([tuple(each) for each in named]), tuple([d for n in named for d in n.values()])
+        )
 
     if wiring.repeated is None or not _may_repeat(record, wiring, left):
         found = execute(updates)
@@ -178,25 +180,36 @@ def _run_step(
         external = [index for index in step.indices if record.operations[index].wgrad_is_external]
         destinations = {index: record.operations[index].destinations(context(index)) for index in external}
         names = (*left, own, unwanted, *d_outputs)
-        values = (dy, *d_outputs.values(), *kept, *destinations.values())
+        values = (dy, *d_outputs.values(), tuple(kept), *destinations.values())
         found = wiring.repeated.run(record.operations, names, values, updates, execute)
         for index in external:
             record.operations[index].mark_written(context(index))
-    d_inputs, *d_params = (dict(zip(*named, strict=True)) for named in found.named)
+    gradients = iter(found.gradients)
+    d_inputs, *d_params = [dict(zip(names, gradients, strict=False)) for names in found.names.of_each]
     return found.dx, d_params, d_inputs
 
 
+class _Names:
+    """Of the gradients of the extra inputs, and then of those of the parameters of each operation."""
+
+    def __init__(self, of_each: list[tuple[str, ...]]) -> None:
+        self.of_each = of_each
+
+
 class _StepGradients(NamedTuple):
-    """named: names and gradients of the extra inputs, and then of the parameters of each operation."""
+    """gradients: all that have a name, in its order."""
 
     dx: Any
-    named: tuple[tuple[tuple[str, ...], tuple[Tensor | None, ...]], ...]
+    names: _Names
+    gradients: tuple[Tensor | None, ...]
 
 
 def _may_repeat(record: Record, wiring: Wiring, left: Sequence[OperationState]) -> bool:
     """Whether the step may be repeated: so was its forward, the parameters are what that saw, and no gradient of one is
     left for later, or written twice."""
-    if record.given or not all(state.repeats for state in left) or not may_repeat(record.program.request.device):
+    if record.given or not all(state.repeats for state in left):
+        return False
+    if not may_repeat(record.program.request.device, record.entries):
         return False
     seen: list[int] = []
     for index in wiring.step.indices:

@@ -16,6 +16,7 @@ sizes of groups are known on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from recipes.cast_counts import is_counting
 from recipes.effects import recording as recorded_effects
 from recipes.pending import PendingUpdates, RecordsAmaxes
 from recipes.recipe import Recipe, Role
-from recipes.stack import open_entries
+from recipes.stack import Stack
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how, is_eager
 from recipes.triton.tape import recording
@@ -37,14 +38,15 @@ from recipes.triton.tape import recording
 class OperationState:
     """What an operation's forward leaves for its backward beside tensors.
 
-    values: what it set on its context; saved, weights: the specs of its `Saved` and of its quantized weights
+    values: what it set on its context; saved, weights: the specs of its `Saved` and of its quantized weights, and
+    count: of how many tensors both are
     repeats: whether forwards that are repeated leave this very object, so that backward may be repeated by it
     """
 
-    __slots__ = ("repeats", "saved", "values", "weights")
+    __slots__ = ("count", "repeats", "saved", "values", "weights")
 
-    def __init__(self, values: dict[str, Any], saved: Spec, weights: Spec) -> None:
-        self.values, self.saved, self.weights = values, saved, weights
+    def __init__(self, values: dict[str, Any], saved: Spec, weights: Spec, count: int) -> None:
+        self.values, self.saved, self.weights, self.count = values, saved, weights, count
         self.repeats = recording.tape is not None
 
 
@@ -59,20 +61,25 @@ class StepResult(NamedTuple):
     names: tuple[str, ...]
     outputs: tuple[Any, ...]
     states: tuple[OperationState, ...]
-    kept: tuple[tuple[Tensor | None, ...], ...]
+    kept: tuple[Tensor | None, ...]
     divided: tuple[str, ...]
     splits: tuple[Splits, ...]
 
 
-def state_and_kept(
-    context: OperationContext, prototype: Mapping[str, Any]
-) -> tuple[OperationState, tuple[Tensor | None, ...]]:
-    """What the forward of an operation has left on its context, made from this prototype."""
-    flat: list[Tensor | None] = []
+def left_by(context: OperationContext, prototype: Mapping[str, Any], kept: list[Tensor | None]) -> OperationState:
+    """What the forward of an operation has left on its context, made from this prototype; its tensors go to `kept`."""
     values = context.__dict__
+    flat: list[Tensor | None] = []
     saved, weights = flatten(values.get("saved"), flat), flatten(values.get("quantized_weights"), flat)
+    kept += flat
     own = {k: v for k, v in values.items() if k not in _NOT_VALUES and (k not in prototype or v is not prototype[k])}
-    return OperationState(own, saved, weights), tuple(flat)
+    return OperationState(own, saved, weights, len(flat))
+
+
+def kept_by_each(states: Sequence[OperationState], kept: Sequence[Tensor | None]) -> list[Sequence[Tensor | None]]:
+    """The tensors of each operation."""
+    ends = list(accumulate([state.count for state in states], initial=0))
+    return [kept[begin:end] for begin, end in pairwise(ends)]
 
 
 _NOT_VALUES = frozenset(("operation", "saved", "quantized_weights", "prepared_weights", "updates", "buffers"))
@@ -207,13 +214,13 @@ def _replaces(child: type, parent: type) -> bool:
     return any(name != "__init__" and hasattr(parent, name) for name in own)
 
 
-def may_repeat(device: torch.device) -> bool:
-    """Whether anything may be repeated now."""
+def may_repeat(device: torch.device, entries: Stack) -> bool:
+    """Whether anything may be repeated now, in these `autocast`s."""
     return (
         device.type == "cuda"
         and not recording.inside
         and is_eager()
         and not is_counting()
         and recorded_effects() is None
-        and all(entry.scales is None and entry.keep_weights is None for entry in open_entries())
+        and all(entry.scales is None and entry.keep_weights is None for entry in entries)
     )

@@ -29,12 +29,12 @@ from ops.runner.input import check_numbers, check_tensor
 from ops.runner.nested_backward import note_forward, unwanted_parameters
 from ops.runner.not_traced import not_traced
 from ops.runner.program import PlannedOperation, Planner, Program, Wiring, plan_unfused
-from ops.runner.repeat import OperationState, StepResult, may_repeat, state_and_kept
+from ops.runner.repeat import OperationState, StepResult, kept_by_each, left_by, may_repeat
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
-from recipes.stack import current_recipe, current_updates, open_entries, records_amaxes, reentered
+from recipes.stack import current_recipe, current_updates, open_entries, records_amaxes
 from recipes.tensors.splits import Splits
 
 Buffers = Mapping[int, Mapping[str, Tensor]]
@@ -278,7 +278,7 @@ class _Call:
         self.buffers = buffers
         self.given_buffers: list[CallersBuffer] = []
         self.states: list[OperationState] = []  # of each operation, what it leaves for backward
-        self.kept: list[Sequence[Tensor | None]] = []
+        self.kept: list[Tensor | None] = []  # the tensors of all of them
         self.produced: dict[str, Any] = {}
         self.returned: list[str] = []
         self.input_names: list[str] = []
@@ -299,7 +299,7 @@ class _Call:
         return context
 
     def forward(self, x: Any) -> Any:
-        self.repeats = not self.buffers and may_repeat(self.program.request.device)
+        self.repeats = not self.buffers and may_repeat(self.program.request.device, open_entries())
         if self.buffers:
             self.given_buffers = buffers_of(self.buffers, self.operations, self.labels)
             modules = {place_of(*named): named[1] for named in zip(self.labels, self.operations, strict=True)}
@@ -366,17 +366,17 @@ class _Call:
         if type(result) is not tuple or len(result) != 2:
             raise TypeError(f"fuser_forward returned a {type(result).__name__}. Return (y, {{name: extra output}}).")
         y, outputs = result
-        left = [state_and_kept(context, self.program.contexts[context.index]) for context in contexts]
-        states, kept = zip(*left, strict=True)
-        splits = tuple(self.environment[name] for name in divided)
-        return StepResult(y, tuple(outputs), tuple(outputs.values()), states, kept, divided, splits)
+        kept: list[Tensor | None] = []
+        states = tuple([left_by(context, self.program.contexts[context.index], kept) for context in contexts])
+        splits = tuple([self.environment[name] for name in divided])
+        return StepResult(y, tuple(outputs), tuple(outputs.values()), states, tuple(kept), divided, splits)
 
     def _check_writable(self, wiring: Wiring, name: str, x: Any) -> None:
         target = self.environment[name]
         used = (*self.program.read_after[wiring.step.indices[0]], *self.wanted)
         check_writable(
             name, target, x, needs_grad=wiring.needs_grad, given=self.given, operations=self.operations,
-            kept=self.kept, buffers=self.given_buffers, labels=self.labels,
+            kept=kept_by_each(self.states, self.kept), buffers=self.given_buffers, labels=self.labels,
             read_later={n: self.environment[n] for n in used if n in self.environment},
         )  # fmt: skip
         if wiring.needs_grad and any(target is tensor for tensor in self.given):
@@ -431,15 +431,10 @@ class _RetainingFunction(torch.autograd.Function):
                 *[t for n, t in zip(returned, outputs[1:], strict=True) if n not in program.differentiable]
             )
 
-        flat: list[Tensor | None] = []
-        states = []
-        for state, kept in zip(call.states, call.kept, strict=True):
-            states.append((state, len(flat), len(flat) + len(kept)))
-            flat += kept
-        fctx.save_for_backward(*flat)
+        fctx.save_for_backward(*call.kept)
         parameters = tensors[: program.num_parameters]
         fctx.record = Record(
-            program, call.operations, call.labels, states, parameters, [state_of(p) for p in parameters],
+            program, call.operations, call.labels, call.states, parameters, [state_of(p) for p in parameters],
             tuple(call.input_names), tuple(returned), open_entries(), call.first_forward,
             call.given_buffers, call.buffers,
         )  # fmt: skip
@@ -461,7 +456,7 @@ class _RetainingFunction(torch.autograd.Function):
         buffers, edges = record.buffers, fctx.next_functions
         if buffers:
             check_before_backward(buffers, record.parameters, saved, (dy, *d_returned))
-        with without_autocast(record.program.request.device), reentered(record.entries):
+        with without_autocast(record.program.request.device):
             # Where autograd gets all gradients it drops what nobody asked for; elsewhere it would be accumulated.
             unwanted: frozenset[int] = frozenset()
             if any(operation.wgrad_is_external for operation in record.operations):

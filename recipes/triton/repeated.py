@@ -13,6 +13,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -24,10 +25,15 @@ MOST_ADDRESSES = 256  # of an argument of a launch, for which descriptors are ke
 SMALL = 2**16  # bytes of temporary memory that may be part of a buffer, which lives until the end
 _ALIGNMENT = 256  # bytes, of such parts
 
+# What code by torch.compile allocates with on the current GPU: shape, strides, dtype. It takes a quarter of the time of
+# torch.empty, which stands in where torch has no such function, and where it is to fill memory, if asked to.
+_empty_on_gpu: Callable[..., Any] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_fills_memory = torch._C._get_deterministic_algorithms
+
 # What a TMA descriptor may be. Gluon has a class of its own, which is added by whoever imports Gluon.
 DESCRIPTORS: set[type] = {TensorDescriptor}
 
-Action = Callable[[list[Any], list[int], int], None]  # of the tensors so far, their addresses, and the stream
+Action = Callable[[list[Any], list[Any]], None]  # of the tensors so far, and the pool
 Grid = tuple[int, ...]  # how many programs along each of three axes
 
 
@@ -56,6 +62,7 @@ class Allocated(NamedTuple):
 
     position: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     zeroed: bool
@@ -109,38 +116,52 @@ Seen = Allocated | Operated | Launched | Written | Freed
 
 
 class Repeated(NamedTuple):
-    """What a function did on this device; result: what it returned, of the tensors that there are then."""
+    """What a function did on this device; result: what it returned, of the tensors that there are then.
+
+    constants: how its pool begins. A pool is all that launches are called with, in one list, of which each takes its
+    own by their positions: the stream, what never changes, the addresses of the arguments, and what actions append.
+    """
 
     device: int
+    constants: list[Any]
     actions: tuple[Action, ...]
     result: Callable[[list[Any]], Any]
+
+    def again(self, tensors: list[Any], addresses: list[int], stream: int) -> Any:
+        """Do it with these arguments. Both lists are used up."""
+        pool = self.constants + addresses
+        pool[0] = stream
+        for action in self.actions:
+            action(tensors, pool)
+        return self.result(tensors)
 
 
 def prepare(device: int, num_arguments: int, seen: Sequence[Seen], result: Any) -> Repeated:
     """result: what was returned, with places. Raises NotRepeatable for launches that cannot be repeated."""
-    needed = _needed(seen, result)
-    memory = _Memory(num_arguments, seen, needed)
-    actions: list[Action] = [_Allocate(buffer) for buffer in memory.buffers]
+    memory = _Memory(num_arguments, seen, _needed(seen, result))
+    pool = _Pool(num_arguments, [_of_launch(step, memory) for step in seen if isinstance(step, Launched)])
+    actions: list[Action] = [_Offset(*views) for views in pool.of_arguments()]
+    actions += [_Allocate(buffer, pool.made(buffer.position)) for buffer in memory.buffers]
     for step in seen:
         if isinstance(step, Allocated):
             if memory.makes(step.position):
-                actions.append(_Allocate(step))
+                actions.append(_Allocate(step, pool.made(memory.at[step.position][0])))
         elif isinstance(step, Operated):
             if not step.made or memory.makes(step.made[0]):
-                actions.append(_Operate(step, memory))
+                actions.append(_Operate(step, memory, [pool.made(memory.at[made][0]) for made in step.made]))
         elif isinstance(step, Launched):
-            actions.append(_Launch(step, memory))
+            actions.append(pool.next_launch())
         elif isinstance(step, Written):
             actions.append(_Count(step))
         else:
             number = memory.freed(step.position)
-            if number is not None and actions and isinstance(actions[-1], _Free):
+            if number is not None and isinstance(actions[-1], _Free):
                 actions[-1].numbers.append(number)
             elif number is not None:
                 actions.append(_Free(number))
     if actions and isinstance(actions[-1], _Free):
         del actions[-1]  # there nothing is kept any more
-    return Repeated(device, tuple(actions), _returning(memory.numbered(result)))
+    return Repeated(device, pool.constants, tuple(actions), _returning(memory.numbered(result)))
 
 
 def _needed(seen: Sequence[Seen], result: Any) -> set[int]:
@@ -153,13 +174,14 @@ def _needed(seen: Sequence[Seen], result: Any) -> set[int]:
 
 
 class _Memory:
-    """Where the repeated run finds what had a position: in which of its tensors, how many bytes from the beginning.
+    """Where the repeated run finds what had a position.
 
-    buffers: what small memory is part of
+    at: by position, the number of one of its tensors, and how many bytes behind its beginning
+    buffers: what small memory is part of; their positions are these numbers
     """
 
     def __init__(self, num_arguments: int, seen: Sequence[Seen], needed: set[int]) -> None:
-        self._at = {position: (position, 0) for position in range(num_arguments)}
+        self.at = {position: (position, 0) for position in range(num_arguments)}
         self.buffers: list[Allocated] = []
         for zeroed in (False, True):
             small = [s for s in seen if isinstance(s, Allocated) and s.zeroed == zeroed and s.nbytes <= SMALL]
@@ -168,17 +190,17 @@ class _Memory:
         count = num_arguments + len(self.buffers)
         for step in seen:
             if isinstance(step, Operated) and step.view_of is not None and needed.isdisjoint(step.made):
-                number, offset = self._at[step.view_of[0]]
-                self._at[step.made[0]] = number, offset + step.view_of[1]
+                number, offset = self.at[step.view_of[0]]
+                self.at[step.made[0]] = number, offset + step.view_of[1]
                 continue
             made = (step.position,) if isinstance(step, Allocated) else step.made if isinstance(step, Operated) else ()
             for position in made:
-                if position not in self._at:
-                    self._at[position] = count, 0
+                if position not in self.at:
+                    self.at[position] = count, 0
                     self._made.add(position)
                     count += 1
-        own = {self._at[position][0] for position in self._made}
-        self._users = Counter(number for number, _ in self._at.values() if number in own)
+        own = {self.at[position][0] for position in self._made}
+        self._users = Counter(number for number, _ in self.at.values() if number in own)
 
     def _share(self, small: Sequence[Allocated], number: int) -> None:
         """One buffer for these, as the tensor of this number."""
@@ -186,9 +208,9 @@ class _Memory:
             return
         end = 0
         for step in small:
-            self._at[step.position] = number, end
+            self.at[step.position] = number, end
             end += -(-step.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.buffers.append(Allocated(-1, (end,), torch.uint8, small[0].device, small[0].zeroed))
+        self.buffers.append(Allocated(number, (end,), (1,), torch.uint8, small[0].device, small[0].zeroed))
 
     def makes(self, position: int) -> bool:
         """Whether this has a tensor of its own."""
@@ -196,18 +218,14 @@ class _Memory:
 
     def freed(self, position: int) -> int | None:
         """The number of the tensor to be given up now that this is, if nothing else lies in it."""
-        number, _ = self._at[position]
+        number, _ = self.at[position]
         self._users[number] -= 1
         return number if self._users[number] == 0 else None
-
-    def address(self, place: Place) -> tuple[int, int]:
-        """Of which tensor, and how many bytes behind its address."""
-        return self._at[place.position]
 
     def numbered(self, value: Any) -> Any:
         """The value with the numbers of tensors in its places."""
         if type(value) is Place:
-            return Place(self._at[value.position][0])
+            return Place(self.at[value.position][0])
         if not isinstance(value, (tuple, list)) or not has_places(value):
             return value
         return _like(value, map(self.numbered, value))
@@ -242,6 +260,8 @@ def _returning(template: Any) -> Callable[[list[Any]], Any]:
         return lambda tensors: rebuild(inner(tensors))
     if not has_places(template):
         return lambda tensors: template
+    if type(template) is tuple and len(template) > 1 and all(type(item) is Place for item in template):
+        return itemgetter(*[item.position for item in template])
     make = getattr(type(template), "_make", type(template))
     items = list(template)
     filled = [(i, _returning(item)) for i, item in enumerate(items) if has_places(item)]
@@ -255,127 +275,80 @@ def _returning(template: Any) -> Callable[[list[Any]], Any]:
     return fill
 
 
-# ----------------------------------------------------------------------------------------------------------- actions
+# -------------------------------------------------------------------------------------------------------- launches
 
 
-class _Allocate:
-    def __init__(self, step: Allocated) -> None:
-        # torch parses a torch.Size more slowly than a tuple.
-        self.shape, self.dtype, self.device = step.shape, step.dtype, step.device
-        self.function = torch.zeros if step.zeroed else torch.empty
+class _Address(NamedTuple):
+    """What a launch gets for a tensor: the address of the one of this number, and so many bytes."""
 
-    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
-        made = self.function(self.shape, dtype=self.dtype, device=self.device)
-        tensors.append(made)
-        addresses.append(made.data_ptr())
+    number: int
+    offset: int
 
 
-class _Operate:
-    def __init__(self, step: Operated, memory: _Memory) -> None:
-        self.operation, self.makes, self.several = step.operation, bool(step.made), step.several
-        self.args = _returning(memory.numbered(step.args))
-        self.names, self.values = tuple(step.kwargs), _returning(memory.numbered(tuple(step.kwargs.values())))
+class _OfLaunch(NamedTuple):
+    """What a C function is called with: `first`, and then `args`, which are an argument of their own if `apart`.
 
-    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
-        kwargs = dict(zip(self.names, self.values(tensors), strict=True))
-        result = self.operation(*self.args(tensors), **kwargs)
-        if self.makes:
-            for made in result if self.several else (result,):
-                tensors.append(made)
-                addresses.append(made.data_ptr())
+    Both hold numbers and the like, `_Address`es, `_Descriptors`, and tuples with addresses.
+    """
+
+    function: Any
+    first: list[Any]
+    args: list[Any]
+    apart: bool
 
 
-class _Free:
-    def __init__(self, number: int) -> None:
-        self.numbers = [number]
-
-    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
-        for number in self.numbers:
-            tensors[number] = None
-
-
-class _Count:
-    def __init__(self, step: Written) -> None:
-        self.positions = step.positions
-
-    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
-        torch.autograd.graph.increment_version([tensors[position] for position in self.positions])
-
-
-class _Launch:
-    """One launch, ready but for the addresses and the stream."""
-
-    def __init__(self, step: Launched, memory: _Memory) -> None:
-        run = step.compiled.run
-        if why_not_this_release() or not isinstance(run, nvidia.CudaLauncher):
-            raise NotRepeatable
-        if run.global_scratch_size or run.profile_scratch_size:
-            raise NotRepeatable
-        self.launch = run.launch
-        metas: list[Any] = []
-        if inspect.isfunction(run.launch):  # it makes descriptors, and then calls the C function
-            inside = inspect.getclosurevars(run.launch).nonlocals
-            self.launch, metas = inside["launcher"], list(inside["tensordesc_meta"])
-        how = step.compiled.function, run.launch_cooperative_grid, run.launch_pdl
-        metadata = step.compiled.packed_metadata, None, None, None  # without metadata and hooks at the launch
-        scratch = None, None
-        # Triton 3.7 has one C function for all kernels, which takes their signature; Triton 3.6 compiles one for each.
-        self.takes_signature = hasattr(run, "kernel_signature")
-        first: list[Any] = [*step.grid, None, *how, *scratch, *metadata]
-        if self.takes_signature:
-            first = [*step.grid, None, *how, *metadata, *scratch, run.arg_annotations, run.kernel_signature]
-        self.stream, self.begin = len(step.grid), len(first)
-        self.args: list[Any] = first  # of the C function: what is said of the launch, and then the kernel's
-        self.places: list[tuple[int, int, int]] = []  # which argument; of which tensor, how many bytes behind it
-        self.descriptors: list[tuple[int, int, int, _Descriptors]] = []
-        self.containers: list[tuple[int, Callable[[list[int]], Any]]] = []
-        bases = iter(step.bases)
-        for arg in step.args:
-            at = len(self.args)
-            if type(arg) in DESCRIPTORS:
-                descriptors = _Descriptors(arg, metas.pop(0))
-                self.descriptors.append((at, *memory.address(next(bases)), descriptors))
-                self.args += descriptors.expanded
-                continue
-            if type(arg) is Place:
-                self.places.append((at, *memory.address(arg)))
-            elif has_places(arg):
-                self.containers.append((at, _addresses(arg, memory)))
-            self.args.append(arg)
-
-    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
-        args = self.args.copy()
-        args[self.stream] = stream
-        for at, number, offset in self.places:
-            args[at] = addresses[number] + offset
-        for at, number, offset, descriptors in self.descriptors:
-            args[at] = descriptors[addresses[number] + offset]
-        for at, container in self.containers:
-            args[at] = container(addresses)
-        if self.takes_signature:
-            self.launch(*args[: self.begin], args[self.begin :])
+def _of_launch(step: Launched, memory: _Memory) -> _OfLaunch:
+    run = step.compiled.run
+    if why_not_this_release() or not isinstance(run, nvidia.CudaLauncher):
+        raise NotRepeatable
+    if run.global_scratch_size or run.profile_scratch_size:
+        raise NotRepeatable
+    function, metas = run.launch, list[Any]()
+    if inspect.isfunction(run.launch):  # it makes descriptors, and then calls the C function
+        inside = inspect.getclosurevars(run.launch).nonlocals
+        function, metas = inside["launcher"], list(inside["tensordesc_meta"])
+    how = step.compiled.function, run.launch_cooperative_grid, run.launch_pdl
+    metadata = step.compiled.packed_metadata, None, None, None  # without metadata and hooks at the launch
+    scratch = None, None
+    # Triton 3.7 has one C function for all kernels, which takes their signature; Triton 3.6 compiles one for each.
+    apart = hasattr(run, "kernel_signature")
+    first: list[Any] = [*step.grid, _STREAM, *how, *scratch, *metadata]
+    if apart:
+        first = [*step.grid, _STREAM, *how, *metadata, *scratch, run.arg_annotations, run.kernel_signature]
+    args: list[Any] = []
+    bases = iter(step.bases)
+    for arg in step.args:
+        if type(arg) in DESCRIPTORS:
+            descriptors = _Descriptors(arg, metas.pop(0), _Address(*memory.at[next(bases).position]))
+            args += [descriptors, *descriptors.expanded[1:]]
         else:
-            self.launch(*args)
+            args.append(_addressed(arg, memory))
+    return _OfLaunch(function, first, args, apart)
 
 
-def _addresses(value: Any, memory: _Memory) -> Callable[[list[int]], Any]:
-    """Fills the addresses into a tuple with places."""
+def _addressed(value: Any, memory: _Memory) -> Any:
     if type(value) is Place:
-        number, offset = memory.address(value)
-        return lambda addresses: addresses[number] + offset
-    if not has_places(value):
-        return lambda addresses: value
-    items = [_addresses(item, memory) for item in value]
-    return lambda addresses: _like(value, [item(addresses) for item in items])
+        return _Address(*memory.at[value.position])
+    return _like(value, [_addressed(item, memory) for item in value]) if has_places(value) else value
+
+
+def _addresses(value: Any) -> Iterator[_Address]:
+    if type(value) is _Address:
+        yield value
+    elif isinstance(value, _Descriptors):
+        yield value.at
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _addresses(item)
 
 
 class _Descriptors(dict[int, Any]):
     """The TMA descriptors of one argument, made by Triton, by address. expanded: what the C function gets for one."""
 
-    def __init__(self, example: Any, meta: Any) -> None:
+    def __init__(self, example: Any, meta: Any, at: _Address) -> None:
         if meta is None:
             raise NotRepeatable  # it is passed in another form
-        self.example, self.meta = copy(example), meta
+        self.example, self.meta, self.at = copy(example), meta, at
         self.example.base = None
         self.expanded = self._made(example.base.data_ptr())
 
@@ -399,3 +372,175 @@ class At:
 
     def data_ptr(self) -> int:
         return self.address
+
+
+class _Pool:
+    """Where in the pool what launches are called with is, as far as it is there yet.
+
+    constants: how it begins, the stream first
+    """
+
+    def __init__(self, num_arguments: int, launches: Sequence[_OfLaunch]) -> None:
+        self._launches = iter(launches)
+        self.constants: list[Any] = [None]
+        self._positions: dict[_Address, int] = {}
+        self._of_constants: dict[int, int] = {}  # by their identity: the launches hold them
+        self._offsets: dict[int, list[int]] = {}  # of each tensor, that launches need
+        for launch in launches:
+            for value in (*launch.first, *launch.args):
+                found = set(_addresses(value))
+                for number, offset in found:
+                    if offset and offset not in self._offsets.setdefault(number, []):
+                        self._offsets[number].append(offset)
+                if not found and value is not _STREAM and id(value) not in self._of_constants:
+                    self._of_constants[id(value)] = len(self.constants)
+                    self.constants.append(value)
+        self._count = len(self.constants)
+        for number in range(num_arguments):
+            self._append(_Address(number, 0))
+
+    def _append(self, address: _Address | None) -> int:
+        if address is not None:
+            self._positions[address] = self._count
+        self._count += 1
+        return self._count - 1
+
+    def of_arguments(self) -> Iterator[tuple[int, list[int]]]:
+        """Where addresses of arguments are behind which there are views, and how many bytes."""
+        for number, offsets in self._offsets.items():
+            if _Address(number, 0) in self._positions:
+                for offset in offsets:
+                    self._append(_Address(number, offset))
+                yield self._positions[_Address(number, 0)], offsets
+
+    def made(self, number: int) -> list[int]:
+        """Its address follows, and those so many bytes behind it."""
+        offsets = self._offsets.get(number, [])
+        for offset in (0, *offsets):
+            self._append(_Address(number, offset))
+        return offsets
+
+    def next_launch(self) -> _Launch:
+        launch = next(self._launches)
+        appended: list[Callable[[list[Any]], Any]] = []
+        first = [self._position(value, appended) for value in launch.first]
+        args = [self._position(value, appended) for value in launch.args]
+        return _Launch(launch.function, appended, first, args, launch.apart)
+
+    def _position(self, value: Any, appended: list[Callable[[list[Any]], Any]]) -> int:
+        if value is _STREAM:
+            return 0
+        if type(value) is _Address:
+            return self._positions[value]
+        if isinstance(value, _Descriptors):
+            appended.append(_look_up(value, self._positions[value.at]))
+            return self._append(None)
+        if next(_addresses(value), None) is not None:
+            appended.append(self._filled(value))
+            return self._append(None)
+        return self._of_constants[id(value)]
+
+    def _filled(self, value: Any) -> Callable[[list[Any]], Any]:
+        if type(value) is _Address:
+            return itemgetter(self._positions[value])
+        if next(_addresses(value), None) is None:
+            return lambda pool: value
+        items = [self._filled(item) for item in value]
+        return lambda pool: _like(value, [item(pool) for item in items])
+
+
+_STREAM = object()
+
+
+def _look_up(descriptors: _Descriptors, at: int) -> Callable[[list[Any]], Any]:
+    return lambda pool: descriptors[pool[at]]
+
+
+# ----------------------------------------------------------------------------------------------------------- actions
+
+
+class _Offset:
+    """Addresses behind one that is in the pool."""
+
+    def __init__(self, at: int, offsets: list[int]) -> None:
+        self.at, self.offsets = at, offsets
+
+    def __call__(self, tensors: list[Any], pool: list[Any]) -> None:
+        address = pool[self.at]
+        for offset in self.offsets:
+            pool.append(address + offset)
+
+
+class _Allocate:
+    """offsets: of views, that launches need"""
+
+    def __init__(self, step: Allocated, offsets: list[int]) -> None:
+        torchs = torch.zeros if step.zeroed else torch.empty
+        self.function = self.filling = partial(torchs, step.shape, dtype=step.dtype, device=step.device)
+        self.offsets = offsets
+        if not step.zeroed and step.device.type == "cuda" and _empty_on_gpu is not None:
+            self.function = partial(_empty_on_gpu, step.shape, step.strides, step.dtype)
+
+    def __call__(self, tensors: list[Any], pool: list[Any]) -> None:
+        made = self.filling() if _fills_memory() else self.function()
+        tensors.append(made)
+        address = made.data_ptr()
+        pool.append(address)
+        for offset in self.offsets:
+            pool.append(address + offset)
+
+
+class _Operate:
+    """offsets: of views of what it makes, that launches need"""
+
+    def __init__(self, step: Operated, memory: _Memory, offsets: list[list[int]]) -> None:
+        self.operation, self.offsets, self.several = step.operation, offsets, step.several
+        self.args = _returning(memory.numbered(step.args))
+        self.names, self.values = tuple(step.kwargs), _returning(memory.numbered(tuple(step.kwargs.values())))
+
+    def __call__(self, tensors: list[Any], pool: list[Any]) -> None:
+        kwargs = dict(zip(self.names, self.values(tensors), strict=True))
+        result = self.operation(*self.args(tensors), **kwargs)
+        if not self.offsets:
+            return
+        for made, offsets in zip(result if self.several else (result,), self.offsets, strict=True):
+            tensors.append(made)
+            address = made.data_ptr()
+            pool.append(address)
+            for offset in offsets:
+                pool.append(address + offset)
+
+
+class _Free:
+    def __init__(self, number: int) -> None:
+        self.numbers = [number]
+
+    def __call__(self, tensors: list[Any], pool: list[Any]) -> None:
+        for number in self.numbers:
+            tensors[number] = None
+
+
+class _Count:
+    def __init__(self, step: Written) -> None:
+        self.positions = step.positions
+
+    def __call__(self, tensors: list[Any], pool: list[Any]) -> None:
+        torch.autograd.graph.increment_version([tensors[position] for position in self.positions])
+
+
+class _Launch:
+    """appended: what is put into the pool for it; first, args: where in the pool all that it is called with is."""
+
+    def __init__(
+        self, function: Any, appended: list[Callable[[list[Any]], Any]], first: list[int], args: list[int], apart: bool
+    ) -> None:
+        self.function, self.appended = function, appended
+        self.first, self.args = itemgetter(*first, *(() if apart else args)), args if apart else None
+
+    def __call__(self, tensors: list[Any], pool: list[Any]) -> None:
+        for value in self.appended:
+            pool.append(value(pool))
+        if self.args is None:
+            self.function(*self.first(pool))
+        else:
+            self.function(*self.first(pool), [pool[at] for at in self.args])

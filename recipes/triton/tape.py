@@ -97,8 +97,8 @@ class Tape(TorchDispatchMode):
             positions = tuple(map(self._follow, new))
             if func in _ALLOCATING and result.is_contiguous() and not result.is_pinned():
                 zeroed = _ALLOCATING[func]
-                shape, device = tuple(result.shape), result.device
-                self.seen.append(Allocated(positions[0], shape, result.dtype, device, zeroed))
+                lies = tuple(result.shape), result.stride(), result.dtype, result.device
+                self.seen.append(Allocated(positions[0], *lies, zeroed))
             else:
                 bases = [self._base(one, args) for one in new]
                 self.seen.append(Operated(func, *placed, positions, several, None if several else (*bases, None)[0]))
