@@ -5,7 +5,7 @@ Formula and layout of the scales: `recipes/casts/cast.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, get_args
 
 from recipes.casts.cast_mxfp8 import BLOCK
@@ -26,6 +26,8 @@ class MXFP8BlockScaling(Recipe):
     scaling: "round_up" gives scales with which no value saturates; "floor" is the rule of OCP MX v1.0, with which the
         largest values of a block may
     enable_2d_quantization: weights in blocks of 32x32, so that both copies have the same codes
+    keep_weight_values: within `constant_weights` weights are kept dequantized, at most one copy an orientation, twice
+        the bytes of their codes; False, and activation checkpoints, keep codes and dequantize before each product
     """
 
     names: ClassVar[tuple[str, ...]] = ("mxfp8",)
@@ -33,6 +35,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     scaling: Rounding = "round_up"
     enable_2d_quantization: bool = False
+    keep_weight_values: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

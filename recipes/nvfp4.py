@@ -38,6 +38,7 @@ class NVFP4BlockScaling(Recipe):
     disable_stochastic_rounding: gradients are rounded to nearest
     disable_2d_quantization: weights in 1x16 blocks along the axis that is contracted
     row_scaled_activation: one amax for each row in the rowwise copy of inputs, instead of one for all
+    keep_weight_values: as of `MXFP8BlockScaling`; four times the bytes of the codes
     """
 
     names: ClassVar[tuple[str, ...]] = ("nvfp4",)
@@ -47,6 +48,7 @@ class NVFP4BlockScaling(Recipe):
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
     row_scaled_activation: bool = False
+    keep_weight_values: bool = field(default=True, kw_only=True)
 
     def quantizer(self, role: Role) -> NVFP4Quantizer:
         transformed = NVFP4Quantizer(rht=not self.disable_rht, round_rht=not self.disable_rht_rounding)

@@ -120,6 +120,11 @@ class Recipe(ABC):
         """Whether a native FP8 product promotes partial sums to float32 on the way; else the tensor core keeps them."""
         return bool(getattr(self, f"split_accumulator_{product}", True))
 
+    @property
+    def keeps_weight_values(self) -> bool:
+        """Whether `constant_weights` keeps dequantized weights where no product takes their codes."""
+        return bool(getattr(self, "keep_weight_values", True))
+
     def amax_reduction_groups(self, default: Any) -> tuple[Any, ...]:
         """The process groups whose ranks all take part when an `autocast` with this recipe ends, whatever it ran.
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fuser import Sequential, autocast, checkpoint, constant_weights, count_casts, ops
-from recipes import DelayedScaling, NVFP4BlockScaling
+from recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from recipes.tensors.scaled_codes import ScaledCodes
 from tests.reference import assert_same_bits
 
 RECIPES = {
@@ -236,3 +237,25 @@ def test_it_keeps_nothing_afterwards():
 def test_modules_without_operations_are_refused():
     with pytest.raises(ValueError, match="got Linear, which contains no operation"):
         constant_weights(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("make", [MXFP8BlockScaling, NVFP4BlockScaling])
+def test_emulated_formats_keep_values_unless_the_recipe_says_codes(make, monkeypatch):
+    """Both have the bits of no scope; values are made once, take more memory, and are not made again."""
+    settings = {"disable_stochastic_rounding": True} if make is NVFP4BlockScaling else {}
+    plain = run(build(), make(**settings))
+    made = []
+    operand = ScaledCodes.operand
+    monkeypatch.setattr(ScaledCodes, "operand", lambda self, *args: made.append(self.shape) or operand(self, *args))
+    nbytes, calls = {}, {}
+    for keeps in (True, False):
+        recipe, model = make(keep_weight_values=keeps, **settings), build()
+        scope = constant_weights(model)
+        with scope:
+            for _ in range(3):
+                made.clear()
+                assert_same_bits(run(model, recipe), plain)
+            calls[keeps] = sum(len(shape) == 3 or shape == (32, 32) for shape in made)
+            nbytes[keeps] = scope.nbytes
+        assert scope.nbytes == 0
+    assert calls == {True: 0, False: 6} and nbytes[True] > 2 * nbytes[False] > 0

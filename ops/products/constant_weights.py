@@ -75,6 +75,11 @@ class constant_weights:
         self._values.clear()
         _open.discard(self)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies that are kept now."""
+        return sum(kept.nbytes for kept in self._kept.values())
+
     def forget(self, operation: BasicOperation) -> None:
         """Quantize this operation's weights anew at their next use."""
         self._kept.pop(operation, None)

@@ -8,6 +8,9 @@ What backward reads, the columnwise copy, travels with what forward saves. Not s
 gathers them for each pass) or hooks run before forward: there backward quantizes the gathered weights again, so that no
 copy of the whole weights outlives a pass; but under scales that move, the copies are kept there too.
 
+Copies whose codes no product multiplies (MXFP8, NVFP4) are kept in `constant_weights` as their exact values, so that
+they are dequantized once, too. With keep_weight_values=False, and in activation checkpoints, codes are kept.
+
 Where both copies would hold the same values (blocks that are square, products of values), the rowwise one is made alone
 and stands for both.
 """
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ops.products.paths import SplitTensors
-from ops.products.product import for_wgrad
+from ops.products.product import for_wgrad, gemm_dtype
 from ops.runner.context import OperationContext, held_parameter
 from recipes.cast_counts import is_counting
 from recipes.effects import recording
@@ -32,6 +35,7 @@ from recipes.recipe import Role
 from recipes.stack import keep_weights_flag
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.scaled_codes import Dequantized
 
 # Makes the copies that are asked for: rowwise, columnwise -> a quantized tensor, or one for each group.
 Quantize = Callable[[bool, bool], Any]
@@ -59,6 +63,12 @@ class QuantizedWeights:
         """Whether these are the copies of just these weights."""
         same = len(parameters) == len(self._parameters) and self._key == key
         return same and all(ref() is p for ref, p in zip(self._parameters, parameters, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        tensors = [] if self._copies is None else _tensors(self._copies)
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}.values())
 
     def copies(self, rowwise: bool, columnwise: bool, quantize: Quantize) -> Any:
         """With at least the copies asked for; what is missing is cast now, from the high-precision weights."""
@@ -130,7 +140,13 @@ def _in_forward(
     if scope is None or replayed or is_counting() or operation._forward_pre_hooks:
         copies = quantize(rowwise, columnwise)
     else:
-        copies = scope.copies(operation, parameters, key, quantizer, quantize, rowwise, columnwise)
+        keeps_values = ctx.recipe.keeps_weight_values and quantizer.float8_scaling(False) is None
+        # What a checkpoint computes again, after the scope too, must save tensors of the same kind.
+        keeps_values = keeps_values and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        if keeps_values:
+            quantize = partial(_dequantized, quantize, gemm_dtype(ctx.dtype, parameters[0].device))
+        key_in_scope = (key, keeps_values)
+        copies = scope.copies(operation, parameters, key_in_scope, quantizer, quantize, rowwise, columnwise)
     if flag is not None:
         shared.copies(rowwise, columnwise, partial(_cloned, copies))
     return copies
@@ -142,6 +158,19 @@ def one_for_both(quantize: Quantize, rowwise: bool, columnwise: bool) -> Any:
     if isinstance(copies, QuantizedTensor):
         return replace(copies, columnwise=copies.rowwise)
     return [replace(member, columnwise=member.rowwise) for member in copies]
+
+
+def _dequantized(quantize: Quantize, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> Any:
+    """The copies with their values in place of their codes, which no product takes."""
+    copies = quantize(rowwise, columnwise)
+    if not isinstance(copies, QuantizedTensor):
+        return [_with_values(member, dtype) for member in copies]
+    return _with_values(copies, dtype)
+
+
+def _with_values(copies: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
+    made = {id(copy): Dequantized.of(copy, dtype) for copy in (copies.rowwise, copies.columnwise) if copy is not None}
+    return replace(copies, rowwise=made.get(id(copies.rowwise)), columnwise=made.get(id(copies.columnwise)))
 
 
 def _for_backward(copies: Any) -> QuantizedTensor | SplitTensors:

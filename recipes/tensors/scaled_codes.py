@@ -153,6 +153,25 @@ class ScaledCodes:
         return values.index_select(0, splits.row_in_padded(block)).masked_fill(inactive[:, None], 0.0)
 
 
+@dataclass(frozen=True, eq=False)
+class Dequantized(ScaledCodes):
+    """A copy that holds its values, as `operand` gives them, in place of codes, and their factor in place of scales."""
+
+    @staticmethod
+    def of(copy: ScaledCodes, dtype: torch.dtype) -> ScaledCodes:
+        """The same copy with values in `dtype`; the copy itself where these are padded."""
+        values, alpha, block = copy.operand(dtype)
+        if block > 1:
+            return copy
+        return Dequantized(values, alpha, copy.spec, copy.shape, copy.columnwise)  # type: ignore[arg-type]
+
+    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
+        return Operand(self.codes, self.scale_inv)
+
+    def float8_operand(self) -> None:
+        """There are no codes."""
+
+
 def scaled_copies(copies: Copies, spec: ScaleSpec, shape: torch.Size) -> tuple[ScaledCodes | None, ScaledCodes | None]:
     """The rowwise and the columnwise copy of a tensor of this shape."""
     rowwise = columnwise = None
