@@ -7,8 +7,9 @@
 Same weights, inputs, split sizes. First every way is held against fp32, expert by expert (SQNR in dB of the output and
 of each gradient), and each recipe is run, another one, and the first again, which must give the same bits. Only then
 all ways are timed interleaved in one process, whole steps with their launches; caches are as the previous way leaves
-them, but each step quantizes the weights anew. Then the grouped products alone, of operands that
-are quantized before (`products`). Useful FLOP: 6 R H F forward, 18 R H F forward + backward, and products.
+them. Each step quantizes the weights anew, but not in `weights once in N`: the time of one of N microbatches inside of
+one `constant_weights`. `host`: host launch overhead of a step, queued behind other work. Then the grouped products
+alone, of operands that are quantized before (`products`). Useful FLOP: 6 R H F forward, 18 R H F in all other passes.
 """
 
 import argparse
@@ -28,20 +29,26 @@ from bench.plots import why_no_plots
 from bench.products import PRODUCTS, grouped_products
 from bench.recipe_report import Counts, Outcome, draw_recipes, figures, show_recipes, write_csv
 from bench.results import add_json_argument, write_results
+from bench.routing import ROUTINGS
 from bench.schedule import BASELINE, known_recipes, recipe_named
 from bench.sqnr import require_sqnr, sqnr_floor
-from bench.timing import time_interleaved
+from bench.timing import Timing, time_interleaved
 from bench.usage import UsageError, require_device
 from fuser import constant_weights
 from recipes import Role
 
 MODELS = {**EXPERT_SHAPES, **TINY_SHAPES}
 DEFAULT_MODELS = {"cuda": "qwen3-30b-a3b", "cpu": "tiny-qwen3-30b-a3b"}
+WEIGHTS_EVERY = 8
+HOST = "host"
+HOST_CALLS = 4  # few, so that none waits for room in the device's queue
 # Steps on the same data after which a recipe with a history gives the same bits each time.
 SETTLING_STEPS = 4
 
 
-def compare_recipes(case: GroupedCase, labels: list[str], *, steps: int = 20) -> list[Outcome]:
+def compare_recipes(
+    case: GroupedCase, labels: list[str], *, steps: int = 20, weights_every: int = WEIGHTS_EVERY
+) -> list[Outcome]:
     """Check all recipes and torch's own ways, then time them interleaved. AssertionError if one is wrong."""
     ways: dict[str, Callable[[], Tensor]] = {label: case.ours(label) for label in labels}
     ways["torch"] = case.torchs()
@@ -66,7 +73,8 @@ def compare_recipes(case: GroupedCase, labels: list[str], *, steps: int = 20) ->
             other = _other(way, labels)
             if other is not None:
                 require_same_bits(case, way, other)
-            found = replace(found, same_bits_after=other, counts=_counted(step))
+            kept = kept_weight_bytes(case, step)
+            found = replace(found, same_bits_after=other, counts=_counted(step), kept_weight_bytes=kept)
         outcomes.append(found)
 
     times = {
@@ -77,6 +85,14 @@ def compare_recipes(case: GroupedCase, labels: list[str], *, steps: int = 20) ->
         )
         for passes in PASSES
     }
+    whole = {way: case.step(call, PASSES[-1]) for way, call in ways.items()}
+    microbatches = {way: _in_one_scope(case, step, weights_every) for way, step in whole.items()}
+    found_once = time_interleaved(microbatches, rounds=max(1, steps // 2), warmup=2, device=case.device)
+    times[once_in(weights_every)] = {
+        way: Timing(*(seconds / weights_every for seconds in timing)) for way, timing in found_once.items()
+    }
+    if case.device.type == "cuda":
+        times[HOST] = time_interleaved(whole, rounds=steps, calls=HOST_CALLS, device=case.device, clock="host")
     times[PRODUCTS] = time_interleaved(checked_products(case, labels), rounds=steps, device=case.device)
     return [
         replace(found, times={passes: of_ways[found.way] for passes, of_ways in times.items() if found.way in of_ways})
@@ -91,6 +107,28 @@ def saved_bytes_of_rows(case: GroupedCase, call: Callable[[], Tensor]) -> int:
         for given in case.inputs.values():
             before.pop(given.untyped_storage().data_ptr(), None)
         return saved_bytes(call, but=[*case.weights, *before.values()])
+
+
+def kept_weight_bytes(case: GroupedCase, step: TimedPass) -> int:
+    """What `constant_weights` keeps of the weights."""
+    scope = constant_weights(case.layer)
+    with scope:
+        step()
+        return scope.nbytes
+
+
+def once_in(microbatches: int) -> str:
+    """The name of the pass in which weights are quantized once in so many."""
+    return f"{PASSES[-1]}, weights once in {microbatches}"
+
+
+def _in_one_scope(case: GroupedCase, step: TimedPass, microbatches: int) -> Callable[[], None]:
+    def run() -> None:
+        with constant_weights(case.layer):
+            for _ in range(microbatches):
+                step()
+
+    return run
 
 
 def checked_products(case: GroupedCase, labels: list[str]) -> dict[str, TimedPass]:
@@ -154,6 +192,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, help="each is sent to top-k experts (default: those of the model)")
+    parser.add_argument("--routing", default="random", choices=ROUTINGS, help="(default: %(default)s)")
+    parser.add_argument(
+        "--weights-every",
+        type=int,
+        default=WEIGHTS_EVERY,
+        metavar="N",
+        help="microbatches of a step that quantizes weights once (default: %(default)s)",
+    )
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each way (default: %(default)s)")
     add_json_argument(parser, "recipes")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each way and pass")
@@ -167,24 +213,25 @@ def main(arguments: argparse.Namespace) -> int:
     model = arguments.model or DEFAULT_MODELS[arguments.device]
     if model not in MODELS:
         raise UsageError(f"--model {model} is unknown. Take {', '.join(EXPERT_SHAPES)}, or tiny- before one of these.")
-    for option in ("tokens", "steps"):
-        value = getattr(arguments, option)
+    for option in ("tokens", "steps", "weights-every"):
+        value = getattr(arguments, option.replace("-", "_"))
         if value is not None and value < 1:
             raise UsageError(f"--{option} is {value}, but must be at least 1.")
     if arguments.plot and (missing := why_no_plots()):
         raise UsageError(f"--plot: {missing}")
 
     shape = MODELS[model]
-    case = expert_mlp(shape, device=arguments.device, tokens=arguments.tokens)
+    case = expert_mlp(shape, device=arguments.device, tokens=arguments.tokens, routing=arguments.routing)
     note = f" ({shape.note})" if shape.note else ""
     print(
-        f"recipes on {model}{note}: {shape.num_experts} experts, {case.rows} rows divided at random, "
+        f"recipes on {model}{note}: {shape.num_experts} experts, {case.rows} rows, {arguments.routing} routing, "
         f"{shape.hidden} / {shape.intermediate}, bf16, on {arguments.device}"
     )
     for label in labels:
         print(explain_line(case, label))
-    outcomes = compare_recipes(case, labels, steps=arguments.steps)
-    flop = {passes: case.flop_of(passes) for passes in PASSES} | {PRODUCTS: case.flop_of(PASSES[-1])}
+    every = arguments.weights_every
+    outcomes = compare_recipes(case, labels, steps=arguments.steps, weights_every=every)
+    flop = {passes: case.flop_of(passes) for passes in (*PASSES, once_in(every), HOST, PRODUCTS)}
     show_recipes(outcomes, flop)
     written = []
     if arguments.json:
@@ -192,6 +239,8 @@ def main(arguments: argparse.Namespace) -> int:
             "model": model,
             "shape": asdict(shape),
             "rows": case.rows,
+            "routing": arguments.routing,
+            "weights_every": every,
             "steps": arguments.steps,
             "flop": flop,
             "ways": figures(outcomes, flop),

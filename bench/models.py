@@ -77,6 +77,7 @@ _GPT_OSS = ExpertShape(
 EXPERT_SHAPES = {
     "qwen3-30b-a3b": ExpertShape(2048, 768, 128, 8),
     "qwen3-235b-a22b": ExpertShape(4096, 1536, 128, 8),
+    "deepseek-v2-lite": ExpertShape(2048, 1408, 64, 6, normalize_probs=False),
     "olmoe-1b-7b": ExpertShape(2048, 1024, 64, 8, normalize_probs=False),
     "mixtral-8x7b": ExpertShape(4096, 14336, 8, 2),
     "gpt-oss-20b": replace(_GPT_OSS, num_experts=32),

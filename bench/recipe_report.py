@@ -27,6 +27,7 @@ class Outcome:
     sqnr:                dB by name of the output ("y") and of each gradient
     saved_bytes_per_row: what is kept for backward; parameters do not count
     peak_bytes:          the most that a forward + backward allocates; None if not measured
+    kept_weight_bytes:   of the copies of weights that `constant_weights` keeps; None of torch
     same_bits_after:     the recipe after which this one gave its first bits again; None if that was not tried
     counts:              casts by "operation.role"; None if they cannot be counted
     times:               seconds by name of the pass
@@ -37,6 +38,7 @@ class Outcome:
     sqnr: dict[str, float]
     saved_bytes_per_row: float
     peak_bytes: int | None = None
+    kept_weight_bytes: int | None = None
     same_bits_after: str | None = None
     counts: Counts | None = None
     times: dict[str, Timing] = field(default_factory=dict)
@@ -67,10 +69,15 @@ def show_recipes(outcomes: Sequence[Outcome], flop: Mapping[str, int]) -> None:
             rows,
         )
     print_table(
-        "memory: kept for backward, and allocated at most in forward + backward",
-        ["", "bytes a row", "peak MB"],
+        "memory: kept for backward, allocated at most in forward + backward, and of weights kept by constant_weights",
+        ["", "bytes a row", "peak MB", "weights MB"],
         [
-            [found.way, f"{found.saved_bytes_per_row:.0f}", _or("not measured", found.peak_bytes, 1e-6)]
+            [
+                found.way,
+                f"{found.saved_bytes_per_row:.0f}",
+                _or("not measured", found.peak_bytes, 1e-6),
+                _or("-", found.kept_weight_bytes, 1e-6),
+            ]
             for found in outcomes
         ],
     )
@@ -102,6 +109,7 @@ def write_csv(path: Path, model: str, device: str, outcomes: Sequence[Outcome], 
             **_rates(found, passes, by_way, flop),
             "saved_bytes_per_row": found.saved_bytes_per_row,
             "peak_bytes": found.peak_bytes,
+            "kept_weight_bytes": found.kept_weight_bytes,
             **{f"sqnr_{name}": db for name, db in found.sqnr.items()},
         }
         for found in outcomes
