@@ -25,7 +25,11 @@ def explain(
     requires_grad: bool,
 ) -> str:
     """One paragraph for each stage of the layout, for an x and parameters as described."""
-    about = f"recipe {recipe!r}: {recipe.support(device)} on {device.type}, {str(dtype).removeprefix('torch.')}"
+    assumed = (
+        " (torch finds no GPU here: as on Hopper)" if device.type == "cuda" and not torch.cuda.is_available() else ""
+    )
+    numbers = f"{recipe.support(device)} on {device.type}{assumed}, {str(dtype).removeprefix('torch.')}"
+    about = f"recipe {recipe!r}: {numbers}"
     reason = why_not_this_release() if device.type == "cuda" else None
     lines = [f"{about}. {reason}" if reason else about]
     for number, stage in enumerate(layout.stages):

@@ -761,3 +761,11 @@ def test_a_fused_operation_gets_dtype_and_buffers_of_each_operation() -> None:
     sequential = Sequential(Square(), Scale(), Shift(), fusions=(Spy,)).bfloat16()
     sequential(torch.ones(2))
     assert seen == [(torch.bfloat16, [torch.bfloat16, torch.bfloat16], [1, 2])]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, of which the plan is explained")
+def test_a_plan_for_a_gpu_that_is_not_here_is_that_of_hopper():
+    linear = ops.GroupedLinear(4, 128, 256, bias=False, dtype=torch.bfloat16)
+    told = Sequential(linear).explain(recipe="fp8_current", device="cuda")
+    assert "native on cuda (torch finds no GPU here: as on Hopper), bfloat16" in told and "dequantized" not in told
+    assert "dequantized for all products (an operand" in Sequential(linear).explain(recipe="mxfp8", device="cuda")

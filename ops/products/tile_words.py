@@ -28,7 +28,8 @@ def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -
 
     accumulate: weight gradients are added to what is there, in float32.
     """
-    gpu = compute_capability(request.device) or (9, 0)
+    gpu = compute_capability(request.device)
+    assert gpu is not None, "a CPU has no tiles"
     recipe, dtype = request.recipe, request.dtype
     multiplied = gemm_dtype(dtype, request.device) if quantizes(recipe) else dtype
     gemms: dict[Product, Gemm] = {
