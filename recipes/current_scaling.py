@@ -30,6 +30,7 @@ class Float8CurrentScaling(Recipe):
     """
 
     names: ClassVar[tuple[str, ...]] = ("fp8_current",)
+    repeatable: ClassVar[bool] = True
 
     fp8_format: Format = Format.HYBRID
     power_2_scale: bool = False

@@ -51,6 +51,7 @@ class DelayedScaling(Recipe):
     """
 
     names: ClassVar[tuple[str, ...]] = ("fp8_delayed",)
+    repeatable: ClassVar[bool] = True
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID

@@ -32,6 +32,7 @@ class Float8BlockScaling(Recipe):
     """
 
     names: ClassVar[tuple[str, ...]] = ("fp8_block",)
+    repeatable: ClassVar[bool] = True
 
     fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False

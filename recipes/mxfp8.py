@@ -31,6 +31,7 @@ class MXFP8BlockScaling(Recipe):
     """
 
     names: ClassVar[tuple[str, ...]] = ("mxfp8",)
+    repeatable: ClassVar[bool] = True
 
     fp8_format: Format = Format.E4M3
     scaling: Rounding = "round_up"

@@ -42,6 +42,7 @@ class NVFP4BlockScaling(Recipe):
     """
 
     names: ClassVar[tuple[str, ...]] = ("nvfp4",)
+    repeatable: ClassVar[bool] = True
 
     disable_rht: bool = False
     disable_rht_rounding: bool = field(default=False, kw_only=True)

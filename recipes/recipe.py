@@ -62,11 +62,15 @@ class Recipe(ABC):
 
     names: what `autocast` and `as_recipe` accept for this recipe with its default fields; the first is shown
     path: "grouped" or "split" forces that storage path; None leaves the choice to `why_not_grouped`
+    repeatable: whether its quantizers follow from its fields, and what they do from these and tensors alone, so that a
+    step on a GPU may be done again as a whole (`ops.runner.repeat`). Of a subclass that replaces a method it does not
+    hold
 
     Raises TypeError for a field that is no bool, int, float or Format where its annotation says one.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
+    repeatable: ClassVar[bool] = False
 
     path: str | None = field(default=None, kw_only=True)
 
@@ -174,6 +178,7 @@ class HighPrecision(Recipe):
     """No quantization: fp64, fp32, fp16 or bf16, as the tensors are."""
 
     names: ClassVar[tuple[str, ...]] = ("high_precision", "none", "bf16", "fp16", "fp32")
+    repeatable: ClassVar[bool] = True
 
     def quantizer(self, role: Role) -> Quantizer | None:
         return None

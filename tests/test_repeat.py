@@ -292,6 +292,22 @@ def test_what_a_subclass_replaces_is_not_repeated(repeating):
     assert not repeat.is_repeatable(ops.Dropout) and not repeat.is_repeatable(nn.Linear)
 
 
+def test_a_recipe_of_ones_own_is_not_repeated(repeating, monkeypatch):
+    """Its quantizers may be others the next time."""
+    chosen = [recipes.MXFP8BlockScaling()]
+    custom = recipes.CustomRecipe(lambda role: chosen[0].quantizer(role))
+
+    class Own(recipes.MXFP8BlockScaling):
+        def quantizer(self, role):
+            return chosen[0].quantizer(role)
+
+    for recipe in (custom, Own()):
+        model, other = dense(), dense()
+        for at in range(6):
+            chosen[0] = (recipes.Float8CurrentScaling if at > 3 else recipes.MXFP8BlockScaling)()
+            assert_same(step(model, recipe, at), step(other, chosen[0], at))
+
+
 def test_the_backward_of_changed_weights_is_refused(repeating):
     model = dense()
     for at in range(4):

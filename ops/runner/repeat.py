@@ -1,16 +1,17 @@
-"""Steps of a program that are done again as a whole, where all lies as it did: see `recipes.triton.replay`.
+"""Steps of a program that are repeated as a whole on a GPU where everything lies as it did: `recipes.triton.replay`.
 
-A step of built-in operations allocates, launches, and leaves tensors for backward; all that follows from
+A step of built-in operations allocates, launches, and leaves tensors for backward. All of that follows from
 
-    the program          recipe, path, dtypes, which gradients are wanted
-    the operations       their settings, counted up when one is assigned; hooks; parameters and states, as tensors
-    what goes in         x, the extra inputs, or what forward left, dy and the gradients of extra outputs
+    the program      recipe, path, dtypes, which gradients are needed
+    the operations   their settings, which count assignments; hooks; parameters and states, as tensors
+    what goes in     x and the extra inputs; or what forward left, dy, and the gradients of extra outputs
 
-So on a GPU it is kept by these, and repeated. An operation that may be is `repeatable`: what it does depends on nothing
-else, and it changes nothing but tensors. What else a step does on the host stays with the runner: checks of parameters,
-amaxes that a state is told of. Not repeated are steps that write to a caller's memory or to main_grad, what runs under
-`count_casts`, `fuser.checkpoint`, `keep_weights` or `constant_weights`, or while side effects are kept, and where the
-sizes of groups are known on the host.
+So it is kept by these, and done again. Operations and recipes for which this holds are `repeatable`: what they do depends
+on nothing else, and they change nothing but tensors. What else a step does on the host stays with the runner: checks of
+parameters, the weights of `constant_weights`, where main_grad is, amaxes that are recorded in a state.
+
+Not repeated are steps that write to a caller's memory, that leave a weight gradient for later, or whose group sizes are
+on the host, and what runs under `count_casts`, `fuser.checkpoint`, `keep_weights`, or while side effects are recorded.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from recipes.stack import Stack
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how, is_eager
 from recipes.triton.tape import recording
+
+MOST_KEYS = 128  # of a step: shapes that come again
 
 
 class OperationState:
@@ -116,7 +119,7 @@ class RepeatedStep:
         self.covered = covered
         self.recipe = recipe
         self.reads_tf32 = reads_tf32
-        self.kept = Kept()
+        self.kept = Kept(MOST_KEYS)
 
     def run(
         self,
@@ -196,7 +199,7 @@ def repeated_step(
     operation: Any, covered: Sequence[Any], indices: Sequence[int], recipe: Recipe, dtypes: Sequence[Any]
 ) -> RepeatedStep | None:
     """For a step that may be repeated, else None. operation: what is executed; covered: the basic operations."""
-    if not all(map(is_repeatable, dict.fromkeys(map(type, (operation, *covered))))):
+    if not all(map(is_repeatable, dict.fromkeys(map(type, (operation, recipe, *covered))))):
         return None
     return RepeatedStep(tuple(indices), recipe, torch.float32 in dtypes)
 

@@ -46,9 +46,10 @@ MOST_KEYS = 1024  # of a function
 
 
 class Kept:
-    """What was done, by key, to be done again: see above."""
+    """What was done, by key, to be done again: see above. most: of how many keys; None: MOST_KEYS"""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self.most = most
         # None: the key was met once; False: what was done cannot be repeated
         self.kept: dict[Any, Repeated | Literal[False] | None] = {}
         _all.add(self)
@@ -69,7 +70,7 @@ class Kept:
                 if found is None:
                     result, self.kept[key] = record(tensors, function)
                     return result
-                if len(self.kept) >= MOST_KEYS:
+                if len(self.kept) >= (self.most or MOST_KEYS):
                     self.kept.clear()
                 self.kept[key] = None
                 return function()
