@@ -6,9 +6,9 @@ A step of built-in operations allocates, launches, and leaves tensors for backwa
     the operations   their settings, which count assignments; hooks; parameters and states, as tensors
     what goes in     x and the extra inputs; or what forward left, dy, and the gradients of extra outputs
 
-So it is kept by these, and done again. Operations and recipes for which this holds are `repeatable`: what they do depends
-on nothing else, and they change nothing but tensors. What else a step does on the host stays with the runner: checks of
-parameters, the weights of `constant_weights`, where main_grad is, amaxes that are recorded in a state.
+So it is kept by these, and done again. Operations and recipes for which this holds are `repeatable`: what they do
+depends on nothing else, and they change nothing but tensors. What else a step does on the host stays with the runner:
+checks of parameters, the weights of `constant_weights`, where main_grad is, amaxes that are recorded in a state.
 
 Not repeated are steps that write to a caller's memory, that leave a weight gradient for later, or whose group sizes are
 on the host, and what runs under `count_casts`, `fuser.checkpoint`, `keep_weights`, or while side effects are recorded.
