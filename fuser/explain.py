@@ -1,4 +1,4 @@
-"""A Sequential's plan as text: what runs, on which path, by which kernel, and why not otherwise."""
+"""A Sequential's plan as text: the operations as they run, their path and kernels, and the reasons for each choice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def explain(
     training: bool,
     requires_grad: bool,
 ) -> str:
-    """One paragraph for each stage of the layout, for an x and parameters as described."""
+    """One paragraph for each stage of the layout, for an x and parameters of this device and dtype."""
     about = f"recipe {recipe!r}: {recipe.support(device)} on {device.type}, {str(dtype).removeprefix('torch.')}"
     reason = why_not_this_release() if device.type == "cuda" else None
     lines = [f"{about}. {reason}" if reason else about]
