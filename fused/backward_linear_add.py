@@ -28,7 +28,7 @@ class BackwardLinearAdd(FusedOperation):
         self, ctxs: Sequence[OperationContext], dy: Any, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfFused:
         make, linear = cast(MakeExtraOutput, self.operations[0]), cast(Linear, self.operations[1])
-        dx: Any = None
+        dx: Tensor | None = None
         gradients: Mapping[str, Tensor | None] = {}
         if dy is not None:
             dx, gradients, _ = linear.fuser_backward(ctxs[1], dy, {})

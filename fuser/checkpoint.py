@@ -42,7 +42,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     return torch_checkpoint(under_recipe, *args, use_reentrant=use_reentrant, **kwargs)
 
 
-def _versions(named: Mapping[str, Any]) -> dict[str, int]:
+def _versions(named: Mapping[str, object]) -> dict[str, int]:
     """The version counter of each tensor. Inference tensors have none and are left out."""
     return {
         name: value._version for name, value in named.items() if isinstance(value, Tensor) and not value.is_inference()

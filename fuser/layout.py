@@ -20,7 +20,7 @@ class Stage(NamedTuple):
     """One call of the Sequential. needs, makes: names of extra inputs and outputs. indices: positions of its modules in
     the outermost Sequential (None inside a nested one). label: position of the first module, dotted if nested."""
 
-    runner: Any  # Pipeline | nn.Module
+    runner: Pipeline | nn.Module
     needs: tuple[str, ...]
     makes: tuple[str, ...]
     indices: tuple[int | None, ...]

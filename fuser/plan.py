@@ -59,7 +59,7 @@ def register_fusion(fusion: Fusion, *, before: Fusion | None = None) -> Registra
     return registration
 
 
-def check_fusion_class(fusion: Any) -> None:
+def check_fusion_class(fusion: object) -> None:
     """Raise TypeError unless `fusion` is a FusedOperation class with a usable pattern and passes."""
     if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
         raise TypeError(f"{fusion!r} is not a fusion. Give a subclass of FusedOperation (the class, not an instance).")

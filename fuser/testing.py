@@ -184,7 +184,7 @@ def compare(name: str, actual: Tensor | None, expected: Tensor | None) -> Differ
     return Difference(name, error.max().item(), error.square().mean().sqrt().item(), tuple(map(int, index)), scale)
 
 
-def _random(shape: Sequence[int], dtype: torch.dtype, device: Any, generator: torch.Generator) -> Tensor:
+def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> Tensor:
     return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
 
 

@@ -7,7 +7,6 @@ torch.nn.functional.glu it comes second.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from ops.kernels.elementwise.chain import Step
 from recipes.arguments import check_flags
 from recipes.current_scaling import CurrentScalingQuantizer
 from recipes.tensors.formats import E4M3
+from recipes.tensors.quantized_tensor import QuantizedTensor
 
 _INPUT_QUANTIZER = CurrentScalingQuantizer(E4M3)
 
@@ -58,7 +58,7 @@ class ActivationOperation(ElementwiseOperation):
         check_activation((incoming,), self.activation, None)
         return incoming // 2 if self.activation.gated else incoming
 
-    def kept_x(self, x: Tensor) -> Any:
+    def kept_x(self, x: Tensor) -> Tensor | QuantizedTensor:
         return _INPUT_QUANTIZER.quantize(x) if self.cache_quantized_input else x
 
     def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ops.kernels.elementwise.chain import Step, delementwise, elementwise, runs_triton
 from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
+from recipes.tensors.quantized_tensor import QuantizedTensor
 
 
 class ElementwiseOperation(BasicOperation):
@@ -30,7 +31,7 @@ class ElementwiseOperation(BasicOperation):
     cache_quantized_input: bool = False
 
     class Saved(NamedTuple):
-        x: Any  # None if the step is linear
+        x: Tensor | QuantizedTensor | None  # None if the step is linear
         operand: Tensor | None  # None if it is a parameter, and if backward needs none
 
     @abstractmethod
@@ -63,7 +64,7 @@ class ElementwiseOperation(BasicOperation):
             return None
         return ctx.param(self.operand_name) if self.has_parameter else extras[self.operand_name]
 
-    def kept_x(self, x: Tensor) -> Any:
+    def kept_x(self, x: Tensor) -> Tensor | QuantizedTensor:
         """What to save of x for backward: x, or a quantized container of it."""
         return x
 

@@ -24,7 +24,7 @@ def as_integer(name: str, value: Any) -> int:
         raise TypeError(f"{name} is {_shown(value)}, but must be an integer. Pass an int.") from None
 
 
-def as_number(name: str, value: Any) -> float:
+def as_number(name: str, value: object) -> float:
     """A float, or another real number; no bool. The caller checks whether it is finite."""
     if type(value) is float:
         return value
@@ -36,14 +36,14 @@ def as_number(name: str, value: Any) -> float:
         raise ValueError(f"{name} has {len(str(value))} digits, more than a float holds. Pass a smaller one.") from None
 
 
-def as_flag(name: str, value: Any) -> bool:
+def as_flag(name: str, value: object) -> bool:
     """True or False; neither 1 nor a string, which would always be true."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {_shown(value)}, but must be True or False. Pass a bool.")
     return value
 
 
-def as_member(name: str, value: Any, kind: type[Member]) -> Member:
+def as_member(name: str, value: object, kind: type[Member]) -> Member:
     """A member of an Enum; not its name."""
     if not isinstance(value, kind):
         members = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
@@ -51,7 +51,7 @@ def as_member(name: str, value: Any, kind: type[Member]) -> Member:
     return value
 
 
-def check_flags(**flags: Any) -> None:
+def check_flags(**flags: object) -> None:
     """Raise TypeError for the first argument that is neither True nor False."""
     for name, flag in flags.items():
         as_flag(name, flag)
@@ -67,7 +67,7 @@ def positive_integers(owner: str, **given: Any) -> list[int]:
     return sizes
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """The argument as text, with its class where the value does not show it."""
     if isinstance(value, type):
         return f"the class {value.__name__}"

@@ -79,7 +79,7 @@ class autocast(ContextDecorator):
         push(self._entry)
         return self._recipe
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         entry, self._entry = self._entry, None
         assert entry is not None, "it was entered"
         remove(entry)
@@ -105,7 +105,7 @@ class autocast(ContextDecorator):
         return self._recipe.amax_reduction_groups(self._group)
 
 
-def _check_kinds(amax_reduction_group: Any, keep_weights: Any, scales: Any) -> None:
+def _check_kinds(amax_reduction_group: Any, keep_weights: object, scales: object) -> None:
     check_group("amax_reduction_group", amax_reduction_group)
     if keep_weights is not None:
         if not isinstance(keep_weights, Tensor):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -138,7 +137,7 @@ def _largest_alone(copy: ScaledCodes) -> ScaledCodes:
 @dataclass(frozen=True, eq=False)
 class _Watched(Quantizer):
     inner: Quantizer
-    note: Callable[[Tensor, Any], None]
+    note: Callable[[Tensor, QuantizedTensor | GroupedTensor], None]
 
     @property
     def keeps_state(self) -> bool:  # type: ignore[override]

@@ -17,9 +17,9 @@ from torch import Tensor
 class Effect(NamedTuple):
     """A deferred call function(*args). undo: reverts the state that the pass prepared for it, if it is never called."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     args: tuple[Any, ...] = ()
-    undo: Callable[[], Any] | None = None
+    undo: Callable[[], object] | None = None
 
     def __call__(self) -> None:
         self.function(*self.args)

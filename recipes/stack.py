@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +57,7 @@ class ActiveRecipe:
 
     def __init__(
         self,
-        holder: Any,
+        holder: object,
         recipe: Recipe,
         updates: PendingUpdates,
         scales: CastScales | None = None,
@@ -68,7 +67,7 @@ class ActiveRecipe:
         if_abandoned: Callable[[], None] | None = None,
     ) -> None:
         call = None if if_abandoned is None else lambda _: if_abandoned()
-        self._holder: Any = weakref.ref(holder, call)
+        self._holder: Callable[[], object] = weakref.ref(holder, call)
         self.recipe = recipe
         self.updates = updates
         self.scales = scales
@@ -80,7 +79,7 @@ class ActiveRecipe:
     def is_open(self) -> bool:
         return self._holder() is not None
 
-    def reopened(self, holder: Any, records: bool) -> ActiveRecipe:
+    def reopened(self, holder: object, records: bool) -> ActiveRecipe:
         """A copy of this entry that is open while `holder` is alive."""
         return ActiveRecipe(holder, self.recipe, self.updates, self.scales, self.keep_weights, records=records)
 

@@ -39,9 +39,9 @@ def make_graphed_callables(
     retain_graph_in_backward: bool = False,
     share_buffers: bool | None = None,
     clone_param_grads_on_return: bool = True,
-    pre_warmup_hook: Callable[[], Any] | None = None,
-    post_warmup_hook: Callable[[], Any] | None = None,
-    report: Callable[[str], Any] | None = None,
+    pre_warmup_hook: Callable[[], object] | None = None,
+    post_warmup_hook: Callable[[], object] | None = None,
+    report: Callable[[str], object] | None = None,
     debug: bool = False,
     **others: Any,
 ) -> Any:

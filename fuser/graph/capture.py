@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ class Segment(Protocol):
 class Recorder(Protocol):
     """Records segments in the order in which they will be replayed."""
 
-    def warming_up(self) -> Any:
+    def warming_up(self) -> AbstractContextManager[None]:
         """The context in which warm-ups run."""
 
     def warm_up(self, work: Work, *, rehearses: bool = False) -> None:

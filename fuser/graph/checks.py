@@ -65,7 +65,7 @@ def check_module(module: nn.Module, sample: Sample, settings: Settings) -> None:
                 )
 
 
-def _has_tensors(value: Any) -> bool:
+def _has_tensors(value: object) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, list | tuple | set) and any(isinstance(v, Tensor) or _has_tensors(v) for v in value)

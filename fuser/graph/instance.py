@@ -289,7 +289,7 @@ class Instance:
 
 
 @contextmanager
-def _without_hooks(tensors: Sequence[Any]) -> Iterator[None]:
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Disable the tensors' hooks inside. They run at each replay, on the gradients that it returns."""
     hooks = [tensor._backward_hooks for tensor in tensors if tensor._backward_hooks]
     contents = [dict(registered) for registered in hooks]

@@ -20,7 +20,7 @@ from fuser.schedule.schedule import Event, Pass, Place, Schedule
 from ops.products.main_grad import check_accumulation
 from recipes.effects import Accumulation
 
-Hook = Callable[[], Any] | None
+Hook = Callable[[], object] | None
 
 
 class Graphs:
@@ -49,7 +49,7 @@ class Graphs:
         self._owned_grads = owned_grads
         self._segments: dict[Event, Segment] = {}
         self._accumulations: dict[Event, list[Accumulation]] = {}
-        self._arenas: dict[Any, Tensor] = {}
+        self._arenas: dict[tuple[object, ...], Tensor] = {}
         self._to_poison: dict[Event, list[Tensor]] = {}
         self._dead: list[Tensor] = []
         retain = any(instance.retain for instance in instances.values())
@@ -58,7 +58,7 @@ class Graphs:
         self.memory: MemoryPlan
 
     def record(
-        self, device: torch.device, warmups: int, before: Hook, after: Hook, report: Callable[[str], Any] | None
+        self, device: torch.device, warmups: int, before: Hook, after: Hook, report: Callable[[str], object] | None
     ) -> None:
         """Warm up, plan the buffers, record. After an exception everything is freed, and the modules are unchanged.
 

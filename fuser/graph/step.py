@@ -80,7 +80,7 @@ class GraphedStep:
         self._inputs = [tensor.detach().clone() for tensor in sample.tensors]
         self._check_inputs = InputCheck(sample, getattr(step, "__name__", "step"))
         self._held: list[HeldCheck] = []
-        self._settings: list[Any] = []
+        self._settings: list[dict[str, Any]] = []
         self._results: list[Tensor | None] = []
         self._spec: Any = None
         self._left: list[tuple[Tensor | None, Any]] = []  # for each parameter after the step: its gradient, its flag
@@ -200,7 +200,7 @@ class _Values:
                 tensor.zero_()
 
 
-def _settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+def _settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
     """The optimizers' settings, with tensors replaced by their ids."""
     return [
         {name: id(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}

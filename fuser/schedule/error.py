@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 WIDTH = 96  # characters in a row of entries
 ENTRY_WIDTH = 32  # characters of one entry
@@ -39,7 +39,7 @@ class ScheduleError(ValueError):
         super().__init__("\n".join(lines))
 
 
-def show(item: Any) -> str:
+def show(item: object) -> str:
     """Any object on one line of at most `ENTRY_WIDTH` characters; objects other than text and numbers by their type."""
     if isinstance(item, str):
         text = item[: ENTRY_WIDTH + 1]

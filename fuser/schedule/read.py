@@ -146,7 +146,7 @@ def _too_high(item: Item) -> str:
     return f"{show(item)} is too high a number. Count chunks from 1 and microbatches from 0, without gaps."
 
 
-def _exact(item: Any) -> int | Fraction | float | None:
+def _exact(item: object) -> int | Fraction | float | None:
     """A real number of any library as a Python number; None for anything else."""
     if isinstance(item, Integral):
         try:
@@ -182,11 +182,11 @@ def _is_microbatch_count(value: Any) -> bool:
     return is_whole(value) and abs(value) <= MOST_ENTRIES
 
 
-def _is_answer(value: Any) -> bool:
+def _is_answer(value: object) -> bool:
     return value is None or isinstance(value, bool)
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     """Whether this is a Python int, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -195,7 +195,7 @@ def is_layer_count(value: Any) -> bool:
     return is_whole(value) and 0 <= value <= MOST_EVENTS
 
 
-def error_of(items: Sequence[Any], problems: Sequence[Problem]) -> ScheduleError:
+def error_of(items: Sequence[object], problems: Sequence[Problem]) -> ScheduleError:
     return ScheduleError([show(str(item) if isinstance(item, Entry) else item) for item in items], problems)
 
 

@@ -43,7 +43,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -96,7 +95,7 @@ class Activation:
                 )
             object.__setattr__(self, "glu_interleave_size", size)
 
-    def _set_number(self, name: str, value: Any) -> float:
+    def _set_number(self, name: str, value: object) -> float:
         number = as_number(name, value)
         object.__setattr__(self, name, number)
         return number

@@ -44,7 +44,7 @@ from ops.kernels.elementwise.chain_triton import delementwise_kernel, elementwis
 from recipes.casts.cast_float8 import format_of
 from recipes.casts.scale_rules import E8M0Scale, GivenScale
 from recipes.tensors.formats import ALL, Float8Format, ScaleRule, ScaleSpec
-from recipes.triton.gates import tl
+from recipes.triton.gates import JITFunction, tl
 from recipes.triton.launch import Launch, next_power_of_2, replayed
 from recipes.triton.philox import random_bits_ref
 
@@ -70,11 +70,11 @@ class Step:
     gated, interleave: see above; interleave 0 means halves
     """
 
-    forward: Any
-    backward: Any
+    forward: JITFunction
+    backward: JITFunction
     reference: Callable[..., Tensor]
     operand: Kind = ""
-    d_operand: Any = None
+    d_operand: JITFunction | None = None
     constants: tuple[float, float, float] = (0.0, 0.0, 0.0)
     linear: bool = False
     gated: bool = False
@@ -498,7 +498,7 @@ def _gate_of(steps: Sequence[Step]) -> int:
 class _Hashed(tuple):
     """A tuple that caches its hash: Triton hashes the constants at every launch, and its functions are slow to hash."""
 
-    def __init__(self, items: Iterable[Any]) -> None:
+    def __init__(self, items: Iterable[object]) -> None:
         self._hash = hash(tuple(self))
 
     def __hash__(self) -> int:
