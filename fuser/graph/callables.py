@@ -67,7 +67,7 @@ def make_graphed_callables(
     retain_graph_in_backward: keep what backward reads, so that it can be replayed twice
     share_buffers: let instances share the memory of inputs, outputs and their gradients where their lifetimes do not
                    overlap; by default only with a schedule
-    clone_param_grads_on_return: False: return each instance's own gradient memory instead of clones
+    clone_param_grads_on_return: False: keep the gradient memory of every instance, and return it without cloning
     pre_warmup_hook, post_warmup_hook: called once, before and after all warm-up
     report:        called before the capture with a text on the device memory that the graphs will take
                    (`report=print`); an exception in it ends the call. The pool's size is known only on a GPU with 2 or
