@@ -1,4 +1,4 @@
-"""The programs that show what the library does: the training demo, the plans of known models, benchmarks.
+"""Programs that use the library: the training demo, the plans of known models, and the benchmarks.
 
 `python -m bench --help` lists them. Only this folder prints; the library never does.
 """

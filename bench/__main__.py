@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one sub-command. Exit code: 0 if all went well, 1 if a check failed, 2 if the call or a file is wrong."""
+    """Run one sub-command. Exit code: 0 on success, 1 if a check failed, 2 for wrong arguments or files."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
     try:

@@ -1,15 +1,15 @@
-"""Quantize and dequantize of each recipe, against a device copy in the same run.
+"""Quantize and dequantize of each recipe, compared with a device copy in the same run.
 
     tensor    x [R, C] as one tensor
-    groups    the same rows divided among groups at random
-    weights   a stack [8, R / 8, C]
+    groups    the same rows divided randomly among groups
+    weights   stacked weights [8, R / 8, C]
 
     input, weight, grad   the quantizer of that role
     rowwise, columnwise   one copy, or both at once; "back" dequantizes one
 
-Bytes: what the format must move, high-precision input read once, twice where the scale needs an amax first, codes and
-scales written once. Time: of the kernels, by the "device" clock of `bench.timing`, which empties the L2 cache first.
-Every cast is held against its input (SQNR) before it is timed.
+Bytes: the minimum that must be moved. The high-precision input is read once, or twice where the scale needs an amax
+first; codes and scales are written once. Time: that of the kernels, by the "device" clock of `bench.timing`, with a
+cold L2 cache. Every cast is compared with its input (SQNR) before it is timed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from recipes import GroupedTensor, QuantizedTensor, Quantizer, Role, Splits
 SHAPES = {"cuda": (65536, 7168), "cpu": (1024, 512)}
 NUM_GROUPS = {"tensor": 1, "groups": 40, "weights": 8}
 COPIES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
-# Recipes whose scales need an amax first: they read their input twice.
+# Recipes whose scales need an amax first, and which therefore read their input twice.
 READS = {"fp8_current": 2, "nvfp4": 2}
 
 Quantized = GroupedTensor | QuantizedTensor
@@ -38,7 +38,7 @@ Quantized = GroupedTensor | QuantizedTensor
 
 @dataclass(frozen=True)
 class CastFigures:
-    """One cast, or one dequantization. bytes: what must be moved; copy_bytes: what the copy beside it moved."""
+    """One cast or dequantization. bytes: the minimum that must be moved; copy_bytes: bytes moved by the device copy."""
 
     recipe: str
     cast: str
@@ -52,14 +52,14 @@ class CastFigures:
 
     @property
     def percent_of_copy(self) -> float:
-        """100 is as many bytes a second as the copy."""
+        """Memory throughput in % of that of the device copy."""
         return 100 * self.gb_per_s * 1e9 * self.times["copy"].median / self.copy_bytes
 
 
 def check_cast(quantized: Quantized, given: Tensor, splits: Splits | None, label: str) -> None:
-    """AssertionError if a copy that keeps its places is further from what was cast than the recipe's format allows.
+    """Raise AssertionError if the error of a copy is larger than the recipe's format allows.
 
-    Copies of rotated rows (a random Hadamard transform) are held against fp32 as products elsewhere.
+    Copies of rotated rows (random Hadamard transform) are not checked here; other benchmarks check their products.
     """
     for copy in (quantized.rowwise, quantized.columnwise):
         if copy is not None and copy.transform is None:
@@ -68,7 +68,7 @@ def check_cast(quantized: Quantized, given: Tensor, splits: Splits | None, label
 
 
 def written_bytes(quantized: Quantized, splits: Splits | None) -> int:
-    """Of codes and scales."""
+    """Bytes of the codes and scales."""
     of_splits = [] if splits is None else [id(tensor) for tensor in splits.tensors()]
     return sum(t.nbytes for t in quantized.tensors() if t is not None and id(t) not in of_splits)
 
@@ -105,7 +105,7 @@ def measure_casts(
         for copies in COPIES if name == "input, tensor" else ("both",):
             cast = _cast(quantizer, given, given_splits, *COPIES[copies])
             quantized = cast()
-            if role is not Role.GRAD_OUTPUT:  # some round to fewer bits, or stochastically
+            if role is not Role.GRAD_OUTPUT:  # some recipes round gradients to fewer bits, or stochastically
                 check_cast(quantized, given, given_splits, label)
             num_bytes = READS.get(label, 1) * x.nbytes + written_bytes(quantized, given_splits)
             yield timed(f"{name}, {copies}", cast, num_bytes)
@@ -129,7 +129,7 @@ def _cast(
 
 
 def _dequantization(copy: object, splits: Splits | None) -> Callable[[], object]:
-    """The values that an emulated product multiplies; its factors go into the epilogue."""
+    """A function that dequantizes as an emulated product does, without the factors that the epilogue applies."""
     return lambda: copy.operand(torch.bfloat16, splits)  # type: ignore[attr-defined]
 
 

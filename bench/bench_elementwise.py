@@ -1,19 +1,19 @@
-"""Element-wise chains, as they stand between two GEMMs, forward and forward + backward, against three others.
+"""Element-wise chains that occur between two GEMMs, forward and forward + backward, against three alternatives.
 
     ours      Sequential of the chain's operations, fused where a fusion takes them
-    eager     torch's functions of the same formulas, one by one
+    eager     the same formulas in torch, function by function
     compile   torch.compile of the same formulas (CUDA only)
-    copy      `copy_` of as many bytes as the chain must move: the limit that memory sets
+    copy      `copy_` of as many bytes as the chain must move: the limit set by memory bandwidth
 
-The chain is timed by itself, without the GEMMs. It must read each input and write each output once: forward reads x and
-the operands and writes y; backward reads dy, and x and the bias where a derivative depends on them, and writes dx and
-the gradient of the bias. The gradient of an added tensor is dy itself, and a dropout's mask can be drawn again, so
-neither moves anything. A copy of n bytes reads n / 2 and writes n / 2.
+The chain is timed alone, without the GEMMs. It must read each input and write each output once: forward reads x and the
+operands and writes y; backward reads dy, and x and the bias where a derivative depends on them, and writes dx and the
+gradient of the bias. The gradient of an added tensor is dy itself, and a dropout mask can be recomputed, so neither
+moves any bytes. A copy of n bytes reads n / 2 and writes n / 2.
 
-Same random inputs for all. Before anything is timed, y and every gradient are held against float64. Where elements are
-dropped, each must be as if kept or as if dropped, in y and in the gradients alike, and as many be kept as p says. Timed
-interleaved in one process, some calls on end, launches included; caches are as the previous way leaves them. With
---captured each step is a CUDA graph, so the GPU alone is timed.
+All candidates use the same random inputs. Before timing, y and every gradient are compared with float64. With dropout,
+each element must equal its kept or its dropped value, consistently in y and the gradients, and the share of kept ones
+must match p. Timed interleaved in one process, several calls in a row, launches included; caches are as the previous
+candidate leaves them. With --captured each step is a CUDA graph, so that only GPU time is measured.
 """
 
 # R rows, F features of y, W features of x
@@ -35,16 +35,16 @@ from bench.usage import UsageError, require_device
 from fuser import BasicOperation, Sequential, ops
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-# Relative norm of the error of an output or gradient against float64: a few units of the dtype's last place.
+# Relative norm of the error of an output or gradient against float64: a few units in the dtype's last place.
 MAX_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 # R, F
 SHAPES = {"cuda": (16384, 4096), "cpu": (1024, 1024)}
-# A smaller working set may stay in the L2 cache of a GPU, and its figures say nothing of memory.
+# A smaller working set may fit in a GPU's L2 cache, and would not measure memory.
 CACHE_BYTES = 60e6
 
 SCALE = 0.7
 P = 0.1  # of Dropout
-# Where y, if kept, is farther from y, if dropped, than this, rounding cannot hide which of them it is.
+# If the kept and the dropped value of y differ by more than this, rounding cannot confuse them.
 CLEARLY_KEPT = 0.25
 
 
@@ -52,9 +52,9 @@ CLEARLY_KEPT = 0.25
 class Chain:
     """A chain of operations, and the same as a formula in torch.
 
-    operations: made for F
-    formula:    y of x, of the operands by name, and of `drop`, a function that stands for the dropout
-    operands:   those of "bias" [W] and "extra" [R, F] that it has
+    operations: creates the operations for F features
+    formula:    y as a function of x, the operands by name, and `drop`, a function that applies the dropout
+    operands:   which of "bias" [W] and "extra" [R, F] it has
     width:      W / F
     reads_x:    whether backward needs x and the bias
     drops:      whether it has a dropout
@@ -68,13 +68,13 @@ class Chain:
     drops: bool = False
 
     def shapes(self, rows: int, features: int) -> dict[str, tuple[int, ...]]:
-        """Of x and the operands, by name."""
+        """The shapes of x and the operands, by name."""
         wide = self.width * features
         shapes = {"x": (rows, wide), "bias": (wide,), "extra": (rows, features)}
         return {name: shapes[name] for name in ("x", *self.operands)}
 
     def numbers_moved(self, rows: int, features: int) -> tuple[int, int]:
-        """How many numbers forward and backward must read and write."""
+        """The minimum number of elements that forward and backward must read and write."""
         sizes = {name: prod(shape) for name, shape in self.shapes(rows, features).items()}
         y = rows * features
         own = sizes["x"] + sizes.get("bias", 0)
@@ -131,11 +131,11 @@ CHAINS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One chain in one dtype: seconds a call of each candidate, and its error against float64.
+    """One chain in one dtype: seconds per call of each candidate, and its error against float64.
 
-    bytes:       what the passes must move
-    working_set: bytes of all the tensors that they touch
-    errors:      relative norms, the largest of y and the gradients
+    bytes:       the minimum that the passes must move
+    working_set: bytes of all tensors that the passes read or write
+    errors:      relative norms, the largest over y and the gradients
     """
 
     chain: str
@@ -148,24 +148,24 @@ class Comparison:
 
     @property
     def rates(self) -> dict[str, float]:
-        """GB/s of what must be moved."""
+        """GB/s, counting the bytes that must be moved."""
         return {name: self.bytes / timing.median / 1e9 for name, timing in self.times.items()}
 
     @property
     def percent_of_copy(self) -> dict[str, float]:
-        """How near to the limit: 100 is as fast as the copy."""
+        """Memory throughput in % of that of the copy."""
         return {name: 100 * self.times["copy"].median / timing.median for name, timing in self.times.items()}
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Our time over that of the others: below 1 is faster."""
+        """Our time divided by each other candidate's; below 1 we are faster."""
         ours = self.times["ours"].median
         return {name: ours / self.times[name].median for name in self.errors if name != "ours"}
 
 
 @dataclass(frozen=True)
 class CheckedPasses:
-    """What may be timed of a chain: steps by candidate, "copy" among them, and what they were found to be."""
+    """The checked steps of a chain by candidate, including "copy", with their errors."""
 
     passes: str
     bytes: int
@@ -185,9 +185,9 @@ def compare_chain(
     calls: int = 10,
     captured: bool = False,
 ) -> list[Comparison]:
-    """Check all ways against float64, then time them interleaved. AssertionError if one is wrong.
+    """Check all candidates against float64, then time them interleaved. Raises AssertionError if one is wrong.
 
-    Two comparisons: forward, without grad mode, and forward + backward. captured: each step as a CUDA graph.
+    Two comparisons: forward without grad mode, and forward + backward. captured: run each step as a CUDA graph.
     """
     comparisons = []
     for checked in checked_passes(name, dtype, rows=rows, features=features, device=device, captured=captured):
@@ -207,7 +207,7 @@ def checked_passes(
     device: torch.device | str = "cpu",
     captured: bool = False,
 ) -> Iterator[CheckedPasses]:
-    """Forward, without grad mode, and forward + backward, once all ways were held against float64."""
+    """Forward without grad mode, and forward + backward, after all candidates were checked against float64."""
     chain = CHAINS[name]
     torch.manual_seed(0)
     layer = make_layer(name, dtype, features, device)
@@ -219,7 +219,7 @@ def checked_passes(
         with torch.no_grad():
             inputs["bias"] = bias.copy_(inputs["bias"])
     dy = torch.randn(rows, features, device=device).to(DTYPES[dtype])
-    numbers = sum(tensor.numel() for tensor in (*inputs.values(), dy))  # y is as large as dy
+    numbers = sum(tensor.numel() for tensor in (*inputs.values(), dy))  # dy also counts for y, of the same size
     forward, backward = chain.numbers_moved(rows, features)
 
     ways = _ways(chain, layer, inputs)
@@ -250,7 +250,7 @@ def _ways(chain: Chain, layer: Sequential, inputs: Mapping[str, Tensor]) -> dict
         "eager": lambda: chain.formula(**inputs),
     }
     if inputs["x"].is_cuda:
-        torch.compiler.reset()  # what was compiled for other dtypes counts against a limit
+        torch.compiler.reset()  # earlier compilations count against the recompile limit
         compiled = torch.compile(chain.formula, fullgraph=True, dynamic=False)
         ways["compile"] = lambda: compiled(**inputs)
     return ways
@@ -289,13 +289,13 @@ def _forward_and_backward(call: Callable[[], Tensor], inputs: Mapping[str, Tenso
 
 
 def _copy(numbers: int, like: Tensor) -> TimedPass:
-    """Reads and writes so many numbers in all."""
+    """A copy that reads and writes this many elements in total."""
     source, target = (torch.randn(numbers // 2, device=like.device).to(like.dtype) for _ in range(2))
     return lambda: [target.copy_(source)]
 
 
 def _largest_error(chain: Chain, found: list[Tensor], inputs: Mapping[str, Tensor], dy: Tensor) -> float:
-    """The relative norm of the error of y, or of y and all gradients if they are there, against float64."""
+    """The largest relative error norm of y, and of the gradients if there are any, against float64."""
     exact = {key: tensor.detach().double().requires_grad_() for key, tensor in inputs.items()}
 
     def reference(**drop: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -313,9 +313,9 @@ def _largest_error(chain: Chain, found: list[Tensor], inputs: Mapping[str, Tenso
 
 
 def _kept(found: list[Tensor], all_kept: list[Tensor], all_dropped: list[Tensor]) -> Tensor:
-    """[R, F] bool: which elements were kept. AssertionError if they are too few or too many.
+    """[R, F] bool: which elements were kept. Raises AssertionError if they are too few or too many.
 
-    Read from y where that tells them apart, elsewhere from dx if it is there.
+    Determined from y where its kept and dropped values differ enough, elsewhere from dx if there is one.
     """
     near_kept = [
         (got - kept).abs() < (got - dropped).abs()

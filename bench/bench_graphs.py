@@ -1,14 +1,14 @@
-"""A fused expert MLP replayed from CUDA graphs, against the same run eagerly and against its kernels alone.
+"""A fused expert MLP replayed from CUDA graphs, compared with its eager run and with the time of its kernels alone.
 
 Forward + backward; weight gradients are added to fp32 `main_grad`, as in training with gradient accumulation.
 
     eager    each kernel launched from the host
-    replay   two launches, one a pass, and the copies of inputs into the graphs' memory
-    kernels  the sum of the times of all kernels and copies of the eager step, by torch's profiler: what would be left
-             if launches cost nothing and no kernel waited
+    replay   two launches, one for each pass, and the copies of inputs into the graphs' memory
+    kernels  the sum of the times of all kernels and copies of the eager step, by torch's profiler: the time without
+             launch overhead and gaps between kernels
 
-Promised: at 16 tokens a replay takes at most 1.3 times its kernels. Every replay is held bit for bit against the eager
-step before it is timed. A CPU has no graphs: there the replays are compared, and nothing is timed.
+Target: at 16 tokens a replay takes at most 1.3 times its kernels. Before timing, every replay must match the eager step
+bit for bit. On a CPU, which has no graphs, replays are only checked, not timed.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from fuser.graph import make_graphed_callables
 
 TOKENS = (16, 256, 4096)
 MODELS = {"cuda": "olmoe-1b-7b", "cpu": "tiny-olmoe-1b-7b"}
-MAX_OF_KERNELS = 1.3  # at the fewest tokens
+MAX_OF_KERNELS = 1.3  # for the smallest number of tokens
 
 
 @dataclass(frozen=True)
 class GraphFigures:
-    """One recipe and number of tokens. Seconds; kernels: of all kernels of the eager step."""
+    """Times of one recipe and number of tokens, in seconds. kernels: the sum over all kernels of the eager step."""
 
     recipe: str
     tokens: int
@@ -51,9 +51,9 @@ class GraphFigures:
 
 
 def make_steps(label: str, case: GroupedCase) -> dict[str, TimedPass]:
-    """The eager step and the replayed one, held against each other, with other split sizes too.
+    """The eager and the replayed step, after comparing them, also with other split sizes.
 
-    AssertionError if they differ in a bit.
+    Raises AssertionError if they differ in any bit.
     """
     for operation in (case.layer[0], case.layer[2]):
         operation.accumulate_into_main_grad = True
@@ -73,7 +73,7 @@ def make_steps(label: str, case: GroupedCase) -> dict[str, TimedPass]:
     def replayed(sizes: Tensor = sizes) -> Tensor:
         return graphed(x, split_sizes=sizes, scales=scales)
 
-    states = [(buffer, buffer.clone()) for buffer in case.layer.buffers()]  # of recipes that have one
+    states = [(buffer, buffer.clone()) for buffer in case.layer.buffers()]  # only stateful recipes have buffers
     for each in (sizes, sizes.flip(0), torch.zeros_like(sizes)):
         found = []
         for call in (eager, replayed):
@@ -91,7 +91,7 @@ def make_steps(label: str, case: GroupedCase) -> dict[str, TimedPass]:
 
 
 def _make_step(call: Call, inputs: Sequence[Tensor], dy: Tensor) -> TimedPass:
-    """The output and the inputs' gradients; those of the weights go into main_grad, so all are asked for."""
+    """A step that returns the output and the inputs' gradients. It calls `backward()`, which also fills main_grad."""
 
     def step() -> list[Tensor]:
         for tensor in inputs:
@@ -104,7 +104,7 @@ def _make_step(call: Call, inputs: Sequence[Tensor], dy: Tensor) -> TimedPass:
 
 
 def measure_graphs(label: str, model: str, *, rounds: int) -> Iterator[GraphFigures]:
-    """All numbers of tokens, on the GPU."""
+    """Measure each number of tokens in `TOKENS`, on the GPU."""
     for tokens in TOKENS:
         case = expert_mlp((EXPERT_SHAPES | TINY_SHAPES)[model], device="cuda", tokens=tokens)
         steps = make_steps(label, case)
@@ -113,7 +113,7 @@ def measure_graphs(label: str, model: str, *, rounds: int) -> Iterator[GraphFigu
 
 
 def kernel_seconds(step: TimedPass, repeats: int = 10) -> float:
-    """What the kernels and copies of one step take on the GPU, one after the other."""
+    """The sum of the GPU times of all kernels and copies of one step."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:

@@ -1,14 +1,14 @@
-"""What the framework costs on the host: small operations in a Sequential against one hand-written autograd.Function.
+"""Host overhead of the framework: small operations in a Sequential against one hand-written autograd.Function.
 
-N biases in turn on [64, 256] fp32, forward + backward on the CPU:
+N consecutive biases on [64, 256] fp32, forward + backward on the CPU:
 
     ours      Sequential(Bias, ..., Bias): the runner, one autograd node, contexts, parameter checks
-    by hand   one torch.autograd.Function that does the same N additions and the same N sums over rows
+    by hand   one torch.autograd.Function with the same N additions and the same N sums over rows
 
-Both do the same arithmetic, so the difference is what the framework adds. It is measured for 1 and for 10 operations:
-the slope is the cost of one operation in both passes, what is left the cost of one pipeline. Timed interleaved, in one
-process, medians; the caches are warm. Promised: at most 3 us an operation and pass and 40 us a pipeline, 5 us to
-choose the plan.
+Both do the same arithmetic, so the difference is the framework's overhead. It is measured for 1 and for 10 operations:
+the slope is the overhead of one operation in both passes, the intercept that of one pipeline. Timed interleaved, in one
+process, medians, with warm caches. Targets: at most 3 us for each operation and pass, 40 us for a pipeline, 5 us for
+the plan lookup.
 """
 
 import argparse
@@ -32,7 +32,7 @@ MAX_PER_LOOKUP = 5e-6
 
 
 class HostCost(NamedTuple):
-    """Seconds. `ours` and `by_hand` are whole steps of ten operations, forward + backward."""
+    """Seconds. `ours` and `by_hand` are complete steps of ten operations, forward + backward."""
 
     ours: Timing
     by_hand: Timing
@@ -50,7 +50,7 @@ class HostCost(NamedTuple):
 
 
 def measure_host_cost(*, rounds: int = 60, calls: int = 50) -> HostCost:
-    """Check that both ways agree bit for bit, then time them interleaved."""
+    """Check that both implementations agree bit for bit, then time them interleaved."""
     candidates: dict[str, Callable[[], object]] = {}
     for count in (1, NUM_OPERATIONS):
         ours, by_hand = _steps(count)
@@ -72,7 +72,7 @@ def measure_host_cost(*, rounds: int = 60, calls: int = 50) -> HostCost:
 
 
 class _BiasesByHand(torch.autograd.Function):
-    """y = x + b_1 + ... + b_N; dx = dy, db_i = the sum of dy over rows, one by one as N operations would."""
+    """y = x + b_1 + ... + b_N; dx = dy, db_i = the sum of dy over rows, computed separately for each bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *biases: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class _BiasesByHand(torch.autograd.Function):
 
 
 def _steps(count: int) -> tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]:
-    """One forward + backward of `count` biases, ours and by hand, on the same tensors: [y, dx, db_1, ...]."""
+    """Steps of `count` biases, ours and by hand, on the same tensors; each returns [y, dx, db_1, ...]."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, WIDTH, generator=generator).requires_grad_()
     dy = torch.randn(ROWS, WIDTH, generator=generator)
@@ -105,11 +105,11 @@ def _steps(count: int) -> tuple[Callable[[], list[Tensor]], Callable[[], list[Te
 
 
 def _lookup(count: int) -> Callable[[], object]:
-    """Choosing the plan for a call that was seen before."""
+    """The lookup of the cached plan for a repeated call."""
     operations = [ops.Bias(WIDTH) for _ in range(count)]
     pipeline = Pipeline(operations)
     x = torch.randn(ROWS, WIDTH).requires_grad_()
-    return lambda operations=operations: pipeline.program(x, {}, training=True, fusions_version=0)  # which live on
+    return lambda operations=operations: pipeline.program(x, {}, training=True, fusions_version=0)  # kept alive
 
 
 def _check_equal(ours: list[Tensor], by_hand: list[Tensor]) -> None:

@@ -1,17 +1,17 @@
-"""How fast the bf16 path is: issue 5's comparisons in one call, those that matter most first.
+"""The speed of the bf16 path: the comparisons of issue 5 in one call, the most important ones first.
 
     mlp    the fused grouped MLP against `F.grouped_mm` with eager and with compiled SwiGLU, and against the limit: the
-           same six matrix products as cuBLAS batched products of equal groups (`bench.limit`)
+           same six matrix products as cuBLAS batched GEMMs with equal groups (`bench.limit`)
     host   host launch overhead of forward + backward
-    layer  the whole layer, router to combine, against the same in torch's operations and against installed peers
-    skew   the fused grouped MLP under skewed and random against uniform routing of the same rows
+    layer  the complete layer, router to combine, against torch's own operations and against installed peers
+    skew   the fused grouped MLP under skewed and random routing against uniform routing of the same rows
     wgrad  adding weight gradients to an fp32 main_grad against writing new bf16 ones
     start  the first step with an empty and with a filled Triton cache
 
-Everything that is timed is held against fp32 before (fp32 against float64), and refused if it is wrong. Ways of one
-comparison share tensors and take turns; medians and quartiles; on a GPU the device's own clock, the L2 cache
-overwritten before each turn. Useful FLOP: 6 R H F forward, 18 R H F forward + backward, for R rows, H hidden, F expert
-width.
+Everything is checked against fp32 (fp32 against float64) before it is timed, and not timed if it is wrong. The
+candidates of a comparison share tensors and run interleaved; medians and quartiles; on a GPU by CUDA events, with the
+L2 cache overwritten before each turn. Useful FLOP: 6 R H F forward, 18 R H F forward + backward, for R rows, H hidden,
+F expert width.
 """
 
 import argparse
@@ -62,23 +62,23 @@ Run = Callable[[], object]
 
 MODELS = {"cpu": ExpertShape(512, 512, 8, 2, tokens=1024), **EXPERT_SHAPES, **TINY_SHAPES}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# dB that "y" must reach; fp32 is measured at 130 and more.
+# The SQNR in dB that "y" must reach; fp32 measures 130 and more.
 FLOORS = {"bf16": HIGH_PRECISION_FLOOR, "fp32": 100.0}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"models": ",".join(SPEED_MODELS), "tokens": "model,8192,32768", "dtype": "bf16", "rounds": 30},
     "cpu": {"models": "cpu", "tokens": "model", "dtype": "bf16,fp32", "rounds": 5},
 }
-# What a CPU has no figures for.
+# Parts that are not measured on a CPU.
 GPU_PARTS = {"host": "a CPU does the work itself", "start": "a CPU compiles nothing"}
 WARMUP = 3
-# Of the part "host", issued on end: few, so that none waits for room in the device's queue.
+# Consecutive calls in the part "host": few, so that none waits because the device's queue is full.
 HOST_CALLS = 4
-# Parts other than "mlp" run on the models' own tokens; "start" on this model.
+# Parts other than "mlp" use the models' default tokens; "start" uses this model.
 START_MODEL = "qwen3-30b-a3b"
 
 
 class Setup:
-    """What all comparisons share; and sentences on what was left out and on what failed."""
+    """Settings shared by all comparisons, with messages on what was left out and what failed."""
 
     def __init__(self, device: str, rounds: int, routings: list[str], limit: float | None) -> None:
         self.device = device
@@ -92,7 +92,7 @@ class Setup:
 
     @property
     def seconds_left(self) -> float | None:
-        """None without a limit."""
+        """The remaining time; None without a time limit."""
         return None if self._end is None else self._end - time.monotonic()
 
     def leave_out(self, sentence: str) -> None:
@@ -100,7 +100,7 @@ class Setup:
             self.left_out.append(sentence)
 
     def find_peers(self) -> None:
-        """Those that are installed; the others are left out."""
+        """Find the installed peers; the others are listed as left out."""
         for name, (_, make) in PEERS.items():
             if missing := why_no_peer(name):
                 self.leave_out(f"{name}: {missing}")
@@ -114,7 +114,7 @@ class Setup:
         dtype: str = "bf16", routing: str = "random", passes: str = PASSES[-1], flop: int = 0, clock: str = "device",
         calls: int = 1,
     ) -> Measured:  # fmt: skip
-        """Time the steps interleaved, and say what they were. times: instead of steps, what was timed elsewhere."""
+        """Time the steps interleaved, and return the comparison. times: given times instead of steps to time."""
         if times is None:
             times = time_interleaved(
                 steps or {}, rounds=self.rounds, warmup=WARMUP, calls=calls, device=self.device, clock=clock
@@ -127,7 +127,7 @@ class Setup:
 
 
 def measure_mlp(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[Measured]:
-    """For each routing, each pass."""
+    """One comparison for each routing and each pass."""
     every = expert_mlp(MODELS[model], device=setup.device, tokens=tokens, dtype=DTYPES[dtype])
     products = limit_products(every)
     limit_sqnr = products_sqnr(products)
@@ -156,7 +156,7 @@ def measure_host(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[
 
 
 def measure_layer(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[Measured]:
-    """For each routing, each pass; peers as far as they are there, are right and run."""
+    """One comparison for each routing and each pass, with the peers that are installed, correct and run."""
     for routing in setup.routings:
         case = whole_layer(MODELS[model], device=setup.device, tokens=tokens, routing=routing)
         ways = {OURS: case.ours(), TORCH: case.torchs()}
@@ -171,7 +171,7 @@ def measure_layer(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator
                     sqnr[name] = peer.sqnr(case, peer.step(case, passes)())
                     require_sqnr(name, sqnr[name], PEER_FLOOR)
                 peers[name] = peer
-            except Exception as error:  # whatever a peer does, the others are to be measured
+            except Exception as error:  # a failing peer must not stop the other measurements
                 sqnr.pop(name, None)
                 setup.leave_out(f"{name} on {model}: {type(error).__name__}: {error}")
         for passes in PASSES:
@@ -183,7 +183,7 @@ def measure_layer(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator
 
 
 def measure_skew(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[Measured]:
-    """Ours alone, a way for each routing."""
+    """Our MLP only, with one candidate for each routing."""
     every = expert_mlp(MODELS[model], device=setup.device, tokens=tokens)
     steps, sqnr = {}, {}
     for routing in ROUTINGS:
@@ -206,7 +206,7 @@ def measure_start(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator
     yield setup.measured("start", model, tokens, times=times)
 
 
-# In the order in which they matter. A part measures one model at one number of tokens.
+# In order of importance. A part measures one model at one number of tokens.
 PARTS: dict[str, Callable[[str, int, str, Setup], Iterator[Measured]]] = {
     "mlp": measure_mlp,
     "host": measure_host,
@@ -226,7 +226,7 @@ TITLES = {
 
 
 def checked_ways(case: GroupedCase | LayerCase, ways: Mapping[str, Call], dtype: str) -> dict[str, dict[str, float]]:
-    """dB by way and name, of forward + backward. Forward alone, which keeps nothing, is checked too."""
+    """SQNR in dB by candidate and tensor, for forward + backward. Forward without grad mode is checked too."""
     sqnr = {}
     for way, call in ways.items():
         for passes in PASSES:
@@ -235,13 +235,13 @@ def checked_ways(case: GroupedCase | LayerCase, ways: Mapping[str, Call], dtype:
 
 
 def checked(way: str, sqnr: dict[str, float], dtype: str) -> dict[str, float]:
-    """The same, if it is right. AssertionError names the tensor that is not."""
+    """Return `sqnr` if it is high enough. Raises AssertionError with the name of a tensor that is wrong."""
     require_sqnr(way, sqnr, FLOORS[dtype])
     return sqnr
 
 
 class Job(NamedTuple):
-    """One part on one model. Those of lower urgency run later."""
+    """One part on one model. Jobs of lower urgency run later."""
 
     part: str
     model: str
@@ -251,7 +251,7 @@ class Job(NamedTuple):
 
 
 def jobs(parts: list[str], models: list[str], tokens: list[str], dtypes: list[str]) -> list[Job]:
-    """The models' own tokens first, all parts of them; then what "mlp" has for other numbers of tokens."""
+    """First all parts with the models' default tokens, then "mlp" with other numbers of tokens."""
     found = []
     for part in parts:
         if part == "start":
@@ -265,9 +265,9 @@ def jobs(parts: list[str], models: list[str], tokens: list[str], dtypes: list[st
 
 
 def run_jobs(todo: list[Job], setup: Setup, keep: Callable[[list[Measured]], None]) -> list[Measured]:
-    """Measure one job after the other while there is time; `keep` is called with all that is there after each.
+    """Measure one job after the other while time remains; `keep` is called with all results after each.
 
-    What fails or is wrong is a sentence in `setup.failed`, and the next job runs.
+    A job that fails or is wrong is reported in `setup.failed`, and the next job runs.
     """
     found: list[Measured] = []
     for index, job in enumerate(todo):
@@ -294,7 +294,7 @@ def run_jobs(todo: list[Job], setup: Setup, keep: Callable[[list[Measured]], Non
 
 
 def _clear_gpu() -> None:
-    """What was compiled for other shapes counts against a limit, and a start of its own process needs memory."""
+    """Reset torch.compile, whose earlier compilations count against its limit, and free memory for other processes."""
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -373,7 +373,7 @@ KNOWN = {"parts": PARTS, "models": MODELS, "dtype": DTYPES, "routings": ROUTINGS
 
 
 def _listed(arguments: argparse.Namespace, name: str, device: str) -> list[str]:
-    """An option's values; UsageError for an unknown one."""
+    """The values of an option. Raises UsageError for an unknown one."""
     text = getattr(arguments, name) or DEFAULTS[device][name]
     values = list(dict.fromkeys(text.split(",")))
     for value in values:

@@ -1,9 +1,9 @@
-"""Which tile of a grouped GEMM is fastest for given shapes, written as a table that `fuser.load_tiles` reads.
+"""Find the fastest tiles of the grouped GEMM for given shapes, and write them as a table for `fuser.load_tiles`.
 
-For each GroupedLinear its products in bf16, on random numbers and random splits: fprop (TN), dgrad (NN), wgrad (NT),
-and wgrad added to an fp32 main_grad; for a model's expert layer those of FC1 and FC2. Every candidate is held against
-float64 first. Then they take turns on the device's own clock, the L2 cache overwritten before each turn; medians. The
-built-in choice stays unless another is faster by `MARGIN`.
+Measured for each GroupedLinear, in bf16, on random numbers and random splits: fprop (TN), dgrad (NN), wgrad (NT), and
+wgrad added to an fp32 main_grad; for a model's expert layer, those of FC1 and FC2. Every candidate is first checked
+against float64. Then they are timed interleaved by CUDA events, with the L2 cache overwritten before each turn;
+medians. The built-in choice is kept unless another tile is faster by `MARGIN`.
 """
 # G groups, N out features, K in features, R rows
 
@@ -41,11 +41,11 @@ from recipes.triton.gates import triton
 
 Weights = tuple[int, int, int]  # G, N, K
 
-MARGIN = 0.02  # of the built-in choice's time: from one run to another on an H200, tiles nearer than that swap places
+MARGIN = 0.02  # relative to the built-in choice; smaller differences change sign between runs on an H200
 DEFAULT_MODEL = "qwen3-30b-a3b"
 WARMUP = 3
 
-# On an H200, of many that were tried, the first three won with 512 rows a group and more; the last three are for fewer.
+# The fastest of many on an H200: the first three with 512 or more rows per group, the last three with fewer.
 ON_DESCRIPTORS = [
     GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=4, programs=1),
     GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=3, programs=1),
@@ -56,7 +56,7 @@ ON_DESCRIPTORS = [
     GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=4, programs=1),
     GroupedGemmConfig(64, 64, 64, num_warps=4, num_stages=4, programs=2),
 ]
-# For GPUs without the kernels on descriptors; not measured.
+# For GPUs without TMA-descriptor kernels; not measured.
 ON_POINTERS = [
     GroupedGemmConfig(128, 256, 32, num_warps=8, num_stages=3),
     GroupedGemmConfig(128, 128, 64, num_warps=4, num_stages=3),
@@ -79,8 +79,8 @@ def gemms(weights: Weights) -> dict[str, Gemm]:
 
 
 def candidates(gemm: Gemm, rows: int, capability: tuple[int, int]) -> list[GroupedGemmConfig]:
-    """The built-in choice, that with fewer or more rows, then the others of its kind of kernel that fit; none where
-    elements are read one by one."""
+    """The built-in choice, its variants with fewer or more rows, then other tiles that fit the same kind of kernel;
+    empty where elements are loaded one by one."""
     rule, *near = (built_in_config(gemm, n, capability) for n in (rows, 0, MANY_ROWS * gemm.num_groups))
     aligned = gemm.out_features % 16 == gemm.in_features % 16 == 0
     listed = ON_DESCRIPTORS if rule.programs else ON_POINTERS if aligned else []
@@ -89,14 +89,14 @@ def candidates(gemm: Gemm, rows: int, capability: tuple[int, int]) -> list[Group
 
 
 def choose(seconds: dict[GroupedGemmConfig, float], rule: GroupedGemmConfig) -> GroupedGemmConfig:
-    """The fastest, or the built-in choice if that is not slower by `MARGIN`."""
+    """The fastest tile, or the built-in choice unless that is slower by `MARGIN`."""
     fastest = min(seconds, key=seconds.__getitem__)
     return fastest if seconds[fastest] < (1 - MARGIN) * seconds[rule] else rule
 
 
 @dataclass(frozen=True)
 class GemmCase:
-    """One product with its operands, and where its result goes."""
+    """One product with its operands and output."""
 
     gemm: Gemm
     splits: Splits
@@ -117,7 +117,7 @@ class GemmCase:
             grouped_gemm_nt(self.left, self.right, self.splits, out=self.out, accumulate=self.gemm.accumulate)
 
     def error(self) -> float:
-        """Of a run, against float64: the largest, in what one rounding and 1/1000 of the group's RMS allow."""
+        """The largest error of a run against float64, relative to one rounding plus 1/1000 of the group's RMS."""
         before = 1.0 if self.gemm.accumulate else 0.0
         self.out.fill_(before if self.gemm.accumulate else torch.nan)
         self.run()
@@ -147,9 +147,9 @@ def gemm_case(gemm: Gemm, rows: int, device: torch.device | str) -> GemmCase:
 
 
 class Tuned(NamedTuple):
-    """One product: what each candidate that is right takes, the built-in choice first; and sentences on the others.
+    """One product: the time of each correct candidate, the built-in choice first, and messages on the others.
 
-    wrong: those whose result was not right. left_out: those that could not be compiled or launched.
+    wrong: candidates with a wrong result. left_out: candidates that could not be compiled or launched.
     """
 
     name: str
@@ -176,7 +176,7 @@ class Tuned(NamedTuple):
 def tune(
     weights: Weights, rows: int, *, device: torch.device | str, capability: tuple[int, int], rounds: int
 ) -> Iterator[Tuned]:
-    """The products of one GroupedLinear. RuntimeError if the built-in choice itself is wrong or does not run."""
+    """Tune the products of one GroupedLinear. Raises RuntimeError if the built-in choice is wrong or does not run."""
     before = tiles_in_use()
     try:
         for name, gemm in gemms(weights).items():
@@ -221,7 +221,7 @@ def label_of(config: GroupedGemmConfig) -> str:
 
 
 def show(tuned: Tuned) -> None:
-    """All candidates, the fastest first."""
+    """Print all candidates, fastest first."""
     G, N, K = tuned.gemm[4:]
     rows = []
     for tile, timing in sorted(tuned.times.items(), key=lambda item: item[1].median):
@@ -255,7 +255,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_for(arguments: argparse.Namespace) -> tuple[list[Weights], list[int]]:
-    """The linears and the numbers of rows. UsageError for what does not belong together."""
+    """The linears and the numbers of rows. Raises UsageError for options that cannot be combined."""
     own = (arguments.groups, arguments.in_features, arguments.out_features)
     if own == (None, None, None):
         shape = EXPERT_SHAPES[arguments.model or DEFAULT_MODEL]
@@ -292,7 +292,7 @@ def tune_all(
     linears: Sequence[Weights], all_rows: Sequence[int], arguments: argparse.Namespace, device: str,
     capability: tuple[int, int],
 ) -> int:  # fmt: skip
-    """Exit code 1 if a candidate was wrong. The table is written after each product."""
+    """Tune all products, writing the table after each. Returns exit code 1 if a candidate was wrong."""
     found: list[MeasuredTile] = []
     failed = 0
     for weights in linears:

@@ -1,4 +1,4 @@
-"""A layer with its data, and its step: forward alone, or forward + backward."""
+"""A layer with its data, and its steps: forward only, or forward + backward."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ TimedPass = Callable[[], list[Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """A layer that stays, and its inputs.
+    """A layer with its inputs, used for all measurements.
 
-    inputs: by name, rows first; "x" first, the others are extra inputs
+    inputs: by name, rows first; "x" is the first, the others are extra inputs
     dy:     gradient of the output
-    flop:   of forward; backward has twice as many
+    flop:   FLOP of forward; backward takes twice as many
     """
 
     layer: Sequential
@@ -39,11 +39,11 @@ class Case:
 
     @property
     def names(self) -> list[str]:
-        """Of what a forward + backward gives, in order."""
+        """The names of the results of forward + backward, in order."""
         return ["y", *(f"d{name}" for name in self.inputs), *(f"dw{n}" for n in range(1, len(self.weights) + 1))]
 
     def step(self, call: Call, passes: str) -> TimedPass:
-        """One of `PASSES`: the output, and with "backward" the gradients of all inputs and weights."""
+        """A step for one of `PASSES` that returns y and, with "backward", the gradients of all inputs and weights."""
         return make_step(call, (*self.inputs.values(), *self.weights), self.dy, passes)
 
     def flop_of(self, passes: str) -> int:
@@ -51,7 +51,7 @@ class Case:
 
 
 def make_step(call: Call, wanted: Sequence[Tensor], dy: Tensor, passes: str) -> TimedPass:
-    """One of `PASSES`: the output, and with "backward" the gradients of `wanted`."""
+    """A step for one of `PASSES` that returns y and, with "backward", the gradients of `wanted`."""
 
     def forward() -> list[Tensor]:
         with torch.no_grad():

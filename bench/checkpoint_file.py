@@ -1,6 +1,6 @@
-"""One checkpoint: what torch.save writes, and a last line with its SHA-256, so that nothing damaged is taken up.
+"""A checkpoint file: torch.save's output, followed by a line with its SHA-256, so that a damaged file is detected.
 
-The file is replaced in one move: either the old one or the new one is there, whenever the process dies.
+The file is replaced atomically: if the process is killed, either the old or the new version exists.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ _LAST_LINE = len(_MARK) + 64 + 1  # hexadecimal digits and a newline
 
 
 def part_of(path: Path) -> Path:
-    """Where a file is written before it takes its place."""
+    """The temporary path at which a file is written before it replaces `path`."""
     return path.with_name(f"{path.name}.part")
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Raises UsageError, and leaves the old file as it was, if the new one cannot be written."""
+    """Write a checkpoint. If that fails, raises UsageError and leaves the old file unchanged."""
     body = io.BytesIO()
     torch.save(dict(state), body)
     part = part_of(path)
@@ -42,7 +42,7 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The state of a file that `write_checkpoint` wrote. UsageError if a byte of it is missing or another one."""
+    """Read a file from `write_checkpoint`. Raises UsageError if any byte is missing or changed."""
     with on_disk(path, "Make it readable, or take another --out."):
         data = path.read_bytes()
     body, last_line = data[:-_LAST_LINE], data[-_LAST_LINE:]

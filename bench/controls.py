@@ -1,4 +1,4 @@
-"""Negative controls: recipes with one thing left out that should matter, to be drawn beside the proper ones.
+"""Negative controls: recipes without one feature that should matter, to be compared with the complete ones.
 
 nvfp4-nearest       NVFP4 whose gradients are rounded to nearest, not stochastically
 e5m2                E5M2 for inputs and weights too, one scale a tensor
@@ -36,7 +36,7 @@ CONTROLS: dict[str, Callable[[], Recipe]] = {
 
 @cache
 def make_control(label: str) -> Recipe:
-    """The recipe of a label in `CONTROLS`, the same object each time; UsageError if its class is not in this build."""
+    """The recipe of a label in `CONTROLS`, the same object each time. UsageError if this build lacks its class."""
     try:
         return CONTROLS[label]()
     except _NotInThisBuildError as error:
@@ -45,7 +45,7 @@ def make_control(label: str) -> Recipe:
 
 
 class _NotInThisBuildError(Exception):
-    """A class of recipes that `recipes` does not have."""
+    """`recipes` lacks the class of a control."""
 
 
 def _recipe_class(name: str) -> Any:

@@ -1,16 +1,16 @@
-"""A text corpus as bytes, its facts, and batches that depend on nothing but (seed, step).
+"""A text corpus as bytes, its statistics, and batches that depend only on (seed, step).
 
-The default text is the Python standard library's own sources: real text of about 12.6 MB (Python 3.11) that lies on
-every machine with a Python, in the same order everywhere (sorted relative paths), without installed packages and
-without the directories named `test` and `tests`.
+The default text is the source code of the Python standard library: about 12.6 MB (Python 3.11) of real text, available
+on every machine with Python, in the order of the sorted relative paths, without installed packages and without
+directories named `test` or `tests`.
 
-    unigram entropy   H(b_t)            nats a byte: what a model reaches that knows only how often each byte occurs
-    bigram entropy    H(b_t | b_{t-1})  nats a byte: ... that knows the byte before it as well
+    unigram entropy   H(b_t)            nats per byte: the loss of a model that uses only the frequency of each byte
+    bigram entropy    H(b_t | b_{t-1})  nats per byte: the loss of a model that also uses the preceding byte
 
-Every `VALIDATION_EVERY`-th block of the text is held out for validation, so that both parts hold the same kinds of
+Every `VALIDATION_EVERY`-th block of the text is held out for validation, so that both parts have the same kinds of
 text.
 
-Memory: the bytes themselves, and once more while they are cut into the two parts.
+Memory: the bytes, and a second copy while they are split into the two parts.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from bench.usage import UsageError
 
 SKIPPED_DIRECTORIES = frozenset({"test", "tests", "site-packages", "dist-packages", "__pycache__"})
 VALIDATION_EVERY = 16
-VALIDATION_BLOCK = 32 * 1024  # bytes; smaller texts take smaller blocks
+VALIDATION_BLOCK = 32 * 1024  # bytes; smaller texts use smaller blocks
 
 _NUM_BYTES = 256
-_PIECE = 1 << 18  # bytes read or counted at once
+_PIECE = 1 << 18  # bytes read or counted at a time
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The bytes of a text, cut into a part to learn from and a part to be judged by.
+    """The bytes of a text, split into a training and a validation part.
 
-    `train` and `validation` are uint8 tensors [bytes] on the CPU; `sha256` is that of the whole text (files in sorted
-    order, end to end); entropies are those of the whole text, in nats a byte.
+    `train` and `validation` are uint8 tensors [bytes] on the CPU. `sha256` and the entropies (in nats per byte) are
+    those of the complete text (files concatenated in sorted order).
     """
 
     source: str
@@ -51,7 +51,7 @@ class Corpus:
     validation: Tensor
 
     def facts(self) -> str:
-        """The corpus in one paragraph, for people."""
+        """A description of the corpus in one paragraph."""
         return (
             f"corpus: {self.source}, {self.num_files} files, {self.num_bytes:,} bytes, sha256 {self.sha256}\n"
             f"entropy: {self.unigram_entropy:.3f} (unigram), {self.bigram_entropy:.3f} (bigram) nats/byte; "
@@ -62,8 +62,8 @@ class Corpus:
 def read_corpus(directory: str | os.PathLike[str] | None = None) -> Corpus:
     """Read a corpus: the standard library's `*.py` files (None), or every regular file below `directory`.
 
-    Files are taken in the order of their relative paths, written with "/". Hidden files and `SKIPPED_DIRECTORIES` are
-    left out. Raises UsageError if there is no such directory, or fewer than 1024 bytes come together.
+    Files are read in the order of their relative paths, written with "/". Hidden files and `SKIPPED_DIRECTORIES` are
+    skipped. Raises UsageError if the directory does not exist or has less than 1024 bytes of text.
     """
     if directory is None:
         root, suffix, source = Path(sysconfig.get_path("stdlib")), ".py", "Python standard library sources"
@@ -86,11 +86,11 @@ def read_corpus(directory: str | os.PathLike[str] | None = None) -> Corpus:
 
 
 def entropies(data: Tensor) -> tuple[float, float]:
-    """H(b_t) and H(b_t | b_{t-1}) of uint8 [bytes], in nats a byte."""
+    """H(b_t) and H(b_t | b_{t-1}) of uint8 [bytes], in nats per byte."""
     counts = torch.zeros(_NUM_BYTES, dtype=torch.int64)
     pairs = torch.zeros(_NUM_BYTES**2, dtype=torch.int64)
     for start in range(0, len(data), _PIECE):
-        codes = data[start : start + _PIECE + 1].to(torch.int32)  # with the first of the next piece, for its pair
+        codes = data[start : start + _PIECE + 1].to(torch.int32)  # and the first byte of the next piece, for the pair
         counts += torch.bincount(codes[:_PIECE], minlength=_NUM_BYTES)
         pairs += torch.bincount(codes[:-1] * _NUM_BYTES + codes[1:], minlength=_NUM_BYTES**2)
     befores = pairs.view(_NUM_BYTES, _NUM_BYTES).sum(1)
@@ -98,7 +98,7 @@ def entropies(data: Tensor) -> tuple[float, float]:
 
 
 def split(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut [bytes] into (train, validation): every `VALIDATION_EVERY`-th block is held out."""
+    """Split [bytes] into (train, validation): every `VALIDATION_EVERY`-th block is held out."""
     blocks = data.split(min(VALIDATION_BLOCK, len(data) // VALIDATION_EVERY))
     last = VALIDATION_EVERY - 1
     train = [block for index, block in enumerate(blocks) if index % VALIDATION_EVERY != last]
@@ -108,8 +108,8 @@ def split(data: Tensor) -> tuple[Tensor, Tensor]:
 def batch(data: Tensor, *, batch_size: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Random windows of `data` [bytes] as (inputs, targets), each [batch_size, context] int64.
 
-    targets[b, t] is the byte after inputs[b, t]. The windows depend on (seed, step) alone, so a resumed run meets the
-    same.
+    targets[b, t] is the byte after inputs[b, t]. The windows depend only on (seed, step), so a resumed run sees the
+    same ones.
     """
     if len(data) <= context:
         raise UsageError(f"The text has {len(data)} bytes, but a window needs {context + 1}. Give more text.")
@@ -129,7 +129,7 @@ def _walk(root: Path, suffix: str) -> Iterator[Path]:
 
 
 def _read(paths: Sequence[Path]) -> tuple[bytearray, str]:
-    """All files end to end, and their SHA-256."""
+    """The concatenated files, and their SHA-256."""
     text, digest = bytearray(), hashlib.sha256()
     for path in paths:
         try:

@@ -1,4 +1,4 @@
-"""Where a figure was measured: device, versions, date. Every table and every results file carries it."""
+"""The environment of a measurement: device, versions, date. Every table and every results file includes it."""
 
 import datetime
 import platform
@@ -23,14 +23,14 @@ def environment(device: torch.device | str) -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The accelerator's own name, or the CPU's kind and how many threads torch uses."""
+    """The name of the GPU, or the CPU type and the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
 def gpu_state() -> dict[str, str]:
-    """What nvidia-smi says of torch's GPU right now: clocks, power, driver. Empty without one or the other."""
+    """The current state of torch's GPU from nvidia-smi: clocks, power, driver. Empty without a GPU or nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None or not torch.cuda.is_available():
         return {}

@@ -1,6 +1,6 @@
-"""Print the plan of a known model's expert layer: what runs fused, on which path, by which kernel, and every refusal.
+"""Print the plan of a known model's expert layer: fused operations, paths, kernels, and every refused fusion.
 
-The layer is made on the meta device, so no weight of its real size is ever allocated.
+The layer is created on the meta device, so its weights are never allocated.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from fuser import Sequential
 def explain_model(
     name: str, *, recipe: str = "bf16", device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> str:
-    """The plan, as text, of the expert layer of a model in `EXPERT_SHAPES` for training on `device`."""
+    """The plan as text for training the expert layer of a model in `EXPERT_SHAPES` on `device`."""
     shape = EXPERT_SHAPES[name]
     layer = Sequential(*expert_operations(shape, device="meta"))
     plan = layer.explain(recipe=recipe_named(recipe), device=device, dtype=dtype, training=True)

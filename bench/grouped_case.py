@@ -1,10 +1,10 @@
-"""One grouped layer with its data: run under any recipe, by torch's own grouped products, and in fp32 as the reference.
+"""One grouped layer with its data, to run under any recipe, with torch's own grouped GEMM, and in fp32 as a reference.
 
     expert_mlp     GroupedLinear(E, H, 2F) -> ScaledSwiGLU -> GroupedLinear(E, F, H)
     expert_linear  GroupedLinear(E, H, 2F)
 
-Without biases, in bf16 (the MLP in fp32 if asked), the scales in fp32; the sizes are those of a model's expert layer,
-its rows divided as `bench.routing` says, at random if nothing is said.
+Without biases, in bf16 (the MLP optionally in fp32), with scales in fp32. The sizes are those of a model's expert
+layer; its rows are divided by a routing of `bench.routing`, by default a random one.
 """
 
 # R rows, E experts, H hidden, F expert width
@@ -29,10 +29,10 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class GroupedCase(Case):
-    """With split sizes, and the same as a formula.
+    """A Case with split sizes, and with the layer as a formula.
 
     sizes:   rows of each expert
-    formula: y of a product x w^T, the inputs and the weights; for all rows, or for those of one expert
+    formula: y from a function for x w^T, the inputs and the weights; for all rows, or for those of one expert
     """
 
     sizes: list[int]
@@ -43,7 +43,7 @@ class GroupedCase(Case):
         return self.dy.shape[0]
 
     def ours(self, label: str) -> Call:
-        """The layer, as it is, under the recipe of this label."""
+        """The layer under the recipe of this label."""
         recipe = recipe_named(label)
         x, *_ = self.inputs.values()
         extras = {name: tensor for name, tensor in self.inputs.items() if name != "x"}
@@ -63,14 +63,14 @@ class GroupedCase(Case):
         return lambda: way(ends, *tensors)
 
     def bytes_of(self, passes: str) -> int:
-        """What a pass must read and write at least: each tensor that goes in or comes out, once."""
+        """The minimum bytes that a pass must read and write: each input and output tensor once."""
         inputs = sum(tensor.nbytes for tensor in (*self.inputs.values(), *self.weights))
         return inputs + self.dy.nbytes if passes == "forward" else 2 * (inputs + self.dy.nbytes)
 
     def sqnr(self, found: list[Tensor]) -> dict[str, float]:
-        """dB of each tensor of a step (or of y alone) by name, expert by expert, against the formula in fp32.
+        """SQNR in dB of each result of a step (or only of y) by name, expert by expert, against the formula in fp32.
 
-        For fp32 itself in float64.
+        An fp32 case is compared with float64.
         """
         sums = {name: Sqnr() for name in self.names[: len(found)]}
         for rows, expert, exact in self._reference(backward=len(found) > 1):
@@ -80,7 +80,7 @@ class GroupedCase(Case):
         return {name: total.db for name, total in sums.items()}
 
     def _reference(self, *, backward: bool) -> Iterator[tuple[slice, int, list[Tensor]]]:
-        """The rows of each expert, its number, and its part of the results; one expert at a time, to save memory."""
+        """Yield each expert's rows, its number, and its part of the results; one expert at a time, to save memory."""
         wide = torch.float64 if self.dy.dtype == torch.float32 else torch.float32
         start = 0
         for expert, size in enumerate(self.sizes):
@@ -115,7 +115,7 @@ def expert_mlp(
 
 
 def expert_linear(shape: ExpertShape, *, device: torch.device | str = "cpu", tokens: int | None = None) -> GroupedCase:
-    """FC1 of a model's expert layer by itself."""
+    """FC1 of a model's expert layer, alone."""
     hidden, features = shape.hidden, 2 * shape.intermediate
     layer = Sequential(ops.GroupedLinear(shape.num_experts, hidden, features, bias=False, device=device, dtype=DTYPE))
     sizes = split_sizes(shape.num_experts, (tokens or shape.tokens) * shape.topk, "random")

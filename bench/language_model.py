@@ -4,8 +4,8 @@
     block = Sequential(attention, MakeExtraOutput, RMSNorm, Router,
                        Dispatch, GroupedLinear, ScaledSwiGLU, GroupedLinear, Combine, AddExtraInput)
 
-Attention is an ordinary `nn.Module` inside the Sequential. Parameters are fp32; the dtype of the products is that of
-the surrounding `torch.autocast`, their number format that of the surrounding `fuser.autocast`.
+Attention is an ordinary `nn.Module` inside the Sequential. Parameters are fp32. `torch.autocast` sets the dtype of the
+products, and `fuser.autocast` their number format.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ NUM_BYTES = 256
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
-    """A size of the model, with the batch and the learning rate that go with it.
+    """A size of the model, with its batch size and learning rate.
 
-    cpu_threads: how many are worth having, None for all. Small products gain nothing from a second thread (tiny: 24 to
-    22 thousand tokens/s), but lose eight times when another program holds its core (measured on 2 cores).
+    cpu_threads: the number of threads to use, None for all. For tiny, a second thread gains nothing, and makes it eight
+    times slower if another program uses its core (measured on 2 cores).
     """
 
     num_layers: int
@@ -59,7 +59,7 @@ LANGUAGE_MODELS = {
 
 
 class CausalSelfAttention(nn.Module):
-    """x + attention(norm(x)) on [B*T, H]: every T rows in turn are one text; a row sees itself and those before."""
+    """x + attention(norm(x)) on [B*T, H], causal; each T consecutive rows are one text."""
 
     def __init__(self, hidden: int, num_heads: int, context: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, hidden = x.shape
-        normed = self.norm(x.to(self.norm.weight.dtype))  # torch.autocast leaves the norm's dtypes to us
+        normed = self.norm(x.to(self.norm.weight.dtype))  # torch.autocast does not cast a norm's inputs
         heads = self.qkv(normed).view(-1, self.context, 3, self.num_heads, hidden // self.num_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -97,7 +97,7 @@ class LanguageModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Every matrix normal with deviation 0.5 / sqrt(its last size), which learned fastest here; norms stay ones."""
+        """Matrices: normal, standard deviation 0.5 / sqrt(last size), which learned fastest here; norms: ones."""
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.5 * parameter.shape[-1] ** -0.5)

@@ -1,12 +1,12 @@
-"""The limit of a grouped MLP: its six matrix products as batched products of torch (cuBLAS), all groups equal.
+"""The limit for a grouped MLP: its six matrix products as batched GEMMs of torch (cuBLAS) with equal groups.
 
     FC1        x   [E, M, H]  W1^T [E, H, 2F]        FC2 dgrad  dy   [E, M, H]   W2  [E, H, F]
     FC2        act [E, M, F]  W2^T [E, F, H]         FC1 dgrad  dh   [E, M, 2F]  W1  [E, 2F, H]
                                                      FC2 wgrad  dy^T [E, H, M]   act [E, M, F]
                                                      FC1 wgrad  dh^T [E, 2F, M]  x   [E, M, H]
 
-M = R / E rows an expert: 6 R H F FLOP forward, 18 R H F forward + backward. No activation, no routing, nothing uneven:
-what a grouped MLP is measured by, not something that could replace it.
+M = R / E rows for each expert: 6 R H F FLOP forward, 18 R H F forward + backward. No activation, no routing and no
+uneven groups: a bound to compare with, not a replacement of the MLP.
 """
 
 # R rows, E experts, M rows of each, H hidden, F expert width
@@ -25,7 +25,7 @@ NUM_FORWARD = 2
 
 
 class Product(NamedTuple):
-    """left [E, M, K] times right [E, K, N]."""
+    """The batched product left [E, M, K] times right [E, K, N]."""
 
     name: str
     left: Tensor
@@ -37,9 +37,9 @@ class Product(NamedTuple):
 
 
 def limit_products(case: GroupedCase) -> list[Product]:
-    """The products of a case from `expert_mlp`, on its own x, dy and weights; act and dh are random numbers.
+    """The products of a case from `expert_mlp`, on its x, dy and weights; act and dh are random numbers.
 
-    ValueError if its rows cannot be divided equally.
+    Raises ValueError if its rows cannot be divided equally.
     """
     experts = len(case.sizes)
     if case.rows % experts:
@@ -60,7 +60,7 @@ def limit_products(case: GroupedCase) -> list[Product]:
 
 
 def of_pass(products: Sequence[Product], passes: str) -> Sequence[Product]:
-    """Those of forward alone, or all."""
+    """The products of a pass: those of forward, or all."""
     return products[:NUM_FORWARD] if passes == PASSES[0] else products
 
 
@@ -70,7 +70,7 @@ def run_products(products: Sequence[Product]) -> None:
 
 
 def products_sqnr(products: Sequence[Product]) -> dict[str, float]:
-    """dB of each product by name, expert by expert, against fp32 (for fp32 itself against float64)."""
+    """SQNR in dB of each product by name, expert by expert, against fp32 (for fp32 against float64)."""
     found = {}
     for name, left, right in products:
         wide = torch.float64 if left.dtype == torch.float32 else torch.float32

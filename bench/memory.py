@@ -1,4 +1,4 @@
-"""What a step keeps for its backward, and how much memory it needs at most."""
+"""The memory that a step saves for backward, and its peak memory."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 
 def saved_bytes(call: Callable[[], Tensor], *, but: Iterable[Tensor] = ()) -> int:
-    """Bytes that `save_for_backward` keeps in a call: each storage once, those of `but` (parameters) not at all.
+    """Bytes that a call saves with `save_for_backward`: each storage once, except those of `but` (parameters).
 
-    An input of the caller's that is kept as it is counts.
+    Saved inputs of the caller are counted.
     """
     left_out = {tensor.untyped_storage().data_ptr() for tensor in but}
-    # They are alive, so no two storages have one address.
+    # All are alive, so each storage has its own address.
     storages = {(at := tensor.untyped_storage()).data_ptr(): at.nbytes() for tensor in saved_tensors(call)}
     return sum(size for address, size in storages.items() if address not in left_out)
 
 
 def saved_tensors(call: Callable[[], Tensor]) -> list[Tensor]:
-    """What `save_for_backward` keeps in a call."""
+    """The tensors that a call saves with `save_for_backward`."""
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def saved_tensors(call: Callable[[], Tensor]) -> list[Tensor]:
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:
-    """The most that torch's allocator held in a step, above what was there before; None where it is not measured."""
+    """Peak bytes of torch's allocator in a step, minus those before the step; None where not measured."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
-"""Expert layers of known models by name: their shapes, and the one place where such a layer is written as operations.
+"""Expert layers of known models by name: their shapes, and their operations.
 
-H hidden size, F expert width (of one of gate and up), E experts on this device, K experts a token. Sources: the
-published configurations (the `config.json` beside each model's card); R = tokens * K rows reach the experts.
+H hidden size, F expert width (of gate and up each), E experts on this device, K experts per token; the experts receive
+R = tokens * K rows. Sources: the published configurations (`config.json` on each model's page).
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ TINY_FACTOR = 16
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """One expert layer. `activation` and `bias` as the model has them; `tokens` is what benchmarks feed by default."""
+    """One expert layer, with the model's activation and bias. tokens: the default number of tokens in benchmarks."""
 
     hidden: int  # H
     intermediate: int  # F
@@ -32,20 +32,20 @@ class ExpertShape:
 
     @property
     def num_parameters(self) -> int:
-        """Of the experts alone: both projections, with their biases."""
+        """The number of parameters of the experts: both projections, with their biases."""
         weights = 3 * self.hidden * self.intermediate
         biases = 2 * self.intermediate + self.hidden if self.bias else 0
         return self.num_experts * (weights + biases)
 
     @property
     def rows(self) -> int:
-        """R: how many rows the experts get of the default tokens."""
+        """R: the number of rows that the experts receive for the default tokens."""
         return self.tokens * self.topk
 
     def tiny(self) -> "ExpertShape":
         """The shape for a CPU: widths, experts and tokens divided by `TINY_FACTOR`.
 
-        Widths are rounded up to a multiple of 32, and two experts stay at least.
+        Widths are rounded up to a multiple of 32, and there are at least two experts.
         """
         hidden, intermediate = (-(-width // (32 * TINY_FACTOR)) * 32 for width in (self.hidden, self.intermediate))
         num_experts = max(2, self.num_experts // TINY_FACTOR)
@@ -60,8 +60,8 @@ class ExpertShape:
         )
 
 
-# gpt-oss keeps gate and up in turn (even, odd), clamps both and scales by a sigmoid; its probabilities are a softmax
-# of the top K.
+# gpt-oss interleaves gate and up (even, odd columns), clamps both and scales by a sigmoid; its probabilities are a
+# softmax over the top K logits.
 _GPT_OSS = ExpertShape(
     2880,
     2880,
@@ -97,7 +97,7 @@ TINY_SHAPES = {f"tiny-{name}": shape.tiny() for name, shape in EXPERT_SHAPES.ite
 def expert_operations(shape: ExpertShape, *, device: torch.device | str | None = None) -> list[nn.Module]:
     """The expert layer on [tokens, H], with its norm and its residual, as the members of one Sequential.
 
-    The Router's `load_balancing_loss` is there to be asked for by name.
+    The Router's `load_balancing_loss` is available as an extra output.
     """
     activation = getattr(ops, shape.activation)(glu_interleave_size=shape.glu_interleave_size)
     router = ops.Router(
@@ -115,7 +115,7 @@ def expert_operations(shape: ExpertShape, *, device: torch.device | str | None =
         ops.Dispatch(shape.num_experts),
         ops.GroupedLinear(shape.num_experts, shape.hidden, 2 * shape.intermediate, bias=shape.bias, device=device),
         activation,
-        # The scales were applied to FC2's input, so its bias has to be scaled by itself.
+        # The scales are applied to FC2's input, so its bias must be scaled separately.
         ops.GroupedLinear(
             shape.num_experts,
             shape.intermediate,

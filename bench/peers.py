@@ -1,10 +1,10 @@
-"""Other libraries' mixture-of-experts layers, on our weights: what is installed, is right and runs, is timed.
+"""Other libraries' mixture-of-experts layers, on our weights. Those that are installed, correct and run are timed.
 
-    SonicMoE  `sonicmoe.MoE`, with its own router; gate and up in turn (rows 0, 2, ... are the gate)
-    Liger     `LigerFusedMoEFunction`, behind the same router in torch's operations
+    SonicMoE  `sonicmoe.MoE`, with its own router; gate and up interleaved (rows 0, 2, ... are the gate)
+    Liger     `LigerFusedMoEFunction`, after the same router in torch's operations
 
-Their routers may compute in bf16 and so choose other experts for a few tokens: they have to reach `PEER_FLOOR`. torchao
-is left out: its grouped products for training are prototypes whose names change.
+Their routers may compute in bf16 and choose other experts for a few tokens, so they only need to reach `PEER_FLOOR`.
+torchao is not included: its grouped products for training are prototypes whose names change.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ PEER_FLOOR = 20.0  # dB
 
 @dataclass(frozen=True)
 class Peer:
-    """A layer made ready for a case.
+    """A peer's layer, prepared for a case.
 
-    wanted: x, the router's weight, FC1's and FC2's, as the peer holds them
-    as_fc1: from the peer's layout of FC1's weight to ours
+    wanted: x and the weights of the router, FC1 and FC2, as the peer stores them
+    as_fc1: converts the peer's layout of FC1's weight to ours
     """
 
     call: Call
@@ -37,7 +37,7 @@ class Peer:
         return make_step(self.call, self.wanted, case.dy, passes)
 
     def sqnr(self, case: LayerCase, found: list[Tensor]) -> dict[str, float]:
-        """dB of what a step gives, as `LayerCase.sqnr`."""
+        """SQNR in dB of the results of a step, as in `LayerCase.sqnr`."""
         y, *gradients = found
         if gradients:
             dx, drouter, dw1, dw2 = gradients
@@ -76,7 +76,7 @@ def make_liger(case: LayerCase) -> Peer:
     return Peer(call, (x, router, fc1, fc2))
 
 
-# Name -> (the module that must be there, how its layer is made)
+# name -> (the required module, the function that creates its layer)
 PEERS = {"SonicMoE": ("sonicmoe", make_sonicmoe), "Liger": ("liger_kernel", make_liger)}
 
 
@@ -87,10 +87,10 @@ def why_no_peer(name: str) -> str | None:
 
 
 def in_turn(weight: Tensor) -> Tensor:
-    """[E, 2F, H] of gate above up  ->  a row of gate, a row of up, and so on."""
+    """[E, 2F, H] with all gate rows before all up rows  ->  gate and up rows interleaved."""
     return weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def in_halves(weight: Tensor) -> Tensor:
-    """The inverse of the above."""
+    """The inverse of `in_turn`."""
     return weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)

@@ -1,7 +1,7 @@
-"""The grouped products of a layer by themselves: fprop, dgrad and wgrad of each GroupedLinear.
+"""The grouped products of a layer alone: fprop, dgrad and wgrad of each GroupedLinear.
 
-Their operands are quantized before, as a layer has them; where a recipe's numbers are emulated, dequantization to bf16
-are part of the products. x of the first GroupedLinear and dy of the last are those of the case, the others random.
+Operands are quantized beforehand, as in the layer; for emulated recipes, dequantization to bf16 is part of the product.
+x of the first GroupedLinear and dy of the last are those of the case, the others are random.
 """
 # R rows, K in features, N out features
 
@@ -25,9 +25,9 @@ from recipes import Role, Splits
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
 
-# As a pass of `bench recipes`, beside forward and forward + backward.
+# The name of this pass in `bench recipes`, besides forward and forward + backward.
 PRODUCTS = "products"
-# Steps after which a recipe with a history has scales for these numbers.
+# Steps after which a recipe with an amax history has scales for these operands.
 STEPS_TO_SCALES = 2
 
 
@@ -46,7 +46,7 @@ class _Linear:
 
 @dataclass(frozen=True)
 class GroupedProducts:
-    """Those of a case. A step gives the results of fprop, dgrad and wgrad of each GroupedLinear in turn."""
+    """The products of a case. A step returns the results of fprop, dgrad and wgrad of each GroupedLinear in order."""
 
     linears: list[_Linear]
     splits: Splits
@@ -57,11 +57,11 @@ class GroupedProducts:
 
     @property
     def outputs(self) -> list[str]:
-        """Of the names those of no gradients."""
+        """The names of the results that are not gradients."""
         return [name for name in self.names if name.startswith("fprop")]
 
     def ours(self, label: str) -> TimedPass:
-        """Under the recipe of this label, all on the path that it takes."""
+        """A step under the recipe of this label, on the path that the recipe chooses."""
         recipe = recipe_named(label)
         x = self.linears[0].x
         path = choose_path(PlanRequest(recipe, x.device, x.dtype, (True, (True,), ()), True, None, 0))
@@ -77,7 +77,7 @@ class GroupedProducts:
         return step
 
     def torchs(self) -> TimedPass:
-        """The same by `F.grouped_mm`, of operands in bf16."""
+        """The same step with `F.grouped_mm`, on bf16 operands."""
         ends = self.splits.offsets[1:].int()
         operands = [(linear.x, linear.weight, linear.dy) for linear in self.linears]
 
@@ -92,7 +92,7 @@ class GroupedProducts:
         return step
 
     def sqnr(self, found: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
-        """dB of the results of a step by name, against `exact()`."""
+        """SQNR in dB of the results of a step by name, against `exact()`."""
         sums = {name: Sqnr() for name in self.names}
         for total, got, wanted in zip(sums.values(), found, exact, strict=True):
             total.add(got, wanted)
@@ -112,7 +112,7 @@ class GroupedProducts:
         return found
 
     def _operands(self, linear: _Linear, recipe: Recipe, path: Path) -> tuple[Any, Any, Any]:
-        """x, w and dy with both copies, or as they are in high precision."""
+        """x, w and dy with both quantized copies, or unchanged in high precision."""
         quantizers = {role: recipe.quantizer(role) for role in Role}
         if any(quantizer is not None and quantizer.keeps_state for quantizer in quantizers.values()):
             settle(linear, recipe, self.splits)
@@ -135,7 +135,7 @@ class GroupedProducts:
 
 
 def settle(linear: _Linear, recipe: Recipe, splits: Splits) -> None:
-    """Steps of the operation alone, which record amaxes."""
+    """Run steps of the operation alone, which record amaxes."""
     layer, x = Sequential(linear.operation), linear.x.detach().requires_grad_()
     for _ in range(STEPS_TO_SCALES):
         with autocast(recipe=recipe):

@@ -1,4 +1,4 @@
-"""How far a training run is: a bar on a terminal (if rich is there), otherwise a line for every tenth of the way."""
+"""Progress of a training run: a bar on a terminal (if rich is installed), otherwise a line after every tenth."""
 
 import sys
 from types import TracebackType
@@ -10,7 +10,7 @@ except ImportError:
 
 
 class TrainingProgress:
-    """Context manager; `step(...)` after each step. Prints to stdout."""
+    """Context manager; call `step(...)` after each step. Prints to stdout."""
 
     def __init__(self) -> None:
         self._bar = None

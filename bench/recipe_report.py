@@ -1,4 +1,4 @@
-"""The outcomes of `bench recipes` as tables, as JSON and CSV, and as pictures."""
+"""The results of `bench recipes` as tables, JSON, CSV and plots."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -15,21 +15,21 @@ from bench.table import print_table
 from bench.timing import Timing
 
 Counts = dict[str, dict[str, int]]
-# What each way is compared with, in the same run.
+# The baselines in the same run.
 COMPARED_WITH = (BASELINE, "torch")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found of one way to run the model: a recipe, or torch's own.
+    """The results of one way to run the model: under a recipe, or with torch's own operations.
 
     numbers:             "native", "emulated", or "torch"
-    sqnr:                dB by name of the output ("y") and of each gradient
-    saved_bytes_per_row: what is kept for backward; parameters do not count
-    peak_bytes:          the most that a forward + backward allocates; None if not measured
-    kept_weight_bytes:   of the copies of weights that `constant_weights` keeps; None of torch
-    same_bits_after:     the recipe after which this one gave its first bits again; None if that was not tried
-    counts:              casts by "operation.role"; None if they cannot be counted
+    sqnr:                dB of the output ("y") and of each gradient, by name
+    saved_bytes_per_row: bytes saved for backward, without parameters
+    peak_bytes:          peak allocation of forward + backward; None if not measured
+    kept_weight_bytes:   bytes of the weight copies that `constant_weights` keeps; None for torch
+    same_bits_after:     the other recipe after which this one reproduced its first results; None if not tried
+    counts:              counts of casts by "operation.role"; None if they cannot be counted
     times:               seconds by name of the pass
     """
 
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def figures(outcomes: Sequence[Outcome], flop: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Everything that JSON takes: of each way its fields, the times with rates and ratios."""
+    """The JSON content: the fields of each outcome, with rates and ratios of its times."""
     by_way = {found.way: found for found in outcomes}
     return [
         asdict(found) | {"times": {passes: _rates(found, passes, by_way, flop) for passes in found.times}}
@@ -96,7 +96,7 @@ def show_recipes(outcomes: Sequence[Outcome], flop: Mapping[str, int]) -> None:
 
 
 def write_csv(path: Path, model: str, device: str, outcomes: Sequence[Outcome], flop: Mapping[str, int]) -> Path:
-    """A row for each way and pass. Seconds, TFLOP/s, bytes, dB."""
+    """Write a row for each outcome and pass: seconds, TFLOP/s, bytes, dB."""
     path.parent.mkdir(parents=True, exist_ok=True)
     by_way = {found.way: found for found in outcomes}
     rows = [
@@ -141,7 +141,7 @@ def draw_recipes(directory: Path, model: str, outcomes: Sequence[Outcome]) -> li
 
 
 def _draw_bars(path: Path, title: str, ways: list[str], series: Mapping[str, list[float]]) -> Path:
-    """Groups of bars: one group a way, one colour a series."""
+    """Grouped bars: one group for each outcome, one colour for each series."""
     figure = make_figure(max(6.0, 1.3 * len(ways)), 4)
     axes = figure.subplots()
     width = 0.8 / len(series)
@@ -163,7 +163,7 @@ def _draw_bars(path: Path, title: str, ways: list[str], series: Mapping[str, lis
 
 
 def _rates(found: Outcome, passes: str, by_way: Mapping[str, Outcome], flop: Mapping[str, int]) -> dict[str, float]:
-    """Seconds, TFLOP/s of the useful FLOP, and our time over that of those it is compared with."""
+    """Seconds, useful TFLOP/s, and the time divided by that of each baseline."""
     timing = found.times[passes]
     ratios = {f"over_{other}": timing.median / by_way[other].times[passes].median for other in COMPARED_WITH}
     seconds = {f"{name}_s": value for name, value in timing._asdict().items()}

@@ -1,6 +1,6 @@
-"""The comparison of a training directory's runs: summary.md, loss.png, and whether each recipe kept up with bf16.
+"""Compare the runs of a training directory: summary.md, loss.png, and whether each recipe matches bf16.
 
-Everything is read from DIR/metrics.jsonl, so that a report can be written again at any time.
+Everything is read from DIR/metrics.jsonl, so the report can be written again at any time.
 """
 
 import math
@@ -16,16 +16,16 @@ from bench.plots import COLOURS, bare, make_figure, save, why_no_plots
 from bench.run_files import Record, read_metrics
 from bench.schedule import BASELINE, RecipeSchedule, recipe_named
 
-TOLERANCE = 0.02  # of the baseline's validation loss
-# From then on the tiny model knows more of a byte than the byte before it tells.
+TOLERANCE = 0.02  # relative to the baseline's validation loss
+# From this step on the tiny model must be better than the bigram entropy.
 STEPS_TO_BEAT_BIGRAM = 300
-SEED_NOISE = 0.03  # nats/byte between three bf16 seeds of the tiny model after 300 steps
-SMOOTHING = 10  # steps of the running mean in the plot
+SEED_NOISE = 0.03  # spread in nats/byte of three bf16 seeds of the tiny model after 300 steps
+SMOOTHING = 10  # window of the running mean in the plot, in steps
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one recipe: seed -> training losses by step, and seed -> the last validation loss.
+    """The results of one recipe: seed -> training losses by step, and seed -> last validation loss.
 
     Recipes are compared by their first seed, which all of them have: same weights, same batches.
     """
@@ -45,9 +45,9 @@ class Outcome:
 
 
 def outcomes(directory: Path) -> dict[str, Outcome]:
-    """Recipe label -> its outcome, the baseline first, then in the order of the metrics.
+    """Recipe label -> outcome, the baseline first, then in the order of the metrics.
 
-    A recipe that was not validated yet (its run was killed and not taken up again) is left out.
+    A recipe without a validation loss (its run was killed and not resumed) is left out.
     """
     by_recipe: dict[str, list[Record]] = {}
     for record in read_metrics(directory / "metrics.jsonl"):
@@ -61,8 +61,8 @@ def outcomes(directory: Path) -> dict[str, Outcome]:
 
 
 def complaints(directory: Path, bigram_entropy: float = math.inf) -> list[str]:
-    """A sentence for every recipe whose validation loss is not finite, more than 2 % away from the baseline's, or
-    after 300 steps not below the corpus' bigram entropy. Of a negative control nothing is asked."""
+    """A sentence for every recipe whose validation loss is not finite, differs from the baseline's by more than 2 %, or
+    is not below the corpus' bigram entropy after 300 steps. Negative controls are exempt."""
     found = outcomes(directory)
     reference = found[BASELINE].validation_loss
     sentences = []
@@ -142,7 +142,7 @@ def _summary(found: dict[str, Outcome], corpus: Corpus, model: str, device: torc
 
 
 def _verdict(found: dict[str, Outcome]) -> str:
-    """What the table does and does not show."""
+    """The conclusion from the table, and its limits."""
     sentences = []
     baseline = found.get(BASELINE)
     controls = [recipe for recipe in found if RecipeSchedule.parse(recipe).is_control]
@@ -177,7 +177,7 @@ def _support(label: str, device: torch.device) -> str:
 
 
 def _draw(found: dict[str, Outcome], corpus: Corpus, path: Path) -> None:
-    """The curves, and below them, where there is a baseline, how far each lies from the baseline's."""
+    """Plot the curves, and below them, if there is a baseline, their differences from it."""
     baseline = found.get(BASELINE)
     figure = make_figure(9, 7 if baseline else 5)
     upper, *lower = figure.subplots(2 if baseline else 1, squeeze=False, sharex=True)[:, 0]

@@ -1,4 +1,4 @@
-"""Where a benchmark's figures go: a JSON file with date, device and versions beside them."""
+"""Write a benchmark's figures to a JSON file, with date, device and versions."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ import torch
 from bench.environment import environment
 from bench.usage import on_disk
 
-# Below the directory in which the command is called: the package may be installed where nothing is to be written.
+# Below the working directory, because the package may be installed in a read-only place.
 DIRECTORY = Path("bench/results")
 
 
@@ -27,7 +27,7 @@ def add_json_argument(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def write_results(target: Path, name: str, device: torch.device | str, figures: Mapping[str, Any]) -> Path:
-    """Write the figures, and where they come from, as JSON; into `target` if it is a directory. Returns the file.
+    """Write the figures and their environment as JSON to `target`, a file or a directory. Returns the file.
 
     Raises UsageError if it cannot be written.
     """

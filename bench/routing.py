@@ -1,4 +1,4 @@
-"""How the rows of a benchmark are divided among its experts."""
+"""The division of a benchmark's rows among its experts."""
 
 import itertools
 
@@ -9,7 +9,7 @@ ROUTINGS = ("uniform", "random", "skewed")
 
 
 def split_sizes(num_groups: int, rows: int, routing: str) -> list[int]:
-    """Rows of each group: equal, drawn at random, or by `zipf_shares`; they sum to `rows`."""
+    """Rows of each group: equal, random, or by `zipf_shares`; they sum to `rows`."""
     if routing == "uniform":
         shares = torch.ones(num_groups)
     elif routing == "random":
@@ -22,7 +22,7 @@ def split_sizes(num_groups: int, rows: int, routing: str) -> list[int]:
 
 
 def zipf_shares(num_groups: int) -> Tensor:
-    """[num_groups], not normalised: 1, 1/2, 1/3, ... in random order, and 0 for every sixteenth group, one at least."""
+    """[num_groups], not normalised: 1, 1/2, 1/3, ... in random order; one in sixteen groups, at least one, gets 0."""
     shares = 1 / torch.arange(1, num_groups + 1)
     shares[-max(1, num_groups // 16) :] = 0
     return shares[torch.randperm(num_groups, generator=torch.Generator().manual_seed(0))]

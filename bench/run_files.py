@@ -1,13 +1,13 @@
-"""What a training run leaves on disk, so that a killed run can be taken up again and ends in the same files.
+"""The files of a training run, from which a killed run can be resumed and ends with the same files.
 
-    DIR/metrics.jsonl                    one line a step, and one for each validation, of all runs in turn
-    DIR/checkpoints/RECIPE-seedN.pt      the newest checkpoint of each run, replaced in one move, with a checksum
+    DIR/metrics.jsonl                    one line for each step and each validation, of all runs in order
+    DIR/checkpoints/RECIPE-seedN.pt      the newest checkpoint of each run, replaced atomically, with a checksum
     DIR/summary.md, DIR/loss.png         the report
-    DIR/run.json                         the names of these files; all others belong to others and are left alone
+    DIR/run.json                         the names of these files; all other files are never touched
     DIR/run.lock                         held while a process writes
 
-A checkpoint is written after the lines up to its step, and has their SHA-256. Taking up again drops the lines behind
-it, so that no step is there twice, and refuses lines that are missing or changed.
+A checkpoint is written after the lines up to its step, and contains their SHA-256. Resuming drops the lines after it,
+so that no step appears twice, and is refused if lines are missing or changed.
 """
 
 import hashlib
@@ -43,16 +43,16 @@ class RunKey(NamedTuple):
 
     @property
     def checkpoint(self) -> str:
-        """The name of its checkpoint below the directory."""
+        """The path of its checkpoint, relative to the directory."""
         return f"{CHECKPOINTS}/{self.recipe.replace(':', '_')}-seed{self.seed}.pt"
 
 
 @contextmanager
 def open_run_files(directory: Path, keys: Iterable[RunKey], *, resume: bool) -> Iterator["RunFiles"]:
-    """The files below one directory, for the runs `keys`, which nobody else writes meanwhile.
+    """Open the files below one directory for the runs `keys`, and lock the directory.
 
-    `resume=False` removes what earlier runs wrote there, and nothing else. Raises UsageError if another process writes
-    there, if a file of others is in the way, if a file is damaged or was not of these runs, or cannot be written.
+    `resume=False` removes the files of earlier runs there, and nothing else. Raises UsageError if another process holds
+    the lock, if another program's file would be overwritten, if a file is damaged or of other runs, or is not writable.
     """
     with on_disk(directory, "Take an --out that can be written."):
         (directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
@@ -66,24 +66,24 @@ def open_run_files(directory: Path, keys: Iterable[RunKey], *, resume: bool) -> 
 
 
 class RunFiles:
-    """What one process reads and writes there. `reached` is the step of each run's checkpoint."""
+    """The files as one process reads and writes them. reached: the step of each run's checkpoint."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.metrics_path = directory / METRICS
         self.reached: dict[RunKey, int] = {}
-        self._digests = defaultdict(hashlib.sha256)  # of the lines of each run
+        self._digests = defaultdict(hashlib.sha256)  # over the lines of each run
         self._take_up()
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add one line. It is in the hands of the system, not of this process, when the call returns."""
+        """Append one line, and flush it to the operating system."""
         line = json.dumps(record) + "\n"
         with on_disk(self.metrics_path, _GO_ON), self.metrics_path.open("a") as file:
             file.write(line)
         self._digests[RunKey(record["recipe"], record["seed"])].update(line.encode())
 
     def save(self, key: RunKey, state: Mapping[str, Any]) -> None:
-        """Replace the run's checkpoint, once its lines are on the disk."""
+        """Replace the run's checkpoint, after syncing its lines to disk."""
         with on_disk(self.metrics_path, _GO_ON), self.metrics_path.open("rb") as file:
             os.fsync(file.fileno())
         whose = {"recipe": key.recipe, "seed": key.seed, "lines_sha256": self._digests[key].hexdigest()}
@@ -104,12 +104,12 @@ class RunFiles:
         return self.directory / key.checkpoint
 
     def written(self) -> list[Path]:
-        """The run's own files and folders that are there."""
+        """The run's existing files and folders."""
         names = {name.split("/")[0] for name in read_manifest(self.directory)}
         return sorted(path for name in names if (path := self.directory / name).exists())
 
     def _take_up(self) -> None:
-        """Keep the lines up to each checkpoint, of all runs in the directory, once they are what they were."""
+        """Check the lines up to each checkpoint, of all runs in the directory, and drop those after it."""
         written_with = {}
         for path in self._checkpoints():
             state = read_checkpoint(path)
@@ -136,21 +136,21 @@ class RunFiles:
             part.replace(self.metrics_path)
 
     def _checkpoints(self) -> list[Path]:
-        """Those that are there, of all runs."""
+        """The existing checkpoints of all runs."""
         names = sorted(name for name in read_manifest(self.directory) if name.startswith(f"{CHECKPOINTS}/"))
         return [path for name in names if (path := self.directory / name).exists()]
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a metrics file ([] if there is none). A last line that was cut off in writing does not count.
+    """All records of a metrics file ([] if there is none), without an incomplete last line.
 
-    Raises UsageError for a line that is no record.
+    Raises UsageError for a line that is not a record.
     """
     return [record for record, _ in _read_lines(path)]
 
 
 def _read_lines(path: Path) -> Iterator[tuple[Record, bytes]]:
-    """Each record, and its line."""
+    """Yield each record with its line."""
     if not path.exists():
         return
     with on_disk(path, "Make it readable, or take another --out."):
@@ -166,7 +166,7 @@ def _read_lines(path: Path) -> Iterator[tuple[Record, bytes]]:
 
 
 def _parse(line: bytes) -> Record | None:
-    """A line as a record; None if it is none."""
+    """The record in a line, or None if it holds none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

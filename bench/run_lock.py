@@ -1,4 +1,4 @@
-"""One training run at a time in a directory: a lock of the system, which ends with the process that holds it."""
+"""One training run at a time in a directory: an operating-system lock, released when its process ends."""
 
 import fcntl
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ LOCK = "run.lock"
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold DIR/run.lock, an empty file that stays. UsageError if another process, or this one, holds it already."""
+    """Hold DIR/run.lock, an empty file that is not removed. Raises UsageError if the lock is already held."""
     path = directory / LOCK
     with on_disk(path, "Take an --out that can be written."):
         file = path.open("ab")

@@ -1,6 +1,6 @@
-"""Which files of a directory a training run wrote: DIR/run.json names them, each before it is written.
+"""The files that a training run wrote in a directory: DIR/run.json lists each before it is written.
 
-What it does not name belongs to others: it is neither deleted nor overwritten.
+Files that are not listed are neither deleted nor overwritten.
 """
 
 import json
@@ -17,7 +17,7 @@ _NAME = re.compile(r"(metrics\.jsonl|summary\.md|loss\.png|checkpoints/[^/]+-see
 
 
 def read_manifest(directory: Path) -> set[str]:
-    """The names of a run's files, relative to the directory; none if there was no run yet."""
+    """The names of a run's files, relative to the directory; empty if there was no run yet."""
     path = directory / MANIFEST
     if not path.exists():
         return set()
@@ -37,7 +37,7 @@ def read_manifest(directory: Path) -> set[str]:
 
 
 def require_own(directory: Path, names: Collection[str]) -> None:
-    """UsageError if one of these files is there and belongs to others."""
+    """Raise UsageError if one of these files exists and is not in the manifest."""
     unnamed = sorted(set(names) - read_manifest(directory))
     for path in (path for name in unnamed for path in with_part(directory / name)):
         if path.exists() or path.is_symlink():
@@ -61,7 +61,7 @@ def remove_all(directory: Path) -> None:
 
 
 def with_part(path: Path) -> list[Path]:
-    """The file, and what a kill in the middle of writing it leaves behind."""
+    """The file, and the temporary file that remains if the process is killed while writing it."""
     return [path, part_of(path)]
 
 

@@ -1,9 +1,9 @@
-"""Which recipe rules which step of a run, and the numeric context that it stands for.
+"""The recipe of each step of a run, and the numeric context in which the step runs.
 
     "bf16"                     bf16 throughout
     "bf16+50:mxfp8+80:bf16"    bf16, from step 50 on mxfp8, from step 80 on bf16 again
 
-Names are those of `recipes.as_recipe` ("fp32" for no reduced precision at all) and the labels of `bench.controls`.
+Names are those of `recipes.as_recipe` ("fp32" for no reduced precision) and the labels of `bench.controls`.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class RecipeSchedule:
 
     @classmethod
     def parse(cls, text: str, switches: tuple[str, ...] = ()) -> "RecipeSchedule":
-        """From a label such as "bf16+50:mxfp8", with more "step:recipe" behind it. UsageError if it is none."""
+        """Parse a label such as "bf16+50:mxfp8" and further "step:recipe" switches. UsageError if they are invalid."""
         first, *rest = text.split("+")
         parts = [(1, first), *(_parse_switch(switch) for switch in (*rest, *switches))]
         for _, name in parts:
@@ -46,11 +46,11 @@ class RecipeSchedule:
 
     @property
     def is_control(self) -> bool:
-        """Whether a negative control has any part in it."""
+        """Whether any of its recipes is a negative control."""
         return any(name in CONTROLS for _, name in self.parts)
 
     def at(self, step: int) -> str:
-        """The recipe's name for this step."""
+        """The name of the recipe for this step."""
         return next(name for first, name in reversed(self.parts) if first <= step)
 
 
@@ -61,7 +61,7 @@ def known_recipes() -> list[str]:
 
 
 def recipe_named(name: str) -> Recipe:
-    """The recipe of a name or of a control's label; UsageError lists the known names."""
+    """The recipe of a name or a control's label. Raises UsageError with the known names for any other."""
     if name in CONTROLS:
         return make_control(name)
     try:
@@ -72,7 +72,7 @@ def recipe_named(name: str) -> Recipe:
 
 @contextmanager
 def numerics(name: str, device: torch.device) -> Iterator[None]:
-    """Run the body under the recipe of this name: in bf16 by `torch.autocast`, unless it is "fp16" or "fp32"."""
+    """Run the body under the recipe of this name, with bf16 `torch.autocast` unless it is "fp16" or "fp32"."""
     dtype = {"fp32": None, "fp16": torch.float16}.get(name, torch.bfloat16)
     mixed = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
     with mixed, autocast(recipe=recipe_named(name)):

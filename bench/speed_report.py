@@ -1,4 +1,4 @@
-"""What `bench speed` found, as tables, as JSON and as a picture; targets and results."""
+"""The results of `bench speed` as tables, JSON and a plot, compared with the targets."""
 
 import math
 import statistics
@@ -13,22 +13,22 @@ from bench.table import print_table
 from bench.timing import Timing
 from bench.wgrad import GRADIENT, MAIN_GRAD
 
-# Those of issue 5, and of the H200's results.
+# From issue 5, and from the results on the H200.
 SPEED_MODELS = ("qwen3-30b-a3b", "deepseek-v3-ep8", "gpt-oss-120b", "olmoe-1b-7b", "mixtral-8x7b")
 OURS, TORCH, COMPILED, LIMIT = "ours", "torch", "torch compiled", "limit"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One comparison: times of several ways, interleaved.
+    """One comparison: interleaved times of several candidates ("ways").
 
-    part:    of the benchmark
-    rows:    over all experts
-    routing: "by way" where that is what the ways differ in
-    flop:    useful ones of each way; 0 where no rate is asked for
-    times:   seconds by way
-    sqnr:    dB of everything a way gives, by way and name, checked before the timing
-    state:   clocks and power right after
+    part:    the part of the benchmark
+    rows:    total over all experts
+    routing: "by way" if the candidates differ in their routing
+    flop:    useful FLOP of each candidate; 0 if no rate is reported
+    times:   seconds by candidate
+    sqnr:    dB of all results, by candidate and name, checked before the timing
+    state:   clocks and power directly after the timing
     """
 
     part: str
@@ -46,24 +46,24 @@ class Measured:
 
     @property
     def rows_per_expert(self) -> float:
-        """The mean."""
+        """The mean number of rows of an expert."""
         return self.rows / self.num_experts
 
     def tflop_per_s(self, way: str) -> float:
         return self.flop / self.times[way].median / 1e12
 
     def over(self, way: str, other: str) -> float:
-        """The speed of a way over that of another one: above 1 is faster."""
+        """The speed of a candidate divided by that of another one; above 1 it is faster."""
         return self.times[other].median / self.times[way].median
 
     @property
     def share_of_limit(self) -> dict[str, float]:
-        """By way; empty where there is no limit."""
+        """The share of the limit that each candidate reaches; empty if there is no limit."""
         return {way: self.over(way, LIMIT) for way in self.times if way != LIMIT} if LIMIT in self.times else {}
 
 
 def figures(found: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Everything that JSON takes."""
+    """The content of the JSON file."""
     return [
         asdict(one)
         | {
@@ -76,7 +76,7 @@ def figures(found: Sequence[Measured]) -> list[dict[str, Any]]:
 
 
 def show(title: str, found: Sequence[Measured]) -> None:
-    """Print a table with a row for each way; speeds are compared with the first way."""
+    """Print a table with a row for each candidate; speeds are compared with the first one."""
     rows = []
     for one in found:
         first = next(iter(one.times))
@@ -104,9 +104,9 @@ def show(title: str, found: Sequence[Measured]) -> None:
 class Target(NamedTuple):
     """A target for a figure.
 
-    wanted: which comparisons count
-    figure: of one of them
-    fold:   of all of them; `max` where the figure is not to pass the target, otherwise it is to reach it
+    wanted: selects comparisons
+    figure: computes the figure of one comparison
+    fold:   combines the figures of all; with `max` the target is an upper bound, otherwise a lower bound
     """
 
     name: str
@@ -118,7 +118,7 @@ class Target(NamedTuple):
 
 
 def reached_targets(found: Sequence[Measured]) -> list[dict[str, Any]]:
-    """What was found of each target for which something was measured, and whether it was reached; the misses too."""
+    """The result for each target that was measured, and whether it was reached."""
     rows = []
     for target in TARGETS:
         values = [target.figure(one) for one in found if target.wanted(one)]
@@ -130,7 +130,7 @@ def reached_targets(found: Sequence[Measured]) -> list[dict[str, Any]]:
 
 
 def show_targets(found: Sequence[Measured]) -> None:
-    """Print the same."""
+    """Print targets and results."""
     if reached := reached_targets(found):
         rows = [
             [one["name"], f"{one['found']:.3f}", f"{one['target']:g}", f"{one['stretch']:g}", one["verdict"]]
@@ -140,7 +140,7 @@ def show_targets(found: Sequence[Measured]) -> None:
 
 
 def draw_share_of_limit(path: Path, found: Sequence[Measured]) -> Path:
-    """Share of the limit over rows an expert, a panel for each pass, bf16, random routing, a colour for each way."""
+    """Plot the share of the limit over rows per expert (bf16, random routing): a panel per pass, a colour per way."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = make_figure(11, 4.5)
     for panel, (axes, passes) in enumerate(zip(figure.subplots(1, len(PASSES), sharey=True), PASSES, strict=True)):
@@ -176,7 +176,7 @@ def _verdict(target: Target, value: float) -> str:
 
 
 def _is(part: str, *models: str) -> Callable[[Measured], bool]:
-    """Backward included; of these models, or of any if none is named; bf16; random routing, if it has one."""
+    """Selects forward + backward in bf16 with random routing (if any), of these models, or of all if none is named."""
 
     def wanted(one: Measured) -> bool:
         ordinary = one.passes != PASSES[0] and one.dtype == "bf16" and one.routing in ("random", "by way")
@@ -186,13 +186,13 @@ def _is(part: str, *models: str) -> Callable[[Measured], bool]:
 
 
 def _has(part: str, least: float, most: float = math.inf) -> Callable[[Measured], bool]:
-    """The same for any model, with so many rows an expert."""
+    """As `_is`, for all models with this many rows per expert."""
     of_part = _is(part)
     return lambda one: of_part(one) and least <= one.rows_per_expert <= most
 
 
 def _over_torch(one: Measured) -> float:
-    """Over the faster of torch's ways."""
+    """The speed divided by that of the faster torch candidate."""
     return min(one.over(OURS, way) for way in (TORCH, COMPILED) if way in one.times)
 
 
@@ -242,7 +242,7 @@ TARGETS = (
     Target("layer over torch: qwen3, olmoe", _is("layer", QWEN, OLMOE), _over_torch, _mean, 1.5, 1.65),
     Target("layer over torch: gpt-oss", _is("layer", GPT), _over_torch, _mean, 1.2, 1.3),
     Target("layer over torch: dsv3-ep8", _is("layer", DEEPSEEK), _over_torch, _mean, 1.2, 1.28),
-    # SonicMoE's rates on an H200, and its stretch over them
+    # SonicMoE's rates on an H200, and stretch targets above them
     Target("layer, TFLOP/s: qwen3", _is("layer", QWEN), _rate, min, 448, 1.15 * 448),
     Target("layer, TFLOP/s: olmoe", _is("layer", OLMOE), _rate, min, 511, 1.10 * 511),
     Target("layer, TFLOP/s: gpt-oss", _is("layer", GPT), _rate, min, 434, 1.15 * 434),

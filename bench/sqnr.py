@@ -1,4 +1,4 @@
-"""How near a result is to its reference: signal to quantization noise, in dB, and how much a recipe must reach."""
+"""SQNR, the ratio of signal to quantization noise in dB, and the minimum that each recipe must reach."""
 
 import math
 from collections.abc import Collection
@@ -8,7 +8,7 @@ from torch import Tensor
 from bench.schedule import recipe_named
 from recipes import Role
 
-# dB of the output of a grouped MLP. Measured on random numbers: bf16 49, E4M3 24 with any scaling.
+# dB for the output of a grouped MLP. Measured on random numbers: bf16 49, E4M3 24 with any scaling.
 HIGH_PRECISION_FLOOR = 40.0
 EIGHT_BIT_FLOOR = 20.0
 # E5M2 has one bit less than E4M3, which is 6 dB; E2M1 has two less.
@@ -18,7 +18,7 @@ GRADIENT_ALLOWANCE = 6.0
 
 
 class Sqnr:
-    """10 log10(sum exact^2 / sum (got - exact)^2), summed in float64 over all the parts that were added."""
+    """10 log10(sum exact^2 / sum (got - exact)^2), summed in float64 over all parts added."""
 
     def __init__(self) -> None:
         self.signal = self.noise = 0.0
@@ -30,21 +30,21 @@ class Sqnr:
 
     @property
     def db(self) -> float:
-        """NaN where either side has one; infinite where both are equal."""
+        """The SQNR; NaN if either side contains NaN, infinite if both are equal."""
         if self.noise == 0:
             return math.inf
         return 10 * math.log10(self.signal / self.noise) if self.signal > 0 else -math.inf
 
 
 def sqnr_db(got: Tensor, exact: Tensor) -> float:
-    """Of one tensor."""
+    """The SQNR of one tensor, in dB."""
     sqnr = Sqnr()
     sqnr.add(got, exact)
     return sqnr.db
 
 
 def sqnr_floor(label: str) -> float:
-    """dB that an output under the recipe of this label must reach."""
+    """The minimum SQNR in dB of an output under the recipe of this label."""
     recipe = recipe_named(label)
     if recipe.quantizer(Role.INPUT) is None:
         return HIGH_PRECISION_FLOOR
@@ -52,7 +52,7 @@ def sqnr_floor(label: str) -> float:
 
 
 def require_sqnr(way: str, found: dict[str, float], floor: float, outputs: Collection[str] = ("y",)) -> None:
-    """AssertionError if an output is below the floor, or a gradient more than `GRADIENT_ALLOWANCE` below it."""
+    """Raise AssertionError if an output is below the floor, or a gradient more than `GRADIENT_ALLOWANCE` below it."""
     for name, db in found.items():
         limit = floor if name in outputs else floor - GRADIENT_ALLOWANCE
         assert db >= limit, f"{way}: {name} has {db:.1f} dB against fp32, but must have {limit:.0f}"

@@ -1,10 +1,10 @@
-"""How long the first step waits for its kernels: compiled (an empty Triton cache), or read from disk (a filled one).
+"""Start-up time of the first step, with kernels compiled (empty Triton cache) or loaded from disk (filled cache).
 
-Each time in a process of its own. The start is the first forward + backward of a model's grouped MLP less the second;
-importing torch and making the tensors do not count. `python -m bench.start MODEL DEVICE` is that process.
+Each measurement runs in its own process, `python -m bench.start MODEL DEVICE`. The start is the time of the first
+forward + backward of a model's grouped MLP minus that of the second, without importing torch and creating tensors.
 
-What torch imports at the first `autograd.grad` that is given a gradient counts as importing torch: it is sympy, 2 s of
-a profiled warm start on the H200's machine, and no `loss.backward()` of a training step asks for it.
+torch's first `autograd.grad` with a given gradient imports sympy (2 s on the H200's machine). A training step's
+`loss.backward()` does not, so this import is not counted either.
 """
 
 import json
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 def measure_starts(model: str, *, device: str = "cuda", timeout: float | None = None) -> dict[str, float]:
     """Seconds of a "cold" and of a "warm" start.
 
-    RuntimeError with what the process said if it failed, subprocess.TimeoutExpired after `timeout` seconds each.
+    Raises RuntimeError with the process's output if it fails, subprocess.TimeoutExpired after `timeout` seconds each.
     """
     with tempfile.TemporaryDirectory() as cache:
         return {start: _measure(model, device, cache, timeout) for start in ("cold", "warm")}

@@ -1,4 +1,4 @@
-"""A table on the screen: by rich on a terminal, if it is there, otherwise as plain text in columns."""
+"""Print a table: with rich on a terminal, if it is installed, otherwise as plain text in columns."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ except ImportError:
 
 
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column flush left, the others flush right."""
+    """Print a table, the first column aligned left, the others right."""
     if Table is None or not sys.stdout.isatty():
         print(plain_table(title, headers, rows))
         return
@@ -24,7 +24,7 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def plain_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same as text."""
+    """The table as plain text."""
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     lines = [title]
     for row in (headers, *rows):

@@ -1,4 +1,4 @@
-"""Interleaved timing: every candidate runs once in each round, so that drifts of the machine hit all of them alike."""
+"""Interleaved timing: every candidate runs once in each round, so that drifts of the machine affect all alike."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-# Bytes written before each turn of the "device" clock: more than any L2 cache holds.
+# Bytes written before each turn of the "device" clock, more than any L2 cache holds.
 FLUSHED_BYTES = 256 * 2**20
 
 Run = Callable[[], None]
@@ -15,7 +15,7 @@ Reading = Callable[[], float]
 
 
 class Timing(NamedTuple):
-    """Seconds a call: the median over the rounds, and the quartiles as its spread."""
+    """Seconds per call: the median over the rounds, and the quartiles as its spread."""
 
     median: float
     low: float
@@ -31,20 +31,20 @@ def time_interleaved(
     device: torch.device | str = "cpu",
     clock: str = "step",
 ) -> dict[str, Timing]:
-    """Time each candidate in turn, `rounds` times over, each time `calls` calls on end.
+    """Time all candidates interleaved for `rounds` rounds, each with `calls` consecutive calls per turn.
 
-    The first `warmup` rounds do not count. What a GPU's clock shows (on a CPU all three are the same):
+    The first `warmup` rounds are not counted. Clocks on a GPU (on a CPU all three are the same):
 
-        "step"    from an idle device to an idle device: the whole step, launches included
-        "device"  from the first to the last of its work, by CUDA events; nothing waits between the turns, so launches
-                  are hidden where the host is ahead, and the L2 cache is overwritten before each turn
-        "host"    until the work is issued, right after as much was issued to an idle device: as in training, the host
-                  is ahead and does not wait
+        "step"    from idle device to idle device: the complete step, including launches
+        "device"  from the start to the end of its device work, by CUDA events. The host does not wait between turns,
+                  so launches are hidden where it is ahead. The L2 cache is overwritten before each turn
+        "host"    host time until all work is issued, directly after as much work was issued to an idle device: as in
+                  training, the host is ahead and does not wait
     """
     stopwatch = _stopwatch(clock, torch.device(device))
     readings: dict[str, list[Reading]] = {name: [] for name in candidates}
     for turn in range(warmup + rounds):
-        # Who comes second finds weights and inputs in the cache: so each comes first every other time.
+        # A later candidate finds weights and inputs in the cache, so the order is reversed in every other round.
         order = list(candidates.items())
         for name, candidate in order if turn % 2 else reversed(order):
             reading = stopwatch(_repeated(candidate, calls))
@@ -63,7 +63,7 @@ def _repeated(candidate: Callable[[], object], calls: int) -> Run:
 
 
 def _stopwatch(clock: str, device: torch.device) -> Callable[[Run], Reading]:
-    """What runs something, and gives a function that tells the seconds once the device is idle."""
+    """A function that runs its argument and returns a function for the elapsed seconds, to call on an idle device."""
 
     def stopped_by_host(run: Run) -> Reading:
         _wait(device)
@@ -97,6 +97,6 @@ def _wait(device: torch.device) -> None:
 
 
 def _timing(values: list[float]) -> Timing:
-    # Inclusive: quartiles of few values must not lie outside of them.
+    # Inclusive, so that quartiles of few values stay within their range.
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return Timing(median, low, high)

@@ -1,9 +1,9 @@
 """The training demo: train a byte-level mixture-of-experts language model under several recipes and compare them.
 
-Every recipe starts from the same weights and meets the same batches, so the curves differ by the numbers alone.
+Every recipe starts from the same weights and uses the same batches, so curves differ only by the number formats.
 Parameters and optimizer are fp32. The recipe belongs to the step, not to the model: switching it rebuilds nothing.
-A run that was killed goes on with `--resume` and gives, on the CPU bit for bit, the curve of one that was not. It goes
-on only from whole files, and with the settings that they were written with.
+A killed run continues with `--resume`, and on the CPU its curve is bit for bit that of an uninterrupted run. Resuming
+requires undamaged files and the same settings.
 """
 
 import argparse
@@ -30,7 +30,7 @@ BALANCE_COEFFICIENT = 1e-2
 WARMUP_STEPS = 10
 MAX_GRAD_NORM = 1.0
 VALIDATION_BATCHES = 16
-VALIDATION_SEED = 2**31  # no training run has it
+VALIDATION_SEED = 2**31  # not used by any training run
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TrainConfig:
         return [RunKey(schedule.label, seed) for schedule, seed in self.runs()]
 
     def settings(self, corpus: Corpus) -> dict[str, Any]:
-        """What a run's curve follows from, besides its recipe, its seed and its steps."""
+        """All settings that determine a run's curve, except its recipe, seed and steps."""
         return {
             "model": self.model,
             "corpus": corpus.sha256,
@@ -79,8 +79,8 @@ def train(
 ) -> None:
     """Do all runs of `config`, one after the other, and write `files`' metrics and checkpoints.
 
-    `on_step(label, step, steps, loss, tokens a second)` is told of every step. Raises UsageError, before anything is
-    trained, if a checkpoint there was written with other settings, or is further than `config.steps`.
+    `on_step(label, step, steps, loss, tokens per second)` is called after every step. Raises UsageError before any
+    training if an existing checkpoint was written with other settings or is beyond `config.steps`.
     """
     for key in config.run_keys():
         _require_same_settings(config, corpus, files, key)
@@ -183,7 +183,7 @@ class _Run:
         return state
 
     def _take_up(self) -> int:
-        """Load the run's checkpoint, if there is one, and return the step that it reached (0 without)."""
+        """Load the run's checkpoint, if there is one, and return its step (0 if there is none)."""
         state = self.files.load(self.key)
         if state is None:
             return 0

@@ -1,4 +1,4 @@
-"""The one error that means: the command was called wrongly, or its files are not as they must be; nothing is broken."""
+"""UsageError, for wrong arguments or invalid files, as opposed to failures of the program."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,18 +8,18 @@ import torch
 
 
 class UsageError(ValueError):
-    """Shown as one sentence without a traceback; the exit code is 2."""
+    """Printed as one sentence without a traceback; the exit code is 2."""
 
 
 def require_device(name: str) -> None:
-    """UsageError if torch has no such device here."""
+    """Raise UsageError if torch does not have this device."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device cuda: torch {torch.__version__} finds no CUDA device here. Take --device cpu.")
 
 
 @contextmanager
 def on_disk(path: Path, mend: str) -> Iterator[None]:
-    """What the system refuses in the body (a full disk, a read-only folder) as a UsageError that names `path`."""
+    """Convert OSErrors of the body (full disk, read-only folder) to a UsageError that names `path`."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
 """Weight gradients of a grouped MLP by our grouped GEMM alone: a new bf16 gradient, or added to an fp32 main_grad.
 
-bf16 gradient    dw_g  = dy_g^T x_g         2 bytes written an element of dw
-fp32 main_grad   dw_g += dy_g^T x_g         4 bytes read and 4 written
+bf16 gradient    dw_g  = dy_g^T x_g         2 bytes written for each element of dw
+fp32 main_grad   dw_g += dy_g^T x_g         4 bytes read and 4 written for each element
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class Wgrad:
         return grouped_gemm_nt(self.dy, self.x, self.splits, out=self.main_grad, accumulate=True)
 
     def sqnr(self, found: Tensor) -> float:
-        """dB of dw, expert by expert, against fp32."""
+        """SQNR in dB of dw, expert by expert, against fp32."""
         sqnr = Sqnr()
         sizes = self.splits.tolist()
         for got, dy, x in zip(found, self.dy.split(sizes), self.x.split(sizes), strict=True):
@@ -43,7 +43,7 @@ class Wgrad:
 
 
 def wgrads(case: GroupedCase) -> list[Wgrad]:
-    """Those of FC1 and FC2 for a case from `expert_mlp`; what it has no tensor for is random numbers."""
+    """The wgrads of FC1 and FC2 for a case from `expert_mlp`; operands that the case lacks are random numbers."""
     x, dy = case.inputs["x"].detach(), case.dy
     splits = Splits.make(case.sizes, rows=case.rows, device=case.device)
     w1, w2 = case.weights
@@ -55,7 +55,7 @@ def wgrads(case: GroupedCase) -> list[Wgrad]:
 
 
 def ways(products: list[Wgrad]) -> dict[str, Callable[[], list[Tensor]]]:
-    """Both products, each way."""
+    """Both products, as steps for each of the two kinds of gradient."""
     return {
         GRADIENT: lambda: [product.new() for product in products],
         MAIN_GRAD: lambda: [product.accumulated() for product in products],
@@ -63,7 +63,7 @@ def ways(products: list[Wgrad]) -> dict[str, Callable[[], list[Tensor]]]:
 
 
 def wgrads_sqnr(products: list[Wgrad]) -> dict[str, dict[str, float]]:
-    """dB by way and product; main_grad, which is overwritten, is half of what two additions leave."""
+    """SQNR in dB by kind of gradient and product. For main_grad, half of the sum of two accumulations is checked."""
     found: dict[str, dict[str, float]] = {GRADIENT: {}, MAIN_GRAD: {}}
     for name, product in zip(("FC1 wgrad", "FC2 wgrad"), products, strict=True):
         found[GRADIENT][name] = product.sqnr(product.new())

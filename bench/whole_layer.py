@@ -1,10 +1,10 @@
-"""A whole mixture-of-experts layer, tokens in, tokens out, and the same written with torch's own operations.
+"""A complete mixture-of-experts layer, from tokens to tokens, and the same in torch's own operations.
 
     ours   Router -> Dispatch -> GroupedLinear -> ScaledSwiGLU -> GroupedLinear -> Combine
     torch  product, topk, softmax, sort, gather, grouped_mm, SwiGLU, grouped_mm, gather, sum
 
-Neither waits for the device. Without biases, in bf16, logits and probabilities in fp32 (a softmax over the chosen
-logits). Routing is made by the data: the first feature of x is 1, so the router's first column is a bias.
+Neither synchronizes. Without biases, in bf16; logits and probabilities (a softmax over the chosen logits) in fp32. The
+routing is controlled through the data: the first feature of x is 1, so the router's first column acts as a bias.
 """
 
 # T tokens, R = T topk rows, E experts, H hidden, F expert width
@@ -23,13 +23,13 @@ from bench.routing import zipf_shares
 from bench.sqnr import sqnr_db
 from fuser import Sequential, ops
 
-# Bias of the experts that nobody shall choose.
+# The bias of experts that no token should choose.
 NEVER = -30.0
 
 
 @dataclass(frozen=True)
 class LayerCase(Case):
-    """With how many experts a token has."""
+    """A Case with the number of experts per token."""
 
     topk: int
 
@@ -42,12 +42,12 @@ class LayerCase(Case):
         return lambda: self.layer(x)
 
     def torchs(self, *, compiled: bool = False) -> Call:
-        """By torch's operations, eager or compiled."""
+        """The layer in torch's operations, eager or compiled."""
         way = _torch_layer(compiled)
         return lambda: way(self.inputs["x"], *self.weights, self.topk)
 
     def sqnr(self, found: list[Tensor]) -> dict[str, float]:
-        """dB of each tensor of a step (or of y alone) by name, against a loop over the experts in fp32."""
+        """SQNR in dB of each result of a step (or only of y) by name, against a loop over the experts in fp32."""
         exact = self._reference(backward=len(found) > 1)
         return {
             name: sqnr_db(got, want) for name, got, want in zip(self.names[: len(found)], found, exact, strict=True)
@@ -68,7 +68,7 @@ class LayerCase(Case):
 def whole_layer(
     shape: ExpertShape, *, device: torch.device | str = "cpu", tokens: int | None = None, routing: str = "random"
 ) -> LayerCase:
-    """The layer of a model, routed at random, or "skewed" by `zipf_shares`."""
+    """The layer of a model, with random routing, or "skewed" by `zipf_shares`."""
     experts, hidden, width = shape.num_experts, shape.hidden, shape.intermediate
     options = {"device": device, "dtype": DTYPE}
     layer = Sequential(

@@ -1,4 +1,4 @@
-"""An activation and the bias in front of it, backward."""
+"""Backward of a bias followed by an activation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from recipes.request import PlanRequest
 
 
 class BackwardActivationBias(FusedOperation):
-    """dh = f'(h) dy and db, the sum of dh over the rows; then dx = dh W and dW = dh^T x, if a Linear has the bias.
+    """dh = f'(h) dy, db = the sum of dh over the rows; if the bias is a Linear's, also dx = dh W and dW = dh^T x.
 
-    Needs what the operations by themselves save: h, and the Linear's x. Refused for an activation with scales, and for
-    a Linear without a bias.
+    Reads what the unfused operations save: h, and the Linear's x. Refused for an activation with scales, and for a
+    Linear without a bias.
     """
 
     pattern = ((Bias, Linear), ActivationOperation)
@@ -52,9 +52,9 @@ class BackwardActivationBias(FusedOperation):
 def dactivation_bias(
     activation: ActivationOperation, ctx: OperationContext, dy: Tensor, need_dbias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """dh in ctx.dtype, and its sum over the rows in float32 or better, or None if that is not needed.
+    """(dh in ctx.dtype, the sum of dh over the rows in float32 or better, or None if not needed).
 
-    On a GPU one kernel makes both.
+    On a GPU one kernel computes both.
     """
     x = at_tensor(ctx.saved.x)
     if runs_triton(dy, x):

@@ -1,4 +1,4 @@
-"""The backward of a residual branch that begins with RMSNorm: the norm's dx and the branch's gradient in one pass."""
+"""Backward of a residual branch that begins with RMSNorm: the norm's dx and the residual's gradient in one pass."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ class BackwardAddRMSNorm(FusedOperation):
         if d_extra is None or {d_extra.dtype, extra_ctx.dtype} == {norm_ctx.dtype}:
             dx, d_parameters = self.norm.gradients(norm_ctx, dy, d_extra)
             return dx, ({}, d_parameters), {}
-        # The sum is in the dtype of MakeExtraOutput, to which the norm's dx is rounded once more.
+        # As unfused: the norm's dx is rounded to MakeExtraOutput's dtype, then added in it.
         dx, d_parameters = self.norm.gradients(norm_ctx, dy)
         return None if dx is None else dx.to(extra_ctx.dtype) + d_extra, ({}, d_parameters), {}

@@ -1,4 +1,4 @@
-"""The beginning of a residual branch and the Linear behind it, backward."""
+"""Backward of a residual branch that begins with a Linear."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ops.runner.operation import BackwardOfFused, FusedOperation, OperationConte
 
 
 class BackwardLinearAdd(FusedOperation):
-    """dx = dy W + d_extra and the Linear's gradients, where x is handed on a second time and its gradient is d_extra.
+    """MakeExtraOutput -> Linear, backward: dx = dy W + d_extra, and the Linear's weight and bias gradients.
 
-    d_extra is added in the memory of the product. Either of dy and d_extra may be absent. Needs what the Linear by
-    itself saves: x. Never refused.
+    d_extra is the gradient of the extra output; it is added in the memory of the product. Either of dy and d_extra may
+    be absent. Reads what the unfused Linear saves: x. Never refused.
     """
 
     pattern = (MakeExtraOutput, Linear)
@@ -28,13 +28,13 @@ class BackwardLinearAdd(FusedOperation):
         self, ctxs: Sequence[OperationContext], dy: Any, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfFused:
         make, linear = cast(MakeExtraOutput, self.operations[0]), cast(Linear, self.operations[1])
-        dx: Any = None
+        dx: Tensor | None = None
         gradients: Mapping[str, Tensor | None] = {}
         if dy is not None:
             dx, gradients, _ = linear.fuser_backward(ctxs[1], dy, {})
         d_extra = d_extra_outputs.get(make.name)
         if dx is not None:
-            dx = dx.to(ctxs[0].dtype)  # as it is between the two
+            dx = dx.to(ctxs[0].dtype)  # as between the unfused operations
         if dx is not None and d_extra is not None and d_extra.dtype == dx.dtype:
             dx += d_extra
         else:

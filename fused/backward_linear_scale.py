@@ -1,4 +1,4 @@
-"""Linear and a constant factor, backward."""
+"""Backward of Linear followed by a constant factor."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from recipes.request import PlanRequest
 
 
 class BackwardLinearScale(FusedOperation):
-    """dx = scale dy W, dW = scale dy^T x and db = scale (the sum of dy over the rows), without scale dy itself.
+    """dx = scale dy W, dW = scale dy^T x, db = scale sum(dy) over the rows, without computing scale dy first.
 
-    Needs what the Linear by itself saves: x. Refused unless the scale is a power of two, in a dtype whose range has
-    room for it (see `ops.products.product.commutes`), and for recipes that quantize: otherwise the bits would differ.
+    Reads what the unfused Linear saves: x. Refused unless the scale is a power of two within the range of the dtype
+    (see `ops.products.product.commutes`), and for recipes that quantize: otherwise the bits would differ.
     """
 
     pattern = (Linear, ConstantScale)

@@ -1,12 +1,12 @@
-"""Neighbouring element-wise operations as one kernel forward and one backward.
+"""Consecutive element-wise operations as one kernel in forward and one in backward.
 
     x -> f_0 -> f_1 -> ... -> f_{n-1} -> y
 
-A `Quantize` of y behind them, or of dx before them, is a part of the kernel if its quantizer needs no pass of its own
-to find the scales (MXFP8, delayed scaling).
+A `Quantize` of y after them, or of dx before them, runs in the same kernel if its quantizer needs no separate pass over
+the tensor to find the scales (MXFP8, delayed scaling).
 
-Joint: what is kept for backward is x and the operands that are needed to compute again what stands between; every value
-there is rounded as the operations by themselves would store it.
+A joint fusion: it saves x and the operands for backward, and recomputes the intermediate values there. Each of these is
+rounded to the dtype in which the unfused operations would store it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from recipes.tensors.quantizer import QuantizedBuffers, Quantizer
 
 
 class Operands(NamedTuple):
-    """One a step; None for parameters, and where backward needs none."""
+    """The saved operand of each step; None for parameters and for operands that backward does not need."""
 
     members: tuple[Tensor | None, ...]
 
@@ -48,9 +48,9 @@ class Operands(NamedTuple):
 
 
 class ElementwiseChain(FusedOperation):
-    """Two or more `ElementwiseOperation`s, at most one of them gated, composed from their own steps.
+    """Two or more `ElementwiseOperation`s, at most one of them gated, run as one kernel composed of their steps.
 
-    A Quantize at either end counts as one of the two.
+    A Quantize at either end counts towards the two.
     """
 
     pattern = (optional(Quantize), several(ElementwiseOperation), optional(Quantize))
@@ -118,7 +118,7 @@ class ElementwiseChain(FusedOperation):
         last = _last_that_reads_x(steps)
         kept = []
         for i, operation in enumerate(self.chain):
-            again = i < last and not operation.has_parameter  # to compute the input of a later step again
+            again = i < last and not operation.has_parameter  # needed to recompute the input of a later step
             kept.append(operands[i] if again else operation.kept_operand(steps[i], operands[i]))
         return self.Saved(x if last >= 0 else None, Operands(tuple(kept)))
 
@@ -169,7 +169,7 @@ class ElementwiseChain(FusedOperation):
 
 
 def _casts(quantizer: Quantizer | None, x: Tensor) -> TypeGuard[Quantizer]:
-    """Whether the chain's kernel casts what it makes of x."""
+    """Whether the chain's kernel also quantizes its result with this quantizer."""
     return quantizer is not None and quantizer.kernel_spec is not None and x.numel() > 0
 
 

@@ -1,4 +1,4 @@
-"""Linear, Bias and an activation, forward."""
+"""Forward of Linear, Bias and an activation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from recipes.request import PlanRequest
 
 
 class ForwardLinearBiasActivation(FusedOperation):
-    """h = x W^T + b, y = f(h), with the Linear's own bias, a Bias behind it, both or none.
+    """h = x W^T + b, y = f(h), where b is the Linear's own bias, a following Bias, both or neither.
 
-    The Bias is added in the memory of the product. Saves what the operations by themselves save: x, and h.
-    Refused for an activation with scales, and for a Bias of another dtype than the Linear.
+    The Bias is added in the memory of the product. Saves what the unfused operations save: x and h.
+    Refused for an activation with scales, and for a Bias whose dtype differs from the Linear's.
     """
 
     pattern = (Linear, optional(Bias), ActivationOperation)

@@ -1,4 +1,4 @@
-"""Linear, Bias and the end of a residual branch, forward."""
+"""Forward of a residual branch that ends with Linear and Bias."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from recipes.request import PlanRequest
 
 
 class ForwardLinearBiasAdd(FusedOperation):
-    """y = x W^T + b + extra, with the Linear's own bias, a Bias behind it, both or none.
+    """y = x W^T + b + extra, where b is the Linear's own bias, a following Bias, both or neither.
 
-    Bias and extra tensor are added in the memory of the product, each rounded as by itself. Saves what the operations
-    by themselves save: x. Refused for a Bias of another dtype than the Linear.
+    Bias and extra tensor are added in the memory of the product, each sum rounded as in the unfused operations. Saves
+    what these save: x. Refused for a Bias whose dtype differs from the Linear's.
     """
 
     pattern = (Linear, optional(Bias), AddExtraInput)

@@ -1,4 +1,4 @@
-"""Linear, a constant factor and the end of a residual branch, forward."""
+"""Forward of a residual branch that ends with Linear and a constant factor."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from recipes.request import PlanRequest
 
 
 class ForwardLinearScaleAdd(FusedOperation):
-    """y = scale (x W^T + b) + extra, with the Linear's own bias, a Bias behind it, both or none.
+    """y = scale (x W^T + b) + extra, where b is the Linear's own bias, a following Bias, both or neither.
 
-    A power of two is the product's own factor, which is exact (see `ops.products.product.commutes`); any other scale
-    multiplies in the memory of the product, where the extra tensor is added too. Each is rounded as by itself. Saves
-    what the operations by themselves save: x. Refused for a Bias of another dtype than the Linear.
+    A power of two is applied by the GEMM as alpha, which is exact (see `ops.products.product.commutes`). Any other
+    scale is multiplied, and the extra tensor added, in the memory of the product, each rounded as in the unfused
+    operations. Saves what these save: x. Refused for a Bias whose dtype differs from the Linear's.
     """
 
     pattern = (Linear, optional(Bias), ConstantScale, AddExtraInput)

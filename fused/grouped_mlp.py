@@ -1,12 +1,12 @@
 """The grouped MLP of a mixture-of-experts layer, forward and backward, as one operation.
 
     h   = x W1_g^T + b1_g                      FC1, the pre-activation
-    act = f(h) * scales                        (Scaled)SwiGLU or its relatives
+    act = f(h) * scales                        (Scaled)SwiGLU and similar activations
     y   = act W2_g^T + (scales) b2_g           FC2
 
-Joint: what is kept for backward is x, h and the scales; act is computed again. Every value that the unfused
-operations would have stored is rounded as they round it, so both give the same codes and, where the order of the sums
-is the same, the same bits.
+A joint fusion: it saves x, h and the scales for backward, and recomputes act there. Every value that the unfused
+operations would store is rounded as they round it, so both give the same codes and, where the order of summation is the
+same, the same bits.
 """
 # T rows, G groups, K in features of FC1, I features of the activation
 
@@ -38,7 +38,7 @@ from recipes.tensors.splits import Splits
 
 
 class GroupedMLP(FusedOperation):
-    """GroupedLinear -> an activation, most of them gated -> GroupedLinear."""
+    """GroupedLinear -> an activation from `pattern` -> GroupedLinear."""
 
     pattern = (
         GroupedLinear,
@@ -50,11 +50,11 @@ class GroupedMLP(FusedOperation):
     repeatable = True
 
     class Saved(NamedTuple):
-        x: Any  # a Tensor, or what the path keeps of it for wgrad; None if FC1 wants none
+        x: Any  # what the path keeps of x for wgrad; None if FC1 needs no wgrad
         h: Tensor  # pre-activation
         scales: Tensor | None
         splits: Splits
-        act_scale: Tensor | None  # what act was cast with, if that is a state that changes
+        act_scale: Tensor | None  # the scale that act was quantized with, if it is state that changes between steps
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
         super().__init__(operations)
@@ -103,7 +103,7 @@ class GroupedMLP(FusedOperation):
         out = self.fc1.buffer(fc1_ctx, "output", x, self.fc1.out_features)
         h = path.fprop(x_q, self.fc1.weight_operand(fc1_ctx, rowwise=True), bias=self.fc1.biases(fc1_ctx), out=out)
         act = activation(h, self.activation, scales if self.scaled else None)
-        # The activation is not kept, so its columnwise copy is made in backward.
+        # act is not saved, so its columnwise copy is made in backward.
         quantizer = fc2_ctx.quantizer(Role.INPUT)
         act_q = path.quantize(act, splits, quantizer, rowwise=True, columnwise=False)
         y = path.fprop(
@@ -157,7 +157,7 @@ class GroupedMLP(FusedOperation):
         if dh is not None and fc1_ctx.needs_grad:
             d_fc1, _ = fc1.bias_gradients(fc1_ctx, dh, splits, None)
             wgrad = fc1.needs_weight_grad(fc1_ctx)
-            # Quantizing draws a random seed or records an amax: only where a product reads it, as unfused.
+            # Quantizing draws a random seed or records an amax: only if a product reads the result, as unfused.
             if fc1_ctx.needs.input or wgrad:
                 gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT)
                 dh_q = path.quantize(dh, splits, gradients, rowwise=fc1_ctx.needs.input, columnwise=wgrad)

@@ -1,4 +1,4 @@
-"""What the fusions that begin with a dense Linear share: linear operations behind it work in its product's memory."""
+"""Shared by the fusions that begin with a dense Linear: later operations write into the memory of its product."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ops.runner.operation import BasicOperation, OperationContext
 
 
 def why_not_bias(operations: Sequence[BasicOperation]) -> str | None:
-    """Why a Bias behind the Linear that begins `operations` is not added in place; None if it is, or is not there."""
+    """Why a Bias after the first operation, a Linear, cannot be added in place; None if it can or if there is none."""
     linear, bias = operations[:2]
     if not isinstance(bias, Bias):
         return None
@@ -28,7 +28,7 @@ def why_not_bias(operations: Sequence[BasicOperation]) -> str | None:
 
 
 def why_not_scaled(activation: BasicOperation) -> str | None:
-    """Why this activation is not fused with a dense Linear: it takes scales. None if it takes none."""
+    """Why this activation is not fused with a dense Linear (it takes scales), or None."""
     assert isinstance(activation, ActivationOperation), "the pattern says so"
     if "scales" in activation.extra_inputs:
         return f"{type(activation).__name__} takes scales, and only activations without them are fused with their bias."
@@ -38,7 +38,7 @@ def why_not_scaled(activation: BasicOperation) -> str | None:
 def operand_of(
     operation: ElementwiseOperation, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
 ) -> Tensor | None:
-    """The checked operand of a linear operation on x, after `ctx.saved` is set as the operation by itself does."""
+    """Return the checked operand of a linear operation on x, and set `ctx.saved` as the unfused operation does."""
     operand = operation.operand(ctx, x, extras)
     operation.check(x.shape, operand)
     if ctx.needs_grad:

@@ -1,4 +1,4 @@
-"""A model as a sequence of operations, for which the framework finds the fast kernels. The user's one door."""
+"""The public interface: a model is a sequence of operations, which the framework fuses and runs with fast kernels."""
 
 import ops
 import recipes

@@ -13,14 +13,14 @@ from recipes.stack import CastScales, current_recipe, current_updates
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-    """`torch.utils.checkpoint.checkpoint`, with the recipe of the call re-entered when it is computed again.
+    """`torch.utils.checkpoint.checkpoint`, whose recomputation runs under the recipe of the first call.
 
-    Under delayed scaling it casts with the scales of the first time and records no amax a second time.
-    Backward usually runs outside of `autocast(recipe=...)`, and the plain function would recompute without a recipe.
+    Backward usually runs outside of `autocast(recipe=...)`, where torch's function would recompute without a recipe.
+    Under delayed scaling the recomputation uses the scales of the first call and records no amax.
     All other arguments are those of torch's function.
 
-    Raises RuntimeError in backward for a tensor given by name that was changed in place after the call began, also by
-    the function itself: it could not be computed again. (Torch looks only at those given by position.)
+    Raises RuntimeError in backward if a tensor passed by keyword was changed in place after the call began, also by the
+    function itself: the recomputation would give other values. (Torch checks only positional tensors.)
     """
     recipe, updates = current_recipe(), current_updates()
     group = None if updates is None else updates.group
@@ -42,8 +42,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     return torch_checkpoint(under_recipe, *args, use_reentrant=use_reentrant, **kwargs)
 
 
-def _versions(named: Mapping[str, Any]) -> dict[str, int]:
-    """How often each tensor was changed in place; an inference tensor does not count."""
+def _versions(named: Mapping[str, object]) -> dict[str, int]:
+    """The version counter of each tensor. Inference tensors have none and are left out."""
     return {
         name: value._version for name, value in named.items() if isinstance(value, Tensor) and not value.is_inference()
     }

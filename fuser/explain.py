@@ -1,4 +1,4 @@
-"""A Sequential's plan as text: what runs, on which path, by which kernel, and why not otherwise."""
+"""A Sequential's plan as text: the operations as they run, their path and kernels, and the reasons for each choice."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def explain(
     training: bool,
     requires_grad: bool,
 ) -> str:
-    """One paragraph for each stage of the layout, for an x and parameters as described."""
-    assumed = (
-        " (torch finds no GPU here: as on Hopper)" if device.type == "cuda" and not torch.cuda.is_available() else ""
-    )
+    """One paragraph for each stage of the layout, for an x and parameters of this device and dtype."""
+    is_absent = device.type == "cuda" and not torch.cuda.is_available()
+    assumed = " (torch finds no GPU here: as on Hopper)" if is_absent else ""
     numbers = f"{recipe.support(device)} on {device.type}{assumed}, {str(dtype).removeprefix('torch.')}"
     about = f"recipe {recipe!r}: {numbers}"
     reason = why_not_this_release() if device.type == "cuda" else None

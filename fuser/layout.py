@@ -1,4 +1,4 @@
-"""How the modules of a Sequential form stages: runs of operations become pipelines, everything else is called."""
+"""Group the modules of a Sequential into stages: consecutive operations form pipelines, other modules are called."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Stage(NamedTuple):
-    """One thing that the Sequential calls. needs, makes: names of extra tensors. indices: of its modules, by position
-    in the outermost Sequential (None inside a nested one). label: where it begins, nested ones dotted."""
+    """One call of the Sequential. needs, makes: names of extra inputs and outputs. indices: positions of its modules in
+    the outermost Sequential (None inside a nested one). label: position of the first module, dotted if nested."""
 
-    runner: Any  # Pipeline | nn.Module
+    runner: Pipeline | nn.Module
     needs: tuple[str, ...]
     makes: tuple[str, ...]
     indices: tuple[int | None, ...]
@@ -29,7 +29,7 @@ class Stage(NamedTuple):
 
 
 class Container(nn.Module):
-    """What a Layout needs to know of a Sequential."""
+    """The part of Sequential's interface that a Layout reads."""
 
     path: str | None
     retain_graph: bool
@@ -40,19 +40,19 @@ class Container(nn.Module):
         raise NotImplementedError
 
     def can_be_flattened(self) -> bool:
-        """Whether running its modules is all that it does."""
+        """Whether its forward does nothing but run its modules."""
         raise NotImplementedError
 
     def layout(self) -> Layout:
-        """How its modules form stages, as they are now."""
+        """The current modules grouped into stages."""
         raise NotImplementedError
 
 
 class Layout:
     """The stages of a Sequential, and the names that pass between them.
 
-    Raises ValueError if two operations make an extra output of the same name, or one asks for a name that only a
-    later one makes, or neighbours' features do not fit, as far as the operations know them (`features`).
+    Raises ValueError if two operations produce an extra output of the same name, if one consumes a name that only a
+    later one produces, or if the feature sizes of neighbours (`features`) do not match.
     """
 
     def __init__(self, sequential: Container) -> None:
@@ -62,7 +62,7 @@ class Layout:
         self._count = len(sequential._modules)
         self._first_forwards = sequential.first_forwards
         self._own_contents = _contents(sequential)
-        self._contents: list[tuple[Container, tuple[Any, ...]]] = []  # of nested ones: a Sequential holds its layout
+        self._contents: list[tuple[Container, tuple[Any, ...]]] = []  # nested only: no cycle with the layout's owner
         self._hooks: list[Mapping[Any, Any]] = []
         self._nested: list[tuple[Container, Layout]] = []
         self._hooked: list[tuple[Mapping[Any, Any], ...]] = []
@@ -81,7 +81,7 @@ class Layout:
             later |= set(stage.needs)
 
     def is_current(self, sequential: Container) -> bool:
-        """Whether no module, hook, name or recipe of an operation of its Sequential has changed since."""
+        """Whether the modules, their hooks, and the operations' names and recipes are those of this layout."""
         return (
             not any(self._hooks)
             and _contents(sequential) == self._own_contents
@@ -92,7 +92,7 @@ class Layout:
         )
 
     def buffers_of(self, stage: Stage, buffers: Mapping[int, Mapping[str, Tensor]]) -> Buffers:
-        """The caller's buffers of this stage's operations, by their position in it."""
+        """The caller's buffers for the operations of this stage, by position in the stage."""
         count = self._count
         at = {index % count: named for index, named in buffers.items()}
         if len(at) < len(buffers):
@@ -142,7 +142,7 @@ class Layout:
         return Stage(module, (), (), (position,), label, why)
 
     def _check_settings_reach(self, label: str, nested: Container, why: str) -> None:
-        """Raise if a setting of this Sequential would be lost on a nested one that is called by itself."""
+        """Raise if a setting of this Sequential would not apply to a nested one that is called instead of flattened."""
         lost = {
             "path": self.path is not None and nested.path is None,
             "fusions": self.planner.fusions is not None and nested.planner.fusions is None,
@@ -205,5 +205,5 @@ class Layout:
 
 
 def _contents(container: Container) -> tuple[Any, ...]:
-    """What a change of which makes a layout stale."""
+    """The settings and modules of a Container. A layout is stale once they differ."""
     return container.path, container.retain_graph, container.planner, *container._modules.values()

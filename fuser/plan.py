@@ -1,4 +1,4 @@
-"""Which fused operations stand for which basic ones: patterns as data, one matcher, and a sentence for every "no"."""
+"""Replace basic operations by fused ones: patterns as data, one matcher, and a reason for every refusal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _version = 0
 
 
 class Registration:
-    """The handle of a registered fusion. `unregister()` takes it out; as a context manager it does so at the end."""
+    """The handle of a registered fusion. `unregister()` removes it; so does leaving it as a context manager."""
 
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
 
     def unregister(self) -> None:
-        """Take the fusion out. A second call does nothing."""
+        """Remove the fusion. A second call does nothing."""
         global _version
         if self in _registered:
             _registered.remove(self)
@@ -39,11 +39,11 @@ class Registration:
 def register_fusion(fusion: Fusion, *, before: Fusion | None = None) -> Registration:
     """Let every Sequential use this fusion.
 
-    Registered fusions are tried before the built-in ones, the latest first; `before` puts it in front of another
-    registered one instead. Returns a handle that unregisters, also a context manager.
+    Registered fusions are tried before the built-in ones, the latest first. With `before`, the new one is tried just
+    before that registered fusion instead. Returns a handle that unregisters it, also as a context manager.
 
-    Raises TypeError for something that is not a FusedOperation class with a pattern, ValueError if it is
-    registered already or `before` is not.
+    Raises TypeError for anything but a FusedOperation class with a pattern, ValueError if the fusion is already
+    registered or `before` is not.
     """
     global _version
     check_fusion_class(fusion)
@@ -59,7 +59,7 @@ def register_fusion(fusion: Fusion, *, before: Fusion | None = None) -> Registra
     return registration
 
 
-def check_fusion_class(fusion: Any) -> None:
+def check_fusion_class(fusion: object) -> None:
     """Raise TypeError unless `fusion` is a FusedOperation class with a usable pattern and passes."""
     if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
         raise TypeError(f"{fusion!r} is not a fusion. Give a subclass of FusedOperation (the class, not an instance).")
@@ -74,12 +74,12 @@ def check_fusion_class(fusion: Any) -> None:
 
 
 def fusions_version() -> int:
-    """Changes with every registration and unregistration; part of each PlanRequest."""
+    """A counter that increases with every registration and unregistration; part of each PlanRequest."""
     return _version
 
 
 class FusionPlanner:
-    """Makes plans with the registered and built-in fusions, or with `fusions` alone if that is given."""
+    """Makes plans with the registered and built-in fusions, or only with `fusions` if they are given."""
 
     def __init__(self, fusions: Sequence[Fusion] | None = None) -> None:
         if fusions is not None:
@@ -95,9 +95,9 @@ class FusionPlanner:
 
 
 def make_plan(operations: Sequence[BasicOperation], request: PlanRequest, fusions: Sequence[Fusion]) -> Plan:
-    """Fold the fusions over the operations: joint ones first, then those of one pass, each in the order given.
+    """Apply the fusions to the operations: joint ones first, then forward and backward ones, in the given order.
 
-    Each scans from left to right and takes what it matches, so matches do not overlap.
+    Each fusion scans from left to right and replaces the operations that it matches, so matches do not overlap.
     """
     basic = [PlannedOperation(operation, (index,), False) for index, operation in enumerate(operations)]
     refusals: list[Refusal] = []
@@ -146,12 +146,12 @@ def _apply(
 
 
 def _says_it(said: Refusal, refusal: Refusal) -> bool:
-    """Whether the same was said of these operations and more."""
+    """Whether `said` gives the same reason for the same fusion and at least these operations."""
     return said.fusion is refusal.fusion and said.reason == refusal.reason and set(refusal.indices) <= set(said.indices)
 
 
 def _match_lengths(pattern: Sequence[Any], steps: Sequence[PlannedOperation]) -> Iterator[int]:
-    """The numbers of steps, from the first one on, that the pattern can cover; the longest first."""
+    """The lengths of all prefixes of `steps` that the pattern matches, longest first."""
     if not pattern:
         yield 0
         return
@@ -178,7 +178,7 @@ def _alternatives(member: Any) -> tuple[Any, ...]:
 
 
 def _is_kind(operation: BasicOperation, kind: type[BasicOperation]) -> bool:
-    """An instance of the class, or of a subclass that computes the same (both methods are its parent's)."""
+    """Whether this is an instance of the class, or of a subclass that overrides neither forward nor backward."""
     mine = type(operation)
     return issubclass(mine, kind) and (
         mine.fuser_forward is kind.fuser_forward and mine.fuser_backward is kind.fuser_backward
@@ -186,7 +186,7 @@ def _is_kind(operation: BasicOperation, kind: type[BasicOperation]) -> bool:
 
 
 def _conflicting_names(operations: Sequence[BasicOperation]) -> str | None:
-    """A fused operation gets extra tensors by the operations' own names, so each may mean one tensor only."""
+    """Why extra names conflict. Fused operations receive extras by local name, so each must name one tensor only."""
     meaning: dict[str, str] = {}
     for operation in operations:
         for local in (*operation.extra_inputs, *operation.extra_outputs):
@@ -197,7 +197,7 @@ def _conflicting_names(operations: Sequence[BasicOperation]) -> str | None:
 
 
 def _external_wgrads(fusion: Fusion, operations: Sequence[BasicOperation]) -> str | None:
-    """Why the fusion is not taken for operations whose weight gradients are not autograd's; None if it may be."""
+    """Why the fusion cannot be used where weight gradients bypass autograd; None if it can."""
     external = any(operation.wgrad_is_external for operation in operations)
     if fusion.passes != "forward" and not fusion.handles_wgrad_accumulation and external:
         return "It returns weight gradients, but they go into main_grad or are delayed: see handles_wgrad_accumulation."

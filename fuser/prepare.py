@@ -1,4 +1,4 @@
-"""prepare: make now what operations would make when they first run under a recipe."""
+"""prepare: create the quantizer state that operations would otherwise create when they first run under a recipe."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from recipes.registry import as_recipe
 
 
 def prepare(model: nn.Module, recipe: Recipe | str) -> nn.Module:
-    """Make the state that the operations of `model` need under `recipe`, and return `model`.
+    """Create the state that the operations of `model` need under `recipe`, and return `model`.
 
-    Under a recipe with a state (delayed scaling) an operation has float32 buffers, `quantizer_<role>_<name>`, which
-    appear when it first runs. Call this before what must find them earlier:
+    Under a stateful recipe (delayed scaling) an operation has float32 buffers, `quantizer_<role>_<name>`, which are
+    created when it first runs. Call this before code that needs them earlier:
 
         model = prepare(build(), "fp8_delayed")
-        dcp.load({"model": model.state_dict()}, checkpoint_id=path)   # it loads the keys that are there
-        ema = AveragedModel(model, use_buffers=True)                  # a copy of what is there
+        dcp.load({"model": model.state_dict()}, checkpoint_id=path)   # loads only keys that exist
+        ema = AveragedModel(model, use_buffers=True)                  # copies only buffers that exist
 
-    recipe: also by its name; operations with a recipe of their own (`set_recipe`) are prepared for that one. State that
-    is there stays as it is. Under other recipes nothing is made. (`load_state_dict` needs none of this: it makes the
-    state whose keys it is given.)
+    recipe: a Recipe or its name. An operation with its own recipe (`set_recipe`) is prepared for that one. Existing
+    state is not changed. Under stateless recipes nothing is created. (`load_state_dict` does not need this: it creates
+    the state for the keys that it receives.)
 
-    Raises ValueError if `model` contains no operation, TypeError or ValueError for what is no recipe.
+    Raises ValueError if `model` contains no operation; TypeError or ValueError if `recipe` is not a recipe.
     """
     chosen = as_recipe(recipe)
     operations = [module for module in model.modules() if isinstance(module, BasicOperation)]

@@ -25,24 +25,24 @@ from recipes.stack import current_recipe
 
 
 class Sequential(Container):
-    """Runs modules one after the other; neighbouring operations as one pipeline, fused where a fusion allows it.
+    """Runs modules in order. Consecutive operations form one pipeline, in which fusions replace several of them.
 
-    Arguments: modules, or one dict of names to modules. Ordinary modules may stand anywhere; they split the pipeline.
-    Sequentials inside are flattened.
+    Arguments: modules, or one dict of names to modules. Ordinary modules are allowed anywhere; they split the pipeline.
+    Nested Sequentials are flattened.
 
-    fusions:      use these fusions alone, in this order, instead of the registered and built-in ones
+    fusions:      use only these fusions, in this order, instead of the registered and built-in ones
     path:         force "grouped" or "split"; None lets the recipe decide
-    retain_graph: keep what backward needs, so that it can run twice; by default it is freed operation by operation
+    retain_graph: keep the tensors saved for backward, so that it can run twice; by default each operation frees its own
 
-    `y = seq(x, split_sizes=sizes, scales=probs)`: extra inputs go by name, one tensor to every operation that declares
-    it. `y, extras = seq(x, outputs=("routing_map",))` returns extra outputs by name. `buffers={0: {"grad_input": b}}`
-    hands the operation at an index a tensor of the caller's to write into.
+    `y = seq(x, split_sizes=sizes, scales=probs)`: extra inputs are passed by name; every operation that declares the
+    name receives the tensor. `y, extras = seq(x, outputs=("routing_map",))` returns extra outputs by name.
+    `buffers={0: {"grad_input": b}}` gives the operation at index 0 a caller's tensor to write into.
 
-    The list protocol is that of `torch.nn.Sequential`. After any change the plan is made anew.
+    The list protocol is that of `torch.nn.Sequential`. After any change the plan is rebuilt.
 
-    Raises ValueError for operations that cannot follow each other: features that do not fit, as far as they are known
-    before x is, an extra tensor that is asked for before it is made, or made twice. After a change in place, when the
-    Sequential is called.
+    Raises ValueError for operations that cannot follow each other: feature sizes that do not match (as far as they are
+    known without x), an extra tensor that is consumed before it is produced, or produced twice. After a change in
+    place, the error is raised at the next call.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Sequential(Container):
         return self
 
     def insert(self, index: int, module: nn.Module) -> Self:
-        """Put a module before the one at `index`; keys that are numbers are counted anew, as in torch.nn.Sequential."""
+        """Insert a module before the one at `index`. Numeric keys are renumbered, as in torch.nn.Sequential."""
         _checked(module)
         if not -len(self) <= index <= len(self):
             raise IndexError(f"Index {index} is out of range: the Sequential has {len(self)} modules.")
@@ -128,7 +128,7 @@ class Sequential(Container):
         return list(self._modules)[index]
 
     def _replace(self, items: Iterable[tuple[str, nn.Module | None]]) -> None:
-        """Set the modules; those whose key is a number (or new) get their position as key."""
+        """Set the modules. A numeric or empty key is replaced by the module's position."""
         items = [(str(i) if not key or key.isdecimal() else key, module) for i, (key, module) in enumerate(items)]
         self._modules.clear()
         self._modules.update(items)
@@ -151,11 +151,11 @@ class Sequential(Container):
         buffers: Mapping[int, Mapping[str, Tensor]] | None = None,
         **extras: Any,
     ) -> Any:
-        """y, or (y, {name: extra output}) if `outputs` names some.
+        """Return y, or (y, {name: extra output}) if `outputs` is not empty.
 
-        Raises ValueError for extra inputs that are missing or unknown, extra outputs that do not exist, and buffers
-        that no operation knows, or that share memory with what they would overwrite; TypeError for an x that is no
-        tensor, of complex numbers, or of integers where the first operations compute in floating point.
+        Raises ValueError for missing or unknown extra inputs, for extra outputs that do not exist, and for buffers that
+        no operation declares or that share memory with a tensor that is still needed; TypeError for an x that is not a
+        tensor, is complex, or holds integers where the first operations compute in floating point.
         """
         check_tensor(x)
         check_real("x", x.dtype)
@@ -178,7 +178,7 @@ class Sequential(Container):
                 continue
             if isinstance(stage.runner, BasicOperation):
                 settings = {"buffers": own_buffers.get(0), "path": self.path, "retain_graph": self.retain_graph}
-                # Computed again, it may have become a pipeline of its own since, by a hook: its neighbours know.
+                # Hooks added after the first forward split an operation off; then only the Sequential has its recipe.
                 again = self.first_forwards.entered_again(self.training, stage.runner.recipe, counts=False)
                 with again if note_forward() else nullcontext():
                     result = stage.runner(x, outputs=wanted, **settings, **mine)
@@ -201,34 +201,34 @@ class Sequential(Container):
         check_between_stages(given, dict(zip(places.values(), self, strict=True)), x, extras)
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that the oldest backward left to operations with `delay_wgrad_compute=True`.
+        """Compute the weight gradients that the oldest backward delayed (operations with `delay_wgrad_compute=True`).
 
-        The last operation first, each followed by its hooks, on the current stream. Raises RuntimeError if none are
-        left.
+        Runs on the current stream, last operation first, each followed by its hooks. Raises RuntimeError if none are
+        pending.
         """
         backward_dw(self._with_weights()[::-1])
 
     @property
     def delay_wgrad_compute(self) -> bool:
-        """Whether any operation leaves weight gradients to `backward_dw()`."""
+        """Whether any operation delays its weight gradients until `backward_dw()`."""
         return any(operation.delay_wgrad_compute for _, operation in self._with_weights())
 
     def need_backward_dw(self) -> bool:
-        """Whether gradients are left to be computed by `backward_dw()`."""
+        """Whether delayed weight gradients are pending, to be computed by `backward_dw()`."""
         return any(operation.need_backward_dw() for _, operation in self._with_weights())
 
     def _with_weights(self) -> list[tuple[str, OperationWithWeights]]:
         return [(name, module) for name, module in self.named_modules() if isinstance(module, OperationWithWeights)]
 
     def layout(self) -> Layout:
-        """How the modules form stages, as they are now."""
+        """The current modules grouped into stages; cached until something changes."""
         layout = self._layout
         if layout is None or not layout.is_current(self):
             layout = self._layout = Layout(self)
         return layout
 
     def can_be_flattened(self) -> bool:
-        """Whether running its modules is all that it does: a subclass with a forward of its own is called."""
+        """Whether `forward` is Sequential's own. A subclass that overrides it is called, not flattened."""
         return type(self).forward is Sequential.forward
 
     def explain(
@@ -240,9 +240,9 @@ class Sequential(Container):
         training: bool | None = None,
         requires_grad: bool = True,
     ) -> str:
-        """The plan as text: which operations run, fused or not, on which path, by which kernel, and every refusal.
+        """The plan as text: the operations as they run, fused or not, their path and kernels, and every refused fusion.
 
-        By default for the current recipe, the parameters' device and dtype, and an x that requires grad.
+        The defaults are the current recipe, the device and dtype of the parameters, and an x that requires grad.
         """
         chosen = current_recipe() if recipe is None else as_recipe(recipe)
         first = next(self.parameters(), None)
@@ -261,7 +261,7 @@ class Sequential(Container):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy makes its own plans: they hold the operations themselves.
+        # A layout refers to this object's operations, so a copy builds its own.
         return {**self.__dict__, "_layout": None}
 
 

@@ -1,4 +1,4 @@
-"""Hold a fusion, ours or a user's, against the operations it stands for."""
+"""Compare a fusion, built-in or user-defined, with the operations that it replaces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recipes.registry import as_recipe
 from recipes.request import PlanRequest
 from recipes.tensors.splits import Splits
 
-# Relative to the largest magnitude of the expected tensor; for a recipe, twice the spacing of its codes may flip.
+# Relative to the largest magnitude of the expected tensor. Under a recipe, codes may flip: allow twice their spacing.
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-12,
     torch.float32: 2e-5,
@@ -32,7 +32,7 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 
 
 class Difference(NamedTuple):
-    """How far one tensor of the fused run is from the unfused one's."""
+    """The difference of one tensor between the fused and the unfused run."""
 
     name: str
     largest: float
@@ -56,20 +56,20 @@ def check_fusion(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> list[Difference]:
-    """Run the operations fused and unfused on the same random numbers, and compare everything that comes out.
+    """Run the operations fused and unfused on the same random numbers, and compare all outputs and gradients.
 
-    Compared: y, every extra output that carries a gradient, and the gradients of x, of every parameter and of every
-    extra input; also with parameters and x frozen in turns, and without grad mode. Splits are drawn anew each time:
-    with empty groups, all in one group, all empty, and fewer rows than x has. Memory is poisoned with NaN before.
+    Compared: y, every differentiable extra output, and the gradients of x, of every parameter and of every extra input;
+    also with x or one parameter frozen, and without grad mode. Splits are drawn for each run: with empty groups, all
+    rows in one group, all groups empty, and fewer rows than x has. Uninitialised memory is filled with NaN.
 
-    fusion:          the class. It is the only one tried, and must match the operations.
-    make_operations: gives fresh operations; both runs get copies of the same parameters
+    fusion:          the class. It is the only fusion tried, and must match the operations.
+    make_operations: returns new operations; both runs use copies of the same parameters
     x_shape:         shape of x; its first dimension counts rows
-    extras:          shapes of the extra inputs, by name; split sizes need none but num_groups
+    extras:          shapes of the extra inputs, by name; split sizes need only num_groups
     tolerance:       largest difference, relative to the largest magnitude of the expected tensor
 
-    Returns the differences of the last draw. Raises AssertionError that names the worst tensor and index, and if the
-    fusion does not match.
+    Returns the differences of the last draw. Raises AssertionError if the fusion does not match, or if a tensor differs
+    by more than the tolerance; the message names the tensor and the worst index.
     """
     chosen = as_recipe(recipe)
     tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
@@ -117,7 +117,7 @@ def check_fusion(
 
 
 def _is_used(layout: Layout, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a plan for these holds a fused step."""
+    """Whether any plan for this recipe, device and dtype contains a fused step."""
     for stage in layout.stages:
         if isinstance(stage.runner, Pipeline):
             pipeline = stage.runner
@@ -152,7 +152,7 @@ def random_splits(num_groups: int, rows: int, generator: torch.Generator, *, kin
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Uninitialised memory is NaN (or the largest integer) inside, so that what is never written shows."""
+    """Inside, new memory is filled with NaN (or the largest integer), so that elements never written are visible."""
     settings: Any = deterministic
     fill = settings.fill_uninitialized_memory
     mode = torch.get_deterministic_debug_mode()
@@ -166,7 +166,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def compare(name: str, actual: Tensor | None, expected: Tensor | None) -> Difference:
-    """The largest and the RMS difference, and where. NaN counts as infinitely far, unless both have it there."""
+    """The largest difference and its index, and the RMS difference. NaN against a number counts as infinity."""
     if actual is None or expected is None:
         same = actual is expected
         return Difference(name, 0.0 if same else float("inf"), 0.0, (), 1.0)
@@ -184,12 +184,12 @@ def compare(name: str, actual: Tensor | None, expected: Tensor | None) -> Differ
     return Difference(name, error.max().item(), error.square().mean().sqrt().item(), tuple(map(int, index)), scale)
 
 
-def _random(shape: Sequence[int], dtype: torch.dtype, device: Any, generator: torch.Generator) -> Tensor:
+def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> Tensor:
     return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
 
 
 def _frozen(sequential: Sequential, draw: int) -> set[str]:
-    """Nothing in even draws; in odd ones one parameter after the other."""
+    """The parameters frozen in this draw: none in even draws, one in odd ones, taken in turn."""
     names = [name for name, _ in sequential.named_parameters()]
     return {names[(draw // 2) % len(names)]} if names and draw % 2 else set()
 

@@ -1,4 +1,4 @@
-"""The basic operations, and the contract to write one's own."""
+"""The basic operations, and the base classes for user-defined ones."""
 
 from ops.activations import (
     GEGLU,

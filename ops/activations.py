@@ -1,13 +1,12 @@
-"""The activations, gated and not, with and without a factor a row: they differ in their `Activation` alone.
+"""The activations, gated or not, with or without a factor for each row. They differ only in their `Activation`.
 
-Of gated ones x [..., 2I] holds gate a and linear part b, y is [..., I]. The gate comes first:
-torch.nn.functional.glu has it second.
+For gated ones x [..., 2I] holds gate a and linear part b, and y is [..., I]. The gate comes first; in
+torch.nn.functional.glu it comes second.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +23,18 @@ from ops.kernels.elementwise.chain import Step
 from recipes.arguments import check_flags
 from recipes.current_scaling import CurrentScalingQuantizer
 from recipes.tensors.formats import E4M3
+from recipes.tensors.quantized_tensor import QuantizedTensor
 
 _INPUT_QUANTIZER = CurrentScalingQuantizer(E4M3)
 
 
 class ActivationOperation(ElementwiseOperation):
-    """y = f(x), or f(x) * scales in subclasses that ask for the extra input `scales`, x.shape[:-1].
+    """y = f(x), or f(x) * scales in subclasses that declare the extra input `scales`, of shape x.shape[:-1].
 
     Computed in float32 (float64 for float64) and rounded once. `ops.kernels.elementwise.activation` has the formulas.
 
-    cache_quantized_input: keep x for backward in eight bits, by Float8 current scaling in E4M3 whatever the recipe,
-                           and compute the gradients from its dequantized values. y does not change.
+    cache_quantized_input: save x for backward in eight bits (Float8 current scaling in E4M3, under every recipe), and
+                           compute the gradients from the dequantized values. y does not change.
     """
 
     repeatable = True
@@ -58,7 +58,7 @@ class ActivationOperation(ElementwiseOperation):
         check_activation((incoming,), self.activation, None)
         return incoming // 2 if self.activation.gated else incoming
 
-    def kept_x(self, x: Tensor) -> Any:
+    def kept_x(self, x: Tensor) -> Tensor | QuantizedTensor:
         return _INPUT_QUANTIZER.quantize(x) if self.cache_quantized_input else x
 
     def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:
@@ -79,11 +79,11 @@ class ActivationOperation(ElementwiseOperation):
 
 
 class _PlainActivation(ActivationOperation):
-    """One without constants. Gated: for x = [a | b], [..., 2I], y is [..., I]; else y has the shape of x.
+    """An activation without constants. If gated, x = [a | b] is [..., 2I] and y [..., I]; else y has the shape of x.
 
-    cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`
+    cache_quantized_input: save x for backward in Float8, see `ActivationOperation`
 
-    Raises ValueError for an x with an odd number of features, if it is gated.
+    Raises ValueError for an x with an odd number of features if the activation is gated.
     """
 
     kind: str
@@ -126,9 +126,9 @@ class SwiGLU(ActivationOperation):
     """y = silu(a) b, for x [..., 2I] of gate a and linear part b; y [..., I].
 
     glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
-    cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`
+    cache_quantized_input: save x for backward in Float8, see `ActivationOperation`
 
-    Raises ValueError for an interleave size that is not positive, and for an x whose features are no multiple of 2 S.
+    Raises ValueError for an interleave size that is not positive, or an x whose features are not a multiple of 2 S.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
@@ -141,13 +141,13 @@ class ClampedSwiGLU(ActivationOperation):
 
         a' = min(a, limit)      b' = clamp(b, -limit, limit)
 
-    Outside the limits the gradient is zero; at them it is handed on, as by torch.clamp.
+    As in torch.clamp, the gradient passes within and at the limits, and is zero outside.
 
     glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
-    cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`
+    cache_quantized_input: save x for backward in Float8, see `ActivationOperation`
 
     Raises ValueError for a limit that is not finite and above 0, an alpha or offset that is not finite, an interleave
-    size that is not positive, and for an x whose features are no multiple of 2 S.
+    size that is not positive, and for an x whose features are not a multiple of 2 S.
     """
 
     def __init__(
@@ -166,13 +166,13 @@ class ClampedSwiGLU(ActivationOperation):
 class SiTUGLU(ActivationOperation):
     """y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2), for x [..., 2I] of gate a, linear part b; y [..., I].
 
-    No |y| exceeds beta1 beta2; near zero, and for large betas, it is SwiGLU.
+    |y| is at most beta1 beta2. Near zero, and for large betas, y approaches SwiGLU.
 
     glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
-    cache_quantized_input: keep x for backward in Float8, see `ActivationOperation`
+    cache_quantized_input: save x for backward in Float8, see `ActivationOperation`
 
     Raises ValueError for a beta that is not finite and above 0, an interleave size that is not positive, and for an x
-    whose features are no multiple of 2 S.
+    whose features are not a multiple of 2 S.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class ScaledSwiGLU(ActivationOperation):
     Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
     glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
 
-    Raises ValueError for an interleave size that is not positive, an x whose features are no multiple of 2 S, and
+    Raises ValueError for an interleave size that is not positive, an x whose features are not a multiple of 2 S, and
     scales of another shape.
     """
 
@@ -238,7 +238,7 @@ class ScaledClampedQGeGLU(ActivationOperation):
 
         a' = min(a, limit)      b' = clamp(b, -limit, limit)
 
-    Outside the limits the gradient is zero; at them it is handed on, as by torch.clamp.
+    As in torch.clamp, the gradient passes within and at the limits, and is zero outside.
 
     Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
     glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
@@ -277,7 +277,7 @@ class ScaledSiTUGLU(ActivationOperation):
 
 
 class ScaledSReLU(ActivationOperation):
-    """y = relu(x)^2 scales[..., None]; no gate, so y has the shape of x.
+    """y = relu(x)^2 scales[..., None]; not gated, so y has the shape of x.
 
     Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
 

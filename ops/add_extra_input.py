@@ -1,4 +1,4 @@
-"""AddExtraInput: adds a named tensor to x. The end of a residual branch."""
+"""AddExtraInput: adds a named tensor to x, as at the end of a residual branch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from recipes.arguments import check_flags
 
 
 class AddExtraInput(ElementwiseOperation):
-    """y = x + extra, for the extra input `name` of x's shape; dx = d_extra = dy.
+    """y = x + extra, where the extra input `name` has x's shape; dx = d_extra = dy.
 
-    The sum of different dtypes is computed in the wider one and rounded once.
+    If the dtypes differ, the sum is computed in the wider one and rounded once.
 
-    in_place: x is added into the memory of the extra tensor, and y is that tensor. Whatever reads it later, in the
-    pipeline or outside of it, reads y.
+    in_place: add x into the memory of the extra tensor, and return that tensor as y. Everything that reads the extra
+    tensor later, inside or outside of the pipeline, sees y.
 
-    Raises ValueError for an empty name, and for shapes that differ: nothing is broadcast. In place also ValueError for
-    an extra tensor of another dtype or with elements that share memory, and RuntimeError where what was there is still
-    needed: for a leaf that requires grad, a view of the caller's memory, an inference tensor outside of inference
-    mode, and memory that an operation of the pipeline keeps or that another extra tensor shares. Nothing is changed
-    then. What modules outside of the pipeline have kept, autograd checks in backward.
+    Raises ValueError for an empty name, and for different shapes: nothing is broadcast. In place also ValueError for
+    an extra tensor of another dtype or with overlapping elements, and RuntimeError where its old values are still
+    needed: a leaf that requires grad, a view of the caller's memory, an inference tensor outside of inference mode, or
+    memory that an operation of the pipeline has saved or another extra tensor shares. Nothing is written before these
+    checks. Tensors saved outside of the pipeline are checked by autograd in backward.
     """
 
     grad_is_identity = True

@@ -32,7 +32,7 @@ class Bias(ElementwiseOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Zeros."""
+        """Set the bias to zero."""
         nn.init.zeros_(self.bias)
 
     def step(self) -> Step:

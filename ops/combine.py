@@ -1,4 +1,4 @@
-"""Combine: what the experts made of a token, summed up at its place."""
+"""Combine: sums the expert outputs of each token, in the original token order."""
 # T tokens, H features
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from recipes.request import PlanRequest
 class Combine(BasicOperation):
     """y[t] = sum_k x[row of (t, k)], for x [T topk, H]; y [T, H].
 
-    Extra input routing_map: as `Dispatch` makes it. The sum runs over the slots in order, in float32 (float64 for
-    float64), and is rounded once. Nothing is weighed: the scales were applied before, by `ScaledSwiGLU`.
+    Extra input routing_map: an extra output of `Dispatch`. The sum runs over the slots in order, in float32 (float64
+    for float64), and is rounded once. It is unweighted: `ScaledSwiGLU` has already applied the scales.
 
-    Raises ValueError for an x that has not one row for each (token, slot) pair.
+    Raises ValueError for an x that does not have one row for each (token, slot) pair.
     """
 
     extra_inputs = {"routing_map": RoutingMap}

@@ -1,4 +1,4 @@
-"""ConstantScale: multiplies by a number."""
+"""ConstantScale: multiplies by a constant number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dispatch: tokens to their experts."""
+"""Dispatch: copies each token to a row for each of its experts, and orders the rows by expert."""
 # T tokens, H features
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from recipes.tensors.splits import Splits
 class Dispatch(BasicOperation):
     """y [T topk, H]: a row of x [T, H] for each (token, slot) pair, ordered by expert, then token, then slot.
 
-    Extra inputs, as `Router` makes them:
+    Extra inputs, which are extra outputs of `Router`:
         probs   [T, topk]: the factor of each pair
         indices [T, topk] integers in [0, num_experts): the expert of each pair
     Extra outputs:
@@ -28,11 +28,11 @@ class Dispatch(BasicOperation):
         scales [T topk]: probs in the order of the rows, in the same dtype; `ScaledSwiGLU` multiplies by them
         routing_map: for `Combine`
 
-    dx[t] is the sum of the gradients of t's rows in the order of the slots, in float32, rounded once.
+    dx[t] is the sum of the gradients of t's rows, added in the order of the slots in float32 and rounded once.
 
-    Raises ValueError for num_experts that is not positive, shapes that do not fit, and, on the CPU, indices outside
-    [0, num_experts); TypeError for indices that are no integers. On a GPU indices are not looked at, because that
-    would wait for the device: one below 0 counts for expert 0, one above for none, in rows past the sum of the sizes.
+    Raises ValueError for num_experts that is not positive, shapes that do not match, and, on the CPU, indices outside
+    [0, num_experts); TypeError for indices that are not integers. On a GPU the indices are not checked, because that
+    would synchronize: a negative one counts for expert 0, one above for no expert, in rows past the sum of the sizes.
     """
 
     accepts_integers = True

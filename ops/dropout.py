@@ -1,4 +1,4 @@
-"""Dropout: zeroes random elements while training."""
+"""Dropout: sets random elements to zero in training."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from recipes.triton.philox import new_seed
 
 
 class Dropout(ElementwiseOperation):
-    """y = x / (1 - p) with probability 1 - p, else 0, each element by itself; y = x in eval mode. dx likewise from dy.
+    """y = x / (1 - p) with probability 1 - p, else 0, independently for each element; y = x in eval mode. dx likewise.
 
-    The seed is drawn from torch's generator of x's device: `torch.manual_seed` repeats a run, activation checkpointing
-    repeats the elements, and nothing waits for the device. Which elements are kept depends on the seed and their place
-    alone, alike on every device; 16 random bits an element, so p is met to within 2^-17. Backward keeps the seed, not
-    the elements.
+    The seed is drawn from torch's generator for x's device, without synchronizing: `torch.manual_seed` repeats a run,
+    and activation checkpointing repeats the mask. The mask depends only on the seed and the position, and is the same
+    on every device. Each element uses 16 random bits, so p is exact to within 2^-17. Backward saves the seed and
+    recomputes the mask.
 
     Raises ValueError for a p outside of [0, 1].
     """

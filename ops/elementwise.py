@@ -1,4 +1,4 @@
-"""What all element-wise operations share: one kernel alone, or a part of one with their neighbours."""
+"""The base of all element-wise operations, which run as one kernel alone or together with their neighbours."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch import Tensor
 from ops.kernels.elementwise.chain import Step, delementwise, elementwise, runs_triton
 from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
+from recipes.tensors.quantized_tensor import QuantizedTensor
 
 
 class ElementwiseOperation(BasicOperation):
-    """y = f(x, operand), element by element. A subclass says what f is by its `step`, for Triton and for torch.
+    """y = f(x, operand), element by element. A subclass defines f by its `step`, for Triton and for torch.
 
-    Neighbours of this kind run as one kernel on a GPU (`fused.elementwise_chain`). x and y are in one dtype, f is
-    computed in float32 (float64 for float64), and y is rounded once. Torch computes on the CPU, and float64 anywhere.
+    Consecutive operations of this kind run as one kernel on a GPU (`fused.elementwise_chain`). x and y have one dtype;
+    f is computed in float32 (float64 for float64), and y is rounded once. The CPU, and float64, run plain torch.
 
     operand_name: the parameter (a column operand) or extra input (row, element) that is the operand; "" if none is
-    grad_is_identity:  whether dx is dy itself, so that backward alone has nothing to launch for it
-    cache_quantized_input: whether x is kept for backward in eight bits (see `kept_x`), and so is never computed again
+    grad_is_identity: whether dx is dy itself, so that the unfused backward launches nothing for it
+    cache_quantized_input: whether x is saved for backward in eight bits (see `kept_x`), and so is never recomputed
     """
 
     operand_name: str = ""
@@ -30,25 +31,25 @@ class ElementwiseOperation(BasicOperation):
     cache_quantized_input: bool = False
 
     class Saved(NamedTuple):
-        x: Any  # None if the step is linear
+        x: Tensor | QuantizedTensor | None  # None if the step is linear
         operand: Tensor | None  # None if it is a parameter, and if backward needs none
 
     @abstractmethod
     def step(self) -> Step:
-        """f as a step of a chain."""
+        """f as a `Step` of the element-wise kernels."""
 
     def check(self, shape: torch.Size, operand: Tensor | None) -> None:
-        """Raise ValueError if an x of this shape and the operand do not fit."""
+        """Raise ValueError if an x of this shape and the operand do not match."""
         return
 
     def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:
-        """y by torch: the step's reference, unless a subclass has a faster way."""
+        """y in plain torch: the step's reference, unless a subclass has a faster implementation."""
         return elementwise(x, (self.step(),), (operand,))
 
     def gradients(
         self, dy: Tensor, x: Tensor | None, operand: Tensor | None, *, need_dx: bool, need_operand: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """dx and the operand's gradient by torch. By autograd, unless a subclass has a faster way."""
+        """dx and the operand's gradient in plain torch: by autograd, unless a subclass has a faster implementation."""
         found = delementwise(dy, x, (self.step(),), (operand,))
         return found.dx, found.operands[0]
 
@@ -58,25 +59,25 @@ class ElementwiseOperation(BasicOperation):
         return self.operand_name != "" and self.operand_name not in self.extra_inputs
 
     def operand(self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]) -> Tensor | None:
-        """The operand of a forward: a parameter, an extra input, or what a subclass draws (None: y = x this time)."""
+        """The operand in forward: a parameter, an extra input, or a seed that a subclass draws (None: y = x)."""
         if not self.operand_name:
             return None
         return ctx.param(self.operand_name) if self.has_parameter else extras[self.operand_name]
 
-    def kept_x(self, x: Tensor) -> Any:
-        """What backward needs of x: x, or a container that can be dequantized."""
+    def kept_x(self, x: Tensor) -> Tensor | QuantizedTensor:
+        """What to save of x for backward: x, or a quantized container of it."""
         return x
 
     def kept_operand(self, step: Step, operand: Tensor | None) -> Tensor | None:
-        """What backward needs of the operand, parameters apart."""
+        """What to save of the operand for backward; None for a parameter."""
         return None if self.has_parameter or (step.linear and step.operand == "element") else operand
 
     def operand_again(self, ctx: OperationContext, step: Step, kept: Tensor | None) -> Tensor | None:
-        """The operand in backward."""
+        """The operand in backward: the parameter, or what was saved."""
         return ctx.param(self.operand_name) if self.has_parameter and not step.linear else kept
 
     def needs_operand(self, ctx: OperationContext) -> bool:
-        """Whether the operand's gradient is wanted."""
+        """Whether the operand's gradient is needed."""
         return self.operand_name in ctx.needs.params or self.operand_name in ctx.needs.extras
 
     def features(self, incoming: int | None) -> int | None:
@@ -118,5 +119,5 @@ class ElementwiseOperation(BasicOperation):
 
 
 def is_noop(step: Step, operand: Tensor | None) -> bool:
-    """Whether a step does nothing this time: one that would draw random numbers, but has drawn none."""
+    """Whether a step does nothing in this call: a random step without a seed."""
     return step.operand == "random" and operand is None

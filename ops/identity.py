@@ -1,4 +1,4 @@
-"""Identity: hands everything on."""
+"""Identity: returns its input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L2Normalization: every row divided by its length."""
+"""L2Normalization: each row divided by its L2 norm."""
 
 from __future__ import annotations
 

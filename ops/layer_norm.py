@@ -1,4 +1,4 @@
-"""LayerNorm: x less its mean, divided by its standard deviation, times a learned weight, plus a learned bias."""
+"""LayerNorm: x minus its mean, divided by its standard deviation, times a learned weight, plus a learned bias."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ops.runner.operation import BackwardOfBasic, OperationContext
 class LayerNorm(Normalization):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the trailing dimensions `normalized_shape`.
 
-    var is the mean of the squared distances from the mean.
+    var is the biased variance.
 
     normalized_shape:    an int, or the trailing dimensions of x and the shape of weight and bias
-    zero_centered_gamma: multiplies by 1 + weight instead; the weight then starts at zero, otherwise at one
+    zero_centered_gamma: multiply by 1 + weight instead; the weight is then initialised to zero, otherwise to one
 
     The bias starts at zero. Computed in float32 (float64 for float64) and rounded once. Raises ValueError for
     dimensions or an eps that are not positive, and for an x with other trailing dimensions.
@@ -35,7 +35,7 @@ class LayerNorm(Normalization):
         rstd: Tensor
 
     def reset_parameters(self) -> None:
-        """So that the factor is one and the bias zero."""
+        """Set the weight so that gamma is one, and the bias to zero."""
         super().reset_parameters()
         nn.init.zeros_(self.bias)
 

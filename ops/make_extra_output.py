@@ -1,4 +1,4 @@
-"""MakeExtraOutput: hands x on a second time, by a name. The beginning of a residual branch."""
+"""MakeExtraOutput: returns x also as a named extra output, as at the beginning of a residual branch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from recipes.arguments import check_flags
 
 
 class MakeExtraOutput(BasicOperation):
-    """y = x, and x once more as the extra output `name`; dx = dy + d_name.
+    """y = x, and x again as the extra output `name`; dx = dy + d_name.
 
-    A later operation of the same pipeline asks for the name (`AddExtraInput(name)`), or the caller does. Both outputs
-    are x itself, not a copy.
+    A later operation of the pipeline (`AddExtraInput(name)`) or the caller consumes the extra output. Both outputs are
+    x itself, not a copy.
 
-    in_place: backward may add dy into the memory of d_name, instead of a new tensor: it does where that was made in
-    this pipeline's backward and nothing else lies there (not what autograd handed in, nor a gradient that is
-    returned or still needed). The numbers are the same.
+    in_place: backward may add dy into the memory of d_name instead of allocating a tensor. It does so only if this
+    pipeline's backward has allocated that memory and nothing else uses it (not for a gradient that comes from autograd,
+    is returned, or is still needed). The numbers are the same.
 
     Raises ValueError for an empty name.
     """

@@ -1,4 +1,4 @@
-"""What RMSNorm and LayerNorm share as operations: their settings, and x as rows of the features they normalise."""
+"""The base of RMSNorm and LayerNorm: their settings and parameters, and x flattened to rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Normalization(BasicOperation):
 
     learned: the names of its parameters, all of that shape
 
-    Raises TypeError for arguments of another kind, ValueError for dimensions or an eps that are not positive.
+    Raises TypeError for arguments of another type, ValueError for dimensions or an eps that are not positive.
     """
 
     learned: ClassVar[tuple[str, ...]] = ("weight",)
@@ -51,14 +51,14 @@ class Normalization(BasicOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """So that the factor is one."""
+        """Set the weight so that gamma is one."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
     def kernel(self, request: PlanRequest) -> str:
         return "rows in registers (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"
 
     def check(self, x: Tensor) -> None:
-        """Raises ValueError for an x with other trailing dimensions."""
+        """Raise ValueError for an x with other trailing dimensions."""
         if x.shape[-len(self.normalized_shape) :] != self.normalized_shape:
             raise ValueError(
                 f"x has shape {list(x.shape)}, but must end in {list(self.normalized_shape)}. "
@@ -70,7 +70,7 @@ class Normalization(BasicOperation):
         return self.normalized_shape[-1]
 
     def flat(self, x: Tensor) -> Tensor:
-        """x with the normalised dimensions, its last ones, as one."""
+        """x with the normalised (trailing) dimensions flattened into one."""
         dims = len(self.normalized_shape)
         return x if dims == 1 else x.flatten(-dims)
 
@@ -80,7 +80,7 @@ class Normalization(BasicOperation):
 
 
 def as_epsilon(eps: float) -> float:
-    """What is added under the root. Raises TypeError for what is no number, ValueError unless positive and finite."""
+    """eps as a float. Raises TypeError if it is not a number, ValueError unless it is positive and finite."""
     epsilon = as_number("eps", eps)
     if not 0 < epsilon < math.inf:
         raise ValueError(f"eps is {eps}, but must be positive and finite: a row of zeros would be divided by zero.")

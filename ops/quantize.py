@@ -1,4 +1,4 @@
-"""Quantize: says where x, or its gradient, becomes codes and scales."""
+"""Quantize: quantizes x, or its gradient, at this point of the pipeline."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from recipes.tensors.quantizer import Quantizer
 
 
 class Quantize(BasicOperation):
-    """y = x, quantized as the recipe quantizes the input of a product; nothing if the recipe does not.
+    """y = x, quantized as the recipe quantizes the input of a GEMM; unchanged if the recipe does not quantize it.
 
-    The next operation gets the quantized container if it takes one, otherwise, as at the pipeline's border, its
-    dequantized tensor. What is quantized already is handed on as it is. The gradient of rounding is taken as 1.
+    The next operation receives the quantized container if it accepts one; otherwise, and at the end of the pipeline,
+    the tensor is dequantized. An input that is already quantized is returned as is. The gradient of rounding is 1.
 
     forward:  quantize x
-    backward: quantize dy, as the gradient of a product's output
+    backward: quantize dy, as the gradient of a GEMM's output
     """
 
     accepts_quantized = True
@@ -54,6 +54,6 @@ class Quantize(BasicOperation):
 def _quantized(x: Any, quantizer: Quantizer | None) -> Any:
     if quantizer is None or not isinstance(x, Tensor):
         return x
-    # Both copies: which products the neighbour computes is not known here, and a copy that is missing would have to
-    # be cast from the other one, which rounds twice.
+    # Both copies: it is not known here which products the next operation computes, and making a missing copy from the
+    # other one would round twice.
     return quantizer.quantize(x, rowwise=True, columnwise=True)

@@ -1,4 +1,4 @@
-"""Reshape: the same numbers in another shape."""
+"""Reshape: the same elements in another shape."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from recipes.arguments import as_integer
 class Reshape(BasicOperation):
     """y = x.reshape(shape), dx = dy.reshape(x.shape).
 
-    shape: all dimensions of y, rows included; one of them may be -1, and is then what x leaves for it
+    shape: all dimensions of y, rows included; one of them may be -1, and is inferred from x
 
-    Raises TypeError for a shape that is no sequence of integers, ValueError for one that no tensor has, and for an x
-    that does not fill it.
+    Raises TypeError for a shape that is not a sequence of integers, ValueError for an invalid shape, and for an x with
+    another number of elements.
     """
 
     accepts_integers = True

@@ -16,7 +16,7 @@ class RMSNorm(Normalization):
     """y = x / sqrt(mean(x^2) + eps) * weight, the mean over the trailing dimensions `normalized_shape`.
 
     normalized_shape:    an int, or the trailing dimensions of x and the shape of the weight
-    zero_centered_gamma: multiplies by 1 + weight instead; the weight then starts at zero, otherwise at one
+    zero_centered_gamma: multiply by 1 + weight instead; the weight is then initialised to zero, otherwise to one
 
     Computed in float32 (float64 for float64) and rounded once. Raises ValueError for dimensions or an eps that are
     not positive, and for an x with other trailing dimensions.
@@ -46,7 +46,7 @@ class RMSNorm(Normalization):
     def gradients(
         self, ctx: OperationContext, dy: Tensor, added: Tensor | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-        """dx, as it is rounded plus `added` where that is given (of x's shape and `ctx.dtype`), and dweight by name."""
+        """(dx, {"weight": dweight}). `added` (x's shape, `ctx.dtype`), if given, is added to dx after its rounding."""
         x, rstd = ctx.saved
         dx, dweight = drms_norm(
             self.flat(dy),

@@ -1,4 +1,4 @@
-"""Router: which experts each token goes to, and with what probabilities."""
+"""Router: chooses the experts of each token and their probabilities."""
 # T tokens
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from recipes.request import PlanRequest
 
 
 class Router(BasicOperation):
-    """y = x [T, hidden_size]; what it finds are extra outputs.
+    """y = x [T, hidden_size]; the routing is returned as extra outputs.
 
         logits = x W^T, in float32 (float64 for float64)        weight: [num_experts, hidden_size]
 
-    probs   [T, topk] float32 (float64): of the chosen experts, largest first
-    indices [T, topk] int64: the chosen experts; of equal logits the lower index, on every device
+    probs   [T, topk] float32 (float64): probabilities of the chosen experts, largest first
+    indices [T, topk] int64: the chosen experts; among equal logits the lower index, on every device
     load_balancing_loss (): num_experts sum_e f_e P_e, with f_e the share of the (token, slot) pairs that chose e and
             P_e the mean probability of e over the tokens; 1 for even routing, 0 without tokens
 
     use_pre_softmax: True: softmax over all experts, then the topk largest. False: softmax over the topk logits.
-    normalize_probs: divide the probabilities by their sum; changes nothing after use_pre_softmax=False, where the sum
-                     is 1 already.
+    normalize_probs: divide the probabilities by their sum; no effect with use_pre_softmax=False, where the sum is
+                     already 1.
 
-    The products are in full float32 under every recipe, torch.autocast and TF32 setting, because a small error of a
-    logit changes the choice. (Under torch.autocast x arrives rounded to its dtype; W is read as it is held.)
+    The products run in full float32 under every recipe, torch.autocast and TF32 setting, because a small error in a
+    logit can change the choice. (Under torch.autocast x arrives in autocast's dtype; W is not cast.)
 
-    Weights are initialised as those of `torch.nn.Linear`. Raises ValueError for sizes that are not positive, a topk
-    above num_experts, and an x that is not [T, hidden_size].
+    Weights are initialised as in `torch.nn.Linear`. Raises ValueError for sizes that are not positive, a topk above
+    num_experts, and an x that is not [T, hidden_size].
     """
 
     extra_outputs = {"probs": Tensor, "indices": IndexTensor, "load_balancing_loss": Tensor}
@@ -79,7 +79,7 @@ class Router(BasicOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(hidden_size), as `torch.nn.Linear`."""
+        """Uniform in +-1/sqrt(hidden_size), as in `torch.nn.Linear`."""
         bound = self.hidden_size**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -124,7 +124,7 @@ class Router(BasicOperation):
         return dx, {"weight": dweight}, {}
 
     def _weight(self, ctx: OperationContext) -> Tensor:
-        """The weight as it is held: torch.autocast would round it."""
+        """The weight in at least float32, not in torch.autocast's dtype."""
         return ctx.param("weight", torch.promote_types(ctx.dtype, torch.float32))
 
     def kernel(self, request: PlanRequest) -> str:
@@ -144,7 +144,7 @@ class Router(BasicOperation):
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32 or float64, whatever torch's TF32 setting is: that rounds the operands to 10 bits."""
+    """a b in float32 or float64, with TF32 turned off: TF32 rounds the operands to 10 mantissa bits."""
     if a.dtype == torch.float64:
         return a @ b
     a, b = a.float(), b.float()

@@ -1,4 +1,4 @@
-"""Number formats, quantized tensors and recipes: in which numbers a pipeline is computed."""
+"""Number formats, quantized tensors, and recipes, which choose the number formats of a pipeline."""
 
 from recipes.autocast import autocast
 from recipes.current_scaling import Float8CurrentScaling

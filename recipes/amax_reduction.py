@@ -1,15 +1,15 @@
-"""One maximum of amaxes over the ranks of a process group, each of which must bring the same ones.
+"""Maximum of amaxes over the ranks of a process group, all of which must have amaxes of the same tensors.
 
-Of amaxes that differ in number a collective would hang, or take the maximum over those of different tensors. So the
-ranks first tell one another, in a message of fixed size, how many they bring, and a fingerprint of their roles and
-sizes in order. If these differ, every rank raises the same sentence, and no state is changed.
+If the ranks had different numbers of amaxes, the collective would hang or combine amaxes of different tensors. So they
+first exchange a message of fixed size: the number of amaxes, and a checksum of their roles and sizes in order. If these
+differ, every rank raises the same error, and no state is changed.
 
-Amaxes on the CPU are compared in each step. With GPUs the answer would make the host wait for the device, so there each
-list is compared once for each group, when it is new: a rank whose list changes later, while the others keep a list that
-has been compared, is not noticed before the collective.
+CPU amaxes are compared in each step. On GPUs the comparison would synchronize the host with the device, so each new
+list is compared only once for each group. A rank that later switches to another list, while the others keep one that
+was already compared, is not detected before the collective.
 
-A group in which one rank takes no part at all, because it left no `autocast` in this step, waits for it: that cannot be
-told from a rank that is late.
+If a rank does not take part at all, because it left no `autocast` in this step, the others wait for it: it cannot be
+distinguished from a slow rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 class Amaxes(NamedTuple):
-    """What one quantizer brings: values [n] float32, and the group that its recipe names, or None."""
+    """The amaxes of one quantizer: values [n] float32, and the process group that its recipe names, or None."""
 
     role: str
     values: Tensor
@@ -33,7 +33,7 @@ class Amaxes(NamedTuple):
 
 
 def check_group(name: str, group: Any) -> None:
-    """Raise TypeError for what is neither a process group (also one that this rank is no member of) nor None."""
+    """Raise TypeError unless `group` is None or a process group (possibly one without this rank)."""
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return
     if not dist.is_available() or group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -43,18 +43,18 @@ def check_group(name: str, group: Any) -> None:
 def reduce_amaxes(brought: Iterable[Amaxes], group: Any, awaited: Iterable[Any] = ()) -> None:
     """Replace the values, in place, by their maximum over the ranks of their group.
 
-    group: of those that name none; None is the default group
-    awaited: groups whose ranks all take part, also with nothing
+    group: for amaxes that name none; None is the default group
+    awaited: groups whose ranks all take part, even without any amaxes
 
-    Raises RuntimeError on every rank of a group whose ranks bring different amaxes. Without torch.distributed nothing
-    is done.
+    Raises RuntimeError on every rank of a group whose ranks have different amaxes. Without torch.distributed it does
+    nothing.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
     of_group: dict[Any, list[Amaxes]] = {_or_default(named): [] for named in awaited}
     for amaxes in brought:
         of_group.setdefault(_or_default(amaxes.group if amaxes.group is not None else group), []).append(amaxes)
-    # By name: an order in which ranks that share several groups cannot wait for each other in a circle.
+    # Sorted by name, so that ranks that share several groups cannot deadlock.
     members = [other for other in of_group if dist.get_rank(other) >= 0]
     for member in sorted(members, key=lambda other: other.group_name):
         _reduce_over(member, of_group[member])
@@ -77,13 +77,13 @@ def _reduce_over(group: Any, brought: Sequence[Amaxes]) -> None:
         own.copy_(part)
 
 
-# group -> what its ranks were found to bring alike: the role and the number of each quantizer's amaxes, in order
+# group -> lists that its ranks were found to agree on: role and number of amaxes of each quantizer, in order
 _agreed: WeakKeyDictionary[Any, set[tuple[tuple[str, int], ...]]] = WeakKeyDictionary()
-_MOST_AGREED = 1024  # lists of one group; beyond, all are compared again, on all ranks in the same step
+_MOST_AGREED = 1024  # lists for each group; then all are compared again, on all ranks in the same step
 
 
 def _check_agreement(group: Any, brought: Sequence[Amaxes]) -> None:
-    """Raise RuntimeError, on every rank alike, unless all bring the same."""
+    """Raise the same RuntimeError on every rank unless all ranks have the same list."""
     contents = tuple((amaxes.role, len(amaxes.values)) for amaxes in brought)
     known = _agreed.setdefault(group, set())
     on_device = torch.cuda.is_available() and all(amaxes.values.is_cuda for amaxes in brought)
@@ -106,9 +106,9 @@ def _check_agreement(group: Any, brought: Sequence[Amaxes]) -> None:
 
 
 def _exchanged(group: Any, mine: tuple[int, int], device: torch.device | None) -> list[tuple[int, ...]]:
-    """What every rank of the group has given, in their order. Waits for them, and for the device if the CPU has no way.
+    """`mine` of every rank of the group, in rank order. Blocks, and without a CPU backend synchronizes the device.
 
-    device: of the amaxes; None: there are none
+    device: of the amaxes; None if there are none
     """
     if "cpu:" in dist.get_backend_config(group):
         device = torch.device("cpu")

@@ -1,7 +1,7 @@
-"""What an argument must be: a kind that is wrong is a TypeError, a value that is wrong a ValueError, each one sentence.
+"""Argument checks: TypeError for a wrong type, ValueError for a wrong value, each with a one-sentence message.
 
-Each function returns the argument as Python's own int, float or bool, so that a setting that came from numpy is written
-down and compared as one that did not.
+Each function returns the argument as a Python int, float or bool, so that settings from numpy print and compare like
+Python's own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Member = TypeVar("Member", bound=Enum)
 
 
 def as_integer(name: str, value: Any) -> int:
-    """An int, or what stands for one exactly (`operator.index`: numpy's integers, torch's SymInt); no bool."""
+    """An int, or anything that `operator.index` takes (numpy's integers, torch's SymInt); no bool."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -24,8 +24,8 @@ def as_integer(name: str, value: Any) -> int:
         raise TypeError(f"{name} is {_shown(value)}, but must be an integer. Pass an int.") from None
 
 
-def as_number(name: str, value: Any) -> float:
-    """A float, or another real number; no bool. Whether it is finite is left to the caller."""
+def as_number(name: str, value: object) -> float:
+    """A float, or another real number; no bool. The caller checks whether it is finite."""
     if type(value) is float:
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -36,14 +36,14 @@ def as_number(name: str, value: Any) -> float:
         raise ValueError(f"{name} has {len(str(value))} digits, more than a float holds. Pass a smaller one.") from None
 
 
-def as_flag(name: str, value: Any) -> bool:
-    """True or False; neither 1, nor a text, which would always be true."""
+def as_flag(name: str, value: object) -> bool:
+    """True or False; neither 1 nor a string, which would always be true."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {_shown(value)}, but must be True or False. Pass a bool.")
     return value
 
 
-def as_member(name: str, value: Any, kind: type[Member]) -> Member:
+def as_member(name: str, value: object, kind: type[Member]) -> Member:
     """A member of an Enum; not its name."""
     if not isinstance(value, kind):
         members = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
@@ -51,14 +51,14 @@ def as_member(name: str, value: Any, kind: type[Member]) -> Member:
     return value
 
 
-def check_flags(**flags: Any) -> None:
-    """Raise TypeError for the first that is neither True nor False."""
+def check_flags(**flags: object) -> None:
+    """Raise TypeError for the first argument that is neither True nor False."""
     for name, flag in flags.items():
         as_flag(name, flag)
 
 
 def positive_integers(owner: str, **given: Any) -> list[int]:
-    """Sizes as ints. Raises TypeError for a kind that is no integer, ValueError for one that is not positive."""
+    """Sizes as ints. Raises TypeError for one that is not an integer, ValueError for one that is not positive."""
     sizes = [as_integer(name, size) for name, size in given.items()]
     if min(sizes) <= 0:
         shown = ", ".join(f"{name}={size}" for name, size in given.items())
@@ -67,8 +67,8 @@ def positive_integers(owner: str, **given: Any) -> list[int]:
     return sizes
 
 
-def _shown(value: Any) -> str:
-    """What was given, and its class where the value does not show it."""
+def _shown(value: object) -> str:
+    """The argument as text, with its class where the value does not show it."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return repr(value) if value is None or isinstance(value, bool | float) else f"{value!r} ({type(value).__name__})"

@@ -1,4 +1,4 @@
-"""autocast: choose the recipe for everything that runs inside."""
+"""autocast: the context manager that sets the recipe."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from recipes.stack import ActiveRecipe, CastScales, current_updates, open_entrie
 
 
 class autocast(ContextDecorator):
-    """Run what is inside under `recipe`, a Recipe or a name such as "mxfp8"; also a decorator.
+    """Run the body under `recipe`, a Recipe or a name such as "mxfp8"; also a decorator.
 
-    Contexts nest, and the innermost one counts. `enabled=False`, like None, means high precision. Yields the recipe.
+    Contexts nest; the innermost one applies. `enabled=False`, like None, means high precision. Yields the recipe.
 
-    The outermost context is a step of delayed scaling: when it ends, the amaxes of what forward quantized with
-    gradients on go into the histories and give the next step's scales; if it ends by an exception they are forgotten.
-    amax_reduction_group: the process group that takes part in their maximum, unless the recipe that records them names
-        one; by default all processes. Its ranks must run the same operations, or each of them gets a RuntimeError (see
-        `recipes.amax_reduction`). With pipeline parallelism, name the ranks of one stage.
-    keep_weights: for CUDA graphs, a tensor of one number on the device. What is captured inside casts its weights at
-        each replay, unless this number is not 0 then: it multiplies with the codes of the replay before. Set it to 0
-        for the first microbatch of a step (of any graph captured with the same weights), to 1 for the others.
-        Outside of a capture it is not looked at, but run the same passes once under it before they are captured.
-    scales: where `fuser.checkpoint` keeps the scales of a first run for its recomputation
+    The outermost context is one step of delayed scaling. When it ends, the amaxes recorded by forwards with gradients
+    enabled go into the histories, from which the next step's scales follow; after an exception they are dropped.
+    amax_reduction_group: the process group over which the amaxes are reduced, unless the recipe that records them names
+        one; by default all processes. Its ranks must run the same operations, or each raises a RuntimeError (see
+        `recipes.amax_reduction`). With pipeline parallelism, pass the ranks of one stage.
+    keep_weights: for CUDA graphs, a tensor of one number on the device. A graph captured inside quantizes its weights
+        in each replay while the number is 0, and reuses the codes of the last replay otherwise. Set it to 0 for the
+        first microbatch of a step (of any graph captured with the same weights), to 1 for the others. It has no effect
+        outside of a capture, but run the same passes once under it before they are captured.
+    scales: where `fuser.checkpoint` keeps the scales of the first run for its recomputation
 
-    Each thread has its own contexts; a backward runs under the recipe of its forward, whatever is open there. What
-    `torch.utils.checkpoint` computes again runs under the recipe of its first time, or is refused with a RuntimeError:
-    under a recipe with a state, whose scales have moved since, and where first times under several recipes are still
-    to be computed again, use `fuser.checkpoint`.
+    Each thread has its own contexts. A backward runs under the recipe of its forward, regardless of open contexts. A
+    recomputation by `torch.utils.checkpoint` runs under the recipe of its forward, or raises RuntimeError: under a
+    stateful recipe whose scales have changed since, and where forwards under several recipes await recomputation. There
+    use `fuser.checkpoint`.
 
-    Raises TypeError for an argument of another kind, ValueError for an unknown name and keep_weights of another size.
+    Raises TypeError for an argument of another type, ValueError for an unknown name and keep_weights of another size.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class autocast(ContextDecorator):
         self._is_outermost = False
 
     def _recreate_cm(self) -> autocast:
-        """A context of its own for each call of a decorated function."""
+        """A new context for each call of a decorated function."""
         scales, keep_weights = self._settings
         return autocast(self._recipe, amax_reduction_group=self._group, keep_weights=keep_weights, scales=scales)
 
@@ -79,7 +79,7 @@ class autocast(ContextDecorator):
         push(self._entry)
         return self._recipe
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         entry, self._entry = self._entry, None
         assert entry is not None, "it was entered"
         remove(entry)
@@ -94,10 +94,10 @@ class autocast(ContextDecorator):
             perform(Effect(_end_of_step, (quantizers, self._group, awaited), partial(forget, quantizers)))
 
     def _awaited_by(self, entry: ActiveRecipe) -> tuple[Any, ...]:
-        """The groups whose ranks wait for this one, also if it recorded nothing.
+        """The groups whose ranks wait for this one, even if it recorded no amaxes.
 
-        None in an evaluation, which one rank may run alone, in a recomputation, and in a part of a graph, of which
-        backward has a context of its own.
+        Empty in evaluation, which one rank may run alone, in a recomputation, and while a graph is recorded, whose
+        backward has its own context.
         """
         is_recomputation = entry.scales is not None
         if is_recomputation or entry.updates.has_evaluated or not torch.is_grad_enabled() or recording() is not None:
@@ -105,7 +105,7 @@ class autocast(ContextDecorator):
         return self._recipe.amax_reduction_groups(self._group)
 
 
-def _check_kinds(amax_reduction_group: Any, keep_weights: Any, scales: Any) -> None:
+def _check_kinds(amax_reduction_group: Any, keep_weights: object, scales: object) -> None:
     check_group("amax_reduction_group", amax_reduction_group)
     if keep_weights is not None:
         if not isinstance(keep_weights, Tensor):
@@ -119,7 +119,7 @@ def _check_kinds(amax_reduction_group: Any, keep_weights: Any, scales: Any) -> N
 def _end_of_step(
     quantizers: Mapping[int, RecordsAmaxes], group: dist.ProcessGroup | None, awaited: tuple[Any, ...]
 ) -> None:
-    """Of an outermost context; but one that a graph replays within another autocast is part of that one's step."""
+    """End a step when the outermost context closes. A graph replayed within an autocast is part of that one's step."""
     updates = current_updates()
     if updates is None:
         end_steps(quantizers, group, awaited)

@@ -1,11 +1,10 @@
-"""count_casts: how much the casts of a run lose, by operation and role. For debugging: each cast is looked at again."""
+"""count_casts: values lost by the casts of a run, by operation and role. For debugging: every cast is read again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,11 @@ from recipes.tensors.splits import Splits
 
 @dataclass(frozen=True)
 class CastCounts:
-    """What the casts of one operation in one role met.
+    """Counts of the casts of one operation in one role.
 
-    elements:   how many numbers were cast; rows that belong to no group do not count
-    saturated:  too large for the format under their scale, so that they became its largest number; also Inf
-    flushed:    not zero, but zero after the cast
+    elements:   numbers cast; rows that belong to no group are not counted
+    saturated:  too large for the format under their scale, and clamped to its largest number; includes Inf
+    flushed:    nonzero before the cast, zero after it
     non_finite: Inf or NaN before the cast
     """
 
@@ -35,7 +34,7 @@ class CastCounts:
 
 
 class CountedCasts:
-    """The counts of what ran inside of one `count_casts`. Reading them waits for the device."""
+    """The counts of one `count_casts` context. Reading them synchronizes with the device."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._names = {} if model is None else {id(module): name for name, module in model.named_modules()}
@@ -43,11 +42,11 @@ class CountedCasts:
 
     @property
     def counts(self) -> dict[str, CastCounts]:
-        """By "operation.role", in the order of the first casts."""
+        """Counts by "operation.role", in the order of the first casts."""
         return {name: CastCounts(*sums.tolist()) for name, sums in self._sums.items()}
 
     def report(self) -> str:
-        """A line for each operation and role, the shares in percent."""
+        """A table with a line for each operation and role, in percent."""
         lines = [f"{'cast':<40} {'elements':>12} {'saturated':>10} {'flushed':>10} {'non-finite':>10}"]
         for name, counts in self.counts.items():
             shares = [100 * part / max(counts.elements, 1) for part in (counts.saturated, counts.flushed)]
@@ -57,7 +56,7 @@ class CountedCasts:
         return "\n".join(lines)
 
     def watch(self, quantizer: Quantizer, operation: nn.Module, role: Role) -> Quantizer:
-        """The same quantizer, with its casts counted."""
+        """A wrapper of the quantizer that counts its casts."""
         name = self._names.get(id(operation))
         if name is None:
             kind = type(operation).__name__
@@ -84,10 +83,10 @@ def count_casts(model: nn.Module | None = None) -> Iterator[CountedCasts]:
             loss.backward()
         print(counted.report())
 
-    model: gives the operations their names; without it they are called by class, in the order of their first casts.
-    A tensor of which both copies are made is counted once, by its rowwise copy. A copy that is transformed (NVFP4's
-    Hadamard transform) has only its non-finite values counted. A cast inside of a fused element-wise chain is not seen.
-    Weights are cast, and counted, in each call: what was kept of them is not used. Raises TypeError for another model.
+    model: supplies the names of the operations; without it they are named by class, in the order of their first casts.
+    A tensor with both copies is counted once, by its rowwise copy. Of a transformed copy (NVFP4's Hadamard transform)
+    only non-finite values are counted. Casts inside of fused element-wise chains are not counted. Weights are quantized
+    and counted in each call, not reused. Raises TypeError if `model` is not a Module.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model is {model!r}, but must be a torch.nn.Module, or None to count by class.")
@@ -100,12 +99,12 @@ def count_casts(model: nn.Module | None = None) -> Iterator[CountedCasts]:
 
 
 def is_counting() -> bool:
-    """Whether a `count_casts` is open."""
+    """Whether a `count_casts` context is open."""
     return bool(_active)
 
 
 def watched(quantizer: Quantizer, operation: nn.Module, role: Role) -> Quantizer:
-    """The quantizer itself, or inside of `count_casts` one that counts."""
+    """The quantizer itself, or inside of `count_casts` a wrapper that counts."""
     return _active[-1].watch(quantizer, operation, role) if _active else quantizer
 
 
@@ -123,7 +122,7 @@ def _counts(x: Tensor, cast: QuantizedTensor | GroupedTensor) -> Tensor:
         return torch.stack([elements, elements * 0, elements * 0, non_finite])
     value = copy.dequantize(splits).abs()
     flushed = ((x != 0) & (value == 0)).sum()
-    # A code that is the largest and lies more than the rounding to it could have moved it below x.
+    # Saturated: the code is the largest one, and |x| exceeds it by more than rounding can explain.
     at_largest = _largest_alone(copy).dequantize(splits) != 0
     saturated = (at_largest & (x.isinf() | (x.abs() > value * (1 + copy.half_step)))).sum()
     return torch.stack([elements, saturated, flushed, non_finite])
@@ -138,7 +137,7 @@ def _largest_alone(copy: ScaledCodes) -> ScaledCodes:
 @dataclass(frozen=True, eq=False)
 class _Watched(Quantizer):
     inner: Quantizer
-    note: Callable[[Tensor, Any], None]
+    note: Callable[[Tensor, QuantizedTensor | GroupedTensor], None]
 
     @property
     def keeps_state(self) -> bool:  # type: ignore[override]

@@ -1,7 +1,7 @@
-"""Float8CurrentScaling: one scale for each tensor, from the tensor itself.
+"""Float8CurrentScaling: one scale for each tensor, computed from the tensor itself.
 
-Formula and layout: `recipes/casts/cast.py`. One scale serves both copies. Grouped rows and stacked
-weights have one scale a group; an empty group's is 1.
+Formula and layout: `recipes/casts/cast.py`. Both copies use the same scale. Grouped rows and stacked weights have one
+scale for each group; an empty group's scale is 1.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from recipes.tensors.spec_quantizer import SpecQuantizer
 class Float8CurrentScaling(Recipe):
     """FP8 with per-tensor scales computed from the current tensor.
 
-    fp8_format: HYBRID is E4M3 forward and E5M2 for gradients
+    fp8_format: HYBRID is E4M3 in forward and E5M2 for gradients
     power_2_scale: round scales down to powers of two
-    amax_epsilon: the least amax a scale is computed from
-    split_accumulator_*: whether native products promote partial sums to float32, product by product
+    amax_epsilon: a lower bound of the amax from which a scale is computed
+    split_accumulator_*: whether native products promote partial sums to float32, for each of the three products
 
     Raises ValueError for an amax_epsilon that is negative or not finite.
     """
@@ -50,7 +50,7 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass(frozen=True)
 class CurrentScalingQuantizer(SpecQuantizer):
-    """One scale for a tensor or a group."""
+    """One scale for each tensor or group."""
 
     form: Float8Format
     power_2_scale: bool = False
@@ -66,5 +66,5 @@ class CurrentScalingQuantizer(SpecQuantizer):
 
 
 def per_tensor(form: Float8Format, rule: Float32Scale) -> ScaleSpec:
-    """One scale for a tensor or a group, of both copies."""
+    """One scale for each tensor or group, shared by both copies."""
     return ScaleSpec(form, (ALL, ALL), rule, "transposed", BLOCK)

@@ -11,17 +11,17 @@ from recipes.tensors.quantizer import Quantizer
 
 @dataclass(frozen=True)
 class CustomRecipe(Recipe):
-    """Quantizers from a function of the role.
+    """Quantizers from a user's function of the role.
 
-    Plans are kept by the recipe's value, and two of these are equal if their functions are. Give a function of a
-    module, or a frozen dataclass with a `__call__`. A lambda written in the training loop is another recipe in each
-    step, and each gets a plan of its own.
+    Plans are cached by the recipe's value, and two CustomRecipes are equal if their functions are. Pass a module-level
+    function, or a frozen dataclass with `__call__`. A lambda created in the training loop is a new recipe in each step,
+    and each is planned again.
 
-    qfactory: called with a `Role` whenever a tensor in it is to be quantized; returns a quantizer, or None to leave the
-    tensor in high precision. Equal roles must give equal quantizers: a frozen dataclass, made anew or kept, does.
+    qfactory: called with the `Role` of each tensor to quantize; returns a quantizer, or None to leave the tensor in
+    high precision. Equal roles must give equal quantizers; instances of a frozen dataclass compare equal by value.
 
-    Quantizers that only have `quantize` take the split path, those with `quantize_grouped` and `quantize_stacked` the
-    grouped one. Raises TypeError for something that cannot be called, or a result that is no Quantizer.
+    Quantizers that implement only `quantize` run on the split path, those with `quantize_grouped` and
+    `quantize_stacked` on the grouped one. Raises TypeError if qfactory is not callable or returns no Quantizer.
     """
 
     qfactory: Callable[[Role], Quantizer | None]

@@ -1,7 +1,7 @@
 """The side effects of a pass: flags it sets, hooks it calls, gradients it adds to `.grad`.
 
-Eagerly each is done where it stands. While a graph is recorded they are kept instead, and done at each replay, so eager
-runs and replays are the same. The recording is one for the process: CUDA backwards run on a thread of their own.
+In eager runs each is performed at once. While a graph is recorded they are deferred to each replay, so that replays
+behave like eager runs. The recording is global to the process, because CUDA backwards run on their own thread.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 
 class Effect(NamedTuple):
-    """function(*args), to be done. undo: takes back what the pass has left for it, where it will not be done."""
+    """A deferred call function(*args). undo: reverts the state that the pass prepared for it, if it is never called."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     args: tuple[Any, ...] = ()
-    undo: Callable[[], Any] | None = None
+    undo: Callable[[], object] | None = None
 
     def __call__(self) -> None:
         self.function(*self.args)
 
 
 class Accumulation(NamedTuple):
-    """A write into a gradient buffer: of which weight, where the buffer began, and whether it was added to."""
+    """A write into a gradient buffer: the weight, the buffer's address, and whether the gradient was added to it."""
 
     name: str
     weight: Tensor
@@ -36,12 +36,12 @@ class Accumulation(NamedTuple):
 
 @dataclass
 class SideEffects:
-    """What was kept.
+    """The side effects of one recording.
 
-    redirect:     gives the memory that is written in place of a gradient buffer; None: the buffer itself
-    rehearses:    whether memory is to be taken as while a graph is captured, though none is
-    weights:      whose gradients went elsewhere than to autograd
-    placeholders: what autograd got for some of them
+    redirect:     maps a gradient buffer to the memory that is written instead; None: the buffer itself
+    rehearses:    whether memory is allocated as in a graph capture, though none is running
+    weights:      weights whose gradients bypassed autograd
+    placeholders: the tensors that autograd received for some of them
     """
 
     redirect: Callable[[Tensor], Tensor] | None = None
@@ -52,11 +52,11 @@ class SideEffects:
     placeholders: list[Tensor] = field(default_factory=list)
 
     def destination(self, buffer: Tensor) -> Tensor:
-        """Where a gradient that belongs into `buffer` is written."""
+        """The memory into which a gradient meant for `buffer` is written."""
         return buffer if self.redirect is None else self.redirect(buffer)
 
     def undo(self) -> None:
-        """Take back what the pass left for its effects."""
+        """Revert the state that the pass prepared for its effects."""
         for effect in self.effects:
             if effect.undo is not None:
                 effect.undo()
@@ -66,13 +66,13 @@ _recording: SideEffects | None = None
 
 
 def recording() -> SideEffects | None:
-    """What is being recorded now, or None."""
+    """The current recording, or None."""
     return _recording
 
 
 @contextmanager
 def recorded(redirect: Callable[[Tensor], Tensor] | None = None, *, rehearses: bool = False) -> Iterator[SideEffects]:
-    """Keep the effects of what runs inside."""
+    """Defer the side effects of the body, and yield them."""
     global _recording
     before, _recording = _recording, SideEffects(redirect, rehearses)
     try:
@@ -83,7 +83,7 @@ def recorded(redirect: Callable[[Tensor], Tensor] | None = None, *, rehearses: b
 
 @contextmanager
 def not_recorded() -> Iterator[None]:
-    """Do the effects of what runs inside where they stand, also while recording."""
+    """Perform the side effects of the body at once, even while recording."""
     global _recording
     before, _recording = _recording, None
     try:
@@ -93,7 +93,7 @@ def not_recorded() -> Iterator[None]:
 
 
 def perform(effect: Effect, *, at_once: bool = False) -> None:
-    """Do it, or keep it while recording. at_once: do it then too, since what runs next looks at it."""
+    """Perform the effect, or defer it while recording. at_once: do both, since the code that follows depends on it."""
     if _recording is not None:
         _recording.effects.append(effect)
     if _recording is None or at_once:

@@ -1,9 +1,9 @@
-"""Which recipes the forwards of a Sequential, or of an operation alone, ran under that a backward may compute again.
+"""Find the recipe for a recomputation: remember the recipes of the forwards of a Sequential or of a single operation.
 
-A forward within a backward is a recomputation, by an activation checkpoint. It runs where autograd runs, on a thread
-with a stack of recipes of its own, and usually after the caller's `autocast` was left. Which forward it is of follows
-from its kind: torch's reentrant checkpoint ran it without gradients; the other one with them, as a node of autograd's
-graph, and computes it again under hooks for saved tensors.
+A forward that runs within a backward is a recomputation by an activation checkpoint. It runs on autograd's thread,
+which has its own stack of recipes, and usually after the caller's `autocast` has closed. The kind of checkpoint tells
+which forwards it can belong to: torch's reentrant checkpoint ran the first forward without gradients; the non-reentrant
+one ran it with gradients, and recomputes it under hooks for saved tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HOW = "Use fuser.checkpoint, or open autocast(recipe) inside of the function th
 
 
 class ForwardWithGrad:
-    """One that autograd keeps as long as its backward can run."""
+    """A forward with gradients. Autograd keeps it alive as long as its backward can run."""
 
     __slots__ = ("__weakref__", "entries", "has_run", "recipe", "training")
 
@@ -37,14 +37,14 @@ class ForwardWithGrad:
 
 
 class _WithoutGrad(NamedTuple):
-    """Those of one recipe: how many were not computed again, and the stack of the last one."""
+    """Forwards without gradients under one recipe: how many were not recomputed yet, and the last one's stack."""
 
     outstanding: int
     entries: Stack
 
 
 class FirstForwards:
-    """`training` tells the forwards of an evaluation from others."""
+    """The forwards of one module. `training` separates those of evaluation from the others."""
 
     def __init__(self) -> None:
         self._with_grad: weakref.WeakSet[ForwardWithGrad] = weakref.WeakSet()
@@ -52,11 +52,11 @@ class FirstForwards:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[FirstForwards], tuple[()]]:
-        """A copy has run nothing."""
+        """A copy starts without any forwards."""
         return FirstForwards, ()
 
     def began(self, training: bool) -> ForwardWithGrad | None:
-        """A forward begins, outside of any backward. What is returned stands for it as long as its backward can run."""
+        """Record the start of a forward outside of any backward. Keep the result as long as its backward can run."""
         if torch.is_grad_enabled():
             forward = ForwardWithGrad(training)
             with self._lock:
@@ -73,20 +73,20 @@ class FirstForwards:
 
     @contextmanager
     def entered_again(self, training: bool, own: Recipe | None, *, counts: bool = True) -> Iterator[None]:
-        """Within a backward: under the recipe of the forward that is computed again.
+        """Within a backward: run the body under the recipe of the forward that is recomputed.
 
-        own: the recipe of the operations themselves, which `autocast` does not choose
-        counts: whether what runs was counted here when it began
-        It records amaxes if the first time did not: reentrant checkpointing runs that without gradients.
-        Raises RuntimeError if that recipe is not known, or if its scales have moved since.
+        own: the operations' own recipe, which overrides `autocast`
+        counts: whether the first forward was recorded here by `began`
+        Amaxes are recorded if the first forward did not (reentrant checkpointing runs it without gradients).
+        Raises RuntimeError if the recipe is ambiguous, or if its scales have changed since.
         """
         entries = open_entries()
-        if entries and entries[-1].in_backward:  # the function that is computed again has chosen
+        if entries and entries[-1].in_backward:  # the recomputed function has opened its own autocast
             yield
             return
         with self._lock:
             found, reentrant = self._found(training)
-            if not found:  # nothing ran before: not a recomputation
+            if not found:  # no forward was recorded: not a recomputation
                 recipe, first = None, entries
             else:
                 recipe, first = _only(found)
@@ -103,9 +103,9 @@ class FirstForwards:
             yield
 
     def _found(self, training: bool) -> tuple[Mapping[Recipe, Stack], bool]:
-        """The recipes that it may be, and whether they are of forwards without gradients.
+        """The candidate recipes, and whether they are of forwards without gradients.
 
-        First those that wait for their backward, then those whose backward may run once more (retain_graph).
+        Forwards that wait for their backward come first, then those whose backward may run again (retain_graph).
         """
         with_grad = [forward for forward in self._with_grad if forward.training == training]
         without_grad = {r: known for (kind, r), known in self._without_grad.items() if kind == training}
@@ -126,7 +126,7 @@ class FirstForwards:
 
 
 def _only(found: Mapping[Recipe, Stack]) -> tuple[Recipe, Stack]:
-    """The one that it is; of several the only one whose autocast is still open."""
+    """The only candidate, or the only one whose autocast is still open. Raises RuntimeError if neither is unique."""
     if len(found) > 1:
         still_open = {recipe: entries for recipe, entries in found.items() if entries and entries[0].is_open}
         if len(still_open) != 1:

@@ -21,14 +21,14 @@ BlockDim = Literal[1, 2]
 
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
-    """FP8 with one scale a block. Native products add sums of 128 terms in float32; else dequantized operands are
-    multiplied ("emulated").
+    """FP8 with one scale for each block. Native products accumulate partial sums of 128 terms in float32; emulated ones
+    multiply dequantized operands.
 
     fp8_format: E4M3 for all tensors, or HYBRID with E5M2 for gradients
-    use_f32_scales: scales are any float32 number; else powers of two, rounded down
-    amax_epsilon: the least amax a scale is computed from
-    x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 is a scale for each 128 values along the axis
-        that is contracted, 2 is one for 128x128 values; 2 for at most one of the three
+    use_f32_scales: scales are arbitrary float32 numbers; otherwise powers of two, rounded down
+    amax_epsilon: a lower bound of the amax from which a scale is computed
+    x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1: a scale for each 128 values along the
+        contracted axis; 2: one for each 128x128 values; at most one of the three may be 2
     """
 
     names: ClassVar[tuple[str, ...]] = ("fp8_block",)

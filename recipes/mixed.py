@@ -1,4 +1,4 @@
-"""MixedScaling: another recipe for each operand of each product."""
+"""MixedScaling: a separate recipe for each operand of each product."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from recipes.tensors.splits import Splits
 
 @dataclass(frozen=True)
 class MixedScaling(Recipe):
-    """Which recipe quantizes which operand of which product, as torchao's Float8LinearConfig writes it down.
+    """Which recipe quantizes which operand of which product, in the manner of torchao's Float8LinearConfig.
 
         fprop  y  = x w^T      input, weight
         dgrad  dx = dy w       grad_output, weight_for_dgrad
         wgrad  dw = dy^T x     grad_output_for_wgrad, input_for_wgrad
 
-    Each is a recipe or its name; "high_precision" leaves the operand as it is. A recipe quantizes an operand as it
-    would quantize a tensor in that role. What is None is as the field of the same role without `_for_...`.
+    Each field is a recipe or its name; "high_precision" leaves the operand unquantized. A recipe quantizes an operand
+    as it quantizes a tensor of that role. A field that is None defaults to the one without `_for_...`.
 
-    Raises ValueError for a recipe with a state (delayed scaling), and for a wgrad of which one operand alone is
-    transformed (NVFP4's random Hadamard transform cancels only between the two).
+    Raises ValueError for a stateful recipe (delayed scaling), and if only one operand of wgrad is transformed (NVFP4's
+    random Hadamard transform cancels only if both are).
     """
 
     input: Recipe | str = "high_precision"
@@ -67,7 +67,7 @@ class MixedScaling(Recipe):
         return rowwise if rowwise == columnwise else MixedQuantizer(rowwise, columnwise)
 
     def _pair(self, role: Role) -> tuple[Quantizer | None, Quantizer | None]:
-        """For the product that reads the tensor along its last axis, and for the one that reads it along its rows."""
+        """The quantizers of the rowwise and of the columnwise copy."""
         other = {
             Role.INPUT: self.input_for_wgrad,
             Role.WEIGHT: self.weight_for_dgrad,
@@ -83,7 +83,7 @@ def _transform(quantizer: Quantizer | None) -> str | None:
 
 @dataclass(frozen=True)
 class MixedQuantizer(Quantizer):
-    """One quantizer for each copy; None keeps that copy in high precision."""
+    """One quantizer for each copy; None leaves that copy in high precision."""
 
     rowwise: Quantizer | None
     columnwise: Quantizer | None
@@ -131,7 +131,7 @@ class MixedQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class AsItIs(ElementFormat):
-    """Numbers of a floating dtype, which stand for themselves."""
+    """Unquantized numbers of a floating dtype: the codes are the values."""
 
     def encode(self, scaled: Tensor) -> Tensor:
         return scaled.to(self.dtype)

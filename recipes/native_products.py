@@ -1,8 +1,8 @@
-"""Whether the codes of two operands are multiplied as they are ("native"), or dequantized before ("emulated").
+"""Whether a product multiplies codes directly ("native") or dequantized operands ("emulated").
 
-`why_not_native` is the one answer. `Recipe.why_not_native` gives it when a plan is made, of what the recipe's
-quantizers make, for `Recipe.support` and `explain()`. A run gives it of the operands that it has, which a caller may
-have quantized otherwise, on the GPU that the plan was made for: it does not look at the device.
+Both uses call `why_not_native`. Planning (`Recipe.support`, `explain()`) calls it for the formats of the recipe's
+quantizers. A run calls it for the actual operands, which a caller may have quantized otherwise, with the compute
+capability of the plan; it does not query the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from recipes.tensors.formats import ScaleLayout
 
 Product = Literal["fprop", "dgrad", "wgrad"]
 GemmLayout = Literal["TN", "NN", "NT"]
-Capability = tuple[int, int]  # compute capability of a GPU, (9, 0) is Hopper
+Capability = tuple[int, int]  # compute capability of a GPU; (9, 0) is Hopper
 
 LAYOUTS: dict[Product, GemmLayout] = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
 
@@ -35,10 +35,10 @@ def why_not_native(
     capability: Capability | None,
     *codes: torch.dtype,
 ) -> str | None:
-    """Why operands that are scaled so are dequantized before they are multiplied, as a sentence, or None.
+    """Why operands with these scale layouts must be dequantized before the product, as a sentence, or None.
 
-    left, right: None of what is no float8 codes with such scales. dtype: the nominal one. capability: None on a CPU.
-    codes: the dtypes of the codes, where they are known.
+    left, right: the operands' scale layouts; None for anything but float8 codes with such scales. dtype: the nominal
+    dtype. capability: None on a CPU. codes: the dtypes of the codes, if known.
     """
     if left is None or right is None:
         return "an operand has no float8 codes with a scale a tensor or 128 values."
@@ -50,7 +50,7 @@ def why_not_native(
 
 
 def why_not_float8(capability: Capability | None, *codes: torch.dtype) -> str | None:
-    """Why a GPU of this compute capability (None: a CPU) does not multiply codes of these dtypes, or None."""
+    """Why a GPU of this compute capability (None: a CPU) cannot multiply codes of these dtypes, or None."""
     if capability is None:
         return "float8 products need a CUDA device, and these operands are on none."
     if capability < (8, 9):
@@ -63,7 +63,7 @@ def why_not_float8(capability: Capability | None, *codes: torch.dtype) -> str | 
 
 
 def compute_capability(device: torch.device) -> Capability | None:
-    """Of this GPU, where torch finds none that of Hopper, for which plans are explained; None of a CPU."""
+    """The compute capability of this GPU; (9, 0), Hopper, if torch finds no GPU, for explaining plans; None for a CPU."""
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)

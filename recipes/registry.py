@@ -1,4 +1,4 @@
-"""Recipes by name: "mxfp8" wherever a recipe is asked for."""
+"""Recipes by name: every argument that takes a recipe also takes a name such as "mxfp8"."""
 
 from recipes.current_scaling import Float8CurrentScaling
 from recipes.delayed_scaling import DelayedScaling
@@ -20,7 +20,7 @@ RECIPES: tuple[type[Recipe], ...] = (
 def as_recipe(recipe: Recipe | str | None, argument: str = "recipe") -> Recipe:
     """The recipe itself, the one of that name with its default fields, or `HighPrecision()` for None.
 
-    argument: as what it was given, for messages
+    argument: the name of the argument, for error messages
 
     Raises ValueError for an unknown name, TypeError for anything else.
     """

@@ -1,6 +1,6 @@
-"""What is asked of a plan: everything that decides which operations are fused and on which path they run.
+"""The key of a plan: everything that determines which operations are fused and on which path they run.
 
-Both classes are tuples: immutable, equal by value, cheap to build and to hash. A plan is cached under its request.
+Both classes are tuples: immutable, equal by value, cheap to build and to hash. Plans are cached by their requests.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from recipes.recipe import Recipe
 
 
 class Needs(NamedTuple):
-    """Which gradients one operation computes: of its input, of these parameters, of these extra inputs."""
+    """Which gradients one operation computes: of its input, and of the named parameters and extra inputs."""
 
     input: bool = False
     params: frozenset[str] = frozenset()
@@ -21,14 +21,14 @@ class Needs(NamedTuple):
 class PlanRequest(NamedTuple):
     """The key of a plan.
 
-    recipe: the numbers to compute in; never None (`HighPrecision()` stands for no recipe)
-    device, dtype: where and in which nominal dtype the pipeline runs: torch.autocast's, else that of the first
+    recipe: never None (`HighPrecision()` stands for no recipe)
+    device, dtype: the device and nominal dtype of the pipeline. The dtype is torch.autocast's, else that of the first
                    parameter, else x's; float64 if any parameter is float64
     needs: whether x requires grad; whether each parameter does, in the order of the operations; the names of the
            extra inputs that do. All False without grad mode.
-    training: whether anything is saved for a backward
+    training: whether anything is saved for backward
     path: "grouped" or "split" if the caller forces one, else None
-    fusions_version: counts changes of the registered fusions
+    fusions_version: a counter of the changes to the registered fusions
     """
 
     recipe: Recipe

@@ -1,10 +1,10 @@
-"""What `autocast` has chosen: the stack of recipes of this thread, and what belongs to its entries.
+"""The stack of recipes that `autocast` contexts have opened on this thread, with their settings.
 
-It is a context variable, so each thread (and each asyncio task) has its own. Autograd runs CUDA backwards on a thread
-of its own: there a pipeline enters what its forward had (`recipes.first_forwards`).
+It is a context variable, so each thread (and each asyncio task) has its own. Autograd runs CUDA backwards on its own
+thread; there a pipeline re-enters the stack of its forward (`recipes.first_forwards`).
 
-The stack holds an entry only as long as its `with` statement holds the context manager: an exception that arrives
-between two instructions (Ctrl-C) cannot leave one behind.
+An entry is open only as long as its `with` statement keeps the context manager alive, so an exception between two
+instructions (Ctrl-C) cannot leave one behind.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +24,10 @@ _HIGH_PRECISION = HighPrecision()
 
 
 class CastScales:
-    """The scales that a computation was cast with, by the memory of the states they were read from.
+    """The scales that a computation used, by the address of the states from which they were read.
 
-    A first run fills it in. Replayed, it answers with the scales of the first run, whatever the states hold by then.
-    records: whether the first run records amaxes: whether gradients were on where it was asked for
+    The first run stores them; a recomputation (`replays`) uses them again, even if the states have changed since.
+    records: whether the first run records amaxes, that is, whether gradients were enabled where it was called
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class CastScales:
         self._seen: dict[int, Tensor] = {}
 
     def exchange(self, state: int, scale: Tensor) -> Tensor:
-        """The scale to cast with, where the state in memory at `state` holds `scale` now."""
+        """The scale to quantize with; `scale` is the current one of the state at the address `state`."""
         if self.replays:
             return self._seen.get(state, scale)
         if state not in self._seen:
@@ -46,11 +45,11 @@ class CastScales:
 
 
 class ActiveRecipe:
-    """One `autocast` that is open, or was.
+    """The entry of one `autocast`, open or closed.
 
-    holder:       the context manager; the entry is open while that lives and has not been left
-    if_abandoned: is called if it dies without having been left
-    records:      whether amaxes are recorded though a backward runs
+    holder:       the context manager; the entry is open while it is alive and has not exited
+    if_abandoned: called if the context manager is freed without having exited
+    records:      whether amaxes are recorded even though a backward runs
     in_backward:  whether it was opened within a backward
     """
 
@@ -58,7 +57,7 @@ class ActiveRecipe:
 
     def __init__(
         self,
-        holder: Any,
+        holder: object,
         recipe: Recipe,
         updates: PendingUpdates,
         scales: CastScales | None = None,
@@ -68,7 +67,7 @@ class ActiveRecipe:
         if_abandoned: Callable[[], None] | None = None,
     ) -> None:
         call = None if if_abandoned is None else lambda _: if_abandoned()
-        self._holder: Any = weakref.ref(holder, call)
+        self._holder: Callable[[], object] = weakref.ref(holder, call)
         self.recipe = recipe
         self.updates = updates
         self.scales = scales
@@ -80,12 +79,12 @@ class ActiveRecipe:
     def is_open(self) -> bool:
         return self._holder() is not None
 
-    def reopened(self, holder: Any, records: bool) -> ActiveRecipe:
-        """The same entry, open while `holder` lives."""
+    def reopened(self, holder: object, records: bool) -> ActiveRecipe:
+        """A copy of this entry that is open while `holder` is alive."""
         return ActiveRecipe(holder, self.recipe, self.updates, self.scales, self.keep_weights, records=records)
 
     def close(self) -> None:
-        """It has been left."""
+        """Mark the entry as closed."""
         self._holder = _nobody
 
 
@@ -99,7 +98,7 @@ _stack: ContextVar[Stack] = ContextVar("fuser_recipes", default=())
 
 
 def open_entries() -> Stack:
-    """The entries that are open on this thread, the innermost last."""
+    """The open entries of this thread, innermost last."""
     entries = _stack.get()
     for entry in entries:
         if not entry.is_open:
@@ -110,19 +109,19 @@ def open_entries() -> Stack:
 
 
 def push(entry: ActiveRecipe) -> None:
-    """Make it the innermost entry of this thread."""
+    """Add the entry as the innermost one of this thread."""
     _stack.set((*open_entries(), entry))
 
 
 def remove(entry: ActiveRecipe) -> None:
-    """Close it, also if it is not the innermost one."""
+    """Close the entry and remove it, even if it is not the innermost one."""
     entry.close()
     open_entries()
 
 
 @contextmanager
 def entered(entries: Stack) -> Iterator[None]:
-    """These entries alone are this thread's stack; () is as if no context were open."""
+    """Use only these entries as this thread's stack inside; () means no open context."""
     before = _stack.get()
     _stack.set(entries)
     try:
@@ -132,16 +131,16 @@ def entered(entries: Stack) -> Iterator[None]:
 
 
 class _Holder:
-    """What keeps entries open that are entered again."""
+    """Keeps re-entered entries open as long as it is alive."""
 
 
 _NOTHING = nullcontext()
 
 
 def reentered(entries: Stack, *, records: bool = False) -> AbstractContextManager[None]:
-    """Within it these entries alone are this thread's stack, and open, also where they were left in the meantime.
+    """Use only these entries as this thread's stack inside, reopened if they were closed in the meantime.
 
-    records: record amaxes though a backward runs
+    records: record amaxes even though a backward runs
     """
     return _NOTHING if entries == open_entries() and not records else _reentered(entries, records)
 
@@ -154,19 +153,19 @@ def _reentered(entries: Stack, records: bool) -> Iterator[None]:
 
 
 def current_recipe() -> Recipe:
-    """The recipe of the innermost `autocast` of this thread, `HighPrecision()` outside of any."""
+    """The recipe of the innermost open `autocast` of this thread; `HighPrecision()` if there is none."""
     entries = open_entries()
     return entries[-1].recipe if entries else _HIGH_PRECISION
 
 
 def current_updates() -> PendingUpdates | None:
-    """What waits for the end of the outermost `autocast`; None outside of any."""
+    """The updates that the end of the outermost `autocast` performs; None outside of any."""
     entries = open_entries()
     return entries[0].updates if entries else None
 
 
 def scale_in_use(state: int, scale: Tensor) -> Tensor:
-    """`scale`, or in a recomputation the first run's; `state` is the address of the memory it was read from."""
+    """`scale`, or in a recomputation the first run's scale; `state` is the address from which `scale` was read."""
     for entry in open_entries():
         if entry.scales is not None:
             scale = entry.scales.exchange(state, scale)
@@ -174,16 +173,16 @@ def scale_in_use(state: int, scale: Tensor) -> Tensor:
 
 
 def records_amaxes() -> bool:
-    """Whether quantizers with a state record now: not in an evaluation, and not in a recomputation."""
+    """Whether stateful quantizers record amaxes now: neither in evaluation nor in a recomputation."""
     entries = open_entries()
     runs = [entry.scales for entry in entries if entry.scales is not None]
     if runs:
         return all(run.records and not run.replays for run in runs)
-    # A forward inside of a backward is a recomputation, by torch's own checkpoint.
+    # A forward inside of a backward is a recomputation by torch's own checkpoint.
     is_first = torch._C._current_graph_task_id() == -1 or any(entry.records for entry in entries)
     return is_first and torch.is_grad_enabled()
 
 
 def keep_weights_flag() -> Tensor | None:
-    """The innermost `keep_weights` of `autocast`; None if there is none."""
+    """`keep_weights` of the innermost `autocast` that has one, or None."""
     return next((entry.keep_weights for entry in reversed(open_entries()) if entry.keep_weights is not None), None)

@@ -1,1 +1,1 @@
-"""pytest-benchmark suites: `python -m pytest bench/suites`. Models of real size on a GPU, their tiny ones on a CPU."""
+"""pytest-benchmark suites: `python -m pytest bench/suites`. Models of real size on a GPU, tiny versions on a CPU."""

@@ -1,8 +1,7 @@
-"""Casts to each quantizing recipe's numbers, of a model's grouped activations [R, H] and its FC1 weights [E, 2F, H].
+"""Casts of each quantizing recipe, for a model's grouped activations [R, H] and its FC1 weights [E, 2F, H].
 
-Bytes: bf16 read once, codes and scales written. Before a cast is timed, the copies that keep their places are
-dequantized and held against what was cast; copies of rotated rows (a random Hadamard transform) are not, and are held
-against fp32 as products in the other suites.
+Bytes: bf16 read once, codes and scales written. Before a cast is timed, its copies are dequantized and compared with
+the input, except copies of rotated rows (random Hadamard transform), whose products the other suites compare with fp32.
 """
 
 from collections.abc import Callable
@@ -59,7 +58,7 @@ def time_cast(
     cast: Callable[[], GroupedTensor | QuantizedTensor],
     given: Tensor, splits: Splits | None, label: str, group: str, measure: Measure,
 ) -> None:  # fmt: skip
-    """Check the copies that can be, and time the cast."""
+    """Check the copies that can be compared, and time the cast."""
     quantized = cast()
     check_cast(quantized, given, splits, label)
     measure(cast, group, num_bytes=given.nbytes + written_bytes(quantized, splits))

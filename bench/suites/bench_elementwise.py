@@ -18,7 +18,7 @@ def checked_of(chain: str, dtype: str) -> dict[str, CheckedPasses]:
     return {checked.passes: checked for checked in found}
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # from torch.compile
 @pytest.mark.parametrize("candidate", CANDIDATES)
 @pytest.mark.parametrize("passes", PASSES, ids=PASS_IDS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -1,4 +1,4 @@
-"""GroupedLinear, FC1 of each model, by recipe and pass; "torch" is `F.grouped_mm`. Checked against fp32 before."""
+"""GroupedLinear, FC1 of each model, by recipe and pass; "torch" is `F.grouped_mm`. Checked against fp32 first."""
 
 from functools import lru_cache
 

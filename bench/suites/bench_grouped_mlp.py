@@ -1,6 +1,6 @@
 """GroupedLinear -> ScaledSwiGLU -> GroupedLinear by model, recipe and pass.
 
-"torch" is `F.grouped_mm` with eager SwiGLU. Before a step is timed, all that it gives is held against fp32, expert by
+"torch" is `F.grouped_mm` with eager SwiGLU. Before a step is timed, all its results are compared with fp32, expert by
 expert.
 """
 

@@ -1,4 +1,4 @@
-"""How the suites time: pytest-benchmark's own clock around a step; on a GPU the step ends with a synchronisation."""
+"""The suites' timing: pytest-benchmark's clock around a step, which on a GPU ends with a synchronization."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ from bench.suites.cases import DEVICE, ROUNDS, WARMUP_ROUNDS, Measure
 
 @pytest.fixture
 def measure(benchmark: Any) -> Measure:
-    """Time a step; its rates from the median, and where it was measured, go into extra_info.
+    """Time a step, and store rates from its median, and the environment, in extra_info.
 
-    The time is that of the whole step with its launches. group: what is shown, and compared, in one table.
+    The time is that of the complete step with its launches. group: the table in which it is shown and compared.
     """
 
     def run(step: Callable[[], object], group: str, *, num_bytes: int, flop: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""CUDA graphs of modules and of whole training steps."""
+"""CUDA graphs of modules and of complete training steps."""
 
 from fuser.graph.callables import GraphedCallable, make_graphed_callables
 from fuser.graph.step import GraphedStep, make_graphed_step

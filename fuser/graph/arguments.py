@@ -1,4 +1,4 @@
-"""What `make_graphed_callables` is given, by TransformerEngine's names too: settings, samples and a schedule."""
+"""The arguments of `make_graphed_callables`, also under TransformerEngine's names: settings, samples, a schedule."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from recipes.recipe import HighPrecision
 from recipes.registry import as_recipe
 from recipes.stack import current_recipe
 
-# Arguments of TransformerEngine's function that have no meaning here, and what does what they are for.
+# Arguments of TransformerEngine's function that are not supported, and what to use instead.
 _REFUSED = {
     "calibrating": "Recipes that keep statistics gather them in every forward with gradients.",
     "fp8_calibrating": "Recipes that keep statistics gather them in every forward with gradients.",
     "capture_time_hooks": "Modules with hooks are refused; do around the call what they would do.",
 }
-# Their older names of others.
+# TransformerEngine's names for arguments that have other names here.
 _RENAMED = {
     "fp8_enabled": "enabled",
     "fp8_recipe": "recipe",
@@ -37,10 +37,10 @@ _DEFAULTS = {"enabled": True, "cache_quantized_params": False}
 
 
 def renamed(others: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """The options, with those of `others` that are older names of them.
+    """The options, with those of `others` added under their names here.
 
-    Raises TypeError for a name that is unknown, ValueError for an option given by both of its names,
-    NotImplementedError for what has no meaning here.
+    Raises TypeError for an unknown name, ValueError for an option given under both names, NotImplementedError for an
+    unsupported one.
     """
     for old, value in others.items():
         if old in _REFUSED and value:
@@ -56,7 +56,7 @@ def renamed(others: Mapping[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def make_samples(sample_args: Sequence[Any], sample_kwargs: Any) -> list[Sample]:
-    """What the modules are called with; a tensor alone is a tuple of one."""
+    """The sample arguments of each module; a single tensor counts as a tuple of one."""
     args = [arg if isinstance(arg, tuple | list) else (arg,) for arg in sample_args]
     kwargs: Sequence[Mapping[str, Any]] = [{}] * len(args) if sample_kwargs is None else list(sample_kwargs)
     if len(kwargs) != len(args):
@@ -67,7 +67,7 @@ def make_samples(sample_args: Sequence[Any], sample_kwargs: Any) -> list[Sample]
 def make_settings(
     modules: Sequence[nn.Module], samples: Sequence[Sample], options: Mapping[str, Any]
 ) -> list[Settings]:
-    """Under what each module runs. Raises TypeError for what is no module, ValueError without a tensor."""
+    """The settings of each module. Raises TypeError for anything but modules, ValueError without any tensor."""
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"{module!r} is a {type(module).__name__}. Give torch.nn.Modules.")
@@ -97,7 +97,7 @@ def make_instances(
     schedule: Schedule, modules: Sequence[nn.Module], samples: Sequence[Sample], settings: Sequence[Settings],
     *, allow_unused: bool, retain: bool,
 ) -> dict[Place, Instance]:  # fmt: skip
-    """The forwards of a schedule, each checked. samples: one for each of them, or one for each module."""
+    """An Instance for each forward of the schedule, checked. samples: one for each forward, or for each module."""
     number = len(modules) * schedule.microbatches
     if len(samples) not in (len(modules), number):
         raise ValueError(
@@ -117,7 +117,7 @@ def make_schedule(
     modules: Sequence[nn.Module], settings: Sequence[Settings], given: Any, layers: Sequence[int] | int | None,
     follows: Collection[int],
 ) -> Schedule:  # fmt: skip
-    """The schedule that was given, checked against the modules; without one all forwards, dgrads and wgrads."""
+    """The given schedule, checked against the modules; by default all forwards, then all dgrads, then all wgrads."""
     count = len(modules)
     if given is None:
         delayed = [s.with_backward and any(True for _ in delaying(m)) for m, s in zip(modules, settings, strict=True)]
@@ -128,7 +128,7 @@ def make_schedule(
         parsed = given
     else:
         parsed = Schedule.parse(given, layers=layers)
-        if layers is None and count % len(parsed.layers) == 0:  # alike for all chunks
+        if layers is None and count % len(parsed.layers) == 0:  # the same number for all chunks
             parsed = Schedule.parse(given, layers=[count // len(parsed.layers)] * len(parsed.layers))
     if sum(parsed.layers) != count:
         raise ValueError(
@@ -155,7 +155,7 @@ def _places(schedule: Schedule) -> list[Place]:
 
 
 def check_alike(schedule: Schedule, instances: Mapping[Place, Instance]) -> None:
-    """Raise ValueError unless all microbatches of a layer have samples of one form."""
+    """Raise ValueError unless the samples of a layer have the same form in all microbatches."""
     for place in _places(schedule):
         first = instances[place[0], 0, place[2]]
         if instances[place].inputs != first.inputs:

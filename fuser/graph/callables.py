@@ -1,4 +1,4 @@
-"""CUDA graphs of modules: captured forward, backward and delayed wgrad, which replay as the modules would run."""
+"""CUDA graphs of modules: capture forward, backward and delayed wgrad, and replay them in place of the modules."""
 
 from __future__ import annotations
 
@@ -39,53 +39,53 @@ def make_graphed_callables(
     retain_graph_in_backward: bool = False,
     share_buffers: bool | None = None,
     clone_param_grads_on_return: bool = True,
-    pre_warmup_hook: Callable[[], Any] | None = None,
-    post_warmup_hook: Callable[[], Any] | None = None,
-    report: Callable[[str], Any] | None = None,
+    pre_warmup_hook: Callable[[], object] | None = None,
+    post_warmup_hook: Callable[[], object] | None = None,
+    report: Callable[[str], object] | None = None,
     debug: bool = False,
     **others: Any,
 ) -> Any:
-    """Capture modules, and return what replays them: for one module a `GraphedCallable`, for several a tuple of them.
+    """Capture modules into CUDA graphs. Returns a `GraphedCallable` for one module, a tuple of them for several.
 
-    modules:       one, or several. Without a schedule they run one after the other, backward the other way round, the
-                   delayed wgrads last; with one they are its layers, chunk by chunk
+    modules:       one or several. Without a schedule they run in order, backward in reverse order, and delayed wgrads
+                   last. With a schedule they are its layers, chunk by chunk
     sample_args:   the positional arguments, a tuple; for several modules a tuple of tuples, one for each module; with a
                    schedule one for each forward instance in the order of `Schedule.index`, or one for each layer.
-                   Tensors are copied into memory of the graphs at each call; those that require grad get a gradient.
-                   Everything else is fixed
-    sample_kwargs: keyword arguments alike
-    num_warmup_iters: passes through the schedule before the capture; 0 makes one too, which loads all kernels
-    allow_unused_input: whether an input that requires grad may get none
-    enabled, recipe: as for `autocast`; enabled may be one for each module. recipe None is the recipe in force
+                   Each call copies its tensors into the graphs' memory; those that require grad receive a gradient.
+                   All other arguments are constants
+    sample_kwargs: keyword arguments, in the same form
+    num_warmup_iters: passes through the schedule before the capture; 0 still runs one, which loads all kernels
+    allow_unused_input: whether an input that requires grad may receive no gradient
+    enabled, recipe: as for `autocast`; enabled may be a sequence with one for each module. recipe None: the current one
     amax_reduction_group: as for `autocast`
-    cache_quantized_params: each call must say `is_first_microbatch=True` or False; weights are cast where it is True
-    schedule, layers: a `Schedule`, or what `Schedule.parse` takes; a callable for each forward instance is returned
-    follows:       chunks whose input gradient the chunk before takes on this rank. That of others is sent away: it
-                   holds until the end of the next dgrad entry
-    pool:          of torch.cuda.graph_pool_handle(), to share memory with other graphs, none of which may then be
-                   replayed between a forward and its last gradient; by default a new one
-    retain_graph_in_backward: keep what a backward needs, so that it may be replayed twice
-    share_buffers: let instances share inputs, outputs and their gradients where their lives do not meet; by default
-                   with a schedule
-    clone_param_grads_on_return: False keeps the memory of every instance's gradients instead of cloning them
-    pre_warmup_hook, post_warmup_hook: called once before and after all warm-up
-    report:        called before anything is captured with what the graphs will take from the device (`report=print`);
-                   an exception in it ends the call. The pool is known on a GPU, with 2 warm-ups or more: the last one
-                   takes memory as the capture does
-    debug:         fill each buffer with NaN after its last use, and between passes what the pool has free (not with
+    cache_quantized_params: each call must pass `is_first_microbatch`; weights are quantized only where it is True
+    schedule, layers: a `Schedule`, or arguments of `Schedule.parse`; returns a callable for each forward instance
+    follows:       chunks whose input gradient the preceding chunk consumes on this rank. Other input gradients are sent
+                   to another rank, and stay valid until the end of the next dgrad entry
+    pool:          from torch.cuda.graph_pool_handle(), to share memory with other graphs, none of which may then be
+                   replayed between a forward and its last gradient; by default a new pool
+    retain_graph_in_backward: keep what backward reads, so that it can be replayed twice
+    share_buffers: let instances share the memory of inputs, outputs and their gradients where their lifetimes do not
+                   overlap; by default only with a schedule
+    clone_param_grads_on_return: False: keep the gradient memory of every instance, and return it without cloning
+    pre_warmup_hook, post_warmup_hook: called once, before and after all warm-up
+    report:        called before the capture with a text on the device memory that the graphs will take
+                   (`report=print`); an exception in it ends the call. The pool's size is known only on a GPU with 2 or
+                   more warm-ups, of which the last allocates memory as the capture does
+    debug:         fill each buffer with NaN after its last use, and the pool's free memory between passes (not with
                    retain_graph_in_backward)
 
-    Backward is captured for modules in training mode, where gradients are on. Warm-up and capture leave gradients,
-    main_grad, random generators, buffers and the states of recipes as they were, also if they end in an exception.
+    Backward is captured for modules in training mode if gradients are enabled. Warm-up and capture restore gradients,
+    main_grad, random generators, buffers and recipe states, also after an exception.
 
-    On a CPU there are no graphs: a replay runs the module again, on the same buffers, under the same checks. That is no
-    faster; it is for tests.
+    On a CPU there are no graphs: a replay runs the module again, on the same buffers and with the same checks. It is
+    meant for tests, not for speed.
 
-    TransformerEngine's names are known too: fp8_enabled, fp8_recipe, fp8_group, fp8_weight_caching, _order,
+    TransformerEngine's names are accepted too: fp8_enabled, fp8_recipe, fp8_group, fp8_weight_caching, _order,
     _num_layers_per_chunk, _reuse_graph_input_output_buffers.
 
     Raises TypeError, ValueError, RuntimeError or NotImplementedError for what cannot be captured (see
-    `fuser.graph.checks`) and ScheduleError for a schedule that does not fit, all before anything is captured.
+    `fuser.graph.checks`) and ScheduleError for a schedule that does not match, all before anything is captured.
     """
     options = renamed(
         others, enabled=enabled, recipe=recipe, schedule=schedule, layers=layers, share_buffers=share_buffers,
@@ -118,12 +118,12 @@ def make_graphed_callables(
 
 
 class GraphedCallable:
-    """Replays one forward of a module, and by autograd its backward. The module stays as it is.
+    """Replays one forward of a module, and through autograd its backward. The module itself is not changed.
 
-    Called as the module, with tensors of the samples' form. Outputs and the gradients of inputs are memory of the
-    graphs: they hold until the next replay of what shares it, for one module until its next call.
+    Call it like the module, with tensors of the samples' form. Outputs and input gradients are memory of the graphs:
+    they are valid until the next replay that shares the memory; for a single module, until its next call.
 
-    module: what was captured; memory: the buffers of all that was captured with it
+    module: the captured module; memory: the buffers of everything captured in the same call
     """
 
     def __init__(self, graphs: Graphs, place: Place, *, clone: bool) -> None:
@@ -139,7 +139,7 @@ class GraphedCallable:
         self._check_held = HeldCheck(self.module)
         self._params = list(instance.params)
         self.num_params = len(self._params)
-        self.num_leading = min(1, len(instance.sample.at))  # tensors that stand before the parameters
+        self.num_leading = min(1, len(instance.sample.at))  # tensors before the parameters in the node's inputs
         self._flag = instance.settings.keep_weights
         inside = self.module.modules()
         self._wgrad_is_external = any(isinstance(o, BasicOperation) and o.wgrad_is_external for o in inside)
@@ -178,15 +178,15 @@ class GraphedCallable:
             )
         if self._flag is not None:
             self._flag.fill_(0.0 if is_first_microbatch else 1.0)
-        # In the order of a pipeline's node (x, parameters, extras): by it autograd orders the hooks behind it.
+        # The input order of a pipeline's node (x, parameters, extras), which determines the order of autograd's hooks.
         first = self.num_leading
         outputs = _Replay.apply(self, *tensors[:first], *self._params, *tensors[first:])
         return self._instance.unflattened(outputs)
 
     def backward_dw(self) -> None:
-        """Replay the delayed weight gradients; then what belongs to them: flags, `.grad`, hooks.
+        """Replay the delayed weight gradients, then perform their side effects: flags, `.grad`, hooks.
 
-        Raises RuntimeError if the module delays none, or its backward was not replayed before.
+        Raises RuntimeError if the module delays none, or if its backward has not been replayed.
         """
         if not self._instance.delays:
             raise RuntimeError(
@@ -197,15 +197,15 @@ class GraphedCallable:
 
     @property
     def delay_wgrad_compute(self) -> bool:
-        """Whether `backward_dw()` has to be called after each backward."""
+        """Whether `backward_dw()` must be called after each backward."""
         return self._instance.delays
 
     def reset(self) -> None:
-        """Free the graphs and buffers of everything captured in the same call. A second time does nothing."""
+        """Free the graphs and buffers of everything captured in the same call. A second call does nothing."""
         self._graphs.free()
         self._params = []
 
-    # What the node of autograd does.
+    # Called by the autograd node
 
     def replay_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         buffers = self._instance.buffers
@@ -214,9 +214,9 @@ class GraphedCallable:
         return [output.detach() for output in buffers.outputs]
 
     def check_asked_for(self, edges: Sequence[tuple[Any, int]]) -> None:
-        """Raise RuntimeError if the backward that runs now does not want what a replay would add to buffers.
+        """Raise RuntimeError if a replay would add to main_grad gradients that the current backward does not compute.
 
-        edges: of the node, to inputs and parameters
+        edges: the node's edges to inputs and parameters
         """
         if not self._wgrad_is_external:
             return
@@ -245,8 +245,8 @@ class GraphedCallable:
 
 
 class _Replay(torch.autograd.Function):
-    """A replay as one node. The gradients it returns are held by the graphs too, so autograd never takes them as
-    `.grad` without a copy."""
+    """A replay as one autograd node. The graphs also hold references to the returned gradients, so autograd copies them
+    when it sets `.grad`."""
 
     @staticmethod
     def forward(fctx: Any, graphed: GraphedCallable, *tensors: Tensor) -> tuple[Tensor, ...]:

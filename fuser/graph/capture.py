@@ -1,14 +1,14 @@
-"""The two machines that record a piece of work and do it again: CUDA graphs, and for a CPU the work itself.
+"""Two recorders of work for replays: CUDA graphs, and for a CPU one that runs the work again.
 
-Work takes and returns nothing: it reads and writes memory that stays where it is. What it does besides (`Effect`) is
-kept, and handed out by each replay.
+Work is a function without arguments or result, which reads and writes memory at fixed addresses. Its side effects
+(`Effect`) are recorded, and returned by each replay.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -23,54 +23,54 @@ ALIGNMENT = 256  # bytes: more than any kernel needs
 
 
 class Segment(Protocol):
-    """Recorded work, with what was seen while it was."""
+    """Recorded work, with the side effects of its recording."""
 
     recording: SideEffects
 
     def replay(self) -> Sequence[Effect]:
-        """Do the work again. Returns what has to be done besides."""
+        """Do the work again. Returns the side effects, which the caller must perform."""
 
     def free(self) -> None:
-        """Give up what it holds."""
+        """Release the graph and its memory."""
 
 
 class Recorder(Protocol):
-    """Records segments, one after the other, in the order in which they will be replayed."""
+    """Records segments in the order in which they will be replayed."""
 
-    def warming_up(self) -> Any:
-        """The context in which work is done before it is recorded."""
+    def warming_up(self) -> AbstractContextManager[None]:
+        """The context in which warm-ups run."""
 
     def warm_up(self, work: Work, *, rehearses: bool = False) -> None:
-        """Do the work; what it would do besides is dropped, and gradient buffers stay as they are.
+        """Do the work. Its side effects are dropped, and gradient buffers are not changed.
 
-        rehearses: take memory for it as `record` does
+        rehearses: allocate memory as `record` does
         """
 
     def measure(self, run: Work) -> int | None:
-        """Run, with a memory pool as the recorded segments have. Returns its bytes; None where they have none."""
+        """Run with a memory pool like that of recorded segments. Returns its bytes; None if segments have no pool."""
 
     def end_warm_up(self) -> None:
-        """Give back the memory that only warm-ups need."""
+        """Free the memory that only warm-ups need."""
 
     def record(self, work: Work) -> Segment:
         """Record the work."""
 
     def unowned(self, tensor: Tensor) -> Tensor:
-        """The same memory, which later segments may use for something else once they are replayed."""
+        """The same memory without ownership, so that later segments may reuse it."""
 
     def unheld(self) -> list[Tensor]:
-        """Memory of the pool that nothing holds now, [bytes] uint8 each: no later segment reads it before it writes."""
+        """The pool's free blocks, [bytes] uint8 each. Later segments write them before they read them."""
 
 
 def make_recorder(device: torch.device, pool: Any) -> Recorder:
-    """For modules on this device. pool: as of `torch.cuda.graph`; None is a new one."""
+    """The recorder for modules on this device. pool: as for `torch.cuda.graph`; None creates a new one."""
     return CudaRecorder(device, pool) if device.type == "cuda" else RerunRecorder()
 
 
 class Scratch:
-    """Memory that stands for any gradient buffer, in its shape, strides and alignment, by which kernels are chosen.
+    """Memory to write instead of a gradient buffer, with its shape, strides and alignment, on which kernels depend.
 
-    What is written there is of no use.
+    The values written there are discarded.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Scratch:
 
 
 class RerunRecorder:
-    """Replays by doing the work again: the semantics of graphs, without their speed."""
+    """Replays by running the work again: the semantics of graphs, without their speed."""
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -106,7 +106,7 @@ class RerunRecorder:
         return None
 
     def end_warm_up(self) -> None:
-        pass  # to record is to compute, too: into the same scratch memory
+        pass  # `record` runs the work too, and uses the same scratch memory
 
     def record(self, work: Work) -> RerunSegment:
         return RerunSegment(work, _dropped(work, self._scratch))
@@ -119,7 +119,7 @@ class RerunRecorder:
 
 
 class RerunSegment:
-    """Work to be done again."""
+    """Work that each replay runs again."""
 
     def __init__(self, work: Work, recording: SideEffects) -> None:
         self._work: Work | None = work
@@ -136,18 +136,18 @@ class RerunSegment:
 
 
 class CudaRecorder:
-    """Captures CUDA graphs on one stream, with one memory pool for all."""
+    """Captures CUDA graphs on one stream, all with the same memory pool."""
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._stream = _capture_stream(device)
         self._scratch = Scratch()
-        _release_backward(device)  # a graph of these modules that lives on keeps its accumulation on another stream
+        _release_backward(device)  # an autograd graph that is still alive accumulates gradients on another stream
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        # Autograd runs a backward on the stream of its forward, so warm-up and capture share theirs.
+        # Autograd runs a backward on the stream of its forward, so warm-up and capture use the same stream.
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
         try:
@@ -165,9 +165,9 @@ class CudaRecorder:
         if not _shows_its_memory():
             run()
             return None
-        torch.cuda.current_blas_handle()  # makes its workspace for this stream, which stays
-        # The allocator keeps memory for each stream by itself, and hands it out as it does that of a capture: same
-        # sizes in the same order take the same segments. Not a MemPool: it serves one thread, and backward has another.
+        torch.cuda.current_blas_handle()  # allocates cuBLAS's permanent workspace for this stream
+        # The allocator has separate memory for each stream, managed like a capture's: the same sizes in the same order
+        # take the same segments. Not a MemPool, which covers one thread: backward runs on another.
         _release_backward(self._device)
         torch.cuda.empty_cache()
         plugs = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in gaps(self._segments())]
@@ -177,7 +177,7 @@ class CudaRecorder:
         return self._reserved() - before
 
     def _segments(self) -> list[dict[str, Any]]:
-        """What the allocator holds for the capture's stream, outside of pools."""
+        """The allocator's segments for the capture stream, outside of pools."""
         stream = self._stream.cuda_stream
         segments = torch.cuda.memory_snapshot()
         return [s for s in segments if s["stream"] == stream and s["segment_pool_id"] == (0, 0)]
@@ -187,12 +187,12 @@ class CudaRecorder:
 
     def end_warm_up(self) -> None:
         self._scratch = Scratch()
-        torch.cuda.empty_cache()  # what warm-ups took on the capture's stream; a capture cannot free it
+        torch.cuda.empty_cache()  # frees what warm-ups cached on the capture stream; a capture cannot
 
     def record(self, work: Work) -> CudaSegment:
         graph = torch.cuda.CUDAGraph()
         with self.warming_up(), recorded() as recording, warnings.catch_warnings():
-            # A segment may have nothing to compute, such as the dgrad of an input that needs none.
+            # A segment may be empty, such as the dgrad of an input that needs none.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             graph.capture_begin(self._pool)
             try:
@@ -201,12 +201,12 @@ class CudaRecorder:
             except BaseException as error:
                 try:
                     graph.capture_end()
-                except RuntimeError as follow_up:  # the capture is broken: the first error says why
+                except RuntimeError as follow_up:  # the capture was invalidated; the first error is the cause
                     error.add_note(f"The capture ended with: {follow_up}")
                 graph.reset()
                 raise
             graph.capture_end()
-        # Weights require gradients, what a pass computes for them does not.
+        # Drop ownership of gradients but not of weights, which are the tensors that require gradients.
         recording.effects = [
             effect._replace(
                 args=tuple(
@@ -219,7 +219,7 @@ class CudaRecorder:
         return CudaSegment(graph, recording)
 
     def unowned(self, tensor: Tensor) -> Tensor:
-        """A view of the pool's memory that does not keep it from segments captured later."""
+        """A view of the pool's memory that does not keep it allocated, so that later segments may reuse it."""
         if not tensor.numel():
             return tensor.detach()
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -229,8 +229,8 @@ class CudaRecorder:
     def unheld(self) -> list[Tensor]:
         if not _shows_its_memory():
             return []
-        # Not `memory_snapshot(pool)`: in torch 2.11 it gives up references to the numbers in `pool` that it does not
-        # have. As soon as they are above 256 (Python keeps smaller ones for ever), the process crashes.
+        # Not `memory_snapshot(pool)`: in torch 2.11 it releases references to the ints in `pool` that it does not own,
+        # which crashes the process once they exceed 256 (smaller ints are immortal).
         return [
             self._bytes(block["address"], block["size"])
             for segment in torch.cuda.memory_snapshot()
@@ -244,10 +244,10 @@ class CudaRecorder:
 
 
 def gaps(segments: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Bytes of the allocations that fill what the allocator would hand out of these segments: a new pool has nothing.
+    """Sizes of allocations that fill all free blocks of these segments, so that memory is as full as in a new pool.
 
-    It takes what is above 1 MiB from large segments, all else from small ones, each from the smallest block that holds
-    it: so the largest come first, and a free block of a small segment may take two.
+    The allocator serves sizes above 1 MiB from large segments and others from small ones, each from the smallest block
+    that fits. So the largest sizes come first, and a free block of a small segment may need two allocations.
     """
     most = 1 << 20
     sizes = []
@@ -278,7 +278,7 @@ class CudaSegment:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: cuBLAS keeps a workspace for each stream it has seen."""
+    """One stream for all captures, because cuBLAS keeps a workspace for each stream that it has used."""
     return torch.cuda.Stream(device)
 
 
@@ -293,19 +293,19 @@ class _Nothing(torch.autograd.Function):
 
 
 def _release_backward(device: torch.device) -> None:
-    """Give autograd's thread of this device another backward, of nothing: until then it holds the last one's graph and
-    what that gave, and the next segment would take memory beside it."""
+    """Run an empty backward. Until its next backward, autograd's thread for this device holds the graph and the results
+    of the last one, and the next segment could not reuse their memory."""
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(_Nothing.apply(leaf), leaf, leaf.detach())
 
 
 def _shows_its_memory() -> bool:
-    return torch.cuda.get_allocator_backend() == "native"  # CUDA's own has no snapshots
+    return torch.cuda.get_allocator_backend() == "native"  # cudaMallocAsync has no snapshots
 
 
 class _Memory:
-    """Bytes at an address, as `torch.as_tensor` takes them."""
+    """Bytes at an address, in a form that `torch.as_tensor` accepts."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -314,7 +314,7 @@ class _Memory:
 
 
 def _dropped(work: Work, scratch: Scratch, rehearses: bool = False) -> SideEffects:
-    """Do the work and nothing besides."""
+    """Do the work without its side effects, which are returned."""
     with recorded(scratch, rehearses=rehearses) as recording:
         try:
             work()

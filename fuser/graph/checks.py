@@ -1,4 +1,4 @@
-"""What cannot be captured, said before anything is; and what a replay must find as the capture did."""
+"""Checks before a capture for what graphs cannot repeat, and before a replay for what must be as in the capture."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def check_module(module: nn.Module, sample: Sample, settings: Settings) -> None:
-    """Raise, in a sentence, for what a graph of this module could not repeat.
+    """Raise if a graph of this module could not repeat what the module does.
 
-    TypeError for tensors within containers, ValueError for tensors elsewhere, RuntimeError for modules with hooks or
-    with weight gradients left to backward_dw(), NotImplementedError for operations that read the device from the host.
+    TypeError for tensors within containers, ValueError for tensors on another device, RuntimeError for modules with
+    hooks or with pending delayed weight gradients, NotImplementedError for operations that synchronize with the device.
     """
     name, device = type(module).__name__, settings.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -65,14 +65,14 @@ def check_module(module: nn.Module, sample: Sample, settings: Settings) -> None:
                 )
 
 
-def _has_tensors(value: Any) -> bool:
+def _has_tensors(value: object) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, list | tuple | set) and any(isinstance(v, Tensor) or _has_tensors(v) for v in value)
 
 
 def _requests(module: nn.Module, settings: Settings) -> Iterator[tuple[str, BasicOperation, PlanRequest]]:
-    """Every operation in it, where it stands, and the request that decides on its path."""
+    """Every operation in the module, with its path in the module and the request that determines its kernels."""
     in_containers = set()
     for container in [inner for inner in module.modules() if isinstance(inner, Container)]:
         for stage in container.layout().stages:
@@ -118,7 +118,7 @@ def _why_not_graph_safe(operation: BasicOperation, request: PlanRequest) -> str 
 
 
 class InputCheck:
-    """What a replay is given must be as the sample was: shape, dtype, strides, device; constants the same."""
+    """Checks that the arguments of a replay match the sample: shape, dtype, strides, device; constants equal."""
 
     def __init__(self, sample: Sample, label: str) -> None:
         self._sample = sample
@@ -127,7 +127,7 @@ class InputCheck:
         self._accepted: list[tuple[Any, ...]] = [() for _ in sample.forms]
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors among the arguments. Raises TypeError or ValueError before anything is changed."""
+        """Return the tensors among the arguments. Raises TypeError or ValueError before anything is changed."""
         sample = self._sample
         names = sample.names[sample.num_args :]
         if len(args) != sample.num_args or kwargs.keys() != set(names):
@@ -177,7 +177,7 @@ class InputCheck:
 
 
 class HeldCheck:
-    """The parameters of a module must be those that were captured, where they were."""
+    """Checks that a module's parameters are the captured ones, at the same addresses."""
 
     def __init__(self, module: nn.Module) -> None:
         self._held = [
@@ -206,16 +206,16 @@ _AGAIN = "The graph knows the old one: change values in place (copy_), or captur
 
 
 class ReplayOrder:
-    """Whether what an event reads is still there: the order of replays against the schedule that was captured.
+    """Checks that the results that an event reads are not overwritten: the order of replays against the schedule.
 
-    What an event leaves for a later one of its instance (forward for dgrad, forward and dgrad for wgrad) is safe from
-    the events that the schedule has between the two, in any order. All others may have used the same memory.
+    Results that an event leaves for a later one of its instance (forward for dgrad, forward and dgrad for wgrad) are
+    safe from the events between the two in the schedule, in any order. Any other event may overwrite their memory.
     """
 
     def __init__(self, schedule: Schedule, events: Sequence[Event], *, retain: bool) -> None:
         self._at = {event: position for position, event in enumerate(schedule.events)}
         self._retain = retain
-        self._left: dict[tuple[Event, Event], Event | None] = {}  # from whom for whom; who spoiled it
+        self._left: dict[tuple[Event, Event], Event | None] = {}  # (source, user) -> event that overwrote the results
         captured = set(events)
         kinds = {Pass.FORWARD: (Pass.DGRAD, Pass.WGRAD), Pass.DGRAD: (Pass.WGRAD,), Pass.WGRAD: ()}
         users = {event: [event._replace(kind=kind) for kind in kinds[event.kind]] for event in events}
@@ -248,7 +248,7 @@ class ReplayOrder:
                 )
 
     def done(self, event: Event) -> None:
-        """The event was replayed."""
+        """Record that the event was replayed."""
         position = self._at[event]
         for (source, user), spoiler in self._left.items():
             if spoiler is None and not self._at[source] < position <= self._at[user]:

@@ -1,4 +1,4 @@
-"""One use of a module in graphs: what it is called with, and what its passes do on static buffers."""
+"""One use of a module in graphs: its sample arguments, its static buffers, and its passes on them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Grads = list[Tensor | None]
 
 @dataclass(frozen=True)
 class Settings:
-    """Under what a module runs while it is recorded: the recipe, and torch.autocast as it is now.
+    """The settings under which a module is recorded: the recipe, and the current state of torch.autocast.
 
-    keep_weights: the flag of `autocast`, or None; with_backward: whether gradients are wanted
+    keep_weights: the flag of `autocast`, or None; with_backward: whether backward is recorded
     """
 
     device: torch.device
@@ -60,7 +60,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
-        # Only what leaves no gaps keeps its strides: a buffer has no more bytes than elements.
+        # Only dense tensors keep their strides: a buffer has memory for its elements, not for gaps.
         like = torch.empty_like(tensor, device="meta")
         return cls(tensor.shape, like.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
@@ -70,9 +70,9 @@ class Form(NamedTuple):
 
 
 class Sample:
-    """What a module is called with: tensors, of which each call may bring others, and constants.
+    """The sample arguments of a module: tensors, which each call may replace, and constants.
 
-    at, tensors, forms: of the tensors among the values
+    at, tensors, forms: positions, values and forms of the tensors among the arguments
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -84,13 +84,13 @@ class Sample:
         self.forms = [Form.of(tensor) for tensor in self.tensors]
 
     def release(self) -> None:
-        """Give up the tensors; their forms are still known."""
+        """Release the tensors; keep their forms."""
         self.tensors = []
         for index in self.at:
             self.values[index] = None
 
     def call(self, module: nn.Module, tensors: Sequence[Tensor]) -> Any:
-        """module(...) with these tensors in the place of its own."""
+        """module(...) with these tensors in place of the sample's."""
         values = list(self.values)
         for index, tensor in zip(self.at, tensors, strict=True):
             values[index] = tensor
@@ -99,7 +99,7 @@ class Sample:
 
 
 def buffer_bytes(forms: Sequence[Form]) -> int:
-    """Bytes of a buffer that holds tensors of these forms."""
+    """The size in bytes of a buffer for tensors of these forms."""
     return sum(-(-form.nbytes // ALIGNMENT) * ALIGNMENT for form in forms)
 
 
@@ -114,7 +114,7 @@ def placed(forms: Sequence[Form], memory: Tensor) -> list[Tensor]:
 
 
 class Buffers(NamedTuple):
-    """The static memory of an instance. input_grads: of each input that has a gradient."""
+    """The static memory of an instance. input_grads: for each input that has a gradient."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -123,12 +123,12 @@ class Buffers(NamedTuple):
 
 
 class Instance:
-    """A module with one set of buffers. Without buffers (`buffers` None) it runs on copies of its sample: a warm-up.
+    """A module with one set of buffers. In the first warm-up `buffers` is None, and it runs on copies of its sample.
 
     `forward`, `backward` and `wgrad` are the work of its segments.
 
-    outputs, grads: the forms of what forward gives and of the inputs' gradients, known after a warm-up
-    params:         the parameters that get something from autograd, in the order of `param_grads`
+    outputs, grads: the forms of the outputs and of the input gradients, known after a warm-up
+    params:         the parameters that are inputs of the replay's autograd node
     """
 
     def __init__(self, module: nn.Module, sample: Sample, settings: Settings, *, unused: bool, retain: bool) -> None:
@@ -153,7 +153,7 @@ class Instance:
         self._operations = [
             m for m in module.modules() if isinstance(m, OperationWithWeights) and m.delay_wgrad_compute
         ]
-        self._delayed: list[deque[Any]] = []  # what the last backward left to each of them
+        self._delayed: list[deque[Any]] = []  # for each of them, the wgrads that the last backward delayed
 
     @property
     def delays(self) -> bool:
@@ -230,7 +230,7 @@ class Instance:
 
     @contextmanager
     def _delayed_kept(self) -> Iterator[None]:
-        """Keep the weight gradients that are left inside for this instance's `wgrad`."""
+        """Collect the weight gradients delayed in the body, for this instance's `wgrad`."""
         others = [operation.exchange_delayed(deque()) for operation in self._operations]
         try:
             yield
@@ -238,7 +238,7 @@ class Instance:
             self._delayed = [o.exchange_delayed(left) for o, left in zip(self._operations, others, strict=True)]
 
     def delayed_operands(self) -> list[Tensor]:
-        """What the weight gradients multiply that are left to `wgrad`."""
+        """The operands of the delayed weight gradients."""
         return [operand for left in self._delayed for gradient in left for operand, _ in gradient.operands]
 
     @property
@@ -246,25 +246,25 @@ class Instance:
         return [form for form in self.outputs if form.requires_grad] if self.settings.with_backward else []
 
     def take_param_grads(self, recording: SideEffects, unowned: Callable[[Tensor], Tensor] | None) -> None:
-        """After the recording of a backward: find out which parameters get what.
+        """After the recording of a backward, determine which parameters receive which gradients.
 
-        unowned: makes of a gradient one that does not keep its memory; None keeps it
+        unowned: maps a gradient to a view that does not keep its memory allocated; None keeps it
         """
         elsewhere = {id(weight) for weight in recording.weights}
         placeholders = {tensor.data_ptr() for tensor in recording.placeholders}
         pairs = list(zip(self.all_params, self.param_grads, strict=True))
-        # A weight without a gradient for autograd still is an input of the node, so that hooks behind it run.
+        # A weight whose gradient bypasses autograd is still an input of the node, so that its hooks run.
         taken = [index for index, (p, d) in enumerate(pairs) if d is not None or id(p) in elsewhere]
         self.params = [pairs[index][0] for index in taken]
         self.param_at = taken
         grads = [pairs[index][1] for index in taken]
         self.gets_placeholder = [d is not None and d.data_ptr() in placeholders for d in grads]
-        recording.placeholders.clear()  # they are made anew
+        recording.placeholders.clear()  # each replay makes new ones
         if unowned is not None:
             self.param_grads = [None if d is None else unowned(d) for d in self.param_grads]
 
     def returned_param_grads(self, owned: bool) -> Grads:
-        """After a replay: what autograd gets for `params`. owned: as memory that later replays leave alone."""
+        """The gradients of `params` that a replay returns to autograd. owned: clone them, so that replays keep them."""
         result: Grads = []
         for index, is_placeholder in zip(self.param_at, self.gets_placeholder, strict=True):
             grad = self.param_grads[index]
@@ -275,26 +275,26 @@ class Instance:
         return result
 
     def forget(self) -> None:
-        """Drop what the last forward and backward left."""
+        """Drop the results of the last forward and backward."""
         self._results, self.leaves, self.dys, self._delayed, self.param_grads = [], [], [], [], []
 
     def unflattened(self, outputs: Sequence[Tensor]) -> Any:
-        """The module's outputs as it returns them."""
+        """The outputs in the structure that the module returns."""
         return outputs[0] if self.spec.is_leaf() else tree_unflatten(list(outputs), self.spec)
 
     def drop(self) -> None:
-        """Give up what a forward left, and all buffers."""
+        """Release the results of the last forward, and all buffers."""
         self.forget()
         self.params, self.buffers = [], None
 
 
 @contextmanager
-def _without_hooks(tensors: Sequence[Any]) -> Iterator[None]:
-    """In which their hooks are not called: they see what autograd gets of the replay."""
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Disable the tensors' hooks inside. They run at each replay, on the gradients that it returns."""
     hooks = [tensor._backward_hooks for tensor in tensors if tensor._backward_hooks]
     contents = [dict(registered) for registered in hooks]
     for registered in hooks:
-        registered.clear()  # autograd holds this very dictionary
+        registered.clear()  # in place, because autograd refers to this dict
     try:
         yield
     finally:

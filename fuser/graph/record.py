@@ -1,4 +1,4 @@
-"""The events of a schedule, warmed up and recorded in its order, on buffers that share memory as far as it allows."""
+"""Warm up and record the events of a schedule in order, on buffers that share memory where the schedule permits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fuser.schedule.schedule import Event, Pass, Place, Schedule
 from ops.products.main_grad import check_accumulation
 from recipes.effects import Accumulation
 
-Hook = Callable[[], Any] | None
+Hook = Callable[[], object] | None
 
 
 class Graphs:
-    """Everything that one call has captured: its segments, buffers, and the order they are replayed in.
+    """Everything that one call has captured: segments, buffers, and the order of replays.
 
-    memory: who has which buffer when; after a reset as before
+    memory: the assignment of buffers to instances; still valid after a reset
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class Graphs:
         self._owned_grads = owned_grads
         self._segments: dict[Event, Segment] = {}
         self._accumulations: dict[Event, list[Accumulation]] = {}
-        self._arenas: dict[Any, Tensor] = {}
+        self._arenas: dict[tuple[object, ...], Tensor] = {}
         self._to_poison: dict[Event, list[Tensor]] = {}
         self._dead: list[Tensor] = []
         retain = any(instance.retain for instance in instances.values())
-        self._poisons = debug and not retain  # what is retained has no end
+        self._poisons = debug and not retain  # a retained buffer has no last use
         self._order = ReplayOrder(schedule, self.events, retain=retain)
         self.memory: MemoryPlan
 
     def record(
-        self, device: torch.device, warmups: int, before: Hook, after: Hook, report: Callable[[str], Any] | None
+        self, device: torch.device, warmups: int, before: Hook, after: Hook, report: Callable[[str], object] | None
     ) -> None:
-        """Warm up, plan the buffers, record. After an exception all is freed, and the modules are as they were.
+        """Warm up, plan the buffers, record. After an exception everything is freed, and the modules are unchanged.
 
-        report: is given what `memory` says before anything is recorded
+        report: called with the report of `memory` before anything is recorded
         """
         modules = list(dict.fromkeys(instance.module for instance in self.instances.values()))
         try:
@@ -70,13 +70,13 @@ class Graphs:
                 with self._recorder.warming_up():
                     if before is not None:
                         before()
-                    # One pass is needed in any case: kernels are compiled in it, and it shows the sizes of all buffers.
+                    # One pass is always needed: it compiles kernels and measures the sizes of all buffers.
                     sizes = self._first_warm_up(modules)
                 self._plan(sizes)
                 with self._recorder.warming_up():
                     for _ in range(warmups - 2):
                         self._warm_up(modules)
-                    pool = None  # the first pass also takes what kernels need to be compiled and chosen
+                    pool = None  # not measured in the first pass, which also compiles and tunes kernels
                     if warmups > 1:
                         pool = self._recorder.measure(partial(self._warm_up, modules, rehearses=True))
                     if after is not None:
@@ -96,7 +96,7 @@ class Graphs:
             raise
 
     def replay(self, event: Event, prepare: Callable[[], None]) -> None:
-        """Replay the event's segment and do what it does besides. prepare: fills the buffers, once all is checked."""
+        """Replay the event's segment and perform its side effects. prepare: fills the buffers, after all checks."""
         if not self._segments:
             raise RuntimeError(f"{event} was called, but its graphs were reset. Capture again.")
         self._order.check(event)
@@ -120,7 +120,7 @@ class Graphs:
         return not self._segments
 
     def free(self) -> None:
-        """Give up graphs and buffers. A second time does nothing."""
+        """Free graphs and buffers. A second call does nothing."""
         segments, self._segments = self._segments, {}
         for segment in segments.values():
             segment.free()
@@ -139,7 +139,7 @@ class Graphs:
             instance.forget()
 
     def _first_warm_up(self, modules: Sequence[nn.Module]) -> list[list[LayerMemory]]:
-        """It shows the sizes of all buffers, by chunk and layer."""
+        """Run one pass, and return the sizes of all buffers by chunk and layer."""
         begin_step(modules)
         saved: dict[Place, dict[int, int]] = {}
         delayed: dict[Place, dict[int, int]] = {}
@@ -175,7 +175,7 @@ class Graphs:
         self.memory = plan_memory(self.schedule, sizes, follows=self._follows)
         parts: dict[Place, dict[Buffer, Tensor]] = {}
         for life in self.memory.lives:
-            if life.buffer not in (Buffer.SAVED, Buffer.DELAYED):  # which the graphs allocate
+            if life.buffer not in (Buffer.SAVED, Buffer.DELAYED):  # the graphs allocate those two themselves
                 parts.setdefault(life.instance, {})[life.buffer] = self._arena(life)
         for place, instance in self.instances.items():
             mine = parts.get(place, {})
@@ -231,7 +231,7 @@ def _work(instance: Instance, kind: Pass) -> Callable[[], None]:
 
 
 def _sizes(instance: Instance, saved: Mapping[int, int], delayed: Mapping[int, int]) -> LayerMemory:
-    """Bytes of an instance's buffers, and of what its passes keep by the addresses of their memory."""
+    """The sizes of an instance's buffers. saved, delayed: address -> bytes of the memory that its passes keep."""
     reads = {Buffer.INPUT, Buffer.OUTPUT_GRAD} if instance.delays else set()
     if saved.keys() & delayed.keys():
         reads.add(Buffer.SAVED)
@@ -253,5 +253,5 @@ def _see(tensor: Tensor, seen: dict[int, int]) -> Tensor:
 
 
 def _poison(memory: Tensor) -> None:
-    """NaN in every floating-point format, the largest or -1 as an integer."""
+    """Fill with 0xFF: NaN in every floating-point format, -1 or the largest value in integers."""
     memory.fill_(0xFF)

@@ -1,4 +1,4 @@
-"""What warm-up and capture must leave as it was."""
+"""The state that warm-up and capture must not change."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ops.runner.operation import BasicOperation
 
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Afterwards random generators, buffers, gradients and flags of weights are as before.
+    """Restore random generators, buffers, gradients and weights' flags on exit.
 
-    Python's garbage collector does not run inside: it might end a graph within another's capture.
+    Python's garbage collector is disabled inside: it might destroy another graph during a capture.
 
-    What is written into main_grad is not looked at: a `SideEffects` redirects it. Buffers that came into being (states
-    of quantizers) stay, since graphs hold their addresses; after an exception they are gone.
+    main_grad is not restored, because `SideEffects` redirects writes into it. New buffers (states of quantizers) are
+    kept, since graphs hold their addresses; after an exception they are removed.
     """
     inside = list(dict.fromkeys(module for outer in modules for module in outer.modules()))
     parameters = list(dict.fromkeys(p for module in inside for p in module._parameters.values() if p is not None))
@@ -105,11 +105,11 @@ def _kept_by_operations(modules: Sequence[nn.Module]) -> Iterator[None]:
         raise
     finally:
         for operation in operations:
-            operation.forget_quantized_weights()  # those of a warm-up recorded amaxes that were taken back
+            operation.forget_quantized_weights()  # the amaxes that their warm-up recorded have been reverted
 
 
 def begin_step(modules: Sequence[nn.Module]) -> None:
-    """Let the weights' flags say what they say where a step begins: no gradient is in main_grad."""
+    """Reset the weights' flags to their values at the start of a step: no gradient is in main_grad."""
     for module in modules:
         for weight in module.parameters():
             if hasattr(weight, "grad_added_to_main_grad"):

@@ -1,4 +1,4 @@
-"""A whole training step, loss and optimizer included, as one CUDA graph."""
+"""A complete training step, including loss and optimizer, as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def make_graphed_step(
     num_warmup_iters: int = 3,
     pool: Any = None,
 ) -> GraphedStep:
-    """Capture `step(*sample_args)`, and return what replays it with other tensors of the same form.
+    """Capture `step(*sample_args)`, and return a `GraphedStep` that replays it with other tensors of the same form.
 
     step:       clears the gradients (`zero_grad()`), runs forward and backward, and steps the optimizers. Returns
-                tensors, also in tuples or dictionaries. Choose its recipe inside, with `autocast`
-    modules, optimizers: whose parameters, buffers and states it changes
+                tensors, also in tuples or dictionaries. Set its recipe inside, with `autocast`
+    modules, optimizers: those whose parameters, buffers and states the step changes
     num_warmup_iters: steps before the capture, at least 2
 
-    Warm-up and capture leave parameters, gradients, main_grad, states and random generators as they were. States that
-    the optimizers make in their first step begin as zeros (right for SGD without dampening, Adam, AdamW, RMSprop).
-    Hooks are called inside `step` as it runs, so not by a replay. On a CPU a replay runs the step again.
+    Warm-up and capture restore parameters, gradients, main_grad, states and random generators. States that the
+    optimizers create in their first step start as zeros (right for SGD without dampening, Adam, AdamW, RMSprop).
+    Python hooks run during warm-up and capture, not in a replay. On a CPU a replay runs the step again.
 
-    Raises ValueError for a step that adds to gradients which were there before it, and on a GPU for an optimizer that
-    is not `capturable`; what `make_graphed_callables` raises for modules that cannot be captured.
+    Raises ValueError for a step that adds to gradients from before it, and on a GPU for an optimizer that is not
+    `capturable`; the errors of `make_graphed_callables` for modules that cannot be captured.
     """
     several = [modules] if isinstance(modules, nn.Module) else list(modules)
     chosen = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
@@ -62,7 +62,7 @@ def make_graphed_step(
 
 
 class GraphedStep:
-    """Replays a captured step. What it returns is memory of the graph, and holds until the next replay."""
+    """Replays a captured step. Its results are memory of the graph, and valid until the next replay."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class GraphedStep:
         self._inputs = [tensor.detach().clone() for tensor in sample.tensors]
         self._check_inputs = InputCheck(sample, getattr(step, "__name__", "step"))
         self._held: list[HeldCheck] = []
-        self._settings: list[Any] = []
+        self._settings: list[dict[str, Any]] = []
         self._results: list[Tensor | None] = []
         self._spec: Any = None
-        self._left: list[tuple[Tensor | None, Any]] = []  # of each parameter: its gradient, its flag
+        self._left: list[tuple[Tensor | None, Any]] = []  # for each parameter after the step: its gradient, its flag
         self._segment: Segment | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -109,7 +109,7 @@ class GraphedStep:
         return tree_unflatten(list(self._results), self._spec)
 
     def reset(self) -> None:
-        """Free the graph and its buffers. A second time does nothing."""
+        """Free the graph and its buffers. A second call does nothing."""
         if self._segment is not None:
             self._segment.free()
         for parameter, (grad, _) in zip(self._parameters, self._left, strict=False):
@@ -130,7 +130,7 @@ class GraphedStep:
                         warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
                         self._check_that_it_clears(recorder.warm_up)
                         buffers = _Values([b for module in self._modules for b in module.buffers()], ())
-                        for _ in range(max(1, warmups - 1)):  # the optimizers' states are made in it
+                        for _ in range(max(1, warmups - 1)):  # the first one creates the optimizers' states
                             self._work()
                         buffers.restore()
                     before.restore()
@@ -149,7 +149,7 @@ class GraphedStep:
         self._settings = _settings_of(self._optimizers)
 
     def _work(self) -> None:
-        """The step with all that it does besides: what follows within it builds on that."""
+        """The step with its side effects, which later parts of the step depend on."""
         with not_recorded():
             self._run()
         self._left = [(p.grad, getattr(p, "grad_added_to_main_grad", None)) for p in self._parameters]
@@ -180,7 +180,7 @@ class GraphedStep:
 
 
 class _Values:
-    """What tensors, and the states of optimizers, hold now. States that are made later are zero when restored."""
+    """A copy of tensors and optimizer states, to restore. States created later are set to zero when restored."""
 
     def __init__(self, tensors: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -200,8 +200,8 @@ class _Values:
                 tensor.zero_()
 
 
-def _settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    """All that is no tensor, and which tensors the others are."""
+def _settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """The optimizers' settings, with tensors replaced by their ids."""
     return [
         {name: id(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
         for optimizer in optimizers

@@ -1,4 +1,4 @@
-"""Pipeline schedules: made, read, checked, explained, run eagerly, and the memory that their buffers share."""
+"""Pipeline schedules: creating, reading, checking, explaining and running them, and planning their memory."""
 
 from fuser.schedule.explain import explain_schedule
 from fuser.schedule.make import order_1f1b, order_interleaved, overlap_layers

@@ -1,20 +1,20 @@
-"""What is wrong with a schedule, as data and as text: rows of entries with a caret under each one at fault."""
+"""Errors of a schedule, as data and as text: rows of entries with a caret under each wrong one."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-WIDTH = 96  # characters of a row of entries
-ENTRY_WIDTH = 32  # characters of one entry in it
-MOST_ROWS = 8  # shown for one problem
-MOST_PROBLEMS = 20  # shown in all
+WIDTH = 96  # characters in a row of entries
+ENTRY_WIDTH = 32  # characters of one entry
+MOST_ROWS = 8  # rows shown for one problem
+MOST_PROBLEMS = 20  # problems shown in total
 
 
 class Problem(NamedTuple):
-    """A rule that is not kept, the positions of the entries at fault, and a sentence: what was counted, how to mend."""
+    """A violated rule, the positions of the wrong entries, and a sentence on what was found and how to mend it."""
 
     rule: str
     positions: tuple[int, ...]
@@ -22,9 +22,9 @@ class Problem(NamedTuple):
 
 
 class ScheduleError(ValueError):
-    """All that is wrong with an order, each with a caret under the entries at fault. `problems` has it as data.
+    """All problems of an order, each with carets under the wrong entries. `problems` holds them as data.
 
-    shown: the entries as text. The message has the first `MOST_PROBLEMS` problems, and `MOST_ROWS` rows for each.
+    shown: the entries as text. The message has the first `MOST_PROBLEMS` problems, with up to `MOST_ROWS` rows each.
     """
 
     def __init__(self, shown: Sequence[str], problems: Sequence[Problem]) -> None:
@@ -39,8 +39,8 @@ class ScheduleError(ValueError):
         super().__init__("\n".join(lines))
 
 
-def show(item: Any) -> str:
-    """Anything on one line of at most `ENTRY_WIDTH` characters; what is neither text nor number by its type."""
+def show(item: object) -> str:
+    """Any object on one line of at most `ENTRY_WIDTH` characters; objects other than text and numbers by their type."""
     if isinstance(item, str):
         text = item[: ENTRY_WIDTH + 1]
         text = text if text.isascii() and text.isprintable() and text else ascii(text)[1:-1] or "''"
@@ -62,7 +62,7 @@ def _bits(number: int | Fraction) -> int:
 
 
 def _rows(shown: Sequence[str]) -> list[range]:
-    """The positions of each row of entries that is at most `WIDTH` characters wide."""
+    """Split the positions into rows of entries that are at most `WIDTH` characters wide."""
     rows, start, width = [], 0, 0
     for position, text in enumerate(shown):
         if width + len(text) > WIDTH and position > start:
@@ -73,7 +73,7 @@ def _rows(shown: Sequence[str]) -> list[range]:
 
 
 def _underlined(rows: Sequence[range], shown: Sequence[str], positions: Collection[int]) -> Iterator[str]:
-    """The rows that have an entry at fault, each with its carets below."""
+    """The rows that contain a wrong entry, each followed by its carets."""
     wrong = set(positions)
     at_fault = [row for row in rows if not wrong.isdisjoint(row)] if wrong else []
     for row in at_fault[:MOST_ROWS]:

@@ -1,4 +1,4 @@
-"""A schedule as text: lanes of forwards, dgrads and wgrads, and how many buffers are in use below them."""
+"""A schedule as text: lanes of forwards, dgrads and wgrads, and below them the number of buffers in use."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from fuser.schedule.memory import Buffer, LayerMemory, MemoryPlan, plan_memory
 from fuser.schedule.schedule import Pass, Schedule
 
-# One byte of each class makes buffers to count, without sizes to report.
+# One byte of each class: buffers can be counted, although their sizes are unknown.
 COUNTED = LayerMemory(input=1, output=1, output_grad=1, delayed=1, input_grad=1)
 
 
 def explain_schedule(schedule: Schedule, memory: MemoryPlan | None = None, *, width: int = 100) -> str:
-    """Draw the lanes of a schedule, and the most buffers of each class that an entry has in use.
+    """Draw the lanes of a schedule, and the largest number of buffers of each class in use during each entry.
 
-    A column is an entry, read as chunk@microbatch. memory: count its buffers, and add its report. width: in characters.
+    A column is an entry, as chunk@microbatch. memory: count its buffers, and append its report. width: in characters.
     """
     plan = plan_memory(schedule, COUNTED) if memory is None else memory
     lanes = {"entry": [str(position) for position in range(len(schedule.entries))]}
@@ -34,13 +34,13 @@ def explain_schedule(schedule: Schedule, memory: MemoryPlan | None = None, *, wi
 
 
 def _by_entry(schedule: Schedule, counts: Sequence[int]) -> list[int]:
-    """The most at the events of each entry; 0 for an entry of a chunk without layers."""
+    """The maximum count over the events of each entry; 0 for an entry of a chunk without layers."""
     events = iter(counts)
     return [max((next(events) for _ in schedule.spread(entry)), default=0) for entry in schedule.entries]
 
 
 def _draw(lanes: Mapping[str, Sequence[str]], width: int) -> Iterator[str]:
-    """The lanes side by side, in as many blocks as the width needs."""
+    """The lanes below each other, split into blocks of at most `width` characters."""
     label = max(map(len, lanes)) + 1
     cell = max(len(text) for cells in lanes.values() for text in cells) + 1
     columns = max((width - label) // cell, 1)

@@ -1,6 +1,6 @@
-"""Orders of the usual pipelines: 1F1B, interleaved 1F1B, and the overlap of expert parallelism, layer by layer.
+"""Orders of common pipelines: 1F1B, interleaved 1F1B, and the layer-by-layer overlap for expert parallelism.
 
-All are lists as TransformerEngine writes them, for one rank of the pipeline. `Schedule.parse` reads them.
+All are lists in TransformerEngine's notation, for one rank of the pipeline. `Schedule.parse` reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fuser.schedule.schedule import Entry, Item, Pass, read_order
 
 
 def order_1f1b(stages: int, stage: int, microbatches: int, *, delayed: bool = False) -> list[float]:
-    """One forward, one backward, for stage `stage` (from 0) of a pipeline with one chunk on each rank.
+    """1F1B (one forward, one backward) for stage `stage` (from 0) of a pipeline with one chunk on each rank.
 
     order_1f1b(stages=3, stage=1, microbatches=3)  ->  [1, 1, -1, 1, -1, -1]
 
@@ -28,14 +28,13 @@ def order_1f1b(stages: int, stage: int, microbatches: int, *, delayed: bool = Fa
 def order_interleaved(
     stages: int, stage: int, chunks: int, microbatches: int, *, group: int | None = None, delayed: bool = False
 ) -> list[float]:
-    """Interleaved 1F1B: each rank has `chunks` chunks of the model, and runs each for `group` microbatches in turn.
+    """Interleaved 1F1B: each rank has `chunks` chunks of the model, and runs each for `group` microbatches at a time.
 
     order_interleaved(stages=2, stage=1, chunks=2, microbatches=2)  ->  [1, 1, 2, -2, 2, -2, -1, -1]
 
-    Forwards take the chunks ascending, backwards descending; 2 * (stages - stage - 1) + (chunks - 1) * group forwards
-    fill the pipeline. group: as many as there are stages, if not given. delayed: each dgrad is followed by its wgrad.
-
-    Raises ValueError for a group below the number of stages, or microbatches that are no multiple of it.
+    Forwards take the chunks in ascending order, backwards in descending order; 2 * (stages - stage - 1) +
+    (chunks - 1) * group forwards fill the pipeline. group: by default `stages`. delayed: each dgrad is followed by its
+    wgrad. Raises ValueError for a group below the number of stages, or microbatches that are not a multiple of it.
     """
     group = stages if group is None else group
     _check(stages=stages, stage=stage, microbatches=microbatches, chunks=chunks, group=group)
@@ -50,17 +49,17 @@ def order_interleaved(
 
 
 def overlap_layers(order: str | Iterable[Item], layers: Sequence[int], *, delayed: bool = False) -> list[float]:
-    """Make a chunk of each layer, so that one microbatch's communication hides behind another's computation.
+    """Turn each layer into a chunk, so that one microbatch's communication overlaps with another's computation.
 
     overlap_layers([1, 2, -2, 1, -1, -1], [1, 2])  ->  [1, 2, 3, 1, -3, -2, -1, -1]
 
-    order:   without wgrads; between its first backward and its last forward these must alternate
-    layers:  of each chunk of `order`; they become chunks 1, 2, ... in this order, also over the borders of chunks
-    delayed: emit wgrads, each behind its dgrad; but the last of a backward that is paired with a forward waits until
-             that forward's layers are through
+    order:   without wgrads; backwards and forwards must alternate from its first backward to its last forward
+    layers:  number of layers of each chunk of `order`; the layers of all chunks become chunks 1, 2, ...
+    delayed: emit wgrads, each after its dgrad; but in a backward that is paired with a forward, the last wgrad comes
+             after all layers of that forward
 
-    From the first backward to the last forward the order is taken in pairs: the forward's layers ascending alternate
-    with the backward's descending. What stands before or after is spread as it is.
+    From the first backward to the last forward the order is read in pairs: the forward's layers in ascending order
+    alternate with the backward's in descending order. Entries before and after are expanded one by one.
 
     Raises ScheduleError for an order that cannot be read, ValueError for one that does not alternate.
     """
@@ -105,7 +104,7 @@ def overlap_layers(order: str | Iterable[Item], layers: Sequence[int], *, delaye
 
 
 def _alternate(forward: Sequence[int], backward: Sequence[int], warmup: int, delayed: bool) -> list[float]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """`warmup` forwards, then forwards and backwards alternating, then the remaining backwards."""
     steps = [[-chunk, -chunk - 0.5] if delayed else [-chunk] for chunk in backward]
     return [*forward[:warmup], *_in_turn([[chunk] for chunk in forward[warmup:]], steps)]
 
@@ -116,7 +115,7 @@ def _in_turn(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[flo
 
 
 def _check(stages: int, stage: int, microbatches: int, **more: int) -> None:
-    """Raise ValueError unless there is such a pipeline, with orders that are not too long. more: chunks and group."""
+    """Raise ValueError unless the numbers describe a pipeline whose order is not too long. more: chunks and group."""
     given = {"stages": stages, "stage": stage, "microbatches": microbatches, **more}
     if odd := [f"{name}={show(value)}" for name, value in given.items() if not is_whole(value)]:
         raise ValueError(f"{', '.join(odd)}: give whole numbers.")

@@ -1,16 +1,16 @@
-"""How long the static buffers of a schedule live, which of them may share memory, and what that costs.
+"""The lifetimes of a schedule's static buffers, which of them share memory, and how much memory they take.
 
-A forward instance (chunk, microbatch, layer) has an F, a B and perhaps a W event. Its buffers live, ends included:
+A forward instance (chunk, microbatch, layer) has an F, a B and perhaps a W event. Lifetimes of its buffers, inclusive:
 
-    input        [F, B]  what the layer reads
-    saved        [F, B]  what its forward keeps for its backward
-    output       [F, B]  which covers the copy into the consumer's input
+    input        [F, B]  the layer's input
+    saved        [F, B]  tensors that forward saves for backward
+    output       [F, B]  including the copy into the consumer's input
     output_grad  [B, B]
-    delayed      [B, W]  what dgrad makes for a delayed wgrad; only if there is one
-    input_grad   [B, B of its consumer], or, if it is sent away, the end of the next dgrad entry
+    delayed      [B, W]  tensors that dgrad makes for a delayed wgrad, if there is one
+    input_grad   [B, B of its consumer], or, if sent to another rank, until the end of the next dgrad entry
 
-What the delayed wgrad reads as well (`LayerMemory.wgrad_reads`) lives until W instead of B. Two buffers of one class
-and size share memory if their lives have no event in common; the buffers that this takes are as many as live at once.
+Buffers that the delayed wgrad also reads (`LayerMemory.wgrad_reads`) live until W instead of B. Two buffers of the same
+class and size share memory if their lifetimes do not overlap, so as many are allocated as are live at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fuser.schedule.schedule import Entry, Event, Pass, Place, Schedule
 
 
 class Buffer(StrEnum):
-    """The class of a buffer: the field of LayerMemory that has its size."""
+    """The class of a buffer; also the field of LayerMemory that holds its size."""
 
     INPUT = "input"
     SAVED = "saved"
@@ -42,9 +42,9 @@ class Buffer(StrEnum):
 class LayerMemory:
     """Bytes of a layer's buffers for one microbatch.
 
-    wgrad_reads: what a delayed wgrad reads besides `delayed`; empty for a layer that does not delay its wgrad.
+    wgrad_reads: buffers besides `delayed` that a delayed wgrad reads; empty for a layer that does not delay its wgrad.
 
-    Raises ValueError for a negative size, or for something that a wgrad cannot read.
+    Raises ValueError for a negative size, or for a class of buffers that a wgrad cannot read.
     """
 
     input: int = 0
@@ -72,7 +72,7 @@ class LayerMemory:
 
 
 class Life(NamedTuple):
-    """A buffer of one instance: used from event `start` to event `end`, in number `number` of its class and size."""
+    """A buffer of one instance, in use from event `start` to `end`; `number` is its index in its class and size."""
 
     buffer: Buffer
     instance: Place
@@ -83,11 +83,11 @@ class Life(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Bytes that graphs take from the device.
+    """Bytes of device memory that graphs take.
 
-    static: inputs, outputs and their gradients, which stand outside of the pool
-    pool:   everything that passes make: what a forward keeps for its backward and a backward for its delayed wgrad, and
-            what lives within a pass. Whole segments of the allocator, as the pool reserves them. None: not known
+    static: inputs, outputs and their gradients, which are allocated outside of the pool
+    pool:   everything that passes allocate: tensors saved for backward and for delayed wgrads, and temporaries within a
+            pass. Counted in complete allocator segments, as the pool reserves them. None if unknown
     """
 
     static: int
@@ -95,7 +95,7 @@ class Taken(NamedTuple):
 
 
 class WgradCost(NamedTuple):
-    """What the delayed wgrads of a layer hold: bytes each, how many wait at once, events that one waits at most."""
+    """The cost of a layer's delayed wgrads: bytes of each, most outstanding at once, longest wait in events."""
 
     chunk: int
     layer: int
@@ -106,9 +106,9 @@ class WgradCost(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Who has which buffer when. `plan_memory` makes it.
+    """The assignment of buffers to instances over the events of a schedule, from `plan_memory`.
 
-    taken: what graphs of the schedule take in all; None until they are made
+    taken: the device memory of the schedule's graphs; None before they are captured
     """
 
     schedule: Schedule
@@ -119,22 +119,22 @@ class MemoryPlan:
 
     @cached_property
     def buffers(self) -> Mapping[tuple[Buffer, int], int]:
-        """How many buffers there are of each class and size."""
+        """The number of buffers of each class and size."""
         counts: dict[tuple[Buffer, int], int] = defaultdict(int)
         for life in self.lives:
             counts[life.buffer, life.size] = max(counts[life.buffer, life.size], life.number + 1)
         return dict(counts)
 
     def allocated(self, buffer: Buffer | None = None) -> int:
-        """Bytes of all buffers, or of one class."""
+        """Bytes of all buffers, or of those of one class."""
         return sum(size * count for (kind, size), count in self.buffers.items() if buffer in (None, kind))
 
     def unshared(self, buffer: Buffer | None = None) -> int:
-        """The same if each instance had buffers of its own."""
+        """Bytes of all buffers, or of those of one class, if instances did not share any."""
         return sum(life.size for life in self.lives if buffer in (None, life.buffer))
 
     def in_use(self, buffer: Buffer) -> list[int]:
-        """How many buffers of a class are in use at each event."""
+        """The number of buffers of a class in use at each event."""
         return self._at_each_event(lambda life: int(life.buffer is buffer))
 
     @cached_property
@@ -144,12 +144,12 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """The first event at which most bytes are in use."""
+        """The first event with the most bytes in use."""
         return self.live.index(max(self.live)) if self.live else 0
 
     @cached_property
     def wgrad_costs(self) -> list[WgradCost]:
-        """Of each layer with delayed wgrads, in order."""
+        """The cost of each layer with delayed wgrads, in order."""
         at = _positions(self.schedule)
         waits: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for (kind, chunk, microbatch, layer), position in at.items():
@@ -164,11 +164,11 @@ class MemoryPlan:
         return costs
 
     def prompt(self) -> MemoryPlan:
-        """The plan of the same schedule with each wgrad directly behind its dgrad."""
+        """The plan of the same schedule with each wgrad directly after its dgrad."""
         return plan_memory(_prompt(self.schedule), self.layers, follows=self.follows)
 
     def report(self) -> str:
-        """Bytes by class, the peak, and what each outstanding wgrad costs."""
+        """Bytes by class, the peak, and the cost of each outstanding wgrad, as text."""
         rows = [("class", "buffers", "bytes", "without sharing")]
         for buffer in Buffer:
             count = sum(count for (kind, _), count in self.buffers.items() if kind is buffer)
@@ -206,19 +206,19 @@ class MemoryPlan:
 def plan_memory(
     schedule: Schedule, layers: LayerMemory | Sequence[Sequence[LayerMemory]], *, follows: Collection[int] = ()
 ) -> MemoryPlan:
-    """Share the buffers of a schedule among its instances, as few as can be.
+    """Share buffers among the instances of a schedule, with as few buffers as possible.
 
     layers:  sizes by chunk and layer, or one for all layers
-    follows: chunks whose input gradient the chunk before consumes on this rank (as in Schedule.parse)
+    follows: chunks whose input gradient the preceding chunk consumes on this rank (as in Schedule.parse)
 
-    Raises ValueError for sizes of other layers than the schedule has.
+    Raises ValueError if the numbers of layers differ from the schedule's.
     """
     if isinstance(layers, LayerMemory):
         layers = [[layers] * count for count in schedule.layers]
     given = tuple(len(chunk) for chunk in layers)
     if given != schedule.layers:
         raise ValueError(f"layers has sizes for {given} layers by chunk, but the schedule has {schedule.layers}.")
-    ends: dict[tuple[Buffer, int], list[tuple[int, int]]] = defaultdict(list)  # (end, number) of those in use
+    ends: dict[tuple[Buffer, int], list[tuple[int, int]]] = defaultdict(list)  # (end, number) of buffers in use
     free: dict[tuple[Buffer, int], list[int]] = defaultdict(list)
     made: Counter[tuple[Buffer, int]] = Counter()
     lives = []
@@ -237,7 +237,7 @@ def plan_memory(
 
 
 def _lives(schedule: Schedule, layers: Sequence[Sequence[LayerMemory]], follows: Collection[int]) -> Iterator[Life]:
-    """Every buffer that has a size, numbered 0."""
+    """The lifetime of every buffer of nonzero size, with number 0."""
     at = _positions(schedule)
     sent = _ends_of_sends(schedule)
     for event in schedule.events:
@@ -268,7 +268,7 @@ def _positions(schedule: Schedule) -> dict[Event, int]:
 
 
 def _consumer(schedule: Schedule, instance: Place, follows: Collection[int]) -> Place | None:
-    """The instance on this rank that takes the input gradient; chunks without layers hand it through."""
+    """The instance on this rank that consumes the input gradient, or None; chunks without layers are skipped."""
     chunk, microbatch, layer = instance
     if layer:
         return chunk, microbatch, layer - 1
@@ -280,7 +280,7 @@ def _consumer(schedule: Schedule, instance: Place, follows: Collection[int]) -> 
 
 
 def _ends_of_sends(schedule: Schedule) -> dict[int, int]:
-    """For the last event of each dgrad entry: the last one of the next dgrad entry, else the end of the schedule."""
+    """Maps the last event of each dgrad entry to that of the next dgrad entry, or to the end of the schedule."""
     ends = []
     position = 0
     for entry in schedule.entries:

@@ -1,6 +1,6 @@
-"""The entries of an order: numbers, texts and objects are read, and what is none of these is named (rule R0).
+"""Read the entries of an order from numbers, texts and objects, and report everything else (rule R0).
 
-Whatever is given, reading ends within a second: in entries, or in problems with a sentence each.
+For any argument, reading ends within a second, with entries or with problems.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fuser.schedule.error import Problem, ScheduleError, show
 READING = "R0 (reading)"
 MOST_ENTRIES = 2**15
 MOST_EVENTS = 2**17
-# Of 15 digits, so that -c - 0.5, the number of a wgrad, is exact as a float.
+# 15 digits, so that -c - 0.5, the number of a wgrad, is exact as a float.
 HIGHEST_NUMBER = 10**15 - 1
 
 
@@ -40,10 +40,10 @@ class Pass(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of an order: a pass over all layers of a chunk. microbatch None is the next one.
+    """One entry of an order: a pass over all layers of a chunk. microbatch None means the next one.
 
-    Raises ValueError for a kind other than F, B, W, a chunk that is no whole number from 1 to HIGHEST_NUMBER, and a
-    microbatch that is none from 0 on.
+    Raises ValueError for a kind other than F, B, W, for a chunk that is not an integer from 1 to HIGHEST_NUMBER, and
+    for a microbatch that is not an integer from 0 on.
     """
 
     kind: Pass
@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def number(self) -> float:
-        """As TransformerEngine writes it: F2 -> 2, B2 -> -2, W2 -> -2.5."""
+        """The entry in TransformerEngine's notation: F2 -> 2, B2 -> -2, W2 -> -2.5."""
         return number_of_entry(self.kind, self.chunk)
 
     @property
@@ -82,7 +82,7 @@ def number_of_entry(kind: Pass, chunk: int) -> float:
 
 
 def read_order(order: str | Iterable[Item]) -> list[Entry]:
-    """The entries of an order by rule R0 alone, for those who transform orders. Raises ScheduleError."""
+    """The entries of an order, checked by rule R0 only, for transforming orders. Raises ScheduleError."""
     items = read_items(order)
     entries, problems = read_entries(items)
     if problems:
@@ -91,7 +91,7 @@ def read_order(order: str | Iterable[Item]) -> list[Entry]:
 
 
 def read_entries(items: Sequence[Item]) -> tuple[dict[int, Entry], list[Problem]]:
-    """Rule R0: the entries that can be read, by position, and what is wrong with the others."""
+    """Rule R0: the entries that can be read, by position, and the problems of the others."""
     entries: dict[int, Entry] = {}
     wrong: dict[str, list[int]] = defaultdict(list)
     for position, item in enumerate(items):
@@ -104,7 +104,7 @@ def read_entries(items: Sequence[Item]) -> tuple[dict[int, Entry], list[Problem]
 
 
 def _read_item(item: Item) -> tuple[Entry | None, str | None]:
-    """The entry, and what is wrong with the item. Where the meaning is plain in spite of that, both."""
+    """The entry, and the problem of the item, or None. Both if the item is wrong but its meaning is clear."""
     if isinstance(item, Entry):
         return item, None
     if isinstance(item, str):
@@ -119,7 +119,7 @@ def _read_item(item: Item) -> tuple[Entry | None, str | None]:
         return None, f"{show(item)} is no chunk. Write c for a forward, -c for a dgrad, -c-0.5 for a wgrad."
     if abs(number) > HIGHEST_NUMBER:
         return None, _too_high(item)
-    chunk = math.ceil(abs(number) - 0.5)  # of 2, -2 and -2.5: 2
+    chunk = math.ceil(abs(number) - 0.5)  # 2, -2 and -2.5 -> 2
     if chunk == 0:
         return None, f"{show(item)} means chunk 0, but chunks are counted from 1. Chunk 1 is written 1, -1 and -1.5."
     if number == -chunk - 0.5:
@@ -146,12 +146,12 @@ def _too_high(item: Item) -> str:
     return f"{show(item)} is too high a number. Count chunks from 1 and microbatches from 0, without gaps."
 
 
-def _exact(item: Any) -> int | Fraction | float | None:
-    """The value of a number of any library as Python's own; None if it is no real number."""
+def _exact(item: object) -> int | Fraction | float | None:
+    """A real number of any library as a Python number; None for anything else."""
     if isinstance(item, Integral):
         try:
             return operator.index(item)
-        except TypeError:  # a length of time, which numpy counts among the integers
+        except TypeError:  # numpy.timedelta64, which numpy registers as Integral
             return None
     if isinstance(item, Rational):
         return Fraction(int(item.numerator), int(item.denominator))
@@ -159,7 +159,7 @@ def _exact(item: Any) -> int | Fraction | float | None:
 
 
 def argument_problems(layers: Any, microbatches: Any, delayed: Any, follows: Any) -> Iterator[Problem]:
-    """Arguments of another kind or size than `Schedule.parse` names. Collections are tuples that `few` made."""
+    """Problems of arguments whose type or size is wrong for `Schedule.parse`. Collections are tuples from `few`."""
     for name, value, one, many, is_right, needed in (
         ("layers", layers, True, True, is_layer_count, f"whole numbers from 0 to {MOST_EVENTS}, or one for all"),
         ("delayed", delayed, True, True, _is_answer, "True, False or None for each chunk, or one for all"),
@@ -178,16 +178,16 @@ def argument_problems(layers: Any, microbatches: Any, delayed: Any, follows: Any
 
 
 def _is_microbatch_count(value: Any) -> bool:
-    """Also below 1, where rule R1 has a sentence."""
+    """Whether this is an integer that is not too large. Rule R1 reports those below 1."""
     return is_whole(value) and abs(value) <= MOST_ENTRIES
 
 
-def _is_answer(value: Any) -> bool:
+def _is_answer(value: object) -> bool:
     return value is None or isinstance(value, bool)
 
 
-def is_whole(value: Any) -> bool:
-    """Whether this is one of Python's integers; True and False are none."""
+def is_whole(value: object) -> bool:
+    """Whether this is a Python int, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -195,12 +195,12 @@ def is_layer_count(value: Any) -> bool:
     return is_whole(value) and 0 <= value <= MOST_EVENTS
 
 
-def error_of(items: Sequence[Any], problems: Sequence[Problem]) -> ScheduleError:
+def error_of(items: Sequence[object], problems: Sequence[Problem]) -> ScheduleError:
     return ScheduleError([show(str(item) if isinstance(item, Entry) else item) for item in items], problems)
 
 
 def read_items(order: str | Iterable[Item]) -> list[Item]:
-    """The items of an order, read once. An order without an order (a set, a dict), or an array, is none."""
+    """The items of an order, read once. Raises ScheduleError for unordered collections (sets, dicts) and arrays."""
     found: Iterable[Item]
     if isinstance(order, str):
         found = (match[0] for match in re.finditer(r"[^\s,]+", order))
@@ -221,7 +221,7 @@ def read_items(order: str | Iterable[Item]) -> list[Item]:
 
 
 def few(values: Any) -> Any:
-    """A collection as a tuple, cut off where it is too long to be right; anything else as it is."""
+    """A collection as a tuple, truncated just above MOST_ENTRIES; anything else unchanged."""
     if isinstance(values, Sequence | Set) and not isinstance(values, str | bytes | bytearray | memoryview):
         return tuple(islice(values, MOST_ENTRIES + 1))
     return values

@@ -1,4 +1,4 @@
-"""A schedule run eagerly over plain autograd: what a captured one must agree with, bit for bit."""
+"""Run a schedule eagerly with plain autograd: the reference that a captured schedule must match bit for bit."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from fuser.schedule.schedule import Pass, Place, Schedule
 
 Key = tuple[int, int]  # chunk, microbatch
-Value = Tensor | tuple[Tensor, ...]  # what a layer takes and gives
-Grads = tuple[Tensor | None, ...]  # one for each tensor of a value
+Value = Tensor | tuple[Tensor, ...]  # input or output of a layer
+Grads = tuple[Tensor | None, ...]  # one gradient for each tensor of a Value
 
 
 class ScheduleRun(NamedTuple):
-    """What a run hands back, by (chunk, microbatch).
+    """The results of a run, by (chunk, microbatch).
 
-    outputs:     of each chunk that no other follows on, detached
-    input_grads: of each given input, a tensor or several as it was; None for a tensor that does not require grad
+    outputs:     detached outputs of each chunk that no other chunk follows
+    input_grads: gradients of the given inputs, in the same structure; None for a tensor that does not require grad
     """
 
     outputs: dict[Key, Value]
@@ -27,7 +27,7 @@ class ScheduleRun(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a layer's forward leaves for its dgrad: its inputs as leaves, and outputs with their graph."""
+    """Kept from a layer's forward for its dgrad: its inputs as leaves, and its outputs with their graph."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -39,24 +39,24 @@ def run_schedule(
     inputs: Mapping[Key, Value],
     output_grads: Mapping[Key, Tensor | Grads | None],
 ) -> ScheduleRun:
-    """Run every event of a schedule where it stands. Gradients of parameters are accumulated as by `backward()`.
+    """Run the events of a schedule in order. Parameter gradients are accumulated as by `backward()`.
 
-    chunks:       the layers of each chunk; a layer takes and gives a tensor or several
-    inputs:       by (chunk, microbatch). A chunk without any follows on the chunk before: it takes its outputs
-    output_grads: by (chunk, microbatch), for each chunk that no other follows on
+    chunks:       the layers of each chunk; a layer takes and returns one or several tensors
+    inputs:       by (chunk, microbatch). A chunk without inputs takes the outputs of the preceding chunk
+    output_grads: by (chunk, microbatch), for each chunk that no other chunk follows
 
     A W event calls `backward_dw()` of the layer, or, if it has none, of the modules in it that do, the last first. A
-    module delays its wgrad if it has this method, unless its `delay_wgrad_compute` says no.
+    module delays its wgrad if it has this method, unless its `delay_wgrad_compute` is False.
 
-    As each chunk runs its microbatches in order, the gradients of its parameters have the bits of microbatches run one
-    by one. Random numbers are drawn in the order of the schedule.
+    Each chunk runs its microbatches in order, so its parameter gradients are bit for bit those of running microbatch
+    after microbatch. Random numbers are drawn in the order of the schedule.
 
-    Raises ScheduleError where the schedule does not fit the layers (rules R1 and R8), ValueError for missing or
+    Raises ScheduleError if the schedule does not match the layers (rules R1 and R8), ValueError for missing or
     superfluous layers, inputs or gradients; both before anything is run.
     """
     follows = _check(schedule, chunks, inputs, output_grads)
-    values: dict[Key, Value] = {}  # what a chunk gave, until the next one takes it
-    grads: dict[Key, Grads] = {}  # what a chunk gave backward, until the one before takes it
+    values: dict[Key, Value] = {}  # outputs of a chunk, until the next one consumes them
+    grads: dict[Key, Grads] = {}  # input gradients of a chunk, until the preceding one consumes them
     waiting: dict[Place, _Kept] = {}
     for entry in schedule.entries:
         assert entry.microbatch is not None, f"{entry} was not checked"
@@ -103,7 +103,7 @@ def _dgrad(kept: _Kept, d_outputs: Grads) -> Grads:
 
 
 def delaying(module: nn.Module) -> Iterator[Any]:
-    """The modules that delay their wgrad: this one, or those in it, the last first."""
+    """The modules that delay their wgrad: this one, or those inside it, the last first."""
     if hasattr(module, "backward_dw"):
         if getattr(module, "delay_wgrad_compute", True):
             yield module
@@ -118,7 +118,7 @@ def _check(
     inputs: Mapping[Key, Value],
     output_grads: Mapping[Key, Tensor | Grads | None],
 ) -> set[int]:
-    """Raise unless all fits together; return the chunks that follow on the one before."""
+    """Raise unless all arguments match; return the chunks that take the outputs of the preceding chunk."""
     given = tuple(len(layers) for layers in chunks)
     if given != schedule.layers:
         raise ValueError(f"chunks have {given} layers, but the schedule has {schedule.layers}. Give as many of each.")
@@ -152,5 +152,5 @@ def _apply(function: Callable[[Tensor], Tensor], value: Value) -> Value:
 
 
 def _cut(tensor: Tensor) -> Tensor:
-    """The same data as a leaf, which gets a gradient if the tensor would."""
+    """The same data as a leaf that requires grad if the tensor does."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,22 +1,22 @@
-"""Pipeline schedules: which forward, dgrad and wgrad runs when, read from an order and checked before anything runs.
+"""Pipeline schedules: the order of forwards, dgrads and wgrads, read and checked before anything runs.
 
 An order is a list of entries. Chunks are counted from 1, microbatches and layers from 0.
 
     number  text  what runs, for the next microbatch of chunk 2
-       2    F2    forward, layers ascending
-      -2    B2    dgrad, layers in reverse; with it the wgrad of layers that do not delay theirs
+       2    F2    forward, layers in ascending order
+      -2    B2    dgrad, layers in reverse; includes the wgrad of layers that do not delay theirs
     -2.5    W2    delayed wgrad, layers in reverse
 
-Forwards, dgrads and wgrads of a chunk are counted apart, so several wgrads may be outstanding, and a chunk may have any
-number of layers, also none. "F2@3" names the microbatch, which is then checked. The rules:
+Forwards, dgrads and wgrads of a chunk are counted separately, so several wgrads may be outstanding. A chunk may have
+any number of layers, including none. "F2@3" names the microbatch, which is then checked. The rules:
 
-    R0 reading    an entry is one of the forms above, with a chunk that exists, and an order is of a size that can be
-                  checked at once: up to MOST_ENTRIES entries, MOST_EVENTS events
+    R0 reading    an entry has one of the forms above, with a chunk that exists, and an order has at most MOST_ENTRIES
+                  entries and MOST_EVENTS events
     R1 totals     each chunk has as many forwards and dgrads as there are microbatches; as many wgrads if it delays
                   them, else none
-    R2 causality  a dgrad stands behind its forward, a wgrad behind its dgrad
+    R2 causality  a dgrad comes after its forward, a wgrad after its dgrad
     R3 matching   the k-th entry of a kind and chunk belongs to microbatch k
-    R8 chaining   if chunk c follows on chunk c - 1: its forward behind theirs, its dgrad before theirs
+    R8 chaining   if chunk c follows chunk c - 1: its forward comes after the forward of c - 1, its dgrad before theirs
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Event(NamedTuple):
 
     @property
     def instance(self) -> Place:
-        """The forward instance whose pass this is."""
+        """The forward instance to which this pass belongs."""
         return self.chunk, self.microbatch, self.layer
 
     def __str__(self) -> str:
@@ -71,10 +71,10 @@ class Schedule:
     """A checked order. Make one with `Schedule.parse`.
 
     entries:      in order, each with its microbatch
-    layers:       layers of each chunk
-    microbatches: how many each chunk runs
-    delayed:      whether a chunk has delayed wgrads
-    events:       the entries spread over the layers
+    layers:       number of layers of each chunk
+    microbatches: number of microbatches that each chunk runs
+    delayed:      for each chunk, whether it has delayed wgrads
+    events:       the entries expanded into one event for each layer
     """
 
     entries: tuple[Entry, ...]
@@ -96,22 +96,22 @@ class Schedule:
         delayed: Sequence[bool | None] | bool | None = None,
         follows: Collection[int] = (),
     ) -> Schedule:
-        """Read an order and check all of it.
+        """Read an order and check it by all rules.
 
             Schedule.parse([1, 1, -1, -1, -1.5, -1.5]) == Schedule.parse("F1 F1 B1 B1 W1 W1")
 
         order:        numbers, texts or Entry objects, also mixed, or one text
         layers:       for each chunk; one number for all if there are no wgrads; None: one layer each
-        microbatches: None: the largest count of forwards or dgrads that a chunk has
+        microbatches: None: the largest number of forwards or dgrads of any chunk
         delayed:      whether a chunk has layers that delay their wgrad; None: it does if the order has wgrads for it
-        follows:      chunks whose input is the output of the chunk before, on this rank (rule R8)
+        follows:      chunks whose input is the output of the preceding chunk on this rank (rule R8)
 
-        Raises ScheduleError, a ValueError, which holds all errors.
+        Raises ScheduleError, a ValueError, with all problems.
         """
         items = read_items(order)
         entries, problems = read_entries(items)
         layers, delayed, follows = few(layers), few(delayed), few(follows)
-        # The rules behind these two reckon with the arguments.
+        # The other rules need valid arguments.
         if wrong := list(argument_problems(layers, microbatches, delayed, follows)):
             raise error_of(items, [*problems, *wrong])
         places = _places(entries)
@@ -145,11 +145,11 @@ class Schedule:
 
     @property
     def order(self) -> list[float]:
-        """As TransformerEngine writes it."""
+        """The order in TransformerEngine's notation."""
         return [entry.number for entry in self.entries]
 
     def spread(self, entry: Entry) -> tuple[Event, ...]:
-        """The events of one entry: forward layers ascend, backward layers descend."""
+        """The events of one entry: layers ascending in forward, descending in backward."""
         layers = range(self.layers[entry.chunk - 1])
         assert entry.microbatch is not None, f"{entry} was not checked"
         return tuple(
@@ -158,13 +158,13 @@ class Schedule:
         )
 
     def index(self, instance: Place) -> int:
-        """Where TransformerEngine's flat tuples (callables returned, sample arguments) have this forward instance."""
+        """The index of this forward instance in TransformerEngine's flat tuples (callables, sample arguments)."""
         chunk, microbatch, layer = instance
         before = sum(self.layers[: chunk - 1]) * self.microbatches
         return before + microbatch * self.layers[chunk - 1] + layer
 
     def notes(self) -> list[str]:
-        """What other frameworks could not run; it is legal here, and costs memory (rules R4 and R5)."""
+        """Parts of the schedule that are valid here but not in other frameworks, and cost memory (rules R4 and R5)."""
         notes = []
         step = {Pass.FORWARD: 0, Pass.DGRAD: 1, Pass.WGRAD: -1}
         for chunk in (chunk for chunk, delays in enumerate(self.delayed, 1) if delays):
@@ -188,7 +188,7 @@ class Schedule:
         return " ".join(entry.name for entry in self.entries)
 
 
-# Where the entries of a kind and chunk stand, in order.
+# (kind, chunk) -> positions of its entries, in order
 Places = Mapping[tuple[Pass, int], Sequence[int]]
 
 
@@ -226,7 +226,7 @@ def _layers_problems(
 def _delays(
     layers: Sequence[int] | int | None, delayed: Sequence[bool | None] | bool | None, places: Places
 ) -> Mapping[int, bool]:
-    """Whether a chunk must have wgrads, where that was said. A chunk without layers may have them or not."""
+    """chunk -> whether it must have wgrads, as far as given. A chunk without layers may have them or not."""
     if delayed is None:
         return {}
     said = {c: delayed for _, c in places} if isinstance(delayed, bool) else dict(enumerate(delayed, 1))

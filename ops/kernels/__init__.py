@@ -1,1 +1,1 @@
-"""Kernels of the basic operations: one file a family, each with its reference in plain torch."""
+"""Kernels of the basic operations: one file for each family, with its reference in plain torch."""

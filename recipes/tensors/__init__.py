@@ -1,1 +1,1 @@
-"""Formats, splits into groups, quantized and grouped tensors, and the quantizers that make them."""
+"""Number formats, group splits, quantized and grouped tensors, and the quantizers that create them."""

@@ -1,4 +1,4 @@
-"""The number formats of codes and scales, and how a tensor is divided into blocks that share a scale: values.
+"""The number formats of codes and scales, and the division of a tensor into blocks that share a scale.
 
 |                    | E4M3 (FN)   | E5M2          | E2M1        | E8M0 (scales only)  |
 |--------------------|-------------|---------------|-------------|---------------------|
@@ -23,9 +23,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ElementFormat(ABC):
-    """What codes are: a name, the torch dtype in which they are stored, the largest finite number.
+    """The number format of codes: name, torch dtype in which they are stored, largest finite number.
 
-    A format of one's own is a subclass, equal by value.
+    User-defined formats are subclasses, equal by value.
     """
 
     name: str
@@ -34,29 +34,29 @@ class ElementFormat(ABC):
 
     @abstractmethod
     def encode(self, scaled: Tensor) -> Tensor:
-        """Codes of float32 values that are scaled already, to nearest; saturating, also from Inf."""
+        """Codes of float32 values that are already scaled, rounded to nearest; large values and Inf saturate."""
 
     @abstractmethod
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers that codes stand for, in a floating dtype that holds them; of a code of 0 the number 0."""
+        """The values of codes, in a floating dtype that represents them exactly. Code 0 must decode to 0."""
 
     @property
     @abstractmethod
     def half_step(self) -> float:
-        """By how much of itself the largest number may lie below what is rounded to it."""
+        """Half the spacing at the largest number, relative to it: by how much more a value may round down to it."""
 
     @abstractmethod
     def largest_codes(self, codes: Tensor) -> Tensor:
-        """The codes, with 0 for all but those of the largest magnitude."""
+        """The codes, with all but those of the largest magnitude replaced by 0."""
 
 
 @dataclass(frozen=True)
 class Float8Format(ElementFormat):
     """E4M3 or E5M2, by its torch dtype.
 
-    A format of one's own may have a smaller largest number than its dtype: scales are made for it, and casts saturate
-    at it. Raises ValueError for one that is larger, or below 4 (scales may then be no normal numbers), and for another
-    dtype.
+    A user-defined format may limit `max` to less than its dtype's largest number; scales are computed for that limit,
+    and casts saturate at it. Raises ValueError for a larger `max`, one below 4 (scales could then be subnormal), and
+    another dtype.
     """
 
     def __post_init__(self) -> None:
@@ -69,9 +69,9 @@ class Float8Format(ElementFormat):
             )
 
     def encode(self, scaled: Tensor) -> Tensor:
-        """As above; NaN stays NaN.
+        """As in the base class; NaN stays NaN.
 
-        torch's own E4M3 cast saturates from 2.12 on and gives NaN before, its E5M2 cast overflows to Inf: so clamp.
+        Clamps first: above the largest number, torch's E4M3 cast gives NaN before torch 2.12, and its E5M2 cast Inf.
         """
         return scaled.clamp(-self.max, self.max).to(self.dtype)
 
@@ -91,13 +91,13 @@ class Float8Format(ElementFormat):
 E4M3 = Float8Format("E4M3", torch.float8_e4m3fn, 448.0)
 E5M2 = Float8Format("E5M2", torch.float8_e5m2, 57344.0)
 
-# The magnitudes of E2M1 codes 0 to 7; code + 8 is the negative. torch has no casts for it: codes are packed in uint8.
+# Magnitudes of E2M1 codes 0 to 7; code + 8 is the negative. torch has no casts for E2M1, so codes are packed in uint8.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
 class PackedE2M1(ElementFormat):
-    """E2M1, two codes a byte; only the casts of NVFP4 make them."""
+    """E2M1, two codes in each byte; only NVFP4's casts produce them."""
 
     def encode(self, scaled: Tensor) -> Tensor:
         raise NotImplementedError("E2M1 codes are made by `recipes.casts.cast_nvfp4`. Use NVFP4Quantizer.")
@@ -108,7 +108,7 @@ class PackedE2M1(ElementFormat):
 
     @property
     def half_step(self) -> float:
-        return 1 / 6  # 6, and 8 would be next
+        return 1 / 6  # after 6 the next value would be 8
 
     def largest_codes(self, codes: Tensor) -> Tensor:
         low, high = codes & 0x0F, codes & 0xF0
@@ -117,15 +117,15 @@ class PackedE2M1(ElementFormat):
 
 E2M1 = PackedE2M1("E2M1", torch.uint8, E2M1_VALUES[-1])
 
-# Bytes of an E8M0 scale: the byte E stands for 2^(E - 127).
+# E8M0: the byte E represents the scale 2^(E - 127).
 E8M0_DTYPE = torch.float8_e8m0fnu
 E8M0_LARGEST = 254
 
 
 class Format(Enum):
-    """Which element format a recipe takes forward (inputs, weights) and backward (gradients)."""
+    """The element formats of a recipe in forward (inputs, weights) and in backward (gradients)."""
 
-    # HYBRID first: once bound, the other two names hide the formats inside this class.
+    # HYBRID first: once defined, the other two names shadow the module's E4M3 and E5M2 in this class body.
     HYBRID = (E4M3, E5M2)
     E4M3 = (E4M3, E4M3)
     E5M2 = (E5M2, E5M2)
@@ -145,51 +145,50 @@ class Format(Enum):
 
 
 class ScaleRule(ABC):
-    """How a scale follows from the largest magnitude of its block. Subclasses are frozen dataclasses, equal by value.
+    """How a scale is computed from the amax of its block. Subclasses are frozen dataclasses, equal by value.
 
-    dtype: in which scales are stored
+    dtype: the dtype in which scales are stored
     """
 
     dtype: ClassVar[torch.dtype]
 
     @abstractmethod
     def scales(self, amax: Tensor, element: ElementFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What values are multiplied by before they are encoded, float32, and what is stored of it, in `self.dtype`.
+        """(float32 factors by which values are multiplied before encoding, the stored scales in `self.dtype`).
 
-        amax: float32, of any shape; NaN counts as 0 in it. dtype: of the tensor that is quantized.
+        amax: float32, of any shape; NaN in the data counts as 0. dtype: dtype of the tensor that is quantized.
         """
 
     @abstractmethod
     def values(self, stored: Tensor) -> Tensor:
-        """The float32 numbers that codes are multiplied by again."""
+        """The float32 factors by which decoded codes are multiplied, from the stored scales."""
 
     @abstractmethod
     def holding(self, dtype: torch.dtype) -> torch.dtype:
-        """`dtype`, or the smallest floating dtype in its place that holds every product of a code and a scale."""
+        """`dtype`, or else the smallest floating dtype that represents every product of a code and a scale."""
 
 
-# How float8 codes are scaled: one scale a tensor; one for each 128 codes along the axis to be contracted; for 128x128.
+# One scale for: the whole tensor ("tensor"), each 128 codes along the contracted axis ("row"), each 128x128 ("square").
 ScaleLayout = Literal["tensor", "row", "square"]
 
-# natural: codes and scales lie as the values do. transposed: codes of the columnwise copy are transposed, and scales
-# are contiguous along the axis that is not contracted, as a matrix product reads both.
+# natural: codes and scales have the layout of the values. transposed: the columnwise codes are transposed, and scales
+# are contiguous along the axis that is not contracted, as a GEMM reads both.
 ColumnwiseLayout = Literal["natural", "transposed"]
 
-ALL = 0  # rows or columns of a block: as many as the tensor, or the group, has
+ALL = 0  # a block spans all rows or columns of the tensor or group
 
-# Of which blocks, with float32 scales, codes are multiplied as they are.
+# Blocks for which native products exist, with float32 scales.
 FLOAT8_SCALINGS: dict[tuple[int, int], ScaleLayout] = {(ALL, ALL): "tensor", (1, 128): "row", (128, 128): "square"}
 
 
 @dataclass(frozen=True)
 class ScaleSpec:
-    """A number format of tensors, as a value: what codes are, which of them share a scale, and how both lie in memory.
+    """A quantized tensor format, as a value: the codes, which of them share a scale, and the memory layout of both.
 
-    block:      rows x columns of the rowwise copy that share a scale, 1 x n or n x n; those of the columnwise copy are
-                turned round
-    columnwise: how the columnwise copy lies
-    alignment:  in it the rows of each group begin at multiples of this many
-    transform:  the orthogonal transform of the rows that the columnwise copy is in; None for none
+    block:      rows x columns of the rowwise copy that share a scale, 1 x n or n x n; swapped for the columnwise copy
+    columnwise: memory layout of the columnwise copy
+    alignment:  in the columnwise copy, the rows of each group begin at multiples of this number
+    transform:  the orthogonal transform applied to the rows of the columnwise copy; None for none
 
     Raises ValueError for another block.
     """
@@ -207,17 +206,17 @@ class ScaleSpec:
             raise ValueError(f"block is {self.block}, but must be 1 x n or n x n numbers, of which n may be ALL.")
 
     def block_of(self, columnwise: bool) -> tuple[int, int]:
-        """Rows and columns, in the natural order, that share a scale in this copy."""
+        """Rows and columns that share a scale in this copy, before any transposition."""
         return self.block[::-1] if columnwise else self.block
 
     @property
     def float8_scaling(self) -> ScaleLayout | None:
-        """How the codes are scaled that a GPU with float8 products multiplies; None: their values are multiplied."""
+        """The scale layout for native float8 products; None if there are none, and values are multiplied instead."""
         if not isinstance(self.element, Float8Format) or self.columnwise != "transposed":
             return None
         return FLOAT8_SCALINGS.get(self.block) if self.scale_rule.dtype == torch.float32 else None
 
     @property
     def is_per_tensor(self) -> bool:
-        """Whether the one scale of a tensor or group stays outside of its products."""
+        """Whether each tensor or group has one scale, which is applied to the result of a product."""
         return self.block == (ALL, ALL)

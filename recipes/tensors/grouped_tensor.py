@@ -1,7 +1,7 @@
 """GroupedTensor: the rows of all groups in one buffer, in high precision or quantized.
 
-A plain frozen container, no Tensor subclass. Rows past the sum of the splits belong to no group; quantized, they have
-codes of 0 and dequantize to 0 exactly, whatever stood there.
+A plain frozen container, not a Tensor subclass. Rows past the sum of the splits belong to no group; their codes are 0
+and dequantize to exactly 0, regardless of the values in these rows.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ class GroupedTensor:
         return self.splits.device
 
     def dequantize(self) -> Tensor:
-        """[T, K] in the nominal dtype, of the rowwise copy if there is one; rows past the sum are 0."""
+        """[T, K] in the nominal dtype, from the rowwise copy if there is one; rows past the sum are 0."""
         if self.data is not None:
             inactive = self.splits.group_of_row == self.splits.num_groups
             return self.data.masked_fill(inactive[:, None], 0)
         return either(self.rowwise, self.columnwise).dequantize(self.splits).to(self.dtype)
 
     def operand(self, columnwise: bool, dtype: torch.dtype) -> Operand:
-        """One side of a grouped matrix product, [T, K] in the natural order, or padded to `Operand.block`."""
+        """An operand of a grouped GEMM, [T, K] in its original layout, or padded to `Operand.block`."""
         if self.data is not None:
             return Operand(self.data, None)
         return pick(self.rowwise, self.columnwise, columnwise).operand(dtype, self.splits)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors, those of the splits last, to travel through `save_for_backward`."""
+        """All tensors, those of the splits last, for `save_for_backward`."""
         return (self.data, *copies_to_tensors(self.rowwise, self.columnwise), *self.splits.tensors())
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> GroupedTensor:
-        """The same container over `tensors`, which come from `tensors()`. With Nones: an empty template."""
+        """A container like this one over `tensors`, in the order of `tensors()`. With Nones: an empty template."""
         end = 1 + len(copies_to_tensors(self.rowwise, self.columnwise))
         rowwise, columnwise = copies_from_tensors(self.rowwise, self.columnwise, tensors[1:end])
         splits = self.splits.rebuild(tensors[end:])

@@ -1,6 +1,6 @@
 """QuantizedTensor: one tensor, or a stack of weights, as low-precision codes with scales.
 
-A tensor may be held twice, because the two matrix products it takes part in contract different axes:
+A tensor may be stored twice, because its two matrix products contract different axes:
 
     rowwise      scaled along the last axis                            fprop, dgrad (x, dy); fprop (w)
     columnwise   scaled along the rows (for w: along the outputs)      wgrad (x, dy); dgrad (w)
@@ -21,9 +21,9 @@ from recipes.tensors.scaled_codes import Operand, ScaledCodes
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A tensor [..., K], or weights [G, N, K] of which each group is scaled by itself.
+    """A tensor [..., K], or stacked weights [G, N, K] with separate scales for each group.
 
-    rowwise, columnwise: the copies, at least one; one and the same object where a format shares its codes
+    rowwise, columnwise: the copies, at least one; the same object where a format shares its codes
     dtype: the nominal dtype, which `dequantize` returns
     """
 
@@ -40,19 +40,19 @@ class QuantizedTensor:
         return either(self.rowwise, self.columnwise).codes.device
 
     def dequantize(self) -> Tensor:
-        """The values in the nominal dtype, of the rowwise copy if there is one. Computed in float32, rounded once."""
+        """The values in the nominal dtype, from the rowwise copy if there is one. Computed in float32, rounded once."""
         return either(self.rowwise, self.columnwise).dequantize().to(self.dtype)
 
     def operand(self, columnwise: bool, dtype: torch.dtype) -> Operand:
-        """One side of a matrix product, from the copy that is scaled along the axis to be contracted."""
+        """An operand of a GEMM, from the copy that is scaled along the contracted axis."""
         return pick(self.rowwise, self.columnwise, columnwise).operand(dtype)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Codes and scales, to travel through `save_for_backward`."""
+        """Codes and scales, for `save_for_backward`."""
         return copies_to_tensors(self.rowwise, self.columnwise)
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> QuantizedTensor:
-        """The same container over `tensors`, which come from `tensors()`. With Nones: an empty template."""
+        """A container like this one over `tensors`, in the order of `tensors()`. With Nones: an empty template."""
         rowwise, columnwise = copies_from_tensors(self.rowwise, self.columnwise, tensors)
         return replace(self, rowwise=rowwise, columnwise=columnwise)
 
@@ -66,7 +66,7 @@ def either(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None) -> Scale
 
 
 def pick(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None, want_columnwise: bool) -> ScaledCodes:
-    """The copy that was asked for. Raises RuntimeError if it was never made."""
+    """The requested copy. Raises RuntimeError if it was not made."""
     copy = columnwise if want_columnwise else rowwise
     if copy is None:
         kind = "columnwise" if want_columnwise else "rowwise"
@@ -75,7 +75,7 @@ def pick(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None, want_colum
 
 
 def copies_to_tensors(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None) -> tuple[Tensor | None, ...]:
-    """The tensors of both copies, two Nones for one that is missing; a shared copy is named once, to be saved once."""
+    """The tensors of both copies, two Nones for a missing one; a shared copy appears once, so that it is saved once."""
     copies = (rowwise, columnwise if columnwise is not rowwise else None)
     return tuple(tensor for copy in copies for tensor in (copy.tensors() if copy is not None else (None, None)))
 
@@ -83,7 +83,7 @@ def copies_to_tensors(rowwise: ScaledCodes | None, columnwise: ScaledCodes | Non
 def copies_from_tensors(
     rowwise: ScaledCodes | None, columnwise: ScaledCodes | None, tensors: Sequence[Tensor | None]
 ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
-    """The two copies over other tensors, in the order of `copies_to_tensors`."""
+    """Both copies over other tensors, in the order of `copies_to_tensors`."""
     shared = columnwise is rowwise
     count = len(rowwise.tensor_fields) if rowwise is not None else 2
     rowwise = rowwise and rowwise.over(tensors[:count])

@@ -1,4 +1,4 @@
-"""Quantizer: how one tensor becomes codes and scales."""
+"""Quantizer: the interface that turns a tensor into codes and scales."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _LARGEST_EPSILON = torch.finfo(torch.float32).max
 
 
 class StateOfRole(Protocol):
-    """Where the state of one operation's quantizer for one role is kept."""
+    """The storage for the state of one operation's quantizer for one role."""
 
     @property
     def role(self) -> str: ...
 
     def tensors(self, quantizer: Quantizer, device: torch.device | None) -> Mapping[str, Tensor]:
-        """The tensors that `quantizer.state_shapes` asks for, made on `device` if they are not there yet."""
+        """The tensors that `quantizer.state_shapes` names, created on `device` if they do not exist yet."""
         ...
 
 
 class QuantizedBuffers(NamedTuple):
-    """Both copies of a tensor, uninitialised.
+    """Uninitialised buffers for both copies of a tensor.
 
-    scale: [1] float32 to cast with; None if each block's own is found on the way
-    amax:  [1] float32 that max |x| is to raise; None if nothing is recorded
+    scale: [1] float32 to quantize with; None if the kernel computes a scale for each block
+    amax:  [1] float32, to be raised to max |x|; None if nothing is recorded
     """
 
     copies: QuantizedTensor
@@ -49,16 +49,16 @@ class QuantizedBuffers(NamedTuple):
 class Quantizer(ABC):
     """Base of all quantizers. Subclasses are frozen dataclasses, equal by value.
 
-    Inputs are bf16, fp16, fp32 or fp64; what is quantized is their value in float32 (fp64 is rounded to it first).
-    Each copy that is asked for is cast from this input, never from the other copy. Not differentiable.
+    Inputs are bf16, fp16, fp32 or fp64, and are quantized from their float32 values (fp64 is first rounded to float32).
+    Each requested copy is cast from the input, never from the other copy. Not differentiable.
 
-    The built-in ones raise TypeError for an x of another kind and ValueError for one without the dimensions that are
-    needed, for rows that the splits were not made for, and where no copy is asked for.
+    The built-in quantizers raise TypeError for an x of another type or dtype, and ValueError for an x with too few
+    dimensions, for splits made for another number of rows, and if no copy is requested.
 
-    Only `quantize` must be there. A quantizer with that alone runs on the split path.
+    Only `quantize` is required. A quantizer that implements nothing else runs on the split path.
 
-    keeps_state: whether casts depend on earlier ones, through the tensors that `state_shapes` names. They are kept on
-    the operation that quantizes, as buffers.
+    keeps_state: whether casts depend on earlier ones through the tensors that `state_shapes` names. These are buffers
+    of the operation that quantizes.
     """
 
     keeps_state: ClassVar[bool] = False
@@ -67,81 +67,79 @@ class Quantizer(ABC):
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         """Quantize one tensor [..., K]; its rows are all axes but the last.
 
-        There may be no rows where x itself has none. A quantizer that has this method alone gets no group without rows:
-        the split path leaves those out.
+        x may have zero rows only if the operation's input has none: the split path skips empty groups.
         """
 
     def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
-        """Quantize weights [G, N, K], each group by itself: rowwise along K, columnwise along N."""
+        """Quantize stacked weights [G, N, K], each group separately: rowwise along K, columnwise along N."""
         raise NotImplementedError(f"{type(self).__name__} quantizes single tensors only. Quantize group by group.")
 
     def quantize_grouped(
         self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
-        """Quantize the rows of each group as if it stood alone, bit for bit, without reading the device.
+        """Quantize the rows of each group, bit for bit as if each were quantized alone, without synchronizing.
 
-        Rows past the sum get codes of 0, whatever stands there.
+        Rows past the sum get codes of 0, regardless of their values.
         """
         raise NotImplementedError(f"{type(self).__name__} quantizes single tensors only. Quantize group by group.")
 
     @property
     def kernel_spec(self) -> ScaleSpec | None:
-        """The format to which a kernel may quantize, tile by tile, what it has just computed, if it knows that format;
-        None if all must be seen first."""
+        """The format to which a kernel may quantize its result tile by tile, if it supports the format; None if the
+        scales depend on the complete tensor."""
         return None
 
     def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
-        """For such a kernel, where both copies of a tensor [..., K] that is not empty go."""
+        """Buffers for such a kernel: both copies of a non-empty tensor [..., K]."""
         raise NotImplementedError(f"{type(self).__name__} casts by its own kernels only: kernel_spec is None.")
 
     def state_shapes(self, num_scales: int) -> StateShapes:
-        """What is kept for `num_scales` tensors that have a scale each, one for each group of a grouped operation."""
+        """The state tensors for `num_scales` scales, one for each group of a grouped operation."""
         return {}
 
     def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
-        """This quantizer over an operation's state.
+        """This quantizer bound to an operation's state.
 
-        updates: takes note of states that change at the end of the step; None: nothing is recorded.
-        scale: a `snapshot` to cast with in place of the state's scales.
+        updates: collects states that change at the end of the step; None: nothing is recorded.
+        scale: a `snapshot` to quantize with instead of the state's scales.
         """
         return self
 
     def seeded(self, device: torch.device) -> Quantizer:
-        """This quantizer with the random numbers of one cast drawn, so that the groups of one buffer share them."""
+        """This quantizer with the seed of one cast already drawn, so that all groups of one buffer share it."""
         return self
 
     def for_group(self, group: int) -> Quantizer:
-        """This quantizer for one group's tensor alone."""
+        """This quantizer, for the tensor of a single group."""
         return self
 
     def snapshot(self, device: torch.device) -> Tensor | None:
-        """What of the state a later cast must have to give the codes of this step; None without a state."""
+        """The part of the state with which a later cast gives the same codes as in this step; None if stateless."""
         return None
 
     def note_cast_with(self, snapshot: Tensor | None) -> None:  # noqa: B027
-        """Codes that were cast with this `snapshot` are used again: a recomputation is to cast with it, too."""
+        """Record that codes quantized with this `snapshot` are reused, so that a recomputation uses it too."""
 
     @property
     def columnwise_transform(self) -> str | None:
-        """The orthogonal transform of the rows that columnwise copies are in; only two of one kind cancel."""
+        """The orthogonal transform of the rows in columnwise copies; it cancels only if both operands have the same."""
         return None
 
     @property
     def copies_agree(self) -> bool:
-        """Whether both copies hold the same values, and no product takes their codes as they are: one then serves both
-        ways."""
+        """Whether both copies have the same values and no native product reads their codes: one copy is then enough."""
         return False
 
     def of_copy(self, columnwise: bool) -> Quantizer | None:
-        """The quantizer that makes this copy; None leaves it in high precision."""
+        """The quantizer of this copy; None leaves the copy in high precision."""
         return self
 
     def float8_scaling(self, columnwise: bool) -> ScaleLayout | None:
-        """How this copy's codes are scaled that a GPU with float8 products multiplies; None: its values are."""
+        """This copy's scale layout for native float8 products; None if values are multiplied instead."""
         return None
 
     def knows_groups(self) -> bool:
-        """Whether stacked weights and grouped rows can be quantized at once, as the grouped path needs it."""
+        """Whether it implements `quantize_stacked` and `quantize_grouped`, which the grouped path needs."""
         kind = type(self)
         return (
             kind.quantize_stacked is not Quantizer.quantize_stacked
@@ -150,7 +148,7 @@ class Quantizer(ABC):
 
 
 def check_tensor(x: Tensor, rowwise: bool, columnwise: bool) -> None:
-    """What every `quantize` of this folder lets in: a tensor [..., K] of real numbers, and one copy or both."""
+    """Check the arguments of `quantize`: a tensor [..., K] of a castable dtype, and at least one copy."""
     if not isinstance(x, Tensor):
         raise TypeError(f"what is to be quantized is of type {type(x).__name__}. Pass a tensor.")
     if x.dtype not in _CASTABLE:
@@ -164,14 +162,14 @@ def check_tensor(x: Tensor, rowwise: bool, columnwise: bool) -> None:
 
 
 def check_stacked(w_GNK: Tensor, rowwise: bool, columnwise: bool) -> None:
-    """The same of `quantize_stacked`: weights [G, N, K]."""
+    """Check the arguments of `quantize_stacked`: weights [G, N, K]."""
     check_tensor(w_GNK, rowwise, columnwise)
     if w_GNK.dim() != 3:
         raise ValueError(f"stacked weights have shape {list(w_GNK.shape)}, but must be [G, N, K]. Stack them.")
 
 
 def check_grouped(x_TK: Tensor, splits: Splits, rowwise: bool, columnwise: bool) -> None:
-    """The same of `quantize_grouped`: rows [T, K], and splits that were made for as many."""
+    """Check the arguments of `quantize_grouped`: rows [T, K], and splits made for T rows."""
     check_tensor(x_TK, rowwise, columnwise)
     if not isinstance(splits, Splits):
         raise TypeError(
@@ -189,13 +187,13 @@ def check_grouped(x_TK: Tensor, splits: Splits, rowwise: bool, columnwise: bool)
 
 
 def check_form(form: Float8Format) -> None:
-    """Raise TypeError for what is no element format, such as a Format, which is a pair of them."""
+    """Raise TypeError unless `form` is a Float8Format (a Format, which is a pair of them, is not)."""
     if not isinstance(form, Float8Format):
         raise TypeError(f"form is {form!r}, but must be a Float8Format. Pass E4M3 or E5M2.")
 
 
 def check_amax_epsilon(epsilon: float) -> None:
-    """Raise TypeError for what is no number, ValueError for what cannot be the least amax."""
+    """Raise TypeError unless epsilon is a number, ValueError unless it is in [0, largest float32]."""
     if not 0 <= as_number("amax_epsilon", epsilon) <= _LARGEST_EPSILON:
         raise ValueError(
             f"amax_epsilon is {epsilon!r}, but cannot be negative, NaN or more than float32 holds. Pass 0 for none."

@@ -1,4 +1,4 @@
-"""Quantizers that a `ScaleSpec` describes: the base of the built-in ones, and one for a format of the user's own."""
+"""Quantizers defined by a `ScaleSpec`: the base of the built-in ones, and one for user-defined formats."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from recipes.tensors.splits import Splits
 
 
 class SpecQuantizer(Quantizer):
-    """Casts as its `spec` says, tensors, stacked weights and grouped rows alike."""
+    """Quantizes tensors, stacked weights and grouped rows to the format of its `spec`."""
 
     @property
     @abstractmethod
     def spec(self) -> ScaleSpec:
-        """The format, of both copies."""
+        """The format of both copies."""
 
     def scale_and_amax(self, device: torch.device, num_scales: int) -> tuple[Tensor | None, Tensor | None]:
-        """Scales [n] to cast with in place of those from amaxes, and where amaxes are recorded, [n]."""
+        """(given scales [n], None to compute them from amaxes; a tensor [n] that records amaxes, or None)."""
         return None, None
 
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
@@ -73,7 +73,7 @@ class SpecQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class FormatQuantizer(SpecQuantizer):
-    """A quantizer to any format, which is its value; torch casts those that no kernel knows."""
+    """A quantizer to the given format. Formats that no kernel supports are cast in plain torch."""
 
     format: ScaleSpec
 

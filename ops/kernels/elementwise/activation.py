@@ -1,4 +1,4 @@
-"""The activations of a feed-forward layer, gated and not, each with an optional factor a row.
+"""The activations of a feed-forward layer, gated or not, each with an optional factor for each row.
 
     gelu             f(x)    = x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)) = x (1 + tanh(...)) / 2, the tanh form
     qgelu            f(x)    = x sigmoid(1.702 x)
@@ -18,18 +18,18 @@
     act = f(h) * scales              dscales[t] = sum_j dact[t, j] f(h)[t, j]
 
 Layouts: h [..., 2I] holds gate a and linear part b as halves [a | b], or, with `glu_interleave_size` = S, as
-alternating runs of S columns, gate first; act is [..., I]. The first five have no gate: h is [..., I].
+alternating runs of S columns, gate first; act is [..., I]. The first five are not gated: h is [..., I].
 
     I = 4, S = 2:   columns of h   a0 a1 b0 b1 a2 a3 b2 b3
 
-scales is h.shape[:-1]. A clamp hands its gradient on inside its limits and at them, as torch.clamp does, and zero
+scales has shape h.shape[:-1]. As in torch.clamp, a clamp's gradient passes within and at its limits, and is zero
 outside. relu's gradient at 0 is 0.
 
-Precision: float32 (float64 for float64) from the first step to the last, then one rounding to h's dtype; scales may
-have any floating dtype, and dscales gets the same. The activation that `dactivation` computes again is bit for bit
-that of `activation`.
+Precision: computed in float32 (float64 for float64), with one rounding to h's dtype at the end. scales may have any
+floating dtype; dscales has the same. The activation that `dactivation` recomputes is bit for bit that of
+`activation`.
 
-Graph safety: nothing reads the device. On CUDA a step of the element-wise kernels; on the CPU, and in float64, plain
+Graph safety: no host synchronization. On CUDA a step of the element-wise kernels; on the CPU, and in float64, plain
 torch (both in `activation_functions.py`).
 
 Source of the formulas: TransformerEngine's activations (its clamped_swiglu is GPT-OSS's); for srelu, So et al.,
@@ -43,7 +43,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -59,14 +58,14 @@ KINDS = tuple(RULES)
 
 @dataclass(frozen=True)
 class Activation:
-    """Which activation, with its constants. Equal by value.
+    """The kind of an activation and its constants. Equal by value.
 
-    limit, alpha, glu_linear_offset: of clamped_swiglu; the others ignore them
-    beta1, beta2: of situglu; the others ignore them
-    glu_interleave_size: S, or None for halves; those without a gate ignore it
+    limit, alpha, glu_linear_offset: of clamped_swiglu; other kinds ignore them
+    beta1, beta2: of situglu; other kinds ignore them
+    glu_interleave_size: S, or None for halves; activations without a gate ignore it
 
-    Raises TypeError for a constant that is no number, ValueError for an unknown kind, a limit or a beta that is not
-    finite and above 0, an alpha or an offset that is not finite, an interleave size that is not positive.
+    Raises TypeError for a constant that is not a number; ValueError for an unknown kind, a limit or a beta that is not
+    finite and above 0, an alpha or an offset that is not finite, and an interleave size that is not positive.
     """
 
     kind: str
@@ -96,7 +95,7 @@ class Activation:
                 )
             object.__setattr__(self, "glu_interleave_size", size)
 
-    def _set_number(self, name: str, value: Any) -> float:
+    def _set_number(self, name: str, value: object) -> float:
         number = as_number(name, value)
         object.__setattr__(self, name, number)
         return number
@@ -107,14 +106,14 @@ class Activation:
 
 
 def constants(spec: Activation) -> Constants:
-    """A, B and C of its rule; 0 for those that it has not."""
+    """The constants A, B and C of its rule, padded with 0."""
     a, b, c, *_ = *(getattr(spec, name) for name in RULES[spec.kind].constants), 0.0, 0.0, 0.0
     return a, b, c
 
 
 @cache
 def activation_step(spec: Activation, scaled: bool) -> Step:
-    """The activation as a step of the element-wise kernels, with a factor a row if it is scaled."""
+    """The activation as a step of the element-wise kernels, with a factor for each row if `scaled`."""
     rule = RULES[spec.kind]
     return Step(
         rule.triton_forward,
@@ -172,12 +171,12 @@ def dactivation(
     need_dscales: bool = False,
     need_act: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of `activation`, and its result again for those who kept h alone.
+    """The gradients of `activation`, and its recomputed result for callers that saved only h.
 
-    dact: [..., I], any floating dtype; h and scales as `activation` had them.
+    dact: [..., I], any floating dtype; h and scales as passed to `activation`.
 
-    Returns (dh, dscales, act); what is not needed is None. dh [..., 2I] and act [..., I] have h's dtype, dscales
-    h.shape[:-1] that of scales. need_dscales needs scales.
+    Returns (dh, dscales, act), with None for what is not needed. dh [..., 2I] and act [..., I] have h's dtype; dscales
+    has the shape h.shape[:-1] and the dtype of scales. need_dscales requires scales.
     """
     if runs_triton(dact, h, scales):
         if not (need_dh or need_dscales or need_act):
@@ -187,7 +186,7 @@ def dactivation(
     wide = h.to(dtype)
     dh = None
     if need_dh:
-        # Into a tensor of h's dtype, each half by itself: no second copy of it in float32.
+        # Each half is written directly into a tensor of h's dtype, without a full copy in float32.
         dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
         dvalue = dact.to(dtype) if scales is None else torch.mul(dact.to(dtype), scales.unsqueeze(-1)).to(dtype)
         value = _value_and_dh(dvalue, wide, dh, spec)
@@ -227,19 +226,19 @@ def _compute_dtype(h: Tensor) -> torch.dtype:
 
 
 def _value(h: Tensor, spec: Activation) -> Tensor:
-    """f(h) [..., I], a new tensor, for h in the dtype to compute in."""
+    """f(h) [..., I], a new tensor; h has the dtype in which f is computed."""
     return _joined(RULES[spec.kind].forward(*_inputs(h, spec), constants(spec)), spec)
 
 
 def _value_and_dh(dvalue: Tensor, h: Tensor, dh: Tensor, spec: Activation) -> Tensor:
-    """The same; also writes dh, which has the dtype of the result, from dvalue [..., I], the gradient of f(h)."""
+    """f(h) [..., I]; also writes dh, in the dtype of the result, from dvalue [..., I], the gradient of f(h)."""
     if spec.gated and spec.glu_interleave_size is not None:
         dvalue = dvalue.unflatten(-1, (-1, spec.glu_interleave_size))
     return _joined(RULES[spec.kind].backward(dvalue, *_inputs(h, spec), *_inputs(dh, spec), constants(spec)), spec)
 
 
 def _inputs(h: Tensor, spec: Activation) -> tuple[Tensor, ...]:
-    """h; or views of gate and linear part, [..., I], or [..., I / S, S] if they are interleaved."""
+    """(h,), or views of its gate and linear part: [..., I], or [..., I / S, S] if interleaved."""
     if not spec.gated:
         return (h,)
     size = spec.glu_interleave_size
@@ -252,7 +251,7 @@ def _joined(value: Tensor, spec: Activation) -> Tensor:
 
 
 def check_activation(shape: Sequence[int], spec: Activation, scales: Tensor | None) -> None:
-    """Raise ValueError if an h of this shape does not divide into gate and linear part, or scales do not fit it."""
+    """Raise ValueError if an h of this shape does not divide into gate and linear part, or scales do not match it."""
     if spec.gated and (not shape or shape[-1] % (2 * (spec.glu_interleave_size or 1))):
         size = spec.glu_interleave_size
         raise ValueError(

@@ -1,21 +1,21 @@
-"""Each activation by its rule: its formula, how a CPU computes it, and what kernels are composed of.
+"""One rule for each activation: its formula, its CPU implementation, and the Triton functions that kernels inline.
 
     reference(*inputs, *constants) -> y                           by the formula, differentiable by autograd
     forward(*inputs, constants) -> y                              plain torch, a new tensor
-    backward(dvalue, *inputs, *d_inputs, constants) -> y          y again; writes d_inputs
+    backward(dvalue, *inputs, *d_inputs, constants) -> y          recomputes y; writes d_inputs
     triton_forward(*inputs, A, B, C) -> y                         tiles of a kernel
     triton_backward(dy, *inputs, A, B, C) -> d_inputs             dx without a gate, else (da, db)
 
 inputs are x without a gate, else gate a and linear part b. `ops.kernels.elementwise.activation` has the formulas. A new
 activation is a rule here and a class in `ops/activations.py`.
 
-In plain torch inputs have the dtype to compute in and any strides, and stay as they are; d_inputs have the result's
-dtype. Backward calls for y what forward calls, with the same strides, so both have the same bits.
+In plain torch, inputs have the dtype in which y is computed and any strides, and are not modified; d_inputs have the
+result's dtype. Backward computes y with the same calls and strides as forward, so both have the same bits.
 
-Tiles are float32, of one shape. Precision: float32, an error of a few units in the last place of the factors that a
-result is made of. One exponential for each sigmoid or tanh, which value and derivative share. A sigmoid is never below
-2^-126, also where it should be 0. Numbers up to 1e12 never give NaN; NaN stays NaN, also through a clamp, which is why
-none of them is `tl.minimum` or `tl.maximum`: those drop it.
+Tiles are float32, of one shape. Precision: float32, with errors of a few units in the last place of each factor of the
+result. Each sigmoid or tanh takes one exponential, shared by value and derivative. A sigmoid is never below 2^-126,
+even where it should be 0. Inputs up to 1e12 never give NaN. NaN stays NaN, also through a clamp, which therefore does
+not use `tl.minimum` or `tl.maximum`: they drop NaN.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Constants = tuple[float, float, float]
 # 2 sqrt(2 / pi), and 0.044715 times that
 GELU_LINEAR = tl.constexpr(1.5957691216057308)
 GELU_CUBIC = tl.constexpr(0.07135481282553024)
-# Where the exponent in the tanh form of gelu is LARGEST_EXPONENT; below, gelu and its derivative are less than 1e-36.
+# The x at which the exponent in gelu's tanh form reaches LARGEST_EXPONENT; below it, |gelu| and |gelu'| are < 1e-36.
 GELU_LIMIT = tl.constexpr(-9.98)
 LOG2_E = tl.constexpr(1.4426950408889634)
-LARGEST_EXPONENT = tl.constexpr(125.5)  # of e in float32, with room for 1 + e
+LARGEST_EXPONENT = tl.constexpr(125.5)  # binary, of an exponential e in float32, with headroom for 1 + e
 QGELU_ALPHA = tl.constexpr(1.702)
 
 
@@ -282,7 +282,7 @@ class _Function(NamedTuple):
     value(x):     g(x), a new tensor
     gradient(dy, x, value, out): dy g'(x), written into out, which may be dy, and returned
 
-    All have one dtype: on CUDA torch computes some of these in that of their result.
+    All tensors have one dtype, because on CUDA torch computes some of these functions in the dtype of the result.
     """
 
     reference: Callable[[Tensor], Tensor]
@@ -362,7 +362,7 @@ def _dclamped_swiglu(dvalue: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tenso
     b = b.clamp(-limit, limit).add_(offset)
     value = torch.sigmoid(alpha * a).mul_(a)
     db.copy_((dvalue * value).masked_fill_(outside_b, 0))
-    # The derivative of a sigmoid(alpha a) is that of silu at alpha a, whatever alpha is.
+    # The derivative of a sigmoid(alpha a) is silu'(alpha a), for any alpha.
     da.copy_(torch.ops.aten.silu_backward(dvalue * b, alpha * a).masked_fill_(outside_a, 0))
     return value.mul_(b)
 
@@ -390,7 +390,7 @@ def _dsituglu(dvalue: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, cons
 
 
 class ActivationRule(NamedTuple):
-    """One activation, see above. constants: the fields of `Activation` that are its A, B and C."""
+    """One activation, see the top of this file. constants: the fields of `Activation` passed as A, B and C."""
 
     gated: bool
     reference: Callable[..., Tensor]

@@ -1,28 +1,28 @@
-"""Chains of element-wise functions as one kernel forward and one backward, composed from the functions themselves.
+"""Chains of element-wise functions: one kernel in forward and one in backward, composed of the functions.
 
     x_0 = x        x_{i+1} = f_i(x_i, operand_i)        y = x_n
 
     dx_n = dy      dx_i = dx_{i+1} * df_i / dx_i        d operand_i = sum of dx_{i+1} * df_i / d operand_i
 
-A `Step` is one f_i: two Triton functions of tiles, which the kernels get as compile-time arguments and inline. So a
-chain of any length, also of a user's own steps, needs no kernel of its own. Backward computes the x_i again from x.
+A `Step` is one f_i: two Triton functions of tiles, passed to the kernels as compile-time arguments and inlined. The
+same kernels run chains of any length, including user-defined steps. Backward recomputes the x_i from x.
 
 Operands, by the step's `operand`:
 
-    column    [C]       one number a column (a bias)               its gradient is summed over the rows
-    row       [T]       one factor a row: f(x) * operand           its gradient is summed over the columns
-    element   [T, C]    one number an element (a residual)
-    random    [1]       a seed; the step sees 16 random bits an element (dropout); no gradient
+    column    [C]       one number for each column (a bias)        its gradient is summed over the rows
+    row       [T]       one factor for each row: f(x) * operand    its gradient is summed over the columns
+    element   [T, C]    one number for each element (a residual)
+    random    [1]       a seed; the step receives 16 random bits for each element (dropout); no gradient
 
-Layouts: x [T, W], y [T, C], row-major. A gated step reads two columns for each that it makes: W = 2 C if the chain has
-one (at most one), laid out as halves [a | b] or as alternating runs of `interleave` columns, a first; else W = C.
+Layouts: x [T, W], y [T, C], row-major. A chain has at most one gated step, which reads two columns for each output
+column. Then W = 2 C, as halves [a | b] or as alternating runs of `interleave` columns, a first; otherwise W = C.
 
 Precision: float32 within a step. After each step the value, and in backward its gradient, is rounded to that step's
-dtype, as if it had been stored: a chain gives bit for bit what its steps give one by one (products and sums are not
-contracted). Column and row gradients are summed in float32, within a program and then over the programs, in a fixed
-order; no atomics.
+dtype, as if it had been stored, and FMA contraction is disabled: a chain gives bit for bit what its steps give one by
+one. Column and row gradients are summed in float32, within each program and then over the programs, in a fixed order;
+no atomics.
 
-Graph safety: nothing reads the device from the host, and seeds are read on the device.
+Graph safety: the host never reads the device; seeds are read on the device.
 
 The kernels are in `chain_triton.py`, the random bits in `recipes/triton/philox.py`.
 """
@@ -44,7 +44,7 @@ from ops.kernels.elementwise.chain_triton import delementwise_kernel, elementwis
 from recipes.casts.cast_float8 import format_of
 from recipes.casts.scale_rules import E8M0Scale, GivenScale
 from recipes.tensors.formats import ALL, Float8Format, ScaleRule, ScaleSpec
-from recipes.triton.gates import tl
+from recipes.triton.gates import JITFunction, tl
 from recipes.triton.launch import Launch, next_power_of_2, replayed
 from recipes.triton.philox import random_bits_ref
 
@@ -61,34 +61,34 @@ class Step:
         forward(x, operand, A, B, C) -> y         backward(dy, x, operand, A, B, C) -> dx        column, element, random
         forward(a, b, A, B, C) -> y               backward(dy, a, b, A, B, C) -> (da, db)        gated
 
-    reference:  the same in torch, differentiable: (x, operand, A, B, C) -> y for float32 or float64 tensors; a gated
-                one gets x whole; operand broadcasts against x (random: int64 bits); without an operand it is None. A
-                row operand is applied apart from it.
-    operand:    which operand it takes (above), "" for none
-    d_operand:  Triton function (dy, x, operand, A, B, C) -> the operand's gradient by element; None if that is dy
-    linear:     backward reads neither x nor, but for `random` and `row`, the operand
-    gated, interleave: see above; interleave 0 is halves
+    reference:  the same in torch, differentiable: (x, operand, A, B, C) -> y for float32 or float64 tensors. If gated,
+                x holds both parts. operand broadcasts against x (random: int64 bits), or is None. A row operand is
+                applied outside of it.
+    operand:    the kind of operand (above), "" for none
+    d_operand:  Triton function (dy, x, operand, A, B, C) -> the operand's gradient for each element; None: it is dy
+    linear:     backward reads neither x nor, except for `random` and `row`, the operand
+    gated, interleave: see above; interleave 0 means halves
     """
 
-    forward: Any
-    backward: Any
+    forward: JITFunction
+    backward: JITFunction
     reference: Callable[..., Tensor]
     operand: Kind = ""
-    d_operand: Any = None
+    d_operand: JITFunction | None = None
     constants: tuple[float, float, float] = (0.0, 0.0, 0.0)
     linear: bool = False
     gated: bool = False
     interleave: int = 0
 
-    def __hash__(self) -> int:  # steps are keys of every launch, and hashing all fields would cost more than it
+    def __hash__(self) -> int:  # Steps are keys of every launch; hashing all fields would cost more than the launch.
         return hash((id(self.forward), self.operand, self.constants, self.interleave))
 
 
 class Cast(NamedTuple):
-    """Where both copies of what comes out of a chain go, quantized instead of stored, to a format for which
-    `why_no_cast` is None.
+    """The buffers for both quantized copies of a chain's result, which is then not stored itself. The format is one for
+    which `why_no_cast` returns None.
 
-    scale, amax: of `QuantizedBuffers`
+    scale, amax: as in `QuantizedBuffers`
     """
 
     row_codes: Tensor
@@ -100,7 +100,7 @@ class Cast(NamedTuple):
     amax: Tensor | None = None
 
 
-# What the kernels know of formats with float8 codes: CAST by scale rule, block, columnwise layout and alignment.
+# The float8 formats that the kernels support: CAST by scale rule, block, columnwise layout and alignment.
 CASTS: dict[tuple[ScaleRule, tuple[int, int], str, int], str] = {
     (E8M0Scale("round_up"), (1, 32), "natural", 32): "blocks",
     (GivenScale(), (ALL, ALL), "transposed", 32): "given",
@@ -108,7 +108,7 @@ CASTS: dict[tuple[ScaleRule, tuple[int, int], str, int], str] = {
 
 
 def why_no_cast(spec: ScaleSpec) -> str | None:
-    """Why the kernels do not cast to this format, or None."""
+    """Why the kernels cannot cast to this format, or None."""
     if _kind(spec):
         return None
     return (
@@ -118,10 +118,10 @@ def why_no_cast(spec: ScaleSpec) -> str | None:
 
 
 class ChainGradients(NamedTuple):
-    """What `delementwise` gives; None where it was not asked for.
+    """The results of `delementwise`; None for those that were not requested.
 
-    dx [T, W] in the first dtype; operands: one a step, column [C] and row [T] in float32 (float64), element [T, C] in
-    the step's dtype; y: computed again; column_sums [W]: dx summed over the rows, float32.
+    dx [T, W] in the first dtype; operands: one for each step, column [C] and row [T] in float32 (float64), element
+    [T, C] in the step's dtype; y: recomputed; column_sums [W]: dx summed over the rows, float32.
     """
 
     dx: Tensor | None
@@ -145,7 +145,7 @@ def elementwise_ref(
 def delementwise_ref(
     dy: Tensor, x: Tensor, steps: Sequence[Step], operands: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
 ) -> ChainGradients:
-    """`delementwise` in plain torch, everything that it can give: the steps' references, by autograd."""
+    """`delementwise` in plain torch, with all results: autograd through the steps' references."""
     inputs = [x]
     for i, step in enumerate(steps):
         known = operands[i] is not None or step.operand == ""
@@ -156,7 +156,7 @@ def delementwise_ref(
             wide = _wide(inputs[i].to(dtypes[i])).detach().requires_grad_()
             operand = _operand_ref(inputs[i], step, operands[i])
             if operand is None and step.operand in ("column", "element"):
-                operand = wide.new_zeros(wide.shape[-1] if step.operand == "column" else wide.shape)  # a linear step's
+                operand = wide.new_zeros(wide.shape[-1] if step.operand == "column" else wide.shape)  # step is linear
             leaves = [wide]
             if operand is not None and operand.is_floating_point():
                 operand = operand.detach().requires_grad_()
@@ -194,7 +194,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class ElementwiseConfig(NamedTuple):
-    """Tile of y, how many of them below each other one program computes, and how it is compiled."""
+    """The tile of y, how many vertically adjacent tiles one program computes, and compile options."""
 
     block_t: int
     block_c: int
@@ -203,27 +203,27 @@ class ElementwiseConfig(NamedTuple):
     num_stages: int = 1
 
     def programs(self, rows: int, columns: int) -> tuple[int, int]:
-        """Row blocks and column blocks of the grid."""
+        """The numbers of row blocks and column blocks of the grid."""
         return -(-rows // (self.block_t * self.tiles)), -(-columns // self.block_c)
 
     def whole(self, rows: int, columns: int) -> bool:
-        """Whether programs have nothing but rows and columns that there are."""
+        """Whether the tiles cover y exactly, so that no masks are needed."""
         return rows % (self.block_t * self.tiles) == 0 and columns % self.block_c == 0
 
 
-PROGRAMS = 4096  # that keep every multiprocessor busy: about 31 on each of the H200's 132
+PROGRAMS = 4096  # enough to keep all multiprocessors busy: about 31 on each of the H200's 132
 
 
-@lru_cache(maxsize=1024)  # Triton's arithmetic would cost the host 5 us a call
+@lru_cache(maxsize=1024)  # Triton's integer helpers would cost the host 5 us in each call
 def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str = "") -> ElementwiseConfig:
     """Tiles for y [rows, columns].
 
-    sums_rows: whether backward sums something over the rows, for which a program goes through several tiles
-    casts: how the result is cast, if it is: in "blocks" of 32, which tiles hold as a whole, or with a "given" scale
+    sums_rows: whether backward sums over the rows; each program then computes several tiles
+    casts: how the result is quantized: in "blocks" of 32, none of which tiles split, with a "given" scale, or "" not
     """
     if casts or sums_rows:
         block_t, block_c, num_warps = 64 if casts else 32, 64, 4
-        if casts == "blocks":  # a thread has many columns and rows, which makes their maxima cheap
+        if casts == "blocks":  # each thread holds many columns and rows, so that block maxima are cheap
             block_t, block_c, num_warps = 32, 128, 2 if columns % 8 == 0 else 4
         tiles = rows * columns // (block_t * block_c * PROGRAMS) if sums_rows else 1
         return ElementwiseConfig(block_t, block_c, next_power_of_2(max(1, min(16, tiles))), num_warps, 3)
@@ -235,7 +235,7 @@ def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str =
 
 
 def why_no_chain(steps: Sequence[Step]) -> str | None:
-    """Why the kernels do not take these steps as one chain, or None."""
+    """Why the kernels cannot run these steps as one chain, or None."""
     gates = [i for i, step in enumerate(steps) if step.gated]
     if len(gates) > 1:
         return f"The chain has {len(gates)} gated activations, and the element-wise kernel takes one."
@@ -253,9 +253,9 @@ def elementwise(
 ) -> Tensor:
     """y = f_{n-1}(... f_0(x)), [..., C].
 
-    x: [..., W]. operands: one a step, None where it takes none; column [C or W], row [...], element of the shape there.
-    dtypes: in which each step's input and result are stored, by default x's dtype. out: the tensor to write y into; it
-    may be x or an element operand. Steps for which `why_no_chain` is None. Where `runs_triton` is not, torch computes.
+    x: [..., W]. operands: one for each step, or None; column [C or W], row [...], element: the shape of the step's x.
+    dtypes: for each step, that of its input and result; by default x's. out: the tensor to write y into; it may be x or
+    an element operand. `why_no_chain(steps)` must be None. Runs in plain torch where `runs_triton` is False.
     """
     dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
     shape = _halved(x.shape) if _gate_of(steps) >= 0 else x.shape
@@ -274,7 +274,7 @@ def elementwise_cast(
     operands: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """`elementwise`, whose result, rounded to its dtype, is cast instead. Where `runs_triton` is, of an x not empty."""
+    """`elementwise`, with the rounded result quantized into `cast`, not stored. Only for non-empty CUDA tensors."""
     dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
     elementwise_triton(
         x.contiguous(), None, cast, steps, [o if o is None else o.contiguous() for o in operands], dtypes
@@ -294,11 +294,10 @@ def delementwise(
     need_column_sums: bool = False,
     cast: Cast | None = None,
 ) -> ChainGradients:
-    """The gradients of `elementwise`, and its result again for those who kept x alone.
+    """The gradients of `elementwise`, and its recomputed result for callers that saved only x.
 
-    dy: [..., C]. x may be None if all steps are linear and y is not needed; an operand may be None where no step
-    needs it (a linear step's own, if no step behind it reads x). cast: the kernel casts dx into it, and dx is None; not
-    for gated chains.
+    dy: [..., C]. x may be None if all steps are linear and y is not needed. The operand of a linear step may be None if
+    no later step reads its x. cast: the kernel quantizes dx into it, and the returned dx is None; not for gated chains.
     """
     dtypes = [dy.dtype] * len(steps) if dtypes is None else dtypes
     wanted = [False] * len(steps) if need_operands is None else list(need_operands)
@@ -323,7 +322,7 @@ def delementwise(
         elif step.operand == "row":
             shares.append(new(dy.shape[:-1] if column_blocks == 1 else (column_blocks, rows), dtype=torch.float32))
         elif i == len(steps) - 1 and step.d_operand is None:
-            shares.append(None)  # it is dy itself
+            shares.append(None)  # the gradient is dy itself
         else:
             shares.append(new(_doubled(dy.shape) if i < gate else dy.shape, dtype=dtype))
     column_shares = new((row_blocks, width), dtype=torch.float32) if need_column_sums else None
@@ -345,7 +344,7 @@ def delementwise(
 
 
 def runs_triton(*tensors: Tensor | None, dtypes: Sequence[torch.dtype] = ()) -> bool:
-    """Whether the Triton kernels take these tensors: torch computes on the CPU, and float64 anywhere."""
+    """Whether the Triton kernels run for these tensors: on CUDA, except in float64. Otherwise plain torch runs."""
     given = [tensor for tensor in tensors if tensor is not None]
     return given[0].is_cuda and torch.float64 not in (*dtypes, *(tensor.dtype for tensor in given))
 
@@ -357,7 +356,7 @@ def _delementwise_on_torch(
     operands: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype],
 ) -> ChainGradients:
-    """The references, for tensors of any shape. Without x, which linear steps do not look at, dy stands for it."""
+    """The references, for tensors of any shape. Without x, dy replaces it: linear steps do not read its values."""
     like_x = dy if x is None else x
     found = delementwise_ref(_flat(dy), _flat(like_x), steps, _matrices(operands, steps), dtypes)
     gate = _gate_of(steps)
@@ -434,7 +433,7 @@ def delementwise_triton(
     dtypes: Sequence[torch.dtype],
     config: ElementwiseConfig,
 ) -> None:
-    """Launch `delementwise` on contiguous tensors; shares of sums: [row blocks, columns] or [column blocks, rows]."""
+    """Launch `delementwise` on contiguous tensors. Partial sums: [row blocks, columns] or [column blocks, rows]."""
     if not dy.numel():
         return
     sums = column_shares is not None or any(share is not None for share in shares)
@@ -453,7 +452,7 @@ def delementwise_triton(
 def _rows_and_columns(
     steps: Sequence[Step], shape: Sequence[int], *, sums_rows: bool, casts: bool
 ) -> tuple[int, int]:  # fmt: skip
-    """Of y; one long row where rows mean nothing to the steps."""
+    """The rows and columns of y, as one long row if no step depends on the division into rows."""
     if sums_rows or casts or any(step.gated or step.operand in ("column", "row", "random") for step in steps):
         return math.prod(shape[:-1]), shape[-1]
     return 1, math.prod(shape)
@@ -461,15 +460,15 @@ def _rows_and_columns(
 
 @lru_cache(maxsize=1024)
 def _kind(spec: ScaleSpec | None) -> str:
-    """CAST of the kernels; empty for none, also of a format that they do not know."""
+    """The kernels' CAST; empty for no cast and for formats that they do not support."""
     if spec is None or type(spec.element) is not Float8Format:
         return ""
     return CASTS.get((spec.scale_rule, spec.block, spec.columnwise, spec.alignment), "")
 
 
 def _codes(cast: Cast | None) -> tuple[Tensor | None, ...]:
-    """Codes as bytes, transposed ones in words of four: the interpreter's own float8 rounds wrongly. The amax as bits,
-    which are ordered as it is."""
+    """Codes as bytes, transposed ones as 4-byte words, because the interpreter's float8 rounds wrongly. The amax as
+    int32 bits, which for non-negative floats have the same order."""
     if cast is None:
         return (None,) * 6
     row_codes, row_scales, column_codes, column_scales, _, scale, amax = cast
@@ -497,9 +496,9 @@ def _gate_of(steps: Sequence[Step]) -> int:
 
 
 class _Hashed(tuple):
-    """A tuple that is hashed once: Triton hashes the constants at every launch, and its functions take long to hash."""
+    """A tuple that caches its hash: Triton hashes the constants at every launch, and its functions are slow to hash."""
 
-    def __init__(self, items: Iterable[Any]) -> None:
+    def __init__(self, items: Iterable[object]) -> None:
         self._hash = hash(tuple(self))
 
     def __hash__(self) -> int:
@@ -511,8 +510,8 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bf
 
 @lru_cache(maxsize=1024)
 def _constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
-    """What both kernels get at compile time. SOURCE: Triton's cache on disk knows functions among constants by their
-    names only, so here is what they say."""
+    """Compile-time arguments of both kernels. SOURCE: a hash of the steps' functions, because Triton's disk cache
+    identifies functions among constants only by name."""
     functions = [function for step in steps for function in (step.forward, step.backward, step.d_operand)]
     source = "".join(getattr(function, "cache_key", repr(function)) for function in functions)
     gate = _gate_of(steps)
@@ -531,7 +530,7 @@ def _constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict
 
 @lru_cache(maxsize=1024)
 def _backwards(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
-    """What the backward kernel gets besides."""
+    """Further compile-time arguments of the backward kernel."""
     behind = dtypes[1:] + dtypes[-1:]
     return {
         "LEAVES": tuple(dtype != after for dtype, after in zip(dtypes, behind, strict=True)),

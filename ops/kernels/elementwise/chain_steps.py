@@ -1,4 +1,4 @@
-"""The steps of `ops.kernels.elementwise.chain` that the basic operations are made of."""
+"""The steps of `ops.kernels.elementwise.chain` that the basic operations use."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ ADD_ELEMENT = Step(_add, _dadd, _add_ref, "element", linear=True)  # x + a tenso
 
 @cache
 def scale_step(scale: float) -> Step:
-    """scale x."""
+    """y = scale x."""
     return Step(_scale, _dscale, lambda x, _, scale, *__: x * scale, constants=(scale, 0.0, 0.0), linear=True)
 
 
 @cache
 def dropout_step(p: float) -> Step:
-    """x / (1 - p) with probability 1 - p to within 2^-17, else 0. Kept is what has random bits of at least p 2^16."""
+    """x / (1 - p) with probability 1 - p to within 2^-17, else 0. Elements with random bits >= p 2^16 are kept."""
     threshold = round(p * 2**16)
     factor = 0.0 if p == 1 else 1 / (1 - p)
     return Step(_dropout, _ddropout, _dropout_ref, "random", constants=(threshold, factor, 0.0), linear=True)

@@ -1,14 +1,14 @@
-"""The Triton kernels of `ops.kernels.elementwise.chain`, which says what they compute and launches them.
+"""The Triton kernels of `ops.kernels.elementwise.chain`, which documents and launches them.
 
-STEPS, BACKWARDS, D_OPERANDS are the functions of the steps, KINDS their operands, CONSTANTS three numbers each, DTYPES
-what each is rounded to, ENTERS and LEAVES whether x and dy come in another dtype, READS whether backward reads x, GATE
-the position of the gated one or -1. Operand pointers that a step does not need are None.
-WHOLE: no tile has rows or columns beyond those of y.
-CAST: how the result is cast to FORM, "blocks" (MXFP8) or "given" (one given scale); "" if it is stored.
+For each step: STEPS, BACKWARDS, D_OPERANDS: its functions; KINDS: its operand; CONSTANTS: three numbers; DTYPES: the
+dtype of its result; ENTERS, LEAVES: whether its x or dy arrives in another dtype; READS: whether its backward reads x.
+GATE: the position of the gated step, or -1. Operand pointers that a step does not need are None.
+WHOLE: no tile reaches beyond the rows and columns of y.
+CAST: how the result is quantized to FORM, "blocks" (MXFP8) or "given" (one given scale); "" if it is stored.
 codes: the tensors of a `Cast`, else Nones.
 
-Before the gate every column of y stands for two of x: a tile is a pair (a, b), and each step runs on both.
-Between two steps a tile is as it would be stored, in the dtype of the step that made it.
+Before the gate, every column of y corresponds to two columns of x: a tile is a pair (a, b), and each step runs on both.
+Between two steps a tile has the dtype in which the earlier step's result would be stored.
 """
 # T rows, COLUMNS of y, WIDTH columns of x
 

@@ -3,12 +3,12 @@
     rstd[t] = 1 / sqrt(sum_j x[t, j]^2 + eps)
     y       = x rstd
 
-    dx      = rstd (dy - y sum_j(dy y))                 y before it is rounded
+    dx      = rstd (dy - y sum_j(dy y))                 with y before rounding
 
-Layouts: x [..., N], rstd [..., 1]. Precision: float32 (float64 for float64) from the first step to the last, then one
-rounding; rstd stays in float32.
+Layouts: x [..., N], rstd [..., 1]. Precision: computed in float32 (float64 for float64), with one rounding at the end;
+rstd stays in float32.
 
-Graph safety: nothing reads the device; no atomics. On CUDA the kernels of `norm_triton` run, otherwise plain torch.
+Graph safety: no host synchronization, no atomics. On CUDA the kernels of `norm_triton` run, otherwise plain torch.
 """
 # N features
 
@@ -40,7 +40,7 @@ def l2_normalization(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def dl2_normalization(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
-    """dx [..., N] in x's dtype, of `l2_normalization`, which also gave rstd."""
+    """dx [..., N] of `l2_normalization`, in x's dtype. rstd: as returned by `l2_normalization`."""
     if runs_in_triton(x.device, x.dtype):
         dx, _, _ = dnorm_triton(dy, x, None, rstd, None, 1.0)
         assert dx is not None, "it is needed"

@@ -8,10 +8,10 @@
     dweight = sum_t dy n
     dbias   = sum_t dy
 
-Layouts: x [..., N], weight and bias [N], mean and rstd [..., 1]. Precision: float32 (float64 for float64) from the
-first step to the last, then one rounding; dweight, dbias, mean and rstd stay in float32.
+Layouts: x [..., N], weight and bias [N], mean and rstd [..., 1]. Precision: computed in float32 (float64 for float64),
+with one rounding at the end; dweight, dbias, mean and rstd stay in float32.
 
-Graph safety: nothing reads the device; no atomics. On CUDA the kernels of `norm_triton` run, otherwise plain torch.
+Graph safety: no host synchronization, no atomics. On CUDA the kernels of `norm_triton` run, otherwise plain torch.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
 """
@@ -70,9 +70,9 @@ def dlayer_norm(
     need_dweight: bool = True,
     need_dbias: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of `layer_norm`, which also gave mean and rstd.
+    """The gradients of `layer_norm`. mean, rstd: as returned by `layer_norm`.
 
-    Returns (dx [..., N] in x's dtype, dweight [N] and dbias [N] in rstd's); what is not needed is None.
+    Returns (dx [..., N] in x's dtype, dweight [N] and dbias [N] in rstd's), with None for what is not needed.
     """
     if runs_in_triton(x.device, x.dtype):
         return dnorm_triton(

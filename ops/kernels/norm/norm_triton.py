@@ -1,4 +1,4 @@
-"""The Triton kernels of RMSNorm, LayerNorm and L2Normalization, which differ in three settings.
+"""The Triton kernels of RMSNorm, LayerNorm and L2Normalization, which differ only in their settings.
 
     mean[t] = sum_j x[t, j] / N                         centered, otherwise 0
     rstd[t] = 1 / sqrt(c sum_j (x[t, j] - mean)^2 + eps)        c = inv_count: 1 / N, or 1 (L2)
@@ -10,15 +10,15 @@
 
 Layouts: x, y, dy, dx and added [T, N] contiguous; weight and bias [N], or None; mean and rstd [T] float32.
 
-Precision: float32 from the first step to the last, then one rounding. `added` joins dx after that rounding, and the
-sum is rounded again. dweight and dbias are float32: each program sums its rows, and the sums of the programs are
-added in a fixed order. No atomics: repeating a call gives the same bits.
+Precision: computed in float32, with one rounding at the end. `added` is added to dx after that rounding, and the sum is
+rounded again. dweight and dbias are float32: each program sums its rows, and the programs' sums are added in a fixed
+order. No atomics: repeating a call gives the same bits.
 
-Memory: rows of up to 16384 columns in forward, 8192 in backward, are read once and stay in registers. Wider ones are
-read block by block: twice (three times if centered) in forward; in backward twice for dx and once for dweight and
-dbias, which have a kernel of their own there. The same kernel serves where dx is not wanted.
+Memory: rows of up to 16384 columns in forward, 8192 in backward, are read once and stay in registers. Wider rows are
+read in blocks: twice (three times if centered) in forward; in backward twice for dx, and once by a separate kernel for
+dweight and dbias. That kernel also runs where dx is not needed.
 
-Graph safety: grids follow from shapes, and nothing is read by the host, so calls may be captured and replayed.
+Graph safety: grids depend only on shapes, and the host reads nothing, so calls can be captured and replayed.
 """
 # T rows, N columns (features)
 
@@ -36,7 +36,7 @@ from recipes.triton.rounding import round_to, widen
 
 
 class NormConfig(NamedTuple):
-    """Rows and columns of a step, warps of a program, and how many programs share the rows."""
+    """Rows and columns of a step, warps of a program, and the number of programs that share the rows."""
 
     block_m: int
     block_n: int
@@ -44,15 +44,15 @@ class NormConfig(NamedTuple):
     programs: int
 
 
-# The widest rows that stay in registers: in 16 warps 32 values a thread, or 16 for backward, which keeps more arrays.
+# The widest rows that fit in registers: with 16 warps 32 values in each thread, 16 in backward, which has more arrays.
 _WIDEST_FORWARD, _WIDEST_BACKWARD = 16384, 8192
-# Warps that a multiprocessor holds of threads with 128 registers, the most that backward takes.
+# Warps that fit on a multiprocessor with 128 registers for each thread, the most that backward uses.
 _WARPS_A_MULTIPROCESSOR = 16
 
 
-@lru_cache(maxsize=1024)  # this and those below: Triton's arithmetic would cost the host 5 us a call
+@lru_cache(maxsize=1024)  # here and below: Triton's integer helpers would cost the host 5 us in each call
 def norm_config(rows: int, N: int) -> NormConfig:
-    """Forward: about 2048 elements a step, or a row if that is longer, and a program for each step."""
+    """Forward: steps of about 2048 elements, or of one row if that is longer; one program for each step."""
     if N > _WIDEST_FORWARD:
         return NormConfig(1, 4096, num_warps=8, programs=rows)
     block_n = max(16, next_power_of_2(N))
@@ -62,7 +62,7 @@ def norm_config(rows: int, N: int) -> NormConfig:
 
 @lru_cache(maxsize=1024)
 def dnorm_config(rows: int, N: int, sms: int) -> NormConfig:
-    """Backward: steps as in forward, shared by as many programs as `sms` multiprocessors hold at once."""
+    """Backward: steps as in forward, divided among as many programs as fit on `sms` multiprocessors at once."""
     if N > _WIDEST_BACKWARD:
         return NormConfig(1, 4096, num_warps=8, programs=rows)
     forward = norm_config(rows, N)
@@ -71,27 +71,27 @@ def dnorm_config(rows: int, N: int, sms: int) -> NormConfig:
 
 @lru_cache(maxsize=1024)
 def dnorm_stages(config: NormConfig, N: int, element_bytes: int, shared_memory: int) -> int:
-    """How many steps of backward are under way at once: loads run ahead into shared memory.
+    """The number of pipeline stages of backward, whose loads are prefetched into shared memory.
 
-    element_bytes: of all that a step loads for one element. shared_memory: bytes of a multiprocessor, which it divides
-    among as many programs as it holds. Rows of less than 1024 do not gain by it (measured on an H200).
+    element_bytes: bytes that a step loads for each element. shared_memory: bytes of a multiprocessor, divided among its
+    resident programs. Rows of less than 1024 columns gain nothing by it (measured on an H200).
     """
     if config.block_n < max(N, 1024):
         return 1
-    share = shared_memory * config.num_warps // _WARPS_A_MULTIPROCESSOR - 1024  # which the sums of rows may take
+    share = shared_memory * config.num_warps // _WARPS_A_MULTIPROCESSOR - 1024  # 1 KiB is left for reductions
     return max(1, min(3, 1 + share // (config.block_m * config.block_n * element_bytes)))
 
 
 @lru_cache(maxsize=1024)
 def dparameters_config(rows: int, N: int, sms: int) -> NormConfig:
-    """dweight and dbias alone: 16 x 128 elements a step; `programs` share the rows of each 128 columns."""
+    """dweight and dbias alone: steps of 16 x 128 elements; `programs` share the rows of each 128 columns."""
     block_m, block_n, num_warps = 16, 128, 4
     programs = max(1, sms * _WARPS_A_MULTIPROCESSOR // num_warps // max(1, cdiv(N, block_n)))
     return NormConfig(block_m, block_n, num_warps, min(cdiv(rows, block_m), programs))
 
 
 def runs_in_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    """On a GPU, in every dtype but float64, of which these kernels would lose half the digits."""
+    """Whether the kernels run: on a GPU, except in float64, because they compute in float32."""
     return device.type == "cuda" and dtype != torch.float64
 
 
@@ -397,11 +397,11 @@ def dnorm_triton(
     need_dbias: bool = False,
     added: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of `norm_triton`, which also gave mean and rstd; centered if there is a mean.
+    """The gradients of `norm_triton`. mean, rstd: as returned by it; centered if mean is not None.
 
-    dy, x: [..., N] of any strides. added: [..., N] in x's dtype, goes to dx once that is rounded.
+    dy, x: [..., N] of any strides. added: [..., N] in x's dtype, added to dx after its rounding.
 
-    Returns (dx [..., N] in x's dtype, contiguous, dweight [N] and dbias [N] in float32); what is not needed is None.
+    Returns (dx [..., N] in x's dtype, contiguous, dweight [N] and dbias [N] in float32), None for what is not needed.
     """
     dy, x = dy.contiguous(), x.contiguous()
     N = x.shape[-1]
@@ -425,7 +425,7 @@ def dnorm_triton(
             rows, N, partials.stride(0), inv_count,
             CENTERED=mean is not None, ZERO_CENTERED=zero_centered, WHOLE=whole,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=num_stages, num_warps=config.num_warps,
-            # A multiplication joined to the addition of `added` would skip the rounding between them.
+            # An FMA with the addition of `added` would skip the rounding before it.
             enable_fp_fusion=False,
         )  # fmt: skip
     if x.numel() and not together and (need_dweight or need_dbias):
@@ -441,12 +441,12 @@ def dnorm_triton(
 
 
 def multiprocessors(x: Tensor) -> int:
-    """How many x's GPU has; an H200's 132 for a CPU tensor, which only the interpreter brings here."""
+    """The number of multiprocessors of x's GPU; 132, as on an H200, for a CPU tensor (under Triton's interpreter)."""
     return properties(x.get_device()).multi_processor_count if x.is_cuda else 132
 
 
 def shared_memory(x: Tensor) -> int:
-    """Bytes that a program may take of x's GPU; 163 KB, as an A100 has, for a CPU tensor."""
+    """The bytes of shared memory that a program may use on x's GPU; 163 KiB, as on an A100, for a CPU tensor."""
     return properties(x.get_device()).shared_memory_per_block_optin if x.is_cuda else 163 << 10
 
 

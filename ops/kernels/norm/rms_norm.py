@@ -6,10 +6,10 @@
     dx      = rstd (g - n mean_j(g n))             n = x rstd, g = dy gamma
     dweight = sum_t dy n
 
-Layouts: x [..., N], weight [N], rstd [..., 1]. Precision: float32 (float64 for float64) from the first step to the
-last, then one rounding; dweight and rstd stay in float32.
+Layouts: x [..., N], weight [N], rstd [..., 1]. Precision: computed in float32 (float64 for float64), with one rounding
+at the end; dweight and rstd stay in float32.
 
-Graph safety: nothing reads the device; no atomics. On CUDA the kernels of `norm_triton` run, otherwise plain torch.
+Graph safety: no host synchronization, no atomics. On CUDA the kernels of `norm_triton` run, otherwise plain torch.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 """
@@ -57,11 +57,11 @@ def drms_norm(
     need_dweight: bool = True,
     added: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of `rms_norm`, which also gave rstd.
+    """The gradients of `rms_norm`. rstd: as returned by `rms_norm`.
 
-    added: [..., N] in x's dtype, goes to dx once that is rounded.
+    added: [..., N] in x's dtype, added to dx after its rounding.
 
-    Returns (dx [..., N] in x's dtype, dweight [N] in rstd's); what is not needed is None.
+    Returns (dx [..., N] in x's dtype, dweight [N] in rstd's), with None for what is not needed.
     """
     if runs_in_triton(x.device, x.dtype):
         dx, dweight, _ = dnorm_triton(
@@ -84,5 +84,5 @@ def drms_norm(
 
 
 def gamma_of(weight: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:
-    """weight, or 1 + weight, in dtype."""
+    """gamma in dtype: weight, or 1 + weight if zero-centred."""
     return weight.to(dtype) + 1 if zero_centered else weight.to(dtype)

@@ -1,1 +1,1 @@
-"""From router logits to experts, and tokens to their experts and back."""
+"""Choosing experts from router logits, and moving tokens to their experts and back."""

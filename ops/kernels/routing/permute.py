@@ -1,4 +1,4 @@
-"""Tokens to their experts and back: a map between (token, slot) pairs and rows, and the moves along it.
+"""Move tokens to their experts and back, by a map between (token, slot) pairs and rows.
 
 Each of T tokens chose topk experts, one in each slot. The T topk pairs are the rows of the experts' buffer, ordered by
 expert, then token, then slot.
@@ -6,7 +6,7 @@ expert, then token, then slot.
     dispatch   y[row]  = x[token_of_row[row]]
     combine    y[t]    = sum_k x[row_of_slot[t, k]],     k = 0, 1, ...
 
-Each is the other's backward.
+Each is the backward of the other.
 
     indices = [[1, 0], [2, 1]], 3 experts  ->  row_of_slot  [[1, 0], [3, 2]]
                                                token_of_row [0, 0, 1, 1]
@@ -14,12 +14,12 @@ Each is the other's backward.
                                                sizes        [1, 2, 1]
 
 Precision: dispatch copies; combine adds in float32 (float64 for float64), in the order of the slots, and rounds once.
-Neither has atomics, so both repeat bit for bit, and kernels and torch agree bit for bit.
+Neither uses atomics, so both are deterministic, and the kernels match torch bit for bit.
 
-On CUDA one Triton kernel each moves the rows, in every dtype but float64. The map is a counting sort there: two Triton
-kernels with torch's inclusive sum between them.
+On CUDA, dispatch and combine are one Triton kernel each, in every dtype but float64. The map is made by a counting
+sort: two Triton kernels with a torch cumulative sum between them.
 
-Graph safety: nothing reads the device.
+Graph safety: no host synchronization.
 """
 # T tokens, H features
 
@@ -46,11 +46,11 @@ class RoutingMap:
     token_of_row: Tensor
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """To travel through `save_for_backward`."""
+        """The tensors, for `save_for_backward`."""
         return self.row_of_slot, self.token_of_row
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> RoutingMap:
-        """The same map over `tensors`, which come from `tensors()`. With Nones: an empty template."""
+        """A map like this one over `tensors`, in the order of `tensors()`. With Nones: an empty template."""
         return RoutingMap(*tensors)  # type: ignore[arg-type]  # None in an empty template
 
 
@@ -69,7 +69,7 @@ def make_routing_map_ref(indices: Tensor, num_experts: int) -> tuple[RoutingMap,
 
 
 def dispatch_ref(x: Tensor, indices: Tensor) -> Tensor:
-    """`dispatch` pair by pair, from the indices themselves. Reads the device."""
+    """`dispatch` pair by pair, directly from the indices. Synchronizes."""
     y = x.new_empty(indices.numel(), *x.shape[1:])
     for row, (_, token, _) in enumerate(_pairs_ref(indices)):
         y[row] = x[token]
@@ -77,7 +77,7 @@ def dispatch_ref(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def combine_ref(x: Tensor, indices: Tensor) -> Tensor:
-    """`combine` pair by pair, from the indices themselves. Reads the device."""
+    """`combine` pair by pair, directly from the indices. Synchronizes."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     y = wide.new_zeros(indices.shape[0], *x.shape[1:])
     rows = {(slot, token): row for row, (_, token, slot) in enumerate(_pairs_ref(indices))}
@@ -95,33 +95,33 @@ def _pairs_ref(indices: Tensor) -> list[tuple[int, int, int]]:
 
 
 class MoveConfig(NamedTuple):
-    """Columns and warps of a program, which has one token."""
+    """Columns and warps of a program; each program handles one token."""
 
     block_h: int
     num_warps: int
 
 
 class MapConfig(NamedTuple):
-    """Pairs, experts (with one more for choices that are none) and warps of a program."""
+    """Pairs, experts (plus one for invalid indices) and warps of a program."""
 
     block: int
     block_e: int
     num_warps: int
 
 
-MOST_EXPERTS = 2047  # whose counts a program of the counting sort holds
+MOST_EXPERTS = 2047  # each program of the counting sort holds the counts of all experts
 
 
 @lru_cache(maxsize=1024)
 def move_config(H: int, itemsize: int) -> MoveConfig:
-    """16 bytes a thread, up to 128 threads. One access each if H is a multiple of 16, else one an element."""
+    """16 bytes for each thread, up to 128 threads: one access if H is a multiple of 16, else one for each element."""
     block_h = max(16, min(2048 // itemsize, next_power_of_2(H)))
     return MoveConfig(block_h, max(1, block_h * itemsize // 512))
 
 
 @lru_cache(maxsize=1024)
 def map_config(num_experts: int) -> MapConfig:
-    """Sorting 1024 pairs takes 55 steps, twice as many only 66, but they keep half as many multiprocessors busy."""
+    """1024 pairs sort in 55 steps; 2048 take only 66, but keep half as many multiprocessors busy."""
     return MapConfig(1024, max(32, next_power_of_2(num_experts + 1)), num_warps=4)
 
 
@@ -129,11 +129,11 @@ def map_config(num_experts: int) -> MapConfig:
 
 
 def make_routing_map(indices: Tensor, num_experts: int) -> tuple[RoutingMap, Tensor, Tensor]:
-    """The map for the chosen experts, indices [T, topk] of an integer dtype, topk > 0.
+    """The map for the chosen experts. indices: [T, topk] of an integer dtype, topk > 0.
 
     Returns (map, slot_of_row [T topk] int64, sizes [num_experts] int64).
 
-    Indices outside [0, num_experts) do no harm beyond themselves: one below 0 counts for expert 0; one above comes
+    Indices outside [0, num_experts) do not affect other pairs: a negative one counts for expert 0; one above comes
     after all others, in rows past the sum of the sizes.
     """
     if not runs_in_triton(indices.device, indices.dtype) or num_experts > MOST_EXPERTS:

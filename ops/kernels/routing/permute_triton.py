@@ -1,15 +1,15 @@
-"""The Triton kernels of `ops.kernels.routing.permute`, which says what they compute and launches them.
+"""The Triton kernels of `ops.kernels.routing.permute`, which documents and launches them.
 
-Moving rows: a program has one token and BLOCK_H columns of it, which dispatch reads once and stores topk times, and
-combine loads topk times, all on their way at once, and stores once.
+Moving rows: a program handles BLOCK_H columns of one token. dispatch loads them once and stores them topk times;
+combine issues topk loads at once and stores their sum.
 
-Making the map is a stable counting sort of the pairs, BLOCK of them a program:
+The map is made by a stable counting sort of the pairs, BLOCK of them in each program:
 
     count    counts[e, b] = pairs of block b that chose e;  local_ends[e, b] = sum of counts[e', b] over e' <= e
     (torch)  ends = inclusive sum of counts in the order of memory: by expert, then block
     place    the pairs of block b in order: the i-th, of expert e, has row  ends[e, b] - local_ends[e, b] + i
 
-Choices that are no expert are one expert more, behind the others; so is what a block has beyond the last pair.
+Invalid indices count for one additional last expert, and so do the positions of a block past the last pair.
 """
 # T tokens, H features
 

@@ -1,21 +1,21 @@
-"""From router logits to the experts of each token, their probabilities, and the load-balancing loss.
+"""Choose the experts of each token from router logits, with their probabilities and the load-balancing loss.
 
     s[t]       = softmax over all experts of logits[t]
-    indices[t] = the topk experts with the largest logits, largest first; of equal ones the lower index
+    indices[t] = the topk experts with the largest logits, largest first; among equal logits the lower index
     probs[t]   = s[t] at the indices; if normalized, divided by their sum, which is the softmax over the topk logits
     loss       = E sum_e f_e P_e
 
-f_e is the share of the T topk (token, slot) pairs that chose e, a count without a gradient; P_e the mean of s[t, e]
-over the tokens. Even routing gives a loss of 1. Without tokens it is 0.
+f_e is the share of the T topk (token, slot) pairs that chose e, a count without a gradient; P_e is the mean of s[t, e]
+over the tokens. Even routing gives a loss of 1. Without tokens the loss is 0.
 
 Layouts: logits, s [T, E]; probs, indices [T, topk]; f [E]. Precision: all in the dtype of the logits, float32 or
 float64.
 
-On CUDA float32 is routed by one Triton kernel each way, for up to 512 experts; each program counts and sums its tokens,
-and torch adds the programs up.
+On CUDA, float32 runs one Triton kernel in forward and one in backward, for up to 512 experts. Each program counts and
+sums its own tokens, and torch adds the results of the programs.
 
-Graph safety: nothing reads the device; no atomics. Counts come from a mask and a sum, not from bincount, whose result
-has a size that the host would have to read.
+Graph safety: no host synchronization, no atomics. Counts are sums of a mask, because the result size of bincount
+depends on the data.
 
 Source of the loss: Fedus et al., "Switch Transformer", 2021, equations 4 to 6, with topk choices counted.
 """
@@ -36,7 +36,7 @@ from recipes.triton.launch import Launch, cdiv, next_power_of_2
 
 
 class Routing(NamedTuple):
-    """What `route` finds: probs and indices [T, topk], loss (), and for the backward s [T, E] and f [E]."""
+    """The results of `route`: probs and indices [T, topk], loss (), and for backward s [T, E] and f [E]."""
 
     probs: Tensor
     indices: Tensor
@@ -49,9 +49,9 @@ class Routing(NamedTuple):
 
 
 def route_ref(logits: Tensor, topk: int, *, normalized: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(probs, indices, loss) of `route` in plain torch, differentiable by autograd. Reads the device."""
+    """(probs, indices, loss) of `route` in plain torch, differentiable by autograd. Synchronizes."""
     num_experts = logits.shape[1]
-    # sorted keeps the order of equals, also in reverse
+    # sorted is stable, also in reverse
     chosen = [sorted(range(num_experts), key=row.__getitem__, reverse=True)[:topk] for row in logits.tolist()]
     indices = torch.tensor(chosen, dtype=torch.int64, device=logits.device).reshape(-1, topk)
     softmax = logits.softmax(-1)
@@ -68,7 +68,7 @@ def route_ref(logits: Tensor, topk: int, *, normalized: bool) -> tuple[Tensor, T
 
 
 class RouteConfig(NamedTuple):
-    """Tokens, experts and slots of a program, all of each token's."""
+    """Tokens of a program, and experts and slots padded to powers of two; a program handles all of them."""
 
     block_t: int
     block_e: int
@@ -81,13 +81,13 @@ MOST_EXPERTS = 512
 
 @lru_cache(maxsize=1024)
 def route_config(num_experts: int, topk: int) -> RouteConfig:
-    """Up to 16 logits a thread and 16 tokens a program: with twice of either the backward spills."""
+    """Up to 16 logits in each thread and 16 tokens in each program: with twice either, backward spills registers."""
     block_e, block_k = next_power_of_2(num_experts), next_power_of_2(topk)
     return RouteConfig(min(16, 2048 // block_e), block_e, block_k, num_warps=4)
 
 
 def routes_in_triton(device: torch.device, dtype: torch.dtype, num_experts: int) -> bool:
-    """Whether the kernels take logits of this dtype; torch takes the others."""
+    """Whether the kernels run for these logits; otherwise plain torch runs."""
     return runs_in_triton(device, dtype) and num_experts <= MOST_EXPERTS
 
 
@@ -117,7 +117,7 @@ def droute(
 ) -> Tensor | None:
     """dlogits [T, E] from the gradients of probs and of loss, either of which may be None; None if both are.
 
-    The other tensors are as `route` gave them.
+    The other tensors are as returned by `route`.
     """
     if dprobs is None and dloss is None:
         return None
@@ -154,7 +154,7 @@ def route_triton(
     config: RouteConfig,
     normalized: bool,
 ) -> None:
-    """Launch the choice. counts, sums: [programs, E], of each program's tokens. All tensors contiguous."""
+    """Launch the forward. counts, sums: [programs, E], over each program's tokens. All tensors contiguous."""
     if not counts.shape[0]:
         return
     _route(
@@ -187,12 +187,12 @@ def droute_triton(
     )  # fmt: skip
 
 
-# probs, indices, softmax; [E] of each expert, how often it was chosen and the sum of its softmax
+# probs, indices, softmax; [E] how often each expert was chosen; [E] the sum of its softmax over the tokens
 _Choice = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _choose_on_torch(logits: Tensor, topk: int, normalized: bool) -> _Choice:
-    # Not torch.topk: which of equal values it takes depends on the device.
+    # Not torch.topk: its choice among equal values depends on the device.
     ordered, experts = logits.sort(dim=-1, descending=True, stable=True)
     indices = experts[:, :topk].contiguous()
     softmax = logits.softmax(-1)
@@ -218,5 +218,5 @@ def _blocks(config: RouteConfig) -> dict[str, int]:
 
 
 def _dsoftmax(dy: Tensor, y: Tensor) -> Tensor:
-    """The gradient of the input of a softmax over the last dimension that gave y."""
+    """The gradient of the input of a softmax over the last dimension, from its output y."""
     return (dy - (dy * y).sum(-1, keepdim=True)).mul_(y)

@@ -1,7 +1,7 @@
-"""The Triton kernels of `ops.kernels.routing.routing`, which says what they compute and launches them.
+"""The Triton kernels of `ops.kernels.routing.routing`, which documents and launches them.
 
-A program has BLOCK_T tokens and all experts. Logits are compared as integers in the same order, so that one number
-lies below all of them, for those that are taken: NaN is the largest, as torch sorts it, and -0 equals 0.
+A program handles BLOCK_T tokens and all experts. Logits are compared as order-preserving integers, so that one integer
+below all logits can mark the experts already chosen. NaN is the largest, as in torch's sort, and -0 equals 0.
 """
 # T tokens, E experts
 
