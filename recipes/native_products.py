@@ -63,7 +63,7 @@ def why_not_float8(capability: Capability | None, *codes: torch.dtype) -> str | 
 
 
 def compute_capability(device: torch.device) -> Capability | None:
-    """The compute capability of this GPU; (9, 0), Hopper, if torch finds no GPU, for explaining plans; None for a CPU."""
+    """The compute capability of this GPU; that of Hopper if torch finds no GPU, to explain plans; None for a CPU."""
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
