@@ -22,8 +22,8 @@ cp.reduce.async.bulk): rounded to nearest, with subnormal numbers, the old ones 
 Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
 device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
 
-The kernels: `high_precision_triton.py`, and for NT on Hopper `high_precision_gluon.py`. The `..._config` functions
-choose among them, after a table of measured tiles if one was loaded (`measured_tiles.py`).
+The kernels: `high_precision_triton.py`, `pointers_triton.py`, and for NT on Hopper `high_precision_gluon.py`. The
+`..._config` functions choose among them, after a table of measured tiles if one was loaded (`measured_tiles.py`).
 The slots of the m_grouped kernels: `recipes/triton/row_slots.py`.
 """
 # T rows, G groups, K in features, N out features
@@ -37,9 +37,7 @@ from torch import Tensor
 from ops.kernels.grouped_gemm.high_precision_cpu import k_grouped_on_cpu, m_grouped_on_cpu
 from ops.kernels.grouped_gemm.high_precision_triton import (
     bias_grad_kernel,
-    k_grouped_kernel,
     k_grouped_persistent_kernel,
-    m_grouped_kernel,
     m_grouped_persistent_kernel,
 )
 from ops.kernels.grouped_gemm.measured_tiles import Gemm, GroupedGemmConfig, tiles_in_use
@@ -57,6 +55,7 @@ from ops.kernels.grouped_gemm.operands import (
     with_contiguous_rows,
 )
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, room_for
+from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules import allow_tf32, k_grouped_config, m_grouped_config, uses_descriptors
 from recipes.tensors.splits import Splits
@@ -431,14 +430,23 @@ def grouped_gemm_nt_triton(
             x_TK,
             offsets,
             alpha_G,
+            None,
             out[-1] if reverse else out,
             N,
             K,
+            1,
             dy_TN.stride(0),
             x_TK.stride(0),
+            1,
+            1,
+            1,
             -out.stride(0) if reverse else out.stride(0),
             ACCUMULATE=accumulate,
+            ALIGNED=1,
+            BLOCKWISE=False,
+            PROMOTE=False,
             PRECISION="tf32" if tf32 else "ieee",
+            BAND=1,
             enable_fp_fusion=not accumulate,
             **config.compiled(),
         )
@@ -560,6 +568,7 @@ def _launch_m_grouped(
             bias,
             scales,
             alpha,
+            None,
             out,
             rows,
             num_groups,
@@ -569,7 +578,12 @@ def _launch_m_grouped(
             w.shape[1] * w.shape[2],
             1 if transposed else C,
             R if transposed else 1,
+            1,
+            1,
             out.stride(0),
+            LAYOUT="tensor",
+            PROMOTE=False,
             PRECISION="tf32" if tf32 else "ieee",
+            BAND=1,
             **config.compiled(),
         )
