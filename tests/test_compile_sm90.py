@@ -81,12 +81,13 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)
     no_descriptors = [tensor[:1].expand(rows, -1) for tensor in (dy, x)]
     for extras in ((None, None, None), (bias, scales, alpha)):
-        grouped_gemm.grouped_gemm_tn_triton(x, w, offsets, *extras, torch.empty_like(dy), tf32)
+        grouped_gemm.m_grouped_triton(x, w, offsets, *extras, torch.empty_like(dy), True, tf32)
     for out_dtype in (dtype, torch.float32):
         y, dx = torch.empty(rows, N, dtype=out_dtype), torch.empty(rows, K, dtype=out_dtype)
-        grouped_gemm.grouped_gemm_tn_triton(x, w, offsets, bias, scales, alpha, y, tf32)
-        grouped_gemm.grouped_gemm_nn_triton(dy, w, offsets, alpha, dx, tf32)
-    grouped_gemm.grouped_gemm_nn_triton(no_descriptors[0], w, offsets, alpha, torch.empty_like(x), tf32)
+        grouped_gemm.m_grouped_triton(x, w, offsets, bias, scales, alpha, y, True, tf32)
+        grouped_gemm.m_grouped_triton(dy, w, offsets, None, None, alpha, dx, False, tf32)
+    dx = torch.empty_like(x)
+    grouped_gemm.m_grouped_triton(no_descriptors[0], w, offsets, None, None, alpha, dx, False, tf32)
     for accumulate in (False, True):
         grouped_gemm.grouped_gemm_nt_triton(*no_descriptors, offsets, alpha, torch.empty_like(w), tf32, accumulate)
     launch_wgrads(rows, features, dtype, tf32)
@@ -126,12 +127,11 @@ def launch_candidates() -> None:
         a, b, offsets, out = case.left, case.right, case.splits.offsets, case.out
         for tile in candidates(gemm, MANY_ROWS, (9, 0)):
             use_tiles(TileTable({}, (9, 0), (MeasuredTile(gemm, MANY_ROWS, tile, 0.0, 0.0),)))
-            if gemm.product == "TN":
-                grouped_gemm.grouped_gemm_tn_triton(a, b, offsets, None, None, None, out, False)
-            elif gemm.product == "NN":
-                grouped_gemm.grouped_gemm_nn_triton(a, b, offsets, None, out, False)
-            else:
+            if gemm.product == "NT":
                 grouped_gemm.grouped_gemm_nt_triton(a, b, offsets, None, out, False, gemm.accumulate)
+            else:
+                transposed = gemm.product == "TN"
+                grouped_gemm.m_grouped_triton(a, b, offsets, None, None, None, out, transposed, False)
 
 
 def launch_grouped_gemm_float8(
