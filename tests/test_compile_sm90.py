@@ -35,7 +35,7 @@ from ops.kernels.grouped_gemm import high_precision as grouped_gemm
 from ops.kernels.grouped_gemm.measured_tiles import MeasuredTile, TileTable, use_tiles
 from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS as ADDED_IN_GLUON
 from ops.kernels.grouped_gemm.tile_rules import k_grouped_config, m_grouped_config
-from ops.kernels.grouped_gemm.tile_rules_float8 import k_grouped_float8_config, m_grouped_float8_config
+from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
 from ops.kernels.norm import norm_triton
 from ops.kernels.routing import permute, routing
 from recipes.casts import cast_float8, cast_float8_block, cast_mxfp8, cast_nvfp4
@@ -62,7 +62,7 @@ MODES = {
 # Instead of a mode, in bf16
 TUNER = "tuner"  # what `bench tune` tries
 GLUON = "gluon"  # the kernels in Gluon, with some others
-FIRST = "first"  # of each kernel the first configuration alone
+FIRST = "first"  # of each kernel the first configuration alone, of values and of codes
 GROUPS, MANY_GROUPS = 4, 128
 MANY_ROWS, FEW_ROWS = 1024, 128
 ALIGNED, ODD = (256, 512), (250, 510)  # in and out features
@@ -81,12 +81,13 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     bias, scales, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(rows), torch.empty(GROUPS)
     no_descriptors = [tensor[:1].expand(rows, -1) for tensor in (dy, x)]
     for extras in ((None, None, None), (bias, scales, alpha)):
-        grouped_gemm.grouped_gemm_tn_triton(x, w, offsets, *extras, torch.empty_like(dy), tf32)
+        grouped_gemm.m_grouped_triton(x, w, offsets, *extras, torch.empty_like(dy), True, tf32)
     for out_dtype in (dtype, torch.float32):
         y, dx = torch.empty(rows, N, dtype=out_dtype), torch.empty(rows, K, dtype=out_dtype)
-        grouped_gemm.grouped_gemm_tn_triton(x, w, offsets, bias, scales, alpha, y, tf32)
-        grouped_gemm.grouped_gemm_nn_triton(dy, w, offsets, alpha, dx, tf32)
-    grouped_gemm.grouped_gemm_nn_triton(no_descriptors[0], w, offsets, alpha, torch.empty_like(x), tf32)
+        grouped_gemm.m_grouped_triton(x, w, offsets, bias, scales, alpha, y, True, tf32)
+        grouped_gemm.m_grouped_triton(dy, w, offsets, None, None, alpha, dx, False, tf32)
+    dx = torch.empty_like(x)
+    grouped_gemm.m_grouped_triton(no_descriptors[0], w, offsets, None, None, alpha, dx, False, tf32)
     for accumulate in (False, True):
         grouped_gemm.grouped_gemm_nt_triton(*no_descriptors, offsets, alpha, torch.empty_like(w), tf32, accumulate)
     launch_wgrads(rows, features, dtype, tf32)
@@ -126,12 +127,11 @@ def launch_candidates() -> None:
         a, b, offsets, out = case.left, case.right, case.splits.offsets, case.out
         for tile in candidates(gemm, MANY_ROWS, (9, 0)):
             use_tiles(TileTable({}, (9, 0), (MeasuredTile(gemm, MANY_ROWS, tile, 0.0, 0.0),)))
-            if gemm.product == "TN":
-                grouped_gemm.grouped_gemm_tn_triton(a, b, offsets, None, None, None, out, False)
-            elif gemm.product == "NN":
-                grouped_gemm.grouped_gemm_nn_triton(a, b, offsets, None, out, False)
-            else:
+            if gemm.product == "NT":
                 grouped_gemm.grouped_gemm_nt_triton(a, b, offsets, None, out, False, gemm.accumulate)
+            else:
+                transposed = gemm.product == "TN"
+                grouped_gemm.m_grouped_triton(a, b, offsets, None, None, None, out, transposed, False)
 
 
 def launch_grouped_gemm_float8(
@@ -363,8 +363,8 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
             both = about | {"out_dtype": out_dtype, "accumulate": add}
             chosen += [("k", choose_k(blockwise=layout == "row", **both))]
         for axis, config in chosen:
-            kernel = f"{axis}_grouped_float8_{'persistent_' if config.tma else ''}kernel"
-            configs[kernel, *config[:5]] = config.programs
+            kernel = f"{axis}_grouped_{'float8_persistent_' if config.programs else ''}kernel"
+            configs[kernel, *config[:5]] = max(config.programs, 1)
     norms = {
         "norm_kernel": norm_triton.norm_config,
         "dnorm_kernel": lambda rows, N: norm_triton.dnorm_config(rows, N, 132),
@@ -374,6 +374,11 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
         block_m, block_n, num_warps, *_ = choose(rows, N)
         configs[kernel, block_m, block_n, None, num_warps, None] = 1
     return configs
+
+
+def multiplies_codes(kernel: str, block_k: int | None) -> bool:
+    """Whether it is a grouped product of codes: steps of values are shorter."""
+    return "grouped" in kernel and block_k == BLOCK
 
 
 class OfflineDriver:
@@ -410,7 +415,8 @@ def compile_all(mode: str, arch: int) -> None:
 
     def only_compile(kernel, *args, grid, warmup, **kwargs):
         name = kernel.fn.__name__
-        if mode == FIRST and name in reported:
+        kind = name, multiplies_codes(name, kwargs.get("BLOCK_K"))
+        if mode == FIRST and kind in reported:
             return
         with contextlib.redirect_stdout(io.StringIO()) as output:
             compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
@@ -430,7 +436,7 @@ def compile_all(mode: str, arch: int) -> None:
             file.write_text(json.dumps(report))
         if compiled.hash not in reported:
             print(file.read_text())
-        reported.update((name, compiled.hash))
+        reported.update((kind, compiled.hash))
 
     JITFunction.run = only_compile
     if mode == TUNER:
@@ -462,8 +468,9 @@ def cache(request):
 
 def test_each_kernel_compiles_for_hopper(cache):
     reports = compiled(FIRST, 90, cache)
-    kernels = [report["kernel"] for report in reports]
-    assert len(set(kernels)) == len(kernels) and all_kernels() <= set(kernels)
+    kinds = [(report["kernel"], multiplies_codes(report["kernel"], report["config"][2])) for report in reports]
+    assert len(set(kinds)) == len(kinds) and all_kernels() <= {kernel for kernel, _ in kinds}
+    assert {("m_grouped_kernel", True), ("k_grouped_kernel", True)} <= set(kinds)
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report
         assert bool(report["wgmma"]) == ("grouped" in report["kernel"]), report
@@ -483,7 +490,8 @@ def test_every_configuration_compiles_for_hopper(mode, cache):
         programs = shipped.get((report["kernel"], *report["config"]), 1)
         assert (report["shared_bytes"] + BESIDES) * programs <= SHARED_BY_PROGRAMS, f"not {programs} at once: {report}"
         if "gemm" in report["kernel"] or "grouped" in report["kernel"]:
-            assert bool(report["wgmma"]) == (mode != "fp32" or "float8" in report["kernel"]), report
+            codes = multiplies_codes(report["kernel"], report["config"][2])
+            assert bool(report["wgmma"]) == (mode != "fp32" or codes), report
         assert not report["warnings"], report
     kernels = {report["kernel"] for report in reports}
     in_gluon = mode == "bf16" and why_not_this_release() is None

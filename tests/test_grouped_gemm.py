@@ -90,8 +90,8 @@ def launched(o: Operands, *, extras: bool, out_dtype: torch.dtype | None = None)
         name: poisoned(*shape, like=o.x, dtype=out_dtype)
         for name, shape in {"tn": (rows, N), "nn": (rows, K), "nt": (groups, N, K), "db": (groups, N)}.items()
     }
-    gg.grouped_gemm_tn_triton(o.x, o.w, offsets, bias, scales, alpha, out["tn"], tf32=False)
-    gg.grouped_gemm_nn_triton(o.dy, o.w, offsets, alpha, out["nn"], tf32=False)
+    gg.m_grouped_triton(o.x, o.w, offsets, bias, scales, alpha, out["tn"], transposed=True, tf32=False)
+    gg.m_grouped_triton(o.dy, o.w, offsets, None, None, alpha, out["nn"], transposed=False, tf32=False)
     gg.grouped_gemm_nt_triton(o.dy, o.x, offsets, alpha, out["nt"], tf32=False)
     gg.grouped_bias_grad_triton(o.dy, offsets, scales, out["db"])
     return out
@@ -481,14 +481,12 @@ def test_kernels_agree_for_any_splits_interpreted(case, dtype, extras, seed):
 def test_launchers_are_sound_custom_ops():
     o = operands(CASES["tail"], torch.float32)
     out, checks = torch.empty_like(o.dy), ("test_schema", "test_faketensor")
-    for launcher, arguments in {
-        "tn": (o.x, o.w, o.splits.offsets, o.bias, None, o.alpha, out, False),
-        "nn": (o.dy, o.w, o.splits.offsets, None, torch.empty_like(o.x), False),
-        "nt": (o.dy, o.x, o.splits.offsets, None, torch.empty_like(o.w), False),
-    }.items():
-        torch.library.opcheck(
-            getattr(torch.ops.fuser, f"grouped_gemm_{launcher}").default, arguments, test_utils=checks
-        )
+    for launcher, arguments in (
+        ("m_grouped_gemm", (o.x, o.w, o.splits.offsets, o.bias, None, o.alpha, out, True, False)),
+        ("m_grouped_gemm", (o.dy, o.w, o.splits.offsets, None, None, None, torch.empty_like(o.x), False, False)),
+        ("grouped_gemm_nt", (o.dy, o.x, o.splits.offsets, None, torch.empty_like(o.w), False)),
+    ):
+        torch.library.opcheck(getattr(torch.ops.fuser, launcher).default, arguments, test_utils=checks)
     bias_grad = torch.ops.fuser.grouped_bias_grad.default
     torch.library.opcheck(bias_grad, (o.dy, o.splits.offsets, None, torch.empty_like(o.bias)), test_utils=checks)
 

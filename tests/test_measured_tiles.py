@@ -168,8 +168,8 @@ def launch_products(N: int = 64, K: int = 32, accumulate: bool = False) -> list[
     splits = Splits.make(torch.tensor([16, 0, 40, 8]), rows=rows, device="cpu")
     x, w, dy = (torch.randn(shape).bfloat16() for shape in ((rows, K), (4, N, K), (rows, N)))
     y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.zeros_like(w)
-    gg.grouped_gemm_tn_triton(x, w, splits.offsets, None, None, None, y, tf32=False)
-    gg.grouped_gemm_nn_triton(dy, w, splits.offsets, None, dx, tf32=False)
+    gg.m_grouped_triton(x, w, splits.offsets, None, None, None, y, transposed=True, tf32=False)
+    gg.m_grouped_triton(dy, w, splits.offsets, None, None, None, dx, transposed=False, tf32=False)
     gg.grouped_gemm_nt_triton(dy, x, splits.offsets, None, dw, tf32=False, accumulate=accumulate)
     return [
         (y, gg.grouped_gemm_tn_ref(x, w, splits)),

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.kernels.grouped_gemm.high_precision import grouped_gemm_tn_triton
+from ops.kernels.grouped_gemm.high_precision import m_grouped_triton
 from ops.kernels.grouped_gemm.persistent_schedule import (
     MOST_GROUPS,
     ends_of_groups,
@@ -96,5 +96,5 @@ def test_more_groups_than_a_program_keeps_go_to_the_kernels_on_pointers(device):
     groups = MOST_GROUPS + 1
     o = operands(Case([1] * groups, K=16, N=16), torch.bfloat16, device=device)
     y = poisoned(groups, 16, like=o.x)
-    grouped_gemm_tn_triton(o.x, o.w, o.splits.offsets, None, None, None, y, tf32=False)
+    m_grouped_triton(o.x, o.w, o.splits.offsets, None, None, None, y, transposed=True, tf32=False)
     assert_close("y", y, naive_gemm("TN", o.x, o.w, o.splits))

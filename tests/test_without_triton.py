@@ -18,7 +18,7 @@ if WITHOUT:  # before anything imports it
 
 import bench.__main__  # noqa: E402, F401  without it, too
 from fuser import Sequential, autocast, ops  # noqa: E402
-from ops.kernels.grouped_gemm.high_precision import grouped_gemm_tn_triton  # noqa: E402
+from ops.kernels.grouped_gemm.high_precision import m_grouped_triton  # noqa: E402
 from ops.kernels.norm.norm_triton import norm_kernel  # noqa: E402
 from recipes.registry import RECIPES  # noqa: E402
 from tests.compiling import ROOT, compiling  # noqa: E402
@@ -48,7 +48,7 @@ def main() -> None:
         x, w, offsets = torch.ones(4, 16), torch.ones(1, 16, 16), torch.tensor([0, 4])
         launches = (
             lambda: norm_kernel[(1,)](x),
-            lambda: grouped_gemm_tn_triton(x, w, offsets, None, None, None, torch.empty(4, 16), False),
+            lambda: m_grouped_triton(x, w, offsets, None, None, None, torch.empty(4, 16), True, False),
         )
         for launch in launches:
             try:

@@ -39,7 +39,7 @@ its fast accumulation by half as much in the second and third. Small integers ar
 
 Graph safety: as `grouped_gemm`. Grids follow from capacities, groups are found from the offsets on the device.
 
-The kernels: `float8_persistent` on descriptors, `float8_pointers` on pointers.
+The kernels: `float8_persistent` on descriptors, `pointers_triton` on pointers.
 """
 # T rows, G groups, R summed features, C features that come out; P columns of the padded groups; for NT [N, K] come out
 
@@ -52,7 +52,6 @@ from ops.kernels.grouped_gemm.float8_persistent import (
     k_grouped_float8_persistent_kernel,
     m_grouped_float8_persistent_kernel,
 )
-from ops.kernels.grouped_gemm.float8_pointers import k_grouped_float8_kernel, m_grouped_float8_kernel
 from ops.kernels.grouped_gemm.high_precision import capability
 from ops.kernels.grouped_gemm.operands import (
     check_accumulate,
@@ -63,6 +62,7 @@ from ops.kernels.grouped_gemm.operands import (
     with_contiguous_rows,
 )
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, room_for
+from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
 from recipes.native_products import FLOAT8
@@ -317,8 +317,8 @@ def _nt(
     return out if target is out else out.copy_(target)
 
 
-_m_grouped, _m_grouped_persistent = Launch(m_grouped_float8_kernel), Launch(m_grouped_float8_persistent_kernel)
-_k_grouped, _k_grouped_persistent = Launch(k_grouped_float8_kernel), Launch(k_grouped_float8_persistent_kernel)
+_m_grouped, _m_grouped_persistent = Launch(m_grouped_kernel), Launch(m_grouped_float8_persistent_kernel)
+_k_grouped, _k_grouped_persistent = Launch(k_grouped_kernel), Launch(k_grouped_float8_persistent_kernel)
 
 
 @launcher("fuser::grouped_gemm_tn_float8", mutates=["out"])
@@ -352,11 +352,11 @@ def grouped_gemm_tn_float8_triton(
         descriptors=takes_descriptors(a, b, out) and G <= MOST_GROUPS,
         capability=capability(out),
     )
-    programs = min(num_slots(rows, G, config.block_m) * cdiv(C, config.block_n), config.programs * multiprocessors(out))
-    if config.tma:
+    num_tiles = num_slots(rows, G, config.block_m) * cdiv(C, config.block_n)
+    if config.programs:
         _m_grouped_persistent(
             out,
-            programs,
+            min(num_tiles, config.programs * multiprocessors(out)),
             ragged_descriptor(a, (config.part_m, config.block_k), axis=0),
             descriptor(b, (1, config.part_n, config.block_k)),
             ragged_descriptor(out, config.half(), axis=0),
@@ -380,25 +380,29 @@ def grouped_gemm_tn_float8_triton(
     else:
         _m_grouped(
             out,
-            programs,
+            num_tiles,
             a,
             b,
-            out,
-            a_scale,
-            b_scale,
             offsets,
             bias,
             scales,
+            a_scale,
+            b_scale,
+            out,
             rows,
             G,
             R,
             C,
             a.stride(0),
-            out.stride(0),
+            C * R,
+            1,
+            R,
             a_scale.stride(0),
             b_scale.stride(0),
+            out.stride(0),
             LAYOUT=layout,
             PROMOTE=promote,
+            PRECISION="tf32",
             BAND=band(config.block_m),
             **config.compiled(),
         )
@@ -420,7 +424,7 @@ def grouped_gemm_nt_float8_triton(
 
     Scales per tensor: [G], which may be an expanded ().
     """
-    if dy.numel() == 0 or x.numel() == 0:
+    if dy.shape[1] == 0 or out.numel() == 0:
         if not accumulate:
             out.zero_()
         return
@@ -435,13 +439,13 @@ def grouped_gemm_nt_float8_triton(
         descriptors=takes_descriptors(dy, x, out) and G <= MOST_GROUPS,
         capability=capability(out),
     )
-    programs = min(G * cdiv(N, config.block_m) * cdiv(K, config.block_n), config.programs * multiprocessors(out))
+    num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
     # As `grouped_gemm_nt`: a factor's product is rounded before it is added. Blocks have no factor at the end.
     fusion = blockwise or not accumulate
-    if config.tma:
+    if config.programs:
         _k_grouped_persistent(
             out,
-            programs,
+            min(num_tiles, config.programs * multiprocessors(out)),
             ragged_descriptor(dy, (config.part_m, config.block_k), axis=1, unit=16),
             ragged_descriptor(x, (config.part_n, config.block_k), axis=1, unit=16),
             descriptor(out, (1, *config.half())),
@@ -467,25 +471,27 @@ def grouped_gemm_nt_float8_triton(
     else:
         _k_grouped(
             out,
-            programs,
+            num_tiles,
             dy,
             x,
-            out,
+            offsets,
             dy_scale,
             x_scale,
-            offsets,
-            G,
+            out[-1] if reverse else out,
             N,
             K,
             dy.stride(0),
+            1,
+            1,
             x.stride(0),
             dy_scale.stride(0),
             x_scale.stride(0),
-            out.stride(0),
+            -out.stride(0) if reverse else out.stride(0),
             ACCUMULATE=accumulate,
-            REVERSE=reverse,
+            ALIGNED=16,
             BLOCKWISE=blockwise,
             PROMOTE=promote,
+            PRECISION="tf32",
             BAND=band(config.block_m),
             enable_fp_fusion=fusion,
             **config.compiled(),

@@ -22,8 +22,8 @@ cp.reduce.async.bulk): rounded to nearest, with subnormal numbers, the old ones 
 Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
 device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
 
-The kernels: `high_precision_triton.py`, and for NT on Hopper `high_precision_gluon.py`. The `..._config` functions
-choose among them, after a table of measured tiles if one was loaded (`measured_tiles.py`).
+The kernels: `high_precision_triton.py`, `pointers_triton.py`, and for NT on Hopper `high_precision_gluon.py`. The
+`..._config` functions choose among them, after a table of measured tiles if one was loaded (`measured_tiles.py`).
 The slots of the m_grouped kernels: `recipes/triton/row_slots.py`.
 """
 # T rows, G groups, K in features, N out features
@@ -37,9 +37,7 @@ from torch import Tensor
 from ops.kernels.grouped_gemm.high_precision_cpu import k_grouped_on_cpu, m_grouped_on_cpu
 from ops.kernels.grouped_gemm.high_precision_triton import (
     bias_grad_kernel,
-    k_grouped_kernel,
     k_grouped_persistent_kernel,
-    m_grouped_kernel,
     m_grouped_persistent_kernel,
 )
 from ops.kernels.grouped_gemm.measured_tiles import Gemm, GroupedGemmConfig, tiles_in_use
@@ -57,6 +55,7 @@ from ops.kernels.grouped_gemm.operands import (
     with_contiguous_rows,
 )
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, room_for
+from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules import allow_tf32, k_grouped_config, m_grouped_config, uses_descriptors
 from recipes.tensors.splits import Splits
@@ -171,41 +170,12 @@ def grouped_gemm_tn(
     alpha: [G] or () float32 (1 if None). out: [T, N], in out_dtype (x's if None). Rows of no group are zero.
     """
     if x_TK.device.type == "cuda":
-        tf32 = allow_tf32(x_TK.dtype)
-        return _tn(x_TK, w_GNK, splits.offsets, splits.rows, bias_GN, scales_T, alpha_G, out, out_dtype, tf32)
+        return _m_grouped_gemm(
+            x_TK, w_GNK, splits.offsets, splits.rows, bias_GN, scales_T, alpha_G, out, out_dtype, True,
+            allow_tf32(x_TK.dtype),
+        )  # fmt: skip
     check_m_grouped(x_TK, w_GNK, splits, bias_GN, scales_T, w_features=2)
     return m_grouped_on_cpu(x_TK, w_GNK.transpose(1, 2), splits, out, out_dtype, alpha_G, bias_GN, scales_T)
-
-
-@replayed
-def _tn(
-    x_TK: Tensor,
-    w_GNK: Tensor,
-    offsets: Tensor,
-    rows: int,
-    bias_GN: Tensor | None,
-    scales_T: Tensor | None,
-    alpha_G: Tensor | None,
-    out: Tensor | None,
-    out_dtype: torch.dtype | None,
-    tf32: bool,
-) -> Tensor:
-    """Checks, allocates and launches TN; tf32, here and below, is an argument because the key has to hold it."""
-    splits = Splits.over(offsets, rows)
-    check_m_grouped(x_TK, w_GNK, splits, bias_GN, scales_T, w_features=2)
-    out = output(out, (x_TK.shape[0], w_GNK.shape[1]), out_dtype, x_TK)
-    target = with_contiguous_rows(out, empty=True)
-    grouped_gemm_tn_triton(
-        with_contiguous_rows(x_TK),
-        w_GNK.contiguous(),
-        offsets,
-        None if bias_GN is None else bias_GN.contiguous(),
-        None if scales_T is None else scales_T.contiguous(),
-        per_group(alpha_G, splits),
-        target,
-        tf32=tf32,
-    )
-    return out if target is out else out.copy_(target)
 
 
 def grouped_gemm_nn(
@@ -223,29 +193,44 @@ def grouped_gemm_nn(
     (dy's if None). Rows of no group are zero.
     """
     if dy_TN.device.type == "cuda":
-        tf32 = allow_tf32(dy_TN.dtype)
-        return _nn(dy_TN, w_GNK, splits.offsets, splits.rows, alpha_G, out, out_dtype, tf32)
+        return _m_grouped_gemm(
+            dy_TN, w_GNK, splits.offsets, splits.rows, None, None, alpha_G, out, out_dtype, False,
+            allow_tf32(dy_TN.dtype),
+        )  # fmt: skip
     check_m_grouped(dy_TN, w_GNK, splits, w_features=1)
     return m_grouped_on_cpu(dy_TN, w_GNK, splits, out, out_dtype, alpha_G)
 
 
 @replayed
-def _nn(
-    dy_TN: Tensor,
+def _m_grouped_gemm(
+    a: Tensor,
     w_GNK: Tensor,
     offsets: Tensor,
     rows: int,
+    bias: Tensor | None,
+    scales_T: Tensor | None,
     alpha_G: Tensor | None,
     out: Tensor | None,
     out_dtype: torch.dtype | None,
+    transposed: bool,
     tf32: bool,
 ) -> Tensor:
+    """Checks, allocates and launches TN (transposed) or NN. tf32, here and below, is an argument because the key has to
+    hold it."""
     splits = Splits.over(offsets, rows)
-    check_m_grouped(dy_TN, w_GNK, splits, w_features=1)
-    out = output(out, (dy_TN.shape[0], w_GNK.shape[2]), out_dtype, dy_TN)
+    check_m_grouped(a, w_GNK, splits, bias, scales_T, w_features=2 if transposed else 1)
+    out = output(out, (rows, w_GNK.shape[1 if transposed else 2]), out_dtype, a)
     target = with_contiguous_rows(out, empty=True)
-    grouped_gemm_nn_triton(
-        with_contiguous_rows(dy_TN), w_GNK.contiguous(), offsets, per_group(alpha_G, splits), target, tf32=tf32
+    m_grouped_triton(
+        with_contiguous_rows(a),
+        w_GNK.contiguous(),
+        offsets,
+        None if bias is None else bias.contiguous(),
+        None if scales_T is None else scales_T.contiguous(),
+        per_group(alpha_G, splits),
+        target,
+        transposed=transposed,
+        tf32=tf32,
     )
     return out if target is out else out.copy_(target)
 
@@ -341,29 +326,89 @@ _k_grouped, _k_grouped_persistent = Launch(k_grouped_kernel), Launch(k_grouped_p
 _bias_grad = Launch(bias_grad_kernel)
 
 
-@launcher("fuser::grouped_gemm_tn", mutates=["out"])
-def grouped_gemm_tn_triton(
-    x_TK: Tensor,
+@launcher("fuser::m_grouped_gemm", mutates=["out"])
+def m_grouped_triton(
+    a: Tensor,
     w_GNK: Tensor,
     offsets: Tensor,
-    bias_GN: Tensor | None,
-    scales_T: Tensor | None,
-    alpha_G: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    alpha: Tensor | None,
     out: Tensor,
+    transposed: bool,
     tf32: bool,
 ) -> None:
-    """Launches TN. Rows of x and out are contiguous, w, offsets [G + 1], bias, scales, alpha [G] are contiguous."""
-    _, N, K = w_GNK.shape
-    _launch_m_grouped(x_TK, w_GNK, offsets, bias_GN, scales_T, alpha_G, out, K, N, transposed=True, tf32=tf32)
+    """Launches TN (transposed) or NN.
 
-
-@launcher("fuser::grouped_gemm_nn", mutates=["out"])
-def grouped_gemm_nn_triton(
-    dy_TN: Tensor, w_GNK: Tensor, offsets: Tensor, alpha_G: Tensor | None, out: Tensor, tf32: bool
-) -> None:
-    """Launches NN. Rows of dy and out are contiguous, w, offsets [G + 1], alpha [G] are contiguous."""
-    _, N, K = w_GNK.shape
-    _launch_m_grouped(dy_TN, w_GNK, offsets, None, None, alpha_G, out, N, K, transposed=False, tf32=tf32)
+    Rows of a and out are contiguous, w, offsets [G + 1], bias, scales, alpha [G] are contiguous.
+    """
+    if out.numel() == 0:
+        return
+    rows, (num_groups, N, K) = a.shape[0], w_GNK.shape
+    R, C = (K, N) if transposed else (N, K)
+    tma = runs_on_descriptors(num_groups, a, w_GNK, out)
+    aligned = not tma and is_aligned(a, w_GNK, out)
+    config = _measured("TN" if transposed else "NN", a, out, (num_groups, N, K), tma, aligned) or m_grouped_config(
+        rows,
+        num_groups,
+        a.dtype,
+        out_dtype=out.dtype,
+        tf32=tf32,
+        aligned=aligned,
+        descriptors=tma,
+        capability=capability(out),
+    )
+    num_tiles = num_slots(rows, num_groups, config.block_m) * cdiv(C, config.block_n)
+    if config.programs:
+        w_box = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
+        _m_grouped_persistent(
+            out,
+            min(num_tiles, config.programs * multiprocessors(out)),
+            ragged_descriptor(a, (config.block_m, config.block_k), axis=0),
+            descriptor(w_GNK, (1, *w_box)),
+            ragged_descriptor(out, (config.block_m, min(config.block_n, 128)), axis=0),
+            offsets,
+            bias,
+            scales,
+            alpha,
+            rows,
+            num_groups,
+            R,
+            C,
+            TRANSPOSED=transposed,
+            BAND=band(config.block_m),
+            GROUPS=room_for(num_groups),
+            **config.compiled(),
+        )
+    else:
+        _m_grouped(
+            out,
+            num_tiles,
+            a,
+            w_GNK,
+            offsets,
+            bias,
+            scales,
+            alpha,
+            None,
+            out,
+            rows,
+            num_groups,
+            R,
+            C,
+            a.stride(0),
+            N * K,
+            1 if transposed else C,
+            R if transposed else 1,
+            1,
+            1,
+            out.stride(0),
+            LAYOUT="tensor",
+            PROMOTE=False,
+            PRECISION="tf32" if tf32 else "ieee",
+            BAND=1,
+            **config.compiled(),
+        )
 
 
 @launcher("fuser::grouped_gemm_nt", mutates=["out"])
@@ -431,14 +476,23 @@ def grouped_gemm_nt_triton(
             x_TK,
             offsets,
             alpha_G,
+            None,
             out[-1] if reverse else out,
             N,
             K,
+            1,
             dy_TN.stride(0),
             x_TK.stride(0),
+            1,
+            1,
+            1,
             -out.stride(0) if reverse else out.stride(0),
             ACCUMULATE=accumulate,
+            ALIGNED=1,
+            BLOCKWISE=False,
+            PROMOTE=False,
             PRECISION="tf32" if tf32 else "ieee",
+            BAND=1,
             enable_fp_fusion=not accumulate,
             **config.compiled(),
         )
@@ -496,80 +550,3 @@ def _measured(
     G, N, K = weights
     config = table.find(Gemm(product, a.dtype, out.dtype, accumulate, G, N, K), a.shape[0])
     return config if config is not None and (tma or (aligned and not config.programs)) else None
-
-
-def _launch_m_grouped(
-    a: Tensor,
-    w: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None,
-    scales: Tensor | None,
-    alpha: Tensor | None,
-    out: Tensor,
-    R: int,
-    C: int,
-    *,
-    transposed: bool,
-    tf32: bool,
-) -> None:
-    """transposed: w is [G, C, R], else [G, R, C]."""
-    if out.numel() == 0:
-        return
-    rows, num_groups = a.shape[0], w.shape[0]
-    tma = runs_on_descriptors(num_groups, a, w, out)
-    aligned = not tma and is_aligned(a, w, out)
-    config = _measured("TN" if transposed else "NN", a, out, w.shape, tma, aligned) or m_grouped_config(
-        rows,
-        num_groups,
-        a.dtype,
-        out_dtype=out.dtype,
-        tf32=tf32,
-        aligned=aligned,
-        descriptors=tma,
-        capability=capability(out),
-    )
-    num_tiles = num_slots(rows, num_groups, config.block_m) * cdiv(C, config.block_n)
-    if config.programs:
-        w_box = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
-        _m_grouped_persistent(
-            out,
-            min(num_tiles, config.programs * multiprocessors(out)),
-            ragged_descriptor(a, (config.block_m, config.block_k), axis=0),
-            descriptor(w, (1, *w_box)),
-            ragged_descriptor(out, (config.block_m, min(config.block_n, 128)), axis=0),
-            offsets,
-            bias,
-            scales,
-            alpha,
-            rows,
-            num_groups,
-            R,
-            C,
-            TRANSPOSED=transposed,
-            BAND=band(config.block_m),
-            GROUPS=room_for(num_groups),
-            **config.compiled(),
-        )
-    else:
-        _m_grouped(
-            out,
-            num_tiles,
-            a,
-            w,
-            offsets,
-            bias,
-            scales,
-            alpha,
-            out,
-            rows,
-            num_groups,
-            R,
-            C,
-            a.stride(0),
-            w.shape[1] * w.shape[2],
-            1 if transposed else C,
-            R if transposed else 1,
-            out.stride(0),
-            PRECISION="tf32" if tf32 else "ieee",
-            **config.compiled(),
-        )

@@ -25,10 +25,9 @@ class GroupedFloat8Config(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
-    programs: int  # that share a multiprocessor; each takes tile after tile
+    programs: int  # that share a multiprocessor, with descriptors; 0: pointers, a program for each tile
     part_m: int
     part_n: int
-    tma: bool = True  # operands and output through descriptors
 
     def compiled(self) -> dict[str, int]:
         """The arguments of a launch that choose how the kernel is compiled."""
@@ -111,4 +110,4 @@ _WIDE_HALVES = _WIDE._replace(part_n=128)
 # no room for two with three stages of the first of these.
 _HALVES = GroupedFloat8Config(128, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
 _SMALL = GroupedFloat8Config(64, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
-_POINTERS = GroupedFloat8Config(64, 64, BLOCK, 4, num_stages=2, programs=2, part_m=64, part_n=64, tma=False)
+_POINTERS = GroupedFloat8Config(64, 64, BLOCK, 4, num_stages=2, programs=0, part_m=64, part_n=64)
