@@ -9,7 +9,8 @@ import torch
 from fuser.layout import Container, Layout
 from fuser.plan import fusions_version
 from ops.products.paths import choose_path
-from ops.runner.program import PlannedOperation
+from ops.runner.program import Plan, PlannedOperation
+from ops.runner.repeat import why_not_repeated
 from ops.runner.run import Pipeline
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
@@ -58,6 +59,8 @@ def _explain_pipeline(pipeline: Pipeline, request: PlanRequest) -> list[str]:
     lines = [f"  path: {path}{because}"]
     if path == "split":
         lines.append("  groups without rows are left out")
+    if request.device.type == "cuda":
+        lines += _explain_repetition(pipeline, plan, request, path)
     joint = plan.forward == plan.backward
     passes = {"forward": plan.forward, "backward": plan.backward}
     for title, steps in ({"forward and backward": plan.forward} if joint else passes).items():
@@ -67,6 +70,20 @@ def _explain_pipeline(pipeline: Pipeline, request: PlanRequest) -> list[str]:
         places = _places(pipeline, refusal.indices)
         lines.append(f"  not fused: {refusal.fusion.__name__} on operations {places}: {refusal.reason}")
     return lines
+
+
+def _explain_repetition(pipeline: Pipeline, plan: Plan, request: PlanRequest, path: str) -> list[str]:
+    """Which steps the host runs in full each time, and why."""
+    if path == "split":
+        return ["  not repeated: on the split path group sizes are read on the host."]
+    lines: dict[str, None] = {}
+    for step in (*plan.forward, *plan.backward):
+        covered = [pipeline.operations[index] for index in step.indices]
+        reason = why_not_repeated(step.operation, covered, request.recipe)
+        if reason is not None:
+            noun = "operation" if len(step.indices) == 1 else "operations"
+            lines[f"  not repeated: {reason} ({noun} {_places(pipeline, step.indices)})"] = None
+    return list(lines)
 
 
 def _explain_step(pipeline: Pipeline, step: PlannedOperation, request: PlanRequest) -> str:

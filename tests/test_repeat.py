@@ -37,12 +37,9 @@ def repeating(monkeypatch):
         monkeypatch.setattr(module, "may_repeat", lambda device, entries: asked(torch.device("cuda"), entries))
 
     def repeated(self, step, covered, written):
-        dtypes = [self.contexts[index]["dtype"] for index in step.indices]
-        return (
-            None
-            if written
-            else repeat.repeated_step(step.operation, covered, step.indices, self.request.recipe, dtypes)
-        )
+        if written or repeat.why_not_repeated(step.operation, covered, self.request.recipe):
+            return None
+        return repeat.RepeatedStep(step.indices, self.request.recipe, reads_tf32=True)
 
     monkeypatch.setattr(program.Program, "_repeated", repeated)
     replay.forget()
@@ -306,6 +303,20 @@ def test_a_recipe_of_ones_own_is_not_repeated(repeating, monkeypatch):
         for at in range(6):
             chosen[0] = (recipes.Float8CurrentScaling if at > 3 else recipes.MXFP8BlockScaling)()
             assert_same(step(model, recipe, at), step(other, chosen[0], at))
+
+
+def test_explain_names_what_runs_in_full():
+    model = Sequential(ops.LayerNorm(64), ops.Dropout(0.5), Doubled(64, 64))
+    lines = model.explain(device="cuda", recipe="mxfp8").splitlines()
+    assert "  not repeated: Dropout is not repeatable. (operation 1)" in lines
+    assert "  not repeated: Doubled is not repeatable. (operation 2)" in lines
+    assert sum("not repeated" in line for line in lines) == 2
+    custom = recipes.CustomRecipe(recipes.MXFP8BlockScaling().quantizer)
+    assert "not repeated: CustomRecipe is not repeatable. (operation 0)" in model.explain(device="cuda", recipe=custom)
+    assert "not repeated: on the split path" in Sequential(ops.GroupedLinear(2, 64, 64), path="split").explain(
+        device="cuda"
+    )
+    assert "not repeated" not in model.explain()
 
 
 def test_the_backward_of_changed_weights_is_refused(repeating):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ops.products.paths import choose_path
 from ops.runner.context import OperationContext, held_parameter
-from ops.runner.repeat import RepeatedStep, repeated_step
+from ops.runner.repeat import RepeatedStep, why_not_repeated
 from recipes.recipe import Role
 from recipes.request import Needs, PlanRequest
 
@@ -186,5 +186,7 @@ class Program:
     def _repeated(self, step: PlannedOperation, covered: Sequence[Any], written: str | None) -> RepeatedStep | None:
         if self.request.device.type != "cuda" or self.path.name != "grouped" or written is not None:
             return None
+        if why_not_repeated(step.operation, covered, self.request.recipe) is not None:
+            return None
         dtypes = [self.contexts[index]["dtype"] for index in step.indices]
-        return repeated_step(step.operation, covered, step.indices, self.request.recipe, dtypes)
+        return RepeatedStep(step.indices, self.request.recipe, torch.float32 in dtypes)

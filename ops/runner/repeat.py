@@ -195,13 +195,15 @@ class RepeatedStep:
         return tuple(key)
 
 
-def repeated_step(
-    operation: Any, covered: Sequence[Any], indices: Sequence[int], recipe: Recipe, dtypes: Sequence[Any]
-) -> RepeatedStep | None:
-    """For a step that may be repeated, else None. operation: what is executed; covered: the basic operations."""
-    if not all(map(is_repeatable, dict.fromkeys(map(type, (operation, recipe, *covered))))):
-        return None
-    return RepeatedStep(tuple(indices), recipe, torch.float32 in dtypes)
+def why_not_repeated(operation: Any, covered: Sequence[Any], recipe: Recipe) -> str | None:
+    """Why a step runs in full each time, as a sentence; None if it may be repeated.
+
+    operation: what is executed; covered: the basic operations that it stands for
+    """
+    for kind in dict.fromkeys(map(type, (recipe, operation, *covered))):
+        if not is_repeatable(kind):
+            return f"{kind.__name__} is not repeatable."
+    return None
 
 
 def is_repeatable(kind: type) -> bool:
