@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
@@ -11,7 +13,7 @@ from ops.runner.callers_buffers import CallersBuffer
 from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import memory_of
 from ops.runner.program import Program, Wiring
-from ops.runner.repeat import OperationState, may_repeat
+from ops.runner.repeat import OperationState, RepeatedStep, may_repeat
 from ops.runner.saved import unflatten
 from recipes.first_forwards import ForwardWithGrad
 from recipes.pending import PendingUpdates
@@ -55,11 +57,25 @@ def run_backward(
     unwanted: the parameters, by their positions, whose gradients this backward was not asked for
     The entries of `saved` are given up step by step. It is a step of its own for quantizers with a state.
     """
+    repeats = not record.given and may_repeat(record.program.request.device, record.entries)
+    # A step that is repeated reads no recipe.
+    with _NOTHING if repeats else reentered(record.entries):
+        return _run_with_updates(record, saved, dy, d_returned, unwanted, repeats)
+
+
+def _run_with_updates(
+    record: Record,
+    saved: list[Tensor | None],
+    dy: Tensor | None,
+    d_returned: Sequence[Tensor | None],
+    unwanted: frozenset[int],
+    repeats: bool,
+) -> list[Tensor | None]:
     if not record.program.keeps_state:
-        return _run(record, saved, dy, d_returned, None, unwanted)
+        return _run(record, saved, dy, d_returned, None, unwanted, repeats)
     updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
     try:
-        gradients = _run(record, saved, dy, d_returned, updates, unwanted)
+        gradients = _run(record, saved, dy, d_returned, updates, unwanted, repeats)
     except BaseException:
         updates.discard()
         raise
@@ -74,8 +90,10 @@ def _run(
     d_returned: Sequence[Tensor | None],
     updates: PendingUpdates | None,
     unwanted: frozenset[int],
+    repeats: bool,
 ) -> list[Tensor | None]:
     program = record.program
+    ends = [0, *accumulate([state.count for state in record.states])]
     # Gradients of extra tensors by name, the contributions in the order of the operations that made them.
     d_extras = {name: [d] for name, d in zip(record.returned, d_returned, strict=True) if d is not None}
     d_parameters: list[Tensor | None] = [None] * len(record.parameters)
@@ -102,7 +120,9 @@ def _run(
         if wiring.reuses_gradients:
             own = _own(d_outputs, foreign, (dx, *d_parameters, *(d for ds in d_extras.values() for d in ds)))
         try:
-            dx, d_params, d_inputs = _run_step(record, wiring, saved, dx, d_outputs, own, updates, unwanted)
+            begin, end = ends[wiring.step.indices[0]], ends[wiring.step.indices[-1] + 1]
+            kept, saved[begin:end] = saved[begin:end], [None] * (end - begin)
+            dx, d_params, d_inputs = _run_step(record, wiring, kept, dx, d_outputs, own, updates, unwanted, repeats)
             _take_gradients(record, wiring, d_params, d_parameters)
             _take_extra_gradients(wiring, d_inputs, d_extras)
         except Exception as error:
@@ -123,70 +143,103 @@ def _run(
 def _run_step(
     record: Record,
     wiring: Wiring,
-    saved: list[Tensor | None],
+    kept: list[Tensor | None],
+    dy: Any,
+    d_outputs: dict[str, Tensor],
+    own: frozenset[str],
+    updates: PendingUpdates | None,
+    unwanted: frozenset[int],
+    repeats: bool,
+) -> tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+    """dx, the gradients of each operation's parameters by name, and those of the extra inputs.
+
+    kept: the tensors that its operations saved; they are given up. repeats: whether steps may be repeated
+    """
+    if repeats and wiring.repeated is not None and _may_repeat(record, wiring):
+        return _repeat(record, wiring.repeated, wiring, kept, dy, d_outputs, own, updates, unwanted)
+    contexts = [_context(record, index, updates, unwanted) for index in wiring.step.indices]
+    with reentered(record.entries) if repeats else _NOTHING:
+        return _execute(record, wiring, contexts, kept, dy, d_outputs, own)
+
+
+def _context(record: Record, index: int, updates: PendingUpdates | None, unwanted: frozenset[int]) -> OperationContext:
+    context = OperationContext.__new__(OperationContext)
+    context.__dict__ = {**record.program.contexts[index], **record.states[index].values}
+    context.operation = record.operations[index]
+    context.seen_in_forward = (record.parameters, record.parameter_states)
+    if updates is not None:
+        context.updates = updates
+    if unwanted:
+        wanted = {name for name in context.needs.params if context.parameter_slots[name] not in unwanted}
+        context.needs = context.needs._replace(params=frozenset(wanted))
+    return context
+
+
+def _execute(
+    record: Record,
+    wiring: Wiring,
+    contexts: list[OperationContext],
+    kept: list[Tensor | None],
+    dy: Any,
+    d_outputs: dict[str, Tensor],
+    own: frozenset[str],
+) -> tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+    step = wiring.step
+    for context in contexts:
+        state = record.states[context.index]
+        flat, kept[: state.count] = kept[: state.count], []  # so that nothing else keeps them alive
+        context.saved, context.quantized_weights = unflatten(state.saved, flat), unflatten(state.weights, flat)
+    if own:
+        contexts[0].own_gradients = own
+    result = step.of(record.operations).fuser_backward(contexts if step.fused else contexts[0], dy, d_outputs)
+    if type(result) is not tuple or len(result) != 3:
+        raise TypeError(
+            f"fuser_backward returned a {type(result).__name__}. Return (dx, gradients of the parameters by name, "
+            "gradients of the extra inputs by name)."
+        )
+    dx, d_params, d_inputs = result
+    return dx, d_params if step.fused else (d_params,), d_inputs
+
+
+def _repeat(
+    record: Record,
+    repeated: RepeatedStep,
+    wiring: Wiring,
+    kept: list[Tensor | None],
     dy: Any,
     d_outputs: dict[str, Tensor],
     own: frozenset[str],
     updates: PendingUpdates | None,
     unwanted: frozenset[int],
 ) -> tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]:
-    step = wiring.step
-    left = record.states[step.indices[0] : step.indices[-1] + 1]
-    begin = sum([state.count for state in record.states[: step.indices[0]]])
-    end = begin + sum([state.count for state in left])
-    kept = saved[begin:end]
-    saved[begin:end] = [None] * (end - begin)  # so that nothing else keeps them alive
+    """The same, done again if it can be."""
+    indices, operations = wiring.step.indices, record.operations
+    external = {
+        index: _context(record, index, updates, unwanted) for index in indices if operations[index].wgrad_is_external
+    }
+    destinations = {index: operations[index].destinations(context) for index, context in external.items()}
 
-    def context(index: int, updates: Any = updates) -> OperationContext:
-        context = record.program.context(index, record.operations[index])
-        context.__dict__.update(record.states[index].values)
-        context.seen_in_forward = (record.parameters, record.parameter_states)
-        context.updates = updates
-        if index in record.given:
-            context.buffers = dict(record.given[index])
-        if unwanted:
-            wanted = {name for name in context.needs.params if context.parameter_slots[name] not in unwanted}
-            context.needs = context.needs._replace(params=frozenset(wanted))
-        return context
-
-    destinations: dict[int, Any] = {}
-
-    def execute(updates: Any) -> _StepGradients:
-        contexts = [context(index, updates) for index in step.indices]
+    def execute(noting: Any) -> _StepGradients:
+        contexts = [_context(record, index, noting, unwanted) for index in indices]
         for index in destinations:
-            contexts[step.indices.index(index)].destinations = destinations[index]
-        for each, state in zip(contexts, left, strict=True):
-            flat, kept[: state.count] = kept[: state.count], []
-            each.saved, each.quantized_weights = unflatten(state.saved, flat), unflatten(state.weights, flat)
-        if own:
-            contexts[0].own_gradients = own
-        operation = step.of(record.operations)
+            contexts[index - indices[0]].destinations = destinations[index]
         with reentered(record.entries):
-            result = operation.fuser_backward(contexts if step.fused else contexts[0], dy, d_outputs)
-        if type(result) is not tuple or len(result) != 3:
-            raise TypeError(
-                f"fuser_backward returned a {type(result).__name__}. Return (dx, gradients of the parameters by name, "
-                "gradients of the extra inputs by name)."
-            )
-        dx, d_params, d_inputs = result
-        named = (d_inputs, *(d_params if step.fused else (d_params,)))
-        return _StepGradients(
-            dx, _Names([tuple(each) for each in named]), tuple([d for n in named for d in n.values()])
-        )
+            dx, d_params, d_inputs = _execute(record, wiring, contexts, kept, dy, d_outputs, own)
+        named = (d_inputs, *d_params)
+        gradients = tuple([gradient for each in named for gradient in each.values()])
+        return _StepGradients(dx, _Names([tuple(each) for each in named]), gradients)
 
-    if wiring.repeated is None or not _may_repeat(record, wiring, left):
-        found = execute(updates)
-    else:
-        external = [index for index in step.indices if record.operations[index].wgrad_is_external]
-        destinations = {index: record.operations[index].destinations(context(index)) for index in external}
-        names = (*left, own, unwanted, *d_outputs)
-        values = (dy, *d_outputs.values(), tuple(kept), *destinations.values())
-        found = wiring.repeated.run(record.operations, names, values, updates, execute)
-        for index in external:
-            record.operations[index].mark_written(context(index))
+    names = (*record.states[indices[0] : indices[-1] + 1], own, unwanted, *d_outputs)
+    values = (dy, *d_outputs.values(), tuple(kept), *destinations.values())
+    found = repeated.run(operations, names, values, updates, execute)
+    for index, context in external.items():
+        operations[index].mark_written(context)
     gradients = iter(found.gradients)
     d_inputs, *d_params = [dict(zip(names, gradients, strict=False)) for names in found.names.of_each]
     return found.dx, d_params, d_inputs
+
+
+_NOTHING = nullcontext()
 
 
 class _Names:
@@ -204,16 +257,14 @@ class _StepGradients(NamedTuple):
     gradients: tuple[Tensor | None, ...]
 
 
-def _may_repeat(record: Record, wiring: Wiring, left: Sequence[OperationState]) -> bool:
+def _may_repeat(record: Record, wiring: Wiring) -> bool:
     """Whether the step may be repeated: so was its forward, the parameters are what that saw, and no gradient of one is
     left for later, or written twice."""
-    if record.given or not all(state.repeats for state in left):
-        return False
-    if not may_repeat(record.program.request.device, record.entries):
-        return False
     seen: list[int] = []
     for index in wiring.step.indices:
         operation = record.operations[index]
+        if not record.states[index].repeats:
+            return False
         if operation.wgrad_is_external and operation.delay_wgrad_compute:
             return False
         for name, slot in record.program.contexts[index]["parameter_slots"].items():

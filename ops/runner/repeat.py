@@ -41,8 +41,8 @@ MOST_KEYS = 128  # of a step: shapes that come again
 class OperationState:
     """What an operation's forward leaves for its backward beside tensors.
 
-    values: what it set on its context; saved, weights: the specs of its `Saved` and of its quantized weights, and
-    count: of how many tensors both are
+    values: of its context, and what it set there
+    saved, weights: the specs of its `Saved` and of its quantized weights; count: of how many tensors both are
     repeats: whether forwards that are repeated leave this very object, so that backward may be repeated by it
     """
 
@@ -50,7 +50,16 @@ class OperationState:
 
     def __init__(self, values: dict[str, Any], saved: Spec, weights: Spec, count: int) -> None:
         self.values, self.saved, self.weights, self.count = values, saved, weights, count
-        self.repeats = recording.tape is not None
+        self.repeats = False
+
+    def forget_prototype(self, prototype: Mapping[str, Any]) -> None:
+        """Keep what the operation set on its context alone, not what that was made from: other forwards leave it too.
+
+        It can be repeated by, if it is recorded now.
+        """
+        made_anew = ("operation", "prepared_weights", "buffers")
+        own = {k: v for k, v in self.values.items() if k not in made_anew and v is not prototype.get(k, self)}
+        self.values, self.repeats = own, recording.tape is not None
 
 
 class StepResult(NamedTuple):
@@ -69,23 +78,21 @@ class StepResult(NamedTuple):
     splits: tuple[Splits, ...]
 
 
-def left_by(context: OperationContext, prototype: Mapping[str, Any], kept: list[Tensor | None]) -> OperationState:
-    """What the forward of an operation has left on its context, made from this prototype; its tensors go to `kept`."""
+def left_by(context: OperationContext, kept: list[Tensor | None]) -> OperationState:
+    """What the forward of an operation has left on its context; the tensors are appended to `kept`."""
     values = context.__dict__
     flat: list[Tensor | None] = []
-    saved, weights = flatten(values.get("saved"), flat), flatten(values.get("quantized_weights"), flat)
+    saved = flatten(values.pop("saved", None), flat)
+    weights = flatten(values.pop("quantized_weights", None), flat)
     kept += flat
-    own = {k: v for k, v in values.items() if k not in _NOT_VALUES and (k not in prototype or v is not prototype[k])}
-    return OperationState(own, saved, weights, len(flat))
+    del values["updates"]
+    return OperationState(values, saved, weights, len(flat))
 
 
 def kept_by_each(states: Sequence[OperationState], kept: Sequence[Tensor | None]) -> list[Sequence[Tensor | None]]:
     """The tensors of each operation."""
     ends = list(accumulate([state.count for state in states], initial=0))
     return [kept[begin:end] for begin, end in pairwise(ends)]
-
-
-_NOT_VALUES = frozenset(("operation", "saved", "quantized_weights", "prepared_weights", "updates", "buffers"))
 
 
 class Noted(NamedTuple):

@@ -28,8 +28,8 @@ from ops.runner.in_place import check_writable, memory_of
 from ops.runner.input import check_numbers, check_tensor
 from ops.runner.nested_backward import note_forward, unwanted_parameters
 from ops.runner.not_traced import not_traced
-from ops.runner.program import PlannedOperation, Planner, Program, Wiring, plan_unfused
-from ops.runner.repeat import OperationState, StepResult, kept_by_each, left_by, may_repeat
+from ops.runner.program import Planner, Program, Wiring, plan_unfused
+from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
@@ -326,50 +326,64 @@ class _Call:
         return x
 
     def _run_step(self, wiring: Wiring, x: Any) -> Any:
-        step = wiring.step
         if wiring.writes is not None:
             self._check_writable(wiring, wiring.writes, x)
         if wiring.repeated is None or not self.repeats:
-            result = self._execute(wiring, x, self.updates)
+            y, outputs = self._execute(wiring, x, self.updates, self.states, self.kept)
         else:
-            values = [self._extra(name, kind, x, on_device=True) for _, name, kind in wiring.inputs]
-            weights = self._prepared_weights(step)
-            prepared = tuple(copies and copies.tensors() for copies in weights.values())
-            result = wiring.repeated.run(
-                self.operations, (*weights,), (x, *values, prepared), self.updates,
-                lambda updates: self._execute(wiring, x, updates, weights),
-            )  # fmt: skip
-            self.environment.update(zip(result.divided, result.splits, strict=True))
-        self.states += result.states
-        self.kept += result.kept
+            y, outputs = self._repeat(wiring.repeated, wiring, x)
         for local, name, _ in wiring.outputs:
-            if local in result.names:
-                self.environment[name] = result.outputs[result.names.index(local)]
-            elif not step.fused:
+            if local in outputs:
+                self.environment[name] = outputs[local]
+            elif not wiring.step.fused:
                 raise RuntimeError(f"It declares the extra output {local!r}, but its fuser_forward did not return it.")
-        return result.y
+        return y
 
-    def _prepared_weights(self, step: PlannedOperation) -> dict[int, Any]:
-        """Of operations in `constant_weights`, the copies that it keeps."""
-        inside = [index for index in step.indices if self.operations[index].weights_scope is not None]
-        return {index: self.operations[index].prepare_weights(self.context(index, self.updates)) for index in inside}
-
-    def _execute(self, wiring: Wiring, x: Any, updates: Any, weights: Mapping[int, Any] = _NO_WEIGHTS) -> StepResult:
+    def _execute(
+        self,
+        wiring: Wiring,
+        x: Any,
+        updates: Any,
+        states: list[OperationState],
+        kept: list[Tensor | None],
+        weights: Mapping[int, Any] = _NO_WEIGHTS,
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """y and the extra outputs by name; what is left for backward goes to `states` and `kept`."""
         step = wiring.step
         contexts = [self.context(index, updates) for index in step.indices]
         for context in contexts if weights else ():
             context.prepared_weights = weights.get(context.index)
-        before = dict(self.environment) if wiring.inputs else {}
-        extras = {local: self._extra(name, kind, x) for local, name, kind in wiring.inputs}
-        divided = tuple(name for name, value in before.items() if value is not self.environment[name])
+        extras = {local: self._extra(name, kind, x) for local, name, kind in wiring.inputs} if wiring.inputs else {}
         result = step.of(self.operations).fuser_forward(contexts if step.fused else contexts[0], x, extras)
         if type(result) is not tuple or len(result) != 2:
             raise TypeError(f"fuser_forward returned a {type(result).__name__}. Return (y, {{name: extra output}}).")
-        y, outputs = result
-        kept: list[Tensor | None] = []
-        states = tuple([left_by(context, self.program.contexts[context.index], kept) for context in contexts])
-        splits = tuple([self.environment[name] for name in divided])
-        return StepResult(y, tuple(outputs), tuple(outputs.values()), states, tuple(kept), divided, splits)
+        for context in contexts:
+            states.append(left_by(context, kept))
+        return result
+
+    def _repeat(self, repeated: RepeatedStep, wiring: Wiring, x: Any) -> tuple[Any, Mapping[str, Any]]:
+        """The same, done again if it can be."""
+        inside = [index for index in wiring.step.indices if self.operations[index].weights_scope is not None]
+        weights = {index: self.operations[index].prepare_weights(self.context(index, self.updates)) for index in inside}
+
+        def execute(updates: Any) -> StepResult:
+            before = dict(self.environment)
+            states: list[OperationState] = []
+            kept: list[Tensor | None] = []
+            y, outputs = self._execute(wiring, x, updates, states, kept, weights)
+            for index, state in zip(wiring.step.indices, states, strict=True):
+                state.forget_prototype(self.program.contexts[index])
+            divided = tuple([name for name, value in before.items() if value is not self.environment[name]])
+            splits = tuple([self.environment[name] for name in divided])
+            return StepResult(y, tuple(outputs), tuple(outputs.values()), tuple(states), tuple(kept), divided, splits)
+
+        values = [self._extra(name, kind, x, on_device=True) for _, name, kind in wiring.inputs]
+        prepared = tuple([copies and copies.tensors() for copies in weights.values()])
+        result = repeated.run(self.operations, tuple(weights), (x, *values, prepared), self.updates, execute)
+        self.environment.update(zip(result.divided, result.splits, strict=True))
+        self.states += result.states
+        self.kept += result.kept
+        return result.y, dict(zip(result.names, result.outputs, strict=True))
 
     def _check_writable(self, wiring: Wiring, name: str, x: Any) -> None:
         target = self.environment[name]
