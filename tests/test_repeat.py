@@ -208,21 +208,26 @@ def test_main_grad(flag, recipe, repeating, monkeypatch):
     check_steps(with_main_grad(flag), recipe, monkeypatch, steps=9, change=begin_step, at_least=4)
 
 
-@pytest.mark.parametrize("recipe", ("fp8_delayed", "mxfp8"))
-def test_constant_weights(recipe, repeating, monkeypatch):
+def in_scopes(by: float):
+    """A change that moves the weights by so much after every third step, between scopes."""
     scopes = []
 
-    def change(model, at):
+    def change(model: Sequential, at: int) -> None:
         if at % 3 == 0:
             for scope in scopes:
                 scope.__exit__(None, None, None)
             with torch.no_grad():
                 for weight in model.parameters():
-                    weight.add_(0.25)
+                    weight.add_(by)
             scopes[:] = [constant_weights(model)]
             scopes[0].__enter__()
 
-    check_steps(dense, recipe, monkeypatch, steps=10, change=change, at_least=4)
+    return change
+
+
+@pytest.mark.parametrize("recipe", ("fp8_delayed", "mxfp8"))
+def test_constant_weights(recipe, repeating, monkeypatch):
+    check_steps(dense, recipe, monkeypatch, steps=10, change=in_scopes(0.25), at_least=4)
 
 
 def test_weights_are_quantized_once_a_scope(repeating):
@@ -392,19 +397,7 @@ def test_steps_without_gradients(recipe, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ("fp8_delayed", "fp8_current", "nvfp4"))
 def test_constant_weights_on_a_gpu(recipe, monkeypatch):
-    scopes = []
-
-    def change(model, at):
-        if at % 3 == 0:
-            for scope in scopes:
-                scope.__exit__(None, None, None)
-            with torch.no_grad():
-                for weight in model.parameters():
-                    weight.add_(0.05)
-            scopes[:] = [constant_weights(model)]
-            scopes[0].__enter__()
-
-    check_steps(experts, recipe, monkeypatch, steps=10, change=change)
+    check_steps(experts, recipe, monkeypatch, steps=10, change=in_scopes(0.05))
 
 
 @pytest.mark.gpu
