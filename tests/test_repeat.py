@@ -3,6 +3,9 @@
 On a CPU nothing is repeated but where tests ask for it (`repeating`), for operations that torch computes.
 """
 
+import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +18,10 @@ from fuser import Sequential, autocast, constant_weights, ops, recipes
 from ops.runner import program, repeat
 from recipes.cast_counts import count_casts
 from recipes.triton import replay, tape
+from recipes.triton.gates import why_not_this_release
 from recipes.triton.repeated import Repeated
+from tests import repeated_launches
+from tests.compiling import ROOT, compiling
 
 RECIPES = ("high_precision", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
@@ -363,6 +369,35 @@ def test_recipes_may_change(repeating, monkeypatch):
         monkeypatch.setattr(module, "may_repeat", lambda device, entries: False)
     for at in range(20):
         assert_same(found[at], step(other, chosen[at % 4], at))
+
+
+# ------------------------------------------------------------------------------------------- as on a GPU, but launches
+
+CASES = [
+    f"{recipe}, {kind}{once}"
+    for recipe in repeated_launches.RECIPES
+    for kind in repeated_launches.KINDS
+    for once in ("", ", weights once")
+]
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    if why_not_this_release():
+        pytest.skip(why_not_this_release())
+    environment = compiling(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-m", "tests.repeated_launches"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.rest
+@pytest.mark.triton
+@pytest.mark.parametrize("case", CASES)
+def test_repeated_steps_launch_what_steps_in_full_launch(case, launches):
+    number, same, repeated = launches[case]
+    assert same and number > 8 and repeated >= 2
 
 
 # ------------------------------------------------------------------------------------------------------- on the GPU

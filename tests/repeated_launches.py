@@ -1,0 +1,131 @@
+"""What steps launch in full, and repeated: a program that pretends to have a Hopper GPU, for tests without one.
+
+CPU tensors pass for those of a GPU; kernels are compiled for sm_90a, and what they would be launched with is kept in
+place of the launch. For each case it prints, as JSON: how many launches a step has, whether the repeated step launches
+the same kernels with the same arguments (addresses and TMA descriptors apart), and how many steps are repeated.
+"""
+
+import itertools
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.nvidia import driver as nvidia
+
+from tests.test_replay import BEFORE, Driver
+
+RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8")
+KINDS = ("fused", "unfused", "main_grad", "norm")
+EXPERTS, HIDDEN, WIDTH, ROWS = 4, 128, 128, 256
+
+launched: list[tuple[Any, ...]] = []
+
+
+class Launch:
+    """In place of Triton's C function. No function of Python: by that Triton's own is told from one that is wrapped."""
+
+    def __call__(self, *args: Any) -> None:
+        launched.append(args)
+
+
+class HopperDriver(Driver):
+    launch = Launch()
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+def pretend() -> None:
+    """Let torch and Triton take CPU tensors for those of a Hopper GPU."""
+    triton.runtime.driver.set_active(HopperDriver())
+    nvidia.compile_module_from_src = lambda **source: SimpleNamespace(launch=Launch())
+    nvidia.library_dirs, nvidia.PyKernelArg = list, dict
+    gpu = torch.device("cuda", 0)
+    Tensor.device = property(lambda self: gpu)
+    Tensor.is_cuda = property(lambda self: True)
+    Tensor.get_device = lambda self: 0
+    for name in ("empty", "zeros", "ones", "full", "arange", "tensor", "randint"):
+        make = getattr(torch, name)
+        setattr(torch, name, lambda *args, make=make, device=None, **options: make(*args, **options))
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda *device: (9, 0)
+    about = {"multi_processor_count": 132, "major": 9, "minor": 0, "shared_memory_per_block_optin": 227 << 10}
+    torch.cuda.get_device_properties = lambda *device: SimpleNamespace(
+        **about, L2_cache_size=50 << 20, name="pretended"
+    )
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.is_autocast_enabled = lambda *device: False
+
+
+def plain(arg: Any) -> Any:
+    """An argument of a launch without addresses."""
+    if isinstance(arg, tuple | list):
+        return tuple(map(plain, arg))
+    if arg is None or isinstance(arg, bool | float):
+        return arg
+    if isinstance(arg, int):
+        return arg if abs(arg) < 2**31 else "address"
+    return "address" if isinstance(arg, Tensor) else "descriptor"
+
+
+def main() -> None:
+    pretend()
+    # Only now: what asks for a GPU when it is imported finds one.
+    import ops.runner.backward
+    import ops.runner.run
+    from fuser import Sequential, autocast, constant_weights
+    from recipes.triton import repeated, replay
+
+    repeated._empty_on_gpu = torch._C._dynamo.guards._empty_strided_cpu
+    may_repeat = ops.runner.run.may_repeat
+
+    def make(kind: str) -> Sequential:
+        torch.manual_seed(0)
+        about = {"dtype": torch.bfloat16, "accumulate_into_main_grad": kind == "main_grad"}
+        mlp = (
+            ops.GroupedLinear(EXPERTS, HIDDEN, 2 * WIDTH, **about),
+            ops.ScaledSwiGLU(),
+            ops.GroupedLinear(EXPERTS, WIDTH, HIDDEN, **about),
+        )
+        norm = (ops.RMSNorm(HIDDEN, dtype=torch.bfloat16),) if kind == "norm" else ()
+        model = Sequential(*norm, *mlp, fusions=() if kind == "unfused" else None)
+        for weight in model.parameters():
+            weight.main_grad = torch.zeros(weight.shape)
+        return model
+
+    def step(model: Sequential, recipe: str) -> list[Any]:
+        x = torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+        launched.clear()
+        with autocast(recipe=None if recipe == "bf16" else recipe):
+            y = model(
+                x, split_sizes=torch.tensor([ROWS // EXPERTS] * EXPERTS), scales=torch.rand(ROWS).requires_grad_()
+            )
+        y.backward(torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16))
+        return [plain((*args[:3], *args[4:5], *args[BEFORE:])) for args in launched]
+
+    found = {}
+    for recipe, kind, once in itertools.product(RECIPES, KINDS, (False, True)):
+        launches = {}
+        for repeats in (False, True):
+            replay.forget()
+            for module in (ops.runner.run, ops.runner.backward):
+                module.may_repeat = may_repeat if repeats else lambda device, entries: False
+            model = make(kind)
+            scope = constant_weights(model)
+            if once:
+                scope.__enter__()
+            for _ in range(6):
+                launches[repeats] = step(model, recipe)
+            scope.end()
+        steps = [kept for kept in replay._all if not isinstance(kept, replay.Replays)]
+        count = sum(type(kept) is repeated.Repeated for step in steps for kept in step.kept.values())
+        case = f"{recipe}, {kind}{', weights once' if once else ''}"
+        found[case] = len(launches[True]), launches[True] == launches[False], count
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
