@@ -15,6 +15,10 @@ import triton
 from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 
+import ops.runner.backward
+import ops.runner.run
+from fuser import Sequential, autocast, constant_weights
+from recipes.triton import repeated, replay
 from tests.test_replay import BEFORE, Driver
 
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8")
@@ -73,12 +77,6 @@ def plain(arg: Any) -> Any:
 
 def main() -> None:
     pretend()
-    # Only now: what asks for a GPU when it is imported finds one.
-    import ops.runner.backward
-    import ops.runner.run
-    from fuser import Sequential, autocast, constant_weights
-    from recipes.triton import repeated, replay
-
     repeated._empty_on_gpu = torch._C._dynamo.guards._empty_strided_cpu
     may_repeat = ops.runner.run.may_repeat
 
