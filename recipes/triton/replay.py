@@ -21,8 +21,7 @@ them).
 
 A TMA descriptor is kept with the launch it belongs to, by the address it was made for: its shape, strides, dtype and
 box follow from the launch's key, so it is never another tensor's. Nothing kept holds a tensor. All is bounded: what is
-full is emptied. `forget` empties all; whoever changes by what functions choose, other than by their arguments, calls
-it.
+full is emptied. `forget` empties all: call it after changing global state that a launch depended on.
 
 The C function is that of Triton 3.6 or 3.7. With another release nothing is repeated, as
 `recipes.triton.gates.why_not_this_release` says.

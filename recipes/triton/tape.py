@@ -142,7 +142,7 @@ class Tape(TorchDispatchMode):
         return getattr(type(value), "_make", type(value))(items)
 
     def close(self) -> None:
-        """Nothing is recorded any more; what lives on may die in peace."""
+        """Drop the weak references: nothing is recorded any more."""
         self._living.clear()
 
     def _base(self, result: Tensor, args: Sequence[Any]) -> tuple[int, int] | None:
