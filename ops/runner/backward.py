@@ -28,7 +28,7 @@ class Record(NamedTuple):
     input_names: the extra inputs that autograd tracks; returned: the extra outputs that it tracks
     entries: what `autocast` had open in forward
     first_forward: what stands for this node among the forwards that a checkpoint may compute again
-    buffers, given: the caller's own, as a list and by operation
+    buffers: the caller's own
     """
 
     program: Program
@@ -42,7 +42,6 @@ class Record(NamedTuple):
     entries: Stack
     first_forward: ForwardWithGrad | None
     buffers: Sequence[CallersBuffer]
-    given: Mapping[int, Mapping[str, Tensor]]
 
 
 def run_backward(
@@ -57,7 +56,7 @@ def run_backward(
     unwanted: the parameters, by their positions, whose gradients this backward was not asked for
     The entries of `saved` are given up step by step. It is a step of its own for quantizers with a state.
     """
-    repeats = not record.given and may_repeat(record.program.request.device, record.entries)
+    repeats = not record.buffers and may_repeat(record.program.request.device, record.entries)
     # A step that is repeated reads no recipe.
     with _NOTHING if repeats else reentered(record.entries):
         return _run_with_updates(record, saved, dy, d_returned, unwanted, repeats)
@@ -122,7 +121,8 @@ def _run(
         try:
             begin, end = ends[wiring.step.indices[0]], ends[wiring.step.indices[-1] + 1]
             kept, saved[begin:end] = saved[begin:end], [None] * (end - begin)
-            dx, d_params, d_inputs = _run_step(record, wiring, kept, dx, d_outputs, own, updates, unwanted, repeats)
+            step = _Step(record, wiring, kept, dx, d_outputs, own, unwanted)
+            dx, d_params, d_inputs = _run_step(step, updates, repeats)
             _take_gradients(record, wiring, d_params, d_parameters)
             _take_extra_gradients(wiring, d_inputs, d_extras)
         except Exception as error:
@@ -140,97 +140,86 @@ def _run(
     ]
 
 
-def _run_step(
-    record: Record,
-    wiring: Wiring,
-    kept: list[Tensor | None],
-    dy: Any,
-    d_outputs: dict[str, Tensor],
-    own: frozenset[str],
-    updates: PendingUpdates | None,
-    unwanted: frozenset[int],
-    repeats: bool,
-) -> tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]:
-    """dx, the gradients of each operation's parameters by name, and those of the extra inputs.
+class _Step(NamedTuple):
+    """One step of the program, and what it needs.
 
-    kept: the tensors that its operations saved; they are given up. repeats: whether steps may be repeated
+    kept: the tensors that its operations saved; they are given up
+    own: the extra outputs into whose gradients it may write
     """
+
+    record: Record
+    wiring: Wiring
+    kept: list[Tensor | None]
+    dy: Any
+    d_outputs: dict[str, Tensor]
+    own: frozenset[str]
+    unwanted: frozenset[int]
+
+
+# dx, the gradients of each operation's parameters by name, and those of the extra inputs
+_Gradients = tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def _run_step(step: _Step, updates: PendingUpdates | None, repeats: bool) -> _Gradients:
+    record, wiring = step.record, step.wiring
     if repeats and wiring.repeated is not None and _may_repeat(record, wiring):
-        return _repeat(record, wiring.repeated, wiring, kept, dy, d_outputs, own, updates, unwanted)
-    contexts = [_context(record, index, updates, unwanted) for index in wiring.step.indices]
+        return _repeat(step, wiring.repeated, updates)
     with reentered(record.entries) if repeats else _NOTHING:
-        return _execute(record, wiring, contexts, kept, dy, d_outputs, own)
+        return _execute(step, [_context(step, index, updates) for index in wiring.step.indices])
 
 
-def _context(record: Record, index: int, updates: PendingUpdates | None, unwanted: frozenset[int]) -> OperationContext:
+def _context(step: _Step, index: int, updates: Any) -> OperationContext:
+    record = step.record
     context = OperationContext.__new__(OperationContext)
     context.__dict__ = {**record.program.contexts[index], **record.states[index].values}
     context.operation = record.operations[index]
     context.seen_in_forward = (record.parameters, record.parameter_states)
     if updates is not None:
         context.updates = updates
-    if unwanted:
-        wanted = {name for name in context.needs.params if context.parameter_slots[name] not in unwanted}
+    if step.unwanted:
+        wanted = {name for name in context.needs.params if context.parameter_slots[name] not in step.unwanted}
         context.needs = context.needs._replace(params=frozenset(wanted))
     return context
 
 
-def _execute(
-    record: Record,
-    wiring: Wiring,
-    contexts: list[OperationContext],
-    kept: list[Tensor | None],
-    dy: Any,
-    d_outputs: dict[str, Tensor],
-    own: frozenset[str],
-) -> tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]:
-    step = wiring.step
+def _execute(step: _Step, contexts: list[OperationContext]) -> _Gradients:
+    record, planned, kept = step.record, step.wiring.step, step.kept
     for context in contexts:
         state = record.states[context.index]
         flat, kept[: state.count] = kept[: state.count], []  # so that nothing else keeps them alive
         context.saved, context.quantized_weights = unflatten(state.saved, flat), unflatten(state.weights, flat)
-    if own:
-        contexts[0].own_gradients = own
-    result = step.of(record.operations).fuser_backward(contexts if step.fused else contexts[0], dy, d_outputs)
+    if step.own:
+        contexts[0].own_gradients = step.own
+    operation = planned.of(record.operations)
+    result = operation.fuser_backward(contexts if planned.fused else contexts[0], step.dy, step.d_outputs)
     if type(result) is not tuple or len(result) != 3:
         raise TypeError(
             f"fuser_backward returned a {type(result).__name__}. Return (dx, gradients of the parameters by name, "
             "gradients of the extra inputs by name)."
         )
     dx, d_params, d_inputs = result
-    return dx, d_params if step.fused else (d_params,), d_inputs
+    return dx, d_params if planned.fused else (d_params,), d_inputs
 
 
-def _repeat(
-    record: Record,
-    repeated: RepeatedStep,
-    wiring: Wiring,
-    kept: list[Tensor | None],
-    dy: Any,
-    d_outputs: dict[str, Tensor],
-    own: frozenset[str],
-    updates: PendingUpdates | None,
-    unwanted: frozenset[int],
-) -> tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]:
-    """The same, done again if it can be."""
-    indices, operations = wiring.step.indices, record.operations
-    external = {
-        index: _context(record, index, updates, unwanted) for index in indices if operations[index].wgrad_is_external
-    }
+def _repeat(step: _Step, repeated: RepeatedStep, updates: PendingUpdates | None) -> _Gradients:
+    """As `_execute`, but repeated if it can be."""
+    record, indices = step.record, step.wiring.step.indices
+    operations = record.operations
+    external = {index: _context(step, index, updates) for index in indices if operations[index].wgrad_is_external}
     destinations = {index: operations[index].destinations(context) for index, context in external.items()}
 
     def execute(noting: Any) -> _StepGradients:
-        contexts = [_context(record, index, noting, unwanted) for index in indices]
+        contexts = [_context(step, index, noting) for index in indices]
         for index in destinations:
             contexts[index - indices[0]].destinations = destinations[index]
         with reentered(record.entries):
-            dx, d_params, d_inputs = _execute(record, wiring, contexts, kept, dy, d_outputs, own)
+            dx, d_params, d_inputs = _execute(step, contexts)
         named = (d_inputs, *d_params)
         gradients = tuple([gradient for each in named for gradient in each.values()])
         return _StepGradients(dx, _Names([tuple(each) for each in named]), gradients)
 
-    names = (*record.states[indices[0] : indices[-1] + 1], own, unwanted, *d_outputs)
-    values = (dy, *d_outputs.values(), tuple(kept), *destinations.values())
+    names = (*record.states[indices[0] : indices[-1] + 1], step.own, step.unwanted, *step.d_outputs)
+    values = (step.dy, *step.d_outputs.values(), tuple(step.kept), *destinations.values())
     found = repeated.run(operations, names, values, updates, execute)
     for index, context in external.items():
         operations[index].mark_written(context)

@@ -16,7 +16,7 @@ on the host, and what runs under `count_casts`, `fuser.checkpoint`, `keep_weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -113,10 +113,15 @@ class NotingUpdates:
 
     def add(self, quantizer: RecordsAmaxes, state: Tensor) -> None:
         self.updates.add(quantizer, state)
-        for index, operation in self.operations.items():
-            for name, buffer in operation._buffers.items():
-                if buffer is state:
-                    self.noted.append(Noted(index, Role(quantizer.role), name))
+        found = [
+            Noted(index, Role(quantizer.role), name)
+            for index, operation in self.operations.items()
+            for name, buffer in operation._buffers.items()
+            if buffer is state
+        ]
+        if recording.tape is not None and not found:
+            recording.tape.repeatable = False  # a state of something else
+        self.noted += found
 
 
 class RepeatedStep:
@@ -127,6 +132,7 @@ class RepeatedStep:
         self.recipe = recipe
         self.reads_tf32 = reads_tf32
         self.kept = Kept(MOST_KEYS)
+        self.noted: set[Noted] = set()  # under any key
 
     def run(
         self,
@@ -160,18 +166,27 @@ class RepeatedStep:
             derived = tuple(splits.derived(count) for splits, count in zip(divided, known, strict=True))
             return result, () if noting is None else tuple(noting.noted), derived
 
-        result, noted, derived = self.kept.run(key, tensors, addresses, run)
-        if not ran:
+        try:
+            result, noted, derived = self.kept.run(key, tensors, addresses, run)
+        except BaseException:
+            if not ran:  # it may have recorded amaxes, which are forgotten with the step
+                self._add(updates, self.noted, operations)
+            raise
+        if ran:
+            self.noted.update(noted)
+        else:
             for splits, more in zip(divided, derived, strict=True):
                 splits.keep(more)
-            if updates is not None:
-                for index, role, name in noted:
-                    operation, quantizer = operations[index], self.recipe.quantizer(role)
-                    assert quantizer is not None, "it recorded an amax"
-                    state = QuantizerState(operation, role, operation.num_scales)
-                    bound: Any = quantizer.bound(state, updates, None)
-                    updates.add(bound, operation._buffers[name])
+            self._add(updates, noted, operations)
         return result
+
+    def _add(self, updates: PendingUpdates | None, noted: Iterable[Noted], operations: Sequence[Any]) -> None:
+        """Let these states go on at the end of the step, as casts do that are run in full."""
+        for index, role, name in noted if updates is not None else ():
+            operation, quantizer = operations[index], self.recipe.quantizer(role)
+            assert updates is not None and quantizer is not None, "it recorded an amax"
+            bound: Any = quantizer.bound(QuantizerState(operation, role, operation.num_scales), updates, None)
+            updates.add(bound, operation._buffers[name])
 
     def _key(
         self,

@@ -450,7 +450,7 @@ class _RetainingFunction(torch.autograd.Function):
         fctx.record = Record(
             program, call.operations, call.labels, call.states, parameters, [state_of(p) for p in parameters],
             tuple(call.input_names), tuple(returned), open_entries(), call.first_forward,
-            call.given_buffers, call.buffers,
+            call.given_buffers,
         )  # fmt: skip
         fctx.has_run = False
         fctx.retains = call.retains
