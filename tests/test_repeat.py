@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ops.runner.backward
 import ops.runner.run
@@ -23,6 +24,7 @@ from recipes.triton.repeated import Repeated
 from tests import repeated_launches
 from tests.compiling import ROOT, compiling
 
+NVFP4 = recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
 RECIPES = ("high_precision", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
 
@@ -300,6 +302,70 @@ def test_what_a_subclass_replaces_is_not_repeated(repeating):
     assert not repeat.is_repeatable(ops.Dropout) and not repeat.is_repeatable(nn.Linear)
 
 
+def losses(client: str, recipe) -> tuple[list[float], int]:
+    """Of a training with what users bring: the optimizer, the wrapper, or a write that no version counter sees; and how
+    many steps are kept at its end."""
+    model = dense(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=client == "fused optimizer")
+    generator = torch.Generator().manual_seed(3)
+    x, wanted = (torch.randn(32, 64, generator=generator) for _ in range(2))
+    found = []
+    for at in range(8):
+        optimizer.zero_grad()
+
+        def run(x):
+            with autocast(recipe=recipe):
+                return model(x)
+
+        if client.startswith("checkpoint"):
+            y = checkpoint(run, x.clone().requires_grad_(), use_reentrant=client == "checkpoint, reentrant")
+        else:
+            y = run(x)
+        loss = (y - wanted).square().mean()
+        loss.backward()
+        optimizer.step()
+        if client == "foreign write":
+            for parameter in model.parameters():
+                parameter.data.copy_(parameter.data * 0.9)
+        if client == "state dict" and at == 4:
+            model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+        found.append(loss.item())
+    return found, num_repeated()
+
+
+@pytest.mark.parametrize("recipe", ("high_precision", "fp8_current", "mxfp8"))
+@pytest.mark.parametrize(
+    "client", ["fused optimizer", "checkpoint", "checkpoint, reentrant", "foreign write", "state dict"]
+)
+def test_what_users_bring_has_the_losses_of_steps_in_full(client, recipe, repeating, monkeypatch):
+    found, number = losses(client, recipe)
+    assert number >= 2
+    for module in (ops.runner.run, ops.runner.backward):
+        monkeypatch.setattr(module, "may_repeat", lambda device, entries: False)
+    assert losses(client, recipe) == (found, 0)
+    assert len(set(found)) == len(found)
+
+
+def test_a_repeated_step_that_fails_leaves_no_amax(repeating, monkeypatch):
+    """As when memory is short: what it recorded is forgotten with the step."""
+    model, other = dense(), dense()
+    for at in range(5):
+        step(model, "fp8_delayed", at), step(other, "fp8_delayed", at)
+
+    def fail(self, tensors, addresses, stream):
+        again(self, tensors, addresses, stream)
+        raise torch.OutOfMemoryError("no memory")
+
+    again = Repeated.again
+    monkeypatch.setattr(Repeated, "again", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(model, "fp8_delayed", 77)
+    monkeypatch.setattr(Repeated, "again", again)
+    assert_same(states_of(model), states_of(other))
+    for at in range(5, 8):
+        assert_same(step(model, "fp8_delayed", at), step(other, "fp8_delayed", at))
+
+
 def test_a_recipe_of_ones_own_is_not_repeated(repeating, monkeypatch):
     """Its quantizers may be others the next time."""
     chosen = [recipes.MXFP8BlockScaling()]
@@ -433,6 +499,15 @@ def test_steps_without_gradients(recipe, monkeypatch):
 @pytest.mark.parametrize("recipe", ("fp8_delayed", "fp8_current", "nvfp4"))
 def test_constant_weights_on_a_gpu(recipe, monkeypatch):
     check_steps(experts, recipe, monkeypatch, steps=10, change=in_scopes(0.05))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ("mxfp8", NVFP4))
+def test_kept_values_have_the_bits_of_codes(recipe):
+    model, other = experts(), experts()
+    with constant_weights(model):
+        for at in range(5):
+            assert_same(step(model, recipe, at), step(other, recipe, at))
 
 
 @pytest.mark.gpu
