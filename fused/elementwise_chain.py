@@ -19,20 +19,19 @@ from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation, is_noop
 from ops.kernels.elementwise.chain import (
-    Cast,
     Step,
     delementwise,
     elementwise,
     elementwise_cast,
     runs_triton,
-    why_no_cast,
     why_no_chain,
 )
+from ops.kernels.elementwise.chain_cast import cast_into, why_no_cast
 from ops.quantize import Quantize
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext, optional, several
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
-from recipes.tensors.quantizer import QuantizedBuffers, Quantizer
+from recipes.tensors.quantizer import Quantizer
 
 
 class Operands(NamedTuple):
@@ -105,7 +104,7 @@ class ElementwiseChain(FusedOperation):
             quantizer = ctxs[-1].quantizer(Role.INPUT)
         if active and _casts(quantizer, x) and runs_triton(x, *operands, dtypes=dtypes):
             buffers = quantizer.empty_like_quantized(shape, own[-1].dtype, x.device)
-            elementwise_cast(x, _into(buffers), steps, operands, dtypes)
+            elementwise_cast(x, cast_into(buffers), steps, operands, dtypes)
             return buffers.copies, {}
         y = elementwise(x, steps, operands, dtypes) if active else x
         return y if quantizer is None else quantizer.quantize(y, rowwise=True, columnwise=True), {}
@@ -146,8 +145,8 @@ class ElementwiseChain(FusedOperation):
         gradients: Sequence[Tensor | None] = ()
         if active:
             found = delementwise(
-                dy, saved.x, steps, operands, dtypes, need_dx=needs_dx, need_operands=wanted,
-                cast=None if buffers is None else _into(buffers),
+                dy, saved.x, steps, operands, dtypes, need_dx=needs_dx and buffers is None, need_operands=wanted,
+                cast=None if buffers is None else cast_into(buffers),
             )  # fmt: skip
             dx, gradients = found.dx, found.operands
         if buffers is not None:
@@ -171,13 +170,6 @@ class ElementwiseChain(FusedOperation):
 def _casts(quantizer: Quantizer | None, x: Tensor) -> TypeGuard[Quantizer]:
     """Whether the chain's kernel also quantizes its result with this quantizer."""
     return quantizer is not None and quantizer.kernel_spec is not None and x.numel() > 0
-
-
-def _into(buffers: QuantizedBuffers) -> Cast:
-    rowwise, columnwise = buffers.copies.rowwise, buffers.copies.columnwise
-    assert rowwise is not None and columnwise is not None, "both copies are made"
-    codes = rowwise.codes, rowwise.scale_inv, columnwise.codes, columnwise.scale_inv
-    return Cast(*codes, rowwise.spec, buffers.scale, buffers.amax)
 
 
 def _chain(operations: Sequence[BasicOperation]) -> tuple[ElementwiseOperation, ...]:

@@ -29,11 +29,19 @@ from ops.activations import (
     SwiGLU,
 )
 from ops.grouped_linear import GroupedLinear
-from ops.kernels.elementwise.activation import Activation, activation, dactivation
+from ops.kernels.elementwise.activation import (
+    Activation,
+    activation,
+    activation_cast,
+    activation_shape,
+    dactivation,
+)
+from ops.products.paths import Path
 from ops.runner.context import held_parameter
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from recipes.recipe import Role
 from recipes.request import PlanRequest
+from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.splits import Splits
 
 
@@ -102,10 +110,9 @@ class GroupedMLP(FusedOperation):
         x_q = path.quantize(x, splits, fc1_ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
         out = self.fc1.buffer(fc1_ctx, "output", x, self.fc1.out_features)
         h = path.fprop(x_q, self.fc1.weight_operand(fc1_ctx, rowwise=True), bias=self.fc1.biases(fc1_ctx), out=out)
-        act = activation(h, self.activation, scales if self.scaled else None)
         # act is not saved, so its columnwise copy is made in backward.
         quantizer = fc2_ctx.quantizer(Role.INPUT)
-        act_q = path.quantize(act, splits, quantizer, rowwise=True, columnwise=False)
+        act_q = self._act(path, h, scales, splits, quantizer, rowwise=True, columnwise=False)
         y = path.fprop(
             act_q,
             self.fc2.weight_operand(fc2_ctx, rowwise=True),
@@ -128,45 +135,74 @@ class GroupedMLP(FusedOperation):
         wgrad = fc2.needs_weight_grad(fc2_ctx)
         d_fc2, dscales = fc2.bias_gradients(fc2_ctx, dy, splits, saved.scales if fc2.scale_bias else None)
         dx: Tensor | None = None
-        d_fc1: Mapping[str, Tensor | None] = {}
+        d_fc1: dict[str, Tensor | None] = {}
         if not (fc2_ctx.needs.input or wgrad):
             return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
         gradients = fc2_ctx.quantizer(Role.GRAD_OUTPUT)
         dy_q = path.quantize(dy, splits, gradients, rowwise=fc2_ctx.needs.input, columnwise=wgrad)
-        scales = saved.scales if self.scaled else None
-        act = dh = d_act_scales = None
-        if fc2_ctx.needs.input:
-            out = fc2.buffer(fc2_ctx, "grad_input", dy, fc2.in_features)
-            dact = path.dgrad(dy_q, fc2.weight_operand(fc2_ctx, columnwise=True), out=out)
-            need_dscales = "scales" in act_ctx.needs.extras
-            dh, d_act_scales, act = dactivation(
-                dact, saved.h, self.activation, scales, need_dscales=need_dscales, need_act=wgrad
-            )
-            del dact
-        elif wgrad:
-            act = activation(saved.h, self.activation, scales)
-        if wgrad:
-            inputs = fc2_ctx.quantizer(Role.INPUT, saved.act_scale)
-            act_q = path.quantize(act, splits, inputs, rowwise=False, columnwise=True)
+        inputs = fc2_ctx.quantizer(Role.INPUT, saved.act_scale) if wgrad else None
+        act_copy = {"rowwise": False, "columnwise": True}
+        if not fc2_ctx.needs.input:
+            act_q = self._act(path, saved.h, saved.scales, splits, inputs, **act_copy)
             d_fc2 |= fc2.accumulate(fc2_ctx, partial(path.wgrad, dy_q, act_q))
-            del act, act_q
-        del dy_q
+            return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
+        out = fc2.buffer(fc2_ctx, "grad_input", dy, fc2.in_features)
+        dact = path.dgrad(dy_q, fc2.weight_operand(fc2_ctx, columnwise=True), out=out)
+
+        # The activation, whose kernel quantizes act and dh where it can. A quantizer draws a random seed or records an
+        # amax: only if a product reads the result, as unfused.
+        act_into = dh_into = None
+        if wgrad:
+            act_into = path.buffers(dact.shape, dact.dtype, splits, inputs, **act_copy)
+        dh_copies = {"rowwise": fc1_ctx.needs.input, "columnwise": fc1.needs_weight_grad(fc1_ctx)}
+        gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT) if any(dh_copies.values()) else None
+        if gradients is not None:
+            dh_into = path.buffers(saved.h.shape, saved.h.dtype, splits, gradients, **dh_copies)
+        dh, d_act_scales, act = dactivation(
+            dact, saved.h, self.activation, saved.scales if self.scaled else None,
+            need_dh=dh_into is None or fc1.needs_bias_grad(fc1_ctx), need_act=wgrad and act_into is None,
+            need_dscales="scales" in act_ctx.needs.extras, dh_into=dh_into, act_into=act_into,
+        )  # fmt: skip
+        del dact
         dscales = _sum(d_act_scales, dscales)
+        if wgrad:
+            act_q = path.quantize(act, splits, inputs, **act_copy) if act_into is None else act_into.copies
+            d_fc2 |= fc2.accumulate(fc2_ctx, partial(path.wgrad, dy_q, act_q))
+            del act, act_q, act_into
+        del dy_q
 
         # FC1
         if dh is not None and fc1_ctx.needs_grad:
             d_fc1, _ = fc1.bias_gradients(fc1_ctx, dh, splits, None)
-            wgrad = fc1.needs_weight_grad(fc1_ctx)
-            # Quantizing draws a random seed or records an amax: only if a product reads the result, as unfused.
-            if fc1_ctx.needs.input or wgrad:
-                gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT)
-                dh_q = path.quantize(dh, splits, gradients, rowwise=fc1_ctx.needs.input, columnwise=wgrad)
+        if any(dh_copies.values()):
+            dh_q = path.quantize(dh, splits, gradients, **dh_copies) if dh_into is None else dh_into.copies
             if fc1_ctx.needs.input:
-                out = fc1.buffer(fc1_ctx, "grad_input", dh, fc1.in_features)
+                read = dh if dh is not None else dh_q.rowwise.codes
+                out = fc1.buffer(fc1_ctx, "grad_input", read, fc1.in_features)
                 dx = path.dgrad(dh_q, fc1.weight_operand(fc1_ctx, columnwise=True), out=out)
-            if wgrad:
+            if fc1.needs_weight_grad(fc1_ctx):
                 d_fc1 |= fc1.accumulate(fc1_ctx, partial(path.wgrad, dh_q, saved.x))
         return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
+
+    def _act(
+        self,
+        path: Path,
+        h: Tensor,
+        scales: Tensor | None,
+        splits: Splits,
+        quantizer: Quantizer | None,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+    ) -> Any:
+        """The activation, as the path multiplies it."""
+        copies = {"rowwise": rowwise, "columnwise": columnwise}
+        scales = scales if self.scaled else None
+        into = path.buffers(activation_shape(h.shape, self.activation), h.dtype, splits, quantizer, **copies)
+        if into is None:
+            return path.quantize(activation(h, self.activation, scales), splits, quantizer, **copies)
+        activation_cast(h, self.activation, scales, into)
+        return into.copies
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:

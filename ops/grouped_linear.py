@@ -157,12 +157,16 @@ class GroupedLinear(OperationWithWeights):
         """Whether any weight needs a gradient."""
         return not ctx.needs.params.isdisjoint(self.weight_names)
 
+    def needs_bias_grad(self, ctx: OperationContext) -> bool:
+        """Whether any bias needs a gradient."""
+        return not ctx.needs.params.isdisjoint(self.bias_names)
+
     def bias_gradients(
         self, ctx: OperationContext, dy: Tensor, splits: Splits, scales: Tensor | None
     ) -> tuple[dict[str, Tensor | None], Tensor | None]:
         """The biases' gradients by name, and that of scales if the bias is scaled and it is wanted."""
         gradients: dict[str, Tensor | None] = {}
-        if not ctx.needs.params.isdisjoint(self.bias_names):
+        if self.needs_bias_grad(ctx):
             db = ctx.path.bias_grad(dy, splits, scales)
             gradients = {"bias": db} if self.stacked else dict(zip(self.bias_names, db.unbind(), strict=True))
         dscales = None

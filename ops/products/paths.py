@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ops.kernels.elementwise.chain_cast import why_no_cast
 from ops.kernels.grouped_gemm.grouped_gemm import Operands, k_grouped, m_grouped, without_row_factors
 from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad
 from ops.kernels.grouped_gemm.operands import accumulator_like
@@ -44,7 +45,8 @@ from recipes.recipe import HighPrecision, Recipe
 from recipes.request import PlanRequest
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
-from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.quantizer import QuantizedBuffers, Quantizer
+from recipes.tensors.spec_quantizer import SpecQuantizer
 from recipes.tensors.splits import Splits
 
 
@@ -87,6 +89,27 @@ class GroupedPath:
         if quantizer is None:
             return GroupedTensor(x, splits, None, None, x.dtype)
         return quantizer.quantize_grouped(x, splits, rowwise=rowwise, columnwise=columnwise)
+
+    def buffers(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        splits: Splits,
+        quantizer: Quantizer | None,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+    ) -> QuantizedBuffers | None:
+        """Where the element-wise kernel that computes x [T, K] puts what `quantize` would make of it.
+
+        None if it is quantized from memory: on a CPU, in float64, to formats that the kernel does not know.
+        """
+        on_triton = splits.device.type == "cuda" and dtype != torch.float64 and shape.numel() > 0
+        if not on_triton or not isinstance(quantizer, SpecQuantizer) or not quantizer.casts_by_spec():
+            return None
+        if why_no_cast(quantizer.spec, grouped=True) is not None:
+            return None
+        return quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise)
 
     def weight(
         self, w: Tensor | Sequence[Tensor], quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
@@ -190,6 +213,9 @@ class SplitPath:
         parts = x[: sum(sizes)].split(sizes)
         members = _members(parts, quantizer, rowwise, columnwise)
         return SplitTensors(tuple(members), sizes, x.shape[0])
+
+    def buffers(self, *_: Any, **__: Any) -> None:
+        """As `GroupedPath.buffers`: each group is quantized from memory."""
 
     def weight(
         self, w: Tensor | Sequence[Tensor], quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool

@@ -9,6 +9,7 @@ from recipes.casts.float8_elements_triton import (
     float8_codes,
     float8_values,
     float8_words,
+    in_four,
     largest_of,
     magnitude,
     transposed_words,
@@ -122,36 +123,63 @@ def transpose_back_kernel(
 
 @triton.jit
 def store_float8(
-    x, row_codes_ptr, column_codes_ptr, scale_inv_ptr, scale_ptr, amax_ptr, rows, columns, T, COLUMNS, inside,
+    x, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, rows, columns, WIDTH, left, inside,
+    group, num_groups, first_place, places, width,
+    GIVEN_IS_SCALE: tl.constexpr, POWER_2: tl.constexpr, AMAX_EPSILON: tl.constexpr, ADJACENT: tl.constexpr,
     FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Cast the float32 tile x of a matrix [T, COLUMNS] with a given scale and store both copies, which are there.
+    """Cast the float32 tile x, of these rows and columns of a matrix [T, WIDTH]. A copy whose pointer is None is not
+    made. left: how many of the tile's columns there are.
 
-    The tiles cover T rounded up to PADDING. amax_ptr: as in `cast_float8_kernel`; column_codes: words of four rows.
-    FORM, NATIVE: as in `float8_codes`.
+    given_ptr, amax_ptr, GIVEN_IS_SCALE: as in `cast_float8_kernel`; without given_ptr the amax is found alone.
+    group, first_place, places: as in `find_float8_tile`; column_codes: words of four rows; width: of theirs in codes.
+    ADJACENT: the columns follow one another. FORM, NATIVE: as in `float8_codes`.
     """
-    if tl.program_id(0) == 0:
-        _store_scale_inv(scale_inv_ptr, scale_ptr, 1, 0.0, True, False, FORM)
-    x = tl.where(inside, x, 0.0)
+    active = group < num_groups
+    x = tl.where(inside & active, x, 0.0)
+    if given_ptr is not None:
+        if tl.program_id(0) == 0:
+            _store_scale_inv(
+                scale_inv_ptr, given_ptr, num_groups, AMAX_EPSILON, GIVEN_IS_SCALE, POWER_2, FORM
+            )  # fmt: skip
+        scale = tl.load(given_ptr + group, mask=active, other=1.0)
+        if not GIVEN_IS_SCALE:
+            scale = _scale(scale, AMAX_EPSILON, FORM, POWER_2)
+        scaled = x * scale
+        if row_codes_ptr is not None:
+            at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+            tl.store(row_codes_ptr + at, float8_codes(scaled, FORM, NATIVE), mask=inside)
+        if column_codes_ptr is not None:
+            words = transposed_words(scaled, FORM, NATIVE)
+            word = tl.arange(0, x.shape[0] // 4)[None, :]
+            lanes = (columns, columns, columns, columns)
+            if not ADJACENT:
+                lanes = in_four(columns[None, :])
+            lane = 4 * tl.arange(0, x.shape[1] // 4)[:, None]
+            for j in tl.static_range(4):
+                if ADJACENT:
+                    column = tl.min(columns, axis=0) + lane + j
+                else:
+                    column = tl.trans(lanes[j])
+                at = column.to(tl.int64) * (width // 4) + first_place // 4 + word
+                stored = (lane + j < left) & (word < places // 4)
+                tl.store(column_codes_ptr + at, words[j].to(tl.int32, bitcast=True), mask=stored)
     if amax_ptr is not None:
-        _add_amax(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), 0, None)
-    x *= tl.load(scale_ptr)
-    at = rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-    tl.store(row_codes_ptr + at, float8_codes(x, FORM, NATIVE), mask=inside)
-    words = transposed_words(x, FORM, NATIVE)
-    width = tl.cdiv(T, PADDING) * (PADDING // 4)
-    column = tl.min(columns, axis=0) + 4 * tl.arange(0, x.shape[1] // 4)[:, None]
-    row = tl.min(rows, axis=0) // 4 + tl.arange(0, x.shape[0] // 4)[None, :]
-    for j in tl.static_range(4):
-        at = (column + j).to(tl.int64) * width + row
-        inside = (column + j < COLUMNS) & (row < width)
-        tl.store(column_codes_ptr + at, words[j].to(tl.int32, bitcast=True), mask=inside)
+        _add_amax(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), group, active)
 
 
 @triton.jit
 def _find(
     offsets_ptr, aligned_ptr, rows, columns, width, num_groups, PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0) // tl.cdiv(columns, BLOCK_K)
+    return find_float8_tile(offsets_ptr, aligned_ptr, slot, rows, width, num_groups, PAD, BLOCK_M)
+
+
+@triton.jit
+def find_float8_tile(
+    offsets_ptr, aligned_ptr, slot, rows, width, num_groups, PAD: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
     """(matrix, group, first row in it, end row, first row of all, first place in a row of column_codes, places left).
 
@@ -160,7 +188,6 @@ def _find(
     The tail, group == num_groups, has all places behind the last group's, which may be more than it has rows: with PAD
     its tiles go on for as long.
     """
-    slot = tl.program_id(0) // tl.cdiv(columns, BLOCK_K)
     if offsets_ptr is None:
         slots = tl.cdiv(rows, BLOCK_M)
         group = slot // slots

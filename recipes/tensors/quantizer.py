@@ -35,13 +35,13 @@ class StateOfRole(Protocol):
 
 
 class QuantizedBuffers(NamedTuple):
-    """Uninitialised buffers for both copies of a tensor.
+    """Uninitialised buffers for the copies of a tensor, or of rows in n groups (n = 1 without groups).
 
-    scale: [1] float32 to quantize with; None if the kernel computes a scale for each block
-    amax:  [1] float32, to be raised to max |x|; None if nothing is recorded
+    scale: [n] float32 to quantize with; None if the kernel computes the scales
+    amax:  [n] float32, to be raised to max |x|; None if nothing is recorded
     """
 
-    copies: QuantizedTensor
+    copies: QuantizedTensor | GroupedTensor
     scale: Tensor | None = None
     amax: Tensor | None = None
 

@@ -50,6 +50,20 @@ class SpecQuantizer(Quantizer):
         copies = scaled_copies(empty_copies(shape, spec, device), spec, shape)
         return QuantizedBuffers(QuantizedTensor(*copies, dtype), *self.scale_and_amax(device, 1))
 
+    def empty_grouped(
+        self, shape: torch.Size, dtype: torch.dtype, splits: Splits, *, rowwise: bool, columnwise: bool
+    ) -> QuantizedBuffers:
+        """Buffers for a kernel that computes grouped rows [T, K] and quantizes them as `quantize_grouped` does."""
+        spec = self.spec
+        copies = empty_copies(shape, spec, splits.device, rowwise=rowwise, columnwise=columnwise, splits=splits)
+        grouped = GroupedTensor(None, splits, *scaled_copies(copies, spec, shape), dtype)
+        return QuantizedBuffers(grouped, *self.scale_and_amax(splits.device, splits.num_groups))
+
+    def casts_by_spec(self) -> bool:
+        """Whether `quantize_grouped` does what the spec says: a subclass may replace it."""
+        kind = type(self)
+        return kind.quantize_grouped is SpecQuantizer.quantize_grouped and kind._copies is SpecQuantizer._copies
+
     def float8_scaling(self, columnwise: bool) -> ScaleLayout | None:
         return self.spec.float8_scaling
 

@@ -49,8 +49,10 @@ from einops import rearrange
 from torch import Tensor
 
 from ops.kernels.elementwise.activation_functions import RULES, Constants
-from ops.kernels.elementwise.chain import Step, delementwise, elementwise, runs_triton
+from ops.kernels.elementwise.chain import Step, delementwise, elementwise, elementwise_cast, runs_triton
+from ops.kernels.elementwise.chain_cast import Cast, cast_into
 from recipes.arguments import as_integer, as_number
+from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.triton.launch import replayed
 
 KINDS = tuple(RULES)
@@ -161,6 +163,12 @@ def _activation_on_triton(h: Tensor, spec: Activation, scales: Tensor | None) ->
     return elementwise(h, (activation_step(spec, scales is not None),), (scales,))
 
 
+def activation_cast(h: Tensor, spec: Activation, scales: Tensor | None, into: QuantizedBuffers) -> None:
+    """`activation`, bit for bit quantized into these buffers, not stored. Only for non-empty CUDA tensors."""
+    check_activation(h.shape, spec, scales)
+    elementwise_cast(h, cast_into(into), (activation_step(spec, scales is not None),), (scales,))
+
+
 def dactivation(
     dact: Tensor,
     h: Tensor,
@@ -170,18 +178,22 @@ def dactivation(
     need_dh: bool = True,
     need_dscales: bool = False,
     need_act: bool = False,
+    dh_into: QuantizedBuffers | None = None,
+    act_into: QuantizedBuffers | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of `activation`, and its recomputed result for callers that saved only h.
 
-    dact: [..., I], any floating dtype; h and scales as passed to `activation`.
+    dact: [..., I], any floating dtype; h and scales as passed to `activation`. dh_into, act_into: quantize dh and act
+    into these, bit for bit, whether they are needed otherwise or not; for non-empty CUDA tensors in groups of rows.
 
     Returns (dh, dscales, act), with None for what is not needed. dh [..., 2I] and act [..., I] have h's dtype; dscales
     has the shape h.shape[:-1] and the dtype of scales. need_dscales requires scales.
     """
     if runs_triton(dact, h, scales):
-        if not (need_dh or need_dscales or need_act):
+        if not (need_dh or need_dscales or need_act or dh_into or act_into):
             return None, None, None
-        return _dactivation_on_triton(dact, h, spec, scales, need_dh, need_dscales, need_act)
+        casts = [None if into is None else cast_into(into) for into in (dh_into, act_into)]
+        return _dactivation_on_triton(dact, h, spec, scales, need_dh, need_dscales, need_act, *casts)
     dtype = _compute_dtype(h)
     wide = h.to(dtype)
     dh = None
@@ -212,10 +224,12 @@ def _dactivation_on_triton(
     need_dh: bool,
     need_dscales: bool,
     need_act: bool,
+    cast: Cast | None,
+    act_cast: Cast | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     found = delementwise(
         dact, h, (activation_step(spec, scales is not None),), (scales,), (h.dtype,),
-        need_dx=need_dh, need_operands=(need_dscales,), need_y=need_act,
+        need_dx=need_dh, need_operands=(need_dscales,), need_y=need_act, cast=cast, y_cast=act_cast,
     )  # fmt: skip
     d_row = found.operands[0]
     return found.dx, None if d_row is None or scales is None else d_row.to(scales.dtype), found.y
@@ -248,6 +262,11 @@ def _inputs(h: Tensor, spec: Activation) -> tuple[Tensor, ...]:
 def _joined(value: Tensor, spec: Activation) -> Tensor:
     """[..., I / S, S] as [..., I]."""
     return value.flatten(-2) if spec.gated and spec.glu_interleave_size is not None else value
+
+
+def activation_shape(shape: torch.Size, spec: Activation) -> torch.Size:
+    """That of act, of an h of this shape."""
+    return torch.Size((*shape[:-1], shape[-1] // 2)) if spec.gated else shape
 
 
 def check_activation(shape: Sequence[int], spec: Activation, scales: Tensor | None) -> None:

@@ -40,10 +40,19 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ops.kernels.elementwise.chain_cast import (
+    Cast,
+    cast_constants,
+    cast_kind,
+    casts_natively,
+    codes_of,
+    in_groups,
+    in_two_passes,
+    num_groups,
+    places_of,
+    row_tiles,
+)
 from ops.kernels.elementwise.chain_triton import delementwise_kernel, elementwise_kernel
-from recipes.casts.cast_float8 import format_of
-from recipes.casts.scale_rules import E8M0Scale, GivenScale
-from recipes.tensors.formats import ALL, Float8Format, ScaleRule, ScaleSpec
 from recipes.triton.gates import JITFunction, tl
 from recipes.triton.launch import Launch, next_power_of_2, replayed
 from recipes.triton.philox import random_bits_ref
@@ -82,39 +91,6 @@ class Step:
 
     def __hash__(self) -> int:  # Steps are keys of every launch; hashing all fields would cost more than the launch.
         return hash((id(self.forward), self.operand, self.constants, self.interleave))
-
-
-class Cast(NamedTuple):
-    """The buffers for both quantized copies of a chain's result, which is then not stored itself. The format is one for
-    which `why_no_cast` returns None.
-
-    scale, amax: as in `QuantizedBuffers`
-    """
-
-    row_codes: Tensor
-    row_scales: Tensor
-    column_codes: Tensor
-    column_scales: Tensor
-    spec: ScaleSpec
-    scale: Tensor | None = None
-    amax: Tensor | None = None
-
-
-# The float8 formats that the kernels support: CAST by scale rule, block, columnwise layout and alignment.
-CASTS: dict[tuple[ScaleRule, tuple[int, int], str, int], str] = {
-    (E8M0Scale("round_up"), (1, 32), "natural", 32): "blocks",
-    (GivenScale(), (ALL, ALL), "transposed", 32): "given",
-}
-
-
-def why_no_cast(spec: ScaleSpec) -> str | None:
-    """Why the kernels cannot cast to this format, or None."""
-    if _kind(spec):
-        return None
-    return (
-        f"{spec.element.name} codes of {spec.block[0]}x{spec.block[1]} blocks with {spec.scale_rule} are none that the "
-        "element-wise kernel casts to: it knows MXFP8, rounded up, and FP8 with one given scale."
-    )
 
 
 class ChainGradients(NamedTuple):
@@ -274,11 +250,15 @@ def elementwise_cast(
     operands: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """`elementwise`, with the rounded result quantized into `cast`, not stored. Only for non-empty CUDA tensors."""
+    """`elementwise`, with the rounded result quantized into `cast`, not stored. Only for non-empty CUDA tensors.
+
+    Where scales follow from amaxes that are not given, the chain is computed twice.
+    """
     dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
-    elementwise_triton(
-        x.contiguous(), None, cast, steps, [o if o is None else o.contiguous() for o in operands], dtypes
-    )
+    x, operands = x.contiguous(), [o if o is None else o.contiguous() for o in operands]
+    for each in in_two_passes(cast):
+        if each is not None:
+            elementwise_triton(x, None, each, steps, operands, dtypes)
 
 
 def delementwise(
@@ -293,11 +273,13 @@ def delementwise(
     need_y: bool = False,
     need_column_sums: bool = False,
     cast: Cast | None = None,
+    y_cast: Cast | None = None,
 ) -> ChainGradients:
     """The gradients of `elementwise`, and its recomputed result for callers that saved only x.
 
     dy: [..., C]. x may be None if all steps are linear and y is not needed. The operand of a linear step may be None if
-    no later step reads its x. cast: the kernel quantizes dx into it, and the returned dx is None; not for gated chains.
+    no later step reads its x. cast, y_cast: the kernel quantizes dx and y into these, of rows in groups y and the dx of
+    a gated chain too; with need_dx=False, need_y=False dx and y themselves are not stored.
     """
     dtypes = [dy.dtype] * len(steps) if dtypes is None else dtypes
     wanted = [False] * len(steps) if need_operands is None else list(need_operands)
@@ -305,12 +287,13 @@ def delementwise(
         return _delementwise_on_torch(dy, x, steps, operands, dtypes)
     gate = _gate_of(steps)
     new = dy.new_empty
-    dx = new(_doubled(dy.shape) if gate >= 0 else dy.shape, dtype=dtypes[0]) if need_dx and cast is None else None
+    dx = new(_doubled(dy.shape) if gate >= 0 else dy.shape, dtype=dtypes[0]) if need_dx else None
     y = new(dy.shape, dtype=dtypes[-1]) if need_y else None
     sums_rows = need_column_sums or any(w and s.operand == "column" for w, s in zip(wanted, steps, strict=True))
-    rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums_rows, casts=cast is not None)
+    some_cast = cast or y_cast
+    rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums_rows, casts=some_cast is not None)
     width = columns * 2 if gate >= 0 else columns
-    config = elementwise_config(rows, columns, sums_rows=sums_rows, casts=_kind(cast and cast.spec))
+    config = elementwise_config(rows, columns, sums_rows=sums_rows, casts=cast_kind(some_cast and some_cast.spec))
     row_blocks, column_blocks = config.programs(rows, columns)
     shares: list[Tensor | None] = []
     for i, (step, want, dtype) in enumerate(zip(steps, wanted, dtypes, strict=True)):
@@ -326,10 +309,13 @@ def delementwise(
         else:
             shares.append(new(_doubled(dy.shape) if i < gate else dy.shape, dtype=dtype))
     column_shares = new((row_blocks, width), dtype=torch.float32) if need_column_sums else None
-    delementwise_triton(
-        dy.contiguous(), x if x is None else x.contiguous(), dx, cast, y, steps,
-        [o if o is None else o.contiguous() for o in operands], shares, column_shares, dtypes, config,
-    )  # fmt: skip
+    dy, x = dy.contiguous(), x if x is None else x.contiguous()
+    operands = [o if o is None else o.contiguous() for o in operands]
+    (first, cast), (y_first, y_cast) = in_two_passes(cast), in_two_passes(y_cast)
+    if first is not None or y_first is not None:
+        nothing: list[Tensor | None] = [None] * len(steps)
+        delementwise_triton(dy, x, None, first, None, y_first, steps, operands, nothing, None, dtypes, config)
+    delementwise_triton(dy, x, dx, cast, y, y_cast, steps, operands, shares, column_shares, dtypes, config)
     gradients: list[Tensor | None] = []
     for step, want, share in zip(steps, wanted, shares, strict=True):
         if share is None:
@@ -409,12 +395,13 @@ def elementwise_triton(
     gated = _gate_of(steps) >= 0
     shape = _halved(x.shape) if gated else x.shape
     rows, columns = _rows_and_columns(steps, shape, sums_rows=False, casts=cast is not None)
-    config = elementwise_config(rows, columns, sums_rows=False, casts=_kind(cast and cast.spec))
+    config = elementwise_config(rows, columns, sums_rows=False, casts=cast_kind(cast and cast.spec))
     _elementwise(
-        x, math.prod(config.programs(rows, columns)),
-        x, y, _codes(cast), tuple(operands), rows, columns, columns * (1 + gated),
-        **_constants(tuple(steps), tuple(dtypes)), **_cast_constants(cast, x), BLOCK_T=config.block_t,
-        BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns), num_warps=config.num_warps,
+        x, row_tiles(cast, rows, config.block_t) * config.programs(rows, columns)[1],
+        x, y, codes_of(cast), tuple(operands), rows, columns, columns * (1 + gated), places_of(cast), num_groups(cast),
+        **_constants(tuple(steps), tuple(dtypes)), **cast_constants(cast, x), NATIVE=casts_natively(x),
+        BLOCK_T=config.block_t, BLOCK_C=config.block_c,
+        WHOLE=config.whole(rows, columns) and not in_groups(cast), num_warps=config.num_warps,
         enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -426,6 +413,7 @@ def delementwise_triton(
     dx: Tensor | None,
     cast: Cast | None,
     y: Tensor | None,
+    y_cast: Cast | None,
     steps: Sequence[Step],
     operands: Sequence[Tensor | None],
     shares: Sequence[Tensor | None],
@@ -437,13 +425,16 @@ def delementwise_triton(
     if not dy.numel():
         return
     sums = column_shares is not None or any(share is not None for share in shares)
-    rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums, casts=cast is not None)
+    some_cast = cast or y_cast
+    rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums, casts=some_cast is not None)
     _delementwise(
-        dy, math.prod(config.programs(rows, columns)),
-        dy, x, tuple(operands), dx, _codes(cast), tuple(shares), y, column_shares, rows, columns,
-        columns * (1 + (_gate_of(steps) >= 0)), **_constants(tuple(steps), tuple(dtypes)),
-        **_backwards(tuple(steps), tuple(dtypes)), **_cast_constants(cast, dy),
-        BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns), TILES=config.tiles,
+        dy, row_tiles(some_cast, rows, config.block_t * config.tiles) * config.programs(rows, columns)[1],
+        dy, x, tuple(operands), dx, codes_of(cast), tuple(shares), y, codes_of(y_cast), column_shares, rows, columns,
+        columns * (1 + (_gate_of(steps) >= 0)), places_of(cast, y_cast), num_groups(some_cast),
+        **_constants(tuple(steps), tuple(dtypes)), **_backwards(tuple(steps), tuple(dtypes)),
+        **cast_constants(cast, dy), **cast_constants(y_cast, dy, "Y_"), NATIVE=casts_natively(dy),
+        BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns) and not in_groups(some_cast),
+        TILES=config.tiles,
         STAGES=config.num_stages, num_warps=config.num_warps,
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -456,39 +447,6 @@ def _rows_and_columns(
     if sums_rows or casts or any(step.gated or step.operand in ("column", "row", "random") for step in steps):
         return math.prod(shape[:-1]), shape[-1]
     return 1, math.prod(shape)
-
-
-@lru_cache(maxsize=1024)
-def _kind(spec: ScaleSpec | None) -> str:
-    """The kernels' CAST; empty for no cast and for formats that they do not support."""
-    if spec is None or type(spec.element) is not Float8Format:
-        return ""
-    return CASTS.get((spec.scale_rule, spec.block, spec.columnwise, spec.alignment), "")
-
-
-def _codes(cast: Cast | None) -> tuple[Tensor | None, ...]:
-    """Codes as bytes, transposed ones as 4-byte words, because the interpreter's float8 rounds wrongly. The amax as
-    int32 bits, which for non-negative floats have the same order."""
-    if cast is None:
-        return (None,) * 6
-    row_codes, row_scales, column_codes, column_scales, _, scale, amax = cast
-    return (
-        row_codes.view(torch.uint8), row_scales,
-        column_codes.view(torch.int32 if _kind(cast.spec) == "given" else torch.uint8), column_scales,
-        scale, None if amax is None else amax.view(torch.int32),
-    )  # fmt: skip
-
-
-def _cast_constants(cast: Cast | None, x: Tensor) -> dict[str, Any]:
-    if cast is None:
-        return {"CAST": "", "FORM": "", "NATIVE": False}
-    element, kind = cast.spec.element, _kind(cast.spec)
-    if not isinstance(element, Float8Format) or not kind:
-        raise ValueError(why_no_cast(cast.spec))
-    if (cast.scale is None) != (kind == "blocks"):
-        given = "no" if cast.scale is None else "a"
-        raise ValueError(f"{cast.spec} is cast with {given} given scale. Pass one only if its rule is GivenScale.")
-    return {"CAST": kind, **format_of(element, x.device)}
 
 
 def _gate_of(steps: Sequence[Step]) -> int:

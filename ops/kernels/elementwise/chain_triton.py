@@ -4,15 +4,17 @@ For each step: STEPS, BACKWARDS, D_OPERANDS: its functions; KINDS: its operand; 
 dtype of its result; ENTERS, LEAVES: whether its x or dy arrives in another dtype; READS: whether its backward reads x.
 GATE: the position of the gated step, or -1. Operand pointers that a step does not need are None.
 WHOLE: no tile reaches beyond the rows and columns of y.
-CAST: how the result is quantized to FORM, "blocks" (MXFP8) or "given" (one given scale); "" if it is stored.
-codes: the tensors of a `Cast`, else Nones.
+CAST: how the result is quantized to FORM: "blocks" (MXFP8), or with one scale, which is "given" or follows from the
+amaxes that were "found" by an earlier launch, which found "amaxes" alone; "" if it is not.
+codes: the tensors of a `Cast`, else Nones. Where these have offsets, each tile lies in one of num_groups groups.
+places: how long the rows of transposed codes are.
 
 Before the gate, every column of y corresponds to two columns of x: a tile is a pair (a, b), and each step runs on both.
 Between two steps a tile has the dtype in which the earlier step's result would be stored.
 """
 # T rows, COLUMNS of y, WIDTH columns of x
 
-from recipes.casts.cast_float8_triton import store_float8
+from recipes.casts.cast_float8_triton import PADDING, find_float8_tile, store_float8
 from recipes.casts.cast_mxfp8_triton import store_mxfp8
 from recipes.triton.gates import tl, triton
 from recipes.triton.philox_triton import philox
@@ -177,21 +179,22 @@ def _inside(rows, columns, T, COLUMNS, WHOLE: tl.constexpr):
         return (rows < T)[:, None] & (columns < COLUMNS)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def elementwise_kernel(
-    x_ptr, y_ptr, codes, operands, T, COLUMNS, WIDTH,
+    x_ptr, y_ptr, codes, operands, T, COLUMNS, WIDTH, places, num_groups,
     STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
     COUNT: tl.constexpr,
     GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, POWER_2: tl.constexpr, AMAX_EPSILON: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     column_blocks = tl.cdiv(COLUMNS, BLOCK_C)
-    rows = tl.program_id(0) // column_blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+    tile = _tile_of_rows(codes, tl.program_id(0) // column_blocks, T, places, num_groups, BLOCK_T)
+    rows = tile[0]
     first_column = tl.program_id(0) % column_blocks * BLOCK_C
     columns = first_column + tl.arange(0, BLOCK_C)
     columns_a, columns_b = _columns_of_lanes(columns, COLUMNS, INTERLEAVE)
-    inside = _inside(rows, columns, T, COLUMNS, WHOLE)
+    inside = _inside(rows, columns, tile[1], COLUMNS, WHOLE)
     start = rows.to(tl.int64)[:, None]
     shared_a = _shared(operands, KINDS, COUNT, GATE, columns_a, columns, COLUMNS)
     shared_b = shared_a
@@ -201,7 +204,7 @@ def elementwise_kernel(
     b = a
     if GATE >= 0:
         b = tl.load(x_ptr + start * WIDTH + columns_b[None, :], mask=inside, other=0)
-    if codes[4] is not None:  # else the compiler moves the transposition up to here and computes the chain twice
+    if codes[2] is not None:  # else the compiler moves the transposition up to here and computes the chain twice
         a = widen_pairs(a)
         b = widen_pairs(b)
     y, _ = _up_to(
@@ -212,29 +215,45 @@ def elementwise_kernel(
     if y_ptr is not None:
         y = widen(y).to(tl.float32)
         tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
-    _store_codes(y, codes, rows, columns, T, COLUMNS, inside, CAST, FORM, NATIVE)
+    _store_codes(
+        y, codes, tile, columns, COLUMNS, COLUMNS - first_column, T, places, num_groups, inside, 0,
+        CAST, FORM, NATIVE, POWER_2, AMAX_EPSILON,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile_of_rows(codes, block, T, places, num_groups, BLOCK_T: tl.constexpr):
+    """Of a tile: its rows, the row behind its last one, its group, its first place in transposed codes, how many."""
+    if codes[6] is not None:
+        _, group, first, end, _, first_place, left = find_float8_tile(
+            codes[6], codes[7], block, T, places, num_groups, PADDING, BLOCK_T
+        )
+        return first + tl.arange(0, BLOCK_T), end, group, first_place, left
+    else:
+        rows = block * BLOCK_T + tl.arange(0, BLOCK_T)
+        return rows, T, block * 0, block * BLOCK_T, tl.minimum(places - block * BLOCK_T, BLOCK_T)
 
 
 @triton.jit
 def _store_codes(
-    x, codes, rows, columns, T, COLUMNS, inside, CAST: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr
+    x, codes, tile, columns, WIDTH, left, T, places, num_groups, inside, INTERLEAVE: tl.constexpr,
+    CAST: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr, POWER_2: tl.constexpr, AMAX_EPSILON: tl.constexpr,
 ):  # fmt: skip
-    if CAST == "given":
+    """x stands in these columns of WIDTH; `left` of the tile's columns are there."""
+    if CAST == "blocks":
+        store_mxfp8(x, codes[0], codes[1], codes[2], codes[3], tile[0], columns, T, WIDTH, inside, FORM, NATIVE)
+    elif CAST != "":
         store_float8(
-            widen_pairs(x), codes[0], codes[2], codes[1], codes[4], codes[5], rows, columns, T, COLUMNS, inside,
-            FORM, NATIVE,
-        )  # fmt: skip
-    elif CAST == "blocks":
-        store_mxfp8(
-            x, codes[0], codes[1], codes[2], codes[3], rows, columns, T, COLUMNS, inside,
-            FORM, NATIVE,
+            widen_pairs(x), codes[0], codes[2], codes[1], codes[4], codes[5], tile[0], columns, WIDTH, left, inside,
+            tile[2], num_groups, tile[3], tile[4], places,
+            CAST == "given", POWER_2, AMAX_EPSILON, INTERLEAVE == 0, FORM, NATIVE,
         )  # fmt: skip
 
 
 @triton.jit
 def _back(
     dy, x, sums, AT: tl.constexpr, operands, shared, d_operands, column_block, rows, columns, first_column,
-    T, WIDTH, inside,
+    T, end, WIDTH, inside,
     STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, KINDS: tl.constexpr,
     CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
@@ -249,7 +268,7 @@ def _back(
         dx = BACKWARDS[AT](dy, x, A, B, C)
     elif KINDS[AT] == "row":
         if d_operands[AT] is not None:
-            _store_row_share(dy * STEPS[AT](x, A, B, C), d_operands[AT], column_block, rows, T, inside)
+            _store_row_share(dy * STEPS[AT](x, A, B, C), d_operands[AT], column_block, rows, T, end, inside)
         operand = _operand(operands[AT], 0, "row", rows, columns, first_column, T, WIDTH, inside)
         dx = BACKWARDS[AT](dy * operand, x, A, B, C)
     else:
@@ -296,18 +315,20 @@ def _zeros(COUNT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def _store_row_share(d, pointer, column_block, rows, T, inside):
+def _store_row_share(d, pointer, column_block, rows, T, end, inside):
     share = tl.sum(tl.where(inside, d, 0.0), axis=1)
-    tl.store(pointer + column_block.to(tl.int64) * T + rows, share, mask=rows < T)
+    tl.store(pointer + column_block.to(tl.int64) * T + rows, share, mask=rows < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def delementwise_kernel(
-    dy_ptr, x_ptr, operands, dx_ptr, codes, d_operands, y_ptr, column_sums_ptr, T, COLUMNS, WIDTH,
+    dy_ptr, x_ptr, operands, dx_ptr, codes, d_operands, y_ptr, y_codes, column_sums_ptr, T, COLUMNS, WIDTH,
+    places, num_groups,
     STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, READS: tl.constexpr, KINDS: tl.constexpr,
     CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr, COUNT: tl.constexpr,
     GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, POWER_2: tl.constexpr, AMAX_EPSILON: tl.constexpr,
+    Y_CAST: tl.constexpr, Y_FORM: tl.constexpr, Y_POWER_2: tl.constexpr, Y_AMAX_EPSILON: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles below each other a program. sums_a and sums_b: what is summed over the rows, and last of all dx."""
@@ -323,9 +344,13 @@ def delementwise_kernel(
         shared_b = _shared(operands, KINDS, COUNT, GATE, columns_b, columns, COLUMNS)
     sums_a = _zeros(COUNT + 1, BLOCK_T, BLOCK_C)
     sums_b = _zeros(COUNT + 1, BLOCK_T, BLOCK_C)
-    for tile in tl.range(TILES, num_stages=STAGES):
-        rows = (row_block * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
-        inside = _inside(rows, columns, T, COLUMNS, WHOLE)
+    for i_tile in tl.range(TILES, num_stages=STAGES):
+        if y_codes[7] is not None:
+            tile = _tile_of_rows(y_codes, row_block * TILES + i_tile, T, places, num_groups, BLOCK_T)
+        else:
+            tile = _tile_of_rows(codes, row_block * TILES + i_tile, T, places, num_groups, BLOCK_T)
+        rows = tile[0]
+        inside = _inside(rows, columns, tile[1], COLUMNS, WHOLE)
         start = rows.to(tl.int64)[:, None]
         da = tl.load(dy_ptr + start * COLUMNS + columns[None, :], mask=inside, other=0)
         db = da
@@ -336,14 +361,19 @@ def delementwise_kernel(
             b = a
             if GATE >= 0:
                 b = tl.load(x_ptr + start * WIDTH + columns_b[None, :], mask=inside, other=0)
-        if y_ptr is not None:
+        if y_ptr is not None or Y_CAST != "":
             y, _ = _up_to(
                 a, b, COUNT, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,
                 T, COLUMNS, WIDTH, inside,
                 STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,
             )  # fmt: skip
-            y = widen(y).to(tl.float32)
-            tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
+            if y_ptr is not None:
+                stored = round_to(widen(y).to(tl.float32), y_ptr.dtype.element_ty)
+                tl.store(y_ptr + start * COLUMNS + columns[None, :], stored, mask=inside)
+            _store_codes(
+                y, y_codes, tile, columns, COLUMNS, COLUMNS - first_column, T, places, num_groups, inside, 0,
+                Y_CAST, Y_FORM, NATIVE, Y_POWER_2, Y_AMAX_EPSILON,
+            )  # fmt: skip
         for i in tl.static_range(COUNT - 1, -1, -1):
             xa, xb = a, b
             if READS[i]:
@@ -355,11 +385,11 @@ def delementwise_kernel(
             if i < GATE:
                 da, sums_a = _back(
                     da, xa, sums_a, i, operands, shared_a, d_operands, column_block, rows, columns_a, 0,
-                    T, WIDTH, inside, STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
+                    T, tile[1], WIDTH, inside, STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
                 )  # fmt: skip
                 db, sums_b = _back(
                     db, xb, sums_b, i, operands, shared_b, d_operands, column_block, rows, columns_b, 0,
-                    T, WIDTH, inside, STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
+                    T, tile[1], WIDTH, inside, STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
                 )  # fmt: skip
             elif i == GATE:
                 da = _enter(da, "", tl.constexpr(DTYPES[i]), tl.constexpr(LEAVES[i]))
@@ -370,7 +400,9 @@ def delementwise_kernel(
                 C = tl.constexpr(CONSTANTS[3 * i + 2])
                 if KINDS[i] == "row":
                     if d_operands[i] is not None:
-                        _store_row_share(da * STEPS[i](xa, xb, A, B, C), d_operands[i], column_block, rows, T, inside)
+                        _store_row_share(
+                            da * STEPS[i](xa, xb, A, B, C), d_operands[i], column_block, rows, T, tile[1], inside
+                        )
                     da *= _operand(operands[i], 0, "row", rows, columns, 0, T, COLUMNS, inside)
                 da, db = BACKWARDS[i](da, xa, xb, A, B, C)
                 da = _leave(da, "", tl.constexpr(DTYPES[i]))
@@ -378,13 +410,21 @@ def delementwise_kernel(
             else:
                 da, sums_a = _back(
                     da, xa, sums_a, i, operands, shared_a, d_operands, column_block, rows, columns, first_column,
-                    T, COLUMNS, inside, STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
+                    T, tile[1], COLUMNS, inside, STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
                 )  # fmt: skip
         if dx_ptr is not None:
             tl.store(dx_ptr + start * WIDTH + columns_a[None, :], da, mask=inside)
             if GATE >= 0:
                 tl.store(dx_ptr + start * WIDTH + columns_b[None, :], db, mask=inside)
-        _store_codes(da, codes, rows, columns, T, COLUMNS, inside, CAST, FORM, NATIVE)
+        _store_codes(
+            da, codes, tile, columns_a, WIDTH, COLUMNS - first_column, T, places, num_groups, inside, INTERLEAVE,
+            CAST, FORM, NATIVE, POWER_2, AMAX_EPSILON,
+        )  # fmt: skip
+        if GATE >= 0:
+            _store_codes(
+                db, codes, tile, columns_b, WIDTH, COLUMNS - first_column, T, places, num_groups, inside, INTERLEAVE,
+                CAST, FORM, NATIVE, POWER_2, AMAX_EPSILON,
+            )  # fmt: skip
         if column_sums_ptr is not None:
             sums_a = _added(sums_a, COUNT, tl.where(inside, widen_pairs(da), 0.0))
             if GATE >= 0:

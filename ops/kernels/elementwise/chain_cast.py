@@ -1,0 +1,156 @@
+"""What the element-wise kernels quantize their result to, and the arguments by which they are told.
+
+MXFP8 and FP8 with one given scale are cast of whole matrices, both copies at once. FP8 with one scale a group is cast
+of rows in groups; if its scale follows from the amax, a first launch computes the chain for the amaxes alone.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recipes.casts.cast_float8 import BLOCK, format_of
+from recipes.casts.scale_rules import E8M0Scale, Float32Scale, GivenScale
+from recipes.tensors.formats import ALL, E4M3, Float8Format, ScaleRule, ScaleSpec
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantizer import QuantizedBuffers
+from recipes.tensors.scaled_codes import ScaledCodes
+from recipes.triton.row_slots import num_slots
+
+
+class Cast(NamedTuple):
+    """The buffers for the quantized copies of a chain's result. The format is one for which `why_no_cast` returns None.
+
+    row_codes, ..., column_scales: None of a copy that is not made; rows that are in no groups have both
+    scale, amax: as in `QuantizedBuffers`
+    offsets, aligned: of rows in groups, each with a scale of its own: `splits.offsets`, `splits.aligned(32)`
+    """
+
+    row_codes: Tensor | None
+    row_scales: Tensor | None
+    column_codes: Tensor | None
+    column_scales: Tensor | None
+    spec: ScaleSpec
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    offsets: Tensor | None = None
+    aligned: Tensor | None = None
+
+
+def cast_into(buffers: QuantizedBuffers) -> Cast:
+    """The cast that fills them."""
+    copies = buffers.copies
+    row, column = copies.rowwise, copies.columnwise
+    one = row or column
+    assert one is not None, "one copy at least is made"
+    made = (*_parts(row), *_parts(column))
+    offsets = aligned = None
+    if isinstance(copies, GroupedTensor):
+        offsets, aligned = copies.splits.offsets, None if column is None else copies.splits.aligned(BLOCK)
+    return Cast(*made, one.spec, buffers.scale, buffers.amax, offsets, aligned)
+
+
+def _parts(copy: ScaledCodes | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if copy is None else (copy.codes, copy.scale_inv)
+
+
+# The float8 formats that the kernels support: CAST by scale rule, block, columnwise layout and alignment.
+CASTS: dict[tuple[ScaleRule, tuple[int, int], str, int], str] = {
+    (E8M0Scale("round_up"), (1, 32), "natural", 32): "blocks",
+    (GivenScale(), (ALL, ALL), "transposed", 32): "given",
+}
+
+
+def why_no_cast(spec: ScaleSpec, *, grouped: bool = False) -> str | None:
+    """Why the kernels cannot cast to this format, or None. grouped: rows in groups, each by itself."""
+    kind = cast_kind(spec)
+    if kind == "given" or (kind and (kind == "found") == grouped):
+        return None
+    known = "FP8 with one scale a group" if grouped else "MXFP8, rounded up, and FP8 with one given scale"
+    return (
+        f"{spec.element.name} codes of {spec.block[0]}x{spec.block[1]} blocks with {spec.scale_rule} are none that the "
+        f"element-wise kernel casts to: it knows {known}."
+    )
+
+
+@lru_cache(maxsize=1024)
+def cast_kind(spec: ScaleSpec | None) -> str:
+    """The kernels' CAST; empty for no cast and for formats that they do not support."""
+    if spec is None or type(spec.element) is not Float8Format:
+        return ""
+    layout = spec.block, spec.columnwise, spec.alignment
+    if type(spec.scale_rule) is Float32Scale and layout == ((ALL, ALL), "transposed", BLOCK):
+        return "found"
+    return CASTS.get((spec.scale_rule, *layout), "")
+
+
+def codes_of(cast: Cast | None) -> tuple[Tensor | None, ...]:
+    """Codes as bytes, transposed ones as 4-byte words, because the interpreter's float8 rounds wrongly. The amax as
+    int32 bits, which for non-negative floats have the same order."""
+    if cast is None:
+        return (None,) * 8
+    row_codes, row_scales, column_codes, column_scales, spec, scale, amax, offsets, aligned = cast
+    scale_inv = row_scales if row_scales is not None or not spec.is_per_tensor else column_scales
+    return (
+        None if row_codes is None else row_codes.view(torch.uint8), scale_inv,
+        None if column_codes is None else column_codes.view(torch.int32 if spec.is_per_tensor else torch.uint8),
+        column_scales, scale, None if amax is None else amax.view(torch.int32), offsets, aligned,
+    )  # fmt: skip
+
+
+def num_groups(cast: Cast | None) -> int:
+    return 1 if cast is None or cast.offsets is None else len(cast.offsets) - 1
+
+
+def places_of(*casts: Cast | None) -> int:
+    """How long the rows of transposed codes are."""
+    found = [c.column_codes for c in casts if c is not None and c.column_codes is not None and c.spec.is_per_tensor]
+    return found[0].shape[-1] if found else 0
+
+
+def in_groups(cast: Cast | None) -> bool:
+    return cast is not None and cast.offsets is not None
+
+
+def in_two_passes(cast: Cast | None) -> tuple[Cast | None, Cast | None]:
+    """What a first launch finds amaxes for, if the cast needs them, and the cast with these."""
+    if cast is None or cast_kind(cast.spec) != "found":
+        return None, cast
+    assert cast.offsets is not None, "amaxes are found of rows in groups"
+    amaxes = torch.zeros(num_groups(cast), dtype=torch.float32, device=cast.offsets.device)
+    first = Cast(None, None, None, None, cast.spec, None, amaxes, cast.offsets, cast.aligned)
+    return first, cast._replace(scale=amaxes)
+
+
+def cast_constants(cast: Cast | None, x: Tensor, prefix: str = "") -> dict[str, Any]:
+    """Compile-time arguments, under these names behind the prefix."""
+    found: dict[str, Any] = {"CAST": "", "FORM": "", "POWER_2": False, "AMAX_EPSILON": 0.0}
+    if cast is not None:
+        element, rule, kind = cast.spec.element, cast.spec.scale_rule, cast_kind(cast.spec)
+        if not isinstance(element, Float8Format) or not kind:
+            raise ValueError(why_no_cast(cast.spec))
+        if kind == "found" and cast.scale is None:
+            kind = "amaxes"
+        elif (cast.scale is None) != (kind == "blocks"):
+            given = "no" if cast.scale is None else "a"
+            raise ValueError(f"{cast.spec} is cast with {given} given scale. Pass one only if its rule is GivenScale.")
+        found |= {"CAST": kind, "FORM": format_of(element, x.device)["FORM"]}
+        if isinstance(rule, Float32Scale):
+            found |= {"POWER_2": rule.power_2, "AMAX_EPSILON": rule.amax_epsilon}
+    return {prefix + name: value for name, value in found.items()}
+
+
+def casts_natively(x: Tensor) -> bool:
+    """NATIVE: whether the GPU converts to float8 itself."""
+    return bool(format_of(E4M3, x.device)["NATIVE"])
+
+
+def row_tiles(cast: Cast | None, rows: int, block_t: int) -> int:
+    """How many tiles of rows there can be."""
+    if cast is None or cast.offsets is None:
+        return -(-rows // block_t)
+    groups = num_groups(cast)
+    return num_slots(rows + BLOCK * groups, groups, block_t)

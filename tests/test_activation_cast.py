@@ -1,0 +1,130 @@
+"""The element-wise kernel quantizes activations and their gradients in groups of rows, bit for bit as casts from memory.
+
+Under the interpreter and on a GPU; the fused grouped MLP with it, against the same operations one by one, on a GPU.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+import ops.kernels.elementwise.activation as activations
+import ops.kernels.elementwise.chain as chain
+from fuser import Sequential, autocast, ops
+from ops.kernels.elementwise.activation import Activation, activation, activation_cast, activation_shape, dactivation
+from recipes import Splits
+from recipes.casts.scale_rules import Float32Scale, GivenScale
+from recipes.current_scaling import per_tensor
+from recipes.tensors.formats import E4M3, E5M2, Float8Format, ScaleSpec
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantizer import QuantizedBuffers
+from recipes.tensors.spec_quantizer import SpecQuantizer
+from tests.grouped_cases import DEVICES
+from tests.pairwise import rest
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # the interpreter's
+    pytest.mark.filterwarnings("ignore:.* encountered in"),  # NumPy's, of NaN and Inf
+]
+# of groups, and columns of act; the interpreter, which is slow, takes the first ones
+CASES = [([5, 0, 33, 1], 72), ([0, 0], 16), ([64], 64), ([3, 129, 0, 70, 5, 64, 200], 200)]
+TAIL = 7  # rows of no group
+ACTIVATIONS = {
+    "swiglu": Activation("swiglu"),
+    "interleaved": Activation("clamped_swiglu", glu_interleave_size=1),
+    "runs": Activation("swiglu", glu_interleave_size=4),
+    "srelu": Activation("srelu"),
+}
+
+
+class Known(SpecQuantizer):
+    """With given scales, or those of the rule; the amaxes are kept."""
+
+    def __init__(self, spec: ScaleSpec, groups: int, device: str) -> None:
+        self.own = spec
+        given = isinstance(spec.scale_rule, GivenScale)
+        self.scale = torch.rand(groups, device=device).add(0.5) * spec.element.max / 4 if given else None
+        self.amax = torch.full((groups,), 0.25, device=device) if given else None
+
+    @property
+    def spec(self) -> ScaleSpec:
+        return self.own
+
+    def scale_and_amax(self, device, num_scales):
+        return self.scale, self.amax
+
+
+@pytest.fixture(autouse=True)
+def kernels_everywhere(monkeypatch):
+    """CPU tensors too, which the interpreter takes."""
+    for module in (chain, activations):
+        monkeypatch.setattr(module, "runs_triton", lambda *tensors, dtypes=(): True)
+
+
+def same(got: GroupedTensor, want: GroupedTensor, name: str) -> None:
+    for copy in ("rowwise", "columnwise"):
+        mine, other = getattr(got, copy), getattr(want, copy)
+        assert (mine is None) == (other is None), name
+        if mine is None:
+            continue
+        assert torch.equal(mine.codes.view(torch.uint8), other.codes.view(torch.uint8)), f"{name}, {copy}"
+        assert torch.equal(mine.scale_inv, other.scale_inv), f"{name}, {copy}"
+
+
+def filled(quantizer: Known, like: Tensor, splits: Splits, **copies: bool) -> QuantizedBuffers:
+    return quantizer.empty_grouped(like.shape, like.dtype, splits, **copies)
+
+
+def check(x: QuantizedBuffers, quantizer: Known, values: Tensor, splits: Splits, name: str, **copies: bool) -> None:
+    found = None if quantizer.amax is None else quantizer.amax.clone()
+    if found is not None:
+        quantizer.amax.fill_(0.25)
+    same(x.copies, quantizer.quantize_grouped(values, splits, **copies), name)
+    if found is not None:
+        assert torch.equal(found, quantizer.amax), f"{name}: amaxes"
+
+
+RULES = [GivenScale(), Float32Scale(), Float32Scale(power_2=True, amax_epsilon=0.5)]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
+@pytest.mark.parametrize("form", [E4M3, E5M2, Float8Format("own", torch.float8_e4m3fn, 240.0)], ids=lambda f: f.name)
+@pytest.mark.parametrize("rule", RULES, ids=["given", "found", "found, powers of two"])
+@pytest.mark.parametrize("copies", ["row", "column", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_what_is_cast_is_what_would_be_stored_cast(dtype, copies, rule, form, scaled, kind, device):
+    spec, act = per_tensor(form, rule), ACTIVATIONS[kind]
+    wanted = {"rowwise": copies != "column", "columnwise": copies != "row"}
+    for sizes, width in CASES[:2] if device == "cpu" else CASES:
+        rows = sum(sizes) + TAIL
+        splits = Splits.make(torch.tensor(sizes, device=device), rows=rows, device=device)
+        h = torch.randn(rows, width * (2 if act.gated else 1), device=device).to(dtype)
+        h.view(-1)[::11] = 0
+        h.view(-1)[3] = float("nan")
+        h[sum(sizes) :] = float("inf")  # no group's rows count
+        scales = torch.randn(rows, device=device) if scaled else None
+        dact = torch.randn(activation_shape(h.shape, act), device=device).to(dtype)
+        y = activation(h, act, scales)
+
+        quantizer = Known(spec, len(sizes), device)
+        into = filled(quantizer, y, splits, **wanted)
+        activation_cast(h, act, scales, into)
+        check(into, quantizer, y, splits, "forward", **wanted)
+
+        of_dh, of_act = (Known(spec, len(sizes), device) for _ in range(2))
+        dh, dscales, again = dactivation(dact, h, act, scales, need_dscales=scaled, need_act=True)
+        dh_into = filled(of_dh, dh, splits, **wanted)
+        act_into = filled(of_act, y, splits, rowwise=False, columnwise=True)
+        stored = copies == "both"  # beside its codes, as a bias's gradient needs it
+        got = dactivation(
+            dact, h, act, scales, need_dh=stored, need_dscales=scaled, dh_into=dh_into, act_into=act_into
+        )  # fmt: skip
+        check(dh_into, of_dh, dh, splits, "dh", **wanted)
+        check(act_into, of_act, again, splits, "act", rowwise=False, columnwise=True)
+        assert got[2] is None and (got[0] is None) == (not stored)
+        if stored:
+            assert torch.equal(got[0][: sum(sizes)].view(torch.uint8), dh[: sum(sizes)].view(torch.uint8))
+        if scaled:
+            torch.testing.assert_close(got[1][: sum(sizes)], dscales[: sum(sizes)], rtol=1e-4, atol=1e-4, equal_nan=True)
