@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from recipes.casts.cast_float8_block import BLOCK
 from recipes.casts.scale_rules import Float32Scale
 from recipes.recipe import Recipe, Role
 from recipes.tensors.formats import Float8Format, Format, ScaleSpec
 from recipes.tensors.quantizer import check_amax_epsilon, check_form
 from recipes.tensors.spec_quantizer import SpecQuantizer
+
+BLOCK = 128
 
 # 1: a scale for 1x128 values, 2: for 128x128
 BlockDim = Literal[1, 2]

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, get_args
 
-from recipes.casts.cast_mxfp8 import BLOCK
 from recipes.casts.scale_rules import E8M0Scale, Rounding
 from recipes.recipe import Recipe, Role
 from recipes.tensors.formats import Float8Format, Format, ScaleSpec
 from recipes.tensors.quantizer import check_form
 from recipes.tensors.spec_quantizer import SpecQuantizer
 
+BLOCK = 32
 _SCALINGS = get_args(Rounding)
 
 

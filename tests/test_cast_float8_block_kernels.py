@@ -1,10 +1,10 @@
-"""The kernels of `cast_float8_block`: bit for bit what its references give, for every layout and every odd size."""
+"""`cast_blocks` with float32 scales: bit for bit what its references give, for every layout and every odd size."""
 
 import pytest
 import torch
 
-from recipes.casts import cast_float8_block as kernels
 from recipes.casts.cast import cast_ref, dequantize_ref
+from recipes.casts.cast_blocks import cast_blocks_on_triton, dequantize_blocks_on_triton
 from recipes.float8_block import Float8BlockQuantizer
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.splits import Splits
@@ -30,7 +30,7 @@ def cast_on(device, x, quantizer, *, rowwise=True, columnwise=True, stacked=Fals
     x = x.to(device)
     splits = None if sizes is None else Splits.make(sizes, rows=x.shape[0], device=device)
     wanted = {"rowwise": rowwise, "columnwise": columnwise, "stacked": stacked, "splits": splits}
-    copies = kernels.cast_float8_block_on_triton(x, quantizer.spec, **wanted)
+    copies = cast_blocks_on_triton(x, quantizer.spec, **wanted)
     form = quantizer.form.dtype
     return [None if t is None else (t.cpu().view(torch.uint8) if t.dtype == form else t.cpu()) for t in copies]
 
@@ -168,7 +168,7 @@ def test_dequantize(device, block_dim, transposed, kind):
         for dtype in (torch.bfloat16, torch.float32):
             expected = dequantize_ref(codes, scale_inv, spec, dtype, splits=splits, **about)
             there = None if splits is None else Splits.make(sizes, rows=len(x), device=device)
-            found = kernels.dequantize_float8_block_on_triton(
+            found = dequantize_blocks_on_triton(
                 codes.to(device), scale_inv.to(device), spec, dtype, splits=there, **about
             )
             assert found.dtype == dtype
@@ -180,7 +180,7 @@ def test_dequantize(device, block_dim, transposed, kind):
 def test_all_codes_dequantize(device, form):
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128).view(form.dtype)
     scale_inv = torch.tensor([[1.0, 2.0**-127]])
-    found = kernels.dequantize_float8_block_on_triton(
+    found = dequantize_blocks_on_triton(
         codes.to(device), scale_inv.to(device), Float8BlockQuantizer(form).spec, torch.float32, columnwise=False,
         shape=codes.shape,
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""The kernels of `cast_mxfp8`: bit for bit what its references give, for every layout and every odd size."""
+"""`cast_blocks` with E8M0 scales: bit for bit what its references give, for every layout and every odd size."""
 
 import pytest
 import torch
 
-from recipes.casts import cast_mxfp8 as kernels
 from recipes.casts.cast import cast_ref, dequantize_ref
+from recipes.casts.cast_blocks import cast_blocks_on_triton, dequantize_blocks_on_triton
 from recipes.casts.layout import Copies
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
@@ -56,7 +56,7 @@ def check(device, x, quantizer, *, sizes=None, **options):
     wanted = {"rowwise": True, "columnwise": True} | options
     splits = [None if sizes is None else Splits.make(sizes, rows=len(x), device=place) for place in ("cpu", device)]
     expected = cast_ref(x, quantizer.spec, splits=splits[0], **wanted)
-    found = kernels.cast_mxfp8_on_triton(x.to(device), quantizer.spec, splits=splits[1], **wanted)
+    found = cast_blocks_on_triton(x.to(device), quantizer.spec, splits=splits[1], **wanted)
     assert_same_copies(found, expected)
 
 
@@ -140,7 +140,7 @@ def test_each_group_is_cast_as_if_alone(device, square):
     spec, sizes, both = MXFP8Quantizer(E4M3, square=square).spec, [33, 0, 5, 64], {"rowwise": True, "columnwise": True}
     x = poisoned(110, 40).to(device)
     splits = Splits.make(sizes, rows=110, device=device)
-    whole = kernels.cast_mxfp8_on_triton(x, spec, splits=splits, **both)
+    whole = cast_blocks_on_triton(x, spec, splits=splits, **both)
     row = block = 0
     for size in sizes:
         blocks = -(-size // 32)
@@ -148,7 +148,7 @@ def test_each_group_is_cast_as_if_alone(device, square):
         part = Copies(
             *(t[rows] for t in whole[:3]), whole.column_scale[block : block + blocks]
         )  # fmt: skip
-        alone = kernels.cast_mxfp8_on_triton(x[rows], spec, **both)
+        alone = cast_blocks_on_triton(x[rows], spec, **both)
         assert_same_copies(part, Copies(*(t.cpu() for t in alone)))
         row, block = row + size, block + blocks
 
@@ -211,9 +211,7 @@ def test_dequantize(device, columnwise, kind, form):
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         about = {"columnwise": columnwise, "shape": x.shape}
         expected = dequantize_ref(codes, scale, spec, dtype, **about, splits=splits[0])
-        found = kernels.dequantize_mxfp8_on_triton(
-            codes.to(device), scale.to(device), spec, dtype, **about, splits=splits[1]
-        )
+        found = dequantize_blocks_on_triton(codes.to(device), scale.to(device), spec, dtype, **about, splits=splits[1])
         assert found.dtype == dtype
         assert torch.equal(found.cpu().double().nan_to_num(1e9), expected.double().nan_to_num(1e9))
 
@@ -226,7 +224,7 @@ def test_every_code_under_every_scale_dequantizes(device, form):
     for dtype in (torch.bfloat16, torch.float32):
         spec, about = MXFP8Quantizer(form).spec, {"columnwise": False, "shape": codes.shape}
         expected = dequantize_ref(codes, scale, spec, dtype, **about)
-        found = kernels.dequantize_mxfp8_on_triton(codes.to(device), scale.to(device), spec, dtype, **about).cpu()
+        found = dequantize_blocks_on_triton(codes.to(device), scale.to(device), spec, dtype, **about).cpu()
         nan = expected.isnan()
         assert torch.equal(found.isnan(), nan)
         assert torch.equal(found.masked_fill(nan, 0), expected.masked_fill(nan, 0))

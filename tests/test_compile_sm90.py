@@ -38,7 +38,7 @@ from ops.kernels.grouped_gemm.tile_rules import k_grouped_config, m_grouped_conf
 from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
 from ops.kernels.norm import norm_triton
 from ops.kernels.routing import permute, routing
-from recipes.casts import cast_float8, cast_float8_block, cast_mxfp8, cast_nvfp4
+from recipes.casts import cast_blocks, cast_float8, cast_nvfp4
 from recipes.casts.amax_history import end_step_triton
 from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import per_tensor
@@ -235,15 +235,15 @@ def launch_block_casts(rows: int, features: tuple[int, int], dtype: torch.dtype)
     splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
     for block_dim, power_2 in product((1, 2), (True, False)):
         how = Float8BlockQuantizer(E4M3, block_dim, power_2).spec
-        for rowwise, columnwise in ((True, True), (True, False), (False, True)):
-            cast_float8_block.cast_float8_block_on_triton(x, how, rowwise=rowwise, columnwise=columnwise)
-        cast_float8_block.cast_float8_block_on_triton(x, how, rowwise=True, columnwise=True, splits=splits)
+        for rowwise, columnwise in ((True, False), (False, True)):
+            cast_blocks.cast_blocks_on_triton(x, how, rowwise=rowwise, columnwise=columnwise)
+        for of_splits in (None, splits):
+            copies = cast_blocks.cast_blocks_on_triton(x, how, rowwise=True, columnwise=True, splits=of_splits)
+            back, about = cast_blocks.dequantize_blocks_on_triton, {"shape": x.shape, "splits": of_splits}
+            back(*copies[:2], how, dtype, columnwise=False, **about)
+            back(*copies[2:], how, dtype, columnwise=True, **about)
     how = Float8BlockQuantizer(E5M2, 2, True).spec
-    cast_float8_block.cast_float8_block_on_triton(w, how, rowwise=True, columnwise=True, stacked=True)
-    for square, transposed, offsets in product((True, False), (True, False), (None, splits.offsets)):
-        codes, scale_inv = torch.empty(x.T.shape if transposed else x.shape, dtype=E4M3.dtype), torch.empty(1)
-        launch = cast_float8_block.dequantize_float8_block_triton
-        launch(codes, scale_inv, torch.empty_like(x)[None], offsets, offsets, square, transposed)
+    cast_blocks.cast_blocks_on_triton(w, how, rowwise=True, columnwise=True, stacked=True)
 
 
 def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> None:
@@ -256,8 +256,8 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
     for form, kind in product((E4M3, E5M2), ({}, {"stacked": True}, {"splits": splits})):
         given, both = w if "stacked" in kind else x, {"rowwise": True, "columnwise": True}
         for how in (MXFP8Quantizer(form).spec, MXFP8Quantizer(form, "floor", square=True).spec):
-            copies = cast_mxfp8.cast_mxfp8_on_triton(given, how, **both, **kind)
-        back, about = cast_mxfp8.dequantize_mxfp8_on_triton, {"shape": given.shape, "splits": kind.get("splits")}
+            copies = cast_blocks.cast_blocks_on_triton(given, how, **both, **kind)
+        back, about = cast_blocks.dequantize_blocks_on_triton, {"shape": given.shape, "splits": kind.get("splits")}
         back(*copies[:2], how, dtype, columnwise=False, **about)
         back(*copies[2:], how, dtype, columnwise=True, **about)
         cast = cast_float8.cast_float8_on_triton
@@ -405,7 +405,7 @@ def compile_all(mode: str, arch: int) -> None:
     for module in (grouped_gemm, grouped_gemm_float8):
         module.capability = lambda x: divmod(arch, 10)
     native = {"NATIVE": arch >= 89}
-    for casts in (cast_float8, cast_float8_block, cast_mxfp8, elementwise):
+    for casts in (cast_blocks, cast_float8, elementwise):
         casts.format_of = lambda form, device: format_of(form, device) | native
     norm_triton.shared_memory = lambda x: LIMITS[arch]
     cast_nvfp4.runs_triton = lambda x: True

@@ -23,9 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recipes.casts.cast_blocks import cast_blocks_on_triton, dequantize_blocks_on_triton
 from recipes.casts.cast_float8 import cast_float8_on_triton, dequantize_float8_on_triton
-from recipes.casts.cast_float8_block import cast_float8_block_on_triton, dequantize_float8_block_on_triton
-from recipes.casts.cast_mxfp8 import cast_mxfp8_on_triton, dequantize_mxfp8_on_triton
 from recipes.casts.layout import Copies, is_square, num_rows
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale, GivenScale, reciprocal
 from recipes.tensors.formats import ALL, ColumnwiseLayout, Float8Format, ScaleRule, ScaleSpec
@@ -40,8 +39,7 @@ class Kernels(NamedTuple):
 
 
 _PER_TENSOR = Kernels(cast_float8_on_triton, dequantize_float8_on_triton)
-_BLOCKS = Kernels(cast_float8_block_on_triton, dequantize_float8_block_on_triton)
-_MX = Kernels(cast_mxfp8_on_triton, dequantize_mxfp8_on_triton)
+_BLOCKS = Kernels(cast_blocks_on_triton, dequantize_blocks_on_triton)
 
 # Of float8 codes, by scale rule, block, columnwise layout and alignment.
 KERNELS: dict[tuple[type[ScaleRule], tuple[int, int], ColumnwiseLayout, int], Kernels] = {
@@ -49,8 +47,8 @@ KERNELS: dict[tuple[type[ScaleRule], tuple[int, int], ColumnwiseLayout, int], Ke
     (GivenScale, (ALL, ALL), "transposed", 32): _PER_TENSOR,
     (Float32Scale, (1, 128), "transposed", 128): _BLOCKS,
     (Float32Scale, (128, 128), "transposed", 128): _BLOCKS,
-    (E8M0Scale, (1, 32), "natural", 32): _MX,
-    (E8M0Scale, (32, 32), "natural", 32): _MX,
+    (E8M0Scale, (1, 32), "natural", 32): _BLOCKS,
+    (E8M0Scale, (32, 32), "natural", 32): _BLOCKS,
 }
 
 

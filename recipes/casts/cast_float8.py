@@ -23,7 +23,7 @@ from recipes.casts.cast_float8_triton import (
     dequantize_codes_kernel,
     transpose_back_kernel,
 )
-from recipes.casts.layout import Copies, empty_copies, matrices, num_rows
+from recipes.casts.layout import Copies, as_bytes, as_words, empty_copies, empty_values, has_words, matrices, num_rows
 from recipes.casts.scale_rules import Float32Scale
 from recipes.tensors.formats import E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
@@ -120,8 +120,7 @@ def dequantize_float8_on_triton(
 
 def dequantize_codes_on_triton(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """`codes.to(dtype)`. On an H200 torch's own conversion reaches a quarter of copy bandwidth."""
-    codes = codes.contiguous()
-    out = torch.empty(codes.shape, dtype=torch.float32 if dtype == torch.float64 else dtype, device=codes.device)
+    codes, out = codes.contiguous(), empty_values(codes.shape, dtype, codes.device)
     if codes.numel():
         _dequantize_codes(
             codes,
@@ -139,8 +138,7 @@ def transpose_back_on_triton(
     codes: Tensor, dtype: torch.dtype, shape: torch.Size, splits: Splits | None = None
 ) -> Tensor:
     """The numbers of column_codes, of this shape in the natural order, exact."""
-    narrow = torch.float32 if dtype == torch.float64 else dtype
-    out = torch.empty(shape, dtype=narrow, device=codes.device)
+    out = empty_values(shape, dtype, codes.device)
     transpose_back_triton(
         codes.contiguous(),
         out.view(shape if codes.ndim == 3 else (1, num_rows(out), shape[-1])),
@@ -188,15 +186,13 @@ def cast_float8_triton(
     slots = _slots(groups, rows, offsets, config.block_m, BLOCK) if columns else 0
     # One program at least: it writes scale_inv.
     programs = max(1, slots * cdiv(columns, config.block_k))
-    packed = column_codes is not None and width % 4 == 0 and column_codes.numel() > 0
+    words = None if column_codes is None else as_words(column_codes)
     _cast_float8(
         x_GTK, programs,
-        x_GTK,
-        None if row_codes is None else row_codes.view(torch.uint8),
-        None if column_codes is None else column_codes.view(torch.int32 if packed else torch.uint8),
-        scale_inv, given, None if amax_out is None else amax_out.view(torch.int32), offsets, aligned,
+        x_GTK, as_bytes(row_codes), words, scale_inv, given,
+        None if amax_out is None else amax_out.view(torch.int32), offsets, aligned,
         rows, columns, width, groups if offsets is None else len(offsets) - 1, slots, amax_epsilon,
-        GIVEN_IS_SCALE=given_is_scale, POWER_2=power_2_scale, PACKED=packed, **format_of(form, x_GTK.device),
+        GIVEN_IS_SCALE=given_is_scale, POWER_2=power_2_scale, PACKED=has_words(words), **format_of(form, x_GTK.device),
         BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -207,13 +203,13 @@ def transpose_back_triton(codes: Tensor, out_GTK: Tensor, offsets: Tensor | None
     if not out_GTK.numel():
         return
     config = cast_float8_config(columns)
-    packed = codes.shape[-1] % 4 == 0
+    words = as_words(codes)
     programs = _slots(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
     _transpose_back(
         codes, programs,
-        codes.view(torch.int32 if packed else torch.uint8), out_GTK, offsets, aligned,
+        words, out_GTK, offsets, aligned,
         rows, columns, codes.shape[-1], groups if offsets is None else len(offsets) - 1,
-        PACKED=packed, **format_of(codes.dtype, codes.device), BLOCK_M=config.block_m, BLOCK_K=config.block_k,
+        PACKED=has_words(words), **format_of(codes.dtype, codes.device), BLOCK_M=config.block_m, BLOCK_K=config.block_k,
         num_warps=config.num_warps,
     )  # fmt: skip
 

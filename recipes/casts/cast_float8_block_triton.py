@@ -1,4 +1,6 @@
-"""The kernels of `cast_float8_block`: both copies of a 128x128 tile from one read of x, and dequantization."""
+"""The kernels of `cast_blocks` with float32 scales: both copies of a 128x128 tile from one
+read of x, and dequantization.
+"""
 
 from recipes.casts.amaxes_triton import with_amaxes
 from recipes.casts.float8_elements_triton import (
@@ -20,7 +22,7 @@ PART = tl.constexpr(32)
 @triton.jit(do_not_specialize=["rows", "row_blocks", "num_groups"])
 def cast_float8_block_kernel(
     x_ptr, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, offsets_ptr, aligned_ptr,
-    rows, columns, width, row_blocks, num_groups, amax_epsilon,
+    rows, columns, row_blocks, num_groups, width, amax_epsilon,
     SQUARE: tl.constexpr, POWER_2: tl.constexpr, LARGEST: tl.constexpr, PACKED: tl.constexpr,
     FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -76,8 +78,8 @@ def cast_float8_block_kernel(
 
 @triton.jit(do_not_specialize=["rows", "row_blocks", "num_groups"])
 def dequantize_float8_block_kernel(
-    codes_ptr, scale_ptr, out_ptr, offsets_ptr, aligned_ptr, rows, columns, width, row_blocks, num_groups,
-    SQUARE: tl.constexpr, TRANSPOSED: tl.constexpr, PACKED: tl.constexpr,
+    codes_ptr, scale_ptr, out_ptr, offsets_ptr, aligned_ptr, rows, columns, row_blocks, num_groups, width,
+    SQUARE: tl.constexpr, COLUMNWISE: tl.constexpr, PACKED: tl.constexpr,
     FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Values of one tile in the natural order; rows past the sum get 0. Arguments as in `cast_float8_block_kernel`."""
@@ -92,27 +94,27 @@ def dequantize_float8_block_kernel(
     given = tl.where(active, height, 0)
     start = (matrix.to(tl.int64) * rows + first) * columns + column_block * BLOCK
     if SQUARE:
-        if TRANSPOSED:
+        if COLUMNWISE:
             at = (matrix * column_blocks + column_block).to(tl.int64) * row_blocks + tile
         else:
             at = (matrix * row_blocks + tile).to(tl.int64) * column_blocks + column_block
         scale = tl.load(scale_ptr + at, mask=active, other=1.0)
-    elif TRANSPOSED:
+    elif COLUMNWISE:
         at = (matrix * row_blocks + tile).to(tl.int64) * columns + offs_k
         scale = tl.load(scale_ptr + at, mask=active & (offs_k < columns), other=1.0)
     else:
         scale_ptr += (matrix * column_blocks + column_block).to(tl.int64) * rows + first
-    if TRANSPOSED:
+    if COLUMNWISE:
         codes_ptr += matrix.to(tl.int64) * columns * width
         words = _load_transposed(codes_ptr, tile, column_block, columns, width, active, PACKED)
     for j in tl.static_range(4):
         row = offs_q + j
-        if TRANSPOSED:
+        if COLUMNWISE:
             codes = ((words >> (8 * j)) & 0xFF).to(tl.uint8)
         else:
             codes = _load(codes_ptr + start, row, given, left, columns)
         value = float8_values(codes, FORM, NATIVE)
-        if SQUARE or TRANSPOSED:
+        if SQUARE or COLUMNWISE:
             value = value * scale
         else:
             value = value * tl.load(scale_ptr + row, mask=row < given, other=1.0)[:, None]

@@ -1,4 +1,4 @@
-"""The kernels of `cast_mxfp8`: both copies of a tile from one read of x, and dequantization.
+"""The kernels of `cast_blocks` with E8M0 scales: both copies of a tile from one read of x, and dequantization.
 
 A tile of 32 rows and 32 B columns is held as [B, 32, 32]: block of columns, row, column in the block. With the blocks
 in front Triton gives each thread 16 neighbouring columns of several rows and lays the threads of a warp along a row: so

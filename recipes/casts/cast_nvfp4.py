@@ -61,6 +61,7 @@ from recipes.casts.dequantize_nvfp4_triton import (
     dequantize_words_kernel,
 )
 from recipes.casts.hadamard import hadamard_ref
+from recipes.casts.layout import as_bytes, empty_values
 from recipes.tensors.formats import ALL, E2M1, E4M3
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
@@ -323,7 +324,7 @@ def dequantize_nvfp4(codes: Tensor, scale: Tensor, length: int, dtype: torch.dty
     if not runs_triton(codes):
         return dequantize_nvfp4_ref(codes, scale, length, dtype, transpose=transpose)
     shape = (*codes.shape[:-2], length, codes.shape[-2]) if transpose else (*codes.shape[:-1], length)
-    values = codes.new_empty(shape, dtype=torch.float32 if dtype == torch.float64 else dtype)
+    values = empty_values(shape, dtype, codes.device)
     dequantize_nvfp4_triton(codes, scale, values, transpose=transpose)
     return values.to(dtype)
 
@@ -438,8 +439,8 @@ def cast_nvfp4_triton(
     codes = made.columnwise.view(torch.int64) if made.columnwise is not None else None
     _cast_nvfp4(
         x, launch.grid,
-        launch.x, *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), codes,
-        _bytes(made.columnwise_scale), *launch.sizes, K=x.shape[-1], STACKED=x.ndim == 3, PAIRS=pairs,
+        launch.x, *launch.offsets, *amaxes, seed, made.rowwise, as_bytes(made.rowwise_scale), codes,
+        as_bytes(made.columnwise_scale), *launch.sizes, K=x.shape[-1], STACKED=x.ndim == 3, PAIRS=pairs,
         ROW_SCALED=row_scaled, RHT=rht, ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d,
         NATIVE=converts_to_float8(x), BLOCK_R=config.block_r, BLOCK_C=config.block_c,
         COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps, maxnreg=config.registers,
@@ -484,8 +485,8 @@ def cast_nvfp4_gluon(
     _cast_nvfp4_gluon(
         x, launch.grid,
         GluonDescriptor(rows, list(rows.shape), list(rows.stride()), [BLOCK, config.block_c], BOX_LAYOUT.value),
-        *launch.offsets, *amaxes, seed, made.rowwise, _bytes(made.rowwise_scale), made.columnwise.view(torch.int64),
-        _bytes(made.columnwise_scale), *launch.sizes, K=x.shape[-1], STACKED=x.ndim == 3, RHT=rht,
+        *launch.offsets, *amaxes, seed, made.rowwise, as_bytes(made.rowwise_scale), made.columnwise.view(torch.int64),
+        as_bytes(made.columnwise_scale), *launch.sizes, K=x.shape[-1], STACKED=x.ndim == 3, RHT=rht,
         ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d, CHUNK=chunk, num_warps=config.num_warps,
         maxnreg=config.registers,
     )  # fmt: skip
@@ -525,10 +526,6 @@ def _two_zeros(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     count = math.prod(shape)
     first, second = x.new_zeros(2, -(-count // 4) * 4, dtype=torch.float32).unbind()
     return first[:count].view(shape), second[:count].view(shape)
-
-
-def _bytes(scale: Tensor | None) -> Tensor | None:
-    return None if scale is None else scale.view(torch.uint8)
 
 
 def _cast_blocks(x: Tensor, amax: Tensor, two_d: bool, bits: Tensor | None) -> tuple[Tensor, Tensor]:

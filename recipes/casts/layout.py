@@ -20,6 +20,7 @@ Padding and rows past the sum of the splits have codes of 0, whatever stands the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,9 +49,29 @@ def matrices(x: Tensor, stacked: bool) -> Tensor:
     return (x if stacked else x.reshape(1, num_rows(x), x.shape[-1])).contiguous()
 
 
+def as_bytes(codes: Tensor | None) -> Tensor | None:
+    """Codes, or scales of one byte, as kernels take them."""
+    return None if codes is None else codes.view(torch.uint8)
+
+
+def as_words(codes: Tensor) -> Tensor:
+    """Transposed codes as kernels take them: four in an int32 where the rows allow it, else as bytes."""
+    return codes.view(torch.uint8 if codes.shape[-1] % 4 or not codes.numel() else torch.int32)
+
+
+def has_words(codes: Tensor | None) -> bool:
+    """Whether `as_words` gave four codes in an int32."""
+    return codes is not None and codes.dtype == torch.int32
+
+
 def is_square(spec: ScaleSpec) -> bool:
     """Whether a block has several rows and several columns."""
     return 1 not in spec.block and not spec.is_per_tensor
+
+
+def empty_values(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised values for a kernel to write: of this dtype, or of float32 for float64."""
+    return torch.empty(shape, dtype=torch.float32 if dtype == torch.float64 else dtype, device=device)
 
 
 def empty_copies(
