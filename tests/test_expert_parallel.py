@@ -179,6 +179,22 @@ def random_case(seed: int, ranks: int) -> Case:
     )
 
 
+def leave_pairs_out(rank: int) -> None:
+    """Pairs of no expert, which only a GPU lets pass, stay where they are and return as zeros."""
+    indices = torch.tensor([[0, 4], [3, 1], [4, 4]]) if rank == 0 else torch.tensor([[2, 4]])
+    x = torch.randn(indices.shape[0], 5)
+    pairs, _, sizes = make_routing_map(indices, 4)
+    group = ExpertGroup(dist.group.WORLD)
+    sharded, own_sizes = make_sharded_routing_map(pairs, sizes, group, "the same", Wanted(True, rank == 1))
+    assert own_sizes.tolist() == [1, 1]
+    assert (sharded.sent, sharded.received) == (([2, 1], [2, 0]) if rank == 0 else ([0, 1], [1, 1]))
+    assert sharded.wanted == (True, True)
+    rows = sharded.send(dispatch(x, pairs))
+    assert rows.shape == (2, 5)
+    y = combine(sharded.send_back(rows), sharded)
+    assert torch.equal(y, x * (indices < 4).sum(1, keepdim=True))
+
+
 def compare_cases(rank: int, ranks: int, seeds: int) -> None:
     with quietly():
         for dtype in (torch.float32, torch.bfloat16):
@@ -199,22 +215,6 @@ def compare_cases(rank: int, ranks: int, seeds: int) -> None:
             compare(Case((4, 7), 6, 2, seed=rank % 2), group=pairs[rank % 2])
 
 
-def leave_pairs_out(rank: int) -> None:
-    """Pairs of no expert, which only a GPU lets pass, stay where they are and return as zeros."""
-    indices = torch.tensor([[0, 4], [3, 1], [4, 4]]) if rank == 0 else torch.tensor([[2, 4]])
-    x = torch.randn(indices.shape[0], 5)
-    pairs, _, sizes = make_routing_map(indices, 4)
-    group = ExpertGroup(dist.group.WORLD)
-    sharded, own_sizes = make_sharded_routing_map(pairs, sizes, group, "the same", Wanted(True, rank == 1))
-    assert own_sizes.tolist() == [1, 1]
-    assert (sharded.sent, sharded.received) == (([2, 1], [2, 0]) if rank == 0 else ([0, 1], [1, 1]))
-    assert sharded.wanted == (True, True)
-    rows = sharded.send(dispatch(x, pairs))
-    assert rows.shape == (2, 5)
-    y = combine(sharded.send_back(rows), sharded)
-    assert torch.equal(y, x * (indices < 4).sum(1, keepdim=True))
-
-
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.rest, pytest.mark.slow])])
 def test_a_sharded_layer_has_the_bits_of_the_whole_one(ranks: int, tmp_path: Path) -> None:
     on_ranks(compare_cases, ranks, 24, folder=tmp_path, ranks=ranks)
@@ -228,6 +228,14 @@ def compare_recipes(rank: int) -> None:
             compare(case._replace(dtype=torch.float32, tokens=(0, 9)), recipe)
         # amaxes are those of an expert, which is on one rank: nothing is to be reduced
         compare(case, DelayedScaling(reduce_amax=False), steps=3)
+        # reduced over all ranks, they are of two experts: the scales are other ones, and no more than that
+        mine = share_of(whole(case), case, dist.group.WORLD)
+        own = batch(case).of_rank(case, rank)
+        with autocast("bf16"):
+            expected = step(mine, own)
+        with autocast("fp8_delayed"):
+            step(mine, own)
+            assert_close(step(mine, own), expected, {torch.bfloat16: 0.3, torch.float32: 0.3})
         # stochastic rounding draws by the position of a row, which is another one: only forward is the same
         layer = whole(case)
         mine = share_of(layer, case, dist.group.WORLD)

@@ -72,7 +72,11 @@ class ExpertGroup:
     @property
     def transport(self) -> str:
         """How rows are transferred, for `Sequential.explain()`."""
-        return f"all_to_all_single over {len(self.ranks)} ranks ({self.backend})"
+        return f"all_to_all_single over {self._size} ({self.backend})"
+
+    @property
+    def _size(self) -> str:
+        return f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExpertGroup) and other.process_group == self.process_group
@@ -90,7 +94,7 @@ class ExpertGroup:
         )
 
     def __repr__(self) -> str:
-        return f"<{len(self.ranks)} ranks, {self.backend}>"
+        return f"<{self._size}, {self.backend}>"
 
 
 class Wanted(NamedTuple):
