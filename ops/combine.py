@@ -63,10 +63,9 @@ class Combine(BasicOperation):
         self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfBasic:
         routing_map: RoutingMap = ctx.saved.routing_map
-        dx = dispatch(dy, routing_map)
         if isinstance(routing_map, ShardedRoutingMap):
-            dx = routing_map.send(dx)
-        return dx, {}, {}
+            return routing_map.send_tokens(dy), {}, {}
+        return dispatch(dy, routing_map), {}, {}
 
     def _check(self, x: Tensor, routing_map: RoutingMap) -> None:
         made_for = routing_map.group if isinstance(routing_map, ShardedRoutingMap) else None

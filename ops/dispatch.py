@@ -78,10 +78,13 @@ class Dispatch(BasicOperation):
             self.why_in_full = self.group.why_in_full
 
     def kernel(self, request: PlanRequest) -> str:
-        way = "a token read once, counting sort (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"
+        in_triton = runs_in_triton(request.device, request.dtype)
         if self.group is None:
-            return way
-        return f"{way}; {self.group.transport}, which every backend has; row counts are read on the host once a forward"
+            return "a token read once, counting sort (Triton)" if in_triton else "torch"
+        return (
+            f"{'counting sort (Triton)' if in_triton else 'torch'}; {self.group.transport}, which every backend has; "
+            "row counts are read on the host once a forward"
+        )
 
     def features(self, incoming: int | None) -> int | None:
         return incoming
@@ -125,20 +128,19 @@ class Dispatch(BasicOperation):
         except (TypeError, ValueError) as error:
             announce_refusal(group, x.device, error)
             raise
-        pairs, slot_of_row, sizes = make_routing_map(indices, self.num_experts)
         about = (
             f"num_experts={self.num_experts}, {x.shape[1]} features in {x.dtype}, {indices.shape[1]} slots, probs in "
             f"{probs.dtype}, gradients {'computed' if ctx.needs_grad else 'not computed'}"
         )
         wanted = Wanted(ctx.needs.input, "probs" in ctx.needs.extras)
-        routing_map, own_sizes = make_sharded_routing_map(pairs, sizes, group, about, wanted)
+        routing_map, slot_of_pair, sizes = make_sharded_routing_map(indices, self.num_experts, group, about, wanted)
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
             ctx.num_features, ctx.probs_dtype = x.shape[1], probs.dtype
-        y = routing_map.send(dispatch(x, pairs))
+        y = routing_map.send_tokens(x)
         return y, {
-            "split_sizes": Splits.make(own_sizes, rows=y.shape[0], device=x.device),
-            "scales": routing_map.send(probs.flatten().index_select(0, slot_of_row)),
+            "split_sizes": Splits.make(sizes, rows=y.shape[0], device=x.device),
+            "scales": routing_map.send(probs.flatten().index_select(0, slot_of_pair)),
             "routing_map": routing_map,
         }
 

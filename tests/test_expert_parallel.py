@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, checkpoint, ops
 from fuser.graph import make_graphed_callables
-from ops.kernels.routing.all_to_all import ExpertGroup, Wanted, _order, make_sharded_routing_map
-from ops.kernels.routing.permute import combine, dispatch, make_routing_map
+from ops.kernels.routing.all_to_all import ExpertGroup, Wanted, _copies, _order, make_sharded_routing_map
+from ops.kernels.routing.permute import combine
 from recipes import DelayedScaling, NVFP4BlockScaling
 from tests.ranks import on_ranks
 from tests.reference import Tensors, assert_close, assert_same_bits
@@ -183,13 +183,12 @@ def leave_pairs_out(rank: int) -> None:
     """Pairs of no expert, which only a GPU lets pass, stay where they are and return as zeros."""
     indices = torch.tensor([[0, 4], [3, 1], [4, 4]]) if rank == 0 else torch.tensor([[2, 4]])
     x = torch.randn(indices.shape[0], 5)
-    pairs, _, sizes = make_routing_map(indices, 4)
     group = ExpertGroup(dist.group.WORLD)
-    sharded, own_sizes = make_sharded_routing_map(pairs, sizes, group, "the same", Wanted(True, rank == 1))
-    assert own_sizes.tolist() == [1, 1]
-    assert (sharded.sent, sharded.received) == (([2, 1], [2, 0]) if rank == 0 else ([0, 1], [1, 1]))
+    sharded, _, sizes = make_sharded_routing_map(indices, 4, group, "the same", Wanted(True, rank == 1))
+    assert sizes.tolist() == [1, 1]
+    assert sharded.pairs == (([2, 1], [2, 0]) if rank == 0 else ([0, 1], [1, 1]))
     assert sharded.wanted == (True, True)
-    rows = sharded.send(dispatch(x, pairs))
+    rows = sharded.send_tokens(x)
     assert rows.shape == (2, 5)
     y = combine(sharded.send_back(rows), sharded)
     assert torch.equal(y, x * (indices < 4).sum(1, keepdim=True))
@@ -392,9 +391,10 @@ def name_groups(rank: int) -> None:
 
         # what is no group of this rank
         assert 'Name it: mesh["ep"]' in sentence(lambda: ops.Dispatch(4, group=mesh), ValueError)
-        first = dist.new_group([0])
-        if rank == 1:
-            assert "group does not contain this process" in sentence(lambda: ops.Combine(group=first), ValueError)
+        first, mesh_of_first = dist.new_group([0]), dist.DeviceMesh("cpu", [0], mesh_dim_names=("ep",))
+        for group in (first, mesh_of_first) if rank == 1 else ():
+            said = sentence(lambda group=group: ops.Combine(group=group), ValueError)
+            assert said.startswith("group does not contain this process.")
         assert "num_experts is 5, but must be a multiple of the 2 ranks" in sentence(
             lambda: ops.Dispatch(5, group=dist.group.WORLD), ValueError
         )
@@ -431,6 +431,24 @@ def name_groups(rank: int) -> None:
 
 def test_a_group_is_a_process_group_or_one_dimension_of_a_mesh(tmp_path: Path) -> None:
     on_ranks(name_groups, folder=tmp_path)
+
+
+def test_a_token_goes_once_to_each_rank_that_owns_any_of_its_experts() -> None:
+    counts, ends, copy_of_slot = _copies(torch.tensor([[0, 1], [3, 0]]), 2, 2)
+    assert (counts.tolist(), ends.tolist(), copy_of_slot.tolist()) == ([2, 1], [1, 2, 2, 3], [[0, 0], [0, 1]])
+    indices = torch.randint(-1, 7, (20, 3))  # -1 counts for expert 0, 6 for none
+    counts, ends, copy_of_slot = _copies(indices, 2, 3)
+    going = [
+        sorted({t for t, row in enumerate(indices.tolist()) if any(max(e, 0) // 2 == r for e in row)}) for r in range(3)
+    ]
+    assert counts.tolist() == [len(tokens) for tokens in going]
+    assert ends.diff(prepend=torch.zeros(1)).nonzero().flatten().tolist() == [
+        r * 20 + t for r in range(3) for t in going[r]
+    ]
+    for t, row in enumerate(indices.tolist()):
+        for k, expert in enumerate(row):
+            assert expert == 6 or going[max(expert, 0) // 2][copy_of_slot[t, k]] == t
+    assert [t.shape for t in _copies(torch.zeros(0, 2, dtype=torch.int32), 2, 2)] == [(2,), (0,), (0, 2)]
 
 
 def test_rows_are_ordered_by_expert_and_then_rank() -> None:

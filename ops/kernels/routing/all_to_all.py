@@ -2,8 +2,9 @@
 
 E experts are divided among the n ranks of a process group: rank r owns the L = E / n experts [r L, (r + 1) L).
 
-    pairs    the (token, slot) pairs of this rank, ordered by expert, token, slot (`permute`), so what goes to one rank
-             is a slice; pairs of no expert come last and are not sent
+    pairs    the (token, slot) pairs of this rank, ordered by expert, token, slot (`permute`), so those of one rank's
+             experts are a slice; pairs of no expert come last and are not sent
+    copies   a token for each rank that owns any of its experts, ordered by rank, then token
     arrived  what the ranks sent here: by source rank, then in the order that the source had
     rows     for the experts here: by expert, then source rank, then in the order that the source had
 
@@ -12,15 +13,18 @@ That is how one rank would order the tokens of all ranks, concatenated in rank o
     2 ranks, 4 experts. Experts of the pairs:   rank 0: [0, 0, 1, 3]      rank 1: [0, 2, 2]
     on rank 0:  arrived [0, 0, 1, 0]   row_of_arrived [0, 1, 3, 2]   rows [0, 0, 0, 1]   sizes [3, 1]
 
-Before any rows, each rank tells each other one what it computes and how many rows it sends (`_exchange_headers`), and
-then how many for each expert. The first is read on the host, because all_to_all_single takes its split sizes from
+Tokens go as copies, of which the receiver makes the rows: with 8 experts for a token, chosen at random from 8 ranks,
+5.3 instead of 8. What returns is a row for each pair, because the sum over the slots of a token has an order.
+
+Before any rows, each rank tells each other one what it computes and how much it sends (`_exchange_headers`), and then
+how many pairs for each expert. The first is read on the host, because all_to_all_single takes its split sizes from
 there: once a forward; backward uses the same sizes. The second stays on the device.
 
 Every value is copied, so the transfers change no bits. Not graph-safe: the sizes are on the host.
 
 Every rank of the group has to make the same calls in the same order, also one without tokens.
 """
-# n ranks, E experts, L experts of a rank, P pairs of this rank, R rows that come to it
+# n ranks, T tokens, E experts, L experts of a rank, P pairs and C copies of this rank, R rows that come to it
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops.kernels.routing.permute import RoutingMap, dispatch
+from ops.kernels.routing.permute import RoutingMap, dispatch, make_routing_map
 
 
 class ExpertGroup:
@@ -104,103 +108,131 @@ class Wanted(NamedTuple):
     probs: bool
 
 
+class Counts(NamedTuple):
+    """How many rows go to, and come from, each rank, [n]."""
+
+    sent: list[int]
+    received: list[int]
+
+
+_TENSORS = ("row_of_slot", "token_of_row", "row_of_arrived", "arrived_of_row", "token_of_copy", "copy_of_row")
+
+
 @dataclass(frozen=True, eq=False)
 class ShardedRoutingMap(RoutingMap):
     """The map of this rank's P pairs, with where they go and what comes.
 
     row_of_arrived, arrived_of_row: [R] int64, inverse to each other
-    group:    the ranks
-    sent, received: how many pairs go to, and how many rows come from each rank, [n]
+    token_of_copy: [C] int64
+    copy_of_row: [R] int64, in the copies that arrive
+    pairs, copies: how many are transferred
     wanted:   which gradients any of the ranks computes: all of them take part in their transfer
     """
 
     row_of_arrived: Tensor
     arrived_of_row: Tensor
+    token_of_copy: Tensor
+    copy_of_row: Tensor
     group: ExpertGroup
-    sent: list[int]
-    received: list[int]
+    pairs: Counts
+    copies: Counts
     wanted: Wanted
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.row_of_slot, self.token_of_row, self.row_of_arrived, self.arrived_of_row
+        return tuple(getattr(self, name) for name in _TENSORS)
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> ShardedRoutingMap:
-        names = ("row_of_slot", "token_of_row", "row_of_arrived", "arrived_of_row")
-        return replace(self, **dict(zip(names, tensors, strict=True)))  # type: ignore[arg-type]  # None in a template
+        return replace(self, **dict(zip(_TENSORS, tensors, strict=True)))  # type: ignore[arg-type]  # None in a template
 
-    def send(self, pairs: Tensor) -> Tensor:
-        """The rows [R, ...] for the experts here, of what all ranks give for their pairs, [P, ...]."""
-        arrived = pairs.new_empty(sum(self.received), *pairs.shape[1:])
-        self._transfer(arrived, self.received, pairs[: sum(self.sent)], self.sent)
-        return _permuted(arrived, self.row_of_arrived, self.arrived_of_row)
+    def send_tokens(self, x: Tensor) -> Tensor:
+        """The rows [R, H] for the experts here, of the tokens [T, H] that each rank gives."""
+        copies = x.index_select(0, self.token_of_copy)
+        return _transferred(copies, self.copies, self.group).index_select(0, self.copy_of_row)
+
+    def send(self, values: Tensor) -> Tensor:
+        """The values [R] of the rows here, of those [P] that each rank gives for its pairs."""
+        return _transferred(values[: sum(self.pairs.sent)], self.pairs, self.group).index_select(0, self.arrived_of_row)
 
     def send_back(self, rows: Tensor) -> Tensor:
         """What this rank's pairs get, [P, ...], of what all ranks give for their rows, [R, ...]; zero if not sent."""
-        arrived = _permuted(rows, self.arrived_of_row, self.row_of_arrived)
-        pairs = rows.new_empty(self.token_of_row.shape[0], *rows.shape[1:])
-        end = sum(self.sent)
-        pairs[end:].zero_()
-        self._transfer(pairs[:end], self.sent, arrived, self.received)
-        return pairs
-
-    def _transfer(self, into: Tensor, into_sizes: list[int], given: Tensor, given_sizes: list[int]) -> None:
-        dist.all_to_all_single(into, given, into_sizes, given_sizes, group=self.group.process_group)
+        if rows.dim() == 2:
+            arrived = dispatch(rows, RoutingMap(self.arrived_of_row[:, None], self.row_of_arrived))
+        else:
+            arrived = rows.index_select(0, self.row_of_arrived)
+        returned = _transferred(arrived, Counts(self.pairs.received, self.pairs.sent), self.group)
+        missing = self.token_of_row.shape[0] - returned.shape[0]
+        return torch.cat((returned, rows.new_zeros(missing, *rows.shape[1:]))) if missing else returned
 
 
 def make_sharded_routing_map(
-    routing_map: RoutingMap, sizes: Tensor, group: ExpertGroup, about: str, wanted: Wanted
-) -> tuple[ShardedRoutingMap, Tensor]:
-    """The map over ranks, of one of this rank, and the sizes of the experts here, [L] int64.
+    indices: Tensor, num_experts: int, group: ExpertGroup, about: str, wanted: Wanted
+) -> tuple[ShardedRoutingMap, Tensor, Tensor]:
+    """As `make_routing_map`, over ranks: (map, slot_of_row [P] of the pairs, sizes [L] of the experts here).
 
-    sizes: [E] int64, of this rank's pairs
     about: what has to be the same on all ranks, in words
 
     Raises RuntimeError, with the same sentence on every rank, where it is not; and while a CUDA graph is captured.
     """
-    if sizes.is_cuda and torch.cuda.is_current_stream_capturing():
+    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "A CUDA graph is being captured, but all_to_all_single takes the row counts from the host, so a replay "
             "would transfer those of the capture. Capture the parts before Dispatch and behind Combine."
         )
     n = len(group.ranks)
+    routing_map, slot_of_row, sizes = make_routing_map(indices, num_experts)
     sent_nL = sizes.view(n, -1)
-    sent, received, wanted = _exchange_headers(group, about, wanted, sent_nL.sum(1))
+    copies_n, copy_ends, copy_of_slot = _copies(indices, num_experts // n, n)
+    pairs, copies, wanted, received_copies_n = _exchange_headers(group, about, wanted, sent_nL.sum(1), copies_n)
     received_nL = torch.empty_like(sent_nL)
     dist.all_to_all_single(received_nL, sent_nL, group=group.process_group)
-    row_of_arrived, arrived_of_row = _order(received_nL, sum(received))
+    row_of_arrived, arrived_of_row = _order(received_nL, sum(pairs.received))
+    token_of_copy = torch.searchsorted(copy_ends, torch.arange(1, sum(copies.sent) + 1, device=indices.device))
+    copy_of_pair = copy_of_slot.flatten().index_select(0, slot_of_row)[: sum(pairs.sent)]
+    first_n = received_copies_n.cumsum(0) - received_copies_n
+    first = first_n.repeat_interleave(received_nL.sum(1), output_size=sum(pairs.received))
+    copy_of_row = (first + _transferred(copy_of_pair, pairs, group)).index_select(0, arrived_of_row)
     sharded = ShardedRoutingMap(
-        routing_map.row_of_slot, routing_map.token_of_row, row_of_arrived, arrived_of_row, group, sent, received, wanted
-    )
-    return sharded, received_nL.sum(0)
+        routing_map.row_of_slot, routing_map.token_of_row, row_of_arrived, arrived_of_row,
+        token_of_copy % max(indices.shape[0], 1), copy_of_row, group, pairs, copies, wanted,
+    )  # fmt: skip
+    return sharded, slot_of_row, received_nL.sum(0)
 
 
 def announce_refusal(group: ExpertGroup, device: torch.device, error: Exception) -> None:
     """Let the other ranks raise too, instead of waiting, where this one refuses what it was given."""
     about = f"its arguments are refused: {error}".removesuffix(".")
+    nothing = torch.zeros(len(group.ranks), dtype=torch.int64, device=device)
     try:
-        _exchange_headers(group, about, Wanted(False, False), torch.zeros(len(group.ranks), device=device))
+        _exchange_headers(group, about, Wanted(False, False), nothing, nothing)
     except RuntimeError as told:
         if about not in str(told):  # not what all ranks raise now
             raise
 
 
 def _exchange_headers(
-    group: ExpertGroup, about: str, wanted: Wanted, totals: Tensor
-) -> tuple[list[int], list[int], Wanted]:
-    """(pairs sent to each rank, rows received from each, gradients that any rank wants). Reads the device, once.
+    group: ExpertGroup, about: str, wanted: Wanted, pairs_n: Tensor, copies_n: Tensor
+) -> tuple[Counts, Counts, Wanted, Tensor]:
+    """(pairs, copies, gradients that any rank wants, copies received [n] on the device). Reads the device, once.
 
     Of a size that depends on nothing but the ranks, so it works between ranks that agree on nothing else.
     """
-    sent = torch.empty(len(group.ranks), 4, dtype=torch.int64, device=totals.device)
+    sent = torch.empty(len(group.ranks), 5, dtype=torch.int64, device=pairs_n.device)
     sent[:, 0], sent[:, 1], sent[:, 2] = zlib.crc32(about.encode()), *wanted
-    sent[:, 3] = totals
+    sent[:, 3], sent[:, 4] = pairs_n, copies_n
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group.process_group)
-    mine, others = torch.stack((sent, received)).tolist()
-    if any(header[0] != mine[0][0] for header in others):
+    mine, others = torch.stack((sent.t(), received.t())).tolist()
+    if set(others[0]) != {mine[0][0]}:
         raise RuntimeError(_difference(group, about))
-    of_any = Wanted(any(header[1] for header in others), any(header[2] for header in others))
-    return [header[3] for header in mine], [header[3] for header in others], of_any
+    of_any = Wanted(any(others[1]), any(others[2]))
+    return Counts(mine[3], others[3]), Counts(mine[4], others[4]), of_any, received[:, 4]
+
+
+def _transferred(given: Tensor, counts: Counts, group: ExpertGroup) -> Tensor:
+    """What the ranks give for this one, in rank order. given: by destination, contiguous."""
+    arrived = given.new_empty(sum(counts.received), *given.shape[1:])
+    dist.all_to_all_single(arrived, given, counts.received, counts.sent, group=group.process_group)
+    return arrived
 
 
 def _difference(group: ExpertGroup, about: str) -> str:
@@ -233,6 +265,18 @@ def _order(received_nL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return row_of_arrived, torch.empty_like(arrived).scatter_(0, row_of_arrived, arrived)
 
 
-def _permuted(x: Tensor, to: Tensor, source: Tensor) -> Tensor:
-    """y[to[i]] = x[i], which is y[i] = x[source[i]]."""
-    return dispatch(x, RoutingMap(to[:, None], source)) if x.dim() == 2 else x.index_select(0, source)
+def _copies(indices: Tensor, experts_of_rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(how many tokens go to each rank [n], ends [n T], copy_of_slot [T, topk] among those that go to the same rank).
+
+    ends: how many copies there are up to each (rank, token); a pair of no expert has any copy
+
+    indices [[0, 1], [3, 0]], 2 ranks of 2 experts  ->  [2, 1], [1, 2, 2, 3], [[0, 0], [0, 1]]
+    """
+    T = indices.shape[0]
+    owner = indices.to(torch.int64).clamp(min=0).div(experts_of_rank, rounding_mode="floor").clamp(max=ranks)
+    goes_Tn = torch.zeros(T, ranks + 1, dtype=torch.int64, device=indices.device).scatter_(1, owner, 1)[:, :ranks]
+    ends = goes_Tn.t().flatten().cumsum(0)
+    copies_n = goes_Tn.sum(0)
+    first_n = copies_n.cumsum(0) - copies_n
+    ends_Tn = ends.view(ranks, T).t()
+    return copies_n, ends, (ends_Tn - 1 - first_n).gather(1, owner.clamp(max=ranks - 1))
