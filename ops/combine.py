@@ -43,7 +43,9 @@ class Combine(BasicOperation):
 
     def kernel(self, request: PlanRequest) -> str:
         way = "rows summed as they are read (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"
-        return way if self.group is None else f"{way}; {self.group.transport}, with the row counts of Dispatch"
+        if self.group is None:
+            return way
+        return f"{way}; {self.group.transport(request.device)}, with the row counts of Dispatch"
 
     def features(self, incoming: int | None) -> int | None:
         return incoming

@@ -81,10 +81,8 @@ class Dispatch(BasicOperation):
         in_triton = runs_in_triton(request.device, request.dtype)
         if self.group is None:
             return "a token read once, counting sort (Triton)" if in_triton else "torch"
-        return (
-            f"{'counting sort (Triton)' if in_triton else 'torch'}; {self.group.transport}, which every backend has; "
-            "row counts are read on the host once a forward"
-        )
+        sort, transport = "counting sort (Triton)" if in_triton else "torch", self.group.transport(request.device)
+        return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward"
 
     def features(self, incoming: int | None) -> int | None:
         return incoming

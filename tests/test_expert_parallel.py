@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -382,7 +383,7 @@ def name_groups(rank: int) -> None:
         # a copy has the same group
         twin = copy.deepcopy(mine)
         assert twin[0].group == mine[0].group == ops.Combine(group=mesh["ep"].get_group()).group
-        assert "Dispatch(num_experts=4, group=<2 ranks, gloo>)" in repr(twin)
+        assert "Dispatch(num_experts=4, group=<ranks 0, 1>)" in repr(twin)
         assert_same_bits(step(twin, own), step(mine, own))
         assert "A process group cannot be written down. Save the model's state_dict()" in sentence(
             lambda: pickle.dumps(mine[0]), TypeError
@@ -407,7 +408,7 @@ def name_groups(rank: int) -> None:
             said = sentence(lambda last=last: Sequential(mine[0], last)(x, probs=probs, indices=indices), ValueError)
             assert "but this Combine has group=" in said and said.endswith("Give both the same group.")
         said = sentence(lambda: Sequential(ops.Dispatch(4), mine[4])(x, probs=probs, indices=indices), ValueError)
-        assert "routing_map is of a Dispatch with group=None, but this Combine has group=<2 ranks, gloo>" in said
+        assert "routing_map is of a Dispatch with group=None, but this Combine has group=<ranks 0, 1>" in said
 
         # explained, not repeated, not captured
         lines = mine.explain(device="cuda").splitlines()
@@ -534,6 +535,16 @@ def test_a_model_on_two_ranks_follows_the_losses_of_one(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ without a group
+
+
+def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    indices: Any = SimpleNamespace(is_cuda=True)
+    group: Any = None
+    with pytest.raises(
+        RuntimeError, match="A CUDA graph is being captured, but all_to_all_single takes the row counts"
+    ):
+        make_sharded_routing_map(indices, 4, group, "", Wanted(True, True))
 
 
 def test_without_a_group_nothing_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,16 +71,12 @@ class ExpertGroup:
             )
         self.process_group = group
         self.ranks = tuple(dist.get_process_group_ranks(group))  # of the whole job
-        self.backend = dist.get_backend(group)
+        self.backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))  # by device
 
-    @property
-    def transport(self) -> str:
+    def transport(self, device: torch.device) -> str:
         """How rows are transferred, for `Sequential.explain()`."""
-        return f"all_to_all_single over {self._size} ({self.backend})"
-
-    @property
-    def _size(self) -> str:
-        return f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}"
+        ranks = f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}"
+        return f"all_to_all_single over {ranks} ({self.backends.get(device.type, f'no backend for {device.type}')})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExpertGroup) and other.process_group == self.process_group
@@ -98,7 +94,8 @@ class ExpertGroup:
         )
 
     def __repr__(self) -> str:
-        return f"<{self._size}, {self.backend}>"
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"<rank{'s' if len(self.ranks) > 1 else ''} {shown}>"
 
 
 class Wanted(NamedTuple):
@@ -186,7 +183,9 @@ def make_sharded_routing_map(
     received_nL = torch.empty_like(sent_nL)
     dist.all_to_all_single(received_nL, sent_nL, group=group.process_group)
     row_of_arrived, arrived_of_row = _order(received_nL, sum(pairs.received))
+    # The first (rank, token) up to which there are so many copies.
     token_of_copy = torch.searchsorted(copy_ends, torch.arange(1, sum(copies.sent) + 1, device=indices.device))
+    # With each pair goes which of the copies from its rank is its token.
     copy_of_pair = copy_of_slot.flatten().index_select(0, slot_of_row)[: sum(pairs.sent)]
     first_n = received_copies_n.cumsum(0) - received_copies_n
     first = first_n.repeat_interleave(received_nL.sum(1), output_size=sum(pairs.received))
