@@ -1,5 +1,5 @@
 """Dispatch: copies each token to a row for each of its experts, and orders the rows by expert."""
-# T tokens, H features
+# T tokens, H features, R rows for the experts of a rank
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 from ops.kernels.norm.norm_triton import runs_in_triton
+from ops.kernels.routing.all_to_all import (
+    ExpertGroup,
+    ShardedRoutingMap,
+    Wanted,
+    announce_refusal,
+    make_sharded_routing_map,
+)
 from ops.kernels.routing.permute import RoutingMap, combine, dispatch, make_routing_map
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
 from recipes.arguments import positive_integers
@@ -30,9 +37,22 @@ class Dispatch(BasicOperation):
 
     dx[t] is the sum of the gradients of t's rows, added in the order of the slots in float32 and rounded once.
 
-    Raises ValueError for num_experts that is not positive, shapes that do not match, and, on the CPU, indices outside
-    [0, num_experts); TypeError for indices that are not integers. On a GPU the indices are not checked, because that
-    would synchronize: a negative one counts for expert 0, one above for no expert, in rows past the sum of the sizes.
+    group: a torch.distributed ProcessGroup, or a DeviceMesh of one dimension (mesh["ep"]): the ranks among which the
+    experts are divided, rank r of n owning the experts [r num_experts / n, (r + 1) num_experts / n). Rows go to the
+    rank of their expert, and `Combine(group=...)` brings them back. Then y is [R, H], the rows of all ranks for the
+    experts here, ordered by expert, then source rank, then token, then slot; split_sizes is [num_experts / n] and
+    scales [R]. That is the order of one rank that has the tokens of all, concatenated in rank order, so every expert
+    computes the same bits. Rows past the sum of the sizes stay where they are, and return as zeros. R follows from the
+    routing: it is read on the host once a forward. Forward and backward are collectives: every rank makes the same
+    calls in the same order, also one without tokens (`ops.kernels.routing.all_to_all`).
+
+    Raises ValueError for num_experts that is not positive or that the ranks do not divide, a group without this rank,
+    shapes that do not match, and, on the CPU, indices outside [0, num_experts); TypeError for indices that are not
+    integers and for a group of another type. On a GPU the indices are not checked, because that would synchronize: a
+    negative one counts for expert 0, one above for no expert, in rows past the sum of the sizes. With a group
+    RuntimeError, on every rank, where ranks differ in num_experts, features, dtypes, slots or in whether gradients are
+    computed, or where one of them refuses its arguments (that one raises its own error), and while a CUDA graph is
+    captured.
     """
 
     accepts_integers = True
@@ -44,12 +64,25 @@ class Dispatch(BasicOperation):
     class Saved(NamedTuple):
         routing_map: RoutingMap
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, *, group: Any = None) -> None:
         super().__init__()
         (self.num_experts,) = positive_integers("Dispatch", num_experts=num_experts)
+        self.group = None if group is None else ExpertGroup(group)
+        if self.group is not None:
+            ranks = len(self.group.ranks)
+            if self.num_experts % ranks:
+                raise ValueError(
+                    f"num_experts is {self.num_experts}, but must be a multiple of the {ranks} ranks of group, each of "
+                    "which owns as many. It is the number of experts on all ranks together."
+                )
+            self.why_in_full = self.group.why_in_full
 
     def kernel(self, request: PlanRequest) -> str:
-        return "a token read once, counting sort (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"
+        in_triton = runs_in_triton(request.device, request.dtype)
+        if self.group is None:
+            return "a token read once, counting sort (Triton)" if in_triton else "torch"
+        sort, transport = "counting sort (Triton)" if in_triton else "torch", self.group.transport(request.device)
+        return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward"
 
     def features(self, incoming: int | None) -> int | None:
         return incoming
@@ -58,6 +91,8 @@ class Dispatch(BasicOperation):
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
         probs, indices = extras["probs"], extras["indices"]
+        if self.group is not None:
+            return self._forward_over_ranks(ctx, x, probs, indices, self.group)
         self._check(x, probs, indices)
         routing_map, slot_of_row, sizes = make_routing_map(indices, self.num_experts)
         if ctx.needs_grad:
@@ -72,6 +107,8 @@ class Dispatch(BasicOperation):
         self, ctx: OperationContext, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfBasic:
         routing_map: RoutingMap = ctx.saved.routing_map
+        if isinstance(routing_map, ShardedRoutingMap):
+            return self._backward_over_ranks(ctx, dy, d_extra_outputs.get("scales"), routing_map)
         dx = dprobs = None
         if dy is not None and ctx.needs.input:
             dx = combine(dy, routing_map)
@@ -80,6 +117,48 @@ class Dispatch(BasicOperation):
             rows = routing_map.row_of_slot
             dprobs = dscales.index_select(0, rows.flatten()).view(rows.shape)
         return dx, {}, {"probs": dprobs}
+
+    def _forward_over_ranks(
+        self, ctx: OperationContext, x: Tensor, probs: Tensor, indices: Tensor, group: ExpertGroup
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        try:
+            self._check(x, probs, indices)
+        except (TypeError, ValueError) as error:
+            announce_refusal(group, x.device, error)
+            raise
+        about = (
+            f"num_experts={self.num_experts}, {x.shape[1]} features in {x.dtype}, {indices.shape[1]} slots, probs in "
+            f"{probs.dtype}, gradients {'computed' if ctx.needs_grad else 'not computed'}"
+        )
+        wanted = Wanted(ctx.needs.input, "probs" in ctx.needs.extras)
+        routing_map, slot_of_pair, sizes = make_sharded_routing_map(indices, self.num_experts, group, about, wanted)
+        if ctx.needs_grad:
+            ctx.saved = self.Saved(routing_map)
+            ctx.num_features, ctx.probs_dtype = x.shape[1], probs.dtype
+        y = routing_map.send_tokens(x)
+        return y, {
+            "split_sizes": Splits.make(sizes, rows=y.shape[0], device=x.device),
+            "scales": routing_map.send(probs.flatten().index_select(0, slot_of_pair)),
+            "routing_map": routing_map,
+        }
+
+    def _backward_over_ranks(
+        self, ctx: OperationContext, dy: Tensor | None, dscales: Tensor | None, routing_map: ShardedRoutingMap
+    ) -> BackwardOfBasic:
+        """What is transferred follows from forward alone, so every rank takes part: zeros for what is not there."""
+        rows = routing_map.row_of_arrived
+        dx = dprobs = None
+        if routing_map.wanted.x:
+            if dy is None:
+                dy = rows.new_zeros(rows.shape[0], ctx.num_features, dtype=ctx.dtype)
+            d_pairs = routing_map.send_back(dy)
+            dx = combine(d_pairs, routing_map) if ctx.needs.input else None
+        if routing_map.wanted.probs:
+            if dscales is None:
+                dscales = rows.new_zeros(rows.shape, dtype=ctx.probs_dtype)
+            d_pairs, slots = routing_map.send_back(dscales), routing_map.row_of_slot
+            dprobs = d_pairs.index_select(0, slots.flatten()).view(slots.shape)
+        return dx, {}, {"probs": dprobs if "probs" in ctx.needs.extras else None}
 
     def _check(self, x: Tensor, probs: Tensor, indices: Tensor) -> None:
         if x.dim() != 2 or indices.dim() != 2 or indices.shape[0] != x.shape[0] or probs.shape != indices.shape:
@@ -98,4 +177,4 @@ class Dispatch(BasicOperation):
             )
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}"
+        return f"num_experts={self.num_experts}" + ("" if self.group is None else f", group={self.group}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from fuser import Registration
 
@@ -32,10 +33,12 @@ def run_page(text: str, name: str) -> int:
                     exec(compile("\n" * line + code, name, "exec"), namespace)
                 assert printed.getvalue() == (expected if next_language == "text" else ""), f"{name}, line {line + 1}"
     finally:
-        # A page that stops half-way must not leave its fusions to the tests behind it.
+        # A page that stops half-way must not leave its fusions, or its process group, to the tests behind it.
         for value in namespace.values():
             if isinstance(value, Registration):
                 value.unregister()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return sum(language == "python" for language, _, _ in blocks)
 
 

@@ -22,6 +22,7 @@ MAY_READ = {
     "ops/products/paths.py": {"SplitPath.*": "it reads the split sizes by definition"},
     "ops/kernels/grouped_gemm/operands.py": {"row_slices": "for references, and for CPU tensors, where nothing waits"},
     "ops/kernels/grouped_gemm/high_precision_cpu.py": {"*_on_cpu": "CPU tensors, where nothing waits"},
+    "ops/kernels/routing/all_to_all.py": {"_exchange_headers": "row counts, which all_to_all_single takes on the host"},
     "recipes/amax_reduction.py": {"_exchanged": "what ranks tell one another, once for each list of amaxes on a GPU"},
     "recipes/tensors/splits.py": {
         "Splits.tolist": "the door through which the SplitPath and references read sizes",

@@ -67,6 +67,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     repeatable: whether a pass of it on a GPU may be done again as a whole (`ops.runner.repeat`): it depends on nothing
     but public attributes, parameters, states and what it gets, and changes nothing but tensors. Of a subclass that
     replaces a method it does not hold.
+    why_in_full: why this very operation is neither repeated nor captured in a CUDA graph, as a sentence, or None.
     settings: how often such an attribute was assigned.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
@@ -82,6 +83,7 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     quantized_roles: tuple[Role, ...] = ()
     num_scales: int = 1
     exchanges_parameters: bool = False
+    why_in_full: str | None = None
     settings: int = 0
     _captured_weights: Any = None
     _weights_scope: Any = None

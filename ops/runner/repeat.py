@@ -225,7 +225,7 @@ def why_not_repeated(operation: Any, covered: Sequence[Any], recipe: Recipe) -> 
     for kind in dict.fromkeys(map(type, (recipe, operation, *covered))):
         if not is_repeatable(kind):
             return f"{kind.__name__} is not repeatable."
-    return None
+    return next((each.why_in_full for each in covered if each.why_in_full is not None), None)
 
 
 def is_repeatable(kind: type) -> bool:

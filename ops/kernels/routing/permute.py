@@ -45,7 +45,7 @@ class RoutingMap:
     row_of_slot: Tensor
     token_of_row: Tensor
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The tensors, for `save_for_backward`."""
         return self.row_of_slot, self.token_of_row
 

@@ -1,0 +1,281 @@
+"""Transfer rows to the rank that owns their expert, and back, by `torch.distributed.all_to_all_single`.
+
+E experts are divided among the n ranks of a process group: rank r owns the L = E / n experts [r L, (r + 1) L).
+
+    pairs    the (token, slot) pairs of this rank, ordered by expert, token, slot (`permute`), so those of one rank's
+             experts are a slice; pairs of no expert come last and are not sent
+    copies   a token for each rank that owns any of its experts, ordered by rank, then token
+    arrived  what the ranks sent here: by source rank, then in the order that the source had
+    rows     for the experts here: by expert, then source rank, then in the order that the source had
+
+That is how one rank would order the tokens of all ranks, concatenated in rank order, on its experts.
+
+    2 ranks, 4 experts. Experts of the pairs:   rank 0: [0, 0, 1, 3]      rank 1: [0, 2, 2]
+    on rank 0:  arrived [0, 0, 1, 0]   row_of_arrived [0, 1, 3, 2]   rows [0, 0, 0, 1]   sizes [3, 1]
+
+Tokens go as copies, of which the receiver makes the rows: with 8 experts for a token, chosen at random from 8 ranks,
+5.3 instead of 8. What returns is a row for each pair, because the sum over the slots of a token has an order.
+
+Before any rows, each rank tells each other one what it computes and how much it sends (`_exchange_headers`), and then
+how many pairs for each expert. The first is read on the host, because all_to_all_single takes its split sizes from
+there: once a forward; backward uses the same sizes. The second stays on the device.
+
+Every value is copied, so the transfers change no bits. Not graph-safe: the sizes are on the host.
+
+Every rank of the group has to make the same calls in the same order, also one without tokens.
+"""
+# n ranks, T tokens, E experts, L experts of a rank, P pairs and C copies of this rank, R rows that come to it
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ops.kernels.routing.permute import RoutingMap, dispatch, make_routing_map
+
+
+class ExpertGroup:
+    """The process group among whose ranks experts are divided. A copy of an operation has the very same one.
+
+    group: a ProcessGroup, or a DeviceMesh of one dimension. Raises TypeError for anything else, ValueError for a mesh
+    of more dimensions and for a group without this rank.
+    """
+
+    why_in_full = "all_to_all_single takes the row counts from the host, where each forward reads them."
+
+    def __init__(self, group: Any) -> None:
+        if dist.is_available():
+            outside = group is dist.GroupMember.NON_GROUP_MEMBER
+            if isinstance(group, dist.DeviceMesh):
+                if group.ndim != 1:
+                    raise ValueError(
+                        f"group is a mesh with the dimensions {group.mesh_dim_names or group.ndim}, but experts are "
+                        'divided along one. Name it: mesh["ep"].'
+                    )
+                outside = group.get_coordinate() is None
+                group = None if outside else group.get_group()
+            if outside or (isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0):
+                raise ValueError(
+                    "group does not contain this process. Make the operation with the group that this rank is in."
+                )
+        if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"group is {group!r}, but must be a torch.distributed ProcessGroup, a DeviceMesh of one dimension, or "
+                "None."
+            )
+        self.process_group = group
+        self.ranks = tuple(dist.get_process_group_ranks(group))  # of the whole job
+        self.backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))  # by device
+
+    def transport(self, device: torch.device) -> str:
+        """How rows are transferred, for `Sequential.explain()`."""
+        ranks = f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}"
+        return f"all_to_all_single over {ranks} ({self.backends.get(device.type, f'no backend for {device.type}')})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExpertGroup) and other.process_group == self.process_group
+
+    def __hash__(self) -> int:
+        return hash(self.process_group)
+
+    def __deepcopy__(self, memo: Any) -> ExpertGroup:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A process group cannot be written down. Save the model's state_dict(), and make the model with its group "
+            "again where that is loaded."
+        )
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"<rank{'s' if len(self.ranks) > 1 else ''} {shown}>"
+
+
+class Wanted(NamedTuple):
+    """Which gradients Dispatch computes: of x, of the probabilities."""
+
+    x: bool
+    probs: bool
+
+
+class Counts(NamedTuple):
+    """How many rows go to, and come from, each rank, [n]."""
+
+    sent: list[int]
+    received: list[int]
+
+
+_TENSORS = ("row_of_slot", "token_of_row", "row_of_arrived", "arrived_of_row", "token_of_copy", "copy_of_row")
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedRoutingMap(RoutingMap):
+    """The map of this rank's P pairs, with where they go and what comes.
+
+    row_of_arrived, arrived_of_row: [R] int64, inverse to each other
+    token_of_copy: [C] int64
+    copy_of_row: [R] int64, in the copies that arrive
+    pairs, copies: how many are transferred
+    wanted:   which gradients any of the ranks computes: all of them take part in their transfer
+    """
+
+    row_of_arrived: Tensor
+    arrived_of_row: Tensor
+    token_of_copy: Tensor
+    copy_of_row: Tensor
+    group: ExpertGroup
+    pairs: Counts
+    copies: Counts
+    wanted: Wanted
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in _TENSORS)
+
+    def rebuild(self, tensors: Sequence[Tensor | None]) -> ShardedRoutingMap:
+        return replace(self, **dict(zip(_TENSORS, tensors, strict=True)))  # type: ignore[arg-type]  # None in a template
+
+    def send_tokens(self, x: Tensor) -> Tensor:
+        """The rows [R, H] for the experts here, of the tokens [T, H] that each rank gives."""
+        copies = x.index_select(0, self.token_of_copy)
+        return _transferred(copies, self.copies, self.group).index_select(0, self.copy_of_row)
+
+    def send(self, values: Tensor) -> Tensor:
+        """The values [R] of the rows here, of those [P] that each rank gives for its pairs."""
+        return _transferred(values[: sum(self.pairs.sent)], self.pairs, self.group).index_select(0, self.arrived_of_row)
+
+    def send_back(self, rows: Tensor) -> Tensor:
+        """What this rank's pairs get, [P, ...], of what all ranks give for their rows, [R, ...]; zero if not sent."""
+        if rows.dim() == 2:
+            arrived = dispatch(rows, RoutingMap(self.arrived_of_row[:, None], self.row_of_arrived))
+        else:
+            arrived = rows.index_select(0, self.row_of_arrived)
+        returned = _transferred(arrived, Counts(self.pairs.received, self.pairs.sent), self.group)
+        missing = self.token_of_row.shape[0] - returned.shape[0]
+        return torch.cat((returned, rows.new_zeros(missing, *rows.shape[1:]))) if missing else returned
+
+
+def make_sharded_routing_map(
+    indices: Tensor, num_experts: int, group: ExpertGroup, about: str, wanted: Wanted
+) -> tuple[ShardedRoutingMap, Tensor, Tensor]:
+    """As `make_routing_map`, over ranks: (map, slot_of_row [P] of the pairs, sizes [L] of the experts here).
+
+    about: what has to be the same on all ranks, in words
+
+    Raises RuntimeError, with the same sentence on every rank, where it is not; and while a CUDA graph is captured.
+    """
+    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A CUDA graph is being captured, but all_to_all_single takes the row counts from the host, so a replay "
+            "would transfer those of the capture. Capture the parts before Dispatch and behind Combine."
+        )
+    n = len(group.ranks)
+    routing_map, slot_of_row, sizes = make_routing_map(indices, num_experts)
+    sent_nL = sizes.view(n, -1)
+    copies_n, copy_ends, copy_of_slot = _copies(indices, num_experts // n, n)
+    pairs, copies, wanted, received_copies_n = _exchange_headers(group, about, wanted, sent_nL.sum(1), copies_n)
+    received_nL = torch.empty_like(sent_nL)
+    dist.all_to_all_single(received_nL, sent_nL, group=group.process_group)
+    row_of_arrived, arrived_of_row = _order(received_nL, sum(pairs.received))
+    # The first (rank, token) up to which there are so many copies.
+    token_of_copy = torch.searchsorted(copy_ends, torch.arange(1, sum(copies.sent) + 1, device=indices.device))
+    # With each pair goes which of the copies from its rank is its token.
+    copy_of_pair = copy_of_slot.flatten().index_select(0, slot_of_row)[: sum(pairs.sent)]
+    first_n = received_copies_n.cumsum(0) - received_copies_n
+    first = first_n.repeat_interleave(received_nL.sum(1), output_size=sum(pairs.received))
+    copy_of_row = (first + _transferred(copy_of_pair, pairs, group)).index_select(0, arrived_of_row)
+    sharded = ShardedRoutingMap(
+        routing_map.row_of_slot, routing_map.token_of_row, row_of_arrived, arrived_of_row,
+        token_of_copy % max(indices.shape[0], 1), copy_of_row, group, pairs, copies, wanted,
+    )  # fmt: skip
+    return sharded, slot_of_row, received_nL.sum(0)
+
+
+def announce_refusal(group: ExpertGroup, device: torch.device, error: Exception) -> None:
+    """Let the other ranks raise too, instead of waiting, where this one refuses what it was given."""
+    about = f"its arguments are refused: {error}".removesuffix(".")
+    nothing = torch.zeros(len(group.ranks), dtype=torch.int64, device=device)
+    try:
+        _exchange_headers(group, about, Wanted(False, False), nothing, nothing)
+    except RuntimeError as told:
+        if about not in str(told):  # not what all ranks raise now
+            raise
+
+
+def _exchange_headers(
+    group: ExpertGroup, about: str, wanted: Wanted, pairs_n: Tensor, copies_n: Tensor
+) -> tuple[Counts, Counts, Wanted, Tensor]:
+    """(pairs, copies, gradients that any rank wants, copies received [n] on the device). Reads the device, once.
+
+    Of a size that depends on nothing but the ranks, so it works between ranks that agree on nothing else.
+    """
+    sent = torch.empty(len(group.ranks), 5, dtype=torch.int64, device=pairs_n.device)
+    sent[:, 0], sent[:, 1], sent[:, 2] = zlib.crc32(about.encode()), *wanted
+    sent[:, 3], sent[:, 4] = pairs_n, copies_n
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.process_group)
+    mine, others = torch.stack((sent.t(), received.t())).tolist()
+    if set(others[0]) != {mine[0][0]}:
+        raise RuntimeError(_difference(group, about))
+    of_any = Wanted(any(others[1]), any(others[2]))
+    return Counts(mine[3], others[3]), Counts(mine[4], others[4]), of_any, received[:, 4]
+
+
+def _transferred(given: Tensor, counts: Counts, group: ExpertGroup) -> Tensor:
+    """What the ranks give for this one, in rank order. given: by destination, contiguous."""
+    arrived = given.new_empty(sum(counts.received), *given.shape[1:])
+    dist.all_to_all_single(arrived, given, counts.received, counts.sent, group=group.process_group)
+    return arrived
+
+
+def _difference(group: ExpertGroup, about: str) -> str:
+    """The sentence that every rank raises: each sees that another one differs, so all come here."""
+    told: list[str] = [""] * len(group.ranks)
+    dist.all_gather_object(told, about, group=group.process_group)
+    ranks: dict[str, list[str]] = {}
+    for rank, given in zip(group.ranks, told, strict=True):
+        ranks.setdefault(given, []).append(str(rank))
+    who = [f"{'rank' if len(some) == 1 else 'ranks'} {', '.join(some)}: {given}" for given, some in ranks.items()]
+    return (
+        f"The ranks of one process group differ in what they exchange: {'; '.join(who)}. Only the tokens and their "
+        "number may differ: give every rank the same layer and recipe, and tensors of the same kind."
+    )
+
+
+def _order(received_nL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """(row_of_arrived, arrived_of_row), each [R] int64, for this many rows from each rank for each expert.
+
+    What arrives consists of a piece for each (rank, expert), in this order; the rows have the same pieces by (expert,
+    rank). So each piece is shifted as a whole.
+
+    received_nL [[2, 1], [1, 0]]  ->  row_of_arrived [0, 1, 3, 2], arrived_of_row [0, 1, 3, 2]
+    """
+    ends = received_nL.flatten().cumsum(0).view_as(received_nL)
+    ends_in_rows = received_nL.t().flatten().cumsum(0).view(received_nL.t().shape).t()
+    shift = (ends_in_rows - ends).flatten().repeat_interleave(received_nL.flatten(), output_size=num_rows)
+    arrived = torch.arange(num_rows, device=received_nL.device)
+    row_of_arrived = arrived + shift
+    return row_of_arrived, torch.empty_like(arrived).scatter_(0, row_of_arrived, arrived)
+
+
+def _copies(indices: Tensor, experts_of_rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(how many tokens go to each rank [n], ends [n T], copy_of_slot [T, topk] among those that go to the same rank).
+
+    ends: how many copies there are up to each (rank, token); a pair of no expert has any copy
+
+    indices [[0, 1], [3, 0]], 2 ranks of 2 experts  ->  [2, 1], [1, 2, 2, 3], [[0, 0], [0, 1]]
+    """
+    T = indices.shape[0]
+    owner = indices.to(torch.int64).clamp(min=0).div(experts_of_rank, rounding_mode="floor").clamp(max=ranks)
+    goes_Tn = torch.zeros(T, ranks + 1, dtype=torch.int64, device=indices.device).scatter_(1, owner, 1)[:, :ranks]
+    ends = goes_Tn.t().flatten().cumsum(0)
+    copies_n = goes_Tn.sum(0)
+    first_n = copies_n.cumsum(0) - copies_n
+    ends_Tn = ends.view(ranks, T).t()
+    return copies_n, ends, (ends_Tn - 1 - first_n).gather(1, owner.clamp(max=ranks - 1))
