@@ -123,49 +123,46 @@ def transpose_back_kernel(
 
 @triton.jit
 def store_float8(
-    x, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, rows, columns, WIDTH, left, inside,
+    x, row_codes_ptr, column_codes_ptr, scale_inv_ptr, scale_ptr, rows, columns, first_column, WIDTH, left, inside,
     group, num_groups, first_place, places, width,
-    GIVEN_IS_SCALE: tl.constexpr, POWER_2: tl.constexpr, AMAX_EPSILON: tl.constexpr, ADJACENT: tl.constexpr,
-    FORM: tl.constexpr, NATIVE: tl.constexpr,
+    ADJACENT: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Cast the float32 tile x, of these rows and columns of a matrix [T, WIDTH]. A copy whose pointer is None is not
-    made. left: how many of the tile's columns there are.
+    """Cast the float32 tile x, of these rows and columns of a matrix [T, WIDTH], with a given scale. A copy whose
+    pointer is None is not made.
 
-    given_ptr, amax_ptr, GIVEN_IS_SCALE: as in `cast_float8_kernel`; without given_ptr the amax is found alone.
-    group, first_place, places: as in `find_float8_tile`; column_codes: words of four rows; width: of theirs in codes.
-    ADJACENT: the columns follow one another. FORM, NATIVE: as in `float8_codes`.
+    left: how many of the tile's columns there are. group, first_place, places: as in `find_float8_tile`; column_codes:
+    words of four rows; width: of theirs in codes. ADJACENT: the columns follow first_column one by one. FORM, NATIVE:
+    as in `float8_codes`.
     """
+    if tl.program_id(0) == 0:
+        _store_scale_inv(scale_inv_ptr, scale_ptr, num_groups, 0.0, True, False, FORM)
     active = group < num_groups
-    x = tl.where(inside & active, x, 0.0)
-    if given_ptr is not None:
-        if tl.program_id(0) == 0:
-            _store_scale_inv(
-                scale_inv_ptr, given_ptr, num_groups, AMAX_EPSILON, GIVEN_IS_SCALE, POWER_2, FORM
-            )  # fmt: skip
-        scale = tl.load(given_ptr + group, mask=active, other=1.0)
-        if not GIVEN_IS_SCALE:
-            scale = _scale(scale, AMAX_EPSILON, FORM, POWER_2)
-        scaled = x * scale
-        if row_codes_ptr is not None:
-            at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-            tl.store(row_codes_ptr + at, float8_codes(scaled, FORM, NATIVE), mask=inside)
-        if column_codes_ptr is not None:
-            words = transposed_words(scaled, FORM, NATIVE)
-            word = tl.arange(0, x.shape[0] // 4)[None, :]
-            lanes = (columns, columns, columns, columns)
-            if not ADJACENT:
-                lanes = in_four(columns[None, :])
-            lane = 4 * tl.arange(0, x.shape[1] // 4)[:, None]
-            for j in tl.static_range(4):
-                if ADJACENT:
-                    column = tl.min(columns, axis=0) + lane + j
-                else:
-                    column = tl.trans(lanes[j])
-                at = column.to(tl.int64) * (width // 4) + first_place // 4 + word
-                stored = (lane + j < left) & (word < places // 4)
-                tl.store(column_codes_ptr + at, words[j].to(tl.int32, bitcast=True), mask=stored)
-    if amax_ptr is not None:
-        _add_amax(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), group, active)
+    scaled = tl.where(inside & active, x, 0.0) * tl.load(scale_ptr + group, mask=active, other=1.0)
+    if row_codes_ptr is not None:
+        at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        tl.store(row_codes_ptr + at, float8_codes(scaled, FORM, NATIVE), mask=inside)
+    if column_codes_ptr is not None:
+        words = transposed_words(scaled, FORM, NATIVE)
+        word = tl.arange(0, x.shape[0] // 4)[None, :]
+        lane = 4 * tl.arange(0, x.shape[1] // 4)[:, None]
+        lanes = (columns, columns, columns, columns)
+        if not ADJACENT:
+            lanes = in_four(columns[None, :])
+        for j in tl.static_range(4):
+            if ADJACENT:
+                column = first_column + lane + j
+            else:
+                column = tl.trans(lanes[j])
+            at = column.to(tl.int64) * (width // 4) + first_place // 4 + word
+            stored = (lane + j < left) & (word < places // 4)
+            tl.store(column_codes_ptr + at, words[j].to(tl.int32, bitcast=True), mask=stored)
+
+
+@triton.jit
+def raise_amax(amax_ptr, magnitudes, group, num_groups, inside):
+    """amax[group] = the maximum of itself and of what is inside of a tile; amax_ptr: as in `amax_kernel`."""
+    active = group < num_groups
+    _add_amax(amax_ptr, tl.max(tl.where(inside & active, magnitudes, 0.0)), group, active)
 
 
 @triton.jit

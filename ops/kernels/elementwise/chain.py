@@ -44,10 +44,11 @@ from ops.kernels.elementwise.chain_cast import (
     Cast,
     cast_constants,
     cast_kind,
+    cast_with,
     casts_natively,
     codes_of,
+    finding_amaxes,
     in_groups,
-    in_two_passes,
     num_groups,
     places_of,
     row_tiles,
@@ -170,13 +171,17 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class ElementwiseConfig(NamedTuple):
-    """The tile of y, how many vertically adjacent tiles one program computes, and compile options."""
+    """The tile of y, how many vertically adjacent tiles one program computes, and compile options.
+
+    registers: the most that a thread may have; None leaves it to the compiler
+    """
 
     block_t: int
     block_c: int
     tiles: int
     num_warps: int
     num_stages: int = 1
+    registers: int | None = None
 
     def programs(self, rows: int, columns: int) -> tuple[int, int]:
         """The numbers of row blocks and column blocks of the grid."""
@@ -186,6 +191,10 @@ class ElementwiseConfig(NamedTuple):
         """Whether the tiles cover y exactly, so that no masks are needed."""
         return rows % (self.block_t * self.tiles) == 0 and columns % self.block_c == 0
 
+
+# Of rows in groups, measured on an H200: forward, backward (which with all registers has too few programs at work).
+_GIVEN = ElementwiseConfig(32, 128, 1, 4), ElementwiseConfig(32, 64, 1, 4, registers=128)
+_AMAXES = ElementwiseConfig(8, 256, 1, 4), ElementwiseConfig(8, 256, 1, 4)
 
 PROGRAMS = 4096  # enough to keep all multiprocessors busy: about 31 on each of the H200's 132
 
@@ -205,6 +214,15 @@ def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str =
         return ElementwiseConfig(block_t, block_c, next_power_of_2(max(1, min(16, tiles))), num_warps, 3)
     block_c = min(2048 if rows == 1 else 1024, max(16, next_power_of_2(columns)))
     return ElementwiseConfig(2048 // block_c, block_c, 1, 4)
+
+
+def _config(
+    rows: int, columns: int, *casts: Cast | None, sums_rows: bool = False, backward: bool = False
+) -> ElementwiseConfig:
+    kinds = [cast_kind(cast.spec) for cast in casts if cast is not None]
+    if any(in_groups(cast) for cast in casts):
+        return (_GIVEN if "given" in kinds else _AMAXES)[backward]
+    return elementwise_config(rows, columns, sums_rows=sums_rows, casts=kinds[0] if kinds else "")
 
 
 # ------------------------------------------------------------------------------------------------------ launchers
@@ -250,15 +268,15 @@ def elementwise_cast(
     operands: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """`elementwise`, with the rounded result quantized into `cast`, not stored. Only for non-empty CUDA tensors.
-
-    Where scales follow from amaxes that are not given, the chain is computed twice.
-    """
+    """`elementwise`, with the rounded result quantized into `cast`. Only for non-empty CUDA tensors."""
     dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
     x, operands = x.contiguous(), [o if o is None else o.contiguous() for o in operands]
-    for each in in_two_passes(cast):
-        if each is not None:
-            elementwise_triton(x, None, each, steps, operands, dtypes)
+    found, y = finding_amaxes(cast), None
+    if found is not cast:
+        shape = _halved(x.shape) if _gate_of(steps) >= 0 else x.shape
+        y = torch.empty(shape, dtype=dtypes[-1], device=x.device)
+    elementwise_triton(x, y, found, steps, operands, dtypes)
+    cast_with(cast, found, y)
 
 
 def delementwise(
@@ -287,13 +305,17 @@ def delementwise(
         return _delementwise_on_torch(dy, x, steps, operands, dtypes)
     gate = _gate_of(steps)
     new = dy.new_empty
-    dx = new(_doubled(dy.shape) if gate >= 0 else dy.shape, dtype=dtypes[0]) if need_dx else None
-    y = new(dy.shape, dtype=dtypes[-1]) if need_y else None
+    found, y_found = finding_amaxes(cast), finding_amaxes(y_cast)
+    dx = y = None
+    if need_dx or found is not cast:
+        dx = new(_doubled(dy.shape) if gate >= 0 else dy.shape, dtype=dtypes[0])
+    if need_y or y_found is not y_cast:
+        y = new(dy.shape, dtype=dtypes[-1])
     sums_rows = need_column_sums or any(w and s.operand == "column" for w, s in zip(wanted, steps, strict=True))
     some_cast = cast or y_cast
     rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums_rows, casts=some_cast is not None)
     width = columns * 2 if gate >= 0 else columns
-    config = elementwise_config(rows, columns, sums_rows=sums_rows, casts=cast_kind(some_cast and some_cast.spec))
+    config = _config(rows, columns, cast, y_cast, sums_rows=sums_rows, backward=True)
     row_blocks, column_blocks = config.programs(rows, columns)
     shares: list[Tensor | None] = []
     for i, (step, want, dtype) in enumerate(zip(steps, wanted, dtypes, strict=True)):
@@ -311,11 +333,9 @@ def delementwise(
     column_shares = new((row_blocks, width), dtype=torch.float32) if need_column_sums else None
     dy, x = dy.contiguous(), x if x is None else x.contiguous()
     operands = [o if o is None else o.contiguous() for o in operands]
-    (first, cast), (y_first, y_cast) = in_two_passes(cast), in_two_passes(y_cast)
-    if first is not None or y_first is not None:
-        nothing: list[Tensor | None] = [None] * len(steps)
-        delementwise_triton(dy, x, None, first, None, y_first, steps, operands, nothing, None, dtypes, config)
-    delementwise_triton(dy, x, dx, cast, y, y_cast, steps, operands, shares, column_shares, dtypes, config)
+    delementwise_triton(dy, x, dx, found, y, y_found, steps, operands, shares, column_shares, dtypes, config)
+    cast_with(cast, found, dx)
+    cast_with(y_cast, y_found, y)
     gradients: list[Tensor | None] = []
     for step, want, share in zip(steps, wanted, shares, strict=True):
         if share is None:
@@ -326,6 +346,7 @@ def delementwise(
             gradients.append(share if column_blocks == 1 else share.sum(0).view(dy.shape[:-1]))
         else:
             gradients.append(share)
+    dx, y = dx if need_dx else None, y if need_y else None
     return ChainGradients(dx, tuple(gradients), y, None if column_shares is None else column_shares.sum(0))
 
 
@@ -395,14 +416,14 @@ def elementwise_triton(
     gated = _gate_of(steps) >= 0
     shape = _halved(x.shape) if gated else x.shape
     rows, columns = _rows_and_columns(steps, shape, sums_rows=False, casts=cast is not None)
-    config = elementwise_config(rows, columns, sums_rows=False, casts=cast_kind(cast and cast.spec))
+    config = _config(rows, columns, cast)
     _elementwise(
-        x, row_tiles(cast, rows, config.block_t) * config.programs(rows, columns)[1],
+        x, _num_programs(config, rows, columns, cast),
         x, y, codes_of(cast), tuple(operands), rows, columns, columns * (1 + gated), places_of(cast), num_groups(cast),
         **_constants(tuple(steps), tuple(dtypes)), **cast_constants(cast, x), NATIVE=casts_natively(x),
         BLOCK_T=config.block_t, BLOCK_C=config.block_c,
         WHOLE=config.whole(rows, columns) and not in_groups(cast), num_warps=config.num_warps,
-        enable_fp_fusion=False,
+        maxnreg=config.registers, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -428,16 +449,20 @@ def delementwise_triton(
     some_cast = cast or y_cast
     rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums, casts=some_cast is not None)
     _delementwise(
-        dy, row_tiles(some_cast, rows, config.block_t * config.tiles) * config.programs(rows, columns)[1],
+        dy, _num_programs(config, rows, columns, some_cast),
         dy, x, tuple(operands), dx, codes_of(cast), tuple(shares), y, codes_of(y_cast), column_shares, rows, columns,
         columns * (1 + (_gate_of(steps) >= 0)), places_of(cast, y_cast), num_groups(some_cast),
         **_constants(tuple(steps), tuple(dtypes)), **_backwards(tuple(steps), tuple(dtypes)),
         **cast_constants(cast, dy), **cast_constants(y_cast, dy, "Y_"), NATIVE=casts_natively(dy),
         BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns) and not in_groups(some_cast),
         TILES=config.tiles,
-        STAGES=config.num_stages, num_warps=config.num_warps,
-        enable_fp_fusion=False,
+        STAGES=config.num_stages, num_warps=config.num_warps, maxnreg=config.registers, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _num_programs(config: ElementwiseConfig, rows: int, columns: int, cast: Cast | None) -> int:
+    row_blocks, column_blocks = config.programs(rows, columns)
+    return (row_tiles(cast, rows, config.block_t) if in_groups(cast) else row_blocks) * column_blocks
 
 
 def _rows_and_columns(

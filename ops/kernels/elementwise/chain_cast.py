@@ -1,18 +1,19 @@
 """What the element-wise kernels quantize their result to, and the arguments by which they are told.
 
 MXFP8 and FP8 with one given scale are cast of whole matrices, both copies at once. FP8 with one scale a group is cast
-of rows in groups; if its scale follows from the amax, a first launch computes the chain for the amaxes alone.
+of rows in groups. If the scales follow from the amaxes, the kernel stores its result and finds these, and the result is
+cast from memory: that takes less time than to compute it twice, once for the amaxes (H200).
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_float8 import BLOCK, format_of
+from recipes.casts.cast_float8 import BLOCK, cast_float8_triton, format_of
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale, GivenScale
 from recipes.tensors.formats import ALL, E4M3, Float8Format, ScaleRule, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -67,7 +68,7 @@ CASTS: dict[tuple[ScaleRule, tuple[int, int], str, int], str] = {
 def why_no_cast(spec: ScaleSpec, *, grouped: bool = False) -> str | None:
     """Why the kernels cannot cast to this format, or None. grouped: rows in groups, each by itself."""
     kind = cast_kind(spec)
-    if kind == "given" or (kind and (kind == "found") == grouped):
+    if kind == "given" or (kind and (kind == "amaxes") == grouped):
         return None
     known = "FP8 with one scale a group" if grouped else "MXFP8, rounded up, and FP8 with one given scale"
     return (
@@ -83,7 +84,7 @@ def cast_kind(spec: ScaleSpec | None) -> str:
         return ""
     layout = spec.block, spec.columnwise, spec.alignment
     if type(spec.scale_rule) is Float32Scale and layout == ((ALL, ALL), "transposed", BLOCK):
-        return "found"
+        return "amaxes"
     return CASTS.get((spec.scale_rule, *layout), "")
 
 
@@ -111,36 +112,43 @@ def places_of(*casts: Cast | None) -> int:
     return found[0].shape[-1] if found else 0
 
 
-def in_groups(cast: Cast | None) -> bool:
+def in_groups(cast: Cast | None) -> TypeGuard[Cast]:
     return cast is not None and cast.offsets is not None
 
 
-def in_two_passes(cast: Cast | None) -> tuple[Cast | None, Cast | None]:
-    """What a first launch finds amaxes for, if the cast needs them, and the cast with these."""
-    if cast is None or cast_kind(cast.spec) != "found":
-        return None, cast
+def finding_amaxes(cast: Cast | None) -> Cast | None:
+    """What the kernel does of this cast: all of it, or it finds the amaxes for `cast_with`."""
+    if cast is None or cast_kind(cast.spec) != "amaxes":
+        return cast
     assert cast.offsets is not None, "amaxes are found of rows in groups"
     amaxes = torch.zeros(num_groups(cast), dtype=torch.float32, device=cast.offsets.device)
-    first = Cast(None, None, None, None, cast.spec, None, amaxes, cast.offsets, cast.aligned)
-    return first, cast._replace(scale=amaxes)
+    return Cast(None, None, None, None, cast.spec, None, amaxes, cast.offsets, cast.aligned)
+
+
+def cast_with(cast: Cast | None, found: Cast | None, x: Tensor | None) -> None:
+    """The rest: x, which the kernel stored, is cast with the amaxes that were found."""
+    if cast is None or found is cast:
+        return
+    rule, form, scale_inv = cast.spec.scale_rule, cast.spec.element, codes_of(cast)[1]
+    assert isinstance(rule, Float32Scale) and isinstance(form, Float8Format), "`cast_kind` says so"
+    assert found is not None and found.amax is not None and x is not None and scale_inv is not None, "they were found"
+    cast_float8_triton(
+        x[None], cast.row_codes, cast.column_codes, scale_inv, found.amax, None, cast.offsets, cast.aligned,
+        form, False, rule.power_2, rule.amax_epsilon,
+    )  # fmt: skip
 
 
 def cast_constants(cast: Cast | None, x: Tensor, prefix: str = "") -> dict[str, Any]:
     """Compile-time arguments, under these names behind the prefix."""
-    found: dict[str, Any] = {"CAST": "", "FORM": "", "POWER_2": False, "AMAX_EPSILON": 0.0}
-    if cast is not None:
-        element, rule, kind = cast.spec.element, cast.spec.scale_rule, cast_kind(cast.spec)
-        if not isinstance(element, Float8Format) or not kind:
-            raise ValueError(why_no_cast(cast.spec))
-        if kind == "found" and cast.scale is None:
-            kind = "amaxes"
-        elif (cast.scale is None) != (kind == "blocks"):
-            given = "no" if cast.scale is None else "a"
-            raise ValueError(f"{cast.spec} is cast with {given} given scale. Pass one only if its rule is GivenScale.")
-        found |= {"CAST": kind, "FORM": format_of(element, x.device)["FORM"]}
-        if isinstance(rule, Float32Scale):
-            found |= {"POWER_2": rule.power_2, "AMAX_EPSILON": rule.amax_epsilon}
-    return {prefix + name: value for name, value in found.items()}
+    if cast is None:
+        return {prefix + "CAST": "", prefix + "FORM": ""}
+    element, kind = cast.spec.element, cast_kind(cast.spec)
+    if not isinstance(element, Float8Format) or not kind:
+        raise ValueError(why_no_cast(cast.spec))
+    if (cast.scale is None) == (kind == "given"):
+        given = "no" if cast.scale is None else "a"
+        raise ValueError(f"{cast.spec} is cast with {given} given scale. Pass one only if its rule is GivenScale.")
+    return {prefix + "CAST": kind, prefix + "FORM": format_of(element, x.device)["FORM"]}
 
 
 def casts_natively(x: Tensor) -> bool:
@@ -148,9 +156,7 @@ def casts_natively(x: Tensor) -> bool:
     return bool(format_of(E4M3, x.device)["NATIVE"])
 
 
-def row_tiles(cast: Cast | None, rows: int, block_t: int) -> int:
-    """How many tiles of rows there can be."""
-    if cast is None or cast.offsets is None:
-        return -(-rows // block_t)
+def row_tiles(cast: Cast, rows: int, block_t: int) -> int:
+    """How many tiles of grouped rows there can be."""
     groups = num_groups(cast)
     return num_slots(rows + BLOCK * groups, groups, block_t)

@@ -4,8 +4,8 @@ For each step: STEPS, BACKWARDS, D_OPERANDS: its functions; KINDS: its operand; 
 dtype of its result; ENTERS, LEAVES: whether its x or dy arrives in another dtype; READS: whether its backward reads x.
 GATE: the position of the gated step, or -1. Operand pointers that a step does not need are None.
 WHOLE: no tile reaches beyond the rows and columns of y.
-CAST: how the result is quantized to FORM: "blocks" (MXFP8), or with one scale, which is "given" or follows from the
-amaxes that were "found" by an earlier launch, which found "amaxes" alone; "" if it is not.
+CAST: how the result is quantized to FORM: "blocks" (MXFP8) or "given" (one given scale); "amaxes" if these are found
+alone; "" if it is not.
 codes: the tensors of a `Cast`, else Nones. Where these have offsets, each tile lies in one of num_groups groups.
 places: how long the rows of transposed codes are.
 
@@ -14,8 +14,9 @@ Between two steps a tile has the dtype in which the earlier step's result would 
 """
 # T rows, COLUMNS of y, WIDTH columns of x
 
-from recipes.casts.cast_float8_triton import PADDING, find_float8_tile, store_float8
+from recipes.casts.cast_float8_triton import PADDING, find_float8_tile, raise_amax, store_float8
 from recipes.casts.cast_mxfp8_triton import store_mxfp8
+from recipes.casts.float8_elements_triton import magnitude
 from recipes.triton.gates import tl, triton
 from recipes.triton.philox_triton import philox
 from recipes.triton.rounding import round_pairs_to, round_to, widen, widen_pairs
@@ -185,7 +186,7 @@ def elementwise_kernel(
     STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
     COUNT: tl.constexpr,
     GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr,
-    NATIVE: tl.constexpr, POWER_2: tl.constexpr, AMAX_EPSILON: tl.constexpr,
+    NATIVE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     column_blocks = tl.cdiv(COLUMNS, BLOCK_C)
@@ -216,9 +217,10 @@ def elementwise_kernel(
         y = widen(y).to(tl.float32)
         tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
     _store_codes(
-        y, codes, tile, columns, COLUMNS, COLUMNS - first_column, T, places, num_groups, inside, 0,
-        CAST, FORM, NATIVE, POWER_2, AMAX_EPSILON,
+        y, codes, tile, columns, first_column, COLUMNS, COLUMNS - first_column, T, places, num_groups, inside, 0,
+        CAST, FORM, NATIVE,
     )  # fmt: skip
+    _find_amax(y, y, codes, tile, num_groups, inside, CAST, False)
 
 
 @triton.jit
@@ -236,18 +238,28 @@ def _tile_of_rows(codes, block, T, places, num_groups, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _store_codes(
-    x, codes, tile, columns, WIDTH, left, T, places, num_groups, inside, INTERLEAVE: tl.constexpr,
-    CAST: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr, POWER_2: tl.constexpr, AMAX_EPSILON: tl.constexpr,
+    x, codes, tile, columns, first_column, WIDTH, left, T, places, num_groups, inside, INTERLEAVE: tl.constexpr,
+    CAST: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """x stands in these columns of WIDTH; `left` of the tile's columns are there."""
     if CAST == "blocks":
         store_mxfp8(x, codes[0], codes[1], codes[2], codes[3], tile[0], columns, T, WIDTH, inside, FORM, NATIVE)
-    elif CAST != "":
+    elif CAST == "given":
         store_float8(
-            widen_pairs(x), codes[0], codes[2], codes[1], codes[4], codes[5], tile[0], columns, WIDTH, left, inside,
-            tile[2], num_groups, tile[3], tile[4], places,
-            CAST == "given", POWER_2, AMAX_EPSILON, INTERLEAVE == 0, FORM, NATIVE,
+            widen_pairs(x), codes[0], codes[2], codes[1], codes[4], tile[0], columns, first_column, WIDTH, left,
+            inside, tile[2], num_groups, tile[3], tile[4], places,
+            INTERLEAVE == 0, FORM, NATIVE,
         )  # fmt: skip
+
+
+@triton.jit
+def _find_amax(a, b, codes, tile, num_groups, inside, CAST: tl.constexpr, PAIR: tl.constexpr):
+    """Of both tiles, if they are a PAIR; else of the first."""
+    if CAST != "" and codes[5] is not None:
+        peak = magnitude(widen_pairs(a))
+        if PAIR:
+            peak = tl.maximum(peak, magnitude(widen_pairs(b)))
+        raise_amax(codes[5], peak, tile[2], num_groups, inside)
 
 
 @triton.jit
@@ -327,8 +339,7 @@ def delementwise_kernel(
     STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, READS: tl.constexpr, KINDS: tl.constexpr,
     CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr, COUNT: tl.constexpr,
     GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr,
-    NATIVE: tl.constexpr, POWER_2: tl.constexpr, AMAX_EPSILON: tl.constexpr,
-    Y_CAST: tl.constexpr, Y_FORM: tl.constexpr, Y_POWER_2: tl.constexpr, Y_AMAX_EPSILON: tl.constexpr,
+    NATIVE: tl.constexpr, Y_CAST: tl.constexpr, Y_FORM: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles below each other a program. sums_a and sums_b: what is summed over the rows, and last of all dx."""
@@ -371,9 +382,10 @@ def delementwise_kernel(
                 stored = round_to(widen(y).to(tl.float32), y_ptr.dtype.element_ty)
                 tl.store(y_ptr + start * COLUMNS + columns[None, :], stored, mask=inside)
             _store_codes(
-                y, y_codes, tile, columns, COLUMNS, COLUMNS - first_column, T, places, num_groups, inside, 0,
-                Y_CAST, Y_FORM, NATIVE, Y_POWER_2, Y_AMAX_EPSILON,
+                y, y_codes, tile, columns, first_column, COLUMNS, COLUMNS - first_column, T, places, num_groups,
+                inside, 0, Y_CAST, Y_FORM, NATIVE,
             )  # fmt: skip
+            _find_amax(y, y, y_codes, tile, num_groups, inside, Y_CAST, False)
         for i in tl.static_range(COUNT - 1, -1, -1):
             xa, xb = a, b
             if READS[i]:
@@ -417,14 +429,15 @@ def delementwise_kernel(
             if GATE >= 0:
                 tl.store(dx_ptr + start * WIDTH + columns_b[None, :], db, mask=inside)
         _store_codes(
-            da, codes, tile, columns_a, WIDTH, COLUMNS - first_column, T, places, num_groups, inside, INTERLEAVE,
-            CAST, FORM, NATIVE, POWER_2, AMAX_EPSILON,
+            da, codes, tile, columns_a, first_column, WIDTH, COLUMNS - first_column, T, places, num_groups,
+            inside, INTERLEAVE, CAST, FORM, NATIVE,
         )  # fmt: skip
         if GATE >= 0:
             _store_codes(
-                db, codes, tile, columns_b, WIDTH, COLUMNS - first_column, T, places, num_groups, inside, INTERLEAVE,
-                CAST, FORM, NATIVE, POWER_2, AMAX_EPSILON,
+                db, codes, tile, columns_b, COLUMNS + first_column, WIDTH, COLUMNS - first_column, T, places,
+                num_groups, inside, INTERLEAVE, CAST, FORM, NATIVE,
             )  # fmt: skip
+        _find_amax(da, db, codes, tile, num_groups, inside, CAST, GATE >= 0)
         if column_sums_ptr is not None:
             sums_a = _added(sums_a, COUNT, tl.where(inside, widen_pairs(da), 0.0))
             if GATE >= 0:
