@@ -107,7 +107,7 @@ class GroupedMLP(FusedOperation):
         scales = extras.get("scales")
         path = fc1_ctx.path
         wgrad = self.fc1.needs_weight_grad(fc1_ctx)
-        x_q = path.quantize(x, splits, fc1_ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
+        x_q = path.quantize(x, splits, fc1_ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad, saved=True)
         out = self.fc1.buffer(fc1_ctx, "output", x, self.fc1.out_features)
         h = path.fprop(x_q, self.fc1.weight_operand(fc1_ctx, rowwise=True), bias=self.fc1.biases(fc1_ctx), out=out)
         # act is not saved, so its columnwise copy is made in backward.

@@ -183,7 +183,7 @@ class GroupedLinear(OperationWithWeights):
         splits, scales = self.check(x, extras)
         wgrad = self.needs_weight_grad(ctx)
         path = ctx.path
-        x_q = path.quantize(x, splits, ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad)
+        x_q = path.quantize(x, splits, ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad, saved=True)
         out = self.buffer(ctx, "output", x, self.out_features)
         y = path.fprop(x_q, self.weight_operand(ctx, rowwise=True), bias=self.biases(ctx), scales=scales, out=out)
         if ctx.needs_grad:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.casts.cast import cast_ref, dequantize_ref
+from recipes.casts.cast import cast_ref, casts_to_values, dequantize_ref
 from recipes.casts.cast_blocks import cast_blocks_on_triton, dequantize_blocks_on_triton
 from recipes.casts.layout import Copies
 from recipes.mxfp8 import MXFP8Quantizer
@@ -242,3 +242,40 @@ def test_large_random_splits(quantizer):
         check("cuda", x, quantizer, sizes=sizes)
     check("cuda", poisoned(8, 384, 640), quantizer, stacked=True)
     check("cuda", poisoned(4097, 2048), quantizer)
+
+
+@EACH_DEVICE
+@EACH_FORMAT
+@SPLITS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("column_codes", [True, False], ids=["column-codes", "column-values"])
+def test_values_in_place_of_codes(device, quantizer, rows, sizes, dtype, column_codes):
+    """Bit for bit what the codes are dequantized to, beside the codes of a copy that is kept."""
+    if quantizer.square:
+        assert not casts_to_values(quantizer.spec)
+        return
+    assert casts_to_values(quantizer.spec)
+    x = poisoned(rows, 72, dtype=dtype).to(device)
+    splits = Splits.make(sizes, rows=rows, device=device)
+    wanted = {"rowwise": True, "columnwise": True, "splits": splits}
+    codes = cast_blocks_on_triton(x, quantizer.spec, **wanted)
+    found = cast_blocks_on_triton(
+        x, quantizer.spec, **wanted, row_values=dtype, column_values=None if column_codes else dtype
+    )
+    row, column = (
+        dequantize_blocks_on_triton(
+            copy, scale, quantizer.spec, dtype, columnwise=columnwise, shape=x.shape, splits=splits
+        )
+        for copy, scale, columnwise in (
+            (codes.row_codes, codes.row_scale, False),
+            (codes.column_codes, codes.column_scale, True),
+        )
+    )
+    active = sum(sizes)  # the rest is 0 in both, whatever stands in x
+    for name, got, want in (("row", found.row_codes, row), ("column", found.column_codes, column)):
+        if name == "column" and column_codes:
+            got, want = found.column_codes.view(torch.uint8), codes.column_codes.view(torch.uint8)
+            assert torch.equal(found.column_scale, codes.column_scale)
+        assert got.dtype == want.dtype and torch.equal(got.nan_to_num(7), want.nan_to_num(7)), name
+        assert not got[active:].float().any(), name
+    assert found.row_scale is None

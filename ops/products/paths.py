@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -35,11 +35,13 @@ from ops.products.product import (
     float8_operands,
     for_wgrad,
     gemm,
+    gemm_dtype,
     operands,
     quantized,
     wgrad,
 )
 from ops.runner.in_place import writable
+from recipes.casts.cast import casts_to_values
 from recipes.native_products import LAYOUTS, Capability, GemmLayout, Product, compute_capability
 from recipes.recipe import HighPrecision, Recipe
 from recipes.request import PlanRequest
@@ -83,12 +85,27 @@ class GroupedPath:
         self.capability = capability
 
     def quantize(
-        self, x: Tensor, splits: Splits, quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
+        self,
+        x: Tensor,
+        splits: Splits,
+        quantizer: Quantizer | None,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        saved: bool = False,
     ) -> GroupedTensor:
-        """x [T, K] as an operand: rowwise for fprop and dgrad, columnwise for wgrad."""
+        """x [T, K] as an operand: rowwise for fprop and dgrad, columnwise for wgrad.
+
+        saved: the columnwise copy is kept for backward, as codes. Other copies of codes that no product multiplies are
+        made as their values, where the cast can write these.
+        """
         if quantizer is None:
             return GroupedTensor(x, splits, None, None, x.dtype)
-        return quantizer.quantize_grouped(x, splits, rowwise=rowwise, columnwise=columnwise)
+        copies = {"rowwise": rowwise, "columnwise": columnwise}
+        if x.is_cuda and x.dtype != torch.float64 and (rowwise or not saved) and _writes_values(quantizer):
+            dtype = gemm_dtype(x.dtype, x.device)
+            return quantizer.dequantized_rows(x, splits, dtype, **copies, column_codes=saved)
+        return quantizer.quantize_grouped(x, splits, **copies)
 
     def buffers(
         self,
@@ -206,7 +223,14 @@ class SplitPath:
         self.capability = capability
 
     def quantize(
-        self, x: Tensor, splits: Splits, quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
+        self,
+        x: Tensor,
+        splits: Splits,
+        quantizer: Quantizer | None,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        saved: bool = False,
     ) -> SplitTensors:
         """As `GroupedPath.quantize`, each group alone."""
         sizes = tuple(splits.tolist())
@@ -324,6 +348,10 @@ def choose_path(request: PlanRequest) -> Path:
         raise ValueError(f"path='grouped' cannot be taken: {refusal} Leave path unset, or ask for path='split'.")
     kind = _PATHS[asked or ("grouped" if refusal is None else "split")]
     return kind(request.recipe, capability=compute_capability(request.device))
+
+
+def _writes_values(quantizer: Quantizer) -> TypeGuard[SpecQuantizer]:
+    return isinstance(quantizer, SpecQuantizer) and quantizer.casts_by_spec() and casts_to_values(quantizer.spec)
 
 
 def _members(parts: Sequence[Tensor], quantizer: Quantizer | None, rowwise: bool, columnwise: bool) -> list[Any]:

@@ -85,6 +85,31 @@ def cast(
     )  # fmt: skip
 
 
+def casts_to_values(spec: ScaleSpec) -> bool:
+    """Whether the kernel that casts to this format can write a copy's values in place of its codes and scales."""
+    return type(spec.scale_rule) is E8M0Scale and not is_square(spec) and kernels_of(spec) is _BLOCKS
+
+
+def cast_rows_to_values(
+    x: Tensor,
+    spec: ScaleSpec,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    column_codes: bool,
+    splits: Splits,
+) -> Copies:
+    """As `cast` and `dequantize` after it, of rows in groups on a GPU; copies that hold values have no scales.
+
+    dtype: of the values. column_codes: the columnwise copy is codes, as `cast` makes it.
+    """
+    return cast_blocks_on_triton(
+        x.detach(), spec, rowwise=rowwise, columnwise=columnwise, splits=splits,
+        row_values=dtype if rowwise else None, column_values=dtype if columnwise and not column_codes else None,
+    )  # fmt: skip
+
+
 def dequantize(
     codes: Tensor,
     scale: Tensor,

@@ -89,8 +89,13 @@ def cast_blocks_on_triton(
     splits: Splits | None = None,
     scale: Tensor | None = None,
     amax_out: Tensor | None = None,
+    row_values: torch.dtype | None = None,
+    column_values: torch.dtype | None = None,
 ) -> Copies:
     """`cast` of such a spec on any device: tests bring CPU tensors, under the interpreter.
+
+    row_values, column_values: of a copy in 1x32 blocks, the dtype of values that take the place of codes and scales,
+    bit for bit as these are dequantized
 
     With float32 scales, rows of no multiple of 16 values are cast with zeros behind them: the compiler knows of no
     other multiple, and a tile that is read value by value does not fit into the registers.
@@ -103,6 +108,11 @@ def cast_blocks_on_triton(
         wide = torch.nn.functional.pad(x, (0, beyond))
         return _first_columns(cast_blocks_on_triton(wide, spec, **wanted), x.shape[-1], square)
     x_GTK, copies = matrices(x, stacked), empty_copies(x.shape, spec, x.device, **wanted)
+    if row_values is not None:
+        copies = copies._replace(row_codes=torch.empty(x.shape, dtype=row_values, device=x.device), row_scale=None)
+    if column_values is not None:
+        values = torch.empty(x.shape, dtype=column_values, device=x.device)
+        copies = copies._replace(column_codes=values, column_scale=None)
     row_codes, row_scale, column_codes, column_scale = copies
     assert isinstance(element, Float8Format), "`KERNELS` names what is cast here"
     form = format_of(element, x.device)
@@ -111,12 +121,13 @@ def cast_blocks_on_triton(
     if isinstance(rule, E8M0Scale):
         if square and rowwise and columnwise:  # both copies have the same codes
             copies, column_codes = copies._replace(column_codes=row_codes), None
-        column_codes = as_bytes(column_codes)
+        row_codes = row_codes if row_values else as_bytes(row_codes)
+        column_codes = column_codes if column_values else as_bytes(column_codes)
         launch, config = _cast_mxfp8, cast_mxfp8_config(x.shape[-1], both=rowwise and columnwise)
         constants = {"FLOOR": rule.rounding == "floor", "BLOCK_K": config.block_k}
     else:
         assert isinstance(rule, Float32Scale), "`KERNELS` names what is cast here"
-        column_codes = None if column_codes is None else as_words(column_codes)
+        row_codes, column_codes = as_bytes(row_codes), None if column_codes is None else as_words(column_codes)
         launch, config = _cast_float8_block, cast_float8_block_config(x.element_size(), bool(form["NATIVE"]))
         own = 0 if column_codes is None else column_codes.shape[-1], rule.amax_epsilon
         constants = {
@@ -126,7 +137,7 @@ def cast_blocks_on_triton(
     if programs:
         launch(
             x_GTK, programs,
-            x_GTK, as_bytes(row_codes), row_scale, column_codes, column_scale, *place, *own,
+            x_GTK, row_codes, row_scale, column_codes, column_scale, *place, *own,
             SQUARE=square, **constants, **form, num_warps=config.num_warps, maxnreg=config.registers,
         )  # fmt: skip
     return copies

@@ -20,7 +20,7 @@ def cast_mxfp8_kernel(
     rows, columns, row_blocks, num_groups,
     SQUARE: tl.constexpr, FLOOR: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile. Codes and scales that are None are not stored.
+    """Cast one tile. Codes and scales that are None are not stored; codes that are not of uint8 are their values.
 
     rows: of each matrix; row_blocks: of each matrix, in the padded buffer if there are offsets. SQUARE: 32x32 blocks.
     FLOOR: the scale's exponent is rounded down. FORM, NATIVE: as in `float8_codes`.
@@ -50,13 +50,24 @@ def cast_mxfp8_kernel(
         if row_codes_ptr is not None:
             scale = _scale(tl.max(magnitude(x), axis=2), FORM, FLOOR)
             codes = float8_codes(x * _reciprocal(scale)[:, :, None], FORM, NATIVE)
-            tl.store(row_codes_ptr + at, codes, mask=inside)
-            tl.store(row_scale_ptr + at_row, scale.to(tl.uint8), mask=valid_row)
+            _store_codes_or_values(row_codes_ptr + at, codes, scale[:, :, None], inside, FORM, NATIVE)
+            if row_scale_ptr is not None:
+                tl.store(row_scale_ptr + at_row, scale.to(tl.uint8), mask=valid_row)
         if column_codes_ptr is not None:
             scale = _scale(tl.max(magnitude(x), axis=1), FORM, FLOOR)
             codes = float8_codes(x * _reciprocal(scale)[:, None, :], FORM, NATIVE)
-            tl.store(column_codes_ptr + at, codes, mask=inside)
-            tl.store(column_scale_ptr + at_column, scale.to(tl.uint8), mask=valid_column)
+            _store_codes_or_values(column_codes_ptr + at, codes, scale[:, None, :], inside, FORM, NATIVE)
+            if column_scale_ptr is not None:
+                tl.store(column_scale_ptr + at_column, scale.to(tl.uint8), mask=valid_column)
+
+
+@triton.jit
+def _store_codes_or_values(at, codes, scale, inside, FORM: tl.constexpr, NATIVE: tl.constexpr):
+    if at.dtype.element_ty == tl.uint8:
+        tl.store(at, codes, mask=inside)
+    else:
+        values = float8_values(codes, FORM, NATIVE) * _value(scale)
+        tl.store(at, round_to(values, at.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "row_blocks", "num_groups"])

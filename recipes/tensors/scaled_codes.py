@@ -174,9 +174,17 @@ class Dequantized(ScaledCodes):
 
 def scaled_copies(copies: Copies, spec: ScaleSpec, shape: torch.Size) -> tuple[ScaledCodes | None, ScaledCodes | None]:
     """The rowwise and the columnwise copy of a tensor of this shape."""
-    rowwise = columnwise = None
-    if copies.row_codes is not None and copies.row_scale is not None:
-        rowwise = ScaledCodes(copies.row_codes, copies.row_scale, spec, shape)
-    if copies.column_codes is not None and copies.column_scale is not None:
-        columnwise = ScaledCodes(copies.column_codes, copies.column_scale, spec, shape, True)
-    return rowwise, columnwise
+    return (
+        _scaled_copy(copies.row_codes, copies.row_scale, spec, shape, False),
+        _scaled_copy(copies.column_codes, copies.column_scale, spec, shape, True),
+    )
+
+
+def _scaled_copy(
+    codes: Tensor | None, scale: Tensor | None, spec: ScaleSpec, shape: torch.Size, columnwise: bool
+) -> ScaledCodes | None:
+    if codes is None:
+        return None
+    if scale is None:
+        return Dequantized(codes, None, spec, shape, columnwise)  # type: ignore[arg-type]
+    return ScaledCodes(codes, scale, spec, shape, columnwise)

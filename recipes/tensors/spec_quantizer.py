@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recipes.casts.cast import cast
+from recipes.casts.cast import cast, cast_rows_to_values
 from recipes.casts.layout import empty_copies
 from recipes.tensors.formats import ScaleLayout, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -49,6 +49,27 @@ class SpecQuantizer(Quantizer):
         spec = self.spec
         copies = scaled_copies(empty_copies(shape, spec, device), spec, shape)
         return QuantizedBuffers(QuantizedTensor(*copies, dtype), *self.scale_and_amax(device, 1))
+
+    def dequantized_rows(
+        self,
+        x_TK: Tensor,
+        splits: Splits,
+        dtype: torch.dtype,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        column_codes: bool,
+    ) -> GroupedTensor:
+        """As `quantize_grouped`, with the values of the copies in place of their codes: of formats that
+        `casts_to_values`, on a GPU.
+
+        dtype: of the values, which holds them. column_codes: the columnwise copy is codes nevertheless.
+        """
+        check_grouped(x_TK, splits, rowwise, columnwise)
+        copies = cast_rows_to_values(
+            x_TK, self.spec, dtype, rowwise=rowwise, columnwise=columnwise, column_codes=column_codes, splits=splits
+        )
+        return GroupedTensor(None, splits, *scaled_copies(copies, self.spec, x_TK.shape), x_TK.dtype)
 
     def empty_grouped(
         self, shape: torch.Size, dtype: torch.dtype, splits: Splits, *, rowwise: bool, columnwise: bool
