@@ -43,6 +43,9 @@ MODELS = {
     "glm-4.5-air": Model(128, 8, SIGMOID),
     "gpt-oss": Model(32, 4, {"use_pre_softmax": False, "bias": True}),
     "deepseek-v2": Model(160, 6, {"num_groups": 8, "topk_groups": 3, "scaling_factor": 16.0}),
+    "qwen3-moe": Model(128, 8, {"normalize_probs": True}),
+    "mixtral": Model(8, 2, {"normalize_probs": True}),
+    "olmoe": Model(64, 8, {}),
     # odd ones
     "sigmoid, not normalized": Model(7, 3, {"score_function": "sigmoid", "bias": True}),
     "sigmoid, one expert": Model(1, 1, SIGMOID),
@@ -318,11 +321,22 @@ def their_gate(name: str, hidden: int) -> tuple[nn.Module, ops.Router]:
     """The module of transformers, with weights, and ours with the same."""
     reason = "transformers 5 is not installed here, so its own modules cannot be compared with."
     pytest.importorskip("transformers", minversion="5", reason=reason)
-    from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeConfig, GptOssConfig
+    from transformers import (
+        DeepseekV2Config,
+        DeepseekV3Config,
+        Glm4MoeConfig,
+        GptOssConfig,
+        MixtralConfig,
+        OlmoeConfig,
+        Qwen3MoeConfig,
+    )
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+    from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     model = MODELS[name]
     given = model.router
@@ -333,22 +347,28 @@ def their_gate(name: str, hidden: int) -> tuple[nn.Module, ops.Router]:
         "glm-4.5-air": (Glm4MoeConfig, Glm4MoeTopkRouter, "n_routed_experts"),
         "gpt-oss": (GptOssConfig, GptOssTopKRouter, "num_local_experts"),
         "deepseek-v2": (DeepseekV2Config, DeepseekV2TopkRouter, "n_routed_experts"),
+        "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeTopKRouter, "num_experts"),
+        "mixtral": (MixtralConfig, MixtralTopKRouter, "num_local_experts"),
+        "olmoe": (OlmoeConfig, OlmoeTopKRouter, "num_experts"),
     }
     config, gate, num_experts = classes[name]
-    groups = {"n_group": given.get("num_groups", 1), "topk_group": given.get("topk_groups", 1)}
-    scaling = {"routed_scaling_factor": given.get("scaling_factor", 1.0), "norm_topk_prob": True}
-    method = {"topk_method": "group_limited_greedy"} if name == "deepseek-v2" else {}
-    settings = {} if name == "gpt-oss" else {**groups, **scaling, **method}
-    theirs = gate(
-        config(hidden_size=hidden, num_experts_per_tok=model.topk, **{num_experts: model.experts}, **settings)
-    )
+    settings: dict[str, Any] = {"norm_topk_prob": given.get("normalize_probs", False)}
+    if name.startswith(("deepseek", "kimi", "glm")):
+        settings["n_group"], settings["topk_group"] = given.get("num_groups", 1), given.get("topk_groups", 1)
+        settings["routed_scaling_factor"] = given.get("scaling_factor", 1.0)
+    if name == "deepseek-v2":
+        settings["topk_method"] = "group_limited_greedy"
+    if name in ("gpt-oss", "mixtral"):  # which have no choice
+        del settings["norm_topk_prob"]
+    settings |= {"hidden_size": hidden, "num_experts_per_tok": model.topk, num_experts: model.experts}
+    theirs = gate(config(**settings))
     ours = make(model, hidden, z_loss=None)
     state = {key.replace("expert_bias", "e_score_correction_bias"): t for key, t in ours.state_dict().items()}
     theirs.load_state_dict(state)
     return theirs, ours
 
 
-@pytest.mark.parametrize("name", list(MODELS)[:6])
+@pytest.mark.parametrize("name", list(MODELS)[:9])
 def test_the_router_is_that_of_transformers(name: str) -> None:
     for tokens in (0, 1, 64):
         theirs, ours = their_gate(name, 64)
@@ -383,6 +403,15 @@ def test_transformers_routes_bf16_as_we_do(name: str) -> None:
     own_probs, own_indices = by_expert(made["probs"], made["indices"])
     assert torch.equal(own_indices, indices)
     torch.testing.assert_close(own_probs, probs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gate_of_transformers_is_a_custom_router() -> None:
+    theirs, ours = their_gate("deepseek-v3", 64)
+    x = torch.randn(20, 64)
+    own = Sequential(ops.CustomRouter(theirs, returns=("logits", "probs", "indices")), ops.Dispatch(256), ops.Combine())
+    layer = Sequential(ours, ops.Dispatch(256), ops.Combine())
+    (y, made), (z, expected) = (each(x, outputs=("logits", "split_sizes")) for each in (own, layer))
+    torch.testing.assert_close((y, made), (z, expected))
 
 
 # ------------------------------------------------------------------------------------------------ balancing the load

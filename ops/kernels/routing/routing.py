@@ -336,13 +336,13 @@ def _droute_sigmoid(
     normalized: bool,
 ) -> Tensor:
     d_scores = torch.zeros_like(scores)
-    if dloss is not None:
-        total = scores.sum(-1, keepdim=True) + SIGMOID_SUM_EPS
-        d_shares = fractions * (dloss * loss_scale)
-        d_scores += (d_shares - (d_shares * scores).sum(-1, keepdim=True) / total) / total
     if dprobs is not None:
         if normalized:
             total = scores.gather(1, indices).sum(-1, keepdim=True) + SIGMOID_SUM_EPS
             dprobs = (dprobs - (dprobs * probs).sum(-1, keepdim=True)) / total
-        d_scores.scatter_add_(1, indices, dprobs)
+        d_scores.scatter_(1, indices, dprobs)  # an expert is chosen once
+    if dloss is not None:
+        total = scores.sum(-1, keepdim=True) + SIGMOID_SUM_EPS
+        d_shares = fractions * (dloss * loss_scale)
+        d_scores += (d_shares - (d_shares * scores).sum(-1, keepdim=True) / total) / total
     return d_scores.mul_(scores).mul_(1 - scores)
