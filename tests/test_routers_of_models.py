@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.models import EXPERT_SHAPES, expert_operations
 from fuser import Sequential, autocast, ops
+from fuser.graph import make_graphed_callables
 from ops.kernels.routing.routing import droute, route, route_ref
 from tests.check_operation import DEVICES
 from tests.ranks import on_ranks
@@ -482,6 +483,19 @@ def test_what_a_checkpoint_computes_again_counts_once(use_reentrant: bool) -> No
     x = torch.randn(20, 16, requires_grad=True)
     checkpoint(layer, x, use_reentrant=use_reentrant).sum().backward()
     assert layer[0].tokens_since_update.sum() == 40
+
+
+def test_a_graph_counts_each_replay_and_no_warm_up() -> None:
+    layer, x = Sequential(sigmoid_router(), ops.Dispatch(8), ops.Combine()), torch.randn(10, 16, requires_grad=True)
+    graphed = make_graphed_callables(layer, (x,))
+    load = layer[0].tokens_since_update
+    assert not load.any()
+    for _ in range(3):
+        graphed(torch.randn(10, 16, requires_grad=True)).sum().backward()
+    assert layer[0].tokens_since_update is load and load.sum() == 60
+    layer[0].update_expert_bias(0.5)
+    graphed(torch.randn(10, 16, requires_grad=True))
+    assert load.sum() == 20 and layer[0].expert_bias.any()
 
 
 def sum_of_ranks(rank: int) -> None:
