@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ops.kernels.norm.norm_triton import runs_in_triton
-from ops.kernels.routing.routing import ScoreFunction, droute, route, why_not_in_triton
+from ops.kernels.routing.routing import ScoreFunction, describe_kernels, droute, route
 from ops.kernels.routing.z_loss import dz_loss, z_loss
 from ops.runner.nested_backward import within_backward
 from ops.runner.operation import (
@@ -261,8 +261,7 @@ class Router(BasicOperation):
     def kernel(self, request: PlanRequest) -> str:
         if not runs_in_triton(request.device, torch.promote_types(request.dtype, torch.float32)):
             return "torch"
-        reason = why_not_in_triton(self.num_experts, self.score_function, self.topk_groups < self.num_groups)
-        return "softmax and choice in one (Triton)" if reason is None else f"torch: {reason}"
+        return describe_kernels(self.num_experts, self.score_function, self.topk_groups < self.num_groups)
 
     def features(self, incoming: int | None) -> int | None:
         check_features(incoming, self.hidden_size)

@@ -7,6 +7,7 @@ import copy
 import io
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from bench.models import EXPERT_SHAPES, expert_operations
 from fuser import Sequential, autocast, ops
 from fuser.graph import make_graphed_callables
+from ops.kernels.routing import routing
 from ops.kernels.routing.routing import droute, route, route_ref
 from tests.check_operation import DEVICES
+from tests.grouped_cases import DEVICES as KERNEL_DEVICES
 from tests.ranks import on_ranks
 from tests.reference import ROUNDED_ONCE, assert_close, assert_same_bits
 
@@ -260,6 +263,38 @@ def test_of_equal_experts_and_groups_the_lower_is_taken(limited: bool, device: s
     _, made = router(torch.randn(9, 4, device=device), outputs=("indices", "probs"))
     assert made["indices"].tolist() == [list(range(20))] * 9
     assert (made["probs"] == 0.5).all()
+
+
+@pytest.mark.launches("route_kernel")
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("name", ["kimi-k2", "deepseek-v3", "deepseek-v2", "sigmoid, every expert of two groups"])
+def test_the_kernel_chooses_among_any_keys_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch, name: str, ties: bool, device: str
+) -> None:
+    model = MODELS[name]
+    logits = 3 * torch.randn(33, model.experts, device=device)
+    bias = torch.randn(model.experts, device=device)
+    if ties:
+        logits, bias = logits.round(), bias.round()
+        bias[1] = -torch.inf  # an expert that is switched off
+        logits[5, 3] = torch.nan
+    settings: Any = {
+        "normalized": model.router.get("normalize_probs", False),
+        "score_function": model.router.get("score_function", "softmax"),
+        "expert_bias": bias if "expert_bias" in model.router else None,
+        "num_groups": model.router.get("num_groups", 1),
+        "topk_groups": model.router.get("topk_groups", 1),
+    }
+    monkeypatch.setattr(routing, "runs_in_triton", lambda device, dtype: False)
+    expected = route(logits, model.topk, **settings)
+    monkeypatch.setattr(routing, "runs_in_triton", lambda device, dtype: True)
+    with np.errstate(invalid="ignore"):  # numpy, the interpreter, warns of them
+        found = route(logits, model.topk, **settings)
+    assert torch.equal(found.indices, expected.indices) and torch.equal(found.counts, expected.counts)
+    for name in ("probs", "scores", "fractions", "loss"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_group_whose_best_are_biased_below_zero_is_not_left_for_another() -> None:
@@ -649,10 +684,14 @@ def test_settings_are_shown() -> None:
     [
         ({}, "[softmax and choice in one (Triton)]"),
         ({"bias": True, "scaling_factor": 2.0, "z_loss": 1e-3}, "[softmax and choice in one (Triton)]"),
-        ({"score_function": "sigmoid"}, "[torch: the kernels have no sigmoid scores]"),
+        ({"score_function": "sigmoid"}, "[choice (Triton), sigmoid scores in torch]"),
         (
             {"num_groups": 4, "topk_groups": 2},
-            "[torch: the kernel chooses among all experts, not in groups]",
+            "[choice (Triton), softmax scores and groups in torch]",
+        ),
+        (
+            {"num_groups": 4, "topk_groups": 2, "score_function": "sigmoid"},
+            "[choice (Triton), sigmoid scores and groups in torch]",
         ),
         ({"num_groups": 4, "topk_groups": 4}, "[softmax and choice in one (Triton)]"),
     ],

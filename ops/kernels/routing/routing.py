@@ -22,8 +22,8 @@ Layouts: logits, s [T, E]; probs, indices [T, topk]; f, counts [E]. Precision: a
 or float64; counts are exact.
 
 On CUDA, float32 with softmax runs one Triton kernel in forward, without groups, and one in backward, for up to 512
-experts. Each program counts and sums its own tokens, and torch adds the results of the programs. Sigmoid scores and
-groups run in torch (`why_not_in_triton`).
+experts. Each program counts and sums its own tokens, and torch adds the results of the programs. Sigmoid scores, groups
+and their gradients run in torch; the same forward kernel makes the choice among their keys, as exactly as a sort does.
 
 Graph safety: no host synchronization, no atomics. Counts are sums of a mask, because the result size of bincount
 depends on the data.
@@ -130,15 +130,13 @@ def routes_in_triton(device: torch.device, dtype: torch.dtype, num_experts: int)
     return runs_in_triton(device, dtype) and num_experts <= MOST_EXPERTS
 
 
-def why_not_in_triton(num_experts: int, score_function: ScoreFunction, is_limited: bool) -> str | None:
-    """Why the forward kernel cannot route so on a GPU, or None. is_limited: to some groups."""
-    if score_function != "softmax":
-        return f"the kernels have no {score_function} scores"
-    if is_limited:
-        return "the kernel chooses among all experts, not in groups"
+def describe_kernels(num_experts: int, score_function: ScoreFunction, is_limited: bool) -> str:
+    """What routes so on a GPU in float32, in a few words. is_limited: to some groups."""
     if num_experts > MOST_EXPERTS:
-        return f"the kernels hold up to {MOST_EXPERTS} experts"
-    return None
+        return f"torch: the kernels hold up to {MOST_EXPERTS} experts"
+    if score_function == "softmax" and not is_limited:
+        return "softmax and choice in one (Triton)"
+    return f"choice (Triton), {score_function} scores{' and groups' if is_limited else ''} in torch"
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
@@ -276,16 +274,23 @@ def _largest(keys: Tensor, topk: int, groups: tuple[int, int, int] | None) -> Te
 
     Not by torch.topk: its choice among equal values depends on the device.
     """
+    num_experts = keys.shape[1]
     if groups is None:
-        return keys.sort(dim=-1, descending=True, stable=True)[1][:, :topk].contiguous()
+        return _first(keys, topk, num_experts)
     num_groups, topk_groups, num_summed = groups
     grouped = keys.unflatten(1, (num_groups, -1))
     group_scores = grouped.topk(num_summed, dim=-1)[0].sum(-1)  # of equal keys either has the same value
     best = group_scores.sort(dim=-1, descending=True, stable=True)[1][:, :topk_groups]
     # In the order of their indices, so that among equal keys the lower expert comes first.
-    experts = torch.arange(keys.shape[1], device=keys.device).view(num_groups, -1)[best.sort(dim=-1)[0]].flatten(1)
-    order = keys.gather(1, experts).sort(dim=-1, descending=True, stable=True)[1]
-    return experts.gather(1, order[:, :topk])
+    experts = torch.arange(num_experts, device=keys.device).view(num_groups, -1)[best.sort(dim=-1)[0]].flatten(1)
+    return experts.gather(1, _first(keys.gather(1, experts), topk, num_experts))
+
+
+def _first(keys: Tensor, topk: int, num_experts: int) -> Tensor:
+    """Where the topk largest of each row are, largest first; among equal keys the first."""
+    if routes_in_triton(keys.device, keys.dtype, num_experts):
+        return _choose_on_triton(keys, topk, normalized=False)[1]  # its softmax is not used
+    return keys.sort(dim=-1, descending=True, stable=True)[1][:, :topk].contiguous()
 
 
 def _probabilities(
