@@ -34,7 +34,8 @@ class Router(BasicOperation):
         logits = x W^T + b, in float32 (float64 for float64)    weight: [num_experts, hidden_size]; bias: [num_experts]
 
     probs   [T, topk] float32 (float64): the factors of the chosen experts, in the order of indices
-    indices [T, topk] int64: the chosen experts, the largest first; among equal ones the lower index, on every device
+    indices [T, topk] int64: the chosen experts, that of the largest score (with expert_bias) first; among equal ones
+            the lower index, on every device
     logits  [T, num_experts] float32 (float64)
     tokens_per_expert [num_experts] int64: how many tokens chose each expert
     load_balancing_loss (): num_experts sum_e f_e P_e, with f_e the share of the (token, slot) pairs that chose e and
@@ -66,8 +67,8 @@ class Router(BasicOperation):
         Kimi-K2              score_function="sigmoid", expert_bias=True, normalize_probs=True, scaling_factor=2.827
         GLM-4.5              score_function="sigmoid", expert_bias=True, normalize_probs=True, scaling_factor=2.5
 
-    There `expert_bias` is `e_score_correction_bias`. In 16-bit dtypes transformers rounds the logits and probabilities
-    of gpt-oss, Qwen3-MoE, Mixtral and OLMoE to that dtype or multiplies in it; here they stay float32.
+    There `expert_bias` is `e_score_correction_bias`. In 16-bit dtypes transformers computes the logits of gpt-oss,
+    Qwen3-MoE, Mixtral and OLMoE in that dtype; here they are float32.
 
     The products run in full float32 under every recipe, torch.autocast and TF32 setting, because a small error in a
     logit can change the choice. (Under torch.autocast x arrives in autocast's dtype; W and b are not cast.)
@@ -75,7 +76,7 @@ class Router(BasicOperation):
     The buffers stay float32 and int64 when the module is converted. Weights are initialised as in `torch.nn.Linear`.
     Raises TypeError for arguments of another kind, and ValueError for sizes that are not positive, a topk above
     num_experts, groups that do not divide num_experts or hold too few experts, settings that do not go together, and an
-    x that is not [T, hidden_size].
+    x that is not [T, hidden_size]; NotImplementedError for expert_bias with softmax.
     """
 
     extra_outputs: Mapping[str, type] = {

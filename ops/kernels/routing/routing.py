@@ -22,8 +22,8 @@ Layouts: logits, s [T, E]; probs, indices [T, topk]; f, counts [E]. Precision: a
 or float64; counts are exact.
 
 On CUDA, float32 with softmax runs one Triton kernel in forward, without groups, and one in backward, for up to 512
-experts. Each program counts and sums its own tokens, and torch adds the results of the programs. Sigmoid scores, groups
-and their gradients run in torch; the same forward kernel makes the choice among their keys, as exactly as a sort does.
+experts. Each program counts and sums its own tokens, and torch adds the results of the programs. Groups, and sigmoid
+scores with their gradients, run in torch; the same forward kernel then chooses among the keys, as a sort would.
 
 Graph safety: no host synchronization, no atomics. Counts are sums of a mask, because the result size of bincount
 depends on the data.
