@@ -4,7 +4,9 @@ H hidden size, F expert width (of gate and up each), E experts on this device, K
 R = tokens * K rows. Sources: the published configurations (`config.json` on each model's page).
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +30,7 @@ class ExpertShape:
     bias: bool = False
     use_pre_softmax: bool = True
     normalize_probs: bool = True
+    router: Mapping[str, Any] = field(default_factory=dict, hash=False)  # further arguments of the Router
     note: str = ""
 
     @property
@@ -72,7 +75,11 @@ _GPT_OSS = ExpertShape(
     bias=True,
     use_pre_softmax=False,
     normalize_probs=False,
+    router={"bias": True},
 )
+
+# The scores are sigmoids, and a bias that is moved towards an even load takes part in the choice alone.
+_SIGMOID = {"score_function": "sigmoid", "expert_bias": True}
 
 EXPERT_SHAPES = {
     "qwen3-30b-a3b": ExpertShape(2048, 768, 128, 8),
@@ -82,11 +89,13 @@ EXPERT_SHAPES = {
     "mixtral-8x7b": ExpertShape(4096, 14336, 8, 2),
     "gpt-oss-20b": replace(_GPT_OSS, num_experts=32),
     "gpt-oss-120b": _GPT_OSS,
-    "deepseek-v3": ExpertShape(7168, 2048, 256, 8, note="router scores by softmax here, by sigmoid in the model"),
+    "deepseek-v3": ExpertShape(
+        7168, 2048, 256, 8, router={**_SIGMOID, "num_groups": 8, "topk_groups": 4, "scaling_factor": 2.5}
+    ),
     "deepseek-v3-ep8": ExpertShape(
         7168, 2048, 32, 4, tokens=16384, note="one of 8 expert-parallel ranks: 65,536 rows for its 32 experts"
     ),
-    "kimi-k2": ExpertShape(7168, 2048, 384, 8, note="router scores by softmax here, by sigmoid in the model"),
+    "kimi-k2": ExpertShape(7168, 2048, 384, 8, router={**_SIGMOID, "scaling_factor": 2.827}),
     "kimi-k2-ep8": ExpertShape(
         7168, 2048, 48, 4, tokens=16384, note="one of 8 expert-parallel ranks: 65,536 rows for its 48 experts"
     ),
@@ -106,6 +115,7 @@ def expert_operations(shape: ExpertShape, *, device: torch.device | str | None =
         shape.topk,
         use_pre_softmax=shape.use_pre_softmax,
         normalize_probs=shape.normalize_probs,
+        **shape.router,
         device=device,
     )
     return [

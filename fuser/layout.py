@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fuser.plan import FusionPlanner
+from ops.runner.named_extras import NamedExtras
 from ops.runner.operation import BasicOperation
 from ops.runner.run import Buffers, Pipeline
 from recipes.first_forwards import FirstForwards
@@ -51,7 +52,7 @@ class Container(nn.Module):
 class Layout:
     """The stages of a Sequential, and the names that pass between them.
 
-    Raises ValueError if two operations produce an extra output of the same name, if one consumes a name that only a
+    Raises ValueError if two modules produce an extra output of the same name, if one consumes a name that only a
     later one produces, or if the feature sizes of neighbours (`features`) do not match.
     """
 
@@ -67,6 +68,7 @@ class Layout:
         self._nested: list[tuple[Container, Layout]] = []
         self._hooked: list[tuple[Mapping[Any, Any], ...]] = []
         self._settings: list[tuple[BasicOperation, Mapping[str, str], Recipe | None]] = []
+        self._names: list[tuple[NamedExtras, Mapping[str, str]]] = []  # of modules that are no operations
         self.stages: list[Stage] = []
         self._run: list[tuple[int | None, str, BasicOperation]] = []
         self._collect(sequential, "")
@@ -86,6 +88,7 @@ class Layout:
             not any(self._hooks)
             and _contents(sequential) == self._own_contents
             and all(o._names is names and o._recipe is recipe for o, names, recipe in self._settings)
+            and all(module._names is names for module, names in self._names)
             and all(_contents(container) == contents for container, contents in self._contents)
             and all(any(hooks) for hooks in self._hooked)
             and all(nested.layout() is layout for nested, layout in self._nested)
@@ -109,6 +112,8 @@ class Layout:
             (self._hooked.append(hooks) if hooked else self._hooks.extend(hooks))
             if isinstance(module, BasicOperation):
                 self._settings.append((module, module._names, module._recipe))
+            elif isinstance(module, NamedExtras):
+                self._names.append((module, module._names))
             if isinstance(module, BasicOperation) and not hooked:
                 if self._run and self._run[-1][2].recipe != module.recipe:
                     self._close_run()
@@ -129,7 +134,9 @@ class Layout:
 
     def _alone(self, position: int | None, label: str, module: nn.Module, hooked: bool) -> Stage:
         why = "it has hooks of its own, or is sharded" if hooked else None
-        if isinstance(module, BasicOperation):
+        if isinstance(module, NamedExtras):
+            if not isinstance(module, BasicOperation):
+                why = why or "autograd differentiates it"
             needs = tuple(module.extra_name(name) for name in module.extra_inputs)
             makes = tuple(module.extra_name(name) for name in module.extra_outputs)
             return Stage(module, needs, makes, (position,), label, why)

@@ -23,6 +23,7 @@ from ops.add_extra_input import AddExtraInput
 from ops.bias import Bias
 from ops.combine import Combine
 from ops.constant_scale import ConstantScale
+from ops.custom_router import CustomRouter
 from ops.dispatch import Dispatch
 from ops.dropout import Dropout
 from ops.elementwise import ElementwiseOperation
@@ -55,6 +56,7 @@ __all__ = [
     "ClampedSwiGLU",
     "Combine",
     "ConstantScale",
+    "CustomRouter",
     "Dispatch",
     "Dropout",
     "ElementwiseOperation",

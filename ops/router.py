@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ops.kernels.routing.routing import droute, route, routes_in_triton
+from ops.kernels.norm.norm_triton import runs_in_triton
+from ops.kernels.routing.routing import ScoreFunction, describe_kernels, droute, route
+from ops.kernels.routing.z_loss import dz_loss, z_loss
+from ops.runner.nested_backward import within_backward
 from ops.runner.operation import (
     BackwardOfBasic,
     BasicOperation,
@@ -18,39 +23,80 @@ from ops.runner.operation import (
     check_features,
     check_parameter_dtype,
 )
-from recipes.arguments import as_integer, check_flags, positive_integers
+from recipes.amax_reduction import check_group
+from recipes.arguments import as_integer, as_number, check_flags, positive_integers
 from recipes.request import PlanRequest
 
 
 class Router(BasicOperation):
     """y = x [T, hidden_size]; the routing is returned as extra outputs.
 
-        logits = x W^T, in float32 (float64 for float64)        weight: [num_experts, hidden_size]
+        logits = x W^T + b, in float32 (float64 for float64)    weight: [num_experts, hidden_size]; bias: [num_experts]
 
-    probs   [T, topk] float32 (float64): probabilities of the chosen experts, largest first
-    indices [T, topk] int64: the chosen experts; among equal logits the lower index, on every device
+    probs   [T, topk] float32 (float64): the factors of the chosen experts, in the order of indices
+    indices [T, topk] int64: the chosen experts, that of the largest score (with expert_bias) first; among equal ones
+            the lower index, on every device
+    logits  [T, num_experts] float32 (float64)
+    tokens_per_expert [num_experts] int64: how many tokens chose each expert
     load_balancing_loss (): num_experts sum_e f_e P_e, with f_e the share of the (token, slot) pairs that chose e and
             P_e the mean probability of e over the tokens; 1 for even routing, 0 without tokens
+    z_loss  (), if z_loss is given: z_loss mean_t (logsumexp logits[t])^2, to be added to the loss as it is
 
+    bias: add a trained b to the logits.
+    score_function: "softmax": the scores are the softmax over all experts. "sigmoid": they are the sigmoids of the
+                     logits; P_e is then the mean of a token's score over the sum of its scores.
     use_pre_softmax: True: softmax over all experts, then the topk largest. False: softmax over the topk logits.
-    normalize_probs: divide the probabilities by their sum; no effect with use_pre_softmax=False, where the sum is
-                     already 1.
+    normalize_probs: divide the probabilities by their sum, with sigmoid by the sum + 1e-20; no effect with
+                     use_pre_softmax=False, where the sum is already 1.
+    scaling_factor:  probs are multiplied by it, last.
+    num_groups, topk_groups: cut the experts into num_groups runs of equal length, and choose among those of the best
+                     topk_groups of them. A group is as good as its best expert with softmax, and as the sum of its two
+                     best with sigmoid. The choice among all is num_groups=1.
+    expert_bias:     choose by score + expert_bias, a float32 buffer [num_experts] that starts at zero, which
+                     `update_expert_bias` moves towards an even load; probs are without it. Needs sigmoid.
+    z_loss:          the coefficient of the extra output z_loss.
+
+    Models, as in Hugging Face transformers 5.23.0:
+
+        Qwen3-MoE, Mixtral   normalize_probs=True
+        OLMoE                the defaults
+        gpt-oss              use_pre_softmax=False, bias=True
+        DeepSeek-V2          num_groups=8, topk_groups=3, scaling_factor=16.0
+        DeepSeek-V3          score_function="sigmoid", expert_bias=True, normalize_probs=True, num_groups=8,
+                             topk_groups=4, scaling_factor=2.5
+        Kimi-K2              score_function="sigmoid", expert_bias=True, normalize_probs=True, scaling_factor=2.827
+        GLM-4.5              score_function="sigmoid", expert_bias=True, normalize_probs=True, scaling_factor=2.5
+
+    There `expert_bias` is `e_score_correction_bias`. In 16-bit dtypes transformers computes the logits of gpt-oss,
+    Qwen3-MoE, Mixtral and OLMoE in that dtype; here they are float32.
 
     The products run in full float32 under every recipe, torch.autocast and TF32 setting, because a small error in a
-    logit can change the choice. (Under torch.autocast x arrives in autocast's dtype; W is not cast.)
+    logit can change the choice. (Under torch.autocast x arrives in autocast's dtype; W and b are not cast.)
 
-    Weights are initialised as in `torch.nn.Linear`. Raises ValueError for sizes that are not positive, a topk above
-    num_experts, and an x that is not [T, hidden_size].
+    The buffers stay float32 and int64 when the module is converted. Weights are initialised as in `torch.nn.Linear`.
+    Raises TypeError for arguments of another kind, and ValueError for sizes that are not positive, a topk above
+    num_experts, groups that do not divide num_experts or hold too few experts, settings that do not go together, and an
+    x that is not [T, hidden_size]; NotImplementedError for expert_bias with softmax.
     """
 
-    extra_outputs = {"probs": Tensor, "indices": IndexTensor, "load_balancing_loss": Tensor}
+    extra_outputs: Mapping[str, type] = {
+        "probs": Tensor,
+        "indices": IndexTensor,
+        "load_balancing_loss": Tensor,
+        "logits": Tensor,
+        "tokens_per_expert": IndexTensor,
+    }
 
     class Saved(NamedTuple):
         x: Tensor | None  # None if the weight needs no gradient
-        probs: Tensor
+        probs: Tensor  # before scaling_factor
         indices: Tensor
-        softmax: Tensor
+        scores: Tensor
         fractions: Tensor
+        logits: Tensor | None  # None without z_loss
+
+    expert_bias: Tensor | None
+    tokens_since_update: Tensor | None
 
     def __init__(
         self,
@@ -58,35 +104,93 @@ class Router(BasicOperation):
         num_experts: int,
         topk: int,
         *,
+        bias: bool = False,
+        score_function: str = "softmax",
         use_pre_softmax: bool = True,
         normalize_probs: bool = False,
+        scaling_factor: float = 1.0,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        expert_bias: bool = False,
+        z_loss: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         hidden_size, num_experts = positive_integers("Router", hidden_size=hidden_size, num_experts=num_experts)
         topk = as_integer("topk", topk)
-        check_flags(use_pre_softmax=use_pre_softmax, normalize_probs=normalize_probs)
+        check_flags(
+            bias=bias, use_pre_softmax=use_pre_softmax, normalize_probs=normalize_probs, expert_bias=expert_bias
+        )
         check_parameter_dtype(dtype)
         if not 1 <= topk <= num_experts:
             raise ValueError(f"topk is {topk}, but must be between 1 and num_experts={num_experts}.")
+        num_groups, topk_groups = positive_integers("Router", num_groups=num_groups, topk_groups=topk_groups)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.topk = topk
+        self.score_function = _checked_score_function(score_function, use_pre_softmax, expert_bias)
         self.use_pre_softmax = use_pre_softmax
         self.normalize_probs = normalize_probs
+        self.scaling_factor = _positive("scaling_factor", scaling_factor)
+        self.num_groups = num_groups
+        self.topk_groups = topk_groups
+        self._check_groups()
+        self.z_loss = None if z_loss is None else _positive("z_loss", z_loss)
+        if z_loss is not None:
+            self.extra_outputs = {**self.extra_outputs, "z_loss": Tensor}
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
+        counts = torch.empty(num_experts, device=device, dtype=torch.int64) if expert_bias else None
+        self.register_buffer("expert_bias", None if counts is None else torch.empty_like(counts, dtype=torch.float32))
+        self.register_buffer("tokens_since_update", counts, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(hidden_size), as in `torch.nn.Linear`."""
+        """Weight and bias: uniform in +-1/sqrt(hidden_size), as in `torch.nn.Linear`. expert_bias, its counts: zero."""
         bound = self.hidden_size**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+        if self.expert_bias is not None and self.tokens_since_update is not None:
+            self.expert_bias.zero_()
+            self.tokens_since_update.zero_()
 
     @property
     def normalized(self) -> bool:
-        """Whether the probabilities of a token sum to one."""
+        """Whether the probabilities of a token sum to one, before scaling_factor."""
         return self.normalize_probs or not self.use_pre_softmax
+
+    @torch.no_grad()
+    def update_expert_bias(self, rate: float = 1e-3, group: Any = None) -> None:
+        """expert_bias += rate sign(mean load - load), and start counting anew; to be called after `optimizer.step()`.
+
+        The load of an expert is the number of tokens that chose it in the forwards in training mode since the last
+        update, one that a checkpoint computes again counted once. It is kept in the buffer `tokens_since_update`, which
+        is not in the state dict: loading one starts at zero. Forward changes nothing else.
+
+        rate: 1e-3 in DeepSeek-V3; 0 only starts counting anew. group: a torch.distributed process group, over which the
+        loads are summed first; all of its ranks call this. Without a host synchronization.
+
+        Under DistributedDataParallel set broadcast_buffers=False: it overwrites the loads of all ranks with rank 0's.
+
+        Raises RuntimeError without expert_bias, ValueError for a rate that is negative or not finite, TypeError for a
+        group that is not a process group.
+
+        Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024, algorithm 1;
+        Megatron Core's `moe_router_bias_update_rate`.
+        """
+        bias, load = self.expert_bias, self.tokens_since_update
+        if bias is None or load is None:
+            raise RuntimeError("This Router has no expert bias to update. Make it with expert_bias=True.")
+        rate = as_number("rate", rate)
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"rate is {rate}, but must be finite and not negative. Pass one like 1e-3.")
+        check_group("group", group)
+        if group is not None:
+            dist.all_reduce(load, group=group)
+        bias.add_((load.sum() - load * self.num_experts).sign(), alpha=rate)
+        load.zero_()
 
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
@@ -96,64 +200,168 @@ class Router(BasicOperation):
                 f"x has shape {list(x.shape)}, but [tokens, {self.hidden_size}] is needed. "
                 "Flatten leading dimensions; check the operation before this one."
             )
-        logits = _product(x, self._weight(ctx).t())
-        probs, indices, loss, softmax, fractions = route(logits, self.topk, normalized=self.normalized)
+        bias = None if self.bias is None else _wide(ctx, "bias")
+        logits = _product(x, _wide(ctx, "weight").t(), bias)
+        routing = route(
+            logits, self.topk, normalized=self.normalized, score_function=self.score_function,
+            expert_bias=self.expert_bias, num_groups=self.num_groups, topk_groups=self.topk_groups,
+        )  # fmt: skip
+        probs = routing.probs
+        made = {
+            "probs": probs if self.scaling_factor == 1 else probs * self.scaling_factor,
+            "indices": routing.indices,
+            "load_balancing_loss": routing.loss,
+            "logits": logits,
+            "tokens_per_expert": routing.counts,
+        }
+        if self.z_loss is not None:
+            made["z_loss"] = z_loss(logits, self.z_loss)
+        if self.tokens_since_update is not None and self.training and not within_backward():
+            self.tokens_since_update += routing.counts
         if ctx.needs_grad:
-            ctx.saved = self.Saved(x if ctx.needs.params else None, probs, indices, softmax, fractions)
-        return x, {"probs": probs, "indices": indices, "load_balancing_loss": loss}
+            kept = None if self.z_loss is None else logits
+            rows = x if "weight" in ctx.needs.params else None
+            ctx.saved = self.Saved(rows, probs, routing.indices, routing.scores, routing.fractions, kept)
+        return x, made
 
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfBasic:
-        x, *routing = ctx.saved
-        dlogits = droute(
-            d_extra_outputs.get("probs"),
-            d_extra_outputs.get("load_balancing_loss"),
-            *routing,
-            normalized=self.normalized,
-        )
+        dlogits = self._dlogits(ctx, d_extra_outputs)
         if dlogits is None:
             return dy, {}, {}
-        dx = dweight = None
+        dx = None
+        gradients: dict[str, Tensor | None] = {}
         if ctx.needs.input:
-            dx = _product(dlogits, self._weight(ctx))
+            dx = _product(dlogits, _wide(ctx, "weight"))
             if dy is not None:
                 dx += dy
-        if x is not None:
-            dweight = _product(dlogits.t(), x)
-        return dx, {"weight": dweight}, {}
+        if ctx.saved.x is not None:
+            gradients["weight"] = _product(dlogits.t(), ctx.saved.x)
+        if "bias" in ctx.needs.params:
+            gradients["bias"] = dlogits.sum(0)
+        return dx, gradients, {}
 
-    def _weight(self, ctx: OperationContext) -> Tensor:
-        """The weight in at least float32, not in torch.autocast's dtype."""
-        return ctx.param("weight", torch.promote_types(ctx.dtype, torch.float32))
+    def _dlogits(self, ctx: OperationContext, d_extra_outputs: Mapping[str, Tensor]) -> Tensor | None:
+        _, probs, indices, scores, fractions, logits = ctx.saved
+        dprobs, dloss = d_extra_outputs.get("probs"), d_extra_outputs.get("load_balancing_loss")
+        if dprobs is not None and self.scaling_factor != 1:
+            dprobs = dprobs * self.scaling_factor
+        summands = [
+            droute(
+                dprobs, dloss, probs, indices, scores, fractions,
+                normalized=self.normalized, score_function=self.score_function,
+            ),
+            d_extra_outputs.get("logits"),
+        ]  # fmt: skip
+        if self.z_loss is not None and "z_loss" in d_extra_outputs:
+            summands.append(dz_loss(d_extra_outputs["z_loss"], logits, self.z_loss))
+        present = [summand for summand in summands if summand is not None]
+        return sum(present[1:], present[0]) if present else None
 
     def kernel(self, request: PlanRequest) -> str:
-        dtype = torch.promote_types(request.dtype, torch.float32)
-        on_triton = routes_in_triton(request.device, dtype, self.num_experts)
-        return "softmax and choice in one (Triton)" if on_triton else "torch"
+        if not runs_in_triton(request.device, torch.promote_types(request.dtype, torch.float32)):
+            return "torch"
+        return describe_kernels(self.num_experts, self.score_function, self.topk_groups < self.num_groups)
 
     def features(self, incoming: int | None) -> int | None:
         check_features(incoming, self.hidden_size)
         return self.hidden_size
 
     def extra_repr(self) -> str:
-        return (
+        shown = (
             f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, topk={self.topk}, "
             f"use_pre_softmax={self.use_pre_softmax}, normalize_probs={self.normalize_probs}"
         )
+        defaults = {
+            "bias": (self.bias is not None, False),
+            "score_function": (self.score_function, "softmax"),
+            "scaling_factor": (self.scaling_factor, 1.0),
+            "num_groups": (self.num_groups, 1),
+            "topk_groups": (self.topk_groups, 1),
+            "expert_bias": (self.expert_bias is not None, False),
+            "z_loss": (self.z_loss, None),
+        }
+        return shown + "".join(f", {name}={now!r}" for name, (now, default) in defaults.items() if now != default)
+
+    def _check_groups(self) -> None:
+        experts, num_groups, topk_groups = self.num_experts, self.num_groups, self.topk_groups
+        if experts % num_groups:
+            raise ValueError(
+                f"num_groups is {num_groups}, but must divide num_experts={experts}. "
+                "Pass a divisor, or 1 to choose among all experts."
+            )
+        if topk_groups > num_groups:
+            raise ValueError(
+                f"topk_groups is {topk_groups}, but there are num_groups={num_groups}. Pass at most that many."
+            )
+        per_group = experts // num_groups
+        if topk_groups * per_group < self.topk:
+            raise ValueError(
+                f"topk is {self.topk}, but topk_groups={topk_groups} of num_groups={num_groups} hold "
+                f"{topk_groups * per_group} of the {experts} experts. Raise topk_groups, or lower topk."
+            )
+        if self.score_function == "sigmoid" and topk_groups < num_groups and per_group < 2:
+            raise ValueError(
+                f"num_groups={num_groups} leaves one expert in each group, but with sigmoid a group is as good as its "
+                "two best. Pass fewer groups."
+            )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        moved = self.expert_bias
+        if bias is not None and moved is not None and moved.dtype != torch.float32:
+            self.expert_bias = bias.to(moved.device)  # steps of 1e-3 vanish in 16 bits
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.expert_bias is not None and self.tokens_since_update is not None:
+            self.expert_bias = self.expert_bias.float()  # with assign=True it is what was loaded
+            self.tokens_since_update.zero_()
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32 or float64, with TF32 turned off: TF32 rounds the operands to 10 mantissa bits."""
-    if a.dtype == torch.float64:
-        return a @ b
-    a, b = a.float(), b.float()
-    if not a.is_cuda:
-        return a @ b
+def _checked_score_function(name: Any, use_pre_softmax: bool, expert_bias: bool) -> ScoreFunction:
+    if name == "softmax":
+        if expert_bias:
+            raise NotImplementedError(
+                "expert_bias=True was given with score_function='softmax', but the bias is added to sigmoid scores. "
+                "Pass score_function='sigmoid', or balance with the extra output load_balancing_loss."
+            )
+        return "softmax"
+    if name != "sigmoid":
+        raise ValueError(f"score_function is {name!r}, but must be 'softmax' or 'sigmoid'. Pass one of these.")
+    if not use_pre_softmax:
+        raise ValueError(
+            "use_pre_softmax=False was given with score_function='sigmoid', which has no softmax. Leave it out; "
+            "normalize_probs=True divides the scores by their sum."
+        )
+    return "sigmoid"
+
+
+def _positive(name: str, value: Any) -> float:
+    value = as_number(name, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value}, but must be positive and finite. Pass such a number, or leave it out.")
+    return value
+
+
+def _wide(ctx: OperationContext, name: str) -> Tensor:
+    """The parameter in at least float32, not in torch.autocast's dtype."""
+    return ctx.param(name, torch.promote_types(ctx.dtype, torch.float32))
+
+
+def _product(a: Tensor, b: Tensor, added: Tensor | None = None) -> Tensor:
+    """a b + added in float32 or float64, with TF32 turned off: TF32 rounds the operands to 10 mantissa bits."""
+    if a.dtype != torch.float64:
+        a, b = a.float(), b.float()
+    if not a.is_cuda or a.dtype == torch.float64:
+        return a @ b if added is None else torch.addmm(added, a, b)
     setting = torch.backends.cuda.matmul
     precision = setting.fp32_precision
     setting.fp32_precision = "ieee"
     try:
-        return a @ b
+        return a @ b if added is None else torch.addmm(added, a, b)
     finally:
         setting.fp32_precision = precision

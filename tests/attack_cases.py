@@ -465,9 +465,12 @@ class _Draw:
             self.add("MakeExtraOutput", name="residual")
         if rng.random() < 0.6:
             self.norm(width)
+        sigmoid = rng.random() < 0.3
+        about = {"score_function": "sigmoid"} if sigmoid else {"use_pre_softmax": rng.random() < 0.5}
         self.add(
             "Router", hidden_size=width, num_experts=groups, topk=rng.randint(1, min(groups, 4)),
-            use_pre_softmax=rng.random() < 0.5, normalize_probs=rng.random() < 0.3,
+            normalize_probs=rng.random() < 0.3, bias=rng.random() < 0.3, scaling_factor=rng.choice([1.0, 1.0, 2.5]),
+            **about,
         )  # fmt: skip
         self.add("Dispatch", num_experts=groups)
         self.mlp(groups, width, width)

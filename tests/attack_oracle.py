@@ -543,7 +543,7 @@ class Call:
             return x + self.extras[given["name"]]
         if kind == "Router":
             assert weight is not None
-            self._route(layer, x, weight)
+            self._route(layer, x, weight, bias)
             return x
         if kind == "Dispatch":
             return self._dispatch(layer, x)
@@ -585,24 +585,30 @@ class Call:
         parts.append(x.new_zeros(x.shape[0] - begin, layer.arguments["out_features"]))
         return torch.cat(parts)
 
-    def _route(self, layer: Layer, x: Tensor, weight: Tensor) -> None:
+    def _route(self, layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         given, indices = layer.arguments, self.indices
         assert indices is not None
         topk, experts = given["topk"], given["num_experts"]
-        logits = x @ weight.T
-        softmax = logits.softmax(-1)
+        logits = x @ weight.T if bias is None else x @ weight.T + bias
+        sigmoid = given.get("score_function") == "sigmoid"
+        scores, eps = (logits.sigmoid(), 1e-20) if sigmoid else (logits.softmax(-1), 0.0)
         if len(x):
-            best = logits.detach().topk(topk, -1).values
-            chosen = logits.detach().gather(1, indices)
+            keys = (scores if sigmoid else logits).detach()
+            best = keys.topk(topk, -1).values
+            chosen = keys.gather(1, indices)
             coarse = max(torch.finfo(dtype).eps for dtype in self.dtypes)
             slack = (1e-10 if coarse < 1e-9 else 1e-4 if coarse < 1e-6 else 0.03) * (1 + best.abs().max().item())
             if (best - chosen).abs().max() > slack or (indices.sort(-1).values.diff(dim=-1) == 0).any():
-                self.problems.append(f"indices: not the {topk} largest logits, largest first")
-        probs = softmax.gather(1, indices)
+                self.problems.append(
+                    f"indices: not the {topk} largest {'scores' if sigmoid else 'logits'}, largest first"
+                )
+        probs = scores.gather(1, indices)
         if given.get("normalize_probs") or not given.get("use_pre_softmax", True):
-            probs = probs / probs.sum(-1, keepdim=True)
+            probs = probs / (probs.sum(-1, keepdim=True) + eps)
+        probs = probs * given.get("scaling_factor", 1.0)
+        shares = scores / (scores.sum(-1, keepdim=True) + eps)
         chosen_by = F.one_hot(indices, experts).to(x).mean((0, 1)) if len(x) else x.new_zeros(experts)
-        loss = experts * (chosen_by * (softmax.mean(0) if len(x) else softmax.sum(0))).sum()
+        loss = experts * (chosen_by * (shares.mean(0) if len(x) else shares.sum(0))).sum()
         self.outputs |= {"probs": probs, "load_balancing_loss": loss}
         self.extras |= {"probs": probs}
 

@@ -216,14 +216,14 @@ def test_route_agrees_with_its_reference(
     (expected,) = torch.autograd.grad(heads, logits, [d for d in given if d is not None])
     with torch.no_grad():
         found = route(logits, topk, normalized=normalized)
-        dlogits = droute(*given, found.probs, found.indices, found.softmax, found.fractions, normalized=normalized)
+        dlogits = droute(*given, found.probs, found.indices, found.scores, found.fractions, normalized=normalized)
     assert torch.equal(found.indices, indices)
     torch.testing.assert_close((found.probs, found.loss, dlogits), (probs, loss, expected), rtol=1e-10, atol=1e-12)
 
 
 def test_no_gradient_asks_for_none() -> None:
     routing = route(torch.randn(3, 4), 2, normalized=True)
-    arguments = (routing.probs, routing.indices, routing.softmax, routing.fractions)
+    arguments = (routing.probs, routing.indices, routing.scores, routing.fractions)
     assert droute(None, None, *arguments, normalized=True) is None
 
 
@@ -260,12 +260,13 @@ def test_kernels_agree_with_the_reference(
     with torch.no_grad():
         found = route(logits, topk, normalized=normalized)
         narrow = [None if d is None else d.float() for d in given]
-        dlogits = droute(*narrow, found.probs, found.indices, found.softmax, found.fractions, normalized=normalized)
-    fractions = F.one_hot(indices, experts).double().sum((0, 1)) / max(tokens * topk, 1)
+        dlogits = droute(*narrow, found.probs, found.indices, found.scores, found.fractions, normalized=normalized)
+    counts = F.one_hot(indices, experts).sum((0, 1))
+    fractions = counts.double() / max(tokens * topk, 1)
     assert_close(
         {**found._asdict(), "dlogits": dlogits},
-        {"probs": probs, "indices": indices, "loss": loss, "softmax": exact.softmax(-1), "fractions": fractions}
-        | {"dlogits": expected},
+        {"probs": probs, "indices": indices, "loss": loss, "scores": exact.softmax(-1), "fractions": fractions}
+        | {"counts": counts, "dlogits": expected},
         TOLERANCES,
         floor=1e-3,  # of one normalized probability there is no gradient
     )
@@ -282,11 +283,11 @@ def test_kernels_order_any_logits_as_torch_does(normalized: bool, device: str) -
     with np.errstate(over="ignore", invalid="ignore"):  # numpy, the interpreter, warns of them
         made = route(logits, len(values), normalized=normalized)
         assert torch.equal(made.indices, order)
-        assert torch.equal(made.softmax.gather(1, order), made.probs) or normalized
+        assert torch.equal(made.scores.gather(1, order), made.probs) or normalized
         logits[:, 3], logits[:, 5] = float("nan"), float("inf")
         made = route(logits, 3, normalized=normalized)
     assert torch.equal(made.indices, logits.sort(dim=1, descending=True, stable=True).indices[:, :3])
-    assert made.probs.isnan().all() and made.softmax.isnan().all()
+    assert made.probs.isnan().all() and made.scores.isnan().all()
 
 
 @on_kernels
@@ -296,7 +297,7 @@ def test_kernels_order_any_logits_as_torch_does(normalized: bool, device: str) -
 def test_a_token_is_routed_alike_whatever_the_others_are(normalized: bool, device: str) -> None:
     logits = torch.randn(150, 64, device=device)
     whole, part = (route(x, 4, normalized=normalized) for x in (logits, logits[67:70]))
-    for name in ("probs", "indices", "softmax"):
+    for name in ("probs", "indices", "scores"):
         assert torch.equal(getattr(whole, name)[67:70], getattr(part, name)), name
 
 

@@ -39,6 +39,11 @@ def note_forward() -> bool:
     return True
 
 
+def within_backward() -> bool:
+    """Whether a backward runs, so that what is computed forward now is computed again."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 def unwanted_parameters(nodes: Sequence[tuple[Any, int]]) -> frozenset[int]:
     """Of the nodes that gradients go to, the positions of those that the backward that runs now does not reach.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ops.runner.context import IndexTensor, OperationContext
 from ops.runner.input import check_real
+from ops.runner.named_extras import NamedExtras
 from ops.runner.quantizer_state import apply_to_state, prepare_loading
 from ops.runner.run import Pipeline
 from recipes.recipe import Recipe, Role
@@ -49,12 +50,10 @@ class FusibleOperation:
         return "torch"
 
 
-class BasicOperation(FusibleOperation, nn.Module, ABC):
+class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     """One operation with its parameters and state. Subclasses write `fuser_forward` and `fuser_backward`.
 
-    extra_inputs, extra_outputs: name -> kind of the extra tensors that it takes and makes. Kinds: `torch.Tensor`
-    (carries a gradient), `IndexTensor`, `Splits`, or another container class (these do not). An instance may have
-    its own; `rename_extras` changes the names by which its pipeline knows them.
+    extra_inputs, extra_outputs: see `NamedExtras`
     accepts_integers: whether x may be integers or bools: it only moves them.
     buffers: the names of the caller's own tensors that it can write into.
     in_place_input: the extra input into whose memory its forward writes, and which it returns as y. The runner has
@@ -73,8 +72,6 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
     """
 
-    extra_inputs: Mapping[str, type] = {}
-    extra_outputs: Mapping[str, type] = {}
     buffer_names: tuple[str, ...] = ()
     accepts_integers: bool = False
     in_place_input: str | None = None
@@ -89,7 +86,6 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     _weights_scope: Any = None
     _recipe: Recipe | None = None
     _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
-    _names: Mapping[str, str] = {}
 
     @abstractmethod
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -140,23 +136,8 @@ class BasicOperation(FusibleOperation, nn.Module, ABC):
     def mark_written(self, ctx: OperationContext) -> None:
         """They were written there."""
 
-    def extra_name(self, name: str) -> str:
-        """The name by which the pipeline knows this operation's extra tensor `name`."""
-        return self._names.get(name, name)
-
     def rename_extras(self, **names: str) -> Self:
-        """Ask for, or hand on, extra tensors by other names: `rename_extras(split_sizes="splits_b")`.
-
-        Raises ValueError for a name that the operation does not have.
-        """
-        known = {**self.extra_inputs, **self.extra_outputs}
-        for name in names:
-            if name not in known:
-                raise ValueError(
-                    f"{type(self).__name__} has no extra tensor {name!r}. "
-                    f"It has: {', '.join(map(repr, known)) or 'none'}."
-                )
-        self._names = {**self._names, **names}
+        super().rename_extras(**names)
         self._pipelines = {}
         return self
 

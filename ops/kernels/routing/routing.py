@@ -1,30 +1,44 @@
 """Choose the experts of each token from router logits, with their probabilities and the load-balancing loss.
 
-    s[t]       = softmax over all experts of logits[t]
-    indices[t] = the topk experts with the largest logits, largest first; among equal logits the lower index
-    probs[t]   = s[t] at the indices; if normalized, divided by their sum, which is the softmax over the topk logits
-    loss       = E sum_e f_e P_e
+                    softmax                                          sigmoid
+    s[t]            softmax over all experts of logits[t]            sigmoid of logits[t]
+    key[t]          logits[t], which order the experts as s[t] does  s[t] + expert_bias
+    group score     the largest key of the group                     the sum of its two largest keys
+    P[t]            s[t]                                             s[t] / (sum_e s[t, e] + 1e-20)
 
-f_e is the share of the T topk (token, slot) pairs that chose e, a count without a gradient; P_e is the mean of s[t, e]
-over the tokens. Even routing gives a loss of 1. Without tokens the loss is 0.
+    indices[t] = the topk experts with the largest keys, largest first; among equal keys the lower index
+    probs[t]   = s[t] at the indices; if normalized, divided by their sum: with softmax this is the softmax over the
+                 chosen logits; with sigmoid the sum has 1e-20 added
+    loss       = E sum_e f_e mean_t P[t, e]
 
-Layouts: logits, s [T, E]; probs, indices [T, topk]; f [E]. Precision: all in the dtype of the logits, float32 or
-float64.
+With topk_groups below num_groups the experts are cut into num_groups runs of equal length, and each token chooses among
+those of its topk_groups groups with the largest scores; among equal scores the lower group. expert_bias [E] moves the
+choice alone: it is not part of probs, and has no gradient.
 
-On CUDA, float32 runs one Triton kernel in forward and one in backward, for up to 512 experts. Each program counts and
-sums its own tokens, and torch adds the results of the programs.
+f_e is the share of the T topk (token, slot) pairs that chose e, a count without a gradient. Even routing gives a loss
+of 1. Without tokens the loss is 0.
+
+Layouts: logits, s [T, E]; probs, indices [T, topk]; f, counts [E]. Precision: all in the dtype of the logits, float32
+or float64; counts are exact.
+
+On CUDA, float32 with softmax runs one Triton kernel in forward, without groups, and one in backward, for up to 512
+experts. Each program counts and sums its own tokens, and torch adds the results of the programs. Groups, and sigmoid
+scores with their gradients, run in torch; the same forward kernel then chooses among the keys, as a sort would.
 
 Graph safety: no host synchronization, no atomics. Counts are sums of a mask, because the result size of bincount
 depends on the data.
 
-Source of the loss: Fedus et al., "Switch Transformer", 2021, equations 4 to 6, with topk choices counted.
+Sources: the loss, Fedus et al., "Switch Transformer", 2021, equations 4 to 6, with topk choices counted, and for
+sigmoid DeepSeek-V3's report, 2024, equations 17 to 20; the scores, groups and 1e-20, Hugging Face transformers 5.23.0,
+`DeepseekV3TopkRouter` and `DeepseekV2TopkRouter`. (Release 4.57.6 masked the scores of the other groups with 0, not
+with -inf, and so could choose one of their experts where the biased score of a better one was negative.)
 """
 # T tokens, E experts
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,34 +48,57 @@ from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.routing_triton import droute_kernel, route_kernel
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
 
+ScoreFunction = Literal["softmax", "sigmoid"]
+
 
 class Routing(NamedTuple):
-    """The results of `route`: probs and indices [T, topk], loss (), and for backward s [T, E] and f [E]."""
+    """The results of `route`: probs and indices [T, topk], loss (), counts [E] int64 (how many tokens chose e), and for
+    backward s [T, E] and f [E]."""
 
     probs: Tensor
     indices: Tensor
     loss: Tensor
-    softmax: Tensor
+    counts: Tensor
+    scores: Tensor
     fractions: Tensor
 
 
 # ---------------------------------------------------------------------------------------------------------- references
 
 
-def route_ref(logits: Tensor, topk: int, *, normalized: bool) -> tuple[Tensor, Tensor, Tensor]:
+def route_ref(
+    logits: Tensor,
+    topk: int,
+    *,
+    normalized: bool,
+    score_function: ScoreFunction = "softmax",
+    expert_bias: Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(probs, indices, loss) of `route` in plain torch, differentiable by autograd. Synchronizes."""
     num_experts = logits.shape[1]
-    # sorted is stable, also in reverse
-    chosen = [sorted(range(num_experts), key=row.__getitem__, reverse=True)[:topk] for row in logits.tolist()]
+    is_softmax = score_function == "softmax"
+    scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
+    keys = logits if is_softmax else scores if expert_bias is None else scores + expert_bias
+    per_group = num_experts // num_groups
+    groups = [range(first, first + per_group) for first in range(0, num_experts, per_group)]
+    chosen = []
+    for row in keys.tolist():
+        # sorted is stable, also in reverse
+        values = [sorted((row[e] for e in group), reverse=True)[: 1 if is_softmax else 2] for group in groups]
+        best = sorted(range(num_groups), key=lambda g: sum(values[g]), reverse=True)[:topk_groups]
+        allowed = [e for g in sorted(best) for e in groups[g]]
+        chosen.append(sorted(allowed, key=row.__getitem__, reverse=True)[:topk])
     indices = torch.tensor(chosen, dtype=torch.int64, device=logits.device).reshape(-1, topk)
-    softmax = logits.softmax(-1)
-    probs = softmax.gather(1, indices)
+    probs = scores.gather(1, indices)
     if normalized:
-        probs = probs / probs.sum(-1, keepdim=True)
+        probs = probs / (probs.sum(-1, keepdim=True) + (0 if is_softmax else SIGMOID_SUM_EPS))
+    shares = scores if is_softmax else scores / (scores.sum(-1, keepdim=True) + SIGMOID_SUM_EPS)
     if not chosen:
-        return probs, indices, softmax.sum()
-    fractions = F.one_hot(indices, num_experts).to(softmax.dtype).mean((0, 1))
-    return probs, indices, num_experts * (fractions * softmax.mean(0)).sum()
+        return probs, indices, shares.sum()
+    fractions = F.one_hot(indices, num_experts).to(scores.dtype).mean((0, 1))
+    return probs, indices, num_experts * (fractions * shares.mean(0)).sum()
 
 
 # -------------------------------------------------------------------------------------------------------------- config
@@ -77,6 +114,8 @@ class RouteConfig(NamedTuple):
 
 
 MOST_EXPERTS = 512
+SIGMOID_SUM_EPS = 1e-20  # Hugging Face transformers, `DeepseekV3TopkRouter`
+MOST_EXACT = 2**24  # float32 counts up to here
 
 
 @lru_cache(maxsize=1024)
@@ -87,22 +126,48 @@ def route_config(num_experts: int, topk: int) -> RouteConfig:
 
 
 def routes_in_triton(device: torch.device, dtype: torch.dtype, num_experts: int) -> bool:
-    """Whether the kernels run for these logits; otherwise plain torch runs."""
+    """Whether the kernels run for the softmax of these logits; otherwise plain torch runs."""
     return runs_in_triton(device, dtype) and num_experts <= MOST_EXPERTS
+
+
+def describe_kernels(num_experts: int, score_function: ScoreFunction, is_limited: bool) -> str:
+    """What routes so on a GPU in float32, in a few words. is_limited: to some groups."""
+    if num_experts > MOST_EXPERTS:
+        return f"torch: the kernels hold up to {MOST_EXPERTS} experts"
+    if score_function == "softmax" and not is_limited:
+        return "softmax and choice in one (Triton)"
+    return f"choice (Triton), {score_function} scores{' and groups' if is_limited else ''} in torch"
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 
-def route(logits: Tensor, topk: int, *, normalized: bool) -> Routing:
-    """Choose `topk` experts for each row of logits [T, E], float32 or float64."""
+def route(
+    logits: Tensor,
+    topk: int,
+    *,
+    normalized: bool,
+    score_function: ScoreFunction = "softmax",
+    expert_bias: Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+) -> Routing:
+    """Choose `topk` experts for each row of logits [T, E], float32 or float64. expert_bias: [E], with sigmoid."""
     num_tokens, num_experts = logits.shape
-    on_triton = routes_in_triton(logits.device, logits.dtype, num_experts)
-    choose = _choose_on_triton if on_triton else _choose_on_torch
-    probs, indices, softmax, counts, sums = choose(logits, topk, normalized)
-    fractions = counts.div_(max(num_tokens * topk, 1))
+    is_limited = topk_groups < num_groups
+    if score_function == "softmax" and not is_limited and routes_in_triton(logits.device, logits.dtype, num_experts):
+        probs, indices, scores, counts, sums = _choose_on_triton(logits, topk, normalized)
+    else:
+        scores, keys, shares = _score(logits, score_function, expert_bias)
+        groups = (num_groups, topk_groups, 1 if score_function == "softmax" else 2) if is_limited else None
+        indices = _largest(keys, topk, groups)
+        probs = _probabilities(logits, scores, indices, score_function, normalized)
+        chosen = torch.zeros_like(logits).scatter_(1, indices, 1.0)
+        counts, sums = chosen.sum(0, dtype=_counting(logits)), shares.sum(0)
+    exact = counts.to(torch.int64)
+    fractions = counts.div_(max(num_tokens * topk, 1)).to(logits.dtype)
     loss = torch.dot(fractions, sums) * (num_experts / max(num_tokens, 1))
-    return Routing(probs, indices, loss, softmax, fractions)
+    return Routing(probs, indices, loss, exact, scores, fractions)
 
 
 def droute(
@@ -110,10 +175,11 @@ def droute(
     dloss: Tensor | None,
     probs: Tensor,
     indices: Tensor,
-    softmax: Tensor,
+    scores: Tensor,
     fractions: Tensor,
     *,
     normalized: bool,
+    score_function: ScoreFunction = "softmax",
 ) -> Tensor | None:
     """dlogits [T, E] from the gradients of probs and of loss, either of which may be None; None if both are.
 
@@ -121,24 +187,26 @@ def droute(
     """
     if dprobs is None and dloss is None:
         return None
-    num_tokens, num_experts = softmax.shape
+    num_tokens, num_experts = scores.shape
     loss_scale = num_experts / max(num_tokens, 1)
-    if routes_in_triton(softmax.device, softmax.dtype, num_experts):
-        dlogits = torch.empty_like(softmax)
+    if score_function == "sigmoid":
+        return _droute_sigmoid(dprobs, dloss, probs, indices, scores, fractions, loss_scale, normalized)
+    if routes_in_triton(scores.device, scores.dtype, num_experts):
+        dlogits = torch.empty_like(scores)
         dprobs = None if dprobs is None else dprobs.contiguous()
-        droute_triton(dprobs, dloss, probs, indices, softmax, fractions, dlogits, loss_scale, normalized)
+        droute_triton(dprobs, dloss, probs, indices, scores, fractions, dlogits, loss_scale, normalized)
         return dlogits
-    d_softmax = torch.zeros_like(softmax)
+    d_softmax = torch.zeros_like(scores)
     if dloss is not None:
         d_softmax += fractions * (dloss * loss_scale)
     if dprobs is None:
-        return _dsoftmax(d_softmax, softmax)
+        return _dsoftmax(d_softmax, scores)
     if not normalized:
-        return _dsoftmax(d_softmax.scatter_add_(1, indices, dprobs), softmax)
+        return _dsoftmax(d_softmax.scatter_add_(1, indices, dprobs), scores)
     chosen = _dsoftmax(dprobs, probs)
     if dloss is None:
         return d_softmax.scatter_(1, indices, chosen)
-    return _dsoftmax(d_softmax, softmax).scatter_add_(1, indices, chosen)
+    return _dsoftmax(d_softmax, scores).scatter_add_(1, indices, chosen)
 
 
 _route, _droute = Launch(route_kernel), Launch(droute_kernel)
@@ -191,14 +259,54 @@ def droute_triton(
 _Choice = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _choose_on_torch(logits: Tensor, topk: int, normalized: bool) -> _Choice:
-    # Not torch.topk: its choice among equal values depends on the device.
-    ordered, experts = logits.sort(dim=-1, descending=True, stable=True)
-    indices = experts[:, :topk].contiguous()
-    softmax = logits.softmax(-1)
-    probs = ordered[:, :topk].softmax(-1) if normalized else softmax.gather(1, indices)
-    chosen = torch.zeros_like(logits).scatter_(1, indices, 1.0)
-    return probs, indices, softmax, chosen.sum(0), softmax.sum(0)
+def _score(logits: Tensor, score_function: ScoreFunction, expert_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The scores s, the keys of the choice, and P, of which the loss takes the mean; all [T, E]."""
+    if score_function == "softmax":
+        scores = logits.softmax(-1)
+        return scores, logits, scores
+    scores = logits.sigmoid()
+    keys = scores if expert_bias is None else scores + expert_bias
+    return scores, keys, scores / (scores.sum(-1, keepdim=True) + SIGMOID_SUM_EPS)
+
+
+def _largest(keys: Tensor, topk: int, groups: tuple[int, int, int] | None) -> Tensor:
+    """The experts [T, topk] with the largest keys [T, E]. groups: (num_groups, topk_groups, keys in a group's score).
+
+    Not by torch.topk: its choice among equal values depends on the device.
+    """
+    num_experts = keys.shape[1]
+    if groups is None:
+        return _first(keys, topk, num_experts)
+    num_groups, topk_groups, num_summed = groups
+    grouped = keys.unflatten(1, (num_groups, -1))
+    group_scores = grouped.topk(num_summed, dim=-1)[0].sum(-1)  # of equal keys either has the same value
+    best = group_scores.sort(dim=-1, descending=True, stable=True)[1][:, :topk_groups]
+    # In the order of their indices, so that among equal keys the lower expert comes first.
+    experts = torch.arange(num_experts, device=keys.device).view(num_groups, -1)[best.sort(dim=-1)[0]].flatten(1)
+    return experts.gather(1, _first(keys.gather(1, experts), topk, num_experts))
+
+
+def _first(keys: Tensor, topk: int, num_experts: int) -> Tensor:
+    """Where the topk largest of each row are, largest first; among equal keys the first."""
+    if routes_in_triton(keys.device, keys.dtype, num_experts):
+        return _choose_on_triton(keys, topk, normalized=False)[1]  # its softmax is not used
+    return keys.sort(dim=-1, descending=True, stable=True)[1][:, :topk].contiguous()
+
+
+def _probabilities(
+    logits: Tensor, scores: Tensor, indices: Tensor, score_function: ScoreFunction, normalized: bool
+) -> Tensor:
+    if not normalized:
+        return scores.gather(1, indices)
+    if score_function == "softmax":
+        return logits.gather(1, indices).softmax(-1)
+    chosen = scores.gather(1, indices)
+    return chosen / (chosen.sum(-1, keepdim=True) + SIGMOID_SUM_EPS)
+
+
+def _counting(logits: Tensor) -> torch.dtype:
+    """A dtype that counts this many tokens exactly."""
+    return torch.float64 if logits.shape[0] > MOST_EXACT else logits.dtype
 
 
 def _choose_on_triton(logits: Tensor, topk: int, normalized: bool) -> _Choice:
@@ -208,8 +316,8 @@ def _choose_on_triton(logits: Tensor, topk: int, normalized: bool) -> _Choice:
     indices = torch.empty(num_tokens, topk, dtype=torch.int64, device=logits.device)
     shares = logits.new_empty(2, -(-num_tokens // config.block_t), num_experts)
     route_triton(logits.contiguous(), probs, indices, softmax, shares[0], shares[1], config, normalized)
-    counts, sums = shares.sum(1).unbind()
-    return probs, indices, softmax, counts, sums
+    counts, sums = shares.sum(1, dtype=_counting(logits)).unbind()
+    return probs, indices, softmax, counts, sums.to(logits.dtype)
 
 
 def _blocks(config: RouteConfig) -> dict[str, int]:
@@ -220,3 +328,26 @@ def _blocks(config: RouteConfig) -> dict[str, int]:
 def _dsoftmax(dy: Tensor, y: Tensor) -> Tensor:
     """The gradient of the input of a softmax over the last dimension, from its output y."""
     return (dy - (dy * y).sum(-1, keepdim=True)).mul_(y)
+
+
+def _droute_sigmoid(
+    dprobs: Tensor | None,
+    dloss: Tensor | None,
+    probs: Tensor,
+    indices: Tensor,
+    scores: Tensor,
+    fractions: Tensor,
+    loss_scale: float,
+    normalized: bool,
+) -> Tensor:
+    d_scores = torch.zeros_like(scores)
+    if dprobs is not None:
+        if normalized:
+            total = scores.gather(1, indices).sum(-1, keepdim=True) + SIGMOID_SUM_EPS
+            dprobs = (dprobs - (dprobs * probs).sum(-1, keepdim=True)) / total
+        d_scores.scatter_(1, indices, dprobs)  # an expert is chosen once
+    if dloss is not None:
+        total = scores.sum(-1, keepdim=True) + SIGMOID_SUM_EPS
+        d_shares = fractions * (dloss * loss_scale)
+        d_scores += (d_shares - (d_shares * scores).sum(-1, keepdim=True) / total) / total
+    return d_scores.mul_(scores).mul_(1 - scores)
