@@ -9,7 +9,6 @@ from torch import Tensor
 
 import ops.kernels.elementwise.activation as activations
 import ops.kernels.elementwise.chain as chain
-from fuser import Sequential, autocast, ops
 from ops.kernels.elementwise.activation import Activation, activation, activation_cast, activation_shape, dactivation
 from recipes import Splits
 from recipes.casts.scale_rules import Float32Scale, GivenScale
@@ -19,7 +18,6 @@ from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.tensors.spec_quantizer import SpecQuantizer
 from tests.grouped_cases import DEVICES
-from tests.pairwise import rest
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # the interpreter's
