@@ -44,10 +44,8 @@ from ops.kernels.elementwise.chain_cast import (
     Cast,
     cast_constants,
     cast_kind,
-    cast_with,
     casts_natively,
     codes_of,
-    finding_amaxes,
     in_groups,
     num_groups,
     places_of,
@@ -193,8 +191,7 @@ class ElementwiseConfig(NamedTuple):
 
 
 # Of rows in groups, measured on an H200: forward, backward (which with all registers has too few programs at work).
-_GIVEN = ElementwiseConfig(32, 128, 1, 4), ElementwiseConfig(32, 64, 1, 4, registers=128)
-_AMAXES = ElementwiseConfig(8, 256, 1, 4), ElementwiseConfig(8, 256, 1, 4)
+_IN_GROUPS = ElementwiseConfig(32, 128, 1, 4), ElementwiseConfig(32, 64, 1, 4, registers=128)
 
 PROGRAMS = 4096  # enough to keep all multiprocessors busy: about 31 on each of the H200's 132
 
@@ -221,7 +218,7 @@ def _config(
 ) -> ElementwiseConfig:
     kinds = [cast_kind(cast.spec) for cast in casts if cast is not None]
     if any(in_groups(cast) for cast in casts):
-        return (_GIVEN if "given" in kinds else _AMAXES)[backward]
+        return _IN_GROUPS[backward]
     return elementwise_config(rows, columns, sums_rows=sums_rows, casts=kinds[0] if kinds else "")
 
 
@@ -268,15 +265,10 @@ def elementwise_cast(
     operands: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """`elementwise`, with the rounded result quantized into `cast`. Only for non-empty CUDA tensors."""
+    """`elementwise`, with the rounded result quantized into `cast`, not stored. Only for non-empty CUDA tensors."""
     dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
     x, operands = x.contiguous(), [o if o is None else o.contiguous() for o in operands]
-    found, y = finding_amaxes(cast), None
-    if found is not cast:
-        shape = _halved(x.shape) if _gate_of(steps) >= 0 else x.shape
-        y = torch.empty(shape, dtype=dtypes[-1], device=x.device)
-    elementwise_triton(x, y, found, steps, operands, dtypes)
-    cast_with(cast, found, y)
+    elementwise_triton(x, None, cast, steps, operands, dtypes)
 
 
 def delementwise(
@@ -305,12 +297,8 @@ def delementwise(
         return _delementwise_on_torch(dy, x, steps, operands, dtypes)
     gate = _gate_of(steps)
     new = dy.new_empty
-    found, y_found = finding_amaxes(cast), finding_amaxes(y_cast)
-    dx = y = None
-    if need_dx or found is not cast:
-        dx = new(_doubled(dy.shape) if gate >= 0 else dy.shape, dtype=dtypes[0])
-    if need_y or y_found is not y_cast:
-        y = new(dy.shape, dtype=dtypes[-1])
+    dx = new(_doubled(dy.shape) if gate >= 0 else dy.shape, dtype=dtypes[0]) if need_dx else None
+    y = new(dy.shape, dtype=dtypes[-1]) if need_y else None
     sums_rows = need_column_sums or any(w and s.operand == "column" for w, s in zip(wanted, steps, strict=True))
     some_cast = cast or y_cast
     rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums_rows, casts=some_cast is not None)
@@ -333,9 +321,7 @@ def delementwise(
     column_shares = new((row_blocks, width), dtype=torch.float32) if need_column_sums else None
     dy, x = dy.contiguous(), x if x is None else x.contiguous()
     operands = [o if o is None else o.contiguous() for o in operands]
-    delementwise_triton(dy, x, dx, found, y, y_found, steps, operands, shares, column_shares, dtypes, config)
-    cast_with(cast, found, dx)
-    cast_with(y_cast, y_found, y)
+    delementwise_triton(dy, x, dx, cast, y, y_cast, steps, operands, shares, column_shares, dtypes, config)
     gradients: list[Tensor | None] = []
     for step, want, share in zip(steps, wanted, shares, strict=True):
         if share is None:
@@ -346,7 +332,6 @@ def delementwise(
             gradients.append(share if column_blocks == 1 else share.sum(0).view(dy.shape[:-1]))
         else:
             gradients.append(share)
-    dx, y = dx if need_dx else None, y if need_y else None
     return ChainGradients(dx, tuple(gradients), y, None if column_shares is None else column_shares.sum(0))
 
 

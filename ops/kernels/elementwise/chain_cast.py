@@ -1,8 +1,8 @@
 """What the element-wise kernels quantize their result to, and the arguments by which they are told.
 
-MXFP8 and FP8 with one given scale are cast of whole matrices, both copies at once. FP8 with one scale a group is cast
-of rows in groups. If the scales follow from the amaxes, the kernel stores its result and finds these, and the result is
-cast from memory: that takes less time than to compute it twice, once for the amaxes (H200).
+MXFP8 and FP8 with one given scale are cast of whole matrices, both copies at once; FP8 with a given scale a group also
+of rows in groups. A scale that follows from the amax would take the chain twice, once for the amax: on an H200 that
+takes as long as to store the result and to cast it from memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_float8 import BLOCK, cast_float8_triton, format_of
-from recipes.casts.scale_rules import E8M0Scale, Float32Scale, GivenScale
+from recipes.casts.cast_float8 import BLOCK, format_of
+from recipes.casts.scale_rules import E8M0Scale, GivenScale
 from recipes.tensors.formats import ALL, E4M3, Float8Format, ScaleRule, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantizer import QuantizedBuffers
@@ -68,9 +68,9 @@ CASTS: dict[tuple[ScaleRule, tuple[int, int], str, int], str] = {
 def why_no_cast(spec: ScaleSpec, *, grouped: bool = False) -> str | None:
     """Why the kernels cannot cast to this format, or None. grouped: rows in groups, each by itself."""
     kind = cast_kind(spec)
-    if kind == "given" or (kind and (kind == "amaxes") == grouped):
+    if kind == "given" or (kind and not grouped):
         return None
-    known = "FP8 with one scale a group" if grouped else "MXFP8, rounded up, and FP8 with one given scale"
+    known = "FP8 with one given scale a group" if grouped else "MXFP8, rounded up, and FP8 with one given scale"
     return (
         f"{spec.element.name} codes of {spec.block[0]}x{spec.block[1]} blocks with {spec.scale_rule} are none that the "
         f"element-wise kernel casts to: it knows {known}."
@@ -82,10 +82,7 @@ def cast_kind(spec: ScaleSpec | None) -> str:
     """The kernels' CAST; empty for no cast and for formats that they do not support."""
     if spec is None or type(spec.element) is not Float8Format:
         return ""
-    layout = spec.block, spec.columnwise, spec.alignment
-    if type(spec.scale_rule) is Float32Scale and layout == ((ALL, ALL), "transposed", BLOCK):
-        return "amaxes"
-    return CASTS.get((spec.scale_rule, *layout), "")
+    return CASTS.get((spec.scale_rule, spec.block, spec.columnwise, spec.alignment), "")
 
 
 def codes_of(cast: Cast | None) -> tuple[Tensor | None, ...]:
@@ -114,28 +111,6 @@ def places_of(*casts: Cast | None) -> int:
 
 def in_groups(cast: Cast | None) -> TypeGuard[Cast]:
     return cast is not None and cast.offsets is not None
-
-
-def finding_amaxes(cast: Cast | None) -> Cast | None:
-    """What the kernel does of this cast: all of it, or it finds the amaxes for `cast_with`."""
-    if cast is None or cast_kind(cast.spec) != "amaxes":
-        return cast
-    assert cast.offsets is not None, "amaxes are found of rows in groups"
-    amaxes = torch.zeros(num_groups(cast), dtype=torch.float32, device=cast.offsets.device)
-    return Cast(None, None, None, None, cast.spec, None, amaxes, cast.offsets, cast.aligned)
-
-
-def cast_with(cast: Cast | None, found: Cast | None, x: Tensor | None) -> None:
-    """The rest: x, which the kernel stored, is cast with the amaxes that were found."""
-    if cast is None or found is cast:
-        return
-    rule, form, scale_inv = cast.spec.scale_rule, cast.spec.element, codes_of(cast)[1]
-    assert isinstance(rule, Float32Scale) and isinstance(form, Float8Format), "`cast_kind` says so"
-    assert found is not None and found.amax is not None and x is not None and scale_inv is not None, "they were found"
-    cast_float8_triton(
-        x[None], cast.row_codes, cast.column_codes, scale_inv, found.amax, None, cast.offsets, cast.aligned,
-        form, False, rule.power_2, rule.amax_epsilon,
-    )  # fmt: skip
 
 
 def cast_constants(cast: Cast | None, x: Tensor, prefix: str = "") -> dict[str, Any]:

@@ -4,8 +4,7 @@ For each step: STEPS, BACKWARDS, D_OPERANDS: its functions; KINDS: its operand; 
 dtype of its result; ENTERS, LEAVES: whether its x or dy arrives in another dtype; READS: whether its backward reads x.
 GATE: the position of the gated step, or -1. Operand pointers that a step does not need are None.
 WHOLE: no tile reaches beyond the rows and columns of y.
-CAST: how the result is quantized to FORM: "blocks" (MXFP8) or "given" (one given scale); "amaxes" if these are found
-alone; "" if it is not.
+CAST: how the result is quantized to FORM, "blocks" (MXFP8) or "given" (one given scale); "" if it is not.
 codes: the tensors of a `Cast`, else Nones. Where these have offsets, each tile lies in one of num_groups groups.
 places: how long the rows of transposed codes are.
 
