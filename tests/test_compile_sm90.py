@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from bench.bench_tune import ON_DESCRIPTORS, candidates, gemm_case, gemms
-from ops.kernels.elementwise import activation
+from ops.kernels.elementwise import activation, chain_cast
 from ops.kernels.elementwise import chain as elementwise
 from ops.kernels.elementwise import chain_steps as steps
 from ops.kernels.elementwise.activation import KINDS, Activation, activation_step
@@ -46,6 +46,7 @@ from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
 from recipes.float8_block import Float8BlockQuantizer
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import E4M3, E5M2
+from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon, why_not_this_release
 from recipes.triton.offsets import aligned_offsets_triton, clamped_offsets_triton
@@ -224,9 +225,31 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
         chain, operands = [steps.ADD_COLUMN, activation_step(Activation("gelu"), False)], [x[0], None]
         for quantizer in (MXFP8Quantizer(form), DelayedScalingQuantizer(form, DelayedScaling())):
             room = quantizer.empty_like_quantized(x.shape, dtype, x.device)
-            cast = elementwise.Cast(*room.copies.tensors(), quantizer.spec, room.scale, torch.empty(1))
+            cast = chain_cast.cast_into(room._replace(amax=torch.empty(1)))
             elementwise.elementwise_cast(x, cast, chain, operands)
             elementwise.delementwise(dy, x, chain, operands, need_operands=(True, False), cast=cast)
+
+
+def launch_activation_casts(rows: int, features: int, dtype: torch.dtype) -> None:
+    """Each activation of rows in groups with a factor a row, cast; dh both ways and by rows."""
+    dact, wide = torch.empty(rows, features, dtype=dtype), torch.empty(rows, 2 * features, dtype=dtype)
+    splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
+    factors = torch.empty(rows)
+    quantizer = DelayedScalingQuantizer(E4M3, DelayedScaling(), scale=torch.empty(GROUPS))
+    for kind, interleave in [*((kind, None) for kind in KINDS), ("clamped_swiglu", 1)]:
+        spec = Activation(kind, glu_interleave_size=interleave)
+        h, amax = wide if spec.gated else dact, torch.empty(GROUPS)
+
+        def room(shape: torch.Size, rowwise: bool, columnwise: bool, amax: torch.Tensor = amax) -> QuantizedBuffers:
+            made = quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise)
+            return made._replace(amax=amax)
+
+        activation.activation_cast(h, spec, factors, room(dact.shape, True, False))
+        for columnwise in (True, False):
+            activation.dactivation(
+                dact, h, spec, factors, need_dh=False, need_dscales=True,
+                dh_into=room(h.shape, True, columnwise), act_into=room(dact.shape, False, True),
+            )  # fmt: skip
 
 
 def launch_block_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> None:
@@ -260,6 +283,11 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
         back, about = cast_blocks.dequantize_blocks_on_triton, {"shape": given.shape, "splits": kind.get("splits")}
         back(*copies[:2], how, dtype, columnwise=False, **about)
         back(*copies[2:], how, dtype, columnwise=True, **about)
+        if "splits" in kind:  # values in place of codes, of both copies and of the rowwise one
+            for column in (dtype, None):
+                cast_blocks.cast_blocks_on_triton(
+                    x, MXFP8Quantizer(form).spec, **both, **kind, row_values=dtype, column_values=column
+                )
         cast = cast_float8.cast_float8_on_triton
         copies = cast(given, per_tensor(form, Float32Scale()), **both, **kind)
         how = per_tensor(form, GivenScale())
@@ -322,6 +350,7 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         launch_routing(MANY_ROWS)
     if not tf32:
         launch_chains(MANY_ROWS, ALIGNED[0], dtype)
+        launch_activation_casts(MANY_ROWS, ALIGNED[0], dtype)
     if mode == "bf16" and ODD in all_features:  # masked tiles; in fp16 ptxas spills 8 bytes of one of these kernels
         launch_chains(MANY_ROWS, ODD[0], dtype)
     if mode in ("bf16", "fp32"):  # fp16 needs neither more registers nor other instructions than bf16
@@ -405,7 +434,7 @@ def compile_all(mode: str, arch: int) -> None:
     for module in (grouped_gemm, grouped_gemm_float8):
         module.capability = lambda x: divmod(arch, 10)
     native = {"NATIVE": arch >= 89}
-    for casts in (cast_blocks, cast_float8, elementwise):
+    for casts in (cast_blocks, cast_float8, chain_cast):
         casts.format_of = lambda form, device: format_of(form, device) | native
     norm_triton.shared_memory = lambda x: LIMITS[arch]
     cast_nvfp4.runs_triton = lambda x: True

@@ -123,12 +123,12 @@ def transpose_back_kernel(
 
 @triton.jit
 def store_float8(
-    x, row_codes_ptr, column_codes_ptr, scale_inv_ptr, scale_ptr, rows, columns, first_column, WIDTH, left, inside,
+    x, row_codes_ptr, column_codes_ptr, scale_inv_ptr, scale_ptr, first_row, columns, first_column, WIDTH, left, inside,
     group, num_groups, first_place, places, width,
     ADJACENT: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Cast the float32 tile x, of these rows and columns of a matrix [T, WIDTH], with a given scale. A copy whose
-    pointer is None is not made.
+    """Cast the float32 tile x of a matrix [T, WIDTH], rows from first_row on, with a given scale. A copy whose pointer
+    is None is not made.
 
     left: how many of the tile's columns there are. group, first_place, places: as in `find_float8_tile`; column_codes:
     words of four rows; width: of theirs in codes. ADJACENT: the columns follow first_column one by one. FORM, NATIVE:
@@ -138,22 +138,26 @@ def store_float8(
         _store_scale_inv(scale_inv_ptr, scale_ptr, num_groups, 0.0, True, False, FORM)
     active = group < num_groups
     scaled = tl.where(inside & active, x, 0.0) * tl.load(scale_ptr + group, mask=active, other=1.0)
+    # Addresses inside of a tile fit in 32 bits: its first one takes 64.
     if row_codes_ptr is not None:
-        at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        row_codes_ptr += tl.cast(first_row, tl.int64) * WIDTH
+        at = tl.arange(0, x.shape[0])[:, None] * WIDTH + columns[None, :]
         tl.store(row_codes_ptr + at, float8_codes(scaled, FORM, NATIVE), mask=inside)
     if column_codes_ptr is not None:
         words = transposed_words(scaled, FORM, NATIVE)
         word = tl.arange(0, x.shape[0] // 4)[None, :]
         lane = 4 * tl.arange(0, x.shape[1] // 4)[:, None]
         lanes = (columns, columns, columns, columns)
-        if not ADJACENT:
+        column_codes_ptr += first_place // 4
+        if ADJACENT:
+            column_codes_ptr += tl.cast(first_column, tl.int64) * (width // 4)
+        else:
             lanes = in_four(columns[None, :])
         for j in tl.static_range(4):
             if ADJACENT:
-                column = first_column + lane + j
+                at = (lane + j) * (width // 4) + word
             else:
-                column = tl.trans(lanes[j])
-            at = column.to(tl.int64) * (width // 4) + first_place // 4 + word
+                at = tl.trans(lanes[j]).to(tl.int64) * (width // 4) + word
             stored = (lane + j < left) & (word < places // 4)
             tl.store(column_codes_ptr + at, words[j].to(tl.int32, bitcast=True), mask=stored)
 

@@ -169,17 +169,13 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class ElementwiseConfig(NamedTuple):
-    """The tile of y, how many vertically adjacent tiles one program computes, and compile options.
-
-    registers: the most that a thread may have; None leaves it to the compiler
-    """
+    """The tile of y, how many vertically adjacent tiles one program computes, and compile options."""
 
     block_t: int
     block_c: int
     tiles: int
     num_warps: int
     num_stages: int = 1
-    registers: int | None = None
 
     def programs(self, rows: int, columns: int) -> tuple[int, int]:
         """The numbers of row blocks and column blocks of the grid."""
@@ -190,8 +186,8 @@ class ElementwiseConfig(NamedTuple):
         return rows % (self.block_t * self.tiles) == 0 and columns % self.block_c == 0
 
 
-# Of rows in groups, measured on an H200: forward, backward (which with all registers has too few programs at work).
-_IN_GROUPS = ElementwiseConfig(32, 128, 1, 4), ElementwiseConfig(32, 64, 1, 4, registers=128)
+# Of rows in groups, measured on an H200: forward, and backward, which has four results to hold.
+_IN_GROUPS = ElementwiseConfig(32, 128, 1, 4), ElementwiseConfig(32, 64, 1, 4)
 
 PROGRAMS = 4096  # enough to keep all multiprocessors busy: about 31 on each of the H200's 132
 
@@ -408,7 +404,7 @@ def elementwise_triton(
         **_constants(tuple(steps), tuple(dtypes)), **cast_constants(cast, x), NATIVE=casts_natively(x),
         BLOCK_T=config.block_t, BLOCK_C=config.block_c,
         WHOLE=config.whole(rows, columns) and not in_groups(cast), num_warps=config.num_warps,
-        maxnreg=config.registers, enable_fp_fusion=False,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -441,7 +437,7 @@ def delementwise_triton(
         **cast_constants(cast, dy), **cast_constants(y_cast, dy, "Y_"), NATIVE=casts_natively(dy),
         BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns) and not in_groups(some_cast),
         TILES=config.tiles,
-        STAGES=config.num_stages, num_warps=config.num_warps, maxnreg=config.registers, enable_fp_fusion=False,
+        STAGES=config.num_stages, num_warps=config.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
