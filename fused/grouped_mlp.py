@@ -36,7 +36,7 @@ from ops.kernels.elementwise.activation import (
     activation_shape,
     dactivation,
 )
-from ops.products.paths import Path
+from ops.products.paths import Path, casts_as_computed, choose_path
 from ops.runner.context import held_parameter
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from recipes.recipe import Role
@@ -97,7 +97,11 @@ class GroupedMLP(FusedOperation):
 
     def kernel(self, request: PlanRequest) -> str:
         ways = dict.fromkeys(linear.kernel(request) for linear in (self.fc1, self.fc2))
-        return f"{', then '.join(ways)}, {self.activation.kind} recomputed in backward"
+        quantizers = (request.recipe.quantizer(role) for role in (Role.INPUT, Role.GRAD_OUTPUT))
+        path = choose_path(request)
+        casts = path.name == "grouped" and all(casts_as_computed(q, request.device, request.dtype) for q in quantizers)
+        act = f"{self.activation.kind} {'quantized as it is computed, ' if casts else ''}recomputed in backward"
+        return f"{', then '.join(ways)}, {act}"
 
     def fuser_forward(
         self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]

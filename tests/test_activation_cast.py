@@ -9,6 +9,8 @@ from torch import Tensor
 
 import ops.kernels.elementwise.activation as activations
 import ops.kernels.elementwise.chain as chain
+import ops.products.paths as paths
+from fuser import Sequential, autocast, ops
 from ops.kernels.elementwise.activation import Activation, activation, activation_cast, activation_shape, dactivation
 from ops.kernels.elementwise.chain_cast import why_no_cast
 from recipes import Splits
@@ -127,3 +129,48 @@ def test_what_is_cast_is_what_would_be_stored_cast(dtype, copies, form, scaled, 
 def test_other_rules_are_cast_from_memory(rule):
     assert why_no_cast(per_tensor(E4M3, GivenScale()), grouped=True) is None
     assert "FP8 with one given scale a group" in str(why_no_cast(per_tensor(E4M3, rule), grouped=True))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("frozen", [(), ("0.weight",), ("2.weight",), ("0.weight", "0.bias", "x")], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_a_grouped_mlp_has_the_same_bits_whichever_way_it_casts(bias, frozen, monkeypatch):
+    """Results, gradients, amaxes and scales over three steps, in which scales move."""
+    sizes = torch.tensor([9, 0, 20, 4])
+
+    def run(casts: bool) -> list[Tensor]:
+        computed = 0
+
+        def counted(*args):
+            nonlocal computed
+            computed += casts
+            return casts and isinstance(args[0], SpecQuantizer)
+
+        monkeypatch.setattr(paths, "casts_as_computed", counted)
+        torch.manual_seed(0)
+        model = Sequential(
+            ops.GroupedLinear(4, 32, 64, bias=bias), ops.ScaledSwiGLU(), ops.GroupedLinear(4, 32, 32, bias=bias)
+        )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        found = []
+        for _ in range(3):
+            x = torch.randn(36, 32).requires_grad_("x" not in frozen)  # three rows of no group
+            scales = torch.rand(36, requires_grad=True)
+            with autocast(recipe="fp8_delayed"):
+                y = model(x, split_sizes=sizes, scales=scales)
+            wanted = [t for t in (x, *model.parameters()) if t.requires_grad]
+            found += [y, *torch.autograd.grad(y, wanted, torch.randn_like(y), retain_graph=False)]
+        assert bool(computed) == casts
+        return [*found, *model.buffers()]
+
+    for mine, other in zip(run(True), run(False), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_explain_says_where_activations_are_quantized():
+    model = Sequential(ops.GroupedLinear(2, 32, 64), ops.ScaledSwiGLU(), ops.GroupedLinear(2, 32, 32))
+    said = "swiglu quantized as it is computed, recomputed in backward"
+    assert said in model.explain(recipe="fp8_delayed", device="cuda", dtype=torch.bfloat16)
+    for recipe, device in (("fp8_current", "cuda"), ("mxfp8", "cuda"), (None, "cuda"), ("fp8_delayed", "cpu")):
+        assert said not in model.explain(recipe=recipe, device=device, dtype=torch.bfloat16)

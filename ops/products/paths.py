@@ -117,14 +117,9 @@ class GroupedPath:
         rowwise: bool,
         columnwise: bool,
     ) -> QuantizedBuffers | None:
-        """Where the element-wise kernel that computes x [T, K] puts what `quantize` would make of it.
-
-        None if it is quantized from memory: on a CPU, in float64, to formats that the kernel does not know.
-        """
-        on_triton = splits.device.type == "cuda" and dtype != torch.float64 and shape.numel() > 0
-        if not on_triton or not isinstance(quantizer, SpecQuantizer) or not quantizer.casts_by_spec():
-            return None
-        if why_no_cast(quantizer.spec, grouped=True) is not None:
+        """Where the element-wise kernel that computes x [T, K] puts what `quantize` would make of it; None if it is
+        quantized from memory."""
+        if not shape.numel() or not casts_as_computed(quantizer, splits.device, dtype):
             return None
         return quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise)
 
@@ -348,6 +343,16 @@ def choose_path(request: PlanRequest) -> Path:
         raise ValueError(f"path='grouped' cannot be taken: {refusal} Leave path unset, or ask for path='split'.")
     kind = _PATHS[asked or ("grouped" if refusal is None else "split")]
     return kind(request.recipe, capability=compute_capability(request.device))
+
+
+def casts_as_computed(
+    quantizer: Quantizer | None, device: torch.device, dtype: torch.dtype
+) -> TypeGuard[SpecQuantizer]:
+    """Whether the element-wise kernel that computes grouped rows quantizes them, too: not on a CPU or in float64, and
+    only to formats that it knows."""
+    if device.type != "cuda" or dtype == torch.float64 or not isinstance(quantizer, SpecQuantizer):
+        return False
+    return quantizer.casts_by_spec() and why_no_cast(quantizer.spec, grouped=True) is None
 
 
 def _writes_values(quantizer: Quantizer) -> TypeGuard[SpecQuantizer]:
