@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ops.runner.backward
 import ops.runner.run
 from fuser import Sequential, autocast, constant_weights, ops, recipes
+from ops.kernels.routing.permute import RoutingMap, make_routing_map
 from ops.runner import program, repeat
 from recipes.cast_counts import count_casts
 from recipes.triton import replay, tape
@@ -157,6 +158,32 @@ def test_dense_steps(recipe, repeating, monkeypatch):
 
 def test_dense_steps_without_gradients(repeating, monkeypatch):
     check_steps(dense, "mxfp8", monkeypatch, grad=False, at_least=2)
+
+
+def test_a_step_that_takes_a_routing_map(repeating, monkeypatch):
+    """Combine, with a new map in each step; maps with more than tensors are not repeated."""
+
+    def run(at: int, kind=RoutingMap) -> list[Tensor]:
+        torch.manual_seed(at)
+        routing_map, _, _ = make_routing_map(torch.randint(0, 4, (10, 2)), 4)
+        routing_map = kind(*routing_map.tensors())
+        x = torch.randn(20, 8, requires_grad=True)
+        y = model(x, routing_map=routing_map)
+        y.backward(torch.randn(10, 8))
+        return [y.detach(), x.grad]
+
+    class Other(RoutingMap):
+        pass
+
+    model = Sequential(ops.Combine())
+    found = [run(at) for at in range(5)]
+    assert num_repeated() == 2
+    [run(at, Other) for at in range(5)]
+    assert num_repeated() == 2
+    for module in (ops.runner.run, ops.runner.backward):
+        monkeypatch.setattr(module, "may_repeat", lambda device, entries: False)
+    for at in range(5):
+        assert_same(found[at], run(at))
 
 
 def change_everything(model: Sequential, at: int) -> None:

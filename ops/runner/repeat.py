@@ -4,7 +4,8 @@ A step of built-in operations allocates, launches, and leaves tensors for backwa
 
     the program      recipe, path, dtypes, which gradients are needed
     the operations   their settings, which count assignments; hooks; parameters and states, as tensors
-    what goes in     x and the extra inputs; or what forward left, dy, and the gradients of extra outputs
+    what goes in     x and the extra inputs; or what forward left, dy, and the gradients of extra outputs: tensors,
+                     splits, and containers of a class that `holds_tensors_alone`
 
 So it is kept by these, and done again. Operations and recipes for which this holds are `repeatable`: what they do
 depends on nothing else, and they change nothing but tensors. What else a step does on the host stays with the runner:
@@ -212,6 +213,8 @@ class RepeatedStep:
                 key.append((value.layout, how(value.tensors(), tensors, addresses)))
             elif value is None or isinstance(value, (Tensor, tuple)):
                 key.append(how((value,), tensors, addresses))
+            elif "holds_tensors_alone" in vars(kind):
+                key.append((kind, how(value.tensors(), tensors, addresses)))
             else:
                 raise TypeError
         return tuple(key)

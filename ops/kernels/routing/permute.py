@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ from recipes.triton.launch import Launch, cdiv, next_power_of_2
 @dataclass(frozen=True, eq=False)
 class RoutingMap:
     """row_of_slot [T, topk] and token_of_row [T topk], both int64."""
+
+    holds_tensors_alone: ClassVar[bool] = True  # steps that take one may be repeated; not so of subclasses
 
     row_of_slot: Tensor
     token_of_row: Tensor
