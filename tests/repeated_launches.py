@@ -22,7 +22,7 @@ from recipes.triton import repeated, replay
 from tests.test_replay import BEFORE, Driver
 
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8")
-KINDS = ("fused", "unfused", "main_grad", "norm")
+KINDS = ("fused", "unfused", "main_grad", "norm", "dispatch")
 EXPERTS, HIDDEN, WIDTH, ROWS = 4, 128, 128, 256
 
 launched: list[tuple[Any, ...]] = []
@@ -54,6 +54,10 @@ def pretend() -> None:
     for name in ("empty", "zeros", "ones", "full", "arange", "tensor", "randint"):
         make = getattr(torch, name)
         setattr(torch, name, lambda *args, make=make, device=None, **options: make(*args, **options))
+    empty = torch.empty  # what kernels would have written stands as an index elsewhere
+    torch.empty = lambda *args, dtype=None, **options: empty(*args, dtype=dtype, **options).fill_(0)
+    new_empty = Tensor.new_empty
+    Tensor.new_empty = lambda *args, **options: new_empty(*args, **options).fill_(0)
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda *device: (9, 0)
     about = {"multi_processor_count": 132, "major": 9, "minor": 0, "shared_memory_per_block_optin": 227 << 10}
@@ -89,6 +93,8 @@ def main() -> None:
             ops.GroupedLinear(EXPERTS, WIDTH, HIDDEN, **about),
         )
         norm = (ops.RMSNorm(HIDDEN, dtype=torch.bfloat16),) if kind == "norm" else ()
+        if kind == "dispatch":
+            mlp = (ops.Dispatch(EXPERTS), *mlp, ops.Combine())
         model = Sequential(*norm, *mlp, fusions=() if kind == "unfused" else None)
         for weight in model.parameters():
             weight.main_grad = torch.zeros(weight.shape)
@@ -98,9 +104,10 @@ def main() -> None:
         x = torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
         launched.clear()
         with autocast(recipe=None if recipe == "bf16" else recipe):
-            y = model(
-                x, split_sizes=torch.tensor([ROWS // EXPERTS] * EXPERTS), scales=torch.rand(ROWS).requires_grad_()
-            )
+            given = {"split_sizes": torch.tensor([ROWS // EXPERTS] * EXPERTS), "scales": torch.rand(ROWS)}
+            if "indices" in model.layout().consumed:
+                given = {"indices": torch.randint(0, EXPERTS, (ROWS, 2)), "probs": torch.rand(ROWS, 2)}
+            y = model(x, **{name: t.requires_grad_() if t.is_floating_point() else t for name, t in given.items()})
         y.backward(torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16))
         return [plain((*args[:3], *args[4:5], *args[BEFORE:])) for args in launched]
 
