@@ -157,11 +157,11 @@ class GroupedMLP(FusedOperation):
         # amax: only if a product reads the result, as unfused.
         act_into = dh_into = None
         if wgrad:
-            act_into = path.buffers(dact.shape, dact.dtype, splits, inputs, **act_copy)
+            act_into = path.quantized_buffers(dact.shape, dact.dtype, splits, inputs, **act_copy)
         dh_copies = {"rowwise": fc1_ctx.needs.input, "columnwise": fc1.needs_weight_grad(fc1_ctx)}
         gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT) if any(dh_copies.values()) else None
         if gradients is not None:
-            dh_into = path.buffers(saved.h.shape, saved.h.dtype, splits, gradients, **dh_copies)
+            dh_into = path.quantized_buffers(saved.h.shape, saved.h.dtype, splits, gradients, **dh_copies)
         dh, d_act_scales, act = dactivation(
             dact, saved.h, self.activation, saved.scales if self.scaled else None,
             need_dh=dh_into is None or fc1.needs_bias_grad(fc1_ctx), need_act=wgrad and act_into is None,
@@ -202,7 +202,7 @@ class GroupedMLP(FusedOperation):
         """The activation, as the path multiplies it."""
         copies = {"rowwise": rowwise, "columnwise": columnwise}
         scales = scales if self.scaled else None
-        into = path.buffers(activation_shape(h.shape, self.activation), h.dtype, splits, quantizer, **copies)
+        into = path.quantized_buffers(activation_shape(h.shape, self.activation), h.dtype, splits, quantizer, **copies)
         if into is None:
             return path.quantize(activation(h, self.activation, scales), splits, quantizer, **copies)
         activation_cast(h, self.activation, scales, into)

@@ -107,7 +107,7 @@ class GroupedPath:
             return quantizer.dequantized_rows(x, splits, dtype, **copies, column_codes=saved)
         return quantizer.quantize_grouped(x, splits, **copies)
 
-    def buffers(
+    def quantized_buffers(
         self,
         shape: torch.Size,
         dtype: torch.dtype,
@@ -233,8 +233,8 @@ class SplitPath:
         members = _members(parts, quantizer, rowwise, columnwise)
         return SplitTensors(tuple(members), sizes, x.shape[0])
 
-    def buffers(self, *_: Any, **__: Any) -> None:
-        """As `GroupedPath.buffers`: each group is quantized from memory."""
+    def quantized_buffers(self, *_: Any, **__: Any) -> None:
+        """As `GroupedPath.quantized_buffers`: each group is quantized from memory."""
 
     def weight(
         self, w: Tensor | Sequence[Tensor], quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
