@@ -8,7 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -27,38 +27,11 @@ from fuser import autocast  # noqa: E402
 from recipes.mxfp8 import MXFP8BlockScaling  # noqa: E402
 from recipes.registry import RECIPES  # noqa: E402
 from tests.check_operation import DEVICES  # noqa: E402
+from tests.hf_models import GRADIENTS, LOGITS, MODELS, E, F, H, ids, make, step  # noqa: E402
 from tests.reference import assert_close, assert_same_bits  # noqa: E402
 
 pytestmark = [pytest.mark.hf, pytest.mark.rest]
 
-E, H, F, VOCABULARY, LAYERS = 6, 32, 24, 64, 2
-# Of two float32 sums in another order, through two layers and back.
-LOGITS = {torch.float32: 1e-6}
-GRADIENTS = {torch.float32: 1e-5}
-
-
-class Model(NamedTuple):
-    config: str
-    model: str
-    settings: dict[str, Any]
-
-
-SHARED = {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": F, "first_k_dense_replace": 1}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
-MODELS = {
-    "qwen3-moe": Model(
-        "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"moe_intermediate_size": F, "num_experts": E, "norm_topk_prob": True}
-    ),
-    "mixtral": Model("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": E}),
-    "gpt-oss": Model("GptOssConfig", "GptOssForCausalLM", {"num_local_experts": E, "rope_parameters": PLAIN_ROPE}),
-    "deepseek-v3": Model(
-        "DeepseekV3Config", "DeepseekV3ForCausalLM",
-        {**SHARED, **LATENT, "n_group": 4, "topk_group": 2, "num_key_value_heads": 4},
-    ),
-    "olmoe": Model("OlmoeConfig", "OlmoeForCausalLM", {"num_experts": E}),
-    "glm-4.5": Model("Glm4MoeConfig", "Glm4MoeForCausalLM", SHARED),
-}  # fmt: skip
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 FEW_MODELS = pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
 
@@ -67,43 +40,6 @@ FEW_MODELS = pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(ALL_EXPERTS_FUNCTIONS), "_global_mapping", dict(ALL_EXPERTS_FUNCTIONS._global_mapping))
     fuser.hf.register()
-
-
-def make(name: str, **settings: Any) -> Any:
-    """A small model with weights of such a size that each part of it shows in the logits."""
-    sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": H, "intermediate_size": F, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2,
-        "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-        "experts_implementation": "eager",
-    }  # fmt: skip
-    about = MODELS[name]
-    config = getattr(transformers, about.config)(**{**sizes, **about.settings, **settings})
-    model = getattr(transformers, about.model)(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=H**-0.5)
-            elif not parameter.eq(1).all():
-                parameter.normal_(std=0.1)
-        for key, buffer in model.named_buffers():
-            if key.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.1)
-    return model
-
-
-def ids(tokens: int = 9) -> Tensor:
-    return torch.randint(3, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(1))
-
-
-def step(model: Any, implementation: str | None = None) -> dict[str, Tensor | None]:
-    """The logits and the gradient of every parameter."""
-    if implementation is not None:
-        model.set_experts_implementation(implementation)
-    model.zero_grad()
-    output = model(ids(), labels=ids())
-    output.loss.backward()
-    return {"logits": output.logits.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
 def experts_of(model: nn.Module) -> Any:

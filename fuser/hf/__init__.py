@@ -1,7 +1,8 @@
 """Hugging Face transformers: its models with the experts of this framework. Importing it registers nothing."""
 
+from fuser.hf.blocks import MoEBlock, replace_moe_blocks
 from fuser.hf.experts import experts_layer
 from fuser.hf.library import ALL_EXPERTS_FUNCTIONS as ALL_EXPERTS_FUNCTIONS
 from fuser.hf.register import register
 
-__all__ = ["experts_layer", "register"]
+__all__ = ["MoEBlock", "experts_layer", "register", "replace_moe_blocks"]

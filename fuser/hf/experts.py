@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from torch import Tensor, nn
 
 from fuser.hf.gate import scaled_activation
+from fuser.hf.layers import held_layer, hold
 from fuser.hf.transposed import TransposedGroupedLinear
 from fuser.sequential import Sequential
 from ops.combine import Combine
@@ -19,18 +19,6 @@ from ops.runner.operation import BasicOperation
 from ops.runner.run import NOT_TRACED
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
-
-
-class _Layer(NamedTuple):
-    """tensors: the parameters of the experts module that the layer computes with."""
-
-    tensors: tuple[Tensor, ...]
-    layer: Sequential
-
-
-# Of each experts module, a layer for each recipe. Beside the module, not in it, so that its state dict, its copies and
-# what is saved of it stay as they are.
-_layers: WeakKeyDictionary[nn.Module, dict[Recipe | None, _Layer]] = WeakKeyDictionary()
 
 
 def experts_layer(experts: nn.Module, recipe: Recipe | str | None = None) -> Sequential:
@@ -47,20 +35,17 @@ def experts_layer(experts: nn.Module, recipe: Recipe | str | None = None) -> Seq
     Raises TypeError for a module that is none of the sort, NotImplementedError for experts with a norm behind them or
     with another activation than `fuser.hf.gate` knows; ValueError and TypeError for a recipe as `fuser.autocast`.
     """
-    _check(experts)
+    check_experts(experts)
     chosen = None if recipe is None else as_recipe(recipe)
-    tensors = _tensors(experts)
-    layers = _layers.setdefault(experts, {})
-    held = layers.get(chosen)
-    if held is None or any(mine is not theirs for mine, theirs in zip(held.tensors, tensors, strict=True)):
-        layer = _make(experts, tensors, chosen)
-        if held is not None:
-            for new, old in zip(layer, held.layer, strict=True):
-                new._buffers.update(old._buffers)
-        held = layers[chosen] = _Layer(tensors, layer)
-    if held.layer.training != experts.training:
-        held.layer.train(experts.training)
-    return held.layer
+    tensors = tensors_of(experts)
+
+    def make() -> Sequential:
+        operations = [*experts_operations(experts, tensors)]
+        for operation in operations:
+            operation.set_recipe(chosen)
+        return Sequential(*operations)
+
+    return held_layer(experts, chosen, tensors, make)
 
 
 @not_traced(NOT_TRACED)
@@ -81,7 +66,8 @@ def experts_forward(
     return layer(hidden_states, indices=top_k_index, probs=top_k_weights).to(hidden_states.dtype)
 
 
-def _check(experts: Any) -> None:
+def check_experts(experts: Any) -> None:
+    """Raise TypeError for a module that is no experts module, NotImplementedError for one with a norm behind it."""
     if not hasattr(experts, "is_transposed") or not hasattr(experts, "has_gate"):
         raise TypeError(
             f"{type(experts).__name__} is no experts module of transformers 5: it has no `is_transposed` and "
@@ -96,14 +82,18 @@ def _check(experts: Any) -> None:
         )
 
 
-def _tensors(experts: Any) -> tuple[Tensor, ...]:
-    """Each attribute read once: a parametrization computes its tensor anew at each access."""
+def tensors_of(experts: Any) -> tuple[Tensor, ...]:
+    """The two weights, and the two biases if there are some.
+
+    Each attribute is read once: a parametrization computes its tensor anew at each access.
+    """
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     names = [first, "down_proj"] + ([f"{first}_bias", "down_proj_bias"] if experts.has_bias else [])
     return tuple(getattr(experts, name) for name in names)
 
 
-def _make(experts: Any, tensors: tuple[Tensor, ...], recipe: Recipe | None) -> Sequential:
+def experts_operations(experts: Any, tensors: tuple[Tensor, ...]) -> tuple[BasicOperation, ...]:
+    """Dispatch, GroupedLinear, an activation, GroupedLinear, Combine over these tensors of `experts`."""
     bias = bool(experts.has_bias)
     kind = TransposedGroupedLinear if experts.is_transposed else GroupedLinear
     linears: list[GroupedLinear] = []
@@ -111,13 +101,7 @@ def _make(experts: Any, tensors: tuple[Tensor, ...], recipe: Recipe | None) -> S
         num_experts, *features = weight.shape
         inputs, outputs = features if experts.is_transposed else features[::-1]
         linear = kind(num_experts, inputs, outputs, bias=bias, scale_bias=bias and bool(linears), device="meta")
-        # Not by assignment, which takes Parameters only: adapters put computed tensors in their place.
-        linear._parameters.update(zip(("weight", "bias"), (weight, *biases), strict=False))
+        hold(linear, {"weight": weight} | ({"bias": biases[0]} if bias else {}))
         linears.append(linear)
     fc1, fc2 = linears
-    operations: list[BasicOperation] = [
-        Dispatch(fc1.num_groups, empty_slots=True), fc1, scaled_activation(experts), fc2, Combine(),
-    ]  # fmt: skip
-    for operation in operations:
-        operation.set_recipe(recipe)
-    return Sequential(*operations)
+    return Dispatch(fc1.num_groups, empty_slots=True), fc1, scaled_activation(experts), fc2, Combine()
