@@ -226,3 +226,23 @@ def test_other_experts_are_refused_before_anything_changes() -> None:
     with pytest.raises(ValueError, match="there is no recipe named 'fp9'"):
         fuser.hf.replace_moe_blocks(models[0], "fp9")
     assert not blocks(models)
+
+
+class Adapter(nn.Module):
+    """Stands where the experts stood, as an adapter of PEFT does."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def test_experts_within_an_adapter_are_refused() -> None:
+    model = make("olmoe")
+    model.model.layers[1].mlp.experts = Adapter(model.model.layers[1].mlp.experts)
+    with pytest.raises(NotImplementedError, match=r"OlmoeSparseMoeBlock holds a Adapter.*runs adapters too"):
+        fuser.hf.replace_moe_blocks(model)
+    assert not blocks(model)
+    _, replaced = both("olmoe")
+    blocks(replaced)[0].experts = Adapter(blocks(replaced)[0].experts)
+    with pytest.raises(NotImplementedError, match=r"OlmoeSparseMoeBlock holds a Adapter"):
+        replaced(ids())

@@ -46,6 +46,7 @@ class MoEBlock(nn.Module):
         """Router, Dispatch, GroupedLinear, an activation, GroupedLinear, Combine; for `layer().explain()`."""
         form: BlockForm = FORMS[self.kind]
         gate: Any = self.get_submodule(form.router)
+        self._check_parts(gate)
         tensors = tensors_of(self.experts)
         one_dtype = gate.weight.dtype == tensors[0].dtype
 
@@ -85,6 +86,16 @@ class MoEBlock(nn.Module):
         if form.shared is not None:
             y = y + self.get_submodule(form.shared)(hidden_states)
         return (y, made["probs"]) if form.returns_scores else y
+
+    def _check_parts(self, gate: nn.Module) -> None:
+        for module in (gate, self.experts):
+            if not type(module).__module__.startswith("transformers.models."):
+                raise NotImplementedError(
+                    f"{self.kind} holds a {type(module).__name__}, whose own computation would be left out: its router "
+                    "and its experts must be those of transformers. Leave such a block as it was, and use "
+                    'model.set_experts_implementation("fuser"), which runs adapters too.'
+                )
+        check_experts(self.experts)
 
     def _check_hooks(self, form: BlockForm, gate: nn.Module) -> None:
         experts: nn.Module = self.get_submodule("experts")
@@ -137,7 +148,6 @@ def replace_moe_blocks(model: nn.Module, recipe: Recipe | str | None = None) -> 
             "Give a model that holds one."
         )
     for block in made.values():
-        check_experts(block.experts)
         block.layer()
     for block in found.values():
         block.recipe = chosen

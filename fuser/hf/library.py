@@ -4,6 +4,7 @@ from __future__ import annotations
 
 try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.trainer_callback import TrainerCallback
 except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] != "transformers":
         raise
@@ -12,4 +13,4 @@ except ModuleNotFoundError as error:
         "Install it with `pip install 'fuser-ops[hf]'`."
     ) from error
 
-__all__ = ["ALL_EXPERTS_FUNCTIONS"]
+__all__ = ["ALL_EXPERTS_FUNCTIONS", "TrainerCallback"]
