@@ -79,7 +79,7 @@ bench: setup
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt setuptools
-	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,lint,plots,progress]'
+	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,lint,plots,progress,hf]'
 	touch $@
 
 # The second Triton has a folder of its own that stands before the first on the path; everything else is shared.

@@ -84,6 +84,11 @@ def test_the_experts_run_as_one_fused_operation(name: str) -> None:
     assert [line for line in lines if "GroupedMLP = " in line] and "not fused" not in "\n".join(lines)
 
 
+def test_a_copy_for_the_time_of_a_product_is_shown() -> None:
+    shown = {n: fuser.hf.experts_layer(experts_of(make(n))).explain(device="cuda") for n in ("gpt-oss", "olmoe")}
+    assert "of a transposed copy of W" in shown["gpt-oss"] and "transposed" not in shown["olmoe"]
+
+
 @EVERY_MODEL
 def test_generate_gives_the_same_tokens(name: str) -> None:
     model = make(name).eval()
@@ -384,20 +389,24 @@ def test_every_layout_is_that_of_transformers(
     assert_close(apply(experts, "fuser", *given), apply(experts, "batched_mm", *given), GRADIENTS)
 
 
-def clamped(self: Any, h: Tensor) -> Tensor:
-    gate, up = h.chunk(2, dim=-1)
-    return nn.functional.silu(gate.clamp(max=7.0)) * up.clamp(-7.0, 7.0)
+def clamped(limit: float) -> Callable[[Any, Tensor], Tensor]:
+    def gate(self: Any, h: Tensor) -> Tensor:
+        a, b = h.chunk(2, dim=-1)
+        return nn.functional.silu(a.clamp(max=limit)) * b.clamp(-limit, limit)
+
+    return gate
 
 
 @pytest.mark.parametrize(
     ("experts", "names"),
     [
         (lambda: own_experts("gelu"), "Experts._apply_gate computes none of the activations"),
-        (lambda: own_experts("silu", clamped), "Experts._apply_gate computes none of the activations"),
+        (lambda: own_experts("silu", clamped(7.0)), "Experts._apply_gate computes none of the activations"),
+        (lambda: own_experts("silu", clamped(1e4)), "Experts._apply_gate computes none of the activations"),
         (lambda: own_experts("gelu", has_gate=False), r"Experts.act_fn \(GELUActivation\) computes none"),
         (lambda: own_experts(has_post_expert_norm=True), "Experts normalizes what each expert returns"),
     ],
-    ids=["gelu", "clamped silu", "gelu without a gate", "norm"],
+    ids=["gelu", "clamped silu", "silu with a high limit", "gelu without a gate", "norm"],
 )
 def test_experts_that_compute_something_else_are_refused(experts: Callable[[], Any], names: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{names}.*set_experts_implementation"):

@@ -19,15 +19,13 @@ def scaled_activation(experts: Any) -> ActivationOperation:
     """The activation between the two products of `experts`, multiplied by the factor of each row.
 
     Found by values, not by names: of the activations that there are, the one that gives what the module's own
-    `_apply_gate` (`act_fn` without a gate) gives for a row of numbers in [-20, 20]. So a subclass with a formula of its
-    own is never taken for another.
+    `_apply_gate` (`act_fn` without a gate) gives for numbers of either sign between 0.01 and 1e5. So a subclass with a
+    formula of its own, such as a limit, is not taken for another.
 
     Raises NotImplementedError if there is none.
     """
     gated = experts.has_gate
-    # Beyond the usual limits of clamped gates on both sides; in another order, gates meet other linear parts.
-    row = torch.linspace(-20, 20, 96, dtype=torch.float64, device="cpu")
-    h = torch.stack([row, row.view(8, 12).T.flatten()])
+    h = _probe()
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         wanted = experts._apply_gate(h) if gated else experts.act_fn(h)
         for candidate in _candidates(experts):
@@ -40,6 +38,13 @@ def scaled_activation(experts: Any) -> ActivationOperation:
         "of the module, and relu(x)^2 without a gate. Choose another implementation for this model: "
         'model.set_experts_implementation("grouped_mm").'
     )
+
+
+def _probe() -> Tensor:
+    """[64, 32] float64: gates and linear parts of all magnitudes meet."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    magnitudes, signs = torch.rand(2, 64, 32, dtype=torch.float64, device="cpu", generator=generator)
+    return 10 ** (7 * magnitudes - 2) * (signs - 0.5).sign()
 
 
 def _candidates(experts: Any) -> Iterator[ActivationOperation]:

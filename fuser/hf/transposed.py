@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ops.grouped_linear import GroupedLinear
 from ops.runner.context import OperationContext
+from recipes.request import PlanRequest
 
 
 class TransposedGroupedLinear(GroupedLinear):
@@ -21,6 +22,10 @@ class TransposedGroupedLinear(GroupedLinear):
         """The weights as [G, N, K], biases [G, N] as they are."""
         stored = ctx.param(names[0])
         return stored.mT if names == self.weight_names else stored
+
+    def kernel(self, request: PlanRequest) -> str:
+        way = super().kernel(request)
+        return way if request.device.type == "cpu" else f"{way}, of a transposed copy of W"
 
     def weight_gradients(self, dw: Tensor) -> dict[str, Tensor]:
         """dw [G, N, K] as the weights are stored, [G, K, N]."""
