@@ -267,16 +267,8 @@ def test_loaded_weights_are_seen(name: str, assign: bool) -> None:
 
 @FEW_MODELS
 def test_weights_computed_by_an_adapter_train_what_they_are_computed_from(name: str) -> None:
-    class Doubled(nn.Module):
-        def __init__(self, weight: Tensor) -> None:
-            super().__init__()
-            self.delta = nn.Parameter(0.1 * torch.randn_like(weight))
-
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight + self.delta
-
     experts = experts_of(make(name))
-    parametrize.register_parametrization(experts, "gate_up_proj", Doubled(experts.gate_up_proj))
+    parametrize.register_parametrization(experts, "gate_up_proj", Moved(experts.gate_up_proj))
     x, indices, probs = routed(experts)
 
     def twice(implementation: str) -> dict[str, Tensor | None]:
@@ -289,6 +281,37 @@ def test_weights_computed_by_an_adapter_train_what_they_are_computed_from(name: 
     expected, ours = twice("eager"), twice("fuser")
     assert any("delta" in key for key in ours)
     assert_close(ours, expected, GRADIENTS)
+
+
+class Moved(nn.Module):
+    """weight + delta, with a delta of its own."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.delta = nn.Parameter(0.1 * torch.randn_like(weight))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta
+
+
+@FEW_MODELS
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_weights_of_an_adapter_are_computed_again_under_the_recipe_of_the_forward(name: str, reentrant: bool) -> None:
+    model = make(name).train()
+    model.set_experts_implementation("fuser")
+    for experts in [module for module in model.modules() if hasattr(module, "is_transposed")]:
+        parametrize.register_parametrization(experts, "down_proj", Moved(experts.down_proj))
+
+    def run() -> dict[str, Tensor | None]:
+        model.zero_grad()
+        with autocast("mxfp8"):
+            output = model(ids(), labels=ids(), use_cache=False)
+        output.loss.backward()
+        return {"logits": output.logits.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+    expected = run()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same_bits(run(), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # what peft calls of transformers

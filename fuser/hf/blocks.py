@@ -14,6 +14,7 @@ from fuser.hf.routers import FORMS, BlockForm, form_of, make_router, set_expert_
 from fuser.sequential import Sequential
 from ops.router import Router
 from ops.runner.not_traced import not_traced
+from ops.runner.operation import BasicOperation
 from ops.runner.run import NOT_TRACED
 from recipes.recipe import HighPrecision, Recipe
 from recipes.registry import as_recipe
@@ -50,15 +51,13 @@ class MoEBlock(nn.Module):
         tensors = tensors_of(self.experts)
         one_dtype = gate.weight.dtype == tensors[0].dtype
 
-        def make() -> Sequential:
-            router = make_router(form, gate)
-            operations = experts_operations(self.experts, tensors)
-            for operation in (router, *operations):
-                operation.set_recipe(self.recipe)
+        def make() -> list[BasicOperation]:
+            router = make_router(form, gate).set_recipe(self.recipe)
+            operations = [operation.set_recipe(self.recipe) for operation in experts_operations(self.experts, tensors)]
             if not one_dtype:
                 # Another recipe is another pipeline, with a dtype of its own. A Router computes alike under every one.
                 router.set_recipe(None if isinstance(self.recipe, HighPrecision) else HighPrecision())
-            return Sequential(router, *operations)
+            return [router, *operations]
 
         layer = held_layer(self, (self.recipe, one_dtype), (*gate.parameters(), *tensors), make)
         router = layer[0]

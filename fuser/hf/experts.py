@@ -28,8 +28,8 @@ def experts_layer(experts: nn.Module, recipe: Recipe | str | None = None) -> Seq
              and `down_proj`, [E, out, in], or [E, in, out] if `is_transposed`; `..._bias` if `has_bias`; the gate
     recipe:  of all operations, a Recipe or a name; None: that of the surrounding `fuser.autocast`
 
-    It is made once, and again when the module holds other tensors: a layer serves backward with the tensors that its
-    forward read. What a recipe keeps from step to step (the amaxes of delayed scaling) goes from one to the next.
+    It is made once; its operations are made anew when the module holds other tensors, because backward needs those that
+    its forward read. What a recipe keeps from step to step (the amaxes of delayed scaling) goes from one to the next.
     `experts_layer(experts).explain()` shows how it runs.
 
     Raises TypeError for a module that is none of the sort, NotImplementedError for experts with a norm behind them or
@@ -39,11 +39,8 @@ def experts_layer(experts: nn.Module, recipe: Recipe | str | None = None) -> Seq
     chosen = None if recipe is None else as_recipe(recipe)
     tensors = tensors_of(experts)
 
-    def make() -> Sequential:
-        operations = [*experts_operations(experts, tensors)]
-        for operation in operations:
-            operation.set_recipe(chosen)
-        return Sequential(*operations)
+    def make() -> list[BasicOperation]:
+        return [operation.set_recipe(chosen) for operation in experts_operations(experts, tensors)]
 
     return held_layer(experts, chosen, tensors, make)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,21 +24,27 @@ _layers: WeakKeyDictionary[nn.Module, dict[Hashable, _Layer]] = WeakKeyDictionar
 
 
 def held_layer(
-    module: nn.Module, settings: Hashable, tensors: tuple[Tensor, ...], make: Callable[[], Sequential]
+    module: nn.Module,
+    settings: Hashable,
+    tensors: tuple[Tensor, ...],
+    make: Callable[[], Sequence[BasicOperation]],
 ) -> Sequential:
-    """The layer of `module` with these settings that computes with just these tensors, in the module's training mode.
+    """The layer of `module` with these settings, computing with just these tensors, in the module's training mode.
 
     Backward needs the very tensors that its forward read, so other tensors (of an adapter, of `functional_call`, loaded
-    with assign=True) have another layer. It takes over the buffers of the one before: the amaxes of delayed scaling.
+    with assign=True) have other operations, which `make` makes. They take the places of those before in the same
+    Sequential, since that knows under which recipe a checkpoint computes again, and take over their buffers: the amaxes
+    of delayed scaling.
     """
     layers = _layers.setdefault(module, {})
     held = layers.get(settings)
-    if held is None or any(mine is not theirs for mine, theirs in zip(held.tensors, tensors, strict=True)):
-        layer = make()
-        if held is not None:
-            for new, old in zip(layer, held.layer, strict=True):
-                new._buffers.update(old._buffers)
-        held = layers[settings] = _Layer(tensors, layer)
+    if held is None:
+        held = layers[settings] = _Layer(tensors, Sequential(*make()))
+    elif any(mine is not theirs for mine, theirs in zip(held.tensors, tensors, strict=True)):
+        for index, (new, old) in enumerate(zip(make(), held.layer, strict=True)):
+            new._buffers.update(old._buffers)
+            held.layer[index] = new.train(module.training)
+        held = layers[settings] = _Layer(tensors, held.layer)
     if held.layer.training != module.training:
         held.layer.train(module.training)
     return held.layer
