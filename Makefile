@@ -57,10 +57,12 @@ test: lint $(OVERLAY)/.ready
 	$(WITH_SECOND) $(IS_SECOND)
 	$(WITH_SECOND) $(PYTEST) -m smoke tests
 
-# Every test that `make test` leaves out (those for a GPU are skipped), then all that depends on Triton with the second release.
+# Every test that `make test` leaves out (those for a GPU are skipped; models of Hugging Face in a process of their own), then all
+# that depends on Triton with the second release.
 test-rest: $(OVERLAY)/.ready
 	@echo "test-rest: about 18 minutes on 2 quiet cores."
-	$(PY) $(PYTEST) -m "rest or gpu" --durations=10 tests
+	$(PY) $(PYTEST) -m "(rest or gpu) and not hf" --durations=10 tests
+	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf tests
 	$(WITH_SECOND) $(IS_SECOND)
 	$(WITH_SECOND) $(PYTEST) -m triton tests
 
@@ -77,7 +79,7 @@ bench: setup
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt setuptools
-	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,lint,plots,progress]'
+	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,lint,plots,progress,hf]'
 	touch $@
 
 # The second Triton has a folder of its own that stands before the first on the path; everything else is shared.

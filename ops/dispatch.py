@@ -19,7 +19,7 @@ from ops.kernels.routing.all_to_all import (
 )
 from ops.kernels.routing.permute import RoutingMap, combine, dispatch, make_routing_map
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
-from recipes.arguments import positive_integers
+from recipes.arguments import check_flags, positive_integers
 from recipes.request import PlanRequest
 from recipes.tensors.splits import Splits
 
@@ -29,13 +29,16 @@ class Dispatch(BasicOperation):
 
     Extra inputs, which are extra outputs of `Router`:
         probs   [T, topk]: the factor of each pair
-        indices [T, topk] integers in [0, num_experts): the expert of each pair
+        indices [T, topk] integers in [0, num_experts): the expert of each pair; see empty_slots
     Extra outputs:
         split_sizes: the number of rows of each expert, [num_experts]
         scales [T topk]: probs in the order of the rows, in the same dtype; `ScaledSwiGLU` multiplies by them
         routing_map: for `Combine`
 
     dx[t] is the sum of the gradients of t's rows, added in the order of the slots in float32 and rounded once.
+
+    empty_slots: the index num_experts stands for no expert: the pair's row comes after all others, past the sum of
+    split_sizes, where grouped operations give zeros. It adds nothing to its token, and its prob gets no gradient.
 
     group: a torch.distributed ProcessGroup, or a DeviceMesh of one dimension (mesh["ep"]): the ranks among which the
     experts are divided, rank r of n owning the experts [r num_experts / n, (r + 1) num_experts / n). Rows go to the
@@ -47,12 +50,12 @@ class Dispatch(BasicOperation):
     calls in the same order, also one without tokens (`ops.kernels.routing.all_to_all`).
 
     Raises ValueError for num_experts that is not positive or that the ranks do not divide, a group without this rank,
-    shapes that do not match, and, on the CPU, indices outside [0, num_experts); TypeError for indices that are not
-    integers and for a group of another type. On a GPU the indices are not checked, because that would synchronize: a
-    negative one counts for expert 0, one above for no expert, in rows past the sum of the sizes. With a group
-    RuntimeError, on every rank, where ranks differ in num_experts, features, dtypes, slots or in whether gradients are
-    computed, or where one of them refuses its arguments (that one raises its own error), and while a CUDA graph is
-    captured.
+    shapes that do not match, and, on the CPU, indices outside [0, num_experts) (with empty_slots above num_experts);
+    TypeError for indices that are not integers and for a group of another type; NotImplementedError for empty_slots
+    with a group. On a GPU the indices are not checked, because that would synchronize: a negative one counts for expert
+    0, one above for no expert, in rows past the sum of the sizes. With a group RuntimeError, on every rank, where ranks
+    differ in num_experts, features, dtypes, slots or in whether gradients are computed, or where one of them refuses
+    its arguments (that one raises its own error), and while a CUDA graph is captured.
     """
 
     accepts_integers = True
@@ -64,9 +67,15 @@ class Dispatch(BasicOperation):
     class Saved(NamedTuple):
         routing_map: RoutingMap
 
-    def __init__(self, num_experts: int, *, group: Any = None) -> None:
+    def __init__(self, num_experts: int, *, group: Any = None, empty_slots: bool = False) -> None:
         super().__init__()
+        check_flags(empty_slots=empty_slots)
+        if empty_slots and group is not None:
+            raise NotImplementedError(
+                "empty_slots=True with a group: pairs without an expert have no rank to go to. Leave out one of them."
+            )
         (self.num_experts,) = positive_integers("Dispatch", num_experts=num_experts)
+        self.empty_slots = empty_slots
         self.group = None if group is None else ExpertGroup(group)
         if self.group is not None:
             ranks = len(self.group.ranks)
@@ -170,11 +179,15 @@ class Dispatch(BasicOperation):
             raise ValueError("indices has no slots. Choose at least one expert for each token.")
         if indices.is_floating_point() or indices.dtype == torch.bool:
             raise TypeError(f"indices is {indices.dtype}, but must be integers. Convert it.")
-        if indices.device.type == "cpu" and ((indices < 0) | (indices >= self.num_experts)).any():
+        highest = self.num_experts if self.empty_slots else self.num_experts - 1
+        if indices.device.type == "cpu" and ((indices < 0) | (indices > highest)).any():
             raise ValueError(
-                f"indices reach from {indices.min()} to {indices.max()}, but num_experts is {self.num_experts}. "
+                f"indices reach from {indices.min()} to {indices.max()}, but num_experts is {self.num_experts}"
+                f"{' and stands for no expert' if self.empty_slots else ''}. "
                 "Give both the Router and Dispatch the same number of experts."
             )
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}" + ("" if self.group is None else f", group={self.group}")
+        return f"num_experts={self.num_experts}{', empty_slots=True' if self.empty_slots else ''}" + (
+            "" if self.group is None else f", group={self.group}"
+        )

@@ -131,10 +131,10 @@ class GroupedLinear(OperationWithWeights):
         """
         quantizer = ctx.quantizer(Role.WEIGHT)
         if quantizer is None:
-            return ctx.path.weight(self._read(ctx, self.weight_names), None, rowwise=rowwise, columnwise=columnwise)
+            return ctx.path.weight(self.read(ctx, self.weight_names), None, rowwise=rowwise, columnwise=columnwise)
 
         def quantize(rowwise: bool, columnwise: bool) -> Any:
-            weights = self._read(ctx, self.weight_names)
+            weights = self.read(ctx, self.weight_names)
             return ctx.path.weight(weights, quantizer, rowwise=rowwise, columnwise=columnwise)
 
         columnwise = columnwise or ctx.needs.input
@@ -147,10 +147,15 @@ class GroupedLinear(OperationWithWeights):
         """[G, N], or None without a bias."""
         if not self.use_bias:
             return None
-        tensors = self._read(ctx, self.bias_names)
+        tensors = self.read(ctx, self.bias_names)
         return tensors if isinstance(tensors, Tensor) else torch.stack(tensors)
 
-    def _read(self, ctx: OperationContext, names: tuple[str, ...]) -> Tensor | list[Tensor]:
+    def read(self, ctx: OperationContext, names: tuple[str, ...]) -> Tensor | list[Tensor]:
+        """The parameters of these names: stacked, or a list with one a group.
+
+        A subclass that stores weights in another layout returns them as [G, N, K] here, and their gradients as they
+        are stored in `weight_gradients`.
+        """
         return ctx.param(names[0]) if self.stacked else [ctx.param(name) for name in names]
 
     def needs_weight_grad(self, ctx: OperationContext) -> bool:

@@ -573,3 +573,54 @@ def test_a_map_of_other_rows_is_refused() -> None:
 def test_settings_are_shown() -> None:
     assert repr(ops.Dispatch(8)) == "Dispatch(num_experts=8)"
     assert repr(ops.Combine()) == "Combine()"
+
+
+# --------------------------------------------------------------------------------------------------------- empty slots
+
+
+def experts_with_empty_slots(device: str) -> Sequential:
+    return Sequential(
+        ops.Dispatch(3, empty_slots=True),
+        ops.GroupedLinear(3, 4, 12, device=device),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(3, 6, 4, device=device, scale_bias=True),
+        ops.Combine(),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("path", ["grouped", "split"])
+def test_a_slot_without_an_expert_adds_nothing_and_gets_no_gradient(device, path):
+    layer = experts_with_empty_slots(device)
+    layer.path = path
+    x = torch.randn(4, 4, device=device, requires_grad=True)
+    probs = torch.rand(4, 2, device=device)
+    probs[1, 0] = torch.nan
+    probs.requires_grad_()
+    indices = torch.tensor([[0, 2], [3, 1], [3, 3], [1, 0]], device=device)
+    y = layer(x, indices=indices, probs=probs)
+    y.square().sum().backward()
+    first = {"y": y.detach(), "x": x.grad, "probs": probs.grad}
+    assert not y[2].any() and not x.grad[2].any() and not probs.grad[indices == 3].any()
+    with torch.no_grad():
+        alone = layer(x[[1]], indices=indices[[1]].flip(1), probs=probs[[1]].flip(1))
+    assert_close({"y": y[[1]]}, {"y": alone})
+    x.grad = probs.grad = None
+    layer(x, indices=indices.to(torch.int32), probs=probs).square().sum().backward()
+    assert_same_bits({"y": first["y"], "x": x.grad, "probs": probs.grad}, first)
+
+
+def test_what_is_neither_an_expert_nor_nobody_is_refused():
+    x, probs = torch.randn(1, 4), torch.rand(1, 2)
+    layer = experts_with_empty_slots("cpu")
+    for index in (-1, 4):
+        with pytest.raises(ValueError, match="but num_experts is 3"):
+            layer(x, indices=torch.tensor([[0, index]]), probs=probs)
+
+
+def test_empty_slots_are_shown_and_refused_with_a_group():
+    assert "empty_slots=True" in repr(ops.Dispatch(3, empty_slots=True)) and "empty" not in repr(ops.Dispatch(3))
+    with pytest.raises(NotImplementedError, match="empty_slots=True with a group.*Leave out one"):
+        ops.Dispatch(3, group=object(), empty_slots=True)
+    with pytest.raises(TypeError, match="empty_slots"):
+        ops.Dispatch(3, empty_slots="yes")

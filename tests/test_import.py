@@ -34,3 +34,20 @@ def run(code: str) -> str:
 @pytest.mark.parametrize("code", ["import fuser", MLP], ids=["import", "forward and backward"])
 def test_slow_modules_are_left_alone(code):
     assert run(f"{code}\nimport sys\nprint([name for name in {SLOW} if name in sys.modules])") == "[]\n"
+
+
+HIDDEN = """
+import sys
+sys.modules["transformers"] = None  # as if it were not installed
+"""
+
+
+def test_hugging_face_is_imported_by_those_who_ask_for_it():
+    code = "import fuser, sys\nprint([name for name in ('fuser.hf', 'transformers') if name in sys.modules])"
+    assert run(code) == "[]\n"
+
+
+def test_without_transformers_its_door_says_what_is_missing():
+    code = f"{HIDDEN}\nimport fuser\ntry:\n    import fuser.hf\nexcept ImportError as error:\n    print(error)"
+    printed = run(code)
+    assert printed.startswith("fuser.hf needs transformers 5") and "pip install 'fuser-ops[hf]'" in printed

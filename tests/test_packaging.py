@@ -19,7 +19,7 @@ import fuser
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("recipes", "ops", "fused", "fuser", "bench")
-INSTALLED_EXTRAS = ("test", "lint", "plots", "progress")
+INSTALLED_EXTRAS = ("test", "lint", "plots", "progress", "hf")
 
 
 def test_every_requirement_is_pinned_and_allowed_by_its_pin():

@@ -1,0 +1,104 @@
+"""The operations that compute what an experts module of transformers computes, on its own parameters."""
+# T tokens, H hidden size, F expert width, E experts
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fuser.hf.gate import scaled_activation
+from fuser.hf.layers import held_layer, hold
+from fuser.hf.transposed import TransposedGroupedLinear
+from fuser.sequential import Sequential
+from ops.combine import Combine
+from ops.dispatch import Dispatch
+from ops.grouped_linear import GroupedLinear
+from ops.runner.not_traced import not_traced
+from ops.runner.operation import BasicOperation
+from ops.runner.run import NOT_TRACED
+from recipes.recipe import Recipe
+from recipes.registry import as_recipe
+
+
+def experts_layer(experts: nn.Module, recipe: Recipe | str | None = None) -> Sequential:
+    """Dispatch, GroupedLinear, an activation, GroupedLinear, Combine, whose parameters are those of `experts`.
+
+    experts: an experts module of transformers 5, by its attributes: weights `gate_up_proj` (`up_proj` without a gate)
+             and `down_proj`, [E, out, in], or [E, in, out] if `is_transposed`; `..._bias` if `has_bias`; the gate
+    recipe:  of all operations, a Recipe or a name; None: that of the surrounding `fuser.autocast`
+
+    It is made once; its operations are made anew when the module holds other tensors, because backward needs those that
+    its forward read. What a recipe keeps from step to step (the amaxes of delayed scaling) goes from one to the next.
+    `experts_layer(experts).explain()` shows how it runs.
+
+    Raises TypeError for a module that is none of the sort, NotImplementedError for experts with a norm behind them or
+    with another activation than `fuser.hf.gate` knows; ValueError and TypeError for a recipe as `fuser.autocast`.
+    """
+    check_experts(experts)
+    chosen = None if recipe is None else as_recipe(recipe)
+    tensors = tensors_of(experts)
+
+    def make() -> list[BasicOperation]:
+        return [operation.set_recipe(chosen) for operation in experts_operations(experts, tensors)]
+
+    return held_layer(experts, chosen, tensors, make)
+
+
+@not_traced(NOT_TRACED)
+def experts_forward(
+    recipe: Recipe | str | None,
+    experts: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """y[t] = sum_k top_k_weights[t, k] expert_{top_k_index[t, k]}(hidden_states[t]), [T, H] in the dtype of the input.
+
+    hidden_states: [T, H]; top_k_index: [T, topk] integers in [0, E], of which E is no expert; top_k_weights: [T, topk]
+
+    Raises as `experts_layer`, and as the operations do.
+    """
+    layer = experts_layer(experts, recipe)
+    return layer(hidden_states, indices=top_k_index, probs=top_k_weights).to(hidden_states.dtype)
+
+
+def check_experts(experts: Any) -> None:
+    """Raise TypeError for a module that is no experts module, NotImplementedError for one with a norm behind it."""
+    if not hasattr(experts, "is_transposed") or not hasattr(experts, "has_gate"):
+        raise TypeError(
+            f"{type(experts).__name__} is no experts module of transformers 5: it has no `is_transposed` and "
+            "`has_gate`, which its decorator `use_experts_implementation` gives. Pass the module that holds "
+            "`down_proj`."
+        )
+    if experts.has_post_expert_norm:
+        raise NotImplementedError(
+            f"{type(experts).__name__} normalizes what each expert returns before it is weighted; here it is weighted "
+            "before the last product. Choose another implementation for this model: "
+            'model.set_experts_implementation("grouped_mm").'
+        )
+
+
+def tensors_of(experts: Any) -> tuple[Tensor, ...]:
+    """The two weights, and the two biases if there are some.
+
+    Each attribute is read once: a parametrization computes its tensor anew at each access.
+    """
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    names = [first, "down_proj"] + ([f"{first}_bias", "down_proj_bias"] if experts.has_bias else [])
+    return tuple(getattr(experts, name) for name in names)
+
+
+def experts_operations(experts: Any, tensors: tuple[Tensor, ...]) -> tuple[BasicOperation, ...]:
+    """Dispatch, GroupedLinear, an activation, GroupedLinear, Combine over these tensors of `experts`."""
+    bias = bool(experts.has_bias)
+    kind = TransposedGroupedLinear if experts.is_transposed else GroupedLinear
+    linears: list[GroupedLinear] = []
+    for weight, *biases in zip(tensors[:2], *([tensors[2:]] if bias else []), strict=True):
+        num_experts, *features = weight.shape
+        inputs, outputs = features if experts.is_transposed else features[::-1]
+        linear = kind(num_experts, inputs, outputs, bias=bias, scale_bias=bias and bool(linears), device="meta")
+        hold(linear, {"weight": weight} | ({"bias": biases[0]} if bias else {}))
+        linears.append(linear)
+    fc1, fc2 = linears
+    return Dispatch(fc1.num_groups, empty_slots=True), fc1, scaled_activation(experts), fc2, Combine()
