@@ -259,3 +259,19 @@ def test_emulated_formats_keep_values_unless_the_recipe_says_codes(make, monkeyp
             nbytes[keeps] = scope.nbytes
         assert scope.nbytes == 0
     assert calls == {True: 0, False: 6} and nbytes[True] > 2 * nbytes[False] > 0
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_block"])
+def test_on_a_cpu_codes_of_every_format_are_dequantized_once(recipe, monkeypatch):
+    plain = run(build(), recipe)
+    made = []
+    operand = ScaledCodes.operand
+    monkeypatch.setattr(ScaledCodes, "operand", lambda self, *args: made.append(self.shape) or operand(self, *args))
+    model = build()
+    with constant_weights(model):
+        for at in range(3):
+            made.clear()
+            found = run(model, recipe)
+            if at == 0:
+                assert_same_bits(found, plain)
+        assert not any(len(shape) == 3 or shape == (32, 32) for shape in made)
