@@ -66,7 +66,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     repeatable: whether a pass of it on a GPU may be done again as a whole (`ops.runner.repeat`): it depends on nothing
     but public attributes, parameters, states and what it gets, and changes nothing but tensors. Of a subclass that
     replaces a method it does not hold.
-    why_in_full: why this very operation is neither repeated nor captured in a CUDA graph, as a sentence, or None.
+    why_in_full: why this very operation is not repeated, as a sentence, or None. It is not captured in a CUDA graph
+    either, unless it replaces `why_not_captured`.
     settings: how often such an attribute was assigned.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
@@ -117,6 +118,15 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     def grad_output_quantizer(self, recipe: Recipe) -> Quantizer | None:
         """What this operation quantizes the gradient of its output with, or None."""
         return None
+
+    def why_not_captured(self, request: PlanRequest) -> str | None:
+        """Why this very operation cannot be captured in a CUDA graph, as a sentence, or None."""
+        return self.why_in_full
+
+    def transfers(self, request: PlanRequest) -> str:
+        """What it exchanges with other ranks beside its work, for `Sequential.explain()`: "; all_reduce of y, ...", or
+        nothing."""
+        return ""
 
     @property
     def wgrad_is_external(self) -> bool:
@@ -296,6 +306,9 @@ class FusedOperation(FusibleOperation):
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
         """None if these operations can be fused for this request, else the reason as a sentence."""
         return None
+
+    def kernel(self, request: PlanRequest) -> str:
+        return super().kernel(request) + "".join(operation.transfers(request) for operation in self.operations)
 
     def fuser_forward(
         self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
