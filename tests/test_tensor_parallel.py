@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fuser import Sequential, ops
+from fuser import Sequential, autocast, checkpoint, ops
 from fuser.graph import make_graphed_callables
 from tests.ranks import on_ranks
-from tests.reference import assert_same_bits
+from tests.reference import assert_close, assert_same_bits
 
 # Relative to the largest magnitude. Beside the order of summation, bf16 and fp16 round each rank's part of a sum, then
 # the sum of every two: with 4 ranks three times what the whole layer rounds.
@@ -144,3 +146,183 @@ def refuse_collectives(rank: int) -> None:
 
 def test_collectives_refuse_what_they_cannot_exchange(tmp_path: Path) -> None:
     on_ranks(refuse_collectives, folder=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------- Linear
+
+
+class Block(NamedTuple):
+    """Column, an activation, row: the pair of layers that Megatron divides, with what may stand around them.
+
+    shape: of all rows; residual: between MakeExtraOutput and AddExtraInput, so that the fusions with these match
+    """
+
+    shape: tuple[int, ...] = (8,)
+    H: int = 6
+    F: int = 8
+    dtype: torch.dtype = torch.float64
+    bias: bool = True
+    sequence_parallel: bool = False
+    activation: str = "GELU"
+    residual: bool = False
+    main_grad: bool = False
+    fusions: Any = None
+    seed: int = 0
+
+    def layer(self, group: Any = None) -> Sequential:
+        """The whole layer, or this rank's share of it."""
+        torch.manual_seed(self.seed)
+        settings: dict[str, Any] = {"bias": self.bias, "dtype": self.dtype, "accumulate_into_main_grad": self.main_grad}
+        gated = self.activation == "SwiGLU"
+        if group is not None:
+            settings |= {"group": group, "sequence_parallel": self.sequence_parallel}
+        column = {} if group is None else {"tensor_parallel": "column", "gated": gated}
+        row = {} if group is None else {"tensor_parallel": "row"}
+        pair = [
+            ops.Linear(self.H, (2 if gated else 1) * self.F, **settings, **column),
+            getattr(ops, self.activation)(),
+            ops.Linear(self.F, self.H, **settings, **row),
+        ]
+        if self.residual:
+            pair = [ops.MakeExtraOutput("kept"), *pair, ops.AddExtraInput("kept")]
+        layer = Sequential(*pair) if self.fusions is None else Sequential(*pair, fusions=self.fusions)
+        for parameter in layer.parameters() if self.main_grad else ():
+            parameter.main_grad = torch.ones_like(parameter, dtype=torch.float32)
+        return layer
+
+    def rows(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """A rank's share, for sequence_parallel; else all."""
+        return whole.chunk(ranks)[rank] if self.sequence_parallel and len(whole) else whole
+
+
+def forward_and_backward(layer: Callable[..., Tensor], x: Tensor, dy: Tensor, frozen: bool = False) -> dict[str, Any]:
+    x = x.clone().requires_grad_(not frozen)
+    y = layer(x)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad}
+
+
+def shares_of(layer: Sequential, mine: Sequential, name: str) -> dict[str, Any]:
+    """What the rank's parameters should have of the whole layer's `name`: data, grad, main_grad."""
+    found = {}
+    for (key, whole), own in zip(layer.named_parameters(), mine.parameters(), strict=True):
+        tensor = getattr(whole, name)
+        parallel = mine.get_submodule(key.rpartition(".")[0]).parallel
+        is_bias = "bias" in key
+        found[f"{name} of {key}"] = None if tensor is None else parallel.share(tensor, is_bias=is_bias)
+        assert tensor is None or found[f"{name} of {key}"].shape == own.shape
+    return found
+
+
+def own(mine: Sequential, name: str) -> dict[str, Any]:
+    return {f"{name} of {key}": getattr(parameter, name) for key, parameter in mine.named_parameters()}
+
+
+def compare(block: Block, group: Any, recipe: Any = "bf16", bounds: Any = None, run: Any = None) -> None:
+    """This rank's output and gradients with those of the whole layer, which each rank computes."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    layer, mine = block.layer(), block.layer(group)
+    assert_same_bits(own(mine, "data"), shares_of(layer, mine, "data"))
+    x, dy = (drawn(block.seed + i, *block.shape, block.H, dtype=block.dtype) for i in (1, 2))
+    try:
+        with autocast(recipe):
+            wanted = forward_and_backward(layer, x, dy)
+            found = forward_and_backward(
+                mine if run is None else lambda x: run(mine, x),
+                block.rows(x, rank, ranks), block.rows(dy, rank, ranks),
+            )  # fmt: skip
+        wanted = {name: block.rows(tensor, rank, ranks) for name, tensor in wanted.items()}
+        for name in ("grad", "main_grad") if block.main_grad else ("grad",):
+            wanted |= shares_of(layer, mine, name)
+            found |= own(mine, name)
+        assert_close(found, wanted, bounds or SUMMED, computed_in=block.dtype, floor=0.1)
+    except AssertionError as error:
+        error.add_note(f"rank {rank} in {block} under {recipe}")
+        raise
+
+
+def random_block(seed: int, ranks: int) -> Block:
+    draw = random.Random(seed)
+    return Block(
+        shape=tuple(draw.choice([(0,), (ranks,), (5 * ranks,), (2 * ranks, 3), (ranks, 0), (2 * ranks, 2, 2)])),
+        H=draw.randint(1, 9),
+        F=ranks * draw.randint(1, 5),
+        dtype=draw.choice(DTYPES),
+        bias=draw.random() < 0.7,
+        sequence_parallel=draw.random() < 0.5,
+        activation=draw.choice(["GELU", "SwiGLU", "ReLU"]),
+        residual=draw.random() < 0.3,
+        main_grad=draw.random() < 0.2,
+        fusions=draw.choice([None, None, ()]),
+        seed=seed,
+    )
+
+
+def compare_linears(rank: int, ranks: int, seeds: int) -> None:
+    with quietly():
+        group = dist.group.WORLD
+        for dtype in DTYPES:
+            for sequence_parallel in (False, True):
+                compare(Block(shape=(3 * ranks,), dtype=dtype, sequence_parallel=sequence_parallel), group)
+        for seed in range(seeds):
+            compare(random_block(seed, ranks), group)
+        for sequence_parallel in (False, True):
+            block = Block((2 * ranks, 2), sequence_parallel=sequence_parallel)
+            for again in (checkpoint, torch_checkpoint):
+                compare(block, group, run=lambda f, x, again=again: again(f, x, use_reentrant=False))
+            need_some_gradients(block, group)
+            follow_losses(block._replace(dtype=torch.float32, residual=True), group)
+        if ranks == 4:  # two layers, each on ranks that are not the first ones of the job
+            pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+            compare(Block((4,), seed=rank % 2, sequence_parallel=True), pairs[rank % 2])
+
+
+def need_some_gradients(block: Block, group: Any) -> None:
+    """Frozen weights, biases, or an x without a gradient; and without any."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    x, dy = (drawn(i, *block.shape, block.H, dtype=block.dtype) for i in (1, 2))
+    for frozen in (("x",), ("weight",), ("bias",), ("x", "weight"), ("0.",), ("x", "0."), ("weight", "2.bias")):
+        layer, mine = block.layer(), block.layer(group)
+        for each in (layer, mine):
+            for key, parameter in each.named_parameters():
+                parameter.requires_grad_(not any(part in key for part in frozen))
+        wanted = forward_and_backward(layer, x, dy, "x" in frozen)
+        given = block.rows(x, rank, ranks), block.rows(dy, rank, ranks)
+        found = forward_and_backward(mine, *given, "x" in frozen) | own(mine, "grad")
+        wanted = {name: None if t is None else block.rows(t, rank, ranks) for name, t in wanted.items()}
+        assert_close(found, wanted | shares_of(layer, mine, "grad"), SUMMED)
+    with torch.no_grad():
+        assert_close({"y": block.layer(group)(given[0])}, {"y": wanted["y"]}, SUMMED)
+
+
+def follow_losses(block: Block, group: Any) -> None:
+    """AdamW on shares of the weights follows AdamW on the whole ones."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    layer, mine = block.layer(), block.layer(group)
+    adams = [torch.optim.AdamW(each.parameters(), lr=0.01, fused=True) for each in (layer, mine)]
+    losses = []
+    for step in range(6):
+        x = drawn(step, *block.shape, block.H)
+        target = x.flip(-1)
+        loss = (layer(x) - target).square().mean()
+        y = mine(block.rows(x, rank, ranks))
+        # the mean over all rows: of a share, its part of the sum
+        part = (y - block.rows(target, rank, ranks)).square().sum() / target.numel()
+        for adam, each in zip(adams, (loss, part), strict=True):
+            adam.zero_grad()
+            each.backward()
+            adam.step()
+        whole = part.detach().clone()
+        if block.sequence_parallel:
+            dist.all_reduce(whole, group=group)
+        losses.append((loss.item(), whole.item()))
+    assert losses[-1][0] < losses[0][0]
+    for expected, found in losses:
+        assert found == pytest.approx(expected, rel=1e-5)
+    # Adam divides by the root of a small second moment: what differs in the last bits may grow
+    assert_close(own(mine, "data"), shares_of(layer, mine, "data"), {torch.float32: 1e-3})
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_divided_linears_equal_the_whole_ones(ranks: int, tmp_path: Path) -> None:
+    on_ranks(compare_linears, ranks, 40, folder=tmp_path, ranks=ranks)
