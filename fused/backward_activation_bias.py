@@ -26,6 +26,7 @@ class BackwardActivationBias(FusedOperation):
 
     pattern = ((Bias, Linear), ActivationOperation)
     passes = "backward"
+    handles_transfers = True
 
     @classmethod
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:

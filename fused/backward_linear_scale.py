@@ -27,6 +27,7 @@ class BackwardLinearScale(FusedOperation):
 
     pattern = (Linear, ConstantScale)
     passes = "backward"
+    handles_transfers = True
     handles_wgrad_accumulation = True
 
     @classmethod

@@ -96,6 +96,7 @@ class Linear(OperationWithWeights):
         self.own_in_features, self.own_out_features = in_features, out_features
         if self.parallel is not None:
             self.why_in_full = NOT_REPEATED
+            self.divides_output = self.parallel.divides_output
             self.own_in_features, self.own_out_features = self.parallel.in_features, self.parallel.out_features
         shape = self.own_out_features, self.own_in_features
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

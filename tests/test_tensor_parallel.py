@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -326,3 +326,235 @@ def follow_losses(block: Block, group: Any) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_divided_linears_equal_the_whole_ones(ranks: int, tmp_path: Path) -> None:
     on_ranks(compare_linears, ranks, 40, folder=tmp_path, ranks=ranks)
+
+
+# ------------------------------------------------------------------------------------------------------- GroupedLinear
+
+
+class Experts(NamedTuple):
+    """FC1 by column, an activation, FC2 by row, for experts whose width is divided.
+
+    sizes: rows of each; more: rows past their sum; interleave: of the activation's halves
+    """
+
+    sizes: tuple[int, ...] = (3, 0, 4)
+    more: int = 0
+    H: int = 6
+    F: int = 8
+    dtype: torch.dtype = torch.float64
+    bias: bool = True
+    scale_bias: bool = False
+    stacked: bool = True
+    activation: str = "ScaledSwiGLU"
+    interleave: int | None = None
+    main_grad: bool = False
+    path: str | None = None
+    fusions: Any = None
+    seed: int = 0
+
+    @property
+    def scaled(self) -> bool:
+        return self.activation.startswith("Scaled")
+
+    def layer(self, group: Any = None) -> Sequential:
+        torch.manual_seed(self.seed)
+        gated = self.activation != "ScaledSReLU"
+        settings: dict[str, Any] = {"bias": self.bias, "dtype": self.dtype, "stacked": self.stacked}
+        settings["accumulate_into_main_grad"] = self.main_grad
+        column, row, between = {}, {}, {"glu_interleave_size": self.interleave} if gated else {}
+        if group is not None:
+            column = {"tensor_parallel": "column", "group": group, "gated": gated and self.interleave is None}
+            row = {"tensor_parallel": "row", "group": group}
+            between |= {"group": group} if self.scaled else {}
+        G = len(self.sizes)
+        layer = Sequential(
+            ops.GroupedLinear(G, self.H, (2 if gated else 1) * self.F, **settings, **column),
+            getattr(ops, self.activation)(**between),
+            ops.GroupedLinear(G, self.F, self.H, scale_bias=self.scale_bias, **settings, **row),
+            path=self.path,
+            **({} if self.fusions is None else {"fusions": self.fusions}),
+        )
+        for i, (key, parameter) in enumerate(layer.named_parameters()):
+            if "bias" in key and group is None:  # they start at zero
+                with torch.no_grad():
+                    parameter.copy_(drawn(self.seed + i, *parameter.shape))
+            if self.main_grad:
+                parameter.main_grad = torch.ones_like(parameter, dtype=torch.float32)
+        return layer
+
+    def pair(self, group: Any) -> tuple[Sequential, Sequential]:
+        layer, mine = self.layer(), self.layer(group)
+        weights = {key: tensor for key, tensor in own(mine, "data").items() if "weight" in key}
+        wanted = shares_of(layer, mine, "data")
+        assert_same_bits(weights, {key: wanted[key] for key in weights})
+        with torch.no_grad():
+            for key, parameter in mine.named_parameters():
+                parameter.copy_(wanted[f"data of {key}"])
+        return layer, mine
+
+
+def step_of_experts(experts: Experts, layer: Callable[..., Tensor], **settings: Any) -> dict[str, Any]:
+    T = sum(experts.sizes) + experts.more
+    x, dy = (drawn(experts.seed + i, T, experts.H, dtype=experts.dtype) for i in (1, 2))
+    scales = drawn(
+        experts.seed + 3, T, dtype=max(experts.dtype, torch.float32, key=lambda d: d.itemsize)
+    ).requires_grad_()
+    x.requires_grad_()
+    extras = {"scales": scales} if experts.scaled else {}
+    y = layer(x, split_sizes=torch.tensor(experts.sizes), **extras, **settings)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad, "dscales": scales.grad}
+
+
+def compare_experts(experts: Experts, group: Any, recipe: Any = "bf16", bounds: Any = None) -> None:
+    layer, mine = experts.pair(group)
+    try:
+        with autocast(recipe):
+            wanted, found = step_of_experts(experts, layer), step_of_experts(experts, mine)
+        for name in ("grad", "main_grad") if experts.main_grad else ("grad",):
+            wanted |= shares_of(layer, mine, name)
+            found |= own(mine, name)
+        assert_close(found, wanted, bounds or SUMMED, computed_in=experts.dtype, floor=0.1)
+    except AssertionError as error:
+        error.add_note(f"rank {dist.get_rank(group)} in {experts} under {recipe}")
+        raise
+
+
+def random_experts(seed: int, ranks: int) -> Experts:
+    draw = random.Random(seed)
+    activation = draw.choice(["ScaledSwiGLU", "ScaledSwiGLU", "SwiGLU", "ScaledClampedQGeGLU", "ScaledSReLU"])
+    interleave = draw.choice([None, 1, 2]) if activation != "ScaledSReLU" else None
+    bias = draw.random() < 0.6
+    return Experts(
+        sizes=tuple(draw.choice([0, 0, 1, draw.randint(2, 9)]) for _ in range(draw.randint(1, 4))),
+        more=draw.choice([0, 0, 3]),
+        H=draw.randint(1, 9),
+        F=2 * ranks * draw.randint(1, 4),
+        dtype=draw.choice(DTYPES),
+        bias=bias,
+        scale_bias=bias and activation.startswith("Scaled") and draw.random() < 0.5,
+        stacked=draw.random() < 0.7,
+        activation=activation,
+        interleave=interleave,
+        main_grad=draw.random() < 0.2,
+        path=draw.choice([None, None, "split"]),
+        fusions=draw.choice([None, None, ()]),
+        seed=seed,
+    )
+
+
+def compare_grouped(rank: int, ranks: int, seeds: int) -> None:
+    with quietly():
+        group = dist.group.WORLD
+        for interleave in (None, 2):
+            for dtype in (torch.float64, torch.float32, torch.bfloat16):
+                compare_experts(Experts(interleave=interleave, dtype=dtype, F=16, scale_bias=True), group)
+        for seed in range(seeds):
+            compare_experts(random_experts(seed, ranks), group)
+        whole_layer_of_experts(group)
+        buffers_and_scaled_biases(group)
+        refuse_grouped(rank, group)
+
+
+def whole_layer_of_experts(group: Any) -> None:
+    """Router to Combine, with the router's gradient, and AdamW following the losses of the whole layer."""
+    H, F, E = 8, 16, 4
+
+    def model(group: Any = None) -> Sequential:
+        torch.manual_seed(0)
+        column = {} if group is None else {"tensor_parallel": "column", "group": group, "gated": True}
+        row = {} if group is None else {"tensor_parallel": "row", "group": group}
+        return Sequential(
+            ops.MakeExtraOutput("residual"),
+            ops.RMSNorm(H),
+            ops.Router(H, E, topk=2),
+            ops.Dispatch(E),
+            ops.GroupedLinear(E, H, 2 * F, bias=False, **column),
+            ops.ScaledSwiGLU(group=group),
+            ops.GroupedLinear(E, F, H, bias=False, **row),
+            ops.Combine(),
+            ops.AddExtraInput("residual"),
+        )
+
+    layer, mine = model(), model(group)
+    adams = [torch.optim.AdamW(each.parameters(), lr=0.01, fused=True) for each in (layer, mine)]
+    losses = []
+    for number in range(5):
+        x = drawn(number, 24, H)
+        both = []
+        for adam, each in zip(adams, (layer, mine), strict=True):
+            adam.zero_grad()
+            loss = (each(x) - x.flip(-1)).square().mean()
+            loss.backward()
+            if number == 0:
+                both.append({key: p.grad for key, p in each.named_parameters() if "weight" in key and p.dim() < 3})
+            adam.step()
+            losses.append(loss.item())
+        if number == 0:
+            assert len(both[0]) == 2
+            assert_close(both[1], both[0], SUMMED)  # of the router and the norm
+    assert losses[-2] < losses[0]
+    assert losses[1::2] == pytest.approx(losses[::2], rel=1e-5)
+
+
+def buffers_and_scaled_biases(group: Any) -> None:
+    """The caller's buffers have the sums; FC1's own scaled bias gives the whole gradient of scales."""
+    T, sizes = 5, torch.tensor([2, 3])
+    whole = ops.GroupedLinear(2, 4, 8, scale_bias=True)
+    torch.nn.init.normal_(whole.bias, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(whole.weight, generator=torch.Generator().manual_seed(1))
+    for mode in ("column", "row"):
+        mine = ops.GroupedLinear(2, 4, 8, scale_bias=True, tensor_parallel=mode, group=group)
+        x, scales, dy = drawn(0, T, 4), drawn(1, T), drawn(2, T, 8)
+        n, rank = dist.get_world_size(group), dist.get_rank(group)
+        with torch.no_grad():
+            mine.weight.copy_(mine.parallel.share(whole.weight))
+            mine.bias.copy_(mine.parallel.share(whole.bias, is_bias=True))
+        results = []
+        for layer in (whole, mine):
+            divides = layer is mine and mode == "row"
+            x_own = (x.chunk(n, -1)[rank] if divides else x).clone().requires_grad_()
+            dy_own = dy.chunk(n, -1)[rank] if layer is mine and mode == "column" else dy
+            given = scales.clone().requires_grad_()
+            buffers = {"output": torch.empty_like(dy_own), "grad_input": torch.empty_like(x_own)}
+            y = layer(x_own, split_sizes=sizes, scales=given, buffers=buffers)
+            assert y.data_ptr() == buffers["output"].data_ptr()
+            y.backward(dy_own.contiguous())
+            assert torch.equal(y, buffers["output"]) and torch.equal(x_own.grad, buffers["grad_input"])
+            results.append({"y": y.detach(), "dx": x_own.grad, "dscales": given.grad})
+        divided = "dx" if mode == "row" else "y"
+        results[0][divided] = results[0][divided].chunk(n, -1)[rank]
+        assert_close(results[1], results[0], SUMMED)
+
+
+def refuse_grouped(rank: int, group: Any) -> None:
+    fc1 = ops.GroupedLinear(2, 4, 16, tensor_parallel="column", group=group, gated=True)
+    fc2 = ops.GroupedLinear(2, 8, 4, tensor_parallel="row", group=group)
+    n = dist.get_world_size(group)
+    assert sentence(lambda: Sequential(fc1, ops.ScaledSwiGLU(), fc2), ValueError).endswith(
+        "but group is None, and dscales is summed over it. Give ScaledSwiGLU the group of the column-parallel layer "
+        "before it."
+    )
+    layer = Sequential(fc1, ops.ScaledSwiGLU(group=group), fc2)
+    explained = layer.explain()
+    assert "GroupedMLP = GroupedLinear -> ScaledSwiGLU -> GroupedLinear" in explained
+    for words in ("column-parallel: all_reduce of dx", "row-parallel: all_reduce of y", "; all_reduce of dscales"):
+        assert f"{words}, over {n} ranks (gloo)" in explained
+    mixed = Sequential(fc1, ops.SwiGLU(), ops.GroupedLinear(2, 8 // n, 4))
+    assert "FC1 has tensor_parallel='column' and FC2 None; fused are 'column' and 'row'." in mixed.explain()
+    with pytest.raises(ValueError, match="out_features is 18, but must be a multiple of"):
+        ops.GroupedLinear(2, 4, 18, tensor_parallel="column", group=group, gated=True)
+    x, sizes = drawn(0, 5 + (rank == 0), 4), torch.tensor([2, 3])
+    given = {"split_sizes": sizes, "scales": torch.ones(len(x))}
+    assert "differ in what they exchange: rank 0: GroupedLinear(num_groups=2," in sentence(
+        lambda: layer(x, **given), RuntimeError
+    )
+    x, given["scales"] = x[:5], torch.ones(5)
+    wrong = (lambda: layer(x[:, :3], **given)) if rank == 0 else lambda: layer(x, **given)
+    said = sentence(wrong, RuntimeError if rank else ValueError)
+    assert "x has shape [5, 3], but [rows, 4] is needed" in said
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_divided_experts_equal_the_whole_ones(ranks: int, tmp_path: Path) -> None:
+    on_ranks(compare_grouped, ranks, 40, folder=tmp_path, ranks=ranks)

@@ -11,8 +11,8 @@ y = x W^T + b, for W [N, K], over n ranks. Rank r has W_r and computes, with x a
     "row"      True       [N, K/n]                   reduce_scatter y    all_gather dy
 
 With sequence_parallel, x of a column-parallel layer and y of a row-parallel one are a rank's share of the rows, the
-first dimension. b is divided as N is: a column-parallel layer adds b_r, a row-parallel one the whole b, once, behind
-the reduction.
+first dimension. b is divided as N is: a column-parallel layer adds b_r, a row-parallel one the whole b once, `Linear`
+behind the reduction, `GroupedLinear` in the product of the group's first rank.
 
 The collectives transfer high-precision tensors in the computing dtype. What is gathered is quantized behind the
 gathering, so a scale of the whole tensor is that of the rows of all ranks, as TransformerEngine's, which reduces the
@@ -129,6 +129,11 @@ class TensorParallel:
         """Whether in_features is divided, instead of out_features."""
         return self.mode == "row"
 
+    @property
+    def divides_output(self) -> RankGroup | None:
+        """The group, if each rank has some of the features of y."""
+        return None if self.is_row else self.group
+
     def share(self, whole: Tensor, *, is_bias: bool = False) -> Tensor:
         """This rank's share of a whole weight [..., N, K] or bias [..., N].
 
@@ -150,7 +155,7 @@ class TensorParallel:
         """
         if why is None and self.sequence_parallel:
             why = self._why_not_rows(x.shape)
-        needs = ", ".join(["x"] * ctx.needs.input + sorted(ctx.needs.params)) or "nothing"
+        needs = ", ".join(["x"] * ctx.needs.input + sorted(ctx.needs.params | ctx.needs.extras)) or "nothing"
         about = f"{about}: x {list(x.shape)}, computed in {ctx.dtype}, gradients of {needs}"
         check_alike(self.group, x.device, about, None if why is None else ValueError(why))
 
@@ -167,14 +172,18 @@ class TensorParallel:
     def gather_input(self, x: Tensor) -> Tensor:
         return x if self.exchange.x is None else self.exchange.x(x, self.group)
 
-    def reduce_output(self, y: Tensor) -> Tensor:
-        return y if self.exchange.y is None else self.exchange.y(y, self.group)
+    def reduce_output(self, y: Tensor, out: Tensor | None = None) -> Tensor:
+        return y if self.exchange.y is None else _in_buffer(self.exchange.y(y, self.group), out)
 
     def gather_grad_output(self, dy: Tensor) -> Tensor:
         return dy if self.exchange.dy is None else self.exchange.dy(dy, self.group)
 
-    def reduce_grad_input(self, dx: Tensor) -> Tensor:
-        return dx if self.exchange.dx is None else self.exchange.dx(dx, self.group)
+    def reduce_grad_input(self, dx: Tensor, out: Tensor | None = None) -> Tensor:
+        return dx if self.exchange.dx is None else _in_buffer(self.exchange.dx(dx, self.group), out)
+
+    def sum_scale_gradients(self, dscales: Tensor) -> Tensor:
+        """Of factors of rows that multiply this rank's features alone."""
+        return dscales if self.is_row else all_reduce(dscales, self.group)
 
     def explain(self, device: torch.device) -> str:
         """What is exchanged, for `Sequential.explain()`."""
@@ -185,6 +194,11 @@ class TensorParallel:
         own = f", tensor_parallel={self.mode!r}, group={self.group}"
         own += ", sequence_parallel=True" if self.sequence_parallel else ""
         return own + (", gated=True" if self.gated else "")
+
+
+def _in_buffer(found: Tensor, out: Tensor | None) -> Tensor:
+    """The sum, in the caller's buffer `out` if there is one: it is there already, unless a mode watches."""
+    return found if out is None or found is out else out.copy_(found)
 
 
 def fill(
