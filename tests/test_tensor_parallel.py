@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, checkpoint, ops
 from fuser.graph import make_graphed_callables
+from recipes import DelayedScaling, NVFP4BlockScaling
 from tests.ranks import on_ranks
 from tests.reference import assert_close, assert_same_bits
 
@@ -27,6 +28,7 @@ from tests.reference import assert_close, assert_same_bits
 # the sum of every two: with 4 ranks three times what the whole layer rounds.
 SUMMED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
 DTYPES = tuple(SUMMED)
+NVFP4 = NVFP4BlockScaling(disable_stochastic_rounding=True)
 RANKS = [2, pytest.param(4, marks=[pytest.mark.rest, pytest.mark.slow])]
 
 
@@ -154,7 +156,8 @@ def test_collectives_refuse_what_they_cannot_exchange(tmp_path: Path) -> None:
 class Block(NamedTuple):
     """Column, an activation, row: the pair of layers that Megatron divides, with what may stand around them.
 
-    shape: of all rows; residual: between MakeExtraOutput and AddExtraInput, so that the fusions with these match
+    shape: of all rows; tail: an operation that follows
+    residual: between MakeExtraOutput and AddExtraInput, so that the fusions with these match
     """
 
     shape: tuple[int, ...] = (8,)
@@ -165,6 +168,7 @@ class Block(NamedTuple):
     sequence_parallel: bool = False
     activation: str = "GELU"
     residual: bool = False
+    tail: str | None = None
     main_grad: bool = False
     fusions: Any = None
     seed: int = 0
@@ -183,6 +187,8 @@ class Block(NamedTuple):
             getattr(ops, self.activation)(),
             ops.Linear(self.F, self.H, **settings, **row),
         ]
+        if self.tail is not None:
+            pair += [ops.ConstantScale(0.5) if self.tail == "ConstantScale" else getattr(ops, self.tail)()]
         if self.residual:
             pair = [ops.MakeExtraOutput("kept"), *pair, ops.AddExtraInput("kept")]
         layer = Sequential(*pair) if self.fusions is None else Sequential(*pair, fusions=self.fusions)
@@ -252,6 +258,7 @@ def random_block(seed: int, ranks: int) -> Block:
         sequence_parallel=draw.random() < 0.5,
         activation=draw.choice(["GELU", "SwiGLU", "ReLU"]),
         residual=draw.random() < 0.3,
+        tail=draw.choice([None, None, "GELU", "ConstantScale"]),
         main_grad=draw.random() < 0.2,
         fusions=draw.choice([None, None, ()]),
         seed=seed,
@@ -272,6 +279,8 @@ def compare_linears(rank: int, ranks: int, seeds: int) -> None:
                 compare(block, group, run=lambda f, x, again=again: again(f, x, use_reentrant=False))
             need_some_gradients(block, group)
             follow_losses(block._replace(dtype=torch.float32, residual=True), group)
+        compare_recipes(group)
+        refuse_linears(rank, group)
         if ranks == 4:  # two layers, each on ranks that are not the first ones of the job
             pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
             compare(Block((4,), seed=rank % 2, sequence_parallel=True), pairs[rank % 2])
@@ -293,6 +302,99 @@ def need_some_gradients(block: Block, group: Any) -> None:
         assert_close(found, wanted | shares_of(layer, mine, "grad"), SUMMED)
     with torch.no_grad():
         assert_close({"y": block.layer(group)(given[0])}, {"y": wanted["y"]}, SUMMED)
+
+
+def compare_recipes(group: Any) -> None:
+    """Under any recipe a share is multiplied as a plain Linear of that share multiplies it, on all rows.
+
+    So what is gathered is quantized as a whole, and shares of features by themselves.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for recipe in ("fp8_current", DelayedScaling(reduce_amax=False), "fp8_block", "mxfp8", NVFP4):
+        for sequence_parallel in (False, True):
+            for mode, K, N in (("column", 64, 32 * ranks), ("row", 32 * ranks, 64)):
+                torch.manual_seed(0)
+                mine = ops.Linear(K, N, sequence_parallel=sequence_parallel, tensor_parallel=mode, group=group)
+                plain = ops.Linear(mine.own_in_features, mine.own_out_features)
+                plain.load_state_dict(mine.state_dict())
+                x, dy = drawn(1, 8 * ranks, K), drawn(2, 8 * ranks, N)
+                with torch.no_grad():
+                    plain.bias.mul_(mode == "column" or rank == 0)
+
+                def rows(t: Tensor, divided: bool = sequence_parallel) -> Tensor:
+                    return t.chunk(ranks)[rank] if divided else t
+
+                if mode == "column":
+                    dy = dy.chunk(ranks, -1)[rank]
+                    given = rows(x), dy
+                else:
+                    x = x.chunk(ranks, -1)[rank]
+                    given = x, rows(dy)
+                for _ in range(2):  # delayed scaling has seen amaxes then
+                    plain.zero_grad()
+                    mine.zero_grad()
+                    with autocast(recipe):
+                        wanted = forward_and_backward(plain, x, dy)
+                        found = forward_and_backward(mine, *given)
+                summed, other = ("dx", "y") if mode == "column" else ("y", "dx")
+                dist.all_reduce(wanted[summed], group=group)
+                assert_close({summed: found[summed]}, {summed: rows(wanted[summed])})
+                assert_same_bits({other: found[other]}, {other: wanted[other]})
+                assert_same_bits(
+                    {"dW": mine.weight.grad, "db": mine.bias.grad}, {"dW": plain.weight.grad, "db": plain.bias.grad}
+                )
+    # blocks of 32 features that no share cuts have the codes of the whole layer
+    for sequence_parallel in (False, True):
+        block = Block((8 * ranks,), 64, 32 * ranks, torch.float32, sequence_parallel=sequence_parallel)
+        compare(block, group, "mxfp8")
+    compare_experts(Experts(H=64, F=32 * ranks, dtype=torch.float32), group, "mxfp8")
+
+
+def refuse_linears(rank: int, group: Any) -> None:
+    ranks = dist.get_world_size(group)
+    column = {"tensor_parallel": "column", "group": group}
+    row = {"tensor_parallel": "row", "group": group}
+    for said, kind, settings in (
+        ("tensor_parallel is 'rows', but must be 'column', 'row' or None.", ValueError, {"tensor_parallel": "rows"}),
+        ("tensor_parallel='row' needs the group of ranks", ValueError, {"tensor_parallel": "row"}),
+        ("group is given without tensor_parallel", ValueError, {"group": group}),
+        ("sequence_parallel is given without tensor_parallel", ValueError, {"sequence_parallel": True}),
+        ("gated=True is about the halves of out_features", ValueError, row | {"gated": True}),
+        ("but must be True or False. Pass a bool.", TypeError, row | {"sequence_parallel": 1}),
+        ("group is 'tp', but must be a torch.distributed ProcessGroup", TypeError, row | {"group": "tp"}),
+    ):
+        assert said in sentence(lambda settings=settings: ops.Linear(8, 8, **settings), kind)
+    said = sentence(lambda: ops.Linear(8, 9, **column), ValueError)
+    assert said.startswith(f"out_features is 9, but must be a multiple of {ranks} for the {ranks} ranks of group.")
+    assert "in_features is 9" in sentence(lambda: ops.Linear(9, 8, **row), ValueError)
+
+    # before anything is sent, on every rank
+    scattering = ops.Linear(8, 8, sequence_parallel=True, **row)
+    x = drawn(0, 2 * ranks, 8 // ranks)
+    said = sentence(lambda: scattering(x[:-1]), ValueError)
+    assert f"x has {2 * ranks - 1} rows, but the {ranks} ranks of the group must divide them" in said
+    assert "sequence_parallel needs rows, too" in sentence(lambda: scattering(x[0]), ValueError)
+    assert "but [..., " in sentence(lambda: scattering(x[:, :1]), ValueError)
+    said = sentence(lambda: scattering(x[: 2 * ranks - ranks * (rank == 0)]), RuntimeError)
+    assert "differ in what they exchange: rank 0: Linear(in_features=8, out_features=8, bias=True, tensor_par" in said
+    assert scattering(x).shape == (2, 8)
+
+    # explained, with what is fused around it; not repeated, not captured with gloo
+    layer = Sequential(ops.Linear(8, 8, sequence_parallel=True, **column), ops.GELU(), scattering, ops.GELU())
+    lines = layer.explain(device="cuda").splitlines()
+    forward = "ForwardLinearBiasActivation = Linear -> GELU  [torch; "
+    assert any(f"{forward}column-parallel: all_gather of x, reduce_scatter of dx, over" in line for line in lines)
+    assert any(f"{forward}row-parallel: reduce_scatter of y, all_gather of dy, over" in line for line in lines)
+    explained = layer.explain()  # not for inference: with a backward
+    assert "not fused: BackwardActivationBias on operations 2-3: Linear divides the rows of y" in explained
+    assert any("not repeated: A collective is issued by its process group" in line for line in lines)
+    said = sentence(lambda: make_graphed_callables(layer, (drawn(0, 2, 8),)), NotImplementedError)
+    assert "Operation 0 (Linear) cannot be captured: Its group has gloo for " in said
+
+    # a fusion that computes with the weight itself is refused
+    own_fusion = type("OwnFusion", (ops.FusedOperation,), {"pattern": (ops.Linear, ops.GELU)})
+    layer = Sequential(*layer, fusions=(own_fusion,))
+    assert "Linear exchanges tensors with other ranks, which it does not: see handles_transfers." in layer.explain()
 
 
 def follow_losses(block: Block, group: Any) -> None:
@@ -396,9 +498,7 @@ class Experts(NamedTuple):
 def step_of_experts(experts: Experts, layer: Callable[..., Tensor], **settings: Any) -> dict[str, Any]:
     T = sum(experts.sizes) + experts.more
     x, dy = (drawn(experts.seed + i, T, experts.H, dtype=experts.dtype) for i in (1, 2))
-    scales = drawn(
-        experts.seed + 3, T, dtype=max(experts.dtype, torch.float32, key=lambda d: d.itemsize)
-    ).requires_grad_()
+    scales = drawn(experts.seed + 3, T, dtype=torch.promote_types(experts.dtype, torch.float32)).requires_grad_()
     x.requires_grad_()
     extras = {"scales": scales} if experts.scaled else {}
     y = layer(x, split_sizes=torch.tensor(experts.sizes), **extras, **settings)
