@@ -44,7 +44,8 @@ class Linear(OperationWithWeights):
     group: a torch.distributed ProcessGroup, or a DeviceMesh of one dimension (mesh["tp"])
     sequence_parallel: the rows, the first dimension of x, are divided outside of the pair of layers. "column": x is
         this rank's rows; those of all ranks are gathered before the product, and dx is scattered. "row": y is this
-        rank's rows of the sum; dy is gathered. The gathered x is what is kept for the weight gradient.
+        rank's rows of the sum; dy is gathered. What is kept of x for the weight gradient is this rank's
+        rows, which backward gathers again; under a recipe, the quantized copy of all rows.
     gated: "column", for an activation of [gate | linear part] without interleaving: W's rows are two halves, and a rank
         holds the rows [r N/2n, (r + 1) N/2n) of each. Interleaved halves, in runs that N/n holds whole, need no more
         than "column".
@@ -67,7 +68,9 @@ class Linear(OperationWithWeights):
     repeatable = True
 
     class Saved(NamedTuple):
-        x: Any  # Tensor | QuantizedTensor (columnwise copy only); None if no weight gradient is wanted
+        # Tensor (this rank's rows, where they are gathered) | QuantizedTensor (columnwise copy only); None if no weight
+        # gradient is wanted
+        x: Any
 
     def __init__(
         self,
@@ -154,7 +157,8 @@ class Linear(OperationWithWeights):
         if parallel is not None:
             parallel.check(ctx, x, f"Linear({self.extra_repr()})", why)
             if parallel.exchange.x is not None:
-                x = parallel.gather_input(at_tensor(x))
+                own_rows = at_tensor(x)
+                x = parallel.gather_input(own_rows)
         elif why is not None:
             raise ValueError(why)
         need_wgrad = "weight" in ctx.needs.params
@@ -168,7 +172,8 @@ class Linear(OperationWithWeights):
         capability = ctx.path.capability
         y = gemm("TN", rows, w, ctx.dtype, capability=capability, added=added, alpha=alpha, split_accumulator=split)
         if ctx.needs_grad:
-            ctx.saved = self.Saved(for_wgrad(rows) if need_wgrad else None)
+            kept = for_wgrad(rows) if need_wgrad else None
+            ctx.saved = self.Saved(own_rows if need_wgrad and self._gathers_again(ctx) else kept)
         y = y.view(*x.shape[:-1], self.own_out_features)
         if parallel is not None:
             y = parallel.reduce_output(y)
@@ -199,11 +204,19 @@ class Linear(OperationWithWeights):
                 dx = self.parallel.reduce_grad_input(dx)
         if need_wgrad:
             split = ctx.recipe.split_accumulator("wgrad")
+            x = saved.x
+            if self._gathers_again(ctx):
+                x = _matrix(self.parallel.gather_input(x))  # type: ignore[union-attr]
             product = partial(
-                wgrad, rows, saved.x, dtype=ctx.dtype, capability=capability, alpha=alpha, split_accumulator=split
+                wgrad, rows, x, dtype=ctx.dtype, capability=capability, alpha=alpha, split_accumulator=split
             )  # fmt: skip
             gradients |= self.accumulate(ctx, product)
         return dx, gradients
+
+    def _gathers_again(self, ctx: OperationContext) -> bool:
+        """Whether a rank's own rows of x are kept for wgrad, and gathered in backward: in high precision."""
+        gathers = self.parallel is not None and self.parallel.exchange.x is not None
+        return gathers and ctx.recipe.quantizer(Role.INPUT) is None
 
     def _weight(self, ctx: OperationContext, *, rowwise: bool = False, columnwise: bool = False) -> Any:
         """The weight as an operand: rowwise for fprop, columnwise for dgrad; both if both will be needed."""

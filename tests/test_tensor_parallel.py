@@ -170,6 +170,7 @@ class Block(NamedTuple):
     residual: bool = False
     tail: str | None = None
     main_grad: bool = False
+    delay: bool = False
     fusions: Any = None
     seed: int = 0
 
@@ -177,6 +178,7 @@ class Block(NamedTuple):
         """The whole layer, or this rank's share of it."""
         torch.manual_seed(self.seed)
         settings: dict[str, Any] = {"bias": self.bias, "dtype": self.dtype, "accumulate_into_main_grad": self.main_grad}
+        settings["delay_wgrad_compute"] = self.delay
         gated = self.activation == "SwiGLU"
         if group is not None:
             settings |= {"group": group, "sequence_parallel": self.sequence_parallel}
@@ -237,6 +239,9 @@ def compare(block: Block, group: Any, recipe: Any = "bf16", bounds: Any = None, 
                 mine if run is None else lambda x: run(mine, x),
                 block.rows(x, rank, ranks), block.rows(dy, rank, ranks),
             )  # fmt: skip
+        for each in (*layer, *mine) if block.delay else ():
+            if isinstance(each, ops.Linear):
+                each.backward_dw()
         wanted = {name: block.rows(tensor, rank, ranks) for name, tensor in wanted.items()}
         for name in ("grad", "main_grad") if block.main_grad else ("grad",):
             wanted |= shares_of(layer, mine, name)
@@ -260,6 +265,7 @@ def random_block(seed: int, ranks: int) -> Block:
         residual=draw.random() < 0.3,
         tail=draw.choice([None, None, "GELU", "ConstantScale"]),
         main_grad=draw.random() < 0.2,
+        delay=draw.random() < 0.2,
         fusions=draw.choice([None, None, ()]),
         seed=seed,
     )
@@ -378,6 +384,15 @@ def refuse_linears(rank: int, group: Any) -> None:
     said = sentence(lambda: scattering(x[: 2 * ranks - ranks * (rank == 0)]), RuntimeError)
     assert "differ in what they exchange: rank 0: Linear(in_features=8, out_features=8, bias=True, tensor_par" in said
     assert scattering(x).shape == (2, 8)
+
+    # a copy has the same group; of x its own rows are kept, and gathered again
+    gathering = ops.Linear(8, 8 * ranks, bias=False, sequence_parallel=True, **column)
+    twin = copy.deepcopy(gathering)
+    assert twin.parallel.group == gathering.parallel.group
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        twin(drawn(0, 3, 8))
+    assert max(t.numel() for t in kept if t.shape != twin.weight.shape) == 3 * 8
 
     # explained, with what is fused around it; not repeated, not captured with gloo
     layer = Sequential(ops.Linear(8, 8, sequence_parallel=True, **column), ops.GELU(), scattering, ops.GELU())
@@ -560,22 +575,26 @@ def whole_layer_of_experts(group: Any) -> None:
     """Router to Combine, with the router's gradient, and AdamW following the losses of the whole layer."""
     H, F, E = 8, 16, 4
 
-    def model(group: Any = None) -> Sequential:
+    def model(group: Any = None, ep: Any = None) -> Sequential:
         torch.manual_seed(0)
         column = {} if group is None else {"tensor_parallel": "column", "group": group, "gated": True}
+        own_experts = E if ep is None else E // ep.size()
         row = {} if group is None else {"tensor_parallel": "row", "group": group}
         return Sequential(
             ops.MakeExtraOutput("residual"),
             ops.RMSNorm(H),
             ops.Router(H, E, topk=2),
-            ops.Dispatch(E),
-            ops.GroupedLinear(E, H, 2 * F, bias=False, **column),
+            ops.Dispatch(E, group=ep),
+            ops.GroupedLinear(own_experts, H, 2 * F, bias=False, **column),
             ops.ScaledSwiGLU(group=group),
-            ops.GroupedLinear(E, F, H, bias=False, **row),
-            ops.Combine(),
+            ops.GroupedLinear(own_experts, F, H, bias=False, **row),
+            ops.Combine(group=ep),
             ops.AddExtraInput("residual"),
         )
 
+    if dist.get_world_size(group) == 4:  # two ranks divide the experts, two the width of each
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+        divide_experts_and_width(model, mesh)
     layer, mine = model(), model(group)
     adams = [torch.optim.AdamW(each.parameters(), lr=0.01, fused=True) for each in (layer, mine)]
     losses = []
@@ -595,6 +614,28 @@ def whole_layer_of_experts(group: Any) -> None:
             assert_close(both[1], both[0], SUMMED)  # of the router and the norm
     assert losses[-2] < losses[0]
     assert losses[1::2] == pytest.approx(losses[::2], rel=1e-5)
+
+
+def divide_experts_and_width(model: Callable[..., Sequential], mesh: Any) -> None:
+    layer, mine = model(), model(mesh["tp"], mesh["ep"])
+    at = mesh["ep"].get_local_rank()
+    wanted = dict(layer.named_parameters())
+    with torch.no_grad():
+        for key, parameter in mine.named_parameters():
+            whole = wanted[key].chunk(2)[at] if parameter.dim() == 3 else wanted[key]
+            operation = mine.get_submodule(key.rpartition(".")[0])
+            parameter.copy_(operation.parallel.share(whole) if parameter.dim() == 3 else whole)
+    x, dy = drawn(1, 24, 8), drawn(2, 24, 8)
+    results = forward_and_backward(layer, x, dy)
+    found = forward_and_backward(mine, x.chunk(2)[at], dy.chunk(2)[at])
+    assert_close(found, {name: tensor.chunk(2)[at] for name, tensor in results.items()}, SUMMED)
+    for key, parameter in mine.named_parameters():
+        gradient, whole = parameter.grad, wanted[key].grad
+        if parameter.dim() == 3:
+            whole = mine.get_submodule(key.rpartition(".")[0]).parallel.share(whole.chunk(2)[at])
+        else:
+            dist.all_reduce(gradient, group=mesh["ep"].get_group())
+        assert_close({key: gradient}, {key: whole}, SUMMED)
 
 
 def buffers_and_scaled_biases(group: Any) -> None:

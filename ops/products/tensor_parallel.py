@@ -14,6 +14,8 @@ With sequence_parallel, x of a column-parallel layer and y of a row-parallel one
 first dimension. b is divided as N is: a column-parallel layer adds b_r, a row-parallel one the whole b once, `Linear`
 behind the reduction, `GroupedLinear` in the product of the group's first rank.
 
+x of a column-parallel layer is gathered once more in backward, for wgrad, where the layer keeps its own rows alone.
+
 The collectives transfer high-precision tensors in the computing dtype. What is gathered is quantized behind the
 gathering, so a scale of the whole tensor is that of the rows of all ranks, as TransformerEngine's, which reduces the
 amaxes. A scale of a weight, of the x of a row-parallel layer or the dy of a column-parallel one is that of the rank's
