@@ -38,8 +38,9 @@ class CollectiveOperation(BasicOperation):
     that differ raise the same RuntimeError. On GPUs it is not, since that would synchronize: there ranks that differ
     wait for each other until the group's timeout, or receive wrong values.
 
-    Raises TypeError for a group of another type, ValueError for one without this rank or a mesh of more dimensions, and
-    for an x that does not divide, before anything is sent.
+    Raises TypeError for a group of another type, ValueError for one without this rank or a mesh of more dimensions;
+    before anything is sent, ValueError for an x that the ranks do not divide, or on a device that the group has no
+    backend for.
     """
 
     forward_name: ClassVar[str]

@@ -120,6 +120,12 @@ def refuse_collectives(rank: int) -> None:
         assert "x has 3 rows, but the 2 ranks of the group must divide them" in said
         assert torch.equal(ops.AllReduce(group)(x), 2 * x)
 
+        # a device without a backend
+        elsewhere = ops.AllReduce(group)
+        elsewhere.group.backends = {"cuda": "nccl"}
+        assert "x is on cpu, but the group has nccl for cuda. Move x," in sentence(lambda: elsewhere(x), ValueError)
+        assert elsewhere.group.why_not_captured(torch.device("cuda")) is None, "NCCL's can be captured"
+
         # groups
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         assert 'but ranks meet along one. Name it: mesh["tp"].' in sentence(lambda: ops.AllReduce(mesh), ValueError)

@@ -147,10 +147,16 @@ def check_alike(group: RankGroup, device: torch.device, about: str, refusal: Exc
     about: what has to be the same on all ranks, in words
     refusal: why this rank cannot take part; it is raised here, and the others learn it
 
-    Raises RuntimeError, with the same sentence on every rank, where ranks differ. On GPUs nothing is compared, since
+    Raises ValueError for a device that the group has no backend for; RuntimeError, with the same sentence on every
+    rank, where ranks differ. On GPUs nothing is compared, since
     that would synchronize: there ranks that differ wait for each other until the group's timeout, or receive values of
     other tensors.
     """
+    if device.type not in group.backends:
+        backends = ", ".join(f"{backend} for {kind}" for kind, backend in group.backends.items())
+        raise ValueError(
+            f"x is on {device.type}, but the group has {backends}. Move x, or make the group with a backend for it."
+        )
     if device.type != "cpu" or group.size == 1:
         if refusal is not None:
             raise refusal
