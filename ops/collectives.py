@@ -74,9 +74,12 @@ class CollectiveOperation(BasicOperation):
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
         why = self.why_not(x)
-        gradient = "with" if ctx.needs.input else "without"
-        about = f"{type(self).__name__} of {list(x.shape)} in {x.dtype} {gradient} a gradient"
-        check_alike(self.group, x.device, about, None if why is None else ValueError(why))
+
+        def describe() -> str:
+            gradient = "with" if ctx.needs.input else "without"
+            return f"{type(self).__name__} of {list(x.shape)} in {x.dtype} {gradient} a gradient"
+
+        check_alike(self.group, x.device, describe, None if why is None else ValueError(why))
         return self.exchange(x), {}
 
     def fuser_backward(

@@ -269,13 +269,12 @@ class GroupedLinear(OperationWithWeights):
         """The extra inputs, once x and they fit each other, and other ranks have such too."""
         if self.parallel is None:
             return self._check(x, extras)
-        about = f"GroupedLinear({self.extra_repr()})"
         try:
             checked = self._check(x, extras)
         except ValueError as error:
-            self.parallel.check(ctx, x, about, str(error))
+            self.parallel.check(ctx, x, str(error))
             raise
-        self.parallel.check(ctx, x, about, None)
+        self.parallel.check(ctx, x, None)
         return checked
 
     def _check(self, x: Tensor, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:

@@ -155,7 +155,7 @@ class Linear(OperationWithWeights):
             why = f"x has shape {list(x.shape)}, but {needed}"
         parallel = self.parallel
         if parallel is not None:
-            parallel.check(ctx, x, f"Linear({self.extra_repr()})", why)
+            parallel.check(ctx, x, why)
             if parallel.exchange.x is not None:
                 own_rows = at_tensor(x)
                 x = parallel.gather_input(own_rows)

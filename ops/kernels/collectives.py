@@ -14,6 +14,7 @@ in the same order, also without rows. NCCL's collectives can be captured in CUDA
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
@@ -141,10 +142,12 @@ def reduce(x: Tensor, src: int, group: RankGroup) -> Tensor:
     return y if group.rank == src else y.zero_()
 
 
-def check_alike(group: RankGroup, device: torch.device, about: str, refusal: Exception | None = None) -> None:
-    """Compare `about` between the ranks, where that is done on the host anyway: for CPU tensors.
+def check_alike(
+    group: RankGroup, device: torch.device, describe: Callable[[], str], refusal: Exception | None = None
+) -> None:
+    """Compare between the ranks what they are about to exchange, where that is on the host anyway: for CPU tensors.
 
-    about: what has to be the same on all ranks, in words
+    describe: gives what has to be the same on all ranks, in words; called only where it is compared
     refusal: why this rank cannot take part; it is raised here, and the others learn it
 
     Raises ValueError for a device that the group has no backend for; RuntimeError, with the same sentence on every
@@ -161,6 +164,7 @@ def check_alike(group: RankGroup, device: torch.device, about: str, refusal: Exc
         if refusal is not None:
             raise refusal
         return
+    about = describe()
     if refusal is not None:
         about = f"its arguments are refused: {refusal}".removesuffix(".")
     mine = torch.tensor([zlib.crc32(about.encode())])

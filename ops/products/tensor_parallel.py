@@ -150,16 +150,19 @@ class TensorParallel:
             return torch.cat([half.chunk(n, dim)[rank] for half in whole.chunk(2, dim)], dim)
         return whole.chunk(n, dim)[rank]
 
-    def check(self, ctx: OperationContext, x: Any, about: str, why: str | None) -> None:
+    def check(self, ctx: OperationContext, x: Any, why: str | None) -> None:
         """Raise before anything is exchanged, see `check_alike`; ValueError for rows that the ranks do not divide.
 
         why: what else is wrong with x, or None
         """
         if why is None and self.sequence_parallel:
             why = self._why_not_rows(x.shape)
-        needs = ", ".join(["x"] * ctx.needs.input + sorted(ctx.needs.params | ctx.needs.extras)) or "nothing"
-        about = f"{about}: x {list(x.shape)}, computed in {ctx.dtype}, gradients of {needs}"
-        check_alike(self.group, x.device, about, None if why is None else ValueError(why))
+
+        def describe() -> str:
+            needs = ", ".join(["x"] * ctx.needs.input + sorted(ctx.needs.params | ctx.needs.extras)) or "nothing"
+            return f"{ctx.operation}: x {list(x.shape)}, computed in {ctx.dtype}, gradients of {needs}"
+
+        check_alike(self.group, x.device, describe, None if why is None else ValueError(why))
 
     def _why_not_rows(self, shape: torch.Size) -> str | None:
         if len(shape) < 2:
