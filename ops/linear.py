@@ -44,8 +44,8 @@ class Linear(OperationWithWeights):
     group: a torch.distributed ProcessGroup, or a DeviceMesh of one dimension (mesh["tp"])
     sequence_parallel: the rows, the first dimension of x, are divided outside of the pair of layers. "column": x is
         this rank's rows; those of all ranks are gathered before the product, and dx is scattered. "row": y is this
-        rank's rows of the sum; dy is gathered. What is kept of x for the weight gradient is this rank's
-        rows, which backward gathers again; under a recipe, the quantized copy of all rows.
+        rank's rows of the sum; dy is gathered. For the weight gradient this rank's rows of x are kept, which
+        backward gathers again; under a recipe, the quantized copy of all rows.
     gated: "column", for an activation of [gate | linear part] without interleaving: W's rows are two halves, and a rank
         holds the rows [r N/2n, (r + 1) N/2n) of each. Interleaved halves, in runs that N/n holds whole, need no more
         than "column".
@@ -54,7 +54,7 @@ class Linear(OperationWithWeights):
     layer are alike on all ranks. A share is initialised as part of the whole layer, so give all ranks the same random
     state; for that moment W is there as a whole. `ops.products.tensor_parallel` states what is exchanged, and what a
     recipe's scales belong to. Forward and backward are collectives: every rank makes the same calls in the same order,
-    also without rows. NCCL's can be captured in a CUDA graph.
+    also without rows. A CUDA graph can hold NCCL's, but not gloo's.
 
     Raises TypeError for arguments of another kind, ValueError for features that are not positive or that the ranks do
     not divide, tensor_parallel without group, an x whose last dimension is not in_features (or its share), and, with
