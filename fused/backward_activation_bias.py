@@ -7,7 +7,7 @@ from typing import cast
 
 from torch import Tensor
 
-from fused.linear_in_place import why_not_scaled
+from fused.linear_in_place import why_not_gathered, why_not_scaled
 from ops.activations import ActivationOperation
 from ops.bias import Bias
 from ops.kernels.elementwise.chain import delementwise, runs_triton
@@ -21,11 +21,12 @@ class BackwardActivationBias(FusedOperation):
     """dh = f'(h) dy, db = the sum of dh over the rows; if the bias is a Linear's, also dx = dh W and dW = dh^T x.
 
     Reads what the unfused operations save: h, and the Linear's x. Refused for an activation with scales, and for a
-    Linear without a bias.
+    Linear without a bias or one that gathers dy.
     """
 
     pattern = ((Bias, Linear), ActivationOperation)
     passes = "backward"
+    handles_transfers = True
 
     @classmethod
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
@@ -34,7 +35,7 @@ class BackwardActivationBias(FusedOperation):
             return (
                 f"Linear has no bias, whose gradient could be summed while {type(activation).__name__} makes its own."
             )
-        return why_not_scaled(activation)
+        return why_not_scaled(activation) or why_not_gathered(first)
 
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], dy: Tensor, d_extra_outputs: Mapping[str, Tensor]

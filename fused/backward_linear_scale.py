@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fused.linear_in_place import why_not_gathered
 from ops.constant_scale import ConstantScale
 from ops.linear import Linear, column_sums
 from ops.products.product import commutes, quantizes
@@ -21,10 +22,12 @@ class BackwardLinearScale(FusedOperation):
 
     Reads what the unfused Linear saves: x. Refused unless the scale is a power of two within the range of the dtype
     (see `ops.products.product.commutes`), and for recipes that quantize: otherwise the bits would differ.
+    Refused for a Linear that gathers dy.
     """
 
     pattern = (Linear, ConstantScale)
     passes = "backward"
+    handles_transfers = True
     handles_wgrad_accumulation = True
 
     @classmethod
@@ -38,7 +41,7 @@ class BackwardLinearScale(FusedOperation):
             return (
                 f"The scale is {scale}, and behind a product only powers of two from 2^-32 to 2^32 round as before it."
             )
-        return None
+        return why_not_gathered(operations[0])
 
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], dy: Tensor, d_extra_outputs: Mapping[str, Tensor]

@@ -25,6 +25,7 @@ class ForwardLinearBiasActivation(FusedOperation):
 
     pattern = (Linear, optional(Bias), ActivationOperation)
     passes = "forward"
+    handles_transfers = True
     accepts_quantized = True
 
     @classmethod

@@ -26,6 +26,7 @@ class ForwardLinearBiasAdd(FusedOperation):
 
     pattern = (Linear, optional(Bias), AddExtraInput)
     passes = "forward"
+    handles_transfers = True
     accepts_quantized = True
 
     @classmethod

@@ -28,6 +28,7 @@ class ForwardLinearScaleAdd(FusedOperation):
 
     pattern = (Linear, optional(Bias), ConstantScale, AddExtraInput)
     passes = "forward"
+    handles_transfers = True
     accepts_quantized = True
 
     @classmethod

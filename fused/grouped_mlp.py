@@ -55,6 +55,7 @@ class GroupedMLP(FusedOperation):
     )
     passes = "joint"
     handles_wgrad_accumulation = True
+    handles_transfers = True
     repeatable = True
 
     class Saved(NamedTuple):
@@ -85,7 +86,7 @@ class GroupedMLP(FusedOperation):
             return f"{type(act).__name__} caches its input quantized, but the fused operation keeps it in full."
         if fc2.scale_bias and "scales" not in act.extra_inputs:
             return f"FC2 scales its bias, but {type(act).__name__} takes no scales."
-        return None
+        return _why_not_divided(fc1, act, fc2)
 
     @property
     def activation(self) -> Activation:
@@ -101,29 +102,22 @@ class GroupedMLP(FusedOperation):
         path = choose_path(request)
         casts = path.name == "grouped" and all(casts_as_computed(q, request.device, request.dtype) for q in quantizers)
         act = f"{self.activation.kind} {'quantized as it is computed, ' if casts else ''}recomputed in backward"
-        return f"{', then '.join(ways)}, {act}"
+        return f"{', then '.join(ways)}, {act}{self.operations[1].transfers(request)}"
 
     def fuser_forward(
         self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         fc1_ctx, _, fc2_ctx = ctxs
-        splits, _ = self.fc1.check(x, extras)
+        splits, _ = self.fc1.check(fc1_ctx, x, extras)
         scales = extras.get("scales")
         path = fc1_ctx.path
         wgrad = self.fc1.needs_weight_grad(fc1_ctx)
         x_q = path.quantize(x, splits, fc1_ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad, saved=True)
-        out = self.fc1.buffer(fc1_ctx, "output", x, self.fc1.out_features)
-        h = path.fprop(x_q, self.fc1.weight_operand(fc1_ctx, rowwise=True), bias=self.fc1.biases(fc1_ctx), out=out)
+        h = self.fc1.fprop(fc1_ctx, x_q, x, None)
         # act is not saved, so its columnwise copy is made in backward.
         quantizer = fc2_ctx.quantizer(Role.INPUT)
         act_q = self._act(path, h, scales, splits, quantizer, rowwise=True, columnwise=False)
-        y = path.fprop(
-            act_q,
-            self.fc2.weight_operand(fc2_ctx, rowwise=True),
-            bias=self.fc2.biases(fc2_ctx),
-            scales=scales if self.fc2.scale_bias else None,
-            out=self.fc2.buffer(fc2_ctx, "output", x, self.fc2.out_features),
-        )
+        y = self.fc2.fprop(fc2_ctx, act_q, x, scales if self.fc2.scale_bias else None)
         if any(ctx.needs_grad for ctx in ctxs):
             act_scale = None if quantizer is None else quantizer.snapshot(x.device)
             fc1_ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, h, scales, splits, act_scale)
@@ -150,8 +144,7 @@ class GroupedMLP(FusedOperation):
             act_q = self._act(path, saved.h, saved.scales, splits, inputs, **act_copy)
             d_fc2 |= fc2.accumulate(fc2_ctx, partial(path.wgrad, dy_q, act_q))
             return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
-        out = fc2.buffer(fc2_ctx, "grad_input", dy, fc2.in_features)
-        dact = path.dgrad(dy_q, fc2.weight_operand(fc2_ctx, columnwise=True), out=out)
+        dact = fc2.dgrad(fc2_ctx, dy_q, dy)
 
         # The activation, whose kernel quantizes act and dh where it can. A quantizer draws a random seed or records an
         # amax: only if a product reads the result, as unfused.
@@ -168,7 +161,7 @@ class GroupedMLP(FusedOperation):
             need_dscales="scales" in act_ctx.needs.extras, dh_into=dh_into, act_into=act_into,
         )  # fmt: skip
         del dact
-        dscales = _sum(d_act_scales, dscales)
+        dscales = _sum(cast(ActivationOperation, self.operations[1]).reduce_operand_gradient(d_act_scales), dscales)
         if wgrad:
             act_q = path.quantize(act, splits, inputs, **act_copy) if act_into is None else act_into.copies
             d_fc2 |= fc2.accumulate(fc2_ctx, partial(path.wgrad, dy_q, act_q))
@@ -182,8 +175,7 @@ class GroupedMLP(FusedOperation):
             dh_q = path.quantize(dh, splits, gradients, **dh_copies) if dh_into is None else dh_into.copies
             if fc1_ctx.needs.input:
                 read = dh if dh is not None else dh_q.rowwise.codes
-                out = fc1.buffer(fc1_ctx, "grad_input", read, fc1.in_features)
-                dx = path.dgrad(dh_q, fc1.weight_operand(fc1_ctx, columnwise=True), out=out)
+                dx = fc1.dgrad(fc1_ctx, dh_q, read)
             if fc1.needs_weight_grad(fc1_ctx):
                 d_fc1 |= fc1.accumulate(fc1_ctx, partial(path.wgrad, dh_q, saved.x))
         return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
@@ -207,6 +199,21 @@ class GroupedMLP(FusedOperation):
             return path.quantize(activation(h, self.activation, scales), splits, quantizer, **copies)
         activation_cast(h, self.activation, scales, into)
         return into.copies
+
+
+def _why_not_divided(fc1: GroupedLinear, act: ActivationOperation, fc2: GroupedLinear) -> str | None:
+    """Why layers that ranks divide are not fused, or None: FC1 by column and FC2 by row, over one group, are."""
+    if fc1.parallel is None and fc2.parallel is None:
+        return None
+    modes = [layer.parallel and layer.parallel.mode for layer in (fc1, fc2)]
+    if modes != ["column", "row"]:
+        return f"FC1 has tensor_parallel={modes[0]!r} and FC2 {modes[1]!r}; fused are 'column' and 'row'."
+    groups = [fc1.divides_output, fc2.parallel and fc2.parallel.group]
+    if groups[0] != groups[1]:
+        return f"FC1 is divided among {groups[0]}, but FC2 among {groups[1]}."
+    if "scales" in act.extra_inputs and act.group != groups[0]:
+        return f"{type(act).__name__} has group={act.group}, but FC1 is divided among {groups[0]}."
+    return None
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -35,6 +35,13 @@ def why_not_scaled(activation: BasicOperation) -> str | None:
     return None
 
 
+def why_not_gathered(operation: BasicOperation) -> str | None:
+    """Why the backward of a Linear is not fused with that of the next operation (it gathers dy), or None."""
+    if isinstance(operation, Linear) and operation.gathers_grad_output:
+        return "Linear divides the rows of y among its ranks, and gathers those of dy before it sums its bias gradient."
+    return None
+
+
 def operand_of(
     operation: ElementwiseOperation, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
 ) -> Tensor | None:

@@ -196,6 +196,7 @@ class Layout:
 
     def _check_features(self) -> None:
         features: int | None = None
+        previous: BasicOperation | None = None
         for stage in self.stages:
             known: list[tuple[BasicOperation, str]] = []
             if isinstance(stage.runner, Pipeline):
@@ -203,12 +204,15 @@ class Layout:
             elif isinstance(stage.runner, BasicOperation):
                 known = [(stage.runner, stage.label)]
             else:
-                features = None
+                features = previous = None
             for operation, label in known:
                 try:
                     features = operation.features(features)
+                    if previous is not None:
+                        operation.check_follows(previous)
                 except ValueError as error:
                     raise ValueError(f"In operation {label} ({type(operation).__name__}): {error}") from error
+                previous = operation
 
 
 def _contents(container: Container) -> tuple[Any, ...]:

@@ -127,6 +127,7 @@ def _apply(
                 _conflicting_names(operations)
                 or _written_in_place(operations)
                 or _external_wgrads(fusion, operations)
+                or _transfers(fusion, operations, request)
                 or fusion.why_not(operations, request)
             )
             if reason == "":
@@ -201,6 +202,15 @@ def _external_wgrads(fusion: Fusion, operations: Sequence[BasicOperation]) -> st
     external = any(operation.wgrad_is_external for operation in operations)
     if fusion.passes != "forward" and not fusion.handles_wgrad_accumulation and external:
         return "It returns weight gradients, but they go into main_grad or are delayed: see handles_wgrad_accumulation."
+    return None
+
+
+def _transfers(fusion: Fusion, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
+    """Why the fusion cannot be used for operations that exchange tensors between ranks; None if it can."""
+    for operation in operations:
+        if not fusion.handles_transfers and operation.transfers(request):
+            name = type(operation).__name__
+            return f"{name} exchanges tensors with other ranks, which it does not: see handles_transfers."
     return None
 
 

@@ -21,6 +21,7 @@ from ops.activations import (
 )
 from ops.add_extra_input import AddExtraInput
 from ops.bias import Bias
+from ops.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
 from ops.combine import Combine
 from ops.constant_scale import ConstantScale
 from ops.custom_router import CustomRouter
@@ -51,8 +52,11 @@ from ops.runner.operation import (
 
 __all__ = [
     "AddExtraInput",
+    "AllGather",
+    "AllReduce",
     "BasicOperation",
     "Bias",
+    "Broadcast",
     "ClampedSwiGLU",
     "Combine",
     "ConstantScale",
@@ -77,6 +81,7 @@ __all__ = [
     "QGELU",
     "Quantize",
     "RMSNorm",
+    "ReduceScatter",
     "Reshape",
     "ReGLU",
     "ReLU",

@@ -7,11 +7,13 @@ torch.nn.functional.glu it comes second.
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation
+from ops.kernels.collectives import NOT_REPEATED, RankGroup, all_reduce
 from ops.kernels.elementwise.activation import (
     Activation,
     activation,
@@ -20,8 +22,10 @@ from ops.kernels.elementwise.activation import (
     dactivation,
 )
 from ops.kernels.elementwise.chain import Step
+from ops.runner.operation import BasicOperation
 from recipes.arguments import check_flags
 from recipes.current_scaling import CurrentScalingQuantizer
+from recipes.request import PlanRequest
 from recipes.tensors.formats import E4M3
 from recipes.tensors.quantized_tensor import QuantizedTensor
 
@@ -35,16 +39,21 @@ class ActivationOperation(ElementwiseOperation):
 
     cache_quantized_input: save x for backward in eight bits (Float8 current scaling in E4M3, under every recipe), and
                            compute the gradients from the dequantized values. y does not change.
+    group: of ranks among which the features of x are divided, by a column-parallel layer in front: dscales is the sum
+           of theirs, one all_reduce in backward. Needed there by what takes scales, since a row of x has one scale.
     """
 
     repeatable = True
 
-    def __init__(self, activation: Activation, *, cache_quantized_input: bool = False) -> None:
+    def __init__(self, activation: Activation, *, cache_quantized_input: bool = False, group: Any = None) -> None:
         super().__init__()
         check_flags(cache_quantized_input=cache_quantized_input)
         self.activation = activation
         self.cache_quantized_input = cache_quantized_input
         self.operand_name = "scales" if "scales" in self.extra_inputs else ""
+        self.group = None if group is None else RankGroup(group)
+        if self.group is not None:
+            self.why_in_full = NOT_REPEATED
 
     def step(self) -> Step:
         return activation_step(self.activation, self.operand_name != "")
@@ -71,11 +80,34 @@ class ActivationOperation(ElementwiseOperation):
         dx, dscales, _ = dactivation(dy, x, self.activation, operand, need_dh=need_dx, need_dscales=need_operand)
         return dx, dscales
 
+    def reduce_operand_gradient(self, gradient: Tensor | None) -> Tensor | None:
+        return gradient if gradient is None or self.group is None else all_reduce(gradient, self.group)
+
+    def transfers(self, request: PlanRequest) -> str:
+        return "" if self.group is None else f"; all_reduce of dscales, {self.group.describe(request.device)}"
+
+    def kernel(self, request: PlanRequest) -> str:
+        return super().kernel(request) + self.transfers(request)
+
+    def why_not_captured(self, request: PlanRequest) -> str | None:
+        if self.group is None:
+            return super().why_not_captured(request)
+        return self.group.why_not_captured(request.device)
+
+    def check_follows(self, previous: BasicOperation) -> None:
+        divided = previous.divides_output
+        if self.operand_name and divided is not None and divided != self.group:
+            raise ValueError(
+                f"the features of x are divided among {divided}, but group is {self.group}, and dscales is summed over "
+                f"it. Give {type(self).__name__} the group of the column-parallel layer before it."
+            )
+
     def extra_repr(self) -> str:
         spec = self.activation
         given = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "kind"}
         shown = [f"{n}={v}" for n, v in given.items() if v != getattr(Activation, n)]
-        return ", ".join([*shown, "cache_quantized_input=True"] if self.cache_quantized_input else shown)
+        shown += ["cache_quantized_input=True"] if self.cache_quantized_input else []
+        return ", ".join(shown if self.group is None else [*shown, f"group={self.group}"])
 
 
 class _PlainActivation(ActivationOperation):
@@ -221,6 +253,7 @@ class ScaledSwiGLU(ActivationOperation):
     """y = silu(a) b scales[..., None], for x [..., 2I] of gate a and linear part b; y [..., I].
 
     Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
+    group: see `ActivationOperation`
     glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
 
     Raises ValueError for an interleave size that is not positive, an x whose features are not a multiple of 2 S, and
@@ -229,8 +262,8 @@ class ScaledSwiGLU(ActivationOperation):
 
     extra_inputs = {"scales": Tensor}
 
-    def __init__(self, glu_interleave_size: int | None = None) -> None:
-        super().__init__(Activation("swiglu", glu_interleave_size=glu_interleave_size))
+    def __init__(self, glu_interleave_size: int | None = None, *, group: Any = None) -> None:
+        super().__init__(Activation("swiglu", glu_interleave_size=glu_interleave_size), group=group)
 
 
 class ScaledClampedQGeGLU(ActivationOperation):
@@ -241,6 +274,7 @@ class ScaledClampedQGeGLU(ActivationOperation):
     As in torch.clamp, the gradient passes within and at the limits, and is zero outside.
 
     Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
+    group: see `ActivationOperation`
     glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
 
     Raises ValueError as `ClampedSwiGLU` does, and for scales of another shape.
@@ -255,16 +289,17 @@ class ScaledClampedQGeGLU(ActivationOperation):
         limit: float = 7.0,
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
+        group: Any = None,
     ) -> None:
-        super().__init__(
-            Activation("clamped_swiglu", limit, alpha, glu_linear_offset, glu_interleave_size=glu_interleave_size)
-        )
+        spec = Activation("clamped_swiglu", limit, alpha, glu_linear_offset, glu_interleave_size=glu_interleave_size)
+        super().__init__(spec, group=group)
 
 
 class ScaledSiTUGLU(ActivationOperation):
     """y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2) scales[..., None], for x [..., 2I]; y [..., I].
 
     Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
+    group: see `ActivationOperation`
     glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
 
     Raises ValueError as `SiTUGLU` does, and for scales of another shape.
@@ -272,19 +307,28 @@ class ScaledSiTUGLU(ActivationOperation):
 
     extra_inputs = {"scales": Tensor}
 
-    def __init__(self, glu_interleave_size: int | None = None, *, beta1: float = 4.0, beta2: float = 25.0) -> None:
-        super().__init__(Activation("situglu", beta1=beta1, beta2=beta2, glu_interleave_size=glu_interleave_size))
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        group: Any = None,
+    ) -> None:
+        spec = Activation("situglu", beta1=beta1, beta2=beta2, glu_interleave_size=glu_interleave_size)
+        super().__init__(spec, group=group)
 
 
 class ScaledSReLU(ActivationOperation):
     """y = relu(x)^2 scales[..., None]; not gated, so y has the shape of x.
 
     Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
+    group: see `ActivationOperation`
 
     Raises ValueError for scales of another shape.
     """
 
     extra_inputs = {"scales": Tensor}
 
-    def __init__(self) -> None:
-        super().__init__(Activation("srelu"))
+    def __init__(self, *, group: Any = None) -> None:
+        super().__init__(Activation("srelu"), group=group)

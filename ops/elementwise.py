@@ -80,6 +80,10 @@ class ElementwiseOperation(BasicOperation):
         """Whether the operand's gradient is needed."""
         return self.operand_name in ctx.needs.params or self.operand_name in ctx.needs.extras
 
+    def reduce_operand_gradient(self, gradient: Tensor | None) -> Tensor | None:
+        """The operand's gradient, of that which this rank's features give."""
+        return gradient
+
     def features(self, incoming: int | None) -> int | None:
         return incoming if incoming is None or not self.step().gated else incoming // 2
 
@@ -114,7 +118,7 @@ class ElementwiseOperation(BasicOperation):
             dx, gradient = self.gradients(dy, x, operand, need_dx=need_dx, need_operand=need_operand)
         if not need_operand:
             return dx, {}, {}
-        named = {self.operand_name: gradient}
+        named = {self.operand_name: self.reduce_operand_gradient(gradient)}
         return (dx, named, {}) if self.has_parameter else (dx, {}, named)
 
 

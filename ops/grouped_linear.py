@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ops.kernels.collectives import NOT_REPEATED
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.products.main_grad import OperationWithWeights
 from ops.products.paths import SplitTensors, choose_path
+from ops.products.tensor_parallel import TensorParallel, fill
 from ops.products.tile_words import explain_dequantized, explain_tiles
 from ops.products.weights import quantized_weights
 from ops.runner.callers_buffers import overlap
@@ -42,11 +44,26 @@ class GroupedLinear(OperationWithWeights):
                 is written (`ops.runner.callers_buffers`); a later forward over what an earlier one keeps is
                 autograd's error.
 
+    tensor_parallel: "column" or "row": the ranks of `group` divide each layer, as those of `Linear`. in_features K and
+        out_features N are those of the whole layers. Rank r of n holds
+
+            "column": rows [r N/n, (r + 1) N/n) of each W_g [N, K] and b_g: y is [T, N/n], dx is summed over the ranks
+            "row":    columns [r K/n, (r + 1) K/n) of each W_g: x is [T, K/n], the products are summed over the ranks,
+                      and b_g, which all of them hold, is added once, in the product of the group's first rank
+
+        All ranks have the same split sizes and scales. An activation with scales between the two has this group too.
+    group: a torch.distributed ProcessGroup, or a DeviceMesh of one dimension (mesh["tp"])
+    gated: "column", for an activation of [gate | linear part] without interleaving: a rank holds the same rows of both
+        halves. Interleaved halves, in runs that N/n holds whole, need no more than "column".
+
     Under a recipe x, W and dy are quantized as for `Linear`, each group by itself. Weights are initialised as
     `torch.nn.Linear`, biases with zeros (as TransformerEngine).
 
-    Raises TypeError for arguments of another kind, ValueError for features or groups that are not positive, scale_bias
-    without bias, an x, split sizes, scales or a buffer of the wrong shape, and a buffer in memory of something else.
+    Divided layers are initialised, exchange and refuse as a divided `Linear` does.
+
+    Raises TypeError for arguments of another kind, ValueError for features or groups that are not positive or that the
+    ranks do not divide, tensor_parallel without group, scale_bias without bias, an x, split sizes, scales or a buffer
+    of the wrong shape, and a buffer in memory of something else.
     """
 
     buffer_names = ("output", "grad_input")
@@ -70,6 +87,9 @@ class GroupedLinear(OperationWithWeights):
         stacked: bool = True,
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
+        tensor_parallel: str | None = None,
+        group: Any = None,
+        gated: bool = False,
     ) -> None:
         super().__init__(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
         num_groups, in_features, out_features = positive_integers(
@@ -88,7 +108,16 @@ class GroupedLinear(OperationWithWeights):
         self.weight_names = self._names_of("weight")
         self.bias_names = self._names_of("bias") if bias else ()
         self.extra_inputs = {"split_sizes": Splits, "scales": Tensor} if scale_bias else {"split_sizes": Splits}
-        shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
+        self.parallel = TensorParallel.of(
+            tensor_parallel, group, in_features=in_features, out_features=out_features, gated=gated
+        )  # fmt: skip
+        self.own_in_features, self.own_out_features = in_features, out_features
+        if self.parallel is not None:
+            self.why_in_full = NOT_REPEATED
+            self.divides_output = self.parallel.divides_output
+            self.own_in_features, self.own_out_features = self.parallel.in_features, self.parallel.out_features
+        shape: tuple[int, ...] = (self.own_out_features, self.own_in_features)
+        shapes = {"weight": shape} | ({"bias": shape[:1]} if bias else {})
         for name, shape in shapes.items():
             for key, lead in [(name, (num_groups,))] if stacked else [(f"{name}{g}", ()) for g in range(num_groups)]:
                 self.register_parameter(key, nn.Parameter(torch.empty(*lead, *shape, device=device, dtype=dtype)))
@@ -103,7 +132,7 @@ class GroupedLinear(OperationWithWeights):
         """Weights uniform in +-1/sqrt(in_features); biases zero."""
         bound = self.in_features**-0.5
         for name in self.weight_names:
-            nn.init.uniform_(self.get_parameter(name), -bound, bound)
+            fill(self.get_parameter(name), partial(nn.init.uniform_, a=-bound, b=bound), self.parallel)
         for name in self.bias_names:
             nn.init.zeros_(self.get_parameter(name))
 
@@ -120,9 +149,17 @@ class GroupedLinear(OperationWithWeights):
         elif in_torch:
             way = "grouped GEMM (torch)"
         else:
-            weights = (self.num_groups, self.out_features, self.in_features)
+            weights = (self.num_groups, self.own_out_features, self.own_in_features)
             way = f"grouped GEMM (Triton: {explain_tiles(request, weights, accumulate=self.accumulate_into_main_grad)})"
-        return way + explain_dequantized(request)
+        return way + explain_dequantized(request) + self.transfers(request)
+
+    def transfers(self, request: PlanRequest) -> str:
+        return "" if self.parallel is None else self.parallel.explain(request.device)
+
+    def why_not_captured(self, request: PlanRequest) -> str | None:
+        if self.parallel is None:
+            return super().why_not_captured(request)
+        return self.parallel.group.why_not_captured(request.device)
 
     def weight_operand(self, ctx: OperationContext, *, rowwise: bool = False, columnwise: bool = False) -> Any:
         """The weights as the path multiplies them: rowwise for fprop, columnwise for dgrad.
@@ -182,15 +219,16 @@ class GroupedLinear(OperationWithWeights):
             of_row = accumulator_like(biases).index_select(0, splits.group_of_row.clamp(max=last))
             products = (accumulator_like(dy) * of_row).sum(-1)
             dscales = products.masked_fill(splits.group_of_row > last, 0).to(scales.dtype)
+            if self.parallel is not None:
+                dscales = self.parallel.sum_scale_gradients(dscales)
         return gradients, dscales
 
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        splits, scales = self.check(x, extras)
+        splits, scales = self.check(ctx, x, extras)
         wgrad = self.needs_weight_grad(ctx)
         path = ctx.path
         x_q = path.quantize(x, splits, ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad, saved=True)
-        out = self.buffer(ctx, "output", x, self.out_features)
-        y = path.fprop(x_q, self.weight_operand(ctx, rowwise=True), bias=self.biases(ctx), scales=scales, out=out)
+        y = self.fprop(ctx, x_q, x, scales)
         if ctx.needs_grad:
             ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, splits, scales)
         return y, {}
@@ -207,17 +245,47 @@ class GroupedLinear(OperationWithWeights):
             quantizer = ctx.quantizer(Role.GRAD_OUTPUT)
             dy_q = path.quantize(dy, saved.splits, quantizer, rowwise=needs.input, columnwise=wgrad)
             if needs.input:
-                out = self.buffer(ctx, "grad_input", dy, self.in_features)
-                dx = path.dgrad(dy_q, self.weight_operand(ctx, columnwise=True), out=out)
+                dx = self.dgrad(ctx, dy_q, dy)
             if wgrad:
                 gradients |= self.accumulate(ctx, partial(path.wgrad, dy_q, saved.x))
         return dx, gradients, {"scales": dscales}
 
-    def check(self, x: Tensor, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
-        """The extra inputs, once x and they fit each other."""
-        if x.dim() != 2 or x.shape[1] != self.in_features:
+    def fprop(self, ctx: OperationContext, x_q: Any, x: Tensor, scales: Tensor | None) -> Tensor:
+        """x_g W_g^T + (scales) b_g, in the caller's buffer if there is one. x: of the rows and device of x_q."""
+        out = self.buffer(ctx, "output", x, self.own_out_features)
+        parallel = self.parallel
+        adds_bias = parallel is None or not parallel.is_row or parallel.group.rank == 0
+        y = ctx.path.fprop(
+            x_q,
+            self.weight_operand(ctx, rowwise=True),
+            bias=self.biases(ctx) if adds_bias else None,
+            scales=scales if adds_bias else None,
+            out=out,
+        )
+        return y if parallel is None else parallel.reduce_output(y, out)
+
+    def dgrad(self, ctx: OperationContext, dy_q: Any, dy: Tensor) -> Tensor:
+        """dy_g W_g, in the caller's buffer if there is one. dy: of the rows and device of dy_q."""
+        out = self.buffer(ctx, "grad_input", dy, self.own_in_features)
+        dx = ctx.path.dgrad(dy_q, self.weight_operand(ctx, columnwise=True), out=out)
+        return dx if self.parallel is None else self.parallel.reduce_grad_input(dx, out)
+
+    def check(self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
+        """The extra inputs, once x and they fit each other, and other ranks have such too."""
+        if self.parallel is None:
+            return self._check(x, extras)
+        try:
+            checked = self._check(x, extras)
+        except ValueError as error:
+            self.parallel.check(ctx, x, str(error))
+            raise
+        self.parallel.check(ctx, x, None)
+        return checked
+
+    def _check(self, x: Tensor, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
+        if x.dim() != 2 or x.shape[1] != self.own_in_features:
             raise ValueError(
-                f"x has shape {list(x.shape)}, but [rows, {self.in_features}] is needed. "
+                f"x has shape {list(x.shape)}, but [rows, {self.own_in_features}] is needed. "
                 "Flatten leading dimensions; check the operation before this one."
             )
         splits: Splits = extras["split_sizes"]
@@ -256,13 +324,14 @@ class GroupedLinear(OperationWithWeights):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def features(self, incoming: int | None) -> int | None:
-        check_features(incoming, self.in_features)
-        return self.out_features
+        check_features(incoming, self.own_in_features)
+        return self.own_out_features
 
     def extra_repr(self) -> str:
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.use_bias}, scale_bias={self.scale_bias}, stacked={self.stacked}{super().extra_repr()}"
+            f"bias={self.use_bias}, scale_bias={self.scale_bias}, stacked={self.stacked}"
+            f"{'' if self.parallel is None else self.parallel.extra_repr()}{super().extra_repr()}"
         )
 
 

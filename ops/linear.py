@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ops.kernels.collectives import NOT_REPEATED
 from ops.products.main_grad import OperationWithWeights
 from ops.products.product import for_wgrad, gemm, quantized, wgrad
+from ops.products.tensor_parallel import TensorParallel, fill
 from ops.products.tile_words import explain_dequantized
 from ops.products.weights import quantized_weights
 from ops.runner.context import at_tensor
@@ -31,8 +33,34 @@ class Linear(OperationWithWeights):
 
     accumulate_into_main_grad, delay_wgrad_compute: where and when the weight gradient goes: `ops.products.main_grad`.
 
-    Raises TypeError for arguments of another kind, ValueError for features that are not positive, or an x whose last
-    dimension is not in_features.
+    tensor_parallel: "column" or "row": the ranks of `group` divide the layer. in_features and out_features are those of
+        the whole layer. Rank r of n holds, and computes with,
+
+            "column": rows [r N/n, (r + 1) N/n) of W [N, K] and of b: y is [..., N/n], dx is summed over the ranks
+            "row":    columns [r K/n, (r + 1) K/n) of W: x is [..., K/n], x W_r^T is summed over the ranks, and then b,
+                      which all of them hold, is added once
+
+        Behind a column-parallel layer and an element-wise activation stands a row-parallel one.
+    group: a torch.distributed ProcessGroup, or a DeviceMesh of one dimension (mesh["tp"])
+    sequence_parallel: the rows, the first dimension of x, are divided outside of the pair of layers. "column": x is
+        this rank's rows; those of all ranks are gathered before the product, and dx is scattered. "row": y is this
+        rank's rows of the sum; dy is gathered. For the weight gradient this rank's rows of x are kept, which
+        backward gathers again; under a recipe, the quantized copy of all rows.
+    gated: "column", for an activation of [gate | linear part] without interleaving: W's rows are two halves, and a rank
+        holds the rows [r N/2n, (r + 1) N/2n) of each. Interleaved halves, in runs that N/n holds whole, need no more
+        than "column".
+
+    Each rank has the same gradients as the whole layer, for its share of W and b; those of the b of a row-parallel
+    layer are alike on all ranks. A share is initialised as part of the whole layer, so give all ranks the same random
+    state; for that moment W is there as a whole. `ops.products.tensor_parallel` states what is exchanged, and what a
+    recipe's scales belong to. Forward and backward are collectives: every rank makes the same calls in the same order,
+    also without rows. A CUDA graph can hold NCCL's, but not gloo's.
+
+    Raises TypeError for arguments of another kind, ValueError for features that are not positive or that the ranks do
+    not divide, tensor_parallel without group, an x whose last dimension is not in_features (or its share), and, with
+    sequence_parallel, rows that the ranks do not divide, before anything is sent. For CPU tensors RuntimeError, on
+    every rank, where ranks differ in x's shape or dtype, or in the gradients that they need; on GPUs that is not
+    compared, and they wait for each other or receive wrong values.
     """
 
     accepts_quantized = True
@@ -40,7 +68,9 @@ class Linear(OperationWithWeights):
     repeatable = True
 
     class Saved(NamedTuple):
-        x: Any  # Tensor | QuantizedTensor (columnwise copy only); None if no weight gradient is wanted
+        # Tensor (this rank's rows, where they are gathered) | QuantizedTensor (columnwise copy only); None if no weight
+        # gradient is wanted
+        x: Any
 
     def __init__(
         self,
@@ -52,22 +82,37 @@ class Linear(OperationWithWeights):
         dtype: torch.dtype | None = None,
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
+        tensor_parallel: str | None = None,
+        group: Any = None,
+        sequence_parallel: bool = False,
+        gated: bool = False,
     ) -> None:
         super().__init__(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
         sizes = positive_integers("Linear", in_features=in_features, out_features=out_features)
         check_flags(bias=bias)
         check_parameter_dtype(dtype)
         self.in_features, self.out_features = in_features, out_features = sizes
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.parallel = TensorParallel.of(
+            tensor_parallel, group, in_features=in_features, out_features=out_features, gated=gated,
+            sequence_parallel=sequence_parallel,
+        )  # fmt: skip
+        self.own_in_features, self.own_out_features = in_features, out_features
+        if self.parallel is not None:
+            self.why_in_full = NOT_REPEATED
+            self.divides_output = self.parallel.divides_output
+            self.own_in_features, self.own_out_features = self.parallel.in_features, self.parallel.out_features
+        shape = self.own_out_features, self.own_in_features
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shape[:1], device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(in_features), weight and bias, as `torch.nn.Linear`."""
         bound = self.in_features**-0.5
-        nn.init.uniform_(self.weight, -bound, bound)
+        uniform = partial(nn.init.uniform_, a=-bound, b=bound)
+        fill(self.weight, uniform, self.parallel)
         if self.bias is not None:
-            nn.init.uniform_(self.bias, -bound, bound)
+            fill(self.bias, uniform, self.parallel, is_bias=True)
 
     def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.INPUT)
@@ -76,43 +121,70 @@ class Linear(OperationWithWeights):
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
     def kernel(self, request: PlanRequest) -> str:
-        return "torch" + explain_dequantized(request)
+        return "torch" + explain_dequantized(request) + self.transfers(request)
+
+    def transfers(self, request: PlanRequest) -> str:
+        return "" if self.parallel is None else self.parallel.explain(request.device)
+
+    def why_not_captured(self, request: PlanRequest) -> str | None:
+        if self.parallel is None:
+            return super().why_not_captured(request)
+        return self.parallel.group.why_not_captured(request.device)
 
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         return self.fprop(ctx, x), {}
 
     def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
+        if self.gathers_grad_output:
+            dy = self.parallel.gather_grad_output(at_tensor(dy))  # type: ignore[union-attr]
         dx, gradients = self.dgrad_and_wgrad(ctx, dy)
         if "bias" in ctx.needs.params:
             gradients["bias"] = column_sums(at_tensor(dy))
         return dx, gradients, {}
 
+    @property
+    def gathers_grad_output(self) -> bool:
+        """Whether dy is a rank's share of the rows, and all of them are gathered before anything is computed."""
+        return self.parallel is not None and self.parallel.exchange.dy is not None
+
     def fprop(self, ctx: OperationContext, x: Any, alpha: float = 1.0) -> Tensor:
         """alpha (x W^T + b), in memory of its own. Sets `ctx.saved`."""
-        if x.shape[-1:] != (self.in_features,):
-            raise ValueError(
-                f"x has shape {list(x.shape)}, but [..., {self.in_features}] is needed. "
-                "Check the operation before this one."
-            )
+        why = None
+        if x.shape[-1:] != (self.own_in_features,):
+            needed = f"[..., {self.own_in_features}] is needed. Check the operation before this one."
+            why = f"x has shape {list(x.shape)}, but {needed}"
+        parallel = self.parallel
+        if parallel is not None:
+            parallel.check(ctx, x, why)
+            if parallel.exchange.x is not None:
+                own_rows = at_tensor(x)
+                x = parallel.gather_input(own_rows)
+        elif why is not None:
+            raise ValueError(why)
         need_wgrad = "weight" in ctx.needs.params
         rows = quantized(_matrix(x), ctx.quantizer(Role.INPUT), rowwise=True, columnwise=need_wgrad)
         w = self._weight(ctx, rowwise=True)
         bias = None if self.bias is None else ctx.param("bias")
         if bias is not None and alpha != 1:
             bias = bias * alpha
+        added = None if parallel is not None and parallel.is_row else bias
         split = ctx.recipe.split_accumulator("fprop")
         capability = ctx.path.capability
-        y = gemm("TN", rows, w, ctx.dtype, capability=capability, added=bias, alpha=alpha, split_accumulator=split)
+        y = gemm("TN", rows, w, ctx.dtype, capability=capability, added=added, alpha=alpha, split_accumulator=split)
         if ctx.needs_grad:
-            ctx.saved = self.Saved(for_wgrad(rows) if need_wgrad else None)
-        return y.view(*x.shape[:-1], self.out_features)
+            kept = for_wgrad(rows) if need_wgrad else None
+            ctx.saved = self.Saved(own_rows if need_wgrad and self._gathers_again(ctx) else kept)
+        y = y.view(*x.shape[:-1], self.own_out_features)
+        if parallel is not None:
+            y = parallel.reduce_output(y)
+        return y if bias is None or bias is added else y.add_(bias)
 
     def dgrad_and_wgrad(
         self, ctx: OperationContext, dy: Any, alpha: float = 1.0
     ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
         """alpha dy W, in memory of its own, and alpha dy^T x by its parameter's name; what is wanted of both.
 
-        The second is what autograd gets, see `ops.products.main_grad`.
+        The second is what autograd gets, see `ops.products.main_grad`. dy: of all rows, `gathers_grad_output`.
         """
         saved: Linear.Saved = ctx.saved
         needs = ctx.needs
@@ -127,14 +199,24 @@ class Linear(OperationWithWeights):
             w = self._weight(ctx, columnwise=True)
             split = ctx.recipe.split_accumulator("dgrad")
             dx = gemm("NN", rows, w, ctx.dtype, capability=capability, alpha=alpha, split_accumulator=split)
-            dx = dx.view(*dy.shape[:-1], self.in_features)
+            dx = dx.view(*dy.shape[:-1], self.own_in_features)
+            if self.parallel is not None:
+                dx = self.parallel.reduce_grad_input(dx)
         if need_wgrad:
             split = ctx.recipe.split_accumulator("wgrad")
+            x = saved.x
+            if self._gathers_again(ctx):
+                x = _matrix(self.parallel.gather_input(x))  # type: ignore[union-attr]
             product = partial(
-                wgrad, rows, saved.x, dtype=ctx.dtype, capability=capability, alpha=alpha, split_accumulator=split
+                wgrad, rows, x, dtype=ctx.dtype, capability=capability, alpha=alpha, split_accumulator=split
             )  # fmt: skip
             gradients |= self.accumulate(ctx, product)
         return dx, gradients
+
+    def _gathers_again(self, ctx: OperationContext) -> bool:
+        """Whether a rank's own rows of x are kept for wgrad, and gathered in backward: in high precision."""
+        gathers = self.parallel is not None and self.parallel.exchange.x is not None
+        return gathers and ctx.recipe.quantizer(Role.INPUT) is None
 
     def _weight(self, ctx: OperationContext, *, rowwise: bool = False, columnwise: bool = False) -> Any:
         """The weight as an operand: rowwise for fprop, columnwise for dgrad; both if both will be needed."""
@@ -152,11 +234,12 @@ class Linear(OperationWithWeights):
         return None if ctx.quantizer(Role.WEIGHT) is None else self._weight(ctx, rowwise=True)
 
     def features(self, incoming: int | None) -> int | None:
-        check_features(incoming, self.in_features)
-        return self.out_features
+        check_features(incoming, self.own_in_features)
+        return self.own_out_features
 
     def extra_repr(self) -> str:
         own = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        own += "" if self.parallel is None else self.parallel.extra_repr()
         return own + super().extra_repr()
 
 

@@ -105,8 +105,9 @@ def _request(operation: BasicOperation, settings: Settings, path: str | None) ->
 
 
 def _why_not_graph_safe(operation: BasicOperation, request: PlanRequest) -> str | None:
-    if operation.why_in_full is not None:
-        return f"{operation.why_in_full} Capture the operations before it and behind it."
+    why = operation.why_not_captured(request)
+    if why is not None:
+        return f"{why} Capture the operations before it and behind it."
     if Splits not in operation.extra_inputs.values() or choose_path(request).name != "split":
         return None
     why = request.recipe.why_not_grouped(request) or "path='split' was asked for."

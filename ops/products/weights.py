@@ -8,9 +8,9 @@ What backward reads, the columnwise copy, travels with what forward saves. Not s
 gathers them for each pass) or hooks run before forward: there backward quantizes the gathered weights again, so that no
 copy of the whole weights outlives a pass; but under scales that move, the copies are kept there too.
 
-Copies whose codes no product multiplies (MXFP8, NVFP4; on a CPU all) are kept in `constant_weights` as their exact
-values, so that they are dequantized once, too. With keep_weight_values=False, and in activation checkpoints, codes are
-kept.
+Copies whose codes no product multiplies (MXFP8, NVFP4; on a CPU all but those of delayed scaling) are kept in
+`constant_weights` as their exact values, so that they are dequantized once, too. With keep_weight_values=False, and in
+activation checkpoints, codes are kept.
 
 Where both copies would hold the same values (blocks that are square, products of values), the rowwise one is made alone
 and stands for both.
@@ -143,7 +143,8 @@ def _in_forward(
         copies = quantize(rowwise, columnwise)
     else:
         multiplies_codes = quantizer.float8_scaling(False) is not None and why_not_float8(ctx.path.capability) is None
-        keeps_values = ctx.recipe.keeps_weight_values and not multiplies_codes
+        # Not where scales move on: what checkpoints keep as codes would be cast with others.
+        keeps_values = ctx.recipe.keeps_weight_values and not multiplies_codes and not quantizer.keeps_state
         # What a checkpoint computes again, after the scope too, must save tensors of the same kind.
         keeps_values = keeps_values and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         if keeps_values:

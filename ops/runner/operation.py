@@ -66,7 +66,9 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     repeatable: whether a pass of it on a GPU may be done again as a whole (`ops.runner.repeat`): it depends on nothing
     but public attributes, parameters, states and what it gets, and changes nothing but tensors. Of a subclass that
     replaces a method it does not hold.
-    why_in_full: why this very operation is neither repeated nor captured in a CUDA graph, as a sentence, or None.
+    why_in_full: why this very operation is not repeated, as a sentence, or None. It is not captured in a CUDA graph
+    either, unless it replaces `why_not_captured`.
+    divides_output: the `ops.kernels.collectives.RankGroup` among whose ranks the features of y are divided, or None.
     settings: how often such an attribute was assigned.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
@@ -81,6 +83,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     num_scales: int = 1
     exchanges_parameters: bool = False
     why_in_full: str | None = None
+    divides_output: Any = None
     settings: int = 0
     _captured_weights: Any = None
     _weights_scope: Any = None
@@ -117,6 +120,18 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     def grad_output_quantizer(self, recipe: Recipe) -> Quantizer | None:
         """What this operation quantizes the gradient of its output with, or None."""
         return None
+
+    def why_not_captured(self, request: PlanRequest) -> str | None:
+        """Why this very operation cannot be captured in a CUDA graph, as a sentence, or None."""
+        return self.why_in_full
+
+    def check_follows(self, previous: BasicOperation) -> None:
+        """Raise ValueError if it cannot stand behind `previous`. A Sequential checks this when it is made."""
+
+    def transfers(self, request: PlanRequest) -> str:
+        """What it exchanges with other ranks beside its work, for `Sequential.explain()`: "; all_reduce of y, ...", or
+        nothing."""
+        return ""
 
     @property
     def wgrad_is_external(self) -> bool:
@@ -282,12 +297,15 @@ class FusedOperation(FusibleOperation):
     handles_wgrad_accumulation: whether its backward gives the products of weight gradients to the covered operations,
              by `accumulate` (see `ops.products.main_grad`) or in their own backward. Without, it is refused where a
              weight gradient is external: in main_grad, or delayed.
+    handles_transfers: whether it exchanges with other ranks what the covered operations would (their `transfers`).
+             Without, it is refused where they exchange anything.
     """
 
     pattern: ClassVar[tuple[Any, ...]] = ()
     fewest: ClassVar[int] = 1
     passes: ClassVar[Literal["joint", "forward", "backward"]] = "joint"
     handles_wgrad_accumulation: ClassVar[bool] = False
+    handles_transfers: ClassVar[bool] = False
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
         self.operations = tuple(operations)
@@ -296,6 +314,9 @@ class FusedOperation(FusibleOperation):
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
         """None if these operations can be fused for this request, else the reason as a sentence."""
         return None
+
+    def kernel(self, request: PlanRequest) -> str:
+        return super().kernel(request) + "".join(operation.transfers(request) for operation in self.operations)
 
     def fuser_forward(
         self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]

@@ -31,71 +31,32 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ops.kernels.collectives import RankGroup, difference
 from ops.kernels.routing.permute import RoutingMap, dispatch, make_routing_map
 
+_REMEDY = (
+    "Only the tokens and their number may differ: give every rank the same layer and recipe, and tensors of the same "
+    "kind."
+)
 
-class ExpertGroup:
-    """The process group among whose ranks experts are divided. A copy of an operation has the very same one.
 
-    group: a ProcessGroup, or a DeviceMesh of one dimension. Raises TypeError for anything else, ValueError for a mesh
-    of more dimensions and for a group without this rank.
-    """
+class ExpertGroup(RankGroup):
+    """The process group among whose ranks experts are divided: see `RankGroup`."""
 
+    along_one = "experts are divided"
+    example = 'mesh["ep"]'
+    or_none = ", or None"
     why_in_full = "all_to_all_single takes the row counts from the host, where each forward reads them."
-
-    def __init__(self, group: Any) -> None:
-        if dist.is_available():
-            outside = group is dist.GroupMember.NON_GROUP_MEMBER
-            if isinstance(group, dist.DeviceMesh):
-                if group.ndim != 1:
-                    raise ValueError(
-                        f"group is a mesh with the dimensions {group.mesh_dim_names or group.ndim}, but experts are "
-                        'divided along one. Name it: mesh["ep"].'
-                    )
-                outside = group.get_coordinate() is None
-                group = None if outside else group.get_group()
-            if outside or (isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0):
-                raise ValueError(
-                    "group does not contain this process. Make the operation with the group that this rank is in."
-                )
-        if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                f"group is {group!r}, but must be a torch.distributed ProcessGroup, a DeviceMesh of one dimension, or "
-                "None."
-            )
-        self.process_group = group
-        self.ranks = tuple(dist.get_process_group_ranks(group))  # of the whole job
-        self.backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))  # by device
 
     def transport(self, device: torch.device) -> str:
         """How rows are transferred, for `Sequential.explain()`."""
-        ranks = f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}"
-        return f"all_to_all_single over {ranks} ({self.backends.get(device.type, f'no backend for {device.type}')})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ExpertGroup) and other.process_group == self.process_group
-
-    def __hash__(self) -> int:
-        return hash(self.process_group)
-
-    def __deepcopy__(self, memo: Any) -> ExpertGroup:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "A process group cannot be written down. Save the model's state_dict(), and make the model with its group "
-            "again where that is loaded."
-        )
-
-    def __repr__(self) -> str:
-        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        return f"<rank{'s' if len(self.ranks) > 1 else ''} {shown}>"
+        return f"all_to_all_single {self.describe(device)}"
 
 
 class Wanted(NamedTuple):
@@ -222,7 +183,7 @@ def _exchange_headers(
     dist.all_to_all_single(received, sent, group=group.process_group)
     mine, others = torch.stack((sent.t(), received.t())).tolist()
     if set(others[0]) != {mine[0][0]}:
-        raise RuntimeError(_difference(group, about))
+        raise RuntimeError(difference(group, about, _REMEDY))
     of_any = Wanted(any(others[1]), any(others[2]))
     return Counts(mine[3], others[3]), Counts(mine[4], others[4]), of_any, received[:, 4]
 
@@ -232,20 +193,6 @@ def _transferred(given: Tensor, counts: Counts, group: ExpertGroup) -> Tensor:
     arrived = given.new_empty(sum(counts.received), *given.shape[1:])
     dist.all_to_all_single(arrived, given, counts.received, counts.sent, group=group.process_group)
     return arrived
-
-
-def _difference(group: ExpertGroup, about: str) -> str:
-    """The sentence that every rank raises: each sees that another one differs, so all come here."""
-    told: list[str] = [""] * len(group.ranks)
-    dist.all_gather_object(told, about, group=group.process_group)
-    ranks: dict[str, list[str]] = {}
-    for rank, given in zip(group.ranks, told, strict=True):
-        ranks.setdefault(given, []).append(str(rank))
-    who = [f"{'rank' if len(some) == 1 else 'ranks'} {', '.join(some)}: {given}" for given, some in ranks.items()]
-    return (
-        f"The ranks of one process group differ in what they exchange: {'; '.join(who)}. Only the tokens and their "
-        "number may differ: give every rank the same layer and recipe, and tensors of the same kind."
-    )
 
 
 def _order(received_nL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
