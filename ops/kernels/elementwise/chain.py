@@ -188,6 +188,7 @@ class ElementwiseConfig(NamedTuple):
 
 # Of rows in groups, measured on an H200: forward, and backward, which has four results to hold.
 _IN_GROUPS = ElementwiseConfig(32, 128, 1, 4), ElementwiseConfig(32, 64, 1, 4)
+_IN_GROUPS_FLOAT16 = _IN_GROUPS[0], ElementwiseConfig(32, 64, 1, 8)  # with four warps ptxas 12.8 spills; not measured
 
 PROGRAMS = 4096  # enough to keep all multiprocessors busy: about 31 on each of the H200's 132
 
@@ -210,11 +211,11 @@ def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str =
 
 
 def _config(
-    rows: int, columns: int, *casts: Cast | None, sums_rows: bool = False, backward: bool = False
+    rows: int, columns: int, dtype: torch.dtype, *casts: Cast | None, sums_rows: bool = False, backward: bool = False
 ) -> ElementwiseConfig:
     kinds = [cast_kind(cast.spec) for cast in casts if cast is not None]
     if any(in_groups(cast) for cast in casts):
-        return _IN_GROUPS[backward]
+        return (_IN_GROUPS_FLOAT16 if dtype == torch.float16 else _IN_GROUPS)[backward]
     return elementwise_config(rows, columns, sums_rows=sums_rows, casts=kinds[0] if kinds else "")
 
 
@@ -299,7 +300,7 @@ def delementwise(
     some_cast = cast or y_cast
     rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums_rows, casts=some_cast is not None)
     width = columns * 2 if gate >= 0 else columns
-    config = _config(rows, columns, cast, y_cast, sums_rows=sums_rows, backward=True)
+    config = _config(rows, columns, dtypes[0], cast, y_cast, sums_rows=sums_rows, backward=True)
     row_blocks, column_blocks = config.programs(rows, columns)
     shares: list[Tensor | None] = []
     for i, (step, want, dtype) in enumerate(zip(steps, wanted, dtypes, strict=True)):
@@ -397,7 +398,7 @@ def elementwise_triton(
     gated = _gate_of(steps) >= 0
     shape = _halved(x.shape) if gated else x.shape
     rows, columns = _rows_and_columns(steps, shape, sums_rows=False, casts=cast is not None)
-    config = _config(rows, columns, cast)
+    config = _config(rows, columns, dtypes[0], cast)
     _elementwise(
         x, _num_programs(config, rows, columns, cast),
         x, y, codes_of(cast), tuple(operands), rows, columns, columns * (1 + gated), places_of(cast), num_groups(cast),
