@@ -8,9 +8,9 @@ What backward reads, the columnwise copy, travels with what forward saves. Not s
 gathers them for each pass) or hooks run before forward: there backward quantizes the gathered weights again, so that no
 copy of the whole weights outlives a pass; but under scales that move, the copies are kept there too.
 
-Copies whose codes no product multiplies (MXFP8, NVFP4; on a CPU all but those of delayed scaling) are kept in
-`constant_weights` as their exact values, so that they are dequantized once, too. With keep_weight_values=False, and in
-activation checkpoints, codes are kept.
+Copies whose codes no product multiplies (MXFP8, NVFP4; where FP8 is emulated all but those of delayed scaling) are
+kept in `constant_weights` as their exact values, so that they are dequantized once, too. With keep_weight_values=False,
+and in activation checkpoints, codes are kept.
 
 Where both copies would hold the same values (blocks that are square, products of values), the rowwise one is made alone
 and stands for both.
