@@ -71,7 +71,8 @@ def check_experts(experts: Any) -> None:
             "`has_gate`, which its decorator `use_experts_implementation` gives. Pass the module that holds "
             "`down_proj`."
         )
-    if experts.has_post_expert_norm:
+    # Releases of transformers that know no such norm have no such mark.
+    if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
             f"{type(experts).__name__} normalizes what each expert returns before it is weighted; here it is weighted "
             "before the last product. Choose another implementation for this model: "
