@@ -1,15 +1,17 @@
 """One live grouped MLP whose recipe is switched in place: what each recipe costs, keeps and gets wrong.
 
-    a recipe        GroupedLinear -> ScaledSwiGLU -> GroupedLinear under `autocast(recipe=...)`, never rebuilt
-    torch           the same with `F.grouped_mm` and eager SwiGLU, in bf16
-    torch compiled  the same formula under torch.compile (CUDA only)
+    a recipe          GroupedLinear -> ScaledSwiGLU -> GroupedLinear under `autocast(recipe=...)`, never rebuilt
+    torch             the same with `F.grouped_mm` and eager SwiGLU, in bf16
+    torch compiled    the same formula under torch.compile (CUDA only)
+    torchao compiled  the same in torchao's FP8 rowwise, groups padded ahead, where it is installed (CUDA only)
 
 Same weights, inputs, split sizes. First every way is held against fp32, expert by expert (SQNR in dB of the output and
 of each gradient), and each recipe is run, another one, and the first again, which must give the same bits. Only then
-all ways are timed interleaved in one process, whole steps with their launches; caches are as the previous way leaves
-them. Each step quantizes the weights anew, but not in `weights once in N`: the time of one of N microbatches inside of
-one `constant_weights`. `host`: host launch overhead of a step, queued behind other work. Then the grouped products
-alone, of operands that are quantized before (`products`). Useful FLOP: 6 R H F forward, 18 R H F in all other passes.
+all ways are timed interleaved in one process by the "device" clock of `bench.timing`, which overwrites the L2 cache
+before each turn. Each step quantizes the weights anew, but not in `weights once in N`: the time of one of N
+microbatches inside of one `constant_weights`. `host`: host launch overhead of a step, queued behind other work. Then
+the grouped products alone, of operands that are quantized before (`products`). Useful FLOP: 6 R H F forward, 18 R H F
+in all other passes.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 import fuser
-from bench.case import DTYPE, PASSES, TimedPass
+from bench.case import DTYPE, PASSES, Call, TimedPass
 from bench.grouped_case import GroupedCase, expert_mlp
 from bench.memory import peak_bytes, saved_bytes, saved_tensors
 from bench.models import EXPERT_SHAPES, TINY_SHAPES
@@ -33,6 +35,7 @@ from bench.routing import ROUTINGS
 from bench.schedule import BASELINE, known_recipes, recipe_named
 from bench.sqnr import require_sqnr, sqnr_floor
 from bench.timing import Timing, time_interleaved
+from bench.torchao_rowwise import TORCHAO, torchao_rowwise, why_no_torchao
 from bench.usage import UsageError, require_device
 from fuser import constant_weights
 from recipes import Role
@@ -44,29 +47,33 @@ HOST = "host"
 HOST_CALLS = 4  # few, so that none waits for room in the device's queue
 # Steps on the same data after which a recipe with a history gives the same bits each time.
 SETTLING_STEPS = 4
+# The label whose SQNR a way of another library must reach, where it is not that of bf16.
+FLOORS = {TORCHAO: "fp8_current"}
 
 
 def compare_recipes(
     case: GroupedCase, labels: list[str], *, steps: int = 20, weights_every: int = WEIGHTS_EVERY
 ) -> list[Outcome]:
     """Check all recipes and torch's own ways, then time them interleaved. AssertionError if one is wrong."""
-    ways: dict[str, Callable[[], Tensor]] = {label: case.ours(label) for label in labels}
-    ways["torch"] = case.torchs()
+    ways: dict[str, tuple[GroupedCase, Call]] = {label: (case, case.ours(label)) for label in labels}
+    ways["torch"] = case, case.torchs()
     if case.device.type == "cuda":
         torch.compiler.reset()  # what was compiled for other shapes counts against a limit
-        ways["torch compiled"] = case.torchs(compiled=True)
+        ways["torch compiled"] = case, case.torchs(compiled=True)
+    if why_no_torchao(case.device) is None:
+        ways[TORCHAO] = torchao_rowwise(case)
 
     outcomes = []
-    for way, call in ways.items():
+    for way, (its_case, call) in ways.items():
         ours = way in labels
-        step = case.step(call, PASSES[-1])
-        sqnr = case.sqnr(step())
-        require_sqnr(way, sqnr, sqnr_floor(way if ours else BASELINE))
+        step = its_case.step(call, PASSES[-1])
+        sqnr = its_case.sqnr(step())
+        require_sqnr(way, sqnr, sqnr_floor(way if ours else FLOORS.get(way, BASELINE)))
         found = Outcome(
             way,
             recipe_named(way).support(case.device) if ours else "torch",
             sqnr,
-            saved_bytes_of_rows(case, call) / case.rows,
+            saved_bytes_of_rows(its_case, call) / case.rows,
             peak_bytes(step, case.device),
         )
         if ours:
@@ -79,21 +86,24 @@ def compare_recipes(
 
     times = {
         passes: time_interleaved(
-            {way: case.step(call, passes) for way, call in ways.items()},
+            {way: its_case.step(call, passes) for way, (its_case, call) in ways.items()},
             rounds=steps,
             device=case.device,
+            clock="device",
         )
         for passes in PASSES
     }
-    whole = {way: case.step(call, PASSES[-1]) for way, call in ways.items()}
+    whole = {way: its_case.step(call, PASSES[-1]) for way, (its_case, call) in ways.items()}
     microbatches = {way: _in_one_scope(case, step, weights_every) for way, step in whole.items()}
-    found_once = time_interleaved(microbatches, rounds=max(1, steps // 2), warmup=2, device=case.device)
+    rounds = max(1, steps // 2)
+    found_once = time_interleaved(microbatches, rounds=rounds, warmup=2, device=case.device, clock="device")
     times[once_in(weights_every)] = {
         way: Timing(*(seconds / weights_every for seconds in timing)) for way, timing in found_once.items()
     }
     if case.device.type == "cuda":
         times[HOST] = time_interleaved(whole, rounds=steps, calls=HOST_CALLS, device=case.device, clock="host")
-    times[PRODUCTS] = time_interleaved(checked_products(case, labels), rounds=steps, device=case.device)
+    products = checked_products(case, labels)
+    times[PRODUCTS] = time_interleaved(products, rounds=steps, device=case.device, clock="device")
     return [
         replace(found, times={passes: of_ways[found.way] for passes, of_ways in times.items() if found.way in of_ways})
         for found in outcomes
@@ -229,6 +239,8 @@ def main(arguments: argparse.Namespace) -> int:
     )
     for label in labels:
         print(explain_line(case, label))
+    if missing := why_no_torchao(case.device):
+        print(f"left out: {TORCHAO}: {missing}")
     every = arguments.weights_every
     outcomes = compare_recipes(case, labels, steps=arguments.steps, weights_every=every)
     flop = {passes: case.flop_of(passes) for passes in (*PASSES, once_in(every), HOST, PRODUCTS)}

@@ -9,8 +9,9 @@ layer; its rows are divided by a routing of `bench.routing`, by default a random
 
 # R rows, E experts, H hidden, F expert width
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -61,6 +62,19 @@ class GroupedCase(Case):
         way = _with_grouped_mm(self.formula, compiled)
         tensors = (*self.inputs.values(), *self.weights)
         return lambda: way(ends, *tensors)
+
+    def padded(self, multiple: int) -> "GroupedCase":
+        """The same layer and rows, with zero rows behind each group up to a multiple of so many rows."""
+        sizes = [-(-size // multiple) * multiple for size in self.sizes]
+        ends = itertools.accumulate(sizes, initial=0)
+        places = [torch.arange(size) + start for size, start in zip(self.sizes, ends, strict=False)]
+        place = torch.cat(places).to(self.device)
+
+        def padded(tensor: Tensor) -> Tensor:
+            return tensor.new_zeros(sum(sizes), *tensor.shape[1:]).index_copy_(0, place, tensor.detach())
+
+        inputs = {name: padded(tensor).requires_grad_() for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, dy=padded(self.dy), sizes=sizes)
 
     def bytes_of(self, passes: str) -> int:
         """The minimum bytes that a pass must read and write: each input and output tensor once."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 ROUTINGS = ("uniform", "random", "skewed")
+ZIPF = 1.2  # the exponent of skewed routing; 1 in results of before 2026-11-23
 
 
 def split_sizes(num_groups: int, rows: int, routing: str) -> list[int]:
@@ -22,7 +23,7 @@ def split_sizes(num_groups: int, rows: int, routing: str) -> list[int]:
 
 
 def zipf_shares(num_groups: int) -> Tensor:
-    """[num_groups], not normalised: 1, 1/2, 1/3, ... in random order; one in sixteen groups, at least one, gets 0."""
-    shares = 1 / torch.arange(1, num_groups + 1)
+    """[num_groups], not normalised: n^-1.2 in random order; one in sixteen groups, at least one, gets 0."""
+    shares = torch.arange(1, num_groups + 1) ** -ZIPF
     shares[-max(1, num_groups // 16) :] = 0
     return shares[torch.randperm(num_groups, generator=torch.Generator().manual_seed(0))]
