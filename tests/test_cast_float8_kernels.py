@@ -1,19 +1,14 @@
 """The kernels of `cast_float8`: bit for bit what the references give, for every layout and every odd size."""
 
-import itertools
-
 import pytest
 import torch
 
 from recipes.casts import cast_float8 as kernels
 from recipes.casts.cast import cast_ref, dequantize_ref
-from recipes.casts.cast_float8_triton import _turn
 from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import per_tensor
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.splits import Splits
-from recipes.triton.gates import tl, triton
-from recipes.triton.row_slots import num_slots
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),
@@ -84,7 +79,7 @@ def poisoned(*shape, dtype=torch.bfloat16, inf=False):
     return x
 
 
-@pytest.mark.launches("cast_float8_kernel")
+@pytest.mark.launches("amax_kernel", "cast_float8_kernel")
 @EACH_DEVICE
 @FORMS
 @SCALES
@@ -137,45 +132,6 @@ def test_grouped_rows(device, given, rows, sizes):
     x = poisoned(rows, 24)
     x[sum(sizes) :] = NAN
     check(device, x, given=given, sizes=sizes)
-
-
-@triton.jit
-def turns_kernel(out_ptr, offsets_ptr, rows, slots, num_groups, lead, BLOCK_M: tl.constexpr):
-    slot, casts = _turn(offsets_ptr, tl.program_id(0), rows, slots, num_groups, lead, BLOCK_M)
-    tl.store(out_ptr + 2 * tl.program_id(0), slot)
-    tl.store(out_ptr + 2 * tl.program_id(0) + 1, casts.to(tl.int32))
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("lead", [0, 1, 3, 1000])
-@pytest.mark.parametrize(
-    ("rows", "sizes"),
-    [(40, None), (64, [3, 0, 30, 9]), (64, [64]), (64, [0, 0, 0]), (300, [1] * 290), (50, [0, 40, 0, 10])],
-    ids=str,
-)
-def test_an_amax_is_known_before_the_casts_that_wait_for_it(rows, sizes, lead):
-    block_m, matrices = 8, 3
-    if sizes is None:
-        offsets, groups, slots = None, matrices, matrices * rows // block_m
-        group_of = [slot * block_m // rows for slot in range(slots)]
-    else:
-        offsets, groups = torch.tensor([0, *itertools.accumulate(sizes)]), len(sizes)
-        slots = num_slots(rows, groups, block_m)
-        begins = (offsets // block_m + torch.arange(groups + 1)).tolist()
-        group_of = [sum(begin <= slot for begin in begins) - 1 for slot in range(slots)]
-    found = torch.full((2 * slots, 2), -1, dtype=torch.int32)
-    turns_kernel[(2 * slots,)](found, offsets, rows, slots, groups, lead, BLOCK_M=block_m)
-    seen: list[int] = []
-    cast: list[int] = []
-    for slot, casts in found.tolist():
-        if not casts:
-            seen.append(slot)
-            continue
-        group = group_of[slot]
-        assert group == groups or all(other in seen for other in range(slots) if group_of[other] == group)
-        assert len(seen) >= min(slots, len(cast) + lead)
-        cast.append(slot)
-    assert seen == list(range(slots)) and sorted(cast) == list(range(slots))
 
 
 @pytest.mark.rest

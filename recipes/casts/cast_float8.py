@@ -3,9 +3,8 @@
 What is computed: `cast.py`, with the block (ALL, ALL), a `Float32Scale` or `GivenScale` and a transposed columnwise
 copy. Of a scale that is given the amaxes are found in the same read of x.
 
-One Triton kernel casts both copies in one pass. Where scales follow from amaxes its programs find those too (a maximum
-does not depend on the order, so atomics do no harm), ahead of the casts by what the L2 cache holds, so that x is read
-from memory once. Nothing is read from the device on the host. Source: TransformerEngine's Float8CurrentScaling and
+Two Triton kernels: one finds amax (a maximum does not depend on the order, so atomics do no harm), one casts both
+copies in one pass. Nothing is read from the device on the host. Source: TransformerEngine's Float8CurrentScaling and
 DelayedScaling (read at d0067d0).
 """
 
@@ -18,7 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_float8_triton import cast_float8_kernel, dequantize_codes_kernel, transpose_back_kernel
+from recipes.casts.cast_float8_triton import (
+    amax_kernel,
+    cast_float8_kernel,
+    dequantize_codes_kernel,
+    transpose_back_kernel,
+)
 from recipes.casts.layout import Copies, as_bytes, as_words, empty_copies, empty_values, has_words, matrices, num_rows
 from recipes.casts.scale_rules import Float32Scale
 from recipes.tensors.formats import E4M3, E5M2, Float8Format, ScaleSpec
@@ -43,6 +47,11 @@ class CastFloat8Config(NamedTuple):
     num_warps: int
 
 
+def amax_config() -> CastFloat8Config:
+    """Measured on H200."""
+    return CastFloat8Config(block_m=64, block_k=256, num_warps=8)
+
+
 def cast_float8_config(columns: int) -> CastFloat8Config:
     """Measured on H200. block_m is a multiple of BLOCK, so that tiles begin at multiples of it.
 
@@ -59,13 +68,9 @@ def transpose_back_config(columns: int) -> CastFloat8Config:
     return config if columns % 16 else CastFloat8Config(block_m=256, block_k=64, num_warps=8)
 
 
-# Bytes of x whose amaxes are found before the first cast: part of the L2 cache, and what programs at work hold.
-LEAD_BYTES = 16 * 2**20
-
-
 # ----------------------------------------------------------------------------------------------------------- launchers
 
-_cast_float8 = Launch(cast_float8_kernel)
+_amax, _cast_float8 = Launch(amax_kernel), Launch(cast_float8_kernel)
 _dequantize_codes, _transpose_back = Launch(dequantize_codes_kernel), Launch(transpose_back_kernel)
 
 
@@ -90,9 +95,13 @@ def cast_float8_on_triton(
     )
     scale_inv = copies.row_scale if copies.row_scale is not None else copies.column_scale
     assert scale_inv is not None, "one copy at least is made"
+    if scale is None:
+        amax = torch.zeros(scale_inv.numel(), dtype=torch.float32, device=x.device)
+        amax_triton(x_GTK, amax, offsets)
     cast_float8_triton(
-        x_GTK, copies.row_codes, copies.column_codes, scale_inv, scale, amax_out,
-        offsets, None if splits is None else splits.aligned(BLOCK), form, rule.power_2, rule.amax_epsilon,
+        x_GTK, copies.row_codes, copies.column_codes, scale_inv, amax if scale is None else scale,
+        None if scale is None else amax_out, offsets, None if splits is None else splits.aligned(BLOCK),
+        form, scale is not None, rule.power_2, rule.amax_epsilon,
     )  # fmt: skip
     return copies
 
@@ -145,41 +154,51 @@ def transpose_back_on_triton(
     return out.to(dtype)
 
 
+def amax_triton(x_GTK: Tensor, amax: Tensor, offsets: Tensor | None) -> None:
+    """Launch: amax [n] float32 becomes the maximum of itself and those of contiguous x, as for `cast_float8_triton`."""
+    groups, rows, columns = x_GTK.shape
+    if not x_GTK.numel():
+        return
+    config = amax_config()
+    programs = _slots(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
+    _amax(
+        x_GTK, programs,
+        x_GTK, amax.view(torch.int32), offsets, rows, columns, groups if offsets is None else len(offsets) - 1,
+        BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
 def cast_float8_triton(
     x_GTK: Tensor,
     row_codes: Tensor | None,
     column_codes: Tensor | None,
     scale_inv: Tensor,
-    scale: Tensor | None,
-    amax: Tensor | None,
+    given: Tensor,
+    amax_out: Tensor | None,
     offsets: Tensor | None,
     aligned: Tensor | None,
     form: Float8Format,
+    given_is_scale: bool,
     power_2_scale: bool,
     amax_epsilon: float,
 ) -> None:
     """Launch the cast of contiguous x: [1, T, K], or [G, N, K] whose groups are of one size. All tensors contiguous.
 
-    scale: [n] float32, or None to compute it from the amaxes of x. amax: [n] float32 that grow, with given scales, or
-    None
+    given: [n] float32, scales or amaxes
     """
     groups, rows, columns = x_GTK.shape
     config = cast_float8_config(columns)
     width = 0 if column_codes is None else column_codes.shape[-1]
     slots = _slots(groups, rows, offsets, config.block_m, BLOCK) if columns else 0
-    turns, lead, found = slots, 0, None
-    if scale is None:
-        turns, lead = 2 * slots, LEAD_BYTES // max(1, config.block_m * columns * x_GTK.element_size())
-        amax, found = torch.zeros(2, scale_inv.numel(), dtype=torch.float32, device=x_GTK.device)
     # One program at least: it writes scale_inv.
-    programs = max(1, turns * cdiv(columns, config.block_k))
+    programs = max(1, slots * cdiv(columns, config.block_k))
     words = None if column_codes is None else as_words(column_codes)
     _cast_float8(
         x_GTK, programs,
-        x_GTK, as_bytes(row_codes), words, scale_inv, scale, None if amax is None else amax.view(torch.int32),
-        None if found is None else found.view(torch.int32), offsets, aligned,
-        rows, columns, width, groups if offsets is None else len(offsets) - 1, slots, lead, amax_epsilon,
-        POWER_2=power_2_scale, PACKED=has_words(words), **format_of(form, x_GTK.device),
+        x_GTK, as_bytes(row_codes), words, scale_inv, given,
+        None if amax_out is None else amax_out.view(torch.int32), offsets, aligned,
+        rows, columns, width, groups if offsets is None else len(offsets) - 1, slots, amax_epsilon,
+        GIVEN_IS_SCALE=given_is_scale, POWER_2=power_2_scale, PACKED=has_words(words), **format_of(form, x_GTK.device),
         BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The kernels of `cast_float8`: both copies of a tile from one read of x, with amaxes, and dequantization.
+"""The kernels of `cast_float8`: amaxes, both copies of a tile from one read of x, and dequantization.
 
 The rows of a tile are taken in four parts, rows 4 q + j in part j: so the four codes that lie side by side in the
 transposed copy are in one place of four tensors, become one 32-bit word without any exchange between threads, and the
@@ -22,141 +22,72 @@ FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 PADDING = tl.constexpr(32)
 
 
-@triton.jit(do_not_specialize=["rows", "num_groups", "slots", "lead"])
+@triton.jit(do_not_specialize=["rows", "num_groups"])
+def amax_kernel(
+    x_ptr, amax_ptr, offsets_ptr, rows, columns, num_groups, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """amax[g] = max(amax[g], max |x|) of one tile. amax_ptr: the bits of float32 numbers, whose order is theirs."""
+    _, group, first, end, start, _, _ = _find(offsets_ptr, None, rows, columns, rows, num_groups, 0, BLOCK_M, BLOCK_K)
+    first_column = tl.program_id(0) % tl.cdiv(columns, BLOCK_K) * BLOCK_K
+    row = tl.arange(0, BLOCK_M)[:, None]
+    column = tl.arange(0, BLOCK_K)[None, :]
+    inside = (row < _height(first, end, BLOCK_M)) & (column < columns - first_column) & (group < num_groups)
+    at = start * columns + first_column + row.to(tl.int64) * columns + column
+    x = widen(tl.load(x_ptr + at, mask=inside, other=0.0)).to(tl.float32)
+    _add_amax(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), group, (first < end) & (group < num_groups))
+
+
+@triton.jit(do_not_specialize=["rows", "num_groups", "slots"])
 def cast_float8_kernel(
-    x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, scale_ptr, amax_ptr, found_ptr, offsets_ptr, aligned_ptr,
-    rows, columns, width, num_groups, slots, lead, amax_epsilon,
-    POWER_2: tl.constexpr, PACKED: tl.constexpr,
+    x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, offsets_ptr, aligned_ptr,
+    rows, columns, width, num_groups, slots, amax_epsilon,
+    GIVEN_IS_SCALE: tl.constexpr, POWER_2: tl.constexpr, PACKED: tl.constexpr,
     FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile, or find the amax of one. A copy whose pointer is None is not made.
+    """Cast one tile. A copy whose pointer is None is not made.
 
-    scale_ptr: given scales, or None: a scale follows from the amax of its group, which programs before this one find,
-    in turns as `_turn` says. amax_ptr: the bits of the amaxes that are to grow, or None. found_ptr: without given
-    scales, of how many tiles of a group the amax holds; zeros. rows: of each matrix; slots: row tiles of all. PACKED:
-    column_codes are words; width: of their rows in codes. FORM, NATIVE: as in `float8_codes`.
+    given: scales, or amaxes. amax_ptr: None, or the bits of the amaxes that are to grow. rows: of each matrix; slots:
+    row tiles of all. PACKED: column_codes are words; width: of their rows in codes. FORM, NATIVE: as in `float8_codes`.
     """
-    if slots == 0:
-        if tl.program_id(0) == 0:
-            _store_scale_inv(scale_inv_ptr, scale_ptr, amax_ptr, num_groups, amax_epsilon, POWER_2, FORM)
-    else:
-        across = tl.cdiv(columns, BLOCK_K)
-        slot = tl.program_id(0) // across
-        casts = True
-        if scale_ptr is None:
-            slot, casts = _turn(offsets_ptr, slot, rows, slots, num_groups, lead, BLOCK_M)
-        elif tl.program_id(0) == 0:
-            _store_scale_inv(scale_inv_ptr, scale_ptr, amax_ptr, num_groups, amax_epsilon, POWER_2, FORM)
-        matrix, group, first, end, start, first_place, places = find_float8_tile(
-            offsets_ptr, aligned_ptr, slot, rows, width, num_groups, PADDING, BLOCK_M
+    if tl.program_id(0) == 0:
+        _store_scale_inv(
+            scale_inv_ptr, given_ptr, num_groups, amax_epsilon, GIVEN_IS_SCALE, POWER_2, FORM
+        )  # fmt: skip
+    if slots > 0:
+        matrix, group, first, end, start, first_place, places = _find(
+            offsets_ptr, aligned_ptr, rows, columns, width, num_groups, PADDING, BLOCK_M, BLOCK_K
         )
         active = group < num_groups
-        first_column = tl.program_id(0) % across * BLOCK_K
+        scale = tl.load(given_ptr + group, mask=active, other=1.0)
+        if not GIVEN_IS_SCALE:
+            scale = _scale(scale, amax_epsilon, FORM, POWER_2)
+        first_column = tl.program_id(0) % tl.cdiv(columns, BLOCK_K) * BLOCK_K
         height = _height(first, end, BLOCK_M)
-        loaded = tl.where(active, height, 0)
         x_ptr += start * columns + first_column
-        if not casts:
-            row = tl.arange(0, BLOCK_M)[:, None]
-            column = tl.arange(0, BLOCK_K)[None, :]
-            inside = (row < loaded) & (column < columns - first_column)
-            x = widen(tl.load(x_ptr + row.to(tl.int64) * columns + column, mask=inside, other=0.0)).to(tl.float32)
-            _add_amax(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), group, loaded > 0)
-            tl.atomic_add(found_ptr + group, 1, mask=active, sem="release")
-        else:
-            if scale_ptr is None:
-                first_slot, end_slot = _slots_of(offsets_ptr, group, rows, num_groups, BLOCK_M)
-                amax = _wait_for_amax(amax_ptr, found_ptr, group, active, (end_slot - first_slot) * across)
-                scale = _scale(amax, amax_epsilon, FORM, POWER_2)
-                is_first = active & (slot == first_slot) & (first_column == 0)
-                tl.store(scale_inv_ptr + group, tl.div_rn(1.0, scale), mask=is_first)
-            else:
-                scale = tl.load(scale_ptr + group, mask=active, other=1.0)
-            x0 = _load(x_ptr, 0, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-            x1 = _load(x_ptr, 1, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-            x2 = _load(x_ptr, 2, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-            x3 = _load(x_ptr, 3, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-            if scale_ptr is not None and amax_ptr is not None:
-                peak = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
-                _add_amax(amax_ptr, tl.max(tl.max(peak, axis=1), axis=0), group, loaded > 0)
-            x0 *= scale
-            x1 *= scale
-            x2 *= scale
-            x3 *= scale
-            if row_codes_ptr is not None:
-                codes_ptr = row_codes_ptr + start * columns + first_column
-                _store(codes_ptr, float8_codes(x0, FORM, NATIVE), 0, height, columns, first_column, BLOCK_M, BLOCK_K)
-                _store(codes_ptr, float8_codes(x1, FORM, NATIVE), 1, height, columns, first_column, BLOCK_M, BLOCK_K)
-                _store(codes_ptr, float8_codes(x2, FORM, NATIVE), 2, height, columns, first_column, BLOCK_M, BLOCK_K)
-                _store(codes_ptr, float8_codes(x3, FORM, NATIVE), 3, height, columns, first_column, BLOCK_M, BLOCK_K)
-            if column_codes_ptr is not None:
-                words = float8_words(x0, x1, x2, x3, FORM, NATIVE)
-                _store_transposed(
-                    column_codes_ptr, words, (matrix.to(tl.int64) * columns + first_column) * width + first_place,
-                    places, width, columns - first_column, PACKED, BLOCK_M, BLOCK_K,
-                )  # fmt: skip
-
-
-@triton.jit
-def _turn(offsets_ptr, turn, rows, slots, num_groups, lead, BLOCK_M: tl.constexpr):
-    """(slot, whether it is cast) of a turn: each of the slots has one turn for its amax and a later one for its cast.
-
-    Slot i of group g is cast once the amaxes of i + lead slots, and of all of its group, were before it: close enough
-    to find x in the L2 cache, and late enough not to wait for them. Turns begin in their order, so that what is waited
-    for always runs. The casts before a turn are counted from
-
-        turn(i) = i + min(max(i + lead, end of g), slots)        rising in i
-
-    Of a matrix the last slot is cast first: a large one leaves only its end in the cache.
-    """
-    CHUNK: tl.constexpr = 128
-    before = 0
-    until = 0
-    for start in range(0, num_groups + 1, CHUNK):
-        group = start + tl.arange(0, CHUNK)
-        first, end = _slots_of(offsets_ptr, group, rows, num_groups, BLOCK_M)
-        end = tl.where(group == num_groups, slots, tl.minimum(end, slots))
-        first = tl.minimum(first, end)
-        exists = group <= num_groups
-        before += tl.sum(tl.where(exists, _casts_of(first, end, turn, slots, lead), 0), axis=0)
-        until += tl.sum(tl.where(exists, _casts_of(first, end, turn + 1, slots, lead), 0), axis=0)
-    casts = until > before
-    cast_slot = before
-    if offsets_ptr is None:
-        height = tl.cdiv(rows, BLOCK_M)
-        cast_slot = (2 * (before // height) + 1) * height - 1 - before
-    return tl.where(casts, cast_slot, turn - before), casts
-
-
-@triton.jit
-def _casts_of(first, end, turn, slots, lead):
-    """How many i in [first, end) have turn(i) < turn."""
-    passed = tl.maximum(tl.minimum(turn - end, (turn - lead + 1) // 2), turn - slots)
-    return tl.minimum(tl.maximum(passed, first), end) - first
-
-
-@triton.jit
-def _slots_of(offsets_ptr, group, rows, num_groups, BLOCK_M: tl.constexpr):
-    """The first slot of a group, or of a matrix, and of the next: those of `find_tile`. Of the tail the first alone."""
-    if offsets_ptr is None:
-        first = group * tl.cdiv(rows, BLOCK_M)
-        end = first + tl.cdiv(rows, BLOCK_M)
-    else:
-        first = (tl.load(offsets_ptr + group, mask=group <= num_groups, other=0) // BLOCK_M).to(tl.int32) + group
-        after = group + 1
-        end = (tl.load(offsets_ptr + after, mask=group < num_groups, other=0) // BLOCK_M).to(tl.int32) + after
-    return first, end
-
-
-@triton.jit
-def _wait_for_amax(amax_ptr, found_ptr, group, active, tiles):
-    """The amax of a group, once it is that of so many tiles. 0 of no group."""
-    tiles = tl.where(active, tiles, 0)
-    group = tl.where(active, group, 0)
-    found = tl.atomic_add(found_ptr + group, 0, sem="acquire")
-    while found < tiles:
-        found = tl.atomic_add(found_ptr + group, 0, sem="acquire")
-    amax = tl.load(amax_ptr + group, mask=active, other=0, volatile=True)
-    return amax.to(tl.float32, bitcast=True)
+        loaded = tl.where(active, height, 0)
+        x0 = _load(x_ptr, 0, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        x1 = _load(x_ptr, 1, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        x2 = _load(x_ptr, 2, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        x3 = _load(x_ptr, 3, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        if amax_ptr is not None:
+            peak = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
+            _add_amax(amax_ptr, tl.max(tl.max(peak, axis=1), axis=0), group, active & (height > 0))
+        x0 *= scale
+        x1 *= scale
+        x2 *= scale
+        x3 *= scale
+        if row_codes_ptr is not None:
+            row_codes_ptr += start * columns + first_column
+            _store(row_codes_ptr, float8_codes(x0, FORM, NATIVE), 0, height, columns, first_column, BLOCK_M, BLOCK_K)
+            _store(row_codes_ptr, float8_codes(x1, FORM, NATIVE), 1, height, columns, first_column, BLOCK_M, BLOCK_K)
+            _store(row_codes_ptr, float8_codes(x2, FORM, NATIVE), 2, height, columns, first_column, BLOCK_M, BLOCK_K)
+            _store(row_codes_ptr, float8_codes(x3, FORM, NATIVE), 3, height, columns, first_column, BLOCK_M, BLOCK_K)
+        if column_codes_ptr is not None:
+            words = float8_words(x0, x1, x2, x3, FORM, NATIVE)
+            _store_transposed(
+                column_codes_ptr, words, (matrix.to(tl.int64) * columns + first_column) * width + first_place,
+                places, width, columns - first_column, PACKED, BLOCK_M, BLOCK_K,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -204,7 +135,7 @@ def store_float8(
     as in `float8_codes`.
     """
     if tl.program_id(0) == 0:
-        _store_scale_inv(scale_inv_ptr, scale_ptr, None, num_groups, 0.0, False, FORM)
+        _store_scale_inv(scale_inv_ptr, scale_ptr, num_groups, 0.0, True, False, FORM)
     active = group < num_groups
     scaled = tl.where(inside & active, x, 0.0) * tl.load(scale_ptr + group, mask=active, other=1.0)
     # Addresses inside of a tile fit in 32 bits: its first one takes 64.
@@ -233,7 +164,7 @@ def store_float8(
 
 @triton.jit
 def raise_amax(amax_ptr, magnitudes, group, num_groups, inside):
-    """amax[group] = the maximum of itself and of what is inside of a tile; amax_ptr: as in `cast_float8_kernel`."""
+    """amax[group] = the maximum of itself and of what is inside of a tile; amax_ptr: as in `amax_kernel`."""
     active = group < num_groups
     _add_amax(amax_ptr, tl.max(tl.where(inside & active, magnitudes, 0.0)), group, active)
 
@@ -358,17 +289,15 @@ def _add_amax(amax_ptr, amax, group, active):
 
 @triton.jit
 def _store_scale_inv(
-    scale_inv_ptr, scale_ptr, amax_ptr, num_groups, amax_epsilon, POWER_2: tl.constexpr, FORM: tl.constexpr
+    scale_inv_ptr, given_ptr, num_groups, amax_epsilon,
+    GIVEN_IS_SCALE: tl.constexpr, POWER_2: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Of all groups, from given scales, or from amaxes where scale_ptr is None."""
     CHUNK: tl.constexpr = 128
     for start in range(0, num_groups, CHUNK):
         offs_g = start + tl.arange(0, CHUNK)
-        if scale_ptr is None:
-            amax = tl.load(amax_ptr + offs_g, mask=offs_g < num_groups, other=0)
-            scale = _scale(amax.to(tl.float32, bitcast=True), amax_epsilon, FORM, POWER_2)
-        else:
-            scale = tl.load(scale_ptr + offs_g, mask=offs_g < num_groups, other=1.0)
+        scale = tl.load(given_ptr + offs_g, mask=offs_g < num_groups, other=1.0)
+        if not GIVEN_IS_SCALE:
+            scale = _scale(scale, amax_epsilon, FORM, POWER_2)
         tl.store(scale_inv_ptr + offs_g, tl.div_rn(1.0, scale), mask=offs_g < num_groups)
 
 

@@ -228,16 +228,21 @@ def scales_of_block(
     first_k,
     N,
     K,
+    HEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Of a block of columns: of dy's rows and of x's; zeros where there is no such block."""
+    """Of a block of columns: of dy's rows, for each of two parts, and of x's; zeros where there is no such block."""
     block = block.to(tl.int64)
-    offs_n = first_n + tl.arange(0, BLOCK_M)
+    offs_n = first_n + tl.arange(0, HEIGHT)
     offs_k = first_k + tl.arange(0, BLOCK_N)
     scale_n = tl.load(dy_scale_ptr + block * N + offs_n, mask=exists & (offs_n < N), other=0.0)
+    other_n = scale_n
+    if HEIGHT < BLOCK_M:
+        offs_n += HEIGHT
+        other_n = tl.load(dy_scale_ptr + block * N + offs_n, mask=exists & (offs_n < N), other=0.0)
     scale_k = tl.load(x_scale_ptr + block * K + offs_k, mask=exists & (offs_k < K), other=0.0)
-    return scale_n, scale_k
+    return scale_n, other_n, scale_k
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -271,8 +276,7 @@ def k_grouped_float8_persistent_kernel(
     """
     HEIGHT: tl.constexpr = dy.block_shape[2]
     WIDTH: tl.constexpr = x.block_shape[2]
-    WHOLE: tl.constexpr = HEIGHT == BLOCK_M and WIDTH == BLOCK_N
-    tl.static_assert(WHOLE or not BLOCKWISE, "block scales are loaded for whole tiles")
+    tl.static_assert(WIDTH == BLOCK_N or not BLOCKWISE, "scales of x are loaded for whole tiles")
     LEAST: tl.constexpr = 0 if ACCUMULATE else 1
     num_tiles_n = tl.cdiv(N, BLOCK_M)
     num_tiles_k = tl.cdiv(K, BLOCK_N)
@@ -295,9 +299,6 @@ def k_grouped_float8_persistent_kernel(
     first_k = 0
     acc = tl.zeros((HEIGHT, WIDTH), tl.float32)
     other = acc
-    if BLOCKWISE:
-        next_n = tl.zeros((HEIGHT,), tl.float32)
-        next_k = tl.zeros((WIDTH,), tl.float32)
     for _ in range(num_steps):
         if p == 0:
             tile = serpentine_tile(turn)
@@ -308,15 +309,10 @@ def k_grouped_float8_persistent_kernel(
             size = tl.multiple_of(tl.load(offsets_ptr + group + 1).to(tl.int32) - begin, 16)
             first_n = tile_n * BLOCK_M
             first_k = tile_k * BLOCK_N
-            if BLOCKWISE:
-                next_n, next_k = scales_of_block(
-                    dy_scale_ptr, x_scale_ptr, begin // 128, size > 0, first_n, first_k, N, K, BLOCK_M, BLOCK_N
-                )
-        scale_n, scale_k = None, None
+        scale_n, other_n, scale_k = None, None, None
         if BLOCKWISE:
-            scale_n, scale_k = next_n, next_k  # a step ahead, as above
-            next_n, next_k = scales_of_block(
-                dy_scale_ptr, x_scale_ptr, (begin + p) // 128 + 1, p + BLOCK_K < size, first_n, first_k, N, K, BLOCK_M,
+            scale_n, other_n, scale_k = scales_of_block(
+                dy_scale_ptr, x_scale_ptr, (begin + p) // 128, p < size, first_n, first_k, N, K, HEIGHT, BLOCK_M,
                 BLOCK_N,
             )  # fmt: skip
         z, y, column = ragged_indices(begin, size, p, 16)
@@ -325,7 +321,7 @@ def k_grouped_float8_persistent_kernel(
         acc = add_product(acc, dy_tile, x_tile, scale_n, scale_k, PROMOTE)
         if HEIGHT < BLOCK_M:
             dy_tile = widen(dy.load([z, y, first_n + HEIGHT, column]).reshape(HEIGHT, BLOCK_K))
-            other = add_product(other, dy_tile, x_tile, None, None, PROMOTE)
+            other = add_product(other, dy_tile, x_tile, other_n, scale_k, PROMOTE)
         elif WIDTH < BLOCK_N:
             x_tile = widen(x.load([z, y, first_k + WIDTH, column]).reshape(WIDTH, BLOCK_K))
             other = add_product(other, dy_tile, x_tile, None, None, PROMOTE)

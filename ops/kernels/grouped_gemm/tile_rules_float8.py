@@ -72,7 +72,7 @@ def k_grouped_float8_config(
     rest as above."""
     if not _uses_descriptors(descriptors, capability):
         return _POINTERS
-    if blockwise:
+    if blockwise and (accumulate or out_dtype.itemsize == 4):
         return _SMALL
     if not promote:
         return _WIDE
