@@ -149,6 +149,19 @@ def test_a_refusal_on_the_first_rank_ends_all_with_its_sentence(corpus, tmp_path
     assert f"is of step {STEPS}, but this call ends at step 8. Give --steps {STEPS} or more" in refused.stderr
 
 
+@pytest.mark.gpu
+@pytest.mark.gpu2
+@pytest.mark.slow
+def test_two_gpus_have_the_curve_of_one_and_resume(corpus, tmp_path):
+    given = ("--device", "cuda", "--recipe", "bf16")
+    main(arguments(corpus, tmp_path / "whole", *given))
+    for more in (("--steps", 8), ("--resume",)):
+        done = run(["-m", "bench"], *arguments(corpus, tmp_path / "parts", *given, "--ep", 2, *more))
+        assert done.returncode == 0, done.stderr
+    losses = [[record for record in curve(tmp_path / name) if "loss" in record] for name in ("parts", "whole")]
+    assert_same_curve(*losses, "bf16")
+
+
 def test_ranks_that_do_not_divide_the_model_are_refused(corpus, tmp_path, capsys):
     for given, sentence in (
         (("--ep", 3), "--ep is 3, but must divide the 4 experts of the model micro."),

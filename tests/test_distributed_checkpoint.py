@@ -291,5 +291,6 @@ def same_everywhere(number: float) -> float:
     return number
 
 
+@pytest.mark.rest
 def test_recipe_state_norms_and_refusals(tmp_path: Path) -> None:
     on_ranks(meet_details, tmp_path, folder=tmp_path)
