@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,41 @@ def test_run_with_a_rank_killed_stops_and_resumes_with_the_curve_of_one_process(
     assert curve(killed)[: len(before)] == before, "steps that are repeated have the same bits"
     main(arguments(corpus, whole, "--recipe", "fp32"))
     assert_same_curve(curve(killed), curve(whole), "fp32")
+
+
+# Run by `python -c` as one of two ranks, without a launcher that would stop it.
+RANK = """
+import sys
+from bench.__main__ import make_parser
+from tests.test_bench_train_ranks import train_killed
+if __name__ == "__main__":
+    sys.exit(train_killed(make_parser().parse_args(sys.argv[1:])))
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.slow
+def test_a_rank_whose_peer_is_killed_raises_by_itself(corpus, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", RANK, *arguments(corpus, tmp_path, "--recipe", "fp32", "--ep", 2)]
+    common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | common | {"TORCHELASTIC_RUN_ID": "by hand", "RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=150)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL], said
+    assert "RuntimeError" in said[0] and "Connection" in said[0]
+    assert [record["step"] for record in curve(tmp_path)][-1] == 6
 
 
 @pytest.mark.rest

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,7 +28,7 @@ H, F, E, TOKENS = 16, 32, 8, 24
 REST = (pytest.mark.rest, pytest.mark.slow)
 
 
-def block(group: Any = None, stacked: bool = True, bias: bool = True) -> Sequential:
+def block(group: Any = None, stacked: bool = True, bias: bool = True, device: str = "cpu") -> Sequential:
     """An unsharded block, or one with this rank's experts of it."""
     torch.manual_seed(0)
     own = E if group is None else E // group.size()
@@ -41,7 +42,7 @@ def block(group: Any = None, stacked: bool = True, bias: bool = True) -> Sequent
         ops.GroupedLinear(own, F, H, scale_bias=bias, **options),
         ops.Combine(group=group),
         ops.Linear(H, H),
-    )
+    ).to(device)
 
 
 def sum_over(group: Any, model: nn.Module) -> None:
@@ -64,7 +65,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, grou
     figures = []
     for step in steps:
         optimizer.zero_grad()
-        loss = model(tokens_of(step, rank, ranks)).square().sum() / TOKENS
+        x = tokens_of(step, rank, ranks).to(next(model.parameters()).device)
+        loss = model(x).square().sum() / TOKENS
         loss.backward()
         total = loss.detach().clone()
         if group is not None:
@@ -211,6 +213,37 @@ def test_experts_over_one_dimension_and_fully_shard_over_the_other(tmp_path: Pat
     on_ranks(shard_over_the_other_dimension, tmp_path, folder=tmp_path, ranks=4)
 
 
+def exchange_on_gpus(rank: int, folder: Path) -> None:
+    """As `exchange`: two GPUs that divide the experts, then two that divide everything, then one."""
+    previous, figures = None, []
+    for name, shape in (("experts", (1, 2)), ("everything", (2, 1))):
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("dp", "ep"))
+        sharded = block(mesh["ep"], device="cuda")
+        if shape[0] > 1:
+            fully_shard(sharded, mesh=mesh["dp"])
+        optimizer = adam(sharded)
+        state = TrainingState(sharded, optimizer)
+        if previous is None:
+            figures = train(sharded, optimizer, range(3), mesh["ep"])
+            expected = whole_of(state)
+        else:
+            dcp.load({"training": state}, checkpoint_id=folder / previous)
+            check_same(whole_of(state), expected)
+        dcp.save({"training": state}, checkpoint_id=folder / name)
+        previous = name
+    alone = block(device="cuda")
+    optimizer = adam(alone)
+    dcp.load({"training": TrainingState(alone, optimizer)}, checkpoint_id=folder / "everything")
+    check_same(whole_of(TrainingState(alone, optimizer)), expected)
+    assert all(math.isfinite(figure) for figure in [*figures, *train(alone, optimizer, range(3, 5))])
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu2
+def test_a_checkpoint_loads_on_other_numbers_of_gpus(tmp_path: Path) -> None:
+    on_ranks(exchange_on_gpus, tmp_path, folder=tmp_path, backend="nccl")
+
+
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
@@ -267,6 +300,23 @@ def meet_details(rank: int, folder: Path) -> None:
         sharded[3].weight.grad[0, 0, 0] = math.inf
     with pytest.raises(RuntimeError, match="The norm of order 2.0 of all gradients is inf"):
         clip_grad_norm_(sharded, 1.0, error_if_nonfinite=True)
+
+    # wrapped, the keys are the same
+    wrapped = block(ep)
+    wrapped[3] = checkpoint_wrapper(wrapped[3])
+    state = TrainingState(wrapped).state_dict()["model"]
+    assert state.keys() == block().state_dict().keys() and state["3.weight"].shape[0] == E
+
+    # an optimizer that would not take its state
+    fresh = block(ep)
+    optimizer = adam(fresh)
+    given = copy.deepcopy(TrainingState(fresh, optimizer).whole_state_dict())
+    optimizer = adam(fresh)
+    fresh(tokens_of(0, rank, 2)).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"The optimizer has no state\.0\.weight\.\w+ \(and \d+ others\)"):
+        TrainingState(fresh, optimizer).load_state_dict(given)
+    optimizer.zero_grad()
+    TrainingState(fresh, optimizer).load_state_dict(given)
 
     # what it cannot know
     with pytest.raises(ValueError, match="0 is a Dispatch over ranks, but no GroupedLinear follows it"):

@@ -23,6 +23,8 @@ from fuser.distributed.experts import ExpertShare, expert_shares
 from ops.kernels.collectives import RankGroup
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+# Names of modules that wrap others, which torch leaves out of the keys of a state.
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 _OF_ONE_GROUP = re.compile(r"(weight|bias)(\d+)")
 
 Entries = dict[str, Any]
@@ -51,7 +53,7 @@ class TrainingState:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model, self.optimizer = model, optimizer
-        self._shares = expert_shares(model)
+        self._shares = {_without_wrappers(name): share for name, share in expert_shares(model).items()}
         self._meshes: dict[tuple[RankGroup, DeviceMesh | str], DeviceMesh] = {}
 
     def state_dict(self) -> dict[str, Entries]:
@@ -61,10 +63,19 @@ class TrainingState:
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Any]]) -> None:
         """Load what `state_dict` gave, or the same with whole tensors, of which each rank takes its share.
 
-        Raises KeyError if a part is missing, and what `load_state_dict` of the model and the optimizer do.
+        Raises KeyError if a part is missing, RuntimeError for state of a parameter for which the optimizer has none,
+        and what `load_state_dict` of the model and the optimizer do.
         """
         own = self._of_rank()
         mine = {part: dict(self._share_of(part, state_dict[part], entries)) for part, entries in own.items()}
+        # torch would leave these out.
+        left_out = [key for key in mine.get("optimizer", ()) if key[:6] == "state." and key not in own["optimizer"]]
+        if left_out:
+            raise RuntimeError(
+                f"The optimizer has no {left_out[0]} (and {len(left_out) - 1} others) to load into: its state is "
+                "created where no parameter has a gradient yet. Load before the first backward, or after "
+                "optimizer.zero_grad()."
+            )
         set_model_state_dict(self.model, mine["model"], options=_FLAT)
         if self.optimizer is not None:
             set_optimizer_state_dict(self.model, self.optimizer, mine["optimizer"], options=_FLAT)
@@ -85,6 +96,13 @@ class TrainingState:
     def _of_rank(self) -> dict[str, Entries]:
         """As torch gives it, with this rank's experts alone."""
         parts: dict[str, Entries] = {"model": get_model_state_dict(self.model)}
+        for owner, share in self._shares.items():
+            names = [f"{owner}.{name}" for name, _ in share.operation.named_parameters()]
+            if not parts["model"].keys() >= set(names):
+                raise RuntimeError(
+                    f"{names[0]} is no key of the model's state, which has {', '.join(list(parts['model'])[:3])}, ... "
+                    "Give the model without what wraps it and changes its names."
+                )
         if self.optimizer is not None:
             parts["optimizer"] = {**get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)}
         return parts
@@ -194,6 +212,10 @@ class _Place(NamedTuple):
                 "state of a layer of as many experts, and an optimizer whose state has the shape of its parameters."
             )
         return dim
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _whole(value: Tensor) -> Tensor:
