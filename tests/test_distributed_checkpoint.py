@@ -206,6 +206,14 @@ def shard_over_the_other_dimension(rank: int, folder: Path) -> None:
             dcp.load({"training": TrainingState(sharded, optimizer_sharded)}, checkpoint_id=folder / "fsdp")
         check_same(whole_of(TrainingState(sharded, optimizer_sharded)), found)
 
+    # what is sharded may be replicated too
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicas", "dp", "ep"))
+    hybrid = block(mesh["ep"])
+    fully_shard(hybrid, mesh=mesh["replicas", "dp"])
+    state = TrainingState(hybrid, adam(hybrid))
+    dcp.load({"training": state}, checkpoint_id=folder / "fsdp")
+    check_same(whole_of(state), found)
+
 
 @pytest.mark.rest
 @pytest.mark.slow
