@@ -47,8 +47,8 @@ class TrainingState:
     optimizer: of torch, or None. One that has not run yet gets its state by a step with gradients and learning rates of
         zero, as `torch.distributed.checkpoint.state_dict` does it.
 
-    Raises what `expert_shares` does; NotImplementedError for optimizer state of experts whose first dimension is not
-    that of the experts, ValueError for experts that are sharded over a mesh which has other ranks of their group.
+    Raises what `expert_shares` does; ValueError for state of experts whose first dimension is not that of the experts,
+    and for experts that are sharded over a mesh which has other ranks of their group.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -68,14 +68,8 @@ class TrainingState:
         """
         own = self._of_rank()
         mine = {part: dict(self._share_of(part, state_dict[part], entries)) for part, entries in own.items()}
-        # torch would leave these out.
-        left_out = [key for key in mine.get("optimizer", ()) if key[:6] == "state." and key not in own["optimizer"]]
-        if left_out:
-            raise RuntimeError(
-                f"The optimizer has no {left_out[0]} (and {len(left_out) - 1} others) to load into: its state is "
-                "created where no parameter has a gradient yet. Load before the first backward, or after "
-                "optimizer.zero_grad()."
-            )
+        if self.optimizer is not None:
+            _require_state_of_all(own["optimizer"], mine["optimizer"])
         set_model_state_dict(self.model, mine["model"], options=_FLAT)
         if self.optimizer is not None:
             set_optimizer_state_dict(self.model, self.optimizer, mine["optimizer"], options=_FLAT)
@@ -85,7 +79,7 @@ class TrainingState:
         parts = self.state_dict()
         for part, entries in parts.items():
             entries |= {key: _whole(value) for key, value in entries.items() if isinstance(value, Tensor)}
-            for group in {share.group: None for share in self._shares.values()}:
+            for group in {share.group: None for share in self._shares.values() if not share.operation.stacked}:
                 own = {key: value for key, value in entries.items() if self._is_of_one_rank(part, key, group)}
                 of_ranks: list[Any] = [None] * group.size
                 dist.all_gather_object(of_ranks, own, group=group.process_group)
@@ -212,6 +206,16 @@ class _Place(NamedTuple):
                 "state of a layer of as many experts, and an optimizer whose state has the shape of its parameters."
             )
         return dim
+
+
+def _require_state_of_all(own: Entries, given: Entries) -> None:
+    """torch would leave out what the optimizer does not have."""
+    left_out = [key for key in given if key.startswith("state.") and key not in own]
+    if left_out:
+        raise RuntimeError(
+            f"The optimizer has no {left_out[0]} (and {len(left_out) - 1} others) to load into: its state is created "
+            "where no parameter has a gradient yet. Load before the first backward, or after optimizer.zero_grad()."
+        )
 
 
 def _without_wrappers(name: str) -> str:
