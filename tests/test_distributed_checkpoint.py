@@ -221,12 +221,12 @@ def test_experts_over_one_dimension_and_fully_shard_over_the_other(tmp_path: Pat
     on_ranks(shard_over_the_other_dimension, tmp_path, folder=tmp_path, ranks=4)
 
 
-def exchange_on_gpus(rank: int, folder: Path) -> None:
-    """As `exchange`: two GPUs that divide the experts, then two that divide everything, then one."""
+def exchange_with_sharded(rank: int, folder: Path, device: str) -> None:
+    """Two ranks that divide the experts -> two that divide everything -> one: the same bits."""
     previous, figures = None, []
     for name, shape in (("experts", (1, 2)), ("everything", (2, 1))):
-        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("dp", "ep"))
-        sharded = block(mesh["ep"], device="cuda")
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "ep"))
+        sharded = block(mesh["ep"], device=device)
         if shape[0] > 1:
             fully_shard(sharded, mesh=mesh["dp"])
         optimizer = adam(sharded)
@@ -239,17 +239,22 @@ def exchange_on_gpus(rank: int, folder: Path) -> None:
             check_same(whole_of(state), expected)
         dcp.save({"training": state}, checkpoint_id=folder / name)
         previous = name
-    alone = block(device="cuda")
+    alone = block(device=device)
     optimizer = adam(alone)
     dcp.load({"training": TrainingState(alone, optimizer)}, checkpoint_id=folder / "everything")
     check_same(whole_of(TrainingState(alone, optimizer)), expected)
     assert all(math.isfinite(figure) for figure in [*figures, *train(alone, optimizer, range(3, 5))])
 
 
-@pytest.mark.gpu
-@pytest.mark.gpu2
-def test_a_checkpoint_loads_on_other_numbers_of_gpus(tmp_path: Path) -> None:
-    on_ranks(exchange_on_gpus, tmp_path, folder=tmp_path, backend="nccl")
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        pytest.param("cpu", "gloo", marks=REST),
+        pytest.param("cuda", "nccl", marks=(pytest.mark.gpu, pytest.mark.gpu2)),
+    ],
+)
+def test_experts_become_shards_of_everything(device: str, backend: str, tmp_path: Path) -> None:
+    on_ranks(exchange_with_sharded, tmp_path, device, folder=tmp_path, backend=backend)
 
 
 @pytest.mark.parametrize(
