@@ -8,6 +8,7 @@ from bench import (
     bench_elementwise,
     bench_graphs,
     bench_host,
+    bench_parallel,
     bench_recipes,
     bench_speed,
     bench_tune,
@@ -25,6 +26,7 @@ COMMANDS = {
     "recipes": (bench_recipes, "one grouped MLP whose recipe is switched: speed, memory and error of each recipe"),
     "graphs": (bench_graphs, "an expert layer replayed from CUDA graphs, against eager and against its kernels alone"),
     "tune": (bench_tune, "the fastest tiles of the grouped GEMM for given shapes, as a table, on a GPU"),
+    "parallel": (bench_parallel, "the complete layer with experts divided among ranks, against one rank that has all"),
     "elementwise": (bench_elementwise, "element-wise chains against torch eager, torch.compile and a device copy"),
 }
 

@@ -11,8 +11,10 @@ products, and `fuser.autocast` their number format.
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from bench.models import ExpertShape, expert_operations
 from fuser import Sequential
@@ -79,16 +81,21 @@ class CausalSelfAttention(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """bytes [B, T] int64 -> logits [B, T, 256] and the sum of the blocks' load-balancing losses, ()."""
+    """bytes [B, T] int64 -> logits [B, T, 256] and the sum of the blocks' load-balancing losses, ().
 
-    def __init__(self, config: LanguageModelConfig) -> None:
+    mesh: its dimension ep divides the experts; each rank has its own texts, and the mean of what all ranks return is
+    the load-balancing loss of all texts.
+    """
+
+    def __init__(self, config: LanguageModelConfig, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
+        self.mesh = mesh
         self.embedding = nn.Embedding(NUM_BYTES, config.hidden)
         self.positions = nn.Parameter(torch.empty(config.context, config.hidden))
         self.blocks = nn.ModuleList(
             Sequential(
                 CausalSelfAttention(config.hidden, config.num_heads, config.context),
-                *expert_operations(config.experts),
+                *expert_operations(config.experts, group=None if mesh is None else mesh["ep"]),
             )
             for _ in range(config.num_layers)
         )
@@ -107,7 +114,21 @@ class LanguageModel(nn.Module):
         x = (self.embedding(inputs) + self.positions).flatten(0, 1)
         balance = []
         for block in self.blocks:
-            x, extras = block(x, outputs=("load_balancing_loss",))
-            balance.append(extras["load_balancing_loss"])
+            if self.mesh is None:
+                x, extras = block(x, outputs=("load_balancing_loss",))
+                balance.append(extras["load_balancing_loss"])
+            else:
+                x, extras = block(x, outputs=("logits", "tokens_per_expert"))
+                balance.append(_balance_of_all(**extras))
         logits = self.head(self.norm(x.to(self.norm.weight.dtype)))
         return logits.view(batch, context, NUM_BYTES), torch.stack(balance).sum()
+
+
+def _balance_of_all(logits: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """The part of this rank in the Router's load_balancing_loss of the tokens of all ranks, which is their mean.
+
+    E sum_e f_e P_e: f_e is counted on all ranks, P_e is the mean of the ranks' P_e, which have as many tokens each.
+    """
+    counts = tokens_per_expert.clone()
+    dist.all_reduce(counts)
+    return logits.shape[1] * (counts / counts.sum() * logits.softmax(-1).mean(0)).sum()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fuser import ops
 
@@ -103,11 +104,14 @@ EXPERT_SHAPES = {
 TINY_SHAPES = {f"tiny-{name}": shape.tiny() for name, shape in EXPERT_SHAPES.items()}
 
 
-def expert_operations(shape: ExpertShape, *, device: torch.device | str | None = None) -> list[nn.Module]:
+def expert_operations(
+    shape: ExpertShape, *, device: torch.device | str | None = None, group: DeviceMesh | None = None
+) -> list[nn.Module]:
     """The expert layer on [tokens, H], with its norm and its residual, as the members of one Sequential.
 
-    The Router's `load_balancing_loss` is available as an extra output.
+    The Router's `load_balancing_loss` is available as an extra output. group: the ranks that divide the experts.
     """
+    own = shape.num_experts if group is None else shape.num_experts // group.size()
     activation = getattr(ops, shape.activation)(glu_interleave_size=shape.glu_interleave_size)
     router = ops.Router(
         shape.hidden,
@@ -122,18 +126,18 @@ def expert_operations(shape: ExpertShape, *, device: torch.device | str | None =
         ops.MakeExtraOutput("residual"),
         ops.RMSNorm(shape.hidden, device=device),
         router,
-        ops.Dispatch(shape.num_experts),
-        ops.GroupedLinear(shape.num_experts, shape.hidden, 2 * shape.intermediate, bias=shape.bias, device=device),
+        ops.Dispatch(shape.num_experts, group=group),
+        ops.GroupedLinear(own, shape.hidden, 2 * shape.intermediate, bias=shape.bias, device=device),
         activation,
         # The scales are applied to FC2's input, so its bias must be scaled separately.
         ops.GroupedLinear(
-            shape.num_experts,
+            own,
             shape.intermediate,
             shape.hidden,
             bias=shape.bias,
             scale_bias=shape.bias,
             device=device,
         ),
-        ops.Combine(),
+        ops.Combine(group=group),
         ops.AddExtraInput("residual"),
     ]

@@ -51,8 +51,10 @@ def sqnr_floor(label: str) -> float:
     return OTHER_FLOORS.get(label, OTHER_FLOORS.get(recipe.name, EIGHT_BIT_FLOOR))
 
 
-def require_sqnr(way: str, found: dict[str, float], floor: float, outputs: Collection[str] = ("y",)) -> None:
+def require_sqnr(
+    way: str, found: dict[str, float], floor: float, outputs: Collection[str] = ("y",), against: str = "fp32"
+) -> None:
     """Raise AssertionError if an output is below the floor, or a gradient more than `GRADIENT_ALLOWANCE` below it."""
     for name, db in found.items():
         limit = floor if name in outputs else floor - GRADIENT_ALLOWANCE
-        assert db >= limit, f"{way}: {name} has {db:.1f} dB against fp32, but must have {limit:.0f}"
+        assert db >= limit, f"{way}: {name} has {db:.1f} dB against {against}, but must have {limit:.0f}"

@@ -30,6 +30,7 @@ def time_interleaved(
     calls: int = 1,
     device: torch.device | str = "cpu",
     clock: str = "step",
+    meet: Callable[[], object] | None = None,
 ) -> dict[str, Timing]:
     """Time all candidates interleaved for `rounds` rounds, each with `calls` consecutive calls per turn.
 
@@ -40,6 +41,8 @@ def time_interleaved(
                   so launches are hidden where it is ahead. The L2 cache is overwritten before each turn
         "host"    host time until all work is issued, directly after as much work was issued to an idle device: as in
                   training, the host is ahead and does not wait
+
+    meet: called before each turn and not timed: where candidates are collectives, it lets the ranks start together
     """
     stopwatch = _stopwatch(clock, torch.device(device))
     readings: dict[str, list[Reading]] = {name: [] for name in candidates}
@@ -47,6 +50,8 @@ def time_interleaved(
         # A later candidate finds weights and inputs in the cache, so the order is reversed in every other round.
         order = list(candidates.items())
         for name, candidate in order if turn % 2 else reversed(order):
+            if meet is not None:
+                meet()
             reading = stopwatch(_repeated(candidate, calls))
             if turn >= warmup:
                 readings[name].append(reading)

@@ -60,7 +60,7 @@ class LayerCase(Case):
         y = torch.zeros_like(x)
         for expert, (w1, w2) in enumerate(zip(fc1.unbind(), fc2.unbind(), strict=True)):
             tokens, slots = (indices == expert).nonzero(as_tuple=True)
-            act = _scaled_swiglu(x[tokens] @ w1.mT, probs[tokens, slots])
+            act = scaled_swiglu(x[tokens] @ w1.mT, probs[tokens, slots])
             y = y.index_add(0, tokens, act @ w2.mT)
         return [y.detach(), *(torch.autograd.grad(y, wanted, self.dy.float()) if backward else ())]
 
@@ -97,7 +97,7 @@ def route(x: Tensor, router: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     return logits.softmax(-1), indices
 
 
-def _scaled_swiglu(h: Tensor, scales: Tensor) -> Tensor:
+def scaled_swiglu(h: Tensor, scales: Tensor) -> Tensor:
     gate, up = h.chunk(2, dim=-1)
     return (F.silu(gate) * up * scales[:, None]).to(h.dtype)
 
@@ -110,7 +110,7 @@ def _torch_layer(compiled: bool) -> Callable[..., Tensor]:
         row_of_slot = slot_of_row.argsort()
         ends = torch.searchsorted(by_row, torch.arange(len(fc1), device=x.device), right=True).int()
         h = F.grouped_mm(x.index_select(0, slot_of_row // topk), fc1.mT, offs=ends)
-        act = _scaled_swiglu(h, probs.flatten().index_select(0, slot_of_row))
+        act = scaled_swiglu(h, probs.flatten().index_select(0, slot_of_row))
         rows = F.grouped_mm(act, fc2.mT, offs=ends)
         return rows.index_select(0, row_of_slot).view(*indices.shape, -1).sum(1)
 

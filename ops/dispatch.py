@@ -54,8 +54,8 @@ class Dispatch(BasicOperation):
     TypeError for indices that are not integers and for a group of another type; NotImplementedError for empty_slots
     with a group. On a GPU the indices are not checked, because that would synchronize: a negative one counts for expert
     0, one above for no expert, in rows past the sum of the sizes. With a group RuntimeError, on every rank, where ranks
-    differ in num_experts, features, dtypes, slots or in whether gradients are computed, or where one of them refuses
-    its arguments (that one raises its own error), and while a CUDA graph is captured.
+    differ in num_experts, features, dtypes, slots, in whether gradients are computed or in the name of the recipe, or
+    where one of them refuses its arguments (that one raises its own error), and while a CUDA graph is captured.
     """
 
     accepts_integers = True
@@ -137,7 +137,7 @@ class Dispatch(BasicOperation):
             raise
         about = (
             f"num_experts={self.num_experts}, {x.shape[1]} features in {x.dtype}, {indices.shape[1]} slots, probs in "
-            f"{probs.dtype}, gradients {'computed' if ctx.needs_grad else 'not computed'}"
+            f"{probs.dtype}, gradients {'computed' if ctx.needs_grad else 'not computed'}, recipe {ctx.recipe.name}"
         )
         wanted = Wanted(ctx.needs.input, "probs" in ctx.needs.extras)
         routing_map, slot_of_pair, sizes = make_sharded_routing_map(indices, self.num_experts, group, about, wanted)

@@ -1,8 +1,8 @@
 """What every test stands on: fixed seeds, poisoned memory, one way to run Triton for each machine.
 
-Marks: `gpu` needs a CUDA device. `interpreter` runs Triton kernels on CPU tensors under Triton's interpreter; a process
-uses that for all kernels or for none, so on a CUDA machine these tests are skipped. `triton` is what is run once more
-with a second Triton release, every `interpreter` test included. `slow` takes over ten seconds.
+Marks: `gpu` needs a CUDA device, `gpu2` two of them. `interpreter` runs Triton kernels on CPU tensors under Triton's
+interpreter; a process uses that for all kernels or for none, so on a CUDA machine these tests are skipped. `triton` is
+what is run once more with a second Triton release, every `interpreter` test included. `slow` takes over ten seconds.
 
 `make test` runs a part, within minutes; `make test-rest` runs the others, which are marked `rest`: by hand, or because
 of `pairwise` (`tests.pairwise`). `smoke` is what `make test` runs with the second release too (`tests.smoke`).
@@ -41,6 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="This test needs a CUDA device, and torch sees none."))
+        if item.get_closest_marker("gpu2") and torch.cuda.device_count() < 2:
+            item.add_marker(pytest.mark.skip(reason="This test needs two CUDA devices."))
         if item.get_closest_marker("interpreter"):
             item.add_marker(pytest.mark.triton)
             if HAS_CUDA:

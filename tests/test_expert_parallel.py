@@ -8,6 +8,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from fuser import Sequential, autocast, checkpoint, ops
 from fuser.graph import make_graphed_callables
 from ops.kernels.routing.all_to_all import ExpertGroup, Wanted, _copies, _order, make_sharded_routing_map
 from ops.kernels.routing.permute import combine
-from recipes import DelayedScaling, NVFP4BlockScaling
+from recipes import DelayedScaling, HighPrecision, NVFP4BlockScaling
 from tests.ranks import on_ranks
 from tests.reference import Tensors, assert_close, assert_same_bits
 
@@ -345,10 +346,19 @@ def meet_ranks_that_differ(rank: int) -> None:
             said = same_everywhere(sentence(run(*(given if rank else (alike, x, probs, indices)))))
             assert said.startswith(
                 "In operation 0 (Dispatch): The ranks of one process group differ in what they exchange: rank 0: "
-                "num_experts=4, 8 features in torch.float32, 2 slots, probs in torch.float32, gradients not computed; "
-                "rank 1: "
+                "num_experts=4, 8 features in torch.float32, 2 slots, probs in torch.float32, gradients not computed, "
+                f"recipe {HighPrecision().name}; rank 1: "
             ), said
             assert what in said.split("rank 1: ")[1] and "Only the tokens and their number may differ" in said
+
+        def run_under_a_recipe() -> object:
+            with autocast("mxfp8" if rank else "fp8_block"):
+                return run(alike, x, probs, indices)()
+
+        said = same_everywhere(sentence(run_under_a_recipe))
+        assert (
+            "not computed, recipe fp8_block; rank 1: num_experts=4," in said and "recipe mxfp8. Only the tokens" in said
+        )
 
         # one that refuses its arguments says why, and so do those that would wait for it
         wrong = run(alike, x, probs, indices + (rank == 0))
@@ -367,6 +377,34 @@ def meet_ranks_that_differ(rank: int) -> None:
 
 def test_ranks_that_differ_get_one_sentence(tmp_path: Path) -> None:
     on_ranks(meet_ranks_that_differ, folder=tmp_path)
+
+
+def fail_between_the_transfers(rank: int) -> None:
+    """An error of one rank alone, which the others cannot learn: they wait as long as the group says."""
+    with quietly():
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        layer = Sequential(ops.Dispatch(4, group=group), FailsOn(1), ops.Combine(group=group))
+        x, probs, indices = torch.randn(3, 8), torch.rand(3, 2), torch.tensor([[0, 3], [1, 2], [3, 0]])
+        said = sentence(lambda: layer(x, probs=probs, indices=indices))
+        assert said == "this rank fails" if rank == 1 else "Timed out waiting 2000ms" in said, said
+        y = Sequential(ops.Dispatch(4, group=dist.group.WORLD), ops.Combine(group=dist.group.WORLD))
+        assert torch.equal(y(x, probs=probs, indices=indices), 2 * x), "another group is as it was"
+
+
+class FailsOn(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == self.rank:
+            raise RuntimeError("this rank fails")
+        return x
+
+
+@pytest.mark.rest
+def test_an_error_between_the_transfers_ends_all_ranks_within_the_timeout(tmp_path: Path) -> None:
+    on_ranks(fail_between_the_transfers, folder=tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------- groups

@@ -29,6 +29,10 @@ MAY_READ = {
         "Splits.make": "sizes that lie on the host already are validated",
     },
     "recipes/cast_counts.py": {"CountedCasts.counts": "the counts are read when they are asked for"},
+    "fuser/distributed/training_state.py": {
+        "_whole": "what is written to a file goes to the host",
+        "_mesh_before": "a mesh has its ranks on the host",
+    },
     "fuser/testing.py": {"*": "it compares results, on the host"},
 }
 

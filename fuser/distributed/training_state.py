@@ -1,0 +1,242 @@
+"""The state of a model and its optimizer, in which experts that are divided among ranks are those of all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fuser.distributed.experts import ExpertShare, expert_shares
+from ops.kernels.collectives import RankGroup
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+# Names of modules that wrap others, which torch leaves out of the keys of a state.
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+_OF_ONE_GROUP = re.compile(r"(weight|bias)(\d+)")
+
+Entries = dict[str, Any]
+
+
+class TrainingState:
+    """The state of a model, and of its optimizer, for `torch.distributed.checkpoint` and for other numbers of ranks.
+
+        dcp.save({"training": TrainingState(model, optimizer)}, checkpoint_id=path)     # on all ranks
+        dcp.load({"training": TrainingState(model, optimizer)}, checkpoint_id=path)     # on other ranks, or on one
+
+    The state is that of the model whose experts are not divided (`Dispatch` without a group): the same keys, and each
+    tensor with the experts of all ranks, a DTensor, Shard(0) over the group, or over the group and the mesh of
+    `fully_shard`. With one parameter a group (`stacked=False`) a key has the number of the expert among all. So it is
+    saved and loaded across different numbers of ranks, also one, and between expert-parallel and other models. The
+    optimizer's state is by parameter name ("state.NAME.exp_avg", "param_groups.NAME.lr").
+
+    model: on which `fully_shard`, if any, was called. Its recipe's state (delayed scaling) takes part where it exists:
+        `fuser.prepare` creates it before a load.
+    optimizer: of torch, or None. One that has not run yet gets its state by a step with gradients and learning rates of
+        zero, as `torch.distributed.checkpoint.state_dict` does it.
+
+    Raises what `expert_shares` does; ValueError for state of experts whose first dimension is not that of the experts,
+    and for experts that are sharded over a mesh which has other ranks of their group.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._shares = {_without_wrappers(name): share for name, share in expert_shares(model).items()}
+        self._meshes: dict[tuple[RankGroup, DeviceMesh | str], DeviceMesh] = {}
+
+    def state_dict(self) -> dict[str, Entries]:
+        """{"model": ..., "optimizer": ...}. It shares memory with what it is the state of. Called on all ranks."""
+        return {part: dict(self._of_all(part, entries)) for part, entries in self._of_rank().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load what `state_dict` gave, or the same with whole tensors, of which each rank takes its share.
+
+        Raises KeyError if a part is missing, RuntimeError for state of a parameter for which the optimizer has none,
+        and what `load_state_dict` of the model and the optimizer do.
+        """
+        own = self._of_rank()
+        mine = {part: dict(self._share_of(part, state_dict[part], entries)) for part, entries in own.items()}
+        if self.optimizer is not None:
+            _require_state_of_all(own["optimizer"], mine["optimizer"])
+        set_model_state_dict(self.model, mine["model"], options=_FLAT)
+        if self.optimizer is not None:
+            set_optimizer_state_dict(self.model, self.optimizer, mine["optimizer"], options=_FLAT)
+
+    def whole_state_dict(self) -> dict[str, Entries]:
+        """`state_dict()` with whole tensors on the CPU, for `torch.save` on one rank. A collective: called on all."""
+        parts = self.state_dict()
+        for part, entries in parts.items():
+            entries |= {key: _whole(value) for key, value in entries.items() if isinstance(value, Tensor)}
+            for group in {share.group: None for share in self._shares.values() if not share.operation.stacked}:
+                own = {key: value for key, value in entries.items() if self._is_of_one_rank(part, key, group)}
+                of_ranks: list[Any] = [None] * group.size
+                dist.all_gather_object(of_ranks, own, group=group.process_group)
+                for of_rank in of_ranks:
+                    entries |= of_rank
+        return parts
+
+    def _of_rank(self) -> dict[str, Entries]:
+        """As torch gives it, with this rank's experts alone."""
+        parts: dict[str, Entries] = {"model": get_model_state_dict(self.model)}
+        for owner, share in self._shares.items():
+            names = [f"{owner}.{name}" for name, _ in share.operation.named_parameters()]
+            if not parts["model"].keys() >= set(names):
+                raise RuntimeError(
+                    f"{names[0]} is no key of the model's state, which has {', '.join(list(parts['model'])[:3])}, ... "
+                    "Give the model without what wraps it and changes its names."
+                )
+        if self.optimizer is not None:
+            parts["optimizer"] = {**get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)}
+        return parts
+
+    def _of_all(self, part: str, entries: Entries) -> Iterator[tuple[str, Any]]:
+        for key, value in entries.items():
+            place = self._place(part, key)
+            if place is None:
+                yield key, value
+            elif place.expert is not None:
+                yield place.key_of(place.expert + place.share.first), value
+            elif (dim := place.divided_dim(value, place.share.operation.num_groups)) is None:
+                yield key, value
+            else:
+                yield key, self._joined(value, dim, place.share)
+
+    def _share_of(self, part: str, given: Mapping[str, Any], own: Entries) -> Iterator[tuple[str, Any]]:
+        """The entries of this rank in `given`. own: those it has now, which show how they are divided."""
+        for key, value in given.items():
+            place = self._place(part, key)
+            if place is not None and place.expert is not None:
+                expert = place.expert - place.share.first
+                if not 0 <= expert < place.share.operation.num_groups:
+                    continue
+                key, place = place.key_of(expert), None
+            like = own.get(key)
+            if place is not None and (dim := place.divided_dim(value, place.share.num_experts)) is not None:
+                if not isinstance(value, DTensor):
+                    value = value.narrow(dim, place.share.first, place.share.operation.num_groups).clone()
+                elif isinstance(like, DTensor):
+                    value = DTensor.from_local(
+                        value.to_local(), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+                    )
+                else:
+                    value = value.to_local()
+            if isinstance(like, DTensor) and not isinstance(value, DTensor):
+                value = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+            yield key, value
+
+    def _is_of_one_rank(self, part: str, key: str, group: RankGroup) -> bool:
+        """Whether the entry is that of one expert."""
+        place = self._place(part, key)
+        return place is not None and place.share.group == group and place.expert is not None
+
+    def _place(self, part: str, key: str) -> _Place | None:
+        """Where in the experts an entry belongs; None if it is of no expert."""
+        head, name, tail = "", key, ""
+        if part == "optimizer":
+            head, _, rest = key.partition(".")
+            name, _, tail = rest.rpartition(".")
+        owner, _, leaf = name.rpartition(".")
+        share = self._shares.get(owner)
+        return None if share is None else _Place(share, head, owner, leaf, tail)
+
+    def _joined(self, value: Tensor, dim: int, share: ExpertShare) -> DTensor:
+        """The tensor of all ranks' experts, of which `value` is this rank's part."""
+        shape = list(value.shape)
+        shape[dim] = share.num_experts
+        if isinstance(value, DTensor):  # of fully_shard
+            local, mesh = value.to_local(), self._mesh(share.group, value.device_mesh)
+            placements = (Shard(dim), *value.placements)
+        else:
+            local, mesh, placements = value, self._mesh(share.group, value.device.type), (Shard(dim),)
+        return DTensor.from_local(
+            local,
+            mesh,
+            placements,
+            shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+
+    def _mesh(self, group: RankGroup, inner: DeviceMesh | str) -> DeviceMesh:
+        """The group as the first dimension of a mesh; inner: what follows, or the kind of device."""
+        if (group, inner) not in self._meshes:
+            self._meshes[group, inner] = _mesh_before(group, inner)
+        return self._meshes[group, inner]
+
+
+class _Place(NamedTuple):
+    """An entry of the experts of `share`: its key is head.owner.leaf.tail."""
+
+    share: ExpertShare
+    head: str
+    owner: str
+    leaf: str
+    tail: str
+
+    @property
+    def expert(self) -> int | None:
+        """Its number in the leaf's name, if each expert has a parameter of its own."""
+        numbered = None if self.share.operation.stacked else _OF_ONE_GROUP.fullmatch(self.leaf)
+        return None if numbered is None else int(numbered[2])
+
+    def key_of(self, expert: int) -> str:
+        leaf = f"{self.leaf.rstrip('0123456789')}{expert}"
+        return ".".join(filter(None, (self.head, self.owner, leaf, self.tail)))
+
+    def divided_dim(self, value: Any, experts: int) -> int | None:
+        """The dimension of `value` that has an entry for each of `experts`; None for what is no tensor, or a scalar."""
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return None
+        dim = value.dim() - 1 if self.leaf.startswith("quantizer_") else 0
+        if value.shape[dim] != experts:
+            name = ".".join(filter(None, (self.owner, self.leaf, self.tail)))
+            raise ValueError(
+                f"{name} has shape {list(value.shape)}, but needs {experts} experts along dimension {dim}. Take the "
+                "state of a layer of as many experts, and an optimizer whose state has the shape of its parameters."
+            )
+        return dim
+
+
+def _require_state_of_all(own: Entries, given: Entries) -> None:
+    """torch would leave out what the optimizer does not have."""
+    left_out = [key for key in given if key.startswith("state.") and key not in own]
+    if left_out:
+        raise RuntimeError(
+            f"The optimizer has no {left_out[0]} (and {len(left_out) - 1} others) to load into: its state is created "
+            "where no parameter has a gradient yet. Load before the first backward, or after optimizer.zero_grad()."
+        )
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value.detach()).cpu()
+
+
+def _mesh_before(group: RankGroup, inner: DeviceMesh | str) -> DeviceMesh:
+    if isinstance(inner, str):
+        return DeviceMesh.from_group(group.process_group, inner)
+    others = set(group.ranks) - {group.ranks[group.rank]}
+    if others.intersection(inner.mesh.flatten().tolist()):
+        raise ValueError(
+            f"Experts that are divided over the ranks {list(group.ranks)} are sharded over {inner.mesh.tolist()}, "
+            "whose ranks have other ones. Call fully_shard with the dimension of the mesh whose ranks have the same."
+        )
+    meshes: list[Any] = [None] * group.size
+    dist.all_gather_object(meshes, inner.mesh.tolist(), group=group.process_group)
+    groups = [group.process_group, *inner.get_all_groups()]
+    names = ("experts", *(f"sharded_{dim}" for dim in range(inner.ndim)))
+    return DeviceMesh.from_group(groups, inner.device_type, mesh=torch.tensor(meshes), mesh_dim_names=names)
