@@ -36,7 +36,7 @@ from ops.kernels.elementwise.activation import (
     activation_shape,
     dactivation,
 )
-from ops.products.paths import Path, casts_as_computed, choose_path
+from ops.products.paths import Path, choose_path, how_cast_as_computed
 from ops.runner.context import held_parameter
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from recipes.recipe import Role
@@ -99,9 +99,9 @@ class GroupedMLP(FusedOperation):
     def kernel(self, request: PlanRequest) -> str:
         ways = dict.fromkeys(linear.kernel(request) for linear in (self.fc1, self.fc2))
         quantizers = (request.recipe.quantizer(role) for role in (Role.INPUT, Role.GRAD_OUTPUT))
-        path = choose_path(request)
-        casts = path.name == "grouped" and all(casts_as_computed(q, request.device, request.dtype) for q in quantizers)
-        act = f"{self.activation.kind} {'quantized as it is computed, ' if casts else ''}recomputed in backward"
+        casts = {how_cast_as_computed(q, request.device, request.dtype) for q in quantizers}
+        cast = casts.pop() if len(casts) == 1 and choose_path(request).name == "grouped" else None
+        act = f"{self.activation.kind} {cast + ', ' if cast else ''}recomputed in backward"
         return f"{', then '.join(ways)}, {act}{self.operations[1].transfers(request)}"
 
     def fuser_forward(

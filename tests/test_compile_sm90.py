@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -41,7 +42,7 @@ from ops.kernels.routing import permute, routing
 from recipes.casts import cast_blocks, cast_float8, cast_nvfp4
 from recipes.casts.amax_history import end_step_triton
 from recipes.casts.scale_rules import Float32Scale, GivenScale
-from recipes.current_scaling import per_tensor
+from recipes.current_scaling import CurrentScalingQuantizer, per_tensor
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
 from recipes.float8_block import Float8BlockQuantizer
 from recipes.mxfp8 import MXFP8Quantizer
@@ -231,16 +232,20 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
 
 
 def launch_activation_casts(rows: int, features: int, dtype: torch.dtype) -> None:
-    """Each activation of rows in groups with a factor a row, cast; dh both ways and by rows."""
+    """Each activation of rows in groups with a factor a row, cast; dh both ways and by rows. And one whose amaxes are
+    found."""
     dact, wide = torch.empty(rows, features, dtype=dtype), torch.empty(rows, 2 * features, dtype=dtype)
     splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
     factors = torch.empty(rows)
-    quantizer = DelayedScalingQuantizer(E4M3, DelayedScaling(), scale=torch.empty(GROUPS))
-    for kind, interleave in [*((kind, None) for kind in KINDS), ("clamped_swiglu", 1)]:
+    given = DelayedScalingQuantizer(E4M3, DelayedScaling(), scale=torch.empty(GROUPS))
+    every = [*((kind, None, given) for kind in KINDS), ("clamped_swiglu", 1, given)]
+    for kind, interleave, quantizer in [*every, ("swiglu", None, CurrentScalingQuantizer(E4M3))]:
         spec = Activation(kind, glu_interleave_size=interleave)
         h, amax = wide if spec.gated else dact, torch.empty(GROUPS)
 
-        def room(shape: torch.Size, rowwise: bool, columnwise: bool, amax: torch.Tensor = amax) -> QuantizedBuffers:
+        def room(
+            shape: torch.Size, rowwise: bool, columnwise: bool, amax: torch.Tensor = amax, quantizer: Any = quantizer
+        ) -> QuantizedBuffers:
             made = quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise)
             return made._replace(amax=amax)
 

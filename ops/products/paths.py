@@ -42,6 +42,7 @@ from ops.products.product import (
 )
 from ops.runner.in_place import writable
 from recipes.casts.cast import casts_to_values
+from recipes.casts.cast_float8 import finds_amaxes
 from recipes.native_products import LAYOUTS, Capability, GemmLayout, Product, compute_capability
 from recipes.recipe import HighPrecision, Recipe
 from recipes.request import PlanRequest
@@ -348,11 +349,18 @@ def choose_path(request: PlanRequest) -> Path:
 def casts_as_computed(
     quantizer: Quantizer | None, device: torch.device, dtype: torch.dtype
 ) -> TypeGuard[SpecQuantizer]:
-    """Whether the element-wise kernel that computes grouped rows quantizes them, too: not on a CPU or in float64, and
-    only to formats that it knows."""
+    """Whether the element-wise kernel that computes grouped rows quantizes them, or finds their amaxes, too: not on a
+    CPU or in float64, and only of formats that it knows."""
     if device.type != "cuda" or dtype == torch.float64 or not isinstance(quantizer, SpecQuantizer):
         return False
     return quantizer.casts_by_spec() and why_no_cast(quantizer.spec, grouped=True) is None
+
+
+def how_cast_as_computed(quantizer: Quantizer | None, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What such a kernel does for the cast, in words; None for nothing."""
+    if not casts_as_computed(quantizer, device, dtype):
+        return None
+    return "with amaxes found as it is computed" if finds_amaxes(quantizer.spec) else "quantized as it is computed"
 
 
 def _writes_values(quantizer: Quantizer) -> TypeGuard[SpecQuantizer]:

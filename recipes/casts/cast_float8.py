@@ -25,7 +25,7 @@ from recipes.casts.cast_float8_triton import (
 )
 from recipes.casts.layout import Copies, as_bytes, as_words, empty_copies, empty_values, has_words, matrices, num_rows
 from recipes.casts.scale_rules import Float32Scale
-from recipes.tensors.formats import E4M3, E5M2, Float8Format, ScaleSpec
+from recipes.tensors.formats import ALL, E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
 from recipes.triton.launch import Launch, cdiv
 from recipes.triton.row_slots import num_slots
@@ -104,6 +104,25 @@ def cast_float8_on_triton(
         form, scale is not None, rule.power_2, rule.amax_epsilon,
     )  # fmt: skip
     return copies
+
+
+def finds_amaxes(spec: ScaleSpec) -> bool:
+    """Whether scales of this format follow from amaxes that another kernel may find."""
+    rule = spec.scale_rule
+    layout = spec.block, spec.columnwise, spec.alignment, spec.transform
+    return type(rule) is Float32Scale and not rule.input_range and layout == ((ALL, ALL), "transposed", BLOCK, None)
+
+
+def cast_with_amaxes(x_TK: Tensor, copies: Copies, spec: ScaleSpec, amax: Tensor, splits: Splits) -> None:
+    """Fill `copies` of rows in groups, as `cast` of such a spec, with amaxes [G] that are known."""
+    rule, form = spec.scale_rule, spec.element
+    assert isinstance(rule, Float32Scale) and isinstance(form, Float8Format), "`finds_amaxes`"
+    scale_inv = copies.row_scale if copies.row_scale is not None else copies.column_scale
+    assert scale_inv is not None, "one copy at least is made"
+    cast_float8_triton(
+        matrices(x_TK, False), copies.row_codes, copies.column_codes, scale_inv, amax, None, splits.offsets,
+        splits.aligned(BLOCK), form, False, rule.power_2, rule.amax_epsilon,
+    )  # fmt: skip
 
 
 def dequantize_float8_on_triton(

@@ -74,11 +74,17 @@ class SpecQuantizer(Quantizer):
     def empty_grouped(
         self, shape: torch.Size, dtype: torch.dtype, splits: Splits, *, rowwise: bool, columnwise: bool
     ) -> QuantizedBuffers:
-        """Buffers for a kernel that computes grouped rows [T, K] and quantizes them as `quantize_grouped` does."""
+        """Buffers for a kernel that computes grouped rows [T, K] and quantizes them as `quantize_grouped` does.
+
+        Without given scales the amaxes are zeros, from which the kernel raises them.
+        """
         spec = self.spec
         copies = empty_copies(shape, spec, splits.device, rowwise=rowwise, columnwise=columnwise, splits=splits)
         grouped = GroupedTensor(None, splits, *scaled_copies(copies, spec, shape), dtype)
-        return QuantizedBuffers(grouped, *self.scale_and_amax(splits.device, splits.num_groups))
+        scale, amax = self.scale_and_amax(splits.device, splits.num_groups)
+        if scale is None:
+            amax = torch.zeros(splits.num_groups, dtype=torch.float32, device=splits.device)
+        return QuantizedBuffers(grouped, scale, amax)
 
     def casts_by_spec(self) -> bool:
         """Whether `quantize_grouped` does what the spec says: a subclass may replace it."""

@@ -50,7 +50,7 @@ from torch import Tensor
 
 from ops.kernels.elementwise.activation_functions import RULES, Constants
 from ops.kernels.elementwise.chain import Step, delementwise, elementwise, elementwise_cast, runs_triton
-from ops.kernels.elementwise.chain_cast import Cast, cast_into
+from ops.kernels.elementwise.chain_cast import Cast, cast_from_memory, cast_into, finds_amaxes_of
 from recipes.arguments import as_integer, as_number
 from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.triton.launch import replayed
@@ -164,9 +164,12 @@ def _activation_on_triton(h: Tensor, spec: Activation, scales: Tensor | None) ->
 
 
 def activation_cast(h: Tensor, spec: Activation, scales: Tensor | None, into: QuantizedBuffers) -> None:
-    """`activation`, bit for bit quantized into these buffers, not stored. Only for non-empty CUDA tensors."""
+    """`activation`, bit for bit quantized into these buffers. Only for non-empty CUDA tensors."""
     check_activation(h.shape, spec, scales)
-    elementwise_cast(h, cast_into(into), (activation_step(spec, scales is not None),), (scales,))
+    act = h.new_empty(activation_shape(h.shape, spec)) if finds_amaxes_of(into) else None
+    elementwise_cast(h, cast_into(into), (activation_step(spec, scales is not None),), (scales,), out=act)
+    if act is not None:
+        cast_from_memory(act, into)
 
 
 def dactivation(
@@ -193,7 +196,14 @@ def dactivation(
         if not (need_dh or need_dscales or need_act or dh_into or act_into):
             return None, None, None
         casts = [None if into is None else cast_into(into) for into in (dh_into, act_into)]
-        return _dactivation_on_triton(dact, h, spec, scales, need_dh, need_dscales, need_act, *casts)
+        stored = [finds_amaxes_of(into) for into in (dh_into, act_into)]
+        dh, dscales, act = _dactivation_on_triton(
+            dact, h, spec, scales, need_dh or stored[0], need_dscales, need_act or stored[1], *casts
+        )
+        for x, into, from_memory in zip((dh, act), (dh_into, act_into), stored, strict=True):
+            if from_memory and x is not None and into is not None:
+                cast_from_memory(x, into)
+        return dh if need_dh else None, dscales, act if need_act else None
     dtype = _compute_dtype(h)
     wide = h.to(dtype)
     dh = None

@@ -262,11 +262,12 @@ def elementwise_cast(
     steps: Sequence[Step],
     operands: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype] | None = None,
+    out: Tensor | None = None,
 ) -> None:
-    """`elementwise`, with the rounded result quantized into `cast`, not stored. Only for non-empty CUDA tensors."""
+    """`elementwise`, the rounded result quantized into `cast`, and stored only in `out`. For non-empty CUDA tensors."""
     dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
     x, operands = x.contiguous(), [o if o is None else o.contiguous() for o in operands]
-    elementwise_triton(x, None, cast, steps, operands, dtypes)
+    elementwise_triton(x, out, cast, steps, operands, dtypes)
 
 
 def delementwise(

@@ -1,8 +1,8 @@
 """What the element-wise kernels quantize their result to, and the arguments by which they are told.
 
 MXFP8 and FP8 with one given scale are cast of whole matrices, both copies at once; FP8 with a given scale a group also
-of rows in groups. A scale that follows from the amax would take the chain twice, once for the amax: on an H200 that
-takes as long as to store the result and to cast it from memory.
+of rows in groups. Of rows in groups whose scales follow from amaxes the kernel stores the result and finds the amaxes;
+it is cast from memory then. To compute the chain twice instead takes as long on an H200.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_float8 import BLOCK, format_of
+from recipes.casts.cast_float8 import BLOCK, cast_with_amaxes, finds_amaxes, format_of
+from recipes.casts.layout import Copies
 from recipes.casts.scale_rules import E8M0Scale, GivenScale
 from recipes.tensors.formats import ALL, E4M3, Float8Format, ScaleRule, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import QuantizedBuffers
-from recipes.tensors.scaled_codes import ScaledCodes
 from recipes.triton.row_slots import num_slots
 
 
@@ -26,7 +27,7 @@ class Cast(NamedTuple):
     """The buffers for the quantized copies of a chain's result. The format is one for which `why_no_cast` returns None.
 
     row_codes, ..., column_scales: None of a copy that is not made; rows that are in no groups have both
-    scale, amax: as in `QuantizedBuffers`
+    scale, amax: as in `QuantizedBuffers`; amax alone, without any copies, is only found
     offsets, aligned: of rows in groups, each with a scale of its own: `splits.offsets`, `splits.aligned(32)`
     """
 
@@ -42,35 +43,49 @@ class Cast(NamedTuple):
 
 
 def cast_into(buffers: QuantizedBuffers) -> Cast:
-    """The cast that fills them."""
+    """The cast that fills them, or finds the amaxes with which `cast_from_memory` does."""
     copies = buffers.copies
-    row, column = copies.rowwise, copies.columnwise
-    one = row or column
-    assert one is not None, "one copy at least is made"
-    made = (*_parts(row), *_parts(column))
+    made, spec = _parts(copies)
     offsets = aligned = None
     if isinstance(copies, GroupedTensor):
-        offsets, aligned = copies.splits.offsets, None if column is None else copies.splits.aligned(BLOCK)
-    return Cast(*made, one.spec, buffers.scale, buffers.amax, offsets, aligned)
+        offsets, aligned = copies.splits.offsets, None if made.column_codes is None else copies.splits.aligned(BLOCK)
+    if cast_kind(spec) == "amax":
+        return Cast(None, None, None, None, spec, None, buffers.amax, offsets)
+    return Cast(*made, spec, buffers.scale, buffers.amax, offsets, aligned)
 
 
-def _parts(copy: ScaledCodes | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if copy is None else (copy.codes, copy.scale_inv)
+def finds_amaxes_of(into: QuantizedBuffers | None) -> bool:
+    """Whether the kernel finds the amaxes alone, so that the values are stored and cast from memory."""
+    return into is not None and cast_kind(_parts(into.copies)[1]) == "amax"
+
+
+def cast_from_memory(x: Tensor, into: QuantizedBuffers) -> None:
+    """Fill the buffers from x [T, K] in groups, whose amaxes were found."""
+    assert isinstance(into.copies, GroupedTensor) and into.amax is not None, "only such rows have kind 'amax'"
+    copies, spec = _parts(into.copies)
+    cast_with_amaxes(x, copies, spec, into.amax, into.copies.splits)
+
+
+def _parts(quantized: QuantizedTensor | GroupedTensor) -> tuple[Copies, ScaleSpec]:
+    row, column = quantized.rowwise, quantized.columnwise
+    one = row or column
+    assert one is not None, "one copy at least is made"
+    parts = [(None, None) if copy is None else (copy.codes, copy.scale_inv) for copy in (row, column)]
+    return Copies(*parts[0], *parts[1]), one.spec
 
 
 # The float8 formats that the kernels support: CAST by scale rule, block, columnwise layout and alignment.
 CASTS: dict[tuple[ScaleRule, tuple[int, int], str, int], str] = {
     (E8M0Scale("round_up"), (1, 32), "natural", 32): "blocks",
-    (GivenScale(), (ALL, ALL), "transposed", 32): "given",
+    (GivenScale(), (ALL, ALL), "transposed", BLOCK): "given",
 }
 
 
 def why_no_cast(spec: ScaleSpec, *, grouped: bool = False) -> str | None:
     """Why the kernels cannot cast to this format, or None. grouped: rows in groups, each by itself."""
-    kind = cast_kind(spec)
-    if kind == "given" or (kind and not grouped):
+    if cast_kind(spec) in (("given", "amax") if grouped else ("given", "blocks")):
         return None
-    known = "FP8 with one given scale a group" if grouped else "MXFP8, rounded up, and FP8 with one given scale"
+    known = "FP8 with one scale a group" if grouped else "MXFP8, rounded up, and FP8 with one given scale"
     return (
         f"{spec.element.name} codes of {spec.block[0]}x{spec.block[1]} blocks with {spec.scale_rule} are none that the "
         f"element-wise kernel casts to: it knows {known}."
@@ -82,6 +97,8 @@ def cast_kind(spec: ScaleSpec | None) -> str:
     """The kernels' CAST; empty for no cast and for formats that they do not support."""
     if spec is None or type(spec.element) is not Float8Format:
         return ""
+    if finds_amaxes(spec):
+        return "amax"
     return CASTS.get((spec.scale_rule, spec.block, spec.columnwise, spec.alignment), "")
 
 
@@ -123,7 +140,7 @@ def cast_constants(cast: Cast | None, x: Tensor, prefix: str = "") -> dict[str, 
     if (cast.scale is None) == (kind == "given"):
         given = "no" if cast.scale is None else "a"
         raise ValueError(f"{cast.spec} is cast with {given} given scale. Pass one only if its rule is GivenScale.")
-    return {prefix + "CAST": kind, prefix + "FORM": format_of(element, x.device)["FORM"]}
+    return {prefix + "CAST": kind, prefix + "FORM": "" if kind == "amax" else format_of(element, x.device)["FORM"]}
 
 
 def casts_natively(x: Tensor) -> bool:

@@ -4,7 +4,8 @@ For each step: STEPS, BACKWARDS, D_OPERANDS: its functions; KINDS: its operand; 
 dtype of its result; ENTERS, LEAVES: whether its x or dy arrives in another dtype; READS: whether its backward reads x.
 GATE: the position of the gated step, or -1. Operand pointers that a step does not need are None.
 WHOLE: no tile reaches beyond the rows and columns of y.
-CAST: how the result is quantized to FORM, "blocks" (MXFP8) or "given" (one given scale); "" if it is not.
+CAST: how the result is quantized to FORM, "blocks" (MXFP8) or "given" (one given scale), "amax" if only its amaxes are
+found; "" if it is not.
 codes: the tensors of a `Cast`, else Nones. Where these have offsets, each tile lies in one of num_groups groups.
 places: how long the rows of transposed codes are.
 
@@ -380,7 +381,7 @@ def delementwise_kernel(
     sums_a = _zeros(COUNT + 1, BLOCK_T, BLOCK_C)
     sums_b = _zeros(COUNT + 1, BLOCK_T, BLOCK_C)
     for i_tile in tl.range(TILES, num_stages=STAGES):
-        if y_codes[7] is not None:
+        if codes[6] is None or y_codes[7] is not None:
             tile = _tile_of_rows(y_codes, row_block * TILES + i_tile, T, places, num_groups, BLOCK_T)
         else:
             tile = _tile_of_rows(codes, row_block * TILES + i_tile, T, places, num_groups, BLOCK_T)
