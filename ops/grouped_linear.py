@@ -206,7 +206,7 @@ class GroupedLinear(OperationWithWeights):
     def bias_gradients(
         self, ctx: OperationContext, dy: Tensor, splits: Splits, scales: Tensor | None
     ) -> tuple[dict[str, Tensor | None], Tensor | None]:
-        """The biases' gradients by name, and that of scales if the bias is scaled and it is wanted."""
+        """The biases' gradients by name, and that of scales if the bias is scaled and it is needed."""
         gradients: dict[str, Tensor | None] = {}
         if self.needs_bias_grad(ctx):
             db = ctx.path.bias_grad(dy, splits, scales)

@@ -40,7 +40,7 @@ MOST_KEYS = 128  # of a step: shapes that come again
 
 
 class OperationState:
-    """What an operation's forward leaves for its backward beside tensors.
+    """What an operation's forward leaves for its backward besides tensors.
 
     values: of its context, and what it set there
     saved, weights: the specs of its `Saved` and of its quantized weights; count: of how many tensors both are
@@ -105,7 +105,7 @@ class Noted(NamedTuple):
 
 
 class NotingUpdates:
-    """Hands on to the `updates` of a step, and takes note for its repetition."""
+    """Passes records to the `updates` of a step, and notes them for its repetition."""
 
     def __init__(self, updates: PendingUpdates, operations: Mapping[int, Any]) -> None:
         self.updates = updates
