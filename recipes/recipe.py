@@ -154,10 +154,11 @@ class Recipe(ABC):
             return None
         return why_not_native(layout, left, right, dtype, capability)
 
-    def support(self, device: torch.device) -> str:
-        """Says "native" if the device multiplies in these numbers, "emulated" if it multiplies dequantized operands."""
+    def support(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+        """ "native" if the device multiplies in these numbers, "emulated" if it multiplies dequantized operands, or
+        "some products native, some emulated". dtype: the nominal one, which decides too (see `why_not_native`)."""
         capability = compute_capability(device)
-        native = {self.why_not_native(product, torch.bfloat16, capability) is None for product in LAYOUTS}
+        native = {self.why_not_native(product, dtype, capability) is None for product in LAYOUTS}
         if len(native) > 1:
             return "some products native, some emulated"
         return "native" if native.pop() else "emulated"
