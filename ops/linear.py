@@ -69,7 +69,7 @@ class Linear(OperationWithWeights):
 
     class Saved(NamedTuple):
         # Tensor (this rank's rows, where they are gathered) | QuantizedTensor (columnwise copy only); None if no weight
-        # gradient is wanted
+        # gradient is needed
         x: Any
 
     def __init__(
@@ -182,7 +182,7 @@ class Linear(OperationWithWeights):
     def dgrad_and_wgrad(
         self, ctx: OperationContext, dy: Any, alpha: float = 1.0
     ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-        """alpha dy W, in memory of its own, and alpha dy^T x by its parameter's name; what is wanted of both.
+        """alpha dy W, in memory of its own, and alpha dy^T x by its parameter's name; what is needed of both.
 
         The second is what autograd gets, see `ops.products.main_grad`. dy: of all rows, `gathers_grad_output`.
         """

@@ -97,9 +97,9 @@ def _check_agreement(group: Any, brought: Sequence[Amaxes]) -> None:
             "Run forward and backward once under the recipe before the capture."
         )
     device = brought[0].values.device if brought else None
-    told = _exchanged(group, (sum(number for _, number in contents), zlib.crc32(repr(contents).encode())), device)
-    if len(set(told)) > 1:
-        raise RuntimeError(_difference(group, told))
+    of_ranks = _exchanged(group, (sum(number for _, number in contents), zlib.crc32(repr(contents).encode())), device)
+    if len(set(of_ranks)) > 1:
+        raise RuntimeError(_difference(group, of_ranks))
     if len(known) >= _MOST_AGREED:
         known.clear()
     known.add(contents)
@@ -118,9 +118,9 @@ def _exchanged(group: Any, mine: tuple[int, int], device: torch.device | None) -
     return [tuple(row) for row in torch.stack(received).tolist()]
 
 
-def _difference(group: Any, told: Sequence[tuple[int, ...]]) -> str:
+def _difference(group: Any, of_ranks: Sequence[tuple[int, ...]]) -> str:
     ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, given in zip(dist.get_process_group_ranks(group), told, strict=True):
+    for rank, given in zip(dist.get_process_group_ranks(group), of_ranks, strict=True):
         ranks.setdefault(given, []).append(rank)
     who = [
         f"{'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some[:8]))}{', ...' if len(some) > 8 else ''}: "

@@ -31,7 +31,7 @@ from recipes.tensors.spec_quantizer import SpecQuantizer
 class DelayedScaling(Recipe):
     """FP8 with per-tensor scales from the amaxes of earlier steps. A step: see `recipes/pending.py`.
 
-    margin: scales leave room for 2^margin times the largest amax
+    margin: scales leave headroom for 2^margin times the largest amax
     fp8_format: HYBRID is E4M3 forward and E5M2 for gradients
     amax_history_len: how many steps a scale looks back
     amax_compute_algo: "max" over the history, "most_recent", or a function of the history [L, n] that gives [n]; its

@@ -51,7 +51,7 @@ class PendingUpdates:
         self._quantizers: dict[int, RecordsAmaxes] = {}
 
     def add(self, quantizer: RecordsAmaxes, state: Tensor) -> None:
-        """Update this quantizer at the end of the step; `state` tells one state from another."""
+        """Update this quantizer at the end of the step; `state` identifies its state."""
         self._quantizers.setdefault(state.data_ptr(), quantizer)
 
     def join(self, others: Mapping[int, RecordsAmaxes]) -> None:

@@ -34,7 +34,7 @@ from recipes.recipe import Recipe, Role
 from recipes.stack import Stack
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how, is_eager
-from recipes.triton.tape import recording
+from recipes.triton.tape import taping
 
 MOST_KEYS = 128  # of a step: shapes that come again
 
@@ -60,7 +60,7 @@ class OperationState:
         """
         made_anew = ("operation", "prepared_weights", "buffers")
         own = {k: v for k, v in self.values.items() if k not in made_anew and v is not prototype.get(k, self)}
-        self.values, self.repeats = own, recording.tape is not None
+        self.values, self.repeats = own, taping.tape is not None
 
 
 class StepResult(NamedTuple):
@@ -120,8 +120,8 @@ class NotingUpdates:
             for name, buffer in operation._buffers.items()
             if buffer is state
         ]
-        if recording.tape is not None and not found:
-            recording.tape.repeatable = False  # a state of something else
+        if taping.tape is not None and not found:
+            taping.tape.repeatable = False  # a state of something else
         self.noted += found
 
 
@@ -248,7 +248,7 @@ def may_repeat(device: torch.device, entries: Stack) -> bool:
     """Whether anything may be repeated now, in these `autocast`s."""
     return (
         device.type == "cuda"
-        and not recording.inside
+        and not taping.inside
         and is_eager()
         and not is_counting()
         and recorded_effects() is None

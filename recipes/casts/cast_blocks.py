@@ -97,8 +97,8 @@ def cast_blocks_on_triton(
     row_values, column_values: of a copy in 1x32 blocks, the dtype of values that take the place of codes and scales,
     bit for bit as these are dequantized
 
-    With float32 scales, rows of no multiple of 16 values are cast with zeros behind them: the compiler knows of no
-    other multiple, and a tile that is read value by value does not fit into the registers.
+    With float32 scales, rows of no multiple of 16 values are cast with zeros behind them: the compiler vectorizes for
+    no other multiple, and a tile that is read value by value does not fit into the registers.
     """
     assert scale is None and amax_out is None, "each block has a scale of its own"
     wanted: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "stacked": stacked, "splits": splits}

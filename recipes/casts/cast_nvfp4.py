@@ -93,7 +93,7 @@ class Amaxes(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Codes and scales of both copies; None for one that was not asked for."""
+    """Codes and scales of both copies; None for one that was not requested."""
 
     rowwise: Tensor | None
     rowwise_scale: Tensor | None
@@ -183,7 +183,7 @@ def _transformed(padded: Tensor, dtype: torch.dtype, round_rht: bool) -> Tensor:
 
 
 def _bits(seed: Tensor, block: Tensor, row: Tensor) -> Tensor:
-    """The bits of blocks beside each other, [..., 16 B] of [..., B] after broadcasting."""
+    """The bits of adjacent blocks, [..., 16 B] of [..., B] after broadcasting."""
     return block_bits_ref(seed, *torch.broadcast_tensors(block, row)).flatten(-2)
 
 
@@ -215,8 +215,8 @@ def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
 class NVFP4Config(NamedTuple):
     """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits.
 
-    band: tiles below each other whose programs are neighbours; columns: of a tile that are cast at once, or on the way
-    back those that a thread decodes; registers: the most that a thread may have, None leaves it to the compiler
+    band: tiles below each other whose programs are neighbours; columns: of a tile that are cast at once, or in
+    dequantization those that a thread decodes; registers: the most that a thread may have, None: the compiler's choice
     """
 
     block_r: int
@@ -236,9 +236,9 @@ def amax_nvfp4_config(columns: int, *, row_scaled: bool) -> NVFP4Config:
 def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bool) -> NVFP4Config:
     """Of the kernel in Triton. A thread casts two blocks of rows at once, and then the two blocks of two columns.
 
-    Programs that run side by side wait for x in turn, so registers are few: the fastest measured on an H200
+    Few registers, so that many programs run at once and hide each other's loads: the fastest measured on an H200
     (`bench/results/tuning.md`). Where rows do not begin at multiples of 32 bytes every element has its own address, so
-    that a thread has room for one block of rows.
+    that a thread has registers for one block of rows.
     """
     config = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, columns=64)
     if columns % BLOCK:
@@ -291,7 +291,7 @@ def amax_nvfp4(
     row_scaled: bool,
     round_rht: bool = True,
 ) -> Amaxes:
-    """max |x| of each copy that is asked for, in one read of x; the columnwise one after the transform.
+    """max |x| of each requested copy, in one read of x; the columnwise one after the transform.
 
     x: [T, K] float, [T, K] with splits, or [G, N, K]. The copies share one tensor where their amaxes are the same.
     """

@@ -22,10 +22,9 @@ from recipes.casts.nvfp4_blocks_triton import (
     rounded_hadamard,
     signs_of_pairs,
     sums_of_pairs,
-    unpack_pairs,
 )
 from recipes.triton.gates import cuda_capability_geq, tl, triton
-from recipes.triton.rounding import INTERPRET, rounded_to_bfloat16, widen, widen_pairs
+from recipes.triton.rounding import INTERPRET, rounded_to_bfloat16, unpack_pairs, widen, widen_pairs
 
 STORE_BYTE = tl.constexpr("st.global.u8 [$1], $2; mov.b32 $0, 0;")
 STORE_CODES = tl.constexpr("st.global.b64 [$1], $2; mov.b32 $0, 0;")
@@ -447,7 +446,7 @@ def amax_nvfp4_kernel(
     STACKED: tl.constexpr, ROW_SCALED: tl.constexpr, RHT: tl.constexpr, ROUND_RHT: tl.constexpr, TILES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raises the amaxes, which are zeros before, to those of TILES tiles beside each other."""
+    """Raises the amaxes, which are zeros before, to those of TILES adjacent tiles."""
     first_column = tl.program_id(1) * (BLOCK_C * TILES)
     matrix, first_block = first_block_of(tl.program_id(2), BLOCKS, STACKED, BLOCK_R)
     if (first_block < BLOCKS) & (matrix < num_groups):

@@ -1,7 +1,7 @@
-"""What a function did, made ready to be done again: allocations, operations of torch and launches, in their order.
+"""What a function did, prepared for repetition: allocations, operations of torch and launches, in their order.
 
-`prepare` takes what a tape saw, with positions in place of tensors: those of the arguments, then of all that was made.
-What the host need not do again is left out:
+`prepare` takes what a tape recorded, with positions in place of tensors: of the arguments, then of all that was made.
+What the host need not repeat is left out:
 
     views                    of which launches alone need the address: it follows from that of their base
     small temporary memory   of which launches alone need the address: parts of one buffer, or of one that is zeroed
@@ -26,11 +26,11 @@ SMALL = 2**16  # bytes of temporary memory that may be part of a buffer, which l
 _ALIGNMENT = 256  # bytes, of such parts
 
 # What code by torch.compile allocates with on the current GPU: shape, strides, dtype. It takes a quarter of the time of
-# torch.empty, which stands in where torch has no such function, and where it is to fill memory, if asked to.
+# torch.empty, which stands in where torch has no such function, and where it has to fill memory.
 _empty_on_gpu: Callable[..., Any] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 _fills_memory = torch._C._get_deterministic_algorithms
 
-# What a TMA descriptor may be. Gluon has a class of its own, which is added by whoever imports Gluon.
+# The classes of TMA descriptors. Gluon has a class of its own, which is added where Gluon is imported.
 DESCRIPTORS: set[type] = {TensorDescriptor}
 
 Action = Callable[[list[Any], list[Any]], None]  # of the tensors so far, and the pool
@@ -139,7 +139,7 @@ class Repeated(NamedTuple):
 def prepare(device: int, num_arguments: int, seen: Sequence[Seen], result: Any) -> Repeated:
     """result: what was returned, with places. Raises NotRepeatable for launches that cannot be repeated."""
     memory = _Memory(num_arguments, seen, _needed(seen, result))
-    pool = _Pool(num_arguments, [_of_launch(step, memory) for step in seen if isinstance(step, Launched)])
+    pool = _Pool(num_arguments, [_call_arguments(step, memory) for step in seen if isinstance(step, Launched)])
     actions: list[Action] = [_Offset(*views) for views in pool.of_arguments()]
     actions += [_Allocate(buffer, pool.made(buffer.position)) for buffer in memory.buffers]
     for step in seen:
@@ -285,7 +285,7 @@ class _Address(NamedTuple):
     offset: int
 
 
-class _OfLaunch(NamedTuple):
+class _CallArguments(NamedTuple):
     """What a C function is called with: `first`, and then `args`, which are an argument of their own if `apart`.
 
     Both hold numbers and the like, `_Address`es, `_Descriptors`, and tuples with addresses.
@@ -297,7 +297,7 @@ class _OfLaunch(NamedTuple):
     apart: bool
 
 
-def _of_launch(step: Launched, memory: _Memory) -> _OfLaunch:
+def _call_arguments(step: Launched, memory: _Memory) -> _CallArguments:
     run = step.compiled.run
     if why_not_this_release() or not isinstance(run, nvidia.CudaLauncher):
         raise NotRepeatable
@@ -323,7 +323,7 @@ def _of_launch(step: Launched, memory: _Memory) -> _OfLaunch:
             args += [descriptors, *descriptors.expanded[1:]]
         else:
             args.append(_addressed(arg, memory))
-    return _OfLaunch(function, first, args, apart)
+    return _CallArguments(function, first, args, apart)
 
 
 def _addressed(value: Any, memory: _Memory) -> Any:
@@ -380,7 +380,7 @@ class _Pool:
     constants: how it begins, the stream first
     """
 
-    def __init__(self, num_arguments: int, launches: Sequence[_OfLaunch]) -> None:
+    def __init__(self, num_arguments: int, launches: Sequence[_CallArguments]) -> None:
         self._launches = iter(launches)
         self.constants: list[Any] = [None]
         self._positions: dict[_Address, int] = {}
@@ -420,12 +420,12 @@ class _Pool:
             self._append(_Address(number, offset))
         return offsets
 
-    def next_launch(self) -> _Launch:
+    def next_launch(self) -> _LaunchAgain:
         launch = next(self._launches)
         appended: list[Callable[[list[Any]], Any]] = []
         first = [self._position(value, appended) for value in launch.first]
         args = [self._position(value, appended) for value in launch.args]
-        return _Launch(launch.function, appended, first, args, launch.apart)
+        return _LaunchAgain(launch.function, appended, first, args, launch.apart)
 
     def _position(self, value: Any, appended: list[Callable[[list[Any]], Any]]) -> int:
         if value is _STREAM:
@@ -528,7 +528,7 @@ class _Count:
         torch.autograd.graph.increment_version([tensors[position] for position in self.positions])
 
 
-class _Launch:
+class _LaunchAgain:
     """appended: what is put into the pool for it; first, args: where in the pool all that it is called with is."""
 
     def __init__(

@@ -12,8 +12,8 @@ did, if that can be repeated: it touched no tensors but its arguments, what it m
 nothing whose shape or result the host has to wait for; no kernel needs memory of Triton's. What was made is freed where
 it was freed then; random numbers are drawn anew.
 
-    tape.py      sees what a function does
-    repeated.py  makes it ready to be done again
+    tape.py      records what a function does
+    repeated.py  prepares its repetition
 
 A call runs the function, and nothing is repeated: inside of another one that may be repeated itself; if a mode, a
 transform or autograd has to see it; on another GPU than the current one; while a hook at launches is set (profilers set
@@ -39,7 +39,7 @@ from torch.nn import Parameter
 
 from recipes.triton.gates import driver, knobs
 from recipes.triton.repeated import Repeated
-from recipes.triton.tape import record, recording
+from recipes.triton.tape import record, taping
 
 MOST_KEYS = 1024  # of a function
 
@@ -64,7 +64,7 @@ class Kept:
             if active.get_current_device() == found.device and not _hooked():
                 return found.again(tensors, addresses, active.get_current_stream(found.device))
         elif found is not False:
-            recording.inside = True  # what it calls looks for no keys of its own
+            taping.inside = True  # what it calls looks for no keys of its own
             try:
                 if found is None:
                     result, self.kept[key] = record(tensors, function)
@@ -74,7 +74,7 @@ class Kept:
                 self.kept[key] = None
                 return function()
             finally:
-                recording.inside = False
+                taping.inside = False
         return function()
 
 
@@ -88,7 +88,7 @@ class Replays(Kept):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = []
         addresses: list[int] = []
-        if recording.inside or not is_eager():
+        if taping.inside or not is_eager():
             return self.function(*args, **kwargs)
         try:
             key = how(args, tensors, addresses)
@@ -112,7 +112,7 @@ def is_eager() -> bool:
     """Whether nothing traces, transforms or redirects what torch does, but for a recording here."""
     return not (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() != (recording.tape is not None)
+        or torch._C._len_torch_dispatch_stack() != (taping.tape is not None)
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
     )
@@ -151,7 +151,7 @@ def how(args: Iterable[Any], tensors: list[Any], addresses: list[int]) -> tuple[
 
 
 def _hooked() -> bool:
-    """Whether somebody wants to see launches. Triton's chain of hooks is always there, and mostly empty."""
+    """Whether a hook observes launches. Triton's chain of hooks is always there, and mostly empty."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -172,7 +172,7 @@ def _columns_of_lanes(columns, COLUMNS, INTERLEAVE: tl.constexpr):
 
 @triton.jit
 def _inside(rows, columns, T, COLUMNS, WHOLE: tl.constexpr):
-    """Which elements of a tile there are; all of them, as the compiler then knows, if tiles are WHOLE."""
+    """Which elements of a tile there are; a constant, all of them, if tiles are WHOLE."""
     if WHOLE:
         return tl.full([rows.shape[0], columns.shape[0]], True, tl.int1)
     else:
@@ -339,7 +339,7 @@ def _store_y(
     STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
     GATE: tl.constexpr, COUNT: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Compute y again, store it where there is room for it, and cast it."""
+    """Recompute y, store it if y_ptr is not None, and cast it."""
     rows = tile[0]
     y, _ = _up_to(
         a, b, COUNT, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,

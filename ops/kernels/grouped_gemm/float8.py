@@ -3,7 +3,7 @@
     TN   y[t]  = sum_r a[t, r] b[g, c, r] + s[t] bias[g]      grouped_gemm_tn_float8    m_grouped (fprop, dgrad)
     NT   dw_g  = sum_t dy[t] x[t]^T over group g              grouped_gemm_nt_float8    k_grouped (wgrad)
 
-g is the group of row t. Both operands lie along the summed axis, as Hopper's float8 instructions want them: for fprop
+g is the group of row t. Both operands lie along the summed axis, as Hopper's float8 instructions need them: for fprop
 b is the weight's rowwise copy [G, N, K], for dgrad its transposed copy [G, K, N]; for wgrad both are the transposed
 columnwise copies, in which each group starts at a multiple of 16 (block scales: 128) columns and is padded with zeros.
 Multiples of 32 are worth having: those of 16 cost wgrad a quarter of its rate, because boxes start inside a sector.
@@ -61,7 +61,7 @@ from ops.kernels.grouped_gemm.operands import (
     row_slices,
     with_contiguous_rows,
 )
-from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, room_for
+from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, padded_groups
 from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
@@ -374,7 +374,7 @@ def grouped_gemm_tn_float8_triton(
             LAYOUT=layout,
             PROMOTE=promote,
             BAND=band(config.block_m),
-            GROUPS=room_for(G),
+            GROUPS=padded_groups(G),
             **config.compiled(),
         )
     else:
@@ -464,7 +464,7 @@ def grouped_gemm_nt_float8_triton(
             BLOCKWISE=blockwise,
             PROMOTE=promote,
             BAND=band(config.block_m),
-            GROUPS=room_for(G),
+            GROUPS=padded_groups(G),
             enable_fp_fusion=fusion,
             **config.compiled(),
         )
@@ -507,7 +507,7 @@ def with_aligned_rows(codes: Tensor) -> Tensor:
 
 
 def scale_layout(b_scale: Tensor, C: int, R: int) -> ScaleLayout:
-    """How b's scales lie, told by their shape. (Both block layouts are [G, 1, 1] for C = 1: then they agree.)"""
+    """How b's scales lie, from their shape. (Both block layouts are [G, 1, 1] for C = 1: then they agree.)"""
     if b_scale.dim() < 2:
         return "tensor"
     return "square" if b_scale.shape[1:] == (cdiv(C, BLOCK), cdiv(R, BLOCK)) else "row"

@@ -1,4 +1,4 @@
-"""What grouped kernels ask of their operands: that they fit together, and how they lie in memory."""
+"""What grouped kernels need of their operands: that they fit together, and how they lie in memory."""
 # T rows, G groups, K in features, N out features
 
 from collections.abc import Iterator

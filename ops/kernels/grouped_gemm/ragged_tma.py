@@ -8,7 +8,7 @@ front do the shift; they rely on addresses that wrap around at 2^64:
             = 2^64  +  (first + i) * s                                      s: distance of the axis' elements
 
 `unit`: both ends of every group are multiples of it. Strides of a descriptor are multiples of 16 bytes, so the last
-axis (s = 1) of one-byte elements needs a unit of 16. The scheme is that of `triton.tools.ragged_tma`, which knows no
+axis (s = 1) of one-byte elements needs a unit of 16. The scheme is that of `triton.tools.ragged_tma`, which has no
 unit and so leaves the last axis out.
 """
 

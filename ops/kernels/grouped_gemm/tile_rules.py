@@ -1,4 +1,4 @@
-"""Which tile a grouped product of `grouped_gemm` runs with: a rule over what the host knows, measured on an H200.
+"""Which tile a grouped product of `grouped_gemm` runs with: a rule over shapes and dtypes, measured on an H200.
 
 A table of measured tiles (`tiles`) comes before it.
 """
@@ -54,8 +54,8 @@ def k_grouped_config(
 ) -> GroupedGemmConfig:
     """Tiles of the kernel for NT. As above. accumulate: what is there needs registers and shared memory too.
 
-    gluon: whether its kernel can run (`why_no_gluon`). Float32 leaves room for a fourth stage if little of a tile is in
-    shared memory at once.
+    gluon: whether its kernel can run (`why_no_gluon`). Float32 has a fourth stage if little of a tile is in shared
+    memory at once.
     """
     if uses_descriptors(dtype, descriptors, capability):
         to_float32 = out_dtype == torch.float32

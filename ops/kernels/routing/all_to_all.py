@@ -13,10 +13,10 @@ That is how one rank would order the tokens of all ranks, concatenated in rank o
     2 ranks, 4 experts. Experts of the pairs:   rank 0: [0, 0, 1, 3]      rank 1: [0, 2, 2]
     on rank 0:  arrived [0, 0, 1, 0]   row_of_arrived [0, 1, 3, 2]   rows [0, 0, 0, 1]   sizes [3, 1]
 
-Tokens go as copies, of which the receiver makes the rows: with 8 experts for a token, chosen at random from 8 ranks,
-5.3 instead of 8. What returns is a row for each pair, because the sum over the slots of a token has an order.
+Tokens are sent as copies, from which the receiver makes the rows: with 8 experts for a token, chosen randomly from 8
+ranks, 5.3 instead of 8. What returns is a row for each pair, because the sum over the slots of a token has an order.
 
-Before any rows, each rank tells each other one what it computes and how much it sends (`_exchange_headers`), and then
+Before any rows, each rank sends each other one what it computes and how much it sends (`_exchange_headers`), and then
 how many pairs for each expert. The first is read on the host, because all_to_all_single takes its split sizes from
 there: once a forward; backward uses the same sizes. The second stays on the device.
 
@@ -172,7 +172,7 @@ def announce_refusal(group: ExpertGroup, device: torch.device, error: Exception)
 def _exchange_headers(
     group: ExpertGroup, about: str, wanted: Wanted, pairs_n: Tensor, copies_n: Tensor
 ) -> tuple[Counts, Counts, Wanted, Tensor]:
-    """(pairs, copies, gradients that any rank wants, copies received [n] on the device). Reads the device, once.
+    """(pairs, copies, gradients that any rank needs, copies received [n] on the device). Reads the device, once.
 
     Of a size that depends on nothing but the ranks, so it works between ranks that agree on nothing else.
     """
