@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ops.kernels.collectives import Ranks
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.all_to_all import (
     ExpertGroup,
@@ -67,7 +68,7 @@ class Dispatch(BasicOperation):
     class Saved(NamedTuple):
         routing_map: RoutingMap
 
-    def __init__(self, num_experts: int, *, group: Any = None, empty_slots: bool = False) -> None:
+    def __init__(self, num_experts: int, *, group: Ranks | None = None, empty_slots: bool = False) -> None:
         super().__init__()
         check_flags(empty_slots=empty_slots)
         if empty_slots and group is not None:

@@ -88,7 +88,7 @@ class DelayedScaling(Recipe):
             )
         return super().to_dict()
 
-    def amax_reduction_groups(self, default: Any) -> tuple[Any, ...]:
+    def amax_reduction_groups(self, default: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, ...]:
         if not self.reduce_amax:
             return ()
         return (default if self.amax_reduction_group is None else self.amax_reduction_group,)
@@ -123,7 +123,7 @@ class DelayedScalingQuantizer(SpecQuantizer):
         return self.recipe.reduce_amax
 
     @property
-    def amax_reduction_group(self) -> Any:
+    def amax_reduction_group(self) -> dist.ProcessGroup | None:
         return self.recipe.amax_reduction_group
 
     @property

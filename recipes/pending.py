@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ class RecordsAmaxes(Protocol):
     def reduce_amax(self) -> bool: ...
 
     @property
-    def amax_reduction_group(self) -> Any: ...
+    def amax_reduction_group(self) -> dist.ProcessGroup | None: ...
 
     @property
     def role(self) -> str: ...
@@ -76,7 +76,9 @@ class PendingUpdates:
 
 @torch.no_grad()
 def end_steps(
-    quantizers: Mapping[int, RecordsAmaxes], group: dist.ProcessGroup | None, awaited: Iterable[Any] = ()
+    quantizers: Mapping[int, RecordsAmaxes],
+    group: dist.ProcessGroup | None,
+    awaited: Iterable[dist.ProcessGroup | None] = (),
 ) -> None:
     """Reduce the amaxes over their groups (`reduce_amaxes`), and let every quantizer go on to the next step.
 

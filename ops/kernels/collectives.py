@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from torch import Tensor
 # torch 2.13 has renamed them, and warns where the old names are used.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
+# The ranks of an operation, as a caller names them: a group, or a mesh of one dimension.
+Ranks: TypeAlias = "dist.ProcessGroup | dist.DeviceMesh"
 
 NOT_REPEATED = "A collective is issued by its process group, in each step anew."
 
@@ -42,7 +45,7 @@ class RankGroup:
     example: ClassVar[str] = 'mesh["tp"]'
     or_none: ClassVar[str] = ""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: object) -> None:
         if dist.is_available():
             outside = group is dist.GroupMember.NON_GROUP_MEMBER
             if isinstance(group, dist.DeviceMesh):
@@ -93,7 +96,7 @@ class RankGroup:
     def __hash__(self) -> int:
         return hash(self.process_group)
 
-    def __deepcopy__(self, memo: Any) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
 
     def __reduce__(self) -> NoReturn:

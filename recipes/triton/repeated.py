@@ -136,7 +136,7 @@ class Repeated(NamedTuple):
         return self.result(tensors)
 
 
-def prepare(device: int, num_arguments: int, seen: Sequence[Seen], result: Any) -> Repeated:
+def prepare(device: int, num_arguments: int, seen: Sequence[Seen], result: object) -> Repeated:
     """result: what was returned, with places. Raises NotRepeatable for launches that cannot be repeated."""
     memory = _Memory(num_arguments, seen, _needed(seen, result))
     pool = _Pool(num_arguments, [_call_arguments(step, memory) for step in seen if isinstance(step, Launched)])
@@ -164,7 +164,7 @@ def prepare(device: int, num_arguments: int, seen: Sequence[Seen], result: Any) 
     return Repeated(device, pool.constants, tuple(actions), _returning(memory.numbered(result)))
 
 
-def _needed(seen: Sequence[Seen], result: Any) -> set[int]:
+def _needed(seen: Sequence[Seen], result: object) -> set[int]:
     """The positions of which the tensor is needed, not the address alone."""
     needed = set(_positions(result))
     for step in reversed(seen):
@@ -222,7 +222,7 @@ class _Memory:
         self._users[number] -= 1
         return number if self._users[number] == 0 else None
 
-    def numbered(self, value: Any) -> Any:
+    def numbered(self, value: object) -> Any:
         """The value with the numbers of tensors in its places."""
         if type(value) is Place:
             return Place(self.at[value.position][0])
@@ -231,7 +231,7 @@ class _Memory:
         return _like(value, map(self.numbered, value))
 
 
-def _positions(value: Any) -> Iterator[int]:
+def _positions(value: object) -> Iterator[int]:
     if type(value) is Place:
         yield value.position
     elif isinstance(value, (tuple, list)):
@@ -239,7 +239,7 @@ def _positions(value: Any) -> Iterator[int]:
             yield from _positions(item)
 
 
-def has_places(value: Any) -> bool:
+def has_places(value: object) -> bool:
     """Whether there is something to be filled in."""
     if isinstance(value, (Place, Container)):
         return True
@@ -332,7 +332,7 @@ def _addressed(value: Any, memory: _Memory) -> Any:
     return _like(value, [_addressed(item, memory) for item in value]) if has_places(value) else value
 
 
-def _addresses(value: Any) -> Iterator[_Address]:
+def _addresses(value: object) -> Iterator[_Address]:
     if type(value) is _Address:
         yield value
     elif isinstance(value, _Descriptors):
@@ -427,7 +427,7 @@ class _Pool:
         args = [self._position(value, appended) for value in launch.args]
         return _LaunchAgain(launch.function, appended, first, args, launch.apart)
 
-    def _position(self, value: Any, appended: list[Callable[[list[Any]], Any]]) -> int:
+    def _position(self, value: object, appended: list[Callable[[list[Any]], Any]]) -> int:
         if value is _STREAM:
             return 0
         if type(value) is _Address:

@@ -53,7 +53,7 @@ class Kept:
         self.kept: dict[Any, Repeated | Literal[False] | None] = {}
         _all.add(self)
 
-    def run(self, key: Any, tensors: list[Any], addresses: list[int], function: Callable[[], Any]) -> Any:
+    def run(self, key: object, tensors: list[Any], addresses: list[int], function: Callable[[], Any]) -> Any:
         """function(), or what it did under this key. Raises TypeError for a key without a hash, before anything is run.
 
         tensors: all that it reads or writes without having made them, with their addresses; both lists are used up

@@ -159,7 +159,7 @@ class Tape(TorchDispatchMode):
         self._count += 1
         self._positions[identity] = position
 
-        def free(_: Any) -> None:
+        def free(_: object) -> None:
             del self._positions[identity], self._living[position]
             self.seen.append(Freed(position))
 
