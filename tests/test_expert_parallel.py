@@ -6,8 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from fuser.graph import make_graphed_callables
 from ops.kernels.routing.all_to_all import ExpertGroup, Wanted, _copies, _order, make_sharded_routing_map
 from ops.kernels.routing.permute import combine
 from recipes import DelayedScaling, NVFP4BlockScaling
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, quietly
 from tests.reference import Tensors, assert_close, assert_same_bits
 
 H, F = 32, 32
@@ -140,15 +139,6 @@ def compare(case: Case, recipe: Any = None, steps: int = 1, group: Any = None, *
             of_all = step(layer, given)
             of_rank = step(mine, given.of_rank(case, rank))
         check_shares(case, rank, of_all, weight_gradients(layer), of_rank | weight_gradients(mine))
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """As the fixtures of the tests' own process: one thread, and uninitialised memory is NaN."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
 
 
 def sentence(run: Callable[[], object], kind: type[Exception] = RuntimeError) -> str:
