@@ -27,15 +27,8 @@ same bits: each element is written once, or added to once, as `grouped_gemm` say
 
 Hopper's tensor core adds 32 products a step to its sum and, as far as measured (it is not documented), cuts every
 addend at 2^-13 of the power of two of the largest. Then a sum of n terms errs by at most n/32 * 33 * 2^-13 of the sum
-of absolute products S: 1.6 % of S in split accumulation, and no useful bound for long sums in fast accumulation.
-Measured on an H200, largest error / S:
-
-                              normal codes, n = 7168   all positive   one large term   a large term every 128
-    fast accumulation                         9.2e-4         1.4e-1           3.3e-1                   9.4e-3
-    split accumulation, blocks                2.1e-5         1.6e-4           5.1e-3                   8.2e-3
-
-(Normal codes, n = 2048: 8.1e-4 and 8.5e-5.) cuBLAS's split accumulation errs by the same in the last three columns,
-its fast accumulation by half as much in the second and third. Small integers are exact in both.
+of absolute products S: 1.6 % of S in split accumulation, and no useful bound for long sums in fast accumulation. Small
+integers are exact in both. What an H200 measured: `docs/recipes.md`, "How exact products are".
 
 Graph safety: as `grouped_gemm`. Grids follow from capacities, groups are found from the offsets on the device.
 
