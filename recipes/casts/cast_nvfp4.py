@@ -361,13 +361,13 @@ def fits_gluon(launch: _Grid) -> bool:
 def empty_codes(x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool) -> Codes:
     """Uninitialised codes and scales of the copies of x."""
     T, K = x.shape[-2:]
-    P = splits.aligned_capacity(BLOCK) if splits is not None else -(-T // BLOCK) * BLOCK
+    P = splits.aligned_capacity(BLOCK) if splits is not None else cdiv(T, BLOCK) * BLOCK
     row, column = (*x.shape[:-1],), (*x.shape[:-2], K)
 
     def empty(*shape: int) -> tuple[Tensor, Tensor]:
         *rest, length = shape
-        codes = x.new_empty(*rest, -(-length // 2), dtype=torch.uint8)
-        return codes, x.new_empty(*rest, -(-length // BLOCK), dtype=E4M3.dtype)
+        codes = x.new_empty(*rest, cdiv(length, 2), dtype=torch.uint8)
+        return codes, x.new_empty(*rest, cdiv(length, BLOCK), dtype=E4M3.dtype)
 
     return Codes(
         *(empty(*row, K) if rowwise else (None, None)),
@@ -456,10 +456,10 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
     config = dequantize_nvfp4_config(K, values.dtype, transpose=transpose)
     about = {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "num_warps": config.num_warps}
     num_groups = values.numel() // (R * K)
-    column_tiles = -(-K // config.block_c)
+    column_tiles = cdiv(K, config.block_c)
     if transpose:
-        tiles = num_groups * -(-R // (BLOCK * config.block_r))
-        band = min(tiles, max(config.band, -(-tiles // 65535)))
+        tiles = num_groups * cdiv(R, BLOCK * config.block_r)
+        band = min(tiles, max(config.band, cdiv(tiles, 65535)))
         _dequantize_columns(
             codes, (band, column_tiles, cdiv(tiles, band)), codes.view(torch.int64), scale, values, num_groups, R,
             K=K, COLUMNS=config.columns, **about,
@@ -502,15 +502,15 @@ class _Grid:
         self.x = (x.float() if x.dtype == torch.float64 else x).contiguous()
         self.offsets: tuple[Tensor | None, Tensor | None] = (None, None)
         if splits is None:
-            self.sizes = T, math.prod(groups), -(-T // BLOCK)
-            slots = math.prod(groups) * -(-T // block_m)
+            self.sizes = T, math.prod(groups), cdiv(T, BLOCK)
+            slots = math.prod(groups) * cdiv(T, block_m)
         else:
             num_groups = splits.num_groups
             self.offsets = splits.offsets, splits.aligned(BLOCK)
             self.sizes = T, num_groups, splits.aligned_capacity(BLOCK) // BLOCK
-            slots = -(-splits.aligned_capacity(BLOCK) // block_m)
-        band = min(slots, max(config.band, -(-slots // 65535)))  # more programs than that have no place on an axis
-        self.grid = (band, -(-K // (config.block_c * config.tiles)), -(-slots // band))
+            slots = cdiv(splits.aligned_capacity(BLOCK), block_m)
+        band = min(slots, max(config.band, cdiv(slots, 65535)))  # more programs than that have no place on an axis
+        self.grid = (band, cdiv(K, config.block_c * config.tiles), cdiv(slots, band))
 
 
 def _rounds(x: Tensor, rht: bool, round_rht: bool) -> bool:
@@ -524,7 +524,7 @@ def _num_groups(x: Tensor, splits: Splits | None) -> int:
 def _two_zeros(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Two float32 tensors of zeros, made by one kernel, at multiples of 16 bytes: Triton compiles anew for others."""
     count = math.prod(shape)
-    first, second = x.new_zeros(2, -(-count // 4) * 4, dtype=torch.float32).unbind()
+    first, second = x.new_zeros(2, cdiv(count, 4) * 4, dtype=torch.float32).unbind()
     return first[:count].view(shape), second[:count].view(shape)
 
 

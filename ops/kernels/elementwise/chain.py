@@ -53,7 +53,7 @@ from ops.kernels.elementwise.chain_cast import (
 )
 from ops.kernels.elementwise.chain_triton import delementwise_kernel, elementwise_kernel
 from recipes.triton.gates import JITFunction, tl
-from recipes.triton.launch import Launch, next_power_of_2, replayed
+from recipes.triton.launch import Launch, cdiv, next_power_of_2, replayed
 from recipes.triton.philox import random_bits_ref
 
 Kind = Literal["", "column", "row", "element", "random"]
@@ -179,7 +179,7 @@ class ElementwiseConfig(NamedTuple):
 
     def programs(self, rows: int, columns: int) -> tuple[int, int]:
         """The numbers of row blocks and column blocks of the grid."""
-        return -(-rows // (self.block_t * self.tiles)), -(-columns // self.block_c)
+        return cdiv(rows, self.block_t * self.tiles), cdiv(columns, self.block_c)
 
     def whole(self, rows: int, columns: int) -> bool:
         """Whether the tiles cover y exactly, so that no masks are needed."""
