@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, checkpoint, ops
 from fuser.graph import make_graphed_callables
-from ops.kernels.routing.all_to_all import ExpertGroup, Wanted, _copies, _order, make_sharded_routing_map
+from ops.kernels.routing.all_to_all import ExpertGroup, NeededGradients, _copies, _order, make_sharded_routing_map
 from ops.kernels.routing.permute import combine
 from recipes import DelayedScaling, NVFP4BlockScaling
 from tests.ranks import on_ranks, quietly
@@ -175,10 +175,10 @@ def leave_pairs_out(rank: int) -> None:
     indices = torch.tensor([[0, 4], [3, 1], [4, 4]]) if rank == 0 else torch.tensor([[2, 4]])
     x = torch.randn(indices.shape[0], 5)
     group = ExpertGroup(dist.group.WORLD)
-    sharded, _, sizes = make_sharded_routing_map(indices, 4, group, "the same", Wanted(True, rank == 1))
+    sharded, _, sizes = make_sharded_routing_map(indices, 4, group, "the same", NeededGradients(True, rank == 1))
     assert sizes.tolist() == [1, 1]
     assert sharded.pairs == (([2, 1], [2, 0]) if rank == 0 else ([0, 1], [1, 1]))
-    assert sharded.wanted == (True, True)
+    assert sharded.needed == (True, True)
     rows = sharded.send_tokens(x)
     assert rows.shape == (2, 5)
     y = combine(sharded.send_back(rows), sharded)
@@ -534,7 +534,7 @@ def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         RuntimeError, match="A CUDA graph is being captured, but all_to_all_single takes the row counts"
     ):
-        make_sharded_routing_map(indices, 4, group, "", Wanted(True, True))
+        make_sharded_routing_map(indices, 4, group, "", NeededGradients(True, True))
 
 
 def test_without_a_group_nothing_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:

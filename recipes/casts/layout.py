@@ -89,8 +89,8 @@ def empty_copies(
     rows = shape[-2] if stacked else math.prod(shape[:-1])
     transposed, square = spec.columnwise == "transposed", is_square(spec)
 
-    def empty(wanted: bool, size: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        return torch.empty(size, dtype=dtype, device=device) if wanted else None
+    def empty(made: bool, size: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        return torch.empty(size, dtype=dtype, device=device) if made else None
 
     def row_blocks(block: int) -> int:
         if splits is None:
