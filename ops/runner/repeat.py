@@ -1,4 +1,4 @@
-"""Steps of a program that are repeated as a whole on a GPU where everything lies as it did: `recipes.triton.replay`.
+"""Steps of a program that are repeated as a whole on a GPU for inputs of the same layout: `recipes.triton.replay`.
 
 A step of built-in operations allocates, launches, and leaves tensors for backward. All of that follows from
 
@@ -56,7 +56,7 @@ class OperationState:
     def forget_prototype(self, prototype: Mapping[str, Any]) -> None:
         """Keep what the operation set on its context alone, not what that was made from: other forwards leave it too.
 
-        It can be repeated by, if it is recorded now.
+        If the forward is being recorded, its backward may be repeated too.
         """
         made_anew = ("operation", "prepared_weights", "buffers")
         own = {k: v for k, v in self.values.items() if k not in made_anew and v is not prototype.get(k, self)}

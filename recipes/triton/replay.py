@@ -1,27 +1,25 @@
-"""A function that allocates and launches, repeated with other addresses: what it chose once is not chosen again.
+"""A function that allocates and launches, repeated with other addresses: its checks and choices are made once.
 
-Launchers, and what is made of them, check, choose tiles, allocate and launch; all that follows from how their arguments
-lie. So what they did is kept under a key of
+Launchers, and functions that call them, check, choose tiles, allocate and launch; all of it follows from the layout of
+their arguments. So what they did is kept under a key of
 
     a tensor          its dtype, device, shape, strides, and its address modulo 16 bytes
     a number, a name  its type and value; a container: its type, and the same of each item
 
-and where the key is met again it is done again, without a look at anything else: outputs are allocated, addresses
-filled in, Triton's C function called. The first call of a key runs the function; the second runs it and keeps what it
-did, if that can be repeated: it touched no tensors but its arguments, what it made, and views of these; torch did
-nothing whose shape or result the host has to wait for; no kernel needs memory of Triton's. What was made is freed where
-it was freed then; random numbers are drawn anew.
+and repeated for an equal key: outputs are allocated, addresses filled in, Triton's C function called. The first call
+with a key runs the function; the second runs it and records what it did, if that can be repeated: it touched no tensors
+but its arguments, what it made, and views of these; torch did nothing whose shape or result the host has to wait for;
+no kernel needs memory of Triton's. What was made is freed where the function freed it; random numbers are drawn anew.
 
     tape.py      records what a function does
     repeated.py  prepares its repetition
 
-A call runs the function, and nothing is repeated: inside of another one that may be repeated itself; if a mode, a
-transform or autograd has to see it; on another GPU than the current one; while a hook at launches is set (profilers set
-them).
+A call runs the function in full inside of another one that may be repeated itself; if a mode, a transform or autograd
+has to see it; on another GPU than the current one; while a hook at launches is set (profilers set them).
 
 A TMA descriptor is kept with the launch it belongs to, by the address it was made for: its shape, strides, dtype and
-box follow from the launch's key, so it is never another tensor's. Nothing kept holds a tensor. All is bounded: what is
-full is emptied. `forget` empties all: call it after changing global state that a launch depended on.
+box follow from the launch's key, so it is never another tensor's. Nothing kept holds a tensor. All tables are bounded,
+and emptied when full. `forget` empties all: call it after changing global state that a launch depended on.
 
 The C function is that of Triton 3.6 or 3.7. With another release nothing is repeated, as
 `recipes.triton.gates.why_not_this_release` says.
@@ -45,7 +43,7 @@ MOST_KEYS = 1024  # of a function
 
 
 class Kept:
-    """What was done, by key, to be done again: see above. most: of how many keys; None: MOST_KEYS"""
+    """Recorded repetitions by key, see above. most: the largest number of keys; None: MOST_KEYS"""
 
     def __init__(self, most: int | None = None) -> None:
         self.most = most
@@ -103,7 +101,7 @@ class Replays(Kept):
 
 
 def forget() -> None:
-    """Let every function choose anew."""
+    """Drop all that was recorded, so that every function runs in full again."""
     for kept in _all:
         kept.kept.clear()
 

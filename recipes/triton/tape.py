@@ -72,7 +72,7 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, for seconds, as soon as an operation is seen
+        return False  # else torch imports its compiler, for seconds, at the first operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
