@@ -38,7 +38,7 @@ Layout: two codes a byte along the contracted axis, the even one in the low nibb
                 P = splits.aligned_capacity(16) and group g begins at splits.aligned(16)[g]. What lies between: 0
 
 16x16 scales are written once for each of their 16 rows. x is [T, K], [T, K] with splits, or [G, N, K] of which every
-group counts by itself. Rows past the sum of the splits count as 0, whatever stands there.
+group counts by itself. Rows past the sum of the splits count as 0, whatever x holds there.
 
 `*_ref` is plain torch and the definition. Nothing here waits for the device. Sources: OCP Microscaling Formats v1.0
 (E2M1); numerics and layout as TransformerEngine's NVFP4BlockScaling (read at d0067d0).
@@ -234,7 +234,7 @@ def amax_nvfp4_config(columns: int, *, row_scaled: bool) -> NVFP4Config:
 
 
 def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bool) -> NVFP4Config:
-    """Of the kernel in Triton. A thread casts two blocks of rows at once, and then the two blocks of two columns.
+    """Tiles of the kernel in Triton. A thread casts two blocks of rows at once, and then the two blocks of two columns.
 
     Few registers, so that many programs run at once and hide each other's loads: the fastest measured on an H200
     (`bench/results/tuning.md`). Where rows do not begin at multiples of 32 bytes every element has its own address, so
@@ -253,7 +253,7 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bo
 
 
 def gluon_config(*, rht: bool, stochastic: bool) -> NVFP4Config:
-    """Of the kernel in Gluon: four warps or more, of 64 columns each.
+    """Tiles of the kernel in Gluon: four warps or more, of 64 columns each.
 
     Six programs share a multiprocessor, or five where 80 registers would spill (`bench/results/tuning.md`).
     """
@@ -261,8 +261,8 @@ def gluon_config(*, rht: bool, stochastic: bool) -> NVFP4Config:
 
 
 def dequantize_nvfp4_config(width: int, dtype: torch.dtype, *, transpose: bool) -> NVFP4Config:
-    """For y of so many columns. block_r counts rows, not blocks, if not `transpose`; columns are 0 where words of y are
-    no pairs of columns.
+    """Tiles of dequantization, for y of this many columns. block_r counts rows, not blocks, if not `transpose`; columns
+    is 0 where words of y are not pairs of columns.
 
     The fastest measured on an H200 (`bench/results/tuning.md`).
     """
@@ -345,15 +345,15 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def runs_gluon(x: Tensor) -> bool:
-    """Whether the kernel in Gluon is there for x. A quantizer that torch compiles takes that in Triton; with torch 2.11
-    Inductor fails at it too (operations are not traced, so they never come here that way)."""
+    """Whether the kernel in Gluon can run for x. A quantizer under torch.compile uses that in Triton, with which the
+    Inductor of torch 2.11 fails too (operations are not traced, so this concerns bare quantizers only)."""
     if x.dtype != torch.bfloat16 or not x.is_cuda or torch.compiler.is_compiling():
         return False
     return why_no_gluon(torch.cuda.get_device_capability(x.device)) is None
 
 
 def fits_gluon(launch: _Grid) -> bool:
-    """Whether rows are whole blocks and units of the copy engine, and columns of the codes whole units of memory."""
+    """Whether rows are whole blocks and aligned for the copy engine, and columns of the codes whole memory sectors."""
     x, (*_, blocks) = launch.x, launch.sizes
     return x.shape[-1] % BLOCK == 0 and x.data_ptr() % 16 == 0 and blocks % 4 == 0
 
@@ -420,7 +420,7 @@ def cast_nvfp4_triton(
     seed: Tensor | None,
     round_rht: bool = True,
 ) -> None:
-    """Writes `made`, from `empty_codes`, by the kernel in Triton, or in Gluon where that is there and takes this."""
+    """Writes `made`, from `empty_codes`, by the kernel in Gluon where it supports this, else by that in Triton."""
     if not x.numel():
         for tensor in made:
             if tensor is not None:
@@ -477,7 +477,7 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
 def cast_nvfp4_gluon(
     launch: _Grid, amaxes: Amaxes, made: Codes, *, rht: bool, two_d: bool, seed: Tensor | None, round_rht: bool = True
 ) -> None:
-    """Writes `made`, of whose copies the columnwise is one, by the kernel in Gluon; `fits_gluon` says of what."""
+    """Writes `made`, which has a columnwise copy, by the kernel in Gluon; x must be as `fits_gluon` says."""
     x, config = launch.x, launch.config
     assert made.columnwise is not None and config.block_r == 4 and config.block_c == 64 * config.num_warps
     rows = x.view(-1, x.shape[-1])
@@ -493,7 +493,7 @@ def cast_nvfp4_gluon(
 
 
 class _Grid:
-    """What the kernels over x take: x, the offsets of its groups, sizes, and a grid: rows in a band, columns, bands."""
+    """Arguments of the kernels over x: x, offsets of its groups, sizes; and a grid: rows in a band, columns, bands."""
 
     def __init__(self, x: Tensor, splits: Splits | None, config: NVFP4Config) -> None:
         *groups, T, K = x.shape
@@ -522,7 +522,7 @@ def _num_groups(x: Tensor, splits: Splits | None) -> int:
 
 
 def _two_zeros(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Two float32 tensors of zeros, made by one kernel, at multiples of 16 bytes: Triton compiles anew for others."""
+    """Two float32 tensors of zeros, made by one kernel, aligned to 16 bytes: for others Triton would compile again."""
     count = math.prod(shape)
     first, second = x.new_zeros(2, cdiv(count, 4) * 4, dtype=torch.float32).unbind()
     return first[:count].view(shape), second[:count].view(shape)

@@ -16,7 +16,7 @@ SIGNS = tl.constexpr(_SIGNS)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 LINE = tl.constexpr(16777216.0)  # 2^24, from which on the last place of a float32 is 2
 LINE_BITS = tl.constexpr(0x4B800000)
-# What the words of eight codes are too large by.
+# The surplus of words of eight codes.
 SURPLUS = tl.constexpr((0x4B800000 - 4) * 0x11111111 & 0xFFFFFFFF)
 # This many times E2M1's numbers are float16 numbers of the same fields: 1 becomes the smallest normal one, 0.5 one of
 # the subnormal ones. Their codes are in bits 9 to 11, and from one to the next there are 512 steps.
@@ -313,7 +313,7 @@ def signs_of_pairs(w0, w1, w2, w3):
 
 @triton.jit
 def _times_16(x):
-    """By a multiplication, for which the GPU has another pipe than for shifts and comparisons, which has more to do."""
+    """By a multiplication, which the GPU does in another pipe than shifts and comparisons, the busier one here."""
     if INTERPRET:
         return x << 4
     else:

@@ -139,7 +139,7 @@ def _up_to(
     STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
     GATE: tl.constexpr,
 ):  # fmt: skip
-    """The input of step UP_TO: (a, b) in front of the gate, behind it, or without one, (x, whatever)."""
+    """The input of step UP_TO: (a, b) before the gate; after it, or without one, (x, undefined)."""
     for i in tl.static_range(UP_TO):
         if i < GATE:
             a = _apply(
@@ -160,7 +160,7 @@ def _up_to(
 
 @triton.jit
 def _columns_of_lanes(columns, COLUMNS, INTERLEAVE: tl.constexpr):
-    """Where gate and linear part of y's columns stand in x."""
+    """The columns of x that hold the gate and the linear part of y's columns."""
     if INTERLEAVE == 0:
         a = columns
         b = columns + COLUMNS
@@ -285,7 +285,7 @@ def _back(
         dx = BACKWARDS[AT](dy * operand, x, A, B, C)
     else:
         if operands[AT] is None:
-            operand = dy  # a linear step: it does not look at it
+            operand = dy  # a linear step: it does not read it
         else:
             operand = _operand(
                 operands[AT], shared[AT], tl.constexpr(KINDS[AT]), rows, columns, first_column, T, WIDTH, inside

@@ -102,7 +102,7 @@ class TileTable:
         return _nearest(self, gemm, rows)
 
     def record(self) -> dict[str, Any]:
-        """What JSON holds of it; `read_tiles` makes the table of it again."""
+        """Its content for JSON, from which `read_tiles` makes the table again."""
         return {
             "format": FORMAT,
             "environment": dict(self.environment),

@@ -84,7 +84,7 @@ def k_grouped_float8_config(
 def built_in_float8_config(
     gemm: Gemm, rows: int, layout: ScaleLayout, split_accumulation: bool, capability: tuple[int, int]
 ) -> GroupedFloat8Config:
-    """What these two say for contiguous outputs. layout: of the second operand's scales."""
+    """The tiles of these two rules for contiguous outputs. layout: of the second operand's scales."""
     product, _, out_dtype, accumulate, G, N, K = gemm
     width = N if product == "TN" else K
     about: dict[str, Any] = {

@@ -131,7 +131,7 @@ def routes_in_triton(device: torch.device, dtype: torch.dtype, num_experts: int)
 
 
 def describe_kernels(num_experts: int, score_function: ScoreFunction, is_limited: bool) -> str:
-    """What routes so on a GPU in float32, in a few words. is_limited: to some groups."""
+    """What computes this routing on a GPU in float32, for `explain()`. is_limited: to some groups."""
     if num_experts > MOST_EXPERTS:
         return f"torch: the kernels hold up to {MOST_EXPERTS} experts"
     if score_function == "softmax" and not is_limited:
