@@ -44,7 +44,7 @@ MODELS = {**EXPERT_SHAPES, **TINY_SHAPES}
 DEFAULT_MODELS = {"cuda": "qwen3-30b-a3b", "cpu": "tiny-qwen3-30b-a3b"}
 WEIGHTS_EVERY = 8
 HOST = "host"
-HOST_CALLS = 4  # few, so that none waits for room in the device's queue
+HOST_CALLS = 4  # few, so that none waits because the device's queue is full
 # Steps on the same data after which a recipe with a history gives the same bits each time.
 SETTLING_STEPS = 4
 # The label whose SQNR a way of another library must reach, where it is not that of bf16.

@@ -28,7 +28,7 @@ def explain(
     """One paragraph for each stage of the layout, for an x and parameters of this device and dtype."""
     is_absent = device.type == "cuda" and not torch.cuda.is_available()
     assumed = " (torch finds no GPU here: as on Hopper)" if is_absent else ""
-    numbers = f"{recipe.support(device)} on {device.type}{assumed}, {str(dtype).removeprefix('torch.')}"
+    numbers = f"{recipe.support(device, dtype)} on {device.type}{assumed}, {str(dtype).removeprefix('torch.')}"
     about = f"recipe {recipe!r}: {numbers}"
     reason = why_not_this_release() if device.type == "cuda" else None
     lines = [f"{about}. {reason}" if reason else about]
@@ -40,7 +40,7 @@ def explain(
                 chosen, device, dtype, stage.runner.all_needs(requires_grad), training,
                 stage.runner.path or chosen.path, fusions_version(),
             )  # fmt: skip
-            says = f" under its own recipe {own!r}: {own.support(device)}" if own is not None else ""
+            says = f" under its own recipe {own!r}: {own.support(device, dtype)}" if own is not None else ""
             lines += [f"stage {number}: pipeline{says}", *_explain_pipeline(stage.runner, request)]
         else:
             reason = f", called by itself because {stage.why_alone}" if stage.why_alone else ""

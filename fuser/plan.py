@@ -168,11 +168,11 @@ def _match_lengths(pattern: Sequence[Any], steps: Sequence[PlannedOperation]) ->
             yield count + more
 
 
-def _fits(step: PlannedOperation, member: Any) -> bool:
+def _fits(step: PlannedOperation, member: object) -> bool:
     return not step.fused and any(_is_kind(step.operation, kind) for kind in _alternatives(member))
 
 
-def _alternatives(member: Any) -> tuple[Any, ...]:
+def _alternatives(member: object) -> tuple[Any, ...]:
     if isinstance(member, Optional | Several):
         return member.alternatives
     return member if isinstance(member, tuple) else (member,)

@@ -265,7 +265,7 @@ class Sequential(Container):
         return {**self.__dict__, "_layout": None}
 
 
-def _checked(module: Any) -> nn.Module:
+def _checked(module: object) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.")
     return module

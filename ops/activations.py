@@ -7,13 +7,12 @@ torch.nn.functional.glu it comes second.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation
-from ops.kernels.collectives import NOT_REPEATED, RankGroup, all_reduce
+from ops.kernels.collectives import NOT_REPEATED, RankGroup, Ranks, all_reduce
 from ops.kernels.elementwise.activation import (
     Activation,
     activation,
@@ -45,7 +44,9 @@ class ActivationOperation(ElementwiseOperation):
 
     repeatable = True
 
-    def __init__(self, activation: Activation, *, cache_quantized_input: bool = False, group: Any = None) -> None:
+    def __init__(
+        self, activation: Activation, *, cache_quantized_input: bool = False, group: Ranks | None = None
+    ) -> None:
         super().__init__()
         check_flags(cache_quantized_input=cache_quantized_input)
         self.activation = activation
@@ -262,7 +263,7 @@ class ScaledSwiGLU(ActivationOperation):
 
     extra_inputs = {"scales": Tensor}
 
-    def __init__(self, glu_interleave_size: int | None = None, *, group: Any = None) -> None:
+    def __init__(self, glu_interleave_size: int | None = None, *, group: Ranks | None = None) -> None:
         super().__init__(Activation("swiglu", glu_interleave_size=glu_interleave_size), group=group)
 
 
@@ -289,7 +290,7 @@ class ScaledClampedQGeGLU(ActivationOperation):
         limit: float = 7.0,
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
-        group: Any = None,
+        group: Ranks | None = None,
     ) -> None:
         spec = Activation("clamped_swiglu", limit, alpha, glu_linear_offset, glu_interleave_size=glu_interleave_size)
         super().__init__(spec, group=group)
@@ -313,7 +314,7 @@ class ScaledSiTUGLU(ActivationOperation):
         *,
         beta1: float = 4.0,
         beta2: float = 25.0,
-        group: Any = None,
+        group: Ranks | None = None,
     ) -> None:
         spec = Activation("situglu", beta1=beta1, beta2=beta2, glu_interleave_size=glu_interleave_size)
         super().__init__(spec, group=group)
@@ -330,5 +331,5 @@ class ScaledSReLU(ActivationOperation):
 
     extra_inputs = {"scales": Tensor}
 
-    def __init__(self, *, group: Any = None) -> None:
+    def __init__(self, *, group: Ranks | None = None) -> None:
         super().__init__(Activation("srelu"), group=group)

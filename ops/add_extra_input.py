@@ -17,7 +17,7 @@ class AddExtraInput(ElementwiseOperation):
     If the dtypes differ, the sum is computed in the wider one and rounded once.
 
     in_place: add x into the memory of the extra tensor, and return that tensor as y. Everything that reads the extra
-    tensor later, inside or outside of the pipeline, sees y.
+    tensor later, inside or outside of the pipeline, reads y.
 
     Raises ValueError for an empty name, and for different shapes: nothing is broadcast. In place also ValueError for
     an extra tensor of another dtype or with overlapping elements, and RuntimeError where its old values are still

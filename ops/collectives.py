@@ -11,6 +11,7 @@ from torch import Tensor
 from ops.kernels.collectives import (
     NOT_REPEATED,
     RankGroup,
+    Ranks,
     all_gather,
     all_reduce,
     broadcast,
@@ -47,7 +48,7 @@ class CollectiveOperation(BasicOperation):
     backward_name: ClassVar[str]
     why_in_full = NOT_REPEATED
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Ranks) -> None:
         super().__init__()
         self.group = RankGroup(group)
 
@@ -168,7 +169,7 @@ class Broadcast(CollectiveOperation):
     forward_name, backward_name = "broadcast", "reduce"
     repeatable = True
 
-    def __init__(self, src: int, group: Any) -> None:
+    def __init__(self, src: int, group: Ranks) -> None:
         super().__init__(group)
         src = as_integer("src", src)
         if not 0 <= src < self.group.size:

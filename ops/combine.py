@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ops.kernels.collectives import Ranks
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.all_to_all import ExpertGroup, ShardedRoutingMap
 from ops.kernels.routing.permute import RoutingMap, combine, dispatch
@@ -35,7 +36,7 @@ class Combine(BasicOperation):
     class Saved(NamedTuple):
         routing_map: RoutingMap
 
-    def __init__(self, *, group: Any = None) -> None:
+    def __init__(self, *, group: Ranks | None = None) -> None:
         super().__init__()
         self.group = None if group is None else ExpertGroup(group)
         if self.group is not None:

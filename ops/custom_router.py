@@ -62,7 +62,7 @@ class CustomRouter(NamedExtras, nn.Module):
         made = {self.extra_name(name): result for name, result in zip(self.returns, results, strict=True)}
         return (x, {name: made[name] for name in outputs}) if outputs else x
 
-    def _check(self, x: Tensor, results: Any) -> None:
+    def _check(self, x: Tensor, results: object) -> None:
         owner = type(self.module).__name__
         needed = f"({', '.join(self.returns)})"
         if not isinstance(results, tuple | list) or len(results) != len(self.returns):

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ops.kernels.collectives import Ranks
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.all_to_all import (
     ExpertGroup,
+    NeededGradients,
     ShardedRoutingMap,
-    Wanted,
     announce_refusal,
     make_sharded_routing_map,
 )
@@ -67,7 +68,7 @@ class Dispatch(BasicOperation):
     class Saved(NamedTuple):
         routing_map: RoutingMap
 
-    def __init__(self, num_experts: int, *, group: Any = None, empty_slots: bool = False) -> None:
+    def __init__(self, num_experts: int, *, group: Ranks | None = None, empty_slots: bool = False) -> None:
         super().__init__()
         check_flags(empty_slots=empty_slots)
         if empty_slots and group is not None:
@@ -139,8 +140,8 @@ class Dispatch(BasicOperation):
             f"num_experts={self.num_experts}, {x.shape[1]} features in {x.dtype}, {indices.shape[1]} slots, probs in "
             f"{probs.dtype}, gradients {'computed' if ctx.needs_grad else 'not computed'}, recipe {ctx.recipe.name}"
         )
-        wanted = Wanted(ctx.needs.input, "probs" in ctx.needs.extras)
-        routing_map, slot_of_pair, sizes = make_sharded_routing_map(indices, self.num_experts, group, about, wanted)
+        needed = NeededGradients(ctx.needs.input, "probs" in ctx.needs.extras)
+        routing_map, slot_of_pair, sizes = make_sharded_routing_map(indices, self.num_experts, group, about, needed)
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
             ctx.num_features, ctx.probs_dtype = x.shape[1], probs.dtype
@@ -157,12 +158,12 @@ class Dispatch(BasicOperation):
         """What is transferred follows from forward alone, so every rank takes part: zeros for what is not there."""
         rows = routing_map.row_of_arrived
         dx = dprobs = None
-        if routing_map.wanted.x:
+        if routing_map.needed.x:
             if dy is None:
                 dy = rows.new_zeros(rows.shape[0], ctx.num_features, dtype=ctx.dtype)
             d_pairs = routing_map.send_back(dy)
             dx = combine(d_pairs, routing_map) if ctx.needs.input else None
-        if routing_map.wanted.probs:
+        if routing_map.needed.probs:
             if dscales is None:
                 dscales = rows.new_zeros(rows.shape, dtype=ctx.probs_dtype)
             d_pairs, slots = routing_map.send_back(dscales), routing_map.row_of_slot

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.kernels.collectives import NOT_REPEATED
+from ops.kernels.collectives import NOT_REPEATED, Ranks
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.products.main_grad import OperationWithWeights
 from ops.products.paths import SplitTensors, choose_path
@@ -88,7 +88,7 @@ class GroupedLinear(OperationWithWeights):
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
         tensor_parallel: str | None = None,
-        group: Any = None,
+        group: Ranks | None = None,
         gated: bool = False,
     ) -> None:
         super().__init__(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
@@ -206,7 +206,7 @@ class GroupedLinear(OperationWithWeights):
     def bias_gradients(
         self, ctx: OperationContext, dy: Tensor, splits: Splits, scales: Tensor | None
     ) -> tuple[dict[str, Tensor | None], Tensor | None]:
-        """The biases' gradients by name, and that of scales if the bias is scaled and it is wanted."""
+        """The biases' gradients by name, and that of scales if the bias is scaled and it is needed."""
         gradients: dict[str, Tensor | None] = {}
         if self.needs_bias_grad(ctx):
             db = ctx.path.bias_grad(dy, splits, scales)

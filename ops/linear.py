@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.kernels.collectives import NOT_REPEATED
+from ops.kernels.collectives import NOT_REPEATED, Ranks
 from ops.products.main_grad import OperationWithWeights
 from ops.products.product import for_wgrad, gemm, quantized, wgrad
 from ops.products.tensor_parallel import TensorParallel, fill
@@ -20,6 +20,7 @@ from ops.runner.operation import BackwardOfBasic, OperationContext, check_featur
 from recipes.arguments import check_flags, positive_integers
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
 
 
@@ -69,7 +70,7 @@ class Linear(OperationWithWeights):
 
     class Saved(NamedTuple):
         # Tensor (this rank's rows, where they are gathered) | QuantizedTensor (columnwise copy only); None if no weight
-        # gradient is wanted
+        # gradient is needed
         x: Any
 
     def __init__(
@@ -83,7 +84,7 @@ class Linear(OperationWithWeights):
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
         tensor_parallel: str | None = None,
-        group: Any = None,
+        group: Ranks | None = None,
         sequence_parallel: bool = False,
         gated: bool = False,
     ) -> None:
@@ -147,7 +148,7 @@ class Linear(OperationWithWeights):
         """Whether dy is a rank's share of the rows, and all of them are gathered before anything is computed."""
         return self.parallel is not None and self.parallel.exchange.dy is not None
 
-    def fprop(self, ctx: OperationContext, x: Any, alpha: float = 1.0) -> Tensor:
+    def fprop(self, ctx: OperationContext, x: Tensor | QuantizedTensor, alpha: float = 1.0) -> Tensor:
         """alpha (x W^T + b), in memory of its own. Sets `ctx.saved`."""
         why = None
         if x.shape[-1:] != (self.own_in_features,):
@@ -180,9 +181,9 @@ class Linear(OperationWithWeights):
         return y if bias is None or bias is added else y.add_(bias)
 
     def dgrad_and_wgrad(
-        self, ctx: OperationContext, dy: Any, alpha: float = 1.0
+        self, ctx: OperationContext, dy: Tensor | QuantizedTensor, alpha: float = 1.0
     ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-        """alpha dy W, in memory of its own, and alpha dy^T x by its parameter's name; what is wanted of both.
+        """alpha dy W, in memory of its own, and alpha dy^T x by its parameter's name; what is needed of both.
 
         The second is what autograd gets, see `ops.products.main_grad`. dy: of all rows, `gathers_grad_output`.
         """
@@ -245,8 +246,8 @@ class Linear(OperationWithWeights):
 
 def column_sums(dy: Tensor) -> Tensor:
     """The gradient of a bias, [features]: the sum of dy [..., features] over its rows, in float32 or better."""
-    return _matrix(dy).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
+    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
 
 
-def _matrix(x: Any) -> Any:
+def _matrix(x: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
     return x.reshape(-1, x.shape[-1]) if isinstance(x, Tensor) else x

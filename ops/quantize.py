@@ -10,6 +10,7 @@ from torch import Tensor
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
 from recipes.arguments import check_flags
 from recipes.recipe import Recipe, Role
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
 
 
@@ -51,7 +52,7 @@ class Quantize(BasicOperation):
         return f"forward={self.quantizes_forward}, backward={self.quantizes_backward}"
 
 
-def _quantized(x: Any, quantizer: Quantizer | None) -> Any:
+def _quantized(x: Tensor | QuantizedTensor, quantizer: Quantizer | None) -> Tensor | QuantizedTensor:
     if quantizer is None or not isinstance(x, Tensor):
         return x
     # Both copies: it is not known here which products the next operation computes, and making a missing copy from the

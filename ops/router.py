@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -162,7 +162,7 @@ class Router(BasicOperation):
         return self.normalize_probs or not self.use_pre_softmax
 
     @torch.no_grad()
-    def update_expert_bias(self, rate: float = 1e-3, group: Any = None) -> None:
+    def update_expert_bias(self, rate: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
         """expert_bias += rate sign(mean load - load), and start counting anew; to be called after `optimizer.step()`.
 
         The load of an expert is the number of tokens that chose it in the forwards in training mode since the last
@@ -307,7 +307,7 @@ class Router(BasicOperation):
                 "two best. Pass fewer groups."
             )
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         bias = self.expert_bias
         super()._apply(fn, recurse)
         moved = self.expert_bias
@@ -322,7 +322,7 @@ class Router(BasicOperation):
             self.tokens_since_update.zero_()
 
 
-def _checked_score_function(name: Any, use_pre_softmax: bool, expert_bias: bool) -> ScoreFunction:
+def _checked_score_function(name: object, use_pre_softmax: bool, expert_bias: bool) -> ScoreFunction:
     if name == "softmax":
         if expert_bias:
             raise NotImplementedError(
@@ -340,7 +340,7 @@ def _checked_score_function(name: Any, use_pre_softmax: bool, expert_bias: bool)
     return "sigmoid"
 
 
-def _positive(name: str, value: Any) -> float:
+def _positive(name: str, value: object) -> float:
     value = as_number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} is {value}, but must be positive and finite. Pass such a number, or leave it out.")

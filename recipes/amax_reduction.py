@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,10 +29,10 @@ class Amaxes(NamedTuple):
 
     role: str
     values: Tensor
-    group: Any
+    group: dist.ProcessGroup | None
 
 
-def check_group(name: str, group: Any) -> None:
+def check_group(name: str, group: object) -> None:
     """Raise TypeError unless `group` is None or a process group (possibly one without this rank)."""
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return
@@ -40,7 +40,9 @@ def check_group(name: str, group: Any) -> None:
         raise TypeError(f"{name} is {group!r}, but must be a torch.distributed process group, or None.")
 
 
-def reduce_amaxes(brought: Iterable[Amaxes], group: Any, awaited: Iterable[Any] = ()) -> None:
+def reduce_amaxes(
+    brought: Iterable[Amaxes], group: dist.ProcessGroup | None, awaited: Iterable[dist.ProcessGroup | None] = ()
+) -> None:
     """Replace the values, in place, by their maximum over the ranks of their group.
 
     group: for amaxes that name none; None is the default group
@@ -51,7 +53,7 @@ def reduce_amaxes(brought: Iterable[Amaxes], group: Any, awaited: Iterable[Any] 
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
-    of_group: dict[Any, list[Amaxes]] = {_or_default(named): [] for named in awaited}
+    of_group: dict[dist.ProcessGroup, list[Amaxes]] = {_or_default(named): [] for named in awaited}
     for amaxes in brought:
         of_group.setdefault(_or_default(amaxes.group if amaxes.group is not None else group), []).append(amaxes)
     # Sorted by name, so that ranks that share several groups cannot deadlock.
@@ -60,11 +62,13 @@ def reduce_amaxes(brought: Iterable[Amaxes], group: Any, awaited: Iterable[Any] 
         _reduce_over(member, of_group[member])
 
 
-def _or_default(group: Any) -> Any:
-    return dist.group.WORLD if group is None else group
+def _or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group = dist.group.WORLD if group is None else group
+    assert group is not None, "torch.distributed is initialized"
+    return group
 
 
-def _reduce_over(group: Any, brought: Sequence[Amaxes]) -> None:
+def _reduce_over(group: dist.ProcessGroup, brought: Sequence[Amaxes]) -> None:
     if dist.get_world_size(group) == 1:
         return
     _check_agreement(group, brought)
@@ -78,11 +82,11 @@ def _reduce_over(group: Any, brought: Sequence[Amaxes]) -> None:
 
 
 # group -> lists that its ranks were found to agree on: role and number of amaxes of each quantizer, in order
-_agreed: WeakKeyDictionary[Any, set[tuple[tuple[str, int], ...]]] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[tuple[str, int], ...]]] = WeakKeyDictionary()
 _MOST_AGREED = 1024  # lists for each group; then all are compared again, on all ranks in the same step
 
 
-def _check_agreement(group: Any, brought: Sequence[Amaxes]) -> None:
+def _check_agreement(group: dist.ProcessGroup, brought: Sequence[Amaxes]) -> None:
     """Raise the same RuntimeError on every rank unless all ranks have the same list."""
     contents = tuple((amaxes.role, len(amaxes.values)) for amaxes in brought)
     known = _agreed.setdefault(group, set())
@@ -97,15 +101,15 @@ def _check_agreement(group: Any, brought: Sequence[Amaxes]) -> None:
             "Run forward and backward once under the recipe before the capture."
         )
     device = brought[0].values.device if brought else None
-    told = _exchanged(group, (sum(number for _, number in contents), zlib.crc32(repr(contents).encode())), device)
-    if len(set(told)) > 1:
-        raise RuntimeError(_difference(group, told))
+    of_ranks = _exchanged(group, (sum(number for _, number in contents), zlib.crc32(repr(contents).encode())), device)
+    if len(set(of_ranks)) > 1:
+        raise RuntimeError(_difference(group, of_ranks))
     if len(known) >= _MOST_AGREED:
         known.clear()
     known.add(contents)
 
 
-def _exchanged(group: Any, mine: tuple[int, int], device: torch.device | None) -> list[tuple[int, ...]]:
+def _exchanged(group: dist.ProcessGroup, mine: tuple[int, int], device: torch.device | None) -> list[tuple[int, ...]]:
     """`mine` of every rank of the group, in rank order. Blocks, and without a CPU backend synchronizes the device.
 
     device: of the amaxes; None if there are none
@@ -118,9 +122,9 @@ def _exchanged(group: Any, mine: tuple[int, int], device: torch.device | None) -
     return [tuple(row) for row in torch.stack(received).tolist()]
 
 
-def _difference(group: Any, told: Sequence[tuple[int, ...]]) -> str:
+def _difference(group: dist.ProcessGroup, of_ranks: Sequence[tuple[int, ...]]) -> str:
     ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, given in zip(dist.get_process_group_ranks(group), told, strict=True):
+    for rank, given in zip(dist.get_process_group_ranks(group), of_ranks, strict=True):
         ranks.setdefault(given, []).append(rank)
     who = [
         f"{'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some[:8]))}{', ...' if len(some) > 8 else ''}: "

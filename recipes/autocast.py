@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ContextDecorator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,7 +92,7 @@ class autocast(ContextDecorator):
         if quantizers or awaited:
             perform(Effect(_end_of_step, (quantizers, self._group, awaited), partial(forget, quantizers)))
 
-    def _awaited_by(self, entry: ActiveRecipe) -> tuple[Any, ...]:
+    def _awaited_by(self, entry: ActiveRecipe) -> tuple[dist.ProcessGroup | None, ...]:
         """The groups whose ranks wait for this one, even if it recorded no amaxes.
 
         Empty in evaluation, which one rank may run alone, in a recomputation, and while a graph is recorded, whose
@@ -105,7 +104,7 @@ class autocast(ContextDecorator):
         return self._recipe.amax_reduction_groups(self._group)
 
 
-def _check_kinds(amax_reduction_group: Any, keep_weights: object, scales: object) -> None:
+def _check_kinds(amax_reduction_group: object, keep_weights: object, scales: object) -> None:
     check_group("amax_reduction_group", amax_reduction_group)
     if keep_weights is not None:
         if not isinstance(keep_weights, Tensor):
@@ -117,7 +116,9 @@ def _check_kinds(amax_reduction_group: Any, keep_weights: object, scales: object
 
 
 def _end_of_step(
-    quantizers: Mapping[int, RecordsAmaxes], group: dist.ProcessGroup | None, awaited: tuple[Any, ...]
+    quantizers: Mapping[int, RecordsAmaxes],
+    group: dist.ProcessGroup | None,
+    awaited: Iterable[dist.ProcessGroup | None],
 ) -> None:
     """End a step when the outermost context closes. A graph replayed within an autocast is part of that one's step."""
     updates = current_updates()

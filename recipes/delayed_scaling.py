@@ -31,7 +31,7 @@ from recipes.tensors.spec_quantizer import SpecQuantizer
 class DelayedScaling(Recipe):
     """FP8 with per-tensor scales from the amaxes of earlier steps. A step: see `recipes/pending.py`.
 
-    margin: scales leave room for 2^margin times the largest amax
+    margin: scales leave headroom for 2^margin times the largest amax
     fp8_format: HYBRID is E4M3 forward and E5M2 for gradients
     amax_history_len: how many steps a scale looks back
     amax_compute_algo: "max" over the history, "most_recent", or a function of the history [L, n] that gives [n]; its
@@ -88,7 +88,7 @@ class DelayedScaling(Recipe):
             )
         return super().to_dict()
 
-    def amax_reduction_groups(self, default: Any) -> tuple[Any, ...]:
+    def amax_reduction_groups(self, default: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, ...]:
         if not self.reduce_amax:
             return ()
         return (default if self.amax_reduction_group is None else self.amax_reduction_group,)
@@ -123,7 +123,7 @@ class DelayedScalingQuantizer(SpecQuantizer):
         return self.recipe.reduce_amax
 
     @property
-    def amax_reduction_group(self) -> Any:
+    def amax_reduction_group(self) -> dist.ProcessGroup | None:
         return self.recipe.amax_reduction_group
 
     @property

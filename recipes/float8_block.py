@@ -6,7 +6,7 @@ Formula and layout of codes and scales: `recipes/casts/cast.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from recipes.casts.scale_rules import Float32Scale
 from recipes.recipe import Recipe, Role
@@ -89,6 +89,6 @@ class Float8BlockQuantizer(SpecQuantizer):
         return ScaleSpec(self.form, (1 if self.block_dim == 1 else BLOCK, BLOCK), rule, "transposed", BLOCK)
 
 
-def _check_dim(name: str, dim: Any) -> None:
+def _check_dim(name: str, dim: object) -> None:
     if type(dim) is not int or dim not in (1, 2):
         raise ValueError(f"{name} is {dim!r}, but must be 1 (1x128 blocks) or 2 (128x128 blocks).")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ class RecordsAmaxes(Protocol):
     def reduce_amax(self) -> bool: ...
 
     @property
-    def amax_reduction_group(self) -> Any: ...
+    def amax_reduction_group(self) -> dist.ProcessGroup | None: ...
 
     @property
     def role(self) -> str: ...
@@ -51,7 +51,7 @@ class PendingUpdates:
         self._quantizers: dict[int, RecordsAmaxes] = {}
 
     def add(self, quantizer: RecordsAmaxes, state: Tensor) -> None:
-        """Update this quantizer at the end of the step; `state` tells one state from another."""
+        """Update this quantizer at the end of the step; `state` identifies its state."""
         self._quantizers.setdefault(state.data_ptr(), quantizer)
 
     def join(self, others: Mapping[int, RecordsAmaxes]) -> None:
@@ -76,7 +76,9 @@ class PendingUpdates:
 
 @torch.no_grad()
 def end_steps(
-    quantizers: Mapping[int, RecordsAmaxes], group: dist.ProcessGroup | None, awaited: Iterable[Any] = ()
+    quantizers: Mapping[int, RecordsAmaxes],
+    group: dist.ProcessGroup | None,
+    awaited: Iterable[dist.ProcessGroup | None] = (),
 ) -> None:
     """Reduce the amaxes over their groups (`reduce_amaxes`), and let every quantizer go on to the next step.
 

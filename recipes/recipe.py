@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 
 from recipes.arguments import as_flag, as_integer, as_member, as_number
 from recipes.native_products import COLUMNWISE, LAYOUTS, Capability, Product, compute_capability, why_not_native
@@ -82,7 +83,7 @@ class Recipe(ABC):
         if self.path not in (None, "grouped", "split"):
             raise ValueError(f'path is {self.path!r}, but must be "grouped", "split" or None.')
 
-    def __deepcopy__(self, memo: Any) -> Recipe:
+    def __deepcopy__(self, memo: dict[int, object]) -> Recipe:
         """Itself: it never changes, and a process group or a function in a field may not be copied."""
         return self
 
@@ -129,7 +130,7 @@ class Recipe(ABC):
         """Whether `constant_weights` keeps dequantized weights where no product takes their codes."""
         return bool(getattr(self, "keep_weight_values", True))
 
-    def amax_reduction_groups(self, default: Any) -> tuple[Any, ...]:
+    def amax_reduction_groups(self, default: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, ...]:
         """The process groups whose ranks all take part when an `autocast` with this recipe ends, whatever it ran.
 
         default: the group that `autocast` names. None in the answer is the default group of torch.distributed.
@@ -154,10 +155,11 @@ class Recipe(ABC):
             return None
         return why_not_native(layout, left, right, dtype, capability)
 
-    def support(self, device: torch.device) -> str:
-        """Says "native" if the device multiplies in these numbers, "emulated" if it multiplies dequantized operands."""
+    def support(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+        """ "native" if the device multiplies in these numbers, "emulated" if it multiplies dequantized operands, or
+        "some products native, some emulated". dtype: the nominal one, which decides too (see `why_not_native`)."""
         capability = compute_capability(device)
-        native = {self.why_not_native(product, torch.bfloat16, capability) is None for product in LAYOUTS}
+        native = {self.why_not_native(product, dtype, capability) is None for product in LAYOUTS}
         if len(native) > 1:
             return "some products native, some emulated"
         return "native" if native.pop() else "emulated"
@@ -184,7 +186,7 @@ class HighPrecision(Recipe):
         return None
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: object) -> Any:
     if isinstance(value, Recipe):
         return value.to_dict()
     if isinstance(value, Enum):
@@ -197,7 +199,7 @@ def _plain(name: str, value: Any) -> Any:
     )
 
 
-def _built(name: str, value: Any, default: Any) -> Any:
+def _built(name: str, value: object, default: Any) -> Any:
     """A field's value from what `_plain` made of it; `default` shows which Enum it is of."""
     if isinstance(value, Mapping):
         return Recipe.from_dict(value)

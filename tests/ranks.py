@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ def on_ranks(
     """
     rendezvous = f"file://{folder / 'rendezvous'}"
     torch.multiprocessing.spawn(_run, (function, arguments, ranks, backend, rendezvous), nprocs=ranks)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """As the fixtures of the tests' own process: one thread, and uninitialised memory is NaN."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
 
 
 def _run(

@@ -9,12 +9,8 @@ from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import per_tensor
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.splits import Splits
+from tests.cast_cases import EACH_DEVICE, INF, NAN, assert_same, assert_same_copies, poisoned
 
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),
-    pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
-]
-EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 FORMS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
 # None: from the amax of x
 SCALES = pytest.mark.parametrize("given", [False, True], ids=["current", "given"])
@@ -23,20 +19,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning",  # the quotient of the smallest amaxes is Inf, as it should be
     "ignore:invalid value encountered:RuntimeWarning",  # signalling NaNs
 )
-
-INF, NAN = float("inf"), float("nan")
-
-
-def assert_same_codes(name, mine, other):
-    assert (mine is None) == (other is None), name
-    if mine is None:
-        return
-    mine = mine.cpu()
-    assert mine.shape == other.shape and mine.dtype == other.dtype, name
-    nan = other.float().isnan()  # whose sign and payload are the machine's
-    assert torch.equal(mine.float().isnan(), nan), name
-    mine, other = (codes.view(torch.uint8).masked_fill(nan, 0) for codes in (mine, other))
-    assert torch.equal(mine, other), name
 
 
 def check(device, x, form=E4M3, *, given=False, sizes=None, **options):
@@ -56,27 +38,15 @@ def check(device, x, form=E4M3, *, given=False, sizes=None, **options):
         cast(x.to(place), spec, splits=s, scale=None if scale is None else scale.to(place), amax_out=a, **options)
         for cast, place, s, a in zip(run, ("cpu", device), splits, amaxes, strict=True)
     )
-    assert_same_codes("row_codes", found.row_codes, expected.row_codes)
-    assert_same_codes("column_codes", found.column_codes, expected.column_codes)
-    assert [scale is None for scale in found[1::2]] == [scale is None for scale in expected[1::2]]
-    for mine, other in zip(found[1::2], expected[1::2], strict=True):
-        if mine is not None:
-            assert mine.shape == other.shape and torch.equal(mine.cpu(), other)
+    assert_same_copies(found, expected)
     if given:
         assert torch.equal(amaxes[1].cpu(), amaxes[0])
 
 
-def poisoned(*shape, dtype=torch.bfloat16, inf=False):
-    """Values over a wide range, a zero row, a NaN, the largest number, tiny ones, and an Inf if asked for."""
-    x = torch.randn(shape) * torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1)).float())
-    x = x.to(dtype)
-    flat = x.view(-1)
-    for place, value in ((3, NAN), (7, -INF if inf else 2.5), (11, 1000.0), (13, torch.finfo(dtype).tiny)):
-        if flat.numel():
-            flat[(place * 131) % flat.numel()] = value
-    if x.ndim == 2 and x.shape[0] > 1:
-        x[1] = 0
-    return x
+def wide_range(*shape, dtype=torch.bfloat16, inf=False):
+    """`poisoned` without Infs and the largest number, which would be the scale of all; with one Inf if `inf`."""
+    extremes = {3: NAN, 7: -INF if inf else 2.5, 11: 1000.0, 13: torch.finfo(dtype).tiny}
+    return poisoned(*shape, dtype=dtype, extremes=extremes)
 
 
 @pytest.mark.launches("amax_kernel", "cast_float8_kernel")
@@ -85,34 +55,34 @@ def poisoned(*shape, dtype=torch.bfloat16, inf=False):
 @SCALES
 @pytest.mark.parametrize("inf", [False, True], ids=["finite", "inf"])
 def test_both_copies_of_a_matrix(device, form, given, inf):
-    check(device, poisoned(150, 136, inf=inf), form, given=given)
+    check(device, wide_range(150, 136, inf=inf), form, given=given)
 
 
 @EACH_DEVICE
 @SCALES
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (3, 129), (257, 5), (2, 70, 40), (40,), (0, 8), (8, 0)], ids=str)
 def test_shapes(device, given, shape):
-    check(device, poisoned(*shape), given=given)
+    check(device, wide_range(*shape), given=given)
 
 
 @EACH_DEVICE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_dtypes(device, dtype):
-    check(device, poisoned(20, 140, dtype=dtype))
+    check(device, wide_range(20, 140, dtype=dtype))
 
 
 @EACH_DEVICE
 @SCALES
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "columnwise"])
 def test_one_copy_alone(device, given, rowwise):
-    check(device, poisoned(30, 130), given=given, rowwise=rowwise, columnwise=not rowwise)
+    check(device, wide_range(30, 130), given=given, rowwise=rowwise, columnwise=not rowwise)
 
 
 @EACH_DEVICE
 @SCALES
 @pytest.mark.parametrize("shape", [(2, 132, 20), (3, 5, 130), (2, 6, 7), (0, 4, 4), (2, 0, 4)], ids=str)
 def test_stacked_weights(device, given, shape):
-    check(device, poisoned(*shape), given=given, stacked=True)
+    check(device, wide_range(*shape), given=given, stacked=True)
 
 
 @EACH_DEVICE
@@ -129,7 +99,7 @@ def test_stacked_weights(device, given, shape):
     ],
 )
 def test_grouped_rows(device, given, rows, sizes):
-    x = poisoned(rows, 24)
+    x = wide_range(rows, 24)
     x[sum(sizes) :] = NAN
     check(device, x, given=given, sizes=sizes)
 
@@ -137,14 +107,14 @@ def test_grouped_rows(device, given, rows, sizes):
 @pytest.mark.rest
 @EACH_DEVICE
 def test_more_groups_than_are_looked_up_at_a_time(device):
-    check(device, poisoned(140, 8), sizes=[1] * 139)
+    check(device, wide_range(140, 8), sizes=[1] * 139)
 
 
 @EACH_DEVICE
 @SCALES
 def test_each_group_is_cast_as_if_alone(device, given):
     sizes, both = [33, 0, 5, 64], {"rowwise": True, "columnwise": True}
-    x = poisoned(110, 40).to(device)
+    x = wide_range(110, 40).to(device)
     splits = Splits.make(sizes, rows=110, device=device)
     scale = torch.tensor([1.0, 2.0, 0.3, 7.0], device=device) if given else None
     spec = per_tensor(E4M3, GivenScale() if given else Float32Scale())
@@ -154,15 +124,15 @@ def test_each_group_is_cast_as_if_alone(device, given):
         own = None if scale is None else scale[group : group + 1]
         alone = kernels.cast_float8_on_triton(x[row : row + size], spec, scale=own, **both)
         padded = -(-size // kernels.BLOCK) * kernels.BLOCK
-        assert_same_codes("row_codes", whole.row_codes[row : row + size], alone.row_codes.cpu())
-        assert_same_codes("column_codes", whole.column_codes[:, place : place + padded], alone.column_codes.cpu())
+        assert_same("row_codes", whole.row_codes[row : row + size], alone.row_codes.cpu())
+        assert_same("column_codes", whole.column_codes[:, place : place + padded], alone.column_codes.cpu())
         assert whole.row_scale[group] == alone.row_scale
         row, place = row + size, place + padded
 
 
 @EACH_DEVICE
 def test_input_that_is_not_contiguous(device):
-    x = poisoned(140, 60)
+    x = wide_range(140, 60)
     check(device, x.T)
     check(device, x[::2, 3:])
 
@@ -213,7 +183,7 @@ def test_ties_of_all_codes(device, form):
 @pytest.mark.parametrize("kind", ["single", "stacked", "odd-stacked", "grouped", "nobody"])
 def test_the_transposed_copy_comes_back(device, form, kind):
     sizes = {"grouped": [3, 0, 130, 20], "nobody": [0, 0]}.get(kind)
-    x = poisoned(*{"stacked": (2, 132, 40), "odd-stacked": (2, 7, 130)}.get(kind, (170, 72)))
+    x = wide_range(*{"stacked": (2, 132, 40), "odd-stacked": (2, 7, 130)}.get(kind, (170, 72)))
     splits = [None if sizes is None else Splits.make(sizes, rows=len(x), device=place) for place in ("cpu", device)]
     spec = per_tensor(form, Float32Scale())
     copies = cast_ref(x, spec, rowwise=True, columnwise=True, stacked="stacked" in kind, splits=splits[0])
@@ -248,7 +218,7 @@ OWN = [
 @pytest.mark.parametrize("form", OWN)
 @SCALES
 def test_a_largest_number_of_ones_own(device, form, given):
-    x = poisoned(70, 136, inf=True) * 64
+    x = wide_range(70, 136, inf=True) * 64
     check(device, x, form, given=given)
     check(device, x, form, given=given, sizes=[0, 33, 30])
     spec = per_tensor(form, Float32Scale())
@@ -283,8 +253,8 @@ def test_large_random_splits(form, given):
     for columns in (1024, 1000, 77):
         sizes = torch.randint(0, 400, (37,), generator=generator).tolist()
         sizes[5] = sizes[36] = 0
-        x = poisoned(sum(sizes) + 333, columns)
+        x = wide_range(sum(sizes) + 333, columns)
         x[sum(sizes) :] = NAN
         check("cuda", x, form, given=given, sizes=sizes)
-    check("cuda", poisoned(8, 384, 640), form, given=given, stacked=True)
-    check("cuda", poisoned(4097, 2048), form, given=given)
+    check("cuda", wide_range(8, 384, 640), form, given=given, stacked=True)
+    check("cuda", wide_range(4097, 2048), form, given=given)

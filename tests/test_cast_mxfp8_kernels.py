@@ -9,13 +9,9 @@ from recipes.casts.layout import Copies
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.splits import Splits
+from tests.cast_cases import EACH_DEVICE, INF, NAN, assert_same_copies, check_blocks, poisoned
 from tests.pairwise import rest
 
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),
-    pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
-]
-EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 RULES = [
     pytest.param(MXFP8Quantizer(E4M3), id="E4M3"),
     pytest.param(MXFP8Quantizer(E5M2), id="E5M2"),
@@ -35,77 +31,40 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning",  # signalling NaNs
 )
 
-INF, NAN = float("inf"), float("nan")
-
-
-def assert_same_copies(found, expected):
-    for name, mine, other in zip(found._fields, found, expected, strict=True):
-        assert (mine is None) == (other is None), name
-        if mine is None:
-            continue
-        mine = mine.cpu()
-        assert mine.shape == other.shape and mine.dtype == other.dtype, name
-        if other.dtype in (E4M3.dtype, E5M2.dtype):
-            nan = other.float().isnan()  # whose sign and payload are the machine's
-            assert torch.equal(mine.float().isnan(), nan), name
-            mine, other = (codes.view(torch.uint8).masked_fill(nan, 0) for codes in (mine, other))
-        assert torch.equal(mine, other), name
-
-
-def check(device, x, quantizer, *, sizes=None, **options):
-    wanted = {"rowwise": True, "columnwise": True} | options
-    splits = [None if sizes is None else Splits.make(sizes, rows=len(x), device=place) for place in ("cpu", device)]
-    expected = cast_ref(x, quantizer.spec, splits=splits[0], **wanted)
-    found = cast_blocks_on_triton(x.to(device), quantizer.spec, splits=splits[1], **wanted)
-    assert_same_copies(found, expected)
-
-
-def poisoned(*shape, dtype=torch.bfloat16):
-    """Values around powers of two over a wide range, a zero row, a NaN, an Inf, the largest number, tiny ones."""
-    x = torch.randn(shape) * torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1)).float())
-    x = x.to(dtype)
-    flat = x.view(-1)
-    for place, value in ((3, NAN), (5, INF), (7, -INF), (11, torch.finfo(dtype).max), (13, torch.finfo(dtype).tiny)):
-        if flat.numel():
-            flat[(place * 131) % flat.numel()] = value
-    if x.ndim == 2 and x.shape[0] > 1:
-        x[1] = 0
-    return x
-
 
 @pytest.mark.launches("cast_mxfp8_kernel")
 @EACH_DEVICE
 @EACH_RULE
 def test_both_copies_of_a_matrix(device, quantizer):
-    check(device, poisoned(70, 136), quantizer)
-    check(device, torch.randn(64, 128), quantizer)
+    check_blocks(device, poisoned(70, 136), quantizer)
+    check_blocks(device, torch.randn(64, 128), quantizer)
 
 
 @EACH_DEVICE
 @EACH_RULE
 @pytest.mark.parametrize("shape", [(1, 1), (3, 129), (257, 5), (2, 35, 40), (40,), (0, 8), (8, 0)], ids=str)
 def test_shapes(device, quantizer, shape):
-    check(device, poisoned(*shape), quantizer)
+    check_blocks(device, poisoned(*shape), quantizer)
 
 
 @EACH_DEVICE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_dtypes(device, dtype):
-    check(device, poisoned(20, 140, dtype=dtype), MXFP8Quantizer(E4M3))
+    check_blocks(device, poisoned(20, 140, dtype=dtype), MXFP8Quantizer(E4M3))
 
 
 @EACH_DEVICE
 @EACH_RULE
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "columnwise"])
 def test_one_copy_alone(device, quantizer, rowwise):
-    check(device, poisoned(40, 70), quantizer, rowwise=rowwise, columnwise=not rowwise)
+    check_blocks(device, poisoned(40, 70), quantizer, rowwise=rowwise, columnwise=not rowwise)
 
 
 @EACH_DEVICE
 @EACH_RULE
 @pytest.mark.parametrize("shape", [(2, 40, 70), (3, 5, 130), (0, 4, 4), (2, 0, 4)], ids=str)
 def test_stacked_weights(device, quantizer, shape):
-    check(device, poisoned(*shape), quantizer, stacked=True)
+    check_blocks(device, poisoned(*shape), quantizer, stacked=True)
 
 
 SPLITS = pytest.mark.parametrize(
@@ -126,12 +85,12 @@ SPLITS = pytest.mark.parametrize(
 def test_grouped_rows(device, quantizer, rows, sizes):
     x = poisoned(rows, 40)
     x[sum(sizes) :] = NAN
-    check(device, x, quantizer, sizes=sizes)
+    check_blocks(device, x, quantizer, sizes=sizes)
 
 
 @EACH_DEVICE
 def test_more_groups_than_are_looked_up_at_a_time(device):
-    check(device, poisoned(140, 8), MXFP8Quantizer(E4M3), sizes=[1] * 139)
+    check_blocks(device, poisoned(140, 8), MXFP8Quantizer(E4M3), sizes=[1] * 139)
 
 
 @EACH_DEVICE
@@ -156,19 +115,19 @@ def test_each_group_is_cast_as_if_alone(device, square):
 @EACH_DEVICE
 def test_input_that_is_not_contiguous(device):
     x = poisoned(70, 60)
-    check(device, x.T, MXFP8Quantizer(E4M3))
-    check(device, x[::2, 3:], MXFP8Quantizer(E4M3))
+    check_blocks(device, x.T, MXFP8Quantizer(E4M3))
+    check_blocks(device, x[::2, 3:], MXFP8Quantizer(E4M3))
 
 
 @EACH_DEVICE
 @EACH_FORMAT
 def test_all_bf16_numbers(device, quantizer):
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    check(device, every.view(-1, 64), quantizer)
+    check_blocks(device, every.view(-1, 64), quantizer)
     if not quantizer.square:  # each alone in its block
         alone = every[:: 1 if device == "cuda" else 16]
-        check(device, torch.nn.functional.pad(alone[:, None], (0, 1)), quantizer, columnwise=False)
-        check(device, torch.nn.functional.pad(alone[None], (0, 0, 0, 1)), quantizer, rowwise=False)
+        check_blocks(device, torch.nn.functional.pad(alone[:, None], (0, 1)), quantizer, columnwise=False)
+        check_blocks(device, torch.nn.functional.pad(alone[None], (0, 0, 0, 1)), quantizer, rowwise=False)
 
 
 @EACH_DEVICE
@@ -178,8 +137,8 @@ def test_powers_of_two_and_their_neighbours(device, quantizer):
     largest = (powers * quantizer.form.max).clamp(max=torch.finfo(torch.float32).max)
     every = torch.cat([powers, largest])
     every = torch.cat([every, *(torch.nextafter(every, torch.tensor(towards)) for towards in (0.0, INF))])
-    check(device, torch.nn.functional.pad(every[:, None], (0, 1)), quantizer, columnwise=False)
-    check(device, torch.nn.functional.pad(every[None], (0, 0, 0, 1)), quantizer, rowwise=False)
+    check_blocks(device, torch.nn.functional.pad(every[:, None], (0, 1)), quantizer, columnwise=False)
+    check_blocks(device, torch.nn.functional.pad(every[None], (0, 0, 0, 1)), quantizer, rowwise=False)
 
 
 @EACH_DEVICE
@@ -191,7 +150,7 @@ def test_ties_of_all_codes(device, quantizer):
     around = torch.stack([ties, *(torch.nextafter(ties, torch.tensor(towards)) for towards in (-INF, INF))])
     fixed = torch.full_like(around, quantizer.form.max)
     # the largest code beside each keeps the scale at 1
-    check(device, torch.stack([around, fixed], -1).view(-1, 2), quantizer, columnwise=False)
+    check_blocks(device, torch.stack([around, fixed], -1).view(-1, 2), quantizer, columnwise=False)
 
 
 @pytest.mark.launches("dequantize_mxfp8_kernel")
@@ -239,9 +198,9 @@ def test_large_random_splits(quantizer):
         sizes[5] = sizes[36] = 0
         x = poisoned(sum(sizes) + 333, columns)
         x[sum(sizes) :] = NAN
-        check("cuda", x, quantizer, sizes=sizes)
-    check("cuda", poisoned(8, 384, 640), quantizer, stacked=True)
-    check("cuda", poisoned(4097, 2048), quantizer)
+        check_blocks("cuda", x, quantizer, sizes=sizes)
+    check_blocks("cuda", poisoned(8, 384, 640), quantizer, stacked=True)
+    check_blocks("cuda", poisoned(4097, 2048), quantizer)
 
 
 @EACH_DEVICE

@@ -99,7 +99,7 @@ def check(
                 assert bits(found.cpu().masked_fill(nans, 0)) == bits(wanted.masked_fill(nans, 0))
 
 
-# Tiles are 64 rows of 256 columns, or in Triton of 512 where little of the last is empty and nothing rounded at random.
+# Tiles are 64 rows of 256 columns, or in Triton of 512 where little of the last is empty, without stochastic rounding.
 
 
 @DEVICE

@@ -35,7 +35,7 @@ FEW = pytest.mark.parametrize("model", FEW_MODELS)
 MAIN_GRAD = pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 
 
-def landed(sequential: nn.Module, main_grad: bool) -> dict[str, Any]:
+def weight_gradients(sequential: nn.Module, main_grad: bool) -> dict[str, Any]:
     return {name: weight.main_grad if main_grad else weight.grad for name, weight in weights_of(sequential).items()}
 
 
@@ -67,7 +67,7 @@ def test_delay_changes_no_bit(model: str, dtype: torch.dtype, recipe: str | None
             sequential.backward_dw()
             sequential.backward_dw()
         biases = {name: bias.grad for name, bias in biases_of(sequential).items()}
-        results.append(landed(sequential, main_grad) | biases | dict(enumerate(dx)))
+        results.append(weight_gradients(sequential, main_grad) | biases | dict(enumerate(dx)))
     assert_same_bits(results[1], results[0])
 
 
@@ -89,7 +89,7 @@ def test_each_call_adds_the_gradient_of_the_oldest_backward(model: str, main_gra
         assert sequential.need_backward_dw()
         sequential.backward_dw()
         backward(plain, seed)
-        assert_same_bits(landed(sequential, main_grad), landed(plain, main_grad))
+        assert_same_bits(weight_gradients(sequential, main_grad), weight_gradients(plain, main_grad))
     assert not sequential.need_backward_dw()
 
 
@@ -142,7 +142,7 @@ def test_operations_can_be_called_one_by_one() -> None:
     fc2.backward_dw()
     assert fc1.need_backward_dw() and not fc2.need_backward_dw() and fc1.weight.grad is None
     fc1.backward_dw()
-    assert_same_bits(landed(sequential, False), expected)
+    assert_same_bits(weight_gradients(sequential, False), expected)
 
 
 def test_what_is_left_and_not_the_switch_says_whether_a_call_is_needed() -> None:
@@ -199,7 +199,7 @@ def test_torch_autocast_does_not_reach_the_product() -> None:
     backward(sequential)
     with torch.autocast("cpu", torch.bfloat16):
         sequential.backward_dw()
-    assert_same_bits(landed(sequential, False), expected)
+    assert_same_bits(weight_gradients(sequential, False), expected)
 
 
 def test_an_error_leaves_the_gradient_to_the_next_call() -> None:
@@ -210,7 +210,7 @@ def test_an_error_leaves_the_gradient_to_the_next_call() -> None:
         sequential.backward_dw()
     give_main_grads(sequential, 0.0)
     sequential.backward_dw()
-    assert_same_bits(landed(sequential, True), expected)
+    assert_same_bits(weight_gradients(sequential, True), expected)
 
 
 # What changes in between
@@ -240,7 +240,7 @@ def test_a_weight_that_was_changed_in_place_is_not_needed_any_more() -> None:
     with torch.no_grad():
         sequential[0].weight.zero_()
     sequential.backward_dw()
-    assert_same_bits(landed(sequential, False), expected)
+    assert_same_bits(weight_gradients(sequential, False), expected)
 
 
 def test_nobody_writes_into_a_gradient_that_is_still_needed() -> None:
@@ -377,4 +377,4 @@ def test_the_product_runs_on_the_stream_of_the_call(model: str) -> None:
     event = side.record_event()
     assert not event.query()  # it stands behind the pause
     side.synchronize()
-    assert_same_bits(landed(sequential, False), expected)
+    assert_same_bits(weight_gradients(sequential, False), expected)

@@ -190,7 +190,7 @@ def test_a_format_that_the_kernel_does_not_know_is_refused_with_a_sentence(spec)
 
 
 @pytest.mark.parametrize("spec", [MXFP8, GIVEN], ids=["mxfp8", "given-scale"])
-def test_a_format_that_the_kernel_knows_is_taken_whoever_brings_it(spec):
+def test_a_format_that_the_kernel_supports_is_taken_from_any_quantizer(spec):
     recipe = CustomRecipe(Same(ThirdFormat(spec)))
     text = Sequential(ops.Bias(8), ops.Quantize()).explain(recipe=recipe, device="cuda", dtype=torch.bfloat16)
     assert "ElementwiseChain = " in text

@@ -6,8 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +21,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, checkpoint, ops
 from fuser.graph import make_graphed_callables
-from ops.kernels.routing.all_to_all import ExpertGroup, Wanted, _copies, _order, make_sharded_routing_map
+from ops.kernels.routing.all_to_all import ExpertGroup, NeededGradients, _copies, _order, make_sharded_routing_map
 from ops.kernels.routing.permute import combine
 from recipes import DelayedScaling, HighPrecision, NVFP4BlockScaling
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, quietly
 from tests.reference import Tensors, assert_close, assert_same_bits
 
 H, F = 32, 32
@@ -143,15 +142,6 @@ def compare(case: Case, recipe: Any = None, steps: int = 1, group: Any = None, *
         check_shares(case, rank, of_all, weight_gradients(layer), of_rank | weight_gradients(mine))
 
 
-@contextmanager
-def quietly() -> Iterator[None]:
-    """As the fixtures of the tests' own process: one thread, and uninitialised memory is NaN."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-
-
 def sentence(run: Callable[[], object], kind: type[Exception] = RuntimeError) -> str:
     with pytest.raises(kind) as raised:
         run()
@@ -186,10 +176,10 @@ def leave_pairs_out(rank: int) -> None:
     indices = torch.tensor([[0, 4], [3, 1], [4, 4]]) if rank == 0 else torch.tensor([[2, 4]])
     x = torch.randn(indices.shape[0], 5)
     group = ExpertGroup(dist.group.WORLD)
-    sharded, _, sizes = make_sharded_routing_map(indices, 4, group, "the same", Wanted(True, rank == 1))
+    sharded, _, sizes = make_sharded_routing_map(indices, 4, group, "the same", NeededGradients(True, rank == 1))
     assert sizes.tolist() == [1, 1]
     assert sharded.pairs == (([2, 1], [2, 0]) if rank == 0 else ([0, 1], [1, 1]))
-    assert sharded.wanted == (True, True)
+    assert sharded.needed == (True, True)
     rows = sharded.send_tokens(x)
     assert rows.shape == (2, 5)
     y = combine(sharded.send_back(rows), sharded)
@@ -582,7 +572,7 @@ def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         RuntimeError, match="A CUDA graph is being captured, but all_to_all_single takes the row counts"
     ):
-        make_sharded_routing_map(indices, 4, group, "", Wanted(True, True))
+        make_sharded_routing_map(indices, 4, group, "", NeededGradients(True, True))
 
 
 def test_without_a_group_nothing_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The house rules that a parser can see: imports run downward only, and nothing reads the device from the host."""
+"""The rules that a parser can check: imports run downward only, and nothing reads the device from the host."""
 
 import ast
 import re
@@ -141,6 +141,24 @@ def device_reads(path: Path) -> Iterator[str]:
 def test_only_the_split_path_and_references_read_the_device():
     found = [read for path in FILES for read in device_reads(path)]
     assert not found, "\n".join(found)
+
+
+def test_every_kernel_is_launched_by_a_launch():
+    """No `kernel[grid](...)` but in `Launch` itself, and no kernel without a `Launch`."""
+    trees = [parsed(path) for path in FILES if name_of(path) != "recipes/triton/launch.py"]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    bare = [ast.unparse(c.func) for c in calls if re.match(r"\w*kernel\[", ast.unparse(c.func))]
+    launched = {ast.unparse(arg) for call in calls if ast.unparse(call.func) == "Launch" for arg in call.args}
+    jitted = [n for n in nodes if isinstance(n, ast.FunctionDef) and {"triton.jit", "gluon.jit"} & marks_of(n)]
+    kernels = {node.name for node in jitted if node.name.endswith("_kernel")}
+    assert not bare, f"These are launched without `Launch`: {bare}"
+    assert len(kernels) > 20 and kernels == launched, kernels ^ launched
+
+
+def marks_of(function: ast.FunctionDef) -> set[str]:
+    """Its decorators, without their arguments."""
+    return {ast.unparse(mark.func if isinstance(mark, ast.Call) else mark) for mark in function.decorator_list}
 
 
 def test_environment_is_read_in_one_file():

@@ -1,4 +1,4 @@
-"""accumulate_into_main_grad: what lands in main_grad, what autograd gets, and what is refused."""
+"""accumulate_into_main_grad: what is written to main_grad, what autograd receives, and what is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.flo
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=TOLERANCES[dtype] * (1 + largest))
 
 
-# What lands where
+# What is written where
 
 
 def check_table(
@@ -653,7 +653,7 @@ def product(dy: Tensor, x: Tensor, *, out: Tensor | None = None, accumulate: boo
     return dw if out is None else store(dw, out, accumulate)
 
 
-class Landing(HandWritten):
+class Accumulating(HandWritten):
     """The same, which hands the product on."""
 
     handles_wgrad_accumulation = True
@@ -673,8 +673,8 @@ def test_a_fusion_of_the_users_can_keep_to_the_table(case: dict[str, bool]) -> N
     operations = make(
         "linear and scale", accumulate_into_main_grad=case["main_grad"], delay_wgrad_compute=case["delay"]
     )
-    sequential = Sequential(*operations, fusions=(Landing,))
-    assert "Landing" in sequential.explain()
+    sequential = Sequential(*operations, fusions=(Accumulating,))
+    assert "Accumulating" in sequential.explain()
     check_table(sequential, expected, **case)
 
 

@@ -11,8 +11,8 @@ from ops.kernels.grouped_gemm.persistent_schedule import (
     ends_of_groups,
     find_rows,
     group_of_rank,
+    padded_groups,
     ranks_of_groups,
-    room_for,
     serpentine_tile,
     tile_in_bands,
 )
@@ -69,7 +69,7 @@ def test_larger_groups_come_first_and_equal_ones_in_their_order(groups, device):
     sizes = torch.randint(0, 4, (groups,), device=device)
     offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     found = torch.full_like(sizes, -1)
-    by_size_kernel[(1,)](offsets, found, groups, GROUPS=room_for(groups))
+    by_size_kernel[(1,)](offsets, found, groups, GROUPS=padded_groups(groups))
     assert torch.equal(found, sizes.argsort(descending=True, stable=True))
 
 
@@ -85,7 +85,7 @@ def test_tiles_of_rows_are_those_of_the_groups_and_no_others(sizes, device):
         for first in range(begins[group], begins[group] + size, block)
     ]
     tiles = torch.full((len(expected) + 1, 3), -1, device=device)
-    rows_kernel[(1,)](offsets, tiles, len(sizes), GROUPS=room_for(len(sizes)), BLOCK_M=block)
+    rows_kernel[(1,)](offsets, tiles, len(sizes), GROUPS=padded_groups(len(sizes)), BLOCK_M=block)
     assert tiles.tolist() == [*expected, [-1, -1, -1]]
 
 

@@ -769,3 +769,13 @@ def test_a_plan_for_a_gpu_that_is_not_here_is_that_of_hopper():
     told = Sequential(linear).explain(recipe="fp8_current", device="cuda")
     assert "native on cuda (torch finds no GPU here: as on Hopper), bfloat16" in told and "dequantized" not in told
     assert "dequantized for all products (an operand" in Sequential(linear).explain(recipe="mxfp8", device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_native_in_explain_means_that_no_product_is_dequantized(recipe, dtype, device):
+    """The first line and those of the operations read one answer."""
+    first, *others = Sequential(ops.Linear(128, 256)).explain(recipe=recipe, device=device, dtype=dtype).splitlines()
+    assert ("native on" in first) == ("dequantized" not in "".join(others))
+    assert ("emulated on" in first) == ("dequantized for all products" in "".join(others))

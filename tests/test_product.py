@@ -6,8 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.products.product import gemm, operands
-from recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from ops.products.product import float8_operands, gemm, operands
+from recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    GroupedTensor,
+    MixedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    Splits,
+    as_recipe,
+)
 from recipes.native_products import COLUMNWISE, LAYOUTS, GemmLayout, compute_capability
 from recipes.recipe import Recipe, Role
 
@@ -109,3 +120,42 @@ def test_native_products_err_by_what_tensor_cores_cut_at_most(name, split, layou
     if torch.cuda.get_device_capability() >= (8, 9):
         bound = native(terms, split)
     check(name, layout, terms, dtype, "cuda", bound, split)
+
+
+PLANNED = [
+    *(as_recipe(name) for name in ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")),
+    Float8CurrentScaling(Format.E4M3),
+    Float8BlockScaling(w_block_scaling_dim=1),
+    Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+    MixedScaling("fp8_current", "fp8_current", input_for_wgrad="fp8_block"),
+    MixedScaling("fp8_current", "bf16", grad_output="mxfp8"),
+]
+
+
+@pytest.mark.parametrize("kind", ["matrix", "groups"])
+@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("recipe", PLANNED, ids=lambda recipe: type(recipe).__name__)
+def test_a_run_multiplies_codes_where_the_plan_says_native(recipe, dtype, capability, kind):
+    """What a run decides for its operands is what `explain` and `Recipe.support` say of the recipe."""
+    splits = Splits.make([40, 0, 88], rows=128, device="cpu")
+    x, dy = torch.randn(128, 64, dtype=dtype), torch.randn(128, 96, dtype=dtype)
+    both = {"rowwise": True, "columnwise": True}
+
+    def quantized(role: Role, tensor: Tensor) -> Tensor | QuantizedTensor | GroupedTensor:
+        quantizer = recipe.quantizer(role)
+        if quantizer is None:
+            return tensor
+        if kind == "matrix":
+            return quantizer.quantize(tensor, **both)
+        if role is Role.WEIGHT:
+            return quantizer.quantize_stacked(tensor, **both)
+        return quantizer.quantize_grouped(tensor, splits, **both)
+
+    weight = torch.randn((96, 64) if kind == "matrix" else (3, 96, 64), dtype=dtype)
+    made = {Role.INPUT: x, Role.WEIGHT: weight, Role.GRAD_OUTPUT: dy}
+    made = {role: quantized(role, tensor) for role, tensor in made.items()}
+    for product, layout in LAYOUTS.items():
+        left, right = (made[role] for role in ROLES[layout])
+        codes = float8_operands(layout, left, right, capability)
+        assert (codes is not None) == (recipe.why_not_native(product, dtype, capability) is None), product

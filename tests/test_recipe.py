@@ -136,7 +136,7 @@ def test_high_precision_quantizes_nothing():
     assert [HighPrecision().quantizer(role) for role in Role] == [None, None, None]
 
 
-def test_support_is_told():
+def test_support_says_what_is_native():
     assert [recipe.support(CPU) for recipe in BUILT_IN] == ["native"] + ["emulated"] * (len(BUILT_IN) - 1)
 
 

@@ -408,7 +408,7 @@ def check_an_error_is_raised_again():
     for _ in range(4):
         with pytest.raises(ValueError, match="no"):
             replays(torch.zeros(16, 16))
-    assert tape.recording.tape is None
+    assert tape.taping.tape is None
 
 
 def check_keys_are_bounded():
@@ -428,7 +428,7 @@ def check_threads_launch_their_own_addresses():
     for _ in range(3):
         launch_once(xs[0][0], out, 2)
     program = next(program for program in descriptors.kept.values() if program)
-    launch = next(step for step in program.actions if isinstance(step, actions._Launch))
+    launch = next(step for step in program.actions if isinstance(step, actions._LaunchAgain))
     mine = inspect.getclosurevars(launch.appended[0]).nonlocals["descriptors"]
 
     def work(own):

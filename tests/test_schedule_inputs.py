@@ -311,7 +311,7 @@ def test_an_entry_of_odd_numbers_is_refused_in_a_sentence(chunk, microbatch):
         Entry("F", chunk, microbatch)
 
 
-# --- at random
+# --- random orders
 
 
 def test_a_thousand_random_orders_are_valid_or_errors():

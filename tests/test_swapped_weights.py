@@ -49,7 +49,7 @@ def forward(sequential: Sequential, checkpoint: Callable[..., Tensor] | None = N
     return sequential(x, **extras) if checkpoint is None else checkpoint(lambda x: sequential(x, **extras), x)
 
 
-def land(
+def gradients_of(
     sequential: Sequential,
     delay: bool,
     hooks: AbstractContextManager[Any],
@@ -93,7 +93,7 @@ def test_hooks_that_swap_what_is_saved_change_no_bit(
     def run(hooks: AbstractContextManager[Any]) -> list[Tensor]:
         with autocast(recipe):
             sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
-            return land(sequential, delay, hooks)
+            return gradients_of(sequential, delay, hooks)
 
     assert_same_bits(run(HOOKS[hooks]()), run(nullcontext()))
 
@@ -111,7 +111,7 @@ def test_checkpointing_changes_no_bit(
     def run(checkpoint: Callable[..., Tensor] | None) -> list[Tensor]:
         with autocast(recipe):
             sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
-            return land(sequential, delay, nullcontext(), checkpoint)
+            return gradients_of(sequential, delay, nullcontext(), checkpoint)
 
     def checkpointed(*args: Any) -> Tensor:
         return CHECKPOINTS[kind](*args, use_reentrant=use_reentrant)
@@ -149,7 +149,7 @@ def test_no_weight_is_saved(model: str, main_grad: bool) -> None:
 def test_a_step_after_the_parameters_were_replaced_uses_the_new_ones(model: str, delay: bool, device: str) -> None:
     sequential = make(model, device=device, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     old = list(weights_of(sequential).values())
-    land(sequential, delay, nullcontext())
+    gradients_of(sequential, delay, nullcontext())
     before = [weight.main_grad.clone() for weight in old]
     for name, weight in weights_of(sequential).items():
         module, _, own_name = name.rpartition(".")
@@ -158,14 +158,14 @@ def test_a_step_after_the_parameters_were_replaced_uses_the_new_ones(model: str,
     with torch.no_grad():
         for weight in weights_of(doubled).values():
             weight *= 2
-    assert_same_bits(land(sequential, delay, nullcontext()), land(doubled, delay, nullcontext()))
+    assert_same_bits(gradients_of(sequential, delay, nullcontext()), gradients_of(doubled, delay, nullcontext()))
     assert_same_bits([weight.main_grad for weight in old], before)
 
 
 @DEVICE
 @EVERY_MODEL
 def test_a_module_may_be_deleted_before_backward(model: str, device: str) -> None:
-    expected = land(make(model, device=device, accumulate_into_main_grad=True), False, nullcontext())
+    expected = gradients_of(make(model, device=device, accumulate_into_main_grad=True), False, nullcontext())
     sequential = make(model, device=device, accumulate_into_main_grad=True)
     give_main_grads(sequential, 0.5)
     weights = list(weights_of(sequential).values())

@@ -6,8 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fuser import Sequential, autocast, checkpoint, ops
 from fuser.graph import make_graphed_callables
 from recipes import DelayedScaling, NVFP4BlockScaling
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, quietly
 from tests.reference import assert_close, assert_same_bits
 
 # Relative to the largest magnitude. Beside the order of summation, bf16 and fp16 round each rank's part of a sum, then
@@ -30,15 +29,6 @@ SUMMED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2.0**-8, tor
 DTYPES = tuple(SUMMED)
 NVFP4 = NVFP4BlockScaling(disable_stochastic_rounding=True)
 RANKS = [2, pytest.param(4, marks=[pytest.mark.rest, pytest.mark.slow])]
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """As the fixtures of the tests' own process: one thread, and uninitialised memory is NaN."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
 
 
 def sentence(run: Callable[[], object], kind: type[Exception]) -> str:

@@ -1,4 +1,4 @@
-"""Whoever writes into weights, and however: the next forward multiplies with what they are now.
+"""However weights are written: the next forward multiplies with their new values.
 
 Judged by bits: a model that was just built from the state dict knows nothing of earlier weights.
 """

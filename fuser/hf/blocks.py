@@ -21,7 +21,7 @@ from recipes.registry import as_recipe
 
 
 class MoEBlock(nn.Module):
-    """Stands where a block of transformers stood, and holds what that held, under the same names.
+    """Replaces a block of transformers, and holds the same modules under the same names.
 
         y = Combine(experts(Dispatch(x, Router(x)))) + shared_experts(x)        x, y: [batch, sequence, H]
 

@@ -80,8 +80,8 @@ def convert(
     hf_layout: of "hf": "per_expert", as in the files of most models; "stacked", as transformers 5 holds them;
                "transposed", as gpt-oss has them in both
     hf_names:  of "per_expert": the projections gate, up and down; ("w1", "w3", "w2") in files of Mixtral
-    linears:   of te and fuser, given or wanted: what the two GroupedLinear are called, such as ("0", "2")
-    glu_interleave_size: of te and fuser, given or wanted: None for rows [gate | up], S for alternating runs of S rows
+    linears:   of te and fuser, in input or output: what the two GroupedLinear are called, such as ("0", "2")
+    glu_interleave_size: of te and fuser, in input or output: None for rows [gate | up], S for alternating runs of S
 
     Raises ValueError, before the first tensor is read, for an unknown layout, names of another number, experts that are
     incomplete, quantized, in two layouts at once, or not there at all; and for shapes that do not match when they are

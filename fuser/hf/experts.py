@@ -33,7 +33,7 @@ def experts_layer(experts: nn.Module, recipe: Recipe | str | None = None) -> Seq
     `experts_layer(experts).explain()` shows how it runs.
 
     Raises TypeError for a module that is none of the sort, NotImplementedError for experts with a norm behind them or
-    with another activation than `fuser.hf.gate` knows; ValueError and TypeError for a recipe as `fuser.autocast`.
+    with an activation that `fuser.hf.gate` does not find; ValueError and TypeError for a recipe as `fuser.autocast`.
     """
     check_experts(experts)
     chosen = None if recipe is None else as_recipe(recipe)
@@ -71,7 +71,7 @@ def check_experts(experts: Any) -> None:
             "`has_gate`, which its decorator `use_experts_implementation` gives. Pass the module that holds "
             "`down_proj`."
         )
-    # Releases of transformers that know no such norm have no such mark.
+    # Releases of transformers without such a norm have no such mark.
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
             f"{type(experts).__name__} normalizes what each expert returns before it is weighted; here it is weighted "

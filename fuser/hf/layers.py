@@ -1,4 +1,4 @@
-"""The layers that compute for modules of transformers: kept beside these modules, and made anew for other tensors."""
+"""The layers that compute for modules of transformers: kept outside of these, and made anew for other tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Layer(NamedTuple):
     layer: Sequential
 
 
-# Beside the modules, not in them, so that their state dict, their copies and what is saved of them stay as they are.
+# Outside of the modules, so that their state dict, their copies and what is saved of them stay as they are.
 _layers: WeakKeyDictionary[nn.Module, dict[Hashable, _Layer]] = WeakKeyDictionary()
 
 
@@ -33,7 +33,7 @@ def held_layer(
 
     Backward needs the very tensors that its forward read, so other tensors (of an adapter, of `functional_call`, loaded
     with assign=True) have other operations, which `make` makes. They take the places of those before in the same
-    Sequential, since that knows under which recipe a checkpoint computes again, and take over their buffers: the amaxes
+    Sequential, which records under which recipe a checkpoint recomputes, and take over their buffers: the amaxes
     of delayed scaling.
     """
     layers = _layers.setdefault(module, {})

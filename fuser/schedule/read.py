@@ -220,7 +220,7 @@ def read_items(order: str | Iterable[Item]) -> list[Item]:
     return items
 
 
-def few(values: Any) -> Any:
+def few(values: object) -> Any:
     """A collection as a tuple, truncated just above MOST_ENTRIES; anything else unchanged."""
     if isinstance(values, Sequence | Set) and not isinstance(values, str | bytes | bytearray | memoryview):
         return tuple(islice(values, MOST_ENTRIES + 1))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from torch import Tensor
 # torch 2.13 has renamed them, and warns where the old names are used.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
+# The ranks of an operation, as a caller names them: a group, or a mesh of one dimension.
+Ranks: TypeAlias = "dist.ProcessGroup | dist.DeviceMesh"
 
 NOT_REPEATED = "A collective is issued by its process group, in each step anew."
 
@@ -42,7 +45,7 @@ class RankGroup:
     example: ClassVar[str] = 'mesh["tp"]'
     or_none: ClassVar[str] = ""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: object) -> None:
         if dist.is_available():
             outside = group is dist.GroupMember.NON_GROUP_MEMBER
             if isinstance(group, dist.DeviceMesh):
@@ -93,7 +96,7 @@ class RankGroup:
     def __hash__(self) -> int:
         return hash(self.process_group)
 
-    def __deepcopy__(self, memo: Any) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -148,12 +151,11 @@ def check_alike(
     """Compare between the ranks what they are about to exchange, where that is on the host anyway: for CPU tensors.
 
     describe: gives what has to be the same on all ranks, in words; called only where it is compared
-    refusal: why this rank cannot take part; it is raised here, and the others learn it
+    refusal: why this rank cannot take part; it is raised here, and sent to the others
 
     Raises ValueError for a device that the group has no backend for; RuntimeError, with the same sentence on every
-    rank, where ranks differ. On GPUs nothing is compared, since
-    that would synchronize: there ranks that differ wait for each other until the group's timeout, or receive values of
-    other tensors.
+    rank, where ranks differ. On GPUs nothing is compared, since that would synchronize: there ranks that differ wait
+    for each other until the group's timeout, or receive values of other tensors.
     """
     if device.type not in group.backends:
         backends = ", ".join(f"{backend} for {kind}" for kind, backend in group.backends.items())
@@ -168,9 +170,9 @@ def check_alike(
     if refusal is not None:
         about = f"its arguments are refused: {refusal}".removesuffix(".")
     mine = torch.tensor([zlib.crc32(about.encode())])
-    told = torch.empty(group.size, dtype=mine.dtype)
-    _all_gather(told, mine, group=group.process_group)
-    differ = bool((told != mine).any())
+    checksums = torch.empty(group.size, dtype=mine.dtype)
+    _all_gather(checksums, mine, group=group.process_group)
+    differ = bool((checksums != mine).any())
     sentence = difference(group, about, "Give every rank tensors of the same kind.") if differ else ""
     if refusal is not None:
         raise refusal
@@ -179,11 +181,11 @@ def check_alike(
 
 
 def difference(group: RankGroup, about: str, remedy: str) -> str:
-    """The sentence that every rank raises: each sees that another one differs, so all come here."""
-    told: list[str] = [""] * group.size
-    dist.all_gather_object(told, about, group=group.process_group)
+    """The sentence that every rank raises. A collective: every rank has found that another one differs."""
+    of_ranks: list[str] = [""] * group.size
+    dist.all_gather_object(of_ranks, about, group=group.process_group)
     ranks: dict[str, list[str]] = {}
-    for rank, given in zip(group.ranks, told, strict=True):
+    for rank, given in zip(group.ranks, of_ranks, strict=True):
         ranks.setdefault(given, []).append(str(rank))
     who = [f"{'rank' if len(some) == 1 else 'ranks'} {', '.join(some)}: {given}" for given, some in ranks.items()]
     return f"The ranks of one process group differ in what they exchange: {'; '.join(who)}. {remedy}"

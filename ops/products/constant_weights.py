@@ -1,4 +1,4 @@
-"""constant_weights: a scope in which the caller says that weights stand still, so that they are quantized once."""
+"""constant_weights: a scope in which the caller says that weights do not change, so that they are quantized once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class constant_weights:
 
     def __enter__(self) -> None:
         _end_with_optimizers()
-        # Operations know their scope weakly: one that an exception kept from being left ends with this object.
+        # Operations refer to their scope weakly: one that an exception kept from being left ends with this object.
         for operation in self._operations:
             if operation.weights_scope is None:
                 operation.set_weights_scope(self)

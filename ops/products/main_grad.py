@@ -1,7 +1,7 @@
 """Where a weight gradient is written: to what autograd gets, to `main_grad`, or, later, to either.
 
-An operation with weights does not compute dW itself. It says how (`Product`), and `accumulate` does the rest, by two
-switches of the operation:
+An operation with weights does not compute dW itself. It gives the product (`Product`), and `accumulate` does the rest,
+by two switches of the operation:
 
     accumulate_into_main_grad   the product is written into the buffer that the weight's owner has put at
                                 `weight.main_grad`; else autograd gets dW
@@ -10,8 +10,8 @@ switches of the operation:
 
 What the owner of the buffers (a data-parallel wrapper) sets on a weight, read when the gradient is computed:
 
-    main_grad                   the buffer, see `_buffer`. A weight with `__fsdp_param__` is first asked for it, by
-                                `get_main_grad()`.
+    main_grad                   the buffer, see `_buffer`; of a weight with `__fsdp_param__`, what `get_main_grad()`
+                                returns
     overwrite_main_grad         True: the first gradient overwrites the buffer, whatever was there; later ones are added
     grad_added_to_main_grad     set True here as soon as the buffer holds the gradient; the owner sets it False when it
                                 has taken it. The first gradient is the first since then; where the weight has no such
@@ -226,7 +226,7 @@ class OperationWithWeights(BasicOperation):
         return self
 
     def _mark_delayed(self) -> None:
-        """Tell a data-parallel wrapper that backward_dw() completes these gradients, not autograd."""
+        """Mark for a data-parallel wrapper that backward_dw() completes these gradients, not autograd."""
         if self.delay_wgrad_compute:
             for name in self.weight_names:
                 weight = self._parameters.get(name)
@@ -304,7 +304,7 @@ def backward_dw(operations: Sequence[tuple[str, OperationWithWeights]]) -> None:
 
 
 def check_accumulation(accumulation: Accumulation) -> None:
-    """Raise RuntimeError unless a product would still be written where, and as, it was when it landed."""
+    """Raise RuntimeError unless a product would still be written where, and as, it was in the capture."""
     name, weight, pointer, accumulate = accumulation
     target = _target(name, weight, -1)
     if target.buffer.data_ptr() != pointer:

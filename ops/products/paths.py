@@ -12,7 +12,7 @@ Both paths have the same verbs, so `GroupedLinear` and the fused grouped MLP are
     wgrad  dw_g = dy_g^T x_g             (NT)
 
 `GroupedPath` never reads the device from the host, so a CUDA graph of it can be replayed with other split sizes.
-`SplitPath` reads the split sizes and loops over the groups that have rows. It is for quantizers that know single
+`SplitPath` reads the split sizes and loops over the groups that have rows. It is for quantizers that take single
 tensors only, for dtypes without a grouped kernel, and as the independent check of the other path.
 """
 # T rows, G groups, K in features, N out features
@@ -165,7 +165,7 @@ class GroupedPath:
         scales: Tensor | None,
         out: Tensor | None,
     ) -> Tensor:
-        """What follows the product in fprop where x has a factor for each row, which the grouped GEMM does not know."""
+        """What follows the product in fprop where x has a factor for each row, which the grouped GEMM does not take."""
         product *= factors
         group = x.splits.group_of_row
         if bias is not None:
@@ -330,9 +330,9 @@ _PATHS: dict[str, type[Path]] = {GroupedPath.name: GroupedPath, SplitPath.name: 
 
 
 def choose_path(request: PlanRequest) -> Path:
-    """The path that was asked for, else the grouped one unless the recipe says why not.
+    """The path that the request names, else the grouped one unless the recipe says why not.
 
-    Raises ValueError if the grouped path is asked for and the recipe refuses it, or for an unknown name.
+    Raises ValueError if the request names the grouped path and the recipe refuses it, or for an unknown name.
     """
     asked = request.path
     if asked is not None and asked not in _PATHS:
@@ -350,7 +350,7 @@ def casts_as_computed(
     quantizer: Quantizer | None, device: torch.device, dtype: torch.dtype
 ) -> TypeGuard[SpecQuantizer]:
     """Whether the element-wise kernel that computes grouped rows quantizes them, or finds their amaxes, too: not on a
-    CPU or in float64, and only of formats that it knows."""
+    CPU or in float64, and only of formats that it supports."""
     if device.type != "cuda" or dtype == torch.float64 or not isinstance(quantizer, SpecQuantizer):
         return False
     return quantizer.casts_by_spec() and why_no_cast(quantizer.spec, grouped=True) is None

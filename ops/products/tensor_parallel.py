@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.kernels.collectives import RankGroup, all_gather, all_reduce, check_alike, reduce_scatter
+from ops.kernels.collectives import RankGroup, Ranks, all_gather, all_reduce, check_alike, reduce_scatter
 from ops.runner.context import OperationContext
 from ops.runner.in_place import writable
 from recipes.arguments import check_flags
@@ -82,7 +82,7 @@ class TensorParallel:
     def of(
         cls,
         mode: str | None,
-        group: Any,
+        group: Ranks | None,
         *,
         in_features: int,
         out_features: int,

@@ -1,6 +1,6 @@
 """Words for `explain()`: for which products codes are dequantized, and which tiles those of a GroupedLinear run with.
 
-The rows decide too, and are not known before a call: the words say for how many which tile is.
+The number of rows decides too, and is not known before a call: the words name the range of rows for each tile.
 
     128x256x64, 8 warps, 4 stages, fprop and dgrad below 96 rows a group 64x128x64, 4 warps, 3 stages,
     by the built-in rule

@@ -39,7 +39,7 @@ from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.scaled_codes import Dequantized
 
-# Makes the copies that are asked for: rowwise, columnwise -> a quantized tensor, or one for each group.
+# Makes the requested copies: rowwise, columnwise -> a quantized tensor, or one for each group.
 Quantize = Callable[[bool, bool], Any]
 
 
@@ -50,7 +50,7 @@ class ForBackward(NamedTuple):
 
 
 class QuantizedWeights:
-    """The copies of one operation, for the last quantizer that asked.
+    """The copies of one operation, for the last quantizer that it used.
 
     snapshot: of the quantizer's state that they were cast with
     """
@@ -73,7 +73,7 @@ class QuantizedWeights:
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}.values())
 
     def copies(self, rowwise: bool, columnwise: bool, quantize: Quantize) -> Any:
-        """With at least the copies asked for; what is missing is cast now, from the high-precision weights."""
+        """With at least the requested copies; what is missing is cast now, from the high-precision weights."""
         if self._copies is None:
             self._copies = quantize(rowwise, columnwise)
             return self._copies
@@ -157,7 +157,7 @@ def _in_forward(
 
 
 def one_for_both(quantize: Quantize, rowwise: bool, columnwise: bool) -> Any:
-    """Both copies, whichever is asked for: the rowwise one."""
+    """Both copies, whichever is requested: the rowwise one."""
     copies = quantize(True, False)
     if isinstance(copies, QuantizedTensor):
         return replace(copies, columnwise=copies.rowwise)

@@ -53,8 +53,8 @@ def run_backward(
 ) -> list[Tensor | None]:
     """The gradients of x, of every parameter, and of the extra inputs, in this order.
 
-    unwanted: the parameters, by their positions, whose gradients this backward was not asked for
-    The entries of `saved` are given up step by step. It is a step of its own for quantizers with a state.
+    unwanted: the parameters, by their positions, whose gradients this backward does not compute
+    The entries of `saved` are freed step by step. For quantizers with a state the backward is a step of its own.
     """
     repeats = not record.buffers and may_repeat(record.program.request.device, record.entries)
     # A step that is repeated reads no recipe.
@@ -106,7 +106,7 @@ def _run(
         for local, name, _ in wiring.outputs:
             if name in d_extras:
                 d_outputs[local] = _total(d_extras.pop(name))
-        if wiring.writes in d_extras:  # whoever read it later read y
+        if wiring.writes in d_extras:  # operations that read it later read y
             d_written = _total(d_extras.pop(wiring.writes))
             dx = d_written if dx is None else at_tensor(dx) + d_written
         if dx is None and not d_outputs:

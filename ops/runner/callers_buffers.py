@@ -67,8 +67,8 @@ def check_between_stages(
     x: Any,
     extras: Mapping[str, Any],
 ) -> None:
-    """The same for stages that are nodes of autograd's graph each: the backward of one cannot tell what an earlier one,
-    or a module between them, keeps. So no gradient of a later one is written where they read or wrote."""
+    """The same for stages that are nodes of autograd's graph each: the backward of one does not see what an earlier
+    one, or a module between them, keeps. So no gradient of a later one is written where they read or wrote."""
     check_before_forward([buffer for stage in stages for buffer in stage], modules, x, extras)
     earlier: list[CallersBuffer] = []
     for number, stage in enumerate(stages):

@@ -27,13 +27,13 @@ class OperationContext:
 
     recipe:  the recipe of this call, never None (`HighPrecision()` is "no recipe")
     dtype:   the dtype to compute in; x arrives in it and y leaves in it
-    needs:   which gradients are wanted (`Needs`); needs_grad: whether any is, and so whether to set `saved`
+    needs:   which gradients are needed (`Needs`); needs_grad: whether any is, and so whether to set `saved`
     path:    where grouped products run (`ops.products.paths`)
     saved:   a NamedTuple of the operation's own class; fields are tensors, None, or containers with `tensors()`
              and `rebuild(tensors)`. Never parameters: `param(name)` reads those from the operation.
     buffers: the caller's own tensors for this operation, by name
     own_gradients: in the backward of an operation with `reuses_gradients`, the names of the extra outputs whose
-             gradients lie in memory that nobody else sees: it may write into them
+             gradients lie in memory that nothing else reads: it may write into them
     updates: where quantizers with a state record that it changes at the end of the step; None: they record nothing
     """
 

@@ -1,4 +1,4 @@
-"""Which memory an operation may write into: such as nothing else still needs as it is."""
+"""Which memory an operation may write into: memory whose values nothing else still needs."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ class NamedExtras:
     """extra_inputs, extra_outputs: name -> kind of the extra tensors that it takes and makes.
 
     Kinds: `torch.Tensor` (carries a gradient), `IndexTensor`, `Splits`, or another container class (these do not). An
-    instance may have its own; `rename_extras` changes the names by which its Sequential knows them.
+    instance may have its own; `rename_extras` changes the names that they have in its Sequential.
     """
 
     extra_inputs: Mapping[str, type] = {}
@@ -18,11 +18,11 @@ class NamedExtras:
     _names: Mapping[str, str] = {}
 
     def extra_name(self, name: str) -> str:
-        """The name by which the Sequential knows its extra tensor `name`."""
+        """The name that its extra tensor `name` has in the Sequential."""
         return self._names.get(name, name)
 
     def rename_extras(self, **names: str) -> Self:
-        """Ask for, or hand on, extra tensors by other names: `rename_extras(split_sizes="splits_b")`.
+        """Consume or produce extra tensors under other names: `rename_extras(split_sizes="splits_b")`.
 
         Raises ValueError for a name that it does not have.
         """

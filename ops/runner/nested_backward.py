@@ -1,8 +1,8 @@
-"""Which backward runs, where one runs within another, and what it was asked for.
+"""Which backward runs, where one runs within another, and which gradients it computes.
 
-Reentrant checkpointing computes a segment again within a backward, and then runs a backward of its own through it. To
-who counts the gradients of one backward all of these are the outermost one. Autograd numbers every backward and does
-not say what runs within what; but what is computed again is computed within the outer one, and noted there.
+Reentrant checkpointing recomputes a segment within a backward, and then runs a backward of its own through it. Where
+the gradients of one backward are counted, all of these count as the outermost one. Autograd numbers every backward but
+does not record which runs within which; the recomputation runs within the outer one, and is noted there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _running: WeakValueDictionary[int, _Mark] = WeakValueDictionary()
 
 
 def note_forward() -> bool:
-    """Something is computed forward: if that is within a backward, know of it until its end. Returns whether it is."""
+    """Note a forward: if it runs within a backward, that one is remembered until its end. Returns whether it does."""
     number = torch._C._current_graph_task_id()
     if number < 0:
         return False
@@ -45,10 +45,10 @@ def within_backward() -> bool:
 
 
 def unwanted_parameters(nodes: Sequence[tuple[Any, int]]) -> frozenset[int]:
-    """Of the nodes that gradients go to, the positions of those that the backward that runs now does not reach.
+    """The positions of the nodes that the current backward does not reach, among those that gradients go to.
 
-    It was asked for other gradients alone: `torch.autograd.grad(y, x)`, `backward(inputs=[x])`.
-    To ask for a leaf that `torch.autograd.grad` returns costs the host an exception (about 20 us).
+    It computes other gradients only: `torch.autograd.grad(y, x)`, `backward(inputs=[x])`.
+    For a leaf whose gradient `torch.autograd.grad` returns, this costs the host an exception (about 20 us).
     """
     if torch._C._current_graph_task_id() < 0:
         return frozenset()

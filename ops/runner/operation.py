@@ -129,8 +129,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         """Raise ValueError if it cannot stand behind `previous`. A Sequential checks this when it is made."""
 
     def transfers(self, request: PlanRequest) -> str:
-        """What it exchanges with other ranks beside its work, for `Sequential.explain()`: "; all_reduce of y, ...", or
-        nothing."""
+        """What it exchanges with other ranks, for `Sequential.explain()`: "; all_reduce of y, ...", or nothing."""
         return ""
 
     @property

@@ -1,4 +1,4 @@
-"""Steps of a program that are repeated as a whole on a GPU where everything lies as it did: `recipes.triton.replay`.
+"""Steps of a program that are repeated as a whole on a GPU for inputs of the same layout: `recipes.triton.replay`.
 
 A step of built-in operations allocates, launches, and leaves tensors for backward. All of that follows from
 
@@ -34,13 +34,13 @@ from recipes.recipe import Recipe, Role
 from recipes.stack import Stack
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how, is_eager
-from recipes.triton.tape import recording
+from recipes.triton.tape import taping
 
 MOST_KEYS = 128  # of a step: shapes that come again
 
 
 class OperationState:
-    """What an operation's forward leaves for its backward beside tensors.
+    """What an operation's forward leaves for its backward besides tensors.
 
     values: of its context, and what it set there
     saved, weights: the specs of its `Saved` and of its quantized weights; count: of how many tensors both are
@@ -56,11 +56,11 @@ class OperationState:
     def forget_prototype(self, prototype: Mapping[str, Any]) -> None:
         """Keep what the operation set on its context alone, not what that was made from: other forwards leave it too.
 
-        It can be repeated by, if it is recorded now.
+        If the forward is being recorded, its backward may be repeated too.
         """
         made_anew = ("operation", "prepared_weights", "buffers")
         own = {k: v for k, v in self.values.items() if k not in made_anew and v is not prototype.get(k, self)}
-        self.values, self.repeats = own, recording.tape is not None
+        self.values, self.repeats = own, taping.tape is not None
 
 
 class StepResult(NamedTuple):
@@ -105,7 +105,7 @@ class Noted(NamedTuple):
 
 
 class NotingUpdates:
-    """Hands on to the `updates` of a step, and takes note for its repetition."""
+    """Passes records to the `updates` of a step, and notes them for its repetition."""
 
     def __init__(self, updates: PendingUpdates, operations: Mapping[int, Any]) -> None:
         self.updates = updates
@@ -120,8 +120,8 @@ class NotingUpdates:
             for name, buffer in operation._buffers.items()
             if buffer is state
         ]
-        if recording.tape is not None and not found:
-            recording.tape.repeatable = False  # a state of something else
+        if taping.tape is not None and not found:
+            taping.tape.repeatable = False  # a state of something else
         self.noted += found
 
 
@@ -248,7 +248,7 @@ def may_repeat(device: torch.device, entries: Stack) -> bool:
     """Whether anything may be repeated now, in these `autocast`s."""
     return (
         device.type == "cuda"
-        and not recording.inside
+        and not taping.inside
         and is_eager()
         and not is_counting()
         and recorded_effects() is None

@@ -62,7 +62,7 @@ class _Parameters(NamedTuple):
 class Pipeline:
     """A run of basic operations that is executed as one autograd node.
 
-    operations:   the basic operations, in order; they are held by whoever made it
+    operations:   the basic operations, in order; the caller holds them
     planner:      chooses fused operations for a request; `plan_unfused` by default
     path:         "grouped" or "split" to force one of the two storage paths, else None
     retain_graph: keep what backward needs after the first backward
@@ -255,7 +255,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _autocasts(device: torch.device) -> bool:
-    """Whether torch.autocast is on for this device; there are devices (meta) that it does not know."""
+    """Whether torch.autocast is on for this device; some devices (meta) it does not support."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
@@ -398,7 +398,7 @@ class _Call:
             self.written = {n: t for n, t in self.written.items() if t is not target} | {name: target}
 
     def _extra(self, name: str, kind: type, x: Any, *, on_device: bool = False) -> Any:
-        """The extra input of that name; split sizes as one `Splits` for all who ask for them.
+        """The extra input of that name; split sizes as one `Splits`, shared by all operations that consume them.
 
         on_device: sizes on x's device as they are, of which a step that is repeated makes them
         """
@@ -471,7 +471,7 @@ class _RetainingFunction(torch.autograd.Function):
         if buffers:
             check_before_backward(buffers, record.parameters, saved, (dy, *d_returned))
         with without_autocast(record.program.request.device):
-            # Where autograd gets all gradients it drops what nobody asked for; elsewhere it would be accumulated.
+            # Gradients that go to autograd are dropped there if they are not needed; others would be accumulated.
             unwanted: frozenset[int] = frozenset()
             if any(operation.wgrad_is_external for operation in record.operations):
                 unwanted = unwanted_parameters(edges[1 : 1 + len(record.parameters)])

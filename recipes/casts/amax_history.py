@@ -106,7 +106,7 @@ class EndOfStep(NamedTuple):
 
 
 def end_steps(ends: Sequence[EndOfStep]) -> None:
-    """The update above of each state, on a GPU by one kernel each if it calls no function."""
+    """The update above for each state, on a GPU by one kernel each if it calls no function."""
     by_kernel = tuple([end for end in ends if end.history.is_cuda and _is_plain(end)])
     if by_kernel:
         _end_steps_by_kernel(by_kernel)

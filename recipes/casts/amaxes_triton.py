@@ -2,7 +2,7 @@
 
 from recipes.casts.float8_elements_triton import magnitude
 from recipes.triton.gates import tl, triton
-from recipes.triton.rounding import INTERPRET, widen
+from recipes.triton.rounding import INTERPRET, unpack_pairs, widen
 
 
 @triton.jit
@@ -19,12 +19,12 @@ def with_amaxes(x, BLOCK: tl.constexpr):
         pairs = tl.inline_asm_elementwise(
             "mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], tl.uint32, is_pure=True, pack=1
         )  # fmt: skip
-        x = tl.reshape(tl.join(*_halves(pairs)), [T, C])
+        x = tl.reshape(tl.join(*unpack_pairs(pairs)), [T, C])
         pairs &= 0x7FFF7FFF
         of_rows = tl.reduce(tl.reshape(pairs, [T, C // BLOCK, BLOCK // 2]), 2, _larger_of_pairs)
-        of_rows = tl.maximum(*_halves(of_rows))
+        of_rows = tl.maximum(*unpack_pairs(of_rows))
         of_columns = tl.reduce(tl.reshape(pairs, [T // BLOCK, BLOCK, C // 2]), 1, _larger_of_pairs)
-        of_columns = tl.reshape(tl.join(*_halves(of_columns)), [T // BLOCK, C])
+        of_columns = tl.reshape(tl.join(*unpack_pairs(of_columns)), [T // BLOCK, C])
     else:
         x = widen(x).to(tl.float32)
         of_rows = tl.max(tl.reshape(magnitude(x), [T, C // BLOCK, BLOCK]), axis=2)
@@ -36,8 +36,3 @@ def with_amaxes(x, BLOCK: tl.constexpr):
 def _larger_of_pairs(a, b):
     """The larger of two bfloat16 numbers in each half; of a number and a NaN the number."""
     return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _halves(pairs):
-    return (pairs << 16).to(tl.float32, bitcast=True), (pairs & 0xFFFF0000).to(tl.float32, bitcast=True)

@@ -32,7 +32,7 @@ from recipes.tensors.splits import Splits
 
 
 class Kernels(NamedTuple):
-    """Of one family of specs: what `cast_ref` and `dequantize_ref` do, on Triton."""
+    """`cast_ref` and `dequantize_ref` in Triton, for one family of specs."""
 
     cast: Callable[..., Copies]
     dequantize: Callable[..., Tensor]

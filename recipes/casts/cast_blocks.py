@@ -97,17 +97,17 @@ def cast_blocks_on_triton(
     row_values, column_values: of a copy in 1x32 blocks, the dtype of values that take the place of codes and scales,
     bit for bit as these are dequantized
 
-    With float32 scales, rows of no multiple of 16 values are cast with zeros behind them: the compiler knows of no
-    other multiple, and a tile that is read value by value does not fit into the registers.
+    With float32 scales, rows of no multiple of 16 values are cast with zeros behind them: the compiler vectorizes for
+    no other multiple, and a tile that is read value by value does not fit into the registers.
     """
     assert scale is None and amax_out is None, "each block has a scale of its own"
-    wanted: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "stacked": stacked, "splits": splits}
+    options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "stacked": stacked, "splits": splits}
     rule, element, square = spec.scale_rule, spec.element, is_square(spec)
     beyond = -x.shape[-1] % 16 if isinstance(rule, Float32Scale) else 0
     if beyond:
         wide = torch.nn.functional.pad(x, (0, beyond))
-        return _first_columns(cast_blocks_on_triton(wide, spec, **wanted), x.shape[-1], square)
-    x_GTK, copies = matrices(x, stacked), empty_copies(x.shape, spec, x.device, **wanted)
+        return _first_columns(cast_blocks_on_triton(wide, spec, **options), x.shape[-1], square)
+    x_GTK, copies = matrices(x, stacked), empty_copies(x.shape, spec, x.device, **options)
     if row_values is not None:
         copies = copies._replace(row_codes=torch.empty(x.shape, dtype=row_values, device=x.device), row_scale=None)
     if column_values is not None:

@@ -38,7 +38,7 @@ Layout: two codes a byte along the contracted axis, the even one in the low nibb
                 P = splits.aligned_capacity(16) and group g begins at splits.aligned(16)[g]. What lies between: 0
 
 16x16 scales are written once for each of their 16 rows. x is [T, K], [T, K] with splits, or [G, N, K] of which every
-group counts by itself. Rows past the sum of the splits count as 0, whatever stands there.
+group counts by itself. Rows past the sum of the splits count as 0, whatever x holds there.
 
 `*_ref` is plain torch and the definition. Nothing here waits for the device. Sources: OCP Microscaling Formats v1.0
 (E2M1); numerics and layout as TransformerEngine's NVFP4BlockScaling (read at d0067d0).
@@ -93,7 +93,7 @@ class Amaxes(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Codes and scales of both copies; None for one that was not asked for."""
+    """Codes and scales of both copies; None for one that was not requested."""
 
     rowwise: Tensor | None
     rowwise_scale: Tensor | None
@@ -183,7 +183,7 @@ def _transformed(padded: Tensor, dtype: torch.dtype, round_rht: bool) -> Tensor:
 
 
 def _bits(seed: Tensor, block: Tensor, row: Tensor) -> Tensor:
-    """The bits of blocks beside each other, [..., 16 B] of [..., B] after broadcasting."""
+    """The bits of adjacent blocks, [..., 16 B] of [..., B] after broadcasting."""
     return block_bits_ref(seed, *torch.broadcast_tensors(block, row)).flatten(-2)
 
 
@@ -215,8 +215,8 @@ def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
 class NVFP4Config(NamedTuple):
     """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits.
 
-    band: tiles below each other whose programs are neighbours; columns: of a tile that are cast at once, or on the way
-    back those that a thread decodes; registers: the most that a thread may have, None leaves it to the compiler
+    band: tiles below each other whose programs are neighbours; columns: of a tile that are cast at once, or in
+    dequantization those that a thread decodes; registers: the most that a thread may have, None: the compiler's choice
     """
 
     block_r: int
@@ -234,11 +234,11 @@ def amax_nvfp4_config(columns: int, *, row_scaled: bool) -> NVFP4Config:
 
 
 def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bool) -> NVFP4Config:
-    """Of the kernel in Triton. A thread casts two blocks of rows at once, and then the two blocks of two columns.
+    """Tiles of the kernel in Triton. A thread casts two blocks of rows at once, and then the two blocks of two columns.
 
-    Programs that run side by side wait for x in turn, so registers are few: the fastest measured on an H200
+    Few registers, so that many programs run at once and hide each other's loads: the fastest measured on an H200
     (`bench/results/tuning.md`). Where rows do not begin at multiples of 32 bytes every element has its own address, so
-    that a thread has room for one block of rows.
+    that a thread has registers for one block of rows.
     """
     config = NVFP4Config(block_r=4, block_c=256, num_warps=4, band=16, columns=64)
     if columns % BLOCK:
@@ -253,7 +253,7 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bo
 
 
 def gluon_config(*, rht: bool, stochastic: bool) -> NVFP4Config:
-    """Of the kernel in Gluon: four warps or more, of 64 columns each.
+    """Tiles of the kernel in Gluon: four warps or more, of 64 columns each.
 
     Six programs share a multiprocessor, or five where 80 registers would spill (`bench/results/tuning.md`).
     """
@@ -261,8 +261,8 @@ def gluon_config(*, rht: bool, stochastic: bool) -> NVFP4Config:
 
 
 def dequantize_nvfp4_config(width: int, dtype: torch.dtype, *, transpose: bool) -> NVFP4Config:
-    """For y of so many columns. block_r counts rows, not blocks, if not `transpose`; columns are 0 where words of y are
-    no pairs of columns.
+    """Tiles of dequantization, for y of this many columns. block_r counts rows, not blocks, if not `transpose`; columns
+    is 0 where words of y are not pairs of columns.
 
     The fastest measured on an H200 (`bench/results/tuning.md`).
     """
@@ -291,7 +291,7 @@ def amax_nvfp4(
     row_scaled: bool,
     round_rht: bool = True,
 ) -> Amaxes:
-    """max |x| of each copy that is asked for, in one read of x; the columnwise one after the transform.
+    """max |x| of each requested copy, in one read of x; the columnwise one after the transform.
 
     x: [T, K] float, [T, K] with splits, or [G, N, K]. The copies share one tensor where their amaxes are the same.
     """
@@ -345,15 +345,15 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def runs_gluon(x: Tensor) -> bool:
-    """Whether the kernel in Gluon is there for x. A quantizer that torch compiles takes that in Triton; with torch 2.11
-    Inductor fails at it too (operations are not traced, so they never come here that way)."""
+    """Whether the kernel in Gluon can run for x. A quantizer under torch.compile uses that in Triton, with which the
+    Inductor of torch 2.11 fails too (operations are not traced, so this concerns bare quantizers only)."""
     if x.dtype != torch.bfloat16 or not x.is_cuda or torch.compiler.is_compiling():
         return False
     return why_no_gluon(torch.cuda.get_device_capability(x.device)) is None
 
 
 def fits_gluon(launch: _Grid) -> bool:
-    """Whether rows are whole blocks and units of the copy engine, and columns of the codes whole units of memory."""
+    """Whether rows are whole blocks and aligned for the copy engine, and columns of the codes whole memory sectors."""
     x, (*_, blocks) = launch.x, launch.sizes
     return x.shape[-1] % BLOCK == 0 and x.data_ptr() % 16 == 0 and blocks % 4 == 0
 
@@ -361,13 +361,13 @@ def fits_gluon(launch: _Grid) -> bool:
 def empty_codes(x: Tensor, splits: Splits | None, *, rowwise: bool, columnwise: bool) -> Codes:
     """Uninitialised codes and scales of the copies of x."""
     T, K = x.shape[-2:]
-    P = splits.aligned_capacity(BLOCK) if splits is not None else -(-T // BLOCK) * BLOCK
+    P = splits.aligned_capacity(BLOCK) if splits is not None else cdiv(T, BLOCK) * BLOCK
     row, column = (*x.shape[:-1],), (*x.shape[:-2], K)
 
     def empty(*shape: int) -> tuple[Tensor, Tensor]:
         *rest, length = shape
-        codes = x.new_empty(*rest, -(-length // 2), dtype=torch.uint8)
-        return codes, x.new_empty(*rest, -(-length // BLOCK), dtype=E4M3.dtype)
+        codes = x.new_empty(*rest, cdiv(length, 2), dtype=torch.uint8)
+        return codes, x.new_empty(*rest, cdiv(length, BLOCK), dtype=E4M3.dtype)
 
     return Codes(
         *(empty(*row, K) if rowwise else (None, None)),
@@ -420,7 +420,7 @@ def cast_nvfp4_triton(
     seed: Tensor | None,
     round_rht: bool = True,
 ) -> None:
-    """Writes `made`, from `empty_codes`, by the kernel in Triton, or in Gluon where that is there and takes this."""
+    """Writes `made`, from `empty_codes`, by the kernel in Gluon where it supports this, else by that in Triton."""
     if not x.numel():
         for tensor in made:
             if tensor is not None:
@@ -456,10 +456,10 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
     config = dequantize_nvfp4_config(K, values.dtype, transpose=transpose)
     about = {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "num_warps": config.num_warps}
     num_groups = values.numel() // (R * K)
-    column_tiles = -(-K // config.block_c)
+    column_tiles = cdiv(K, config.block_c)
     if transpose:
-        tiles = num_groups * -(-R // (BLOCK * config.block_r))
-        band = min(tiles, max(config.band, -(-tiles // 65535)))
+        tiles = num_groups * cdiv(R, BLOCK * config.block_r)
+        band = min(tiles, max(config.band, cdiv(tiles, 65535)))
         _dequantize_columns(
             codes, (band, column_tiles, cdiv(tiles, band)), codes.view(torch.int64), scale, values, num_groups, R,
             K=K, COLUMNS=config.columns, **about,
@@ -477,7 +477,7 @@ def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, tra
 def cast_nvfp4_gluon(
     launch: _Grid, amaxes: Amaxes, made: Codes, *, rht: bool, two_d: bool, seed: Tensor | None, round_rht: bool = True
 ) -> None:
-    """Writes `made`, of whose copies the columnwise is one, by the kernel in Gluon; `fits_gluon` says of what."""
+    """Writes `made`, which has a columnwise copy, by the kernel in Gluon; x must be as `fits_gluon` says."""
     x, config = launch.x, launch.config
     assert made.columnwise is not None and config.block_r == 4 and config.block_c == 64 * config.num_warps
     rows = x.view(-1, x.shape[-1])
@@ -493,7 +493,7 @@ def cast_nvfp4_gluon(
 
 
 class _Grid:
-    """What the kernels over x take: x, the offsets of its groups, sizes, and a grid: rows in a band, columns, bands."""
+    """Arguments of the kernels over x: x, offsets of its groups, sizes; and a grid: rows in a band, columns, bands."""
 
     def __init__(self, x: Tensor, splits: Splits | None, config: NVFP4Config) -> None:
         *groups, T, K = x.shape
@@ -502,15 +502,15 @@ class _Grid:
         self.x = (x.float() if x.dtype == torch.float64 else x).contiguous()
         self.offsets: tuple[Tensor | None, Tensor | None] = (None, None)
         if splits is None:
-            self.sizes = T, math.prod(groups), -(-T // BLOCK)
-            slots = math.prod(groups) * -(-T // block_m)
+            self.sizes = T, math.prod(groups), cdiv(T, BLOCK)
+            slots = math.prod(groups) * cdiv(T, block_m)
         else:
             num_groups = splits.num_groups
             self.offsets = splits.offsets, splits.aligned(BLOCK)
             self.sizes = T, num_groups, splits.aligned_capacity(BLOCK) // BLOCK
-            slots = -(-splits.aligned_capacity(BLOCK) // block_m)
-        band = min(slots, max(config.band, -(-slots // 65535)))  # more programs than that have no place on an axis
-        self.grid = (band, -(-K // (config.block_c * config.tiles)), -(-slots // band))
+            slots = cdiv(splits.aligned_capacity(BLOCK), block_m)
+        band = min(slots, max(config.band, cdiv(slots, 65535)))  # more programs than that have no place on an axis
+        self.grid = (band, cdiv(K, config.block_c * config.tiles), cdiv(slots, band))
 
 
 def _rounds(x: Tensor, rht: bool, round_rht: bool) -> bool:
@@ -522,9 +522,9 @@ def _num_groups(x: Tensor, splits: Splits | None) -> int:
 
 
 def _two_zeros(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Two float32 tensors of zeros, made by one kernel, at multiples of 16 bytes: Triton compiles anew for others."""
+    """Two float32 tensors of zeros, made by one kernel, aligned to 16 bytes: for others Triton would compile again."""
     count = math.prod(shape)
-    first, second = x.new_zeros(2, -(-count // 4) * 4, dtype=torch.float32).unbind()
+    first, second = x.new_zeros(2, cdiv(count, 4) * 4, dtype=torch.float32).unbind()
     return first[:count].view(shape), second[:count].view(shape)
 
 

@@ -30,9 +30,9 @@ from recipes.casts.nvfp4_blocks_triton import (
     random_words,
     rounded_hadamard,
     signs_of_pairs,
-    unpack_pairs,
 )
 from recipes.triton.gates import triton
+from recipes.triton.rounding import unpack_pairs
 
 BOX_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 WORDS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
@@ -70,7 +70,7 @@ STORE_SCALES = gl.constexpr("""{
             mov.b32 $0, 0;
             }""")
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name since Triton 3.7, and before
-# The same number, which ptxas does not know to be the same in every turn of a loop.
+# The same number, hidden from ptxas, which would otherwise move what follows from it out of a loop.
 AGAIN = gl.constexpr("mov.b32 $0, $1;")
 
 # --------------------------------------------------------------------------------------------------------- layouts
@@ -272,8 +272,8 @@ def write_tile(
     of_pairs: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
     of_two: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32, 1], [W, 1, 1], [2, 1, 0])
     words = boxes._reinterpret(gl.uint32, [4, 16 * W, 32], WORDS_LAYOUT)
-    # The columns' codes of a box, in the first quarter of it. Triton knows both as the same memory, and has all threads
-    # meet after they read x and before these are written, and again before they read on.
+    # The columns' codes of a box, in the first quarter of it. To Triton both are the same memory, so it synchronizes
+    # all threads after they read x and before these are written, and again before they read on.
     waiting = boxes._reinterpret(gl.int64, [16, W, 32, 2], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     # Of each block of rows a byte, the last one highest.
     row_scales = gl.full([16 * W, 4], 0, gl.uint32, of_blocks)

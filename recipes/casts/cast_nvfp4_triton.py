@@ -22,10 +22,9 @@ from recipes.casts.nvfp4_blocks_triton import (
     rounded_hadamard,
     signs_of_pairs,
     sums_of_pairs,
-    unpack_pairs,
 )
 from recipes.triton.gates import cuda_capability_geq, tl, triton
-from recipes.triton.rounding import INTERPRET, rounded_to_bfloat16, widen, widen_pairs
+from recipes.triton.rounding import INTERPRET, rounded_to_bfloat16, unpack_pairs, widen, widen_pairs
 
 STORE_BYTE = tl.constexpr("st.global.u8 [$1], $2; mov.b32 $0, 0;")
 STORE_CODES = tl.constexpr("st.global.b64 [$1], $2; mov.b32 $0, 0;")
@@ -69,7 +68,7 @@ def place_of(offs, offsets_ptr, aligned_ptr, matrix, block, ROWS, num_groups):
 
 @triton.jit
 def _places_of(offsets_ptr, aligned_ptr, matrix, blocks, ROWS, num_groups):
-    """What `place_of` says, of a vector of blocks."""
+    """`place_of` for a vector of blocks."""
     places = 16 * blocks
     if offsets_ptr is None:
         groups = matrix + places * 0
@@ -107,7 +106,7 @@ def first_block_of(band, BLOCKS, STACKED: tl.constexpr, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def _of(block, of_blocks):
-    """What `of_blocks` has for a block."""
+    """The entry of `of_blocks` for one block."""
     return tl.sum(tl.where(tl.arange(0, of_blocks.shape[0]) == block, of_blocks, 0), axis=0)
 
 
@@ -126,8 +125,8 @@ def _load(x_ptr, mask, FULL: tl.constexpr):
 
 @triton.jit
 def store(ptr, x, mask, FULL: tl.constexpr):
-    """Stores x, int64 or the lowest byte of int32, where mask is true, or everywhere if FULL. A thread writes what it
-    has itself; Triton would first have threads exchange it. Neighbours fill the 32 bytes that are a unit of memory."""
+    """Stores x, int64 or the lowest byte of int32, where mask is true, or everywhere if FULL. A thread writes its own
+    values; Triton would first exchange them between threads. Neighbours fill a memory sector of 32 bytes."""
     if INTERPRET:
         tl.store(ptr, x.to(ptr.dtype.element_ty), mask=None if FULL else mask)
     else:
@@ -146,7 +145,7 @@ def store(ptr, x, mask, FULL: tl.constexpr):
 
 @triton.jit
 def _beside(index, x):
-    """index, broadcast to the shape of x, where x is: what is computed from it will be there too."""
+    """index, broadcast to the shape of x, in the layout of x, so that what is computed from it has that layout too."""
     index = index.to(tl.int32)
     if INTERPRET:
         return index + tl.zeros(x.shape, tl.int32)
@@ -187,7 +186,7 @@ def _in_eight(x):
 
 @triton.jit
 def _signs_of_eight(words):
-    """What `cast_blocks` takes, of words [R, B, 4] of two bfloat16 numbers."""
+    """The arguments of `cast_blocks`, from words [R, B, 4] of two bfloat16 numbers."""
     w0, w1, w2, w3 = split_in_four(words)
     return signs_of_pairs(w0, w1, w2, w3)
 
@@ -228,8 +227,8 @@ def _cast_rows(
     K: tl.constexpr, PAIRS: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The rowwise copy of a tile, 16 rows at a time. What is said of blocks is as `place_of` says it, or if FULL of
-    the first one alone. FULL: a whole tile of one group, whose amax is ordinary. amax_ptr: each row has its own."""
+    """The rowwise copy of a tile, 16 rows at a time. Places of blocks are those of `place_of`, or if FULL that of the
+    first one alone. FULL: a whole tile of one group, whose amax is ordinary. amax_ptr: each row has its own."""
     BYTES: tl.constexpr = (K + 1) // 2
     BLOCKS: tl.constexpr = (K + 15) // 16
     if FULL:
@@ -300,8 +299,8 @@ def _cast_columns(
     K: tl.constexpr, RHT: tl.constexpr, ROUND_RHT: tl.constexpr, SQUARE: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The columnwise copy of a tile, C columns at a time; what is said of blocks is as in `_cast_rows`. The copy has
-    the first `blocks` of them.
+    """The columnwise copy of a tile, C columns at a time; places of blocks as in `_cast_rows`. The copy has the first
+    `blocks` of them.
 
     A warp has 16 columns of each block of rows, [R, C / 16, 16]: so it reads and writes whole units of 32 bytes.
     """
@@ -357,8 +356,8 @@ def cast_nvfp4_kernel(
 ):  # fmt: skip
     """Amaxes are None for a copy that is not made, the seed for rounding to nearest. PAIRS: whole blocks of bfloat16
     numbers, at multiples of 4 bytes. ROUND_RHT: RHT's results are rounded to bfloat16; only with RHT. SQUARE: blocks of
-    16x16. STACKED: the transposed copy has a matrix for each group. Neighbours on the grid's first axis are so in that
-    copy. K is a constant: so are the distances of rows.
+    16x16. STACKED: the transposed copy has a matrix for each group. Neighbours on the grid's first axis are neighbours
+    in that copy. K is a compile-time constant, and so are the strides of rows.
     """
     column = tl.program_id(1) * BLOCK_C
     # The last rows first, of which the amax was taken last: 0.4 to 0.9 % faster on an H200.
@@ -429,7 +428,7 @@ def cast_nvfp4_kernel(
 
 @triton.jit
 def _magnitude_or_zero(x):
-    """|x| for maxima that ignore NaN: the GPU's do by themselves."""
+    """|x| for maxima that ignore NaN, as the GPU's instructions do."""
     if INTERPRET:
         x = tl.where(x == x, x, 0.0)
     return tl.abs(x)
@@ -447,7 +446,7 @@ def amax_nvfp4_kernel(
     STACKED: tl.constexpr, ROW_SCALED: tl.constexpr, RHT: tl.constexpr, ROUND_RHT: tl.constexpr, TILES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Raises the amaxes, which are zeros before, to those of TILES tiles beside each other."""
+    """Raises the amaxes, which are zeros before, to those of TILES adjacent tiles."""
     first_column = tl.program_id(1) * (BLOCK_C * TILES)
     matrix, first_block = first_block_of(tl.program_id(2), BLOCKS, STACKED, BLOCK_R)
     if (first_block < BLOCKS) & (matrix < num_groups):
@@ -491,7 +490,7 @@ def amax_nvfp4_kernel(
 
 @triton.jit
 def _add_to_amaxes(amax_ptr, groups, num_groups, amaxes):
-    """Those of blocks to those of their groups; at once where all are of one group."""
+    """Raise the amaxes of groups to those of their blocks; by one operation where all are of one group."""
     group = tl.min(groups, axis=0)
     if tl.max(groups, axis=0) == group:
         _add_to_amax(amax_ptr + group, tl.max(amaxes, axis=0), group < num_groups)

@@ -1,4 +1,4 @@
-"""The Triton kernels of dequantization from NVFP4. `cast_nvfp4` launches them and says what is where."""
+"""The Triton kernels of dequantization from NVFP4. `cast_nvfp4` launches them and describes the layouts."""
 
 from recipes.triton.gates import tl, triton
 from recipes.triton.rounding import INTERPRET, round_to
@@ -112,8 +112,8 @@ def _decoded_in_order(word, scale):
         )  # fmt: skip
 
 
-# Triton would choose which thread loads and stores what by the addresses of each, and have threads exchange what they
-# have in between. These leave it with the thread.
+# Triton would choose the layout of each load and store by its addresses, and exchange values between threads. These
+# leave each value in its thread.
 
 
 @triton.jit

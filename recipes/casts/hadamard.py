@@ -1,6 +1,6 @@
 """The random Hadamard transform of 16 rows: y = H diag(signs) x / 4, H the Sylvester matrix of 16, the signs fixed.
 
-It is orthogonal, so that dy^T x stays what it was when both are transformed, and it spreads an outlier over 16 numbers.
+It is orthogonal, so dy^T x is unchanged if both are transformed, and it spreads an outlier over 16 numbers.
 
 All in float32 and in one order: the signs, then butterflies (a + b, a - b) of rows 1, 2, 4 and 8 apart, then rounding
 to bfloat16 if `rounded`, then times 1/4. No two steps can be contracted into one, so the bits agree everywhere. But

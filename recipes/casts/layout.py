@@ -13,7 +13,7 @@ Natural scales of square blocks stand in each of their rows (row_scale) or colum
 new blocks with each group: block `splits.block_of_row(B)[t]` is row t's. Weights have a leading G everywhere. One scale
 for all is [n] of n groups, () of a single tensor, the same of both copies.
 
-Padding and rows past the sum of the splits have codes of 0, whatever stands there.
+Padding and rows past the sum of the splits have codes of 0, whatever x holds there.
 """
 # T rows, G groups, N rows of a weight, K columns
 
@@ -89,8 +89,8 @@ def empty_copies(
     rows = shape[-2] if stacked else math.prod(shape[:-1])
     transposed, square = spec.columnwise == "transposed", is_square(spec)
 
-    def empty(wanted: bool, size: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        return torch.empty(size, dtype=dtype, device=device) if wanted else None
+    def empty(made: bool, size: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        return torch.empty(size, dtype=dtype, device=device) if made else None
 
     def row_blocks(block: int) -> int:
         if splits is None:

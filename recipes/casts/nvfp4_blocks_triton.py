@@ -8,7 +8,7 @@ from recipes.casts.hadamard import SIGNS as _SIGNS
 from recipes.tensors.formats import E2M1_VALUES, E4M3
 from recipes.triton.gates import cuda_capability_geq, tl, triton
 from recipes.triton.philox_triton import philox
-from recipes.triton.rounding import INTERPRET, bfloat16_pairs
+from recipes.triton.rounding import INTERPRET, bfloat16_pairs, unpack_pairs
 
 RANGE = tl.constexpr(E2M1_VALUES[-1] * E4M3.max)
 ONE_SIXTH = tl.constexpr(1.0 / 6.0)
@@ -16,7 +16,7 @@ SIGNS = tl.constexpr(_SIGNS)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 LINE = tl.constexpr(16777216.0)  # 2^24, from which on the last place of a float32 is 2
 LINE_BITS = tl.constexpr(0x4B800000)
-# What the words of eight codes are too large by.
+# The surplus of words of eight codes.
 SURPLUS = tl.constexpr((0x4B800000 - 4) * 0x11111111 & 0xFFFFFFFF)
 # This many times E2M1's numbers are float16 numbers of the same fields: 1 becomes the smallest normal one, 0.5 one of
 # the subnormal ones. Their codes are in bits 9 to 11, and from one to the next there are 512 steps.
@@ -33,7 +33,7 @@ LARGER_OF_PAIR = tl.constexpr("""{
             abs.f32 high, high;
             max.NaN.f32 $0, low, high;
             }""")
-# 16, which ptxas does not know to be 16: no grid has 2^31 programs.
+# 16, hidden from ptxas: no grid has 2^31 programs.
 SIXTEEN = tl.constexpr("{ .reg .b32 x; mov.u32 x, %nctaid.x; shr.u32 x, x, 31; add.u32 $0, x, 16; }")
 # $1 and $2 times $3 as float16, of magnitudes of 7 codes at most, and $4 added to their steps: both in one word.
 ROUND_PAIR = tl.constexpr("""{
@@ -202,12 +202,6 @@ def larger_of_pair(word):
 
 
 @triton.jit
-def unpack_pairs(words):
-    """The two bfloat16 numbers in each word, in float32."""
-    return (words << 16).to(tl.float32, bitcast=True), (words & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _reciprocal(x):
     """fl(1 / x) for 0 and for x and 1 / x that are normal; Inf or NaN for 0."""
     if INTERPRET:
@@ -319,7 +313,7 @@ def signs_of_pairs(w0, w1, w2, w3):
 
 @triton.jit
 def _times_16(x):
-    """By a multiplication, for which the GPU has another pipe than for shifts and comparisons, which has more to do."""
+    """By a multiplication, which the GPU does in another pipe than shifts and comparisons, the busier one here."""
     if INTERPRET:
         return x << 4
     else:
@@ -373,7 +367,7 @@ def _code(pair, HALF: tl.constexpr):
 
 @triton.jit
 def _stochastic(xs, factor, random, FIRST: tl.constexpr):
-    """`_nearest`, rounded at random. factor: TO_FLOAT16 times that one."""
+    """`_nearest`, with stochastic rounding. factor: TO_FLOAT16 times that one."""
     even, odd = _rounded_four(xs, factor, random[FIRST // 4], FIRST)
     later_even, later_odd = _rounded_four(xs, factor, random[FIRST // 4 + 1], FIRST + 4)
     if INTERPRET:

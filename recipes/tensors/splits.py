@@ -30,9 +30,9 @@ Key = tuple[str, int]
 class Splits:
     """Group sizes of a buffer of `rows` rows, and what kernels derive from them. Build one with `Splits.make`.
 
-    Derived tensors are computed when first asked for and kept. All of them come from `offsets`, which is this
+    Derived tensors are computed at their first use and kept. All of them come from `offsets`, which is this
     object's own memory: refilling the caller's `split_sizes` between forward and backward does no harm. (So a graph to
-    be replayed with other sizes captures `make` too: hand it the tensor, not Splits made before.)
+    be replayed with other sizes captures `make` too: pass it the tensor, not Splits made before.)
     """
 
     def __init__(self, tensors: dict[Key, Tensor | None], rows: int, num_groups: int, host: list[int] | None):
@@ -120,7 +120,7 @@ class Splits:
     def aligned_capacity(self, block: int) -> int:
         """The most rows that `aligned(block)` can need for any splits of this buffer; a multiple of `block`.
 
-        Of blocks of 16 rows, which are those of 4-bit codes, a multiple of 64, with room for the rows of no group too:
+        Of blocks of 16 rows, which are those of 4-bit codes, a multiple of 64, with space for the rows of no group too:
         so rows of a transposed copy begin at units of memory, 32 bytes, and its last unit is whole.
         """
         rows = self.rows + self.num_groups * (block - 1)
@@ -173,7 +173,7 @@ class Splits:
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> Splits:
         """The same splits over `tensors`, which come from `tensors()`. With Nones in their place: an empty template."""
-        # Keys are only ever added at the end, so tensors taken earlier still meet their own.
+        # Keys are only ever added at the end, so tensors taken earlier still match theirs.
         return Splits(dict(zip(self._tensors, tensors, strict=False)), self.rows, self.num_groups, self._host)
 
     @property

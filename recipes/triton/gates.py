@@ -1,4 +1,4 @@
-"""What there is of Triton here: Triton itself or stand-ins for it, and which of its internals are supported.
+"""Triton, or stand-ins where it is not installed, and which of its internals are supported.
 
     from recipes.triton.gates import tl, triton     in place of    import triton, import triton.language as tl
 

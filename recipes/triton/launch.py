@@ -1,13 +1,13 @@
-"""How kernels are launched: seen by torch as operations where it has to see them, and at little cost to the host.
+"""How kernels are launched: as operations of torch where torch has to see them, and with little host launch overhead.
 
-What is kept, to be found again:
+Every kernel of the project is launched by a `Launch`. What is cached:
 
-    by `Launch`     what Triton compiled, by what it compiles for: see there. Never dropped; Triton keeps it too.
-    by `replayed`   what a function of launches did, by how its arguments lie, and the TMA descriptors that it used, by
+    by `Launch`     compiled kernels, by the key that Triton compiles for. Never dropped; Triton keeps them too.
+    by `replayed`   what a function of launches did, by the layout of its arguments, and its TMA descriptors, by
     and `launcher`  address: `recipes.triton.replay`. Bounded, and dropped when a table of tiles is loaded.
 
-`launcher` saves what torch takes to come to the Python function of a custom operation, `Launch` what Triton takes to
-find what it has compiled, and repeated hosts of products and activations most of the rest (`bench/results/tuning.md`).
+`launcher` saves torch's dispatch to the Python function of a custom operation, `Launch` Triton's look-up of compiled
+kernels, and repeated hosts of products and activations most of the rest (`bench/results/tuning.md`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from recipes.triton.gates import JITFunction, warn_of_release
 from recipes.triton.repeated import DESCRIPTORS
 from recipes.triton.replay import Replays, is_eager
-from recipes.triton.tape import recording
+from recipes.triton.tape import taping
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,9 +36,9 @@ def launcher(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[P, None
     """Make a function that launches kernels the operation `name` of torch. It writes into the arguments `mutates`,
     which have no defaults: torch 2.11 does not count the versions of those left out.
 
-    Every buffer that it writes is an argument, so its fake does nothing. Who traces or redirects what torch does
-    (torch.compile, fake tensors, modes, transforms) or asks for gradients meets the operation, `torch.ops.<name>`; a
-    plain eager call runs the function itself and counts the versions of what it writes up, as the operation does.
+    Every buffer that it writes is an argument, so its fake does nothing. Calls that are traced or redirected
+    (torch.compile, fake tensors, modes, transforms) or that need gradients go to the operation, `torch.ops.<name>`; a
+    plain eager call runs the function itself and increments the versions of what it writes, as the operation does.
     """
 
     def register(launch: Callable[P, None]) -> Callable[P, None]:
@@ -57,8 +57,8 @@ def launcher(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[P, None
             given = [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
             buffers = [buffer for buffer in given if isinstance(buffer, Tensor)]
             torch.autograd.graph.increment_version(buffers)
-            if recording.tape is not None:
-                recording.tape.written(buffers)
+            if taping.tape is not None:
+                taping.tape.written(buffers)
 
         return call
 
@@ -82,7 +82,7 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _is_plain(args: tuple[Any, ...]) -> bool:
-    """Whether this is a plain eager call: nothing traces or redirects it, and none of its tensors wants a gradient."""
+    """Whether this is a plain eager call: nothing traces or redirects it, and none of its tensors needs a gradient."""
     if not is_eager() or not _PLAIN.issuperset(map(type, args)):
         return False
     return not (torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args))
@@ -133,8 +133,8 @@ class Launch:
                 return
             last = tuple(constants.get(p.name, p.default) for p in self.kernel.params[len(args) :])
             self._compiled[key] = compiled, last
-        if recording.tape is not None:
-            recording.tape.launched(compiled, device, grid, (*args, *last))
+        if taping.tape is not None:
+            taping.tape.launched(compiled, device, grid, (*args, *last))
 
     def _check(self, args: tuple[Any, ...]) -> None:
         """Raise TypeError for a `tl.constexpr` among the positional arguments: by the key its value would not count."""

@@ -1,4 +1,4 @@
-"""Stand-ins for Triton where it is not installed: kernels are defined as ever, and a launch says what is missing.
+"""Stand-ins for Triton where it is not installed: kernels can be defined, and a launch says what is missing.
 
 `recipes.triton.gates` hands them on. They take all that a kernel file does when it is imported: decorators, with and
 without options, `tl.constexpr(...)`, and annotations and names of `tl`.

@@ -1,7 +1,7 @@
-"""What a function did, made ready to be done again: allocations, operations of torch and launches, in their order.
+"""What a function did, prepared for repetition: allocations, operations of torch and launches, in their order.
 
-`prepare` takes what a tape saw, with positions in place of tensors: those of the arguments, then of all that was made.
-What the host need not do again is left out:
+`prepare` takes what a tape recorded, with positions in place of tensors: of the arguments, then of all that was made.
+What the host need not repeat is left out:
 
     views                    of which launches alone need the address: it follows from that of their base
     small temporary memory   of which launches alone need the address: parts of one buffer, or of one that is zeroed
@@ -26,11 +26,11 @@ SMALL = 2**16  # bytes of temporary memory that may be part of a buffer, which l
 _ALIGNMENT = 256  # bytes, of such parts
 
 # What code by torch.compile allocates with on the current GPU: shape, strides, dtype. It takes a quarter of the time of
-# torch.empty, which stands in where torch has no such function, and where it is to fill memory, if asked to.
+# torch.empty, which stands in where torch has no such function, and where it has to fill memory.
 _empty_on_gpu: Callable[..., Any] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 _fills_memory = torch._C._get_deterministic_algorithms
 
-# What a TMA descriptor may be. Gluon has a class of its own, which is added by whoever imports Gluon.
+# The classes of TMA descriptors. Gluon has a class of its own, which is added where Gluon is imported.
 DESCRIPTORS: set[type] = {TensorDescriptor}
 
 Action = Callable[[list[Any], list[Any]], None]  # of the tensors so far, and the pool
@@ -38,7 +38,7 @@ Grid = tuple[int, ...]  # how many programs along each of three axes
 
 
 class NotRepeatable(Exception):
-    """Something that another call could not do again."""
+    """Something that cannot be repeated in another call."""
 
 
 class Place(NamedTuple):
@@ -54,7 +54,7 @@ class Container(NamedTuple):
     tensors: tuple[Any, ...]
 
 
-# ---------------------------------------------------------------------------------------------------- what a tape saw
+# ------------------------------------------------------------------------------------------------ what a tape recorded
 
 
 class Allocated(NamedTuple):
@@ -89,7 +89,7 @@ class Operated(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """args: with places for tensors, but descriptors over `At`; bases: the places of the descriptors' tensors."""
+    """A launch. args: with `Place`s for tensors, and descriptors over `At`; bases: the descriptors' tensors."""
 
     compiled: Any
     grid: Grid
@@ -98,13 +98,13 @@ class Launched(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Kernels wrote into these arguments of the function: autograd counts that."""
+    """Kernels wrote into these arguments of the function, so autograd increments their versions."""
 
     positions: tuple[int, ...]
 
 
 class Freed(NamedTuple):
-    """The function gave this up."""
+    """The function freed this tensor."""
 
     position: int
 
@@ -116,10 +116,10 @@ Seen = Allocated | Operated | Launched | Written | Freed
 
 
 class Repeated(NamedTuple):
-    """What a function did on this device; result: what it returned, of the tensors that there are then.
+    """A function's actions on this device. result: makes what it returned from the tensors that exist at the end.
 
-    constants: how its pool begins. A pool is all that launches are called with, in one list, of which each takes its
-    own by their positions: the stream, what never changes, the addresses of the arguments, and what actions append.
+    constants: the beginning of its pool. A pool is one list with the arguments of all launches, which each launch takes
+    by position: the stream, constants, the addresses of the function's arguments, and what actions append.
     """
 
     device: int
@@ -128,7 +128,7 @@ class Repeated(NamedTuple):
     result: Callable[[list[Any]], Any]
 
     def again(self, tensors: list[Any], addresses: list[int], stream: int) -> Any:
-        """Do it with these arguments. Both lists are used up."""
+        """Repeat the actions with these arguments. Both lists are modified."""
         pool = self.constants + addresses
         pool[0] = stream
         for action in self.actions:
@@ -136,10 +136,13 @@ class Repeated(NamedTuple):
         return self.result(tensors)
 
 
-def prepare(device: int, num_arguments: int, seen: Sequence[Seen], result: Any) -> Repeated:
-    """result: what was returned, with places. Raises NotRepeatable for launches that cannot be repeated."""
+def prepare(device: int, num_arguments: int, seen: Sequence[Seen], result: object) -> Repeated:
+    """The repetition of what was `seen`. result: what was returned, with `Place`s for tensors.
+
+    Raises NotRepeatable for launches that cannot be repeated.
+    """
     memory = _Memory(num_arguments, seen, _needed(seen, result))
-    pool = _Pool(num_arguments, [_of_launch(step, memory) for step in seen if isinstance(step, Launched)])
+    pool = _Pool(num_arguments, [_call_arguments(step, memory) for step in seen if isinstance(step, Launched)])
     actions: list[Action] = [_Offset(*views) for views in pool.of_arguments()]
     actions += [_Allocate(buffer, pool.made(buffer.position)) for buffer in memory.buffers]
     for step in seen:
@@ -160,12 +163,12 @@ def prepare(device: int, num_arguments: int, seen: Sequence[Seen], result: Any) 
             elif number is not None:
                 actions.append(_Free(number))
     if actions and isinstance(actions[-1], _Free):
-        del actions[-1]  # there nothing is kept any more
+        del actions[-1]  # at the end everything is freed anyway
     return Repeated(device, pool.constants, tuple(actions), _returning(memory.numbered(result)))
 
 
-def _needed(seen: Sequence[Seen], result: Any) -> set[int]:
-    """The positions of which the tensor is needed, not the address alone."""
+def _needed(seen: Sequence[Seen], result: object) -> set[int]:
+    """The positions whose tensor is needed, not only its address."""
     needed = set(_positions(result))
     for step in reversed(seen):
         if isinstance(step, Operated) and (step.view_of is None or not needed.isdisjoint(step.made)):
@@ -174,10 +177,10 @@ def _needed(seen: Sequence[Seen], result: Any) -> set[int]:
 
 
 class _Memory:
-    """Where the repeated run finds what had a position.
+    """Where in the repetition's tensors each recorded position lies.
 
-    at: by position, the number of one of its tensors, and how many bytes behind its beginning
-    buffers: what small memory is part of; their positions are these numbers
+    at: position -> (number of a tensor of the repetition, offset in bytes)
+    buffers: which small temporary memory shares; their positions are such numbers
     """
 
     def __init__(self, num_arguments: int, seen: Sequence[Seen], needed: set[int]) -> None:
@@ -203,7 +206,7 @@ class _Memory:
         self._users = Counter(number for number, _ in self.at.values() if number in own)
 
     def _share(self, small: Sequence[Allocated], number: int) -> None:
-        """One buffer for these, as the tensor of this number."""
+        """Put these into one buffer, the tensor of this number."""
         if len(small) < 2:
             return
         end = 0
@@ -213,17 +216,17 @@ class _Memory:
         self.buffers.append(Allocated(number, (end,), (1,), torch.uint8, small[0].device, small[0].zeroed))
 
     def makes(self, position: int) -> bool:
-        """Whether this has a tensor of its own."""
+        """Whether the position has a tensor of its own."""
         return position in self._made
 
     def freed(self, position: int) -> int | None:
-        """The number of the tensor to be given up now that this is, if nothing else lies in it."""
+        """Note that the position is freed. Returns the number of its tensor if nothing else lies in that, else None."""
         number, _ = self.at[position]
         self._users[number] -= 1
         return number if self._users[number] == 0 else None
 
-    def numbered(self, value: Any) -> Any:
-        """The value with the numbers of tensors in its places."""
+    def numbered(self, value: object) -> Any:
+        """The value with the numbers of tensors in place of positions."""
         if type(value) is Place:
             return Place(self.at[value.position][0])
         if not isinstance(value, (tuple, list)) or not has_places(value):
@@ -231,7 +234,7 @@ class _Memory:
         return _like(value, map(self.numbered, value))
 
 
-def _positions(value: Any) -> Iterator[int]:
+def _positions(value: object) -> Iterator[int]:
     if type(value) is Place:
         yield value.position
     elif isinstance(value, (tuple, list)):
@@ -239,20 +242,20 @@ def _positions(value: Any) -> Iterator[int]:
             yield from _positions(item)
 
 
-def has_places(value: Any) -> bool:
-    """Whether there is something to be filled in."""
+def has_places(value: object) -> bool:
+    """Whether it contains a `Place` or a `Container`."""
     if isinstance(value, (Place, Container)):
         return True
     return isinstance(value, (tuple, list)) and any(map(has_places, value))
 
 
 def _like(value: Any, items: Any) -> Any:
-    """A tuple, NamedTuple or list of the same class."""
+    """The items as a tuple, NamedTuple or list of the value's class."""
     return getattr(type(value), "_make", type(value))(items)
 
 
 def _returning(template: Any) -> Callable[[list[Any]], Any]:
-    """Fills the tensors of these numbers into a copy of the template: a place, or a sequence or Container with some."""
+    """A function that fills tensors into a copy of the template: a `Place`, or a sequence or `Container` with some."""
     if type(template) is Place:
         return itemgetter(template.position)
     if isinstance(template, Container):
@@ -279,16 +282,16 @@ def _returning(template: Any) -> Callable[[list[Any]], Any]:
 
 
 class _Address(NamedTuple):
-    """What a launch gets for a tensor: the address of the one of this number, and so many bytes."""
+    """The address that a launch receives: `offset` bytes into the tensor of this number."""
 
     number: int
     offset: int
 
 
-class _OfLaunch(NamedTuple):
-    """What a C function is called with: `first`, and then `args`, which are an argument of their own if `apart`.
+class _CallArguments(NamedTuple):
+    """The arguments of Triton's C function: `first`, then `args`, which are passed as one list if `apart`.
 
-    Both hold numbers and the like, `_Address`es, `_Descriptors`, and tuples with addresses.
+    Both hold constants, `_Address`es, `_Descriptors`, and tuples with addresses.
     """
 
     function: Any
@@ -297,7 +300,7 @@ class _OfLaunch(NamedTuple):
     apart: bool
 
 
-def _of_launch(step: Launched, memory: _Memory) -> _OfLaunch:
+def _call_arguments(step: Launched, memory: _Memory) -> _CallArguments:
     run = step.compiled.run
     if why_not_this_release() or not isinstance(run, nvidia.CudaLauncher):
         raise NotRepeatable
@@ -323,7 +326,7 @@ def _of_launch(step: Launched, memory: _Memory) -> _OfLaunch:
             args += [descriptors, *descriptors.expanded[1:]]
         else:
             args.append(_addressed(arg, memory))
-    return _OfLaunch(function, first, args, apart)
+    return _CallArguments(function, first, args, apart)
 
 
 def _addressed(value: Any, memory: _Memory) -> Any:
@@ -332,7 +335,7 @@ def _addressed(value: Any, memory: _Memory) -> Any:
     return _like(value, [_addressed(item, memory) for item in value]) if has_places(value) else value
 
 
-def _addresses(value: Any) -> Iterator[_Address]:
+def _addresses(value: object) -> Iterator[_Address]:
     if type(value) is _Address:
         yield value
     elif isinstance(value, _Descriptors):
@@ -343,7 +346,7 @@ def _addresses(value: Any) -> Iterator[_Address]:
 
 
 class _Descriptors(dict[int, Any]):
-    """The TMA descriptors of one argument, made by Triton, by address. expanded: what the C function gets for one."""
+    """The TMA descriptors of one argument, made by Triton, by address. expanded: what the C function takes for one."""
 
     def __init__(self, example: Any, meta: Any, at: _Address) -> None:
         if meta is None:
@@ -375,12 +378,12 @@ class At:
 
 
 class _Pool:
-    """Where in the pool what launches are called with is, as far as it is there yet.
+    """The positions of launch arguments in the pool, as it grows while actions are prepared.
 
-    constants: how it begins, the stream first
+    constants: its beginning, the stream first
     """
 
-    def __init__(self, num_arguments: int, launches: Sequence[_OfLaunch]) -> None:
+    def __init__(self, num_arguments: int, launches: Sequence[_CallArguments]) -> None:
         self._launches = iter(launches)
         self.constants: list[Any] = [None]
         self._positions: dict[_Address, int] = {}
@@ -406,7 +409,7 @@ class _Pool:
         return self._count - 1
 
     def of_arguments(self) -> Iterator[tuple[int, list[int]]]:
-        """Where addresses of arguments are behind which there are views, and how many bytes."""
+        """(position of an argument's address, offsets in bytes of its views), for arguments with views."""
         for number, offsets in self._offsets.items():
             if _Address(number, 0) in self._positions:
                 for offset in offsets:
@@ -414,20 +417,20 @@ class _Pool:
                 yield self._positions[_Address(number, 0)], offsets
 
     def made(self, number: int) -> list[int]:
-        """Its address follows, and those so many bytes behind it."""
+        """Append the tensor's address, and those of its views. Returns the offsets of these in bytes."""
         offsets = self._offsets.get(number, [])
         for offset in (0, *offsets):
             self._append(_Address(number, offset))
         return offsets
 
-    def next_launch(self) -> _Launch:
+    def next_launch(self) -> _LaunchAgain:
         launch = next(self._launches)
         appended: list[Callable[[list[Any]], Any]] = []
         first = [self._position(value, appended) for value in launch.first]
         args = [self._position(value, appended) for value in launch.args]
-        return _Launch(launch.function, appended, first, args, launch.apart)
+        return _LaunchAgain(launch.function, appended, first, args, launch.apart)
 
-    def _position(self, value: Any, appended: list[Callable[[list[Any]], Any]]) -> int:
+    def _position(self, value: object, appended: list[Callable[[list[Any]], Any]]) -> int:
         if value is _STREAM:
             return 0
         if type(value) is _Address:
@@ -460,7 +463,7 @@ def _look_up(descriptors: _Descriptors, at: int) -> Callable[[list[Any]], Any]:
 
 
 class _Offset:
-    """Addresses behind one that is in the pool."""
+    """Append addresses at offsets from one that is in the pool."""
 
     def __init__(self, at: int, offsets: list[int]) -> None:
         self.at, self.offsets = at, offsets
@@ -528,8 +531,8 @@ class _Count:
         torch.autograd.graph.increment_version([tensors[position] for position in self.positions])
 
 
-class _Launch:
-    """appended: what is put into the pool for it; first, args: where in the pool all that it is called with is."""
+class _LaunchAgain:
+    """Launch. appended: makes what the pool lacks for it; first, args: positions in the pool of its arguments."""
 
     def __init__(
         self, function: Any, appended: list[Callable[[list[Any]], Any]], first: list[int], args: list[int], apart: bool

@@ -1,27 +1,25 @@
-"""A function that allocates and launches, repeated with other addresses: what it chose once is not chosen again.
+"""A function that allocates and launches, repeated with other addresses: its checks and choices are made once.
 
-Launchers, and what is made of them, check, choose tiles, allocate and launch; all that follows from how their arguments
-lie. So what they did is kept under a key of
+Launchers, and functions that call them, check, choose tiles, allocate and launch; all of it follows from the layout of
+their arguments. So what they did is kept under a key of
 
     a tensor          its dtype, device, shape, strides, and its address modulo 16 bytes
     a number, a name  its type and value; a container: its type, and the same of each item
 
-and where the key is met again it is done again, without a look at anything else: outputs are allocated, addresses
-filled in, Triton's C function called. The first call of a key runs the function; the second runs it and keeps what it
-did, if that can be repeated: it touched no tensors but its arguments, what it made, and views of these; torch did
-nothing whose shape or result the host has to wait for; no kernel needs memory of Triton's. What was made is freed where
-it was freed then; random numbers are drawn anew.
+and repeated for an equal key: outputs are allocated, addresses filled in, Triton's C function called. The first call
+with a key runs the function; the second runs it and records what it did, if that can be repeated: it touched no tensors
+but its arguments, what it made, and views of these; torch did nothing whose shape or result the host has to wait for;
+no kernel needs memory of Triton's. What was made is freed where the function freed it; random numbers are drawn anew.
 
-    tape.py      sees what a function does
-    repeated.py  makes it ready to be done again
+    tape.py      records what a function does
+    repeated.py  prepares its repetition
 
-A call runs the function, and nothing is repeated: inside of another one that may be repeated itself; if a mode, a
-transform or autograd has to see it; on another GPU than the current one; while a hook at launches is set (profilers set
-them).
+A call runs the function in full inside of another one that may be repeated itself; if a mode, a transform or autograd
+has to see it; on another GPU than the current one; while a hook at launches is set (profilers set them).
 
 A TMA descriptor is kept with the launch it belongs to, by the address it was made for: its shape, strides, dtype and
-box follow from the launch's key, so it is never another tensor's. Nothing kept holds a tensor. All is bounded: what is
-full is emptied. `forget` empties all: call it after changing global state that a launch depended on.
+box follow from the launch's key, so it is never another tensor's. Nothing kept holds a tensor. All tables are bounded,
+and emptied when full. `forget` empties all: call it after changing global state that a launch depended on.
 
 The C function is that of Triton 3.6 or 3.7. With another release nothing is repeated, as
 `recipes.triton.gates.why_not_this_release` says.
@@ -39,13 +37,13 @@ from torch.nn import Parameter
 
 from recipes.triton.gates import driver, knobs
 from recipes.triton.repeated import Repeated
-from recipes.triton.tape import record, recording
+from recipes.triton.tape import record, taping
 
 MOST_KEYS = 1024  # of a function
 
 
 class Kept:
-    """What was done, by key, to be done again: see above. most: of how many keys; None: MOST_KEYS"""
+    """Recorded repetitions by key, see above. most: the largest number of keys; None: MOST_KEYS"""
 
     def __init__(self, most: int | None = None) -> None:
         self.most = most
@@ -53,7 +51,7 @@ class Kept:
         self.kept: dict[Any, Repeated | Literal[False] | None] = {}
         _all.add(self)
 
-    def run(self, key: Any, tensors: list[Any], addresses: list[int], function: Callable[[], Any]) -> Any:
+    def run(self, key: object, tensors: list[Any], addresses: list[int], function: Callable[[], Any]) -> Any:
         """function(), or what it did under this key. Raises TypeError for a key without a hash, before anything is run.
 
         tensors: all that it reads or writes without having made them, with their addresses; both lists are used up
@@ -64,7 +62,7 @@ class Kept:
             if active.get_current_device() == found.device and not _hooked():
                 return found.again(tensors, addresses, active.get_current_stream(found.device))
         elif found is not False:
-            recording.inside = True  # what it calls looks for no keys of its own
+            taping.inside = True  # what it calls looks for no keys of its own
             try:
                 if found is None:
                     result, self.kept[key] = record(tensors, function)
@@ -74,7 +72,7 @@ class Kept:
                 self.kept[key] = None
                 return function()
             finally:
-                recording.inside = False
+                taping.inside = False
         return function()
 
 
@@ -88,7 +86,7 @@ class Replays(Kept):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = []
         addresses: list[int] = []
-        if recording.inside or not is_eager():
+        if taping.inside or not is_eager():
             return self.function(*args, **kwargs)
         try:
             key = how(args, tensors, addresses)
@@ -103,7 +101,7 @@ class Replays(Kept):
 
 
 def forget() -> None:
-    """Let every function choose anew."""
+    """Drop all that was recorded, so that every function runs in full again."""
     for kept in _all:
         kept.kept.clear()
 
@@ -112,7 +110,7 @@ def is_eager() -> bool:
     """Whether nothing traces, transforms or redirects what torch does, but for a recording here."""
     return not (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() != (recording.tape is not None)
+        or torch._C._len_torch_dispatch_stack() != (taping.tape is not None)
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
     )
@@ -151,7 +149,7 @@ def how(args: Iterable[Any], tensors: list[Any], addresses: list[int]) -> tuple[
 
 
 def _hooked() -> bool:
-    """Whether somebody wants to see launches. Triton's chain of hooks is always there, and mostly empty."""
+    """Whether a hook observes launches. Triton's chain of hooks is always there, and mostly empty."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -1,4 +1,4 @@
-"""Rounding that is right on the GPU and under Triton's interpreter, and the one place that asks which of the two runs.
+"""Rounding that is right on the GPU and under Triton's interpreter, and the one place that tells the two apart.
 
 The interpreter holds bf16 numbers as raw 16-bit integers, so its bf16 arithmetic is silently wrong, and it truncates
 where the hardware rounds to nearest even. A kernel stays clear of both by two rules:
@@ -83,3 +83,9 @@ def bfloat16_pairs(low, high):
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.uint32, is_pure=True, pack=1
         )
+
+
+@triton.jit
+def unpack_pairs(words):
+    """The two bfloat16 numbers in each word, the lower half first, in float32: the inverse of `bfloat16_pairs`."""
+    return (words << 16).to(tl.float32, bitcast=True), (words & 0xFFFF0000).to(tl.float32, bitcast=True)

@@ -1,7 +1,7 @@
 """Tiles of rows for kernels over grouped rows: each tile lies in one group, found from the offsets on the device.
 
 `find_tile` needs no prefix sum over tiles. Group g owns BLOCK_M-row slots from floor(offsets[g] / BLOCK_M) + g on: this
-leaves room for its ceil(size / BLOCK_M) tiles since floor(b) - floor(a) + 1 >= ceil(b - a); at most one slot a group
+is enough for its ceil(size / BLOCK_M) tiles since floor(b) - floor(a) + 1 >= ceil(b - a); at most one slot a group
 stays idle. The rows past the sum are treated as one more group, the tail.
 
     BLOCK_M = 4, rows = 12, sizes = [3, 0, 6]  ->  offsets    [0, 3, 3, 9]

@@ -1,4 +1,4 @@
-"""Tape: what a function does, seen by torch's dispatch and told by launches, so that it can be done again."""
+"""Tape: what a function does, recorded by torch's dispatch and by launches, so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from recipes.triton.repeated import (
 )
 
 
-class Recording(threading.local):
-    """What this thread records, if it does. inside: whether it runs a function that may be repeated as a whole."""
+class Taping(threading.local):
+    """The tape of this thread, or None. inside: whether it runs a function that may be repeated as a whole."""
 
     tape: Tape | None = None
     inside = False
 
 
-recording = Recording()
+taping = Taping()
 
 
 def record(tensors: list[Tensor], run: Callable[[], Any]) -> tuple[Any, Repeated | Literal[False]]:
-    """What it returns, and what repeats it; False if nothing does. tensors: its arguments, each once."""
-    recording.tape = tape = Tape(tensors)
+    """What `run` returns, and what repeats it; False if it cannot be repeated. tensors: its arguments, each once."""
+    taping.tape = tape = Tape(tensors)
     try:
         with tape:
             result = run()
@@ -52,12 +52,12 @@ def record(tensors: list[Tensor], run: Callable[[], Any]) -> tuple[Any, Repeated
     except NotRepeatable:
         return result, False
     finally:
-        recording.tape = None
+        taping.tape = None
         tape.close()
 
 
 class Tape(TorchDispatchMode):
-    """Keeps what torch and launches do, in `seen`. `Launch` and `launcher` tell it what they did."""
+    """Keeps what torch and launches do, in `seen`. `Launch` and `launcher` report what they did to it."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, for seconds, as soon as an operation is seen
+        return False  # else torch imports its compiler, for seconds, at the first operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -159,7 +159,7 @@ class Tape(TorchDispatchMode):
         self._count += 1
         self._positions[identity] = position
 
-        def free(_: Any) -> None:
+        def free(_: object) -> None:
             del self._positions[identity], self._living[position]
             self.seen.append(Freed(position))
 

@@ -79,8 +79,8 @@ class Activation:
     glu_interleave_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind is {self.kind!r}, but must be one of {', '.join(KINDS)}.")
+        if self.kind not in RULES:
+            raise ValueError(f"kind is {self.kind!r}, but must be one of {', '.join(RULES)}.")
         for name in ("limit", "beta1", "beta2"):
             value = getattr(self, name)
             if not 0 < self._set_number(name, value) < math.inf:

@@ -53,7 +53,7 @@ from ops.kernels.elementwise.chain_cast import (
 )
 from ops.kernels.elementwise.chain_triton import delementwise_kernel, elementwise_kernel
 from recipes.triton.gates import JITFunction, tl
-from recipes.triton.launch import Launch, next_power_of_2, replayed
+from recipes.triton.launch import Launch, cdiv, next_power_of_2, replayed
 from recipes.triton.philox import random_bits_ref
 
 Kind = Literal["", "column", "row", "element", "random"]
@@ -179,7 +179,7 @@ class ElementwiseConfig(NamedTuple):
 
     def programs(self, rows: int, columns: int) -> tuple[int, int]:
         """The numbers of row blocks and column blocks of the grid."""
-        return -(-rows // (self.block_t * self.tiles)), -(-columns // self.block_c)
+        return cdiv(rows, self.block_t * self.tiles), cdiv(columns, self.block_c)
 
     def whole(self, rows: int, columns: int) -> bool:
         """Whether the tiles cover y exactly, so that no masks are needed."""
@@ -291,23 +291,23 @@ def delementwise(
     a gated chain too; with need_dx=False, need_y=False dx and y themselves are not stored.
     """
     dtypes = [dy.dtype] * len(steps) if dtypes is None else dtypes
-    wanted = [False] * len(steps) if need_operands is None else list(need_operands)
+    needed = [False] * len(steps) if need_operands is None else list(need_operands)
     if not runs_triton(dy, x, *operands, dtypes=dtypes):
         return _delementwise_on_torch(dy, x, steps, operands, dtypes)
     gate = _gate_of(steps)
     new = dy.new_empty
     dx = new(_doubled(dy.shape) if gate >= 0 else dy.shape, dtype=dtypes[0]) if need_dx else None
     y = new(dy.shape, dtype=dtypes[-1]) if need_y else None
-    sums_rows = need_column_sums or any(w and s.operand == "column" for w, s in zip(wanted, steps, strict=True))
+    sums_rows = need_column_sums or any(w and s.operand == "column" for w, s in zip(needed, steps, strict=True))
     some_cast = cast or y_cast
     rows, columns = _rows_and_columns(steps, dy.shape, sums_rows=sums_rows, casts=some_cast is not None)
     width = columns * 2 if gate >= 0 else columns
     config = _config(rows, columns, dtypes[0], cast, y_cast, sums_rows=sums_rows, backward=True)
     row_blocks, column_blocks = config.programs(rows, columns)
     shares: list[Tensor | None] = []
-    for i, (step, want, dtype) in enumerate(zip(steps, wanted, dtypes, strict=True)):
+    for i, (step, need, dtype) in enumerate(zip(steps, needed, dtypes, strict=True)):
         own = width if i < gate else columns
-        if not want:
+        if not need:
             shares.append(None)
         elif step.operand == "column":
             shares.append(new((own,) if row_blocks == 1 else (row_blocks, own), dtype=torch.float32))
@@ -322,9 +322,9 @@ def delementwise(
     operands = [o if o is None else o.contiguous() for o in operands]
     delementwise_triton(dy, x, dx, cast, y, y_cast, steps, operands, shares, column_shares, dtypes, config)
     gradients: list[Tensor | None] = []
-    for step, want, share in zip(steps, wanted, shares, strict=True):
+    for step, need, share in zip(steps, needed, shares, strict=True):
         if share is None:
-            gradients.append(dy if want else None)
+            gradients.append(dy if need else None)
         elif step.operand == "column":
             gradients.append(share if row_blocks == 1 else share.sum(0))
         elif step.operand == "row":

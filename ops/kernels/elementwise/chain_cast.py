@@ -1,4 +1,4 @@
-"""What the element-wise kernels quantize their result to, and the arguments by which they are told.
+"""What the element-wise kernels quantize their result to, and the arguments that pass it to them.
 
 MXFP8 and FP8 with one given scale are cast of whole matrices, both copies at once; FP8 with a given scale a group also
 of rows in groups. Of rows in groups whose scales follow from amaxes the kernel stores the result and finds the amaxes;

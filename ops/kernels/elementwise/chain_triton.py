@@ -140,7 +140,7 @@ def _up_to(
     STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
     GATE: tl.constexpr,
 ):  # fmt: skip
-    """The input of step UP_TO: (a, b) in front of the gate, behind it, or without one, (x, whatever)."""
+    """The input of step UP_TO: (a, b) before the gate; after it, or without one, (x, undefined)."""
     for i in tl.static_range(UP_TO):
         if i < GATE:
             a = _apply(
@@ -161,7 +161,7 @@ def _up_to(
 
 @triton.jit
 def _columns_of_lanes(columns, COLUMNS, INTERLEAVE: tl.constexpr):
-    """Where gate and linear part of y's columns stand in x."""
+    """The columns of x that hold the gate and the linear part of y's columns."""
     if INTERLEAVE == 0:
         a = columns
         b = columns + COLUMNS
@@ -173,7 +173,7 @@ def _columns_of_lanes(columns, COLUMNS, INTERLEAVE: tl.constexpr):
 
 @triton.jit
 def _inside(rows, columns, T, COLUMNS, WHOLE: tl.constexpr):
-    """Which elements of a tile there are; all of them, as the compiler then knows, if tiles are WHOLE."""
+    """Which elements of a tile there are; a constant, all of them, if tiles are WHOLE."""
     if WHOLE:
         return tl.full([rows.shape[0], columns.shape[0]], True, tl.int1)
     else:
@@ -286,7 +286,7 @@ def _back(
         dx = BACKWARDS[AT](dy * operand, x, A, B, C)
     else:
         if operands[AT] is None:
-            operand = dy  # a linear step: it does not look at it
+            operand = dy  # a linear step: it does not read it
         else:
             operand = _operand(
                 operands[AT], shared[AT], tl.constexpr(KINDS[AT]), rows, columns, first_column, T, WIDTH, inside
@@ -340,7 +340,7 @@ def _store_y(
     STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
     GATE: tl.constexpr, COUNT: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Compute y again, store it where there is room for it, and cast it."""
+    """Recompute y, store it if y_ptr is not None, and cast it."""
     rows = tile[0]
     y, _ = _up_to(
         a, b, COUNT, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,

@@ -3,7 +3,7 @@
     TN   y[t]  = sum_r a[t, r] b[g, c, r] + s[t] bias[g]      grouped_gemm_tn_float8    m_grouped (fprop, dgrad)
     NT   dw_g  = sum_t dy[t] x[t]^T over group g              grouped_gemm_nt_float8    k_grouped (wgrad)
 
-g is the group of row t. Both operands lie along the summed axis, as Hopper's float8 instructions want them: for fprop
+g is the group of row t. Both operands lie along the summed axis, as Hopper's float8 instructions need them: for fprop
 b is the weight's rowwise copy [G, N, K], for dgrad its transposed copy [G, K, N]; for wgrad both are the transposed
 columnwise copies, in which each group starts at a multiple of 16 (block scales: 128) columns and is padded with zeros.
 Multiples of 32 are worth having: those of 16 cost wgrad a quarter of its rate, because boxes start inside a sector.
@@ -27,15 +27,8 @@ same bits: each element is written once, or added to once, as `grouped_gemm` say
 
 Hopper's tensor core adds 32 products a step to its sum and, as far as measured (it is not documented), cuts every
 addend at 2^-13 of the power of two of the largest. Then a sum of n terms errs by at most n/32 * 33 * 2^-13 of the sum
-of absolute products S: 1.6 % of S in split accumulation, and no useful bound for long sums in fast accumulation.
-Measured on an H200, largest error / S:
-
-                              normal codes, n = 7168   all positive   one large term   a large term every 128
-    fast accumulation                         9.2e-4         1.4e-1           3.3e-1                   9.4e-3
-    split accumulation, blocks                2.1e-5         1.6e-4           5.1e-3                   8.2e-3
-
-(Normal codes, n = 2048: 8.1e-4 and 8.5e-5.) cuBLAS's split accumulation errs by the same in the last three columns,
-its fast accumulation by half as much in the second and third. Small integers are exact in both.
+of absolute products S: 1.6 % of S in split accumulation, and no useful bound for long sums in fast accumulation. Small
+integers are exact in both. What an H200 measured: `docs/recipes.md`, "How exact products are".
 
 Graph safety: as `grouped_gemm`. Grids follow from capacities, groups are found from the offsets on the device.
 
@@ -61,7 +54,7 @@ from ops.kernels.grouped_gemm.operands import (
     row_slices,
     with_contiguous_rows,
 )
-from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, room_for
+from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, padded_groups
 from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
@@ -374,7 +367,7 @@ def grouped_gemm_tn_float8_triton(
             LAYOUT=layout,
             PROMOTE=promote,
             BAND=band(config.block_m),
-            GROUPS=room_for(G),
+            GROUPS=padded_groups(G),
             **config.compiled(),
         )
     else:
@@ -464,7 +457,7 @@ def grouped_gemm_nt_float8_triton(
             BLOCKWISE=blockwise,
             PROMOTE=promote,
             BAND=band(config.block_m),
-            GROUPS=room_for(G),
+            GROUPS=padded_groups(G),
             enable_fp_fusion=fusion,
             **config.compiled(),
         )
@@ -507,7 +500,7 @@ def with_aligned_rows(codes: Tensor) -> Tensor:
 
 
 def scale_layout(b_scale: Tensor, C: int, R: int) -> ScaleLayout:
-    """How b's scales lie, told by their shape. (Both block layouts are [G, 1, 1] for C = 1: then they agree.)"""
+    """How b's scales lie, from their shape. (Both block layouts are [G, 1, 1] for C = 1: then they agree.)"""
     if b_scale.dim() < 2:
         return "tensor"
     return "square" if b_scale.shape[1:] == (cdiv(C, BLOCK), cdiv(R, BLOCK)) else "row"

@@ -68,7 +68,7 @@ def add_product(acc, a, b, row_scale, column_scale, PROMOTE: tl.constexpr):
 
 @triton.jit
 def two_parts(acc, other, first_m, first_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The two sums of a tile at (first_m, first_n), or the halves of its one, and where the second is."""
+    """The two sums of a tile at (first_m, first_n), or its one sum in two parts, and where the second is."""
     if acc.shape[0] < BLOCK_M:
         return acc, other, first_m + acc.shape[0], first_n
     elif acc.shape[1] < BLOCK_N:

@@ -81,7 +81,7 @@ def k_grouped(
 
 
 def without_row_factors(operands: Operands) -> tuple[Operands, Tensor | None]:
-    """The operands, and factors of the first one's rows, [T, 1], which `m_grouped` does not know; None: it has none."""
+    """The operands, and factors of the first one's rows, [T, 1], which `m_grouped` does not take; None: it has none."""
     a, b = operands
     if isinstance(a, Operand) and isinstance(b, Operand) and a.alpha is not None and a.alpha.dim() == 2:
         return (a._replace(alpha=None), b), a.alpha

@@ -17,7 +17,7 @@ Precision: products of the operands as they are, summed in float32 (float64 for 
 the bias, and then rounded once to the output's dtype. On CUDA a float32 product is exact ("ieee") unless
 `torch.backends.cuda.matmul` allows TF32. All sums have a fixed order, and repeating a call gives the same bits: each
 element is written once, or added to once. The addition to float32 on descriptors is the memory's (PTX ISA, red and
-cp.reduce.async.bulk): rounded to nearest, with subnormal numbers, the old ones too, taken for zeros.
+cp.reduce.async.bulk): rounded to nearest, with subnormal numbers, the old ones too, flushed to zero (FTZ).
 
 Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
 device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
@@ -54,7 +54,7 @@ from ops.kernels.grouped_gemm.operands import (
     row_slices,
     with_contiguous_rows,
 )
-from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, room_for
+from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, padded_groups
 from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules import allow_tf32, k_grouped_config, m_grouped_config, uses_descriptors
@@ -377,7 +377,7 @@ def m_grouped_triton(
             C,
             TRANSPOSED=transposed,
             BAND=band(config.block_m),
-            GROUPS=room_for(num_groups),
+            GROUPS=padded_groups(num_groups),
             **config.compiled(),
         )
     else:
@@ -464,7 +464,7 @@ def grouped_gemm_nt_triton(
             ACCUMULATE=accumulate,
             REVERSE=reverse,
             BAND=band(config.block_m),
-            GROUPS=room_for(G),
+            GROUPS=padded_groups(G),
             enable_fp_fusion=not accumulate,
             **config.compiled(),
         )
@@ -522,12 +522,12 @@ def grouped_bias_grad_triton(dy_TN: Tensor, offsets: Tensor, scales_T: Tensor | 
 
 
 def is_aligned(*tensors: Tensor) -> bool:
-    """May the rows of all tensors be read in pieces of 16 bytes? Triton must see it: multiples of 16 elements."""
+    """Whether the rows of all tensors can be read 16 bytes at a time, as Triton finds it: multiples of 16 elements."""
     return all(x.data_ptr() % 16 == 0 and x.shape[-1] % 16 == 0 and x.stride(-2) % 16 == 0 for x in tensors)
 
 
 def runs_on_descriptors(num_groups: int, *matrices: Tensor) -> bool:
-    """Do the kernels on descriptors run? Asked first, since it is cheaper than what else would have to be known."""
+    """Whether the kernels on descriptors run."""
     fitting = takes_descriptors(*matrices) and num_groups <= MOST_GROUPS
     return uses_descriptors(matrices[0].dtype, fitting, capability(matrices[0]))
 

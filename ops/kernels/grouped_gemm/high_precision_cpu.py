@@ -1,6 +1,6 @@
 """Grouped GEMM on CPU tensors: torch's own grouped product where it fits, else one product a group.
 
-torch's `F.grouped_mm` knows no bias and no scale, rounds to the operands' dtype, wants rows of a multiple of 16 bytes,
+torch's `F.grouped_mm` takes no bias and no scale, rounds to the operands' dtype, needs rows of a multiple of 16 bytes,
 leaves the rows of no group as they were, and reads the strides of a single row too.
 """
 # T rows, G groups, R summed features, C features that come out
@@ -80,7 +80,8 @@ def _torch_takes(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
 
 
 def _is_packed(x: Tensor) -> bool:
-    """Whether rows follow each other without a gap. Of a single row `is_contiguous` asks nothing, but torch does."""
+    """Whether rows follow each other without a gap. `is_contiguous` ignores the stride of a single row, which
+    `F.grouped_mm` checks."""
     return x.is_contiguous() and x.stride(-2) == x.shape[-1]
 
 

@@ -7,12 +7,12 @@ multiply (wgmma), each 64 rows of the tile by all of its columns, and store thei
     consumer 0     * * * * * * * store * * * ...     empty[stage], and STAGES behind it that of consumer 1: an arrival
     consumer 1       * * * * * * * store * * ...
 
-Consumer 1 starts SKEW steps behind, if the first tile has as many, so that one consumer stores beside the other's
-products; the ring lets them be in different tiles. So what counts where groups have few rows, and a tile few steps, is
+Consumer 1 starts SKEW steps behind, if the first tile has as many, so that one consumer stores while the other
+multiplies; the ring lets them be in different tiles. So where groups have few rows, and a tile few steps, a tile takes
 the longer of storing and multiplying, not both.
 
-What is added to float32 goes the way of what is stored: L2 adds it to what is there (`add_to_global`). So that it has
-the old sums by then, the loading warp asks for them over the last AHEAD steps of a tile.
+What is accumulated in float32 is stored in the same way: L2 adds it to what is there (`add_to_global`). For that the
+loading warp prefetches the old sums over the last AHEAD steps of a tile.
 
 Barriers: a stage is used for the u-th time in phase u % 2 of its barriers. Consumers count steps, and step s has stage
 s % STAGES and is use s // STAGES of it. Before use u the loading warp waits for phase (u - 1) % 2 of `empty`, which has
@@ -87,7 +87,7 @@ def sizes_of(offsets_ptr, offs_g, mask_g):
 
 @gluon.jit
 def find_group(offsets_ptr, ranks, rank):
-    """(group, first row, size) of the group with this rank. A warp asks no other."""
+    """(group, first row, size) of the group with this rank. No warp needs another one."""
     GROUPS: gl.constexpr = ranks.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([GROUPS // 32], [32], [gl.num_warps()], [0])
     group = gl.sum(gl.where(ranks.load(layout) == rank, gl.arange(0, GROUPS, layout), 0), axis=0)
@@ -139,9 +139,9 @@ def store_boxes(
 
 @gluon.jit
 def prefetch_group_rows(ptr, stride, begin, end, height, width, WIDTH: gl.constexpr):
-    """Asks L2 for WIDTH columns of float32 of rows 4 * begin to 4 * end, of height rows, width columns in all.
+    """Prefetches into L2 WIDTH columns of float32 of rows 4 * begin to 4 * end, of height rows, width columns in all.
 
-    A lane asks for 128 bytes; four rows of 256 columns are a warp's.
+    A lane fetches 128 bytes; four rows of 256 columns are a warp's.
     """
     ROWS: gl.constexpr = 4
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [ROWS, WIDTH // 32], [1, 1], [1, 0])
@@ -206,7 +206,7 @@ def load(
                 place = num_groups - 1 - group if REVERSE else group
                 at = dw_ptr + (place.to(gl.int64) * dw_stride + first_n.to(gl.int64) * K + first_k)
                 num_steps = gl.cdiv(size, BLOCK_K)
-                # a step asks for so many times four rows, and from where it is due; below 0 it is early yet
+                # a step fetches so many times four rows, from the place that is due; below 0 none is due yet
                 fours = gl.cdiv(BLOCK_M // 4, gl.maximum(gl.minimum(num_steps, AHEAD), 1))
                 due = fours * gl.minimum(AHEAD - num_steps, 0)
             for t in range(0, size, BLOCK_K):

@@ -141,7 +141,7 @@ AHEAD = tl.constexpr(6)  # steps over which a tile's old sums are fetched
 
 @triton.jit
 def prefetch_rows(ptr, stride, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Asks L2 for the first of HEIGHT rows and WIDTH columns of float32 that there are, 128 bytes a thread."""
+    """Prefetches into L2 the first of HEIGHT rows and WIDTH columns of float32 that there are, 128 bytes a thread."""
     if not INTERPRET:
         offs_n = tl.arange(0, HEIGHT)[:, None]
         offs_k = tl.arange(0, WIDTH // 32)[None, :] * 32
@@ -154,7 +154,7 @@ def prefetch_rows(ptr, stride, height, width, HEIGHT: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def prefetch_old_sums(ptr, step, steps, first_n, first_k, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Asks L2 for a quarter of the tile at (first_n, first_k) of [N, K] in four of the last AHEAD of its steps."""
+    """Prefetches into L2 a quarter of the tile at (first_n, first_k) of [N, K] in four of its last AHEAD steps."""
     step -= tl.maximum(steps - AHEAD, 0)
     gap = tl.maximum(tl.minimum(steps, AHEAD) // 4, 1)
     if (step >= 0) & (step % gap == 0) & (step < 4 * gap):

@@ -1,10 +1,10 @@
-"""Tiles that were measured: a table for shapes of the user's own, asked before the built-in rule of a grouped GEMM.
+"""Tiles that were measured: a table for shapes of the user's own, read before the built-in rule of a grouped GEMM.
 
-    load_tiles("tiles.json")    from now on the table is asked first; `python -m bench tune --json tiles.json` writes it
+    load_tiles("tiles.json")    from now on the table is read first; `python -m bench tune --json tiles.json` writes it
     load_tiles(None)            the built-in rule alone, as at the start
 
 An entry holds for one `Gemm` exactly, and for rows within a factor of sqrt(2) of those it was measured with; of several
-the nearest in the logarithm. For what no entry holds, the built-in rule chooses. All of it is known to the host.
+the nearest in the logarithm. For what no entry holds, the built-in rule chooses. Nothing is read from the device.
 
     measured with 4096 and 65536 rows:    3000 rows -> 4096    5793 rows -> none    50000 rows -> 65536
 
@@ -32,7 +32,7 @@ FORMAT = 3
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 PRODUCTS = ("TN", "NN", "NT")
-GLUON_GROUPS = 512  # the most of a tile in Gluon, for whose ranks there is room in shared memory
+GLUON_GROUPS = 512  # the most of a tile in Gluon: their ranks are in shared memory
 
 
 class GroupedGemmConfig(NamedTuple):
@@ -65,7 +65,7 @@ class GroupedGemmConfig(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """What the host knows of a grouped product, but for its rows. Weights are [num_groups, out_features, in_features].
+    """A grouped product but for its rows: what tiles depend on. Weights are [num_groups, out_features, in_features].
 
     product: "TN", "NN" or "NT". dtype: of the operands. accumulate: the result is added to what is there (NT alone).
     """
@@ -102,7 +102,7 @@ class TileTable:
         return _nearest(self, gemm, rows)
 
     def record(self) -> dict[str, Any]:
-        """What JSON holds of it; `read_tiles` makes the table of it again."""
+        """Its content for JSON, from which `read_tiles` makes the table again."""
         return {
             "format": FORMAT,
             "environment": dict(self.environment),
@@ -190,7 +190,7 @@ _in_use: TileTable | None = None
 
 
 def load_tiles(path: str | Path | None) -> TileTable | None:
-    """Ask this table before the built-in rule, from the next launch on; None: the built-in rule alone.
+    """Read this table before the built-in rule, from the next launch on; None: the built-in rule alone.
 
     Returns the table. Raises ValueError, and changes nothing, for a file that is no table of this format, that was
     measured on another GPU than torch's current one, or that has a tile which does not fit. Without a GPU a table is

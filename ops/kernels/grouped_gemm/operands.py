@@ -1,4 +1,4 @@
-"""What grouped kernels ask of their operands: that they fit together, and how they lie in memory."""
+"""What grouped kernels need of their operands: that they fit together, and how they lie in memory."""
 # T rows, G groups, K in features, N out features
 
 from collections.abc import Iterator
@@ -91,7 +91,7 @@ def check_accumulate(out: Tensor | None, accumulate: bool, reverse: bool = False
 
 
 def with_contiguous_rows(x: Tensor, *, empty: bool = False) -> Tensor:
-    """x if the elements of a row lie side by side, or a contiguous copy (without the values, if `empty`)."""
+    """x if the elements of a row are contiguous, or a contiguous copy (without the values, if `empty`)."""
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device) if empty else x.contiguous()

@@ -1,4 +1,4 @@
-"""What persistent grouped kernels share: as many programs as the GPU has room for, each takes tile after tile.
+"""What persistent grouped kernels share: as many programs as the GPU holds at once, each takes tile after tile.
 
 The loop over tiles and that over the sum are one, so that the next tile is loaded while the last one is stored. So a
 tile without work would cost as much as any other: m_grouped kernels have none. Each program counts the tiles of all
@@ -9,8 +9,8 @@ that programs at work together share few rows of either operand.
 
     3 tiles along m, 2 along n, BAND = 2:   (m, n) = (0, 0) (1, 0) (0, 1) (1, 1) | (2, 0) (2, 1)
 
-Where a tile's work grows with its group (k_grouped), the largest groups come first, and programs take tiles to and fro,
-so that who had the larger share of one round has the smaller of the next: no large group ends alone.
+Where a tile's work grows with its group (k_grouped), the largest groups come first, and programs take tiles in
+serpentine order, so that the one with the most work in a round has the least in the next: no large group ends alone.
 
     3 programs, 8 tiles:   0 1 2 | 5 4 3 | 6 7 -
 """
@@ -30,7 +30,7 @@ def multiprocessors(x: Tensor) -> int:
     return properties(x.get_device()).multi_processor_count if x.is_cuda else _INTERPRETED
 
 
-def room_for(num_groups: int) -> int:
+def padded_groups(num_groups: int) -> int:
     """GROUPS, for `ends_of_groups` and `ranks_of_groups`: a power of two that holds the groups."""
     return max(_CHUNK.value, next_power_of_2(num_groups))
 

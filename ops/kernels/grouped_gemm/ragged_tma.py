@@ -8,7 +8,7 @@ front do the shift; they rely on addresses that wrap around at 2^64:
             = 2^64  +  (first + i) * s                                      s: distance of the axis' elements
 
 `unit`: both ends of every group are multiples of it. Strides of a descriptor are multiples of 16 bytes, so the last
-axis (s = 1) of one-byte elements needs a unit of 16. The scheme is that of `triton.tools.ragged_tma`, which knows no
+axis (s = 1) of one-byte elements needs a unit of 16. The scheme is that of `triton.tools.ragged_tma`, which has no
 unit and so leaves the last axis out.
 """
 
@@ -25,7 +25,7 @@ _UNBOUNDED = 0x7FFF0000
 
 
 def takes_descriptors(*tensors: Tensor) -> bool:
-    """May descriptors describe these? Nothing empty or overlapping, elements of a row side by side, rows (and matrices)
+    """Whether descriptors can describe these: not empty or overlapping, contiguous rows, and rows (and matrices)
     multiples of 16 bytes apart."""
     for x in tensors:
         *outer, step = x.stride()
@@ -62,7 +62,7 @@ def _over(x: Tensor, fields: dict[str, Any]) -> TensorDescriptor:
 def _fields(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> dict[str, Any]:
-    """What a descriptor says of such tensors, checked by its constructor. Its base is not one of them."""
+    """The fields of a descriptor of such tensors, checked by its constructor. Its base is not one of them."""
     return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), list(strides), list(box)))
 
 

@@ -1,4 +1,4 @@
-"""Which tile a grouped product of `grouped_gemm` runs with: a rule over what the host knows, measured on an H200.
+"""Which tile a grouped product of `grouped_gemm` runs with: a rule over shapes and dtypes, measured on an H200.
 
 A table of measured tiles (`tiles`) comes before it.
 """
@@ -54,8 +54,8 @@ def k_grouped_config(
 ) -> GroupedGemmConfig:
     """Tiles of the kernel for NT. As above. accumulate: what is there needs registers and shared memory too.
 
-    gluon: whether its kernel can run (`why_no_gluon`). Float32 leaves room for a fourth stage if little of a tile is in
-    shared memory at once.
+    gluon: whether its kernel can run (`why_no_gluon`). Float32 has a fourth stage if little of a tile is in shared
+    memory at once.
     """
     if uses_descriptors(dtype, descriptors, capability):
         to_float32 = out_dtype == torch.float32
@@ -69,7 +69,7 @@ def k_grouped_config(
 
 
 def built_in_config(gemm: Gemm, rows: int, capability: tuple[int, int]) -> GroupedGemmConfig:
-    """What these two say for contiguous tensors."""
+    """The tiles of these two rules for contiguous tensors."""
     product, dtype, out_dtype, accumulate, G, N, K = gemm
     about: dict[str, Any] = {
         "out_dtype": out_dtype,
@@ -86,7 +86,7 @@ def built_in_config(gemm: Gemm, rows: int, capability: tuple[int, int]) -> Group
 
 
 def uses_descriptors(dtype: torch.dtype, descriptors: bool, capability: tuple[int, int]) -> bool:
-    """Do the kernels on descriptors run? Hopper alone has their tiles; float32 would be transposed in registers."""
+    """Whether the kernels on descriptors run. Only Hopper has their tiles; float32 would be transposed in registers."""
     return capability == (9, 0) and descriptors and dtype.itemsize == 2
 
 
@@ -115,5 +115,5 @@ def _fitting(config: GroupedGemmConfig, dtype: torch.dtype, capability: tuple[in
 
 
 def allow_tf32(dtype: torch.dtype) -> bool:
-    """May a product in this dtype be computed in TF32? It is float32, and torch allows it."""
+    """Whether a product in this dtype may be computed in TF32: it is float32, and torch allows it."""
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"

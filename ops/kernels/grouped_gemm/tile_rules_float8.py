@@ -1,4 +1,4 @@
-"""Which tile a product of `grouped_gemm.float8` runs with: a rule over what the host knows, measured on an H200."""
+"""Which tile a product of `grouped_gemm.float8` runs with: a rule over shapes and dtypes, measured on an H200."""
 # G groups, N out features, K in features
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ class GroupedFloat8Config(NamedTuple):
     """Tile of the output, length of a step along the sum, and how the kernel is compiled and launched: first what
     `GroupedGemmConfig` has.
 
-    part_m, part_n: what is multiplied at once, the tile or half of it. Halves are for split accumulation.
+    part_m, part_n: what is multiplied at once, the tile or half of it. Two parts are for split accumulation.
     """
 
     block_m: int
@@ -56,7 +56,7 @@ def m_grouped_float8_config(
         return _SMALL
     if not promote:
         return _WIDE
-    return _HALVES if out_dtype.itemsize == 2 else _SMALL
+    return _IN_PARTS if out_dtype.itemsize == 2 else _SMALL
 
 
 def k_grouped_float8_config(
@@ -77,14 +77,14 @@ def k_grouped_float8_config(
     if not promote:
         return _WIDE
     if out_dtype.itemsize == 4:
-        return _WIDE_HALVES
-    return _SMALL if accumulate else _HALVES
+        return _WIDE_IN_PARTS
+    return _SMALL if accumulate else _IN_PARTS
 
 
 def built_in_float8_config(
     gemm: Gemm, rows: int, layout: ScaleLayout, split_accumulation: bool, capability: tuple[int, int]
 ) -> GroupedFloat8Config:
-    """What these two say for contiguous outputs. layout: of the second operand's scales."""
+    """The tiles of these two rules for contiguous outputs. layout: of the second operand's scales."""
     product, _, out_dtype, accumulate, G, N, K = gemm
     width = N if product == "TN" else K
     about: dict[str, Any] = {
@@ -105,9 +105,9 @@ def _uses_descriptors(descriptors: bool, capability: tuple[int, int]) -> bool:
 
 # Steps of 128 everywhere: a promotion is then one step, and a step has one scale.
 _WIDE = GroupedFloat8Config(128, 256, BLOCK, num_warps=8, num_stages=3, programs=1, part_m=128, part_n=256)
-_WIDE_HALVES = _WIDE._replace(part_n=128)
-# Two programs of four warps each: while one scales, the other multiplies. Float32 results, and what is added to, leave
-# no room for two with three stages of the first of these.
-_HALVES = GroupedFloat8Config(128, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
+_WIDE_IN_PARTS = _WIDE._replace(part_n=128)
+# Two programs of four warps each: while one scales, the other multiplies. With float32 results, and with what is added
+# to, shared memory does not hold two with three stages of the first of these.
+_IN_PARTS = GroupedFloat8Config(128, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
 _SMALL = GroupedFloat8Config(64, 128, BLOCK, num_warps=4, num_stages=3, programs=2, part_m=64, part_n=128)
 _POINTERS = GroupedFloat8Config(64, 64, BLOCK, 4, num_stages=2, programs=0, part_m=64, part_n=64)

@@ -13,10 +13,10 @@ That is how one rank would order the tokens of all ranks, concatenated in rank o
     2 ranks, 4 experts. Experts of the pairs:   rank 0: [0, 0, 1, 3]      rank 1: [0, 2, 2]
     on rank 0:  arrived [0, 0, 1, 0]   row_of_arrived [0, 1, 3, 2]   rows [0, 0, 0, 1]   sizes [3, 1]
 
-Tokens go as copies, of which the receiver makes the rows: with 8 experts for a token, chosen at random from 8 ranks,
-5.3 instead of 8. What returns is a row for each pair, because the sum over the slots of a token has an order.
+Tokens are sent as copies, from which the receiver makes the rows: with 8 experts for a token, chosen randomly from 8
+ranks, 5.3 instead of 8. What returns is a row for each pair, because the sum over the slots of a token has an order.
 
-Before any rows, each rank tells each other one what it computes and how much it sends (`_exchange_headers`), and then
+Before any rows, each rank sends each other one what it computes and how much it sends (`_exchange_headers`), and then
 how many pairs for each expert. The first is read on the host, because all_to_all_single takes its split sizes from
 there: once a forward; backward uses the same sizes. The second stays on the device.
 
@@ -59,7 +59,7 @@ class ExpertGroup(RankGroup):
         return f"all_to_all_single {self.describe(device)}"
 
 
-class Wanted(NamedTuple):
+class NeededGradients(NamedTuple):
     """Which gradients Dispatch computes: of x, of the probabilities."""
 
     x: bool
@@ -84,7 +84,7 @@ class ShardedRoutingMap(RoutingMap):
     token_of_copy: [C] int64
     copy_of_row: [R] int64, in the copies that arrive
     pairs, copies: how many are transferred
-    wanted:   which gradients any of the ranks computes: all of them take part in their transfer
+    needed:   which gradients any of the ranks computes: all of them take part in their transfer
     """
 
     row_of_arrived: Tensor
@@ -94,7 +94,7 @@ class ShardedRoutingMap(RoutingMap):
     group: ExpertGroup
     pairs: Counts
     copies: Counts
-    wanted: Wanted
+    needed: NeededGradients
 
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in _TENSORS)
@@ -123,7 +123,7 @@ class ShardedRoutingMap(RoutingMap):
 
 
 def make_sharded_routing_map(
-    indices: Tensor, num_experts: int, group: ExpertGroup, about: str, wanted: Wanted
+    indices: Tensor, num_experts: int, group: ExpertGroup, about: str, needed: NeededGradients
 ) -> tuple[ShardedRoutingMap, Tensor, Tensor]:
     """As `make_routing_map`, over ranks: (map, slot_of_row [P] of the pairs, sizes [L] of the experts here).
 
@@ -140,7 +140,7 @@ def make_sharded_routing_map(
     routing_map, slot_of_row, sizes = make_routing_map(indices, num_experts)
     sent_nL = sizes.view(n, -1)
     copies_n, copy_ends, copy_of_slot = _copies(indices, num_experts // n, n)
-    pairs, copies, wanted, received_copies_n = _exchange_headers(group, about, wanted, sent_nL.sum(1), copies_n)
+    pairs, copies, needed, received_copies_n = _exchange_headers(group, about, needed, sent_nL.sum(1), copies_n)
     received_nL = torch.empty_like(sent_nL)
     dist.all_to_all_single(received_nL, sent_nL, group=group.process_group)
     row_of_arrived, arrived_of_row = _order(received_nL, sum(pairs.received))
@@ -153,7 +153,7 @@ def make_sharded_routing_map(
     copy_of_row = (first + _transferred(copy_of_pair, pairs, group)).index_select(0, arrived_of_row)
     sharded = ShardedRoutingMap(
         routing_map.row_of_slot, routing_map.token_of_row, row_of_arrived, arrived_of_row,
-        token_of_copy % max(indices.shape[0], 1), copy_of_row, group, pairs, copies, wanted,
+        token_of_copy % max(indices.shape[0], 1), copy_of_row, group, pairs, copies, needed,
     )  # fmt: skip
     return sharded, slot_of_row, received_nL.sum(0)
 
@@ -163,28 +163,28 @@ def announce_refusal(group: ExpertGroup, device: torch.device, error: Exception)
     about = f"its arguments are refused: {error}".removesuffix(".")
     nothing = torch.zeros(len(group.ranks), dtype=torch.int64, device=device)
     try:
-        _exchange_headers(group, about, Wanted(False, False), nothing, nothing)
-    except RuntimeError as told:
-        if about not in str(told):  # not what all ranks raise now
+        _exchange_headers(group, about, NeededGradients(False, False), nothing, nothing)
+    except RuntimeError as raised:
+        if about not in str(raised):  # not what all ranks raise now
             raise
 
 
 def _exchange_headers(
-    group: ExpertGroup, about: str, wanted: Wanted, pairs_n: Tensor, copies_n: Tensor
-) -> tuple[Counts, Counts, Wanted, Tensor]:
-    """(pairs, copies, gradients that any rank wants, copies received [n] on the device). Reads the device, once.
+    group: ExpertGroup, about: str, needed: NeededGradients, pairs_n: Tensor, copies_n: Tensor
+) -> tuple[Counts, Counts, NeededGradients, Tensor]:
+    """(pairs, copies, gradients that any rank needs, copies received [n] on the device). Reads the device, once.
 
     Of a size that depends on nothing but the ranks, so it works between ranks that agree on nothing else.
     """
     sent = torch.empty(len(group.ranks), 5, dtype=torch.int64, device=pairs_n.device)
-    sent[:, 0], sent[:, 1], sent[:, 2] = zlib.crc32(about.encode()), *wanted
+    sent[:, 0], sent[:, 1], sent[:, 2] = zlib.crc32(about.encode()), *needed
     sent[:, 3], sent[:, 4] = pairs_n, copies_n
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group.process_group)
     mine, others = torch.stack((sent.t(), received.t())).tolist()
     if set(others[0]) != {mine[0][0]}:
         raise RuntimeError(difference(group, about, _REMEDY))
-    of_any = Wanted(any(others[1]), any(others[2]))
+    of_any = NeededGradients(any(others[1]), any(others[2]))
     return Counts(mine[3], others[3]), Counts(mine[4], others[4]), of_any, received[:, 4]
 
 

@@ -178,7 +178,7 @@ def make_routing_map_triton(
         sizes.zero_()
         return
     block, block_e, num_warps = map_config(num_experts)
-    num_blocks = -(-num_pairs // block)
+    num_blocks = cdiv(num_pairs, block)
     counts, local_ends = indices.new_empty(2, num_experts + 1, num_blocks, dtype=torch.int32).unbind()
     about = {"BLOCK": block, "BLOCK_E": block_e, "num_warps": num_warps}
     _count(indices, num_blocks, indices, counts, local_ends, num_pairs, num_experts, **about)

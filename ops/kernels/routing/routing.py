@@ -131,7 +131,7 @@ def routes_in_triton(device: torch.device, dtype: torch.dtype, num_experts: int)
 
 
 def describe_kernels(num_experts: int, score_function: ScoreFunction, is_limited: bool) -> str:
-    """What routes so on a GPU in float32, in a few words. is_limited: to some groups."""
+    """What computes this routing on a GPU in float32, for `explain()`. is_limited: to some groups."""
     if num_experts > MOST_EXPERTS:
         return f"torch: the kernels hold up to {MOST_EXPERTS} experts"
     if score_function == "softmax" and not is_limited:
@@ -314,7 +314,7 @@ def _choose_on_triton(logits: Tensor, topk: int, normalized: bool) -> _Choice:
     config = route_config(num_experts, topk)
     probs, softmax = logits.new_empty(num_tokens, topk), logits.new_empty(logits.shape)
     indices = torch.empty(num_tokens, topk, dtype=torch.int64, device=logits.device)
-    shares = logits.new_empty(2, -(-num_tokens // config.block_t), num_experts)
+    shares = logits.new_empty(2, cdiv(num_tokens, config.block_t), num_experts)
     route_triton(logits.contiguous(), probs, indices, softmax, shares[0], shares[1], config, normalized)
     counts, sums = shares.sum(1, dtype=_counting(logits)).unbind()
     return probs, indices, softmax, counts, sums.to(logits.dtype)
