@@ -122,7 +122,9 @@ def sequences(draw: Callable[..., Any], most: int = 8) -> Drawn:
         elif choice == "grouped":
             bias, scaled = draw(st.sampled_from([(False, False), (True, False), (True, True)]))
             outputs = draw(st.sampled_from(WIDTHS))
-            add(ops.GroupedLinear, GROUPS, width, outputs, bias=bias, scale_bias=scaled, stacked=draw(st.booleans()))
+            stacked = draw(st.booleans())
+            forms = {"stacked": stacked, "stacked_bias": stacked != (outputs == width)}
+            add(ops.GroupedLinear, GROUPS, width, outputs, bias=bias, scale_bias=scaled, **forms)
             width = outputs
         elif choice in ("mlp", "relu mlp"):
             inner, interleave = draw(st.sampled_from([8, 32])), draw(st.sampled_from([None, 4]))
@@ -220,7 +222,7 @@ def norm(m: ops.RMSNorm, x: Tensor) -> Tensor:
 
 def joined(m: ops.GroupedLinear, names: Sequence[str]) -> Tensor | None:
     parameters = [m.get_parameter(name) for name in names]
-    return None if not names else parameters[0] if m.stacked else torch.stack(parameters)
+    return None if not names else parameters[0] if names[0] in ("weight", "bias") else torch.stack(parameters)
 
 
 def grouped(m: ops.GroupedLinear, x: Tensor, env: dict[str, Any]) -> Tensor:
