@@ -203,8 +203,8 @@ class Sequential(Container):
     def backward_dw(self) -> None:
         """Compute the weight gradients that the oldest backward delayed (operations with `delay_wgrad_compute=True`).
 
-        Runs on the current stream, last operation first, each followed by its hooks. Raises RuntimeError if none are
-        pending.
+        Runs on the current stream, last operation first, each followed by its hooks. Does nothing if no operation
+        delays any. Raises RuntimeError if some do, and none are pending.
         """
         backward_dw(self._with_weights()[::-1])
 

@@ -956,3 +956,18 @@ def test_any_branches_agree_with_plain_torch_or_are_refused(retain_graph: bool, 
         results.append({**values, **{name: None if g is None else g.clone() for name, g in found.items()}})
     event("written in place" if any(own for kind, _, own in drawn.modules if kind == "add") else "nothing written")
     assert_close(results[1], results[0], {torch.float64: 1e-10}, floor=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ("", ValueError, "AddExtraInput's 'r' is to be called '', which is empty. Give the name by which"),
+        (123, TypeError, "AddExtraInput's 'r' is to be called 123, but must be a text. Pass a str."),
+        (None, TypeError, "must be a text"),
+    ],
+)
+def test_what_is_no_name_is_refused_and_nothing_renamed(given: object, error: type[Exception], sentence: str) -> None:
+    operation = Add("r")
+    with pytest.raises(error, match=sentence):
+        operation.rename_extras(r=given)
+    assert operation.extra_name("r") == "r"

@@ -186,12 +186,10 @@ class GraphedCallable:
     def backward_dw(self) -> None:
         """Replay the delayed weight gradients, then perform their side effects: flags, `.grad`, hooks.
 
-        Raises RuntimeError if the module delays none, or if its backward has not been replayed.
+        Does nothing if the module delays none. Raises RuntimeError if its backward has not been replayed.
         """
         if not self._instance.delays:
-            raise RuntimeError(
-                f"{self._label}: backward_dw() has nothing to compute. It was captured without delayed gradients."
-            )
+            return
         self._check_held()
         self._graphs.replay(Event(Pass.WGRAD, *self._place), _nothing)
 
