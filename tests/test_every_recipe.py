@@ -39,6 +39,7 @@ RECIPES = {
     "nvfp4-rows": NVFP4BlockScaling(row_scaled_activation=True),
     "custom": CustomRecipe(MXFP8BlockScaling().quantizer),
     "mixed": MixedScaling("mxfp8", "fp8_block", "fp8_current", "fp8_block", "mxfp8", "mxfp8"),
+    "mixed-dequantized": MixedScaling.forward_only("fp8_current", backward="dequantized"),
 }
 EVERY = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 STATES = [name for name, recipe in RECIPES.items() if isinstance(recipe, DelayedScaling)]
