@@ -147,8 +147,11 @@ class Linear(OperationWithWeights):
         """Whether dy is a rank's share of the rows, and all of them are gathered before anything is computed."""
         return self.parallel is not None and self.parallel.exchange.dy is not None
 
-    def fprop(self, ctx: OperationContext, x: Any, alpha: float = 1.0) -> Tensor:
-        """alpha (x W^T + b), in memory of its own. Sets `ctx.saved`."""
+    def fprop(self, ctx: OperationContext, x: Any, alpha: float = 1.0, extra: Tensor | None = None) -> Tensor:
+        """x W^T + b, or without b and ranks that divide it alpha x W^T + extra, in memory of its own, rounded once.
+
+        extra: of y's shape. Sets `ctx.saved`.
+        """
         why = None
         if x.shape[-1:] != (self.own_in_features,):
             needed = f"[..., {self.own_in_features}] is needed. Check the operation before this one."
@@ -165,9 +168,9 @@ class Linear(OperationWithWeights):
         rows = quantized(_matrix(x), ctx.quantizer(Role.INPUT), rowwise=True, columnwise=need_wgrad)
         w = self._weight(ctx, rowwise=True)
         bias = None if self.bias is None else ctx.param("bias")
-        if bias is not None and alpha != 1:
-            bias = bias * alpha
         added = None if parallel is not None and parallel.is_row else bias
+        if extra is not None:
+            added = _matrix(extra)
         split = ctx.recipe.split_accumulator("fprop")
         capability = ctx.path.capability
         y = gemm("TN", rows, w, ctx.dtype, capability=capability, added=added, alpha=alpha, split_accumulator=split)

@@ -11,7 +11,6 @@ GPU can (`recipes.native_products`). The result is rounded once.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -54,16 +53,6 @@ def for_wgrad(x: Any) -> Any:
 def quantizes(recipe: Recipe) -> bool:
     """Whether an operand of any product is quantized."""
     return any(recipe.quantizer(role) is not None for role in Role)
-
-
-def commutes(scale: float, dtype: torch.dtype) -> bool:
-    """Whether a factor may be moved past a product without a change of its bits: (scale a) b = scale (a b).
-
-    True for powers of two. Not for float16, whose range is so small that a number may lose its last places, or
-    overflow, on one side alone; in the other dtypes only numbers within 2^32 of their range's ends do.
-    """
-    mantissa, exponent = math.frexp(scale)
-    return abs(mantissa) == 0.5 and abs(exponent - 1) <= 32 and dtype != torch.float16
 
 
 def gemm_dtype(nominal: torch.dtype, device: torch.device) -> torch.dtype:
@@ -131,7 +120,7 @@ def gemm(
     alpha: float = 1.0,
     split_accumulator: bool = True,
 ) -> Tensor:
-    """alpha times the product of two matrices, plus `added` (broadcast), in out_dtype. Always new memory.
+    """alpha times the product of two matrices, plus `added` (broadcast), in out_dtype, rounded once. Always new memory.
 
     a: TN [T, K], NN [T, N], NT [T, N]. b: TN [N, K], NN [N, K], NT [T, K].
     capability: of the GPU that they are on, None on a CPU
@@ -145,9 +134,13 @@ def gemm(
     x = x.T if layout == "NT" else x
     w = w.T if layout == "TN" else w
     if left.alpha is None and right.alpha is None and x.dtype == out_dtype:
-        if added is None:
-            return x @ w if alpha == 1 else torch.addmm(x.new_empty(()), x, w, beta=0, alpha=alpha)
-        if added.dim() == 1:
+        if added is None and alpha == 1:
+            return x @ w
+        # A CPU's addmm of 16-bit numbers may round the product before alpha and the addend.
+        rounds_once = x.is_cuda or x.dtype in (torch.float32, torch.float64)
+        if added is None and rounds_once:
+            return torch.addmm(x.new_empty(()), x, w, beta=0, alpha=alpha)
+        if added is not None and (added.dim() == 1 or (rounds_once and added.dtype == out_dtype)):
             return torch.addmm(added.to(out_dtype), x, w, alpha=alpha)
     product = writable(accumulator_like(x) @ accumulator_like(w))
     if left.alpha is not None and left.alpha.dim() == 2 and right.alpha is not None:

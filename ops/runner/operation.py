@@ -299,6 +299,8 @@ class FusedOperation(FusibleOperation):
              weight gradient is external: in main_grad, or delayed.
     handles_transfers: whether it exchanges with other ranks what the covered operations would (their `transfers`).
              Without, it is refused where they exchange anything.
+    rounds_less: whether it leaves out roundings of the unfused run, so that its results have other bits. Then
+             `fuser.testing.check_fusion` holds what its passes compute to float64 instead.
     """
 
     pattern: ClassVar[tuple[Any, ...]] = ()
@@ -306,6 +308,7 @@ class FusedOperation(FusibleOperation):
     passes: ClassVar[Literal["joint", "forward", "backward"]] = "joint"
     handles_wgrad_accumulation: ClassVar[bool] = False
     handles_transfers: ClassVar[bool] = False
+    rounds_less: ClassVar[bool] = False
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
         self.operations = tuple(operations)
