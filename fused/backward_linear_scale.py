@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fused.linear_in_place import why_not_gathered
 from ops.constant_scale import ConstantScale
-from ops.linear import Linear, column_sums
+from ops.linear import Linear
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from recipes.recipe import Role
 from recipes.request import PlanRequest
@@ -57,5 +57,5 @@ def scaled_gradients(
     """scale dy W, and the gradients of the Linear's parameters of scale dy."""
     dx, gradients = linear.dgrad_and_wgrad(ctx, dy, scale)
     if "bias" in ctx.needs.params:
-        gradients["bias"] = column_sums(dy).mul_(scale)
+        gradients["bias"] = linear.bias_gradient(dy) * scale
     return dx, gradients
