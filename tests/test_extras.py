@@ -406,10 +406,10 @@ def refused(layer: nn.Module, x: Tensor, kind: type[Exception], message: str, **
 
 
 def test_a_leaf_that_requires_grad_is_not_written() -> None:
-    message = r"In operation 0 \(AddExtraInput\): extra is a leaf that requires grad, so it cannot be written in place"
+    message = r"In operation 0 \(AddExtraInput\): Give in_place=False: extra is a leaf that requires grad"
     refused(Add(in_place=True), tensor(), RuntimeError, message, extra=tensor().requires_grad_())
     refused(Sequential(Make("r"), Times(2.0), Add("r", in_place=True)), tensor().requires_grad_(), RuntimeError,
-            r"In operation 2 \(AddExtraInput\): r is a leaf that requires grad")  # fmt: skip
+            r"In operation 2 \(AddExtraInput\): Give in_place=False: r is a leaf that requires grad")  # fmt: skip
 
 
 @pytest.mark.parametrize(

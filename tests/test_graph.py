@@ -15,6 +15,7 @@ from torch import nn
 from fuser import Sequential, autocast, ops
 from fuser.graph import make_graphed_callables
 from fuser.graph.capture import CudaRecorder
+from fuser.graph.instance import Sample
 from fuser.schedule import Schedule
 from ops.products import main_grad
 from recipes import CustomRecipe, DelayedScaling, MixedScaling, Quantizer
@@ -297,6 +298,28 @@ def test_a_parameter_that_skips_the_hooks_of_backward_gets_no_clone(device):
     for name, expected in (("weight", ones.T @ x), ("bias", ones.sum(0))):
         for factor, (_, gradient) in zip((1.0, 2.0), seen[name], strict=True):
             torch.testing.assert_close(gradient, factor * expected)
+
+
+def test_split_sizes_on_the_host_are_copied_to_the_device(device):
+    eager = experts(device)
+    module = deepcopy(eager)
+    x, extras, _ = batch(99, device)
+    call = make_graphed_callables(
+        module, (x,), sample_kwargs={**extras, "split_sizes": extras["split_sizes"].cpu()}
+    )  # fmt: skip
+    for seed in range(3):
+        x, extras, _ = batch(seed, device)
+        found, expected = call(x, **{**extras, "split_sizes": extras["split_sizes"].cpu()}), eager(x, **extras)
+        assert torch.equal(found, expected)
+        assert torch.equal(call(x, **extras), expected)
+
+
+def test_only_split_sizes_are_moved():
+    sizes, other = torch.tensor([3, 4]), torch.ones(2)
+    sample = Sample((torch.ones(7, 2, device="meta"),), {"split_sizes": sizes, "other": other})
+    sample.move({"split_sizes"}, torch.device("meta"))
+    assert [form.device.type for form in sample.forms] == ["meta", "meta", "cpu"] and sample.moved == {1}
+    assert sample.values[1].is_meta and sample.values[2] is other
 
 
 @pytest.mark.parametrize("schedule", [None, "F1 F2 B2 B1"])

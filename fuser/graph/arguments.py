@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuser.graph.checks import check_module
+from fuser.graph.checks import check_module, move_split_sizes
 from fuser.graph.instance import CAPTURE_HOOKS, CaptureHooks, Instance, Sample, Settings
 from fuser.schedule.run import delaying
 from fuser.schedule.schedule import Place, Schedule
@@ -127,6 +127,7 @@ def make_instances(
     for place in _places(schedule):
         at = sum(schedule.layers[: place[0] - 1]) + place[2]
         sample = samples[schedule.index(place) if len(samples) == number else at]
+        move_split_sizes(modules[at], sample, settings[at])
         check_module(modules[at], sample, settings[at])
         instances[place] = Instance(
             modules[at], sample, settings[at], unused=allow_unused, retain=retain, capture_hooks=capture_hooks[at]

@@ -61,7 +61,8 @@ def make_graphed_callables(
     sample_args:   the positional arguments, a tuple; for several modules a tuple of tuples, one for each module; with a
                    schedule one for each forward instance in the order of `Schedule.index`, or one for each layer.
                    Each call copies its tensors into the graphs' memory; those that require grad receive a gradient.
-                   All other arguments are constants
+                   All other arguments are constants. Split sizes may be a tensor on the host, in the sample and in
+                   each call: they are copied to the device
     sample_kwargs: keyword arguments, in the same form
     num_warmup_iters: passes through the schedule before the capture; 0 still runs one, which loads all kernels
     allow_unused_input: whether an input that requires grad may receive no gradient

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -76,6 +76,7 @@ class Sample:
     """The sample arguments of a module: tensors, which each call may replace, and constants.
 
     at, tensors, forms: positions, values and forms of the tensors among the arguments
+    moved: positions of tensors on the host whose copies on the device the graph reads
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -85,6 +86,15 @@ class Sample:
         self.at = [index for index, value in enumerate(self.values) if isinstance(value, Tensor)]
         self.tensors: list[Tensor] = [self.values[index] for index in self.at]
         self.forms = [Form.of(tensor) for tensor in self.tensors]
+        self.moved: set[int] = set()
+
+    def move(self, names: Collection[str], device: torch.device) -> None:
+        """Copy the tensors of these names that are on the host to the device."""
+        for number, index in enumerate(self.at):
+            if self.names[index] in names and self.tensors[number].device.type == "cpu" != device.type:
+                self.values[index] = self.tensors[number] = self.tensors[number].to(device)
+                self.forms[number] = Form.of(self.tensors[number])
+                self.moved.add(index)
 
     def release(self) -> None:
         """Release the tensors; keep their forms."""
