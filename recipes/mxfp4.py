@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_nvfp4 import e2m1_codes_ref
+from recipes.casts.nvfp4_blocks import e2m1_codes_ref, e2m1_values_ref
 from recipes.casts.scale_rules import E8M0Scale, Rounding
 from recipes.mxfp8 import BLOCK, check_scaling
 from recipes.recipe import Recipe, Role
@@ -35,12 +35,7 @@ class E2M1InBytes(ElementFormat):
         return codes.masked_fill(scaled.isnan(), _NAN).to(torch.uint8)
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        # Computed, not looked up: a table would come from the host, which a CUDA graph cannot hold.
-        codes = codes.to(torch.int32)
-        exponent, mantissa = (codes & 7) >> 1, codes & 1
-        doubled = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp(min=0))
-        values = doubled.to(dtype) * 0.5
-        return torch.where((codes & 8) != 0, -values, values).masked_fill(codes == _NAN, torch.nan)
+        return e2m1_values_ref(codes.to(torch.int32), dtype).masked_fill(codes == _NAN, torch.nan)
 
     @property
     def half_step(self) -> float:

@@ -38,6 +38,7 @@ RECIPES = {
     "mxfp4": MXFP4BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
     "nvfp4-plain": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
+    "nvfp4-four-over-six": NVFP4BlockScaling(four_over_six="all"),
     "nvfp4-rows": NVFP4BlockScaling(row_scaled_activation=True),
     "custom": CustomRecipe(MXFP8BlockScaling().quantizer),
     "mixed": MixedScaling("mxfp8", "fp8_block", "fp8_current", "fp8_block", "mxfp8", "mxfp8"),

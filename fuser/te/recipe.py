@@ -86,16 +86,25 @@ def NVFP4BlockScaling(
     disable_stochastic_rounding: bool = False,
     disable_2d_quantization: bool = False,
     row_scaled_activation: bool = False,
-    nvfp4_4over6: str = "none",
+    nvfp4_4over6: Any = "none",
+    nvfp4_4over6_e4m3_use_256: str = "all",
+    nvfp4_4over6_err_mode: Any = "MAE",
     fp8_dpa: bool = False,
     fp8_mha: bool = False,
     backward_override: str | None = None,
 ) -> Recipe:
-    """NVFP4: an E4M3 scale for each 16 values, and an amax for the tensor."""
-    _check_defaults(nvfp4_4over6=(nvfp4_4over6, "none"), fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
+    """NVFP4: an E4M3 scale for each 16 values, and an amax for the tensor.
+
+    nvfp4_4over6_e4m3_use_256: "all" or "none": all roles have the same bound
+    """
+    _check_defaults(fp8_dpa=(fp8_dpa, False), fp8_mha=(fp8_mha, False))
+    if nvfp4_4over6_e4m3_use_256 != "none":
+        _check_defaults(nvfp4_4over6_e4m3_use_256=(nvfp4_4over6_e4m3_use_256, "all"))
     recipe = recipes.NVFP4BlockScaling(
         disable_rht=disable_rht, disable_stochastic_rounding=disable_stochastic_rounding,
         disable_2d_quantization=disable_2d_quantization, row_scaled_activation=row_scaled_activation,
+        four_over_six=nvfp4_4over6, four_over_six_error=nvfp4_4over6_err_mode,
+        four_over_six_bound=256 if nvfp4_4over6_e4m3_use_256 == "all" else 448,
     )  # fmt: skip
     return _overridden(recipe, backward_override)
 
