@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser import autocast, ops, te
@@ -242,6 +243,19 @@ def test_a_channel_without_an_earlier_producer_is_refused():
 def test_what_cannot_be_is_refused(call, error, sentence):
     with pytest.raises(error, match=sentence):
         call(te.AddExtraInput())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_recomputes_the_fused_operation(reentrant):
+    counted = megatron_mlp("swiglu", "cpu", single=True, bias=False)
+    x, splits, scales, dy = mlp_data("cpu")
+    counted(x, splits, scales, splits).backward(dy)
+    expected = {"dx": x.grad, "dscales": scales.grad, **gradients(counted)}
+    counted.zero_grad()
+    x.grad = scales.grad = None
+    checkpoint(counted, x, splits, scales, splits, use_reentrant=reentrant).backward(dy)
+    assert_same_bits({"dx": x.grad, "dscales": scales.grad, **gradients(counted)}, expected)
+    assert "GroupedMLP = " in counted.explain()
 
 
 def test_extra_tensors_may_be_given_by_name_too():

@@ -26,7 +26,7 @@ class Sequential(NamedSequential):
     Extra inputs are counted in the order of the operations, and for each in that of its `extra_inputs`; those that a
     channel feeds are left out (`CountedExtras.set_extra_input_channel`). Extra outputs are all that go to the caller.
     Where the same tensor is given twice, as the split sizes of both layers of an MLP, it is one tensor to the
-    operations, and only then are these fused: pass the same object.
+    operations, and only then are these fused: pass the same object, or integers in the same memory.
 
     op_kwargs: the caller's buffers, {operation or its index: {"output": tensor, "grad_input": tensor}}
 
@@ -59,7 +59,7 @@ class Sequential(NamedSequential):
             self.layout()
             check_count(extra_inputs, [slot.operation.extra_name(slot.local) for slot in slots])
         self._given = tuple(
-            next(i for i, slot in enumerate(slots) if slot.local == own.local and extra_inputs[i] is tensor)
+            next(i for i, slot in enumerate(slots) if slot.local == own.local and _is_same(extra_inputs[i], tensor))
             for own, tensor in zip(slots, extra_inputs, strict=True)
         )
         self.layout()
@@ -146,6 +146,16 @@ def _new_name(wanted: str, taken: set[str]) -> str:
         name = f"{wanted}_{count}"
     taken.add(name)
     return name
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether both are one tensor. A checkpoint that recomputes makes two of one; of integers that changes nothing."""
+    if first is second:
+        return True
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or first.is_floating_point():
+        return False
+    forms = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in (first, second)]
+    return forms[0] == forms[1] and first.numel() > 0
 
 
 def _first_of_each(slots: list[_Slot]) -> tuple[int, ...]:
