@@ -29,6 +29,9 @@ class BackwardLinearScale(FusedOperation):
     handles_wgrad_accumulation = True
     rounds_less = True
 
+    def kernel(self, request: PlanRequest) -> str:
+        return self.operations[0].kernel(request)
+
     @classmethod
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
         return why_not_scaled_products(cast(ConstantScale, operations[1]), request) or why_not_gathered(operations[0])

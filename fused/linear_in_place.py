@@ -42,11 +42,14 @@ def why_not_gathered(operation: BasicOperation) -> str | None:
     return None
 
 
-def add_in_place(operation: ElementwiseOperation, ctx: OperationContext, y: Tensor, extras: Mapping[str, Any]) -> None:
-    """y += operand, for a Bias or an AddExtraInput, rounded once to y's dtype. Sets `ctx.saved` as that does."""
+def add_in_place(
+    operation: ElementwiseOperation, ctx: OperationContext, y: Tensor, extras: Mapping[str, Any]
+) -> Tensor:
+    """y += operand, for a Bias or an AddExtraInput, rounded once to y's dtype; or the operand += y, if the operation
+    writes into it. Returns what was written. Sets `ctx.saved` as the operation does."""
     operand = operation.operand(ctx, y, extras)
     assert operand is not None, "a Bias has a parameter, an AddExtraInput its extra input"
     operation.check(y.shape, operand)
     if ctx.needs_grad:
         ctx.saved = operation.Saved(None, operation.kept_operand(operation.step(), operand))
-    y.add_(operand)
+    return y.add_(operand) if operation.in_place_input is None else operation.compute(y, operand)

@@ -28,6 +28,7 @@ class LinearScaleAdd(FusedOperation):
     pattern = (Linear, ConstantScale, AddExtraInput)
     passes = "joint"
     handles_wgrad_accumulation = True
+    handles_in_place = True
     accepts_quantized = True
     rounds_less = True
 
@@ -36,6 +37,9 @@ class LinearScaleAdd(FusedOperation):
         self.linear = cast(Linear, operations[0])
         self.scale = cast(ConstantScale, operations[1]).scale
         self.add = cast(AddExtraInput, operations[2])
+
+    def kernel(self, request: PlanRequest) -> str:
+        return self.linear.kernel(request)
 
     @classmethod
     def why_not(cls, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
@@ -50,7 +54,9 @@ class LinearScaleAdd(FusedOperation):
         extra = self.add.operand(ctxs[2], x, extras)
         assert extra is not None, "an AddExtraInput has one"
         self.add.check(torch.Size((*x.shape[:-1], self.linear.own_out_features)), extra)
-        return self.linear.fprop(ctxs[0], x, self.scale, extra), {}
+        self.add.check_dtype(ctxs[2].dtype, extra)
+        y = self.linear.fprop(ctxs[0], x, self.scale, extra)
+        return y if self.add.in_place_input is None else extra.copy_(y), {}
 
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], dy: Tensor, d_extra_outputs: Mapping[str, Tensor]

@@ -300,6 +300,69 @@ def test_operands_that_are_quantized_already_are_taken_as_they_are(recipe: str |
         assert_same_bits(run(fused, x, dy, outputs, **extras), run(unfused, x, dy, outputs, **extras))
 
 
+# Written in place
+
+IN_PLACE = {
+    "add": (ForwardLinearBiasAdd, lambda: [linear(True)]),
+    "bias-add": (ForwardLinearBiasAdd, lambda: [linear(), bias()]),
+    "scale-add": (LinearScaleAdd, lambda: [linear(), ops.ConstantScale(3.5)]),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_an_extra_input_is_written_in_place(name: str, recipe: str | None, dtype: torch.dtype, device: str) -> None:
+    """With the bits of the fusion out of place; what is read of it later is y."""
+    fusion, make = IN_PLACE[name]
+    before = [operation.to(device, dtype) for operation in make()]
+    x, extra, dy = (torch.randn(9, size, device=device).to(dtype) for size in (K, N, N))
+    found = []
+    for in_place in (False, True):
+        sequential = on([*before, ops.AddExtraInput(in_place=in_place)], fusion)
+        assert f"{fusion.__name__} = " in sequential.explain(recipe=recipe, device=device)
+        sequential.zero_grad()
+        given = leaves({"x": x.requires_grad_(), "extra": extra.requires_grad_()})
+        written = given["extra"] * 1
+        with autocast(recipe=recipe):
+            y = sequential(given["x"], extra=written)
+        assert (y is written) == in_place
+        (y * dy + written * dy if in_place else 2 * (y * dy)).sum().backward()
+        found.append({"y": y.detach(), **gradients({**given, **dict(sequential.named_parameters())})})
+    assert_same_bits(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_the_linear_layer_keeps_is_not_written(name: str) -> None:
+    fusion, make = IN_PLACE[name]
+    operations = list(make())
+    operations[0] = ops.Linear(N, N, bias=operations[0].bias is not None)
+    sequential = on([*operations, ops.AddExtraInput(in_place=True)], fusion)
+    for fusions in ((fusion,), ()):
+        x = torch.randn(5, N)
+        kept = x.clone()
+        with pytest.raises(
+            RuntimeError, match=r"extra lies in memory that operation 0 \(Linear\) keeps for its backward"
+        ):
+            on(list(sequential), *fusions)(x, extra=x)
+        assert torch.equal(x, kept)
+        with torch.no_grad():
+            y = on(list(sequential), *fusions)(x, extra=x)
+            expected = on([*operations, ops.AddExtraInput()])(kept, extra=kept)
+        assert y is x
+        torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_both_dtypes_are_the_same(name: str) -> None:
+    fusion, make = IN_PLACE[name]
+    sequential, extra = on([*make(), ops.AddExtraInput(in_place=True)], fusion), torch.ones(5, N).double()
+    with pytest.raises(ValueError, match="in place both must be the same"):
+        sequential(torch.randn(5, K), extra=extra)
+    assert torch.equal(extra, torch.ones(5, N).double())
+
+
 # Pairs
 
 
@@ -360,11 +423,6 @@ REFUSALS = {
         [ForwardLinearBiasAdd],
         lambda: [linear(), bias().bfloat16(), ops.AddExtraInput()],
         "Linear's weight is torch.float32, but Bias's vector is torch.bfloat16.",
-    ),
-    "in_place": (
-        [ForwardLinearBiasAdd],
-        lambda: [linear(), ops.AddExtraInput(in_place=True)],
-        "AddExtraInput writes into 'extra' in place, which fused operations do not.",
     ),
     "zero": (
         [BackwardLinearScale, LinearScaleAdd],

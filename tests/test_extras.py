@@ -455,8 +455,8 @@ def test_what_an_operation_keeps_is_not_written() -> None:
         bias(), Make("r"), ops.RMSNorm(WIDTH), ops.Linear(WIDTH, WIDTH), Add("r", in_place=True)
     ).double()
     message = (
-        r"In operation 4 \(AddExtraInput\): r lies in memory that operation 2 \(RMSNorm\) keeps for its backward, "
-        "so it cannot be written in place"
+        r"In operation 3 \(ForwardLinearBiasAdd\): r lies in memory that operation 2 \(RMSNorm\) keeps for its "
+        "backward, so it cannot be written in place"
     )
     refused(layer, tensor(), RuntimeError, message)
     with torch.no_grad():
@@ -553,7 +553,7 @@ def test_a_fusion_does_not_take_what_writes_in_place() -> None:
         pattern = (Times, Add)
 
     text = Sequential(Times(2.0), Add("r", in_place=True), fusions=(Both,)).explain()
-    reason = "AddExtraInput writes into 'r' in place, which fused operations do not."
+    reason = "AddExtraInput writes into 'r' in place, which it does not: see handles_in_place."
     assert f"not fused: Both on operations 0-1: {reason}" in text
     assert "Both = Times -> AddExtraInput" in Sequential(Times(2.0), Add("r"), fusions=(Both,)).explain()
 
