@@ -7,13 +7,13 @@ from fused.backward_linear_scale import BackwardLinearScale
 from fused.elementwise_chain import ElementwiseChain
 from fused.forward_linear_bias_activation import ForwardLinearBiasActivation
 from fused.forward_linear_bias_add import ForwardLinearBiasAdd
-from fused.forward_linear_scale_add import ForwardLinearScaleAdd
 from fused.grouped_mlp import GroupedMLP
+from fused.linear_scale_add import LinearScaleAdd
 
 FUSIONS = (
     GroupedMLP,
+    LinearScaleAdd,  # before the chain, which would take its last two operations
     ElementwiseChain,
-    ForwardLinearScaleAdd,
     ForwardLinearBiasActivation,
     ForwardLinearBiasAdd,
     BackwardLinearScale,
@@ -31,6 +31,6 @@ __all__ = [
     "ElementwiseChain",
     "ForwardLinearBiasActivation",
     "ForwardLinearBiasAdd",
-    "ForwardLinearScaleAdd",
     "GroupedMLP",
+    "LinearScaleAdd",
 ]

@@ -21,7 +21,7 @@ class BackwardActivationBias(FusedOperation):
     """dh = f'(h) dy, db = the sum of dh over the rows; if the bias is a Linear's, also dx = dh W and dW = dh^T x.
 
     Reads what the unfused operations save: h, and the Linear's x. Refused for an activation with scales, and for a
-    Linear without a bias or one that gathers dy.
+    Linear without a bias, one that gathers dy or has as_one_group.
     """
 
     pattern = ((Bias, Linear), ActivationOperation)
@@ -35,6 +35,8 @@ class BackwardActivationBias(FusedOperation):
             return (
                 f"Linear has no bias, whose gradient could be summed while {type(activation).__name__} makes its own."
             )
+        if isinstance(first, Linear) and first.as_one_group:
+            return "Linear has as_one_group, and sums its bias gradient in the order of a group."
         return why_not_scaled(activation) or why_not_gathered(first)
 
     def fuser_backward(

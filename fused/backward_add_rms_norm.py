@@ -14,10 +14,11 @@ from recipes.request import PlanRequest
 
 
 class BackwardAddRMSNorm(FusedOperation):
-    """MakeExtraOutput -> RMSNorm, backward: dx = (the norm's dx, rounded) + the gradient of the extra output."""
+    """MakeExtraOutput -> RMSNorm, backward: dx = the norm's dx + the gradient of the extra output, rounded once."""
 
     pattern = (MakeExtraOutput, RMSNorm)
     passes = "backward"
+    rounds_less = True
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
         super().__init__(operations)
@@ -37,6 +38,5 @@ class BackwardAddRMSNorm(FusedOperation):
         if d_extra is None or {d_extra.dtype, extra_ctx.dtype} == {norm_ctx.dtype}:
             dx, d_parameters = self.norm.gradients(norm_ctx, dy, d_extra)
             return dx, ({}, d_parameters), {}
-        # As unfused: the norm's dx is rounded to MakeExtraOutput's dtype, then added in it.
         dx, d_parameters = self.norm.gradients(norm_ctx, dy)
-        return None if dx is None else dx.to(extra_ctx.dtype) + d_extra, ({}, d_parameters), {}
+        return None if dx is None else (dx + d_extra).to(extra_ctx.dtype), ({}, d_parameters), {}

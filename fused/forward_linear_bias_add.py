@@ -27,6 +27,7 @@ class ForwardLinearBiasAdd(FusedOperation):
     pattern = (Linear, optional(Bias), AddExtraInput)
     passes = "forward"
     handles_transfers = True
+    handles_in_place = True
     accepts_quantized = True
 
     @classmethod
@@ -38,5 +39,5 @@ class ForwardLinearBiasAdd(FusedOperation):
     ) -> tuple[Tensor, Mapping[str, Any]]:
         y = writable(cast(Linear, self.operations[0]).fprop(ctxs[0], x))
         for operation, ctx in zip(self.operations[1:], ctxs[1:], strict=True):
-            add_in_place(cast(ElementwiseOperation, operation), ctx, y, extras)
+            y = add_in_place(cast(ElementwiseOperation, operation), ctx, y, extras)
         return y, {}

@@ -42,21 +42,14 @@ def why_not_gathered(operation: BasicOperation) -> str | None:
     return None
 
 
-def operand_of(
-    operation: ElementwiseOperation, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
-) -> Tensor | None:
-    """Return the checked operand of a linear operation on x, and set `ctx.saved` as the unfused operation does."""
-    operand = operation.operand(ctx, x, extras)
-    operation.check(x.shape, operand)
+def add_in_place(
+    operation: ElementwiseOperation, ctx: OperationContext, y: Tensor, extras: Mapping[str, Any]
+) -> Tensor:
+    """y += operand, for a Bias or an AddExtraInput, rounded once to y's dtype; or the operand += y, if the operation
+    writes into it. Returns what was written. Sets `ctx.saved` as the operation does."""
+    operand = operation.operand(ctx, y, extras)
+    assert operand is not None, "a Bias has a parameter, an AddExtraInput its extra input"
+    operation.check(y.shape, operand)
     if ctx.needs_grad:
         ctx.saved = operation.Saved(None, operation.kept_operand(operation.step(), operand))
-    return operand
-
-
-def add_in_place(
-    operation: ElementwiseOperation, ctx: OperationContext, y: Tensor, extras: Mapping[str, Any], alpha: float = 1.0
-) -> None:
-    """y += alpha * operand, for a Bias or an AddExtraInput, rounded once to y's dtype."""
-    operand = operand_of(operation, ctx, y, extras)
-    assert operand is not None, "a Bias has a parameter, an AddExtraInput its extra input"
-    y.add_(operand, alpha=alpha)
+    return y.add_(operand) if operation.in_place_input is None else operation.compute(y, operand)

@@ -89,7 +89,8 @@ def _explain_repetition(pipeline: Pipeline, plan: Plan, request: PlanRequest, pa
 def _explain_step(pipeline: Pipeline, step: PlannedOperation, request: PlanRequest) -> str:
     names = " -> ".join(type(pipeline.operations[index]).__name__ for index in step.indices)
     name = f"{type(step.operation).__name__} = {names}" if step.fused else names
-    return f"{_places(pipeline, step.indices):>5}  {name}  [{step.operation.kernel(request)}]"
+    rounds = "; rounds less often than unfused" if step.fused and step.operation.rounds_less else ""
+    return f"{_places(pipeline, step.indices):>5}  {name}  [{step.operation.kernel(request)}{rounds}]"
 
 
 def _places(pipeline: Pipeline, indices: Sequence[int]) -> str:

@@ -125,7 +125,7 @@ def _apply(
             operations = [step.operation for step in covered]
             reason = (
                 _conflicting_names(operations)
-                or _written_in_place(operations)
+                or _written_in_place(fusion, operations)
                 or _external_wgrads(fusion, operations)
                 or _transfers(fusion, operations, request)
                 or fusion.why_not(operations, request)
@@ -214,9 +214,10 @@ def _transfers(fusion: Fusion, operations: Sequence[BasicOperation], request: Pl
     return None
 
 
-def _written_in_place(operations: Sequence[BasicOperation]) -> str | None:
-    for operation in operations:
+def _written_in_place(fusion: Fusion, operations: Sequence[BasicOperation]) -> str | None:
+    """Why the fusion cannot be used for operations that write in place; None if it can."""
+    for operation in operations[:-1] if fusion.handles_in_place else operations:
         if operation.in_place_input is not None:
             name = operation.extra_name(operation.in_place_input)
-            return f"{type(operation).__name__} writes into {name!r} in place, which fused operations do not."
+            return f"{type(operation).__name__} writes into {name!r} in place, which it does not: see handles_in_place."
     return None

@@ -134,8 +134,9 @@ class Sequential(Container):
         self._modules.update(items)
 
     def _like(self, modules: Mapping[str, nn.Module | None] | None) -> Sequential:
-        """Another Sequential with the same settings."""
-        other = Sequential(fusions=self.planner.fusions, path=self.path, retain_graph=self.retain_graph)
+        """Another Sequential with the same settings, of the same class if that is constructed alike."""
+        kind = type(self) if type(self).__init__ is Sequential.__init__ else Sequential
+        other = kind(fusions=self.planner.fusions, path=self.path, retain_graph=self.retain_graph)
         other.train(self.training)
         if modules is not None:
             other._modules.update(modules)
@@ -203,8 +204,8 @@ class Sequential(Container):
     def backward_dw(self) -> None:
         """Compute the weight gradients that the oldest backward delayed (operations with `delay_wgrad_compute=True`).
 
-        Runs on the current stream, last operation first, each followed by its hooks. Raises RuntimeError if none are
-        pending.
+        Runs on the current stream, last operation first, each followed by its hooks. Does nothing if no operation
+        delays any. Raises RuntimeError if some do, and none are pending.
         """
         backward_dw(self._with_weights()[::-1])
 

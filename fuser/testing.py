@@ -68,15 +68,21 @@ def check_fusion(
     extras:          shapes of the extra inputs, by name; split sizes need only num_groups
     tolerance:       largest difference, relative to the largest magnitude of the expected tensor
 
+    What the passes of a fusion with `rounds_less` compute is held to the unfused run in float64 instead, from the same
+    numbers: within half a last place of each number in `dtype`, and beyond that `tolerance`, by default that of float32
+    (in which it is summed). Quantized from other numbers than unfused, as a factor later, it needs a wider one.
+
     Returns the differences of the last draw. Raises AssertionError if the fusion does not match, or if a tensor differs
     by more than the tolerance; the message names the tensor and the worst index.
     """
     chosen = as_recipe(recipe)
-    tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
+    if tolerance is None:
+        tolerance = TOLERANCES[torch.promote_types(dtype, torch.float32) if fusion.rounds_less else dtype]
     generator = torch.Generator().manual_seed(seed)
     operations = [operation.to(device=device, dtype=dtype) for operation in make_operations()]
     fused = Sequential(*operations, fusions=(fusion,), path=path)
     unfused = Sequential(*copy.deepcopy(operations), fusions=(), path=path)
+    exact = Sequential(*copy.deepcopy(operations), fusions=(), path=path).double() if fusion.rounds_less else None
     layout = fused.layout()
     if not _is_used(layout, chosen, torch.device(device), dtype):
         plan = fused.explain(recipe=chosen, device=device, dtype=dtype)
@@ -98,13 +104,16 @@ def check_fusion(
                 given[name] = _random(extras[name], dtype, device, generator)
         frozen = _frozen(fused, draw)
         results = []
-        for sequential in (fused, unfused):
+        for sequential in (fused, unfused, exact):
+            if sequential is None:
+                continue
+            own = torch.float64 if sequential is exact else dtype
             for name, parameter in sequential.named_parameters():
                 parameter.requires_grad_(name not in frozen)
-            inputs = {n: v.detach().clone().requires_grad_(v.is_floating_point()) for n, v in given.items()}
+            inputs = {n: _leaf(v, own, v.is_floating_point()) for n, v in given.items()}
             with poisoned_memory(), autocast(recipe=chosen):
-                results.append(_run(sequential, x.clone().requires_grad_(draw % 4 != 3), inputs, outputs, draw))
-        differences = _compare(*results)
+                results.append(_run(sequential, _leaf(x, own, draw % 4 != 3), inputs, outputs, draw, dtype))
+        differences = _compare(*results) if exact is None else _compare_rounded(fusion, dtype, *results)
         splits = {name: value.tolist() for name, value in given.items() if kinds[name] is Splits}
         for difference in differences:
             if not difference.largest <= tolerance * difference.scale:
@@ -184,6 +193,12 @@ def compare(name: str, actual: Tensor | None, expected: Tensor | None) -> Differ
     return Difference(name, error.max().item(), error.square().mean().sqrt().item(), tuple(map(int, index)), scale)
 
 
+def _leaf(value: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tensor:
+    """The same numbers in dtype, integers as they are, in memory of their own."""
+    value = value.detach().clone()
+    return (value.to(dtype) if value.is_floating_point() else value).requires_grad_(requires_grad)
+
+
 def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> Tensor:
     return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
 
@@ -195,10 +210,25 @@ def _frozen(sequential: Sequential, draw: int) -> set[str]:
 
 
 class _Result(NamedTuple):
-    tensors: dict[str, Tensor | None]
+    """What the forward and what the backward pass gave, by name."""
+
+    forward: dict[str, Tensor | None]
+    backward: dict[str, Tensor | None]
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {**self.forward, **self.backward}
 
 
-def _run(sequential: Sequential, x: Tensor, extras: Mapping[str, Any], outputs: Sequence[str], draw: int) -> _Result:
+def _run(
+    sequential: Sequential,
+    x: Tensor,
+    extras: Mapping[str, Any],
+    outputs: Sequence[str],
+    draw: int,
+    dtype: torch.dtype,
+) -> _Result:
+    """The outputs, and the gradients for random gradients of them that dtype holds."""
     sequential.zero_grad()
     with torch.no_grad():
         without_grad = sequential(x, **extras)
@@ -206,14 +236,38 @@ def _run(sequential: Sequential, x: Tensor, extras: Mapping[str, Any], outputs: 
     y, made = y if outputs else (y, {})
     generator = torch.Generator().manual_seed(draw)
     heads = {"y": y, **made}
-    weights = {name: _random(head.shape, head.dtype, head.device, generator) for name, head in heads.items()}
+    weights = {n: _random(head.shape, dtype, head.device, generator).to(head.dtype) for n, head in heads.items()}
     roots = [head for head in heads.values() if head.requires_grad]
     torch.autograd.backward(roots, [weights[name] for name, head in heads.items() if head.requires_grad])
-    tensors: dict[str, Tensor | None] = {**heads, "y without grad mode": without_grad, "gradient of x": x.grad}
-    tensors |= {f"gradient of {n}": p.grad for n, p in sequential.named_parameters()}
-    tensors |= {f"gradient of {n}": v.grad for n, v in extras.items() if v.is_floating_point()}
-    return _Result(tensors)
+    made_forward: dict[str, Tensor | None] = {**heads, "y without grad mode": without_grad}
+    made_backward = {"gradient of x": x.grad}
+    made_backward |= {f"gradient of {n}": p.grad for n, p in sequential.named_parameters()}
+    made_backward |= {f"gradient of {n}": v.grad for n, v in extras.items() if v.is_floating_point()}
+    return _Result(made_forward, made_backward)
 
 
 def _compare(fused: _Result, unfused: _Result) -> list[Difference]:
     return [compare(name, tensor, unfused.tensors[name]) for name, tensor in fused.tensors.items()]
+
+
+def _compare_rounded(
+    fusion: Fusion, dtype: torch.dtype, fused: _Result, unfused: _Result, exact: _Result
+) -> list[Difference]:
+    """What the fusion's passes compute against the exact results, all else against the unfused ones."""
+    passes = {"forward": fused.forward, "backward": fused.backward}
+    differences = []
+    for name, tensor in fused.tensors.items():
+        expected = unfused.tensors[name]
+        if name in passes.get(fusion.passes, fused.tensors):
+            expected = exact.tensors[name]
+            tensor = tensor if tensor is None or expected is None else _nearer(tensor, expected, dtype)
+        differences.append(compare(name, tensor, expected))
+    return differences
+
+
+def _nearer(tensor: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in float64, each number nearer to the exact one by half a last place in dtype."""
+    limits = torch.finfo(dtype)
+    half_a_place = exact.abs().clamp(min=limits.smallest_normal) * (limits.eps / 2)
+    wide = tensor.double()
+    return wide + (exact - wide).clamp(-half_a_place, half_a_place)

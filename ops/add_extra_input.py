@@ -54,12 +54,16 @@ class AddExtraInput(ElementwiseOperation):
         assert operand is not None, "the extra input"
         if self.in_place_input is None:
             return (x + operand).to(x.dtype)
-        if operand.dtype != x.dtype:
+        self.check_dtype(x.dtype, operand)
+        return operand.add_(x)
+
+    def check_dtype(self, dtype: torch.dtype, operand: Tensor) -> None:
+        """Raise ValueError if x of this dtype cannot be added in the operand's memory, where that is to be."""
+        if self.in_place_input is not None and operand.dtype != dtype:
             raise ValueError(
-                f"{self.name} is {operand.dtype}, but x is {x.dtype}, and in place both must be the same. "
+                f"{self.name} is {operand.dtype}, but x is {dtype}, and in place both must be the same. "
                 f"Give {self.name} in x's dtype, or in_place=False."
             )
-        return operand.add_(x)
 
     def gradients(
         self, dy: Tensor, x: Tensor | None, operand: Tensor | None, *, need_dx: bool, need_operand: bool

@@ -36,8 +36,9 @@ class GroupedLinear(OperationWithWeights):
 
     scale_bias: adds scales[t] b_g in place of b_g, with the extra input scales [T]; needs bias. Then
                 db_g = sum_t scales[t] dy[t] and dscales[t] = dy[t] . b_g.
-    stacked:    one parameter `weight` [G, N, K] (and `bias` [G, N]); False: one a group, `weight0`, `bias0`, ...
-                A state dict of either form loads into the other.
+    stacked:    one parameter `weight` [G, N, K]; False: one a group, `weight0`, `weight1`, ...
+    stacked_bias: one parameter `bias` [G, N]; False: one a group, `bias0`, ...; None: as `stacked`.
+                A state dict of any form loads into the others.
     accumulate_into_main_grad, delay_wgrad_compute: where and when weight gradients go: `ops.products.main_grad`.
     buffers:    "output" [T, N] and "grad_input" [T, K], the caller's, contiguous, in the computing dtype. They may be
                 slices of one arena. What would be overwritten while something needs it is a ValueError before anything
@@ -85,6 +86,7 @@ class GroupedLinear(OperationWithWeights):
         dtype: torch.dtype | None = None,
         scale_bias: bool = False,
         stacked: bool = True,
+        stacked_bias: bool | None = None,
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
         tensor_parallel: str | None = None,
@@ -95,7 +97,8 @@ class GroupedLinear(OperationWithWeights):
         num_groups, in_features, out_features = positive_integers(
             "GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features
         )
-        check_flags(bias=bias, scale_bias=scale_bias, stacked=stacked)
+        stacked_bias = stacked if stacked_bias is None else stacked_bias
+        check_flags(bias=bias, scale_bias=scale_bias, stacked=stacked, stacked_bias=stacked_bias)
         check_parameter_dtype(dtype)
         if scale_bias and not bias:
             raise ValueError("scale_bias=True needs a bias to scale. Give bias=True, or leave scale_bias out.")
@@ -105,8 +108,9 @@ class GroupedLinear(OperationWithWeights):
         self.use_bias = bias
         self.scale_bias = scale_bias
         self.stacked = stacked
-        self.weight_names = self._names_of("weight")
-        self.bias_names = self._names_of("bias") if bias else ()
+        self.stacked_bias = stacked_bias
+        self.weight_names = _names("weight", num_groups, stacked)
+        self.bias_names = _names("bias", num_groups, stacked_bias) if bias else ()
         self.extra_inputs = {"split_sizes": Splits, "scales": Tensor} if scale_bias else {"split_sizes": Splits}
         self.parallel = TensorParallel.of(
             tensor_parallel, group, in_features=in_features, out_features=out_features, gated=gated
@@ -117,16 +121,14 @@ class GroupedLinear(OperationWithWeights):
             self.divides_output = self.parallel.divides_output
             self.own_in_features, self.own_out_features = self.parallel.in_features, self.parallel.out_features
         shape: tuple[int, ...] = (self.own_out_features, self.own_in_features)
-        shapes = {"weight": shape} | ({"bias": shape[:1]} if bias else {})
-        for name, shape in shapes.items():
-            for key, lead in [(name, (num_groups,))] if stacked else [(f"{name}{g}", ()) for g in range(num_groups)]:
-                self.register_parameter(key, nn.Parameter(torch.empty(*lead, *shape, device=device, dtype=dtype)))
+        forms = (self.weight_names, shape, stacked), (self.bias_names, shape[:1], stacked_bias)
+        for names, each, as_one in forms:
+            lead = (num_groups,) if as_one else ()
+            for name in names:
+                self.register_parameter(name, nn.Parameter(torch.empty(*lead, *each, device=device, dtype=dtype)))
         if not bias:
             self.register_parameter("bias", None)
         self.reset_parameters()
-
-    def _names_of(self, name: str) -> tuple[str, ...]:
-        return (name,) if self.stacked else tuple(f"{name}{group}" for group in range(self.num_groups))
 
     def reset_parameters(self) -> None:
         """Weights uniform in +-1/sqrt(in_features); biases zero."""
@@ -193,7 +195,8 @@ class GroupedLinear(OperationWithWeights):
         A subclass that stores weights in another layout returns them as [G, N, K] here, and their gradients as they
         are stored in `weight_gradients`.
         """
-        return ctx.param(names[0]) if self.stacked else [ctx.param(name) for name in names]
+        stacked = self.stacked if names == self.weight_names else self.stacked_bias
+        return ctx.param(names[0]) if stacked else [ctx.param(name) for name in names]
 
     def needs_weight_grad(self, ctx: OperationContext) -> bool:
         """Whether any weight needs a gradient."""
@@ -210,7 +213,7 @@ class GroupedLinear(OperationWithWeights):
         gradients: dict[str, Tensor | None] = {}
         if self.needs_bias_grad(ctx):
             db = ctx.path.bias_grad(dy, splits, scales)
-            gradients = {"bias": db} if self.stacked else dict(zip(self.bias_names, db.unbind(), strict=True))
+            gradients = {"bias": db} if self.stacked_bias else dict(zip(self.bias_names, db.unbind(), strict=True))
         dscales = None
         if scales is not None and "scales" in ctx.needs.extras:
             biases = self.biases(ctx)
@@ -319,8 +322,9 @@ class GroupedLinear(OperationWithWeights):
         return buffer
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in ("weight", "bias") if self.use_bias else ("weight",):
-            _convert(state_dict, prefix + name, self.num_groups, self.stacked)
+        _convert(state_dict, prefix + "weight", self.num_groups, self.stacked)
+        if self.use_bias:
+            _convert(state_dict, prefix + "bias", self.num_groups, self.stacked_bias)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def features(self, incoming: int | None) -> int | None:
@@ -328,11 +332,16 @@ class GroupedLinear(OperationWithWeights):
         return self.own_out_features
 
     def extra_repr(self) -> str:
+        bias_form = f", stacked_bias={self.stacked_bias}" if self.stacked_bias != self.stacked else ""
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.use_bias}, scale_bias={self.scale_bias}, stacked={self.stacked}"
+            f"bias={self.use_bias}, scale_bias={self.scale_bias}, stacked={self.stacked}{bias_form}"
             f"{'' if self.parallel is None else self.parallel.extra_repr()}{super().extra_repr()}"
         )
+
+
+def _names(name: str, num_groups: int, stacked: bool) -> tuple[str, ...]:
+    return (name,) if stacked else tuple(f"{name}{group}" for group in range(num_groups))
 
 
 def _convert(state_dict: dict[str, Any], key: str, num_groups: int, stacked: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.kernels.collectives import NOT_REPEATED, Ranks
+from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad
 from ops.products.main_grad import OperationWithWeights
 from ops.products.product import for_wgrad, gemm, quantized, wgrad
 from ops.products.tensor_parallel import TensorParallel, fill
@@ -22,6 +23,7 @@ from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
+from recipes.tensors.splits import Splits
 
 
 class Linear(OperationWithWeights):
@@ -33,6 +35,9 @@ class Linear(OperationWithWeights):
     unquantized dy over the rows, accumulated in float32.
 
     accumulate_into_main_grad, delay_wgrad_compute: where and when the weight gradient goes: `ops.products.main_grad`.
+    as_one_group: multiply by the kernel of `GroupedLinear`, as its only group, and sum the bias gradient as that does.
+        On a GPU the library's product sums in another order; with it a `GroupedLinear` has the bits of such Linears,
+        one for each group. Not in float64 on a GPU, which is the library's there too.
 
     tensor_parallel: "column" or "row": the ranks of `group` divide the layer. in_features and out_features are those of
         the whole layer. Rank r of n holds, and computes with,
@@ -83,6 +88,7 @@ class Linear(OperationWithWeights):
         dtype: torch.dtype | None = None,
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
+        as_one_group: bool = False,
         tensor_parallel: str | None = None,
         group: Ranks | None = None,
         sequence_parallel: bool = False,
@@ -90,9 +96,10 @@ class Linear(OperationWithWeights):
     ) -> None:
         super().__init__(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
         sizes = positive_integers("Linear", in_features=in_features, out_features=out_features)
-        check_flags(bias=bias)
+        check_flags(bias=bias, as_one_group=as_one_group)
         check_parameter_dtype(dtype)
         self.in_features, self.out_features = in_features, out_features = sizes
+        self.as_one_group = as_one_group
         self.parallel = TensorParallel.of(
             tensor_parallel, group, in_features=in_features, out_features=out_features, gated=gated,
             sequence_parallel=sequence_parallel,
@@ -122,7 +129,11 @@ class Linear(OperationWithWeights):
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
     def kernel(self, request: PlanRequest) -> str:
-        return "torch" + explain_dequantized(request) + self.transfers(request)
+        way = "torch" if self._multiplies_in_torch(request) else "grouped GEMM of one group (Triton)"
+        return way + explain_dequantized(request) + self.transfers(request)
+
+    def _multiplies_in_torch(self, request: PlanRequest) -> bool:
+        return not self.as_one_group or request.device.type != "cuda" or request.dtype == torch.float64
 
     def transfers(self, request: PlanRequest) -> str:
         return "" if self.parallel is None else self.parallel.explain(request.device)
@@ -140,16 +151,28 @@ class Linear(OperationWithWeights):
             dy = self.parallel.gather_grad_output(at_tensor(dy))  # type: ignore[union-attr]
         dx, gradients = self.dgrad_and_wgrad(ctx, dy)
         if "bias" in ctx.needs.params:
-            gradients["bias"] = column_sums(at_tensor(dy))
+            gradients["bias"] = self.bias_gradient(at_tensor(dy))
         return dx, gradients, {}
+
+    def bias_gradient(self, dy: Tensor) -> Tensor:
+        """The sum of dy [..., N] over its rows, [N], accumulated in float32 or better."""
+        if not self.as_one_group or (dy.is_cuda and dy.dtype == torch.float64):
+            return column_sums(dy)
+        rows, wide = at_tensor(_matrix(dy)), torch.promote_types(dy.dtype, torch.float32)
+        return grouped_bias_grad(rows, Splits.whole(len(rows), rows.device), out_dtype=wide)[0]
 
     @property
     def gathers_grad_output(self) -> bool:
         """Whether dy is a rank's share of the rows, and all of them are gathered before anything is computed."""
         return self.parallel is not None and self.parallel.exchange.dy is not None
 
-    def fprop(self, ctx: OperationContext, x: Tensor | QuantizedTensor, alpha: float = 1.0) -> Tensor:
-        """alpha (x W^T + b), in memory of its own. Sets `ctx.saved`."""
+    def fprop(
+        self, ctx: OperationContext, x: Tensor | QuantizedTensor, alpha: float = 1.0, extra: Tensor | None = None
+    ) -> Tensor:
+        """x W^T + b, or without b and ranks that divide it alpha x W^T + extra, in memory of its own, rounded once.
+
+        extra: of y's shape. Sets `ctx.saved`.
+        """
         why = None
         if x.shape[-1:] != (self.own_in_features,):
             needed = f"[..., {self.own_in_features}] is needed. Check the operation before this one."
@@ -166,12 +189,15 @@ class Linear(OperationWithWeights):
         rows = quantized(_matrix(x), ctx.quantizer(Role.INPUT), rowwise=True, columnwise=need_wgrad)
         w = self._weight(ctx, rowwise=True)
         bias = None if self.bias is None else ctx.param("bias")
-        if bias is not None and alpha != 1:
-            bias = bias * alpha
         added = None if parallel is not None and parallel.is_row else bias
+        if extra is not None:
+            added = at_tensor(_matrix(extra))
         split = ctx.recipe.split_accumulator("fprop")
         capability = ctx.path.capability
-        y = gemm("TN", rows, w, ctx.dtype, capability=capability, added=added, alpha=alpha, split_accumulator=split)
+        y = gemm(
+            "TN", rows, w, ctx.dtype, capability=capability, added=added, alpha=alpha, split_accumulator=split,
+            as_one_group=self.as_one_group,
+        )  # fmt: skip
         if ctx.needs_grad:
             kept = for_wgrad(rows) if need_wgrad else None
             ctx.saved = self.Saved(own_rows if need_wgrad and self._gathers_again(ctx) else kept)
@@ -199,7 +225,10 @@ class Linear(OperationWithWeights):
         if needs.input:
             w = self._weight(ctx, columnwise=True)
             split = ctx.recipe.split_accumulator("dgrad")
-            dx = gemm("NN", rows, w, ctx.dtype, capability=capability, alpha=alpha, split_accumulator=split)
+            dx = gemm(
+                "NN", rows, w, ctx.dtype, capability=capability, alpha=alpha, split_accumulator=split,
+                as_one_group=self.as_one_group,
+            )  # fmt: skip
             dx = dx.view(*dy.shape[:-1], self.own_in_features)
             if self.parallel is not None:
                 dx = self.parallel.reduce_grad_input(dx)
@@ -209,7 +238,8 @@ class Linear(OperationWithWeights):
             if self._gathers_again(ctx):
                 x = _matrix(self.parallel.gather_input(x))  # type: ignore[union-attr]
             product = partial(
-                wgrad, rows, x, dtype=ctx.dtype, capability=capability, alpha=alpha, split_accumulator=split
+                wgrad, rows, x, dtype=ctx.dtype, capability=capability, alpha=alpha, split_accumulator=split,
+                as_one_group=self.as_one_group,
             )  # fmt: skip
             gradients |= self.accumulate(ctx, product)
         return dx, gradients
@@ -240,6 +270,7 @@ class Linear(OperationWithWeights):
 
     def extra_repr(self) -> str:
         own = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        own += ", as_one_group=True" if self.as_one_group else ""
         own += "" if self.parallel is None else self.parallel.extra_repr()
         return own + super().extra_repr()
 

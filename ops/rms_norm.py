@@ -46,7 +46,7 @@ class RMSNorm(Normalization):
     def gradients(
         self, ctx: OperationContext, dy: Tensor, added: Tensor | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-        """(dx, {"weight": dweight}). `added` (x's shape, `ctx.dtype`), if given, is added to dx after its rounding."""
+        """(dx, {"weight": dweight}). `added` (x's shape, `ctx.dtype`), if given, is added to dx before its rounding."""
         x, rstd = ctx.saved
         dx, dweight = drms_norm(
             self.flat(dy),

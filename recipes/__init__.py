@@ -6,6 +6,7 @@ from recipes.custom import CustomRecipe
 from recipes.delayed_scaling import DelayedScaling
 from recipes.float8_block import Float8BlockScaling
 from recipes.mixed import MixedScaling
+from recipes.mxfp4 import MXFP4BlockScaling
 from recipes.mxfp8 import MXFP8BlockScaling
 from recipes.nvfp4 import NVFP4BlockScaling
 from recipes.recipe import HighPrecision, Recipe, Role, Target
@@ -33,6 +34,7 @@ __all__ = [
     "FormatQuantizer",
     "GroupedTensor",
     "HighPrecision",
+    "MXFP4BlockScaling",
     "MXFP8BlockScaling",
     "MixedScaling",
     "NVFP4BlockScaling",

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recipes.casts.scale_rules import GivenScale
-from recipes.recipe import Recipe, Role
+from recipes.casts.scale_rules import GivenScale, NVFP4Scale
+from recipes.native_products import COLUMNWISE, LAYOUTS, Product
+from recipes.recipe import OPERANDS, Recipe, Role
 from recipes.registry import as_recipe
-from recipes.tensors.formats import ALL, ElementFormat, ScaleSpec
+from recipes.tensors.formats import ALL, ElementFormat, ScaleLayout, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor, pick
 from recipes.tensors.quantizer import Quantizer, check_grouped, check_stacked, check_tensor
-from recipes.tensors.scaled_codes import Operand, ScaledCodes
+from recipes.tensors.scaled_codes import Dequantized, Operand, ScaledCodes
 from recipes.tensors.splits import Splits
+
+DEQUANTIZED = "dequantized"
+_MAY_BE_DEQUANTIZED = ("input_for_wgrad", "weight_for_dgrad")
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,14 @@ class MixedScaling(Recipe):
 
     Each field is a recipe or its name; "high_precision" leaves the operand unquantized. A recipe quantizes an operand
     as it quantizes a tensor of that role. A field that is None defaults to the one without `_for_...`.
+    input_for_wgrad and weight_for_dgrad may also be "dequantized": the values of the copy that fprop multiplies, so
+    that backward differentiates what forward computed. The gradient in that product stays unquantized.
 
-    Raises ValueError for a stateful recipe (delayed scaling), and if only one operand of wgrad is transformed (NVFP4's
-    random Hadamard transform cancels only if both are).
+    A product of FP8 codes has the accumulation (`Recipe.split_accumulator`) of its operands' recipes, split if one of
+    them says so.
+
+    Raises ValueError for a stateful recipe (delayed scaling), if only one operand of wgrad is transformed (NVFP4's
+    random Hadamard transform cancels only if both are), and for a quantized gradient beside a dequantized operand.
     """
 
     input: Recipe | str = "high_precision"
@@ -47,6 +56,8 @@ class MixedScaling(Recipe):
             value = getattr(self, field.name)
             if field.name == "path" or (value is None and "_for_" in field.name):
                 continue
+            if field.name in _MAY_BE_DEQUANTIZED and value == DEQUANTIZED:
+                continue
             object.__setattr__(self, field.name, as_recipe(value, field.name))
         for role in Role:
             for quantizer in self._pair(role):
@@ -61,20 +72,54 @@ class MixedScaling(Recipe):
                 f"In wgrad the gradient is transformed by {transforms[0]} and the input by {transforms[1]}, but a "
                 "transform cancels only if both operands have it. Give both the same recipe, or disable it."
             )
+        of_gradient = self._pair(Role.GRAD_OUTPUT)
+        for name, gradient in zip(_MAY_BE_DEQUANTIZED, reversed(of_gradient), strict=True):
+            if getattr(self, name) == DEQUANTIZED and gradient is not None:
+                raise ValueError(
+                    f'{name} is "dequantized", but the gradient that it is multiplied with is quantized by {gradient}. '
+                    'Leave that in "high_precision".'
+                )
+
+    @classmethod
+    def forward_only(cls, recipe: Recipe | str, *, backward: str = "high_precision") -> MixedScaling:
+        """Forward as under `recipe`; dx = dy W and dW = dy^T x of unquantized gradients.
+
+        backward: which x and W these multiply: "high_precision", themselves, or "dequantized", the values that forward
+        multiplied. Raises ValueError for another.
+        """
+        if backward not in ("high_precision", DEQUANTIZED):
+            raise ValueError(f'backward is {backward!r}, but must be "high_precision" or "dequantized".')
+        return cls(recipe, recipe, input_for_wgrad=backward, weight_for_dgrad=backward)
 
     def quantizer(self, role: Role) -> Quantizer | None:
         rowwise, columnwise = self._pair(role)
-        return rowwise if rowwise == columnwise else MixedQuantizer(rowwise, columnwise)
+        if rowwise == columnwise or isinstance(columnwise, RowwiseCopy):
+            return columnwise
+        return MixedQuantizer(rowwise, columnwise)
+
+    def split_accumulator(self, product: Product) -> bool:
+        sides = zip(OPERANDS[product], COLUMNWISE[LAYOUTS[product]], strict=True)
+        operands = [self._recipes(role)[columnwise] for role, columnwise in sides]
+        return any(recipe == DEQUANTIZED or recipe.split_accumulator(product) for recipe in operands)
 
     def _pair(self, role: Role) -> tuple[Quantizer | None, Quantizer | None]:
         """The quantizers of the rowwise and of the columnwise copy."""
+        first, other = self._recipes(role)
+        rowwise = first.quantizer(role)
+        if other == DEQUANTIZED:
+            return rowwise, rowwise and RowwiseCopy(rowwise)
+        return rowwise, other.quantizer(role)
+
+    def _recipes(self, role: Role) -> tuple[Recipe, Any]:
+        """Those of the rowwise and of the columnwise copy, which may be "dequantized"."""
         other = {
             Role.INPUT: self.input_for_wgrad,
             Role.WEIGHT: self.weight_for_dgrad,
             Role.GRAD_OUTPUT: self.grad_output_for_wgrad,
         }[role]
         first: Any = {Role.INPUT: self.input, Role.WEIGHT: self.weight, Role.GRAD_OUTPUT: self.grad_output}[role]
-        return as_recipe(first).quantizer(role), as_recipe(first if other is None else other).quantizer(role)
+        first = as_recipe(first)
+        return first, other if other == DEQUANTIZED else as_recipe(first if other is None else other)
 
 
 def _transform(quantizer: Quantizer | None) -> str | None:
@@ -127,6 +172,50 @@ class MixedQuantizer(Quantizer):
 
     def knows_groups(self) -> bool:
         return all(quantizer is None or quantizer.knows_groups() for quantizer in (self.rowwise, self.columnwise))
+
+
+@dataclass(frozen=True)
+class RowwiseCopy(Quantizer):
+    """The rowwise copy of `quantizer`, which stands for the columnwise one too: its values are multiplied there."""
+
+    quantizer: Quantizer
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_tensor(x, rowwise, columnwise)
+        made = self.quantizer.quantize(x)
+        return replace(made, columnwise=_read_along_rows(made.rowwise) if columnwise else None)
+
+    def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        check_stacked(w_GNK, rowwise, columnwise)
+        made = self.quantizer.quantize_stacked(w_GNK)
+        return replace(made, columnwise=_read_along_rows(made.rowwise) if columnwise else None)
+
+    def quantize_grouped(
+        self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
+    ) -> GroupedTensor:
+        check_grouped(x_TK, splits, rowwise, columnwise)
+        made = self.quantizer.quantize_grouped(x_TK, splits)
+        return replace(made, columnwise=_read_along_rows(made.rowwise, splits) if columnwise else None)
+
+    def seeded(self, device: torch.device) -> RowwiseCopy:
+        return RowwiseCopy(self.quantizer.seeded(device))
+
+    def of_copy(self, columnwise: bool) -> Quantizer | None:
+        return self if columnwise else self.quantizer
+
+    def float8_scaling(self, columnwise: bool) -> ScaleLayout | None:
+        return None if columnwise else self.quantizer.float8_scaling(False)
+
+    def knows_groups(self) -> bool:
+        return self.quantizer.knows_groups()
+
+
+def _read_along_rows(copy: ScaledCodes | None, splits: Splits | None = None) -> ScaledCodes | None:
+    """The copy itself. One with a factor for each row, which a product along the rows cannot leave to its end, as its
+    values in float32."""
+    if copy is None or not (isinstance(copy.spec.scale_rule, NVFP4Scale) and copy.spec.scale_rule.row_scaled):
+        return copy
+    return Dequantized(copy.dequantize(splits), None, copy.spec, copy.shape)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

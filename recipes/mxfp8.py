@@ -40,7 +40,7 @@ class MXFP8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_scaling(self.scaling)
+        check_scaling(self.scaling)
 
     def quantizer(self, role: Role) -> MXFP8Quantizer:
         form = self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward
@@ -57,7 +57,7 @@ class MXFP8Quantizer(SpecQuantizer):
 
     def __post_init__(self) -> None:
         check_form(self.form)
-        _check_scaling(self.scaling)
+        check_scaling(self.scaling)
 
     @property
     def spec(self) -> ScaleSpec:
@@ -72,6 +72,7 @@ class MXFP8Quantizer(SpecQuantizer):
         return self.square
 
 
-def _check_scaling(scaling: str) -> None:
+def check_scaling(scaling: str) -> None:
+    """Raise ValueError for a rounding of E8M0 scales that does not exist."""
     if scaling not in _SCALINGS:
         raise ValueError(f'scaling is {scaling!r}, but must be "round_up" or "floor".')

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_nvfp4 import BLOCK, amax_nvfp4, cast_nvfp4
-from recipes.casts.scale_rules import NVFP4Scale
+from recipes.casts.cast_nvfp4 import amax_nvfp4, cast_nvfp4
+from recipes.casts.nvfp4_blocks import BLOCK
+from recipes.casts.scale_rules import FourOverSix, NVFP4Scale
 from recipes.recipe import Recipe, Role
 from recipes.tensors.formats import E2M1, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -38,6 +39,9 @@ class NVFP4BlockScaling(Recipe):
     disable_stochastic_rounding: gradients are rounded to nearest
     disable_2d_quantization: weights in 1x16 blocks along the axis that is contracted
     row_scaled_activation: one amax for each row in the rowwise copy of inputs, instead of one for all
+    four_over_six: "weights", "activations" (inputs) or "all" (both): each block's largest number becomes 6 or 4,
+        whichever errs less; "none". Gradients never. Cast in plain torch
+    four_over_six_error, four_over_six_bound: see `recipes.casts.scale_rules.FourOverSix`
     keep_weight_values: as of `MXFP8BlockScaling`; four times the bytes of the codes
     """
 
@@ -50,12 +54,26 @@ class NVFP4BlockScaling(Recipe):
     disable_2d_quantization: bool = False
     row_scaled_activation: bool = False
     keep_weight_values: bool = field(default=True, kw_only=True)
+    four_over_six: Literal["none", "weights", "activations", "all"] = field(default="none", kw_only=True)
+    four_over_six_error: Literal["MAE", "MSE"] = field(default="MAE", kw_only=True)
+    four_over_six_bound: Literal[256, 448] = field(default=256, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.four_over_six not in ("none", "weights", "activations", "all"):
+            raise ValueError(
+                f'four_over_six is {self.four_over_six!r}, but must be "none", "weights", "activations" or "all".'
+            )
+        FourOverSix(self.four_over_six_error, self.four_over_six_bound)  # raises for what they cannot be
 
     def quantizer(self, role: Role) -> NVFP4Quantizer:
         transformed = NVFP4Quantizer(rht=not self.disable_rht, round_rht=not self.disable_rht_rounding)
+        tries = FourOverSix(self.four_over_six_error, self.four_over_six_bound)
+        of_inputs = tries if self.four_over_six in ("activations", "all") else None
+        of_weights = tries if self.four_over_six in ("weights", "all") else None
         of_role = {
-            Role.INPUT: replace(transformed, row_scaled=self.row_scaled_activation),
-            Role.WEIGHT: NVFP4Quantizer(two_d=not self.disable_2d_quantization),
+            Role.INPUT: replace(transformed, row_scaled=self.row_scaled_activation, four_over_six=of_inputs),
+            Role.WEIGHT: NVFP4Quantizer(two_d=not self.disable_2d_quantization, four_over_six=of_weights),
             Role.GRAD_OUTPUT: replace(transformed, stochastic=not self.disable_stochastic_rounding),
         }
         return of_role[role]
@@ -69,6 +87,7 @@ class NVFP4Quantizer(Quantizer):
     stochastic: round stochastically, with `seed` or one drawn from torch's generator of the device at each cast
     two_d: blocks of 16x16, so that both copies have the same codes
     row_scaled: one amax for each row of the rowwise copy
+    four_over_six: try two scales of each block
     """
 
     rht: bool = False
@@ -76,6 +95,7 @@ class NVFP4Quantizer(Quantizer):
     two_d: bool = False
     row_scaled: bool = False
     round_rht: bool = True
+    four_over_six: FourOverSix | None = None
     seed: Tensor | None = field(default=None, compare=False)
 
     @property
@@ -86,8 +106,8 @@ class NVFP4Quantizer(Quantizer):
     def spec(self) -> ScaleSpec:
         """The format, of both copies."""
         return ScaleSpec(
-            E2M1, (BLOCK if self.two_d else 1, BLOCK), NVFP4Scale(self.row_scaled), "transposed", BLOCK,
-            "a Hadamard transform" if self.rht else None,
+            E2M1, (BLOCK if self.two_d else 1, BLOCK), NVFP4Scale(self.row_scaled, self.four_over_six), "transposed",
+            BLOCK, "a Hadamard transform" if self.rht else None,
         )  # fmt: skip
 
     @property
@@ -99,6 +119,10 @@ class NVFP4Quantizer(Quantizer):
             raise ValueError(
                 f"{self} asks for 16x16 blocks of numbers that differ in the two copies. "
                 "Set two_d alone, or rht, stochastic and row_scaled without it."
+            )
+        if self.stochastic and self.four_over_six is not None:
+            raise ValueError(
+                "four_over_six compares the errors of two roundings, and stochastic ones are drawn. Set one of the two."
             )
 
     def seeded(self, device: torch.device) -> NVFP4Quantizer:
@@ -127,7 +151,7 @@ class NVFP4Quantizer(Quantizer):
         seed = self.seeded(x.device).seed
         kind = {"rht": self.rht, "row_scaled": self.row_scaled, "round_rht": self.round_rht}
         amaxes = amax_nvfp4(x, splits, rowwise=rowwise, columnwise=columnwise, **kind)
-        made = cast_nvfp4(x, splits, amaxes, two_d=self.two_d, seed=seed, **kind)
+        made = cast_nvfp4(x, splits, amaxes, two_d=self.two_d, seed=seed, four_over_six=self.four_over_six, **kind)
         along_K = along_rows = None
         if made.rowwise is not None and made.rowwise_scale is not None and amaxes.rowwise is not None:
             codes, scale = (t.reshape(*shape[:-1], t.shape[-1]) for t in (made.rowwise, made.rowwise_scale))

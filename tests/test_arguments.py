@@ -63,6 +63,7 @@ ANY_NUMBERS: dict[str, Callable[[Any], Any]] = {
 FLAGS: dict[str, Callable[[Any], Any]] = {
     "Linear bias": lambda v: ops.Linear(4, 4, bias=v),
     "Linear accumulate_into_main_grad": lambda v: ops.Linear(4, 4, accumulate_into_main_grad=v),
+    "Linear as_one_group": lambda v: ops.Linear(4, 4, as_one_group=v),
     "Linear delay_wgrad_compute": lambda v: ops.Linear(4, 4, delay_wgrad_compute=v),
     "GroupedLinear bias": lambda v: ops.GroupedLinear(2, 4, 4, bias=v),
     "GroupedLinear scale_bias": lambda v: ops.GroupedLinear(2, 4, 4, scale_bias=v),

@@ -1,4 +1,4 @@
-"""BackwardAddRMSNorm against MakeExtraOutput and RMSNorm by themselves."""
+"""BackwardAddRMSNorm against MakeExtraOutput and RMSNorm by themselves: their bits, but that dx is rounded once."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ def results(pipeline: Sequential, x: Tensor, heads: tuple[str, ...]) -> dict[str
 def test_it_agrees_with_the_operations(
     dtype: torch.dtype, normalized_shape: Any, shape: tuple[int, ...], device: str
 ) -> None:
-    # On the CPU bit for bit; on a GPU the norm's kernel is one with and without the sum, so there too.
-    check_fusion(BackwardAddRMSNorm, lambda: branch(normalized_shape), shape, dtype=dtype, device=device, tolerance=0.0)
+    check_fusion(BackwardAddRMSNorm, lambda: branch(normalized_shape), shape, dtype=dtype, device=device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -67,7 +66,7 @@ def test_any_heads_and_anything_frozen(heads: tuple[str, ...], frozen: tuple[str
     assert_same_bits(results(fused, x, heads), results(unfused, x, heads))
 
 
-def test_the_norms_gradient_is_rounded_before_the_sum() -> None:
+def test_the_sum_is_rounded_once() -> None:
     fused, _ = both(branch(40, dtype=torch.bfloat16))
     x = torch.randn(64, 40, dtype=torch.bfloat16, requires_grad=True)
     y, made = fused(x, outputs=("extra",))
@@ -79,14 +78,34 @@ def test_the_norms_gradient_is_rounded_before_the_sum() -> None:
     norm(leaf).backward(dy.float())
     assert x.grad is not None and leaf.grad is not None
     once = (leaf.grad + d_extra.float()).bfloat16()
-    assert torch.equal(x.grad, leaf.grad.bfloat16() + d_extra) and not torch.equal(x.grad, once)
+    assert torch.equal(x.grad, once) and not torch.equal(x.grad, leaf.grad.bfloat16() + d_extra)
+
+
+def test_fewer_numbers_are_off_than_unfused() -> None:
+    """Of 6,144 in bfloat16 none is outside a relative tolerance of 1.6e-2, of which unfused are some."""
+    outside = []
+    for pipeline in both(branch(64, dtype=torch.bfloat16)):
+        wide = Sequential(*copy.deepcopy(list(pipeline)), fusions=()).double()
+        generator = torch.Generator().manual_seed(0)
+        x, dy, d_extra = (torch.randn(96, 64, generator=generator).bfloat16() for _ in range(3))
+        grads = []
+        for each, dtype in ((pipeline, torch.bfloat16), (wide, torch.float64)):
+            leaf = x.detach().to(dtype, copy=True).requires_grad_()
+            y, made = each(leaf, outputs=("extra",))
+            torch.autograd.backward([y, made["extra"]], [dy.to(dtype), d_extra.to(dtype)])
+            grads.append(leaf.grad.double())
+        outside.append(((grads[0] - grads[1]).abs() > 1e-5 + 1.6e-2 * grads[1].abs()).sum().item())
+    assert outside[0] == 0 < outside[1]
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_a_norm_of_another_dtype_than_its_input(heads: tuple[str, ...]) -> None:
     fused, unfused = both(branch(40))
     x = torch.randn(33, 40, dtype=torch.bfloat16, requires_grad=True)
-    assert_same_bits(results(fused, x, heads), results(unfused, x, heads))
+    found, expected = results(fused, x, heads), results(unfused, x, heads)
+    if len(heads) > 1:
+        torch.testing.assert_close(found.pop("gradient of x"), expected.pop("gradient of x"), rtol=2**-7, atol=2**-7)
+    assert_same_bits(found, expected)
 
 
 def test_the_gradient_of_the_branch_is_left_as_it_was() -> None:

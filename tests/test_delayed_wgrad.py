@@ -168,8 +168,33 @@ def test_a_call_with_nothing_left_is_an_error(model: str) -> None:
     for module in (sequential, first):
         with pytest.raises(RuntimeError, match=message):
             module.backward_dw()
-    with pytest.raises(RuntimeError, match="No operation was built with delay_wgrad_compute=True"):
-        make(model).backward_dw()
+
+
+@EVERY_MODEL
+def test_a_call_where_nothing_is_delayed_does_nothing(model: str) -> None:
+    """A trainer calls it on every module."""
+    sequential, called = make(model), []
+    backward(sequential)
+    expected = {name: p.grad.clone() for name, p in sequential.named_parameters()}
+    for module in (sequential, *sequential):
+        if hasattr(module, "backward_dw"):
+            module.backward_dw()
+    for module in sequential:
+        if isinstance(module, ops.Linear | ops.GroupedLinear):
+            module.register_wgrad_accumulation_and_reduce_hooks(lambda: called.append(0))
+            assert not module.need_backward_dw()
+            module.backward_dw()
+    assert_same_bits({name: p.grad for name, p in sequential.named_parameters()}, expected)
+    assert not called
+
+
+def test_one_delayed_layer_of_several_makes_a_second_call_an_error() -> None:
+    sequential = Sequential(ops.Linear(4, 4), ops.Linear(4, 4, delay_wgrad_compute=True))
+    sequential(torch.randn(3, 4)).sum().backward()
+    sequential.backward_dw()
+    with pytest.raises(RuntimeError, match="nothing to compute. No backward has left"):
+        sequential.backward_dw()
+    sequential[0].backward_dw()
 
 
 def test_one_frozen_expert_gets_nothing_and_the_others_theirs() -> None:

@@ -231,16 +231,17 @@ def test_selective_checkpointing_of_products_changes_no_bit(name: str, saved: st
 # ------------------------------------------------------------------------------------------- weights of inference mode
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("recipe", [None, *QUANTIZING])
 @pytest.mark.parametrize("name", WEIGHTED)
-def test_weights_of_inference_mode_work_as_others(name: str, recipe: str | None) -> None:
+def test_weights_of_inference_mode_work_as_others(name: str, recipe: str | None, device: str) -> None:
     case, rows = WEIGHTED[name], 7
-    ordinary = case.make(3)
+    ordinary = case.make(3).to(device)
     with torch.inference_mode():
-        module = case.make(3)
+        module = case.make(3).to(device)
         module.load_state_dict(ordinary.state_dict())
     assert all(p.is_inference() for p in module.parameters())
-    x, extras = torch.randn(rows, WIDTH), extras_of(case, rows)
+    x, extras = torch.randn(rows, WIDTH, device=device), extras_of(case, rows, device)
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with mode(), autocast(recipe=recipe):
             assert_same_bits({"y": module(x, **extras)}, {"y": ordinary(x, **extras)})

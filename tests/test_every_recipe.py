@@ -15,6 +15,7 @@ from recipes import (
     Format,
     HighPrecision,
     MixedScaling,
+    MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -34,11 +35,14 @@ RECIPES = {
     "block-1d": Float8BlockScaling(w_block_scaling_dim=1),
     "mxfp8": MXFP8BlockScaling(),
     "mxfp8-hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
+    "mxfp4": MXFP4BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
     "nvfp4-plain": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
+    "nvfp4-four-over-six": NVFP4BlockScaling(four_over_six="all"),
     "nvfp4-rows": NVFP4BlockScaling(row_scaled_activation=True),
     "custom": CustomRecipe(MXFP8BlockScaling().quantizer),
     "mixed": MixedScaling("mxfp8", "fp8_block", "fp8_current", "fp8_block", "mxfp8", "mxfp8"),
+    "mixed-dequantized": MixedScaling.forward_only("fp8_current", backward="dequantized"),
 }
 EVERY = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 STATES = [name for name, recipe in RECIPES.items() if isinstance(recipe, DelayedScaling)]

@@ -406,10 +406,10 @@ def refused(layer: nn.Module, x: Tensor, kind: type[Exception], message: str, **
 
 
 def test_a_leaf_that_requires_grad_is_not_written() -> None:
-    message = r"In operation 0 \(AddExtraInput\): extra is a leaf that requires grad, so it cannot be written in place"
+    message = r"In operation 0 \(AddExtraInput\): Give in_place=False: extra is a leaf that requires grad"
     refused(Add(in_place=True), tensor(), RuntimeError, message, extra=tensor().requires_grad_())
     refused(Sequential(Make("r"), Times(2.0), Add("r", in_place=True)), tensor().requires_grad_(), RuntimeError,
-            r"In operation 2 \(AddExtraInput\): r is a leaf that requires grad")  # fmt: skip
+            r"In operation 2 \(AddExtraInput\): Give in_place=False: r is a leaf that requires grad")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -455,8 +455,8 @@ def test_what_an_operation_keeps_is_not_written() -> None:
         bias(), Make("r"), ops.RMSNorm(WIDTH), ops.Linear(WIDTH, WIDTH), Add("r", in_place=True)
     ).double()
     message = (
-        r"In operation 4 \(AddExtraInput\): r lies in memory that operation 2 \(RMSNorm\) keeps for its backward, "
-        "so it cannot be written in place"
+        r"In operation 3 \(ForwardLinearBiasAdd\): r lies in memory that operation 2 \(RMSNorm\) keeps for its "
+        "backward, so it cannot be written in place"
     )
     refused(layer, tensor(), RuntimeError, message)
     with torch.no_grad():
@@ -553,7 +553,7 @@ def test_a_fusion_does_not_take_what_writes_in_place() -> None:
         pattern = (Times, Add)
 
     text = Sequential(Times(2.0), Add("r", in_place=True), fusions=(Both,)).explain()
-    reason = "AddExtraInput writes into 'r' in place, which fused operations do not."
+    reason = "AddExtraInput writes into 'r' in place, which it does not: see handles_in_place."
     assert f"not fused: Both on operations 0-1: {reason}" in text
     assert "Both = Times -> AddExtraInput" in Sequential(Times(2.0), Add("r"), fusions=(Both,)).explain()
 
@@ -956,3 +956,18 @@ def test_any_branches_agree_with_plain_torch_or_are_refused(retain_graph: bool, 
         results.append({**values, **{name: None if g is None else g.clone() for name, g in found.items()}})
     event("written in place" if any(own for kind, _, own in drawn.modules if kind == "add") else "nothing written")
     assert_close(results[1], results[0], {torch.float64: 1e-10}, floor=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ("", ValueError, "AddExtraInput's 'r' is to be called '', which is empty. Give the name by which"),
+        (123, TypeError, "AddExtraInput's 'r' is to be called 123, but must be a text. Pass a str."),
+        (None, TypeError, "must be a text"),
+    ],
+)
+def test_what_is_no_name_is_refused_and_nothing_renamed(given: object, error: type[Exception], sentence: str) -> None:
+    operation = Add("r")
+    with pytest.raises(error, match=sentence):
+        operation.rename_extras(r=given)
+    assert operation.extra_name("r") == "r"

@@ -15,6 +15,7 @@ from torch import nn
 from fuser import Sequential, autocast, ops
 from fuser.graph import make_graphed_callables
 from fuser.graph.capture import CudaRecorder
+from fuser.graph.instance import Sample
 from fuser.schedule import Schedule
 from ops.products import main_grad
 from recipes import CustomRecipe, DelayedScaling, MixedScaling, Quantizer
@@ -278,6 +279,88 @@ def test_grads_of_parameters_are_no_memory_of_the_graph(device):
         assert_same_bits(first, kept)
 
 
+def test_a_parameter_that_skips_the_hooks_of_backward_gets_no_clone(device):
+    """Its owner, who takes the gradient elsewhere, reads the graph's memory. Read at the capture."""
+    module = nn.Linear(16, 16, device=device)
+    module.weight.skip_backward_post_hook = True
+    x = torch.randn(4, 16, device=device)
+    call = make_graphed_callables(module, (x,))
+    del module.weight.skip_backward_post_hook
+    seen = {"weight": [], "bias": []}
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda d, name=name: seen[name].append((d.data_ptr(), d.clone())))
+    for factor in (1.0, 2.0):
+        (factor * call(x)).sum().backward()
+    held = [d.data_ptr() for d in call._instance.param_grads]
+    owns = [len({pointer for pointer, _ in seen[name]} & set(held)) for name in ("weight", "bias")]
+    assert owns == [1, 0]
+    ones = torch.ones(4, 16, device=device)
+    for name, expected in (("weight", ones.T @ x), ("bias", ones.sum(0))):
+        for factor, (_, gradient) in zip((1.0, 2.0), seen[name], strict=True):
+            torch.testing.assert_close(gradient, factor * expected)
+
+
+def test_split_sizes_on_the_host_are_copied_to_the_device(device):
+    eager = experts(device)
+    module = deepcopy(eager)
+    x, extras, _ = batch(99, device)
+    call = make_graphed_callables(
+        module, (x,), sample_kwargs={**extras, "split_sizes": extras["split_sizes"].cpu()}
+    )  # fmt: skip
+    for seed in range(3):
+        x, extras, _ = batch(seed, device)
+        found, expected = call(x, **{**extras, "split_sizes": extras["split_sizes"].cpu()}), eager(x, **extras)
+        assert torch.equal(found, expected)
+        assert torch.equal(call(x, **extras), expected)
+
+
+def test_only_split_sizes_are_moved():
+    sizes, other = torch.tensor([3, 4]), torch.ones(2)
+    sample = Sample((torch.ones(7, 2, device="meta"),), {"split_sizes": sizes, "other": other})
+    sample.move({"split_sizes"}, torch.device("meta"))
+    assert [form.device.type for form in sample.forms] == ["meta", "meta", "cpu"] and sample.moved == {1}
+    assert sample.values[1].is_meta and sample.values[2] is other
+
+
+@pytest.mark.parametrize("schedule", [None, "F1 F2 B2 B1"])
+def test_capture_hooks_run_around_each_pass_of_warm_up_and_capture_and_never_at_a_replay(schedule, device):
+    modules = [ops.Linear(16, 16, device=device) for _ in range(2)]
+    called = []
+
+    def hooks(number):
+        def note(module, name):
+            assert module is modules[number] and not (device == "cuda" and torch.cuda.is_current_stream_capturing())
+            called.append((number, name))
+
+        names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+        return {name: {7: lambda module, name=name: note(module, name)} for name in names}
+
+    x = torch.randn(4, 16, device=device).requires_grad_()
+    calls = make_graphed_callables(
+        modules, [(x,)] * 2, 3, schedule=schedule, capture_time_hooks=[hooks(0), hooks(1)]
+    )  # fmt: skip
+    forward = [(number, f"forward_{when}") for number in (0, 1) for when in ("pre_hooks", "hooks")]
+    backward = [(number, f"backward_{when}") for number in (1, 0) for when in ("pre_hooks", "hooks")]
+    assert called == (forward + backward) * 4
+    calls[1](calls[0](x)).sum().backward()
+    assert len(called) == 32
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ([], ValueError, "capture_time_hooks has 0 entries for 1 modules"),
+        ([{"pre_hooks": {}}], ValueError, "hooks 'pre_hooks', which do not exist. There are: 'forward_pre_hooks'"),
+        ([print], TypeError, "Give a dict of hooks, or None"),
+        ([{"forward_hooks": {0: lambda module: 1}}], RuntimeError, "'forward_hooks'\\] returned a value"),
+    ],
+)
+def test_capture_hooks_are_checked(given, error, sentence, device):
+    with pytest.raises(error, match=sentence):
+        make_graphed_callables(ops.Linear(16, 16, device=device), (torch.randn(2, 16, device=device),),
+                               capture_time_hooks=given)  # fmt: skip
+
+
 def test_grads_of_inputs_that_are_leaves_are_no_memory_of_the_graph(device):
     module = ops.Linear(16, 16, device=device)
     x, other = (torch.randn(4, 16, device=device).requires_grad_() for _ in range(2))
@@ -376,10 +459,13 @@ def test_a_wgrad_that_is_outstanding_is_not_lost(device):
     assert not module.need_backward_dw()
 
 
-def test_there_is_no_wgrad_without_delay(device):
-    call = graphed(experts(device))
-    with pytest.raises(RuntimeError, match="backward_dw\\(\\) has nothing to compute"):
-        call.backward_dw()
+def test_backward_dw_does_nothing_without_delay(device):
+    module = experts(device)
+    call = graphed(module)
+    run(call, module, 1)
+    before = grads(module)
+    call.backward_dw()
+    assert_same_bits(grads(module), before)
 
 
 def test_main_grad_may_not_move(device):

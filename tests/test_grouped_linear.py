@@ -52,7 +52,7 @@ FORMS = {
 
 
 def make(
-    groups: int, k: int, n: int, bias: str = "bias", *, dtype=torch.float32, device="cpu", stacked: bool = True
+    groups: int, k: int, n: int, bias: str = "bias", *, dtype=torch.float32, device="cpu", **forms: bool | None
 ) -> GroupedLinear:
     """With random biases too, which would start at zero."""
     op = GroupedLinear(
@@ -61,9 +61,9 @@ def make(
         n,
         bias=bias != "no bias",
         scale_bias=bias == "scaled bias",
-        stacked=stacked,
         device=device,
         dtype=dtype,
+        **forms,
     )
     with torch.no_grad():
         for parameter in op.parameters():
@@ -77,7 +77,7 @@ def joined(op: GroupedLinear, name: str, *, grad: bool = False) -> Tensor | None
     tensors = [op.get_parameter(n).grad if grad else op.get_parameter(n).detach() for n in names]
     if not tensors or any(t is None for t in tensors):
         return None
-    return tensors[0] if op.stacked else torch.stack(tensors)
+    return tensors[0] if names[0] == name else torch.stack(tensors)
 
 
 def run(module: Any, op: GroupedLinear, x: Tensor, sizes: Any, scales: Tensor | None, dy: Tensor) -> dict[str, Tensor]:
@@ -141,8 +141,12 @@ def data(
 def test_forward_and_every_gradient_are_those_of_a_loop_over_the_groups(sizes, capacity, dtype, device):
     active = sum(sizes)
     rows = active + (7 if capacity == "padded" else 0)
-    for (bias, stacked), (k, n) in zip(itertools.product(BIASES, [True, False]), [(5, 3), (16, 32)] * 3, strict=True):
-        op = make(4, k, n, bias, dtype=dtype, device=device, stacked=stacked)
+    forms = [{"stacked": True}, {"stacked": False}]
+    forms += [{"stacked": True, "stacked_bias": False}, {"stacked": False, "stacked_bias": True}]
+    for (bias, form), (k, n) in zip(itertools.product(BIASES, forms), [(5, 3), (16, 32)] * 6, strict=True):
+        if bias == "no bias" and "stacked_bias" in form:
+            continue
+        op = make(4, k, n, bias, dtype=dtype, device=device, **form)
         x, scales, dy = data(rows, active, k, n, bias, dtype, device)
         got = run(op, op, x, torch.tensor(sizes, device=device), scales, dy)
         assert_close(got, expected(op, x, sizes, scales, dy))
@@ -176,9 +180,11 @@ def test_any_number_of_groups_and_rows(groups, rows, device):
     assert_close(got, expected(op, x, sizes, scales, dy))
 
 
-def check_example(draw_sizes: list[int], tail: int, bias: str, stacked: bool, dtype, device: str, seed: int) -> None:
+def check_example(
+    draw_sizes: list[int], tail: int, bias: str, forms: dict[str, bool], dtype, device: str, seed: int
+) -> None:
     active = sum(draw_sizes)
-    op = make(len(draw_sizes), 16, 8, bias, dtype=dtype, device=device, stacked=stacked)
+    op = make(len(draw_sizes), 16, 8, bias, dtype=dtype, device=device, **forms)
     x, scales, dy = data(active + tail, active, 16, 8, bias, dtype, device, seed)
     got = run(op, op, x, torch.tensor(draw_sizes, device=device), scales, dy)
     assert_close(got, expected(op, x, draw_sizes, scales, dy), floor=0.25)
@@ -189,12 +195,12 @@ def check_example(draw_sizes: list[int], tail: int, bias: str, stacked: bool, dt
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
     tail=st.integers(0, 4),
     bias=st.sampled_from(BIASES),
-    stacked=st.booleans(),
+    forms=st.fixed_dictionaries({"stacked": st.booleans(), "stacked_bias": st.booleans()}),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
     seed=st.integers(0, 9),
 )
-def test_random_splits(sizes, tail, bias, stacked, dtype, seed):
-    check_example(sizes, tail, bias, stacked, dtype, "cpu", seed)
+def test_random_splits(sizes, tail, bias, forms, dtype, seed):
+    check_example(sizes, tail, bias, forms, dtype, "cpu", seed)
 
 
 @pytest.mark.gpu
@@ -204,12 +210,12 @@ def test_random_splits(sizes, tail, bias, stacked, dtype, seed):
     sizes=st.lists(st.one_of(st.integers(0, 9), st.integers(60, 70), st.integers(120, 140)), min_size=1, max_size=6),
     tail=st.integers(0, 140),
     bias=st.sampled_from(BIASES),
-    stacked=st.booleans(),
+    forms=st.fixed_dictionaries({"stacked": st.booleans(), "stacked_bias": st.booleans()}),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     seed=st.integers(0, 9),
 )
-def test_random_splits_on_the_gpu(sizes, tail, bias, stacked, dtype, seed):
-    check_example(sizes, tail, bias, stacked, dtype, "cuda", seed)
+def test_random_splits_on_the_gpu(sizes, tail, bias, forms, dtype, seed):
+    check_example(sizes, tail, bias, forms, dtype, "cuda", seed)
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -560,7 +566,45 @@ def test_a_missing_group_is_refused():
         make(3, 8, 6).load_state_dict(state)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("path", ["grouped", "split"])
+def test_the_form_of_weights_and_biases_changes_no_bits(path, recipe):
+    source = make(3, 32, 16, "scaled bias")
+    x, scales, dy = data(9, 9, 32, 16, "scaled bias", torch.float32)
+    results = []
+    for stacked, stacked_bias in itertools.product([True, False], repeat=2):
+        op = make(3, 32, 16, "scaled bias", stacked=stacked, stacked_bias=stacked_bias)
+        op.load_state_dict(source.state_dict())
+        assert joined(op, "bias").equal(source.bias)
+        assert (len(op.weight_names), len(op.bias_names)) == (1 if stacked else 3, 1 if stacked_bias else 3)
+        torch.manual_seed(0)  # NVFP4's stochastic rounding
+        with autocast(recipe=recipe):
+            results.append(run(Sequential(op, path=path), op, x, [4, 0, 5], scales, dy))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+@pytest.mark.parametrize("given", list(itertools.product([True, False], repeat=2)))
+@pytest.mark.parametrize("needed", list(itertools.product([True, False], repeat=2)))
+def test_a_state_dict_of_any_two_forms_loads_into_any(needed, given):
+    form = ("stacked", "stacked_bias")
+    source, target = (make(3, 8, 6, **dict(zip(form, flags, strict=True))) for flags in (given, needed))
+    target.load_state_dict(source.state_dict(), strict=True)
+    for name in ("weight", "bias"):
+        assert torch.equal(joined(target, name), joined(source, name))
+
+
+def test_one_frozen_bias_of_several_beside_stacked_weights():
+    op = make(3, 8, 6, stacked_bias=False)
+    op.bias1.requires_grad_(False)
+    x, _, dy = data(9, 9, 8, 6, "bias", torch.float32)
+    op(x, split_sizes=[4, 3, 2]).backward(dy)
+    assert op.bias1.grad is None and op.weight.grad is not None
+    torch.testing.assert_close(op.bias2.grad, dy[7:].sum(0))
+
+
 def test_keys_are_those_of_the_form():
+    assert list(make(2, 8, 6, stacked_bias=False).state_dict()) == ["weight", "bias0", "bias1"]
     assert list(make(2, 8, 6).state_dict()) == ["weight", "bias"]
     assert list(make(2, 8, 6, stacked=False).state_dict()) == ["weight0", "weight1", "bias0", "bias1"]
     assert make(2, 8, 6).weight.shape == (2, 6, 8)
@@ -600,6 +644,7 @@ def test_repr():
     assert repr(GroupedLinear(2, 8, 6, bias=False)) == (
         "GroupedLinear(num_groups=2, in_features=8, out_features=6, bias=False, scale_bias=False, stacked=True)"
     )
+    assert repr(GroupedLinear(2, 8, 6, stacked_bias=False)).endswith("stacked=True, stacked_bias=False)")
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
@@ -727,3 +772,9 @@ def test_a_captured_graph_is_replayed_with_other_splits(recipe):
         names = ["y", "x", "scales", "weight", "bias"]
         replayed = dict(zip(names, [t.clone() for t in captured], strict=True))
         assert_same_bits(replayed, dict(zip(names, step(), strict=True)))
+
+
+@pytest.mark.parametrize("value", [0, 1, "True"], ids=repr)
+def test_the_form_of_biases_is_true_false_or_none(value):
+    with pytest.raises(TypeError, match="stacked_bias is .*, but must be True or False. Pass a bool"):
+        GroupedLinear(2, 4, 4, stacked_bias=value)

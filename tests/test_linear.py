@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fuser import Sequential, autocast, ops
 from fuser.testing import compare
-from recipes import as_recipe
+from recipes import NVFP4BlockScaling, as_recipe
 from recipes.recipe import Role
 
 # Largest difference from the float64 reference, relative to its largest magnitude: the result is rounded once, the
@@ -287,3 +287,69 @@ def test_a_bias_of_no_size_and_an_x_of_another_are_refused() -> None:
         ops.Bias(0)
     with pytest.raises(ValueError, match=r"In operation 0 \(Bias\): x has 4 features, but size is 5"):
         ops.Bias(5)(torch.ones(2, 4))
+
+
+# ------------------------------------------------------------------------------------------------------ one group
+
+SIZES = [5, 0, 17, 40]
+GROUPED = [
+    "bf16",
+    "fp8_delayed",
+    "fp8_current",
+    "fp8_block",
+    "mxfp8",
+    NVFP4BlockScaling(disable_stochastic_rounding=True),
+]
+GROUPED += [NVFP4BlockScaling(row_scaled_activation=True, disable_stochastic_rounding=True)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("recipe", GROUPED, ids=lambda recipe: getattr(recipe, "name", recipe))
+def test_separate_layers_as_one_group_have_the_bits_of_a_grouped_one(recipe, dtype, device):
+    grouped = ops.GroupedLinear(len(SIZES), 64, 48, device=device, dtype=dtype)
+    nn.init.normal_(grouped.bias)
+    layers = [ops.Linear(64, 48, device=device, dtype=dtype, as_one_group=True) for _ in SIZES]
+    for group, layer in enumerate(layers):
+        layer.load_state_dict({"weight": grouped.weight[group], "bias": grouped.bias[group]})
+    x, dy = (torch.randn(sum(SIZES), width, device=device).to(dtype) for width in (64, 48))
+    leaf = x.clone().requires_grad_()
+    with autocast(recipe):
+        y = grouped(leaf, split_sizes=torch.tensor(SIZES, device=device))
+    y.backward(dy)
+    parts = zip(layers, x.split(SIZES), y.split(SIZES), leaf.grad.split(SIZES), dy.split(SIZES), strict=True)
+    for group, (layer, own_x, own_y, own_dx, own_dy) in enumerate(parts):
+        if not len(own_x):
+            continue
+        own_leaf = own_x.clone().requires_grad_()
+        with autocast(recipe):
+            alone = layer(own_leaf)
+        alone.backward(own_dy)
+        pairs = {
+            "y": (alone, own_y), "dx": (own_leaf.grad, own_dx),
+            "dw": (layer.weight.grad, grouped.weight.grad[group]), "db": (layer.bias.grad, grouped.bias.grad[group]),
+        }  # fmt: skip
+        for name, (ours, theirs) in pairs.items():
+            assert torch.equal(ours, theirs), f"{name} of group {group}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_group_is_a_linear_layer(bias, shape, dtype):
+    operation = linear(dtype, bias)
+    operation.as_one_group = True
+    x, dy = exact(*shape, dtype=dtype), exact(*shape[:-1], 3, dtype=dtype)
+    check(run(operation, x, dy), run(reference(operation, bias), x.double(), dy.double()), dtype)
+
+
+def test_one_group_is_scaled_and_added_to_as_others():
+    operations = [ops.Linear(16, 8, bias=False, as_one_group=True), ops.ConstantScale(1.5), ops.AddExtraInput()]
+    x, extra = torch.randn(4, 16), torch.randn(4, 8)
+    fused = Sequential(*operations)
+    assert "LinearScaleAdd = " in fused.explain()
+    torch.testing.assert_close(fused(x, extra=extra), 1.5 * x @ operations[0].weight.T + extra)
+    activated = Sequential(ops.Linear(16, 8, as_one_group=True), ops.SwiGLU())
+    assert "Linear has as_one_group, and sums its bias gradient in the order of a group." in activated.explain()
+    assert "grouped GEMM of one group (Triton)" in activated.explain(device="cuda")
+    assert repr(activated[0]).endswith("as_one_group=True)")

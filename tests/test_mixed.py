@@ -14,11 +14,14 @@ from recipes import (
     Float8CurrentScaling,
     MixedScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     QuantizedTensor,
     Quantizer,
+    Recipe,
     Role,
 )
 from recipes.mxfp8 import MXFP8Quantizer
+from recipes.registry import as_recipe
 
 SIZES = [5, 0, 9]
 
@@ -90,6 +93,80 @@ def test_a_recipe_with_state_is_refused():
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match="no recipe named 'fp3'"):
         MixedScaling("fp3")
+
+
+# ------------------------------------------------------------------------------ backward in another precision
+
+FORWARDS = ["fp8_current", "fp8_block", "mxfp8", "nvfp4", NVFP4BlockScaling(row_scaled_activation=True)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("path", ["grouped", "split"])
+@pytest.mark.parametrize("backward", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda recipe: getattr(recipe, "name", recipe))
+def test_backward_multiplies_what_it_says(forward, backward, path, dtype, device):
+    """The forward's bits, and gradients in float64 of the tensors themselves or of what forward multiplied."""
+    recipe = MixedScaling.forward_only(forward, backward=backward)
+    generator = torch.Generator().manual_seed(5)
+    x, dy = (torch.randn(16, width, generator=generator).to(device, dtype) for width in (64, 32))
+    model = layer(path).to(device, dtype)
+    w = model[0].weight.detach()
+    with autocast(forward), torch.no_grad():
+        y = model(x, split_sizes=SIZES)
+    leaf = x.clone().requires_grad_()
+    with autocast(recipe):
+        found = model(leaf, split_sizes=SIZES)
+    found.backward(dy)
+    assert torch.equal(found, y)
+
+    rows, gradients = x.split([*SIZES, 2])[:3], dy.double().split([*SIZES, 2])[:3]
+    weights = w.unbind()
+    if backward == "dequantized":
+        of_x, of_w = (as_recipe(forward).quantizer(role) for role in (Role.INPUT, Role.WEIGHT))
+        rows = [of_x.quantize(part).rowwise.dequantize() if len(part) else part for part in rows]
+        weights = [of_w.quantize(part).rowwise.dequantize() for part in weights]
+    dx = torch.cat([part @ each.double() for part, each in zip(gradients, weights, strict=True)])
+    dw = torch.stack([part.T @ each.double() for part, each in zip(gradients, rows, strict=True)])
+    tolerance = {"rtol": 2**-7, "atol": 2**-7} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(leaf.grad[:14].double(), dx, **tolerance)
+    torch.testing.assert_close(model[0].weight.grad.double(), dw, **tolerance)
+    assert not leaf.grad[14:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dense_layers_backward_is_of_what_forward_multiplied(dtype):
+    torch.manual_seed(1)
+    model, x = Sequential(ops.Linear(64, 32, dtype=dtype)), torch.randn(16, 64, dtype=dtype, requires_grad=True)
+    with autocast(MixedScaling.forward_only("mxfp8", backward="dequantized")):
+        model(x).sum().backward()
+    x_q, w_q = (MXFP8Quantizer(E4M3).quantize(t.detach()).dequantize() for t in (x, model[0].weight))
+    ones = torch.ones(16, 32, dtype=dtype)
+    torch.testing.assert_close(x.grad, ones @ w_q)
+    torch.testing.assert_close(model[0].weight.grad, ones.T @ x_q)
+
+
+def test_a_quantized_gradient_beside_a_dequantized_operand_is_refused():
+    for operand in ("input_for_wgrad", "weight_for_dgrad"):
+        with pytest.raises(ValueError, match=f'{operand} is "dequantized", but the gradient .* is quantized by MXFP8'):
+            MixedScaling("mxfp8", "mxfp8", "mxfp8", **{operand: "dequantized"})
+    for name in ("input", "grad_output_for_wgrad"):
+        with pytest.raises(ValueError, match="no recipe named 'dequantized'"):
+            MixedScaling(**{name: "dequantized"})
+    with pytest.raises(ValueError, match="backward is 'fp8', but must be"):
+        MixedScaling.forward_only("mxfp8", backward="fp8")
+
+
+def test_a_dequantized_backward_is_written_down_and_built_again():
+    recipe = MixedScaling.forward_only("nvfp4", backward="dequantized")
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+def test_accumulation_is_that_of_the_operands_recipes():
+    recipe = MixedScaling.forward_only(Float8CurrentScaling())
+    assert not recipe.split_accumulator("fprop") and recipe.split_accumulator("dgrad")
+    split = MixedScaling(Float8CurrentScaling(split_accumulator_fprop=True), Float8CurrentScaling())
+    assert split.split_accumulator("fprop")
 
 
 # -------------------------------------------------------------------------------------------------- CustomRecipe

@@ -260,7 +260,11 @@ def test_fused_equals_unfused_bit_for_bit(recipe, dtype):
     layer = make(dtype=dtype)
     x, dy = data(37, dtype)
     with autocast(recipe=recipe):
-        assert_same_bits(run(layer, x, dy), run(Sequential(*layer, fusions=()), x, dy))
+        found, expected = run(layer, x, dy), run(Sequential(*layer, fusions=()), x, dy)
+    if dtype is torch.bfloat16:  # BackwardAddRMSNorm rounds dx once, and unfused it is rounded twice
+        dx, twice = found.pop("gradient of x"), expected.pop("gradient of x")
+        torch.testing.assert_close(dx, twice, rtol=2**-7, atol=2**-7 * twice.abs().max().item())
+    assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

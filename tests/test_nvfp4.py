@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from recipes import NVFP4BlockScaling, Role, Splits
-from recipes.casts.cast_nvfp4 import Amaxes, alpha_from_amax, cast_nvfp4_ref, e2m1_codes_ref
+from recipes.casts.cast_nvfp4 import Amaxes, alpha_from_amax, cast_nvfp4_ref
 from recipes.casts.hadamard import SIGNS, hadamard_ref
+from recipes.casts.nvfp4_blocks import e2m1_codes_ref
 from recipes.nvfp4 import NVFP4Quantizer
 from recipes.tensors.formats import E2M1_VALUES, E4M3
 from recipes.triton.philox import block_bits_ref, philox_ref

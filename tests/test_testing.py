@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fuser import BasicOperation, FusedOperation, ops, testing
+from fuser import BasicOperation, FusedOperation, Sequential, ops, testing
 from fuser.testing import check_fusion, compare, poisoned_memory, random_splits
 
 
@@ -416,3 +416,58 @@ def test_compare_tells_none_from_zeros() -> None:
 
 def test_everything_that_check_fusion_needs_is_handed_on() -> None:
     assert testing.check_fusion is check_fusion
+
+
+# ------------------------------------------------------------------------------------------------ rounds_less
+
+
+class Halfway(FusedOperation):
+    """ConstantScale -> ConstantScale forward, rounded as unfused. It says that it rounds less."""
+
+    pattern = (ops.ConstantScale, ops.ConstantScale)
+    passes = "forward"
+    rounds_less = True
+
+    def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        for operation, ctx in zip(self.operations, ctxs, strict=True):
+            x, _ = operation.fuser_forward(ctx, x, extras)
+        return x, {}
+
+
+class Once(Halfway):
+    """Rounded once."""
+
+    def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        first, second = self.operations
+        super().fuser_forward(ctxs, x, extras)
+        return (x.double() * first.scale * second.scale).to(x.dtype), {}
+
+
+class OnceUndeclared(Once):
+    rounds_less = False
+
+
+def scales() -> list[BasicOperation]:
+    return [ops.ConstantScale(0.3), ops.ConstantScale(1.7)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_what_rounds_less_is_held_to_float64(dtype: torch.dtype) -> None:
+    differences = check_fusion(Once, scales, (40, 30), dtype=dtype)
+    assert {difference.name: difference.largest for difference in differences}["gradient of x"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_second_rounding_is_found(dtype: torch.dtype) -> None:
+    with pytest.raises(AssertionError, match="Halfway, draw 0: y is off by"):
+        check_fusion(Halfway, scales, (40, 30), dtype=dtype)
+
+
+def test_one_rounding_less_that_is_not_declared_has_other_bits() -> None:
+    with pytest.raises(AssertionError, match="OnceUndeclared, draw 0: y is off by"):
+        check_fusion(OnceUndeclared, scales, (40, 30), dtype=torch.bfloat16, tolerance=0)
+
+
+def test_the_plan_names_what_rounds_less() -> None:
+    plans = [Sequential(*scales(), fusions=(kind,)).explain() for kind in (Once, OnceUndeclared)]
+    assert ["rounds less often than unfused" in plan for plan in plans] == [True, False]

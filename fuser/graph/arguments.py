@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuser.graph.checks import check_module
-from fuser.graph.instance import Instance, Sample, Settings
+from fuser.graph.checks import check_module, move_split_sizes
+from fuser.graph.instance import CAPTURE_HOOKS, CaptureHooks, Instance, Sample, Settings
 from fuser.schedule.run import delaying
 from fuser.schedule.schedule import Place, Schedule
 from recipes.recipe import HighPrecision
@@ -21,7 +21,6 @@ from recipes.stack import current_recipe
 _REFUSED = {
     "calibrating": "Recipes that keep statistics gather them in every forward with gradients.",
     "fp8_calibrating": "Recipes that keep statistics gather them in every forward with gradients.",
-    "capture_time_hooks": "Modules with hooks are refused; do around the call what they would do.",
 }
 # TransformerEngine's names for arguments that have other names here.
 _RENAMED = {
@@ -93,9 +92,29 @@ def make_settings(
     ]  # fmt: skip
 
 
+def make_capture_hooks(modules: Sequence[nn.Module], given: Any) -> list[CaptureHooks]:
+    """The hooks of each module, by the names of `CAPTURE_HOOKS`.
+
+    Raises ValueError for another number of entries than modules and for unknown names, TypeError for what is no dict.
+    """
+    entries = [None] * len(modules) if given is None else list(given)
+    if len(entries) != len(modules):
+        raise ValueError(
+            f"capture_time_hooks has {len(entries)} entries for {len(modules)} modules. Give a dict or None for each."
+        )
+    for entry in entries:
+        if entry is not None and not isinstance(entry, Mapping):
+            raise TypeError(f"capture_time_hooks holds {entry!r}. Give a dict of hooks, or None, for each module.")
+        for name in entry or ():
+            if name not in CAPTURE_HOOKS:
+                known = ", ".join(map(repr, CAPTURE_HOOKS))
+                raise ValueError(f"capture_time_hooks has hooks {name!r}, which do not exist. There are: {known}.")
+    return [{name: tuple(hooks.values()) for name, hooks in (entry or {}).items()} for entry in entries]
+
+
 def make_instances(
     schedule: Schedule, modules: Sequence[nn.Module], samples: Sequence[Sample], settings: Sequence[Settings],
-    *, allow_unused: bool, retain: bool,
+    *, allow_unused: bool, retain: bool, capture_hooks: Sequence[CaptureHooks],
 ) -> dict[Place, Instance]:  # fmt: skip
     """An Instance for each forward of the schedule, checked. samples: one for each forward, or for each module."""
     number = len(modules) * schedule.microbatches
@@ -108,8 +127,11 @@ def make_instances(
     for place in _places(schedule):
         at = sum(schedule.layers[: place[0] - 1]) + place[2]
         sample = samples[schedule.index(place) if len(samples) == number else at]
+        move_split_sizes(modules[at], sample, settings[at])
         check_module(modules[at], sample, settings[at])
-        instances[place] = Instance(modules[at], sample, settings[at], unused=allow_unused, retain=retain)
+        instances[place] = Instance(
+            modules[at], sample, settings[at], unused=allow_unused, retain=retain, capture_hooks=capture_hooks[at]
+        )
     return instances
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fuser.graph.arguments import check_alike, make_instances, make_samples, make_schedule, make_settings, renamed
+from fuser.graph.arguments import (
+    check_alike,
+    make_capture_hooks,
+    make_instances,
+    make_samples,
+    make_schedule,
+    make_settings,
+    renamed,
+)
 from fuser.graph.capture import make_recorder
 from fuser.graph.checks import HeldCheck, InputCheck
 from fuser.graph.record import Graphs
@@ -41,6 +49,7 @@ def make_graphed_callables(
     clone_param_grads_on_return: bool = True,
     pre_warmup_hook: Callable[[], object] | None = None,
     post_warmup_hook: Callable[[], object] | None = None,
+    capture_time_hooks: Sequence[Mapping[str, Mapping[Any, Callable[[nn.Module], None]]] | None] | None = None,
     report: Callable[[str], object] | None = None,
     debug: bool = False,
     **others: Any,
@@ -52,7 +61,8 @@ def make_graphed_callables(
     sample_args:   the positional arguments, a tuple; for several modules a tuple of tuples, one for each module; with a
                    schedule one for each forward instance in the order of `Schedule.index`, or one for each layer.
                    Each call copies its tensors into the graphs' memory; those that require grad receive a gradient.
-                   All other arguments are constants
+                   All other arguments are constants. Split sizes may be a tensor on the host, in the sample and in
+                   each call: they are copied to the device
     sample_kwargs: keyword arguments, in the same form
     num_warmup_iters: passes through the schedule before the capture; 0 still runs one, which loads all kernels
     allow_unused_input: whether an input that requires grad may receive no gradient
@@ -67,8 +77,12 @@ def make_graphed_callables(
     retain_graph_in_backward: keep what backward reads, so that it can be replayed twice
     share_buffers: let instances share the memory of inputs, outputs and their gradients where their lifetimes do not
                    overlap; by default only with a schedule
-    clone_param_grads_on_return: False: keep the gradient memory of every instance, and return it without cloning
+    clone_param_grads_on_return: False: keep the gradient memory of every instance, and return it without cloning. So it
+                   is in any case for a parameter that has `skip_backward_post_hook` at the capture
     pre_warmup_hook, post_warmup_hook: called once, before and after all warm-up
+    capture_time_hooks: for each module a dict of "forward_pre_hooks", "forward_hooks", "backward_pre_hooks" and
+                   "backward_hooks", each a dict whose values are called with the module, or None: before and after its
+                   forwards and backwards of warm-up and capture, outside of the graph; never at a replay
     report:        called before the capture with a text on the device memory that the graphs will take
                    (`report=print`); an exception in it ends the call. The pool's size is known only on a GPU with 2 or
                    more warm-ups, of which the last allocates memory as the capture does
@@ -100,8 +114,9 @@ def make_graphed_callables(
     settings = make_settings(several, samples, options)
     plan = make_schedule(several, settings, given, options["layers"], follows)
     instances = make_instances(
-        plan, several, samples, settings, allow_unused=allow_unused_input, retain=retain_graph_in_backward
-    )
+        plan, several, samples, settings, allow_unused=allow_unused_input, retain=retain_graph_in_backward,
+        capture_hooks=make_capture_hooks(several, capture_time_hooks),
+    )  # fmt: skip
     sharing = given is not None if share_buffers is None else share_buffers
     if sharing:
         check_alike(plan, instances)
@@ -186,12 +201,10 @@ class GraphedCallable:
     def backward_dw(self) -> None:
         """Replay the delayed weight gradients, then perform their side effects: flags, `.grad`, hooks.
 
-        Raises RuntimeError if the module delays none, or if its backward has not been replayed.
+        Does nothing if the module delays none. Raises RuntimeError if its backward has not been replayed.
         """
         if not self._instance.delays:
-            raise RuntimeError(
-                f"{self._label}: backward_dw() has nothing to compute. It was captured without delayed gradients."
-            )
+            return
         self._check_held()
         self._graphs.replay(Event(Pass.WGRAD, *self._place), _nothing)
 

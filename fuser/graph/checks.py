@@ -22,6 +22,13 @@ from recipes.tensors.splits import Splits
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def move_split_sizes(module: nn.Module, sample: Sample, settings: Settings) -> None:
+    """Copy split sizes that are given as a tensor on the host to the device, so that a graph can read others there."""
+    requests = _requests(module, settings)
+    kinds = [(operation, local, kind) for _, operation, _ in requests for local, kind in operation.extra_inputs.items()]
+    sample.move({operation.extra_name(local) for operation, local, kind in kinds if kind is Splits}, settings.device)
+
+
 def check_module(module: nn.Module, sample: Sample, settings: Settings) -> None:
     """Raise if a graph of this module could not repeat what the module does.
 
@@ -151,6 +158,8 @@ class InputCheck:
                 raise TypeError(
                     f"{self._label}: argument {sample.names[sample.at[number]]!r} is no tensor: {tensor!r}."
                 )
+            if sample.at[number] in sample.moved:
+                tensor = tensors[number] = tensor.to(form.device)
             known = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
             if known != self._accepted[number]:
                 self._check(sample.names[sample.at[number]], tensor, form)

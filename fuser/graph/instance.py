@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +22,9 @@ from recipes.recipe import Recipe
 from recipes.stack import entered
 
 Grads = list[Tensor | None]
+# What is called with a module around its passes of warm-up and capture, by name.
+CaptureHooks = Mapping[str, Sequence[Callable[[nn.Module], object]]]
+CAPTURE_HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Sample:
     """The sample arguments of a module: tensors, which each call may replace, and constants.
 
     at, tensors, forms: positions, values and forms of the tensors among the arguments
+    moved: positions of tensors on the host whose copies on the device the graph reads
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -82,6 +86,15 @@ class Sample:
         self.at = [index for index, value in enumerate(self.values) if isinstance(value, Tensor)]
         self.tensors: list[Tensor] = [self.values[index] for index in self.at]
         self.forms = [Form.of(tensor) for tensor in self.tensors]
+        self.moved: set[int] = set()
+
+    def move(self, names: Collection[str], device: torch.device) -> None:
+        """Copy the tensors of these names that are on the host to the device."""
+        for number, index in enumerate(self.at):
+            if self.names[index] in names and self.tensors[number].device.type == "cpu" != device.type:
+                self.values[index] = self.tensors[number] = self.tensors[number].to(device)
+                self.forms[number] = Form.of(self.tensors[number])
+                self.moved.add(index)
 
     def release(self) -> None:
         """Release the tensors; keep their forms."""
@@ -131,13 +144,17 @@ class Instance:
     params:         the parameters that are inputs of the replay's autograd node
     """
 
-    def __init__(self, module: nn.Module, sample: Sample, settings: Settings, *, unused: bool, retain: bool) -> None:
+    def __init__(
+        self, module: nn.Module, sample: Sample, settings: Settings, *, unused: bool, retain: bool,
+        capture_hooks: CaptureHooks,
+    ) -> None:  # fmt: skip
         self.module = module
         self.sample = sample
         self.settings = settings
         self.training = module.training
         self.allow_unused = unused
         self.retain = retain
+        self.capture_hooks = capture_hooks
         self.buffers: Buffers | None = None
         self.outputs: list[Form] = []
         self.grads: list[Form | None] = []
@@ -146,6 +163,7 @@ class Instance:
         self.params: list[Tensor] = []
         self.param_at: list[int] = []
         self.gets_placeholder: list[bool] = []
+        self.skips_clone: list[bool] = []  # parameters with skip_backward_post_hook, whose owner reads graph memory
         self.param_grads: Grads = []
         self.leaves: list[Tensor] = []
         self.dys: list[Tensor] = []  # in warm-up
@@ -162,6 +180,15 @@ class Instance:
     @property
     def inputs(self) -> list[Form]:
         return self.sample.forms
+
+    def call_hooks(self, name: str) -> None:
+        """Call its capture hooks of that name with the module. Raises RuntimeError if one returns a value."""
+        for hook in self.capture_hooks.get(name, ()):
+            if hook(self.module) is not None:
+                raise RuntimeError(
+                    f"A hook of capture_time_hooks[...][{name!r}] returned a value, which nothing would take. Let it "
+                    "return None."
+                )
 
     def forward(self) -> None:
         buffers, wants_grad = self.buffers, self.settings.with_backward
@@ -260,18 +287,26 @@ class Instance:
         grads = [pairs[index][1] for index in taken]
         self.gets_placeholder = [d is not None and d.data_ptr() in placeholders for d in grads]
         recording.placeholders.clear()  # each replay makes new ones
+        skips = [bool(getattr(p, "skip_backward_post_hook", False)) for p, _ in pairs]
+        self.skips_clone = [skips[index] for index in taken]
         if unowned is not None:
-            self.param_grads = [None if d is None else unowned(d) for d in self.param_grads]
+            self.param_grads = [
+                d if d is None or skip else unowned(d) for d, skip in zip(self.param_grads, skips, strict=True)
+            ]
 
     def returned_param_grads(self, owned: bool) -> Grads:
-        """The gradients of `params` that a replay returns to autograd. owned: clone them, so that replays keep them."""
+        """The gradients of `params` that a replay returns to autograd.
+
+        owned: clone them, so that replays keep them; not those of parameters with skip_backward_post_hook
+        """
         result: Grads = []
-        for index, is_placeholder in zip(self.param_at, self.gets_placeholder, strict=True):
+        kinds = zip(self.param_at, self.gets_placeholder, self.skips_clone, strict=True)
+        for index, is_placeholder, skips in kinds:
             grad = self.param_grads[index]
             if is_placeholder:
                 result.append(placeholder(self.all_params[index]))
             else:
-                result.append(grad.clone() if owned and grad is not None else grad)
+                result.append(grad.clone() if owned and not skips and grad is not None else grad)
         return result
 
     def forget(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -132,7 +133,8 @@ class Graphs:
         begin_step(modules)
         for event in self.events:
             instance = self.instances[event.instance]
-            self._recorder.warm_up(_work(instance, event.kind), rehearses=rehearses)
+            with _hooked(instance, event.kind):
+                self._recorder.warm_up(_work(instance, event.kind), rehearses=rehearses)
             if not self._owned_grads:
                 instance.param_grads = []
         for instance in self.instances.values():
@@ -148,13 +150,15 @@ class Graphs:
             instance = self.instances[event.instance]
             if event.kind is Pass.FORWARD:
                 seen = saved.setdefault(event.instance, {})
-                with saved_tensors_hooks(lambda t, seen=seen: _see(t, seen), lambda t: t):  # type: ignore[misc]
+                saving = saved_tensors_hooks(lambda t, seen=seen: _see(t, seen), lambda t: t)  # type: ignore[misc]
+                with _hooked(instance, event.kind), saving:
                     self._recorder.warm_up(instance.forward)
                 for known in (*instance.module.parameters(), *instance.module.buffers(), *instance.leaves):
                     seen.pop(known.untyped_storage().data_ptr(), None)
                 inputs[event.instance] = instance.leaves
                 continue
-            self._recorder.warm_up(_work(instance, event.kind))
+            with _hooked(instance, event.kind):
+                self._recorder.warm_up(_work(instance, event.kind))
             if event.kind is Pass.DGRAD:
                 left = delayed.setdefault(event.instance, {})
                 for operand in instance.delayed_operands():
@@ -207,7 +211,8 @@ class Graphs:
 
     def _record(self, event: Event) -> Segment:
         instance = self.instances[event.instance]
-        segment = self._recorder.record(_work(instance, event.kind))
+        with _hooked(instance, event.kind):
+            segment = self._recorder.record(_work(instance, event.kind))
         recording = segment.recording
         first: dict[int, Accumulation] = {}
         for accumulation in recording.accumulations:
@@ -218,6 +223,17 @@ class Graphs:
         if self._poisons:
             self._to_poison.setdefault(event, []).extend(self._recorder.unheld())
         return segment
+
+
+@contextmanager
+def _hooked(instance: Instance, kind: Pass) -> Iterator[None]:
+    """The instance's capture hooks before and after one of its passes, outside of the capture itself."""
+    name = {Pass.FORWARD: "forward", Pass.DGRAD: "backward"}.get(kind)
+    if name is not None:
+        instance.call_hooks(f"{name}_pre_hooks")
+    yield
+    if name is not None:
+        instance.call_hooks(f"{name}_hooks")
 
 
 def _happens(event: Event, instance: Instance) -> bool:

@@ -153,7 +153,7 @@ class OperationWithWeights(BasicOperation):
     def backward_dw(self) -> None:
         """Compute the weight gradients that the oldest backward left, on the current stream; then call the hooks.
 
-        Raises RuntimeError if none are left.
+        Does nothing without delay_wgrad_compute. Raises RuntimeError if none are left.
         """
         backward_dw([("0", self)])
 
@@ -286,15 +286,15 @@ _overwritten_in: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def backward_dw(operations: Sequence[tuple[str, OperationWithWeights]]) -> None:
     """Compute what the oldest backward left of each operation, in this order, each followed by its hooks.
 
-    operations: with the label by which an error names them. Raises RuntimeError if nothing is left of any.
+    operations: with the label by which an error names them. Without one that delays its gradients nothing is done: a
+    trainer may call every module. Raises RuntimeError if some do, and nothing is left of any.
     """
     left = [(label, operation) for label, operation in operations if operation.need_backward_dw()]
-    if not left:
-        if any(operation.delay_wgrad_compute for _, operation in operations):
-            why = "No backward has left a weight gradient since the last call. Call it once after each backward."
-        else:
-            why = "No operation was built with delay_wgrad_compute=True, so backward computes every gradient."
-        raise RuntimeError(f"backward_dw() has nothing to compute. {why}")
+    if not left and any(operation.delay_wgrad_compute for _, operation in operations):
+        raise RuntimeError(
+            "backward_dw() has nothing to compute. No backward has left a weight gradient since the last call. "
+            "Call it once after each backward."
+        )
     for label, operation in left:
         try:
             operation._compute_oldest()

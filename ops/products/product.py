@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_gemm.grouped_gemm import combined_alpha
-from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nt
+from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.runner.in_place import writable
 from recipes.native_products import COLUMNWISE, Capability, GemmLayout, why_not_native
@@ -54,16 +54,6 @@ def for_wgrad(x: Any) -> Any:
 def quantizes(recipe: Recipe) -> bool:
     """Whether an operand of any product is quantized."""
     return any(recipe.quantizer(role) is not None for role in Role)
-
-
-def commutes(scale: float, dtype: torch.dtype) -> bool:
-    """Whether a factor may be moved past a product without a change of its bits: (scale a) b = scale (a b).
-
-    True for powers of two. Not for float16, whose range is so small that a number may lose its last places, or
-    overflow, on one side alone; in the other dtypes only numbers within 2^32 of their range's ends do.
-    """
-    mantissa, exponent = math.frexp(scale)
-    return abs(mantissa) == 0.5 and abs(exponent - 1) <= 32 and dtype != torch.float16
 
 
 def gemm_dtype(nominal: torch.dtype, device: torch.device) -> torch.dtype:
@@ -130,24 +120,33 @@ def gemm(
     added: Tensor | None = None,
     alpha: float = 1.0,
     split_accumulator: bool = True,
+    as_one_group: bool = False,
 ) -> Tensor:
-    """alpha times the product of two matrices, plus `added` (broadcast), in out_dtype. Always new memory.
+    """alpha times the product of two matrices, plus `added` (broadcast), in out_dtype, rounded once. Always new memory.
 
     a: TN [T, K], NN [T, N], NT [T, N]. b: TN [N, K], NN [N, K], NT [T, K].
     capability: of the GPU that they are on, None on a CPU
     split_accumulator: of products of float8 codes, see `Recipe.split_accumulator`
+    as_one_group: by the kernel of grouped products, whose bits are those of a group of any; not float64 on a GPU, which
+        it does not know. Products of float8 codes are in any case
     """
     codes = float8_operands(layout, a, b, capability)
     if codes is not None:
         return _float8_gemm(layout, *codes, out_dtype, added, alpha, split_accumulator)
     left, right = operands(layout, a, b, out_dtype)
     x, w = _matrices(layout, left, right)
+    if as_one_group and not (x.is_cuda and x.dtype == torch.float64):
+        return _one_group_gemm(layout, x, w, left.alpha, right.alpha, out_dtype, added, alpha)
     x = x.T if layout == "NT" else x
     w = w.T if layout == "TN" else w
     if left.alpha is None and right.alpha is None and x.dtype == out_dtype:
-        if added is None:
-            return x @ w if alpha == 1 else torch.addmm(x.new_empty(()), x, w, beta=0, alpha=alpha)
-        if added.dim() == 1:
+        if added is None and alpha == 1:
+            return x @ w
+        # A CPU's addmm of 16-bit numbers may round the product before alpha and the addend.
+        rounds_once = x.is_cuda or x.dtype in (torch.float32, torch.float64)
+        if added is None and rounds_once:
+            return torch.addmm(x.new_empty(()), x, w, beta=0, alpha=alpha)
+        if added is not None and (added.dim() == 1 or (rounds_once and added.dtype == out_dtype)):
             return torch.addmm(added.to(out_dtype), x, w, alpha=alpha)
     product = writable(accumulator_like(x) @ accumulator_like(w))
     if left.alpha is not None and left.alpha.dim() == 2 and right.alpha is not None:
@@ -171,15 +170,20 @@ def wgrad(
     capability: Capability | None,
     alpha: float = 1.0,
     split_accumulator: bool = True,
+    as_one_group: bool = False,
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
     """dw = alpha dy^T x [N, K] in `dtype`, in new memory; or `out` = dw, or `out` += dw, rounded once to out's dtype.
 
     The sum that goes into `out` is made in float32 or better. Without rows `out` is zeroed, or left as it is.
+    as_one_group: as for `gemm`, of new memory; what goes into `out` is multiplied so in any case
     """
     if out is None:
-        return gemm("NT", dy, x, dtype, capability=capability, alpha=alpha, split_accumulator=split_accumulator)
+        return gemm(
+            "NT", dy, x, dtype, capability=capability, alpha=alpha, split_accumulator=split_accumulator,
+            as_one_group=as_one_group,
+        )  # fmt: skip
     # Codes are multiplied by a kernel that writes new memory, and float64 has no grouped kernel on a GPU.
     if float8_operands("NT", dy, x, capability) is not None or (dtype == torch.float64 and out.is_cuda):
         sums = torch.promote_types(dtype, torch.float32)
@@ -207,6 +211,43 @@ def _matrices(layout: GemmLayout, a: Operand, b: Operand) -> tuple[Tensor, Tenso
     if layout == "NT" and len(x) != len(w):
         x, w = (F.pad(t, (0, 0, 0, max(len(x), len(w)) - len(t))) for t in (x, w))
     return x, w
+
+
+def _one_group_gemm(
+    layout: GemmLayout,
+    x: Tensor,
+    w: Tensor,
+    scale_x: Tensor | None,
+    scale_w: Tensor | None,
+    out_dtype: torch.dtype,
+    added: Tensor | None,
+    alpha: float,
+) -> Tensor:
+    """`gemm` of values: the grouped kernel on one group."""
+    splits = Splits.whole(len(x), x.device)
+    factors = None
+    if scale_x is not None and scale_x.dim() == 2:  # of each row
+        scale_x, factors = None, scale_x
+    scales = [scale.reshape(1) for scale in (scale_x, scale_w) if scale is not None]
+    alpha_G = math.prod(scales[1:], start=scales[0]) if scales else None
+    bias = added if added is not None and added.dim() == 1 and layout == "TN" else None
+    in_kernel = factors is None and alpha == 1 and added is bias
+    dtype = out_dtype if in_kernel else torch.promote_types(out_dtype, torch.float32)
+    if layout == "NT":
+        product = grouped_gemm_nt(x, w, splits, alpha_G=alpha_G, out_dtype=dtype)[0]
+    elif layout == "TN":
+        bias_GN = bias[None] if bias is not None and in_kernel else None
+        product = grouped_gemm_tn(x, w[None], splits, alpha_G=alpha_G, bias_GN=bias_GN, out_dtype=dtype)
+    else:
+        product = grouped_gemm_nn(x, w[None], splits, alpha_G=alpha_G, out_dtype=dtype)
+    if in_kernel:
+        return product
+    product = writable(product)
+    if factors is not None:
+        product *= factors
+    if alpha != 1:
+        product *= alpha
+    return (product if added is None else product + added).to(out_dtype)
 
 
 def _float8_gemm(

@@ -55,7 +55,7 @@ def check_writable(
         )
     if needs_grad and target.is_leaf and target.requires_grad:
         raise RuntimeError(
-            f"{name} is a leaf that requires grad, so it cannot be written in place. Give in_place=False, or a "
+            f"Give in_place=False: {name} is a leaf that requires grad, which cannot be written in place; or give a "
             "clone of it."
         )
     memory = memory_of(target)

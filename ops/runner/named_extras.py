@@ -24,10 +24,20 @@ class NamedExtras:
     def rename_extras(self, **names: str) -> Self:
         """Consume or produce extra tensors under other names: `rename_extras(split_sizes="splits_b")`.
 
-        Raises ValueError for a name that it does not have.
+        Raises TypeError for a name that is no text, ValueError for an empty one and for an extra tensor that it does
+        not have. Then no name is changed.
         """
         known = {**self.extra_inputs, **self.extra_outputs}
-        for name in names:
+        for name, given in names.items():
+            if not isinstance(given, str):
+                raise TypeError(
+                    f"{type(self).__name__}'s {name!r} is to be called {given!r}, but must be a text. Pass a str."
+                )
+            if not given:
+                raise ValueError(
+                    f"{type(self).__name__}'s {name!r} is to be called '', which is empty. Give the name by which its "
+                    "Sequential is to know it."
+                )
             if name not in known:
                 raise ValueError(
                     f"{type(self).__name__} has no extra tensor {name!r}. "

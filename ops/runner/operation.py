@@ -57,7 +57,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     accepts_integers: whether x may be integers or bools: it only moves them.
     buffers: the names of the caller's own tensors that it can write into.
     in_place_input: the extra input into whose memory its forward writes, and which it returns as y. The runner has
-    made sure that nothing else needs what was there. Such an operation is never fused.
+    made sure that nothing else needs what was there. It is fused where a fusion has `handles_in_place`.
     reuses_gradients: whether its backward reads `ctx.own_gradients`.
     retains_grad_output: whether it keeps dy beyond its backward, so that nobody may write into it.
     quantized_roles: in which roles it quantizes tensors, and so may have a state.
@@ -298,6 +298,10 @@ class FusedOperation(FusibleOperation):
              weight gradient is external: in main_grad, or delayed.
     handles_transfers: whether it exchanges with other ranks what the covered operations would (their `transfers`).
              Without, it is refused where they exchange anything.
+    handles_in_place: whether it writes into the last covered operation's `in_place_input` and returns that as y, after
+             it has read x. Without, it is refused where an operation writes in place.
+    rounds_less: whether it leaves out roundings of the unfused run, so that its results have other bits. Then
+             `fuser.testing.check_fusion` holds what its passes compute to float64 instead.
     """
 
     pattern: ClassVar[tuple[Any, ...]] = ()
@@ -305,6 +309,8 @@ class FusedOperation(FusibleOperation):
     passes: ClassVar[Literal["joint", "forward", "backward"]] = "joint"
     handles_wgrad_accumulation: ClassVar[bool] = False
     handles_transfers: ClassVar[bool] = False
+    handles_in_place: ClassVar[bool] = False
+    rounds_less: ClassVar[bool] = False
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
         self.operations = tuple(operations)

@@ -167,7 +167,7 @@ class Program:
         outputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_outputs.items()}
         inside = {name for _, name, _ in outputs}  # what one covered operation makes for another is the step's affair
         inputs = {(n, o.extra_name(n), kind): None for o in covered for n, kind in o.extra_inputs.items()}
-        written = None if step.fused else step.operation.in_place_input
+        written = covered[-1].in_place_input  # fused or not: a fusion takes no other operation that writes
         return Wiring(
             step if step.fused else step._replace(operation=None),
             tuple(entry for entry in inputs if entry[1] not in inside),
@@ -177,7 +177,7 @@ class Program:
             self.contexts[first - 1]["dtype"] if first else self.input_dtype,
             any(context["needs_grad"] for context in contexts),
             step.operation.accepts_quantized,
-            None if written is None else step.operation.extra_name(written),
+            None if written is None else covered[-1].extra_name(written),
             not step.fused and step.operation.reuses_gradients,
             any(operation.retains_grad_output for operation in covered),
             self._repeated(step, covered, written),

@@ -387,10 +387,15 @@ class _Call:
 
     def _check_writable(self, wiring: Wiring, name: str, x: Any) -> None:
         target = self.environment[name]
+        kept = kept_by_each(self.states, self.kept)
+        if wiring.step.fused:  # what is added is made inside, of x, which the first operation may keep
+            wants = (self.program.contexts[index]["needs"].params for index in wiring.step.indices)
+            kept = [*kept, [x] if isinstance(x, Tensor) and any(wants) else []]
+            x = None
         used = (*self.program.read_after[wiring.step.indices[0]], *self.wanted)
         check_writable(
             name, target, x, needs_grad=wiring.needs_grad, given=self.given, operations=self.operations,
-            kept=kept_by_each(self.states, self.kept), buffers=self.given_buffers, labels=self.labels,
+            kept=kept, buffers=self.given_buffers, labels=self.labels,
             read_later={n: self.environment[n] for n in used if n in self.environment},
         )  # fmt: skip
         if wiring.needs_grad and any(target is tensor for tensor in self.given):

@@ -37,6 +37,8 @@ Layout: two codes a byte along the contracted axis, the even one in the low nibb
     columnwise  transposed: codes [..., K, P / 2], scales [..., K, P / 16], with P = T rounded up to 16; of grouped rows
                 P = splits.aligned_capacity(16) and group g begins at splits.aligned(16)[g]. What lies between: 0
 
+Two scales of each block may be tried, and the better one taken: `FourOverSix`, in `nvfp4_blocks.py`.
+
 16x16 scales are written once for each of their 16 rows. x is [T, K], [T, K] with splits, or [G, N, K] of which every
 group counts by itself. Rows past the sum of the splits count as 0, whatever x holds there.
 
@@ -62,6 +64,8 @@ from recipes.casts.dequantize_nvfp4_triton import (
 )
 from recipes.casts.hadamard import hadamard_ref
 from recipes.casts.layout import as_bytes, empty_values
+from recipes.casts.nvfp4_blocks import BLOCK, cast_blocks_ref
+from recipes.casts.scale_rules import FourOverSix
 from recipes.tensors.formats import ALL, E2M1, E4M3
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
@@ -77,11 +81,7 @@ if why_no_gluon((9, 0)) is None:
     DESCRIPTORS.add(GluonDescriptor)
     _cast_nvfp4_gluon = Launch(cast_nvfp4_gluon_kernel)
 
-BLOCK = 16
 RANGE = E2M1.max * E4M3.max
-NAN_SCALE = 0x7F
-_FLOAT32_MAX = torch.finfo(torch.float32).max
-_ROUND = 1.5 * 2**23  # a number between 0 and 2^22 added to this is rounded to an integer, ties to even
 
 
 class Amaxes(NamedTuple):
@@ -101,10 +101,13 @@ class Codes(NamedTuple):
     columnwise_scale: Tensor | None
 
 
-def alpha_from_amax(amax: Tensor) -> Tensor:
-    """fl(amax / 2688) in float32, the factor that is left outside the codes and block scales; 1 if amax is Inf."""
-    # Not `amax / RANGE`: on CUDA torch would turn a scalar divisor into its reciprocal, which rounds twice.
-    return (amax / torch.full_like(amax, RANGE)).masked_fill(amax.isinf(), 1.0)
+def alpha_from_amax(amax: Tensor, largest: float = RANGE) -> Tensor:
+    """fl(amax / 2688) in float32, the factor that is left outside the codes and block scales; 1 if amax is Inf.
+
+    largest: 6 B of four over six, instead of 2688
+    """
+    # Not `amax / largest`: on CUDA torch would turn a scalar divisor into its reciprocal, which rounds twice.
+    return (amax / torch.full_like(amax, largest)).masked_fill(amax.isinf(), 1.0)
 
 
 def amax_nvfp4_ref(
@@ -141,11 +144,13 @@ def cast_nvfp4_ref(
     two_d: bool,
     seed: Tensor | None,
     round_rht: bool = True,
+    four_over_six: FourOverSix | None = None,
 ) -> Codes:
     """Codes and scales of the copies that have an amax. two_d: blocks of 16x16.
 
     rht: transform the columnwise copy; round_rht: and round it to bfloat16, if x is bfloat16
     seed: [1] int64 for stochastic rounding, None for nearest
+    four_over_six: try two scales of each block
     """
     padded = _padded(x, splits)
     row, column = (torch.arange(size, device=x.device) for size in padded.shape[-2:])
@@ -163,7 +168,7 @@ def cast_nvfp4_ref(
         else:
             amax = amax[..., None, None]
         bits = None if seed is None else _bits(seed, column[::BLOCK] // BLOCK, row[:, None])
-        codes, scale = _cast_blocks(padded, amax, two_d, bits)
+        codes, scale = cast_blocks_ref(padded, amax, two_d, bits, four_over_six)
         row_codes = _cropped(_packed(codes), x, splits)[..., : (x.shape[-1] + 1) // 2].contiguous()
         row_scale = _cropped(scale, x, splits)
     if amaxes.columnwise is not None:
@@ -172,7 +177,7 @@ def cast_nvfp4_ref(
         place, k = column[:, None] // BLOCK, column[:, None] % BLOCK
         bits = None if seed is None else _bits(seed, place, row[::BLOCK] + k // 2 + 8 * (k % 2))
         transposed = (_transformed(padded, x.dtype, round_rht) if rht else padded).transpose(-1, -2)
-        codes, scale = _cast_blocks(transposed, amax, two_d, bits)
+        codes, scale = cast_blocks_ref(transposed, amax, two_d, bits, four_over_six)
         column_codes, column_scale = (t[..., : x.shape[-1], :].contiguous() for t in (_packed(codes), scale))
     return Codes(row_codes, row_scale, column_codes, column_scale)
 
@@ -192,24 +197,6 @@ def dequantize_nvfp4_ref(codes: Tensor, scale: Tensor, length: int, dtype: torch
     values = E2M1.decode(codes, torch.float32)[..., :length]
     values = (values * scale.to(torch.float32).repeat_interleave(BLOCK, -1)[..., :length]).to(dtype)
     return values.transpose(-1, -2).contiguous() if transpose else values
-
-
-def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
-    """E2M1 codes 0 to 15 (int32) of float32 x: to nearest, ties to even, or stochastic with 9 random bits an element.
-
-    On the axis of codes a magnitude stands at 4 clamp(h) + 2 clamp(h - 1) + clamp(h - 2), where h is half of it and
-    clamp goes from 0 to 1: 0, 2, 4, 6 stand at 0, 4, 6, 7. Each term is exact, and at most one is no integer, so that
-    adding them to a number whose last place is 1 (or 1/512) rounds once.
-    """
-    h = 0.5 * x.abs()
-    steps = 1.0 if bits is None else 512.0
-    position = torch.full_like(h, _ROUND)
-    for start, codes in ((0.0, 4.0), (1.0, 2.0), (2.0, 1.0)):
-        position = position + (h - start).clamp(0.0, 1.0) * (codes * steps)
-    code = (position - _ROUND).to(torch.int32)
-    if bits is not None:
-        code = (code + bits.to(torch.int32)) >> 9
-    return code + 8 * torch.signbit(x)
 
 
 class NVFP4Config(NamedTuple):
@@ -309,11 +296,12 @@ def cast_nvfp4(
     two_d: bool,
     seed: Tensor | None,
     round_rht: bool = True,
+    four_over_six: FourOverSix | None = None,
 ) -> Codes:
     """Codes and scales of the copies that have an amax, in one read of x. Takes what `cast_nvfp4_ref` takes."""
     kind = {"rht": rht, "row_scaled": row_scaled, "two_d": two_d, "round_rht": round_rht}
-    if not runs_triton(x):
-        return cast_nvfp4_ref(x, splits, amaxes, **kind, seed=seed)
+    if not runs_triton(x) or four_over_six is not None:
+        return cast_nvfp4_ref(x, splits, amaxes, **kind, seed=seed, four_over_six=four_over_six)
     made = empty_codes(x, splits, rowwise=amaxes.rowwise is not None, columnwise=amaxes.columnwise is not None)
     cast_nvfp4_triton(x, splits, amaxes, made, **kind, seed=seed)
     return made
@@ -526,28 +514,6 @@ def _two_zeros(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     count = math.prod(shape)
     first, second = x.new_zeros(2, cdiv(count, 4) * 4, dtype=torch.float32).unbind()
     return first[:count].view(shape), second[:count].view(shape)
-
-
-def _cast_blocks(x: Tensor, amax: Tensor, two_d: bool, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes [..., R, L], not packed, and scales [..., R, L / 16] of x float32. amax: as the scales, or broadcast."""
-    blocks = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
-    largest, has_nan = abs_without_nan(blocks).amax(-1), blocks.isnan().any(-1)
-    if two_d:
-        largest, has_nan = _over_rows(largest), _over_rows(has_nan)
-    one = torch.ones_like(amax)
-    encode = (RANGE * one / amax).clamp(max=_FLOAT32_MAX).masked_fill((amax == 0) | amax.isinf(), 1.0)
-    decode = one / encode
-    scale = E4M3.encode((largest * (encode * (1.0 / 6.0))).clamp(max=_FLOAT32_MAX))
-    factor = scale.to(torch.float32) * decode
-    factor = (torch.ones_like(factor) / factor).clamp(max=_FLOAT32_MAX)
-    codes = e2m1_codes_ref((blocks * factor[..., None]).flatten(-2), bits)
-    codes = codes.view_as(blocks).masked_fill(has_nan[..., None], 0).flatten(-2)
-    return codes, scale.view(torch.uint8).masked_fill(has_nan, NAN_SCALE).view(E4M3.dtype)
-
-
-def _over_rows(of_blocks: Tensor) -> Tensor:
-    """The maximum over each 16 rows of [..., 16 n, B], in each of them."""
-    return of_blocks.unflatten(-2, (of_blocks.shape[-2] // BLOCK, BLOCK)).amax(-2).repeat_interleave(BLOCK, -2)
 
 
 def _packed(codes: Tensor) -> Tensor:

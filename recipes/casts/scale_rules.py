@@ -96,15 +96,41 @@ class E8M0Scale(ScaleRule):
 
 
 @dataclass(frozen=True)
+class FourOverSix:
+    """Of each block's two scales, with which its largest number becomes 6 or 4, that with the smaller error is taken.
+
+    error: "MAE", the sum of the magnitudes of the block's errors, or "MSE", of their squares
+    bound: the scale of a block with the tensor's largest number, if that becomes 6: 256, of which half as much again is
+        an E4M3 number too, or 448, with which blocks near that number have one scale alone
+    """
+
+    error: Literal["MAE", "MSE"] = "MAE"
+    bound: Literal[256, 448] = 256
+
+    def __post_init__(self) -> None:
+        if self.error not in ("MAE", "MSE"):
+            raise ValueError(f'the error of four over six is {self.error!r}, but must be "MAE" or "MSE".')
+        if self.bound not in (256, 448):
+            raise ValueError(f"the bound of four over six is {self.bound!r}, but must be 256 or 448.")
+
+
+@dataclass(frozen=True)
 class NVFP4Scale(ScaleRule):
     """One E4M3 scale a block under one float32 amax a tensor, or a row: `recipes.casts.cast_nvfp4`.
 
     row_scaled: one amax for each row of the rowwise copy
+    four_over_six: two scales of each block are tried; None: one
     """
 
     dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
 
     row_scaled: bool = False
+    four_over_six: FourOverSix | None = None
+
+    @property
+    def range(self) -> float:
+        """The largest number that a code and its block's scale make of the largest one of the tensor."""
+        return 6.0 * (448 if self.four_over_six is None else self.four_over_six.bound)
 
     def scales(self, amax: Tensor, element: ElementFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("these scales need two amaxes. Use `recipes.casts.cast_nvfp4`.")

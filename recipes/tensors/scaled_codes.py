@@ -105,7 +105,7 @@ class ScaledCodes:
         rule = self.spec.scale_rule
         if isinstance(rule, NVFP4Scale):
             assert self.amax is not None, "an empty template has no tensors: rebuild it first"
-            alpha = alpha_from_amax(self.amax)
+            alpha = alpha_from_amax(self.amax, rule.range)
             if not self.columnwise:
                 values = values_nvfp4(self.codes, self.scale_inv, dtype, self.shape, columnwise=False, padded=False)
                 return Operand(values, alpha[..., None] if rule.row_scaled else alpha)

@@ -10,9 +10,9 @@
 
 Layouts: x, y, dy, dx and added [T, N] contiguous; weight and bias [N], or None; mean and rstd [T] float32.
 
-Precision: computed in float32, with one rounding at the end. `added` is added to dx after that rounding, and the sum is
-rounded again. dweight and dbias are float32: each program sums its rows, and the programs' sums are added in a fixed
-order. No atomics: repeating a call gives the same bits.
+Precision: computed in float32, with one rounding at the end; `added` is added to dx before it. dweight and dbias are
+float32: each program sums its rows, and the programs' sums are added in a fixed order. No atomics: repeating a call
+gives the same bits.
 
 Memory: rows of up to 16384 columns in forward, 8192 in backward, are read once and stay in registers. Wider rows are
 read in blocks: twice (three times if centered) in forward; in backward twice for dx, and once by a separate kernel for
@@ -222,12 +222,6 @@ def dx_of(g, normed, sum_gn, sum_g, rstd, inv_count, CENTERED: tl.constexpr):
 
 
 @triton.jit
-def joined(dx, added, DTYPE: tl.constexpr):
-    """dx as it is rounded, plus `added`."""
-    return widen(round_to(dx, DTYPE)).to(tl.float32) + added
-
-
-@triton.jit
 def dnorm_kernel(
     dy_ptr,
     x_ptr,
@@ -274,7 +268,7 @@ def dnorm_kernel(
                 sum_g = tl.sum(g, axis=1)
             dx = dx_of(g, normed, tl.sum(g * normed, axis=1), sum_g, rstd, inv_count, CENTERED)
             if added_ptr is not None:
-                dx = joined(dx, added, dx_ptr.dtype.element_ty)
+                dx += added
             store_block(dx_ptr, dx, offs_t, mask_t, offs_n, N)
         if dweight_ptr is not None:
             dweight_ptr += program * partial_stride
@@ -305,8 +299,7 @@ def dnorm_kernel(
             normed = distance(x, mean, n + offs_n, N, CENTERED) * rstd[:, None]
             dx = dx_of(g, normed, sum_gn, sum_g, rstd, inv_count, CENTERED)
             if added_ptr is not None:
-                added = load_block(added_ptr, offs_t, mask_t, n + offs_n, N)
-                dx = joined(dx, added, dx_ptr.dtype.element_ty)
+                dx += load_block(added_ptr, offs_t, mask_t, n + offs_n, N)
             store_block(dx_ptr, dx, offs_t, mask_t, n + offs_n, N)
 
 
@@ -399,7 +392,7 @@ def dnorm_triton(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of `norm_triton`. mean, rstd: as returned by it; centered if mean is not None.
 
-    dy, x: [..., N] of any strides. added: [..., N] in x's dtype, added to dx after its rounding.
+    dy, x: [..., N] of any strides. added: [..., N] in x's dtype, added to dx before its rounding.
 
     Returns (dx [..., N] in x's dtype, contiguous, dweight [N] and dbias [N] in float32), None for what is not needed.
     """
@@ -425,7 +418,7 @@ def dnorm_triton(
             rows, N, partials.stride(0), inv_count,
             CENTERED=mean is not None, ZERO_CENTERED=zero_centered, WHOLE=whole,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=num_stages, num_warps=config.num_warps,
-            # An FMA with the addition of `added` would skip the rounding before it.
+            # Without FMAs dx has the same bits with `added` as without, until they are summed.
             enable_fp_fusion=False,
         )  # fmt: skip
     if x.numel() and not together and (need_dweight or need_dbias):

@@ -59,7 +59,7 @@ def drms_norm(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of `rms_norm`. rstd: as returned by `rms_norm`.
 
-    added: [..., N] in x's dtype, added to dx after its rounding.
+    added: [..., N] in x's dtype, added to dx before its rounding.
 
     Returns (dx [..., N] in x's dtype, dweight [N] in rstd's), with None for what is not needed.
     """
@@ -77,9 +77,8 @@ def drms_norm(
     if need_dx:
         g = dy * gamma_of(weight, zero_centered, dtype)
         mean = (g * normed).mean(-1, keepdim=True)
-        dx = normed.mul_(mean).sub_(g).mul_(-rstd).to(x.dtype)
-        if added is not None:
-            dx += added
+        dx = normed.mul_(mean).sub_(g).mul_(-rstd)
+        dx = (dx if added is None else dx.add_(added)).to(x.dtype)
     return dx, dweight
 
 
