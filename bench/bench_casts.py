@@ -31,7 +31,7 @@ SHAPES = {"cuda": (65536, 7168), "cpu": (1024, 512)}
 NUM_GROUPS = {"tensor": 1, "groups": 40, "weights": 8}
 COPIES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 # Recipes whose scales need an amax first, and which therefore read their input twice.
-READS = {"fp8_current": 2, "nvfp4": 2}
+READS = {"fp8_current": 2, "fp8_rowwise": 2, "nvfp4": 2}
 
 Quantized = GroupedTensor | QuantizedTensor
 

@@ -23,7 +23,7 @@ from tests.reference import assert_close, assert_same_bits, no_host_sync, random
 from tests.test_every_recipe import EVERY
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-RECIPES = ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]
+RECIPES = ["fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise", "mxfp8", "nvfp4"]
 
 
 @pytest.fixture(params=DEVICES)

@@ -20,6 +20,7 @@ from recipes import (
     E4M3,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     Format,
     HighPrecision,
     MXFP8BlockScaling,
@@ -49,6 +50,7 @@ RECIPES = [
     Float8CurrentScaling(power_2_scale=True),
     MXFP8BlockScaling(),
     Float8BlockScaling(),
+    Float8RowwiseScaling(),
 ]
 SIZES = [[6, 6, 6, 6], [12, 0, 18, 6], [3, 17, 1, 9], [0, 0, 25, 0], [9, 4, 7, 0], [0, 0, 0, 0]]
 

@@ -14,6 +14,7 @@ from recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     Format,
     HighPrecision,
     MixedScaling,
@@ -35,6 +36,7 @@ BUILT_IN = [
     DelayedScaling(),
     Float8CurrentScaling(),
     Float8BlockScaling(),
+    Float8RowwiseScaling(),
     MXFP8BlockScaling(),
     NVFP4BlockScaling(),
 ]
@@ -127,6 +129,8 @@ def test_formats_follow_the_role():
 
     assert forms(Float8CurrentScaling()) == [E4M3, E4M3, E5M2]
     assert forms(Float8CurrentScaling(Format.E4M3)) == [E4M3, E4M3, E4M3]
+    assert forms(Float8RowwiseScaling()) == [E4M3, E4M3, E4M3]
+    assert forms(Float8RowwiseScaling(Format.HYBRID)) == [E4M3, E4M3, E5M2]
     assert forms(MXFP8BlockScaling()) == [E4M3, E4M3, E4M3]
     assert forms(MXFP8BlockScaling(Format.HYBRID)) == [E4M3, E4M3, E5M2]
     assert forms(MXFP8BlockScaling(Format.E5M2)) == [E5M2, E5M2, E5M2]
@@ -193,11 +197,12 @@ FLAGS = [
     *[(DelayedScaling, name) for name in ("reduce_amax", "split_accumulator_fprop", "split_accumulator_wgrad")],
     *[(Float8CurrentScaling, name) for name in ("power_2_scale", "split_accumulator_dgrad")],
     (Float8BlockScaling, "use_f32_scales"),
+    (Float8RowwiseScaling, "power_2_scale"),
     (MXFP8BlockScaling, "enable_2d_quantization"),
     *[(NVFP4BlockScaling, name) for name in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")],
     (NVFP4BlockScaling, "row_scaled_activation"),
 ]
-FORMATS = [DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling]
+FORMATS = [DelayedScaling, Float8CurrentScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling]
 
 
 @pytest.mark.parametrize(("kind", "field"), INTEGERS)
@@ -222,7 +227,7 @@ def test_a_format_is_a_member_of_the_enum(kind, value):
         kind(fp8_format=value)
 
 
-@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])
+@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling, Float8RowwiseScaling])
 def test_an_epsilon_is_a_number_that_may_be_an_amax(kind):
     for value in (-1.0, -1, float("nan"), float("inf"), 10**400):
         with pytest.raises(ValueError, match="amax_epsilon (is|has) .*(cannot be negative|more than a float holds)"):

@@ -210,7 +210,7 @@ def dequantize_ref(
     values = matrix * _spread(factor, block, matrix.shape, splits)
     if splits is not None:
         values = values.masked_fill(_inactive(splits), 0.0)
-    return values.reshape(shape).to(dtype)
+    return values.reshape(shape).to(dtype).contiguous()  # a product's order of summation follows from the layout
 
 
 def transpose_back_ref(codes: Tensor, shape: torch.Size, splits: Splits | None, alignment: int) -> Tensor:

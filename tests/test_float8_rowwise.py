@@ -1,0 +1,166 @@
+"""FP8 rowwise: scales and codes against numpy and ml_dtypes, layout, empty groups, products in float64."""
+# T rows, G groups, K in features, N out features
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuser import Sequential, autocast, ops
+from recipes import E4M3, E5M2, Float8RowwiseScaling, Format, Role, Splits
+from recipes.float8_rowwise import RowwiseScalingQuantizer
+from tests.grouped_cases import groups_of
+from tests.reference import assert_close, gradients
+
+INF, NAN = float("inf"), float("nan")
+NUMPY_DTYPE = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
+FORMS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
+SCALES = pytest.mark.parametrize("power_2", [False, True], ids=["float32", "power-of-two"])
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def oracle(x: torch.Tensor, quantizer: RowwiseScalingQuantizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [R, K] and scale_inv [R] of the rows of a matrix, in numpy's float32."""
+    values, form = x.float().numpy(), quantizer.form
+    amax = np.fmax(np.nanmax(np.abs(values), axis=1, initial=0), np.float32(quantizer.amax_epsilon))
+    with np.errstate(all="ignore"):
+        scale = np.minimum(np.float32(form.max) / amax, np.finfo(np.float32).max)
+        scale = np.where((amax == 0) | np.isinf(amax), np.float32(1), scale)
+        if quantizer.power_2_scale:
+            scale = np.ldexp(np.float32(1), np.frexp(scale)[1] - 1)
+        codes = np.clip(values * scale[:, None], -form.max, form.max).astype(NUMPY_DTYPE[form])
+    return torch.from_numpy(codes.view(np.uint8)), torch.from_numpy(np.float32(1) / scale)
+
+
+def assert_codes(found: torch.Tensor, expected: torch.Tensor, form) -> None:
+    """Equal codes; NaN may have any sign and payload."""
+    found, expected = (t.contiguous().view(torch.uint8) for t in (found, expected))
+    nan = expected.view(form.dtype).float().isnan()
+    assert torch.equal(found.view(form.dtype).float().isnan(), nan)
+    assert torch.equal(found.masked_fill(nan, 0), expected.masked_fill(nan, 0))
+
+
+@FORMS
+@SCALES
+@pytest.mark.parametrize("epsilon", [0.0, 1e-3])
+@pytest.mark.parametrize("shape", [(5, 7), (33, 130), (1, 1), (64, 32)], ids=str)
+def test_codes_and_scales_against_numpy(form, power_2, epsilon, shape):
+    x = torch.randn(shape) * torch.exp2(torch.randint(-140, 100, (shape[0], 1)).float())
+    x.view(-1)[::11] = NAN
+    if shape[0] > 3:
+        x[1], x[2], x[3, 0] = 0.0, NAN, -INF
+    quantizer = RowwiseScalingQuantizer(form, power_2, epsilon)
+    q = quantizer.quantize(x, columnwise=True)
+    codes, scale_inv = oracle(x, quantizer)
+    assert_codes(q.rowwise.codes, codes, form)
+    assert torch.equal(q.rowwise.scale_inv, scale_inv[None])
+    codes, scale_inv = oracle(x.T, quantizer)
+    padded = -(-shape[0] // 32) * 32
+    assert q.columnwise.codes.shape == (shape[1], padded) and q.columnwise.codes.is_contiguous()
+    assert_codes(q.columnwise.codes[:, : shape[0]], codes, form)
+    assert not q.columnwise.codes[:, shape[0] :].view(torch.uint8).any()
+    assert torch.equal(q.columnwise.scale_inv, scale_inv[None])
+
+
+@SCALES
+def test_weights_have_a_scale_for_each_output_row_and_for_each_column(power_2):
+    w = torch.randn(3, 20, 40) * torch.rand(3, 20, 1) * torch.rand(3, 1, 40)
+    quantizer = RowwiseScalingQuantizer(E4M3, power_2)
+    q = quantizer.quantize_stacked(w, columnwise=True)
+    assert q.rowwise.scale_inv.shape == (3, 1, 20) and q.columnwise.scale_inv.shape == (3, 1, 40)
+    assert q.rowwise.codes.shape == (3, 20, 40) and q.columnwise.codes.shape == (3, 40, 20)
+    for g in range(3):
+        for copy, matrix in ((q.rowwise, w[g]), (q.columnwise, w[g].T)):
+            codes, scale_inv = oracle(matrix, quantizer)
+            assert_codes(copy.codes[g], codes, E4M3)
+            assert torch.equal(copy.scale_inv[g, 0], scale_inv)
+
+
+def test_rows_of_no_group_have_no_codes_and_empty_groups_a_scale_of_one():
+    x = torch.randn(20, 24)
+    x[12:] = NAN
+    q = RowwiseScalingQuantizer(E4M3).quantize_grouped(
+        x, Splits.make([5, 0, 7], rows=20, device="cpu"), columnwise=True
+    )
+    assert q.rowwise.scale_inv.shape == (1, 20) and q.columnwise.scale_inv.shape == (3, 24)
+    assert torch.equal(q.columnwise.scale_inv[1], torch.ones(24))
+    assert not q.rowwise.codes[12:].view(torch.uint8).any()
+    assert torch.equal(q.rowwise.scale_inv[0, 12:], torch.ones(8))
+    assert not q.columnwise.codes[:, 64:].view(torch.uint8).any(), "three groups of at most 32 rows: two have some"
+
+
+@settings(max_examples=25)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), tail=st.integers(0, 9), seed=st.integers(0, 99))
+def test_each_group_is_quantized_as_if_alone(sizes, tail, seed):
+    total = sum(sizes)
+    x = torch.randn(total + tail, 40, generator=torch.Generator().manual_seed(seed))
+    x[total:] = NAN
+    quantizer, splits = RowwiseScalingQuantizer(E4M3), Splits.make(sizes, rows=len(x), device="cpu")
+    grouped = quantizer.quantize_grouped(x, splits, columnwise=True)
+    for member, part in zip(groups_of(grouped), x[:total].split(sizes), strict=True):
+        for mine, other in zip(member.tensors(), quantizer.quantize(part, columnwise=True).tensors(), strict=True):
+            assert mine.shape == other.shape and torch.equal(mine, other)
+    assert not grouped.columnwise.dequantize(splits)[total:].any()
+
+
+RECIPES = {
+    "default": Float8RowwiseScaling(),
+    "E5M2 gradients, powers of two": Float8RowwiseScaling(Format.HYBRID, power_2_scale=True, amax_epsilon=1e-3),
+}
+
+
+def check_layer(recipe, device: str, sizes: list[int], tail: int, K: int, N: int) -> None:
+    """y and all gradients on both paths, of the dequantized operands of each product in float64; empty groups."""
+    total, active = sum(sizes) + tail, slice(sum(sizes))
+    op = ops.GroupedLinear(len(sizes), K, N, device=device, dtype=torch.float32)
+    x0, dy = torch.randn(total, K, device=device), torch.randn(total, N, device=device)
+    results = []
+    for path in ("grouped", "split"):
+        op.zero_grad()
+        x = x0.clone().requires_grad_()
+        with autocast(recipe=recipe):
+            y = Sequential(op, path=path)(x, split_sizes=torch.tensor(sizes, device=device))
+        y.backward(dy)
+        results.append({"y": y, **gradients({"x": x, **dict(op.named_parameters())})})
+
+    def held(t: torch.Tensor, role: Role, columnwise: bool) -> torch.Tensor:
+        made = recipe.quantizer(role).quantize(t, columnwise=True)
+        copy = made.columnwise if columnwise else made.rowwise
+        return copy.dequantize().double()
+
+    expected = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in results[0].items()}
+    parts = zip(x0[active].split(sizes), dy[active].split(sizes), expected["y"][active].split(sizes),
+                expected["gradient of x"][active].split(sizes), strict=True)  # fmt: skip
+    for group, (x, d, y, dx) in enumerate(parts):
+        if len(x):
+            w = op.weight[group].detach()
+            y += held(x, Role.INPUT, False) @ held(w, Role.WEIGHT, False).T + op.bias[group].detach().double()
+            dx += held(d, Role.GRAD_OUTPUT, False) @ held(w, Role.WEIGHT, True)
+            expected["gradient of weight"][group] = held(d, Role.GRAD_OUTPUT, True).T @ held(x, Role.INPUT, True)
+            expected["gradient of bias"][group] = d.double().sum(0)
+    for result in results:
+        if device == "cpu":
+            assert_close(result, expected)
+            continue
+        for name, found in result.items():  # fast accumulation: `docs/recipes.md`
+            error = (found.double() - expected[name]).abs().max()
+            assert error <= 2e-2 * expected[name].abs().max().clamp(min=1), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_both_paths_against_float64(recipe, device):
+    check_layer(recipe, device, [5, 0, 40, 2], 13, 48, 32)
+    check_layer(recipe, device, [0, 0], 4, 16, 16)
+    check_layer(recipe, device, [37], 0, 33, 7)
+
+
+@settings(max_examples=20)
+@given(
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5), tail=st.integers(0, 5), K=st.integers(1, 40),
+    N=st.integers(1, 40),
+)  # fmt: skip
+def test_any_splits_against_float64(sizes, tail, K, N):
+    check_layer(RECIPES["default"], "cpu", sizes, tail, K, N)
