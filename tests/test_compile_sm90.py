@@ -38,12 +38,13 @@ from ops.kernels.grouped_gemm.tile_rules import k_grouped_config, m_grouped_conf
 from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
 from ops.kernels.norm import norm_triton
 from ops.kernels.routing import permute, routing
-from recipes.casts import cast_blocks, cast_float8, cast_nvfp4
+from recipes.casts import cast_blocks, cast_float8, cast_float8_rowwise, cast_nvfp4
 from recipes.casts.amax_history import end_step_triton
 from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import per_tensor
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
 from recipes.float8_block import Float8BlockQuantizer
+from recipes.float8_rowwise import RowwiseScalingQuantizer
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.quantizer import QuantizedBuffers
@@ -296,6 +297,22 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
         cast_float8.dequantize_float8_on_triton(*copies[2:], how, dtype, columnwise=True, **about)
 
 
+def launch_rowwise_casts(rows: int, features: int, dtype: torch.dtype) -> None:
+    """FP8 with a scale a row and column: both copies of grouped rows, of stacked weights, and whole rows alone."""
+    x, w = torch.empty(rows, features, dtype=dtype), torch.empty(GROUPS, features, features, dtype=dtype)
+    splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
+    cast, back = (getattr(cast_float8_rowwise, f"{verb}_float8_rowwise_on_triton") for verb in ("cast", "dequantize"))
+    for form, power_2 in ((E4M3, False), (E4M3, True), (E5M2, False)):
+        how = RowwiseScalingQuantizer(form, power_2).spec
+        for given, kind in ((x, {"splits": splits}), (w, {"stacked": True})):
+            copies = cast(given, how, rowwise=True, columnwise=True, **kind)
+            about = {"shape": given.shape, "splits": kind.get("splits")}
+            back(*copies[:2], how, dtype, columnwise=False, **about)
+            back(*copies[2:], how, dtype, columnwise=True, **about)
+        for columns in (features, 2048, 7168, 16384):
+            cast(torch.empty(rows, columns, dtype=dtype), how, rowwise=True, columnwise=False, splits=splits)
+
+
 NVFP4_KINDS = {
     "plain": {},
     "rht": {"rht": True},
@@ -357,6 +374,7 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         for features in all_features:
             launch_casts(MANY_ROWS, features, dtype)
             launch_block_casts(MANY_ROWS, features, dtype)
+            launch_rowwise_casts(MANY_ROWS, features[0], dtype)
             # A cast to NVFP4 takes seconds to compile: all kinds of it once, else those with the longest code.
             kinds = NVFP4_KINDS if features == ALIGNED and ODD in all_features else ("stochastic", "square")
             launch_nvfp4(MANY_ROWS, features[0], dtype, kinds)
@@ -434,7 +452,7 @@ def compile_all(mode: str, arch: int) -> None:
     for module in (grouped_gemm, grouped_gemm_float8):
         module.capability = lambda x: divmod(arch, 10)
     native = {"NATIVE": arch >= 89}
-    for casts in (cast_blocks, cast_float8, chain_cast):
+    for casts in (cast_blocks, cast_float8, cast_float8_rowwise, chain_cast):
         casts.format_of = lambda form, device: format_of(form, device) | native
     norm_triton.shared_memory = lambda x: LIMITS[arch]
     cast_nvfp4.runs_triton = lambda x: True
