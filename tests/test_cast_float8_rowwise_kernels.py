@@ -96,7 +96,9 @@ def test_rows_alone(device, shape):
 
 @EACH_DEVICE
 @EACH_COPY
-@pytest.mark.parametrize("shape", [(1, 1), (3, 129), rest((128, 128)), rest((257, 5)), rest((2, 70, 40)), (0, 8), (8, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 129), rest((128, 128)), rest((257, 5)), rest((2, 70, 40)), (0, 8), (8, 0)], ids=str
+)
 def test_shapes(device, copies, shape):
     check(device, poisoned(*shape), copies=copies)
 

@@ -139,23 +139,27 @@ def launch_candidates() -> None:
 def launch_grouped_gemm_float8(
     rows: int, features: tuple[int, int], out_dtype: torch.dtype, groups: int = GROUPS
 ) -> None:
-    """Per tensor, with fast and with split accumulation; 1x128 with 128x128; 1x128 with 1x128."""
+    """Per tensor and of rows, with fast and with split accumulation; 1x128 with 128x128; 1x128 with 1x128."""
     K, N = features
     steps, columns = -(-K // 128), -(-rows // 128) * 128
     offsets, bias, scales = torch.zeros(groups + 1, dtype=torch.int64), torch.empty(groups, N), torch.empty(rows)
-    one, row = torch.empty(groups), torch.empty(steps, rows)
+    one, row, whole = torch.empty(groups), torch.empty(steps, rows), torch.empty(1, rows)
     square, column = torch.empty(groups, -(-N // 128), steps), torch.empty(groups, steps, N)
+    vector = torch.empty(groups, 1, N)
     every_pair = out_dtype == torch.bfloat16 and rows == MANY_ROWS and features == ALIGNED
     for a, b in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))[: 3 if every_pair else 1]:
         x, w = torch.empty(rows, K, dtype=a.dtype), torch.empty(groups, N, K, dtype=b.dtype)
         y, dw = torch.empty(rows, N, dtype=out_dtype), torch.empty(groups, N, K, dtype=out_dtype)
         launch_tn = grouped_gemm_float8.grouped_gemm_tn_float8_triton
         launch_tn(x, one, w, one, offsets, None, None, y, False)
+        launch_tn(x, whole, w, vector, offsets, bias, scales, y, False)
         if rows == FEW_ROWS:  # only the fast accumulation of a few rows has tiles of its own
             continue
         for x_scale, w_scale, split in (
             (one, one, False),
             (one, one, True),
+            (whole, vector, False),
+            (whole, vector, True),
             (row, square, False),
             (row, column, False),
         ):
@@ -164,7 +168,9 @@ def launch_grouped_gemm_float8(
         K_out = K if features[1] == ALIGNED[1] else ODD[0]
         dy_T, x_T = torch.empty(N, columns, dtype=a.dtype), torch.empty(K_out, columns, dtype=b.dtype)
         blocks, dw = (torch.empty(columns // 128, N), torch.empty(columns // 128, K_out)), dw[..., :K_out].contiguous()
-        for (dy_scale, x_scale), split in (((one, one), False), ((one, one), True), (blocks, False)):
+        vectors = vector, torch.empty(groups, 1, K_out)
+        kinds = ((one, one), False), ((one, one), True), (vectors, False), (vectors, True), (blocks, False)
+        for (dy_scale, x_scale), split in kinds:
             for out, add in ((dw, False), (dw, True), (dw.float(), False), (dw.float(), True)):
                 launch_nt = grouped_gemm_float8.grouped_gemm_nt_float8_triton
                 launch_nt(dy_T, dy_scale, x_T, x_scale, offsets, out, split, add)
@@ -401,7 +407,7 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
                     continue
                 kernel = f"{axis}_grouped_{'persistent_' if config.programs else ''}kernel"
                 configs[kernel, *config[:5]] = max(config.programs, 1)
-    kinds = (("tensor", False), ("tensor", True), ("square", True), ("row", True))
+    kinds = (("tensor", False), ("tensor", True), ("vector", False), ("vector", True), ("square", True), ("row", True))
     for descriptors, (layout, promote) in product(() if tf32 else (True, False), kinds):
         about = {"descriptors": descriptors, "promote": promote, "out_dtype": dtype, "capability": (9, 0)}
         choose_m, choose_k = m_grouped_float8_config, k_grouped_float8_config

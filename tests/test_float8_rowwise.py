@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuser import Sequential, autocast, ops
+from ops.products.paths import GroupedPath, SplitPath
 from recipes import E4M3, E5M2, Float8RowwiseScaling, Format, Role, Splits
 from recipes.float8_rowwise import RowwiseScalingQuantizer
 from tests.grouped_cases import groups_of
@@ -164,3 +165,40 @@ def test_both_paths_against_float64(recipe, device):
 )  # fmt: skip
 def test_any_splits_against_float64(sizes, tail, K, N):
     check_layer(RECIPES["default"], "cpu", sizes, tail, K, N)
+
+
+@pytest.mark.parametrize("kind", [GroupedPath, SplitPath])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_scales_are_applied_to_products_of_codes(recipe, kind, monkeypatch):
+    """As on Hopper, by the references of the kernels: nothing is dequantized."""
+    for module in (ops.products.paths, ops.products.product):
+        monkeypatch.setattr(module, "operands", None)
+    sizes, path = [5, 0, 40, 2], kind(recipe, capability=(9, 0))
+    splits = Splits.make(sizes, rows=60, device="cpu")
+    x, dy, w, bias = torch.randn(60, 300), torch.randn(60, 20), torch.randn(4, 20, 300), torch.randn(4, 20)
+    x[47:] = dy[47:] = NAN
+    both = {"rowwise": True, "columnwise": True}
+    of_x, of_w, of_dy = (recipe.quantizer(role) for role in (Role.INPUT, Role.WEIGHT, Role.GRAD_OUTPUT))
+    x_q, dy_q = path.quantize(x, splits, of_x, **both), path.quantize(dy, splits, of_dy, **both)
+    w_q = path.weight(w, of_w, **both)
+    before = torch.randn(4, 20, 300)
+    found = {
+        "y": path.fprop(x_q, w_q, bias=bias),
+        "dx": path.dgrad(dy_q, w_q),
+        "dw": path.wgrad(dy_q, path.for_wgrad(x_q)),
+        "sum": path.wgrad(dy_q, path.for_wgrad(x_q), out=before.clone(), accumulate=True, reverse=True),
+    }
+    shapes = {"y": (60, 20), "dx": (60, 300), "dw": (4, 20, 300)}
+    expected = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    for g, (first, size) in enumerate(zip((0, 5, 5, 45), sizes, strict=True)):
+        rows = slice(first, first + size)
+        if size:
+            q_x, q_dy = of_x.quantize(x[rows], **both), of_dy.quantize(dy[rows], **both)
+            q_w = of_w.quantize(w[g], **both)
+            row_x, column_x, row_dy, column_dy, row_w, column_w = (
+                copy.dequantize().double() for q in (q_x, q_dy, q_w) for copy in (q.rowwise, q.columnwise)
+            )
+            expected["y"][rows] = row_x @ row_w.T + bias[g].double()
+            expected["dx"][rows] = row_dy @ column_w
+            expected["dw"][g] = column_dy.T @ column_x
+    assert_close(found, expected | {"sum": before.double() + expected["dw"].flip(0)})

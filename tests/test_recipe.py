@@ -16,6 +16,7 @@ from recipes import (
     Float8CurrentScaling,
     Float8RowwiseScaling,
     Format,
+    FormatQuantizer,
     HighPrecision,
     MixedScaling,
     MXFP8BlockScaling,
@@ -338,6 +339,11 @@ def test_an_object_is_not_written_down():
         Seeded(generator=torch.Generator()).to_dict()
 
 
+def unaligned(role):
+    """Groups begin anywhere in the columnwise copy, where tensor cores cannot read them."""
+    return FormatQuantizer(replace(Float8RowwiseScaling().quantizer(role).spec, alignment=8))
+
+
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
@@ -345,6 +351,9 @@ def test_an_object_is_not_written_down():
         ("fp8_current", (None, None, None)),
         ("fp8_delayed", (None, None, None)),
         ("fp8_block", (None, None, None)),
+        ("fp8_rowwise", (None, None, None)),
+        (MixedScaling("fp8_rowwise", "fp8_current", "fp8_rowwise"), ("codes with one scale a row by", "NN", None)),
+        (CustomRecipe(unaligned), ("no float8 codes",) * 3),
         ("mxfp8", ("no float8 codes",) * 3),
         (Float8BlockScaling(w_block_scaling_dim=1), ("TN product of codes with 1x128 blocks by", "NN product", None)),
         (MixedScaling("fp8_current", "fp8_current", input_for_wgrad="bf16"), (None, "no float8 codes", None)),
