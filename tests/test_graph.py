@@ -152,7 +152,7 @@ def test_a_replay_with_other_splits_has_the_bits_of_the_module(recipe, device):
         assert_same_bits(results[1], results[0])
 
 
-@pytest.mark.parametrize("recipe", [None, "fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", [None, "fp8_current", "fp8_block", "fp8_rowwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_replays_repeat_bit_for_bit(recipe, accumulate, device):
     module = experts(device, delay_wgrad_compute=True, accumulate_into_main_grad=accumulate)
