@@ -315,6 +315,7 @@ def launch_rowwise_casts(rows: int, features: int, dtype: torch.dtype) -> None:
             about = {"shape": given.shape, "splits": kind.get("splits")}
             back(*copies[:2], how, dtype, columnwise=False, **about)
             back(*copies[2:], how, dtype, columnwise=True, **about)
+            cast(given, how, rowwise=False, columnwise=True, **kind)
         for columns in (features, 2048, 7168, 16384):
             cast(torch.empty(rows, columns, dtype=dtype), how, rowwise=True, columnwise=False, splits=splits)
 

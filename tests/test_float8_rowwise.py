@@ -202,3 +202,21 @@ def test_scales_are_applied_to_products_of_codes(recipe, kind, monkeypatch):
             expected["dx"][rows] = row_dy @ column_w
             expected["dw"][g] = column_dy.T @ column_x
     assert_close(found, expected | {"sum": before.double() + expected["dw"].flip(0)})
+
+
+@pytest.mark.gpu
+def test_products_are_those_of_torch():
+    """`torch._scaled_grouped_mm` of the same codes and scales: both within fast accumulation of the exact product."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("torch multiplies FP8 with a scale a row on Hopper alone.")
+    recipe, sizes = Float8RowwiseScaling(), [256, 0, 130, 500]
+    x, w = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((886, 512), (4, 256, 512)))
+    splits, path = Splits.make(sizes, rows=886, device="cuda"), GroupedPath(recipe, capability=(9, 0))
+    x_q = path.quantize(x, splits, recipe.quantizer(Role.INPUT), rowwise=True, columnwise=False)
+    w_q = path.weight(w, recipe.quantizer(Role.WEIGHT), rowwise=True, columnwise=False)
+    theirs = torch._scaled_grouped_mm(
+        x_q.rowwise.codes, w_q.rowwise.codes.transpose(1, 2), x_q.rowwise.scale_inv[0], w_q.rowwise.scale_inv[:, 0],
+        offs=splits.ends, out_dtype=torch.bfloat16, use_fast_accum=True,
+    )  # fmt: skip
+    ours = path.fprop(x_q, w_q)
+    assert (ours.float() - theirs.float()).abs().max() <= 0.02 * theirs.float().abs().max()
