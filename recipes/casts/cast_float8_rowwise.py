@@ -30,7 +30,7 @@ from recipes.casts.cast_float8_rowwise_triton import (
     dequantize_float8_rowwise_kernel,
     row_and_column_amaxes_kernel,
 )
-from recipes.casts.layout import Copies, as_bytes, as_words, empty_copies, empty_values, has_words, matrices, num_rows
+from recipes.casts.layout import Copies, as_bytes, as_words, empty_copies, empty_values, has_words, matrices
 from recipes.casts.scale_rules import Float32Scale
 from recipes.tensors.formats import Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
@@ -38,11 +38,11 @@ from recipes.triton.launch import Launch, cdiv, next_power_of_2
 
 # -------------------------------------------------------------------------------------------------------------- config
 
-MOST_COLUMNS = 16384  # of a row that one program holds: 32 numbers a thread
+MOST_COLUMNS = 16384  # of a row that one program holds in 16 warps
 
 
 def cast_rows_config(columns: int) -> CastFloat8Config:
-    """Whole rows, of at most MOST_COLUMNS columns; 32 numbers a thread."""
+    """Whole rows, of at most MOST_COLUMNS columns: 32 numbers a thread, few enough to stay in registers (sm_90a)."""
     block_k = max(16, next_power_of_2(columns))
     block_m = max(1, 4096 // block_k)
     return CastFloat8Config(block_m, block_k, num_warps=max(4, block_m * block_k // 1024))
@@ -96,7 +96,7 @@ def dequantize_float8_rowwise_on_triton(
     if not out.numel():
         return out.to(dtype)
     stacked = scale.ndim == 3
-    out_GTK = out.view(shape if stacked else (1, num_rows(out), shape[-1]))
+    out_GTK = out.view(shape if stacked else (1, math.prod(shape[:-1]), shape[-1]))
     groups, rows, columns = out_GTK.shape
     given = as_words(codes) if columnwise else codes.view(torch.uint8)
     offsets = None if splits is None else splits.offsets
@@ -122,7 +122,8 @@ def _cast_both(
     row_codes, row_scale, column_codes, column_scale = copies
     num_columns = 0 if column_scale is None else column_scale.numel()
     # Columns first: as a rule there is a multiple of 16 bytes of them, where the rows' then begin.
-    amax = torch.zeros(num_columns + (0 if row_scale is None else row_scale.numel()), device=x_GTK.device)
+    num_rows = 0 if row_scale is None else row_scale.numel()
+    amax = torch.zeros(num_columns + num_rows, dtype=torch.float32, device=x_GTK.device)
     row_amax, column_amax = (
         None if found is None else part
         for found, part in ((row_scale, amax[num_columns:]), (column_scale, amax[:num_columns]))
@@ -143,7 +144,7 @@ def _cast_both(
         x_GTK, as_bytes(row_codes), words, row_scale, column_scale, row_amax, column_amax,
         offsets, None if splits is None else splits.aligned(BLOCK),
         rows, columns, 0 if column_codes is None else column_codes.shape[-1], num_groups, slots,
-        len(amax) - num_columns, num_columns, amax_epsilon,
+        num_rows, num_columns, amax_epsilon,
         PACKED=has_words(words), **form, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -153,7 +154,7 @@ def _cast_whole_rows(
 ) -> None:
     """Launch: the rowwise copy of contiguous x."""
     rows, columns = math.prod(x_GTK.shape[:-1]), x_GTK.shape[-1]
-    config = cast_rows_config(columns) if columns else CastFloat8Config(1, 16, 4)
+    config = cast_rows_config(columns)
     if rows:
         _cast_rows(
             x_GTK, cdiv(rows, config.block_m),

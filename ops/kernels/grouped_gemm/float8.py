@@ -545,8 +545,8 @@ def _check_tn(
     blocks = [(G, cdiv(C, BLOCK), steps), (G, steps, C)]
     _check_scale("a_scale", a_scale, G, [(1, T), (steps, T)])
     _check_scale("b_scale", b_scale, G, [(G, 1, C), *blocks])
-    both = a_scale.shape == (1, T) and b_scale.shape == (G, 1, C)
-    _check_kinds(a_scale, b_scale, both or (a_scale.shape == (steps, T) and b_scale.shape in blocks))
+    vectors = a_scale.shape == (1, T) and b_scale.shape == (G, 1, C)
+    _check_kinds(a_scale, b_scale, vectors or (a_scale.shape == (steps, T) and b_scale.shape in blocks))
     if bias is not None and bias.shape != (G, C):
         raise ValueError(f"bias has shape {list(bias.shape)}, but must be {[G, C]}. Pass one row for each group.")
 
