@@ -1,6 +1,8 @@
 """FP8 rowwise: scales and codes against numpy and ml_dtypes, layout, empty groups, products in float64."""
 # T rows, G groups, K in features, N out features
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,8 +12,21 @@ from hypothesis import strategies as st
 
 from fuser import Sequential, autocast, ops
 from ops.products.paths import GroupedPath, SplitPath
-from recipes import E4M3, E5M2, Float8RowwiseScaling, Format, Role, Splits
+from recipes import (
+    E4M3,
+    E5M2,
+    CustomRecipe,
+    Float8RowwiseScaling,
+    Format,
+    FormatQuantizer,
+    Role,
+    ScaleSpec,
+    Splits,
+)
+from recipes.casts.cast import kernels_of
+from recipes.casts.scale_rules import Float32Scale
 from recipes.float8_rowwise import RowwiseScalingQuantizer
+from recipes.tensors.formats import ALL
 from tests.grouped_cases import groups_of
 from tests.reference import assert_close, gradients
 
@@ -220,3 +235,17 @@ def test_products_are_those_of_torch():
     )  # fmt: skip
     ours = path.fprop(x_q, w_q)
     assert (ours.float() - theirs.float()).abs().max() <= 0.02 * theirs.float().abs().max()
+
+
+def test_kernels_and_products_are_chosen_by_the_format():
+    """A format of one's own that is the same value is cast by the same kernels and multiplied natively, too."""
+    spec = Float8RowwiseScaling().quantizer(Role.INPUT).spec
+    twin = ScaleSpec(E4M3, (1, ALL), Float32Scale(), "transposed", 32)
+    assert twin == spec and kernels_of(twin) is kernels_of(spec) is not None
+    for product in ("fprop", "dgrad", "wgrad"):
+        assert CustomRecipe(lambda role: FormatQuantizer(twin)).why_not_native(product, torch.bfloat16, (9, 0)) is None
+    natural = replace(twin, columnwise="natural")
+    assert kernels_of(natural) is None
+    assert "no float8 codes" in CustomRecipe(lambda role: FormatQuantizer(natural)).why_not_native(
+        "wgrad", torch.bfloat16, (9, 0)
+    )
