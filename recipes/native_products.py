@@ -46,7 +46,7 @@ def why_not_native(
     dtype. capability: None on a CPU. codes: the dtypes of the codes, if known.
     """
     if left is None or right is None:
-        return "an operand has no float8 codes with a scale a tensor, row or 128 values, of groups aligned for it."
+        return "an operand has no float8 codes with a scale a tensor, row or 128 values, aligned for tensor cores."
     multiplied = ("tensor", "tensor"), ("vector", "vector"), ("row", "row" if layout == "NT" else "square")
     if (left, right) not in multiplied:
         return f"there is no {layout} product of codes with {_SCALED_BY[left]} by codes with {_SCALED_BY[right]}."
