@@ -30,8 +30,10 @@ from recipes import GroupedTensor, QuantizedTensor, Quantizer, Role, Splits
 SHAPES = {"cuda": (65536, 7168), "cpu": (1024, 512)}
 NUM_GROUPS = {"tensor": 1, "groups": 40, "weights": 8}
 COPIES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
-# Recipes whose scales need an amax first, and which therefore read their input twice.
-READS = {"fp8_current": 2, "nvfp4": 2}
+# Recipes whose scales need an amax first, and which therefore read their input twice. Of rows alone, whose scales are
+# their own, fp8_rowwise reads them once.
+READS = {"fp8_current": 2, "fp8_rowwise": 2, "nvfp4": 2}
+READS_OF_ROWS = READS | {"fp8_rowwise": 1}
 
 Quantized = GroupedTensor | QuantizedTensor
 
@@ -107,7 +109,8 @@ def measure_casts(
             quantized = cast()
             if role is not Role.GRAD_OUTPUT:  # some recipes round gradients to fewer bits, or stochastically
                 check_cast(quantized, given, given_splits, label)
-            num_bytes = READS.get(label, 1) * x.nbytes + written_bytes(quantized, given_splits)
+            reads = (READS_OF_ROWS if copies == "rowwise" else READS).get(label, 1)
+            num_bytes = reads * x.nbytes + written_bytes(quantized, given_splits)
             yield timed(f"{name}, {copies}", cast, num_bytes)
             del quantized
     for name, given_splits in (("tensor", None), ("groups", splits)):

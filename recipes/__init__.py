@@ -5,6 +5,7 @@ from recipes.current_scaling import Float8CurrentScaling
 from recipes.custom import CustomRecipe
 from recipes.delayed_scaling import DelayedScaling
 from recipes.float8_block import Float8BlockScaling
+from recipes.float8_rowwise import Float8RowwiseScaling
 from recipes.mixed import MixedScaling
 from recipes.mxfp4 import MXFP4BlockScaling
 from recipes.mxfp8 import MXFP8BlockScaling
@@ -28,6 +29,7 @@ __all__ = [
     "E5M2",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8RowwiseScaling",
     "ElementFormat",
     "Float8Format",
     "Format",

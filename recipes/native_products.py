@@ -24,7 +24,12 @@ COLUMNWISE: dict[GemmLayout, tuple[bool, bool]] = {"TN": (False, False), "NN": (
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-_SCALED_BY: dict[ScaleLayout, str] = {"tensor": "one scale a tensor", "row": "1x128 blocks", "square": "128x128 blocks"}
+_SCALED_BY: dict[ScaleLayout, str] = {
+    "tensor": "one scale a tensor",
+    "vector": "one scale a row",
+    "row": "1x128 blocks",
+    "square": "128x128 blocks",
+}
 
 
 def why_not_native(
@@ -41,8 +46,9 @@ def why_not_native(
     dtype. capability: None on a CPU. codes: the dtypes of the codes, if known.
     """
     if left is None or right is None:
-        return "an operand has no float8 codes with a scale a tensor or 128 values."
-    if (left, right) not in (("tensor", "tensor"), ("row", "row" if layout == "NT" else "square")):
+        return "an operand has no float8 codes with a scale a tensor, row or 128 values, aligned for tensor cores."
+    multiplied = ("tensor", "tensor"), ("vector", "vector"), ("row", "row" if layout == "NT" else "square")
+    if (left, right) not in multiplied:
         return f"there is no {layout} product of codes with {_SCALED_BY[left]} by codes with {_SCALED_BY[right]}."
     if dtype == torch.float64:
         return "products of float8 codes are summed in float32, which is too little for float64."

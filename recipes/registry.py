@@ -3,6 +3,7 @@
 from recipes.current_scaling import Float8CurrentScaling
 from recipes.delayed_scaling import DelayedScaling
 from recipes.float8_block import Float8BlockScaling
+from recipes.float8_rowwise import Float8RowwiseScaling
 from recipes.mxfp8 import MXFP8BlockScaling
 from recipes.nvfp4 import NVFP4BlockScaling
 from recipes.recipe import HighPrecision, Recipe
@@ -12,6 +13,7 @@ RECIPES: tuple[type[Recipe], ...] = (
     DelayedScaling,
     Float8CurrentScaling,
     Float8BlockScaling,
+    Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )

@@ -15,6 +15,7 @@ from recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     HighPrecision,
     MixedScaling,
     MXFP8BlockScaling,
@@ -205,7 +206,8 @@ def _of_memory(
 
 
 def _recipe(rng: random.Random) -> Recipe:
-    kind = rng.choices(["none", "delayed", "current", "block", "mxfp8", "nvfp4", "mixed"], [3, 2, 2, 2, 2, 3, 1])[0]
+    kinds = {"none": 3, "delayed": 2, "current": 2, "block": 2, "rowwise": 1, "mxfp8": 2, "nvfp4": 3, "mixed": 1}
+    kind = rng.choices(list(kinds), list(kinds.values()))[0]
     form = rng.choice([Format.HYBRID, Format.E4M3])
     if kind == "none":
         return HighPrecision()
@@ -223,6 +225,9 @@ def _recipe(rng: random.Random) -> Recipe:
             fp8_format=form, use_f32_scales=rng.random() < 0.3, x_block_scaling_dim=dims[0],
             w_block_scaling_dim=dims[1], grad_block_scaling_dim=dims[2],
         )  # fmt: skip
+    if kind == "rowwise":
+        epsilon = rng.choice([0.0, 1e-3])
+        return Float8RowwiseScaling(fp8_format=form, power_2_scale=rng.random() < 0.3, amax_epsilon=epsilon)
     if kind == "mxfp8":
         floor = rng.random() < 0.2
         return MXFP8BlockScaling(
@@ -234,7 +239,7 @@ def _recipe(rng: random.Random) -> Recipe:
             disable_2d_quantization=rng.random() < 0.3, row_scaled_activation=rng.random() < 0.2,
         )  # fmt: skip
     four_bits = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
-    some = ["high_precision", "fp8_current", "mxfp8", "fp8_block", four_bits]
+    some = ["high_precision", "fp8_current", "fp8_rowwise", "mxfp8", "fp8_block", four_bits]
     return MixedScaling(
         input=rng.choice(some), weight=rng.choice(some), grad_output=rng.choice(some),
         input_for_wgrad=rng.choice([None, *some]), weight_for_dgrad=rng.choice([None, *some]),

@@ -24,6 +24,7 @@ from recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     HighPrecision,
     MixedScaling,
     MXFP8BlockScaling,
@@ -131,6 +132,19 @@ class PerTensor(Numbers):
             amax = largest_magnitude(x).clamp(min=self.epsilon)
             scale = scale_of(amax, self.element.largest, FLOAT32_MAX, self.power_2)
         return Operand(to_element(float32(x * scale), self.element), float32(1 / scale))
+
+
+@dataclass(frozen=True)
+class PerRow(Numbers):
+    element: Element
+    power_2: bool
+    epsilon: float
+
+    def operand(self, x: Tensor) -> Operand:
+        x = float32(x)
+        amax = F.pad(x.abs(), (0, 1)).amax(1, keepdim=True).clamp(min=self.epsilon)
+        scale = scale_of(amax, self.element.largest, FLOAT32_MAX, self.power_2)
+        return Operand(float32(to_element(float32(x * scale), self.element) * float32(1 / scale)), None)
 
 
 @dataclass(frozen=True)
@@ -246,6 +260,8 @@ def numbers_of(recipe: Recipe, role: Role, columnwise: bool, dtype: torch.dtype)
         return PerTensor(element)
     if isinstance(recipe, Float8CurrentScaling):
         return PerTensor(element, recipe.power_2_scale, recipe.amax_epsilon)
+    if isinstance(recipe, Float8RowwiseScaling):
+        return PerRow(element, recipe.power_2_scale, recipe.amax_epsilon)
     if isinstance(recipe, MXFP8BlockScaling):
         return MX(element, recipe.scaling == "floor", recipe.enable_2d_quantization and role is Role.WEIGHT)
     assert isinstance(recipe, Float8BlockScaling), f"the oracle does not know {recipe}"

@@ -7,7 +7,7 @@ import torch
 
 from fuser import ops
 from ops.products.paths import GroupedPath
-from recipes import Float8CurrentScaling, HighPrecision, MXFP8BlockScaling
+from recipes import Float8CurrentScaling, Float8RowwiseScaling, HighPrecision, MXFP8BlockScaling
 from tests import attack
 from tests.attack_cases import Case, changed, draw_case
 from tests.attack_oracle import Layer
@@ -39,7 +39,11 @@ def test_a_drawn_case_has_no_mismatch(seed):
 
 
 @pytest.mark.parametrize("case", [DENSE, GROUPED], ids=["dense", "grouped"])
-@pytest.mark.parametrize("recipe", [HighPrecision(), Float8CurrentScaling(), MXFP8BlockScaling()], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recipe",
+    [HighPrecision(), Float8CurrentScaling(), Float8RowwiseScaling(), MXFP8BlockScaling()],
+    ids=lambda recipe: recipe.name,
+)
 def test_the_cases_of_the_planted_faults_have_none_without(case, recipe):
     assert not attack.run_case(changed(case, recipe=recipe))
 

@@ -36,6 +36,9 @@ def test_the_bytes_are_those_of_the_format():
     assert found["back, tensor, columnwise"] == rows * columns * 2 + one
     current = {each.cast: each.bytes for each in measure_casts("fp8_current", rows, columns, rounds=1, calls=1)}
     assert current["input, tensor, rowwise"] == rows * columns * (2 * 2 + 1) + 4  # two reads, codes, one scale
+    per_row = {each.cast: each.bytes for each in measure_casts("fp8_rowwise", rows, columns, rounds=1, calls=1)}
+    assert per_row["input, tensor, rowwise"] == rows * columns * (2 + 1) + 4 * rows
+    assert per_row["input, tensor, columnwise"] == rows * columns * (2 * 2 + 1) + 4 * columns
 
 
 def test_percent_of_copy():

@@ -8,6 +8,7 @@ from recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     MixedScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -15,7 +16,9 @@ from recipes import (
 from recipes.cast_counts import CastCounts
 
 INF, NAN = float("inf"), float("nan")
-STATELESS = [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
+STATELESS = [
+    Float8CurrentScaling(), Float8BlockScaling(), Float8RowwiseScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()
+]  # fmt: skip
 
 
 def cast(recipe, x, op=None, **extras):

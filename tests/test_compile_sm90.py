@@ -39,12 +39,13 @@ from ops.kernels.grouped_gemm.tile_rules import k_grouped_config, m_grouped_conf
 from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
 from ops.kernels.norm import norm_triton
 from ops.kernels.routing import permute, routing
-from recipes.casts import cast_blocks, cast_float8, cast_nvfp4
+from recipes.casts import cast_blocks, cast_float8, cast_float8_rowwise, cast_nvfp4
 from recipes.casts.amax_history import end_step_triton
 from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import CurrentScalingQuantizer, per_tensor
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
 from recipes.float8_block import Float8BlockQuantizer
+from recipes.float8_rowwise import RowwiseScalingQuantizer
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.quantizer import QuantizedBuffers
@@ -139,23 +140,27 @@ def launch_candidates() -> None:
 def launch_grouped_gemm_float8(
     rows: int, features: tuple[int, int], out_dtype: torch.dtype, groups: int = GROUPS
 ) -> None:
-    """Per tensor, with fast and with split accumulation; 1x128 with 128x128; 1x128 with 1x128."""
+    """Per tensor and of rows, with fast and with split accumulation; 1x128 with 128x128; 1x128 with 1x128."""
     K, N = features
     steps, columns = -(-K // 128), -(-rows // 128) * 128
     offsets, bias, scales = torch.zeros(groups + 1, dtype=torch.int64), torch.empty(groups, N), torch.empty(rows)
-    one, row = torch.empty(groups), torch.empty(steps, rows)
+    one, row, whole = torch.empty(groups), torch.empty(steps, rows), torch.empty(1, rows)
     square, column = torch.empty(groups, -(-N // 128), steps), torch.empty(groups, steps, N)
+    vector = torch.empty(groups, 1, N)
     every_pair = out_dtype == torch.bfloat16 and rows == MANY_ROWS and features == ALIGNED
     for a, b in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))[: 3 if every_pair else 1]:
         x, w = torch.empty(rows, K, dtype=a.dtype), torch.empty(groups, N, K, dtype=b.dtype)
         y, dw = torch.empty(rows, N, dtype=out_dtype), torch.empty(groups, N, K, dtype=out_dtype)
         launch_tn = grouped_gemm_float8.grouped_gemm_tn_float8_triton
         launch_tn(x, one, w, one, offsets, None, None, y, False)
+        launch_tn(x, whole, w, vector, offsets, bias, scales, y, False)
         if rows == FEW_ROWS:  # only the fast accumulation of a few rows has tiles of its own
             continue
         for x_scale, w_scale, split in (
             (one, one, False),
             (one, one, True),
+            (whole, vector, False),
+            (whole, vector, True),
             (row, square, False),
             (row, column, False),
         ):
@@ -164,7 +169,9 @@ def launch_grouped_gemm_float8(
         K_out = K if features[1] == ALIGNED[1] else ODD[0]
         dy_T, x_T = torch.empty(N, columns, dtype=a.dtype), torch.empty(K_out, columns, dtype=b.dtype)
         blocks, dw = (torch.empty(columns // 128, N), torch.empty(columns // 128, K_out)), dw[..., :K_out].contiguous()
-        for (dy_scale, x_scale), split in (((one, one), False), ((one, one), True), (blocks, False)):
+        vectors = vector, torch.empty(groups, 1, K_out)
+        kinds = ((one, one), False), ((one, one), True), (vectors, False), (vectors, True), (blocks, False)
+        for (dy_scale, x_scale), split in kinds:
             for out, add in ((dw, False), (dw, True), (dw.float(), False), (dw.float(), True)):
                 launch_nt = grouped_gemm_float8.grouped_gemm_nt_float8_triton
                 launch_nt(dy_T, dy_scale, x_T, x_scale, offsets, out, split, add)
@@ -301,6 +308,23 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
         cast_float8.dequantize_float8_on_triton(*copies[2:], how, dtype, columnwise=True, **about)
 
 
+def launch_rowwise_casts(rows: int, features: int, dtype: torch.dtype) -> None:
+    """FP8 with a scale a row and column: both copies of grouped rows, of stacked weights, and whole rows alone."""
+    x, w = torch.empty(rows, features, dtype=dtype), torch.empty(GROUPS, features, features, dtype=dtype)
+    splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
+    cast, back = (getattr(cast_float8_rowwise, f"{verb}_float8_rowwise_on_triton") for verb in ("cast", "dequantize"))
+    for form, power_2 in ((E4M3, False), (E4M3, True), (E5M2, False)):
+        how = RowwiseScalingQuantizer(form, power_2).spec
+        for given, kind in ((x, {"splits": splits}), (w, {"stacked": True})):
+            copies = cast(given, how, rowwise=True, columnwise=True, **kind)
+            about = {"shape": given.shape, "splits": kind.get("splits")}
+            back(*copies[:2], how, dtype, columnwise=False, **about)
+            back(*copies[2:], how, dtype, columnwise=True, **about)
+            cast(given, how, rowwise=False, columnwise=True, **kind)
+        for columns in (features, 2048, 7168, 16384):
+            cast(torch.empty(rows, columns, dtype=dtype), how, rowwise=True, columnwise=False, splits=splits)
+
+
 NVFP4_KINDS = {
     "plain": {},
     "rht": {"rht": True},
@@ -362,6 +386,7 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         for features in all_features:
             launch_casts(MANY_ROWS, features, dtype)
             launch_block_casts(MANY_ROWS, features, dtype)
+            launch_rowwise_casts(MANY_ROWS, features[0], dtype)
             # A cast to NVFP4 takes seconds to compile: all kinds of it once, else those with the longest code.
             kinds = NVFP4_KINDS if features == ALIGNED and ODD in all_features else ("stochastic", "square")
             launch_nvfp4(MANY_ROWS, features[0], dtype, kinds)
@@ -388,7 +413,7 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
                     continue
                 kernel = f"{axis}_grouped_{'persistent_' if config.programs else ''}kernel"
                 configs[kernel, *config[:5]] = max(config.programs, 1)
-    kinds = (("tensor", False), ("tensor", True), ("square", True), ("row", True))
+    kinds = (("tensor", False), ("tensor", True), ("vector", False), ("vector", True), ("square", True), ("row", True))
     for descriptors, (layout, promote) in product(() if tf32 else (True, False), kinds):
         about = {"descriptors": descriptors, "promote": promote, "out_dtype": dtype, "capability": (9, 0)}
         choose_m, choose_k = m_grouped_float8_config, k_grouped_float8_config
@@ -439,7 +464,7 @@ def compile_all(mode: str, arch: int) -> None:
     for module in (grouped_gemm, grouped_gemm_float8):
         module.capability = lambda x: divmod(arch, 10)
     native = {"NATIVE": arch >= 89}
-    for casts in (cast_blocks, cast_float8, chain_cast):
+    for casts in (cast_blocks, cast_float8, cast_float8_rowwise, chain_cast):
         casts.format_of = lambda form, device: format_of(form, device) | native
     norm_triton.shared_memory = lambda x: LIMITS[arch]
     cast_nvfp4.runs_triton = lambda x: True

@@ -51,7 +51,7 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.pairwise
 @DEVICE
 @MAIN_GRAD
-@pytest.mark.parametrize("recipe", [None, "fp8_delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", [None, "fp8_delayed", "fp8_rowwise", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @EVERY_MODEL
 def test_delay_changes_no_bit(model: str, dtype: torch.dtype, recipe: str | None, main_grad: bool, device: str) -> None:

@@ -24,7 +24,7 @@ from tests.reference import assert_close, assert_same_bits, no_host_sync, random
 from tests.test_every_recipe import EVERY
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-RECIPES = ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]
+RECIPES = ["fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise", "mxfp8", "nvfp4"]
 
 
 @pytest.fixture(params=DEVICES)
@@ -153,7 +153,7 @@ def test_a_replay_with_other_splits_has_the_bits_of_the_module(recipe, device):
         assert_same_bits(results[1], results[0])
 
 
-@pytest.mark.parametrize("recipe", [None, "fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", [None, "fp8_current", "fp8_block", "fp8_rowwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_replays_repeat_bit_for_bit(recipe, accumulate, device):
     module = experts(device, delay_wgrad_compute=True, accumulate_into_main_grad=accumulate)

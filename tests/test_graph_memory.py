@@ -10,7 +10,7 @@ from fuser.schedule.memory import Buffer, Taken
 from tests import main_grad_cases as cases
 from tests.recorded_ops import OpsLog
 
-RECIPES = ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]
+RECIPES = ["fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise", "mxfp8", "nvfp4"]
 SCHEDULE = "F1 F1 B1 F1 B1 W1 B1 W1 W1"
 GIB = 1 << 30
 

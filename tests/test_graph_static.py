@@ -60,7 +60,7 @@ def steps(captured, recipe, switches, setup):
     return found, called
 
 
-@pytest.mark.parametrize("recipe", [None, "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", [None, "fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize(("accumulate", "setup"), [(False, {}), (True, {}), (True, {"overwrite": True})], ids=str)
 def test_nothing_is_left_to_python(recipe, delay, accumulate, setup):

@@ -11,11 +11,12 @@ from ops.kernels.grouped_gemm import float8 as gg
 from ops.kernels.grouped_gemm.float8 import BLOCK, grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_gemm.measured_tiles import shared_memory_limit
 from ops.kernels.grouped_gemm.ragged_tma import takes_descriptors
-from ops.kernels.grouped_gemm.tile_rules_float8 import k_grouped_float8_config, m_grouped_float8_config
+from ops.kernels.grouped_gemm.tile_rules_float8 import k_grouped_float8_config, m_grouped_float8_config, promotes
 from recipes.native_products import why_not_float8
 from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.splits import Splits
 from tests.grouped_cases import DEVICES, Exact, group_rows, poisoned
+from tests.pairwise import rest
 
 # Triton 3.6's interpreter turns arrays of one element into loop bounds, which numpy >= 2.4 will refuse.
 pytestmark = [
@@ -24,7 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
 ]
 
-MODES = ["fast", "split", "square", "row"]  # per tensor, per tensor promoted, 1x128 x 128x128, 1x128 x 1x128
+# per tensor, per tensor promoted, a scale a row and column, the same promoted, 1x128 x 128x128, 1x128 x 1x128
+MODES = ["fast", "split", "vector", rest("vector-split"), "square", "row"]
 PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 PAIR_IDS = ["E4M3-E4M3", "E4M3-E5M2", "E5M2-E4M3"]
 IMPRECISE = 2.0**-13  # what an instruction of Hopper's tensor cores may lose of the largest term: 14 bits are kept
@@ -99,6 +101,7 @@ def operands(
     (G, R, C), active = (len(case.sizes), case.R, case.C), sum(case.sizes)
     T = active + case.tail
     blocks = mode in ("square", "row")
+    vectors = mode.startswith("vector")
     splits = Splits.make(torch.tensor(case.sizes), rows=T, device="cpu")
     unit = BLOCK if blocks else 16
     aligned, P = splits.aligned(unit), splits.aligned_capacity(unit)
@@ -106,13 +109,13 @@ def operands(
     o = Operands(
         splits,
         codes(T, R, form=pair[0]),
-        scale(steps, T) if blocks else scale(G),
+        scale(1 if vectors else steps, T) if blocks or vectors else scale(G),
         codes(G, C, R, form=pair[1]),
-        {"square": scale(G, -(-C // BLOCK), steps), "row": scale(G, steps, C)}.get(mode, scale(G)),
+        scale(*{"square": (G, -(-C // BLOCK), steps), "row": (G, steps, C)}.get(mode, (G, 1, C) if vectors else (G,))),
         codes(C, P, form=pair[0]),
-        scale(P // BLOCK, C) if blocks else scale(G),
+        scale(G, 1, C) if vectors else scale(P // BLOCK, C) if blocks else scale(G),
         codes(R, P, form=pair[1]),
-        scale(P // BLOCK, R) if blocks else scale(1)[0],
+        scale(G, 1, R) if vectors else scale(P // BLOCK, R) if blocks else scale(1)[0],
         aligned,
         scale(G, C),
         scale(T),
@@ -124,8 +127,13 @@ def operands(
         code[:, aligned[-1] :] = nan.to(code.dtype)
     o.a[active:] = nan.to(o.a.dtype)
     o.scales[active:] = nan
-    if blocks:
+    if blocks or vectors:
         o.a_scale[:, active:] = nan
+    if vectors:
+        for g, size in enumerate(case.sizes):
+            for code_scale in (o.dy_scale, o.x_scale) if not size else ():
+                code_scale[g] = nan
+    if blocks:
         o.dy_scale[aligned[-1] // BLOCK :] = nan
         o.x_scale[aligned[-1] // BLOCK :] = nan
     splits = Splits.make(torch.tensor(case.sizes, device=device), rows=T, device=device)
@@ -135,7 +143,7 @@ def operands(
 def naive(o: Operands, *, extras: bool) -> dict[str, Exact]:
     """Products of dequantized operands in float64, and the same of absolute values."""
     C, R = o.b.shape[1:]
-    b = o.b.double() * spread_b(o.b_scale, C, R).double()
+    b = o.b.double() * spread_b(o, C, R).double()
     y, dw = [], []
     for sign in (lambda t: t, torch.abs):
         out = torch.zeros(o.splits.rows, C, dtype=torch.float64, device=o.a.device)
@@ -148,7 +156,9 @@ def naive(o: Operands, *, extras: bool) -> dict[str, Exact]:
             columns = slice(*o.aligned[g : g + 2].tolist())
             both = []
             for codes, scale in ((o.dy, o.dy_scale), (o.x, o.x_scale)):
-                if scale.dim() == 2:
+                if scale.dim() == 3:
+                    scale = scale[g].T
+                elif scale.dim() == 2:
                     scale = spread(scale, o.x.shape[1])[columns].T
                 elif scale.dim() == 1:
                     scale = scale[g]
@@ -161,14 +171,17 @@ def naive(o: Operands, *, extras: bool) -> dict[str, Exact]:
 
 
 def spread(scale: Tensor, length: int) -> Tensor:
-    return scale.repeat_interleave(BLOCK, 0)[:length]
+    return scale.expand(length, -1) if len(scale) == 1 else scale.repeat_interleave(BLOCK, 0)[:length]
 
 
-def spread_b(scale: Tensor, C: int, R: int) -> Tensor:
-    """b's scales, [G, C, R] or [G, 1, 1]."""
-    if scale.dim() == 1:
+def spread_b(o: Operands, C: int, R: int) -> Tensor:
+    """b's scales, [G, C, R], [G, C, 1] or [G, 1, 1]."""
+    scale, layout = o.b_scale, gg.scale_layout(o.a_scale, o.b_scale, C, R)
+    if layout == "tensor":
         return scale[:, None, None]
-    if gg.scale_layout(scale, C, R) == "row":
+    if layout == "vector":
+        return scale.transpose(1, 2)
+    if layout == "row":
         return scale.repeat_interleave(BLOCK, 1)[:, :R].transpose(1, 2)
     return scale.repeat_interleave(BLOCK, 1)[:, :C].repeat_interleave(BLOCK, 2)[:, :, :R]
 
@@ -178,7 +191,7 @@ def launched(o: Operands, mode: str, *, extras: bool, out_dtype: torch.dtype = t
     (T, R), (G, C, _) = o.a.shape, o.b.shape
     bias, scales = (o.bias, o.scales) if extras else (None, None)
     tn, nt = (poisoned(*shape, like=o.bias, dtype=out_dtype) for shape in ((T, C), (G, C, R)))
-    split, x_scale = mode == "split", o.x_scale if o.x_scale.dim() == 2 else o.x_scale.expand(G)
+    split, x_scale = mode.endswith("split"), o.x_scale if o.x_scale.dim() else o.x_scale.expand(G)
     gg.grouped_gemm_tn_float8_triton(o.a, o.a_scale, o.b, o.b_scale, o.splits.offsets, bias, scales, tn, split)
     gg.grouped_gemm_nt_float8_triton(o.dy, o.dy_scale, o.x, x_scale, o.aligned, nt, split)
     return {"tn": tn, "nt": nt}
@@ -186,7 +199,7 @@ def launched(o: Operands, mode: str, *, extras: bool, out_dtype: torch.dtype = t
 
 def dispatched(o: Operands, mode: str, *, extras: bool, out_dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     bias, scales = (o.bias, o.scales) if extras else (None, None)
-    about = {"out_dtype": out_dtype, "split_accumulation": mode == "split"}
+    about = {"out_dtype": out_dtype, "split_accumulation": mode.endswith("split")}
     return {
         "tn": grouped_gemm_tn_float8(o.a, o.a_scale, o.b, o.b_scale, o.splits, bias_GC=bias, scales_T=scales, **about),
         "nt": grouped_gemm_nt_float8(o.dy, o.dy_scale, o.x, o.x_scale, o.aligned, **about),
@@ -195,7 +208,7 @@ def dispatched(o: Operands, mode: str, *, extras: bool, out_dtype: torch.dtype =
 
 def allowed_error(exact: Exact, mode: str, dtype: torch.dtype, tensor_cores: bool) -> Tensor:
     """What the mode may lose of the sum of absolute products, and half a last place of the output."""
-    terms = exact.terms if mode == "fast" else min(exact.terms, BLOCK)
+    terms = exact.terms if mode in ("fast", "vector") else min(exact.terms, BLOCK)
     lost = (-(-terms // TERMS_OF_AN_INSTRUCTION)) * IMPRECISE if tensor_cores else 0.0
     allowed = (lost + (exact.terms + 5) * 2.0**-22) * exact.magnitude
     limits = torch.finfo(dtype)
@@ -230,7 +243,7 @@ def test_cpu_agrees_with_float64(case, extras, mode):
 
 @pytest.mark.launches("m_grouped_float8_persistent_kernel", "k_grouped_float8_persistent_kernel")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [rest(mode) if mode == "vector" else mode for mode in MODES])
 @pytest.mark.parametrize("case", ALL_CASES)
 def test_kernels_agree_with_float64(case, mode, device):
     o = operands(case, mode, device=device)
@@ -257,8 +270,27 @@ def test_small_integers_are_exact(case, pair, mode, out_dtype, device):
         assert torch.equal(actual, exact[name].value.to(out_dtype)), name
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", ["tail", "odd tail"])
+@pytest.mark.parametrize("split", [False, rest(True)])
+def test_scales_of_rows_multiply_exact_sums_before_those_of_columns(split, case, device):
+    """fl(fl(sum * row) * column), bit for bit: sums of small integers are exact."""
+    mode = "vector-split" if split else "vector"
+    o, random = operands(CASES[case], mode, integers=True, device=device), operands(CASES[case], mode, device=device)
+    ones = {name: torch.ones_like(getattr(o, name)) for name in ("a_scale", "b_scale", "dy_scale", "x_scale")}
+    exact = naive(o._replace(**ones), extras=False)
+    scales = {name: getattr(random, name) for name in ones}
+    found = launched(o._replace(**scales), mode, extras=False, out_dtype=torch.float32)
+    y, dw = exact["tn"].value.float(), exact["nt"].value.float()
+    for g, rows in group_rows(o.splits):
+        y[rows] = y[rows] * random.a_scale[0, rows, None] * random.b_scale[g]
+        if rows.start < rows.stop:
+            dw[g] = dw[g] * random.dy_scale[g].T * random.x_scale[g]
+    assert torch.equal(found["tn"], y) and torch.equal(found["nt"], dw)
+
+
 def added_in_triton(o: Operands, split: bool, out: Tensor, accumulate: bool, reverse: bool) -> None:
-    x_scale = o.x_scale if o.x_scale.dim() == 2 else o.x_scale.expand(len(o.b))
+    x_scale = o.x_scale if o.x_scale.dim() else o.x_scale.expand(len(o.b))
     gg.grouped_gemm_nt_float8_triton(o.dy, o.dy_scale, o.x, x_scale, o.aligned, out, split, accumulate, reverse)
 
 
@@ -283,12 +315,12 @@ def test_a_weight_gradient_is_added_to_matrices_that_stand_apart(case, reverse, 
     o = operands(CASES[case], mode, device=device)
     G, N, K = o.b.shape
     product = torch.empty(G, N, K, device=device)
-    run(o, mode == "split", product, False, False)
+    run(o, mode.endswith("split"), product, False, False)
     apart = torch.randn(G, N * K + 8, device=device).to(out_dtype)
     before = apart.clone()
     out = apart.as_strided((G, N, K), (N * K + 8, K, 1))
     expected = (out.float() + (product.flip(0) if reverse else product)).to(out_dtype)
-    run(o, mode == "split", out, True, reverse)
+    run(o, mode.endswith("split"), out, True, reverse)
     for group, rows in group_rows(o.splits):
         empty, place = rows.start == rows.stop, G - 1 - group if reverse else group
         assert torch.equal(out[place], before[place, : N * K].view(N, K) if empty else expected[place]), group
@@ -328,6 +360,8 @@ def wrong(**changed):
         (wrong(b_scale=lambda s: s.double()), ValueError, "b_scale is torch.float64"),
         (wrong(mode="square", a_scale=lambda s: s.T), ValueError, r"a_scale is torch.float32 \[4, 2\]"),
         (wrong(mode="square", b_scale=lambda s: s[:, 0, 0]), ValueError, "one operand has scales of blocks"),
+        (wrong(mode="square", a_scale=lambda s: s[:1]), ValueError, "one operand has scales of blocks or vectors"),
+        (wrong(mode="vector", b_scale=lambda s: s[:, :, :1]), ValueError, r"b_scale is torch.float32 \[2, 1, 1\]"),
         (wrong(bias=lambda b: b[0]), ValueError, r"bias has shape \[32\], but must be \[2, 32\]"),
         (wrong(scales=lambda s: s[1:]), ValueError, r"scales has shape \[3\], but must be \[4\]"),
     ],
@@ -344,6 +378,12 @@ def test_wrong_arguments_of_tn_are_named(o, error, text):
         (wrong(x=lambda x: x[:, :16]), ValueError, r"must be \[N, P\] and \[K, P\], P a multiple of 16"),
         (wrong(aligned=lambda a: a.int()), ValueError, r"Pass splits.aligned\(16\)"),
         (wrong(mode="row", dy_scale=lambda s: s.T), ValueError, "dy_scale is torch.float32"),
+        (wrong(mode="vector", dy_scale=lambda s: s[:, 0]), ValueError, "dy_scale is torch.float32"),
+        (
+            wrong(mode="vector", dy_scale=lambda s: s[:, 0, 0]),
+            ValueError,
+            "one operand has scales of blocks or vectors",
+        ),
     ],
 )
 def test_wrong_arguments_of_nt_are_named(o, error, text):
@@ -380,9 +420,9 @@ def test_no_reason_is_given_where_float8_runs(capability):
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("promote", [False, True])
-@pytest.mark.parametrize("layout", ["tensor", "square", "row"])
+@pytest.mark.parametrize("layout", ["tensor", "vector", "square", "row"])
 def test_tiles_fit_shared_memory(layout, promote, descriptors, capability):
-    promote = promote or layout != "tensor"
+    promote = promotes(layout, promote)
     about = {"promote": promote, "descriptors": descriptors, "capability": capability}
     chosen = []
     for out_dtype in (torch.bfloat16, torch.float32):
@@ -464,7 +504,7 @@ def test_dispatch_never_waits_for_the_device(mode):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_graph_replay_with_other_splits_equals_eager(mode):
-    o = operands(Case([128, 256, 0, 128], R=256, C=144), mode, device="cuda")
+    o = operands(Case([128, 128, 128, 128], R=256, C=144), mode, device="cuda")  # no scale of a group is NaN
     sizes, unit = torch.tensor([128, 256, 0, 128], device="cuda"), 16 if mode in ("fast", "split") else BLOCK
 
     def step() -> dict[str, Tensor]:

@@ -174,7 +174,7 @@ def quantized_reference(operation: ops.Linear, recipe: Any, x: Tensor, dy: Tenso
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(32,), (64, 32), (2, 32, 32), (7, 40), (0, 32)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "mxfp8", "fp8_block"])
 def test_under_a_recipe_linear_agrees_with_float64_on_the_quantized_operands(
     recipe: str, dtype: torch.dtype, shape: tuple[int, ...], bias: bool
 ) -> None:
@@ -191,7 +191,7 @@ def test_under_a_recipe_linear_agrees_with_float64_on_the_quantized_operands(
         assert difference.largest <= TOLERANCES[limit] * difference.scale, difference
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "mxfp8", "fp8_block"])
 def test_a_recipe_changes_the_numbers_and_not_by_much(recipe: str) -> None:
     operation = linear(torch.float32, in_features=64, out_features=64)
     x, dy = torch.randn(64, 64), torch.randn(64, 64)
@@ -204,7 +204,7 @@ def test_a_recipe_changes_the_numbers_and_not_by_much(recipe: str) -> None:
     assert torch.equal(quantized["bias"], plain["bias"]), "the bias gradient is summed unquantized"
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "mxfp8", "fp8_block"])
 def test_a_zero_x_gives_the_bias(recipe: str) -> None:
     operation = linear(torch.float32, in_features=32, out_features=32)
     with autocast(recipe):
@@ -223,7 +223,7 @@ def test_a_gradient_that_no_product_reads_is_not_quantized() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "mxfp8", "fp8_block"])
 def test_two_linears_in_a_pipeline_are_two_linears_alone(recipe: str) -> None:
     first, second = linear(torch.bfloat16, in_features=32, out_features=64), linear(torch.bfloat16, True, 64, 32)
     x, dy = exact(8, 32, dtype=torch.bfloat16), exact(8, 32, dtype=torch.bfloat16)

@@ -699,7 +699,7 @@ def test_switches_that_are_on_are_shown() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("overwrites", [False, True])
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_block", "fp8_current"])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_block", "fp8_rowwise", "fp8_current"])
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
 def test_float64_goes_into_main_grad_on_a_gpu(kind, recipe, overwrites):
     """There is no grouped kernel for it: products are made apart."""

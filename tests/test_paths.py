@@ -20,6 +20,7 @@ from recipes import (
     E4M3,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     Format,
     HighPrecision,
     MXFP8BlockScaling,
@@ -49,6 +50,7 @@ RECIPES = [
     Float8CurrentScaling(power_2_scale=True),
     MXFP8BlockScaling(),
     Float8BlockScaling(),
+    Float8RowwiseScaling(),
 ]
 SIZES = [[6, 6, 6, 6], [12, 0, 18, 6], [3, 17, 1, 9], [0, 0, 25, 0], [9, 4, 7, 0], [0, 0, 0, 0]]
 
@@ -381,7 +383,8 @@ def test_a_quantizer_of_single_tensors_sees_no_group_without_rows(sizes, fusions
 
 def test_explain_names_the_kernels_of_a_cpu():
     grouped, loop = "grouped GEMM (torch)", "a product a group (torch)"
-    values = "dequantized for all products (an operand has no float8 codes with a scale a tensor or 128 values)"
+    no_codes = "an operand has no float8 codes with a scale a tensor, row or 128 values, aligned for tensor cores"
+    values = f"dequantized for all products ({no_codes})"
     no_gpu = "dequantized for all products (float8 products need a CUDA device, and these operands are on none)"
     for inner, switches, path, recipe, words in (
         (32, {}, None, None, grouped),

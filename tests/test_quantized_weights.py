@@ -232,7 +232,7 @@ def mlp(**factory):
 
 
 # no random numbers, and no scales that move
-STATELESS = ("fp8_current", "fp8_block", "mxfp8", SQUARE["mxfp8"][0], SQUARE["nvfp4"][0])
+STATELESS = ("fp8_current", "fp8_block", "fp8_rowwise", "mxfp8", SQUARE["mxfp8"][0], SQUARE["nvfp4"][0])
 
 
 @pytest.mark.parametrize("needs_dw", [True, False])

@@ -8,6 +8,7 @@ from recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     Format,
     MixedScaling,
     MXFP8BlockScaling,
@@ -18,6 +19,7 @@ from recipes import (
 from recipes.current_scaling import CurrentScalingQuantizer
 from recipes.delayed_scaling import DelayedScalingQuantizer
 from recipes.float8_block import Float8BlockQuantizer
+from recipes.float8_rowwise import RowwiseScalingQuantizer
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import E4M3
 
@@ -25,6 +27,7 @@ RECIPES = [
     DelayedScaling(),
     Float8CurrentScaling(),
     Float8BlockScaling(),
+    Float8RowwiseScaling(),
     MXFP8BlockScaling(),
     NVFP4BlockScaling(),
     # one copy in high precision: no other quantizer would look at x
@@ -97,7 +100,7 @@ def test_splits_of_other_rows_are_refused(quantizer):
         quantizer.quantize_grouped(torch.ones(7, 32), [4, 0, 3])
 
 
-@pytest.mark.parametrize("kind", [CurrentScalingQuantizer, Float8BlockQuantizer])
+@pytest.mark.parametrize("kind", [CurrentScalingQuantizer, Float8BlockQuantizer, RowwiseScalingQuantizer])
 @pytest.mark.parametrize("epsilon", [-1.0, float("nan"), float("inf"), 1e39])
 def test_an_epsilon_that_is_no_amax_is_refused(kind, epsilon):
     with pytest.raises(
@@ -114,6 +117,7 @@ def test_an_epsilon_that_is_no_amax_is_refused(kind, epsilon):
     [
         CurrentScalingQuantizer,
         Float8BlockQuantizer,
+        RowwiseScalingQuantizer,
         MXFP8Quantizer,
         lambda form: DelayedScalingQuantizer(form, DelayedScaling()),
         lambda form: CustomRecipe(lambda role: MXFP8Quantizer(form)).quantizer(Role.INPUT),

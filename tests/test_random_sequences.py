@@ -23,7 +23,7 @@ from tests.test_elementwise_chain import ChainAnywhere
 
 GROUPS = 3
 WIDTHS = [8, 24, 32, 64]
-RECIPES = [None, "fp8_current", "mxfp8", "fp8_block"]
+RECIPES = [None, "fp8_current", "fp8_rowwise", "mxfp8", "fp8_block"]
 # What squares its input is left out: a few in a row leave the range of every dtype.
 UNGATED = [ops.GELU, ops.QGELU, ops.ReLU, ops.SiLU]
 HALVES = [ops.GLU, ops.GEGLU, ops.QGEGLU, ops.ReGLU]

@@ -14,7 +14,9 @@ from recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     Format,
+    FormatQuantizer,
     HighPrecision,
     MixedScaling,
     MXFP8BlockScaling,
@@ -35,6 +37,7 @@ BUILT_IN = [
     DelayedScaling(),
     Float8CurrentScaling(),
     Float8BlockScaling(),
+    Float8RowwiseScaling(),
     MXFP8BlockScaling(),
     NVFP4BlockScaling(),
 ]
@@ -127,6 +130,8 @@ def test_formats_follow_the_role():
 
     assert forms(Float8CurrentScaling()) == [E4M3, E4M3, E5M2]
     assert forms(Float8CurrentScaling(Format.E4M3)) == [E4M3, E4M3, E4M3]
+    assert forms(Float8RowwiseScaling()) == [E4M3, E4M3, E4M3]
+    assert forms(Float8RowwiseScaling(Format.HYBRID)) == [E4M3, E4M3, E5M2]
     assert forms(MXFP8BlockScaling()) == [E4M3, E4M3, E4M3]
     assert forms(MXFP8BlockScaling(Format.HYBRID)) == [E4M3, E4M3, E5M2]
     assert forms(MXFP8BlockScaling(Format.E5M2)) == [E5M2, E5M2, E5M2]
@@ -193,11 +198,12 @@ FLAGS = [
     *[(DelayedScaling, name) for name in ("reduce_amax", "split_accumulator_fprop", "split_accumulator_wgrad")],
     *[(Float8CurrentScaling, name) for name in ("power_2_scale", "split_accumulator_dgrad")],
     (Float8BlockScaling, "use_f32_scales"),
+    (Float8RowwiseScaling, "power_2_scale"),
     (MXFP8BlockScaling, "enable_2d_quantization"),
     *[(NVFP4BlockScaling, name) for name in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")],
     (NVFP4BlockScaling, "row_scaled_activation"),
 ]
-FORMATS = [DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling]
+FORMATS = [DelayedScaling, Float8CurrentScaling, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling]
 
 
 @pytest.mark.parametrize(("kind", "field"), INTEGERS)
@@ -222,7 +228,7 @@ def test_a_format_is_a_member_of_the_enum(kind, value):
         kind(fp8_format=value)
 
 
-@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])
+@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling, Float8RowwiseScaling])
 def test_an_epsilon_is_a_number_that_may_be_an_amax(kind):
     for value in (-1.0, -1, float("nan"), float("inf"), 10**400):
         with pytest.raises(ValueError, match="amax_epsilon (is|has) .*(cannot be negative|more than a float holds)"):
@@ -333,6 +339,11 @@ def test_an_object_is_not_written_down():
         Seeded(generator=torch.Generator()).to_dict()
 
 
+def unaligned(role):
+    """Groups begin anywhere in the columnwise copy, where tensor cores cannot read them."""
+    return FormatQuantizer(replace(Float8RowwiseScaling().quantizer(role).spec, alignment=8))
+
+
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
@@ -340,6 +351,9 @@ def test_an_object_is_not_written_down():
         ("fp8_current", (None, None, None)),
         ("fp8_delayed", (None, None, None)),
         ("fp8_block", (None, None, None)),
+        ("fp8_rowwise", (None, None, None)),
+        (MixedScaling("fp8_rowwise", "fp8_current", "fp8_rowwise"), ("codes with one scale a row by", "NN", None)),
+        (CustomRecipe(unaligned), ("no float8 codes",) * 3),
         ("mxfp8", ("no float8 codes",) * 3),
         (Float8BlockScaling(w_block_scaling_dim=1), ("TN product of codes with 1x128 blocks by", "NN product", None)),
         (MixedScaling("fp8_current", "fp8_current", input_for_wgrad="bf16"), (None, "no float8 codes", None)),

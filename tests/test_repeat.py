@@ -26,7 +26,7 @@ from tests import repeated_launches
 from tests.compiling import ROOT, compiling
 
 NVFP4 = recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
-RECIPES = ("high_precision", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+RECIPES = ("high_precision", "fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise", "mxfp8", "nvfp4")
 
 
 @pytest.fixture

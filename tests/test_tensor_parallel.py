@@ -312,7 +312,7 @@ def compare_recipes(group: Any) -> None:
     So what is gathered is quantized as a whole, and shares of features by themselves.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    for recipe in ("fp8_current", DelayedScaling(reduce_amax=False), "fp8_block", "mxfp8", NVFP4):
+    for recipe in ("fp8_current", DelayedScaling(reduce_amax=False), "fp8_block", "fp8_rowwise", "mxfp8", NVFP4):
         for sequence_parallel in (False, True):
             for mode, K, N in (("column", 64, 32 * ranks), ("row", 32 * ranks, 64)):
                 torch.manual_seed(0)

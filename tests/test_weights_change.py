@@ -31,6 +31,7 @@ RECIPES = {
     "fp8_delayed": "fp8_delayed",
     "fp8_current": "fp8_current",
     "fp8_block": "fp8_block",
+    "fp8_rowwise": "fp8_rowwise",
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 SIZES = [7, 0, 9]

@@ -5,8 +5,8 @@
     NT   dw = dy^T x     both read along the rows        (wgrad)
 
 A quantized operand is multiplied by its exact values (see `gemm_dtype`); scales that hold for a whole tensor are
-applied to the float32 sum. Float8 codes with scales of a tensor or of 128 values are multiplied as they are where the
-GPU can (`recipes.native_products`). The result is rounded once.
+applied to the float32 sum. Float8 codes with scales of a tensor, of a row or of 128 values are multiplied as they are
+where the GPU can (`recipes.native_products`). The result is rounded once.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def _float8_gemm(
     else:
         rows = a.codes.flatten(0, -2)
         columns = b.codes[None, :, : rows.shape[1]].contiguous()  # a copy only where the transposed codes are padded
-        scale = b.scale if b.scaling == "tensor" else b.scale[None]
+        scale = b.scale[None] if b.scale.dim() == 2 else b.scale
         product = grouped_gemm_tn_float8(
             rows, a.scale, columns, scale, Splits.whole(len(rows), rows.device),
             bias_GC=None if bias is None else bias[None], out_dtype=dtype, split_accumulation=split_accumulator,

@@ -25,6 +25,10 @@ from torch import Tensor
 
 from recipes.casts.cast_blocks import cast_blocks_on_triton, dequantize_blocks_on_triton
 from recipes.casts.cast_float8 import cast_float8_on_triton, dequantize_float8_on_triton
+from recipes.casts.cast_float8_rowwise import (
+    cast_float8_rowwise_on_triton,
+    dequantize_float8_rowwise_on_triton,
+)
 from recipes.casts.layout import Copies, is_square, num_rows
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale, GivenScale, reciprocal
 from recipes.tensors.formats import ALL, ColumnwiseLayout, Float8Format, ScaleRule, ScaleSpec
@@ -39,12 +43,14 @@ class Kernels(NamedTuple):
 
 
 _PER_TENSOR = Kernels(cast_float8_on_triton, dequantize_float8_on_triton)
+_ROWWISE = Kernels(cast_float8_rowwise_on_triton, dequantize_float8_rowwise_on_triton)
 _BLOCKS = Kernels(cast_blocks_on_triton, dequantize_blocks_on_triton)
 
 # Of float8 codes, by scale rule, block, columnwise layout and alignment.
 KERNELS: dict[tuple[type[ScaleRule], tuple[int, int], ColumnwiseLayout, int], Kernels] = {
     (Float32Scale, (ALL, ALL), "transposed", 32): _PER_TENSOR,
     (GivenScale, (ALL, ALL), "transposed", 32): _PER_TENSOR,
+    (Float32Scale, (1, ALL), "transposed", 32): _ROWWISE,
     (Float32Scale, (1, 128), "transposed", 128): _BLOCKS,
     (Float32Scale, (128, 128), "transposed", 128): _BLOCKS,
     (E8M0Scale, (1, 32), "natural", 32): _BLOCKS,
@@ -210,7 +216,7 @@ def dequantize_ref(
     values = matrix * _spread(factor, block, matrix.shape, splits)
     if splits is not None:
         values = values.masked_fill(_inactive(splits), 0.0)
-    return values.reshape(shape).to(dtype)
+    return values.reshape(shape).to(dtype).contiguous()  # a product's order of summation follows from the layout
 
 
 def transpose_back_ref(codes: Tensor, shape: torch.Size, splits: Splits | None, alignment: int) -> Tensor:
@@ -286,7 +292,8 @@ def _transposed(codes: Tensor, spec: ScaleSpec, splits: Splits | None) -> Tensor
         raw = raw.new_zeros(capacity + 1, raw.shape[1]).index_copy_(0, place, raw)[:capacity]
     elif codes.ndim == 2:
         raw = torch.nn.functional.pad(raw, (0, 0, 0, -len(raw) % spec.alignment))
-    return raw.mT.contiguous().view(codes.dtype)
+    # Not `contiguous()`, which leaves the strides of a single column as they are.
+    return raw.mT.clone(memory_format=torch.contiguous_format).view(codes.dtype)
 
 
 def _inactive(splits: Splits) -> Tensor:

@@ -179,7 +179,7 @@ def amax_triton(x_GTK: Tensor, amax: Tensor, offsets: Tensor | None) -> None:
     if not x_GTK.numel():
         return
     config = amax_config()
-    programs = _slots(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
+    programs = num_row_tiles(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
     _amax(
         x_GTK, programs,
         x_GTK, amax.view(torch.int32), offsets, rows, columns, groups if offsets is None else len(offsets) - 1,
@@ -208,7 +208,7 @@ def cast_float8_triton(
     groups, rows, columns = x_GTK.shape
     config = cast_float8_config(columns)
     width = 0 if column_codes is None else column_codes.shape[-1]
-    slots = _slots(groups, rows, offsets, config.block_m, BLOCK) if columns else 0
+    slots = num_row_tiles(groups, rows, offsets, config.block_m, BLOCK) if columns else 0
     # One program at least: it writes scale_inv.
     programs = max(1, slots * cdiv(columns, config.block_k))
     words = None if column_codes is None else as_words(column_codes)
@@ -229,7 +229,7 @@ def transpose_back_triton(codes: Tensor, out_GTK: Tensor, offsets: Tensor | None
         return
     config = transpose_back_config(columns)
     words = as_words(codes)
-    programs = _slots(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
+    programs = num_row_tiles(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
     _transpose_back(
         codes, programs,
         words, out_GTK, offsets, aligned,
@@ -248,7 +248,7 @@ def format_of(form: Float8Format | torch.dtype, device: torch.device) -> dict[st
     return {"FORM": known.name + own, "NATIVE": native}
 
 
-def _slots(groups: int, rows: int, offsets: Tensor | None, block_m: int, padding: int) -> int:
+def num_row_tiles(groups: int, rows: int, offsets: Tensor | None, block_m: int, padding: int) -> int:
     """How many row tiles of all matrices there can be; each group's rows are padded by less than `padding`."""
     if offsets is None:
         return groups * cdiv(rows, block_m)

@@ -31,7 +31,7 @@ def amax_kernel(
     first_column = tl.program_id(0) % tl.cdiv(columns, BLOCK_K) * BLOCK_K
     row = tl.arange(0, BLOCK_M)[:, None]
     column = tl.arange(0, BLOCK_K)[None, :]
-    inside = (row < _height(first, end, BLOCK_M)) & (column < columns - first_column) & (group < num_groups)
+    inside = (row < height_of(first, end, BLOCK_M)) & (column < columns - first_column) & (group < num_groups)
     at = start * columns + first_column + row.to(tl.int64) * columns + column
     x = widen(tl.load(x_ptr + at, mask=inside, other=0.0)).to(tl.float32)
     _add_amax(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), group, (first < end) & (group < num_groups))
@@ -60,15 +60,15 @@ def cast_float8_kernel(
         active = group < num_groups
         scale = tl.load(given_ptr + group, mask=active, other=1.0)
         if not GIVEN_IS_SCALE:
-            scale = _scale(scale, amax_epsilon, FORM, POWER_2)
+            scale = scale_of_amax(scale, amax_epsilon, FORM, POWER_2)
         first_column = tl.program_id(0) % tl.cdiv(columns, BLOCK_K) * BLOCK_K
-        height = _height(first, end, BLOCK_M)
+        height = height_of(first, end, BLOCK_M)
         x_ptr += start * columns + first_column
         loaded = tl.where(active, height, 0)
-        x0 = _load(x_ptr, 0, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-        x1 = _load(x_ptr, 1, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-        x2 = _load(x_ptr, 2, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-        x3 = _load(x_ptr, 3, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        x0 = load_part(x_ptr, 0, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        x1 = load_part(x_ptr, 1, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        x2 = load_part(x_ptr, 2, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        x3 = load_part(x_ptr, 3, loaded, columns, first_column, BLOCK_M, BLOCK_K)
         if amax_ptr is not None:
             peak = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
             _add_amax(amax_ptr, tl.max(tl.max(peak, axis=1), axis=0), group, active & (height > 0))
@@ -78,13 +78,13 @@ def cast_float8_kernel(
         x3 *= scale
         if row_codes_ptr is not None:
             row_codes_ptr += start * columns + first_column
-            _store(row_codes_ptr, float8_codes(x0, FORM, NATIVE), 0, height, columns, first_column, BLOCK_M, BLOCK_K)
-            _store(row_codes_ptr, float8_codes(x1, FORM, NATIVE), 1, height, columns, first_column, BLOCK_M, BLOCK_K)
-            _store(row_codes_ptr, float8_codes(x2, FORM, NATIVE), 2, height, columns, first_column, BLOCK_M, BLOCK_K)
-            _store(row_codes_ptr, float8_codes(x3, FORM, NATIVE), 3, height, columns, first_column, BLOCK_M, BLOCK_K)
+            parts = (x0, x1, x2, x3)
+            for j in tl.static_range(4):
+                codes = float8_codes(parts[j], FORM, NATIVE)
+                store_part(row_codes_ptr, codes, j, height, columns, first_column, BLOCK_M, BLOCK_K)
         if column_codes_ptr is not None:
             words = float8_words(x0, x1, x2, x3, FORM, NATIVE)
-            _store_transposed(
+            store_transposed(
                 column_codes_ptr, words, (matrix.to(tl.int64) * columns + first_column) * width + first_place,
                 places, width, columns - first_column, PACKED, BLOCK_M, BLOCK_K,
             )  # fmt: skip
@@ -108,8 +108,8 @@ def transpose_back_kernel(
         offsets_ptr, aligned_ptr, rows, columns, width, num_groups, 0, BLOCK_M, BLOCK_K
     )
     first_column = tl.program_id(0) % tl.cdiv(columns, BLOCK_K) * BLOCK_K
-    height = _height(first, end, BLOCK_M)
-    words = _load_transposed(
+    height = height_of(first, end, BLOCK_M)
+    words = load_transposed(
         codes_ptr, (matrix.to(tl.int64) * columns + first_column) * width + first_place,
         tl.where(group < num_groups, tl.minimum(places, (height + 3) // 4 * 4), 0), width,
         columns - first_column, PACKED, BLOCK_M, BLOCK_K,
@@ -118,7 +118,7 @@ def transpose_back_kernel(
     for j in tl.static_range(4):
         value = float8_values(((words >> (8 * j)) & 0xFF).to(tl.uint8), FORM, NATIVE)
         value = round_to(value, out_ptr.dtype.element_ty)
-        _store(out_ptr, value, j, height, columns, first_column, BLOCK_M, BLOCK_K)
+        store_part(out_ptr, value, j, height, columns, first_column, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
@@ -214,13 +214,13 @@ def find_float8_tile(
 
 
 @triton.jit
-def _height(first, end, BLOCK_M: tl.constexpr):
+def height_of(first, end, BLOCK_M: tl.constexpr):
     """How many rows of a tile there are."""
     return tl.maximum(tl.minimum(end - first, BLOCK_M), 0).to(tl.int32)
 
 
 @triton.jit
-def _part(PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def part_of_tile(PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Places of rows 4 q + PART of a tile, and which are inside. [BLOCK_M / 4, BLOCK_K]"""
     row = 4 * tl.arange(0, BLOCK_M // 4)[:, None] + PART
     column = tl.arange(0, BLOCK_K)[None, :]
@@ -228,21 +228,21 @@ def _part(PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constex
 
 
 @triton.jit
-def _load(ptr, PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    at, inside = _part(PART, height, columns, first_column, BLOCK_M, BLOCK_K)
+def load_part(ptr, PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    at, inside = part_of_tile(PART, height, columns, first_column, BLOCK_M, BLOCK_K)
     return widen(tl.load(ptr + at, mask=inside, other=0.0)).to(tl.float32)
 
 
 @triton.jit
-def _store(
+def store_part(
     ptr, values, PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    at, inside = _part(PART, height, columns, first_column, BLOCK_M, BLOCK_K)
+    at, inside = part_of_tile(PART, height, columns, first_column, BLOCK_M, BLOCK_K)
     tl.store(ptr + at, values, mask=inside)
 
 
 @triton.jit
-def _store_transposed(
+def store_transposed(
     ptr, words, start, places, width, columns, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Words [BLOCK_M / 4, BLOCK_K] of four rows each to rows of `width` codes, from `start` on; `columns` rows at most.
@@ -263,10 +263,10 @@ def _store_transposed(
 
 
 @triton.jit
-def _load_transposed(
+def load_transposed(
     ptr, start, places, width, columns, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """What `_store_transposed` stored, [BLOCK_M / 4, BLOCK_K]; 0 outside."""
+    """What `store_transposed` stored, [BLOCK_M / 4, BLOCK_K]; 0 outside."""
     column = tl.arange(0, BLOCK_K)[:, None]
     word = tl.arange(0, BLOCK_M // 4)[None, :]
     if PACKED:
@@ -297,12 +297,12 @@ def _store_scale_inv(
         offs_g = start + tl.arange(0, CHUNK)
         scale = tl.load(given_ptr + offs_g, mask=offs_g < num_groups, other=1.0)
         if not GIVEN_IS_SCALE:
-            scale = _scale(scale, amax_epsilon, FORM, POWER_2)
+            scale = scale_of_amax(scale, amax_epsilon, FORM, POWER_2)
         tl.store(scale_inv_ptr + offs_g, tl.div_rn(1.0, scale), mask=offs_g < num_groups)
 
 
 @triton.jit
-def _scale(amax, amax_epsilon, FORM: tl.constexpr, POWER_2: tl.constexpr):
+def scale_of_amax(amax, amax_epsilon, FORM: tl.constexpr, POWER_2: tl.constexpr):
     """The scales of float32 amaxes, which are no NaN."""
     CODE_MAX: tl.constexpr = largest_of(FORM)
     amax = tl.maximum(amax, amax_epsilon)

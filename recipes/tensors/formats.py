@@ -168,8 +168,9 @@ class ScaleRule(ABC):
         """`dtype`, or else the smallest floating dtype that represents every product of a code and a scale."""
 
 
-# One scale for: the whole tensor ("tensor"), each 128 codes along the contracted axis ("row"), each 128x128 ("square").
-ScaleLayout = Literal["tensor", "row", "square"]
+# One scale for: the whole tensor ("tensor"), all codes along the contracted axis ("vector"), each 128 of them ("row"),
+# each 128x128 ("square").
+ScaleLayout = Literal["tensor", "vector", "row", "square"]
 
 # natural: codes and scales have the layout of the values. transposed: the columnwise codes are transposed, and scales
 # are contiguous along the axis that is not contracted, as a GEMM reads both.
@@ -178,7 +179,12 @@ ColumnwiseLayout = Literal["natural", "transposed"]
 ALL = 0  # a block spans all rows or columns of the tensor or group
 
 # Blocks for which native products exist, with float32 scales.
-FLOAT8_SCALINGS: dict[tuple[int, int], ScaleLayout] = {(ALL, ALL): "tensor", (1, 128): "row", (128, 128): "square"}
+FLOAT8_SCALINGS: dict[tuple[int, int], ScaleLayout] = {
+    (ALL, ALL): "tensor",
+    (1, ALL): "vector",
+    (1, 128): "row",
+    (128, 128): "square",
+}
 
 
 @dataclass(frozen=True)
@@ -211,10 +217,14 @@ class ScaleSpec:
 
     @property
     def float8_scaling(self) -> ScaleLayout | None:
-        """The scale layout for native float8 products; None if there are none, and values are multiplied instead."""
+        """The scale layout for native float8 products; None if there are none, and values are multiplied instead.
+
+        Groups begin at multiples of 16 bytes, and where each 128 codes have a scale, at multiples of 128.
+        """
         if not isinstance(self.element, Float8Format) or self.columnwise != "transposed":
             return None
-        return FLOAT8_SCALINGS.get(self.block) if self.scale_rule.dtype == torch.float32 else None
+        scaling = FLOAT8_SCALINGS.get(self.block) if self.scale_rule.dtype == torch.float32 else None
+        return None if self.alignment % (128 if scaling == "row" else 16) else scaling
 
     @property
     def is_per_tensor(self) -> bool:

@@ -126,7 +126,10 @@ class ScaledCodes:
             return None
         # Of square blocks the columns belong to one group, and those of stacked weights are not padded.
         block = self.spec.alignment if self.columnwise and scaling != "square" else 1
-        return Float8Operand(self.codes, self.scale_inv, scaling, block)
+        scale = self.scale_inv
+        if scaling == "vector" and self.columnwise:  # of a tensor, stacked weights and grouped rows
+            scale = scale.reshape(-1, 1, scale.shape[-1])
+        return Float8Operand(self.codes, scale, scaling, block)
 
     def dequantize(self, splits: Splits | None = None) -> Tensor:
         """fl(code * scale_inv) in float32, without padding or transform; exactly 0 past the sum of the splits."""

@@ -11,6 +11,7 @@ Multiples of 32 are worth having: those of 16 cost wgrad a quarter of its rate, 
 Scales (float32, value = code * scale):
 
     per tensor   a_scale, b_scale, dy_scale, x_scale: () or [G]
+    vectors      a_scale [1, T], b_scale [G, 1, C], dy_scale [G, 1, N], x_scale [G, 1, K]
     1x128        a_scale [ceil(R/128), T], b_scale [G, ceil(R/128), C], dy_scale [P/128, N], x_scale [P/128, K]
     128x128      b_scale [G, ceil(C/128), ceil(R/128)]
 
@@ -19,11 +20,12 @@ without rows has dw exactly zero. Every element of an output is written.
 
 Precision: products of codes are exact, and are added in one of two ways:
 
-    fast accumulation    the tensor core's own sum runs over all terms (per tensor, split_accumulation=False)
+    fast accumulation    the tensor core's own sum runs over all terms (not of blocks, split_accumulation=False)
     split accumulation   the tensor core sums 128 terms, and these sums are added in float32 (block scales always)
 
-Then scales, bias, and one rounding to the output's dtype. All sums have a fixed order, and repeating a call gives the
-same bits: each element is written once, or added to once, as `grouped_gemm` says.
+Then scales (of vectors: sum * a_scale[t] * b_scale[c], in this order), bias, and one rounding to the output's dtype.
+All sums have a fixed order, and repeating a call gives the same bits: each element is written once, or added to once,
+as `grouped_gemm` says.
 
 Hopper's tensor core adds 32 products a step to its sum and, as far as measured (it is not documented), cuts every
 addend at 2^-13 of the power of two of the largest. Then a sum of n terms errs by at most n/32 * 33 * 2^-13 of the sum
@@ -57,7 +59,7 @@ from ops.kernels.grouped_gemm.operands import (
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, padded_groups
 from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
-from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
+from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config, promotes
 from recipes.native_products import FLOAT8
 from recipes.tensors.formats import ScaleLayout
 from recipes.tensors.splits import Splits
@@ -81,9 +83,10 @@ def grouped_gemm_tn_float8_ref(
 ) -> Tensor:
     """`grouped_gemm_tn_float8` in plain torch, group by group, computed in `dtype`. Returns y [T, C]."""
     y = torch.zeros(a_codes_TR.shape[0], b_codes_GCR.shape[1], dtype=dtype, device=a_codes_TR.device)
+    layout = scale_layout(a_scale, b_scale, *b_codes_GCR.shape[1:])
     for g, rows in row_slices(splits):
         a = a_codes_TR[rows].to(dtype) * _scale_a(a_scale, splits, g, rows, a_codes_TR.shape[1]).to(dtype)
-        b = b_codes_GCR[g].to(dtype) * _scale_b(b_scale, splits, g, b_codes_GCR.shape[1:]).to(dtype)
+        b = b_codes_GCR[g].to(dtype) * _scale_b(b_scale, layout, splits, g, b_codes_GCR.shape[1:]).to(dtype)
         y[rows] = a @ b.T
         if bias_GC is not None:
             y[rows] += bias_GC[g].to(dtype) * (1 if scales_T is None else scales_T[rows, None].to(dtype))
@@ -119,14 +122,18 @@ def grouped_gemm_nt_float8_ref(
 def _scale_a(scale: Tensor, splits: Splits, g: int, rows: slice, R: int) -> Tensor:
     if scale.dim() < 2:
         return scale.expand(splits.num_groups)[g]
+    if len(scale) == 1:
+        return scale[:, rows].T
     return scale[:, rows].repeat_interleave(BLOCK, 0)[:R].T
 
 
-def _scale_b(scale: Tensor, splits: Splits, g: int, shape: torch.Size) -> Tensor:
-    if scale.dim() < 2:
+def _scale_b(scale: Tensor, layout: ScaleLayout, splits: Splits, g: int, shape: torch.Size) -> Tensor:
+    if layout == "tensor":
         return scale.expand(splits.num_groups)[g]
+    if layout == "vector":
+        return scale[g].T
     C, R = shape
-    if scale_layout(scale, C, R) == "row":
+    if layout == "row":
         return scale[g].repeat_interleave(BLOCK, 0)[:R].T
     return scale[g].repeat_interleave(BLOCK, 0)[:C].repeat_interleave(BLOCK, 1)[:, :R]
 
@@ -134,6 +141,8 @@ def _scale_b(scale: Tensor, splits: Splits, g: int, shape: torch.Size) -> Tensor
 def _scale_of_columns(scale: Tensor, num_groups: int, g: int, begin: int, end: int) -> Tensor:
     if scale.dim() < 2:
         return scale.expand(num_groups)[g]
+    if scale.dim() == 3:
+        return scale[g].T
     return scale[begin // BLOCK : end // BLOCK].repeat_interleave(BLOCK, 0).T
 
 
@@ -155,10 +164,10 @@ def grouped_gemm_tn_float8(
 ) -> Tensor:
     """y[t] = sum_r a[t, r] b[g, :, r] + scales[t] bias_g. Returns y [T, C], or `out` filled with it.
 
-    a_codes: [T, R], b_codes: [G, C, R] in E4M3 or E5M2, each its own. Scales: see the top of the file; both per tensor
-    or both of blocks. bias: [G, C], scales: [T] (1 if None; scale the bias alone). out: [T, C]. out_dtype: bfloat16,
-    float16 or float32, used if there is no `out`. split_accumulation: add sums of 128 in float32. Rows of no group
-    are zero.
+    a_codes: [T, R], b_codes: [G, C, R] in E4M3 or E5M2, each its own. Scales: see the top of the file; both per tensor,
+    both vectors or both of blocks. bias: [G, C], scales: [T] (1 if None; scale the bias alone). out: [T, C]. out_dtype:
+    bfloat16, float16 or float32, used if there is no `out`. split_accumulation: add sums of 128 in float32. Rows of no
+    group are zero.
     """
     if a_codes_TR.device.type == "cuda":
         return _tn(
@@ -237,10 +246,11 @@ def grouped_gemm_nt_float8(
     """dw_g = sum of dy[:, p] x[:, p]^T over the columns p of group g. Returns dw [G, N, K], or `out` filled with it.
 
     dy_codes: [N, P], x_codes: [K, P] in E4M3 or E5M2, each its own: the transposed columnwise copies. Group g has the
-    columns offsets_aligned[g] to offsets_aligned[g + 1], [G + 1] int64, multiples of 16 (per tensor) or 128 (1x128
-    scales); what pads it is zeros. Scales: see the top of the file. out: [G, N, K]. out_dtype and split_accumulation:
-    as `grouped_gemm_tn_float8`. A group without columns gets zeros; accumulate, which needs `out`: out += dw, summed in
-    float32 and rounded once, and the part of such a group is untouched. reverse: as `grouped_gemm_nt`.
+    columns offsets_aligned[g] to offsets_aligned[g + 1], [G + 1] int64, multiples of 16 (per tensor, vectors) or 128
+    (1x128 scales); what pads it is zeros. Scales: see the top of the file. out: [G, N, K]. out_dtype and
+    split_accumulation: as `grouped_gemm_tn_float8`. A group without columns gets zeros; accumulate, which needs `out`:
+    out += dw, summed in float32 and rounded once, and the part of such a group is untouched. reverse: as
+    `grouped_gemm_nt`.
     """
     if dy_codes_NP.device.type == "cuda":
         return _nt(
@@ -334,8 +344,8 @@ def grouped_gemm_tn_float8_triton(
     if out.numel() == 0:
         return
     (G, C, R), rows = b.shape, a.shape[0]
-    layout = scale_layout(b_scale, C, R)
-    promote = split_accumulation or layout != "tensor"
+    layout = scale_layout(a_scale, b_scale, C, R)
+    promote = promotes(layout, split_accumulation)
     config = m_grouped_float8_config(
         rows,
         G,
@@ -422,10 +432,10 @@ def grouped_gemm_nt_float8_triton(
             out.zero_()
         return
     G, N, K = out.shape
-    blockwise = dy_scale.dim() == 2
-    promote = split_accumulation or blockwise
+    layout: ScaleLayout = ("tensor", "row", "vector")[max(dy_scale.dim() - 1, 0)]
+    promote = promotes(layout, split_accumulation)
     config = k_grouped_float8_config(
-        blockwise=blockwise,
+        blockwise=layout == "row",
         promote=promote,
         out_dtype=out.dtype,
         accumulate=accumulate,
@@ -434,7 +444,7 @@ def grouped_gemm_nt_float8_triton(
     )
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
     # As `grouped_gemm_nt`: a factor's product is rounded before it is added. Blocks have no factor at the end.
-    fusion = blockwise or not accumulate
+    fusion = layout == "row" or not accumulate
     if config.programs:
         _k_grouped_persistent(
             out,
@@ -454,7 +464,7 @@ def grouped_gemm_nt_float8_triton(
             x_scale.stride(0),
             ACCUMULATE=accumulate,
             REVERSE=reverse,
-            BLOCKWISE=blockwise,
+            LAYOUT=layout,
             PROMOTE=promote,
             BAND=band(config.block_m),
             GROUPS=padded_groups(G),
@@ -482,7 +492,7 @@ def grouped_gemm_nt_float8_triton(
             -out.stride(0) if reverse else out.stride(0),
             ACCUMULATE=accumulate,
             ALIGNED=16,
-            BLOCKWISE=blockwise,
+            LAYOUT=layout,
             PROMOTE=promote,
             PRECISION="tf32",
             BAND=band(config.block_m),
@@ -499,10 +509,12 @@ def with_aligned_rows(codes: Tensor) -> Tensor:
     return torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).contiguous().view(codes.dtype)
 
 
-def scale_layout(b_scale: Tensor, C: int, R: int) -> ScaleLayout:
-    """How b's scales lie, from their shape. (Both block layouts are [G, 1, 1] for C = 1: then they agree.)"""
+def scale_layout(a_scale: Tensor, b_scale: Tensor, C: int, R: int) -> ScaleLayout:
+    """How scales lie, told by their shapes. (Where two layouts have the same shapes, they agree.)"""
     if b_scale.dim() < 2:
         return "tensor"
+    if len(a_scale) == 1 and b_scale.shape[1:] == (1, C):
+        return "vector"
     return "square" if b_scale.shape[1:] == (cdiv(C, BLOCK), cdiv(R, BLOCK)) else "row"
 
 
@@ -523,9 +535,11 @@ def _check_tn(
         )
     C = b.shape[1]
     steps = cdiv(R, BLOCK)
-    _check_scale("a_scale", a_scale, G, [(steps, T)])
-    _check_scale("b_scale", b_scale, G, [(G, cdiv(C, BLOCK), steps), (G, steps, C)])
-    _check_kinds(a_scale, b_scale)
+    blocks = [(G, cdiv(C, BLOCK), steps), (G, steps, C)]
+    _check_scale("a_scale", a_scale, G, [(1, T), (steps, T)])
+    _check_scale("b_scale", b_scale, G, [(G, 1, C), *blocks])
+    vectors = a_scale.shape == (1, T) and b_scale.shape == (G, 1, C)
+    _check_kinds(a_scale, b_scale, vectors or (a_scale.shape == (steps, T) and b_scale.shape in blocks))
     if bias is not None and bias.shape != (G, C):
         raise ValueError(f"bias has shape {list(bias.shape)}, but must be {[G, C]}. Pass one row for each group.")
 
@@ -543,9 +557,9 @@ def _check_nt(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets:
             f"on {dy.device}. Pass splits.aligned(16), or splits.aligned(128) for block scales."
         )
     G = offsets.shape[0] - 1
-    _check_scale("dy_scale", dy_scale, G, [(dy.shape[1] // BLOCK, dy.shape[0])])
-    _check_scale("x_scale", x_scale, G, [(x.shape[1] // BLOCK, x.shape[0])])
-    _check_kinds(dy_scale, x_scale)
+    _check_scale("dy_scale", dy_scale, G, [(G, 1, dy.shape[0]), (dy.shape[1] // BLOCK, dy.shape[0])])
+    _check_scale("x_scale", x_scale, G, [(G, 1, x.shape[0]), (x.shape[1] // BLOCK, x.shape[0])])
+    _check_kinds(dy_scale, x_scale, dy_scale.dim() == x_scale.dim())
 
 
 def _check_codes(a: Tensor, b: Tensor) -> None:
@@ -565,9 +579,10 @@ def _check_scale(name: str, scale: Tensor, num_groups: int, blocks: list[tuple[i
         )
 
 
-def _check_kinds(a_scale: Tensor, b_scale: Tensor) -> None:
-    if (a_scale.dim() < 2) != (b_scale.dim() < 2):
+def _check_kinds(a_scale: Tensor, b_scale: Tensor, agree: bool) -> None:
+    """agree: whether both are of blocks, or both of vectors."""
+    if not agree and (a_scale.dim() > 1 or b_scale.dim() > 1):
         raise ValueError(
-            f"one operand has scales of blocks and the other has not ({list(a_scale.shape)}, {list(b_scale.shape)}). "
-            "Quantize both with one recipe."
+            f"one operand has scales of blocks or vectors and the other has not those ({list(a_scale.shape)}, "
+            f"{list(b_scale.shape)}). Quantize both with one recipe."
         )

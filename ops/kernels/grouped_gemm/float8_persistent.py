@@ -87,6 +87,15 @@ def scale_sums(acc, a_scale, b_scale):
 
 
 @triton.jit
+def times_vectors(acc, row_scale_ptr, column_scale_ptr, height, width):
+    """acc * row_scale[:, None] * column_scale[None, :], in this order; scales from `height` and `width` on are 0."""
+    offs_m = tl.arange(0, acc.shape[0])
+    offs_n = tl.arange(0, acc.shape[1])
+    acc *= tl.load(row_scale_ptr + offs_m, mask=offs_m < height, other=0.0)[:, None]
+    return acc * tl.load(column_scale_ptr + offs_n, mask=offs_n < width, other=0.0)[None, :]
+
+
+@triton.jit
 def scales_of_step(
     a_scale_ptr,
     b_scale_ptr,
@@ -127,8 +136,8 @@ def m_grouped_float8_persistent_kernel(
     a,  # [T, R] codes: descriptor, ragged along T, of boxes as high as the tile or half as high
     b,  # [G, C, R] codes: descriptor of boxes as wide as the tile
     out,  # [T, C]: descriptor, ragged along T, of boxes of half a tile
-    a_scale_ptr,  # [G], a_scale_stride apart; or [ceil(R/128), T]
-    b_scale_ptr,  # [G], b_scale_stride apart; or [G, ceil(C/128), ceil(R/128)]; or [G, ceil(R/128), C]
+    a_scale_ptr,  # [G], a_scale_stride apart; or [T]; or [ceil(R/128), T]
+    b_scale_ptr,  # [G], b_scale_stride apart; or [G, C]; [G, ceil(C/128), ceil(R/128)]; [G, ceil(R/128), C]
     offsets_ptr,  # [G + 1] int64
     bias_ptr,  # [G, C] or None
     scales_ptr,  # [T] or None
@@ -138,7 +147,7 @@ def m_grouped_float8_persistent_kernel(
     C,
     a_scale_stride,
     b_scale_stride,
-    LAYOUT: tl.constexpr,  # "tensor", "square" or "row"
+    LAYOUT: tl.constexpr,  # "tensor", "vector", "square" or "row"
     PROMOTE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -148,6 +157,7 @@ def m_grouped_float8_persistent_kernel(
 ):
     """out[t, c] = sum_r a[t, r] b[g, c, r] + scales[t] bias[g, c], tile after tile of one group."""
     HEIGHT: tl.constexpr = a.block_shape[2]
+    BLOCKWISE: tl.constexpr = LAYOUT == "square" or LAYOUT == "row"
     num_tiles_n = tl.cdiv(C, BLOCK_N)
     num_steps = tl.cdiv(R, BLOCK_K)
     ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS)
@@ -162,7 +172,7 @@ def m_grouped_float8_persistent_kernel(
     first_c = 0
     acc = tl.zeros((HEIGHT, BLOCK_N), tl.float32)
     other = acc
-    if LAYOUT != "tensor":
+    if BLOCKWISE:
         next_t = tl.zeros((HEIGHT,), tl.float32)
         next_other_t = next_t
         if LAYOUT == "square":
@@ -176,14 +186,14 @@ def m_grouped_float8_persistent_kernel(
             first, size = first_row.to(tl.int32), (end - first_row).to(tl.int32)
             first_c = tile_n * BLOCK_N
             tile += tl.num_programs(0)
-            if LAYOUT != "tensor":
+            if BLOCKWISE:
                 next_t, next_other_t, next_c = scales_of_step(
                     a_scale_ptr, b_scale_ptr, group, first, size, first_c, step, rows, C, num_steps, LAYOUT, HEIGHT,
                     BLOCK_M, BLOCK_N,
                 )  # fmt: skip
         z, y, x = ragged_indices(first, size, 0, 1)
         scale_t, other_t, scale_c = None, None, None
-        if LAYOUT != "tensor":
+        if BLOCKWISE:
             # Scales are loaded a step ahead, so that no product waits for them.
             scale_t, other_t, scale_c = next_t, next_other_t, next_c
             next_t, next_other_t, next_c = scales_of_step(
@@ -210,6 +220,10 @@ def m_grouped_float8_persistent_kernel(
             one, two, second, second_c = two_parts(acc, other, first, first_c, BLOCK_M, BLOCK_N)
             one, two = scale_sums(one, a_alpha, b_alpha), scale_sums(two, a_alpha, b_alpha)
             end = first + size
+            if LAYOUT == "vector":
+                columns = b_scale_ptr + tl.cast(group, tl.int64) * C
+                one = times_vectors(one, a_scale_ptr + first, columns + first_c, size, C - first_c)
+                two = times_vectors(two, a_scale_ptr + second, columns + second_c, end - second, C - second_c)
             finish_m_grouped(one, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
             finish_m_grouped(two, out, bias_ptr, scales_ptr, group, num_groups, second, end, second_c, C)
             acc = tl.zeros((HEIGHT, BLOCK_N), tl.float32)
@@ -252,8 +266,8 @@ def k_grouped_float8_persistent_kernel(
     dw,  # [G, N, K]: descriptor of boxes of half a tile
     sums_ptr,  # dw itself if it is float32 that is added to, else None
     sums_stride,  # of its matrices
-    dy_scale_ptr,  # [G], dy_scale_stride apart; or [P/128, N]
-    x_scale_ptr,  # [G], x_scale_stride apart; or [P/128, K]
+    dy_scale_ptr,  # [G], dy_scale_stride apart; or [G, N]; or [P/128, N]
+    x_scale_ptr,  # [G], x_scale_stride apart; or [G, K]; or [P/128, K]
     offsets_ptr,  # [G + 1] int64, multiples of 16; of 128 for block scales
     num_groups,
     N,
@@ -262,7 +276,7 @@ def k_grouped_float8_persistent_kernel(
     x_scale_stride,
     ACCUMULATE: tl.constexpr,
     REVERSE: tl.constexpr,  # the last group comes first in dw
-    BLOCKWISE: tl.constexpr,  # scales of 1x128
+    LAYOUT: tl.constexpr,  # "tensor", "vector" or "row"
     PROMOTE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -276,6 +290,7 @@ def k_grouped_float8_persistent_kernel(
     """
     HEIGHT: tl.constexpr = dy.block_shape[2]
     WIDTH: tl.constexpr = x.block_shape[2]
+    BLOCKWISE: tl.constexpr = LAYOUT == "row"
     tl.static_assert(WIDTH == BLOCK_N or not BLOCKWISE, "scales of x are loaded for whole tiles")
     LEAST: tl.constexpr = 0 if ACCUMULATE else 1
     num_tiles_n = tl.cdiv(N, BLOCK_M)
@@ -334,12 +349,17 @@ def k_grouped_float8_persistent_kernel(
         p += BLOCK_K
         if p >= size:
             dy_alpha, x_alpha = None, None
-            if not BLOCKWISE:
+            if LAYOUT == "tensor":
                 # Scales of a group without columns may be anything.
                 dy_alpha = tl.load(dy_scale_ptr + group * dy_scale_stride, mask=size > 0, other=0.0)
                 x_alpha = tl.load(x_scale_ptr + group * x_scale_stride, mask=size > 0, other=0.0)
             one, two, second_n, second_k = two_parts(acc, other, first_n, first_k, BLOCK_M, BLOCK_N)
             one, two = scale_sums(one, dy_alpha, x_alpha), scale_sums(two, dy_alpha, x_alpha)
+            if LAYOUT == "vector":
+                height, width = tl.where(size > 0, N, 0), tl.where(size > 0, K, 0)
+                rows, columns = dy_scale_ptr + tl.cast(group, tl.int64) * N, x_scale_ptr + tl.cast(group, tl.int64) * K
+                one = times_vectors(one, rows + first_n, columns + first_k, height - first_n, width - first_k)
+                two = times_vectors(two, rows + second_n, columns + second_k, height - second_n, width - second_k)
             finish_k_grouped(one, dw, place, first_n, first_k, ACCUMULATE)
             finish_k_grouped(two, dw, place, second_n, second_k, ACCUMULATE)
             acc = tl.zeros((HEIGHT, WIDTH), tl.float32)

@@ -489,7 +489,7 @@ def grouped_gemm_nt_triton(
             -out.stride(0) if reverse else out.stride(0),
             ACCUMULATE=accumulate,
             ALIGNED=1,
-            BLOCKWISE=False,
+            LAYOUT="tensor",
             PROMOTE=False,
             PRECISION="tf32" if tf32 else "ieee",
             BAND=1,

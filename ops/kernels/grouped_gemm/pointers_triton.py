@@ -1,11 +1,11 @@
 """The kernels on pointers of `ops.kernels.grouped_gemm`, for what descriptors cannot describe.
 
 They need neither alignment nor Hopper, and a program has one tile. Operands are values, or float8 codes. Scales are
-factors of groups (of values: alpha, as the first operand's) or, of codes, of blocks. PROMOTE: split accumulation, see
-`float8`.
+factors of groups (of values: alpha, as the first operand's) or, of codes, of rows and columns or of blocks. PROMOTE:
+split accumulation, see `float8`.
 """
 
-from ops.kernels.grouped_gemm.float8_persistent import add_product
+from ops.kernels.grouped_gemm.float8_persistent import add_product, times_vectors
 from ops.kernels.grouped_gemm.high_precision_triton import with_bias
 from ops.kernels.grouped_gemm.persistent_schedule import tile_in_bands
 from recipes.triton.gates import tl, triton
@@ -28,8 +28,8 @@ def m_grouped_kernel(
     offsets_ptr,  # [G + 1] int64
     bias_ptr,  # [G, C] or None
     scales_ptr,  # [T] or None
-    a_scale_ptr,  # None; [G], a_scale_stride apart; or [ceil(R/128), T]
-    w_scale_ptr,  # None; [G], w_scale_stride apart; or [G, ceil(C/128), ceil(R/128)]; or [G, ceil(R/128), C]
+    a_scale_ptr,  # None; [G], a_scale_stride apart; or [T]; or [ceil(R/128), T]
+    w_scale_ptr,  # None; [G], w_scale_stride apart; [G, C]; [G, ceil(C/128), ceil(R/128)]; [G, ceil(R/128), C]
     out_ptr,  # [T, C], rows out_stride apart
     rows,
     num_groups,
@@ -42,7 +42,7 @@ def m_grouped_kernel(
     a_scale_stride,
     w_scale_stride,
     out_stride,
-    LAYOUT: tl.constexpr,  # of the scales: "tensor", "square" or "row"
+    LAYOUT: tl.constexpr,  # of the scales: "tensor", "vector", "square" or "row"
     PROMOTE: tl.constexpr,
     PRECISION: tl.constexpr,  # of what is not promoted
     BAND: tl.constexpr,
@@ -51,6 +51,7 @@ def m_grouped_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """out[t, c] = sum_r a[t, r] w[g, r, c] + scales[t] * bias[g, c], a tile of one group a program."""
+    BLOCKWISE: tl.constexpr = LAYOUT == "square" or LAYOUT == "row"
     num_slots = rows // BLOCK_M + num_groups + 1
     slot, tile_c = tile_in_bands(tl.program_id(0), num_slots, tl.cdiv(C, BLOCK_N), BAND)
     group, first, end = find_tile(offsets_ptr, slot, rows, num_groups, BLOCK_M)
@@ -84,7 +85,7 @@ def m_grouped_kernel(
         w_ptr += tl.cast(w_stride_r, tl.int64) * BLOCK_K
         # Scales are loaded before the product, which then hides how long that takes.
         scale_t, scale_c = None, None
-        if LAYOUT != "tensor":
+        if BLOCKWISE:
             scale_t = tl.load(a_scale_ptr + offs_t, mask=mask_t, other=0.0)
             a_scale_ptr += rows
         if LAYOUT == "square":
@@ -102,6 +103,10 @@ def m_grouped_kernel(
         # One after the other: the product of two scales may be too small for float32.
         acc = times_scale(acc, a_scale_ptr, a_scale_stride, group, active)
         acc = times_scale(acc, w_scale_ptr, w_scale_stride, group, active)
+    if LAYOUT == "vector":
+        w_scale_ptr += group_64 * C + first_c
+        height, width = tl.where(active, end - first, 0), tl.where(active, C - first_c, 0)
+        acc = times_vectors(acc, a_scale_ptr, w_scale_ptr, height, width)
     if bias_ptr is not None:
         acc = with_bias(acc, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
     out_ptr += first * out_stride + first_c
@@ -114,8 +119,8 @@ def k_grouped_kernel(
     dy_ptr,  # [N, T] at distances dy_stride_n, dy_stride_t
     x_ptr,  # [T, K] at distances x_stride_t, x_stride_k
     offsets_ptr,  # [G + 1] int64
-    dy_scale_ptr,  # None; [G], dy_scale_stride apart; or [T/128, N]
-    x_scale_ptr,  # None; [G], x_scale_stride apart; or [T/128, K]
+    dy_scale_ptr,  # None; [G], dy_scale_stride apart; or [G, N]; or [T/128, N]
+    x_scale_ptr,  # None; [G], x_scale_stride apart; or [G, K]; or [T/128, K]
     dw_ptr,  # [G, N, K], contiguous matrices dw_stride apart
     N,
     K,
@@ -128,7 +133,7 @@ def k_grouped_kernel(
     dw_stride,
     ACCUMULATE: tl.constexpr,
     ALIGNED: tl.constexpr,  # offsets are multiples of it
-    BLOCKWISE: tl.constexpr,  # scales of 1x128; then offsets are multiples of 128
+    LAYOUT: tl.constexpr,  # of the scales: "tensor", "vector" or "row"; then offsets are multiples of 128
     PROMOTE: tl.constexpr,
     PRECISION: tl.constexpr,  # of what is not promoted
     BAND: tl.constexpr,
@@ -140,6 +145,7 @@ def k_grouped_kernel(
 
     ACCUMULATE: dw += it, but for groups without rows.
     """
+    BLOCKWISE: tl.constexpr = LAYOUT == "row"
     num_tiles_n = tl.cdiv(N, BLOCK_M)
     num_tiles_k = tl.cdiv(K, BLOCK_N)
     num_tiles = num_tiles_n * num_tiles_k
@@ -182,9 +188,13 @@ def k_grouped_kernel(
         else:
             acc = tl.dot(dy, x, acc, input_precision=PRECISION)
 
-    if not BLOCKWISE:
+    if LAYOUT == "tensor":
         acc = times_scale(acc, dy_scale_ptr, dy_scale_stride, group, size > 0)
         acc = times_scale(acc, x_scale_ptr, x_scale_stride, group, size > 0)
+    if LAYOUT == "vector":
+        dy_scale_ptr += group * N + first_n
+        x_scale_ptr += group * K + first_k
+        acc = times_vectors(acc, dy_scale_ptr, x_scale_ptr, tl.where(size > 0, N - first_n, 0), K - first_k)
     dw_ptr += group * dw_stride + first_n.to(tl.int64) * K + first_k
     offs_dw = offs_n[:, None] * K + offs_k[None, :]
     mask_dw = mask_n[:, None] & mask_k[None, :]

@@ -56,7 +56,8 @@ def m_grouped_float8_config(
         return _SMALL
     if not promote:
         return _WIDE
-    return _IN_PARTS if out_dtype.itemsize == 2 else _SMALL
+    # With scales of rows and columns, and a bias, _IN_PARTS takes eight registers more than there are.
+    return _IN_PARTS if out_dtype.itemsize == 2 and layout != "vector" else _SMALL
 
 
 def k_grouped_float8_config(
@@ -81,6 +82,11 @@ def k_grouped_float8_config(
     return _SMALL if accumulate else _IN_PARTS
 
 
+def promotes(layout: ScaleLayout, split_accumulation: bool) -> bool:
+    """Whether sums of 128 terms are added in float32: always where they have scales of their own."""
+    return split_accumulation or layout in ("row", "square")
+
+
 def built_in_float8_config(
     gemm: Gemm, rows: int, layout: ScaleLayout, split_accumulation: bool, capability: tuple[int, int]
 ) -> GroupedFloat8Config:
@@ -88,13 +94,13 @@ def built_in_float8_config(
     product, _, out_dtype, accumulate, G, N, K = gemm
     width = N if product == "TN" else K
     about: dict[str, Any] = {
-        "promote": split_accumulation or layout != "tensor",
+        "promote": promotes(layout, split_accumulation),
         "out_dtype": out_dtype,
         "descriptors": width * out_dtype.itemsize % 16 == 0 and G <= MOST_GROUPS,
         "capability": capability,
     }
     if product == "NT":
-        return k_grouped_float8_config(blockwise=layout != "tensor", accumulate=accumulate, **about)
+        return k_grouped_float8_config(blockwise=layout == "row", accumulate=accumulate, **about)
     return m_grouped_float8_config(rows, G, layout=layout, **about)
 
 
