@@ -323,6 +323,9 @@ class GroupedLinear(OperationWithWeights):
             _convert(state_dict, prefix + name, self.num_groups, self.stacked)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def flops(self, rows: int) -> int:
+        return 2 * rows * self.own_in_features * self.own_out_features
+
     def features(self, incoming: int | None) -> int | None:
         check_features(incoming, self.own_in_features)
         return self.own_out_features

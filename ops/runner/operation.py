@@ -16,7 +16,17 @@ from ops.runner.named_extras import NamedExtras
 from ops.runner.not_traced import not_traced
 from ops.runner.quantizer_state import apply_to_state, prepare_loading
 from ops.runner.run import NOT_TRACED, Pipeline
-from ops.runner.tracing import Seen, TracedStage, is_constant, refuse, run_stage, see, stage_of
+from ops.runner.tracing import (
+    Seen,
+    TracedStage,
+    as_known_forward,
+    is_constant,
+    is_watched,
+    refuse,
+    run_stage,
+    see,
+    stage_of,
+)
 from recipes.recipe import Recipe, Role
 from recipes.registry import as_recipe
 from recipes.request import PlanRequest
@@ -127,6 +137,11 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         """Why this very operation cannot be captured in a CUDA graph, as a sentence, or None."""
         return self.why_in_full
 
+    def flops(self, rows: int) -> int:
+        """Floating-point operations of its product of so many rows with its weights, for torch's flop counter: two for
+        each multiplication and addition. Each gradient, of the rows and of the weights, takes as many."""
+        return 0
+
     def why_not_traced(self, path: str) -> str | None:
         """Why torch.compile and torch.export cannot make an operation of torch of what it does, as a sentence, or None.
 
@@ -219,13 +234,28 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         Raises TypeError for an x that is no tensor, of complex numbers, or of integers where the operation computes in
         floating point.
         """
+        result = None
         if torch.compiler.is_compiling():
-            stage = self._stage(*see(self, x, extras, outputs, buffers, path, retain_graph))
-            if not isinstance(stage, str):
-                y, produced = run_stage(self, stage, x, extras)
-                return (y, produced) if outputs else y
-            refuse(stage)
-        return self._run(x, outputs, buffers, path, retain_graph, extras)
+            result = self._trace(x, outputs, buffers, path, retain_graph, extras)
+        elif is_watched():
+            with as_known_forward(self._pipeline(path, retain_graph).first_forwards, self.training):
+                result = self._trace(x, outputs, buffers, path, retain_graph, extras)
+        return self._run(x, outputs, buffers, path, retain_graph, extras) if result is None else result
+
+    def _trace(
+        self,
+        x: Tensor,
+        outputs: Sequence[str],
+        buffers: Any,
+        path: str | None,
+        retain_graph: bool,
+        extras: dict[str, Any],
+    ) -> Any:
+        stage = self._stage(*see(self, x, extras, outputs, buffers, path, retain_graph))
+        if isinstance(stage, str):
+            return refuse(stage)
+        y, produced = run_stage(self, stage, x, extras)
+        return (y, produced) if outputs else y
 
     @is_constant
     def _stage(self, *seen: Any) -> TracedStage | str:

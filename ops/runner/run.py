@@ -5,6 +5,7 @@ A call is one dictionary look-up, for the `Program` of this request, and then a 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -305,6 +306,7 @@ class Call:
         self.updates: PendingUpdates | None = None
         self.repeats = False
         self.is_traced = False  # what is kept for backward becomes results of an operation of torch
+        self.rows: list[int] = []  # that each step saw, where it is
         self.retains = pipeline.retain_graph
         self.labels = pipeline.labels
         self.first_forward = forward
@@ -331,6 +333,8 @@ class Call:
                     x = x.dequantize()
             elif x.dtype != wiring.dtype:
                 x = x.to(wiring.dtype)
+            if self.is_traced:
+                self.rows.append(math.prod(x.shape[:-1]))
             try:
                 x = self._run_step(wiring, x)
             except Exception as error:

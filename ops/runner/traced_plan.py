@@ -98,6 +98,7 @@ class Run:
         self.differentiable: tuple[bool, ...] = ()  # y and the extra outputs
         self.given: list[tuple[int, torch.dtype]] = []  # of x and the extra inputs: dimensions, dtype
         self.left: dict[tuple[int, ...], _Left] = {}
+        self.flops: dict[tuple[int, ...], tuple[int, int]] = {}  # of products, forward and backward, by the sizes
 
     @property
     def saved(self) -> tuple[int, ...]:
@@ -221,6 +222,9 @@ class TracedPlan:
             held = [state for operation in operations for state in operation.buffers()]
             run.differentiable = (True, *[name in program.differentiable for name in terms.outputs])
             made = run.take(tensors, results, call.kept, held)
+            sizes = tuple(self.sizes(tensors))
+            if all(type(size) is int for size in sizes) and sizes not in run.flops:
+                run.flops[sizes] = _flops(program, operations, call.rows)
             if runs and any(run.wanted):
                 assert run.sources is not None, "it was taken"
                 known = (*tensors, *made)
@@ -228,7 +232,7 @@ class TracedPlan:
                     None if at is None else _view(t, known[at]) for t, at in zip(call.kept, run.sources, strict=True)
                 ]
                 left = _Left(program, tuple(call.states), tuple(views), open_entries())
-                run.leave(tuple(self.sizes(tensors)), left)
+                run.leave(sizes, left)
         return made
 
     def backward(
@@ -301,7 +305,7 @@ class TracedPlan:
                     "torch.compile did not see: autocasts of two threads are open at once. Run compiled models on one "
                     "thread, or open autocast within the compiled function."
                 )
-        elif not open_entries() and self._recipes - {recipe}:
+        elif not open_entries() and current_recipe() == recipe and self._recipes - {recipe}:
             names = " and ".join(sorted(repr(each.name) for each in self._recipes))
             raise RuntimeError(
                 "A compiled forward is computed again in a backward, outside of any autocast, and has run under "
@@ -319,6 +323,18 @@ class TracedPlan:
         finally:
             for owner, name in owners:
                 owner[name] = None
+
+
+def _flops(program: Program, operations: Sequence[Any], rows: Sequence[int]) -> tuple[int, int]:
+    """Of all products forward, and of those that backward computes. rows: how many each step saw."""
+    forward = backward = 0
+    for wiring, count in zip(program.forward, rows, strict=True):
+        for index in wiring.step.indices:
+            flops = operations[index].flops(count)
+            needs = program.contexts[index]["needs"]
+            forward += flops
+            backward += flops * (needs.input + any(name.startswith("weight") for name in needs.params))
+    return forward, backward
 
 
 def _is_hooked(module: nn.Module) -> bool:

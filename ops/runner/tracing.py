@@ -7,23 +7,31 @@ inputs; its arguments are what torch's guards then compare before a later call. 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.flop_counter import _FlopCounterMode
 
 from ops.runner.context import IndexTensor
+from ops.runner.nested_backward import note_forward
 from ops.runner.program import Plan
 from ops.runner.run import Pipeline, dtype_of_autocast
-from ops.runner.traced_operations import register
+from ops.runner.traced_operations import first_forward, register
 from ops.runner.traced_plan import Terms, TracedPlan
+from recipes.first_forwards import FirstForwards
 from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.stack import current_recipe, seen, traced_recipe
 from recipes.tensors.splits import Splits
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_WATCHERS = (_FlopCounterMode, _CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 LONGEST_NAME = 60
 
@@ -78,6 +86,25 @@ def see(
     )  # fmt: skip
 
 
+def is_watched() -> bool:
+    """Whether a mode of torch's looks at operations by their names: selective checkpointing, or the flop counter."""
+    return torch._C._len_torch_dispatch_stack() > 0 and isinstance(_get_current_dispatch_mode(), _WATCHERS)
+
+
+@contextmanager
+def as_known_forward(first_forwards: FirstForwards, training: bool) -> Iterator[None]:
+    """Around an eager call: remembers its recipe, or enters that of the forward that a checkpoint computes again."""
+    if note_forward():
+        with first_forwards.entered_again(training, None):
+            yield
+        return
+    token = first_forward.set(first_forwards.began(training))
+    try:
+        yield
+    finally:
+        first_forward.reset(token)
+
+
 def refuse(why: str) -> None:
     """Break the graph, with this reason; an error where it must be whole."""
     if torch.compiler.is_dynamo_compiling():
@@ -91,15 +118,15 @@ def run_stage(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """y and the extra outputs by name. module: where the paths of parameters begin."""
     name, key, parameters, inputs, outputs = stage
-    tensors = [x]
+    others = []
     for path, parameter in parameters:
         owner: Any = module
         for child in path:
             owner = owner._modules[child]
-        tensors.append(owner._parameters[parameter])
-    tensors += [extras[n] if isinstance(extras[n], Tensor) else torch.tensor(extras[n]) for n in inputs]
-    y, *others = getattr(torch.ops.fuser, name).default(tensors, key)
-    return y, dict(zip(outputs, others, strict=True))
+        others.append(owner._parameters[parameter])
+    others += [extras[n] if isinstance(extras[n], Tensor) else torch.tensor(extras[n]) for n in inputs]
+    y, *made = getattr(torch.ops.fuser, name).default(x, others, key)
+    return y, dict(zip(outputs, made, strict=True))
 
 
 def stage_of(
@@ -115,7 +142,8 @@ def stage_of(
     why = _why_not(pipeline, recipe, outputs, call)
     if why is not None:
         return why
-    of_autocast = pipeline.recipe is None and not call.inside
+    exported = torch.compiler.is_exporting()
+    of_autocast = pipeline.recipe is None and not call.inside and not exported
     terms = Terms(
         recipe, of_autocast, dtype_of_autocast(device), training, fusions_version, tuple(pipeline.consumed), outputs
     )
@@ -129,7 +157,7 @@ def stage_of(
         recipe, device, dtype, pipeline.all_needs(True), training, pipeline.path or recipe.path, fusions_version
     )
     name = _name(pipeline.operations, pipeline.planner(pipeline.operations, request))
-    register(name, plan)
+    register(name, plan, outlives_model=exported)
     slots = tuple(
         ((*path, *filter(None, prefix.split("."))), parameter)
         for path, operation in zip(paths, pipeline.operations, strict=True)
@@ -177,5 +205,5 @@ def _name(operations: Sequence[nn.Module], plan: Plan) -> str:
 
 
 def _in_words(name: str) -> str:
-    """GroupedMLP: grouped_mlp."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    """GroupedMLP: grouped_mlp; ForwardLinearBiasAdd, which is the forward alone: linear_bias_add."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.removeprefix("Forward")).lower()
