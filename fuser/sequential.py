@@ -19,7 +19,7 @@ from ops.runner.nested_backward import note_forward
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation, at_border, check_buffers, check_extras
 from ops.runner.run import NOT_TRACED, Pipeline
-from ops.runner.tracing import Seen, as_known_forward, is_constant, is_watched, refuse, run_stage, see, stage_of
+from ops.runner.tracing import Seen, is_constant, is_counted, refuse, run_stage, see, stage_of
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
@@ -159,21 +159,13 @@ class Sequential(Container):
         no operation declares or that share memory with a tensor that is still needed; TypeError for an x that is not a
         tensor, is complex, or holds integers where the first operations compute in floating point.
         """
-        result = None
-        if torch.compiler.is_compiling():
-            result = self._trace(x, outputs, buffers, extras)
-        elif is_watched():
-            with as_known_forward(self.first_forwards, self.training):
-                result = self._trace(x, outputs, buffers, extras)
-        return self._run(x, outputs, buffers, extras) if result is None else result
-
-    def _trace(self, x: Tensor, outputs: Sequence[str], buffers: Any, extras: dict[str, Any]) -> Any:
-        """What `forward` returns, by operations of torch; None where they are refused."""
-        fusions = registered_fusions()
-        stages = self._stages(*see(self, x, extras, outputs, buffers, self.path, self.retain_graph, fusions))
-        if isinstance(stages, str):
-            return refuse(stages)
-        return self._run_stages(stages, x, outputs, extras)
+        if torch.compiler.is_compiling() or is_counted(self.first_forwards, self.training):
+            fusions = registered_fusions()
+            stages = self._stages(*see(self, x, extras, outputs, buffers, self.path, self.retain_graph, fusions))
+            if not isinstance(stages, str):
+                return self._run_stages(stages, x, outputs, extras)
+            refuse(stages)
+        return self._run(x, outputs, buffers, extras)
 
     @is_constant
     def _stages(self, *seen: Any) -> tuple[Any, ...] | str:

@@ -95,10 +95,9 @@ def test_a_plan_of_another_process_is_unknown():
 POLICIES = {"saved": CheckpointPolicy.MUST_SAVE, "recomputed": CheckpointPolicy.PREFER_RECOMPUTE}
 
 
-@pytest.mark.parametrize("compiles", [False, rest(True)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("recipe", ["mxfp8", rest("nvfp4")])
-def test_selective_checkpointing_sees_operations_by_name(recipe, policy, compiles):
+def test_selective_checkpointing_sees_operations_by_name(recipe, policy):
     layer = moe_layer()
     seen: set[str] = set()
 
@@ -110,9 +109,8 @@ def test_selective_checkpointing_sees_operations_by_name(recipe, policy, compile
         return layer(2 * x) + 1
 
     contexts = functools.partial(create_selective_checkpoint_contexts, choose)
-    run = functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-    if compiles:
-        run = torch.compile(run, backend="aot_eager_decomp_partition", fullgraph=True)
+    checkpointed = functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+    run = torch.compile(checkpointed, backend="aot_eager_decomp_partition", fullgraph=True)
     x = torch.randn(T, H)
     expected = gradients(layer, forward, recipe, x)
     assert all(map(torch.equal, gradients(layer, run, recipe, x), expected))
@@ -123,11 +121,26 @@ def test_selective_checkpointing_sees_operations_by_name(recipe, policy, compile
 def test_the_flop_counter_counts_products_by_name(frozen):
     layer = Sequential(*experts()).requires_grad_(not frozen)
     x = torch.randn(T, H, requires_grad=True)
+    sizes, scales = torch.tensor([5, 0, 12, 7]), torch.rand(T)
     with FlopCounterMode(display=False) as counter:
-        layer(x, split_sizes=torch.tensor([5, 0, 12, 7]), scales=torch.rand(T)).sum().backward()
+        layer(x, split_sizes=sizes, scales=scales).sum().backward()
     once = 2 * T * H * 3 * F
     found = {str(operation): flops for operation, flops in counter.get_flop_counts()["Global"].items()}
     assert found == {"fuser.grouped_mlp": once, "fuser.grouped_mlp_backward": once if frozen else 2 * once}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_is_counted_by_its_kernels_under_its_recipe(use_reentrant):
+    layer = moe_layer()
+    x = torch.randn(T, H)
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=use_reentrant)
+
+    expected = gradients(layer, layer, "mxfp8", x)
+    with FlopCounterMode(display=False) as counter:
+        assert all(map(torch.equal, gradients(layer, run, "mxfp8", x), expected))
+    assert counter.get_total_flops() > 0
 
 
 # ---------------------------------------------------------------------------------------------------- without numbers

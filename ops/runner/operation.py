@@ -19,9 +19,7 @@ from ops.runner.run import NOT_TRACED, Pipeline
 from ops.runner.tracing import (
     Seen,
     TracedStage,
-    as_known_forward,
     is_constant,
-    is_watched,
     refuse,
     run_stage,
     see,
@@ -234,28 +232,14 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         Raises TypeError for an x that is no tensor, of complex numbers, or of integers where the operation computes in
         floating point.
         """
-        result = None
         if torch.compiler.is_compiling():
-            result = self._trace(x, outputs, buffers, path, retain_graph, extras)
-        elif is_watched():
-            with as_known_forward(self._pipeline(path, retain_graph).first_forwards, self.training):
-                result = self._trace(x, outputs, buffers, path, retain_graph, extras)
-        return self._run(x, outputs, buffers, path, retain_graph, extras) if result is None else result
-
-    def _trace(
-        self,
-        x: Tensor,
-        outputs: Sequence[str],
-        buffers: Any,
-        path: str | None,
-        retain_graph: bool,
-        extras: dict[str, Any],
-    ) -> Any:
-        stage = self._stage(*see(self, x, extras, outputs, buffers, path, retain_graph))
-        if isinstance(stage, str):
-            return refuse(stage)
-        y, produced = run_stage(self, stage, x, extras)
-        return (y, produced) if outputs else y
+            stage = self._stage(*see(self, x, extras, outputs, buffers, path, retain_graph))
+            if isinstance(stage, str):
+                refuse(stage)
+            else:
+                y, produced = run_stage(self, stage, x, extras)
+                return (y, produced) if outputs else y
+        return self._run(x, outputs, buffers, path, retain_graph, extras)
 
     @is_constant
     def _stage(self, *seen: Any) -> TracedStage | str:

@@ -13,7 +13,6 @@ gradient. Below autograd it says which tensors need one, and what is kept for ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -23,7 +22,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import _FlopCounterMode, register_flop_formula
 
 from ops.runner.traced_plan import TracedPlan
-from recipes.first_forwards import ForwardWithGrad
 
 _library = torch.library.Library("fuser", "FRAGMENT")
 _plans: WeakValueDictionary[str, TracedPlan] = WeakValueDictionary()
@@ -36,10 +34,6 @@ class Operators(NamedTuple):
 
     forward: Any
     backward: Any
-
-
-# Of an eager call: what stands for it among the forwards that a checkpoint may compute again.
-first_forward: ContextVar[ForwardWithGrad | None] = ContextVar("fuser_first_forward", default=None)
 
 
 def register(name: str, plan: TracedPlan, *, outlives_model: bool) -> None:
@@ -136,7 +130,6 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(fctx: Any, operators: Operators, plan: TracedPlan, needs: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         fctx.set_materialize_grads(False)
-        fctx.first_forward = first_forward.get()
         tensors = tuple(plan.laid_out(tensors))
         with torch._C._AutoDispatchBelowAutograd():
             results = operators.forward(tensors[0], tensors[1:], plan.key, needs)
@@ -152,8 +145,6 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(fctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         operators, plan, run, sizes = fctx.call
-        if fctx.first_forward is not None:
-            fctx.first_forward.has_run = True
         given = [d if carries else None for d, carries in zip(gradients, run.differentiable, strict=True)]
         found = iter(operators.backward(list(fctx.saved_tensors), given, plan.key, run.needs, sizes))
         return None, None, None, *[next(found) if want else None for want in run.wanted]

@@ -7,21 +7,19 @@ inputs; its arguments are what torch's guards then compare before a later call. 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.flop_counter import _FlopCounterMode
 
 from ops.runner.context import IndexTensor
-from ops.runner.nested_backward import note_forward
+from ops.runner.nested_backward import within_backward
 from ops.runner.program import Plan
 from ops.runner.run import Pipeline, dtype_of_autocast
-from ops.runner.traced_operations import first_forward, register
+from ops.runner.traced_operations import register
 from ops.runner.traced_plan import Terms, TracedPlan
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Role
@@ -30,8 +28,6 @@ from recipes.stack import current_recipe, seen, traced_recipe
 from recipes.tensors.splits import Splits
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-_WATCHERS = (_FlopCounterMode, _CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 LONGEST_NAME = 60
 
@@ -86,23 +82,15 @@ def see(
     )  # fmt: skip
 
 
-def is_watched() -> bool:
-    """Whether a mode of torch's looks at operations by their names: selective checkpointing, or the flop counter."""
-    return torch._C._len_torch_dispatch_stack() > 0 and isinstance(_get_current_dispatch_mode(), _WATCHERS)
-
-
-@contextmanager
-def as_known_forward(first_forwards: FirstForwards, training: bool) -> Iterator[None]:
-    """Around an eager call: remembers its recipe, or enters that of the forward that a checkpoint computes again."""
-    if note_forward():
-        with first_forwards.entered_again(training, None):
-            yield
-        return
-    token = first_forward.set(first_forwards.began(training))
-    try:
-        yield
-    finally:
-        first_forward.reset(token)
+def is_counted(first_forwards: FirstForwards, training: bool) -> bool:
+    """Whether torch's flop counter looks at an eager forward; then it is recorded for a reentrant checkpoint around it.
+    One that another checkpoint may compute again, or does, is left to the runner, which records more."""
+    if not torch._C._len_torch_dispatch_stack() or not isinstance(_get_current_dispatch_mode(), _FlopCounterMode):
+        return False
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or within_backward():
+        return False
+    first_forwards.began(training)
+    return True
 
 
 def refuse(why: str) -> None:
