@@ -18,8 +18,8 @@ from ops.runner.input import check_real, check_tensor
 from ops.runner.nested_backward import note_forward
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation, at_border, check_buffers, check_extras
-from ops.runner.run import NOT_TRACED, Pipeline
-from ops.runner.tracing import Seen, is_constant, is_counted, refuse, run_stage, see, stage_of
+from ops.runner.run import Pipeline
+from ops.runner.tracing import NOT_TRACED, Seen, is_constant, is_counted, refuse, run_stage, see, stage_of
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -219,3 +220,44 @@ def pretend_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor
 
     monkeypatch.setattr(FakeTensor, "__getitem__", take, raising=False)
+
+
+# ------------------------------------------------------------------------------------------- what torch relies on
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, rest(torch.bfloat16)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layer", [rest("moe"), rest("dense"), rest("unfused"), "biases"])
+@pytest.mark.parametrize("recipe", ["high_precision", *(rest(name) for name in NAMES[1:-1]), NAMES[-1]])
+def test_operations_write_to_no_argument_and_their_fakes_lie_as_what_runs(layer, recipe, dtype):
+    sequential = LAYERS[layer]().to(dtype)
+    pipeline = sequential.layout().stages[0].runner
+    call = Seen("", False, ((True, 0),), "cpu", str(dtype), (), (), False, None, False, ())
+    with autocast(recipe):
+        name, key, *_ = stage_of(pipeline, [()] * len(sequential), (), call, 0)
+        forward, backward = (getattr(torch.ops.fuser, of).default for of in (name, f"{name}_backward"))
+        x = torch.randn(T, H, dtype=dtype)
+        parameters = [parameter.detach() for parameter in pipeline.parameters().present]
+        needs = "g1" + "1" * len(parameters)
+        everything = [x, *parameters, *checked(forward, x, parameters, key, needs)]
+    plan = plan_of(key)
+    saved = [everything[at] for at in plan.run(needs).saved]
+    dy = torch.randn(T, H, dtype=dtype)
+    checked(backward, saved, [dy], key, needs, plan.sizes([x, *parameters]))
+
+
+def checked(operation: Any, *args: Any) -> list[Tensor]:
+    """What it returns: each in memory of its own, as its fakes lie, and its arguments as they were."""
+    given = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
+    before = [as_bytes(tensor).clone() for tensor in given]
+    found = operation(*args)
+    assert all(map(torch.equal, map(as_bytes, given), before))
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in (*given, *found)]
+    assert len(set(addresses)) == len({id(tensor) for tensor in given}) + len(found)
+    with FakeTensorMode() as mode:
+        fakes = operation(*tree_map_only(Tensor, mode.from_tensor, args))
+    assert [(t.dtype, t.shape, t.stride()) for t in fakes] == [(t.dtype, t.shape, t.stride()) for t in found]
+    return found
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)

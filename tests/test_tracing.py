@@ -326,3 +326,43 @@ def test_constant_weights_around_a_compiled_model_are_refused():
     run, _ = compiled(model)
     with constant_weights(model), pytest.raises(RuntimeError, match="constant_weights is open around a compiled model"):
         step(model, "fp8_current", torch.randn(24, H), run)
+
+
+# --------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@EVERY
+@pytest.mark.parametrize("settings", [{}, {"dynamic": True}], ids=["static", "dynamic"])
+def test_inductor_gives_a_sequential_the_bits_of_eager(recipe, settings):
+    eager = moe_layer().to("cuda", torch.bfloat16)
+    other = copy.deepcopy(eager)
+    run = torch.compile(lambda x: 1 * other(2 * x), fullgraph=True, **settings)
+    for tokens in (64, 64, 200):
+        x = torch.randn(tokens, H, dtype=torch.bfloat16, device="cuda")
+        assert_same(step(other, recipe, x, run), step(eager, recipe, x, lambda x: 1 * eager(2 * x)))
+    for (state, mine), (_, expected) in zip(other.named_buffers(), eager.named_buffers(), strict=True):
+        assert torch.equal(mine, expected), state
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["high_precision", "fp8_current", "mxfp8"])
+def test_cuda_graphs_of_inductor_give_the_bits_of_eager(recipe):
+    layer = moe_layer().to("cuda", torch.bfloat16)
+    run = torch.compile(lambda x: 1 * layer(2 * x), fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.randn(64, H, dtype=torch.bfloat16, device="cuda")
+        found = {name: value.clone() for name, value in step(layer, recipe, x, run).items()}
+        assert_same(found, step(layer, recipe, x, lambda x: 1 * layer(2 * x)))
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_inductor_refuse_scales_that_move_on():
+    layer = moe_layer().to("cuda", torch.bfloat16)
+    run = torch.compile(lambda x: 1 * layer(2 * x), fullgraph=True, mode="reduce-overhead")
+    x = torch.randn(64, H, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(RuntimeError, match="whose replays would leave its scales as they are"):
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            step(layer, "fp8_delayed", x, run)

@@ -15,8 +15,9 @@ from ops.runner.input import check_real
 from ops.runner.named_extras import NamedExtras
 from ops.runner.not_traced import not_traced
 from ops.runner.quantizer_state import apply_to_state, prepare_loading
-from ops.runner.run import NOT_TRACED, Pipeline
+from ops.runner.run import Pipeline
 from ops.runner.tracing import (
+    NOT_TRACED,
     Seen,
     TracedStage,
     is_constant,

@@ -28,7 +28,6 @@ from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import check_writable, memory_of
 from ops.runner.input import check_numbers, check_tensor
 from ops.runner.nested_backward import note_forward, unwanted_parameters
-from ops.runner.not_traced import not_traced
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
@@ -39,12 +38,6 @@ from recipes.stack import current_recipe, current_updates, open_entries, records
 from recipes.tensors.splits import Splits, offsets_alone
 
 Buffers = Mapping[int, Mapping[str, Tensor]]
-
-# Where torch (2.11, 2.13) traces the Function, backward takes the saved tensors twice, and the first time frees them.
-NOT_TRACED = (
-    "Operations of fuser run as they are, with kernels that are fused already, and torch.compile takes what is around "
-    "them: leave out fullgraph=True."
-)
 
 MOST_PROGRAMS = 64  # that a pipeline keeps: requests that never come again (a new lambda in each step) push others out
 
@@ -187,7 +180,6 @@ class Pipeline:
                         f"Materialise it first: module.to_empty(device={str(x.device)!r}), then reset_parameters()."
                     )
 
-    @not_traced(NOT_TRACED)
     def __call__(
         self,
         x: Any,

@@ -290,6 +290,12 @@ class TracedPlan:
                 "constant_weights is open around a compiled model, which quantizes its weights in each forward. Leave "
                 "the scope before the call, or run the model without torch.compile."
             )
+        on_gpu = program.request.device.type == "cuda"
+        if program.keeps_state and run.records and on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"A CUDA graph of a compiled forward under {recipe.name!r} is captured, whose replays would leave its "
+                "scales as they are. Compile without mode='reduce-overhead', or capture by fuser.graph."
+            )
         if program.keeps_state and run.records and again:
             raise RuntimeError(
                 f"A forward under {recipe.name!r} is computed again in a backward, when its scales may have moved. "

@@ -29,6 +29,12 @@ from recipes.tensors.splits import Splits
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Of what runs where no operation of torch can stand for it.
+NOT_TRACED = (
+    "Operations of fuser run as they are, with kernels that are fused already, and torch.compile takes what is around "
+    "them: leave out fullgraph=True."
+)
+
 LONGEST_NAME = 60
 
 
