@@ -78,6 +78,11 @@ def fusions_version() -> int:
     return _version
 
 
+def registered_fusions() -> tuple[str, ...]:
+    """The names of the registered fusions, in the order in which they are tried."""
+    return tuple([registration.fusion.__qualname__ for registration in _registered])
+
+
 class FusionPlanner:
     """Makes plans with the registered and built-in fusions, or only with `fusions` if they are given."""
 

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from fuser.explain import explain
 from fuser.layout import Container, Layout
-from fuser.plan import Fusion, FusionPlanner, fusions_version
+from fuser.plan import Fusion, FusionPlanner, fusions_version, registered_fusions
 from ops.products.main_grad import OperationWithWeights, backward_dw
 from ops.runner.callers_buffers import CallersBuffer, check_between_stages, place_of
 from ops.runner.input import check_real, check_tensor
 from ops.runner.nested_backward import note_forward
+from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation, at_border, check_buffers, check_extras
 from ops.runner.run import Pipeline
+from ops.runner.tracing import NOT_TRACED, Seen, is_constant, is_counted, refuse, run_stage, see, stage_of
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
@@ -158,6 +160,60 @@ class Sequential(Container):
         no operation declares or that share memory with a tensor that is still needed; TypeError for an x that is not a
         tensor, is complex, or holds integers where the first operations compute in floating point.
         """
+        if torch.compiler.is_compiling() or is_counted(self.first_forwards, self.training):
+            fusions = registered_fusions()
+            stages = self._stages(*see(self, x, extras, outputs, buffers, self.path, self.retain_graph, fusions))
+            if not isinstance(stages, str):
+                return self._run_stages(stages, x, outputs, extras)
+            refuse(stages)
+        return self._run(x, outputs, buffers, extras)
+
+    @is_constant
+    def _stages(self, *seen: Any) -> tuple[Any, ...] | str:
+        """For each stage an operation of torch, or the path of a module with the extra inputs and outputs of its call;
+        else why there is none."""
+        call = Seen(*seen)
+        try:
+            layout = self.layout()
+            check_extras(layout.consumed, layout.produced, dict(call.given), call.outputs)
+        except ValueError as error:
+            return str(error)
+        paths = {module: tuple(name.split(".")) for name, module in self.named_modules()}
+        version = fusions_version()
+        stages: list[Any] = []
+        for stage, passed_on in zip(layout.stages, layout.passed_on, strict=True):
+            wanted = tuple(dict.fromkeys((*passed_on, *(name for name in call.outputs if name in stage.makes))))
+            if isinstance(stage.runner, Pipeline):
+                own = [paths[operation] for operation in stage.runner.operations]
+                found = stage_of(stage.runner, own, wanted, call, version)
+                if isinstance(found, str):
+                    return found
+                stages.append(found)
+            else:
+                stages.append((paths[stage.runner], tuple(stage.needs), wanted))
+        return tuple(stages)
+
+    def _run_stages(self, stages: tuple[Any, ...], x: Tensor, outputs: Sequence[str], extras: dict[str, Any]) -> Any:
+        for stage in stages:
+            if isinstance(stage[0], str):
+                x, produced = run_stage(self, stage, x, extras)
+            else:
+                path, needs, wanted = stage
+                module: Any = self
+                for name in path:
+                    module = module._modules[name]
+                settings: dict[str, Any] = {name: extras[name] for name in needs}
+                if isinstance(module, BasicOperation):
+                    settings |= {"path": self.path, "retain_graph": self.retain_graph}
+                if wanted:
+                    settings["outputs"] = wanted
+                result = module(x, **settings)
+                x, produced = result if wanted else (result, {})
+            extras = {**extras, **produced}
+        return (x, {name: extras[name] for name in outputs}) if outputs else x
+
+    @not_traced(NOT_TRACED)
+    def _run(self, x: Tensor, outputs: Sequence[str], buffers: Any, extras: dict[str, Any]) -> Any:
         check_tensor(x)
         check_real("x", x.dtype)
         layout = self.layout()

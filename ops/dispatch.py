@@ -22,6 +22,7 @@ from ops.kernels.routing.permute import RoutingMap, combine, dispatch, make_rout
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
 from recipes.arguments import check_flags, positive_integers
 from recipes.request import PlanRequest
+from recipes.tensors.abstract import is_abstract
 from recipes.tensors.splits import Splits
 
 
@@ -93,6 +94,11 @@ class Dispatch(BasicOperation):
             return "a token read once, counting sort (Triton)" if in_triton else "torch"
         sort, transport = "counting sort (Triton)" if in_triton else "torch", self.group.transport(request.device)
         return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward"
+
+    def why_not_traced(self, path: str) -> str | None:
+        if self.group is not None:
+            return "how many rows the ranks send is read on the host in each forward, and torch's tracing stops there."
+        return super().why_not_traced(path)
 
     def features(self, incoming: int | None) -> int | None:
         return incoming
@@ -181,7 +187,7 @@ class Dispatch(BasicOperation):
         if indices.is_floating_point() or indices.dtype == torch.bool:
             raise TypeError(f"indices is {indices.dtype}, but must be integers. Convert it.")
         highest = self.num_experts if self.empty_slots else self.num_experts - 1
-        if indices.device.type == "cpu" and ((indices < 0) | (indices > highest)).any():
+        if indices.device.type == "cpu" and not is_abstract(indices) and ((indices < 0) | (indices > highest)).any():
             raise ValueError(
                 f"indices reach from {indices.min()} to {indices.max()}, but num_experts is {self.num_experts}"
                 f"{' and stands for no expert' if self.empty_slots else ''}. "

@@ -327,6 +327,9 @@ class GroupedLinear(OperationWithWeights):
             _convert(state_dict, prefix + "bias", self.num_groups, self.stacked_bias)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def flops(self, rows: int) -> int:
+        return 2 * rows * self.own_in_features * self.own_out_features
+
     def features(self, incoming: int | None) -> int | None:
         check_features(incoming, self.own_in_features)
         return self.own_out_features

@@ -264,6 +264,9 @@ class Linear(OperationWithWeights):
     def prepare_weights(self, ctx: OperationContext) -> Any:
         return None if ctx.quantizer(Role.WEIGHT) is None else self._weight(ctx, rowwise=True)
 
+    def flops(self, rows: int) -> int:
+        return 2 * rows * self.own_in_features * self.own_out_features
+
     def features(self, incoming: int | None) -> int | None:
         check_features(incoming, self.own_in_features)
         return self.own_out_features

@@ -264,6 +264,9 @@ class Router(BasicOperation):
             return "torch"
         return describe_kernels(self.num_experts, self.score_function, self.topk_groups < self.num_groups)
 
+    def flops(self, rows: int) -> int:
+        return 2 * rows * self.hidden_size * self.num_experts
+
     def features(self, incoming: int | None) -> int | None:
         check_features(incoming, self.hidden_size)
         return self.hidden_size

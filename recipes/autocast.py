@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import ContextDecorator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from recipes.effects import Effect, perform, recording
 from recipes.pending import PendingUpdates, RecordsAmaxes, end_steps, forget
 from recipes.recipe import HighPrecision, Recipe
 from recipes.registry import as_recipe
-from recipes.stack import ActiveRecipe, CastScales, current_updates, open_entries, push, remove
+from recipes.stack import ActiveRecipe, CastScales, current_updates, key_of_traced, open_entries, push, remove, seen
 
 
 class autocast(ContextDecorator):
@@ -41,6 +42,9 @@ class autocast(ContextDecorator):
     use `fuser.checkpoint`.
 
     Raises TypeError for an argument of another type, ValueError for an unknown name and keep_weights of another size.
+
+    Within a function that torch.compile or torch.export traces it decides what is traced, and takes no other argument
+    than `recipe` and `enabled` (NotImplementedError).
     """
 
     def __init__(
@@ -52,6 +56,9 @@ class autocast(ContextDecorator):
         keep_weights: Tensor | None = None,
         scales: CastScales | None = None,
     ) -> None:
+        if torch.compiler.is_compiling():
+            self._trace(recipe, enabled, amax_reduction_group, keep_weights, scales)
+            return
         asked = as_recipe(recipe)
         self._recipe = asked if as_flag("enabled", enabled) else HighPrecision()
         _check_kinds(amax_reduction_group, keep_weights, scales)
@@ -65,7 +72,11 @@ class autocast(ContextDecorator):
         scales, keep_weights = self._settings
         return autocast(self._recipe, amax_reduction_group=self._group, keep_weights=keep_weights, scales=scales)
 
-    def __enter__(self) -> Recipe:
+    def __enter__(self) -> Any:
+        if torch.compiler.is_compiling():
+            self._around = seen.recipe, seen.inside
+            seen.recipe, seen.inside = self._key, True
+            return self._recipe
         if self._entry is not None:
             raise RuntimeError("This autocast is open already. Make one for each `with` statement.")
         outside = open_entries()
@@ -79,6 +90,9 @@ class autocast(ContextDecorator):
         return self._recipe
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if torch.compiler.is_compiling():
+            seen.recipe, seen.inside = self._around
+            return
         entry, self._entry = self._entry, None
         assert entry is not None, "it was entered"
         remove(entry)
@@ -92,6 +106,14 @@ class autocast(ContextDecorator):
         if quantizers or awaited:
             perform(Effect(_end_of_step, (quantizers, self._group, awaited), partial(forget, quantizers)))
 
+    def _trace(self, recipe: Recipe | str | None, enabled: bool, *others: object) -> None:
+        if any(other is not None for other in others):
+            raise NotImplementedError(
+                "Within a function that torch.compile traces autocast takes a recipe alone. Open it around the call."
+            )
+        self._recipe = recipe  # type: ignore[assignment]  # its name is not looked up while it is traced
+        self._key = _key_while_tracing(recipe, enabled)
+
     def _awaited_by(self, entry: ActiveRecipe) -> tuple[dist.ProcessGroup | None, ...]:
         """The groups whose ranks wait for this one, even if it recorded no amaxes.
 
@@ -102,6 +124,14 @@ class autocast(ContextDecorator):
         if is_recomputation or entry.updates.has_evaluated or not torch.is_grad_enabled() or recording() is not None:
             return ()
         return self._recipe.amax_reduction_groups(self._group)
+
+
+def _key_while_tracing(recipe: Recipe | str | None, enabled: bool) -> str:
+    asked = as_recipe(recipe)
+    return key_of_traced(asked if as_flag("enabled", enabled) else HighPrecision())
+
+
+_key_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called at once, untraced
 
 
 def _check_kinds(amax_reduction_group: object, keep_weights: object, scales: object) -> None:

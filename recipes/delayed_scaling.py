@@ -156,7 +156,7 @@ class DelayedScalingQuantizer(SpecQuantizer):
 
     def note_cast_with(self, snapshot: Tensor | None) -> None:
         assert self.source is not None and snapshot is not None, "only the operation that holds the state cast before"
-        scale_in_use(self.source.tensors(self, snapshot.device)["scale"].data_ptr(), snapshot)
+        scale_in_use(self.source.tensors(self, snapshot.device)["scale"].untyped_storage()._cdata, snapshot)
 
     def end_of_step(self) -> EndOfStep:
         """How, as the step is over, its amaxes enter the history, and the scales follow."""
@@ -200,7 +200,7 @@ class DelayedScalingQuantizer(SpecQuantizer):
             return self.scale
         assert self.source is not None, "an unbound quantizer has no state to ask for"
         scale = self.source.tensors(self, device)["scale"]
-        return scale_in_use(scale.data_ptr(), scale)
+        return scale_in_use(scale.untyped_storage()._cdata, scale)
 
     def _state(self) -> Mapping[str, Tensor]:
         assert self.source is not None, "only a bound quantizer records an amax"

@@ -52,7 +52,7 @@ class PendingUpdates:
 
     def add(self, quantizer: RecordsAmaxes, state: Tensor) -> None:
         """Update this quantizer at the end of the step; `state` identifies its state."""
-        self._quantizers.setdefault(state.data_ptr(), quantizer)
+        self._quantizers.setdefault(state.untyped_storage()._cdata, quantizer)
 
     def join(self, others: Mapping[int, RecordsAmaxes]) -> None:
         """Update these quantizers, which `take` gave, at the end of this step."""

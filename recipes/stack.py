@@ -23,8 +23,16 @@ from recipes.recipe import HighPrecision, Recipe
 _HIGH_PRECISION = HighPrecision()
 
 
+def key_of(recipe: Recipe) -> str:
+    """A text that differs where recipes do; another hash of the same value would be a recipe of its own."""
+    return f"{recipe.name} {hash(recipe):x}"
+
+
+_HIGH_PRECISION_KEY = key_of(_HIGH_PRECISION)
+
+
 class CastScales:
-    """The scales that a computation used, by the address of the states from which they were read.
+    """The scales that a computation used, by the storage of the states from which they were read.
 
     The first run stores them; a recomputation (`replays`) uses them again, even if the states have changed since.
     records: whether the first run records amaxes, that is, whether gradients were enabled where it was called
@@ -36,7 +44,7 @@ class CastScales:
         self._seen: dict[int, Tensor] = {}
 
     def exchange(self, state: int, scale: Tensor) -> Tensor:
-        """The scale to quantize with; `scale` is the current one of the state at the address `state`."""
+        """The scale to quantize with; `scale` is the current one of the state in the storage `state`."""
         if self.replays:
             return self._seen.get(state, scale)
         if state not in self._seen:
@@ -53,7 +61,17 @@ class ActiveRecipe:
     in_backward:  whether it was opened within a backward
     """
 
-    __slots__ = ("__weakref__", "_holder", "in_backward", "keep_weights", "recipe", "records", "scales", "updates")
+    __slots__ = (
+        "__weakref__",
+        "_holder",
+        "in_backward",
+        "keep_weights",
+        "key",
+        "recipe",
+        "records",
+        "scales",
+        "updates",
+    )
 
     def __init__(
         self,
@@ -69,6 +87,7 @@ class ActiveRecipe:
         call = None if if_abandoned is None else lambda _: if_abandoned()
         self._holder: Callable[[], object] = weakref.ref(holder, call)
         self.recipe = recipe
+        self.key = key_of(recipe)
         self.updates = updates
         self.scales = scales
         self.keep_weights = keep_weights
@@ -97,20 +116,53 @@ Stack = tuple[ActiveRecipe, ...]
 _stack: ContextVar[Stack] = ContextVar("fuser_recipes", default=())
 
 
+class SeenByCompile:
+    """What torch.compile sees of the stack, which it cannot read: it compares these before it runs what it compiled.
+
+    recipe: the key of the current recipe. inside: whether that is of an `autocast` within what is traced
+    Of all threads the one that changed its stack last is seen; what runs compares with its own.
+    """
+
+    def __init__(self) -> None:
+        self.recipe = _HIGH_PRECISION_KEY
+        self.inside = False
+
+
+seen = SeenByCompile()
+_traced: dict[str, Recipe] = {}  # those of `autocast`s within what is traced, by their keys
+
+
+def key_of_traced(recipe: Recipe) -> str:
+    """The key by which `traced_recipe` finds it."""
+    key = key_of(recipe)
+    _traced[key] = recipe
+    return key
+
+
+def traced_recipe(key: str) -> Recipe:
+    """The recipe of an `autocast` that is being traced."""
+    return _traced[key]
+
+
+def _set(entries: Stack) -> None:
+    _stack.set(entries)
+    seen.recipe = entries[-1].key if entries else _HIGH_PRECISION_KEY
+
+
 def open_entries() -> Stack:
     """The open entries of this thread, innermost last."""
     entries = _stack.get()
     for entry in entries:
         if not entry.is_open:
             entries = tuple([other for other in entries if other.is_open])
-            _stack.set(entries)
+            _set(entries)
             break
     return entries
 
 
 def push(entry: ActiveRecipe) -> None:
     """Add the entry as the innermost one of this thread."""
-    _stack.set((*open_entries(), entry))
+    _set((*open_entries(), entry))
 
 
 def remove(entry: ActiveRecipe) -> None:
@@ -123,11 +175,11 @@ def remove(entry: ActiveRecipe) -> None:
 def entered(entries: Stack) -> Iterator[None]:
     """Use only these entries as this thread's stack inside; () means no open context."""
     before = _stack.get()
-    _stack.set(entries)
+    _set(entries)
     try:
         yield
     finally:
-        _stack.set(before)
+        _set(before)
 
 
 class _Holder:
@@ -165,7 +217,7 @@ def current_updates() -> PendingUpdates | None:
 
 
 def scale_in_use(state: int, scale: Tensor) -> Tensor:
-    """`scale`, or in a recomputation the first run's scale; `state` is the address from which `scale` was read."""
+    """`scale`, or in a recomputation the first run's scale; `state` is the storage from which `scale` was read."""
     for entry in open_entries():
         if entry.scales is not None:
             scale = entry.scales.exchange(state, scale)

@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import ops
-from fuser import Sequential
 from ops.runner.not_traced import not_traced
 
 
@@ -58,12 +56,3 @@ def test_it_is_compiled_again_behind_it_and_after_an_error(graphs):
         torch.compile(lambda x: raises(x + 1), backend=graphs)(torch.ones(3))
     torch.compile(inner, backend=graphs)(torch.ones(3))
     assert graphs.graphs == [["add"], ["mul"]]
-
-
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.compile's own
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile's
-def test_nothing_of_an_operation_is_compiled_forward_or_backward(graphs):
-    sequential = Sequential(ops.Linear(8, 8), ops.SiLU())
-    x = torch.ones(2, 8, requires_grad=True)
-    torch.compile(lambda x: sequential(2 * x) + 1, backend=graphs)(x).sum().backward()
-    assert graphs.graphs == [["mul"], ["add"]]

@@ -575,26 +575,6 @@ def test_torch_autocast_gives_the_dtype_and_gradients_keep_the_parameters(
         assert torch.equal(same(x.bfloat16()), y)
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.compile's own
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile's
-def test_torch_compile_takes_what_is_around_operations_and_refuses_more() -> None:
-    torch.compiler.reset()  # what was compiled for other tests counts against a limit
-    sequential = Sequential(ops.Linear(32, 32), Scale())
-    x = torch.randn(4, 32, requires_grad=True)
-
-    def run(x: Tensor) -> Tensor:
-        with autocast("fp8_current"):
-            return sequential(2 * x) + 1
-
-    found, expected = (
-        (y, *torch.autograd.grad(y.sum(), [x, *sequential.parameters()]))
-        for y in (torch.compile(run, backend="aot_eager")(x), run(x))
-    )
-    assert all(map(torch.equal, found, expected))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out fullgraph=True"):
-        torch.compile(lambda x: sequential(x) + 1, backend="aot_eager", fullgraph=True)(x)
-
-
 def test_torch_autocast_does_not_reach_into_an_operation_and_is_back_behind_it() -> None:
     seen: list[bool] = []
 

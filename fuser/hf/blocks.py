@@ -15,7 +15,7 @@ from fuser.sequential import Sequential
 from ops.router import Router
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation
-from ops.runner.run import NOT_TRACED
+from ops.runner.tracing import NOT_TRACED
 from recipes.recipe import HighPrecision, Recipe
 from recipes.registry import as_recipe
 

@@ -16,7 +16,7 @@ from ops.dispatch import Dispatch
 from ops.grouped_linear import GroupedLinear
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation
-from ops.runner.run import NOT_TRACED
+from ops.runner.tracing import NOT_TRACED
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
 

@@ -19,6 +19,7 @@ tensors only, for dtypes without a grouped kernel, and as the independent check 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
@@ -120,7 +121,7 @@ class GroupedPath:
     ) -> QuantizedBuffers | None:
         """Where the element-wise kernel that computes x [T, K] puts what `quantize` would make of it; None if it is
         quantized from memory."""
-        if not shape.numel() or not casts_as_computed(quantizer, splits.device, dtype):
+        if not math.prod(shape) or not casts_as_computed(quantizer, splits.device, dtype):
             return None
         return quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise)
 

@@ -273,7 +273,7 @@ def _float8_gemm(
         columns = b.codes[None, :, : rows.shape[1]].contiguous()  # a copy only where the transposed codes are padded
         scale = b.scale[None] if b.scale.dim() == 2 else b.scale
         product = grouped_gemm_tn_float8(
-            rows, a.scale, columns, scale, Splits.whole(len(rows), rows.device),
+            rows, a.scale, columns, scale, Splits.whole(rows.shape[0], rows.device),
             bias_GC=None if bias is None else bias[None], out_dtype=dtype, split_accumulation=split_accumulator,
         )  # fmt: skip
     if plain:

@@ -13,8 +13,19 @@ from torch import Tensor, nn
 from ops.runner.context import IndexTensor, OperationContext
 from ops.runner.input import check_real
 from ops.runner.named_extras import NamedExtras
+from ops.runner.not_traced import not_traced
 from ops.runner.quantizer_state import apply_to_state, prepare_loading
 from ops.runner.run import Pipeline
+from ops.runner.tracing import (
+    NOT_TRACED,
+    Seen,
+    TracedStage,
+    is_constant,
+    refuse,
+    run_stage,
+    see,
+    stage_of,
+)
 from recipes.recipe import Recipe, Role
 from recipes.registry import as_recipe
 from recipes.request import PlanRequest
@@ -69,7 +80,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     why_in_full: why this very operation is not repeated, as a sentence, or None. It is not captured in a CUDA graph
     either, unless it replaces `why_not_captured`.
     divides_output: the `ops.kernels.collectives.RankGroup` among whose ranks the features of y are divided, or None.
-    settings: how often such an attribute was assigned.
+    settings: how often such an attribute was assigned, a recipe or a name of an extra tensor set.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
     """
@@ -125,6 +136,24 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         """Why this very operation cannot be captured in a CUDA graph, as a sentence, or None."""
         return self.why_in_full
 
+    def flops(self, rows: int) -> int:
+        """Floating-point operations of its product of so many rows with its weights, for torch's flop counter: two for
+        each multiplication and addition. Each gradient, of the rows and of the weights, takes as many."""
+        return 0
+
+    def why_not_traced(self, path: str) -> str | None:
+        """Why torch.compile and torch.export cannot make an operation of torch of what it does, as a sentence, or None.
+
+        path: "grouped" or "split"
+        """
+        if self.wgrad_is_external:
+            return "its weight gradients go to main_grad, or are delayed, which autograd does not see."
+        if self.in_place_input is not None:
+            return f"it writes into {self.in_place_input!r} in place. Give in_place=False."
+        if path == "split" and Splits in self.extra_inputs.values():
+            return "the SplitPath reads split sizes on the host. Use a recipe of the GroupedPath."
+        return None
+
     def check_follows(self, previous: BasicOperation) -> None:
         """Raise ValueError if it cannot stand behind `previous`. A Sequential checks this when it is made."""
 
@@ -153,6 +182,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     def rename_extras(self, **names: str) -> Self:
         super().rename_extras(**names)
         self._pipelines = {}
+        self.__dict__["settings"] = self.settings + 1
         return self
 
     @property
@@ -168,6 +198,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         """
         self._recipe = None if recipe is None else as_recipe(recipe)
         self._pipelines = {}
+        self.__dict__["settings"] = self.settings + 1
         return self
 
     def parameter_names(self) -> tuple[str, ...]:
@@ -201,10 +232,43 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         Raises TypeError for an x that is no tensor, of complex numbers, or of integers where the operation computes in
         floating point.
         """
+        if torch.compiler.is_compiling():
+            stage = self._stage(*see(self, x, extras, outputs, buffers, path, retain_graph))
+            if isinstance(stage, str):
+                refuse(stage)
+            else:
+                y, produced = run_stage(self, stage, x, extras)
+                return (y, produced) if outputs else y
+        return self._run(x, outputs, buffers, path, retain_graph, extras)
+
+    @is_constant
+    def _stage(self, *seen: Any) -> TracedStage | str:
+        call = Seen(*seen)
+        pipeline = self._pipeline(call.path, call.retain_graph)
+        try:
+            check_extras(pipeline.consumed, pipeline.produced, dict(call.given), call.outputs)
+        except ValueError as error:
+            return str(error)
+        return stage_of(pipeline, [()], call.outputs, call, 0)
+
+    def _pipeline(self, path: str | None, retain_graph: bool) -> Pipeline:
         pipeline = self._pipelines.get((path, retain_graph))
         if pipeline is None:
             pipeline = Pipeline((self,), path=path, retain_graph=retain_graph, recipe=self._recipe)
             self._pipelines = {**self._pipelines, (path, retain_graph): pipeline}
+        return pipeline
+
+    @not_traced(NOT_TRACED)
+    def _run(
+        self,
+        x: Tensor,
+        outputs: Sequence[str],
+        buffers: Mapping[str, Tensor] | None,
+        path: str | None,
+        retain_graph: bool,
+        extras: dict[str, Any],
+    ) -> Any:
+        pipeline = self._pipeline(path, retain_graph)
         check_extras(pipeline.consumed, pipeline.produced, extras, outputs)
         if buffers:
             check_buffers(self, buffers, "buffers")

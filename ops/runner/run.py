@@ -5,6 +5,7 @@ A call is one dictionary look-up, for the `Program` of this request, and then a 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +28,6 @@ from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import check_writable, memory_of
 from ops.runner.input import check_numbers, check_tensor
 from ops.runner.nested_backward import note_forward, unwanted_parameters
-from ops.runner.not_traced import not_traced
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
@@ -35,15 +35,9 @@ from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
 from recipes.stack import current_recipe, current_updates, open_entries, records_amaxes
-from recipes.tensors.splits import Splits
+from recipes.tensors.splits import Splits, offsets_alone
 
 Buffers = Mapping[int, Mapping[str, Tensor]]
-
-# Where torch (2.11, 2.13) traces the Function, backward takes the saved tensors twice, and the first time frees them.
-NOT_TRACED = (
-    "Operations of fuser run as they are, with kernels that are fused already, and torch.compile takes what is around "
-    "them: leave out fullgraph=True."
-)
 
 MOST_PROGRAMS = 64  # that a pipeline keeps: requests that never come again (a new lambda in each step) push others out
 
@@ -52,7 +46,7 @@ _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
 
 
-class _Parameters(NamedTuple):
+class Parameters(NamedTuple):
     """A pipeline's parameters as they are at a call. layout: which are registered as None, and what changes else."""
 
     present: list[Tensor]
@@ -91,6 +85,8 @@ class Pipeline:
         self.retain_graph = retain_graph
         self.programs: dict[Any, Program] = {}
         self.first_forwards = first_forwards or FirstForwards()
+        self.traced: dict[Any, Any] = {}  # of `ops.runner.tracing`, by what they hold for
+        self.traced_recipes: set[Recipe] = set()  # under which what was traced has run
         # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
         self._members = [(weakref.ref(o), o._parameters, o._modules) for o in self.operations]
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
@@ -112,13 +108,43 @@ class Pipeline:
 
     def all_needs(self, requires_grad: bool) -> Any:
         """The needs of a request in which x requires grad or not, and the parameters as they do."""
-        return requires_grad, tuple(map(_requires_grad, self._parameters().present)), ()
+        return requires_grad, tuple(map(_requires_grad, self.parameters().present)), ()
 
     def program(self, x: Tensor, extras: Mapping[str, Any], training: bool, fusions_version: int) -> Program:
         """The program for this call; made once for each distinct request."""
-        return self._program(x, extras, self._parameters(), training, fusions_version)
+        return self._program(x, extras, self.parameters(), training, fusions_version)
 
-    def _parameters(self) -> _Parameters:
+    def program_for(
+        self,
+        x: Tensor,
+        parameters: Parameters,
+        needs: tuple[bool, tuple[bool, ...], tuple[str, ...]],
+        autocast_dtype: torch.dtype | None,
+        training: bool,
+        fusions_version: int,
+    ) -> Program:
+        """The same, where the needs of the request and the dtype of torch.autocast are known."""
+        dtypes = tuple(map(_dtype, parameters.present))
+        recipe = self.recipe or current_recipe()
+        # All that the request is made of, and what the program adds.
+        key = (recipe, x.device, needs, training, fusions_version, x.dtype, autocast_dtype, dtypes, parameters.layout)
+        program = self.programs.get(key)
+        if program is None:
+            check_numbers(x.dtype, self.operations)
+            self._check_parameters(x)
+            dtype = autocast_dtype or (dtypes[0] if dtypes else x.dtype)
+            if torch.float64 in dtypes:
+                dtype = torch.float64  # the widest decides: it is what a kernel may lack
+            path = self.path or recipe.path
+            request = PlanRequest(recipe, x.device, dtype, needs, training, path, fusions_version)
+            plan = self.planner(self.operations, request)
+            # plans made with fusions that are no longer registered are of no use
+            known = [(k, p) for k, p in list(self.programs.items()) if p.request.fusions_version == fusions_version]
+            self.programs = dict(known[1 - MOST_PROGRAMS :])
+            program = self.programs[key] = Program(self.operations, plan, request, x.dtype, autocast_dtype)
+        return program
+
+    def parameters(self) -> Parameters:
         parameters: list[Any] = []
         names: tuple[Any, ...] = ()
         for operation, own, children in self._members:
@@ -132,37 +158,18 @@ class Pipeline:
         kinds = tuple(map(type, parameters))
         if _NONE in kinds:
             parameters = [parameter for parameter in parameters if parameter is not None]
-        return _Parameters(parameters, (kinds, names))
+        return Parameters(parameters, (kinds, names))
 
     def _program(
-        self, x: Tensor, extras: Mapping[str, Any], parameters: _Parameters, training: bool, fusions_version: int
+        self, x: Tensor, extras: Mapping[str, Any], parameters: Parameters, training: bool, fusions_version: int
     ) -> Program:
-        device = x.device
-        autocast_dtype = torch.get_autocast_dtype(device.type) if _autocasts(device) else None
         present = parameters.present
         if torch.is_grad_enabled():
             extras_needs = [n for n, v in extras.items() if isinstance(v, Tensor) and v.requires_grad] if extras else ()
             needs = (x.requires_grad, tuple(map(_requires_grad, present)), tuple(extras_needs))
         else:
             needs = (False, (False,) * len(present), ())
-        dtypes = tuple(map(_dtype, present))
-        recipe = self.recipe or current_recipe()
-        # All that the request is made of, and what the program adds.
-        key = (recipe, device, needs, training, fusions_version, x.dtype, autocast_dtype, dtypes, parameters.layout)
-        program = self.programs.get(key)
-        if program is None:
-            check_numbers(x.dtype, self.operations)
-            self._check_parameters(x)
-            dtype = autocast_dtype or (dtypes[0] if dtypes else x.dtype)
-            if torch.float64 in dtypes:
-                dtype = torch.float64  # the widest decides: it is what a kernel may lack
-            request = PlanRequest(recipe, device, dtype, needs, training, self.path or recipe.path, fusions_version)
-            plan = self.planner(self.operations, request)
-            # plans made with fusions that are no longer registered are of no use
-            known = [(k, p) for k, p in list(self.programs.items()) if p.request.fusions_version == fusions_version]
-            self.programs = dict(known[1 - MOST_PROGRAMS :])
-            program = self.programs[key] = Program(self.operations, plan, request, x.dtype, autocast_dtype)
-        return program
+        return self.program_for(x, parameters, needs, dtype_of_autocast(x.device), training, fusions_version)
 
     def _check_parameters(self, x: Tensor) -> None:
         for operation in self.operations:
@@ -173,7 +180,6 @@ class Pipeline:
                         f"Materialise it first: module.to_empty(device={str(x.device)!r}), then reset_parameters()."
                     )
 
-    @not_traced(NOT_TRACED)
     def __call__(
         self,
         x: Any,
@@ -207,13 +213,13 @@ class Pipeline:
         fusions_version: int,
         forward: ForwardWithGrad | None,
     ) -> tuple[Any, dict[str, Any]]:
-        parameters = self._parameters()
+        parameters = self.parameters()
         program = self._program(x, extras, parameters, training, fusions_version)
-        call = _Call(program, extras, tuple(wanted), buffers or {}, self, forward)
+        call = Call(program, extras, tuple(wanted), buffers or {}, self, forward)
         # Inside a Function, torch.autocast would still change the products of the references.
         with (
             without_autocast(x.device),
-            _step(call) if program.keeps_state else _NOTHING,
+            step_of(call, records=records_amaxes()) if program.keeps_state else _NOTHING,
         ):
             if not program.needs_grad:
                 return at_tensor(call.forward(x)), call.produced
@@ -229,9 +235,9 @@ _NO_WEIGHTS: Mapping[int, Any] = {}
 
 
 @contextmanager
-def _step(call: _Call) -> Iterator[None]:
+def step_of(call: Call, *, records: bool) -> Iterator[None]:
     """Lets quantizers with a state record: for the end of the outermost autocast, or without one of this call."""
-    if not records_amaxes():
+    if not records:
         around = current_updates()
         if around is not None:
             around.has_evaluated = True
@@ -254,12 +260,17 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if _autocasts(device) else _NOTHING
 
 
+def dtype_of_autocast(device: torch.device) -> torch.dtype | None:
+    """The dtype of torch.autocast for this device; None where it is off."""
+    return torch.get_autocast_dtype(device.type) if _autocasts(device) else None
+
+
 def _autocasts(device: torch.device) -> bool:
     """Whether torch.autocast is on for this device; some devices (meta) it does not support."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
-class _Call:
+class Call:
     """One call of a program: the values of the extra tensors while forward runs, the contexts it leaves behind."""
 
     def __init__(
@@ -286,6 +297,8 @@ class _Call:
         self.written: dict[str, Tensor] = {}  # those of them that were, and have a history
         self.updates: PendingUpdates | None = None
         self.repeats = False
+        self.is_traced = False  # what is kept for backward becomes results of an operation of torch
+        self.rows: list[int] = []  # that each step saw, where it is
         self.retains = pipeline.retain_graph
         self.labels = pipeline.labels
         self.first_forward = forward
@@ -312,6 +325,8 @@ class _Call:
                     x = x.dequantize()
             elif x.dtype != wiring.dtype:
                 x = x.to(wiring.dtype)
+            if self.is_traced:
+                self.rows.append(math.prod(x.shape[:-1]))
             try:
                 x = self._run_step(wiring, x)
             except Exception as error:
@@ -357,8 +372,8 @@ class _Call:
         result = step.of(self.operations).fuser_forward(contexts if step.fused else contexts[0], x, extras)
         if type(result) is not tuple or len(result) != 2:
             raise TypeError(f"fuser_forward returned a {type(result).__name__}. Return (y, {{name: extra output}}).")
-        for context in contexts:
-            states.append(left_by(context, kept))
+        with offsets_alone() if self.is_traced else _NOTHING:
+            states += [left_by(context, kept) for context in contexts]
         return result
 
     def _repeat(self, repeated: RepeatedStep, wiring: Wiring, x: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -423,7 +438,7 @@ class _RetainingFunction(torch.autograd.Function):
     """The pipeline as one autograd node."""
 
     @staticmethod
-    def forward(fctx: Any, call: _Call, x: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
+    def forward(fctx: Any, call: Call, x: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
         fctx.set_materialize_grads(False)
         program = call.program
         y = at_tensor(call.forward(x))

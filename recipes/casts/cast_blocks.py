@@ -33,9 +33,10 @@ from recipes.casts.layout import (
     num_rows,
 )
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale
+from recipes.tensors.abstract import is_abstract
 from recipes.tensors.formats import Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
-from recipes.triton.launch import Launch, cdiv
+from recipes.triton.launch import Launch, cdiv, has_work
 
 # -------------------------------------------------------------------------------------------------------------- config
 
@@ -134,7 +135,7 @@ def cast_blocks_on_triton(
             "POWER_2": rule.power_2, "LARGEST": rule.largest(x.dtype), "PACKED": has_words(column_codes)
         }  # fmt: skip
     programs, place = _tiles(x_GTK, spec, config, splits)
-    if programs:
+    if not is_abstract(x) and programs:
         launch(
             x_GTK, programs,
             x_GTK, row_codes, row_scale, column_codes, column_scale, *place, *own,
@@ -155,7 +156,7 @@ def dequantize_blocks_on_triton(
 ) -> Tensor:
     """`dequantize` of such a spec on any device, as above."""
     codes, scale, out = codes.contiguous(), scale.contiguous(), empty_values(shape, dtype, codes.device)
-    if not out.numel():
+    if not has_work(out):
         return out.to(dtype)
     own: tuple[int, ...] = ()
     stacked = scale.ndim == 3

@@ -25,9 +25,10 @@ from recipes.casts.cast_float8_triton import (
 )
 from recipes.casts.layout import Copies, as_bytes, as_words, empty_copies, empty_values, has_words, matrices, num_rows
 from recipes.casts.scale_rules import Float32Scale
+from recipes.tensors.abstract import is_abstract
 from recipes.tensors.formats import ALL, E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
-from recipes.triton.launch import Launch, cdiv
+from recipes.triton.launch import Launch, cdiv, has_work
 from recipes.triton.row_slots import num_slots
 
 # Groups begin at multiples of it in column_codes: whole sectors of memory. Of 16, wgrad takes 1.3 times as long (H200).
@@ -146,7 +147,7 @@ def dequantize_float8_on_triton(
 def dequantize_codes_on_triton(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """`codes.to(dtype)`. On an H200 torch's own conversion reaches a quarter of copy bandwidth."""
     codes, out = codes.contiguous(), empty_values(codes.shape, dtype, codes.device)
-    if codes.numel():
+    if has_work(codes):
         _dequantize_codes(
             codes,
             cdiv(codes.numel(), DEQUANTIZE_BLOCK),
@@ -176,7 +177,7 @@ def transpose_back_on_triton(
 def amax_triton(x_GTK: Tensor, amax: Tensor, offsets: Tensor | None) -> None:
     """Launch: amax [n] float32 becomes the maximum of itself and those of contiguous x, as for `cast_float8_triton`."""
     groups, rows, columns = x_GTK.shape
-    if not x_GTK.numel():
+    if not has_work(x_GTK):
         return
     config = amax_config()
     programs = num_row_tiles(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
@@ -205,6 +206,8 @@ def cast_float8_triton(
 
     given: [n] float32, scales or amaxes
     """
+    if is_abstract(x_GTK):
+        return
     groups, rows, columns = x_GTK.shape
     config = cast_float8_config(columns)
     width = 0 if column_codes is None else column_codes.shape[-1]
@@ -225,7 +228,7 @@ def cast_float8_triton(
 def transpose_back_triton(codes: Tensor, out_GTK: Tensor, offsets: Tensor | None, aligned: Tensor | None) -> None:
     """Launch: values of column_codes into out: [1, T, K] or [G, N, K]. All tensors contiguous."""
     groups, rows, columns = out_GTK.shape
-    if not out_GTK.numel():
+    if not has_work(out_GTK):
         return
     config = transpose_back_config(columns)
     words = as_words(codes)

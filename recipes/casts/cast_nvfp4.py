@@ -69,7 +69,7 @@ from recipes.casts.scale_rules import FourOverSix
 from recipes.tensors.formats import ALL, E2M1, E4M3
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
-from recipes.triton.launch import Launch, cdiv, next_power_of_2
+from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2
 from recipes.triton.philox import block_bits_ref
 
 if why_no_gluon((9, 0)) is None:
@@ -383,7 +383,7 @@ def amax_nvfp4_triton(
             of_rows = x.new_zeros(x.shape[:-1] if row_scaled else shape, dtype=torch.float32)
         if columnwise:
             of_columns = of_rows if shared else x.new_zeros(shape, dtype=torch.float32)
-    if x.numel() and (rowwise or columnwise):
+    if has_work(x) and (rowwise or columnwise):
         config = amax_nvfp4_config(x.shape[-1], row_scaled=row_scaled)
         launch = _Grid(x, splits, config)
         _amax_nvfp4(
@@ -409,7 +409,7 @@ def cast_nvfp4_triton(
     round_rht: bool = True,
 ) -> None:
     """Writes `made`, from `empty_codes`, by the kernel in Gluon where it supports this, else by that in Triton."""
-    if not x.numel():
+    if not has_work(x):
         for tensor in made:
             if tensor is not None:
                 tensor.view(torch.uint8).zero_()  # the padding of no rows
@@ -437,7 +437,7 @@ def cast_nvfp4_triton(
 
 def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, transpose: bool) -> None:
     """Writes `values`, float32, bfloat16 or float16."""
-    if not values.numel():
+    if not has_work(values):
         return
     codes, scale = codes.contiguous(), scale.view(torch.uint8).contiguous()
     *_, R, K = values.shape
@@ -531,7 +531,7 @@ def _padded(x: Tensor, splits: Splits | None) -> Tensor:
     capacity = splits.aligned_capacity(BLOCK)
     to = torch.where(active, splits.row_in_padded(BLOCK), capacity)
     padded = x.new_zeros(capacity + 1, x.shape[1])
-    return padded.index_copy_(0, to, x)[:-1] if len(x) else padded[:-1]
+    return padded.index_copy_(0, to, x)[:-1] if x.shape[0] else padded[:-1]
 
 
 def _cropped(padded: Tensor, x: Tensor, splits: Splits | None) -> Tensor:
@@ -540,7 +540,7 @@ def _cropped(padded: Tensor, x: Tensor, splits: Splits | None) -> Tensor:
         return padded[..., : x.shape[-2], :].contiguous()
     inactive = splits.group_of_row == splits.num_groups
     if not padded.shape[0]:
-        return padded.new_zeros(len(x), padded.shape[1])
+        return padded.new_zeros(x.shape[0], padded.shape[1])
     rows = padded.view(torch.uint8) if padded.dtype == E4M3.dtype else padded
     return rows.index_select(0, splits.row_in_padded(BLOCK)).masked_fill(inactive[:, None], 0).view(padded.dtype)
 

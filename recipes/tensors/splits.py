@@ -14,7 +14,9 @@ shape that does not depend on the sizes, so a CUDA graph can be replayed with ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import accumulate, pairwise
 from operator import index
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.tensors.abstract import is_abstract
 from recipes.triton.offsets import aligned_offsets, clamped_offsets
 
 Key = tuple[str, int]
@@ -55,8 +58,8 @@ class Splits:
         many rows.
 
         Sizes on the host are checked: a negative one or a sum above `rows` is a ValueError. Sizes on the device are
-        clamped instead (negative to 0, the sum to `rows`), because looking at them would synchronise. A sum below
-        `rows` is legal.
+        clamped instead (negative to 0, the sum to `rows`), because looking at them would synchronise, and so are
+        sizes without numbers (meta and fake tensors). A sum below `rows` is legal.
         """
         device = torch.device(device)
         if isinstance(split_sizes, Splits):
@@ -64,7 +67,7 @@ class Splits:
             splits = split_sizes
         elif isinstance(split_sizes, Tensor):
             _check_sizes_tensor(split_sizes)
-            on_host = split_sizes.device.type == "cpu"
+            on_host = split_sizes.device.type == "cpu" and not is_abstract(split_sizes)
             splits = (
                 checked_splits(split_sizes.tolist(), rows, device) if on_host else clamped_splits(split_sizes, rows)
             )
@@ -168,13 +171,14 @@ class Splits:
         return self._host
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors made so far, to travel through `save_for_backward`."""
-        return tuple(self._tensors.values())
+        """The tensors made so far, to travel through `save_for_backward`; the offsets alone within `offsets_alone`."""
+        return (self.offsets,) if _offsets_alone.get() else tuple(self._tensors.values())
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> Splits:
         """The same splits over `tensors`, which come from `tensors()`. With Nones in their place: an empty template."""
         # Keys are only ever added at the end, so tensors taken earlier still match theirs.
-        return Splits(dict(zip(self._tensors, tensors, strict=False)), self.rows, self.num_groups, self._host)
+        host = None if _offsets_alone.get() else self._host
+        return Splits(dict(zip(self._tensors, tensors, strict=False)), self.rows, self.num_groups, host)
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -201,6 +205,20 @@ class Splits:
         if tensor is None:
             tensor = self._tensors[name, block] = compute()
         return tensor
+
+
+@contextmanager
+def offsets_alone() -> Iterator[None]:
+    """Inside, Splits travel as their offsets: what is derived from these, or read on the host, stays behind. What
+    comes out then does not depend on which of it a computation needed."""
+    token = _offsets_alone.set(True)
+    try:
+        yield
+    finally:
+        _offsets_alone.reset(token)
+
+
+_offsets_alone: ContextVar[bool] = ContextVar("fuser_offsets_alone", default=False)
 
 
 def checked_splits(sizes: list[int], rows: int, device: torch.device) -> Splits:

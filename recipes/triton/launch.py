@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from recipes.tensors.abstract import is_abstract
 from recipes.triton.gates import JITFunction, warn_of_release
 from recipes.triton.repeated import DESCRIPTORS
 from recipes.triton.replay import Replays, is_eager
@@ -100,6 +101,7 @@ class Launch:
     As in a key of Triton's, a tensor counts with its dtype and whether it starts at a multiple of 16 bytes, an int with
     whether it is 1 or a multiple of 16, and its width, and of a float only that it is one. Triton's hooks at a launch
     run; what its knobs say about compiling (debug, instrumentation) is read when a key is met for the first time.
+    Over an x without numbers (`is_abstract`) nothing is launched.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -107,6 +109,8 @@ class Launch:
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, x: Tensor, programs: int | tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if is_abstract(x):
+            return
         grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1, 1)[:3]
         if torch.compiler.is_compiling():
             self.kernel[grid](*args, **constants)
@@ -161,6 +165,11 @@ def _kind(arg: Any) -> Any:
     if isinstance(arg, tuple):
         return kind, *map(_kind, arg)
     raise TypeError(f"a kernel got a {kind.__name__}. Pass tensors, descriptors, numbers or tuples of them.")
+
+
+def has_work(x: Tensor) -> bool:
+    """Whether kernels over x are to be launched: it has elements, and numbers in them."""
+    return not is_abstract(x) and x.numel() > 0
 
 
 @cache

@@ -53,7 +53,7 @@ from ops.kernels.elementwise.chain_cast import (
 )
 from ops.kernels.elementwise.chain_triton import delementwise_kernel, elementwise_kernel
 from recipes.triton.gates import JITFunction, tl
-from recipes.triton.launch import Launch, cdiv, next_power_of_2, replayed
+from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2, replayed
 from recipes.triton.philox import random_bits_ref
 
 Kind = Literal["", "column", "row", "element", "random"]
@@ -399,7 +399,7 @@ def elementwise_triton(
     dtypes: Sequence[torch.dtype],
 ) -> None:
     """Launch `elementwise` on contiguous tensors."""
-    if not x.numel():
+    if not has_work(x):
         return
     gated = _gate_of(steps) >= 0
     shape = _halved(x.shape) if gated else x.shape
@@ -431,7 +431,7 @@ def delementwise_triton(
     config: ElementwiseConfig,
 ) -> None:
     """Launch `delementwise` on contiguous tensors. Partial sums: [row blocks, columns] or [column blocks, rows]."""
-    if not dy.numel():
+    if not has_work(dy):
         return
     sums = column_shares is not None or any(share is not None for share in shares)
     some_cast = cast or y_cast

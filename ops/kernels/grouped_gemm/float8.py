@@ -63,7 +63,7 @@ from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_c
 from recipes.native_products import FLOAT8
 from recipes.tensors.formats import ScaleLayout
 from recipes.tensors.splits import Splits
-from recipes.triton.launch import Launch, cdiv, launcher, replayed
+from recipes.triton.launch import Launch, cdiv, has_work, launcher, replayed
 from recipes.triton.row_slots import num_slots
 
 # ---------------------------------------------------------------------------------------------------- references
@@ -504,7 +504,7 @@ def grouped_gemm_nt_float8_triton(
 def with_aligned_rows(codes: Tensor) -> Tensor:
     """The codes if their rows are multiples of 16 bytes, or a copy in which zeros make them so."""
     missing = -codes.shape[-1] % 16
-    if codes.numel() == 0 or (missing == 0 and takes_descriptors(codes)):
+    if not has_work(codes) or (missing == 0 and takes_descriptors(codes)):
         return codes
     return torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).contiguous().view(codes.dtype)
 

@@ -58,6 +58,7 @@ from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, mult
 from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules import allow_tf32, k_grouped_config, m_grouped_config, uses_descriptors
+from recipes.tensors.abstract import is_abstract
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
 from recipes.triton.launch import Launch, cdiv, launcher, properties, replayed
@@ -175,6 +176,8 @@ def grouped_gemm_tn(
             allow_tf32(x_TK.dtype),
         )  # fmt: skip
     check_m_grouped(x_TK, w_GNK, splits, bias_GN, scales_T, w_features=2)
+    if is_abstract(x_TK):
+        return output(out, (splits.rows, w_GNK.shape[1]), out_dtype, x_TK)
     return m_grouped_on_cpu(x_TK, w_GNK.transpose(1, 2), splits, out, out_dtype, alpha_G, bias_GN, scales_T)
 
 
@@ -198,6 +201,8 @@ def grouped_gemm_nn(
             allow_tf32(dy_TN.dtype),
         )  # fmt: skip
     check_m_grouped(dy_TN, w_GNK, splits, w_features=1)
+    if is_abstract(dy_TN):
+        return output(out, (splits.rows, w_GNK.shape[2]), out_dtype, dy_TN)
     return m_grouped_on_cpu(dy_TN, w_GNK, splits, out, out_dtype, alpha_G)
 
 
@@ -257,6 +262,8 @@ def grouped_gemm_nt(
         tf32 = allow_tf32(x_TK.dtype)
         return _nt(dy_TN, x_TK, splits.offsets, splits.rows, alpha_G, out, out_dtype, tf32, accumulate, reverse)
     _check_k_grouped(dy_TN, x_TK, splits, out, accumulate, reverse)
+    if is_abstract(x_TK):
+        return output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
     return k_grouped_on_cpu(dy_TN, x_TK, splits, out, out_dtype, alpha_G, accumulate, reverse)
 
 
@@ -311,6 +318,8 @@ def grouped_bias_grad(
     """
     check_rows(dy_TN, splits)
     check_scales(scales_T, splits)
+    if is_abstract(dy_TN) and not dy_TN.is_cuda:
+        return output(None, (splits.num_groups, dy_TN.shape[1]), out_dtype, dy_TN)
     if dy_TN.device.type != "cuda":
         return grouped_bias_grad_ref(dy_TN, splits, scales_T=scales_T, out_dtype=out_dtype)
     refuse_float64(dy_TN)

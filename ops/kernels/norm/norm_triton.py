@@ -22,6 +22,7 @@ Graph safety: grids depend only on shapes, and the host reads nothing, so calls 
 """
 # T rows, N columns (features)
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from recipes.triton.gates import tl, triton
-from recipes.triton.launch import Launch, cdiv, next_power_of_2, properties
+from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2, properties
 from recipes.triton.rounding import round_to, widen
 
 # ------------------------------------------------------------------------------------------------ configurations
@@ -361,11 +362,11 @@ def norm_triton(
     """
     x = x.contiguous()
     N = x.shape[-1]
-    rows = x.shape[:-1].numel()
+    rows = math.prod(x.shape[:-1])
     y = torch.empty_like(x)
     rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if centered else None
-    if x.numel() == 0:
+    if not has_work(x):
         return y, mean, rstd
     config = norm_config(rows, N)
     _norm(
@@ -398,7 +399,7 @@ def dnorm_triton(
     """
     dy, x = dy.contiguous(), x.contiguous()
     N = x.shape[-1]
-    rows = x.shape[:-1].numel()
+    rows = math.prod(x.shape[:-1])
     sms = multiprocessors(x)
     config = dnorm_config(rows, N, sms)
     whole = config.block_n >= N

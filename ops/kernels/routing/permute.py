@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.permute_triton import combine_kernel, count_kernel, dispatch_kernel, place_kernel
-from recipes.triton.launch import Launch, cdiv, next_power_of_2
+from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,7 @@ def make_routing_map_triton(
 ) -> None:
     """Launch the counting sort. All tensors contiguous; indices of any integer dtype, the others int64."""
     num_pairs, num_experts = indices.numel(), sizes.numel()
-    if not num_pairs:
+    if not has_work(indices):
         sizes.zero_()
         return
     block, block_e, num_warps = map_config(num_experts)
@@ -201,7 +201,7 @@ def combine_triton(x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
 
 def _move(launch: Launch, x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
     (num_tokens, topk), H = row_of_slot.shape, x.shape[1]
-    if not y.numel():
+    if not has_work(y):
         return
     block_h, num_warps = move_config(H, x.element_size())
     launch(x, num_tokens * cdiv(H, block_h), x, row_of_slot, y, H, TOPK=topk, BLOCK_H=block_h, num_warps=num_warps)

@@ -1,0 +1,150 @@
+"""Pipelines as operations of torch, `fuser::<name>` and `fuser::<name>_backward`, for whoever traces what torch does.
+
+    fuser::<name>(Tensor x, Tensor[] others, str plan, str needs="") -> Tensor[]
+    fuser::<name>_backward(Tensor[] saved, Tensor?[] gradients, str plan, str needs, SymInt[] sizes) -> Tensor[]
+
+name is that of what a plan runs, such as `grouped_mlp`; the plan itself is found by its key. Both are functional but
+for the random numbers they draw and the states of operations, which no other operation reads.
+
+`needs` is empty where autograd still has to see the operation: then y and the extra outputs come out, and have a
+gradient. Below autograd it says which tensors need one, and what is kept for backward comes out too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import _FlopCounterMode, register_flop_formula
+
+from ops.runner.traced_plan import TracedPlan
+
+_library = torch.library.Library("fuser", "FRAGMENT")
+_plans: WeakValueDictionary[str, TracedPlan] = WeakValueDictionary()
+_exported: set[TracedPlan] = set()
+_operators: dict[str, Operators] = {}
+
+
+class Operators(NamedTuple):
+    """The two operations of one name."""
+
+    forward: Any
+    backward: Any
+
+
+def register(name: str, plan: TracedPlan, *, outlives_model: bool) -> None:
+    """Let the operations `fuser::<name>` find the plan: as long as somebody holds it, or for good."""
+    if name not in _operators:
+        _operators[name] = _define(name)
+    _plans[plan.key] = plan
+    if outlives_model:
+        _exported.add(plan)
+
+
+def _define(name: str) -> Operators:
+    # Drawn numbers and states: two calls are never one, and none is left out.
+    tags = (torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
+    backward = f"{name}_backward"
+    _library.define(f'{name}(Tensor x, Tensor[] others, str plan, str needs="") -> Tensor[]', tags=tags)
+    _library.define(
+        f"{backward}(Tensor[] saved, Tensor?[] gradients, str plan, str needs, SymInt[] sizes) -> Tensor[]", tags=tags
+    )
+    for of, run in ((name, _forward), (backward, _backward)):
+        _library.impl(of, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fuser::{of}", run, lib=_library)
+    operators = Operators(*[getattr(torch.ops.fuser, of).default for of in (name, backward)])
+
+    def differentiable(x: Tensor, others: Sequence[Tensor], plan: str, needs: str = "") -> Sequence[Tensor]:
+        if needs:
+            with torch._C._AutoDispatchBelowAutograd():
+                return operators.forward(x, others, plan, needs)
+        return _differentiable(operators, (x, *others), plan)
+
+    _library.impl(name, differentiable, "Autograd")
+    _count_flops(operators)
+    return operators
+
+
+def _count_flops(operators: Operators) -> None:
+    def of_forward(x: Tensor, others: Sequence[Tensor], plan: str, needs: str = "", *, out_val: Any) -> int:
+        found, tensors = plan_of(plan), (x, *others)
+        return found.run(needs or _needs(tensors)).flops[tuple(found.sizes(tensors))][0]
+
+    def of_backward(saved: Any, gradients: Any, plan: str, needs: str, sizes: Sequence[int], *, out_val: Any) -> int:
+        return plan_of(plan).run(needs).flops[tuple(sizes)][1]
+
+    formulas: tuple[Any, ...] = (of_forward, of_backward)
+    for operator, formula in zip(operators, formulas, strict=True):
+        register_flop_formula(operator.overloadpacket, get_raw=True)(formula)
+        for mode in _get_current_dispatch_mode_stack():  # a counter copies what is registered when it is made
+            if isinstance(mode, _FlopCounterMode):
+                mode.counter.flop_registry[operator.overloadpacket] = formula
+
+
+def plan_of(key: str) -> TracedPlan:
+    """The plan of this key. Raises RuntimeError if there is none."""
+    plan = _plans.get(key)
+    if plan is None:
+        raise RuntimeError(
+            f"There is no {key}: its model is gone, has been changed since, or was compiled or exported in another "
+            "process. Keep the model as long as what was compiled of it is in use, and compile or export it again."
+        )
+    return plan
+
+
+def _forward(x: Tensor, others: Sequence[Tensor], plan: str, needs: str = "") -> list[Tensor]:
+    found, tensors = plan_of(plan), (x, *others)
+    if needs:
+        return found.forward(tensors, needs)
+    needs = _needs(tensors)
+    return found.forward(tensors, needs)[: found.num_results]
+
+
+def _backward(
+    saved: Sequence[Tensor], gradients: Sequence[Tensor | None], plan: str, needs: str, sizes: Sequence[int]
+) -> list[Tensor]:
+    return plan_of(plan).backward(saved, gradients, needs, sizes)
+
+
+def _needs(tensors: Sequence[Tensor]) -> str:
+    enabled = torch.is_grad_enabled()
+    return ("g" if enabled else "-") + "".join("1" if enabled and t.requires_grad else "0" for t in tensors)
+
+
+def _differentiable(operators: Operators, tensors: Sequence[Tensor], key: str) -> Sequence[Tensor]:
+    plan = plan_of(key)
+    needs = _needs(tensors)
+    if "1" in needs:
+        return list(_Function.apply(operators, plan, needs, *tensors))
+    with torch._C._AutoDispatchBelowAutograd():
+        return operators.forward(tensors[0], tensors[1:], key, needs)[: plan.num_results]
+
+
+class _Function(torch.autograd.Function):
+    """The two operations as a node of autograd. Backward takes each saved tensor as an argument, so it is seen."""
+
+    @staticmethod
+    def forward(fctx: Any, operators: Operators, plan: TracedPlan, needs: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        fctx.set_materialize_grads(False)
+        tensors = tuple(plan.laid_out(tensors))
+        with torch._C._AutoDispatchBelowAutograd():
+            results = operators.forward(tensors[0], tensors[1:], plan.key, needs)
+        run = plan.run(needs)
+        everything = (*tensors, *results)
+        fctx.save_for_backward(*[everything[at] for at in run.saved])
+        fctx.call = operators, plan, run, plan.sizes(tensors)
+        outputs = results[: plan.num_results]
+        without = [t for t, carries in zip(outputs, run.differentiable, strict=True) if not carries]
+        fctx.mark_non_differentiable(*without)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(fctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        operators, plan, run, sizes = fctx.call
+        given = [d if carries else None for d, carries in zip(gradients, run.differentiable, strict=True)]
+        found = iter(operators.backward(list(fctx.saved_tensors), given, plan.key, run.needs, sizes))
+        return None, None, None, *[next(found) if want else None for want in run.wanted]

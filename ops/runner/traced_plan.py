@@ -1,0 +1,469 @@
+"""A pipeline as torch traces it: two functions of plain tensors, which `ops.runner.traced_operations` registers.
+
+    forward    (tensors, needs)                   -> [y, extra outputs, what is kept for backward]
+    backward   (saved, gradients, needs, sizes)   -> [the gradient of each tensor that needs one]
+
+tensors are x, the parameters, and the extra inputs. Both run the pipeline's program as an eager call does. On tensors
+without numbers (`is_abstract`) they run it too, which gives the shapes, strides and dtypes of the results: so no
+operation has a rule for its shapes beside its code.
+
+What runs are stand-ins of the user's operations: with the same settings and states, and the tensors of the call as
+parameters. What forward leaves for backward beside tensors follows from the plan, the needs and the sizes, and is kept
+by these.
+"""
+# P parameters
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import uuid
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ops.runner.backward import Record, run_backward
+from ops.runner.context import at_tensor, state_of
+from ops.runner.nested_backward import within_backward
+from ops.runner.program import Program
+from ops.runner.repeat import OperationState
+from ops.runner.run import Call, Pipeline, step_of, without_autocast
+from recipes.recipe import Recipe
+from recipes.stack import Stack, current_recipe, open_entries
+from recipes.tensors.abstract import is_abstract
+from recipes.tensors.splits import Splits
+
+MOST_SIZES = 4096  # of which a plan keeps what forward leaves: more than forwards that wait for their backward
+
+_numbers = itertools.count()
+
+
+class Terms(NamedTuple):
+    """What a plan holds for, beside the operations and the dtypes.
+
+    recipe: of this call; of_autocast: whether it is that of an `autocast` around all that is traced
+    inputs, outputs: the names of the extra tensors that go in, and of those that come out
+    """
+
+    recipe: Recipe
+    of_autocast: bool
+    autocast_dtype: torch.dtype | None
+    training: bool
+    fusions_version: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class _View(NamedTuple):
+    """How a tensor lies in another one. offset: from that one's first element."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Left(NamedTuple):
+    """What a forward leaves for backward beside tensors. views: how each kept tensor lies in what is saved."""
+
+    program: Program
+    states: tuple[OperationState, ...]
+    views: tuple[_View | None, ...]
+    entries: Stack
+
+
+class Run:
+    """The runs of a plan in which the same tensors need a gradient.
+
+    needs: "g" where gradients were enabled, else "-", and then for each tensor 1 or 0
+    sources: for each tensor that is kept for backward, its position among the tensors that go in and come out
+    saved: the positions of those that backward takes: all parameters, and the sources
+    """
+
+    def __init__(self, needs: str, num_parameters: int, inputs: Sequence[str]) -> None:
+        self.needs = needs
+        self.records = needs[0] == "g"
+        self.wanted = tuple(flag == "1" for flag in needs[1:])
+        x, *others = self.wanted
+        names = (name for name, want in zip(inputs, others[num_parameters:], strict=True) if want)
+        self.request = x, tuple(others[:num_parameters]), tuple(names)
+        self.num_parameters = num_parameters
+        self.sources: tuple[int | None, ...] | None = None
+        self.differentiable: tuple[bool, ...] = ()  # y and the extra outputs
+        self.given: list[tuple[int, torch.dtype]] = []  # of x and the extra inputs: dimensions, dtype
+        self.left: dict[tuple[int, ...], _Left] = {}
+        self.flops: dict[tuple[int, ...], tuple[int, int]] = {}  # of products, forward and backward, by the sizes
+
+    @property
+    def saved(self) -> tuple[int, ...]:
+        assert self.sources is not None, "its forward has run"
+        return tuple(sorted({*range(1, 1 + self.num_parameters), *(at for at in self.sources if at is not None)}))
+
+    def take(
+        self,
+        tensors: Sequence[Tensor],
+        results: Sequence[Tensor],
+        kept: Sequence[Tensor | None],
+        held: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """The results, each in memory of its own, and what else is to be kept. held: memory of the operations."""
+        self.given = [(tensor.dim(), tensor.dtype) for tensor in _activations(tensors, self.num_parameters)]
+        made: list[Tensor] = []
+        for result in results:
+            made.append(_in_own_memory(result, (*tensors, *made, *held)))
+        known = {_memory(tensor): at for at, tensor in reversed([*enumerate((*tensors, *made))])}
+        foreign = {_memory(tensor) for tensor in held}
+        sources: list[int | None] = []
+        for tensor in kept if any(self.wanted) else ():
+            if tensor is not None and _memory(tensor) not in known:
+                known[_memory(tensor)] = len(tensors) + len(made)
+                made.append(tensor.clone() if _memory(tensor) in foreign else tensor)
+            sources.append(None if tensor is None else known[_memory(tensor)])
+        if self.sources is None:
+            self.sources = tuple(sources)
+        elif self.sources != tuple(sources):
+            raise NotImplementedError(
+                f"What forward keeps for backward lies in the tensors {sources}, but in {list(self.sources)} when it "
+                "was traced, so it cannot be one operation of torch. Leave this module out of torch.compile: "
+                "torch.compiler.disable(module)."
+            )
+        return made
+
+    def leave(self, sizes: tuple[int, ...], left: _Left) -> None:
+        """Keep it until a backward of these sizes."""
+        before = self.left.pop(sizes, None)
+        if before is not None:
+            _check_same_numbers(before.states, left.states)
+        elif len(self.left) >= MOST_SIZES:
+            del self.left[next(iter(self.left))]
+        self.left[sizes] = left
+
+
+class TracedPlan:
+    """The two functions of one pipeline on some terms. key: what stands for the plan in a graph, in this process alone.
+
+    Threads take turns with a plan: while it runs, its stand-ins hold the tensors of one call.
+    """
+
+    def __init__(self, pipeline: Pipeline, terms: Terms) -> None:
+        self.terms = terms
+        self.key = f"{terms.recipe.name}, plan {next(_numbers)} of process {_process()}"
+        self.num_parameters = len(pipeline.parameters().present)
+        self._live = [weakref.ref(operation) for operation in pipeline.operations]
+        self._hooked = [_is_hooked(operation) for operation in pipeline.operations]
+        self._recipes = pipeline.traced_recipes
+        self._slots = [
+            (at, path, name)
+            for at, operation in enumerate(pipeline.operations)
+            for path, module in operation.named_modules(remove_duplicate=False)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self._operations = [_stand_in(operation, shares_state=True) for operation in pipeline.operations]
+        self._pipeline = _pipeline_of(self._operations, pipeline, terms.recipe)
+        self._runs: dict[str, Run] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def num_results(self) -> int:
+        """How many tensors come out that are not kept for backward alone: y and the extra outputs."""
+        return 1 + len(self.terms.outputs)
+
+    def run(self, needs: str) -> Run:
+        """The runs with these needs."""
+        found = self._runs.get(needs)
+        return found or self._runs.setdefault(needs, Run(needs, self.num_parameters, self.terms.inputs))
+
+    def sizes(self, tensors: Sequence[Tensor]) -> list[int]:
+        """The shapes of x and the extra inputs, one behind the other."""
+        return [size for tensor in _activations(tensors, self.num_parameters) for size in tensor.shape]
+
+    def laid_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, x and the extra inputs contiguous: then what forward keeps of them follows from their shapes."""
+        parameters = range(1, 1 + self.num_parameters)
+        return [tensor if at in parameters else tensor.contiguous() for at, tensor in enumerate(tensors)]
+
+    def forward(self, tensors: Sequence[Tensor], needs: str) -> list[Tensor]:
+        """y, the extra outputs, and what else is kept for backward, each in memory of its own.
+
+        Raises what the operations raise, and RuntimeError where the call is not one that it was traced for.
+        """
+        run = self.run(needs)
+        tensors = self.laid_out(tensors)
+        if is_abstract(tensors[0]):
+            operations = [_stand_in(operation, shares_state=False) for operation in self._operations]
+            return self._forward(run, tensors, operations, _pipeline_of(operations, self._pipeline, self.terms.recipe))
+        with self._lock:
+            return self._forward(run, tensors, self._operations, self._pipeline)
+
+    def _forward(
+        self, run: Run, tensors: Sequence[Tensor], operations: Sequence[nn.Module], pipeline: Pipeline
+    ) -> list[Tensor]:
+        x, terms = tensors[0], self.terms
+        with torch.no_grad(), without_autocast(x.device), self._holding(operations, tensors[1:]):
+            program = pipeline.program_for(
+                x, pipeline.parameters(), run.request, terms.autocast_dtype, terms.training, terms.fusions_version
+            )
+            extras = dict(zip(terms.inputs, tensors[1 + self.num_parameters :], strict=True))
+            call = Call(program, extras, terms.outputs, {}, pipeline, None)
+            call.is_traced = True
+            runs = not is_abstract(x)
+            if runs:
+                self._check_call(program, run)
+            with step_of(call, records=run.records) if runs and program.keeps_state else nullcontext():
+                y = at_tensor(call.forward(x))
+            results = [y, *[_at_border(call.produced[name]) for name in terms.outputs]]
+            held = [state for operation in operations for state in operation.buffers()]
+            run.differentiable = (True, *[name in program.differentiable for name in terms.outputs])
+            made = run.take(tensors, results, call.kept, held)
+            sizes = tuple(self.sizes(tensors))
+            if all(type(size) is int for size in sizes) and sizes not in run.flops:
+                run.flops[sizes] = _flops(program, operations, call.rows)
+            if runs and any(run.wanted):
+                assert run.sources is not None, "it was taken"
+                known = (*tensors, *made)
+                views = [
+                    None if at is None else _view(t, known[at]) for t, at in zip(call.kept, run.sources, strict=True)
+                ]
+                left = _Left(program, tuple(call.states), tuple(views), open_entries())
+                run.leave(sizes, left)
+        return made
+
+    def backward(
+        self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None], needs: str, sizes: Sequence[int]
+    ) -> list[Tensor]:
+        """The gradients of the tensors that need one, contiguous, each in memory of its own; zeros where there is none.
+
+        saved: the tensors at `Run.saved`; gradients: of y and of the extra outputs, None where there is none
+        sizes: those of the forward
+        """
+        run = self.run(needs)
+        at = dict(zip(run.saved, saved, strict=True))
+        parameters = [at[1 + index] for index in range(self.num_parameters)]
+        device = next(tensor.device for tensor in (*gradients, *saved) if tensor is not None)
+        shapes = _shapes(run, parameters, sizes, device)
+        if any(is_abstract(tensor) for tensor in saved) or any(d is not None and is_abstract(d) for d in gradients):
+            return [_empty(shape) for shape, want in zip(shapes, run.wanted, strict=True) if want]
+        left = run.left.get(tuple(sizes))
+        if left is None or run.sources is None:
+            raise RuntimeError(
+                f"No forward of {self.key} has run with the sizes {list(sizes)}, so there is nothing to differentiate. "
+                "Run forward and backward in one process, backward after its forward."
+            )
+        activations = {0, *range(1 + self.num_parameters, len(run.wanted))}
+        at = {p: tensor.contiguous() if p in activations else tensor for p, tensor in at.items()}
+        kept = [None if p is None else _restored(at[p], v) for p, v in zip(run.sources, left.views, strict=True)]
+        terms = self.terms
+        with self._lock, torch.no_grad(), without_autocast(device), self._holding(self._operations, parameters):
+            record = Record(
+                left.program, self._operations, self._pipeline.labels, left.states, parameters,
+                [state_of(parameter) for parameter in parameters], terms.inputs, terms.outputs, left.entries, None, (),
+            )  # fmt: skip
+            dy, *d_outputs = gradients
+            found = run_backward(record, kept, dy, d_outputs)
+        made: list[Tensor] = []
+        others = [tensor for tensor in (*saved, *gradients) if tensor is not None]
+        for gradient, shape, want in zip(found, shapes, run.wanted, strict=True):
+            if want:
+                gradient = _empty(shape).zero_() if gradient is None else gradient
+                made.append(_in_own_memory(gradient, (*others, *made)))
+        return made
+
+    def _check_call(self, program: Program, run: Run) -> None:
+        """Raise RuntimeError for a call whose result would not be that of an eager call."""
+        again, recipe = within_backward(), self.terms.recipe
+        operations = [(reference(), hooked) for reference, hooked in zip(self._live, self._hooked, strict=True)]
+        for operation, hooked in operations:
+            if operation is not None and _is_hooked(operation) != hooked:
+                raise RuntimeError(
+                    f"Hooks of {type(operation).__name__} were registered or removed after the model was compiled, "
+                    "which torch.compile does not see. Call torch.compiler.reset()."
+                )
+        if any(operation is not None and operation.weights_scope is not None for operation, _ in operations):
+            raise RuntimeError(
+                "constant_weights is open around a compiled model, which quantizes its weights in each forward. Leave "
+                "the scope before the call, or run the model without torch.compile."
+            )
+        on_gpu = program.request.device.type == "cuda"
+        if program.keeps_state and run.records and on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"A CUDA graph of a compiled forward under {recipe.name!r} is captured, whose replays would leave its "
+                "scales as they are. Compile without mode='reduce-overhead', or capture by fuser.graph."
+            )
+        if program.keeps_state and run.records and again:
+            raise RuntimeError(
+                f"A forward under {recipe.name!r} is computed again in a backward, when its scales may have moved. "
+                "Leave the checkpoint around the compiled model out, or use a recipe without a state."
+            )
+        if not self.terms.of_autocast:
+            return
+        if not again:
+            self._recipes.add(recipe)
+            if current_recipe() != recipe:
+                raise RuntimeError(
+                    f"This model was compiled under {recipe.name!r}, but runs under {current_recipe().name!r}, which "
+                    "torch.compile did not see: autocasts of two threads are open at once. Run compiled models on one "
+                    "thread, or open autocast within the compiled function."
+                )
+        elif not open_entries() and current_recipe() == recipe and self._recipes - {recipe}:
+            names = " and ".join(sorted(repr(each.name) for each in self._recipes))
+            raise RuntimeError(
+                "A compiled forward is computed again in a backward, outside of any autocast, and has run under "
+                f"{names}. Open autocast within what is checkpointed, or compile the checkpoint with the model."
+            )
+
+    @contextmanager
+    def _holding(self, operations: Sequence[nn.Module], parameters: Sequence[Tensor]) -> Iterator[None]:
+        """The operations hold these as parameters, in their order, until the end."""
+        owners = [(operations[at].get_submodule(path)._parameters, name) for at, path, name in self._slots]
+        for (owner, name), parameter in zip(owners, parameters, strict=False):
+            owner[name] = parameter  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for owner, name in owners:
+                owner[name] = None
+
+
+def _flops(program: Program, operations: Sequence[Any], rows: Sequence[int]) -> tuple[int, int]:
+    """Of all products forward, and of those that backward computes. rows: how many each step saw."""
+    forward = backward = 0
+    for wiring, count in zip(program.forward, rows, strict=True):
+        for index in wiring.step.indices:
+            flops = operations[index].flops(count)
+            needs = program.contexts[index]["needs"]
+            forward += flops
+            backward += flops * (needs.input + any(name.startswith("weight") for name in needs.params))
+    return forward, backward
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks)
+
+
+def _activations(tensors: Sequence[Tensor], num_parameters: int) -> list[Tensor]:
+    return [tensors[0], *tensors[1 + num_parameters :]]
+
+
+def _stand_in(module: Any, *, shares_state: bool) -> Any:
+    """A module with the same settings and without parameters. Its state is the module's, or other tensors like it."""
+    own = object.__new__(type(module))
+    own.__dict__.update(module.__dict__)
+    buffers = module._buffers
+    if not shares_state:
+        buffers = {name: state if state is None else _empty_like(state) for name, state in buffers.items()}
+    children = {
+        name: child if child is None else _stand_in(child, shares_state=shares_state)
+        for name, child in module._modules.items()
+    }
+    made_anew: dict[str, Any] = {"_pipelines": {}, "_weights_scope": None, "_captured_weights": None}
+    own.__dict__.update(_parameters=dict.fromkeys(module._parameters), _buffers=buffers, _modules=children, **made_anew)
+    return own
+
+
+def _pipeline_of(operations: Sequence[nn.Module], like: Pipeline, recipe: Recipe) -> Pipeline:
+    return Pipeline(operations, planner=like.planner, path=like.path, labels=like.labels, recipe=recipe)
+
+
+def _empty_like(state: Tensor) -> Tensor:
+    """A tensor like it, also where torch traces and it is none of the tensors that are traced."""
+    return torch.empty_strided(state.size(), state.stride(), dtype=state.dtype, device=state.device)
+
+
+def _at_border(value: Any) -> Tensor:
+    return value.sizes if isinstance(value, Splits) else at_tensor(value)
+
+
+def _memory(tensor: Tensor) -> int:
+    """One number for all tensors in the same memory, which is known of those without numbers too."""
+    return tensor.untyped_storage()._cdata
+
+
+def _in_own_memory(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """The tensor, contiguous, or a copy where another one lies in its memory: torch lets no two results share it."""
+    memory = _memory(tensor)
+    if any(_memory(other) == memory for other in others):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
+
+
+def _view(tensor: Tensor | None, base: Tensor) -> _View | None:
+    if tensor is None:
+        return None
+    offset = int(tensor.storage_offset() * tensor.itemsize - base.storage_offset() * base.itemsize)
+    end = offset + _extent(tensor)
+    if offset < 0 or offset % tensor.itemsize or end > _extent(base):
+        raise NotImplementedError(
+            f"What forward keeps for backward, {list(tensor.shape)}, reaches beyond the tensor {list(base.shape)} in "
+            "whose memory it lies, so it cannot be one operation of torch. Leave this module out of torch.compile: "
+            "torch.compiler.disable(module)."
+        )
+    return _View(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset // tensor.itemsize)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last one."""
+    if not tensor.numel():
+        return 0
+    return tensor.itemsize * (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
+
+
+def _restored(base: Tensor, view: _View | None) -> Tensor:
+    assert view is not None, "of each source there is a view"
+    if (base.dtype, base.shape, base.stride(), 0) == view:
+        return base
+    if base.dtype == view.dtype:
+        return base.as_strided(view.size, view.stride, base.storage_offset() + view.offset)
+    begin = base.storage_offset() * base.itemsize // view.dtype.itemsize
+    memory = torch.empty(0, dtype=view.dtype, device=base.device).set_(base.untyped_storage())
+    return memory.as_strided(view.size, view.stride, begin + view.offset)
+
+
+class _Shape(NamedTuple):
+    size: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _shapes(run: Run, parameters: Sequence[Tensor], sizes: Sequence[int], device: torch.device) -> list[_Shape]:
+    """Of all tensors that forward took."""
+    ends = list(itertools.accumulate((dims for dims, _ in run.given), initial=0))
+    given = [
+        _Shape(sizes[begin:end], dtype, device)
+        for (begin, end), (_, dtype) in zip(itertools.pairwise(ends), run.given, strict=True)
+    ]
+    return [given[0], *[_Shape(p.shape, p.dtype, p.device) for p in parameters], *given[1:]]
+
+
+def _empty(shape: _Shape) -> Tensor:
+    return torch.empty(shape.size, dtype=shape.dtype, device=shape.device)
+
+
+def _check_same_numbers(before: Sequence[OperationState], now: Sequence[OperationState]) -> None:
+    for old, new in zip(before, now, strict=True):
+        if old is new or old.values is new.values:
+            continue
+        numbers = [{k: v for k, v in s.values.items() if isinstance(v, (bool, int, float, str))} for s in (old, new)]
+        if not all(map(_is_same, numbers[0].values(), map(numbers[1].get, numbers[0]))):
+            raise NotImplementedError(
+                f"{type(new.values.get('operation')).__name__} sets numbers on its context that differ between two "
+                "forwards of the same shapes, and an operation of torch hands on tensors alone. Keep them in a tensor "
+                "of `Saved`."
+            )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one == other or (isinstance(one, float) and math.isnan(one))
+
+
+@cache
+def _process() -> str:
+    """A name of this process: what is compiled here must not be taken for what another one compiles."""
+    return uuid.uuid4().hex[:12]

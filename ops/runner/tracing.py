@@ -1,0 +1,203 @@
+"""What torch.compile and torch.export trace of a call: operations of torch in place of pipelines.
+
+While a call is traced, `stage_of` answers from Python, untraced, which operation runs, of which parameters and extra
+inputs; its arguments are what torch's guards then compare before a later call. Nothing here imports torch's compiler.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.flop_counter import _FlopCounterMode
+
+from ops.runner.context import IndexTensor
+from ops.runner.nested_backward import within_backward
+from ops.runner.program import Plan
+from ops.runner.run import Pipeline, dtype_of_autocast
+from ops.runner.traced_operations import register
+from ops.runner.traced_plan import Terms, TracedPlan
+from recipes.first_forwards import FirstForwards
+from recipes.recipe import Role
+from recipes.request import PlanRequest
+from recipes.stack import current_recipe, seen, traced_recipe
+from recipes.tensors.splits import Splits
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Of what runs where no operation of torch can stand for it.
+NOT_TRACED = (
+    "Operations of fuser run as they are, with kernels that are fused already, and torch.compile takes what is around "
+    "them: leave out fullgraph=True."
+)
+
+LONGEST_NAME = 60
+
+
+class Seen(NamedTuple):
+    """What of a call, beside its tensors, decides what is run: strings, numbers and tuples of them, for torch's guards.
+
+    modules: of each, whether it is in training mode, and `BasicOperation.settings`
+    given: the extra inputs' names, each with its dtype, or its class if it is no tensor
+    """
+
+    recipe: str
+    inside: bool
+    modules: tuple[Any, ...]
+    device: str
+    dtype: str
+    outputs: tuple[str, ...]
+    given: tuple[tuple[str, str], ...]
+    has_buffers: bool
+    path: str | None
+    retain_graph: bool
+    fusions: tuple[str, ...]
+
+
+# Name of the operation, key of its plan, parameters (path of the module, name), extra inputs, extra outputs
+TracedStage = tuple[str, str, tuple[tuple[tuple[str, ...], str], ...], tuple[str, ...], tuple[str, ...]]
+
+
+def is_constant(function: Function) -> Function:
+    """Decorate a method so that what traces calls it at once and takes its result for constant, as
+    `torch.compiler.assume_constant_result`, which imports torch's compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def see(
+    module: nn.Module,
+    x: Tensor,
+    extras: Mapping[str, Any],
+    outputs: Sequence[str],
+    buffers: Any,
+    path: str | None,
+    retain_graph: bool,
+    fusions: tuple[str, ...] = (),
+) -> tuple[Any, ...]:
+    """The fields of `Seen`, as torch hands them on. It is traced: what it reads is compared before the next call."""
+    modules = tuple([(m.training, getattr(m, "settings", 0)) for m in module.modules()])
+    given = tuple([(n, str(v.dtype) if isinstance(v, Tensor) else type(v).__name__) for n, v in extras.items()])
+    return (
+        seen.recipe, seen.inside, modules, x.device.type, str(x.dtype), tuple(outputs), given, bool(buffers), path,
+        retain_graph, fusions,
+    )  # fmt: skip
+
+
+def is_counted(first_forwards: FirstForwards, training: bool) -> bool:
+    """Whether torch's flop counter looks at an eager forward; then it is recorded for a reentrant checkpoint around it.
+    One that another checkpoint may compute again, or does, is left to the runner, which records more."""
+    if not torch._C._len_torch_dispatch_stack() or not isinstance(_get_current_dispatch_mode(), _FlopCounterMode):
+        return False
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or within_backward():
+        return False
+    first_forwards.began(training)
+    return True
+
+
+def refuse(why: str) -> None:
+    """Break the graph, with this reason; an error where it must be whole."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(why)
+    elif torch.compiler.is_compiling():
+        raise NotImplementedError(why)
+
+
+def run_stage(
+    module: nn.Module, stage: TracedStage, x: Tensor, extras: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """y and the extra outputs by name. module: where the paths of parameters begin."""
+    name, key, parameters, inputs, outputs = stage
+    others = []
+    for path, parameter in parameters:
+        owner: Any = module
+        for child in path:
+            owner = owner._modules[child]
+        others.append(owner._parameters[parameter])
+    others += [extras[n] if isinstance(extras[n], Tensor) else torch.tensor(extras[n]) for n in inputs]
+    y, *made = getattr(torch.ops.fuser, name).default(x, others, key)
+    return y, dict(zip(outputs, made, strict=True))
+
+
+def stage_of(
+    pipeline: Pipeline, paths: Sequence[tuple[str, ...]], outputs: tuple[str, ...], call: Seen, fusions_version: int
+) -> TracedStage | str:
+    """The operation of torch that runs this pipeline, or why there is none, as a sentence.
+
+    paths: of the pipeline's operations, from the module whose call is traced
+    """
+    training = call.modules[0][0]
+    recipe = pipeline.recipe or (traced_recipe(call.recipe) if call.inside else current_recipe())
+    device, dtype = torch.device(call.device), getattr(torch, call.dtype.removeprefix("torch."))
+    why = _why_not(pipeline, recipe, outputs, call)
+    if why is not None:
+        return why
+    exported = torch.compiler.is_exporting()
+    of_autocast = pipeline.recipe is None and not call.inside and not exported
+    terms = Terms(
+        recipe, of_autocast, dtype_of_autocast(device), training, fusions_version, tuple(pipeline.consumed), outputs
+    )
+    known = (terms, call.modules)
+    plan = pipeline.traced.get(known)
+    if plan is None:
+        plan = pipeline.traced[known] = TracedPlan(pipeline, terms)
+    parameters = pipeline.parameters().present
+    dtype = parameters[0].dtype if parameters else dtype
+    request = PlanRequest(
+        recipe, device, dtype, pipeline.all_needs(True), training, pipeline.path or recipe.path, fusions_version
+    )
+    name = _name(pipeline.operations, pipeline.planner(pipeline.operations, request))
+    register(name, plan, outlives_model=exported)
+    slots = tuple(
+        ((*path, *filter(None, prefix.split("."))), parameter)
+        for path, operation in zip(paths, pipeline.operations, strict=True)
+        for prefix, module in operation.named_modules(remove_duplicate=False)
+        for parameter, value in module._parameters.items()
+        if value is not None
+    )
+    return name, plan.key, slots, terms.inputs, outputs
+
+
+def _why_not(pipeline: Pipeline, recipe: Any, outputs: Iterable[str], call: Seen) -> str | None:
+    """Why what runs cannot be one operation of torch, as a sentence, or None."""
+    if call.has_buffers:
+        return "buffers= names memory of the caller's, which an operation of torch may not return. Leave it out."
+    if call.inside and any(q is not None and q.keeps_state for q in map(recipe.quantizer, Role)):
+        return (
+            f"autocast({recipe.name!r}) is opened within the compiled function, and its scales move on where it ends, "
+            "which is not traced. Open it around the call."
+        )
+    for kind in (kind for _, kind in call.given if not kind.startswith("torch.") and kind not in ("list", "tuple")):
+        return f"An extra input is a {kind}, but only tensors, and lists of sizes, pass torch's tracing. Give a tensor."
+    kinds = {o.extra_name(n): (o, k) for o in pipeline.operations for n, k in o.extra_outputs.items()}
+    for name in outputs:
+        operation, kind = kinds[name]
+        if kind not in (Tensor, IndexTensor, Splits):
+            return (
+                f"The extra output {name!r} of {type(operation).__name__} is a {kind.__name__}, which leaves its "
+                "pipeline: only tensors pass torch's tracing. Put no module between those that hand it on."
+            )
+    for operation in pipeline.operations:
+        why = operation.why_not_traced(pipeline.path or recipe.path)
+        if why is not None:
+            return f"{type(operation).__name__}: {why}"
+    return None
+
+
+def _name(operations: Sequence[nn.Module], plan: Plan) -> str:
+    """Of what has parameters, or of everything if nothing has."""
+    holds = [step for step in plan.forward if any(list(operations[at].parameters()) for at in step.indices)]
+    named = holds or plan.forward
+    names = list(dict.fromkeys(_in_words(type(step.of(operations)).__name__) for step in named))
+    while len("_".join(names)) > LONGEST_NAME and len(names) > 1:
+        names = [*names[: -2 if names[-1] == "more" else -1], "more"]
+    return "_".join(names)
+
+
+def _in_words(name: str) -> str:
+    """GroupedMLP: grouped_mlp; ForwardLinearBiasAdd, which is the forward alone: linear_bias_add."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.removeprefix("Forward")).lower()

@@ -1,0 +1,263 @@
+"""Operations of torch that stand for pipelines: by name, in exports, checkpoints and counters, and without numbers."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import ops
+from fuser import Sequential, autocast
+from ops.runner.traced_operations import plan_of
+from ops.runner.tracing import Seen, stage_of
+from recipes.registry import RECIPES
+from tests.pairwise import rest
+
+H, F, E, T = 64, 32, 4, 24  # hidden size, features of an expert, experts, tokens
+NAMES = [kind.names[0] for kind in RECIPES]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),  # torch.compile's own
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated:FutureWarning"),  # torch.export's own
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # its own too
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """What was compiled for other tests counts against a limit."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def experts(bias: bool = False) -> list[Any]:
+    return [ops.GroupedLinear(E, H, 2 * F, bias=bias), ops.ScaledSwiGLU(), ops.GroupedLinear(E, F, H, bias=bias)]
+
+
+def moe_layer() -> Sequential:
+    return Sequential(
+        ops.MakeExtraOutput("residual"), ops.RMSNorm(H), ops.Router(H, E, topk=2), ops.Dispatch(E), *experts(),
+        ops.Combine(), ops.AddExtraInput("residual"),
+    )  # fmt: skip
+
+
+def gradients(layer: Sequential, run: Callable[[Tensor], Tensor], recipe: str, x: Tensor) -> list[Tensor]:
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    torch.manual_seed(1)  # of what is drawn
+    with autocast(recipe):
+        y = run(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
+
+
+# ------------------------------------------------------------------------------------------------------------- export
+
+
+@pytest.mark.parametrize("strict", [False, rest(True)], ids=["", "strict"])
+@pytest.mark.parametrize("recipe", [rest("high_precision"), "mxfp8"])
+def test_an_exported_program_runs_under_its_recipe_with_other_token_counts(recipe, strict):
+    layer = moe_layer().eval()
+    tokens = torch.export.Dim("tokens", min=2, max=512)
+    with torch.no_grad(), autocast(recipe):
+        program = torch.export.export(layer, (torch.randn(T, H),), dynamic_shapes=({0: tokens},), strict=strict)
+        x = torch.randn(2 * T + 1, H)
+        expected = layer(x)
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert names[0] == "fuser.rms_norm_router_grouped_mlp.default"
+    del layer  # the program has its weights
+    assert torch.equal(program.module()(x), expected)
+
+
+def test_a_plan_of_another_process_is_unknown():
+    layer = Sequential(ops.Linear(H, H))
+    with torch.no_grad():
+        program = torch.export.export(layer, (torch.randn(T, H),))
+    (call,) = (node for node in program.graph.nodes if "fuser" in str(node.target))
+    call.args = (*call.args[:2], "a plan of another process")
+    with pytest.raises(RuntimeError, match="was compiled or exported in another process"):
+        program.module()(torch.randn(T, H))
+
+
+# --------------------------------------------------------------------------------------------------- by their names
+
+
+POLICIES = {"saved": CheckpointPolicy.MUST_SAVE, "recomputed": CheckpointPolicy.PREFER_RECOMPUTE}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("recipe", ["mxfp8", rest("nvfp4")])
+def test_selective_checkpointing_sees_operations_by_name(recipe, policy):
+    layer = moe_layer()
+    seen: set[str] = set()
+
+    def choose(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.add(str(function))
+        return POLICIES[policy] if "grouped_mlp" in str(function) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def forward(x: Tensor) -> Tensor:
+        return layer(2 * x) + 1
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+    checkpointed = functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+    run = torch.compile(checkpointed, backend="aot_eager_decomp_partition", fullgraph=True)
+    x = torch.randn(T, H)
+    expected = gradients(layer, forward, recipe, x)
+    assert all(map(torch.equal, gradients(layer, run, recipe, x), expected))
+    assert "fuser.rms_norm_router_grouped_mlp.default" in seen
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_flop_counter_counts_products_by_name(frozen):
+    layer = Sequential(*experts()).requires_grad_(not frozen)
+    x = torch.randn(T, H, requires_grad=True)
+    sizes, scales = torch.tensor([5, 0, 12, 7]), torch.rand(T)
+    with FlopCounterMode(display=False) as counter:
+        layer(x, split_sizes=sizes, scales=scales).sum().backward()
+    once = 2 * T * H * 3 * F
+    found = {str(operation): flops for operation, flops in counter.get_flop_counts()["Global"].items()}
+    assert found == {"fuser.grouped_mlp": once, "fuser.grouped_mlp_backward": once if frozen else 2 * once}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_is_counted_by_its_kernels_under_its_recipe(use_reentrant):
+    layer = moe_layer()
+    x = torch.randn(T, H)
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=use_reentrant)
+
+    expected = gradients(layer, layer, "mxfp8", x)
+    with FlopCounterMode(display=False) as counter:
+        assert all(map(torch.equal, gradients(layer, run, "mxfp8", x), expected))
+    assert counter.get_total_flops() > 0
+
+
+# ---------------------------------------------------------------------------------------------------- without numbers
+
+
+@pytest.mark.parametrize("device", ["fake", "meta"])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_tensors_without_numbers_run_through_forward_and_backward(recipe, device):
+    with FakeTensorMode() if device == "fake" else torch.device("meta"):
+        layer = Sequential(ops.LayerNorm(H), ops.Linear(H, H), *moe_layer())
+        x = torch.randn(T, H, requires_grad=True)
+        with autocast(recipe):
+            y, made = layer(x, outputs=("probs",))
+        (y.sum() + made["probs"].sum()).backward()
+    assert (y.shape, made["probs"].shape) == ((T, H), (T, 2))
+    assert all(p.grad.shape == p.shape for p in (x, *layer.parameters()))
+
+
+LAYERS: dict[str, Callable[[], Sequential]] = {
+    "moe": moe_layer,
+    "dense": lambda: Sequential(
+        ops.LayerNorm(H), ops.Linear(H, H), ops.SiLU(), ops.Dropout(0.1), ops.Linear(H, H), ops.L2Normalization()
+    ),
+    "unfused": lambda: Sequential(*moe_layer(), fusions=()),
+    "biases": lambda: Sequential(ops.Router(H, E, topk=2), ops.Dispatch(E), *experts(bias=True), ops.Combine()),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("recipe", NAMES)
+def test_what_runs_on_a_gpu_is_traced_for_any_number_of_tokens(layer, recipe, monkeypatch):
+    """By tensors that say they are on one: nothing is launched, and no number of tokens is singled out."""
+    pretend_there_is_a_gpu(monkeypatch)
+    sequential = LAYERS[layer]().bfloat16()
+    pipeline = sequential.layout().stages[0].runner
+    call = Seen("", False, ((True, 0),), "cuda", "torch.bfloat16", (), (), False, None, False, ())
+    with autocast(recipe):
+        _, key, *_ = stage_of(pipeline, [()] * len(sequential), (), call, 0)
+    plan = plan_of(key)
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    rows = mode.from_tensor(torch.empty(33, H), symbolic_context=dynamic).shape[0]
+    with mode:
+        x = torch.empty(rows, H, dtype=torch.bfloat16, device="cuda")
+        parameters = [torch.empty(p.shape, dtype=p.dtype, device="cuda") for p in pipeline.parameters().present]
+        y, *kept = plan.forward([x, *parameters], "g1" + "1" * len(parameters))
+    assert y.shape == (rows, H) and kept
+    # Above 2**24 tokens float32 no longer counts them exactly.
+    assert {str(guard.expr).replace(str(rows), "tokens") for guard in shapes.guards} <= {"tokens <= 16777216"}
+
+
+def pretend_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = types.SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: about)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def take(tensor: Tensor, index: Any) -> Tensor:
+        """tensor[index] by operations of torch: indexing itself needs a build of torch for the device."""
+        index = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in index:
+            at, given = index.index(Ellipsis), sum(each is not None for each in index) - 1
+            index = (*index[:at], *[slice(None)] * (tensor.dim() - given), *index[at + 1 :])
+        axis = 0
+        for each in index:
+            if isinstance(each, int):
+                tensor = torch.ops.aten.select(tensor, axis, each)
+                continue
+            if each is None:
+                tensor = tensor.unsqueeze(axis)
+            elif each != slice(None):
+                end = 2**63 - 1 if each.stop is None else each.stop
+                tensor = torch.ops.aten.slice(tensor, axis, each.start, end, each.step or 1)
+            axis += 1
+        return tensor
+
+    monkeypatch.setattr(FakeTensor, "__getitem__", take, raising=False)
+
+
+# ------------------------------------------------------------------------------------------- what torch relies on
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, rest(torch.bfloat16)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layer", [rest("moe"), rest("dense"), rest("unfused"), "biases"])
+@pytest.mark.parametrize("recipe", ["high_precision", *(rest(name) for name in NAMES[1:-1]), NAMES[-1]])
+def test_operations_write_to_no_argument_and_their_fakes_lie_as_what_runs(layer, recipe, dtype):
+    sequential = LAYERS[layer]().to(dtype)
+    pipeline = sequential.layout().stages[0].runner
+    call = Seen("", False, ((True, 0),), "cpu", str(dtype), (), (), False, None, False, ())
+    with autocast(recipe):
+        name, key, *_ = stage_of(pipeline, [()] * len(sequential), (), call, 0)
+        forward, backward = (getattr(torch.ops.fuser, of).default for of in (name, f"{name}_backward"))
+        x = torch.randn(T, H, dtype=dtype)
+        parameters = [parameter.detach() for parameter in pipeline.parameters().present]
+        needs = "g1" + "1" * len(parameters)
+        everything = [x, *parameters, *checked(forward, x, parameters, key, needs)]
+    plan = plan_of(key)
+    saved = [everything[at] for at in plan.run(needs).saved]
+    dy = torch.randn(T, H, dtype=dtype)
+    checked(backward, saved, [dy], key, needs, plan.sizes([x, *parameters]))
+
+
+def checked(operation: Any, *args: Any) -> list[Tensor]:
+    """What it returns: each in memory of its own, as its fakes lie, and its arguments as they were."""
+    given = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
+    before = [as_bytes(tensor).clone() for tensor in given]
+    found = operation(*args)
+    assert all(map(torch.equal, map(as_bytes, given), before))
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in (*given, *found)]
+    assert len(set(addresses)) == len({id(tensor) for tensor in given}) + len(found)
+    with FakeTensorMode() as mode:
+        fakes = operation(*tree_map_only(Tensor, mode.from_tensor, args))
+    assert [(t.dtype, t.shape, t.stride()) for t in fakes] == [(t.dtype, t.shape, t.stride()) for t in found]
+    return found
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)

@@ -1,0 +1,368 @@
+"""torch.compile of models with Sequentials: one graph, the bits of an eager run, compiled again where it has to be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import ops
+from fuser import Sequential, autocast, constant_weights
+from recipes.registry import RECIPES
+from tests.pairwise import rest
+
+H, F, E = 64, 32, 4  # hidden size, features of an expert, experts
+NAMES = [kind.names[0] for kind in RECIPES]
+STATELESS = [name for name in NAMES if name != "fp8_delayed"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),  # torch.compile's own
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # its own too
+]
+
+EVERY = pytest.mark.parametrize("recipe", NAMES)
+ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """What was compiled for other tests counts against a limit."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def experts(**settings: Any) -> list[nn.Module]:
+    return [
+        ops.GroupedLinear(E, H, 2 * F, bias=False, **settings),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(E, F, H, bias=True, **settings),
+    ]
+
+
+def moe_layer() -> Sequential:
+    return Sequential(
+        ops.MakeExtraOutput("residual"), ops.RMSNorm(H), ops.Router(H, E, topk=2), ops.Dispatch(E), *experts(),
+        ops.Combine(), ops.AddExtraInput("residual"),
+    )  # fmt: skip
+
+
+def dense() -> Sequential:
+    """Two pipelines, and a module of torch's between them. The second draws random numbers."""
+    return Sequential(
+        ops.LayerNorm(H), ops.Linear(H, 2 * F), ops.SwiGLU(), nn.Tanh(), ops.Linear(F, H), ops.Dropout(0.3)
+    )  # fmt: skip
+
+
+class Model(nn.Module):
+    """What surrounds a Sequential is torch's own."""
+
+    def __init__(self, layer: Sequential, outputs: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.first = nn.Linear(H, H)
+        self.layer = layer
+        self.outputs = outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        if not self.outputs:
+            return self.layer(x) + x
+        y, made = self.layer(x, outputs=self.outputs)
+        return y + x + sum(value.sum() for value in made.values())
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "moe": lambda: Model(moe_layer(), ("load_balancing_loss", "probs")),
+    "dense": lambda: Model(dense()),
+}
+
+
+def step(model: nn.Module, recipe: Any, x: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
+    """y and all gradients of one step, under `recipe`."""
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    torch.manual_seed(1)  # of what is drawn
+    with autocast(recipe):
+        y = (model if run is None else run)(x)
+    y.float().square().mean().backward()
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    different = [n for n, e in expected.items() if not (found[n] is e or torch.equal(found[n], e))]
+    assert not different, different
+
+
+def compiled(model: Any, **settings: Any) -> tuple[Any, CompileCounterWithBackend]:
+    """A whole graph of it, and how often it was compiled."""
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(model, backend=counter, fullgraph=True, **settings), counter
+
+
+# ------------------------------------------------------------------------------------------------- the bits of eager
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, rest(torch.float32)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["moe", rest("dense")])
+@EVERY
+@ON_EACH_DEVICE
+def test_a_model_is_one_graph_with_the_bits_of_eager_steps(device, recipe, name, dtype):
+    eager = MODELS[name]().to(device, dtype)
+    other = copy.deepcopy(eager)
+    run, counter = compiled(other)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (eager, other)]
+    for seed in range(3):  # weights change between steps, and the scales of delayed scaling move on
+        x = torch.randn(24, H, dtype=dtype, device=device) * (seed + 1)
+        assert_same(step(other, recipe, x, run), step(eager, recipe, x))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert counter.frame_count == 1
+    for (state, mine), (_, expected) in zip(other.named_buffers(), eager.named_buffers(), strict=True):
+        assert torch.equal(mine, expected), state
+
+
+def test_operations_with_a_recipe_of_their_own_are_compiled():
+    model = Model(Sequential(ops.Linear(H, H).set_recipe("fp8_delayed"), ops.SiLU(), ops.Linear(H, H)))
+    other = copy.deepcopy(model)
+    run, counter = compiled(other)
+    for _ in range(3):
+        x = torch.randn(24, H)
+        assert_same(step(other, "fp8_current", x, run), step(model, "fp8_current", x))
+    assert counter.frame_count == 1
+
+
+def test_an_operation_alone_is_compiled():
+    for operation, x, extras in (
+        (ops.Linear(H, F), torch.randn(2, 3, H), {}),
+        (ops.GroupedLinear(E, H, F), torch.randn(12, H), {"split_sizes": torch.tensor([3, 0, 8, 1])}),
+        (ops.GroupedLinear(E, H, F), torch.randn(12, H), {"split_sizes": [3, 0, 8, 0]}),
+    ):
+        run, counter = compiled(lambda x, o=operation, e=extras: o(2 * x, **e))
+        expected = step(operation, "fp8_current", x, lambda x, o=operation, e=extras: o(2 * x, **e))
+        assert_same(step(operation, "fp8_current", x, run), expected)
+        assert counter.frame_count == 1
+
+
+# -------------------------------------------------------------------------------------------- compiled again, or not
+
+
+@pytest.mark.parametrize("recipe", [name if name == "mxfp8" else rest(name) for name in NAMES])
+def test_token_counts_change_without_compiling_again(recipe):
+    model = Model(moe_layer())
+    run, counter = compiled(model, dynamic=True)
+    tokens = (24, 40, 7, 129)
+    for number in tokens:
+        step(model, recipe, torch.randn(number, H), run)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("recipe", STATELESS)
+def test_changed_token_counts_give_the_bits_of_eager(recipe):
+    model = Model(moe_layer()).bfloat16()
+    run, _ = compiled(model, dynamic=True)
+    for number in (24, 7, 1, 0):
+        x = torch.randn(number, H, dtype=torch.bfloat16)
+        assert_same(step(model, recipe, x, run), step(model, recipe, x))
+
+
+def test_another_recipe_is_compiled_anew_and_a_known_one_is_not():
+    model = Model(dense())
+    run, counter = compiled(model)
+    x = torch.randn(24, H)
+    for recipe, graphs in (("fp8_current", 1), (None, 2), ("fp8_current", 2), (None, 2)):
+        assert_same(step(model, recipe, x, run), step(model, recipe, x))
+        assert counter.frame_count == graphs, recipe
+
+
+def test_an_autocast_within_the_compiled_function_decides():
+    layer = dense()
+
+    def forward(x: Tensor) -> Tensor:
+        with autocast("fp8_current"):
+            y = layer(2 * x)
+            with autocast(enabled=False):
+                y = layer(y) + 1
+        return layer(y)
+
+    run, counter = compiled(forward)
+    x = torch.randn(24, H)
+    for recipe in (None, "fp8_block", None):
+        assert_same(step(layer, recipe, x, run), step(layer, recipe, x, forward))
+    assert counter.frame_count == 2
+
+
+CHANGES: dict[str, Callable[[Model], Any]] = {
+    "eval": lambda model: model.eval(),
+    "a setting": lambda model: setattr(model.layer[0], "eps", 0.5),
+    "a recipe": lambda model: model.layer[1].set_recipe("nvfp4"),
+    "a module more": lambda model: model.layer.append(ops.SiLU()),
+    "another module": lambda model: model.layer.__setitem__(1, ops.Linear(H, 2 * F)),
+    "frozen": lambda model: model.layer[1].weight.requires_grad_(False),
+    "another parameter": lambda model: setattr(model.layer[1], "weight", nn.Parameter(torch.ones(2 * F, H))),
+    "the split path": lambda model: setattr(model.layer, "path", "split"),
+}
+
+
+@pytest.mark.parametrize(
+    "change", [name if "another" in name or name == "a recipe" else rest(name) for name in CHANGES]
+)
+def test_what_is_changed_after_it_was_compiled_is_seen(change):
+    model = Model(dense())
+    run, _ = compiled(model)
+    x = torch.randn(24, H)
+    step(model, "fp8_current", x, run)
+    CHANGES[change](model)
+    assert_same(step(model, "fp8_current", x, run), step(model, "fp8_current", x))
+
+
+def test_a_hook_that_torch_does_not_see_is_an_error():
+    model = Model(dense())
+    run, _ = compiled(model)
+    x = torch.randn(24, H)
+    step(model, "fp8_current", x, run)
+    model.layer[1].register_forward_hook(lambda module, args, y: 2 * y)
+    with pytest.raises(RuntimeError, match=r"Hooks of Linear .* Call torch.compiler.reset"):
+        step(model, "fp8_current", x, run)
+    torch.compiler.reset()
+    assert_same(step(model, "fp8_current", x, run), step(model, "fp8_current", x))
+
+
+@pytest.mark.rest
+def test_torch_autocast_decides_when_it_is_traced():
+    model = Model(dense())
+    run, counter = compiled(model)
+    x = torch.randn(24, H)
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            assert_same(step(model, "fp8_current", x, run), step(model, "fp8_current", x))
+    assert counter.frame_count == 2
+
+
+def test_evaluation_leaves_the_scales_alone():
+    model = Model(dense())
+    run, _ = compiled(model)
+    step(model, "fp8_delayed", torch.randn(24, H), run)
+    before = {name: state.clone() for name, state in model.named_buffers()}
+    with torch.no_grad(), autocast("fp8_delayed"):
+        run(100 * torch.randn(24, H))
+    assert before and all(torch.equal(state, before[name]) for name, state in model.named_buffers())
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def delayed_inside(x: Tensor, layer: Sequential) -> Tensor:
+    with autocast("fp8_delayed"):
+        return layer(x)
+
+
+def refusals() -> dict[str, tuple[Callable[[], Sequential], Callable[[Tensor, Sequential], Any], str]]:
+    def call(x: Tensor, layer: Sequential) -> Any:
+        return layer(x)
+
+    def with_sizes(x: Tensor, layer: Sequential) -> Any:
+        return layer(x, split_sizes=torch.tensor([6, 6, 6, 6]))
+
+    def into_buffer(x: Tensor, layer: Sequential) -> Any:
+        return layer(x, split_sizes=torch.tensor([6, 6, 6, 6]), buffers={0: {"output": torch.empty(24, H)}})
+
+    def in_place() -> Sequential:
+        return Sequential(ops.MakeExtraOutput("r"), ops.ConstantScale(2.0), ops.AddExtraInput("r", in_place=True))
+
+    def apart() -> Sequential:
+        return Sequential(ops.Router(H, E, topk=2), ops.Dispatch(E), nn.Tanh(), ops.Combine())
+
+    grouped = [ops.GroupedLinear(E, H, H)]
+    return {
+        "in place": (in_place, call, "Give in_place=False"),
+        "a map": (apart, call, "'routing_map' of Dispatch is a RoutingMap"),
+        "delayed scaling inside": (lambda: Sequential(ops.Linear(H, H)), delayed_inside, "Open it around the call"),
+        "a buffer": (lambda: Sequential(*grouped), into_buffer, "buffers= names memory of the caller's"),
+        "the split path": (lambda: Sequential(*grouped, path="split"), with_sizes, "reads split sizes on the host"),
+        "missing": (lambda: Sequential(*grouped), call, "missing: 'split_sizes'"),
+    }
+
+
+@pytest.mark.parametrize("case", refusals())
+def test_what_cannot_be_traced_is_refused_with_the_reason_and_runs_as_it_is_otherwise(case):
+    make, call, reason = refusals()[case]
+    layer = make()
+    x = torch.randn(24, H)
+
+    def run(x: Tensor) -> Any:
+        return call(2 * x, layer) + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
+        torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+    torch.compiler.reset()
+    partly = torch.compile(run, backend="aot_eager")
+    if case == "missing":
+        with pytest.raises(ValueError, match=reason):
+            partly(x)
+        return
+    for _ in range(2):
+        found, expected = (step(layer, None, x, function) for function in (partly, run))
+        if case != "delayed scaling inside":
+            assert_same(found, expected)
+
+
+@pytest.mark.parametrize("setting", ["accumulate_into_main_grad", "delay_wgrad_compute"])
+def test_gradients_that_autograd_does_not_see_are_refused(setting):
+    layer = Sequential(*experts(**{setting: True}))
+    run, _ = compiled(lambda x: layer(x, split_sizes=torch.tensor([6, 6, 6, 6]), scales=torch.ones(24)))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="its weight gradients go to main_grad, or are delayed"):
+        run(torch.randn(24, H))
+
+
+def test_constant_weights_around_a_compiled_model_are_refused():
+    model = Model(dense())
+    run, _ = compiled(model)
+    with constant_weights(model), pytest.raises(RuntimeError, match="constant_weights is open around a compiled model"):
+        step(model, "fp8_current", torch.randn(24, H), run)
+
+
+# --------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@EVERY
+@pytest.mark.parametrize("settings", [{}, {"dynamic": True}], ids=["static", "dynamic"])
+def test_inductor_gives_a_sequential_the_bits_of_eager(recipe, settings):
+    eager = moe_layer().to("cuda", torch.bfloat16)
+    other = copy.deepcopy(eager)
+    run = torch.compile(lambda x: 1 * other(2 * x), fullgraph=True, **settings)
+    for tokens in (64, 64, 200):
+        x = torch.randn(tokens, H, dtype=torch.bfloat16, device="cuda")
+        assert_same(step(other, recipe, x, run), step(eager, recipe, x, lambda x: 1 * eager(2 * x)))
+    for (state, mine), (_, expected) in zip(other.named_buffers(), eager.named_buffers(), strict=True):
+        assert torch.equal(mine, expected), state
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["high_precision", "fp8_current", "mxfp8"])
+def test_cuda_graphs_of_inductor_give_the_bits_of_eager(recipe):
+    layer = moe_layer().to("cuda", torch.bfloat16)
+    run = torch.compile(lambda x: 1 * layer(2 * x), fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.randn(64, H, dtype=torch.bfloat16, device="cuda")
+        found = {name: value.clone() for name, value in step(layer, recipe, x, run).items()}
+        assert_same(found, step(layer, recipe, x, lambda x: 1 * layer(2 * x)))
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_inductor_refuse_scales_that_move_on():
+    layer = moe_layer().to("cuda", torch.bfloat16)
+    run = torch.compile(lambda x: 1 * layer(2 * x), fullgraph=True, mode="reduce-overhead")
+    x = torch.randn(64, H, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(RuntimeError, match="whose replays would leave its scales as they are"):
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            step(layer, "fp8_delayed", x, run)
