@@ -32,9 +32,10 @@ from recipes.casts.cast_float8_rowwise_triton import (
 )
 from recipes.casts.layout import Copies, as_bytes, as_words, empty_copies, empty_values, has_words, matrices
 from recipes.casts.scale_rules import Float32Scale
+from recipes.tensors.abstract import is_abstract
 from recipes.tensors.formats import Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
-from recipes.triton.launch import Launch, cdiv, next_power_of_2
+from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2
 
 # -------------------------------------------------------------------------------------------------------------- config
 
@@ -73,6 +74,8 @@ def cast_float8_rowwise_on_triton(
     copies = empty_copies(
         x.shape, spec, x.device, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits
     )
+    if is_abstract(x):
+        return copies
     form = {"POWER_2": rule.power_2, **format_of(element, x.device)}
     if columnwise or x.shape[-1] > MOST_COLUMNS:
         _cast_both(x_GTK, copies, splits, rule.amax_epsilon, form)
@@ -93,7 +96,7 @@ def dequantize_float8_rowwise_on_triton(
 ) -> Tensor:
     """`dequantize` of such a spec on any device, as above."""
     codes, scale, out = codes.contiguous(), scale.contiguous(), empty_values(shape, dtype, codes.device)
-    if not out.numel():
+    if not has_work(out):
         return out.to(dtype)
     stacked = scale.ndim == 3
     out_GTK = out.view(shape if stacked else (1, math.prod(shape[:-1]), shape[-1]))
