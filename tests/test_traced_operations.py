@@ -146,6 +146,29 @@ def test_what_a_checkpoint_computes_again_is_counted_by_its_kernels_under_its_re
     assert counter.get_total_flops() > 0
 
 
+@pytest.mark.parametrize("recipe", ["high_precision", "mxfp8"])
+def test_a_checkpoint_around_a_compiled_layer_never_computes_it_again_under_another_recipe(recipe):
+    layer = moe_layer()
+    compiled = torch.compile(lambda x: layer(x) + 1, backend="aot_eager", fullgraph=True)
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(compiled, x, use_reentrant=False)
+
+    def with_recipe(x: Tensor) -> Tensor:
+        with autocast(recipe):
+            return compiled(x)
+
+    x = torch.randn(T, H)
+    expected = gradients(layer, lambda x: layer(x) + 1, recipe, x)
+    if recipe == "high_precision":
+        assert all(map(torch.equal, gradients(layer, run, recipe, x), expected))
+        return
+    with pytest.raises(RuntimeError, match="has run under 'mxfp8'. Open autocast within what is checkpointed"):
+        gradients(layer, run, recipe, x)
+    within = gradients(layer, lambda x: checkpoint(with_recipe, x, use_reentrant=False), recipe, x)
+    assert all(map(torch.equal, within, expected))
+
+
 # ---------------------------------------------------------------------------------------------------- without numbers
 
 
