@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -144,11 +146,34 @@ def test_what_a_checkpoint_computes_again_is_counted_by_its_kernels_under_its_re
     assert counter.get_total_flops() > 0
 
 
+@pytest.mark.parametrize("recipe", ["high_precision", "mxfp8"])
+def test_a_checkpoint_around_a_compiled_layer_never_computes_it_again_under_another_recipe(recipe):
+    layer = moe_layer()
+    compiled = torch.compile(lambda x: layer(x) + 1, backend="aot_eager", fullgraph=True)
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(compiled, x, use_reentrant=False)
+
+    def with_recipe(x: Tensor) -> Tensor:
+        with autocast(recipe):
+            return compiled(x)
+
+    x = torch.randn(T, H)
+    expected = gradients(layer, lambda x: layer(x) + 1, recipe, x)
+    if recipe == "high_precision":
+        assert all(map(torch.equal, gradients(layer, run, recipe, x), expected))
+        return
+    with pytest.raises(RuntimeError, match="has run under 'mxfp8'. Open autocast within what is checkpointed"):
+        gradients(layer, run, recipe, x)
+    within = gradients(layer, lambda x: checkpoint(with_recipe, x, use_reentrant=False), recipe, x)
+    assert all(map(torch.equal, within, expected))
+
+
 # ---------------------------------------------------------------------------------------------------- without numbers
 
 
 @pytest.mark.parametrize("device", ["fake", "meta"])
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", [name if name in ("fp8_delayed", "mxfp8") else rest(name) for name in NAMES])
 def test_tensors_without_numbers_run_through_forward_and_backward(recipe, device):
     with FakeTensorMode() if device == "fake" else torch.device("meta"):
         layer = Sequential(ops.LayerNorm(H), ops.Linear(H, H), *moe_layer())
@@ -170,7 +195,7 @@ LAYERS: dict[str, Callable[[], Sequential]] = {
 }
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", ["moe", *(rest(name) for name in list(LAYERS)[1:])])
 @pytest.mark.parametrize("recipe", NAMES)
 def test_what_runs_on_a_gpu_is_traced_for_any_number_of_tokens(layer, recipe, monkeypatch):
     """By tensors that say they are on one: nothing is launched, and no number of tokens is singled out."""
@@ -261,3 +286,84 @@ def checked(operation: Any, *args: Any) -> list[Tensor]:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.flatten().view(torch.uint8)
+
+
+# ------------------------------------------------------------------------------------------- operations of a user's
+
+
+class Own(ops.Identity):
+    """y = x; `on_context` gives a number that backward finds on its context."""
+
+    def __init__(self, on_context: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.on_context = on_context
+
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Any) -> Any:
+        ctx.number = self.on_context(x)
+        return x * 1, {}
+
+    def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Any) -> Any:
+        return dy * ctx.number, {}, {}
+
+
+def test_an_operation_of_a_users_own_is_compiled():
+    layer = Sequential(ops.Linear(H, H), Own(lambda x: 2.0))
+    run = torch.compile(lambda x: layer(x) + 1, backend="aot_eager", fullgraph=True)
+    x = torch.randn(T, H)
+    expected = gradients(layer, lambda x: layer(x) + 1, "mxfp8", x)
+    assert all(map(torch.equal, gradients(layer, run, "mxfp8", x), expected))
+
+
+def test_numbers_that_differ_between_forwards_of_one_shape_are_refused():
+    numbers = iter(range(1, 9))
+    layer = Sequential(ops.Linear(H, H), Own(lambda x: float(next(numbers))))
+    run = torch.compile(lambda x: layer(x) + 1, backend="aot_eager", fullgraph=True)
+    gradients(layer, run, "mxfp8", torch.randn(T, H))
+    with pytest.raises(NotImplementedError, match="Own sets numbers on its context that differ"):
+        gradients(layer, run, "mxfp8", torch.randn(T, H))
+
+
+class Reads(Own):
+    """Its forward reads a number of x."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: float(x.isfinite().all()) + 1)
+
+
+class SaysSo(Reads):
+    def why_not_traced(self, path: str) -> str | None:
+        return "it reads a number of x on the host."
+
+
+@pytest.mark.parametrize("kind", [Reads, SaysSo])
+def test_an_operation_that_reads_numbers_is_an_error_or_says_so_and_runs_as_it_is(kind):
+    layer = Sequential(ops.Linear(H, H), kind())
+
+    def forward(x: Tensor) -> Tensor:
+        return layer(x) + 1
+
+    x = torch.randn(T, H)
+    expected = gradients(layer, forward, "mxfp8", x)
+    whole = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    error, why = {
+        Reads: (torch._dynamo.exc.UserError, "data-dependent"),
+        SaysSo: (torch._dynamo.exc.Unsupported, "SaysSo: it reads a number of x on the host"),
+    }[kind]
+    with pytest.raises(error, match=why):
+        gradients(layer, whole, "mxfp8", x)
+    if kind is SaysSo:
+        torch.compiler.reset()
+        partly = torch.compile(forward, backend="aot_eager")
+        assert all(map(torch.equal, gradients(layer, partly, "mxfp8", x), expected))
+
+
+def test_a_compiled_model_is_freed_with_its_plans():
+    layers = [Sequential(ops.Linear(H, H), ops.SiLU())]
+    run = torch.compile(lambda x: layers[0](x) + 1, backend="aot_eager", fullgraph=True)
+    gradients(layers[0], run, "mxfp8", torch.randn(T, H))
+    plans = [weakref.ref(plan) for plan in layers[0].layout().stages[0].runner.traced.values()]
+    assert len(plans) == 1
+    torch.compiler.reset()
+    layers.clear()
+    gc.collect()
+    assert plans[0]() is None
