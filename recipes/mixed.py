@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -161,3 +162,12 @@ class Unquantized(ScaledCodes):
         if splits is None:
             return Operand(self.codes, None)
         return Operand(self.codes.masked_fill((splits.group_of_row == splits.num_groups)[:, None], 0), None)
+
+    def member(self, group: int, sizes: Sequence[int] | None = None) -> Unquantized:
+        if sizes is None:
+            return Unquantized.of(self.codes[group], self.columnwise)
+        begin = sum(sizes[:group])
+        return Unquantized.of(self.codes[begin : begin + sizes[group]], self.columnwise)
+
+    def stacked(self, others: Sequence[ScaledCodes]) -> Unquantized:
+        return Unquantized.of(torch.stack([self.codes, *(other.codes for other in others)]), self.columnwise)
