@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fuser.explain import explain
+from fuser.explain_quantized import check_quantized
 from fuser.layout import Container, Layout
 from fuser.plan import Fusion, FusionPlanner, fusions_version
 from ops.products.main_grad import OperationWithWeights, backward_dw
 from ops.runner.callers_buffers import CallersBuffer, check_between_stages, place_of
-from ops.runner.input import check_real, check_tensor
+from ops.runner.input import as_input, check_real
 from ops.runner.nested_backward import note_forward
 from ops.runner.operation import BasicOperation, at_border, check_buffers, check_extras
 from ops.runner.run import Pipeline
@@ -22,6 +23,7 @@ from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
 from recipes.stack import current_recipe
+from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, at_container
 
 
 class Sequential(Container):
@@ -156,8 +158,11 @@ class Sequential(Container):
         Raises ValueError for missing or unknown extra inputs, for extra outputs that do not exist, and for buffers that
         no operation declares or that share memory with a tensor that is still needed; TypeError for an x that is not a
         tensor, is complex, or holds integers where the first operations compute in floating point.
+
+        x may be quantized: a QuantizedTensor or GroupedTensor, or a QuantizedHandle of one, which carries gradients.
+        Its codes are used where the first operation that multiplies needs just these; `explain(x=...)` shows it.
         """
-        check_tensor(x)
+        x = as_input(x)
         check_real("x", x.dtype)
         layout = self.layout()
         check_extras(layout.consumed, layout.produced, extras, outputs)
@@ -239,10 +244,15 @@ class Sequential(Container):
         dtype: torch.dtype | None = None,
         training: bool | None = None,
         requires_grad: bool = True,
+        x: Quantized | QuantizedHandle | None = None,
+        grad_output: Quantized | QuantizedHandle | None = None,
     ) -> str:
         """The plan as text: the operations as they run, fused or not, their path and kernels, and every refused fusion.
 
         The defaults are the current recipe, the device and dtype of the parameters, and an x that requires grad.
+
+        x, grad_output: quantized tensors of the caller's: who multiplies their codes, or why they are dequantized. Of
+            grouped rows, split_sizes are taken to be those of x.
         """
         chosen = current_recipe() if recipe is None else as_recipe(recipe)
         first = next(self.parameters(), None)
@@ -253,7 +263,9 @@ class Sequential(Container):
             if any(parameter.dtype == torch.float64 for parameter in self.parameters()):
                 dtype = torch.float64
         training = self.training if training is None else training
-        return explain(self.layout(), chosen, torch.device(device), dtype, training, requires_grad)
+        given = {"x": at_container(x), "grad_output": at_container(grad_output)}
+        check_quantized(given)
+        return explain(self.layout(), chosen, torch.device(device), dtype, training, requires_grad, given)
 
     def _replicate_for_data_parallel(self) -> Any:
         raise NotImplementedError(

@@ -18,6 +18,7 @@ from ops.products.tensor_parallel import TensorParallel, fill
 from ops.products.tile_words import explain_dequantized, explain_tiles
 from ops.products.weights import quantized_weights
 from ops.runner.callers_buffers import overlap
+from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
 from recipes.arguments import check_flags, positive_integers
 from recipes.recipe import Recipe, Role
@@ -65,6 +66,8 @@ class GroupedLinear(OperationWithWeights):
     ranks do not divide, tensor_parallel without group, scale_bias without bias, an x, split sizes, scales or a buffer
     of the wrong shape, and a buffer in memory of something else.
     """
+
+    accepts_quantized = True
 
     buffer_names = ("output", "grad_input")
     repeatable = True
@@ -233,13 +236,14 @@ class GroupedLinear(OperationWithWeights):
             ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, splits, scales)
         return y, {}
 
-    def fuser_backward(
-        self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
-    ) -> BackwardOfBasic:
+    def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
         saved: GroupedLinear.Saved = ctx.saved
         needs, path = ctx.needs, ctx.path
         wgrad = self.needs_weight_grad(ctx)
-        gradients, dscales = self.bias_gradients(ctx, dy, saved.splits, saved.scales)
+        gradients: dict[str, Tensor | None] = {}
+        dscales: Tensor | None = None
+        if self.use_bias:
+            gradients, dscales = self.bias_gradients(ctx, at_tensor(dy), saved.splits, saved.scales)
         dx = None
         if needs.input or wgrad:
             quantizer = ctx.quantizer(Role.GRAD_OUTPUT)
@@ -250,7 +254,7 @@ class GroupedLinear(OperationWithWeights):
                 gradients |= self.accumulate(ctx, partial(path.wgrad, dy_q, saved.x))
         return dx, gradients, {"scales": dscales}
 
-    def fprop(self, ctx: OperationContext, x_q: Any, x: Tensor, scales: Tensor | None) -> Tensor:
+    def fprop(self, ctx: OperationContext, x_q: Any, x: Any, scales: Tensor | None) -> Tensor:
         """x_g W_g^T + (scales) b_g, in the caller's buffer if there is one. x: of the rows and device of x_q."""
         out = self.buffer(ctx, "output", x, self.own_out_features)
         parallel = self.parallel
@@ -264,13 +268,13 @@ class GroupedLinear(OperationWithWeights):
         )
         return y if parallel is None else parallel.reduce_output(y, out)
 
-    def dgrad(self, ctx: OperationContext, dy_q: Any, dy: Tensor) -> Tensor:
+    def dgrad(self, ctx: OperationContext, dy_q: Any, dy: Any) -> Tensor:
         """dy_g W_g, in the caller's buffer if there is one. dy: of the rows and device of dy_q."""
         out = self.buffer(ctx, "grad_input", dy, self.own_in_features)
         dx = ctx.path.dgrad(dy_q, self.weight_operand(ctx, columnwise=True), out=out)
         return dx if self.parallel is None else self.parallel.reduce_grad_input(dx, out)
 
-    def check(self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
+    def check(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
         """The extra inputs, once x and they fit each other, and other ranks have such too."""
         if self.parallel is None:
             return self._check(x, extras)
@@ -282,8 +286,8 @@ class GroupedLinear(OperationWithWeights):
         self.parallel.check(ctx, x, None)
         return checked
 
-    def _check(self, x: Tensor, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
-        if x.dim() != 2 or x.shape[1] != self.own_in_features:
+    def _check(self, x: Any, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
+        if len(x.shape) != 2 or x.shape[1] != self.own_in_features:
             raise ValueError(
                 f"x has shape {list(x.shape)}, but [rows, {self.own_in_features}] is needed. "
                 "Flatten leading dimensions; check the operation before this one."
@@ -301,7 +305,7 @@ class GroupedLinear(OperationWithWeights):
             )
         return splits, scales
 
-    def buffer(self, ctx: OperationContext, name: str, like: Tensor, features: int) -> Tensor | None:
+    def buffer(self, ctx: OperationContext, name: str, like: Any, features: int) -> Tensor | None:
         """The caller's buffer of that name, checked; None if there is none."""
         buffer = ctx.buffers.get(name)
         if buffer is None:
@@ -314,7 +318,8 @@ class GroupedLinear(OperationWithWeights):
                 f"contiguous={buffer.is_contiguous()}, requires_grad={buffer.requires_grad}. Needed: shape "
                 f"{list(needed[0])}, {ctx.dtype}, on {like.device}, contiguous, without requires_grad."
             )
-        if overlap(buffer, like):
+        read = [like] if isinstance(like, Tensor) else like.tensors()
+        if any(tensor is not None and overlap(buffer, tensor) for tensor in read):
             raise ValueError(f"The buffer {name!r} shares memory with what is read while it is written. Give another.")
         return buffer
 

@@ -139,7 +139,7 @@ class DelayedScalingQuantizer(SpecQuantizer):
     def state_shapes(self, num_scales: int) -> StateShapes:
         return {"amax_history": ((self.recipe.amax_history_len, num_scales), 0.0), "scale": ((num_scales,), 1.0)}
 
-    def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
+    def bound(self, source: StateOfRole | None, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
         return self._but(source=source, updates=updates, scale=scale)
 
     def for_group(self, group: int) -> Quantizer:

@@ -123,6 +123,10 @@ class MixedQuantizer(Quantizer):
     def seeded(self, device: torch.device) -> MixedQuantizer:
         return MixedQuantizer(*(half and half.seeded(device) for half in (self.rowwise, self.columnwise)))
 
+    def copy_spec(self, columnwise: bool) -> ScaleSpec | None:
+        half = self.of_copy(columnwise)
+        return None if half is None else half.copy_spec(columnwise)
+
     def of_copy(self, columnwise: bool) -> Quantizer | None:
         return self.columnwise if columnwise else self.rowwise
 

@@ -28,6 +28,7 @@ MAY_READ = {
         "Splits.tolist": "the door through which the SplitPath and references read sizes",
         "Splits.make": "sizes that lie on the host already are validated",
     },
+    "recipes/tensors/grouped_tensor.py": {"GroupedTensor.unbind": "groups of sizes that the host knows"},
     "recipes/cast_counts.py": {"CountedCasts.counts": "the counts are read when they are asked for"},
     "fuser/testing.py": {"*": "it compares results, on the host"},
 }
