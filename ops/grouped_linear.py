@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ops.kernels.collectives import NOT_REPEATED
 from ops.kernels.grouped_gemm.operands import accumulator_like
+from ops.products.held_weights import explain_held
 from ops.products.main_grad import OperationWithWeights
 from ops.products.paths import SplitTensors, choose_path
 from ops.products.tensor_parallel import TensorParallel, fill
@@ -24,6 +25,7 @@ from recipes.arguments import check_flags, positive_integers
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
 from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_parameter import QuantizedParameter
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.splits import Splits
 
@@ -68,7 +70,7 @@ class GroupedLinear(OperationWithWeights):
     """
 
     accepts_quantized = True
-
+    is_grouped = True
     buffer_names = ("output", "grad_input")
     repeatable = True
 
@@ -138,6 +140,7 @@ class GroupedLinear(OperationWithWeights):
             fill(self.get_parameter(name), partial(nn.init.uniform_, a=-bound, b=bound), self.parallel)
         for name in self.bias_names:
             nn.init.zeros_(self.get_parameter(name))
+        self.hold_quantized()
 
     def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.INPUT)
@@ -154,7 +157,8 @@ class GroupedLinear(OperationWithWeights):
         else:
             weights = (self.num_groups, self.own_out_features, self.own_in_features)
             way = f"grouped GEMM (Triton: {explain_tiles(request, weights, accumulate=self.accumulate_into_main_grad)})"
-        return way + explain_dequantized(request) + self.transfers(request)
+        held = explain_held([self.get_parameter(name) for name in self.weight_names], request.recipe)
+        return way + explain_dequantized(request) + held + self.transfers(request)
 
     def transfers(self, request: PlanRequest) -> str:
         return "" if self.parallel is None else self.parallel.explain(request.device)
@@ -197,6 +201,13 @@ class GroupedLinear(OperationWithWeights):
         are stored in `weight_gradients`.
         """
         return ctx.param(names[0]) if self.stacked else [ctx.param(name) for name in names]
+
+    def check_can_be_held(self) -> None:
+        if type(self).read is not GroupedLinear.read:
+            raise ValueError(
+                f"{type(self).__name__} stores its weights in another layout than products read, so they cannot be "
+                "held quantized. Use a GroupedLinear, and convert its state dict."
+            )
 
     def needs_weight_grad(self, ctx: OperationContext) -> bool:
         """Whether any weight needs a gradient."""
@@ -344,6 +355,20 @@ def _convert(state_dict: dict[str, Any], key: str, num_groups: int, stacked: boo
     """Bring an entry of the other form into this one's: `key` [G, ...] against `key0`, `key1`, ... [...]."""
     single = [f"{key}{group}" for group in range(num_groups)]
     if stacked and key not in state_dict and all(name in state_dict for name in single):
-        state_dict[key] = torch.stack([state_dict.pop(name) for name in single])
+        state_dict[key] = _stack([state_dict.pop(name) for name in single])
     elif not stacked and key in state_dict and state_dict[key].shape[:1] == (num_groups,):
-        state_dict.update((name, w.clone()) for name, w in zip(single, state_dict.pop(key).unbind(), strict=True))
+        state_dict.update(zip(single, _unbind(state_dict.pop(key)), strict=True))
+
+
+def _stack(weights: Sequence[Tensor]) -> Tensor:
+    """Of weights that are held quantized alike, the codes."""
+    first = weights[0]
+    if not all(isinstance(w, QuantizedParameter) and w.quantizer == first.quantizer for w in weights):  # type: ignore[attr-defined]
+        return torch.stack(list(weights))
+    return first.over(first.quantized.stacked([w.quantized for w in weights[1:]]))  # type: ignore[attr-defined]
+
+
+def _unbind(weights: Tensor) -> list[Tensor]:
+    if isinstance(weights, QuantizedParameter):
+        return [weights.over(member) for member in weights.quantized.unbind()]
+    return [w.clone() for w in weights.unbind()]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.kernels.collectives import NOT_REPEATED
+from ops.products.held_weights import explain_held
 from ops.products.main_grad import OperationWithWeights
 from ops.products.product import for_wgrad, gemm, quantized, wgrad
 from ops.products.tensor_parallel import TensorParallel, fill
@@ -113,6 +114,7 @@ class Linear(OperationWithWeights):
         fill(self.weight, uniform, self.parallel)
         if self.bias is not None:
             fill(self.bias, uniform, self.parallel, is_bias=True)
+        self.hold_quantized()
 
     def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.INPUT)
@@ -121,7 +123,10 @@ class Linear(OperationWithWeights):
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
     def kernel(self, request: PlanRequest) -> str:
-        return "torch" + explain_dequantized(request) + self.transfers(request)
+        return "torch" + explain_dequantized(request) + self._held(request) + self.transfers(request)
+
+    def _held(self, request: PlanRequest) -> str:
+        return explain_held([self.weight], request.recipe)
 
     def transfers(self, request: PlanRequest) -> str:
         return "" if self.parallel is None else self.parallel.explain(request.device)

@@ -176,5 +176,8 @@ class _Watched(Quantizer):
     def snapshot(self, device: torch.device) -> Tensor | None:
         return self.inner.snapshot(device)
 
+    def note_codes_of_state(self) -> None:
+        self.inner.note_codes_of_state()
+
     def note_cast_with(self, snapshot: Tensor | None) -> None:
         self.inner.note_cast_with(snapshot)

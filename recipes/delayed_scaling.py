@@ -158,6 +158,10 @@ class DelayedScalingQuantizer(SpecQuantizer):
         assert self.source is not None and snapshot is not None, "only the operation that holds the state cast before"
         scale_in_use(self.source.tensors(self, snapshot.device)["scale"].data_ptr(), snapshot)
 
+    def note_codes_of_state(self) -> None:
+        if self.updates is not None and self.source is not None:
+            self.updates.add(self, self.source.tensors(self, None)["amax_history"])
+
     def end_of_step(self) -> EndOfStep:
         """How, as the step is over, its amaxes enter the history, and the scales follow."""
         state, recipe = self._state(), self.recipe

@@ -29,6 +29,7 @@ MAY_READ = {
         "Splits.make": "sizes that lie on the host already are validated",
     },
     "recipes/tensors/grouped_tensor.py": {"GroupedTensor.unbind": "groups of sizes that the host knows"},
+    "ops/products/held_weights.py": {"hold_quantized": "a copy for an optimizer, when a model is made"},
     "recipes/cast_counts.py": {"CountedCasts.counts": "the counts are read when they are asked for"},
     "fuser/testing.py": {"*": "it compares results, on the host"},
 }

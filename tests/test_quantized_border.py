@@ -60,6 +60,7 @@ def results(module: torch.nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(48, 32), (2, 24, 32)], ids=str)
 @EACH_RECIPE
@@ -112,6 +113,7 @@ def check_grouped(recipe: Recipe, path: str, sizes: list[int], tail: int, fused:
     assert_same_bits(grouped_run(layer, recipe, handle, dy_q, x_q.splits, scales), expected)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])

@@ -142,6 +142,10 @@ class GroupedPath:
             return stacked
         return quantizer.quantize_stacked(stacked, rowwise=rowwise, columnwise=columnwise)
 
+    def held(self, w: QuantizedTensor | Sequence[QuantizedTensor]) -> QuantizedTensor:
+        """As `weight`, of weights that are quantized already; those of groups in one memory are not copied."""
+        return w if isinstance(w, QuantizedTensor) else w[0].stacked(w[1:])
+
     def for_wgrad(self, x: GroupedTensor) -> Tensor | GroupedTensor:
         """What of x has to be kept for wgrad."""
         return for_wgrad(x) if x.data is None else x.data
@@ -258,6 +262,10 @@ class SplitPath:
         """As `GroupedPath.weight`, each group alone."""
         members = w.unbind() if isinstance(w, Tensor) else w
         return _members(members, quantizer, rowwise, columnwise)
+
+    def held(self, w: QuantizedTensor | Sequence[QuantizedTensor]) -> list[QuantizedTensor]:
+        """As `GroupedPath.held`, each group alone."""
+        return w.unbind() if isinstance(w, QuantizedTensor) else list(w)
 
     def for_wgrad(self, x: SplitTensors) -> SplitTensors:
         """As `GroupedPath.for_wgrad`."""

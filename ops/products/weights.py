@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ops.products.held_weights import held_codes
 from ops.products.paths import SplitTensors
 from ops.products.product import for_wgrad, gemm_dtype
 from ops.runner.context import OperationContext, held_parameter
@@ -99,7 +100,12 @@ def quantized_weights(
     rowwise: bool,
     columnwise: bool,
 ) -> Any:
-    """The copies of the weights of these names that `quantize` makes; in backward those of its own forward."""
+    """The copies of the weights of these names that `quantize` makes; in backward those of its own forward.
+
+    Of weights that are held quantized so, their codes.
+    """
+    held = held_codes(ctx, names, quantizer)
+    quantize = held or quantize
     if quantizer.copies_agree:
         rowwise = columnwise = True
         quantize = partial(one_for_both, quantize)
@@ -115,6 +121,8 @@ def quantized_weights(
         copies = _in_forward(ctx, names, quantizer, quantize, rowwise, columnwise)
     operation = ctx.operation
     gathered = operation.exchanges_parameters or operation._forward_pre_hooks
+    if held is not None and operation.weights_scope is None:
+        return copies  # backward reads them from the parameters again
     if ctx.needs_grad and ctx.needs.input and (quantizer.keeps_state or not gathered):
         ctx.quantized_weights = ForBackward(_for_backward(copies))
     return copies

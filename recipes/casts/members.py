@@ -89,7 +89,21 @@ def _bytes_padded(codes: Tensor, count: int) -> Tensor:
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Of any dtype; torch stacks bytes everywhere."""
+    """Of any dtype; torch stacks bytes everywhere. Not a copy of tensors that lie one behind another."""
+    together = _as_one(tensors)
+    if together is not None:
+        return together
     if tensors[0].element_size() > 1:
         return torch.stack(list(tensors))
     return torch.stack([tensor.contiguous().view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
+
+
+def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Contiguous tensors of one memory that lie one behind another, as one; else None."""
+    first = tensors[0]
+    step, begin, storage = first.numel(), first.storage_offset(), first.untyped_storage()
+    for at, tensor in enumerate(tensors):
+        behind = tensor.storage_offset() == begin + at * step
+        if not (behind and tensor.is_contiguous() and tensor.untyped_storage()._cdata == storage._cdata):
+            return None
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class QuantizedHandle(Tensor):
     """
 
     quantized: Quantized
+    _copied: ClassVar[tuple[str, ...]] = ("_is_param",)  # by which torch knows a parameter
 
     @staticmethod
     def __new__(cls, quantized: Quantized, **_: Any) -> Any:
@@ -100,7 +101,7 @@ class QuantizedHandle(Tensor):
             raise RuntimeError("Only handles that are leaves of autograd's graph can be copied. Copy its detach().")
         if id(self) not in memo:
             other = self.over(copy.deepcopy(self.quantized, memo)).requires_grad_(self.requires_grad)
-            other.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._attributes().items()})
+            other.__dict__.update(copy.deepcopy(self._attributes(), memo))
             memo[id(self)] = other
         return memo[id(self)]
 
@@ -108,8 +109,8 @@ class QuantizedHandle(Tensor):
         return _rebuilt, (type(self), self.quantized, self.requires_grad, self._attributes())
 
     def _attributes(self) -> dict[str, Any]:
-        """What others, or a subclass, have set on it."""
-        return {name: value for name, value in self.__dict__.items() if name != "quantized"}
+        """What a copy has too, beside the container; as of `nn.Parameter`, nothing that others have set."""
+        return {name: self.__dict__[name] for name in self._copied if name in self.__dict__}
 
 
 def at_values(tensor: Any) -> Any:

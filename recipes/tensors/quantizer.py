@@ -120,6 +120,10 @@ class Quantizer(ABC):
     def note_cast_with(self, snapshot: Tensor | None) -> None:  # noqa: B027
         """Record that codes quantized with this `snapshot` are reused, so that a recomputation uses it too."""
 
+    def note_codes_of_state(self) -> None:  # noqa: B027
+        """Record that codes are used which were cast with this state before, so that the amax recorded at their cast
+        enters the state at the end of this step."""
+
     @property
     def columnwise_transform(self) -> str | None:
         """The orthogonal transform of the rows in columnwise copies; it cancels only if both operands have the same."""
