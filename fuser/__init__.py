@@ -8,6 +8,7 @@ from fuser.graph import GraphedCallable as GraphedCallable
 from fuser.graph import GraphedStep as GraphedStep
 from fuser.graph import make_graphed_callables as make_graphed_callables
 from fuser.graph import make_graphed_step as make_graphed_step
+from fuser.master_weights import MasterWeights
 from fuser.plan import Registration, register_fusion
 from fuser.prepare import prepare
 from fuser.quantized_model import dequantized_state_dict, quantized_model_init, to_quantized
@@ -32,6 +33,7 @@ from recipes.quantize import quantize
 __all__ = [
     "BasicOperation",
     "FusedOperation",
+    "MasterWeights",
     "OperationContext",
     "Registration",
     "Sequential",

@@ -123,6 +123,14 @@ def at_container(tensor: Any) -> Any:
     return tensor.quantized if isinstance(tensor, QuantizedHandle) else tensor
 
 
+def held_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that have memory: codes and scales of a handle, each once; an ordinary tensor itself."""
+    if not isinstance(tensor, QuantizedHandle):
+        return [tensor]
+    by_memory = {t.data_ptr(): t for t in tensor.quantized.tensors() if t is not None}
+    return list(by_memory.values())
+
+
 def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
     """The function on dequantized tensors; what it writes into a handle is written there."""
     values: dict[int, tuple[QuantizedHandle, Tensor]] = {}

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from recipes.pending import PendingUpdates
-from recipes.tensors.quantized_handle import Quantized, QuantizedHandle
+from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, held_tensors
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer, StateOfRole
+
+_DIVIDING = frozenset((torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default))
 
 
 class QuantizedParameter(QuantizedHandle):
@@ -54,6 +56,17 @@ class QuantizedParameter(QuantizedHandle):
         if self.quantizer.keeps_state:
             self._source, self._group = source, group
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _DIVIDING and isinstance(args[0], QuantizedParameter):
+            raise NotImplementedError(
+                "A weight that is held quantized cannot be divided, by torch.chunk, or by FSDP2, which would gather it "
+                "in high precision. Divide its dequantize(); under FSDP2 quantize in the step, without to_quantized."
+            )
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
         same = isinstance(values, QuantizedParameter) and values.quantizer == self.quantizer
@@ -66,8 +79,7 @@ class QuantizedParameter(QuantizedHandle):
     @property
     def nbytes_held(self) -> int:
         """Bytes of codes and scales; `nbytes` counts the nominal dtype."""
-        tensors = [tensor for tensor in self.quantized.tensors() if tensor is not None]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        return sum(tensor.nbytes for tensor in held_tensors(self))
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The values before they were first quantized, on the host; None if they were not kept, or cleared."""
