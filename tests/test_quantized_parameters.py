@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -89,14 +90,17 @@ def rough(*shape: int, device: str = "cpu") -> Tensor:
     return (torch.randn(shape) * torch.randn(shape).mul(3).exp()).to(device)
 
 
-def run(layers: Sequential, recipe: Recipe | str, x: Tensor, sizes: object = SIZES) -> dict[str, Tensor]:
-    """y, and the gradients of x and of all parameters."""
+def run(
+    layers: Any, recipe: Recipe | str, x: Tensor, sizes: object = SIZES, module: nn.Module | None = None
+) -> dict[str, Tensor]:
+    """y, and the gradients of x and of all parameters, which are those of `module` if layers are a graph of it."""
+    module = module or layers
     x = x.detach().requires_grad_()
-    layers.zero_grad()
+    module.zero_grad()
     with autocast(recipe):
         y = layers(x, split_sizes=sizes)
     y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y))
-    return {"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in layers.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
 
 
 def held(layers: nn.Module) -> list[QuantizedParameter]:
@@ -321,6 +325,38 @@ def test_in_constant_weights_they_compute_the_same(recipe: Recipe) -> None:
     expected = run(other, recipe, x)
     with fuser.constant_weights(layers):
         assert_same_bits(run(layers, recipe, x), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "nvfp4"])
+def test_replays_of_graphs_read_the_codes_that_were_written_between_them(recipe: str, device: str) -> None:
+    layers = fuser.to_quantized(model(device=device), recipe)
+    eager = copy.deepcopy(layers)
+    sample = torch.randn(45, 24, device=device, requires_grad=True)
+    sizes = torch.tensor(SIZES, device=device)
+    call = fuser.make_graphed_callables(layers, (sample,), sample_kwargs={"split_sizes": sizes}, recipe=recipe)
+    for step in range(3):
+        x = rough(45, 24, device=device)
+        found = []
+        for runs, module in ((call, layers), (eager, eager)):
+            torch.manual_seed(step)
+            y_and_gradients = run(runs, recipe, x, sizes, module)
+            found.append({name: tensor.clone() for name, tensor in y_and_gradients.items()})
+        assert_same_bits(*found)
+        with torch.no_grad():
+            for mine, theirs in zip(layers.parameters(), eager.parameters(), strict=True):
+                changed = (torch.randn(theirs.shape) / 4).to(device)
+                mine.copy_(changed)
+                theirs.copy_(changed)
+
+
+def test_a_flag_that_keeps_weights_keeps_no_codes_of_before() -> None:
+    layers, flag = fuser.to_quantized(model(), "mxfp8"), torch.ones(1)
+    x = rough(45, 24)
+    with torch.no_grad(), autocast("mxfp8", keep_weights=flag):
+        before = layers(x, split_sizes=SIZES)
+        layers[1].weight.mul_(2)
+        assert not torch.equal(layers(x, split_sizes=SIZES), before)
 
 
 def test_a_change_between_forward_and_backward_is_found() -> None:

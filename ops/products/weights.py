@@ -12,6 +12,8 @@ Copies whose codes no product multiplies (MXFP8, NVFP4; where FP8 is emulated al
 kept in `constant_weights` as their exact values, so that they are dequantized once, too. With keep_weight_values=False,
 and in activation checkpoints, codes are kept.
 
+Weights that are held quantized (`ops.products.held_weights`) are their own copies, and nothing of them is kept.
+
 Where both copies would hold the same values (blocks that are square, products of values), the rowwise one is made alone
 and stands for both.
 """
@@ -105,6 +107,8 @@ def quantized_weights(
     Of weights that are held quantized so, their codes.
     """
     held = held_codes(ctx, names, quantizer)
+    if held is not None and (ctx.operation.weights_scope is None or keep_weights_flag() is not None):
+        return held(rowwise, columnwise)  # backward reads them from the parameters again
     quantize = held or quantize
     if quantizer.copies_agree:
         rowwise = columnwise = True
@@ -121,8 +125,6 @@ def quantized_weights(
         copies = _in_forward(ctx, names, quantizer, quantize, rowwise, columnwise)
     operation = ctx.operation
     gathered = operation.exchanges_parameters or operation._forward_pre_hooks
-    if held is not None and operation.weights_scope is None:
-        return copies  # backward reads them from the parameters again
     if ctx.needs_grad and ctx.needs.input and (quantizer.keeps_state or not gathered):
         ctx.quantized_weights = ForBackward(_for_backward(copies))
     return copies
