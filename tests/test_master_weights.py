@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fuser
 from fuser import Sequential, autocast, ops
+from tests.pairwise import rest
 
 
 def model(dtype: torch.dtype = torch.float32) -> Sequential:
@@ -42,7 +43,7 @@ def train(
     return losses
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8_delayed", rest("fp8_current"), rest("fp8_block"), rest("mxfp8"), "nvfp4"])
 def test_steps_are_those_of_float32_weights_that_are_quantized_in_each(recipe: str) -> None:
     """Bit for bit: these weights are the masters, and both are quantized once from them."""
     plain, layers = model(), fuser.to_quantized(model(), recipe, preserve_high_precision_init_val=True)

@@ -27,15 +27,16 @@ from recipes import (
 )
 from recipes.mixed import MixedScaling
 from tests.check_operation import DEVICES
+from tests.pairwise import rest
 from tests.reference import assert_same_bits, gradients
 
 RECIPES = [
     DelayedScaling(),
-    Float8CurrentScaling(),
+    rest(Float8CurrentScaling(), id="fp8_current"),
     Float8BlockScaling(),
     MXFP8BlockScaling(),
     NVFP4BlockScaling(disable_stochastic_rounding=True),
-    MixedScaling(input="mxfp8", weight="fp8_block", grad_output="fp8_current"),
+    rest(MixedScaling(input="mxfp8", weight="fp8_block", grad_output="fp8_current"), id="mixed"),
 ]
 EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 PATHS = ["grouped", "split"]

@@ -34,17 +34,21 @@ from recipes.current_scaling import CurrentScalingQuantizer
 from recipes.mixed import MixedScaling
 from recipes.tensors.quantized_parameter import QuantizedParameter
 from tests.check_operation import DEVICES
+from tests.pairwise import rest
 from tests.reference import assert_same_bits
 
 RECIPES = [
     DelayedScaling(),
-    Float8CurrentScaling(),
     Float8BlockScaling(),
     MXFP8BlockScaling(),
-    MXFP8BlockScaling(enable_2d_quantization=True),
     NVFP4BlockScaling(disable_stochastic_rounding=True),
-    MixedScaling(input="mxfp8", weight="fp8_block", weight_for_dgrad="mxfp8", grad_output="mxfp8"),
-    MixedScaling(input="mxfp8", weight="fp8_block", weight_for_dgrad="high_precision"),
+    rest(Float8CurrentScaling(), id="fp8_current"),
+    rest(MXFP8BlockScaling(enable_2d_quantization=True), id="mxfp8 in squares"),
+    rest(
+        MixedScaling(input="mxfp8", weight="fp8_block", weight_for_dgrad="mxfp8", grad_output="mxfp8"),
+        id="two quantizers",
+    ),
+    rest(MixedScaling(input="mxfp8", weight="fp8_block", weight_for_dgrad="high_precision"), id="one quantizer"),
 ]
 EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 PATHS = ["grouped", "split"]
@@ -328,7 +332,7 @@ def test_in_constant_weights_they_compute_the_same(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8_delayed", rest("fp8_block"), rest("nvfp4")])
 def test_replays_of_graphs_read_the_codes_that_were_written_between_them(recipe: str, device: str) -> None:
     layers = fuser.to_quantized(model(device=device), recipe)
     eager = copy.deepcopy(layers)
