@@ -15,6 +15,7 @@ in all other passes.
 """
 
 import argparse
+import copy
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,8 +38,9 @@ from bench.sqnr import require_sqnr, sqnr_floor
 from bench.timing import Timing, time_interleaved
 from bench.torchao_rowwise import TORCHAO, torchao_rowwise, why_no_torchao
 from bench.usage import UsageError, require_device
-from fuser import constant_weights
+from fuser import constant_weights, to_quantized
 from recipes import Role
+from recipes.tensors.quantized_handle import held_tensors
 
 MODELS = {**EXPERT_SHAPES, **TINY_SHAPES}
 DEFAULT_MODELS = {"cuda": "qwen3-30b-a3b", "cpu": "tiny-qwen3-30b-a3b"}
@@ -81,7 +83,10 @@ def compare_recipes(
             if other is not None:
                 require_same_bits(case, way, other)
             kept = kept_weight_bytes(case, step)
-            found = replace(found, same_bits_after=other, counts=_counted(step), kept_weight_bytes=kept)
+            found = replace(
+                found, same_bits_after=other, counts=_counted(step), kept_weight_bytes=kept,
+                parameter_bytes=parameter_bytes(case, way),
+            )  # fmt: skip
         outcomes.append(found)
 
     times = {
@@ -125,6 +130,14 @@ def kept_weight_bytes(case: GroupedCase, step: TimedPass) -> int:
     with scope:
         step()
         return scope.nbytes
+
+
+def parameter_bytes(case: GroupedCase, way: str) -> int:
+    """Of the parameters, with weights that are held quantized (`to_quantized`) where the recipe quantizes weights."""
+    layer = copy.deepcopy(case.layer)
+    if recipe_named(way).quantizer(Role.WEIGHT) is not None:
+        to_quantized(layer, recipe_named(way))
+    return sum(tensor.nbytes for parameter in layer.parameters() for tensor in held_tensors(parameter))
 
 
 def once_in(microbatches: int) -> str:

@@ -28,6 +28,7 @@ class Outcome:
     saved_bytes_per_row: bytes saved for backward, without parameters
     peak_bytes:          peak allocation of forward + backward; None if not measured
     kept_weight_bytes:   bytes of the weight copies that `constant_weights` keeps; None for torch
+    parameter_bytes:     bytes of the parameters, with weights held quantized; None for torch
     same_bits_after:     the other recipe after which this one reproduced its first results; None if not tried
     counts:              counts of casts by "operation.role"; None if they cannot be counted
     times:               seconds by name of the pass
@@ -39,6 +40,7 @@ class Outcome:
     saved_bytes_per_row: float
     peak_bytes: int | None = None
     kept_weight_bytes: int | None = None
+    parameter_bytes: int | None = None
     same_bits_after: str | None = None
     counts: Counts | None = None
     times: dict[str, Timing] = field(default_factory=dict)
@@ -69,14 +71,16 @@ def show_recipes(outcomes: Sequence[Outcome], flop: Mapping[str, int]) -> None:
             rows,
         )
     print_table(
-        "memory: kept for backward, allocated at most in forward + backward, and of weights kept by constant_weights",
-        ["", "bytes a row", "peak MB", "weights MB"],
+        "memory: kept for backward, allocated at most in forward + backward, of weights kept by constant_weights, and "
+        "of parameters with weights held quantized",
+        ["", "bytes a row", "peak MB", "weights MB", "held MB"],
         [
             [
                 found.way,
                 f"{found.saved_bytes_per_row:.0f}",
                 _or("not measured", found.peak_bytes, 1e-6),
                 _or("-", found.kept_weight_bytes, 1e-6),
+                _or("-", found.parameter_bytes, 1e-6),
             ]
             for found in outcomes
         ],
@@ -110,6 +114,7 @@ def write_csv(path: Path, model: str, device: str, outcomes: Sequence[Outcome], 
             "saved_bytes_per_row": found.saved_bytes_per_row,
             "peak_bytes": found.peak_bytes,
             "kept_weight_bytes": found.kept_weight_bytes,
+            "parameter_bytes": found.parameter_bytes,
             **{f"sqnr_{name}": db for name, db in found.sqnr.items()},
         }
         for found in outcomes

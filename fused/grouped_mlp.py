@@ -37,7 +37,7 @@ from ops.kernels.elementwise.activation import (
     dactivation,
 )
 from ops.products.paths import Path, choose_path, how_cast_as_computed
-from ops.runner.context import held_parameter
+from ops.runner.context import at_tensor, held_parameter
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from recipes.recipe import Role
 from recipes.request import PlanRequest
@@ -56,6 +56,7 @@ class GroupedMLP(FusedOperation):
     passes = "joint"
     handles_wgrad_accumulation = True
     handles_transfers = True
+    accepts_quantized = True
     repeatable = True
 
     class Saved(NamedTuple):
@@ -124,14 +125,18 @@ class GroupedMLP(FusedOperation):
         return y, {}
 
     def fuser_backward(
-        self, ctxs: Sequence[OperationContext], dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
+        self, ctxs: Sequence[OperationContext], dy: Any, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfFused:
         fc1_ctx, act_ctx, fc2_ctx = ctxs
         saved: GroupedMLP.Saved = fc1_ctx.saved
         fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, saved.splits
         # FC2
         wgrad = fc2.needs_weight_grad(fc2_ctx)
-        d_fc2, dscales = fc2.bias_gradients(fc2_ctx, dy, splits, saved.scales if fc2.scale_bias else None)
+        d_fc2: dict[str, Tensor | None] = {}
+        dscales: Tensor | None = None
+        if fc2.use_bias:
+            scales = saved.scales if fc2.scale_bias else None
+            d_fc2, dscales = fc2.bias_gradients(fc2_ctx, at_tensor(dy), splits, scales)
         dx: Tensor | None = None
         d_fc1: dict[str, Tensor | None] = {}
         if not (fc2_ctx.needs.input or wgrad):

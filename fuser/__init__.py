@@ -8,8 +8,10 @@ from fuser.graph import GraphedCallable as GraphedCallable
 from fuser.graph import GraphedStep as GraphedStep
 from fuser.graph import make_graphed_callables as make_graphed_callables
 from fuser.graph import make_graphed_step as make_graphed_step
+from fuser.master_weights import MasterWeights
 from fuser.plan import Registration, register_fusion
 from fuser.prepare import prepare
+from fuser.quantized_model import dequantized_state_dict, quantized_model_init, to_quantized
 from fuser.schedule import LayerMemory as LayerMemory
 from fuser.schedule import Schedule as Schedule
 from fuser.schedule import ScheduleError as ScheduleError
@@ -26,10 +28,12 @@ from ops.products.constant_weights import constant_weights
 from ops.runner.operation import BasicOperation, FusedOperation, OperationContext, optional, several
 from recipes.autocast import autocast
 from recipes.cast_counts import count_casts
+from recipes.quantize import quantize
 
 __all__ = [
     "BasicOperation",
     "FusedOperation",
+    "MasterWeights",
     "OperationContext",
     "Registration",
     "Sequential",
@@ -38,14 +42,18 @@ __all__ = [
     "checkpoint",
     "constant_weights",
     "count_casts",
+    "dequantized_state_dict",
     "graph",
     "load_tiles",
     "ops",
     "optional",
     "prepare",
+    "quantize",
+    "quantized_model_init",
     "recipes",
     "register_fusion",
     "schedule",
     "several",
     "testing",
+    "to_quantized",
 ]

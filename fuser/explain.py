@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from fuser.explain_quantized import explain_module, explain_quantized
 from fuser.layout import Container, Layout
 from fuser.plan import fusions_version
 from ops.products.paths import choose_path
@@ -14,7 +16,10 @@ from ops.runner.repeat import why_not_repeated
 from ops.runner.run import Pipeline
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
+from recipes.tensors.quantized_handle import Quantized
 from recipes.triton.gates import why_not_this_release
+
+_NOTHING_GIVEN: Mapping[str, Quantized | None] = {}
 
 
 def explain(
@@ -24,15 +29,21 @@ def explain(
     dtype: torch.dtype,
     training: bool,
     requires_grad: bool,
+    given: Mapping[str, Quantized | None] = _NOTHING_GIVEN,
 ) -> str:
-    """One paragraph for each stage of the layout, for an x and parameters of this device and dtype."""
+    """One paragraph for each stage of the layout, for an x and parameters of this device and dtype.
+
+    given: what the caller has quantized, by "x" and "grad_output"
+    """
     is_absent = device.type == "cuda" and not torch.cuda.is_available()
     assumed = " (torch finds no GPU here: as on Hopper)" if is_absent else ""
     numbers = f"{recipe.support(device, dtype)} on {device.type}{assumed}, {str(dtype).removeprefix('torch.')}"
     about = f"recipe {recipe!r}: {numbers}"
     reason = why_not_this_release() if device.type == "cuda" else None
     lines = [f"{about}. {reason}" if reason else about]
+    entered = {"x": 0, "grad_output": len(layout.stages) - 1}
     for number, stage in enumerate(layout.stages):
+        enters = {name: q for name, q in given.items() if q is not None and entered[name] == number}
         if isinstance(stage.runner, Pipeline):
             own = stage.runner.recipe
             chosen = own or recipe
@@ -41,17 +52,18 @@ def explain(
                 stage.runner.path or chosen.path, fusions_version(),
             )  # fmt: skip
             says = f" under its own recipe {own!r}: {own.support(device, dtype)}" if own is not None else ""
-            lines += [f"stage {number}: pipeline{says}", *_explain_pipeline(stage.runner, request)]
+            lines += [f"stage {number}: pipeline{says}", *_explain_pipeline(stage.runner, request, enters)]
         else:
             reason = f", called by itself because {stage.why_alone}" if stage.why_alone else ""
             lines.append(f"stage {number}: {stage.label}  {type(stage.runner).__name__}{reason}")
+            lines += [explain_module(stage, name) for name in enters]
             if isinstance(stage.runner, Container):
                 inner = explain(stage.runner.layout(), recipe, device, dtype, training, requires_grad)
                 lines += [f"  {line}" for line in inner.splitlines()[1:]]
     return "\n".join(lines)
 
 
-def _explain_pipeline(pipeline: Pipeline, request: PlanRequest) -> list[str]:
+def _explain_pipeline(pipeline: Pipeline, request: PlanRequest, given: Mapping[str, Any]) -> list[str]:
     plan = pipeline.planner(pipeline.operations, request)
     reason = request.recipe.why_not_grouped(request)
     because = ", as asked for" if request.path else f": {reason}" if reason else ""
@@ -66,6 +78,7 @@ def _explain_pipeline(pipeline: Pipeline, request: PlanRequest) -> list[str]:
     for title, steps in ({"forward and backward": plan.forward} if joint else passes).items():
         lines.append(f"  {title}")
         lines += [f"    {_explain_step(pipeline, step, request)}" for step in steps]
+    lines += [explain_quantized(pipeline, plan, request, name, quantized) for name, quantized in given.items()]
     for refusal in plan.refusals:
         places = _places(pipeline, refusal.indices)
         lines.append(f"  not fused: {refusal.fusion.__name__} on operations {places}: {refusal.reason}")

@@ -10,20 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from fuser.explain import explain
+from fuser.explain_quantized import check_quantized
 from fuser.layout import Container, Layout
 from fuser.plan import Fusion, FusionPlanner, fusions_version, registered_fusions
 from ops.products.main_grad import OperationWithWeights, backward_dw
 from ops.runner.callers_buffers import CallersBuffer, check_between_stages, place_of
-from ops.runner.input import check_real, check_tensor
+from ops.runner.input import as_input, check_real
 from ops.runner.nested_backward import note_forward
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation, at_border, check_buffers, check_extras
 from ops.runner.run import Pipeline
-from ops.runner.tracing import NOT_TRACED, Seen, is_constant, is_counted, refuse, run_stage, see, stage_of
+from ops.runner.tracing import (
+    NOT_TRACED,
+    QUANTIZED_INPUT,
+    Seen,
+    is_constant,
+    is_counted,
+    refuse,
+    run_stage,
+    see,
+    stage_of,
+)
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
 from recipes.stack import current_recipe
+from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, at_container
 
 
 class Sequential(Container):
@@ -159,10 +171,15 @@ class Sequential(Container):
         Raises ValueError for missing or unknown extra inputs, for extra outputs that do not exist, and for buffers that
         no operation declares or that share memory with a tensor that is still needed; TypeError for an x that is not a
         tensor, is complex, or holds integers where the first operations compute in floating point.
+
+        x may be quantized: a QuantizedTensor or GroupedTensor, or a QuantizedHandle of one, which carries gradients.
+        Its codes are used where the first operation that multiplies needs just these; `explain(x=...)` shows it.
         """
         if torch.compiler.is_compiling() or is_counted(self.first_forwards, self.training):
-            fusions = registered_fusions()
-            stages = self._stages(*see(self, x, extras, outputs, buffers, self.path, self.retain_graph, fusions))
+            stages: tuple[Any, ...] | str = QUANTIZED_INPUT
+            if isinstance(x, Tensor) and not isinstance(x, QuantizedHandle):
+                fusions = registered_fusions()
+                stages = self._stages(*see(self, x, extras, outputs, buffers, self.path, self.retain_graph, fusions))
             if not isinstance(stages, str):
                 return self._run_stages(stages, x, outputs, extras)
             refuse(stages)
@@ -214,7 +231,7 @@ class Sequential(Container):
 
     @not_traced(NOT_TRACED)
     def _run(self, x: Tensor, outputs: Sequence[str], buffers: Any, extras: dict[str, Any]) -> Any:
-        check_tensor(x)
+        x = as_input(x)
         check_real("x", x.dtype)
         layout = self.layout()
         check_extras(layout.consumed, layout.produced, extras, outputs)
@@ -296,10 +313,15 @@ class Sequential(Container):
         dtype: torch.dtype | None = None,
         training: bool | None = None,
         requires_grad: bool = True,
+        x: Quantized | QuantizedHandle | None = None,
+        grad_output: Quantized | QuantizedHandle | None = None,
     ) -> str:
         """The plan as text: the operations as they run, fused or not, their path and kernels, and every refused fusion.
 
         The defaults are the current recipe, the device and dtype of the parameters, and an x that requires grad.
+
+        x, grad_output: quantized tensors of the caller's: who multiplies their codes, or why they are dequantized. Of
+            grouped rows, split_sizes are taken to be those of x.
         """
         chosen = current_recipe() if recipe is None else as_recipe(recipe)
         first = next(self.parameters(), None)
@@ -310,7 +332,9 @@ class Sequential(Container):
             if any(parameter.dtype == torch.float64 for parameter in self.parameters()):
                 dtype = torch.float64
         training = self.training if training is None else training
-        return explain(self.layout(), chosen, torch.device(device), dtype, training, requires_grad)
+        given = {"x": at_container(x), "grad_output": at_container(grad_output)}
+        check_quantized(given)
+        return explain(self.layout(), chosen, torch.device(device), dtype, training, requires_grad, given)
 
     def _replicate_for_data_parallel(self) -> Any:
         raise NotImplementedError(

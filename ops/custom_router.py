@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.runner.context import IndexTensor
-from ops.runner.input import check_tensor
+from ops.runner.input import as_input
 from ops.runner.named_extras import NamedExtras
 from ops.runner.operation import check_extras
 
@@ -51,7 +51,7 @@ class CustomRouter(NamedExtras, nn.Module):
 
     def forward(self, x: Tensor, *, outputs: Sequence[str] = ()) -> Any:
         """x, or (x, {name: extra output}) if `outputs` names some."""
-        check_tensor(x)
+        x = as_input(x)
         check_extras((), [self.extra_name(name) for name in self.returns], {}, outputs)
         if x.dim() != 2:
             raise ValueError(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,17 +12,20 @@ from torch import Tensor, nn
 
 from ops.kernels.collectives import NOT_REPEATED, Ranks
 from ops.kernels.grouped_gemm.operands import accumulator_like
+from ops.products.held_weights import explain_held
 from ops.products.main_grad import OperationWithWeights
 from ops.products.paths import SplitTensors, choose_path
 from ops.products.tensor_parallel import TensorParallel, fill
 from ops.products.tile_words import explain_dequantized, explain_tiles
 from ops.products.weights import quantized_weights
 from ops.runner.callers_buffers import overlap
+from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
 from recipes.arguments import check_flags, positive_integers
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
 from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_parameter import QuantizedParameter
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.splits import Splits
 
@@ -67,6 +70,8 @@ class GroupedLinear(OperationWithWeights):
     of the wrong shape, and a buffer in memory of something else.
     """
 
+    accepts_quantized = True
+    is_grouped = True
     buffer_names = ("output", "grad_input")
     repeatable = True
 
@@ -137,6 +142,7 @@ class GroupedLinear(OperationWithWeights):
             fill(self.get_parameter(name), partial(nn.init.uniform_, a=-bound, b=bound), self.parallel)
         for name in self.bias_names:
             nn.init.zeros_(self.get_parameter(name))
+        self.hold_quantized()
 
     def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.INPUT)
@@ -153,7 +159,8 @@ class GroupedLinear(OperationWithWeights):
         else:
             weights = (self.num_groups, self.own_out_features, self.own_in_features)
             way = f"grouped GEMM (Triton: {explain_tiles(request, weights, accumulate=self.accumulate_into_main_grad)})"
-        return way + explain_dequantized(request) + self.transfers(request)
+        held = explain_held([self.get_parameter(name) for name in self.weight_names], request.recipe)
+        return way + explain_dequantized(request) + held + self.transfers(request)
 
     def transfers(self, request: PlanRequest) -> str:
         return "" if self.parallel is None else self.parallel.explain(request.device)
@@ -198,6 +205,13 @@ class GroupedLinear(OperationWithWeights):
         stacked = self.stacked if names == self.weight_names else self.stacked_bias
         return ctx.param(names[0]) if stacked else [ctx.param(name) for name in names]
 
+    def check_can_be_held(self) -> None:
+        if type(self).read is not GroupedLinear.read:
+            raise ValueError(
+                f"{type(self).__name__} stores its weights in another layout than products read, so they cannot be "
+                "held quantized. Use a GroupedLinear, and convert its state dict."
+            )
+
     def needs_weight_grad(self, ctx: OperationContext) -> bool:
         """Whether any weight needs a gradient."""
         return not ctx.needs.params.isdisjoint(self.weight_names)
@@ -236,13 +250,14 @@ class GroupedLinear(OperationWithWeights):
             ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, splits, scales)
         return y, {}
 
-    def fuser_backward(
-        self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
-    ) -> BackwardOfBasic:
+    def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
         saved: GroupedLinear.Saved = ctx.saved
         needs, path = ctx.needs, ctx.path
         wgrad = self.needs_weight_grad(ctx)
-        gradients, dscales = self.bias_gradients(ctx, dy, saved.splits, saved.scales)
+        gradients: dict[str, Tensor | None] = {}
+        dscales: Tensor | None = None
+        if self.use_bias:
+            gradients, dscales = self.bias_gradients(ctx, at_tensor(dy), saved.splits, saved.scales)
         dx = None
         if needs.input or wgrad:
             quantizer = ctx.quantizer(Role.GRAD_OUTPUT)
@@ -253,7 +268,7 @@ class GroupedLinear(OperationWithWeights):
                 gradients |= self.accumulate(ctx, partial(path.wgrad, dy_q, saved.x))
         return dx, gradients, {"scales": dscales}
 
-    def fprop(self, ctx: OperationContext, x_q: Any, x: Tensor, scales: Tensor | None) -> Tensor:
+    def fprop(self, ctx: OperationContext, x_q: Any, x: Any, scales: Tensor | None) -> Tensor:
         """x_g W_g^T + (scales) b_g, in the caller's buffer if there is one. x: of the rows and device of x_q."""
         out = self.buffer(ctx, "output", x, self.own_out_features)
         parallel = self.parallel
@@ -267,13 +282,13 @@ class GroupedLinear(OperationWithWeights):
         )
         return y if parallel is None else parallel.reduce_output(y, out)
 
-    def dgrad(self, ctx: OperationContext, dy_q: Any, dy: Tensor) -> Tensor:
+    def dgrad(self, ctx: OperationContext, dy_q: Any, dy: Any) -> Tensor:
         """dy_g W_g, in the caller's buffer if there is one. dy: of the rows and device of dy_q."""
         out = self.buffer(ctx, "grad_input", dy, self.own_in_features)
         dx = ctx.path.dgrad(dy_q, self.weight_operand(ctx, columnwise=True), out=out)
         return dx if self.parallel is None else self.parallel.reduce_grad_input(dx, out)
 
-    def check(self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
+    def check(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
         """The extra inputs, once x and they fit each other, and other ranks have such too."""
         if self.parallel is None:
             return self._check(x, extras)
@@ -285,8 +300,8 @@ class GroupedLinear(OperationWithWeights):
         self.parallel.check(ctx, x, None)
         return checked
 
-    def _check(self, x: Tensor, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
-        if x.dim() != 2 or x.shape[1] != self.own_in_features:
+    def _check(self, x: Any, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
+        if len(x.shape) != 2 or x.shape[1] != self.own_in_features:
             raise ValueError(
                 f"x has shape {list(x.shape)}, but [rows, {self.own_in_features}] is needed. "
                 "Flatten leading dimensions; check the operation before this one."
@@ -304,7 +319,7 @@ class GroupedLinear(OperationWithWeights):
             )
         return splits, scales
 
-    def buffer(self, ctx: OperationContext, name: str, like: Tensor, features: int) -> Tensor | None:
+    def buffer(self, ctx: OperationContext, name: str, like: Any, features: int) -> Tensor | None:
         """The caller's buffer of that name, checked; None if there is none."""
         buffer = ctx.buffers.get(name)
         if buffer is None:
@@ -317,7 +332,8 @@ class GroupedLinear(OperationWithWeights):
                 f"contiguous={buffer.is_contiguous()}, requires_grad={buffer.requires_grad}. Needed: shape "
                 f"{list(needed[0])}, {ctx.dtype}, on {like.device}, contiguous, without requires_grad."
             )
-        if overlap(buffer, like):
+        read = [like] if isinstance(like, Tensor) else like.tensors()
+        if any(tensor is not None and overlap(buffer, tensor) for tensor in read):
             raise ValueError(f"The buffer {name!r} shares memory with what is read while it is written. Give another.")
         return buffer
 
@@ -351,6 +367,20 @@ def _convert(state_dict: dict[str, Any], key: str, num_groups: int, stacked: boo
     """Bring an entry of the other form into this one's: `key` [G, ...] against `key0`, `key1`, ... [...]."""
     single = [f"{key}{group}" for group in range(num_groups)]
     if stacked and key not in state_dict and all(name in state_dict for name in single):
-        state_dict[key] = torch.stack([state_dict.pop(name) for name in single])
+        state_dict[key] = _stack([state_dict.pop(name) for name in single])
     elif not stacked and key in state_dict and state_dict[key].shape[:1] == (num_groups,):
-        state_dict.update((name, w.clone()) for name, w in zip(single, state_dict.pop(key).unbind(), strict=True))
+        state_dict.update(zip(single, _unbind(state_dict.pop(key)), strict=True))
+
+
+def _stack(weights: Sequence[Tensor]) -> Tensor:
+    """Of weights that are held quantized alike, the codes."""
+    first = weights[0]
+    if not all(isinstance(w, QuantizedParameter) and w.quantizer == first.quantizer for w in weights):  # type: ignore[attr-defined]
+        return torch.stack(list(weights))
+    return first.over(first.quantized.stacked([w.quantized for w in weights[1:]]))  # type: ignore[attr-defined]
+
+
+def _unbind(weights: Tensor) -> list[Tensor]:
+    if isinstance(weights, QuantizedParameter):
+        return [weights.over(member) for member in weights.quantized.unbind()]
+    return [w.clone() for w in weights.unbind()]

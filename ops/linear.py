@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ops.kernels.collectives import NOT_REPEATED, Ranks
 from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad
+from ops.products.held_weights import explain_held
 from ops.products.main_grad import OperationWithWeights
 from ops.products.product import for_wgrad, gemm, quantized, wgrad
 from ops.products.tensor_parallel import TensorParallel, fill
@@ -121,6 +122,7 @@ class Linear(OperationWithWeights):
         fill(self.weight, uniform, self.parallel)
         if self.bias is not None:
             fill(self.bias, uniform, self.parallel, is_bias=True)
+        self.hold_quantized()
 
     def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.INPUT)
@@ -130,10 +132,13 @@ class Linear(OperationWithWeights):
 
     def kernel(self, request: PlanRequest) -> str:
         way = "torch" if self._multiplies_in_torch(request) else "grouped GEMM of one group (Triton)"
-        return way + explain_dequantized(request) + self.transfers(request)
+        return way + explain_dequantized(request) + self._held(request) + self.transfers(request)
 
     def _multiplies_in_torch(self, request: PlanRequest) -> bool:
         return not self.as_one_group or request.device.type != "cuda" or request.dtype == torch.float64
+
+    def _held(self, request: PlanRequest) -> str:
+        return explain_held([self.weight], request.recipe)
 
     def transfers(self, request: PlanRequest) -> str:
         return "" if self.parallel is None else self.parallel.explain(request.device)

@@ -22,13 +22,16 @@ class Quantize(BasicOperation):
 
     forward:  quantize x
     backward: quantize dy, as the gradient of a GEMM's output
+    quantized_output: at an end of the pipeline the container leaves in a `QuantizedHandle`, a Tensor that another
+        pipeline takes and that carries gradients: y, where this is the last operation, and dx, where it is the first
     """
 
     accepts_quantized = True
 
-    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+    def __init__(self, forward: bool = True, backward: bool = False, *, quantized_output: bool = False) -> None:
         super().__init__()
-        check_flags(forward=forward, backward=backward)
+        check_flags(forward=forward, backward=backward, quantized_output=quantized_output)
+        self.quantized_output = quantized_output
         self.quantizes_forward = forward
         self.quantizes_backward = backward
         self.quantized_roles = (Role.INPUT,) * forward + (Role.GRAD_OUTPUT,) * backward
@@ -49,7 +52,8 @@ class Quantize(BasicOperation):
         return _quantized(dy, ctx.quantizer(Role.GRAD_OUTPUT) if self.quantizes_backward else None), {}, {}
 
     def extra_repr(self) -> str:
-        return f"forward={self.quantizes_forward}, backward={self.quantizes_backward}"
+        leaves = ", quantized_output=True" if self.quantized_output else ""
+        return f"forward={self.quantizes_forward}, backward={self.quantizes_backward}{leaves}"
 
 
 def _quantized(x: Tensor | QuantizedTensor, quantizer: Quantizer | None) -> Tensor | QuantizedTensor:

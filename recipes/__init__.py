@@ -10,12 +10,14 @@ from recipes.mixed import MixedScaling
 from recipes.mxfp4 import MXFP4BlockScaling
 from recipes.mxfp8 import MXFP8BlockScaling
 from recipes.nvfp4 import NVFP4BlockScaling
+from recipes.quantize import quantize
 from recipes.recipe import HighPrecision, Recipe, Role, Target
 from recipes.registry import as_recipe
 from recipes.request import Needs, PlanRequest
 from recipes.stack import current_recipe
 from recipes.tensors.formats import E4M3, E5M2, ElementFormat, Float8Format, Format, ScaleRule, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.scaled_codes import Operand, ScaledCodes
@@ -43,6 +45,7 @@ __all__ = [
     "Needs",
     "Operand",
     "PlanRequest",
+    "QuantizedHandle",
     "QuantizedTensor",
     "Quantizer",
     "Recipe",
@@ -55,4 +58,5 @@ __all__ = [
     "as_recipe",
     "autocast",
     "current_recipe",
+    "quantize",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.recipe import Role
+from recipes.tensors.formats import ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
@@ -146,6 +147,9 @@ class _Watched(Quantizer):
     def knows_groups(self) -> bool:
         return self.inner.knows_groups()
 
+    def copy_spec(self, columnwise: bool) -> ScaleSpec | None:
+        return self.inner.copy_spec(columnwise)
+
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
         cast = self.inner.quantize(x, rowwise=rowwise, columnwise=columnwise)
         self.note(x, cast)
@@ -171,6 +175,9 @@ class _Watched(Quantizer):
 
     def snapshot(self, device: torch.device) -> Tensor | None:
         return self.inner.snapshot(device)
+
+    def note_codes_of_state(self) -> None:
+        self.inner.note_codes_of_state()
 
     def note_cast_with(self, snapshot: Tensor | None) -> None:
         self.inner.note_cast_with(snapshot)

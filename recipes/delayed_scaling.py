@@ -139,7 +139,7 @@ class DelayedScalingQuantizer(SpecQuantizer):
     def state_shapes(self, num_scales: int) -> StateShapes:
         return {"amax_history": ((self.recipe.amax_history_len, num_scales), 0.0), "scale": ((num_scales,), 1.0)}
 
-    def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
+    def bound(self, source: StateOfRole | None, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
         return self._but(source=source, updates=updates, scale=scale)
 
     def for_group(self, group: int) -> Quantizer:
@@ -157,6 +157,10 @@ class DelayedScalingQuantizer(SpecQuantizer):
     def note_cast_with(self, snapshot: Tensor | None) -> None:
         assert self.source is not None and snapshot is not None, "only the operation that holds the state cast before"
         scale_in_use(self.source.tensors(self, snapshot.device)["scale"].untyped_storage()._cdata, snapshot)
+
+    def note_codes_of_state(self) -> None:
+        if self.updates is not None and self.source is not None:
+            self.updates.add(self, self.source.tensors(self, None)["amax_history"])
 
     def end_of_step(self) -> EndOfStep:
         """How, as the step is over, its amaxes enter the history, and the scales follow."""

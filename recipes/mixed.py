@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -167,6 +168,10 @@ class MixedQuantizer(Quantizer):
     def seeded(self, device: torch.device) -> MixedQuantizer:
         return MixedQuantizer(*(half and half.seeded(device) for half in (self.rowwise, self.columnwise)))
 
+    def copy_spec(self, columnwise: bool) -> ScaleSpec | None:
+        half = self.of_copy(columnwise)
+        return None if half is None else half.copy_spec(columnwise)
+
     def of_copy(self, columnwise: bool) -> Quantizer | None:
         return self.columnwise if columnwise else self.rowwise
 
@@ -250,3 +255,12 @@ class Unquantized(ScaledCodes):
         if splits is None:
             return Operand(self.codes, None)
         return Operand(self.codes.masked_fill((splits.group_of_row == splits.num_groups)[:, None], 0), None)
+
+    def member(self, group: int, sizes: Sequence[int] | None = None) -> Unquantized:
+        if sizes is None:
+            return Unquantized.of(self.codes[group], self.columnwise)
+        begin = sum(sizes[:group])
+        return Unquantized.of(self.codes[begin : begin + sizes[group]], self.columnwise)
+
+    def stacked(self, others: Sequence[ScaledCodes]) -> Unquantized:
+        return Unquantized.of(torch.stack([self.codes, *(other.codes for other in others)]), self.columnwise)

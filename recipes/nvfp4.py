@@ -110,6 +110,9 @@ class NVFP4Quantizer(Quantizer):
             BLOCK, "a Hadamard transform" if self.rht else None,
         )  # fmt: skip
 
+    def copy_spec(self, columnwise: bool) -> ScaleSpec | None:
+        return self.spec
+
     @property
     def copies_agree(self) -> bool:
         return self.two_d

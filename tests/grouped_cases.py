@@ -3,7 +3,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -15,11 +14,6 @@ from torch import Tensor
 from ops.kernels.grouped_gemm import tile_rules as grouped_gemm_tiles
 from ops.kernels.grouped_gemm.measured_tiles import Gemm, MeasuredTile, TileTable, use_tiles
 from ops.kernels.grouped_gemm.tile_rules import built_in_config
-from recipes.mixed import Unquantized
-from recipes.tensors.formats import ALL, E2M1
-from recipes.tensors.grouped_tensor import GroupedTensor
-from recipes.tensors.quantized_tensor import QuantizedTensor
-from recipes.tensors.scaled_codes import ScaledCodes
 from recipes.tensors.splits import Splits
 
 TILE = 64  # rows of the smallest tile
@@ -156,50 +150,6 @@ def group_rows(splits: Splits) -> Iterator[tuple[int, slice]]:
     for group, size in enumerate(splits.tolist()):
         yield group, slice(begin, begin + size)
         begin += size
-
-
-def groups_of(tensor: GroupedTensor) -> list[QuantizedTensor]:
-    return [group_of(tensor, group) for group in range(tensor.splits.num_groups)]
-
-
-def group_of(tensor: GroupedTensor, group: int) -> QuantizedTensor:
-    """What quantizing one group alone should have given, cut out of the codes and scales of all groups."""
-    shared = tensor.columnwise is tensor.rowwise
-    rowwise = tensor.rowwise and _group_of_copy(tensor.rowwise, tensor.splits.tolist(), group)
-    columnwise = (
-        rowwise if shared else tensor.columnwise and _group_of_copy(tensor.columnwise, tensor.splits.tolist(), group)
-    )
-    return QuantizedTensor(rowwise, columnwise, tensor.dtype)
-
-
-def _group_of_copy(copy: ScaledCodes, sizes: list[int], group: int) -> ScaledCodes:
-    spec, columnwise = copy.spec, copy.columnwise
-
-    def units(size: int, codes_each: int = 1) -> slice:
-        """Where the group lies, when each begins a new unit of `size` rows, of which there are so many codes."""
-        counts = [codes_each if size == ALL else -(-rows // size) * codes_each for rows in sizes]
-        return slice(sum(counts[:group]), sum(counts[: group + 1]))
-
-    rows, is_fp4 = units(1), spec.element == E2M1
-    transposed = columnwise and spec.columnwise == "transposed"
-    width = spec.alignment // 2 if is_fp4 else spec.alignment
-    codes = copy.codes[:, units(spec.alignment, width)] if transposed else copy.codes[rows]
-    scale, square = copy.scale_inv, spec.block[0] not in (1, ALL)
-    if isinstance(copy, Unquantized):
-        pass
-    elif spec.is_per_tensor:
-        scale = scale[group]
-    elif is_fp4 or spec.columnwise == "natural":  # a scale for each row, and for each block of rows
-        scale = scale[:, units(16)] if transposed else scale[units(copy.block[0]) if columnwise else rows]
-    elif columnwise == square:  # the blocks of rows behind those of columns
-        scale = scale[:, units(copy.block[0])]
-    else:
-        scale = scale[units(copy.block[0])]
-    amax = copy.amax
-    if amax is not None:
-        amax = amax[rows] if spec.scale_rule.row_scaled and not columnwise else amax[group]
-    shape = torch.Size((sizes[group], copy.shape[1]))
-    return replace(copy, codes=codes, scale_inv=scale, amax=amax, shape=shape)
 
 
 def assert_close(name: str, actual: Tensor, exact: Exact, *, operand_dtype: torch.dtype | None = None) -> None:

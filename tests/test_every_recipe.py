@@ -23,7 +23,6 @@ from recipes import (
     Role,
     Splits,
 )
-from tests.grouped_cases import groups_of
 
 RECIPES = {
     "high-precision": HighPrecision(),
@@ -121,7 +120,7 @@ def test_codes_and_scales_are_those_of_each_group_alone(recipe, device):
             continue
         quantizer = quantizer.seeded(torch.device(device))
         grouped = quantizer.quantize_grouped(x, splits, rowwise=True, columnwise=True)
-        for group, (member, part) in enumerate(zip(groups_of(grouped), x[:23].split(SIZES), strict=True)):
+        for group, (member, part) in enumerate(zip(grouped.unbind(), x[:23].split(SIZES), strict=True)):
             alone = quantizer.for_group(group).quantize(part, rowwise=True, columnwise=True)
             for mine, other in zip(member.tensors(), alone.tensors(), strict=True):
                 if mine is not None:

@@ -10,7 +10,6 @@ import torch
 from recipes import E4M3, E5M2, Float8BlockScaling, Format, Role, Splits
 from recipes.casts.scale_rules import Float32Scale
 from recipes.float8_block import Float8BlockQuantizer
-from tests.grouped_cases import groups_of
 
 INF, NAN = float("inf"), float("nan")
 FLT_MAX = torch.finfo(torch.float32).max
@@ -309,7 +308,7 @@ def test_groups_are_scaled_one_by_one(sizes, block_dim, power_2):
     assert grouped.columnwise.scale_inv.shape == ((2, capacity // 128) if block_dim == 2 else (capacity // 128, 130))
     start = 0
     aligned = splits.aligned(128).tolist()
-    for group, (size, part) in enumerate(zip(sizes, groups_of(grouped), strict=True)):
+    for group, (size, part) in enumerate(zip(sizes, grouped.unbind(), strict=True)):
         alone = quantizer.quantize(x[start : start + size], columnwise=True)
         for mine, other in zip(part.tensors(), alone.tensors(), strict=True):
             assert mine.shape == other.shape and torch.equal(mine.float(), other.float())

@@ -28,6 +28,8 @@ MAY_READ = {
         "Splits.tolist": "the door through which the SplitPath and references read sizes",
         "Splits.make": "sizes that lie on the host already are validated",
     },
+    "recipes/tensors/grouped_tensor.py": {"GroupedTensor.unbind": "groups of sizes that the host knows"},
+    "ops/products/held_weights.py": {"hold_quantized": "a copy for an optimizer, when a model is made"},
     "recipes/cast_counts.py": {"CountedCasts.counts": "the counts are read when they are asked for"},
     "fuser/distributed/training_state.py": {
         "_whole": "what is written to a file goes to the host",

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes import Float8BlockScaling, Float8CurrentScaling, Format, GroupedTensor, MXFP8BlockScaling, Role, Splits
-from tests.grouped_cases import group_of, groups_of
 
 RECIPES = [
     Float8CurrentScaling(),
@@ -61,7 +60,7 @@ def test_all_groups_at_once_equal_each_alone(recipe, role, case):
     values = {columnwise: grouped.operand(columnwise, torch.float32) for columnwise in (False, True)}
     dequantized = grouped.dequantize()
     start = 0
-    for group, (size, view) in enumerate(zip(sizes, groups_of(grouped), strict=True)):
+    for group, (size, view) in enumerate(zip(sizes, grouped.unbind(), strict=True)):
         rows = slice(start, start + size)
         alone = recipe.quantizer(role).quantize(x[rows], rowwise=True, columnwise=True)
         assert_same_bits(view.rowwise, alone.rowwise)
@@ -82,7 +81,7 @@ def test_all_groups_at_once_equal_each_alone(recipe, role, case):
 @EACH_RECIPE
 def test_an_empty_group_has_scale_one_or_no_block(recipe):
     grouped = quantize(recipe, torch.full((8, 32), 3.0), [3, 0, 5])
-    empty = group_of(grouped, 1)
+    empty = grouped.unbind()[1]
     assert empty.shape == (0, 32)
     if empty.operand(False, torch.float32).alpha is not None:
         assert empty.columnwise.scale_inv.item() == 1.0 and empty.columnwise.codes.shape == (32, 0)

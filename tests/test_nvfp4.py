@@ -16,7 +16,6 @@ from recipes.casts.nvfp4_blocks import e2m1_codes_ref
 from recipes.nvfp4 import NVFP4Quantizer
 from recipes.tensors.formats import E2M1_VALUES, E4M3
 from recipes.triton.philox import block_bits_ref, philox_ref
-from tests.grouped_cases import groups_of
 
 INF, NAN = float("inf"), float("nan")
 FLT_MAX = np.finfo(np.float32).max
@@ -556,7 +555,7 @@ def test_grouped_is_each_group_alone(quantizer, case):
     assert (
         not grouped.columnwise.codes[:, used // 2 :].any() and not scales_of(grouped.columnwise)[:, used // 16 :].any()
     )
-    members = groups_of(grouped)
+    members = grouped.unbind()
     start = 0
     for size, member in zip(sizes, members, strict=True):
         alone = quantizer.quantize(x[start : start + size], rowwise=True, columnwise=True)

@@ -24,7 +24,6 @@ from recipes import (
 )
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale
 from recipes.tensors.formats import ALL, E4M3
-from tests.grouped_cases import groups_of
 from tests.reference import assert_close, assert_same_bits, gradients
 
 
@@ -134,7 +133,7 @@ def test_groups_are_quantized_as_if_alone(spec, device):
     x[sum(SIZES) :] = float("nan")
     quantizer, splits = FormatQuantizer(spec), Splits.make(SIZES, rows=ROWS, device=device)
     grouped = quantizer.quantize_grouped(x, splits, columnwise=True)
-    for member, part in zip(groups_of(grouped), x[: sum(SIZES)].split(SIZES), strict=True):
+    for member, part in zip(grouped.unbind(), x[: sum(SIZES)].split(SIZES), strict=True):
         for mine, other in zip(member.tensors(), quantizer.quantize(part, columnwise=True).tensors(), strict=True):
             assert mine.shape == other.shape and torch.equal(mine, other)
     for copy in (grouped.rowwise, grouped.columnwise):

@@ -34,7 +34,6 @@ from recipes import (
 from recipes.current_scaling import CurrentScalingQuantizer
 from recipes.native_products import compute_capability
 from tests import reference
-from tests.grouped_cases import groups_of
 from tests.reference import assert_close, assert_same_bits
 
 DTYPES = [
@@ -184,7 +183,7 @@ def test_the_codes_are_the_same(recipe, device):
     splits = Splits.make(torch.tensor(sizes, device=device), rows=rows, device=device)
     quantizer = recipe.quantizer(Role.INPUT)
     grouped, split = (path.quantize(x, splits, quantizer, rowwise=True, columnwise=True) for path in paths(device))
-    grouped, split = groups_of(grouped), split.members
+    grouped, split = grouped.unbind(), split.members
     for mine, theirs in zip(grouped, split, strict=True):
         for got, want in zip(mine.tensors(), theirs.tensors(), strict=True):
             assert (got is None) == (want is None)

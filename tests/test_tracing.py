@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ops
-from fuser import Sequential, autocast, constant_weights
+from fuser import Sequential, autocast, constant_weights, quantize, to_quantized
 from recipes.registry import RECIPES
 from tests.pairwise import rest
 
@@ -286,6 +286,16 @@ def refusals() -> dict[str, tuple[Callable[[], Sequential], Callable[[Tensor, Se
         "the split path": (lambda: Sequential(*grouped, path="split"), with_sizes, "reads split sizes on the host"),
         "missing": (lambda: Sequential(*grouped), call, "missing: 'split_sizes'"),
     }
+
+
+def test_quantized_weights_and_inputs_are_refused_with_the_reason():
+    x, layer = torch.randn(24, H), Sequential(ops.Linear(H, H))
+    held = to_quantized(Sequential(ops.Linear(H, H)), "mxfp8")
+    cases = ((held, x, "holds its weights quantized"), (layer, quantize(x, "mxfp8"), "x is quantized"))
+    for module, given, reason in cases:
+        with pytest.raises(Exception, match=reason), autocast("mxfp8"):
+            torch.compile(module, backend="aot_eager", fullgraph=True)(given)
+        torch.compiler.reset()
 
 
 @pytest.mark.parametrize("case", refusals())

@@ -17,6 +17,7 @@ from ops.runner.operation import BasicOperation
 from ops.runner.run import Pipeline
 from recipes.registry import RECIPES
 from recipes.request import PlanRequest
+from recipes.tensors.quantized_handle import held_tensors
 from recipes.tensors.splits import Splits
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -201,14 +202,14 @@ class HeldCheck:
         self._seen = [self._look(parameter) for _, _, _, parameter in self._held]
 
     @staticmethod
-    def _look(parameter: Tensor) -> tuple[int, bool]:
-        return parameter.data_ptr(), parameter.requires_grad
+    def _look(parameter: Tensor) -> tuple[tuple[int, ...], bool]:
+        return tuple(tensor.data_ptr() for tensor in held_tensors(parameter)), parameter.requires_grad
 
     def __call__(self) -> None:
         for (owner, path, name, parameter), seen in zip(self._held, self._seen, strict=True):
             if owner._parameters[name] is not parameter:
                 raise RuntimeError(f"Parameter {path!r} was replaced since the capture. {_AGAIN}")
-            if parameter.data_ptr() != seen[0]:
+            if self._look(parameter)[0] != seen[0]:
                 raise RuntimeError(f"Parameter {path!r} has moved since the capture (.data, or .to()). {_AGAIN}")
             if parameter.requires_grad != seen[1]:
                 raise RuntimeError(f"requires_grad of parameter {path!r} has changed since the capture. {_AGAIN}")

@@ -20,6 +20,7 @@ from fuser.schedule.memory import Buffer, LayerMemory, Life, MemoryPlan, Taken, 
 from fuser.schedule.schedule import Event, Pass, Place, Schedule
 from ops.products.main_grad import check_accumulation
 from recipes.effects import Accumulation
+from recipes.tensors.quantized_handle import held_tensors
 
 Hook = Callable[[], object] | None
 
@@ -153,7 +154,8 @@ class Graphs:
                 saving = saved_tensors_hooks(lambda t, seen=seen: _see(t, seen), lambda t: t)  # type: ignore[misc]
                 with _hooked(instance, event.kind), saving:
                     self._recorder.warm_up(instance.forward)
-                for known in (*instance.module.parameters(), *instance.module.buffers(), *instance.leaves):
+                weights = [tensor for p in instance.module.parameters() for tensor in held_tensors(p)]
+                for known in (*weights, *instance.module.buffers(), *instance.leaves):
                     seen.pop(known.untyped_storage().data_ptr(), None)
                 inputs[event.instance] = instance.leaves
                 continue

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ops.products.held_weights import HeldAs, applied, bind_to_states, held_as_of_new_operations, hold_quantized
 from ops.products.product import store
 from ops.runner.backward import raise_located
 from ops.runner.context import OperationContext, held_parameter
@@ -46,6 +47,7 @@ from ops.runner.run import without_autocast
 from recipes.arguments import check_flags
 from recipes.effects import Accumulation, Effect, perform, recording
 from recipes.recipe import Role
+from recipes.tensors.quantized_parameter import QuantizedParameter
 
 # The gradient of all weights of an operation, still to be computed: product() gives new memory,
 # product(out=buffer, accumulate=...) writes there (`ops.products.product.store`). Its positional arguments are
@@ -57,10 +59,12 @@ class OperationWithWeights(BasicOperation):
     """A basic operation with weights: one parameter `weight`, or one a group, `weight0`, `weight1`, ...
 
     stacked: whether it is one parameter
+    is_grouped: whether there is a weight for each group of rows
     """
 
     quantized_roles = tuple(Role)
     stacked: bool = True
+    is_grouped: bool = False
     weight_names: tuple[str, ...] = ("weight",)
 
     def __init__(self, *, accumulate_into_main_grad: bool, delay_wgrad_compute: bool) -> None:
@@ -68,8 +72,21 @@ class OperationWithWeights(BasicOperation):
         check_flags(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = self.retains_grad_output = delay_wgrad_compute
+        self.held_as = held_as_of_new_operations()
         self._delayed: deque[_Gradient] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
+
+    def hold_quantized(self, held_as: HeldAs | None = None) -> None:
+        """Hold the weights as codes alone from now on, as `held_as` says (None: as it was said when it was made)."""
+        self.held_as = held_as or self.held_as
+        if self.held_as is not None:
+            self.check_can_be_held()
+            hold_quantized(self, self.weight_names, self.held_as)
+            self.forget_quantized_weights()
+            self._adopt_weights()
+
+    def check_can_be_held(self) -> None:
+        """Raise ValueError if the weights are not stored as products read them, and so cannot be held quantized."""
 
     @property
     def wgrad_is_external(self) -> bool:
@@ -218,15 +235,23 @@ class OperationWithWeights(BasicOperation):
             self.exchanges_parameters = True
         super().register_parameter(name, param)
         self.forget_quantized_weights()  # the same parameter may hold other values
-        self._mark_delayed()
+        self._adopt_weights()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._mark_delayed()
+        held = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedParameter)}
+        self._parameters.update(dict.fromkeys(held))
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(held)
+        self._parameters.update({name: applied(fn, parameter) for name, parameter in held.items()})
+        self._adopt_weights()
         return self
 
-    def _mark_delayed(self) -> None:
-        """Mark for a data-parallel wrapper that backward_dw() completes these gradients, not autograd."""
+    def _adopt_weights(self) -> None:
+        """Let quantized weights find this operation's scales, and a data-parallel wrapper know that backward_dw()
+        completes these gradients, not autograd."""
+        bind_to_states(self, self.weight_names)
         if self.delay_wgrad_compute:
             for name in self.weight_names:
                 weight = self._parameters.get(name)
@@ -243,7 +268,7 @@ class OperationWithWeights(BasicOperation):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark_delayed()  # copies of parameters lose their attributes
+        self._adopt_weights()  # copies of parameters lose their attributes
 
 
 class _Gradient(NamedTuple):

@@ -40,6 +40,8 @@ from ops.products.product import (
     operands,
     quantized,
     wgrad,
+    why_not_reused,
+    with_missing,
 )
 from ops.runner.in_place import writable
 from recipes.casts.cast import casts_to_values
@@ -48,6 +50,7 @@ from recipes.native_products import LAYOUTS, Capability, GemmLayout, Product, co
 from recipes.recipe import HighPrecision, Recipe
 from recipes.request import PlanRequest
 from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_handle import Quantized
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import QuantizedBuffers, Quantizer
 from recipes.tensors.spec_quantizer import SpecQuantizer
@@ -88,7 +91,7 @@ class GroupedPath:
 
     def quantize(
         self,
-        x: Tensor,
+        x: Tensor | Quantized,
         splits: Splits,
         quantizer: Quantizer | None,
         *,
@@ -96,11 +99,18 @@ class GroupedPath:
         columnwise: bool,
         saved: bool = False,
     ) -> GroupedTensor:
-        """x [T, K] as an operand: rowwise for fprop and dgrad, columnwise for wgrad.
+        """x [T, K] as an operand: rowwise for fprop and dgrad, columnwise for wgrad. A quantized x is taken as
+        `ops.products.product.quantized` does.
 
         saved: the columnwise copy is kept for backward, as codes. Other copies of codes that no product multiplies are
         made as their values, where the cast can write these.
         """
+        if not isinstance(x, Tensor):
+            if quantizer is not None and isinstance(x, GroupedTensor):
+                needed = {"rowwise": rowwise, "columnwise": columnwise}
+                if why_not_reused(x, quantizer, **needed, splits=splits) is None:
+                    return _completed(x, quantizer, **needed)
+            x = x.dequantize()
         if quantizer is None:
             return GroupedTensor(x, splits, None, None, x.dtype)
         copies = {"rowwise": rowwise, "columnwise": columnwise}
@@ -133,6 +143,10 @@ class GroupedPath:
         if quantizer is None:
             return stacked
         return quantizer.quantize_stacked(stacked, rowwise=rowwise, columnwise=columnwise)
+
+    def held(self, w: QuantizedTensor | Sequence[QuantizedTensor]) -> QuantizedTensor:
+        """As `weight`, of weights that are quantized already; those of groups in one memory are not copied."""
+        return w if isinstance(w, QuantizedTensor) else w[0].stacked(w[1:])
 
     def for_wgrad(self, x: GroupedTensor) -> Tensor | GroupedTensor:
         """What of x has to be kept for wgrad."""
@@ -221,7 +235,7 @@ class SplitPath:
 
     def quantize(
         self,
-        x: Tensor,
+        x: Tensor | Quantized,
         splits: Splits,
         quantizer: Quantizer | None,
         *,
@@ -231,6 +245,12 @@ class SplitPath:
     ) -> SplitTensors:
         """As `GroupedPath.quantize`, each group alone."""
         sizes = tuple(splits.tolist())
+        if not isinstance(x, Tensor):
+            if quantizer is not None and isinstance(x, GroupedTensor):
+                needed = {"rowwise": rowwise, "columnwise": columnwise}
+                if why_not_reused(x, quantizer, **needed, splits=splits) is None:
+                    return SplitTensors(tuple(_members(x.unbind(), quantizer, **needed)), sizes, x.shape[0])
+            x = x.dequantize()
         parts = x[: sum(sizes)].split(sizes)
         members = _members(parts, quantizer, rowwise, columnwise)
         return SplitTensors(tuple(members), sizes, x.shape[0])
@@ -244,6 +264,10 @@ class SplitPath:
         """As `GroupedPath.weight`, each group alone."""
         members = w.unbind() if isinstance(w, Tensor) else w
         return _members(members, quantizer, rowwise, columnwise)
+
+    def held(self, w: QuantizedTensor | Sequence[QuantizedTensor]) -> list[QuantizedTensor]:
+        """As `GroupedPath.held`, each group alone."""
+        return w.unbind() if isinstance(w, QuantizedTensor) else list(w)
 
     def for_wgrad(self, x: SplitTensors) -> SplitTensors:
         """As `GroupedPath.for_wgrad`."""
@@ -364,11 +388,21 @@ def how_cast_as_computed(quantizer: Quantizer | None, device: torch.device, dtyp
     return "with amaxes found as it is computed" if finds_amaxes(quantizer.spec) else "quantized as it is computed"
 
 
+def _completed(x: GroupedTensor, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> GroupedTensor:
+    missing = {"rowwise": rowwise and x.rowwise is None, "columnwise": columnwise and x.columnwise is None}
+    if not any(missing.values()):
+        return x
+    completed: GroupedTensor = with_missing(x, quantizer.quantize_grouped(x.dequantize(), x.splits, **missing))
+    return completed
+
+
 def _writes_values(quantizer: Quantizer) -> TypeGuard[SpecQuantizer]:
     return isinstance(quantizer, SpecQuantizer) and quantizer.casts_by_spec() and casts_to_values(quantizer.spec)
 
 
-def _members(parts: Sequence[Tensor], quantizer: Quantizer | None, rowwise: bool, columnwise: bool) -> list[Any]:
+def _members(
+    parts: Sequence[Tensor | QuantizedTensor], quantizer: Quantizer | None, rowwise: bool, columnwise: bool
+) -> list[Any]:
     """Each group's tensor, quantized by itself where the recipe says so.
 
     A quantizer of single tensors gets none without rows, of which it may find no maximum.
@@ -378,7 +412,7 @@ def _members(parts: Sequence[Tensor], quantizer: Quantizer | None, rowwise: bool
         quantizer = quantizer.seeded(parts[0].device)
     return [
         quantized(part, quantizer and quantizer.for_group(group), rowwise=rowwise, columnwise=columnwise)
-        if takes_empty or len(part)
+        if takes_empty or part.shape[0]
         else part
         for group, part in enumerate(parts)
     ]

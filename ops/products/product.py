@@ -36,14 +36,60 @@ from recipes.tensors.splits import Splits
 def quantized(
     x: Tensor | QuantizedTensor, quantizer: Quantizer | None, *, rowwise: bool = False, columnwise: bool = False
 ) -> Tensor | QuantizedTensor:
-    """x quantized, or x itself: if there is no quantizer, or it is quantized with the copies that are needed."""
+    """x quantized, or x itself: if there is no quantizer, or it is quantized so, with the copies that are needed.
+
+    A copy that x lacks is made of its values. So are both if `why_not_reused`.
+    """
+    if isinstance(x, Tensor):
+        return x if quantizer is None else quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise)
     if quantizer is None:
-        return x if isinstance(x, Tensor) else x.dequantize()
-    if not isinstance(x, Tensor):
-        if (x.rowwise is not None or not rowwise) and (x.columnwise is not None or not columnwise):
-            return x
-        x = x.dequantize()
-    return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise)
+        return x.dequantize()
+    if why_not_reused(x, quantizer, rowwise=rowwise, columnwise=columnwise) is not None:
+        return quantizer.quantize(x.dequantize(), rowwise=rowwise, columnwise=columnwise)
+    missing = {"rowwise": rowwise and x.rowwise is None, "columnwise": columnwise and x.columnwise is None}
+    if not any(missing.values()):
+        return x
+    return with_missing(x, quantizer.quantize(x.dequantize(), **missing))
+
+
+def with_missing(x: Any, made: Any) -> Any:
+    """x with the copies that it lacks and `made` has."""
+    return replace(x, rowwise=x.rowwise or made.rowwise, columnwise=x.columnwise or made.columnwise)
+
+
+def why_not_reused(
+    x: QuantizedTensor | GroupedTensor,
+    quantizer: Quantizer,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    splits: Splits | None = None,
+) -> str | None:
+    """Why these codes are dequantized, and quantized by `quantizer`, as a sentence; None if they are multiplied.
+
+    splits: those by which the operation divides rows
+    """
+    if isinstance(x, GroupedTensor) != (splits is not None):
+        has, needs = ("each group", "the whole tensor") if splits is None else ("the whole tensor", "each group")
+        return f"its scales are of {has}, but those of {needs} are needed."
+    if isinstance(x, GroupedTensor):
+        if x.data is not None:
+            return "its rows are in high precision."
+        if splits is not None and not x.splits.divides_as(splits):
+            return "its groups may be others than those of split_sizes. Pass split_sizes=x.quantized.splits."
+    held = [(x.rowwise, False), (x.columnwise, True)]
+    wanted = [(copy, of_columns) for (copy, of_columns), need in zip(held, (rowwise, columnwise), strict=True) if need]
+    if all(copy is None for copy, _ in wanted):
+        return f"it has no {'columnwise' if columnwise else 'rowwise'} copy."
+    for copy, of_columns in wanted:
+        spec = quantizer.copy_spec(of_columns)
+        same = copy is None or copy.spec == spec
+        if spec is None and copy is not None:  # a format that only the caller can know, but no other transform
+            same = copy.transform == (quantizer.columnwise_transform if of_columns else None)
+        if not same:
+            name = "columnwise" if of_columns else "rowwise"
+            return f"its {name} codes are {copy.spec}, but {spec or type(quantizer).__name__} is needed."  # type: ignore[union-attr]
+    return None
 
 
 def for_wgrad(x: Any) -> Any:

@@ -12,6 +12,8 @@ Copies whose codes no product multiplies (MXFP8, NVFP4; where FP8 is emulated al
 kept in `constant_weights` as their exact values, so that they are dequantized once, too. With keep_weight_values=False,
 and in activation checkpoints, codes are kept.
 
+Weights that are held quantized (`ops.products.held_weights`) are their own copies, and nothing of them is kept.
+
 Where both copies would hold the same values (blocks that are square, products of values), the rowwise one is made alone
 and stands for both.
 """
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ops.products.held_weights import held_codes
 from ops.products.paths import SplitTensors
 from ops.products.product import for_wgrad, gemm_dtype
 from ops.runner.context import OperationContext, held_parameter
@@ -99,7 +102,14 @@ def quantized_weights(
     rowwise: bool,
     columnwise: bool,
 ) -> Any:
-    """The copies of the weights of these names that `quantize` makes; in backward those of its own forward."""
+    """The copies of the weights of these names that `quantize` makes; in backward those of its own forward.
+
+    Of weights that are held quantized so, their codes.
+    """
+    held = held_codes(ctx, names, quantizer)
+    if held is not None and (ctx.operation.weights_scope is None or keep_weights_flag() is not None):
+        return held(rowwise, columnwise)  # backward reads them from the parameters again
+    quantize = held or quantize
     if quantizer.copies_agree:
         rowwise = columnwise = True
         quantize = partial(one_for_both, quantize)

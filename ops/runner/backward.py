@@ -18,6 +18,7 @@ from ops.runner.saved import unflatten
 from recipes.first_forwards import ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.stack import Stack, reentered
+from recipes.tensors.quantized_handle import QuantizedHandle, at_container, with_dtype
 
 
 class Record(NamedTuple):
@@ -96,7 +97,7 @@ def _run(
     # Gradients of extra tensors by name, the contributions in the order of the operations that made them.
     d_extras = {name: [d] for name, d in zip(record.returned, d_returned, strict=True) if d is not None}
     d_parameters: list[Tensor | None] = [None] * len(record.parameters)
-    dx: Any = dy
+    dx: Any = at_container(dy)
     foreign = _foreign_memory(record, saved, dy, d_returned) if program.reuses_gradients else frozenset()
     for wiring in program.backward:
         if not wiring.needs_grad:
@@ -131,13 +132,20 @@ def _run(
             dx = dx.to(wiring.upstream_dtype)
     x_needs_grad, parameters_need_grad, _ = program.request.needs
     return [
-        at_tensor(dx) if x_needs_grad and dx is not None else None,
+        _at_border(dx, record) if x_needs_grad and dx is not None else None,
         *[
             d if d is None or d.dtype == p.dtype else d.to(p.dtype)
             for d, p in zip(_wanted(d_parameters, parameters_need_grad), record.parameters, strict=True)
         ],
         *[_total(d_extras[name]) if name in d_extras else None for name in record.input_names],
     ]
+
+
+def _at_border(dx: Any, record: Record) -> Tensor:
+    """What autograd gets for x: a tensor, or a handle of the container that the first operation lets out."""
+    if isinstance(dx, Tensor) or not record.operations[0].quantized_output:
+        return at_tensor(dx)
+    return QuantizedHandle(with_dtype(dx, record.program.input_dtype))
 
 
 class _Step(NamedTuple):

@@ -13,6 +13,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from recipes.tensors.quantized_handle import at_container
+
 Edge = tuple[Any, int]  # a node of autograd's graph, and which of its inputs
 Other = tuple[tuple[str, ...], Tensor | None]  # what a buffer must not overlap: a format and its names, the tensor
 
@@ -89,7 +91,7 @@ def check_before_backward(
     parameters: whose main_grad may be there only now. saved: what forward kept. output_grads: the gradients of y and
     of the extra outputs.
     """
-    others: list[Other] = [(("the gradient of an output",), d) for d in output_grads]
+    others: list[Other] = [(("the gradient of an output",), t) for d in output_grads for t in _tensors(d)]
     others += [(("a tensor that forward keeps for backward",), t) for t in saved]
     others += [(("a parameter's main_grad",), p.__dict__.get("main_grad")) for p in parameters]
     waiting = ("a gradient from another call, which autograd has yet to add or to hand on",)
@@ -201,6 +203,7 @@ def _handed_on() -> _HandedOn:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Of a tensor or a container."""
+    """Of a tensor, a container or a handle of one."""
+    value = at_container(value)
     tensors = [value] if isinstance(value, Tensor) else value.tensors() if hasattr(value, "tensors") else []
     return [tensor for tensor in tensors if tensor is not None]

@@ -12,6 +12,7 @@ from recipes.cast_counts import watched
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe, Role
 from recipes.request import Needs
+from recipes.tensors.quantized_handle import QuantizedHandle, at_values
 from recipes.tensors.quantizer import Quantizer
 
 
@@ -82,6 +83,7 @@ class OperationContext:
         if self.seen_in_forward is not None:
             self.check_unchanged(name)
         dtype = dtype or self.dtype
+        parameter = at_values(parameter)
         return parameter if parameter.dtype == dtype else parameter.to(dtype)
 
     def check_unchanged(self, name: str) -> None:
@@ -120,8 +122,13 @@ def state_of(parameter: torch.Tensor) -> tuple[int, torch.dtype, torch.UntypedSt
     """By which a change is noticed: version (0 for an inference tensor, which has none), dtype, storage.
 
     The storage itself, equal to itself alone: the address of one that was freed may be another's the next moment. FSDP2
-    frees the memory of the storage and gathers the weight into other memory, but it is the same storage.
+    frees the memory of the storage and gathers the weight into other memory, but it is the same storage. Of a weight
+    that is held quantized those of its codes and scales.
     """
+    if isinstance(parameter, QuantizedHandle):
+        tensors = [tensor for tensor in parameter.quantized.tensors() if tensor is not None]
+        version = sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+        return version, parameter.dtype, tensors[0].untyped_storage()
     version = 0 if parameter.is_inference() else parameter._version
     plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
     return version, parameter.dtype, parameter.untyped_storage() if plain else None

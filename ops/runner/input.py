@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantized_handle import QuantizedHandle
+from recipes.tensors.quantized_tensor import QuantizedTensor
 
-def check_tensor(x: Any) -> None:
-    """Raise TypeError for an x that is no tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}. Give a tensor.")
+
+def as_input(x: Any) -> Tensor:
+    """x itself, or a handle of a quantized container. Raises TypeError for an x that is neither."""
+    if isinstance(x, Tensor):
+        return x
+    if isinstance(x, QuantizedTensor | GroupedTensor):
+        return QuantizedHandle(x)
+    raise TypeError(f"x is a {type(x).__name__}. Give a tensor.")
 
 
 def check_real(name: str, dtype: torch.dtype) -> None:

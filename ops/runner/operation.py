@@ -79,6 +79,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     replaces a method it does not hold.
     why_in_full: why this very operation is not repeated, as a sentence, or None. It is not captured in a CUDA graph
     either, unless it replaces `why_not_captured`.
+    quantized_output: whether a container leaves the pipeline as it is, in a QuantizedHandle: y of the last operation,
+    dx of the first.
     divides_output: the `ops.kernels.collectives.RankGroup` among whose ranks the features of y are divided, or None.
     settings: how often such an attribute was assigned, a recipe or a name of an extra tensor set.
 
@@ -94,6 +96,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     num_scales: int = 1
     exchanges_parameters: bool = False
     why_in_full: str | None = None
+    quantized_output: bool = False
     divides_output: Any = None
     settings: int = 0
     _captured_weights: Any = None

@@ -32,6 +32,7 @@ from recipes.effects import recording as recorded_effects
 from recipes.pending import PendingUpdates, RecordsAmaxes
 from recipes.recipe import Recipe, Role
 from recipes.stack import Stack
+from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import Kept, how, is_eager
 from recipes.triton.tape import taping
@@ -228,6 +229,8 @@ def why_not_repeated(operation: Any, covered: Sequence[Any], recipe: Recipe) -> 
     for kind in dict.fromkeys(map(type, (recipe, operation, *covered))):
         if not is_repeatable(kind):
             return f"{kind.__name__} is not repeatable."
+    if any(isinstance(p, QuantizedHandle) for each in covered for p in each._parameters.values()):
+        return "Its weights are held quantized."
     return next((each.why_in_full for each in covered if each.why_in_full is not None), None)
 
 

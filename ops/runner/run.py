@@ -26,7 +26,7 @@ from ops.runner.callers_buffers import (
 )
 from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import check_writable, memory_of
-from ops.runner.input import check_numbers, check_tensor
+from ops.runner.input import as_input, check_numbers
 from ops.runner.nested_backward import note_forward, unwanted_parameters
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
@@ -35,6 +35,7 @@ from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
 from recipes.stack import current_recipe, current_updates, open_entries, records_amaxes
+from recipes.tensors.quantized_handle import QuantizedHandle, at_container, with_dtype
 from recipes.tensors.splits import Splits, offsets_alone
 
 Buffers = Mapping[int, Mapping[str, Tensor]]
@@ -196,7 +197,7 @@ class Pipeline:
         Returns (y, {name: extra output}). Raises TypeError for an x that is no tensor, of complex numbers, or of
         integers where an operation computes in floating point.
         """
-        check_tensor(x)
+        x = as_input(x)
         if note_forward():
             with self.first_forwards.entered_again(training, self.recipe):
                 return self._run(x, extras, wanted, buffers, training, fusions_version, None)
@@ -222,7 +223,7 @@ class Pipeline:
             step_of(call, records=records_amaxes()) if program.keeps_state else _NOTHING,
         ):
             if not program.needs_grad:
-                return at_tensor(call.forward(x)), call.produced
+                return call.at_border(call.forward(x)), call.produced
             call.input_names = [name for name in self.consumed if isinstance(extras[name], Tensor)]
             tensors = parameters.present + [extras[name] for name in call.input_names]
             function = _RetainingFunction if self.retain_graph else _ReleasingFunction
@@ -311,7 +312,14 @@ class Call:
             context.buffers = dict(self.buffers[index])
         return context
 
+    def at_border(self, y: Any) -> Tensor:
+        """What leaves the pipeline: a tensor, or a handle of the container that its last operation lets out."""
+        if isinstance(y, Tensor) or not self.operations[-1].quantized_output:
+            return at_tensor(y)
+        return QuantizedHandle(y)
+
     def forward(self, x: Any) -> Any:
+        x = at_container(x)
         self.repeats = not self.buffers and may_repeat(self.program.request.device, open_entries())
         if self.buffers:
             self.given_buffers = buffers_of(self.buffers, self.operations, self.labels)
@@ -323,6 +331,8 @@ class Call:
             if not isinstance(x, Tensor):
                 if not wiring.accepts_quantized:
                     x = x.dequantize()
+                elif x.dtype != wiring.dtype:
+                    x = with_dtype(x, wiring.dtype)
             elif x.dtype != wiring.dtype:
                 x = x.to(wiring.dtype)
             if self.is_traced:
@@ -441,7 +451,7 @@ class _RetainingFunction(torch.autograd.Function):
     def forward(fctx: Any, call: Call, x: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
         fctx.set_materialize_grads(False)
         program = call.program
-        y = at_tensor(call.forward(x))
+        y = call.at_border(call.forward(x))
         written = call.written
         # A buffer of the caller's must not get a history, nor one tensor object two: they get objects of their own.
         if not _is_among(y, written.values()):
@@ -507,7 +517,7 @@ def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
 
     Not a view, which could not be changed; but a view, if another tensor that the caller may hold shares its memory.
     """
-    if y is x:
+    if y is x or isinstance(y, QuantizedHandle):
         return y
     memory = memory_of(y)
     if any(isinstance(t, Tensor) and memory_of(t) == memory for t in (x, *others)):

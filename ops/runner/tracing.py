@@ -25,6 +25,7 @@ from recipes.first_forwards import FirstForwards
 from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.stack import current_recipe, seen, traced_recipe
+from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.splits import Splits
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -182,6 +183,11 @@ def _why_not(pipeline: Pipeline, recipe: Any, outputs: Iterable[str], call: Seen
                 "pipeline: only tensors pass torch's tracing. Put no module between those that hand it on."
             )
     for operation in pipeline.operations:
+        if any(isinstance(parameter, QuantizedHandle) for parameter in operation.parameters()):
+            return (
+                f"{type(operation).__name__} holds its weights quantized, as tensors that torch does not trace. Run "
+                "this model eagerly, or compile one with weights in high precision."
+            )
         why = operation.why_not_traced(pipeline.path or recipe.path)
         if why is not None:
             return f"{type(operation).__name__}: {why}"

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recipes.casts.natural import NaturalCopy
 from recipes.tensors.quantized_tensor import (
+    QuantizedTensor,
+    choose,
     copies_from_tensors,
     copies_to_tensors,
+    each_copy,
     either,
     pick,
 )
@@ -45,12 +49,34 @@ class GroupedTensor:
     def device(self) -> torch.device:
         return self.splits.device
 
-    def dequantize(self) -> Tensor:
-        """[T, K] in the nominal dtype, from the rowwise copy if there is one; rows past the sum are 0."""
+    def dequantize(self, *, columnwise: bool | None = None) -> Tensor:
+        """[T, K] in the nominal dtype; rows past the sum are 0.
+
+        columnwise: from this copy, which must be there (RuntimeError); None: from the rowwise one if there is one
+        """
         if self.data is not None:
             inactive = self.splits.group_of_row == self.splits.num_groups
             return self.data.masked_fill(inactive[:, None], 0)
-        return either(self.rowwise, self.columnwise).dequantize(self.splits).to(self.dtype)
+        return choose(self.rowwise, self.columnwise, columnwise).dequantize(self.splits).to(self.dtype)
+
+    def natural(self, *, columnwise: bool = False) -> NaturalCopy:
+        """Codes and scales of one copy in the natural order of the values. RuntimeError if it was not made."""
+        return pick(self.rowwise, self.columnwise, columnwise).natural(self.splits)
+
+    def unbind(self) -> list[QuantizedTensor]:
+        """The rows of each group, bit for bit as if quantized alone. Reads the split sizes on the host.
+
+        Raises RuntimeError if there are no quantized copies.
+        """
+        if self.data is not None:
+            raise RuntimeError("these rows are in high precision. Use x.data.split(sizes).")
+        sizes = self.splits.tolist()
+
+        def member(group: int) -> QuantizedTensor:
+            copies = each_copy(self.rowwise, self.columnwise, lambda copy: copy.member(group, sizes))
+            return QuantizedTensor(*copies, self.dtype)
+
+        return [member(group) for group in range(len(sizes))]
 
     def operand(self, columnwise: bool, dtype: torch.dtype) -> Operand:
         """An operand of a grouped GEMM, [T, K] in its original layout, or padded to `Operand.block`."""

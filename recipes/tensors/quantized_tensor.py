@@ -10,12 +10,13 @@ Both copies are cast from the high-precision input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from recipes.casts.natural import NaturalCopy
 from recipes.tensors.scaled_codes import Operand, ScaledCodes
 
 
@@ -39,9 +40,32 @@ class QuantizedTensor:
     def device(self) -> torch.device:
         return either(self.rowwise, self.columnwise).codes.device
 
-    def dequantize(self) -> Tensor:
-        """The values in the nominal dtype, from the rowwise copy if there is one. Computed in float32, rounded once."""
-        return either(self.rowwise, self.columnwise).dequantize().to(self.dtype)
+    def dequantize(self, *, columnwise: bool | None = None) -> Tensor:
+        """The values in the nominal dtype. Computed in float32, rounded once.
+
+        columnwise: from this copy, which must be there (RuntimeError); None: from the rowwise one if there is one
+        """
+        return choose(self.rowwise, self.columnwise, columnwise).dequantize().to(self.dtype)
+
+    def natural(self, *, columnwise: bool = False) -> NaturalCopy:
+        """Codes and scales of one copy in the natural order of the values. RuntimeError if it was not made."""
+        return pick(self.rowwise, self.columnwise, columnwise).natural()
+
+    def unbind(self) -> list[QuantizedTensor]:
+        """Of stacked weights [G, N, K] each weight [N, K], bit for bit as if quantized alone."""
+        return [self._each(lambda copy, g=group: copy.member(g)) for group in range(self.shape[0])]  # type: ignore[misc]
+
+    def stacked(self, others: Sequence[QuantizedTensor]) -> QuantizedTensor:
+        """This weight [N, K] and `others` of the same shape and format as stacked weights [G, N, K]: `unbind`'s
+        inverse."""
+
+        def stack(copy: ScaledCodes) -> ScaledCodes:
+            return copy.stacked([pick(other.rowwise, other.columnwise, copy.columnwise) for other in others])
+
+        return self._each(stack)
+
+    def _each(self, of_copy: Callable[[ScaledCodes], ScaledCodes]) -> QuantizedTensor:
+        return QuantizedTensor(*each_copy(self.rowwise, self.columnwise, of_copy), self.dtype)
 
     def operand(self, columnwise: bool, dtype: torch.dtype) -> Operand:
         """An operand of a GEMM, from the copy that is scaled along the contracted axis."""
@@ -63,6 +87,19 @@ def either(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None) -> Scale
     if copy is None:
         raise ValueError("there is neither a rowwise nor a columnwise copy. Ask the quantizer for at least one.")
     return copy
+
+
+def choose(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None, of_columns: bool | None) -> ScaledCodes:
+    """The requested copy, or either."""
+    return either(rowwise, columnwise) if of_columns is None else pick(rowwise, columnwise, of_columns)
+
+
+def each_copy(
+    rowwise: ScaledCodes | None, columnwise: ScaledCodes | None, of_copy: Callable[[ScaledCodes], ScaledCodes]
+) -> tuple[ScaledCodes | None, ScaledCodes | None]:
+    """What `of_copy` makes of both copies; of a shared one once."""
+    made = rowwise and of_copy(rowwise)
+    return made, made if columnwise is rowwise else columnwise and of_copy(columnwise)
 
 
 def pick(rowwise: ScaledCodes | None, columnwise: ScaledCodes | None, want_columnwise: bool) -> ScaledCodes:

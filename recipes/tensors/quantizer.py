@@ -97,8 +97,8 @@ class Quantizer(ABC):
         """The state tensors for `num_scales` scales, one for each group of a grouped operation."""
         return {}
 
-    def bound(self, source: StateOfRole, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
-        """This quantizer bound to an operation's state.
+    def bound(self, source: StateOfRole | None, updates: PendingUpdates | None, scale: Tensor | None) -> Quantizer:
+        """This quantizer bound to an operation's state, or to none with a `scale`.
 
         updates: collects states that change at the end of the step; None: nothing is recorded.
         scale: a `snapshot` to quantize with instead of the state's scales.
@@ -120,6 +120,10 @@ class Quantizer(ABC):
     def note_cast_with(self, snapshot: Tensor | None) -> None:  # noqa: B027
         """Record that codes quantized with this `snapshot` are reused, so that a recomputation uses it too."""
 
+    def note_codes_of_state(self) -> None:  # noqa: B027
+        """Record that codes are used which were cast with this state before, so that the amax recorded at their cast
+        enters the state at the end of this step."""
+
     @property
     def columnwise_transform(self) -> str | None:
         """The orthogonal transform of the rows in columnwise copies; it cancels only if both operands have the same."""
@@ -129,6 +133,11 @@ class Quantizer(ABC):
     def copies_agree(self) -> bool:
         """Whether both copies have the same values and no native product reads their codes: one copy is then enough."""
         return False
+
+    def copy_spec(self, columnwise: bool) -> ScaleSpec | None:
+        """The format of this copy, by which codes of a caller's are known to be those that it would make; None where no
+        `ScaleSpec` describes it."""
+        return None
 
     def of_copy(self, columnwise: bool) -> Quantizer | None:
         """The quantizer of this copy; None leaves the copy in high precision."""

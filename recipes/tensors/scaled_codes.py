@@ -14,6 +14,8 @@ from recipes.casts.cast import dequantize
 from recipes.casts.cast_nvfp4 import alpha_from_amax, values_nvfp4
 from recipes.casts.hadamard import hadamard_ref
 from recipes.casts.layout import Copies
+from recipes.casts.members import Stored, as_stack, of_rows, of_stack
+from recipes.casts.natural import NaturalCopy, natural_codes, natural_scales
 from recipes.casts.scale_rules import NVFP4Scale
 from recipes.tensors.formats import ScaleLayout, ScaleSpec
 from recipes.tensors.splits import Splits
@@ -154,6 +156,34 @@ class ScaledCodes:
             return values.new_zeros(self.shape)
         inactive = splits.group_of_row == splits.num_groups
         return values.index_select(0, splits.row_in_padded(block)).masked_fill(inactive[:, None], 0.0)
+
+    def natural(self, splits: Splits | None = None) -> NaturalCopy:
+        """Codes and scales in the natural order, as they are stored: see `NaturalCopy`."""
+        assert self.codes is not None, "an empty template has no tensors: rebuild it first"
+        where = self.spec, self.shape, splits
+        scale, block = natural_scales(self.scale_inv, *where, columnwise=self.columnwise)
+        return NaturalCopy(natural_codes(self.codes, *where, columnwise=self.columnwise), scale, block, self.amax)
+
+    def member(self, group: int, sizes: Sequence[int] | None = None) -> ScaledCodes:
+        """The copy of one tensor: of weight `group` of stacked ones, or of the rows of that group.
+
+        sizes: of all groups, on the host, where rows are divided; None for stacked weights. Bit for bit what quantizing
+        it alone gives. Subclasses whose tensors do not lie as the spec says replace this, and `stacked`.
+        """
+        stored, of_columns = Stored(self.codes, self.scale_inv, self.amax), self.columnwise
+        if sizes is None:
+            return self._with(of_stack(stored, self.spec, of_columns, group), self.shape[1:])
+        shape = torch.Size((sizes[group], self.shape[-1]))
+        return self._with(of_rows(stored, self.spec, of_columns, sizes, group), shape)
+
+    def stacked(self, others: Sequence[ScaledCodes]) -> ScaledCodes:
+        """This copy of a weight [N, K] and `others` of the same shape and format, as that of stacked weights."""
+        members = [Stored(each.codes, each.scale_inv, each.amax) for each in (self, *others)]
+        stack = as_stack(members, self.spec, self.columnwise, self.shape[0])
+        return self._with(stack, torch.Size((len(members), *self.shape)))
+
+    def _with(self, stored: Stored, shape: torch.Size) -> ScaledCodes:
+        return replace(self, **stored._asdict(), shape=shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,6 +91,9 @@ class SpecQuantizer(Quantizer):
         kind = type(self)
         return kind.quantize_grouped is SpecQuantizer.quantize_grouped and kind._copies is SpecQuantizer._copies
 
+    def copy_spec(self, columnwise: bool) -> ScaleSpec | None:
+        return self.spec
+
     def float8_scaling(self, columnwise: bool) -> ScaleLayout | None:
         return self.spec.float8_scaling
 

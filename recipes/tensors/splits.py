@@ -163,6 +163,16 @@ class Splits:
 
         return self._once("block_of_row", block, compute)
 
+    def divides_as(self, other: Splits) -> bool:
+        """Whether both surely divide rows alike: by the same offsets in memory, or by equal sizes on the host.
+
+        Never waits for the device."""
+        if (self.rows, self.num_groups) != (other.rows, other.num_groups):
+            return False
+        if self.offsets.data_ptr() == other.offsets.data_ptr() and self.device == other.device:
+            return True
+        return self._host is not None and self._host == other._host
+
     def tolist(self) -> list[int]:
         """The sizes on the host. Reads the device, once: for the split path and for references only."""
         if self._host is None:

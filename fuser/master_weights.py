@@ -1,0 +1,80 @@
+"""MasterWeights: float32 copies of quantized parameters, which an optimizer of torch steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes.tensors.quantized_parameter import QuantizedParameter
+
+
+class MasterWeights:
+    """Float32 masters of the quantized parameters of a model, for an optimizer that knows nothing of them.
+
+        masters = fuser.MasterWeights(model.parameters())
+        optimizer = masters.attach(torch.optim.AdamW(masters.parameters(), lr=1e-3))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Before each step a master receives the gradient of its parameter: `.grad`, or `main_grad` where the parameter has
+    one, and `.grad` of the parameter is set to None. After it the parameter is quantized from its master: to nearest,
+    once, from float32. Masters begin with the values before quantization, if the parameter has kept them
+    (`preserve_high_precision_init_val=True`; they are cleared), else with the dequantized ones.
+
+    parameters: of a model; those that are not quantized go to the optimizer as they are
+
+    Raises ValueError if none is quantized and requires grad.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        given = list(parameters)
+        self._masters: dict[int, nn.Parameter] = {}
+        for parameter in given:
+            if isinstance(parameter, QuantizedParameter) and parameter.requires_grad:
+                self._masters[id(parameter)] = _master(parameter)
+        if not self._masters:
+            raise ValueError(
+                "MasterWeights got no quantized parameter that requires grad. Use to_quantized(model) before."
+            )
+        self._given = given
+
+    def parameters(self) -> list[Tensor]:
+        """What the optimizer steps: a master in place of each quantized parameter."""
+        return [self._masters.get(id(parameter), parameter) for parameter in self._given]
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let `step()` of this optimizer take the gradients before, and quantize after; returns it."""
+        optimizer.register_step_pre_hook(lambda *_: self.take_gradients())
+        optimizer.register_step_post_hook(lambda *_: self.quantize())
+        return optimizer
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Give each master the gradient of its parameter, in float32."""
+        for parameter, master in self._pairs():
+            gradient = getattr(parameter, "main_grad", None)
+            gradient = parameter.grad if gradient is None else gradient
+            master.grad = None if gradient is None else gradient.view(master.shape).to(torch.float32)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def quantize(self) -> None:
+        """Quantize each parameter from its master."""
+        for parameter, master in self._pairs():
+            parameter.copy_(master)
+
+    def _pairs(self) -> Iterable[tuple[Any, nn.Parameter]]:
+        return (
+            (parameter, self._masters[id(parameter)]) for parameter in self._given if id(parameter) in self._masters
+        )
+
+
+def _master(parameter: QuantizedParameter) -> nn.Parameter:
+    values = parameter.get_high_precision_init_val()
+    values = parameter.quantized.dequantize() if values is None else values.to(parameter.device)
+    parameter.clear_high_precision_init_val()
+    return nn.Parameter(values.to(torch.float32, copy=True))

@@ -1,0 +1,89 @@
+"""Models whose linear layers hold their weights as codes alone: made so, or converted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ops.products.held_weights import HeldAs, holding_new_weights
+from ops.products.main_grad import OperationWithWeights
+from recipes.arguments import check_flags
+from recipes.recipe import Recipe, Role
+from recipes.registry import as_recipe
+from recipes.tensors.quantized_handle import at_values
+
+
+@contextmanager
+def quantized_model_init(
+    recipe: Recipe | str,
+    *,
+    enabled: bool = True,
+    columnwise: bool = True,
+    preserve_high_precision_init_val: bool = False,
+) -> Iterator[None]:
+    """Within `with quantized_model_init(recipe):` each `Linear` and `GroupedLinear` holds its weights quantized as soon
+    as it has initialised them, so that no more than one layer is ever there in high precision.
+
+        with fuser.quantized_model_init("mxfp8"):
+            model = Sequential(ops.Linear(1024, 4096), ops.GELU(), ops.Linear(4096, 1024))
+
+    Arguments and errors are those of `to_quantized`. enabled: False does nothing. Layers on the meta device hold them
+    so when `reset_parameters` gives them values.
+    """
+    check_flags(enabled=enabled)
+    with holding_new_weights(_held_as(recipe, columnwise, preserve_high_precision_init_val) if enabled else None):
+        yield
+
+
+def to_quantized(
+    model: nn.Module,
+    recipe: Recipe | str,
+    *,
+    columnwise: bool = True,
+    preserve_high_precision_init_val: bool = False,
+) -> nn.Module:
+    """Let each `Linear` and `GroupedLinear` in `model` hold its weights quantized, as codes and scales alone; returns
+    `model`. Biases stay as they are.
+
+    recipe: a Recipe or its name: how weights are quantized. An operation with a recipe of its own (`set_recipe`) is
+        quantized for that one. To compute with just these codes, run under a recipe that quantizes weights alike;
+        under others they are dequantized, as `explain()` says
+    columnwise: also hold the copy that dgrad reads; without, for inference, half the bytes where formats need both
+    preserve_high_precision_init_val: keep the values before quantization on the host, at
+        `weight.get_high_precision_init_val()`, until `weight.clear_high_precision_init_val()`
+
+    The parameters are new objects, `QuantizedParameter`: make the optimizer afterwards.
+
+    Raises ValueError if `model` contains no such layer, the recipe leaves weights in high precision, or a layer stores
+    its weights in another layout; TypeError or ValueError if `recipe` is not a recipe.
+    """
+    held_as = _held_as(recipe, columnwise, preserve_high_precision_init_val)
+    layers = [module for module in model.modules() if isinstance(module, OperationWithWeights)]
+    if not layers:
+        raise ValueError(
+            f"to_quantized got {type(model).__name__}, which has no Linear or GroupedLinear. Give the model."
+        )
+    for layer in layers:
+        layer.check_can_be_held()
+    for layer in layers:
+        layer.hold_quantized(held_as)
+    return model
+
+
+def dequantized_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with ordinary tensors, in their nominal dtype, in place of quantized parameters.
+
+    `model.load_state_dict` takes both forms, in a quantized model and in any other.
+    """
+    return {name: at_values(value) for name, value in state_dict.items()}
+
+
+def _held_as(recipe: Recipe | str, columnwise: bool, preserve_high_precision_init_val: bool) -> HeldAs:
+    check_flags(columnwise=columnwise, preserve_high_precision_init_val=preserve_high_precision_init_val)
+    chosen = as_recipe(recipe)
+    if chosen.quantizer(Role.WEIGHT) is None:
+        raise ValueError(f"{chosen!r} leaves weights in high precision. Give a recipe that quantizes them.")
+    return HeldAs(chosen, columnwise, preserve_high_precision_init_val)

@@ -1,0 +1,154 @@
+"""Weights that are held quantized: how operations come to hold them, and what a product takes of them.
+
+`hold_quantized` replaces an operation's weights by `QuantizedParameter`s, of one or of all groups. Where the quantizer
+of the recipe in use is the one they were quantized with, their codes are multiplied as they are, and nothing is saved
+for backward. Under another recipe they are dequantized, and quantized anew where that quantizes weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ops.runner.context import OperationContext, held_parameter
+from ops.runner.quantizer_state import QuantizerState
+from recipes.recipe import Recipe, Role
+from recipes.tensors.quantized_handle import QuantizedHandle
+from recipes.tensors.quantized_parameter import QuantizedParameter, quantize_weight
+from recipes.tensors.quantizer import Quantizer
+
+
+class HeldAs(NamedTuple):
+    """How weights are to be held: as this recipe quantizes them, unless the operation has a recipe of its own."""
+
+    recipe: Recipe
+    columnwise: bool = True
+    preserve_high_precision_init_val: bool = False
+
+
+_of_new_operations: ContextVar[HeldAs | None] = ContextVar("held_as", default=None)
+
+
+def held_as_of_new_operations() -> HeldAs | None:
+    """What `holding_new_weights` says now."""
+    return _of_new_operations.get()
+
+
+@contextmanager
+def holding_new_weights(held_as: HeldAs | None) -> Iterator[None]:
+    """Operations that are made inside hold their weights so."""
+    token = _of_new_operations.set(held_as)
+    try:
+        yield
+    finally:
+        _of_new_operations.reset(token)
+
+
+@torch.no_grad()
+def hold_quantized(operation: Any, names: Sequence[str], held_as: HeldAs) -> None:
+    """Replace the weights of these names by quantized ones; attributes and `requires_grad` stay.
+
+    Those of several groups come to lie in one memory, so that one product reads them all. Weights that are on the meta
+    device, held so already, or not quantized by the recipe are left alone.
+    """
+    quantizer = (operation.recipe or held_as.recipe).quantizer(Role.WEIGHT)
+    weights = [held_parameter(operation, name) for name in names]
+    done = all(isinstance(w, QuantizedParameter) and w.quantizer == quantizer for w in weights)
+    if quantizer is None or done or weights[0].is_meta:
+        return
+    values = [w.quantized.dequantize() if isinstance(w, QuantizedHandle) else w.detach() for w in weights]
+    source = QuantizerState(operation, Role.WEIGHT, operation.num_scales) if quantizer.keeps_state else None
+    copies = {"rowwise": True, "columnwise": held_as.columnwise}
+    if len(names) == 1:
+        made = [quantize_weight(values[0], quantizer, source, **copies)]
+    elif quantizer.knows_groups():
+        made = quantize_weight(torch.stack(values), quantizer, source, **copies).unbind()
+    else:
+        made = [quantize_weight(w, quantizer, source, group, **copies) for group, w in enumerate(values)]
+    for name, weight, value, quantized in zip(names, weights, values, made, strict=True):
+        parameter = nn.Parameter(QuantizedParameter(quantized, quantizer), requires_grad=weight.requires_grad)
+        parameter.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in vars(parameter)})
+        if held_as.preserve_high_precision_init_val:
+            parameter._high_precision_init_val = value.to("cpu", copy=True)  # type: ignore[attr-defined]
+        operation._parameters[name] = parameter  # in its place, and not as an exchange (`register_parameter`)
+
+
+def bind_to_states(operation: Any, names: Sequence[str]) -> None:
+    """Let the operation's quantized weights find its scales, where their quantizer keeps some."""
+    for group, name in enumerate(names):
+        weight = operation._parameters.get(name)
+        if isinstance(weight, QuantizedParameter) and weight.quantizer.keeps_state:
+            proxy: Any = weakref.proxy(operation)
+            state = QuantizerState(proxy, Role.WEIGHT, operation.num_scales)
+            weight.bind(state, None if len(names) == 1 else group)
+
+
+@torch.no_grad()
+def applied(function: Callable[[Tensor], Tensor], weight: Any) -> Any:
+    """What `nn.Module.to` and the like make of a quantized weight: itself, where nothing changes; a new one with its
+    codes on another device; an ordinary parameter, of another dtype or if it becomes empty."""
+    result = function(weight)
+    if result is weight or (isinstance(result, QuantizedParameter) and result.device == weight.device):
+        return weight
+    parameter = nn.Parameter(result, requires_grad=weight.requires_grad)
+    if weight.grad is not None:
+        parameter.grad = function(weight.grad)
+    return parameter
+
+
+def held_codes(ctx: OperationContext, names: Sequence[str], quantizer: Quantizer) -> Callable[[bool, bool], Any] | None:
+    """What gives the copies of the weights of these names as the path multiplies them; None where their codes are not
+    those of the recipe. quantizer: that of this pass.
+
+    Raises RuntimeError for a copy that is needed and was not made, and where the weights have changed since forward.
+    """
+    weights = [held_parameter(ctx.operation, name) for name in names]
+    if why_not_as_held(weights, ctx.recipe) is not None:
+        return None
+
+    def copies(rowwise: bool, columnwise: bool) -> Any:
+        if ctx.seen_in_forward is None:
+            quantizer.note_codes_of_state()
+        else:
+            for name in names:
+                ctx.check_unchanged(name)
+        held = [weight.quantized for weight in weights]  # type: ignore[attr-defined]
+        if columnwise and held[0].columnwise is None:
+            raise RuntimeError(
+                "dgrad reads the columnwise copy of the weights, but they are held rowwise alone. Hold both copies "
+                "(columnwise=True), or run under torch.no_grad()."
+            )
+        if not ctx.operation.is_grouped:
+            return held[0]
+        return ctx.path.held(held[0] if ctx.operation.stacked else held)
+
+    return copies
+
+
+def why_not_as_held(weights: Sequence[Tensor], recipe: Recipe) -> str | None:
+    """Why codes that weights are held in are dequantized, as a sentence; None if they are multiplied, and empty if no
+    weight is held in codes."""
+    held = [weight for weight in weights if isinstance(weight, QuantizedParameter)]
+    if not held:
+        return ""
+    if len(held) < len(weights):
+        return "some weights of the operation are held in high precision."
+    quantizer = recipe.quantizer(Role.WEIGHT)
+    if quantizer is None:
+        return "the recipe leaves weights in high precision."
+    other = next((weight.quantizer for weight in held if weight.quantizer != quantizer), None)
+    return None if other is None else f"they were quantized by {other}, but the recipe has {quantizer}."
+
+
+def explain_held(weights: Sequence[Tensor], recipe: Recipe) -> str:
+    """For `explain()`, behind a comma, how weights are held; or nothing."""
+    reason = why_not_as_held(weights, recipe)
+    if reason == "":
+        return ""
+    return ", weights held quantized" + (f" but dequantized ({reason.removesuffix('.')})" if reason else "")

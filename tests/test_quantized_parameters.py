@@ -1,0 +1,424 @@
+"""Weights that are held quantized: the bits of weights that are quantized in the step, and all that is done to them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fuser
+from fuser import Sequential, autocast, ops
+from recipes import (
+    E4M3,
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Quantizer,
+    Recipe,
+    Role,
+)
+from recipes.current_scaling import CurrentScalingQuantizer
+from recipes.mixed import MixedScaling
+from recipes.tensors.quantized_parameter import QuantizedParameter
+from tests.check_operation import DEVICES
+from tests.pairwise import rest
+from tests.reference import assert_same_bits
+
+RECIPES = [
+    DelayedScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(disable_stochastic_rounding=True),
+    rest(Float8CurrentScaling(), id="fp8_current"),
+    rest(MXFP8BlockScaling(enable_2d_quantization=True), id="mxfp8 in squares"),
+    rest(
+        MixedScaling(input="mxfp8", weight="fp8_block", weight_for_dgrad="mxfp8", grad_output="mxfp8"),
+        id="two quantizers",
+    ),
+    rest(MixedScaling(input="mxfp8", weight="fp8_block", weight_for_dgrad="high_precision"), id="one quantizer"),
+]
+EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+PATHS = ["grouped", "split"]
+SIZES = [10, 0, 33]
+
+
+class Transposed(ops.GroupedLinear):
+    """Stores its weights as [G, K, N], as a subclass may."""
+
+    def read(self, ctx, names):
+        return ctx.param(names[0]).mT
+
+
+class SinglesOnly(Quantizer):
+    """As current scaling, for a user who only quantizes single tensors: the split path."""
+
+    def quantize(self, x, *, rowwise=True, columnwise=False):
+        return CurrentScalingQuantizer(E4M3).quantize(x, rowwise=rowwise, columnwise=columnwise)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def singles_only(role: Role) -> Quantizer:
+    return SinglesOnly()
+
+
+def model(path: str | None = None, *, stacked: bool = True, device: str = "cpu", **settings: object) -> Sequential:
+    torch.manual_seed(0)
+    return Sequential(
+        ops.Linear(24, 32, bias=False, device=device),
+        ops.GroupedLinear(3, 32, 72, stacked=stacked, device=device, **settings),
+        ops.SwiGLU(),
+        ops.GroupedLinear(3, 36, 48, stacked=stacked, device=device, **settings),
+        path=path,
+    )
+
+
+def rough(*shape: int, device: str = "cpu") -> Tensor:
+    """Small beside large numbers: rounded along one axis they differ from those rounded along the other."""
+    return (torch.randn(shape) * torch.randn(shape).mul(3).exp()).to(device)
+
+
+def run(
+    layers: Any, recipe: Recipe | str, x: Tensor, sizes: object = SIZES, module: nn.Module | None = None
+) -> dict[str, Tensor]:
+    """y, and the gradients of x and of all parameters, which are those of `module` if layers are a graph of it."""
+    module = module or layers
+    x = x.detach().requires_grad_()
+    module.zero_grad()
+    with autocast(recipe):
+        y = layers(x, split_sizes=sizes)
+    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y))
+    return {"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+def held(layers: nn.Module) -> list[QuantizedParameter]:
+    return [p for p in layers.parameters() if isinstance(p, QuantizedParameter)]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "per group"])
+@pytest.mark.parametrize("path", PATHS)
+@EACH_RECIPE
+def test_held_weights_have_the_bits_of_weights_quantized_in_the_step(
+    recipe: Recipe, path: str, stacked: bool, device: str
+) -> None:
+    """In two steps with a change of the weights between, so that delayed scales move."""
+    layers = model(path, stacked=stacked, device=device)
+    quantized = fuser.to_quantized(copy.deepcopy(layers), recipe)
+    assert len(held(quantized)) == (3 if stacked else 7)
+    for factor in (0.5, 4.0, None):
+        x = rough(45, 24, device=device)
+        assert_same_bits(run(quantized, recipe, x), run(layers, recipe, x))
+        if factor is not None:
+            with torch.no_grad():
+                for mine, theirs in zip(quantized.parameters(), layers.parameters(), strict=True):
+                    mine.copy_(theirs.mul_(factor))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("path", PATHS)
+@EACH_RECIPE
+@settings(max_examples=10, deadline=None)
+@given(sizes=st.lists(st.one_of(st.just(0), st.integers(1, 40)), min_size=3, max_size=3), tail=st.sampled_from([0, 5]))
+def test_for_any_splits(recipe: Recipe, path: str, sizes: list[int], tail: int) -> None:
+    layers = model(path)
+    quantized = fuser.to_quantized(copy.deepcopy(layers), recipe)
+    x = rough(sum(sizes) + tail, 24)
+    assert_same_bits(run(quantized, recipe, x, sizes), run(layers, recipe, x, sizes))
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "per group"])
+def test_quantizers_of_single_tensors_can_hold_weights(stacked: bool) -> None:
+    recipe = CustomRecipe(singles_only)
+    layers = model(stacked=stacked)
+    if stacked:
+        with pytest.raises(NotImplementedError, match="SinglesOnly quantizes single tensors only"):
+            fuser.to_quantized(layers, recipe)
+        return
+    quantized = fuser.to_quantized(copy.deepcopy(layers), recipe)
+    x = rough(45, 24)
+    assert_same_bits(run(quantized, recipe, x), run(layers, recipe, x))
+
+
+@EACH_RECIPE
+def test_layers_made_inside_hold_their_weights_so(recipe: Recipe) -> None:
+    with fuser.quantized_model_init(recipe):
+        inside = model()
+    outside = model()
+    assert held(inside) and not held(outside)
+    x = rough(45, 24)
+    assert_same_bits(run(inside, recipe, x), run(outside, recipe, x))
+    with fuser.quantized_model_init(recipe, enabled=False):
+        assert not held(model())
+
+
+def test_layers_on_the_meta_device_hold_their_weights_once_they_have_values() -> None:
+    with fuser.quantized_model_init("mxfp8"):
+        layers = model(device="meta")
+    assert not held(layers)
+    layers.to_empty(device="cpu")
+    for layer in (layers[0], layers[1], layers[3]):
+        layer.reset_parameters()
+    assert len(held(layers)) == 3
+    layers[0].reset_parameters()
+    assert len(held(layers)) == 3
+
+
+def test_there_is_no_copy_in_high_precision() -> None:
+    layers = model()
+    weights = [weakref.ref(p) for p in layers.parameters()]
+    numbers = sum(layer.weight.numel() for layer in (layers[0], layers[1], layers[3]))
+    fuser.to_quantized(layers, Float8CurrentScaling())
+    gc.collect()
+    assert sum(w() is not None for w in weights) == 2, "the biases"
+    assert numbers * 2 <= sum(p.nbytes_held for p in held(layers)) < numbers * 2.4  # transposed codes are padded
+    rowwise = fuser.to_quantized(model(), Float8CurrentScaling(), columnwise=False)
+    assert numbers <= sum(p.nbytes_held for p in held(rowwise)) < numbers * 1.1
+
+
+def test_held_codes_of_groups_are_multiplied_where_they_lie() -> None:
+    layer = fuser.to_quantized(ops.GroupedLinear(3, 32, 128, stacked=False), "fp8_block")
+    first, *others = [layer.get_parameter(name).quantized for name in layer.weight_names]
+    whole = first.stacked(others)
+    for mine, theirs in zip(whole.tensors(), first.tensors(), strict=True):
+        assert mine.data_ptr() == theirs.data_ptr()
+
+
+def test_nothing_of_held_weights_is_saved_for_backward() -> None:
+    layers = fuser.to_quantized(model(), "mxfp8")
+    codes = {t.untyped_storage().data_ptr() for p in held(layers) for t in p.quantized.tensors() if t is not None}
+    saved: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t)
+    with autocast("mxfp8"), hooks:
+        layers(rough(45, 24).requires_grad_(), split_sizes=SIZES)
+    assert saved and not codes & {t.untyped_storage().data_ptr() for t in saved}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+def test_under_another_recipe_they_are_dequantized(recipe: str) -> None:
+    layers = fuser.to_quantized(model(), "mxfp8")
+    plain = model()
+    plain.load_state_dict(fuser.dequantized_state_dict(layers.state_dict()))
+    x = rough(45, 24)
+    assert_same_bits(run(layers, recipe, x), run(plain, recipe, x))
+    assert "weights held quantized but dequantized (" in layers.explain(recipe=recipe)
+    assert "weights held quantized" in layers.explain(recipe="mxfp8")
+    assert "but dequantized" not in layers.explain(recipe="mxfp8")
+    assert "not repeated: Its weights are held quantized." in layers.explain(recipe="mxfp8", device="cuda")
+
+
+def test_without_the_columnwise_copy_there_is_no_dgrad() -> None:
+    layers = fuser.to_quantized(model(), "fp8_current", columnwise=False)
+    x = rough(45, 24)
+    with torch.no_grad(), autocast("fp8_current"):
+        y = layers(x, split_sizes=SIZES)
+    with autocast("fp8_current"):
+        assert torch.equal(y, model()(x, split_sizes=SIZES))
+        with pytest.raises(RuntimeError, match=r"they are held rowwise alone. Hold both copies \(columnwise=True\)"):
+            layers(x.requires_grad_(), split_sizes=SIZES)
+
+
+@EACH_RECIPE
+def test_copies_compute_the_same_and_are_apart(recipe: Recipe) -> None:
+    layers = fuser.to_quantized(model(), recipe, preserve_high_precision_init_val=True)
+    other = copy.deepcopy(layers)
+    assert len(held(other)) == 3 and all(p.requires_grad and p.is_leaf for p in held(other))
+    assert torch.equal(held(other)[0].get_high_precision_init_val(), model()[0].weight)
+    x = rough(45, 24)
+    before = run(layers, recipe, x)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    if not isinstance(recipe, DelayedScaling):  # whose first step has moved its scales
+        assert_same_bits(run(layers, recipe, x), before)
+    assert not torch.equal(run(other, recipe, x)["y"], before["y"])
+
+
+@pytest.mark.pairwise
+@EACH_RECIPE
+@pytest.mark.parametrize("stacked", [(True, True), (True, False), (False, True)], ids=str)
+def test_a_quantized_state_dict_is_loaded_bit_for_bit(recipe: Recipe, stacked: tuple[bool, bool], tmp_path) -> None:
+    layers = fuser.to_quantized(model(stacked=stacked[0]), recipe)
+    run(layers, recipe, rough(45, 24))
+    torch.save(layers.state_dict(), tmp_path / "state")
+    torch.manual_seed(7)
+    other = fuser.to_quantized(model(stacked=stacked[1]).apply(reset), recipe)
+    other.load_state_dict(torch.load(tmp_path / "state", weights_only=False))
+    x = rough(45, 24)
+    mine, theirs = run(other, recipe, x), run(layers, recipe, x)
+    assert_same_bits({name: mine[name] for name in ("y", "dx")}, {name: theirs[name] for name in ("y", "dx")})
+
+
+def reset(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+@EACH_RECIPE
+def test_a_checkpoint_in_high_precision_is_quantized_as_it_is_loaded(recipe: Recipe) -> None:
+    plain = model().apply(reset)
+    layers = fuser.to_quantized(model(), recipe)
+    layers.load_state_dict(plain.state_dict())
+    assert len(held(layers)) == 3
+    x = rough(45, 24)
+    assert_same_bits(run(layers, recipe, x), run(plain, recipe, x))
+
+
+def test_the_values_before_are_kept_on_the_host_until_they_are_cleared() -> None:
+    layers = fuser.to_quantized(model(), "mxfp8", preserve_high_precision_init_val=True)
+    weight = layers[1].weight
+    assert torch.equal(weight.get_high_precision_init_val(), model()[1].weight)
+    assert not torch.equal(weight.get_high_precision_init_val(), weight.dequantize())
+    weight.clear_high_precision_init_val()
+    assert weight.get_high_precision_init_val() is None
+    assert fuser.to_quantized(model(), "mxfp8")[1].weight.get_high_precision_init_val() is None
+
+
+@EACH_RECIPE
+def test_frozen_weights_get_no_gradient(recipe: Recipe) -> None:
+    layers, plain = fuser.to_quantized(model().requires_grad_(False), recipe), model().requires_grad_(False)
+    layers[1].bias.requires_grad_(True), plain[1].bias.requires_grad_(True)
+    x = rough(45, 24)
+    found = run(layers, recipe, x)
+    assert set(found) == {"y", "dx", "1.bias"}
+    assert_same_bits(found, run(plain, recipe, x))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "per group"])
+@EACH_RECIPE
+def test_weight_gradients_are_added_to_main_grad(recipe: Recipe, stacked: bool, delayed: bool) -> None:
+    settings = {"accumulate_into_main_grad": True, "delay_wgrad_compute": delayed}
+    results = []
+    for to in (lambda layers: layers, lambda layers: fuser.to_quantized(layers, recipe)):
+        layers = to(model(stacked=stacked, **settings))
+        names = [(n, p) for n, p in layers.named_parameters() if "weight" in n and not n.startswith("0")]
+        for _, parameter in names:
+            parameter.main_grad = torch.ones(parameter.shape)
+        torch.manual_seed(1)
+        found = run(layers, recipe, rough(45, 24))
+        if delayed:
+            layers.backward_dw()
+        results.append(found | {name: parameter.main_grad for name, parameter in names})
+    assert_same_bits(*results)
+
+
+@EACH_RECIPE
+def test_in_constant_weights_they_compute_the_same(recipe: Recipe) -> None:
+    layers = fuser.to_quantized(model(), recipe)
+    x = rough(45, 24)
+    other = copy.deepcopy(layers)
+    expected = run(other, recipe, x)
+    with fuser.constant_weights(layers):
+        assert_same_bits(run(layers, recipe, x), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", rest("fp8_block"), rest("nvfp4")])
+def test_replays_of_graphs_read_the_codes_that_were_written_between_them(recipe: str, device: str) -> None:
+    layers = fuser.to_quantized(model(device=device), recipe)
+    eager = copy.deepcopy(layers)
+    sample = torch.randn(45, 24, device=device, requires_grad=True)
+    sizes = torch.tensor(SIZES, device=device)
+    call = fuser.make_graphed_callables(layers, (sample,), sample_kwargs={"split_sizes": sizes}, recipe=recipe)
+    for step in range(3):
+        x = rough(45, 24, device=device)
+        found = []
+        for runs, module in ((call, layers), (eager, eager)):
+            torch.manual_seed(step)
+            y_and_gradients = run(runs, recipe, x, sizes, module)
+            found.append({name: tensor.clone() for name, tensor in y_and_gradients.items()})
+        assert_same_bits(*found)
+        with torch.no_grad():
+            for mine, theirs in zip(layers.parameters(), eager.parameters(), strict=True):
+                changed = (torch.randn(theirs.shape) / 4).to(device)
+                mine.copy_(changed)
+                theirs.copy_(changed)
+
+
+def test_a_flag_that_keeps_weights_keeps_no_codes_of_before() -> None:
+    layers, flag = fuser.to_quantized(model(), "mxfp8"), torch.ones(1)
+    x = rough(45, 24)
+    with torch.no_grad(), autocast("mxfp8", keep_weights=flag):
+        before = layers(x, split_sizes=SIZES)
+        layers[1].weight.mul_(2)
+        assert not torch.equal(layers(x, split_sizes=SIZES), before)
+
+
+def test_a_change_between_forward_and_backward_is_found() -> None:
+    layers = fuser.to_quantized(model(), "mxfp8")
+    for change in (lambda w: w.mul_(2), lambda w: w.data.mul_(2), lambda w: w.detach().zero_()):
+        with autocast("mxfp8"):
+            y = layers(rough(45, 24).requires_grad_(), split_sizes=SIZES)
+        with torch.no_grad():
+            change(layers[1].weight)
+        with pytest.raises(RuntimeError, match="'weight' was changed in place"):
+            y.sum().backward()
+
+
+def test_moves_keep_the_codes_and_the_parameter_and_another_dtype_dequantizes() -> None:
+    layers = fuser.to_quantized(model(), "mxfp8")
+    weight, values = layers[1].weight, layers[1].weight.dequantize()
+    layers.to("cpu")
+    assert layers[1].weight is weight and torch.equal(weight.dequantize(), values)
+    layers.to("meta")
+    moved = layers[1].weight
+    assert isinstance(moved, QuantizedParameter) and moved.is_meta and moved.quantized.rowwise.codes.is_meta
+    layers = fuser.to_quantized(model(), "mxfp8").bfloat16()
+    assert type(layers[1].weight) is nn.Parameter and layers[1].weight.dtype == torch.bfloat16
+    assert torch.equal(layers[1].weight, values.bfloat16())
+
+
+def test_a_held_weight_is_no_cycle() -> None:
+    """An operation goes with its last user, also where the weight finds its scales on it."""
+    layer = fuser.to_quantized(ops.Linear(16, 16), DelayedScaling())
+    gc.disable()
+    try:
+        ref = weakref.ref(layer)
+        del layer
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+def test_fsdp2_is_refused_and_does_not_gather_values_in_silence() -> None:
+    layers = fuser.to_quantized(model(), "mxfp8")
+    with pytest.raises(NotImplementedError, match="cannot be divided, by torch.chunk, or by FSDP2"):
+        torch.chunk(layers[1].weight, 2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(NotImplementedError, match="under FSDP2 quantize in the step, without to_quantized"):
+            fully_shard(layers, mesh=init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_cannot_be_held_is_refused_before_anything_is_changed() -> None:
+    with pytest.raises(ValueError, match="Sequential, which has no Linear or GroupedLinear"):
+        fuser.to_quantized(Sequential(ops.GELU()), "mxfp8")
+    with pytest.raises(ValueError, match="leaves weights in high precision"):
+        fuser.to_quantized(model(), "bf16")
+    with pytest.raises(ValueError, match="leaves weights in high precision"), fuser.quantized_model_init("bf16"):
+        raise AssertionError("never inside")
+    layers = Sequential(ops.Linear(8, 16), Transposed(2, 16, 16))
+    with pytest.raises(ValueError, match="Transposed stores its weights in another layout"):
+        fuser.to_quantized(layers, "mxfp8")
+    assert not held(layers)
