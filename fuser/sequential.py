@@ -22,7 +22,6 @@ from ops.runner.operation import BasicOperation, at_border, check_buffers, check
 from ops.runner.run import Pipeline
 from ops.runner.tracing import (
     NOT_TRACED,
-    QUANTIZED_INPUT,
     Seen,
     is_constant,
     is_counted,
@@ -176,7 +175,9 @@ class Sequential(Container):
         Its codes are used where the first operation that multiplies needs just these; `explain(x=...)` shows it.
         """
         if torch.compiler.is_compiling() or is_counted(self.first_forwards, self.training):
-            stages: tuple[Any, ...] | str = QUANTIZED_INPUT
+            stages: tuple[Any, ...] | str = (
+                "x is quantized, and torch does not trace its codes. Give x.dequantize(), or run this model eagerly."
+            )
             if isinstance(x, Tensor) and not isinstance(x, QuantizedHandle):
                 fusions = registered_fusions()
                 stages = self._stages(*see(self, x, extras, outputs, buffers, self.path, self.retain_graph, fusions))
