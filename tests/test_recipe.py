@@ -353,7 +353,7 @@ def unaligned(role):
         ("fp8_block", (None, None, None)),
         ("fp8_rowwise", (None, None, None)),
         (MixedScaling("fp8_rowwise", "fp8_current", "fp8_rowwise"), ("codes with one scale a row by", "NN", None)),
-        (CustomRecipe(unaligned), ("no float8 codes",) * 3),
+        pytest.param(CustomRecipe(unaligned), ("no float8 codes",) * 3, id="unaligned"),
         ("mxfp8", ("no float8 codes",) * 3),
         (Float8BlockScaling(w_block_scaling_dim=1), ("TN product of codes with 1x128 blocks by", "NN product", None)),
         (MixedScaling("fp8_current", "fp8_current", input_for_wgrad="bf16"), (None, "no float8 codes", None)),
