@@ -54,15 +54,17 @@ FLOORS = {TORCHAO: "fp8_current"}
 
 
 def compare_recipes(
-    case: GroupedCase, labels: list[str], *, steps: int = 20, weights_every: int = WEIGHTS_EVERY
+    case: GroupedCase, labels: list[str], *, steps: int = 20, weights_every: int = WEIGHTS_EVERY, peers: bool = True
 ) -> list[Outcome]:
-    """Check all recipes and torch's own ways, then time them interleaved. AssertionError if one is wrong."""
+    """Check all recipes (peers: and torch's and torchao's ways), then time them interleaved. AssertionError for a wrong
+    one."""
     ways: dict[str, tuple[GroupedCase, Call]] = {label: (case, case.ours(label)) for label in labels}
-    ways["torch"] = case, case.torchs()
-    if case.device.type == "cuda":
+    if peers:
+        ways["torch"] = case, case.torchs()
+    if peers and case.device.type == "cuda":
         torch.compiler.reset()  # what was compiled for other shapes counts against a limit
         ways["torch compiled"] = case, case.torchs(compiled=True)
-    if why_no_torchao(case.device) is None:
+    if peers and why_no_torchao(case.device) is None:
         ways[TORCHAO] = torchao_rowwise(case)
 
     outcomes = []
@@ -107,7 +109,7 @@ def compare_recipes(
     }
     if case.device.type == "cuda":
         times[HOST] = time_interleaved(whole, rounds=steps, calls=HOST_CALLS, device=case.device, clock="host")
-    products = checked_products(case, labels)
+    products = checked_products(case, labels, peers)
     times[PRODUCTS] = time_interleaved(products, rounds=steps, device=case.device, clock="device")
     return [
         replace(found, times={passes: of_ways[found.way] for passes, of_ways in times.items() if found.way in of_ways})
@@ -154,10 +156,12 @@ def _in_one_scope(case: GroupedCase, step: TimedPass, microbatches: int) -> Call
     return run
 
 
-def checked_products(case: GroupedCase, labels: list[str]) -> dict[str, TimedPass]:
+def checked_products(case: GroupedCase, labels: list[str], peers: bool = True) -> dict[str, TimedPass]:
     """The products of each recipe and torch's, once they were held against fp32."""
     products = grouped_products(case)
-    steps = {label: products.ours(label) for label in labels} | {"torch": products.torchs()}
+    steps = {label: products.ours(label) for label in labels}
+    if peers:
+        steps["torch"] = products.torchs()
     exact = products.exact()
     for way, step in steps.items():
         floor = sqnr_floor(way if way in labels else BASELINE)
@@ -223,6 +227,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="microbatches of a step that quantizes weights once (default: %(default)s)",
     )
+    parser.add_argument(
+        "--peers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare with torch's and torchao's products too (default: yes)",
+    )
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each way (default: %(default)s)")
     add_json_argument(parser, "recipes")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each way and pass")
@@ -252,10 +262,10 @@ def main(arguments: argparse.Namespace) -> int:
     )
     for label in labels:
         print(explain_line(case, label))
-    if missing := why_no_torchao(case.device):
+    if arguments.peers and (missing := why_no_torchao(case.device)):
         print(f"left out: {TORCHAO}: {missing}")
     every = arguments.weights_every
-    outcomes = compare_recipes(case, labels, steps=arguments.steps, weights_every=every)
+    outcomes = compare_recipes(case, labels, steps=arguments.steps, weights_every=every, peers=arguments.peers)
     flop = {passes: case.flop_of(passes) for passes in (*PASSES, once_in(every), HOST, PRODUCTS)}
     show_recipes(outcomes, flop)
     written = []

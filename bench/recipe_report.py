@@ -15,7 +15,7 @@ from bench.table import print_table
 from bench.timing import Timing
 
 Counts = dict[str, dict[str, int]]
-# The baselines in the same run.
+# The baselines, where they are in the same run.
 COMPARED_WITH = (BASELINE, "torch")
 
 
@@ -58,16 +58,17 @@ def figures(outcomes: Sequence[Outcome], flop: Mapping[str, int]) -> list[dict[s
 def show_recipes(outcomes: Sequence[Outcome], flop: Mapping[str, int]) -> None:
     """Print the tables."""
     by_way = {found.way: found for found in outcomes}
+    baselines = [other for other in COMPARED_WITH if other in by_way]
     for passes in outcomes[0].times:
         rows = []
         for found in (found for found in outcomes if passes in found.times):
             rates = _rates(found, passes, by_way, flop)
             ms = [f"{rates[f'{name}_s'] * 1e3:.3f}" for name in Timing._fields]
-            ratios = [f"{rates[f'over_{other}']:.3f}" for other in COMPARED_WITH]
+            ratios = [f"{rates[f'over_{other}']:.3f}" for other in baselines]
             rows.append([found.way, found.numbers, ms[0], f"{ms[1]} - {ms[2]}", *ratios, f"{rates['tflop_per_s']:.3f}"])
         print_table(
             f"{passes}: time of a step; below 1 is faster",
-            ["", "numbers", "median ms", "quartiles", *(f"/ {other}" for other in COMPARED_WITH), "TFLOP/s"],
+            ["", "numbers", "median ms", "quartiles", *(f"/ {other}" for other in baselines), "TFLOP/s"],
             rows,
         )
     print_table(
@@ -170,7 +171,8 @@ def _draw_bars(path: Path, title: str, ways: list[str], series: Mapping[str, lis
 def _rates(found: Outcome, passes: str, by_way: Mapping[str, Outcome], flop: Mapping[str, int]) -> dict[str, float]:
     """Seconds, useful TFLOP/s, and the time divided by that of each baseline."""
     timing = found.times[passes]
-    ratios = {f"over_{other}": timing.median / by_way[other].times[passes].median for other in COMPARED_WITH}
+    baselines = [other for other in COMPARED_WITH if other in by_way]
+    ratios = {f"over_{other}": timing.median / by_way[other].times[passes].median for other in baselines}
     seconds = {f"{name}_s": value for name, value in timing._asdict().items()}
     return {**seconds, "tflop_per_s": flop[passes] / timing.median / 1e12, **ratios}
 

@@ -75,6 +75,15 @@ def test_the_command_prints_tables_and_writes_json_csv_and_plots(tmp_path, capsy
         assert (paths["--plot"] / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_recipes_alone_are_compared_with_bf16(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    assert main([*TINY, "--recipes", "fp8_rowwise", "--no-peers", "--json", str(path)]) == 0
+    ways = {way["way"]: way for way in json.loads(path.read_text())["ways"]}
+    assert list(ways) == ["bf16", "fp8_rowwise"]
+    assert all("over_bf16" in timing and "over_torch" not in timing for timing in ways["bf16"]["times"].values())
+    assert "/ torch" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
