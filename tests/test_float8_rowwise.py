@@ -27,7 +27,6 @@ from recipes.casts.cast import kernels_of
 from recipes.casts.scale_rules import Float32Scale
 from recipes.float8_rowwise import RowwiseScalingQuantizer
 from recipes.tensors.formats import ALL
-from tests.grouped_cases import groups_of
 from tests.reference import assert_close, gradients
 
 INF, NAN = float("inf"), float("nan")
@@ -115,7 +114,7 @@ def test_each_group_is_quantized_as_if_alone(sizes, tail, seed):
     x[total:] = NAN
     quantizer, splits = RowwiseScalingQuantizer(E4M3), Splits.make(sizes, rows=len(x), device="cpu")
     grouped = quantizer.quantize_grouped(x, splits, columnwise=True)
-    for member, part in zip(groups_of(grouped), x[:total].split(sizes), strict=True):
+    for member, part in zip(grouped.unbind(), x[:total].split(sizes), strict=True):
         for mine, other in zip(member.tensors(), quantizer.quantize(part, columnwise=True).tensors(), strict=True):
             assert mine.shape == other.shape and torch.equal(mine, other)
     assert not grouped.columnwise.dequantize(splits)[total:].any()

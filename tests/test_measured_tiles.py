@@ -285,7 +285,7 @@ PLANS = {
     "dequantized": ({"recipe": "mxfp8"}, RULE),
     "float8": ({"recipe": "fp8_current"}, f"(Triton: {WIDE}, dgrad and wgrad {SQUARE}, {FEW})"),
     "float8, main_grad": ({"recipe": "fp8_delayed", "main_grad": True}, f"(Triton: {WIDE}, dgrad {SQUARE}, {FEW})"),
-    "float8 blocks": ({"recipe": "fp8_block"}, f"(Triton: {SQUARE}, wgrad {LOW}, {FEW})"),
+    "float8 blocks": ({"recipe": "fp8_block"}, f"(Triton: {SQUARE}, {FEW})"),
     "float8 blocks, main_grad": (
         {"recipe": "fp8_block", "main_grad": True},
         f"(Triton: {SQUARE}, wgrad {LOW}, {FEW})",

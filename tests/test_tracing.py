@@ -371,7 +371,8 @@ def test_cuda_graphs_of_inductor_refuse_scales_that_move_on():
     layer = moe_layer().to("cuda", torch.bfloat16)
     run = torch.compile(lambda x: 1 * layer(2 * x), fullgraph=True, mode="reduce-overhead")
     x = torch.randn(64, H, dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(RuntimeError, match="whose replays would leave its scales as they are"):
+    # Ours, or torch's own: the amaxes that are recorded stay in the graph's memory.
+    with pytest.raises(RuntimeError, match="replays would leave its scales as they are|not tracked as outputs"):
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
             step(layer, "fp8_delayed", x, run)

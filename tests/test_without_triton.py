@@ -73,7 +73,7 @@ def runs(tmp_path_factory):
 
 
 def test_every_recipe_gives_the_same_bits_on_the_cpu(runs):
-    assert runs["with"]["steps"] == runs["without"]["steps"] and len(runs["with"]["steps"]) == 6
+    assert runs["with"]["steps"] == runs["without"]["steps"] and len(runs["with"]["steps"]) == 7
 
 
 def test_a_launch_says_what_is_missing(runs):
