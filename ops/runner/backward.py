@@ -122,7 +122,7 @@ def _run(
         try:
             begin, end = ends[wiring.step.indices[0]], ends[wiring.step.indices[-1] + 1]
             kept, saved[begin:end] = saved[begin:end], [None] * (end - begin)
-            step = _Step(record, wiring, kept, dx, d_outputs, own, unwanted)
+            step = _OperationBackward(record, wiring, kept, dx, d_outputs, own, unwanted)
             dx, d_params, d_inputs = _run_step(step, updates, repeats)
             _take_gradients(record, wiring, d_params, d_parameters)
             _take_extra_gradients(wiring, d_inputs, d_extras)
@@ -148,7 +148,7 @@ def _at_border(dx: Any, record: Record) -> Tensor:
     return QuantizedHandle(with_dtype(dx, record.program.input_dtype))
 
 
-class _Step(NamedTuple):
+class _OperationBackward(NamedTuple):
     """One step of the program, and what it needs.
 
     kept: the tensors that its operations saved; they are given up
@@ -168,7 +168,7 @@ class _Step(NamedTuple):
 _Gradients = tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]
 
 
-def _run_step(step: _Step, updates: PendingUpdates | None, repeats: bool) -> _Gradients:
+def _run_step(step: _OperationBackward, updates: PendingUpdates | None, repeats: bool) -> _Gradients:
     record, wiring = step.record, step.wiring
     if repeats and wiring.repeated is not None and _may_repeat(record, wiring):
         return _repeat(step, wiring.repeated, updates)
@@ -176,7 +176,7 @@ def _run_step(step: _Step, updates: PendingUpdates | None, repeats: bool) -> _Gr
         return _execute(step, [_context(step, index, updates) for index in wiring.step.indices])
 
 
-def _context(step: _Step, index: int, updates: Any) -> OperationContext:
+def _context(step: _OperationBackward, index: int, updates: Any) -> OperationContext:
     record = step.record
     context = OperationContext.__new__(OperationContext)
     context.__dict__ = {**record.program.contexts[index], **record.states[index].values}
@@ -190,7 +190,7 @@ def _context(step: _Step, index: int, updates: Any) -> OperationContext:
     return context
 
 
-def _execute(step: _Step, contexts: list[OperationContext]) -> _Gradients:
+def _execute(step: _OperationBackward, contexts: list[OperationContext]) -> _Gradients:
     record, planned, kept = step.record, step.wiring.step, step.kept
     for context in contexts:
         state = record.states[context.index]
@@ -209,14 +209,14 @@ def _execute(step: _Step, contexts: list[OperationContext]) -> _Gradients:
     return dx, d_params if planned.fused else (d_params,), d_inputs
 
 
-def _repeat(step: _Step, repeated: RepeatedStep, updates: PendingUpdates | None) -> _Gradients:
+def _repeat(step: _OperationBackward, repeated: RepeatedStep, updates: PendingUpdates | None) -> _Gradients:
     """As `_execute`, but repeated if it can be."""
     record, indices = step.record, step.wiring.step.indices
     operations = record.operations
     external = {index: _context(step, index, updates) for index in indices if operations[index].wgrad_is_external}
     destinations = {index: operations[index].destinations(context) for index, context in external.items()}
 
-    def execute(noting: Any) -> _StepGradients:
+    def execute(noting: Any) -> _OperationGradients:
         contexts = [_context(step, index, noting) for index in indices]
         for index in destinations:
             contexts[index - indices[0]].destinations = destinations[index]
@@ -224,7 +224,7 @@ def _repeat(step: _Step, repeated: RepeatedStep, updates: PendingUpdates | None)
             dx, d_params, d_inputs = _execute(step, contexts)
         named = (d_inputs, *d_params)
         gradients = tuple([gradient for each in named for gradient in each.values()])
-        return _StepGradients(dx, _Names([tuple(each) for each in named]), gradients)
+        return _OperationGradients(dx, _Names([tuple(each) for each in named]), gradients)
 
     names = (*record.states[indices[0] : indices[-1] + 1], step.own, step.unwanted, *step.d_outputs)
     values = (step.dy, *step.d_outputs.values(), tuple(step.kept), *destinations.values())
@@ -246,7 +246,7 @@ class _Names:
         self.of_each = of_each
 
 
-class _StepGradients(NamedTuple):
+class _OperationGradients(NamedTuple):
     """gradients: all that have a name, in its order."""
 
     dx: Any

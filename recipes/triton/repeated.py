@@ -41,13 +41,13 @@ class NotRepeatable(Exception):
     """Something that cannot be repeated in another call."""
 
 
-class Place(NamedTuple):
+class TensorPosition(NamedTuple):
     """Stands for a tensor, or its address."""
 
     position: int
 
 
-class Container(NamedTuple):
+class RebuiltObject(NamedTuple):
     """Stands for an object that holds tensors: rebuild(tensors) makes it."""
 
     rebuild: Callable[[list[Any]], Any]
@@ -89,12 +89,12 @@ class Operated(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A launch. args: with `Place`s for tensors, and descriptors over `At`; bases: the descriptors' tensors."""
+    """A launch. args: `TensorPosition` for tensors, and descriptors over `At`; bases: the tensors of descriptors."""
 
     compiled: Any
     grid: Grid
     args: tuple[Any, ...]
-    bases: tuple[Place, ...]
+    bases: tuple[TensorPosition, ...]
 
 
 class Written(NamedTuple):
@@ -137,7 +137,7 @@ class Repeated(NamedTuple):
 
 
 def prepare(device: int, num_arguments: int, seen: Sequence[Seen], result: object) -> Repeated:
-    """The repetition of what was `seen`. result: what was returned, with `Place`s for tensors.
+    """The repetition of what was `seen`. result: what was returned, with `TensorPosition`s for tensors.
 
     Raises NotRepeatable for launches that cannot be repeated.
     """
@@ -227,15 +227,15 @@ class _Memory:
 
     def numbered(self, value: object) -> Any:
         """The value with the numbers of tensors in place of positions."""
-        if type(value) is Place:
-            return Place(self.at[value.position][0])
+        if type(value) is TensorPosition:
+            return TensorPosition(self.at[value.position][0])
         if not isinstance(value, (tuple, list)) or not has_places(value):
             return value
         return _like(value, map(self.numbered, value))
 
 
 def _positions(value: object) -> Iterator[int]:
-    if type(value) is Place:
+    if type(value) is TensorPosition:
         yield value.position
     elif isinstance(value, (tuple, list)):
         for item in value:
@@ -243,8 +243,8 @@ def _positions(value: object) -> Iterator[int]:
 
 
 def has_places(value: object) -> bool:
-    """Whether it contains a `Place` or a `Container`."""
-    if isinstance(value, (Place, Container)):
+    """Whether it contains a `TensorPosition` or a `RebuiltObject`."""
+    if isinstance(value, (TensorPosition, RebuiltObject)):
         return True
     return isinstance(value, (tuple, list)) and any(map(has_places, value))
 
@@ -255,15 +255,15 @@ def _like(value: Any, items: Any) -> Any:
 
 
 def _returning(template: Any) -> Callable[[list[Any]], Any]:
-    """A function that fills tensors into a copy of the template: a `Place`, or a sequence or `Container` with some."""
-    if type(template) is Place:
+    """A function that fills tensors into a copy of the template: a position, or what holds some."""
+    if type(template) is TensorPosition:
         return itemgetter(template.position)
-    if isinstance(template, Container):
+    if isinstance(template, RebuiltObject):
         rebuild, inner = template.rebuild, _returning(template.tensors)
         return lambda tensors: rebuild(inner(tensors))
     if not has_places(template):
         return lambda tensors: template
-    if type(template) is tuple and len(template) > 1 and all(type(item) is Place for item in template):
+    if type(template) is tuple and len(template) > 1 and all(type(item) is TensorPosition for item in template):
         return itemgetter(*[item.position for item in template])
     make = getattr(type(template), "_make", type(template))
     items = list(template)
@@ -330,7 +330,7 @@ def _call_arguments(step: Launched, memory: _Memory) -> _CallArguments:
 
 
 def _addressed(value: Any, memory: _Memory) -> Any:
-    if type(value) is Place:
+    if type(value) is TensorPosition:
         return _Address(*memory.at[value.position])
     return _like(value, [_addressed(item, memory) for item in value]) if has_places(value) else value
 

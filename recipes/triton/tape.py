@@ -16,15 +16,15 @@ from recipes.triton.repeated import (
     DESCRIPTORS,
     Allocated,
     At,
-    Container,
     Freed,
     Grid,
     Launched,
     NotRepeatable,
     Operated,
-    Place,
+    RebuiltObject,
     Repeated,
     Seen,
+    TensorPosition,
     Written,
     prepare,
 )
@@ -130,10 +130,10 @@ class Tape(TorchDispatchMode):
         if isinstance(value, Tensor):
             if id(value) not in self._positions:
                 raise NotRepeatable
-            return Place(self._positions[id(value)])
+            return TensorPosition(self._positions[id(value)])
         if hasattr(value, "rebuild"):
             tensors = value.tensors()
-            return Container(value.rebuild([None] * len(tensors)).rebuild, self.place(tuple(tensors)))
+            return RebuiltObject(value.rebuild([None] * len(tensors)).rebuild, self.place(tuple(tensors)))
         if not isinstance(value, (tuple, list)):
             return value
         items = list(map(self.place, value))
