@@ -123,6 +123,32 @@ class constant_weights:
                 )
 
 
+class FrozenWeights(constant_weights):
+    """The copies of the weights of one operation, for as long as it says that these stand still.
+
+    It is never left: an optimizer's step changes other parameters. `end()` gives up the copies, and the next use makes
+    them anew. Under delayed scaling weights are quantized in each forward: a first scale must not stay.
+    """
+
+    def end(self) -> None:
+        self._kept.clear()
+        self._values.clear()
+
+    def copies(
+        self,
+        operation: BasicOperation,
+        parameters: Sequence[Tensor],
+        key: Any,
+        quantizer: Quantizer,
+        quantize: Callable[[bool, bool], Any],
+        rowwise: bool,
+        columnwise: bool,
+    ) -> Any:
+        if quantizer.keeps_state:
+            return quantize(rowwise, columnwise)
+        return super().copies(operation, parameters, key, quantizer, quantize, rowwise, columnwise)
+
+
 _open: weakref.WeakSet[constant_weights] = weakref.WeakSet()
 _hook: list[Any] = []
 

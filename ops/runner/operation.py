@@ -68,6 +68,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     replaces a method it does not hold.
     why_in_full: why this very operation is not repeated, as a sentence, or None. It is not captured in a CUDA graph
     either, unless it replaces `why_not_captured`.
+    why_unfused: why no fusion covers this very operation, although its class matches, as a sentence, or None.
     divides_output: the `ops.kernels.collectives.RankGroup` among whose ranks the features of y are divided, or None.
     settings: how often such an attribute was assigned.
 
@@ -83,6 +84,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     num_scales: int = 1
     exchanges_parameters: bool = False
     why_in_full: str | None = None
+    why_unfused: str | None = None
     divides_output: Any = None
     settings: int = 0
     _captured_weights: Any = None

@@ -1,0 +1,607 @@
+"""LoRA: adapters against plain torch in float64, frozen weights that are quantized once, merging, peft's layout."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import fuser
+from fuser import Sequential, autocast, constant_weights, lora, ops
+from ops.lora import LoRAGroupedLinear, LoRALinear
+from recipes import DelayedScaling
+from tests.reference import ROUNDED_OFTEN, assert_close, assert_same_bits
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+RECIPES = pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "mxfp8", "fp8_block", "nvfp4"])
+PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "_grouped_mm")]
+FEW_RECIPES = pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+
+
+def with_values(model, seed=1):
+    """Adapters that are not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def data(rows=16, features=32, device="cpu", dtype=torch.float32, seed=0):
+    x = torch.randn(rows, features, generator=torch.Generator().manual_seed(seed))
+    return x.to(device, dtype).requires_grad_()
+
+
+def mlp(**settings):
+    torch.manual_seed(0)
+    return Sequential(
+        ops.GroupedLinear(3, 32, 64, bias=False), ops.SwiGLU(), ops.GroupedLinear(3, 32, 32), ops.Linear(32, 16),
+        **settings,
+    )  # fmt: skip
+
+
+def adapted(rank=4, alpha=6.0, **settings):
+    model = mlp(**settings)
+    lora.add(model, rank, alpha=alpha)
+    return with_values(model)
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def step(model, x=None, sizes=(5, 0, 9), function=None, **extras):
+    x = data() if x is None else x
+    model.zero_grad()
+    x.grad = None
+    y = (function or model)(x, split_sizes=list(sizes), **extras)
+    y.square().sum().backward()
+    return {"y": y.detach(), "dx": x.grad} | gradients(model)
+
+
+# Against plain torch
+
+
+def grouped_reference(operation, x, sizes, scales=None):
+    """In float64, group by group, differentiable in x and the adapters."""
+    weights = [operation.get_parameter(name).detach().double() for name in operation.weight_names]
+    weights = weights[0] if operation.stacked else weights
+    biases = [operation.get_parameter(name).detach().double() for name in operation.bias_names]
+    a, b = (factor.weight.detach().double().requires_grad_() for factor in (operation.lora_A, operation.lora_B))
+    wide = x.detach().double().requires_grad_()
+    parts, begin = [], 0
+    for group, size in enumerate(sizes):
+        rows = wide[begin : begin + size]
+        y = rows @ weights[group].T + operation.factor * (rows @ a[group].T) @ b[group].T
+        if biases:
+            bias = biases[0][group] if operation.stacked else biases[group]
+            y = y + (bias if scales is None else scales[begin : begin + size, None] * bias)
+        parts.append(y)
+        begin += size
+    y = torch.cat([*parts, torch.zeros(len(x) - begin, operation.out_features, device=x.device).double()])
+    return y, {"x": wide, "a": a, "b": b}
+
+
+@DEVICES
+@pytest.mark.parametrize("path", ["grouped", "split"])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "rows", "rank", "dtype"),
+    [
+        pytest.param([5, 7, 4], 16, 4, torch.float32, id="ordinary"),
+        pytest.param([5, 0, 3], 16, 3, torch.float32, id="an empty group, rows of no group, an odd rank"),
+        pytest.param([0, 0, 0], 5, 1, torch.float32, id="no group has rows"),
+        pytest.param([0, 0, 0], 0, 16, torch.float32, id="no rows"),
+        pytest.param([5, 0, 3], 9, 16, torch.float64, id="float64"),
+        pytest.param([5, 0, 3], 9, 8, torch.bfloat16, id="bfloat16"),
+    ],
+)
+def test_grouped_adapters_are_those_of_plain_torch(sizes, rows, rank, dtype, stacked, path, device):
+    if device == "cuda" and dtype == torch.float64 and path == "grouped":
+        pytest.skip("There is no grouped kernel in float64 on a GPU.")
+    torch.manual_seed(0)
+    model = Sequential(ops.GroupedLinear(3, 32, 24, stacked=stacked, device=device, dtype=dtype), path=path)
+    nn.init.normal_(model[0].get_parameter(model[0].bias_names[0]))
+    lora.add(model, rank, alpha=5)
+    operation = with_values(model)[0]
+    x = data(rows, device=device, dtype=dtype)
+    expected, leaves = grouped_reference(operation, x, sizes)
+    y = model(x, split_sizes=torch.tensor(sizes, device=device))
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y)
+    y.backward(dy)
+    expected.backward(dy.double())
+    a, b = operation.lora_A.weight, operation.lora_B.weight
+    assert a.dtype == torch.promote_types(dtype, torch.float32) and all(
+        operation.get_parameter(name).grad is None for name in (*operation.weight_names, *operation.bias_names)
+    )
+    assert_close(
+        {"y": y, "dx": x.grad, "dA": a.grad, "dB": b.grad},
+        {"y": expected, "dx": leaves["x"].grad, "dA": leaves["a"].grad, "dB": leaves["b"].grad},
+        ROUNDED_OFTEN,
+        computed_in=dtype,
+    )
+    assert not y[sum(sizes) :].any() and not x.grad[sum(sizes) :].any()
+    for group, size in enumerate(sizes):
+        assert size or not (a.grad[group].any() or b.grad[group].any())
+
+
+@DEVICES
+@pytest.mark.parametrize("as_one_group", [False, True])
+def test_an_adapter_of_a_linear_is_that_of_plain_torch(as_one_group, device):
+    torch.manual_seed(0)
+    model = Sequential(ops.Linear(32, 24, as_one_group=as_one_group, device=device))
+    lora.add(model, 3, alpha=5)
+    operation = with_values(model)[0]
+    x = torch.randn(2, 7, 32, device=device, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    a, b = (factor.weight.detach().double().requires_grad_() for factor in (operation.lora_A, operation.lora_B))
+    w, bias = operation.weight.detach().double(), operation.bias.detach().double()
+    expected = wide @ w.T + bias + 5 / 3 * wide @ a.T @ b.T
+    y = model(x)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert_close(
+        {"y": y, "dx": x.grad, "dA": operation.lora_A.weight.grad, "dB": operation.lora_B.weight.grad},
+        {"y": expected, "dx": wide.grad, "dA": a.grad, "dB": b.grad},
+        ROUNDED_OFTEN,
+    )
+
+
+def test_a_scaled_bias_is_scaled_and_the_adapter_is_not():
+    torch.manual_seed(0)
+    model = Sequential(ops.GroupedLinear(3, 32, 24, scale_bias=True))
+    nn.init.normal_(model[0].bias)
+    lora.add(model, 2)
+    with_values(model)
+    x, scales = data(), torch.rand(16)
+    expected, _ = grouped_reference(model[0], x, [5, 0, 9], scales)
+    assert_close({"y": model(x, split_sizes=[5, 0, 9], scales=scales)}, {"y": expected})
+
+
+@pytest.mark.parametrize("wanted", ["x", "A", "B"])
+def test_each_gradient_alone_is_that_of_all(wanted):
+    model = adapted()
+    every = step(model)
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f"lora_{wanted}." in name)
+    x = data().requires_grad_(wanted == "x")
+    alone = step(model, x)
+    alone = {name: gradient for name, gradient in alone.items() if gradient is not None}
+    assert len(alone) == (2 if wanted == "x" else 4)
+    assert_same_bits(alone, {name: every[name] for name in alone})
+
+
+def test_weights_that_are_trained_too_have_their_gradients():
+    model, plain = adapted(), mlp()
+    model.requires_grad_(True)
+    with torch.no_grad():
+        model[2].lora_B.weight.zero_()
+        model[3].lora_B.weight.zero_()
+        model[0].lora_B.weight.zero_()
+    found, expected = step(model), step(plain)
+    assert_close({name: found[name] for name in expected}, expected)
+
+
+# Under recipes
+
+
+@RECIPES
+@pytest.mark.parametrize("path", ["grouped", "split"])
+def test_the_recipe_is_that_of_the_base_alone(recipe, path):
+    """y and dx are those of the plain operation under the recipe, and the adapter's products in high precision."""
+    torch.manual_seed(0)
+    plain = Sequential(ops.GroupedLinear(3, 32, 64), path=path).requires_grad_(False)
+    model = copy.deepcopy(plain)
+    lora.add(model, 4, alpha=6)
+    a, b = (factor.weight for factor in (with_values(model)[0].lora_A, model[0].lora_B))
+    sizes, x, x_plain = [5, 0, 9], data(), data()
+    dy = torch.randn(16, 64)
+    with autocast(recipe):
+        torch.manual_seed(1)  # nvfp4 rounds gradients stochastically
+        y = model(x, split_sizes=sizes)
+        y.backward(dy)
+        torch.manual_seed(1)
+        base = plain(x_plain, split_sizes=sizes)
+        base.backward(dy)
+    groups = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+    delta, d_delta = torch.zeros(16, 64), torch.zeros(16, 32)
+    for row, group in enumerate(groups):
+        delta[row] = 1.5 * b[group] @ (a[group] @ x[row])
+        d_delta[row] = 1.5 * (dy[row] @ b[group]) @ a[group]
+    assert_close({"y": y, "dx": x.grad}, {"y": base + delta, "dx": x_plain.grad + d_delta})
+    if recipe != "bf16":
+        exact = x.detach()[0] @ plain[0].weight[0].T + plain[0].bias[0]
+        assert not torch.allclose(base[0], exact, rtol=1e-4, atol=1e-4)  # it quantizes
+
+
+def silently(model, factor=-2.0):
+    """Changes every base weight in a way that nobody can see."""
+    for operation in (model[0], model[2], model[3]):
+        operation.weight.data.mul_(factor)
+
+
+@FEW_RECIPES
+@pytest.mark.parametrize("path", ["grouped", "split"])
+def test_frozen_weights_are_quantized_once_over_steps_of_the_optimizer(recipe, path):
+    model = adapted(path=path)
+    fresh = adapted(path=path)
+    optimizer, other = (
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (model, fresh)
+    )
+    for _ in range(2):
+        silently(fresh, 1.0)
+        for operation in (fresh[0], fresh[2], fresh[3]):
+            operation.forget_quantized_weights()
+        with autocast(recipe):
+            assert_same_bits(step(model), step(fresh))
+        optimizer.step()
+        other.step()
+    with torch.no_grad(), autocast(recipe):
+        before = model(data(), split_sizes=[5, 0, 9])
+        silently(model)
+        assert torch.equal(model(data(), split_sizes=[5, 0, 9]), before)
+
+
+ENDS = {
+    "load_state_dict": lambda model: model.load_state_dict(model.state_dict()),
+    "merge and unmerge": lambda model: (lora.merge(model), lora.unmerge(model)),
+    "a write that torch counts": lambda model: [
+        p.mul_(1.0) for n, p in model.named_parameters() if n.endswith("weight")
+    ],
+    "weights that are trained": lambda model: [p.requires_grad_(True) for p in model.parameters()],
+    "a copy of the model": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_what_ends_the_copies_of_frozen_weights(end):
+    model = adapted()
+    with torch.no_grad(), autocast("mxfp8"):
+        before = model(data(), split_sizes=[5, 0, 9])
+        silently(model)
+        assert torch.equal(model(data(), split_sizes=[5, 0, 9]), before)
+        model = end(model) if end is copy.deepcopy else (end(model), model)[1]
+        assert not torch.allclose(model(data(), split_sizes=[5, 0, 9]), before)
+
+
+def test_under_delayed_scaling_scales_of_frozen_weights_move_on():
+    """A scale of the first cast would stay: that of an amax which nobody has seen."""
+    model = adapted()
+    with torch.no_grad(), autocast(DelayedScaling(amax_history_len=2)):
+        before = model(data(), split_sizes=[5, 0, 9])
+        silently(model)
+        assert not torch.allclose(model(data(), split_sizes=[5, 0, 9]), before)
+
+
+def test_a_scope_of_constant_weights_around_it_ends_as_ever():
+    model = adapted()
+    with torch.no_grad(), autocast("mxfp8"):
+        with constant_weights(model):
+            before = model(data(), split_sizes=[5, 0, 9])
+        assert torch.equal(model(data(), split_sizes=[5, 0, 9]), before)
+
+
+# What takes the place of an operation
+
+
+@RECIPES
+def test_an_adapter_changes_nothing_at_first(recipe):
+    model, plain = mlp(), mlp()
+    parameters = dict(model.named_parameters())
+    assert lora.add(model, 4) == ("0", "2", "3")
+    assert all(model.get_parameter(name) is parameter for name, parameter in parameters.items())
+    assert [type(module) for module in model] == [LoRAGroupedLinear, ops.SwiGLU, LoRAGroupedLinear, LoRALinear]
+    with torch.no_grad(), autocast(recipe):
+        assert torch.equal(model(data(), split_sizes=[5, 0, 9]), plain(data(), split_sizes=[5, 0, 9]))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"{at}.lora_{factor}.weight" for at in (0, 2, 3) for factor in "AB"}
+
+
+def test_recipes_states_hooks_names_and_training_mode_are_kept():
+    model = mlp()
+    with autocast(DelayedScaling()):
+        model(data(), split_sizes=[5, 0, 9])
+    model[0].rename_extras(split_sizes="mine")
+    model[3].set_recipe("mxfp8")
+    calls = []
+    model[2].register_forward_hook(lambda *_: calls.append(1))
+    model.eval()
+    state = {name: tensor for name, tensor in model.state_dict().items() if "quantizer" in name}
+    assert state
+    lora.add(model, 2)
+    assert not model[0].training and model[3].recipe is not None
+    assert_same_bits({name: model.state_dict()[name] for name in state}, state)
+    model(data(), mine=[5, 0, 9], split_sizes=[5, 0, 9])
+    assert calls == [1]
+
+
+def test_an_operation_in_two_places_has_one_adapter():
+    shared = ops.Linear(8, 8)
+    model = Sequential(shared, Sequential(ops.SiLU(), shared))
+    assert lora.add(model, 2) == ("0",)
+    assert model[0] is model[1][1]
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        ("all-linear", ("moe.0", "moe.2", "head")),
+        (["2", "head"], ("moe.2", "head")),
+        (["moe.0"], ("moe.0",)),
+        (r"moe\.\d", None),
+        (r"moe\.[02]", ("moe.0", "moe.2")),
+    ],
+)
+def test_targets_are_found_as_by_peft(targets, names):
+    moe = mlp()
+    model = nn.ModuleDict({"moe": moe[:3], "head": moe[3]})
+    if names is None:
+        with pytest.raises(TypeError, match=r"'moe\.1' is a SwiGLU, but adapters are for ops\.Linear and ops\.Group"):
+            lora.add(model, 2, targets)
+        assert all(parameter.requires_grad for parameter in model.parameters())
+    else:
+        assert lora.add(model, 2, targets) == names
+
+
+def test_dropout_is_the_adapters_alone_and_linear_backwards():
+    """y is linear in x and in A for one mask, so <dx, x> and <dA, A> are the loss, and what the adapter adds to it."""
+    model = Sequential(ops.GroupedLinear(2, 32, 24, bias=False, dtype=torch.float64))
+    plain = copy.deepcopy(model)
+    lora.add(model, 4, dropout=0.4)
+    a, b = (factor.weight for factor in (with_values(model)[0].lora_A, model[0].lora_B))
+    x, c = data(12, dtype=torch.float64), torch.randn(12, 24, dtype=torch.float64)
+    torch.manual_seed(0)
+    loss = (model(x, split_sizes=[5, 7]) * c).sum()
+    loss.backward()
+    added = loss - (plain(x, split_sizes=[5, 7]) * c).sum()
+    for gradient, value, expected in ((x.grad, x, loss), (a.grad, a, added), (b.grad, b, added)):
+        torch.testing.assert_close((gradient * value).sum(), expected)
+    model.eval()
+    without = (model(x, split_sizes=[5, 7]) * c).sum()
+    assert not torch.isclose(without, loss)
+    torch.manual_seed(0)
+    assert torch.equal(model.train()(x, split_sizes=[5, 7]).mul(c).sum(), loss)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("kind", ["fuser", "torch", "selective"])
+def test_checkpoints_have_the_same_bits(kind, recipe):
+    model = mlp()
+    lora.add(model, 4, dropout=0.3)
+    with_values(model)
+    settings = {"context_fn": partial(create_selective_checkpoint_contexts, PRODUCTS)} if kind == "selective" else {}
+
+    def run(x, **extras):
+        with autocast(recipe):
+            if kind == "fuser":
+                return fuser.checkpoint(model, x, **extras)
+            return checkpoint(lambda t: inside(t, extras), x, use_reentrant=False, **settings)
+
+    def inside(x, extras):
+        with autocast(recipe):
+            return model(x, **extras)
+
+    torch.manual_seed(5)
+    expected = step(model, function=lambda x, **extras: inside(x, extras))
+    torch.manual_seed(5)
+    assert_same_bits(step(model, function=run), expected)
+
+
+def test_a_graph_that_is_retained_has_its_gradients_twice():
+    model = adapted(retain_graph=True)
+    x = data()
+    y = model(x, split_sizes=[5, 0, 9]).square().sum()
+    first, second = (torch.autograd.grad(y, [x, model[0].lora_A.weight], retain_graph=True) for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_gradients_of_adapters_are_autograds_where_those_of_weights_are_not():
+    torch.manual_seed(0)
+    settings = {"accumulate_into_main_grad": True, "delay_wgrad_compute": True}
+    model = Sequential(ops.GroupedLinear(3, 32, 24, **settings), ops.Linear(24, 24, **settings))
+    lora.add(model, 2)
+    with_values(model)
+    found = step(model)
+    assert sum("lora_" in name for name in found) == 4 and all(gradient.any() for gradient in found.values())
+    assert not model.need_backward_dw()
+
+
+def test_the_callers_buffers_are_written_into():
+    model = Sequential(adapted()[0])
+    expected = step(model)
+    output, grad_input = torch.empty(16, 64), torch.empty(16, 32)
+    x = data()
+    y = model(x, split_sizes=[5, 0, 9], buffers={0: {"output": output, "grad_input": grad_input}})
+    assert y.data_ptr() == output.data_ptr()
+    y.square().sum().backward()
+    assert_same_bits({"y": output.detach(), "dx": grad_input}, {name: expected[name] for name in ("y", "dx")})
+
+
+def test_explain_says_why_the_grouped_mlp_is_not_fused():
+    model = mlp()
+    assert "GroupedMLP = " in model.explain()
+    lora.add(model, 4)
+    text = model.explain(recipe="mxfp8")
+    assert "GroupedMLP = " not in text and "adapter: rank 4, in high precision" in text
+    assert "not fused: GroupedMLP on operations 0-2: An adapter adds products that no fusion computes." in text
+    lora.unload(model)
+    assert "GroupedMLP = " in model.explain()
+
+
+# Merging
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_unmerge_restores_the_bits(dtype):
+    model = adapted().to(dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    lora.merge(model)
+    assert model.state_dict().keys() == before.keys()
+    for at in (0, 2, 3):
+        a, b, w = (before[f"{at}.{name}"].double() for name in ("lora_A.weight", "lora_B.weight", "weight"))
+        expected = w + 1.5 * b @ a
+        error = (model[at].weight.double() - expected).abs()
+        assert (error <= torch.finfo(dtype).eps / 2 * expected.abs() + 1e-6).all()
+    lora.unmerge(model)
+    assert_same_bits(model.state_dict(), before)
+    assert dict(model.named_buffers()) == {}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "mxfp8"])
+def test_a_merged_model_computes_the_same_to_within_rounding(recipe):
+    model = adapted()
+    with torch.no_grad(), autocast(recipe):
+        before = model(data(), split_sizes=[5, 0, 9])
+        lora.merge(model)
+        merged = model(data(), split_sizes=[5, 0, 9])
+        tolerance = {torch.float32: 3e-5 if recipe == "bf16" else 0.3}
+        assert_close({"y": merged}, {"y": before}, tolerance)
+        again = copy.deepcopy(model)
+        lora.unload(model)
+        assert torch.equal(model(data(), split_sizes=[5, 0, 9]), merged)
+        lora.unmerge(again)
+        assert torch.equal(again(data(), split_sizes=[5, 0, 9]), before)
+    assert [type(module) for module in model] == [ops.GroupedLinear, ops.SwiGLU, ops.GroupedLinear, ops.Linear]
+    assert not any("lora" in name for name in model.state_dict()) and dict(model.named_buffers()) == {}
+
+
+def test_a_merged_adapter_has_no_gradient_and_x_has_that_of_the_merged_weights():
+    model = adapted()
+    expected = step(model)
+    lora.merge(model)
+    found = step(model)
+    assert found.keys() == {"y", "dx"}
+    assert_close(found, {name: expected[name] for name in found}, {torch.float32: 3e-5})
+
+
+def test_weights_that_are_not_stacked_are_merged_each_with_its_own():
+    torch.manual_seed(0)
+    model = Sequential(ops.GroupedLinear(3, 32, 24, stacked=False))
+    lora.add(model, 2, alpha=3)
+    with_values(model)
+    before = model(data(), split_sizes=[5, 0, 9])
+    lora.merge(model)
+    assert_close({"y": model(data(), split_sizes=[5, 0, 9])}, {"y": before}, {torch.float32: 3e-5})
+    lora.unload(model)
+    assert sorted(model.state_dict()) == sorted(f"0.{kind}{g}" for kind in ("weight", "bias") for g in range(3))
+
+
+# peft's layout
+
+
+def test_state_dicts_are_those_of_peft():
+    """lora_A holds the groups one after the other; in lora_B they vary fastest. As peft 0.19.1 reads a parameter
+    [G, N, K]: delta[e, o, i] = sum_r B[o, r, e] A[e, r, i]."""
+    model = adapted()
+    state = lora.state_dict(model)
+    keys = [f"base_model.model.{at}.lora_{factor}.weight" for at in (0, 2, 3) for factor in "AB"]
+    assert list(state) == keys
+    assert [list(state[key].shape) for key in keys] == [[12, 32], [64, 12], [12, 32], [32, 12], [4, 32], [16, 4]]
+    a, b = state[keys[0]].reshape(3, 4, 32), state[keys[1]].reshape(64, 4, 3)
+    delta = 1.5 * torch.einsum("ore,eri->eoi", b, a)
+    before = model[0].weight.clone()
+    lora.merge(model)
+    torch.testing.assert_close(model[0].weight - before, delta, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_are_saved_and_loaded(tmp_path):
+    model, other = adapted(), mlp()
+    torch.save(lora.state_dict(model), tmp_path / "adapter_model.bin")
+    lora.add(other, 4, alpha=6)
+    lora.load_state_dict(other, torch.load(tmp_path / "adapter_model.bin"))
+    assert_same_bits(step(other), step(model))
+    assert_same_bits(other.state_dict(), model.state_dict())
+
+
+# What is refused
+
+
+class MyLinear(ops.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "match"),
+    [
+        ({"rank": 0}, ValueError, r"lora\.add got rank=0\. It must be positive"),
+        ({"rank": 2.5}, TypeError, "rank is 2.5, but must be an integer"),
+        ({"alpha": "16"}, TypeError, "alpha is '16'"),
+        ({"dropout": 1.0}, ValueError, r"dropout is 1\.0\. It is the probability of a zero, from 0 to below 1"),
+        ({"targets": ["q_proj"]}, ValueError, r"'q_proj' matches no module .* operations are: '0', '2', '3'\."),
+        ({"targets": []}, ValueError, "'nothing' matches no module"),
+        ({"targets": [0]}, TypeError, "must be names of modules"),
+        ({"targets": "1|0"}, TypeError, "'1' is a SwiGLU"),
+        ({"targets": ["4"]}, TypeError, "'4' is a MyLinear, but .* not for subclasses or sharded ones"),
+    ],
+)
+def test_bad_arguments_change_nothing(arguments, kind, match):
+    model = mlp().append(MyLinear(16, 16))
+    before = list(model)
+    with pytest.raises(kind, match=match):
+        lora.add(model, **({"rank": 2} | arguments))
+    assert all(one is other for one, other in zip(model, before, strict=True))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_what_has_an_adapter_or_none_is_refused():
+    model = mlp()
+    for call in (lora.merge, lora.unmerge, lora.unload, lora.state_dict):
+        with pytest.raises(RuntimeError, match=r"Sequential has no adapters\. Call lora\.add"):
+            call(model)
+    lora.add(model, 2)
+    with pytest.raises(RuntimeError, match=r"Adapters are not merged: 0, 2, 3\. Call lora\.merge"):
+        lora.unmerge(model)
+    with pytest.raises(RuntimeError, match="'0' has an adapter"):
+        lora.add(model, 2, ["0"])
+    lora.merge(model)
+    with pytest.raises(RuntimeError, match="Adapters are merged: 0, 2, 3"):
+        lora.merge(model)
+    with pytest.raises(RuntimeError, match=r"loaded into 0 while its adapter is merged"):
+        model.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="The model is the Linear itself"):
+        lora.add(ops.Linear(4, 4), 2)
+
+
+def test_states_of_other_adapters_are_refused_and_change_nothing():
+    model = adapted()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = lora.state_dict(adapted(rank=2))
+    with pytest.raises(ValueError, match=r"0\.lora_A\.weight has shape \[6, 32\], but \[12, 32\] is needed"):
+        lora.load_state_dict(model, state)
+    state.pop("base_model.model.0.lora_A.weight")
+    state["other"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"lacks base_model\.model\.0\.lora_A\.weight, and has other for no adapter"):
+        lora.load_state_dict(model, state)
+    assert_same_bits(model.state_dict(), before)
+
+
+# An adapter of someone else's around an operation
+
+
+class Wrapper(nn.Module):
+    """In the shape of peft's: it holds the layer, calls it, and adds a product."""
+
+    def __init__(self, base_layer, rank):
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
+
+    def forward(self, x, *args, **kwargs):
+        return self.base_layer(x, *args, **kwargs) + self.lora_B(self.lora_A(x))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_a_wrapper_around_a_linear_computes_what_ours_does(recipe):
+    model = adapted(alpha=4.0)
+    other = mlp()
+    lora.add(other, 4, ["0", "2"])
+    other[3] = Wrapper(other[3], 4)
+    other.load_state_dict({name.replace("3.weight", "3.base_layer.weight").replace("3.bias", "3.base_layer.bias"): t
+                           for name, t in model.state_dict().items()})  # fmt: skip
+    with autocast(recipe):
+        found, expected = step(other), step(model)
+    assert_close(found, expected, {torch.float32: 3e-5})
