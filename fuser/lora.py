@@ -11,11 +11,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ops.grouped_linear import GroupedLinear
 from ops.linear import Linear
@@ -57,6 +59,8 @@ def add(
     """
     (rank,) = positive_integers("lora.add", rank=rank)
     alpha, dropout = float(rank) if alpha is None else as_number("alpha", alpha), as_number("dropout", dropout)
+    if not math.isfinite(alpha):
+        raise ValueError(f"alpha is {alpha}, but must be finite. Give a multiple of the rank, such as {2 * rank}.")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}. It is the probability of a zero, from 0 to below 1.")
     chosen = _targets(model, targets)
@@ -75,11 +79,16 @@ def merge(model: nn.Module) -> None:
 
     Forward then costs what it did without adapters, and a state dict of the model holds the merged weights. The weights
     as they were are kept in memory, so that `unmerge` restores their bits; `unload` gives them up. A y differs from
-    that of before by the rounding of W, and under a recipe by that of the merged W's quantization. Raises RuntimeError
-    if the model has no adapters, or some that are merged; then nothing is changed.
+    that of before by the rounding of W, and under a recipe by that of the merged W's quantization.
+
+    CUDA graphs that were captured before go on adding the adapters: capture them again.
+
+    Raises RuntimeError if the model has no adapters, or some that are merged, NotImplementedError for weights that
+    `fully_shard` has sharded; then nothing is changed.
     """
     adapters = _adapters(model)
     _check_all(adapters, merged=False, mend="Call lora.unmerge(model) before.")
+    _check_whole(adapters)
     for adapter in adapters.values():
         adapter.merge()
 
@@ -99,9 +108,14 @@ def unload(model: nn.Module) -> None:
     """Put plain operations back in the places of those with adapters, with the weights as they are: merged or not.
 
     The adapters are dropped, and fusions cover the operations again. What requires grad stays as it is. Raises
-    RuntimeError if the model has no adapters.
+    RuntimeError if the model has no adapters, ValueError if it is one, NotImplementedError for weights that
+    `fully_shard` has sharded; then nothing is changed.
     """
-    _replace(model, {adapter: adapter.plain() for adapter in _adapters(model).values()})
+    adapters = _adapters(model)
+    _check_whole(adapters)
+    for name, adapter in adapters.items():
+        _check_has_place(name, adapter)
+    _replace(model, {adapter: adapter.plain() for adapter in adapters.values()})
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -111,14 +125,16 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
         base_model.model.<name>.lora_B.weight   [N, r]     of a GroupedLinear [N, r G], in which groups vary fastest
 
     Those of a GroupedLinear are what peft has for a stacked parameter [G, N, K] (target_parameters). Copies where the
-    shapes differ, else the parameters' memory. Raises RuntimeError if the model has no adapters.
+    shapes differ, else the parameters' memory. Whole tensors also of a model that `fully_shard` has sharded: then it is
+    a collective. Where experts are divided among ranks, each has the adapters of its own. Raises RuntimeError if the
+    model has no adapters.
     """
     found: dict[str, Tensor] = {}
     for name, adapter in _adapters(model).items():
-        a, b = adapter.lora_A.weight.detach(), adapter.lora_B.weight.detach()
+        a, b = (_whole(factor.weight.detach()) for factor in (adapter.lora_A, adapter.lora_B))
         if a.dim() == 3:
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
-        found |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
+        found |= {_key(name, "A"): a, _key(name, "B"): b}
     return found
 
 
@@ -126,10 +142,11 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy adapters that `state_dict` or peft gave into those of the model, each into its own dtype.
 
     Raises RuntimeError if the model has no adapters or if some are merged, ValueError for names that are missing or
-    belong to no adapter, and for other shapes; then nothing is changed.
+    belong to no adapter, and for other shapes, NotImplementedError after `fully_shard`; then nothing is changed.
     """
     adapters = _adapters(model)
     _check_all(adapters, merged=False, mend="Call lora.unmerge(model) before.")
+    _check_whole(adapters)
     needed = state_dict(model)
     missing, unknown = sorted(needed.keys() - state.keys()), sorted(state.keys() - needed.keys())
     if missing or unknown:
@@ -145,7 +162,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             )
     with torch.no_grad():
         for name, adapter in adapters.items():
-            a, b = (state[f"{PREFIX}{name}.lora_{factor}.weight"] for factor in "AB")
+            a, b = (state[_key(name, factor)] for factor in "AB")
             own_a, own_b = adapter.lora_A.weight, adapter.lora_B.weight
             if own_b.dim() == 3:
                 b = b.unflatten(1, (adapter.rank, len(own_b))).permute(2, 0, 1)
@@ -187,13 +204,27 @@ def _checked_target(name: str, module: nn.Module) -> Linear | GroupedLinear:
             f"{name!r} is a {kind.__name__}, but adapters are for ops.Linear and ops.GroupedLinear themselves, not for "
             "subclasses or sharded ones. Name such operations, and call lora.add before fully_shard."
         )
-    if not name:
-        raise ValueError(f"The model is the {kind.__name__} itself, which has no place in a model. Give what holds it.")
+    _check_has_place(name, module)
     if module.parallel is not None:
         raise NotImplementedError(
             f"{name!r} is divided among ranks (tensor_parallel), which adapters are not. Leave it out of targets."
         )
     return module
+
+
+def _check_has_place(name: str, module: nn.Module) -> None:
+    if not name:
+        kind = type(module).__name__
+        raise ValueError(f"The model is the {kind} itself, in whose place nothing can be put. Give what holds it.")
+
+
+def _check_whole(adapters: Mapping[str, LowRankAdapter]) -> None:
+    sharded = [name for name, adapter in adapters.items() if isinstance(adapter.lora_A.weight, DTensor)]
+    if sharded:
+        raise NotImplementedError(
+            f"Sharded by fully_shard: {', '.join(sharded)}. Do this before fully_shard; lora.state_dict(model) gives "
+            "the whole adapters of a sharded model, to be loaded into one that is not."
+        )
 
 
 def _adapters(model: nn.Module) -> dict[str, LowRankAdapter]:
@@ -208,6 +239,15 @@ def _check_all(adapters: Mapping[str, LowRankAdapter], *, merged: bool, mend: st
     if wrong:
         state = "not merged" if merged else "merged"
         raise RuntimeError(f"Adapters are {state}: {', '.join(wrong)}. {mend}")
+
+
+def _key(name: str, factor: str) -> str:
+    """The name of a factor in peft's files."""
+    return PREFIX + ".".join(filter(None, (name, f"lora_{factor}", "weight")))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _replace(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> None:

@@ -366,6 +366,21 @@ def test_dropout_is_the_adapters_alone_and_linear_backwards():
     assert torch.equal(model.train()(x, split_sizes=[5, 7]).mul(c).sum(), loss)
 
 
+def test_a_quantized_input_is_the_adapters_too():
+    plain = Sequential(ops.Quantize(), mlp()[3])
+    model = copy.deepcopy(plain)
+    lora.add(model, 4)
+    a, b = (factor.weight for factor in (with_values(model)[1].lora_A, model[1].lora_B))
+    x = data()
+    with autocast("mxfp8"):
+        quantized, base, y = ops.Quantize()(x), plain(x), model(x)
+        y.sum().backward()
+    assert not torch.equal(quantized, x)
+    assert_close(
+        {"y": y, "dB": b.grad}, {"y": base + quantized @ a.T @ b.T, "dB": (quantized @ a.T).sum(0).expand(16, 4)}
+    )
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("kind", ["fuser", "torch", "selective"])
 def test_checkpoints_have_the_same_bits(kind, recipe):
@@ -420,6 +435,33 @@ def test_the_callers_buffers_are_written_into():
     assert_same_bits({"y": output.detach(), "dx": grad_input}, {name: expected[name] for name in ("y", "dx")})
 
 
+@DEVICES
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "mxfp8"])
+def test_a_graph_replays_adapters_with_their_dropout(recipe, device):
+    if device == "cuda":  # filling new memory is a kernel of its own, which graphs would repeat
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    module = mlp()
+    lora.add(module, 4, dropout=0.3)
+    module = with_values(module).to(device)
+    eager = copy.deepcopy(module)
+    sample = {"split_sizes": torch.tensor([5, 0, 9], device=device)}
+    call = fuser.make_graphed_callables(module, (data(device=device),), sample_kwargs=sample, recipe=recipe)
+
+    def run(function, model, sizes):
+        torch.manual_seed(3)
+        model.zero_grad()
+        x = data(device=device)
+        with autocast(recipe):
+            y = function(x, split_sizes=torch.tensor(sizes, device=device))
+        y.square().sum().backward()
+        return {"y": y.detach().clone(), "dx": x.grad.clone()} | {
+            name: gradient.clone() for name, gradient in gradients(model).items()
+        }
+
+    for sizes in ([5, 0, 9], [0, 16, 0], [3, 4, 5]):
+        assert_same_bits(run(call, module, sizes), run(eager, eager, sizes))
+
+
 def test_explain_says_why_the_grouped_mlp_is_not_fused():
     model = mlp()
     assert "GroupedMLP = " in model.explain()
@@ -427,6 +469,8 @@ def test_explain_says_why_the_grouped_mlp_is_not_fused():
     text = model.explain(recipe="mxfp8")
     assert "GroupedMLP = " not in text and "adapter: rank 4, in high precision" in text
     assert "not fused: GroupedMLP on operations 0-2: An adapter adds products that no fusion computes." in text
+    on_gpu = model.explain(device="cuda", dtype=torch.bfloat16)
+    assert "not repeated: LoRAGroupedLinear is not repeatable. (operation 0)" in on_gpu
     lora.unload(model)
     assert "GroupedMLP = " in model.explain()
 
@@ -529,6 +573,7 @@ class MyLinear(ops.Linear):
         ({"rank": 0}, ValueError, r"lora\.add got rank=0\. It must be positive"),
         ({"rank": 2.5}, TypeError, "rank is 2.5, but must be an integer"),
         ({"alpha": "16"}, TypeError, "alpha is '16'"),
+        ({"alpha": float("inf")}, ValueError, "alpha is inf, but must be finite"),
         ({"dropout": 1.0}, ValueError, r"dropout is 1\.0\. It is the probability of a zero, from 0 to below 1"),
         ({"targets": ["q_proj"]}, ValueError, r"'q_proj' matches no module .* operations are: '0', '2', '3'\."),
         ({"targets": []}, ValueError, "'nothing' matches no module"),
@@ -563,6 +608,8 @@ def test_what_has_an_adapter_or_none_is_refused():
         model.load_state_dict(model.state_dict())
     with pytest.raises(ValueError, match="The model is the Linear itself"):
         lora.add(ops.Linear(4, 4), 2)
+    with pytest.raises(ValueError, match="The model is the LoRAGroupedLinear itself"):
+        lora.unload(model[0])
 
 
 def test_states_of_other_adapters_are_refused_and_change_nothing():

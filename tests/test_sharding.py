@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fuser import Sequential, autocast, lora, ops
 from tests.ranks import on_ranks
+from tests.reference import assert_same_bits
 
 RANKS = 2
 
@@ -96,6 +97,9 @@ def compare_adapters(rank: int) -> None:
             if parameter.grad is not None:
                 found, wanted = whole(parameter.grad), expected[name].grad
                 torch.testing.assert_close(found, wanted, msg=lambda text, n=name: f"{n}: {text}")
+    assert_same_bits(lora.state_dict(sharded), lora.state_dict(plain))
+    with pytest.raises(NotImplementedError, match=r"Sharded by fully_shard: 1, 3, 4\. Do this before"):
+        lora.merge(sharded)
 
 
 @pytest.mark.rest
