@@ -129,11 +129,14 @@ class LowRankAdapter(OperationWithWeights):
     @property
     def weights_scope(self) -> Any:
         opened = super().weights_scope
-        if opened is not None or any(self.get_parameter(name).requires_grad for name in self.weight_names):
+        if opened is not None or self._trains_weights():
             return opened
         if self._frozen is None:
             self._frozen = FrozenWeights(self)
         return self._frozen
+
+    def _trains_weights(self) -> bool:
+        return any(self.get_parameter(name).requires_grad for name in self.weight_names)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.merged:
@@ -149,6 +152,8 @@ class LowRankAdapter(OperationWithWeights):
     # Running
 
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        if self._frozen is not None and self._trains_weights():
+            self._frozen = None  # should they be frozen again, they are others
         y, _ = super().fuser_forward(ctx, x, extras)  # type: ignore[safe-super]
         ctx.adds_adapter = not self.merged
         if self.merged:

@@ -267,6 +267,21 @@ def test_what_ends_the_copies_of_frozen_weights(end):
         assert not torch.allclose(model(data(), split_sizes=[5, 0, 9]), before)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_weights_that_were_trained_for_a_while_are_quantized_anew(recipe):
+    """By an optimizer whose writes torch does not count, under any recipe."""
+    model = adapted()
+    with autocast("mxfp8"):
+        before = model(data(), split_sizes=[5, 0, 9])
+    model.requires_grad_(True)
+    with autocast(recipe):
+        step(model)
+    silently(model)
+    model.requires_grad_(False)
+    with autocast("mxfp8"):
+        assert not torch.allclose(model(data(), split_sizes=[5, 0, 9]), before)
+
+
 def test_under_delayed_scaling_scales_of_frozen_weights_move_on():
     """A scale of the first cast would stay: that of an amax which nobody has seen."""
     model = adapted()
@@ -440,17 +455,19 @@ def test_the_callers_buffers_are_written_into():
 def test_a_graph_replays_adapters_with_their_dropout(recipe, device):
     if device == "cuda":  # filling new memory is a kernel of its own, which graphs would repeat
         torch.utils.deterministic.fill_uninitialized_memory = False
-    module = mlp()
+    module = mlp().to(torch.bfloat16)
     lora.add(module, 4, dropout=0.3)
     module = with_values(module).to(device)
     eager = copy.deepcopy(module)
     sample = {"split_sizes": torch.tensor([5, 0, 9], device=device)}
-    call = fuser.make_graphed_callables(module, (data(device=device),), sample_kwargs=sample, recipe=recipe)
+    call = fuser.make_graphed_callables(
+        module, (data(device=device, dtype=torch.bfloat16),), sample_kwargs=sample, recipe=recipe
+    )
 
     def run(function, model, sizes):
         torch.manual_seed(3)
         model.zero_grad()
-        x = data(device=device)
+        x = data(device=device, dtype=torch.bfloat16)
         with autocast(recipe):
             y = function(x, split_sizes=torch.tensor(sizes, device=device))
         y.square().sum().backward()
