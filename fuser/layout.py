@@ -23,8 +23,8 @@ from recipes.recipe import Recipe
 
 Names = tuple[str, ...]
 
-# By which a wrapper holds what it wraps: checkpoint_wrapper, torch.compile, FSDP1, peft.
-_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "base_layer")
+# By which a wrapper holds what it wraps: checkpoint_wrapper, torch.compile, FSDP1. peft has a method, get_base_layer.
+_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -239,12 +239,15 @@ class Layout:
 
 
 def _wrapped(module: nn.Module) -> nn.Module:
-    """What a wrapper calls, through all of several; other modules themselves."""
-    for name in _WRAPPED:
-        inner = module._modules.get(name)
-        if inner is not None:
-            return _wrapped(inner)
-    return module
+    """What a wrapper calls, through all of several; other modules, and those that declare names, themselves."""
+    # Not by hasattr of the module itself: wrappers pass on the attributes of what they hold.
+    declares = any(hasattr(type(module), name) or name in vars(module) for name in ("extra_inputs", "extra_outputs"))
+    if declares or isinstance(module, Container):
+        return module
+    held = next((inner for name in _WRAPPED if (inner := module._modules.get(name)) is not None), None)
+    if held is None and hasattr(type(module), "get_base_layer"):
+        held = module._modules.get("base_layer")
+    return module if held is None else _wrapped(held)
 
 
 def _declared(module: nn.Module) -> tuple[Names, Names]:

@@ -71,9 +71,8 @@ class LowRankAdapter(OperationWithWeights):
         weight = self.get_parameter(self.weight_names[0])
         *groups, out_features, in_features = self.adapted_shape
         make = partial(torch.empty, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
-        self.lora_A = Factor(
-            nn.init.uniform_(make(*groups, rank, in_features), -(in_features**-0.5), in_features**-0.5)
-        )
+        bound = in_features**-0.5
+        self.lora_A = Factor(nn.init.uniform_(make(*groups, rank, in_features), -bound, bound))
         self.lora_B = Factor(nn.init.zeros_(make(*groups, out_features, rank)))
 
     @property
@@ -132,7 +131,7 @@ class LowRankAdapter(OperationWithWeights):
         if opened is not None or self._trains_weights():
             return opened
         if self._frozen is None:
-            self._frozen = FrozenWeights(self)
+            self._frozen = FrozenWeights()
         return self._frozen
 
     def _trains_weights(self) -> bool:

@@ -1,6 +1,8 @@
 """LoRA: adapters against plain torch in float64, frozen weights that are quantized once, merging, peft's layout."""
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -232,7 +234,6 @@ def test_frozen_weights_are_quantized_once_over_steps_of_the_optimizer(recipe, p
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (model, fresh)
     )
     for _ in range(2):
-        silently(fresh, 1.0)
         for operation in (fresh[0], fresh[2], fresh[3]):
             operation.forget_quantized_weights()
         with autocast(recipe):
@@ -289,6 +290,22 @@ def test_under_delayed_scaling_scales_of_frozen_weights_move_on():
         before = model(data(), split_sizes=[5, 0, 9])
         silently(model)
         assert not torch.allclose(model(data(), split_sizes=[5, 0, 9]), before)
+
+
+def test_copies_of_frozen_weights_do_not_keep_an_operation_alive():
+    model = adapted()
+    step(model)
+    with autocast("mxfp8"):
+        model(data(), split_sizes=[5, 0, 9])
+    assert model[3].weights_scope.nbytes > 0
+    operation = weakref.ref(model[3])
+    gc.disable()
+    try:
+        lora.unload(model)
+        model.layout()
+        assert operation() is None
+    finally:
+        gc.enable()
 
 
 def test_a_scope_of_constant_weights_around_it_ends_as_ever():

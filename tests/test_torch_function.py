@@ -38,6 +38,9 @@ class Around(nn.Module):
         self.lora_A = nn.Linear(base_layer.in_features, 2, bias=False)
         self.lora_B = nn.Linear(2, base_layer.out_features, bias=False)
 
+    def get_base_layer(self):
+        return self.base_layer
+
     def forward(self, x, *args, **kwargs):
         return self.base_layer(x, *args, **kwargs) + self.lora_B(self.lora_A(x))
 
@@ -214,7 +217,7 @@ class Wrapper(nn.Module):
         return next(self.children())(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "base_layer"])
+@pytest.mark.parametrize("name", ["_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"])
 def test_wrappers_take_what_they_wrap_takes_through_each_other(name):
     layer, scaled = ops.GroupedLinear(2, H, H), Scaled()
     model = Sequential(ops.Linear(H, H), Wrapper(name, Wrapper("_orig_mod", layer)), Wrapper(name, scaled))
@@ -222,6 +225,24 @@ def test_wrappers_take_what_they_wrap_takes_through_each_other(name):
     y, made = model(x, split_sizes=[2, 4], scales=scales, outputs=("largest",))
     assert torch.equal(y, scaled(layer(model[0](x), split_sizes=[2, 4]), scales))
     assert torch.equal(made["largest"], scales.max())
+
+
+class Own(nn.Module):
+    """Holds an operation by a name of peft's, but calls it with sizes of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_layer = ops.GroupedLinear(2, H, H)
+
+    def forward(self, x):
+        return self.base_layer(x, split_sizes=[len(x), 0])
+
+
+def test_what_only_looks_like_a_wrapper_is_called_as_it_is():
+    model = Sequential(Own(), Sequential({"base_layer": ops.Linear(H, H), "last": Own()}, path="split"))
+    x = torch.randn(6, H)
+    first, (linear, last) = model
+    assert torch.equal(model(x), last(linear(first(x))))
 
 
 class Silent(nn.Module):

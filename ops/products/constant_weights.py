@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class constant_weights:
             names = ", ".join(type(module).__name__ for module in modules) or "nothing"
             raise ValueError(f"constant_weights got {names}, which contains no operation. Give the model.")
         self._debug = debug
-        self._kept: dict[BasicOperation, QuantizedWeights] = {}
+        self._kept: MutableMapping[BasicOperation, QuantizedWeights] = {}
         self._values: dict[BasicOperation, list[Tensor]] = {}
 
     def __enter__(self) -> None:
@@ -127,8 +127,15 @@ class FrozenWeights(constant_weights):
     """The copies of the weights of one operation, for as long as it says that these stand still.
 
     It is never left: an optimizer's step changes other parameters. `end()` gives up the copies, and the next use makes
-    them anew. Under delayed scaling weights are quantized in each forward: a first scale must not stay.
+    them anew. Under delayed scaling weights are quantized in each forward: a first scale must not stay. It does not
+    keep the operation, which holds it, alive.
     """
+
+    def __init__(self) -> None:
+        self._operations = []
+        self._debug = False
+        self._kept = weakref.WeakKeyDictionary()
+        self._values = {}
 
     def end(self) -> None:
         self._kept.clear()
