@@ -1,4 +1,10 @@
-"""Group the modules of a Sequential into stages: consecutive operations form pipelines, other modules are called."""
+"""Group the modules of a Sequential into stages: consecutive operations form pipelines, other modules are called.
+
+A module of torch may declare the names of extra tensors, as attributes `extra_inputs` and `extra_outputs`. It is called
+as `module(x, **extra inputs)`, and with `outputs=names` where some of its extra outputs are needed: then it returns
+(y, {name: tensor}). Wrappers (checkpoint_wrapper, torch.compile, FSDP1, an adapter of peft) take what they wrap takes.
+Of an operation they make what it makes; what a wrapped Sequential makes stays inside of it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +17,14 @@ from fuser.plan import FusionPlanner
 from ops.runner.named_extras import NamedExtras
 from ops.runner.operation import BasicOperation
 from ops.runner.run import Buffers, Pipeline
+from ops.torch_function import check_names
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 
+Names = tuple[str, ...]
+
+# By which a wrapper holds what it wraps: checkpoint_wrapper, torch.compile, FSDP1. peft has a method, get_base_layer.
+_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -27,6 +38,7 @@ class Stage(NamedTuple):
     indices: tuple[int | None, ...]
     label: str
     why_alone: str | None = None
+    takes_tensors: bool = False  # extra inputs are handed to it as tensors, split sizes too
 
 
 class Container(nn.Module):
@@ -69,6 +81,7 @@ class Layout:
         self._hooked: list[tuple[Mapping[Any, Any], ...]] = []
         self._settings: list[tuple[BasicOperation, Mapping[str, str], Recipe | None]] = []
         self._names: list[tuple[NamedExtras, Mapping[str, str]]] = []  # of modules that are no operations
+        self._declared: list[tuple[nn.Module, tuple[Names, Names]]] = []
         self.stages: list[Stage] = []
         self._run: list[tuple[int | None, str, BasicOperation]] = []
         self._collect(sequential, "")
@@ -92,6 +105,7 @@ class Layout:
             and all(_contents(container) == contents for container, contents in self._contents)
             and all(any(hooks) for hooks in self._hooked)
             and all(nested.layout() is layout for nested, layout in self._nested)
+            and all(_declared(module) == declared for module, declared in self._declared)
         )
 
     def buffers_of(self, stage: Stage, buffers: Mapping[int, Mapping[str, Tensor]]) -> Buffers:
@@ -112,8 +126,8 @@ class Layout:
             (self._hooked.append(hooks) if hooked else self._hooks.extend(hooks))
             if isinstance(module, BasicOperation):
                 self._settings.append((module, module._names, module._recipe))
-            elif isinstance(module, NamedExtras):
-                self._names.append((module, module._names))
+            elif isinstance(inner := _wrapped(module), NamedExtras):
+                self._names.append((inner, inner._names))
             if isinstance(module, BasicOperation) and not hooked:
                 if self._run and self._run[-1][2].recipe != module.recipe:
                     self._close_run()
@@ -134,19 +148,28 @@ class Layout:
 
     def _alone(self, position: int | None, label: str, module: nn.Module, hooked: bool) -> Stage:
         why = "it has hooks of its own, or is sharded" if hooked else None
-        if isinstance(module, NamedExtras):
-            if not isinstance(module, BasicOperation):
+        inner = _wrapped(module)
+        if isinstance(inner, NamedExtras):
+            in_torch = not isinstance(inner, BasicOperation)
+            if in_torch:
                 why = why or "autograd differentiates it"
-            needs = tuple(module.extra_name(name) for name in module.extra_inputs)
-            makes = tuple(module.extra_name(name) for name in module.extra_outputs)
-            return Stage(module, needs, makes, (position,), label, why)
+            needs = tuple(inner.extra_name(name) for name in inner.extra_inputs)
+            makes = tuple(inner.extra_name(name) for name in inner.extra_outputs)
+            return Stage(module, needs, makes, (position,), label, why, in_torch)
         if isinstance(module, Container):
             nested = module.layout()
             self._nested.append((module, nested))
             why = why or ("its settings differ" if module.can_be_flattened() else "it has a forward of its own")
             self._check_settings_reach(label, module, why)
             return Stage(module, nested.consumed, nested.produced, (position,), label, why)
-        return Stage(module, (), (), (position,), label, why)
+        if isinstance(inner, Container):
+            nested = inner.layout()
+            self._nested.append((inner, nested))
+            return Stage(module, nested.consumed, (), (position,), label, why)
+        declared = _declared(inner)
+        if any(declared):
+            self._declared.append((inner, declared))
+        return Stage(module, *declared, (position,), label, why, takes_tensors=True)
 
     def _check_settings_reach(self, label: str, nested: Container, why: str) -> None:
         """Raise if a setting of this Sequential would not apply to a nested one that is called instead of flattened."""
@@ -213,6 +236,29 @@ class Layout:
                 except ValueError as error:
                     raise ValueError(f"In operation {label} ({type(operation).__name__}): {error}") from error
                 previous = operation
+
+
+def _wrapped(module: nn.Module) -> nn.Module:
+    """What a wrapper calls, through all of several; other modules, and those that declare names, themselves."""
+    # Not by hasattr of the module itself: wrappers pass on the attributes of what they hold.
+    declares = any(hasattr(type(module), name) or name in vars(module) for name in ("extra_inputs", "extra_outputs"))
+    if declares or isinstance(module, Container):
+        return module
+    held = next((inner for name in _WRAPPED if (inner := module._modules.get(name)) is not None), None)
+    if held is None and hasattr(type(module), "get_base_layer"):
+        held = module._modules.get("base_layer")
+    return module if held is None else _wrapped(held)
+
+
+def _declared(module: nn.Module) -> tuple[Names, Names]:
+    """The names of extra inputs and outputs that a module of torch declares."""
+    found = []
+    for attribute in ("extra_inputs", "extra_outputs"):
+        names = getattr(module, attribute, ())
+        names = tuple(names) if isinstance(names, Mapping) else names
+        check_names(f"{type(module).__name__}.{attribute}", names)
+        found.append(tuple(names))
+    return found[0], found[1]
 
 
 def _contents(container: Container) -> tuple[Any, ...]:

@@ -129,7 +129,8 @@ def _apply(
             covered = steps[position : position + count]
             operations = [step.operation for step in covered]
             reason = (
-                _conflicting_names(operations)
+                next((each.why_unfused for each in operations if each.why_unfused is not None), None)
+                or _conflicting_names(operations)
                 or _written_in_place(fusion, operations)
                 or _external_wgrads(fusion, operations)
                 or _transfers(fusion, operations, request)
@@ -184,11 +185,13 @@ def _alternatives(member: object) -> tuple[Any, ...]:
 
 
 def _is_kind(operation: BasicOperation, kind: type[BasicOperation]) -> bool:
-    """Whether this is an instance of the class, or of a subclass that overrides neither forward nor backward."""
+    """Whether this is an instance of the class, or of a subclass that overrides neither forward nor backward.
+
+    One that says why it is not fused matches too, so that the refusal is shown.
+    """
     mine = type(operation)
-    return issubclass(mine, kind) and (
-        mine.fuser_forward is kind.fuser_forward and mine.fuser_backward is kind.fuser_backward
-    )
+    same = mine.fuser_forward is kind.fuser_forward and mine.fuser_backward is kind.fuser_backward
+    return issubclass(mine, kind) and (same or operation.why_unfused is not None)
 
 
 def _conflicting_names(operations: Sequence[BasicOperation]) -> str | None:

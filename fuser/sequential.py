@@ -258,7 +258,11 @@ class Sequential(Container):
                 with again if note_forward() else nullcontext():
                     result = stage.runner(x, outputs=wanted, **settings, **mine)
             else:
+                if stage.takes_tensors:
+                    mine = {name: at_border(value) for name, value in mine.items()}
                 result = stage.runner(x, outputs=wanted, **mine) if wanted else stage.runner(x, **mine)
+                if wanted and stage.takes_tensors:
+                    _check_outputs(stage.runner, result, wanted)
             x, produced = result if wanted else (result, {})
             extras |= produced
         return (x, {name: at_border(extras[name]) for name in outputs}) if outputs else x
@@ -345,6 +349,17 @@ class Sequential(Container):
     def __getstate__(self) -> dict[str, Any]:
         # A layout refers to this object's operations, so a copy builds its own.
         return {**self.__dict__, "_layout": None}
+
+
+def _check_outputs(module: nn.Module, result: Any, wanted: Sequence[str]) -> None:
+    pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    if not pair or result[1].keys() != set(wanted):
+        names = ", ".join(map(repr, wanted))
+        given = f"the extra outputs {', '.join(map(repr, result[1]))}" if pair else f"a {type(result).__name__}"
+        raise TypeError(
+            f"{type(module).__name__} was called with outputs=({names}), and returned {given}. It declares "
+            "extra_outputs, so it must return (y, {name: tensor}) with just these names."
+        )
 
 
 def _checked(module: object) -> nn.Module:

@@ -49,6 +49,7 @@ from ops.runner.operation import (
     optional,
     several,
 )
+from ops.torch_function import Torch
 
 __all__ = [
     "AddExtraInput",
@@ -96,6 +97,7 @@ __all__ = [
     "SiTUGLU",
     "Step",
     "SwiGLU",
+    "Torch",
     "check_features",
     "optional",
     "several",

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fuser import Sequential, autocast, ops, prepare
+from fuser import Sequential, autocast, lora, ops, prepare
 from fuser.distributed import TrainingState, clip_grad_norm_, expert_parameters
 from recipes import DelayedScaling
 from tests.ranks import on_ranks
@@ -28,12 +28,14 @@ H, F, E, TOKENS = 16, 32, 8, 24
 REST = (pytest.mark.rest, pytest.mark.slow)
 
 
-def block(group: Any = None, stacked: bool = True, bias: bool = True, device: str = "cpu") -> Sequential:
-    """An unsharded block, or one with this rank's experts of it."""
+def block(
+    group: Any = None, stacked: bool = True, bias: bool = True, device: str = "cpu", adapter_rank: int = 0
+) -> Sequential:
+    """An unsharded block, or one with this rank's experts of it. adapter_rank: of their adapters, if they have some."""
     torch.manual_seed(0)
     own = E if group is None else E // group.size()
     options = {"bias": bias, "stacked": stacked}
-    return Sequential(
+    layer = Sequential(
         ops.RMSNorm(H),
         ops.Router(H, E, topk=2),
         ops.Dispatch(E, group=group),
@@ -43,14 +45,17 @@ def block(group: Any = None, stacked: bool = True, bias: bool = True, device: st
         ops.Combine(group=group),
         ops.Linear(H, H),
     ).to(device)
+    if adapter_rank:
+        lora.add(layer, adapter_rank, ["3", "5"])
+    return layer
 
 
 def sum_over(group: Any, model: nn.Module) -> None:
     """The gradients of replicated parameters, over the ranks that divide the experts."""
     experts = expert_parameters(model)
     for key, parameter in model.named_parameters():
-        if key not in experts:
-            grad = parameter.grad
+        grad = parameter.grad
+        if key not in experts and grad is not None:
             dist.all_reduce(grad.to_local() if isinstance(grad, DTensor) else grad, group=group)
 
 
@@ -79,7 +84,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, grou
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
 
 
 def unsharded_after(steps: int, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -131,8 +137,9 @@ def exchange(rank: int, folder: Path, ranks: int, settings: dict[str, Any]) -> N
         dcp.load({"training": state}, checkpoint_id=folder / previous)
         check_same(whole_of(state), reference)
         if settings["stacked"]:
-            assert state.state_dict()["model"]["3.weight"].shape == (E, 2 * F, H)
-            assert state.state_dict()["optimizer"]["state.3.weight.exp_avg"].to_local().shape[0] == E // shape[1]
+            weight = "3.lora_B.weight" if settings.get("adapter_rank") else "3.weight"
+            assert state.state_dict()["model"][weight].shape[:2] == (E, 2 * F)
+            assert state.state_dict()["optimizer"][f"state.{weight}.exp_avg"].to_local().shape[0] == E // shape[1]
         dcp.save({"training": state}, checkpoint_id=folder / name)
         previous = name
 
@@ -264,6 +271,8 @@ def test_experts_become_shards_of_everything(device: str, backend: str, tmp_path
         pytest.param(4, {"stacked": True}, id="4", marks=REST),
         pytest.param(2, {"stacked": False}, id="2, one a group", marks=REST),
         pytest.param(4, {"stacked": False, "bias": False}, id="4, one a group", marks=REST),
+        pytest.param(2, {"stacked": True, "adapter_rank": 2}, id="2, adapters", marks=REST),
+        pytest.param(2, {"stacked": False, "adapter_rank": 2}, id="2, one a group, adapters", marks=REST),
     ],
 )
 def test_a_checkpoint_loads_on_other_numbers_of_ranks(ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:

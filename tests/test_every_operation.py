@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fuser import Sequential, autocast, ops
+from fuser import Sequential, autocast, lora, ops
 from tests.check_operation import DEVICES
 from tests.pairwise import rest
 from tests.reference import ROUNDED_OFTEN, assert_close, assert_same_bits, gradients
@@ -45,6 +45,20 @@ def grouped(out_features: int = WIDTH, path: str | None = None, **kwargs: Any) -
     return lambda groups: Sequential(ops.GroupedLinear(groups, WIDTH, out_features, **kwargs), path=path)
 
 
+def adapted(make: Callable[[int], Sequential], frozen: bool) -> Callable[[int], Sequential]:
+    """With adapters that are not zero."""
+
+    def made(groups: int) -> Sequential:
+        module = make(groups)
+        lora.add(module, 4)
+        for name, parameter in module.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.2)
+        return module if frozen else module.requires_grad_(True)
+
+    return made
+
+
 WEIGHTED = {
     "Linear": Case(one(ops.Linear, WIDTH, WIDTH)),
     "Linear without bias": Case(one(ops.Linear, WIDTH, WIDTH, bias=False)),
@@ -58,6 +72,9 @@ WEIGHTED = {
     "GroupedMLP, op by op": Case(mlp(8), ("split_sizes", "scales")),
     "GroupedMLP, split": Case(mlp(32, path="split"), ("split_sizes", "scales")),
     "GroupedMLP, unfused": Case(mlp(32, fusions=()), ("split_sizes", "scales")),
+    "Linear, adapter": Case(adapted(one(ops.Linear, WIDTH, WIDTH), frozen=True)),
+    "grouped MLP, adapters": Case(adapted(mlp(32), frozen=True), ("split_sizes", "scales")),
+    "grouped MLP, adapters and weights": Case(adapted(mlp(32), frozen=False), ("split_sizes", "scales")),
     "RMSNorm": Case(one(ops.RMSNorm, WIDTH)),
     "LayerNorm": Case(one(ops.LayerNorm, WIDTH)),
     "Bias": Case(one(ops.Bias, WIDTH)),

@@ -147,9 +147,10 @@ class TrainingState:
         if part == "optimizer":
             head, _, rest = key.partition(".")
             name, _, tail = rest.rpartition(".")
-        owner, _, leaf = name.rpartition(".")
-        share = self._shares.get(owner)
-        return None if share is None else _Place(share, head, owner, leaf, tail)
+        owner = name
+        while owner and owner not in self._shares:
+            owner = owner.rpartition(".")[0]
+        return _Place(self._shares[owner], head, owner, name[len(owner) + 1 :], tail) if owner else None
 
     def _joined(self, value: Tensor, dim: int, share: ExpertShare) -> DTensor:
         """The tensor of all ranks' experts, of which `value` is this rank's part."""
@@ -176,7 +177,7 @@ class TrainingState:
 
 
 class _Place(NamedTuple):
-    """An entry of the experts of `share`: its key is head.owner.leaf.tail."""
+    """An entry of the experts of `share`: its key is head.owner.leaf.tail; leaf is dotted for a submodule's."""
 
     share: ExpertShare
     head: str

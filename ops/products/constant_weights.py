@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class constant_weights:
             names = ", ".join(type(module).__name__ for module in modules) or "nothing"
             raise ValueError(f"constant_weights got {names}, which contains no operation. Give the model.")
         self._debug = debug
-        self._kept: dict[BasicOperation, QuantizedWeights] = {}
+        self._kept: MutableMapping[BasicOperation, QuantizedWeights] = {}
         self._values: dict[BasicOperation, list[Tensor]] = {}
 
     def __enter__(self) -> None:
@@ -121,6 +121,39 @@ class constant_weights:
                     f"A weight of {type(operation).__name__}, of shape {list(now.shape)}, was changed inside of "
                     "constant_weights, and its quantized copy is of before. Leave the scope before weights change."
                 )
+
+
+class FrozenWeights(constant_weights):
+    """The copies of the weights of one operation, for as long as it says that these stand still.
+
+    It is never left: an optimizer's step changes other parameters. `end()` gives up the copies, and the next use makes
+    them anew. Under delayed scaling weights are quantized in each forward: a first scale must not stay. It does not
+    keep the operation, which holds it, alive.
+    """
+
+    def __init__(self) -> None:
+        self._operations = []
+        self._debug = False
+        self._kept = weakref.WeakKeyDictionary()
+        self._values = {}
+
+    def end(self) -> None:
+        self._kept.clear()
+        self._values.clear()
+
+    def copies(
+        self,
+        operation: BasicOperation,
+        parameters: Sequence[Tensor],
+        key: Any,
+        quantizer: Quantizer,
+        quantize: Callable[[bool, bool], Any],
+        rowwise: bool,
+        columnwise: bool,
+    ) -> Any:
+        if quantizer.keeps_state:
+            return quantize(rowwise, columnwise)
+        return super().copies(operation, parameters, key, quantizer, quantize, rowwise, columnwise)
 
 
 _open: weakref.WeakSet[constant_weights] = weakref.WeakSet()

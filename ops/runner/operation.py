@@ -81,6 +81,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     either, unless it replaces `why_not_captured`.
     quantized_output: whether a container leaves the pipeline as it is, in a QuantizedHandle: y of the last operation,
     dx of the first.
+    why_unfused: why no fusion covers this very operation, although its class matches, as a sentence, or None.
     divides_output: the `ops.kernels.collectives.RankGroup` among whose ranks the features of y are divided, or None.
     settings: how often such an attribute was assigned, a recipe or a name of an extra tensor set.
 
@@ -97,6 +98,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     exchanges_parameters: bool = False
     why_in_full: str | None = None
     quantized_output: bool = False
+    why_unfused: str | None = None
     divides_output: Any = None
     settings: int = 0
     _captured_weights: Any = None

@@ -1,0 +1,263 @@
+"""LoRA: adapters of low rank on the linear operations of a model, whose own weights are frozen.
+
+    names = lora.add(model, rank=16, targets=["experts.0", "experts.2"])
+    ...                                       # train: only adapters have gradients
+    torch.save(lora.state_dict(model), path)  # in the names and shapes of peft
+    lora.merge(model)
+    lora.unload(model)                        # plain operations again, which are fused
+
+`ops.lora` computes with them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ops.grouped_linear import GroupedLinear
+from ops.linear import Linear
+from ops.lora import ADAPTED, LowRankAdapter
+from recipes.arguments import as_number, positive_integers
+
+PREFIX = "base_model.model."  # of every name in peft's files
+
+
+def add(
+    model: nn.Module,
+    rank: int,
+    targets: str | Sequence[str] = "all-linear",
+    *,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+) -> tuple[str, ...]:
+    """Put an adapter on each target, freeze every other parameter of the model, and return the targets' names.
+
+        y = x W^T + b + (alpha / rank) (dropout(x) A^T) B^T
+
+    Targets are `ops.Linear` and `ops.GroupedLinear`, which has an A and a B a group. An operation of class
+    `LoRALinear` or `LoRAGroupedLinear` takes the place of each, with the same parameters: optimizers and references to
+    the parameters stay good, references to the operation do not. y is that of before, since B begins with zeros.
+
+    targets: "all-linear"; names of modules, or their ends behind a dot; or a regular expression that whole names match.
+        As peft's target_modules.
+    alpha: by default the rank, so that the factor is 1
+    dropout: of x, for the adapters only, in training
+
+    What is frozen and has an adapter is quantized once, and not in each forward: do not write into such weights in ways
+    that torch does not count (`param.data.copy_`). Every parameter but those of adapters gets requires_grad=False; set
+    it again for those that are to be trained too, a norm or a router. Adapters have autograd's gradients, also where
+    accumulate_into_main_grad or delay_wgrad_compute is set.
+
+    Call it before `fully_shard` and before the optimizer is made. Raises TypeError and ValueError for arguments of
+    another kind or value, targets that name nothing, or something else than those two operations; NotImplementedError
+    for operations that are divided among ranks; RuntimeError for those that have an adapter. Then nothing is changed.
+    """
+    (rank,) = positive_integers("lora.add", rank=rank)
+    alpha, dropout = float(rank) if alpha is None else as_number("alpha", alpha), as_number("dropout", dropout)
+    if not math.isfinite(alpha):
+        raise ValueError(f"alpha is {alpha}, but must be finite. Give a multiple of the rank, such as {2 * rank}.")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is {dropout}. It is the probability of a zero, from 0 to below 1.")
+    chosen = _targets(model, targets)
+    linear = [_checked_target(name, module) for name, module in chosen.items()]
+    made: dict[nn.Module, nn.Module] = {
+        operation: ADAPTED[type(operation)](operation, rank, alpha, dropout) for operation in linear
+    }
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    _replace(model, made)
+    return tuple(chosen)
+
+
+def merge(model: nn.Module) -> None:
+    """W += (alpha / rank) B A for each adapter, computed in float32 or better and rounded once to W's dtype.
+
+    Forward then costs what it did without adapters, and a state dict of the model holds the merged weights. The weights
+    as they were are kept in memory, so that `unmerge` restores their bits; `unload` gives them up. A y differs from
+    that of before by the rounding of W, and under a recipe by that of the merged W's quantization.
+
+    CUDA graphs that were captured before go on adding the adapters: capture them again.
+
+    Raises RuntimeError if the model has no adapters, or some that are merged, NotImplementedError for weights that
+    `fully_shard` has sharded; then nothing is changed.
+    """
+    adapters = _adapters(model)
+    _check_all(adapters, merged=False, mend="Call lora.unmerge(model) before.")
+    _check_whole(adapters)
+    for adapter in adapters.values():
+        adapter.merge()
+
+
+def unmerge(model: nn.Module) -> None:
+    """Put back the weights that `merge` changed: the same bits, as they were kept.
+
+    Raises RuntimeError if the model has no adapters, or some that are not merged; then nothing is changed.
+    """
+    adapters = _adapters(model)
+    _check_all(adapters, merged=True, mend="Call lora.merge(model) before.")
+    for adapter in adapters.values():
+        adapter.unmerge()
+
+
+def unload(model: nn.Module) -> None:
+    """Put plain operations back in the places of those with adapters, with the weights as they are: merged or not.
+
+    The adapters are dropped, and fusions cover the operations again. What requires grad stays as it is. Raises
+    RuntimeError if the model has no adapters, ValueError if it is one, NotImplementedError for weights that
+    `fully_shard` has sharded; then nothing is changed.
+    """
+    adapters = _adapters(model)
+    _check_whole(adapters)
+    for name, adapter in adapters.items():
+        _check_has_place(name, adapter)
+    _replace(model, {adapter: adapter.plain() for adapter in adapters.values()})
+
+
+def state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters alone, by peft's names and in its shapes (0.19.1 and later): what its adapter_model files hold.
+
+        base_model.model.<name>.lora_A.weight   [r, K]     of a GroupedLinear [G r, K], group after group
+        base_model.model.<name>.lora_B.weight   [N, r]     of a GroupedLinear [N, r G], in which groups vary fastest
+
+    Those of a GroupedLinear are what peft has for a stacked parameter [G, N, K] (target_parameters). Copies where the
+    shapes differ, else the parameters' memory. Whole tensors also of a model that `fully_shard` has sharded: then it is
+    a collective. Where experts are divided among ranks, each has the adapters of its own. Raises RuntimeError if the
+    model has no adapters.
+    """
+    found: dict[str, Tensor] = {}
+    for name, adapter in _adapters(model).items():
+        a, b = (_whole(factor.weight.detach()) for factor in (adapter.lora_A, adapter.lora_B))
+        if a.dim() == 3:
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        found |= {_key(name, "A"): a, _key(name, "B"): b}
+    return found
+
+
+def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy adapters that `state_dict` or peft gave into those of the model, each into its own dtype.
+
+    Raises RuntimeError if the model has no adapters or if some are merged, ValueError for names that are missing or
+    belong to no adapter, and for other shapes, NotImplementedError after `fully_shard`; then nothing is changed.
+    """
+    adapters = _adapters(model)
+    _check_all(adapters, merged=False, mend="Call lora.unmerge(model) before.")
+    _check_whole(adapters)
+    needed = state_dict(model)
+    missing, unknown = sorted(needed.keys() - state.keys()), sorted(state.keys() - needed.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"The state of adapters lacks {', '.join(missing) or 'nothing'}, and has {', '.join(unknown) or 'nothing'} "
+            "for no adapter of the model. Give lora.add the targets that it was saved with."
+        )
+    for key, tensor in needed.items():
+        if state[key].shape != tensor.shape:
+            raise ValueError(
+                f"{key} has shape {list(state[key].shape)}, but {list(tensor.shape)} is needed. Give lora.add the rank "
+                "that it was saved with; before 0.19.1 peft exchanged A and B of stacked parameters."
+            )
+    with torch.no_grad():
+        for name, adapter in adapters.items():
+            a, b = (state[_key(name, factor)] for factor in "AB")
+            own_a, own_b = adapter.lora_A.weight, adapter.lora_B.weight
+            if own_b.dim() == 3:
+                b = b.unflatten(1, (adapter.rank, len(own_b))).permute(2, 0, 1)
+            own_a.copy_(a.view_as(own_a))
+            own_b.copy_(b)
+
+
+def _targets(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Module]:
+    modules = dict(model.named_modules())
+    linear = [name for name, module in modules.items() if type(module) in ADAPTED]
+    if targets == "all-linear":
+        chosen = linear
+        unmatched = [] if linear else ["all-linear"]
+    elif isinstance(targets, str):
+        pattern = re.compile(targets)
+        chosen = [name for name in modules if pattern.fullmatch(name)]
+        unmatched = [] if chosen else [targets]
+    else:
+        wanted = tuple(targets)
+        if not all(isinstance(target, str) for target in wanted):
+            raise TypeError(f"targets is {targets!r}, but must be names of modules. Pass strings.")
+        matching = {target: [n for n in modules if n == target or n.endswith(f".{target}")] for target in wanted}
+        chosen = [name for name in modules if any(name in names for names in matching.values())]
+        unmatched = [target for target, names in matching.items() if not names] if wanted else ["nothing"]
+    if unmatched:
+        raise ValueError(
+            f"targets: {', '.join(map(repr, unmatched))} matches no module of {type(model).__name__}. Its linear "
+            f"operations are: {', '.join(map(repr, linear)) or 'none'}."
+        )
+    return {name: modules[name] for name in chosen}
+
+
+def _checked_target(name: str, module: nn.Module) -> Linear | GroupedLinear:
+    kind = type(module)
+    if isinstance(module, LowRankAdapter):
+        raise RuntimeError(f"{name!r} has an adapter. Remove it with lora.unload(model), or leave it out of targets.")
+    if kind not in ADAPTED or not isinstance(module, Linear | GroupedLinear):
+        raise TypeError(
+            f"{name!r} is a {kind.__name__}, but adapters are for ops.Linear and ops.GroupedLinear themselves, not for "
+            "subclasses or sharded ones. Name such operations, and call lora.add before fully_shard."
+        )
+    _check_has_place(name, module)
+    if module.parallel is not None:
+        raise NotImplementedError(
+            f"{name!r} is divided among ranks (tensor_parallel), which adapters are not. Leave it out of targets."
+        )
+    return module
+
+
+def _check_has_place(name: str, module: nn.Module) -> None:
+    if not name:
+        kind = type(module).__name__
+        raise ValueError(f"The model is the {kind} itself, in whose place nothing can be put. Give what holds it.")
+
+
+def _check_whole(adapters: Mapping[str, LowRankAdapter]) -> None:
+    sharded = [name for name, adapter in adapters.items() if isinstance(adapter.lora_A.weight, DTensor)]
+    if sharded:
+        raise NotImplementedError(
+            f"Sharded by fully_shard: {', '.join(sharded)}. Do this before fully_shard; lora.state_dict(model) gives "
+            "the whole adapters of a sharded model, to be loaded into one that is not."
+        )
+
+
+def _adapters(model: nn.Module) -> dict[str, LowRankAdapter]:
+    found = {name: module for name, module in model.named_modules() if isinstance(module, LowRankAdapter)}
+    if not found:
+        raise RuntimeError(f"{type(model).__name__} has no adapters. Call lora.add(model, rank, targets) before.")
+    return found
+
+
+def _check_all(adapters: Mapping[str, LowRankAdapter], *, merged: bool, mend: str) -> None:
+    wrong = [name for name, adapter in adapters.items() if adapter.merged != merged]
+    if wrong:
+        state = "not merged" if merged else "merged"
+        raise RuntimeError(f"Adapters are {state}: {', '.join(wrong)}. {mend}")
+
+
+def _key(name: str, factor: str) -> str:
+    """The name of a factor in peft's files."""
+    return PREFIX + ".".join(filter(None, (name, f"lora_{factor}", "weight")))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _replace(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> None:
+    for parent, name, child in list(_places(model)):
+        if child in others:
+            setattr(parent, name, others[child].train(child.training))
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                yield parent, name, child

@@ -1,0 +1,338 @@
+"""LoRA: linear layers with an adapter of low rank beside weights that are frozen."""
+# T rows, G groups, K in features, N out features, r rank
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ops.grouped_linear import GroupedLinear
+from ops.kernels.elementwise.chain import elementwise
+from ops.kernels.elementwise.chain_steps import dropout_step
+from ops.linear import Linear
+from ops.products.constant_weights import FrozenWeights
+from ops.products.main_grad import OperationWithWeights
+from ops.products.paths import SplitTensors
+from ops.products.product import gemm
+from ops.runner.context import at_tensor
+from ops.runner.in_place import writable
+from ops.runner.operation import BackwardOfBasic, OperationContext
+from recipes.request import PlanRequest
+from recipes.tensors.splits import Splits
+from recipes.triton.philox import new_seed
+
+A, B = "lora_A.weight", "lora_B.weight"
+
+
+class Factor(nn.Module):
+    """One factor of an adapter: a parameter `weight`, so that its name is that of peft, `lora_A.weight`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def extra_repr(self) -> str:
+        return f"shape={list(self.weight.shape)}"
+
+
+class LowRankAdapter(OperationWithWeights):
+    """What `LoRALinear` and `LoRAGroupedLinear` share: y = base(x) + (alpha / rank) (dropout(x) A^T) B^T.
+
+    It takes the place of an operation: its parameters, states, hooks, settings and recipe are those of `base`. A begins
+    uniform in +-1/sqrt(K), B with zeros, so that y is that of `base`. Both are of the weights' dtype, but at least
+    float32, and are computed with in the dtype of the operation, without the recipe, which is that of the base alone.
+    (alpha / rank) is applied to x A^T and to dy B, each of which is rounded to that dtype, as is each product.
+
+    While no weight requires grad, weights are taken to stand still: under a recipe they are quantized once, as in
+    `ops.products.constant_weights`, until merge, unmerge, load_state_dict, a move, or a change that torch counts.
+
+    dropout: the probability with which an element of x is zero for the adapter, in training (`ops.Dropout`)
+    merged: whether the weights hold the adapter's product, so that forward adds none
+    """
+
+    why_unfused = (
+        "An adapter adds products that no fusion computes. For inference merge the adapters and put plain operations "
+        "back: fuser.lora.merge(model), fuser.lora.unload(model)."
+    )
+    merged = False
+    rank: int
+    alpha: float
+    dropout: float
+    _frozen: FrozenWeights | None = None
+
+    def __init__(self, base: OperationWithWeights, rank: int, alpha: float, dropout: float) -> None:
+        self.__setstate__(_copied_state(base))
+        self.rank, self.alpha, self.dropout = rank, alpha, dropout
+        weight = self.get_parameter(self.weight_names[0])
+        *groups, out_features, in_features = self.adapted_shape
+        make = partial(torch.empty, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+        bound = in_features**-0.5
+        self.lora_A = Factor(nn.init.uniform_(make(*groups, rank, in_features), -bound, bound))
+        self.lora_B = Factor(nn.init.zeros_(make(*groups, out_features, rank)))
+
+    def why_not_traced(self, path: str) -> str | None:
+        why = "its frozen weights stay quantized from step to step, which torch does not see. Merge and unload it."
+        return super().why_not_traced(path) or why
+
+    @property
+    def adapted_shape(self) -> tuple[int, ...]:
+        """Of the adapter's product B A, and of all weights: [N, K] or [G, N, K]."""
+        raise NotImplementedError
+
+    @property
+    def factor(self) -> float:
+        """alpha / rank, by which the adapter's product is multiplied."""
+        return self.alpha / self.rank
+
+    def plain(self) -> OperationWithWeights:
+        """The operation without its adapter, with the weights as they are now."""
+        raise NotImplementedError
+
+    # Merging
+
+    def merge(self) -> None:
+        """Add (alpha / rank) B A to the weights, computed in float32 or better and rounded once to their dtype.
+
+        The weights as they were are kept, as buffers that no state dict holds.
+        """
+        with torch.no_grad():
+            for name, weight, a, b in list(self._members()):
+                self.register_buffer(_kept(name), weight.clone(), persistent=False)
+                for w, a_w, b_w in zip(*((t[None] if t.dim() == 2 else t) for t in (weight, a, b)), strict=True):
+                    wide = torch.promote_types(w.dtype, torch.float32)
+                    w.copy_(torch.addmm(w.to(wide), b_w.to(wide), a_w.to(wide), alpha=self.factor))
+        self.merged = True
+        self.forget_quantized_weights()
+
+    def unmerge(self) -> None:
+        """Put the weights back that merge kept: the same bits."""
+        with torch.no_grad():
+            for name in self.weight_names:
+                self.get_parameter(name).copy_(self.get_buffer(_kept(name)))
+                del self._buffers[_kept(name)]
+        self.merged = False
+        self.forget_quantized_weights()
+
+    def _members(self) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+        """Each weight with its name and factors."""
+        a, b = self.lora_A.weight, self.lora_B.weight
+        if self.stacked:
+            yield self.weight_names[0], self.get_parameter(self.weight_names[0]), a, b
+        else:
+            for name, a_g, b_g in zip(self.weight_names, a, b, strict=True):
+                yield name, self.get_parameter(name), a_g, b_g
+
+    # Quantized weights
+
+    @property
+    def weights_scope(self) -> Any:
+        opened = super().weights_scope
+        if opened is not None or self._trains_weights():
+            return opened
+        if self._frozen is None:
+            self._frozen = FrozenWeights()
+        return self._frozen
+
+    def _trains_weights(self) -> bool:
+        return any(self.get_parameter(name).requires_grad for name in self.weight_names)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.merged:
+            raise RuntimeError(
+                f"A state dict is loaded into {prefix.removesuffix('.') or 'an operation'} while its adapter is "
+                "merged, so unmerge would undo it. Call fuser.lora.unmerge(model) before."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key != "_frozen"}
+
+    # Running
+
+    def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        if self._frozen is not None and self._trains_weights():
+            self._frozen = None  # should they be frozen again, they are others
+        y, _ = super().fuser_forward(ctx, x, extras)  # type: ignore[safe-super]
+        ctx.adds_adapter = not self.merged
+        if self.merged:
+            return y, {}
+        products = self.products(ctx, extras.get("split_sizes"))
+        rows = at_tensor(x).reshape(-1, x.shape[-1])
+        seed = new_seed(rows.device) if self.training and self.dropout else None
+        x_rows = products.rows(self._dropped(rows, seed))
+        u = writable(products.fprop(x_rows, ctx.param(A))).mul_(self.factor)
+        u_rows = products.rows(u)
+        delta = products.fprop(u_rows, ctx.param(B)).view(y.shape)
+        y = (y if "output" in ctx.buffers else writable(y)).add_(delta)
+        if ctx.needs_grad:
+            kept_x = products.for_wgrad(x_rows) if A in ctx.needs.params else None
+            kept_u = products.for_wgrad(u_rows) if B in ctx.needs.params else None
+            ctx.saved = ctx.saved._replace(adapter_x=kept_x, u=kept_u, seed=seed)
+        return y, {}
+
+    def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
+        dx, gradients, d_extras = super().fuser_backward(ctx, dy, d_extra_outputs)  # type: ignore[safe-super]
+        needs = ctx.needs
+        if not ctx.adds_adapter or not (needs.input or A in needs.params or B in needs.params):
+            return dx, gradients, d_extras
+        saved = ctx.saved
+        products = self.products(ctx, getattr(saved, "splits", None))
+        dy_rows = products.rows(at_tensor(dy).reshape(-1, dy.shape[-1]))
+        gradients = dict(gradients)
+        if B in needs.params:
+            gradients[B] = products.wgrad(dy_rows, saved.u)
+        if needs.input or A in needs.params:
+            du_rows = products.rows(writable(products.dgrad(dy_rows, ctx.param(B))).mul_(self.factor))
+            if A in needs.params:
+                gradients[A] = products.wgrad(du_rows, saved.adapter_x)
+            if needs.input:
+                added = self._dropped(products.dgrad(du_rows, ctx.param(A)), saved.seed).view(dx.shape)
+                dx = (dx if "grad_input" in ctx.buffers else writable(dx)).add_(added)
+        return dx, gradients, d_extras
+
+    def products(self, ctx: OperationContext, splits: Splits | None) -> Products | GroupedProducts:
+        """The products of the adapter."""
+        raise NotImplementedError
+
+    def _dropped(self, x: Tensor, seed: Tensor | None) -> Tensor:
+        return x if seed is None else elementwise(x, (dropout_step(self.dropout),), (seed,))
+
+    def kernel(self, request: PlanRequest) -> str:
+        state = "merged into the weights" if self.merged else f"rank {self.rank}, in high precision"
+        return f"{super().kernel(request)}; adapter: {state}"
+
+    def extra_repr(self) -> str:
+        own = f", rank={self.rank}, alpha={self.alpha:g}, dropout={self.dropout:g}, merged={self.merged}"
+        return super().extra_repr() + own
+
+
+class LoRALinear(LowRankAdapter, Linear):
+    """y = x W^T + b + (alpha / rank) (dropout(x) A^T) B^T: a `Linear` with an adapter, see `LowRankAdapter`.
+
+    lora_A.weight: [rank, in_features]; lora_B.weight: [out_features, rank]
+    """
+
+    class Saved(NamedTuple):
+        x: Any  # of the base
+        adapter_x: Tensor | None = None  # after dropout
+        u: Tensor | None = None  # (alpha / rank) dropout(x) A^T
+        seed: Tensor | None = None
+
+    @property
+    def adapted_shape(self) -> tuple[int, ...]:
+        return self.out_features, self.in_features
+
+    def plain(self) -> Linear:
+        return _without_adapter(self, Linear)
+
+    def products(self, ctx: OperationContext, splits: Splits | None) -> Products:
+        return Products(ctx, self.as_one_group)
+
+
+class LoRAGroupedLinear(LowRankAdapter, GroupedLinear):
+    """y_g = x_g W_g^T + b_g + (alpha / rank) (dropout(x_g) A_g^T) B_g^T: a `GroupedLinear` with an adapter a group.
+
+    lora_A.weight: [G, rank, in_features]; lora_B.weight: [G, out_features, rank], also where the weights are not
+    stacked. Their products are grouped under the same split sizes: an empty group's gradients are zero, and rows of no
+    group stay zero. See `LowRankAdapter`.
+    """
+
+    class Saved(NamedTuple):
+        x: Any  # of the base
+        splits: Splits
+        scales: Tensor | None
+        adapter_x: Tensor | SplitTensors | None = None  # after dropout
+        u: Tensor | SplitTensors | None = None  # (alpha / rank) dropout(x) A^T
+        seed: Tensor | None = None
+
+    @property
+    def adapted_shape(self) -> tuple[int, ...]:
+        return self.num_groups, self.out_features, self.in_features
+
+    def plain(self) -> GroupedLinear:
+        return _without_adapter(self, GroupedLinear)
+
+    def products(self, ctx: OperationContext, splits: Splits | None) -> GroupedProducts:
+        assert splits is not None, "a GroupedLinear has split sizes"
+        return GroupedProducts(ctx, splits)
+
+
+class Products(NamedTuple):
+    """Products of unquantized matrices, in the verbs of a path (`ops.products.paths`)."""
+
+    ctx: OperationContext
+    as_one_group: bool
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def for_wgrad(self, x: Tensor) -> Tensor:
+        return x
+
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        return self._gemm("TN", x, w)
+
+    def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
+        return self._gemm("NN", dy, w)
+
+    def wgrad(self, dy: Tensor, x: Tensor) -> Tensor:
+        return self._gemm("NT", dy, x)
+
+    def _gemm(self, layout: Any, a: Tensor, b: Tensor) -> Tensor:
+        capability = self.ctx.path.capability
+        return gemm(layout, a, b, self.ctx.dtype, capability=capability, as_one_group=self.as_one_group)
+
+
+class GroupedProducts(NamedTuple):
+    """Grouped products of unquantized matrices: those of the path."""
+
+    ctx: OperationContext
+    splits: Splits
+
+    def rows(self, x: Tensor) -> Any:
+        return self.ctx.path.quantize(x, self.splits, None, rowwise=True, columnwise=True)
+
+    def for_wgrad(self, x: Any) -> Any:
+        return self.ctx.path.for_wgrad(x)
+
+    def fprop(self, x: Any, w: Tensor) -> Tensor:
+        return self.ctx.path.fprop(x, self._weight(w))
+
+    def dgrad(self, dy: Any, w: Tensor) -> Tensor:
+        return self.ctx.path.dgrad(dy, self._weight(w))
+
+    def wgrad(self, dy: Any, x: Any) -> Tensor:
+        return self.ctx.path.wgrad(dy, x)
+
+    def _weight(self, w: Tensor) -> Any:
+        return self.ctx.path.weight(w, None, rowwise=True, columnwise=True)
+
+
+ADAPTED: Mapping[type[nn.Module], type[LowRankAdapter]] = {Linear: LoRALinear, GroupedLinear: LoRAGroupedLinear}
+
+
+def _kept(name: str) -> str:
+    return f"{name}_before_merge"
+
+
+def _copied_state(operation: OperationWithWeights) -> dict[str, Any]:
+    """Its state, without what would be shared with it but parameters, buffers and modules themselves."""
+    state = operation.__getstate__()
+    return {key: copy(value) if isinstance(value, dict | set) else value for key, value in state.items()}
+
+
+def _without_adapter(operation: LowRankAdapter, kind: type[OperationWithWeights]) -> Any:
+    plain = kind.__new__(kind)
+    own = {"rank", "alpha", "dropout", "merged"}
+    plain.__setstate__({key: value for key, value in _copied_state(operation).items() if key not in own})
+    for name in ("lora_A", "lora_B"):
+        del plain._modules[name]
+    for name in operation.weight_names:
+        plain._buffers.pop(_kept(name), None)
+        plain._non_persistent_buffers_set.discard(_kept(name))
+    return plain
