@@ -197,6 +197,20 @@ def test_one_delayed_layer_of_several_makes_a_second_call_an_error() -> None:
     sequential[0].backward_dw()
 
 
+def test_frozen_weights_leave_nothing_and_a_call_does_nothing() -> None:
+    sequential = Sequential(ops.Linear(8, 8, delay_wgrad_compute=True), ops.Linear(8, 8, delay_wgrad_compute=True))
+    sequential.requires_grad_(False)
+    x = torch.randn(4, 8, requires_grad=True)
+    sequential(x).sum().backward()
+    sequential.backward_dw()
+    sequential[1].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="nothing to compute"):
+        sequential.backward_dw()
+    sequential(x).sum().backward()
+    sequential.backward_dw()
+    assert sequential[0].weight.grad is None and sequential[1].weight.grad is not None
+
+
 def test_one_frozen_expert_gets_nothing_and_the_others_theirs() -> None:
     expected = gradients(make("grouped, per group"), 1)
     sequential = make("grouped, per group", delay_wgrad_compute=True)

@@ -167,10 +167,15 @@ class OperationWithWeights(BasicOperation):
         before, self._delayed = self._delayed, gradients
         return before
 
+    def delays_gradients(self) -> bool:
+        """Whether a backward leaves gradients to `backward_dw()`: not of frozen weights."""
+        weights = [self._parameters.get(name) for name in self.weight_names]
+        return self.delay_wgrad_compute and any(weight is None or weight.requires_grad for weight in weights)
+
     def backward_dw(self) -> None:
         """Compute the weight gradients that the oldest backward left, on the current stream; then call the hooks.
 
-        Does nothing without delay_wgrad_compute. Raises RuntimeError if none are left.
+        Does nothing without delay_wgrad_compute, and of frozen weights. Raises RuntimeError if none are left.
         """
         backward_dw([("0", self)])
 
@@ -311,11 +316,11 @@ _overwritten_in: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def backward_dw(operations: Sequence[tuple[str, OperationWithWeights]]) -> None:
     """Compute what the oldest backward left of each operation, in this order, each followed by its hooks.
 
-    operations: with the label by which an error names them. Without one that delays its gradients nothing is done: a
-    trainer may call every module. Raises RuntimeError if some do, and nothing is left of any.
+    operations: with the label by which an error names them. Without one that delays gradients of weights that are
+    trained nothing is done: a trainer may call every module. Raises RuntimeError if some do, and nothing is left of any.
     """
     left = [(label, operation) for label, operation in operations if operation.need_backward_dw()]
-    if not left and any(operation.delay_wgrad_compute for _, operation in operations):
+    if not left and any(operation.delays_gradients() for _, operation in operations):
         raise RuntimeError(
             "backward_dw() has nothing to compute. No backward has left a weight gradient since the last call. "
             "Call it once after each backward."
