@@ -317,7 +317,7 @@ def backward_dw(operations: Sequence[tuple[str, OperationWithWeights]]) -> None:
     """Compute what the oldest backward left of each operation, in this order, each followed by its hooks.
 
     operations: with the label by which an error names them. Without one that delays gradients of weights that are
-    trained nothing is done: a trainer may call every module. Raises RuntimeError if some do, and nothing is left of any.
+    trained nothing is done: a trainer may call every module. Raises RuntimeError if some do and nothing is left of any.
     """
     left = [(label, operation) for label, operation in operations if operation.need_backward_dw()]
     if not left and any(operation.delays_gradients() for _, operation in operations):
