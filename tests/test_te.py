@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fuser
 from fuser import autocast, ops, te
 from recipes import MixedScaling
+from recipes.tensors.quantized_parameter import QuantizedParameter
 from tests.reference import assert_same_bits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -291,7 +292,7 @@ def test_a_sequential_is_copied_and_changed():
 def test_every_name_is_an_operation_of_the_same_name():
     for name in te.__all__:
         kind = getattr(te, name)
-        if name in ("Sequential", "autocast", "recipe"):
+        if name in ("Sequential", "autocast", "quantized_model_init", "recipe"):
             continue
         assert issubclass(kind, getattr(ops, "Linear" if name == "BasicLinear" else name))
 
@@ -371,6 +372,16 @@ def test_recipes_by_transformer_engines_arguments():
     ):
         with pytest.raises(NotImplementedError):
             refused()
+
+
+def test_weights_are_held_quantized_by_transformer_engines_arguments():
+    with te.quantized_model_init(recipe=te.recipe.MXFP8BlockScaling(), preserve_high_precision_init_val=True):
+        linear = te.Linear(64, 32)
+    assert isinstance(linear.weight, QuantizedParameter) and linear.weight.get_high_precision_init_val() is not None
+    with te.quantized_model_init(enabled=False):
+        assert not isinstance(te.Linear(64, 32).weight, QuantizedParameter)
+    with pytest.raises(ValueError, match="Name one: recipe=te.recipe"):
+        te.quantized_model_init()
 
 
 def test_autocast_has_transformer_engines_arguments():

@@ -1,7 +1,7 @@
 """TransformerEngine's operations by its names and arguments: `from fuser import te as ops`. Imported on demand."""
 
 from fuser.te import recipe as recipe
-from fuser.te.autocast import autocast
+from fuser.te.autocast import autocast, quantized_model_init
 from fuser.te.operations import (
     AddExtraInput,
     AllGather,
@@ -79,5 +79,6 @@ __all__ = [
     "SiTUGLU",
     "SwiGLU",
     "autocast",
+    "quantized_model_init",
     "recipe",
 ]
