@@ -286,22 +286,28 @@ def k_grouped_float8_persistent_kernel(
 ):
     """dw[g, n, k] = sum_p dy[n, p] x[k, p] over the columns of group g, tile after tile; ACCUMULATE: dw +=.
 
-    Groups without columns, and the fetching of sums that are added to: as `k_grouped_persistent_kernel`.
+    Groups without columns, and the fetching of sums that are added to: as `k_grouped_persistent_kernel`. Block scales
+    of a tile in parts are loaded in their step, and its groups, where there are many, come as they are: scales of the
+    next step, or ranks, would spill.
     """
     HEIGHT: tl.constexpr = dy.block_shape[2]
     WIDTH: tl.constexpr = x.block_shape[2]
     BLOCKWISE: tl.constexpr = LAYOUT == "row"
+    AHEAD: tl.constexpr = BLOCKWISE and HEIGHT == BLOCK_M
+    RANKED: tl.constexpr = AHEAD or not BLOCKWISE or GROUPS <= 32
     tl.static_assert(WIDTH == BLOCK_N or not BLOCKWISE, "scales of x are loaded for whole tiles")
     LEAST: tl.constexpr = 0 if ACCUMULATE else 1
     num_tiles_n = tl.cdiv(N, BLOCK_M)
     num_tiles_k = tl.cdiv(K, BLOCK_N)
     num_tiles = num_tiles_n * num_tiles_k
-    ranks = ranks_of_groups(offsets_ptr, num_groups, GROUPS)
+    if RANKED:
+        ranks = ranks_of_groups(offsets_ptr, num_groups, GROUPS)
     num_steps = 0
     for turn in range(tl.cdiv(num_groups * num_tiles, tl.num_programs(0))):
-        rank = serpentine_tile(turn) // num_tiles
-        exists = rank < num_groups
-        group = group_of_rank(ranks, rank)
+        group = serpentine_tile(turn) // num_tiles
+        exists = group < num_groups
+        if RANKED:
+            group = group_of_rank(ranks, group)
         begin = tl.load(offsets_ptr + group, mask=exists, other=0)
         size = (tl.load(offsets_ptr + group + 1, mask=exists, other=0) - begin).to(tl.int32)
         num_steps += tl.where(exists, tl.maximum(tl.cdiv(size, BLOCK_K), LEAST), 0)
@@ -314,18 +320,33 @@ def k_grouped_float8_persistent_kernel(
     first_k = 0
     acc = tl.zeros((HEIGHT, WIDTH), tl.float32)
     other = acc
+    if AHEAD:
+        next_n = tl.zeros((HEIGHT,), tl.float32)
+        next_k = tl.zeros((WIDTH,), tl.float32)
     for _ in range(num_steps):
         if p == 0:
             tile = serpentine_tile(turn)
             turn += 1
-            group = group_of_rank(ranks, tile // num_tiles)
+            group = tile // num_tiles
+            if RANKED:
+                group = group_of_rank(ranks, group)
             tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
             begin = tl.multiple_of(tl.load(offsets_ptr + group).to(tl.int32), 16)
             size = tl.multiple_of(tl.load(offsets_ptr + group + 1).to(tl.int32) - begin, 16)
             first_n = tile_n * BLOCK_M
             first_k = tile_k * BLOCK_N
+            if AHEAD:
+                next_n, _, next_k = scales_of_block(
+                    dy_scale_ptr, x_scale_ptr, begin // 128, size > 0, first_n, first_k, N, K, HEIGHT, BLOCK_M, BLOCK_N
+                )
         scale_n, other_n, scale_k = None, None, None
-        if BLOCKWISE:
+        if AHEAD:
+            scale_n, scale_k = next_n, next_k  # a step ahead, as above
+            next_n, _, next_k = scales_of_block(
+                dy_scale_ptr, x_scale_ptr, (begin + p) // 128 + 1, p + BLOCK_K < size, first_n, first_k, N, K, HEIGHT,
+                BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        elif BLOCKWISE:
             scale_n, other_n, scale_k = scales_of_block(
                 dy_scale_ptr, x_scale_ptr, (begin + p) // 128, p < size, first_n, first_k, N, K, HEIGHT, BLOCK_M,
                 BLOCK_N,
