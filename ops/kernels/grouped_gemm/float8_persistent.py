@@ -233,30 +233,10 @@ def m_grouped_float8_persistent_kernel(
 
 
 @triton.jit
-def scales_of_block(
-    dy_scale_ptr,
-    x_scale_ptr,
-    block,
-    exists,
-    first_n,
-    first_k,
-    N,
-    K,
-    HEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Of a block of columns: of dy's rows, for each of two parts, and of x's; zeros where there is no such block."""
-    block = block.to(tl.int64)
-    offs_n = first_n + tl.arange(0, HEIGHT)
-    offs_k = first_k + tl.arange(0, BLOCK_N)
-    scale_n = tl.load(dy_scale_ptr + block * N + offs_n, mask=exists & (offs_n < N), other=0.0)
-    other_n = scale_n
-    if HEIGHT < BLOCK_M:
-        offs_n += HEIGHT
-        other_n = tl.load(dy_scale_ptr + block * N + offs_n, mask=exists & (offs_n < N), other=0.0)
-    scale_k = tl.load(x_scale_ptr + block * K + offs_k, mask=exists & (offs_k < K), other=0.0)
-    return scale_n, other_n, scale_k
+def scales_of_block(scale_ptr, block, exists, first, size, LENGTH: tl.constexpr):
+    """Of a block of columns: of LENGTH rows from the first one on; zeros where there is no such block or row."""
+    offs = first + tl.arange(0, LENGTH)
+    return tl.load(scale_ptr + block.to(tl.int64) * size + offs, mask=exists & (offs < size), other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -336,21 +316,17 @@ def k_grouped_float8_persistent_kernel(
             first_n = tile_n * BLOCK_M
             first_k = tile_k * BLOCK_N
             if AHEAD:
-                next_n, _, next_k = scales_of_block(
-                    dy_scale_ptr, x_scale_ptr, begin // 128, size > 0, first_n, first_k, N, K, HEIGHT, BLOCK_M, BLOCK_N
-                )
+                next_n = scales_of_block(dy_scale_ptr, begin // 128, size > 0, first_n, N, HEIGHT)
+                next_k = scales_of_block(x_scale_ptr, begin // 128, size > 0, first_k, K, WIDTH)
         scale_n, other_n, scale_k = None, None, None
         if AHEAD:
             scale_n, scale_k = next_n, next_k  # a step ahead, as above
-            next_n, _, next_k = scales_of_block(
-                dy_scale_ptr, x_scale_ptr, (begin + p) // 128 + 1, p + BLOCK_K < size, first_n, first_k, N, K, HEIGHT,
-                BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+            next_n = scales_of_block(dy_scale_ptr, (begin + p) // 128 + 1, p + BLOCK_K < size, first_n, N, HEIGHT)
+            next_k = scales_of_block(x_scale_ptr, (begin + p) // 128 + 1, p + BLOCK_K < size, first_k, K, WIDTH)
         elif BLOCKWISE:
-            scale_n, other_n, scale_k = scales_of_block(
-                dy_scale_ptr, x_scale_ptr, (begin + p) // 128, p < size, first_n, first_k, N, K, HEIGHT, BLOCK_M,
-                BLOCK_N,
-            )  # fmt: skip
+            scale_n = scales_of_block(dy_scale_ptr, (begin + p) // 128, p < size, first_n, N, HEIGHT)
+            other_n = scales_of_block(dy_scale_ptr, (begin + p) // 128, p < size, first_n + HEIGHT, N, HEIGHT)
+            scale_k = scales_of_block(x_scale_ptr, (begin + p) // 128, p < size, first_k, K, WIDTH)
         z, y, column = ragged_indices(begin, size, p, 16)
         dy_tile = widen(dy.load([z, y, first_n, column]).reshape(HEIGHT, BLOCK_K))
         x_tile = widen(x.load([z, y, first_k, column]).reshape(WIDTH, BLOCK_K))
