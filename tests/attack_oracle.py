@@ -323,7 +323,7 @@ class DelayedState:
 class Casting:
     """How the tensors of one operation (of one group of it) are cast in one call.
 
-    state: of delayed scaling; records: whether this call records amaxes
+    state: of delayed scaling; records: whether this call records amaxes; factor: of both gradients, behind their casts
     """
 
     recipe: Recipe
@@ -334,6 +334,7 @@ class Casting:
     state: DelayedState | None = None
     records: bool = False
     scales: Mapping[Role, Tensor] = field(default_factory=dict)
+    factor: float = 1.0
 
     def begin(self, device: torch.device) -> Casting:
         """With the scales of this moment for what forward casts: backward casts the same tensors by the same scales."""
@@ -384,19 +385,39 @@ class _Product(torch.autograd.Function):
         casting.record(dy, Role.GRAD_OUTPUT)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = times(casting.operand(dy, Role.GRAD_OUTPUT, False), casting.operand(w.T, Role.WEIGHT, True))
+            operands = casting.operand(dy, Role.GRAD_OUTPUT, False), casting.operand(w.T, Role.WEIGHT, True)
+            dx = times(*operands, casting.factor)
         if ctx.needs_input_grad[1]:
-            dw = times(casting.operand(dy.T, Role.GRAD_OUTPUT, True), casting.operand(x.T, Role.INPUT, True))
+            operands = casting.operand(dy.T, Role.GRAD_OUTPUT, True), casting.operand(x.T, Role.INPUT, True)
+            dw = times(*operands, casting.factor)
         return dx, dw, None
 
 
-def times(a: Operand, b: Operand) -> Tensor:
-    """a b^T, times the factors: one product of them in float32, unless a has a factor for each row."""
+def times(a: Operand, b: Operand, factor: float = 1.0) -> Tensor:
+    """factor a b^T, times the operands' factors: one product of all in float32, unless a has a factor for each row."""
     product = a.values @ b.values.T
-    if a.alpha is not None and b.alpha is not None:
-        return product * b.alpha * a.alpha if a.alpha.dim() else product * float32(a.alpha * b.alpha)
     alpha = b.alpha if a.alpha is None else a.alpha
-    return product if alpha is None else product * alpha
+    if a.alpha is not None and b.alpha is not None:
+        if a.alpha.dim():
+            product = product * b.alpha
+        else:
+            alpha = float32(a.alpha * b.alpha)
+    if alpha is None:
+        return product * factor
+    return product * (alpha if factor == 1.0 else float32(alpha * float32(torch.tensor(factor))))
+
+
+class _Scaled(torch.autograd.Function):
+    """forward * x, whose gradient is backward * dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.factor = backward
+        return x * forward
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy * ctx.factor, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------- operations
@@ -516,6 +537,16 @@ class Call:
         state = self.state if isinstance(recipe, DelayedScaling) else None
         return Casting(recipe, self.dtype, index, 0, num_scales, state, self.records)
 
+    def _scale_behind(self, index: int) -> float | None:
+        """The scale of a ConstantScale behind a Linear whose products take it in backward: behind their casts."""
+        pair = self.layers[index : index + 2]
+        if [layer.kind for layer in pair] != ["Linear", "ConstantScale"] or pair[0].recipe != pair[1].recipe:
+            return None
+        quantizer = (pair[0].recipe or self.recipe).quantizer(Role.GRAD_OUTPUT)
+        if quantizer is None or quantizer.keeps_state:
+            return None
+        return float(pair[1].arguments["scale"]) or None
+
     def _parameter(self, index: int, name: str, groups: int | None = None) -> Tensor | None:
         """A parameter; of a grouped layer with one a group, all of them stacked."""
         found = self.parameters.get(f"{index}.{name}")
@@ -532,8 +563,10 @@ class Call:
         weight, bias = self._parameter(index, "weight"), self._parameter(index, "bias")
         if kind == "Linear":
             assert weight is not None
-            y = _Product.apply(x.reshape(-1, x.shape[-1]), weight, self._casting(index, layer, 1).begin(x.device))
-            y = y if bias is None else y + bias
+            factor = self._scale_behind(index) or 1.0
+            casting = replace(self._casting(index, layer, 1).begin(x.device), factor=factor)
+            y = _Product.apply(x.reshape(-1, x.shape[-1]), weight, casting)
+            y = y if bias is None else y + _Scaled.apply(bias, 1.0, factor)
             return y.view(*x.shape[:-1], y.shape[-1])
         if kind == "GroupedLinear":
             return self._grouped(index, layer, x)
@@ -549,6 +582,8 @@ class Call:
         if kind in ("RMSNorm", "LayerNorm", "L2Normalization"):
             return self._norm(layer, x, weight, bias)
         if kind == "ConstantScale":
+            if index and self._scale_behind(index - 1) is not None:
+                return _Scaled.apply(x, given["scale"], 1.0)
             return x * given["scale"]
         if kind == "Reshape":
             return x.reshape(given["shape"])
