@@ -29,7 +29,7 @@ class Float8RowwiseScaling(Recipe):
     An empty group's scales are 1.
 
     fp8_format: E4M3 for all tensors, or HYBRID with E5M2 for gradients
-    power_2_scale: round scales down to powers of two (torchao's `round_scales_to_power_of_2`)
+    power_2_scale: round scales down to powers of two (torchao 0.18's grouped products always do)
     amax_epsilon: a lower bound of the amax from which a scale is computed
     split_accumulator_*: whether native products promote partial sums to float32, for each of the three products
 
