@@ -19,8 +19,9 @@ from recipes.request import PlanRequest
 class LinearScaleAdd(FusedOperation):
     """y = scale x W^T + extra; dx = scale dy W, dW = scale dy^T x, d_extra = dy.
 
-    The scale is the products' alpha, the extra tensor the first one's addend, so y, dx and dW are rounded once, and
-    memory is passed over by the products alone. Saves what the Linear saves: x. Under a recipe dy is quantized before
+    The scale is the products' alpha, the extra tensor the first one's addend, so y, dx and dW are rounded once. Memory
+    is passed over by the products alone, but that y of 16 bits on a GPU is added to a product in float32: the library
+    would round it before. Saves what the Linear saves: x. Under a recipe dy is quantized before
     it is scaled. Refused for a Linear with a bias, which is a second addend, for one that ranks divide, and as
     `why_not_scaled_products` says.
     """

@@ -188,12 +188,15 @@ def gemm(
     if left.alpha is None and right.alpha is None and x.dtype == out_dtype:
         if added is None and alpha == 1:
             return x @ w
-        # A CPU's addmm of 16-bit numbers may round the product before alpha and the addend.
-        rounds_once = x.is_cuda or x.dtype in (torch.float32, torch.float64)
-        if added is None and rounds_once:
+        # addmm of 16-bit numbers rounds the product before a matrix is added, on a CPU before alpha too.
+        wide = x.dtype in (torch.float32, torch.float64)
+        if added is None and (wide or x.is_cuda):
             return torch.addmm(x.new_empty(()), x, w, beta=0, alpha=alpha)
-        if added is not None and (added.dim() == 1 or (rounds_once and added.dtype == out_dtype)):
+        if added is not None and (added.dim() == 1 or (wide and added.dtype == out_dtype)):
             return torch.addmm(added.to(out_dtype), x, w, alpha=alpha)
+        if added is not None and x.is_cuda and added.dtype == out_dtype and added.shape == (len(x), w.shape[1]):
+            product = torch.mm(x, w, out_dtype=torch.float32)
+            return torch.add(added, product, alpha=alpha, out=torch.empty_like(added))
     product = writable(accumulator_like(x) @ accumulator_like(w))
     if left.alpha is not None and left.alpha.dim() == 2 and right.alpha is not None:
         product *= right.alpha  # one after the other, as the grouped path does where each row has a factor

@@ -26,9 +26,15 @@ PADDING = tl.constexpr(32)
 def amax_kernel(
     x_ptr, amax_ptr, offsets_ptr, rows, columns, num_groups, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """amax[g] = max(amax[g], max |x|) of one tile. amax_ptr: the bits of float32 numbers, whose order is theirs."""
-    _, group, first, end, start, _, _ = _find(offsets_ptr, None, rows, columns, rows, num_groups, 0, BLOCK_M, BLOCK_K)
-    first_column = tl.program_id(0) % tl.cdiv(columns, BLOCK_K) * BLOCK_K
+    """amax[g] = max(amax[g], max |x|) of one tile. amax_ptr: the bits of float32 numbers, whose order is theirs.
+
+    From the last tile to the first, which the cast that follows then finds in L2.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    _, group, first, end, start, _, _ = find_float8_tile(
+        offsets_ptr, None, tile // tl.cdiv(columns, BLOCK_K), rows, rows, num_groups, 0, BLOCK_M
+    )
+    first_column = tile % tl.cdiv(columns, BLOCK_K) * BLOCK_K
     row = tl.arange(0, BLOCK_M)[:, None]
     column = tl.arange(0, BLOCK_K)[None, :]
     inside = (row < height_of(first, end, BLOCK_M)) & (column < columns - first_column) & (group < num_groups)

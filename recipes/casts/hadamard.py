@@ -22,6 +22,7 @@ from torch import Tensor
 
 SIZE = 16
 SIGNS = (1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0)
+NEGATIVE = sum(2**row for row, sign in enumerate(SIGNS) if sign < 0)  # their signs as bits
 
 
 def hadamard_ref(x: Tensor, *, inverse: bool = False, rounded: bool = False) -> Tensor:
@@ -30,7 +31,9 @@ def hadamard_ref(x: Tensor, *, inverse: bool = False, rounded: bool = False) -> 
     rounded: to bfloat16, in float32
     """
     y = x.unflatten(-2, (x.shape[-2] // SIZE, SIZE))
-    signs = torch.tensor(SIGNS, dtype=x.dtype, device=x.device)[:, None]
+    # Made on the device: while a CUDA graph is captured, nothing can be copied from the host.
+    negative = (NEGATIVE >> torch.arange(SIZE, device=x.device)) & 1
+    signs = (1 - 2 * negative)[:, None].to(x.dtype)
     y = y if inverse else y * signs
     for distance in (1, 2, 4, 8):
         pairs = y.unflatten(-2, (SIZE // (2 * distance), 2, distance))
