@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.products.product import float8_operands, gemm, operands
+from ops.products.product import float8_operands, gemm, operands, wgrad
 from recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -159,3 +159,11 @@ def test_a_run_multiplies_codes_where_the_plan_says_native(recipe, dtype, capabi
         left, right = (made[role] for role in ROLES[layout])
         codes = float8_operands(layout, left, right, capability)
         assert (codes is not None) == (recipe.why_not_native(product, dtype, capability) is None), product
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_scaled_weight_gradient_in_float64_is_scaled_in_float64(accumulate: bool) -> None:
+    dy, x = torch.randn(50, 9, dtype=torch.float64), torch.randn(50, 7, dtype=torch.float64)
+    out = torch.ones(9, 7, dtype=torch.float64)
+    wgrad(dy, x, torch.float64, capability=None, alpha=-0.3, out=out, accumulate=accumulate)
+    torch.testing.assert_close(out, -0.3 * dy.T @ x + accumulate, rtol=1e-13, atol=1e-13)

@@ -242,7 +242,7 @@ def wgrad(
     rows_dy, rows_x = _matrices("NT", left, right)
     scale = combined_alpha(left, right)
     if alpha != 1:
-        factor = torch.full((), alpha, device=out.device)
+        factor = torch.full((), alpha, dtype=torch.promote_types(rows_dy.dtype, torch.float32), device=out.device)
         scale = factor if scale is None else scale * factor
     splits = Splits.whole(len(rows_dy), out.device)
     grouped_gemm_nt(rows_dy, rows_x, splits, alpha_G=scale, out=out[None], out_dtype=out.dtype, accumulate=accumulate)
