@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.tensors.quantized_parameter import QuantizedParameter
+from recipes.tensors.quantized_shard import QuantizedShard, is_dtensor, local_shard
 
 
 class MasterWeights:
@@ -25,6 +26,9 @@ class MasterWeights:
     once, from float32. Masters begin with the values before quantization, if the parameter has kept them
     (`preserve_high_precision_init_val=True`; they are cleared), else with the dequantized ones.
 
+    Of parameters that FSDP2 shards the masters are sharded alike: make them after `fully_shard`, on all ranks. Each
+    rank steps and quantizes its own rows; where one scale is of all ranks' rows, `step()` is a collective.
+
     parameters: of a model; those that are not quantized go to the optimizer as they are
 
     Raises ValueError if none is quantized and requires grad.
@@ -34,8 +38,9 @@ class MasterWeights:
         given = list(parameters)
         self._masters: dict[int, nn.Parameter] = {}
         for parameter in given:
-            if isinstance(parameter, QuantizedParameter) and parameter.requires_grad:
-                self._masters[id(parameter)] = _master(parameter)
+            held = parameter if isinstance(parameter, QuantizedParameter) else local_shard(parameter)
+            if held is not None and parameter.requires_grad:
+                self._masters[id(parameter)] = _master(parameter, held)
         if not self._masters:
             raise ValueError(
                 "MasterWeights got no quantized parameter that requires grad. Use to_quantized(model) before."
@@ -73,8 +78,15 @@ class MasterWeights:
         )
 
 
-def _master(parameter: QuantizedParameter) -> nn.Parameter:
-    values = parameter.get_high_precision_init_val()
-    values = parameter.quantized.dequantize() if values is None else values.to(parameter.device)
-    parameter.clear_high_precision_init_val()
-    return nn.Parameter(values.to(torch.float32, copy=True))
+def _master(parameter: Any, held: QuantizedParameter | QuantizedShard) -> nn.Parameter:
+    """held: the parameter itself, or this rank's part of it."""
+    values = held.get_high_precision_init_val()
+    values = held.quantized.dequantize() if values is None else values.to(held.device)
+    held.clear_high_precision_init_val()
+    master = values.to(torch.float32, copy=True)
+    if is_dtensor(parameter):
+        where = parameter.device_mesh, parameter.placements
+        master = type(parameter).from_local(
+            master, *where, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+    return nn.Parameter(master)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from ops.runner.context import OperationContext, held_parameter
 from ops.runner.quantizer_state import QuantizerState
 from recipes.recipe import Recipe, Role
+from recipes.tensors.quantize_weight import quantize_weight
 from recipes.tensors.quantized_handle import QuantizedHandle
-from recipes.tensors.quantized_parameter import QuantizedParameter, quantize_weight
+from recipes.tensors.quantized_parameter import QuantizedParameter
 from recipes.tensors.quantizer import Quantizer
 
 
@@ -64,13 +65,13 @@ def hold_quantized(operation: Any, names: Sequence[str], held_as: HeldAs) -> Non
         return
     values = [w.quantized.dequantize() if isinstance(w, QuantizedHandle) else w.detach() for w in weights]
     source = QuantizerState(operation, Role.WEIGHT, operation.num_scales) if quantizer.keeps_state else None
-    copies = {"rowwise": True, "columnwise": held_as.columnwise}
+    copies: dict[str, Any] = {"rowwise": True, "columnwise": held_as.columnwise}
     if len(names) == 1:
         made = [quantize_weight(values[0], quantizer, source, **copies)]
     elif quantizer.knows_groups():
         made = quantize_weight(torch.stack(values), quantizer, source, **copies).unbind()
     else:
-        made = [quantize_weight(w, quantizer, source, group, **copies) for group, w in enumerate(values)]
+        made = [quantize_weight(w, quantizer, source, range(g, g + 1), **copies) for g, w in enumerate(values)]
     for name, weight, value, quantized in zip(names, weights, values, made, strict=True):
         parameter = nn.Parameter(QuantizedParameter(quantized, quantizer), requires_grad=weight.requires_grad)
         parameter.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in vars(parameter)})
@@ -86,7 +87,7 @@ def bind_to_states(operation: Any, names: Sequence[str]) -> None:
         if isinstance(weight, QuantizedParameter) and weight.quantizer.keeps_state:
             proxy: Any = weakref.proxy(operation)
             state = QuantizerState(proxy, Role.WEIGHT, operation.num_scales)
-            weight.bind(state, None if len(names) == 1 else group)
+            weight.bind(state, None if len(names) == 1 else range(group, group + 1))
 
 
 @torch.no_grad()
