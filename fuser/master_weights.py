@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.tensors.quantized_parameter import QuantizedParameter
-from recipes.tensors.quantized_shard import QuantizedShard, is_dtensor, local_shard
+from recipes.tensors.quantized_shard import QuantizedShard, local_shard, with_local
 
 
 class MasterWeights:
@@ -78,15 +78,10 @@ class MasterWeights:
         )
 
 
-def _master(parameter: Any, held: QuantizedParameter | QuantizedShard) -> nn.Parameter:
+def _master(parameter: Tensor, held: QuantizedParameter | QuantizedShard) -> nn.Parameter:
     """held: the parameter itself, or this rank's part of it."""
     values = held.get_high_precision_init_val()
     values = held.quantized.dequantize() if values is None else values.to(held.device)
     held.clear_high_precision_init_val()
     master = values.to(torch.float32, copy=True)
-    if is_dtensor(parameter):
-        where = parameter.device_mesh, parameter.placements
-        master = type(parameter).from_local(
-            master, *where, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-    return nn.Parameter(master)
+    return nn.Parameter(with_local(parameter, master) if isinstance(held, QuantizedShard) else master)

@@ -6,18 +6,25 @@ Both ranks have the same batch, so the mean of their gradients is that of each, 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.tensor import Shard
 
 import fuser
 from fuser import Sequential, autocast, ops
 from recipes import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+from recipes.mixed import MixedScaling
 from recipes.tensors.quantized_parameter import QuantizedParameter
 from recipes.tensors.quantized_shard import local_shard
 from tests.pairwise import rest
@@ -29,14 +36,14 @@ SIZES = [10, 0, 33]
 GROUPS = len(SIZES)
 
 
-def model(factor: int = 1, *, stacked: bool = True, dtype: torch.dtype = torch.float32) -> Sequential:
+def model(factor: int = 1, *, stacked: bool = True, **settings: Any) -> Sequential:
     """factor: by which rows of weights are multiples of 64."""
     torch.manual_seed(0)
     return Sequential(
-        ops.Linear(24, 64 * factor, dtype=dtype),
-        ops.GroupedLinear(GROUPS, 64 * factor, 128 * factor, stacked=stacked, dtype=dtype),
+        ops.Linear(24, 64 * factor, **settings),
+        ops.GroupedLinear(GROUPS, 64 * factor, 128 * factor, stacked=stacked, **settings),
         ops.SwiGLU(),
-        ops.GroupedLinear(GROUPS, 64 * factor, 64 * factor, stacked=stacked, dtype=dtype),
+        ops.GroupedLinear(GROUPS, 64 * factor, 64 * factor, stacked=stacked, **settings),
     )
 
 
@@ -126,3 +133,182 @@ def test_a_sharded_model_has_the_bits_of_the_whole_one(
 ) -> None:
     """Outputs, gradients, and codes behind each step of an optimizer on masters; 3 groups on 2 ranks are uneven."""
     on_ranks(compare, recipes, factor, stacked, each, folder=tmp_path, ranks=RANKS)
+
+
+class BytesGathered(AllGather):
+    """Gathers as FSDP2 does, and counts the bytes that a rank gives."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.nbytes += input_tensor.nbytes
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def count_bytes(rank: int) -> None:
+    """Of a forward; the biases are none."""
+
+    def gathered(recipe: str | None, dtype: torch.dtype) -> int:
+        torch.manual_seed(0)
+        layers: Any = Sequential(
+            ops.Linear(64, 256, bias=False, dtype=dtype), ops.Linear(256, 64, bias=False, dtype=dtype)
+        )
+        layers = layers if recipe is None else fuser.to_quantized(layers, recipe)
+        shards, count = sharded(layers), BytesGathered()
+        shards.set_custom_all_gather(count)
+        with torch.no_grad(), autocast("bf16" if recipe is None else recipe):
+            shards(torch.randn(4, 64, dtype=dtype))
+        return count.nbytes
+
+    bfloat16, float32 = gathered(None, torch.bfloat16), gathered(None, torch.float32)
+    assert (bfloat16, float32) == (2 * 64 * 256, 4 * 64 * 256)
+    for recipe in ("fp8_current", "fp8_delayed"):
+        for dtype in (torch.bfloat16, torch.float32):
+            assert gathered(recipe, dtype) == 64 * 256 + 2 * 4, "a byte each, and two scales"
+    assert gathered("nvfp4", torch.bfloat16) == 64 * 256 * (1 / 2 + 1 / 16) + 2 * 4
+    assert gathered("mxfp8", torch.float32) == 64 * 256 * 2 * (1 + 1 / 32), "both copies"
+
+
+@pytest.mark.rest
+def test_codes_and_scales_are_gathered(tmp_path: Path) -> None:
+    on_ranks(count_bytes, folder=tmp_path, ranks=RANKS)
+
+
+def shard_first(rank: int, recipes: list[str]) -> None:
+    for recipe in recipes:
+        plain, shards = model(), sharded(model(), each=True)
+        fuser.to_quantized(plain, recipe, preserve_high_precision_init_val=True)
+        fuser.to_quantized(shards, recipe, preserve_high_precision_init_val=True)
+        assert all(local_shard(p) is not None for name, p in shards.named_parameters() if "weight" in name)
+        train_beside(plain, shards, recipe)
+        with pytest.raises(RuntimeError, match="fully_shard has gathered these weights before"):
+            fuser.to_quantized(shards, "fp8_rowwise")
+        with pytest.raises(ValueError, match="are sharded by a module around it"):
+            fuser.to_quantized(sharded(model())[0], recipe)
+        with fuser.quantized_model_init(recipe):
+            later: Any = sharded(model(device="meta"))
+        later.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for layer in later:
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+        expected = {name: local_shard(p) for name, p in later.named_parameters() if "weight" in name}
+        assert all(part is not None and part.dequantize().abs().max() > 0 for part in expected.values())
+        run(later, recipe, 0)
+
+
+@pytest.mark.rest
+def test_a_model_may_be_sharded_before_its_weights_are_quantized(tmp_path: Path) -> None:
+    on_ranks(shard_first, ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4"], folder=tmp_path, ranks=RANKS)
+
+
+def exchange_states(rank: int, folder: str) -> None:
+    for recipe in ("fp8_current", "fp8_delayed", "mxfp8"):
+        plain, other = fuser.to_quantized(model(), recipe), fuser.to_quantized(changed(model()), recipe)
+        assert not torch.equal(codes(plain)["0.weight 0"], codes(other)["0.weight 0"])
+        source, target = sharded(copy.deepcopy(plain)), sharded(copy.deepcopy(other))
+        target.load_state_dict(source.state_dict())
+        assert_same_bits(codes(target), codes(plain))
+        path = f"{folder}/{recipe} of {rank}"
+        torch.save(target.state_dict(), path)
+        target = sharded(copy.deepcopy(other))
+        target.load_state_dict(torch.load(path, weights_only=False))
+        assert_same_bits(codes(target), codes(plain))
+        # In high precision: before the first forward, so that the ranks are not known from a gather.
+        target, values = sharded(copy.deepcopy(other)), fuser.dequantized_state_dict(source.state_dict())
+        assert all(type(v.to_local()) is Tensor for name, v in values.items() if name.endswith("weight"))
+        assert_same_bits({n: whole(v) for n, v in values.items()}, fuser.dequantized_state_dict(plain.state_dict()))
+        target.load_state_dict(values)
+        whole_again = fuser.to_quantized(model(), recipe)
+        whole_again.load_state_dict(fuser.dequantized_state_dict(plain.state_dict()))
+        assert_same_bits(codes(target), codes(whole_again))
+        # By torch.distributed.checkpoint.
+        dcp.save({"model": values}, checkpoint_id=f"{folder}/{recipe}")
+        target = sharded(copy.deepcopy(other))
+        values = fuser.dequantized_state_dict(target.state_dict())
+        dcp.load({"model": values}, checkpoint_id=f"{folder}/{recipe}")
+        target.load_state_dict(values)
+        assert_same_bits(codes(target), codes(whole_again))
+        full = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True))
+        assert_same_bits(full, fuser.dequantized_state_dict(plain.state_dict()))
+        target = sharded(copy.deepcopy(other))
+        set_model_state_dict(target, full, options=StateDictOptions(full_state_dict=True))
+        assert_same_bits(codes(target), codes(whole_again))
+        with pytest.raises(BaseException, match="Give it fuser.dequantized_state_dict"):
+            dcp.save({"model": source.state_dict()}, checkpoint_id=f"{folder}/codes")
+
+
+def changed(layers: nn.Module) -> Any:
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.copy_(parameter.flip(-1) * 1.7)
+    return layers
+
+
+@pytest.mark.rest
+def test_states_are_exchanged_with_the_whole_model(tmp_path: Path) -> None:
+    on_ranks(exchange_states, str(tmp_path), folder=tmp_path, ranks=RANKS)
+
+
+def compare_settings(rank: int) -> None:
+    recipe = "fp8_current"
+    plain = fuser.to_quantized(model(), recipe)
+    expected = run(plain, recipe, 0)
+    for mesh, settings in [
+        (init_device_mesh("cpu", (RANKS,)), {"reshard_after_forward": False}),
+        (init_device_mesh("cpu", (RANKS,)), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        (init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicas", "shards")), {}),
+        (init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicas", "shards")), {}),
+    ]:
+        shards: Any = fully_shard(copy.deepcopy(plain), mesh=mesh, **settings)
+        assert_same_bits(run(shards, recipe, 0), expected)
+        shards.zero_grad()
+        assert_same_bits(run(shards, recipe, 0), expected)
+    assert "weights held quantized" in shards.explain(recipe=recipe)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shards = fully_shard(copy.deepcopy(plain), mesh=init_device_mesh("cpu", (RANKS,)), mp_policy=policy)
+    low = copy.deepcopy(plain)
+    for layer in low:
+        layer._parameters.update({name: in_bfloat16(p) for name, p in layer._parameters.items()})
+    low.zero_grad()
+    assert_same_bits({"y": run(shards, recipe, 0)["y"]}, {"y": run(low, recipe, 0)["y"]})
+
+
+def in_bfloat16(parameter: Tensor) -> Tensor:
+    """The same codes with another nominal dtype."""
+    if not isinstance(parameter, QuantizedParameter):
+        return nn.Parameter(parameter.detach().bfloat16())
+    return nn.Parameter(parameter.over(dataclasses.replace(parameter.quantized, dtype=torch.bfloat16)))
+
+
+@pytest.mark.rest
+def test_settings_of_fully_shard_compute_the_same(tmp_path: Path) -> None:
+    on_ranks(compare_settings, folder=tmp_path, ranks=RANKS)
+
+
+def check_refusals(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    layer = fuser.to_quantized(ops.Linear(32, 64), "fp8_block")
+    with pytest.raises(ValueError, match=r"\[64, 32\] .* into 32 rows a rank, but its blocks of scales have 128"):
+        fully_shard(layer, mesh=mesh)
+    with pytest.raises(ValueError, match="sharded into 32 rows a rank"):
+        fuser.to_quantized(fully_shard(ops.Linear(32, 64), mesh=mesh), "fp8_block")
+    with pytest.raises(NotImplementedError, match="cannot be sharded along dim 1, but along dim 0 alone"):
+        fully_shard(fuser.to_quantized(ops.Linear(32, 64), "mxfp8"), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+    recipe = MixedScaling(input="mxfp8", weight="mxfp8", weight_for_dgrad="high_precision")
+    with pytest.raises(NotImplementedError, match="held quantized as Unquantized cannot be sharded"):
+        fully_shard(fuser.to_quantized(ops.Linear(32, 64), recipe), mesh=mesh)
+    shards: Any = fully_shard(fuser.to_quantized(ops.Linear(32, 64), "fp8_current"), mesh=mesh)
+    with pytest.raises(RuntimeError, match="its ranks are not known before the first forward"), torch.no_grad():
+        shards.weight.mul_(2)
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+        copy.deepcopy(shards)
+
+
+@pytest.mark.rest
+def test_what_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
+    on_ranks(check_refusals, folder=tmp_path, ranks=RANKS)

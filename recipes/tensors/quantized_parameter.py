@@ -67,7 +67,7 @@ class QuantizedParameter(QuantizedHandle):
             if func is _aten.split.Tensor:
                 return shards_of(weight.quantized, weight._sharding(args[1]), args[2] if len(args) > 2 else 0)
             if func is _aten.new_zeros.default and is_padded(weight, args[1], kwargs):
-                return empty_shard(weight.quantized, weight._sharding(args[1][0]))
+                return empty_shard(weight.quantized, weight._sharding(args[1][0]), args[1][0])
             if func is _aten.as_strided.default and (tuple(args[1]), tuple(args[2])) == (weight.shape, weight.stride()):
                 return weight.over(weight.quantized)
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -102,14 +102,24 @@ class QuantizedParameter(QuantizedHandle):
 
     def _sharding(self, rows: int) -> Sharding:
         """In parts of so many rows."""
-        make = partial(_bound, quantizer=self.quantizer, source=self._source, groups=self._groups)
-        return Sharding(
-            self.shape, rows, self.quantizer, False, make, self._source, self._groups,
-            initial=self._high_precision_init_val,
-        )  # fmt: skip
+        initial = self._high_precision_init_val
+        return sharding_of(self.shape, rows, self.quantizer, self._source, self._groups, initial)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuilt, (self.quantized, self.quantizer, self.requires_grad, self._attributes())
+
+
+def sharding_of(
+    whole: torch.Size,
+    rows: int,
+    quantizer: Quantizer,
+    source: StateOfRole | None,
+    groups: range | None,
+    initial: Tensor | None = None,
+) -> Sharding:
+    """How a weight of this shape is divided into parts of so many rows; the other arguments as of `Sharding`."""
+    make = partial(_bound, quantizer=quantizer, source=source, groups=groups)
+    return Sharding(whole, rows, quantizer, False, make, source, groups, initial=initial)
 
 
 def _bound(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from recipes.casts.shards import (
     zeros_of,
 )
 from recipes.tensors.quantize_weight import as_copied, overwrite, quantize_weight
-from recipes.tensors.quantized_handle import Quantized, QuantizedHandle
+from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, held_tensors
 from recipes.tensors.quantized_tensor import QuantizedTensor, each_copy
 from recipes.tensors.quantizer import Quantizer, StateOfRole
 from recipes.tensors.scaled_codes import ScaledCodes
@@ -61,7 +62,7 @@ class Sharding:
     rows: int
     quantizer: Quantizer
     transposes: bool
-    unsharded: Callable[[QuantizedTensor], Tensor]
+    unsharded: partial[Any]
     source: StateOfRole | None = None
     groups: range | None = None
     ranks: dist.ProcessGroup | None = None
@@ -91,7 +92,9 @@ class Sharding:
         return self.ranks
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "ranks": None, "source": None}  # they belong to this process
+        """Without what belongs to this process and its operation."""
+        make = partial(self.unsharded.func, quantizer=self.quantizer, source=None, groups=self.groups)
+        return {**self.__dict__, "ranks": None, "source": None, "unsharded": make}
 
 
 class QuantizedShard(QuantizedHandle):
@@ -113,6 +116,10 @@ class QuantizedShard(QuantizedHandle):
 
     def over(self, quantized: Quantized) -> QuantizedShard:
         return QuantizedShard(quantized, self.sharding)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of its codes, by which FSDP2 compares tensors; a handle has none of its own."""
+        return held_tensors(self)[0].untyped_storage()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -146,6 +153,10 @@ class QuantizedShard(QuantizedHandle):
         values = values.dequantize() if isinstance(values, QuantizedHandle) else values
         overwrite(mine, self._made_of(values.expand(self.shape).to(self.device)))
 
+    @property
+    def quantizer(self) -> Quantizer:
+        return self.sharding.quantizer
+
     def get_high_precision_init_val(self) -> Tensor | None:
         """As of `QuantizedParameter`, of these rows."""
         return self.sharding.initial
@@ -154,17 +165,24 @@ class QuantizedShard(QuantizedHandle):
         """Drop these values."""
         self.sharding.initial = None
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        """The bytes of each tensor of this part, padded to those of a whole one."""
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+        """The bytes of each tensor of this part, padded to those of a whole one; of one rank beside an empty tensor,
+        because there FSDP2 copies the first alone."""
         self.sharding.ranks, self.sharding.rank = mesh.get_group(), mesh.get_local_rank()
-        return tuple(flat_bytes(*each, self.sharding.rows) for each in self._tensors()), None
+        inputs = tuple(flat_bytes(*each, self.sharding.rows) for each in self._tensors())
+        return ((inputs[0].new_empty(0),), inputs) if mesh.size() == 1 else (inputs, None)
 
     @torch.no_grad()
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        gathered: tuple[Tensor, ...],
+        of_one_rank: tuple[Tensor, ...] | None,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight over the gathered bytes, and what it holds beside them; or `out`, which this gave before, anew."""
-        whole = replace(self._joined(gathered), dtype=dtype)
+        whole = replace(self._joined(of_one_rank or gathered), dtype=dtype)
         memory = {each.untyped_storage()._cdata for each in gathered}
 
         def lies_there(tensor: Tensor) -> bool:
@@ -181,6 +199,21 @@ class QuantizedShard(QuantizedHandle):
             for to, tensor in own_pairs:
                 as_copied(to).copy_(as_copied(tensor))
         return None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return QuantizedShard, (self.quantized, self.sharding)
+
+    def __create_write_items__(self, name: str, tensor: Tensor) -> Any:
+        raise NotImplementedError(
+            f"torch.distributed.checkpoint cannot save the codes of {name}, a weight that is held quantized. Give it "
+            "fuser.dequantized_state_dict(model.state_dict()), or the float32 masters."
+        )
+
+    def __create_chunk_list__(self) -> Any:
+        raise NotImplementedError(
+            "torch.distributed.checkpoint cannot load into the codes of a weight that is held quantized. Load into "
+            "fuser.dequantized_state_dict(model.state_dict()), and give that to model.load_state_dict."
+        )
 
     def _tensors(self) -> list[tuple[Tensor, Any]]:
         """With their entries, those of a copy that both share once."""
@@ -242,29 +275,9 @@ def shards_of(quantized: QuantizedTensor, sharding: Sharding, dim: int) -> list[
     Raises NotImplementedError for another dim than 0 and for formats of a layout of their own, ValueError if a block of
     a scale would be divided.
     """
-    copies = [copy for copy in (quantized.rowwise, quantized.columnwise) if copy is not None]
-    other = next((copy for copy in copies if type(copy) is not ScaledCodes), None)
-    if other is not None:
-        raise NotImplementedError(
-            f"A weight that is held quantized as {type(other).__name__} cannot be sharded, because its tensors do not "
-            "lie as a ScaleSpec says. Hold it by a built-in recipe, or quantize in the step, without to_quantized."
-        )
-    if dim != 0:
-        raise NotImplementedError(
-            f"A weight that is held quantized cannot be sharded along dim {dim}, but along dim 0 alone. Leave "
-            "shard_placement_fn out for it, or let it return None."
-        )
-    quantized, transposes = _held(quantized)
-    sharding = replace(sharding, transposes=transposes)
+    _check_dim(dim)
+    quantized, sharding = _divisible(quantized, sharding)
     length, rows = sharding.whole[0], sharding.rows
-    copies = [copy for copy in (quantized.rowwise, quantized.columnwise) if copy is not None]
-    block = max(rows_of_block(copy.spec, copy.columnwise, sharding.stacked) for copy in copies)
-    if rows < length and rows % block:
-        raise ValueError(
-            f"A weight {list(sharding.whole)} that is held quantized would be sharded into {rows} rows a rank, but its "
-            f"blocks of scales have {block} rows. Shard over ranks of which each gets a multiple of {block} rows, or "
-            "quantize this layer in the step, without to_quantized."
-        )
     parts = []
     for begin in range(0, length, rows):
         end = min(begin + rows, length)
@@ -274,11 +287,10 @@ def shards_of(quantized: QuantizedTensor, sharding: Sharding, dim: int) -> list[
     return parts
 
 
-def empty_shard(quantized: QuantizedTensor, sharding: Sharding) -> QuantizedShard:
-    """A part of `sharding.rows` rows with codes and scales of 0."""
-    quantized, transposes = _held(quantized)
-    sharding = replace(sharding, transposes=transposes, initial=None)
-    return QuantizedShard(_zeros(quantized, sharding, sharding.rows), sharding)
+def empty_shard(like: QuantizedTensor, sharding: Sharding, rows: int) -> QuantizedShard:
+    """A part of so many rows with codes and scales of 0. like: a weight with as many columns. Raises as `shards_of`."""
+    like, sharding = _divisible(like, replace(sharding, initial=None))
+    return QuantizedShard(_zeros(like, sharding, rows), sharding)
 
 
 def is_padded(weight: Tensor, size: Sequence[int], settings: Mapping[str, Any] | None) -> bool:
@@ -297,10 +309,58 @@ def local_shard(parameter: Any) -> QuantizedShard | None:
     shard = parameter._local_tensor if is_dtensor(parameter) else None
     if not isinstance(shard, QuantizedShard):
         return None
-    dim = next(dim for dim, placement in enumerate(parameter.placements) if placement.is_shard())
-    mesh = parameter.device_mesh
+    dim, mesh = shard_dim(parameter), parameter.device_mesh
     shard.sharding.ranks, shard.sharding.rank = mesh.get_group(dim), mesh.get_local_rank(dim)
     return shard
+
+
+def shard_dim(parameter: Any) -> int:
+    """The dimension of its mesh over which dim 0 of a DTensor is sharded. Raises NotImplementedError for other ones."""
+    dims = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
+    if len(dims) != 1:
+        raise NotImplementedError(
+            f"A weight with the placements {parameter.placements} cannot be held quantized, but one that is sharded "
+            "over one dimension of the mesh, along dim 0. Shard it by fully_shard alone."
+        )
+    _check_dim(parameter.placements[dims[0]].dim)
+    return dims[0]
+
+
+def with_local(parameter: Any, values: Tensor) -> Any:
+    """A DTensor that is sharded as `parameter` is, of these rows on this rank."""
+    return type(parameter).from_local(
+        values, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def _divisible(quantized: QuantizedTensor, sharding: Sharding) -> tuple[QuantizedTensor, Sharding]:
+    """The copies that parts hold, checked, and whether they leave one out that is transposed after the gather."""
+    copies = [copy for copy in (quantized.rowwise, quantized.columnwise) if copy is not None]
+    other = next((copy for copy in copies if type(copy) is not ScaledCodes), None)
+    if other is not None:
+        raise NotImplementedError(
+            f"A weight that is held quantized as {type(other).__name__} cannot be sharded, because its tensors do not "
+            "lie as a ScaleSpec says. Hold it by a built-in recipe, or quantize in the step, without to_quantized."
+        )
+    quantized, transposes = _held(quantized)
+    copies = [copy for copy in (quantized.rowwise, quantized.columnwise) if copy is not None]
+    block = max(rows_of_block(copy.spec, copy.columnwise, sharding.stacked) for copy in copies)
+    if sharding.rows < sharding.whole[0] and sharding.rows % block:
+        raise ValueError(
+            f"A weight {list(sharding.whole)} that is held quantized would be sharded into {sharding.rows} rows a "
+            f"rank, but its blocks of scales have {block} rows. Shard over ranks of which each gets a multiple of "
+            f"{block} rows, or quantize this layer in the step, without to_quantized."
+        )
+    return quantized, replace(sharding, transposes=transposes)
+
+
+def _check_dim(dim: int) -> None:
+    if dim != 0:
+        raise NotImplementedError(
+            f"A weight that is held quantized cannot be sharded along dim {dim}, but along dim 0 alone. Leave "
+            "shard_placement_fn out for it, or let it return None."
+        )
 
 
 def _is_front(dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> bool:
