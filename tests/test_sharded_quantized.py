@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 def run(layers: nn.Module, recipe: Recipe | str, step: int) -> dict[str, Tensor]:
     """y, and the gradients of x and of all parameters."""
-    x = batch(step).to(next(layers.parameters()).dtype).requires_grad_()
+    like = next(layers.parameters())
+    x = batch(step).to(like.device, like.dtype).requires_grad_()
     torch.manual_seed(step)
+    grouped = any(isinstance(layer, ops.GroupedLinear) for layer in layers.modules())
     with autocast(recipe):
-        y = layers(x, split_sizes=SIZES)
+        y = layers(x, split_sizes=SIZES) if grouped else layers(x)
     y.square().mean().backward()
     return {"y": y.detach(), "dx": x.grad} | {name: whole(p.grad) for name, p in layers.named_parameters()}
 
@@ -83,7 +86,7 @@ def codes(layers: nn.Module) -> dict[str, Tensor]:
 
 def sharded(layers: Sequential, each: bool = False) -> Any:
     """each: the operations, and the model."""
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh(next(layers.parameters()).device.type, (RANKS,))
     for operation in layers:
         if each and any(True for _ in operation.parameters()):
             fully_shard(operation, mesh=mesh)
@@ -104,9 +107,10 @@ def train_beside(plain: Sequential, shards: Any, recipe: Recipe | str, steps: in
         assert_same_bits(codes(shards), codes(plain))
 
 
-def compare(rank: int, recipes: list[Recipe | str], factor: int, stacked: bool, each: bool) -> None:
+def compare(rank: int, recipes: list[Recipe | str], factor: int, stacked: bool, each: bool, **settings: Any) -> None:
     for recipe in recipes:
-        plain = fuser.to_quantized(model(factor, stacked=stacked), recipe, preserve_high_precision_init_val=each)
+        layers = model(factor, stacked=stacked, **settings)
+        plain = fuser.to_quantized(layers, recipe, preserve_high_precision_init_val=each)
         shards = sharded(copy.deepcopy(plain), each)
         assert all(local_shard(p) is not None for name, p in shards.named_parameters() if "weight" in name)
         train_beside(plain, shards, recipe)
@@ -133,6 +137,34 @@ def test_a_sharded_model_has_the_bits_of_the_whole_one(
 ) -> None:
     """Outputs, gradients, and codes behind each step of an optimizer on masters; 3 groups on 2 ranks are uneven."""
     on_ranks(compare, recipes, factor, stacked, each, folder=tmp_path, ranks=RANKS)
+
+
+def compare_odd_sizes(rank: int) -> None:
+    """25 rows on two ranks are 13 and 12; 1 row is that of rank 0, and rank 1 has none."""
+    for recipe in ("fp8_current", "fp8_delayed", "mxfp8", "nvfp4", "fp8_rowwise"):
+        sizes = (24, 25, 1) if recipe in ("fp8_current", "fp8_delayed") else (24, 1)
+        torch.manual_seed(0)
+        plain = Sequential(*(ops.Linear(i, o) for i, o in pairwise(sizes)))
+        fuser.to_quantized(plain, recipe)
+        train_beside(plain, sharded(copy.deepcopy(plain)), recipe)
+
+
+@pytest.mark.rest
+def test_parts_may_be_uneven_and_empty(tmp_path: Path) -> None:
+    on_ranks(compare_odd_sizes, folder=tmp_path, ranks=RANKS)
+
+
+def compare_on_gpus(rank: int) -> None:
+    recipes: list[Recipe | str] = ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"]
+    for dtype in (torch.float32, torch.bfloat16):
+        for stacked in (True, False):
+            compare(rank, recipes, 4, stacked, stacked, device="cuda", dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu2
+def test_two_gpus_have_the_bits_of_one(tmp_path: Path) -> None:
+    on_ranks(compare_on_gpus, folder=tmp_path, ranks=RANKS, backend="nccl")
 
 
 class BytesGathered(AllGather):
@@ -297,11 +329,14 @@ def check_refusals(rank: int) -> None:
         fully_shard(layer, mesh=mesh)
     with pytest.raises(ValueError, match="sharded into 32 rows a rank"):
         fuser.to_quantized(fully_shard(ops.Linear(32, 64), mesh=mesh), "fp8_block")
+    for recipe, rows in (("nvfp4", 16), (MXFP8BlockScaling(enable_2d_quantization=True), 32), ("mxfp8", 32)):
+        with pytest.raises(ValueError, match=f"into 24 rows a rank, but its blocks of scales have {rows} rows"):
+            fully_shard(fuser.to_quantized(ops.Linear(32, 48), recipe), mesh=mesh)
     with pytest.raises(NotImplementedError, match="cannot be sharded along dim 1, but along dim 0 alone"):
         fully_shard(fuser.to_quantized(ops.Linear(32, 64), "mxfp8"), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
-    recipe = MixedScaling(input="mxfp8", weight="mxfp8", weight_for_dgrad="high_precision")
+    mixed = MixedScaling(input="mxfp8", weight="mxfp8", weight_for_dgrad="high_precision")
     with pytest.raises(NotImplementedError, match="held quantized as Unquantized cannot be sharded"):
-        fully_shard(fuser.to_quantized(ops.Linear(32, 64), recipe), mesh=mesh)
+        fully_shard(fuser.to_quantized(ops.Linear(32, 64), mixed), mesh=mesh)
     shards: Any = fully_shard(fuser.to_quantized(ops.Linear(32, 64), "fp8_current"), mesh=mesh)
     with pytest.raises(RuntimeError, match="its ranks are not known before the first forward"), torch.no_grad():
         shards.weight.mul_(2)

@@ -60,7 +60,8 @@ def layout_of(spec: ScaleSpec, columnwise: bool, stacked: bool) -> Layout:
 def rows_of_block(spec: ScaleSpec, columnwise: bool, stacked: bool) -> int:
     """Parts begin at multiples of this number along dim 0."""
     entries = [each for each in layout_of(spec, columnwise, stacked) if each is not None]
-    return max(max(each.each, each.multiple) for each in entries)
+    block = 1 if stacked else spec.block_of(columnwise)[0]  # also where its scale stands in each of its rows
+    return max(block, *(max(each.each, each.multiple) for each in entries))
 
 
 def spans_rows(spec: ScaleSpec, columnwise: bool, stacked: bool) -> bool:
