@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard
 
 import fuser
 from fuser import Sequential, autocast, ops
+from fuser.distributed import TrainingState
 from recipes import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from recipes.mixed import MixedScaling
 from recipes.tensors.quantized_parameter import QuantizedParameter
@@ -86,7 +87,8 @@ def codes(layers: nn.Module) -> dict[str, Tensor]:
 
 def sharded(layers: Sequential, each: bool = False) -> Any:
     """each: the operations, and the model."""
-    mesh = init_device_mesh(next(layers.parameters()).device.type, (RANKS,))
+    on_gpu = next(layers.parameters()).is_cuda
+    mesh = init_device_mesh("cuda" if on_gpu else "cpu", (RANKS,))
     for operation in layers:
         if each and any(True for _ in operation.parameters()):
             fully_shard(operation, mesh=mesh)
@@ -270,6 +272,20 @@ def exchange_states(rank: int, folder: str) -> None:
         target = sharded(copy.deepcopy(other))
         set_model_state_dict(target, full, options=StateDictOptions(full_state_dict=True))
         assert_same_bits(codes(target), codes(whole_again))
+        target = sharded(copy.deepcopy(other))
+        dcp.save({"training": TrainingState(source)}, checkpoint_id=f"{folder}/{recipe} training")
+        dcp.load({"training": TrainingState(target)}, checkpoint_id=f"{folder}/{recipe} training")
+        assert_same_bits(codes(target), codes(whole_again))
+        # With the masters: bit for bit.
+        masters = fuser.MasterWeights(source.parameters())
+        changed(nn.ParameterList(masters.parameters()))
+        masters.quantize()
+        names = [name for name, _ in source.named_parameters()]
+        dcp.save(dict(zip(names, masters.parameters(), strict=True)), checkpoint_id=f"{folder}/{recipe} masters")
+        masters = fuser.MasterWeights(target.parameters())
+        dcp.load(dict(zip(names, masters.parameters(), strict=True)), checkpoint_id=f"{folder}/{recipe} masters")
+        masters.quantize()
+        assert_same_bits(codes(target), codes(source))
         with pytest.raises(BaseException, match="Give it fuser.dequantized_state_dict"):
             dcp.save({"model": source.state_dict()}, checkpoint_id=f"{folder}/codes")
 

@@ -62,7 +62,7 @@ def hold_quantized(operation: Any, names: Sequence[str], held_as: HeldAs) -> Non
     quantized by the recipe are left alone.
     """
     quantizer = (operation.recipe or held_as.recipe).quantizer(Role.WEIGHT)
-    weights = [held_parameter(operation, name) for name in names]
+    weights: list[Any] = [held_parameter(operation, name) for name in names]
     held = [_as_held(weight) for weight in weights]
     done = all(isinstance(w, QuantizedParameter | QuantizedShard) and w.quantizer == quantizer for w in held)
     if quantizer is None or done or weights[0].is_meta:
@@ -70,8 +70,12 @@ def hold_quantized(operation: Any, names: Sequence[str], held_as: HeldAs) -> Non
     if any(map(is_dtensor, weights)):
         parts = [_empty_part(operation, names, name, quantizer, held_as) for name in names]
         for name, weight, part in zip(names, weights, parts, strict=True):
-            operation._parameters[name] = nn.Parameter(part, requires_grad=weight.requires_grad)
-            _write_part(part, weight, held_as)
+            _exchange(operation, name, part)
+            shard, values = local_shard(part), at_values(weight.to_local())
+            assert shard is not None, "it was made so"
+            shard.write(values)
+            if held_as.preserve_high_precision_init_val:
+                shard.sharding.initial = values.to("cpu", copy=True)
         return
     values = [w.quantized.dequantize() if isinstance(w, QuantizedHandle) else w.detach() for w in weights]
     source = QuantizerState(operation, Role.WEIGHT, operation.num_scales) if quantizer.keeps_state else None
@@ -82,12 +86,10 @@ def hold_quantized(operation: Any, names: Sequence[str], held_as: HeldAs) -> Non
         made = quantize_weight(torch.stack(values), quantizer, source, **copies).unbind()
     else:
         made = [quantize_weight(w, quantizer, source, range(g, g + 1), **copies) for g, w in enumerate(values)]
-    for name, weight, value, quantized in zip(names, weights, values, made, strict=True):
-        parameter = nn.Parameter(QuantizedParameter(quantized, quantizer), requires_grad=weight.requires_grad)
-        parameter.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in vars(parameter)})
+    for name, value, quantized in zip(names, values, made, strict=True):
+        parameter = _exchange(operation, name, QuantizedParameter(quantized, quantizer))
         if held_as.preserve_high_precision_init_val:
-            parameter._high_precision_init_val = value.to("cpu", copy=True)  # type: ignore[attr-defined]
-        operation._parameters[name] = parameter  # in its place, and not as an exchange (`register_parameter`)
+            parameter._high_precision_init_val = value.to("cpu", copy=True)
 
 
 def bind_to_states(operation: Any, names: Sequence[str]) -> None:
@@ -169,6 +171,15 @@ def _as_held(weight: Tensor) -> Tensor:
     return weight if shard is None else shard
 
 
+def _exchange(operation: Any, name: str, held: Tensor) -> Any:
+    """Make `held` the parameter of this name, with the attributes of the one before."""
+    before = held_parameter(operation, name)
+    parameter = nn.Parameter(held, requires_grad=before.requires_grad)
+    parameter.__dict__.update({k: v for k, v in before.__dict__.items() if k not in vars(parameter)})
+    operation._parameters[name] = parameter  # in its place: `register_parameter` would take it for a new weight
+    return parameter
+
+
 def _own_state(operation: Any) -> QuantizerState:
     """The state of its weights' quantizer, for a weight that lives no longer than the operation."""
     proxy: Any = weakref.proxy(operation)
@@ -192,11 +203,3 @@ def _empty_part(operation: Any, names: Sequence[str], name: str, quantizer: Quan
         one, quantizer, source, range(1) if sharding.stacked else groups, columnwise=held_as.columnwise
     )
     return with_local(weight, empty_shard(like, sharding, len(weight._local_tensor)))
-
-
-def _write_part(part: Any, weight: Any, held_as: HeldAs) -> None:
-    shard, values = local_shard(part), at_values(weight._local_tensor.detach())
-    assert shard is not None, "it was made so"
-    shard.write(values)
-    if held_as.preserve_high_precision_init_val:
-        shard.sharding.initial = values.to("cpu", copy=True)
