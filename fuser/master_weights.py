@@ -24,7 +24,8 @@ class MasterWeights:
     Before each step a master receives the gradient of its parameter: `.grad`, or `main_grad` where the parameter has
     one, and `.grad` of the parameter is set to None. After it the parameter is quantized from its master: to nearest,
     once, from float32. Masters begin with the values before quantization, if the parameter has kept them
-    (`preserve_high_precision_init_val=True`; they are cleared), else with the dequantized ones.
+    (`preserve_high_precision_init_val=True`; they are cleared), else with the dequantized ones. `read()` takes these
+    later, after a load into the model.
 
     Of parameters that FSDP2 shards the masters are sharded alike: make them after `fully_shard`, on all ranks. Each
     rank steps and quantizes its own rows; where one scale is of all ranks' rows, `step()` is a collective.
@@ -71,6 +72,13 @@ class MasterWeights:
         """Quantize each parameter from its master."""
         for parameter, master in self._pairs():
             parameter.copy_(master)
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Give each master the dequantized values of its parameter: after a load into the model, which the next step
+        would otherwise overwrite from the masters."""
+        for parameter, master in self._pairs():
+            master.copy_(parameter)
 
     def _pairs(self) -> Iterable[tuple[Any, nn.Parameter]]:
         return (

@@ -286,6 +286,10 @@ def exchange_states(rank: int, folder: str) -> None:
         dcp.load(dict(zip(names, masters.parameters(), strict=True)), checkpoint_id=f"{folder}/{recipe} masters")
         masters.quantize()
         assert_same_bits(codes(target), codes(source))
+        target.load_state_dict(values)
+        masters.read()
+        for name, master in zip(names, masters.parameters(), strict=True):
+            assert torch.equal(whole(master), whole(target.get_parameter(name)))
         with pytest.raises(BaseException, match="Give it fuser.dequantized_state_dict"):
             dcp.save({"model": source.state_dict()}, checkpoint_id=f"{folder}/codes")
 
