@@ -129,6 +129,7 @@ def compare(rank: int, recipes: list[Recipe | str], factor: int, stacked: bool, 
                 "fp8_block", Float8BlockScaling(x_block_scaling_dim=1, w_block_scaling_dim=1),
                 MXFP8BlockScaling(enable_2d_quantization=True), Float8RowwiseScaling(),
                 NVFP4BlockScaling(disable_2d_quantization=True),
+                MixedScaling(input="mxfp8", weight="fp8_block", weight_for_dgrad="mxfp8", grad_output="mxfp8"),
             ],
             4, True, True, id="other blocks",
         ),
@@ -321,6 +322,12 @@ def compare_settings(rank: int) -> None:
         shards.zero_grad()
         assert_same_bits(run(shards, recipe, 0), expected)
     assert "weights held quantized" in shards.explain(recipe=recipe)
+    for recipe in ("fp8_current", "fp8_rowwise", "mxfp8"):
+        rowwise = fuser.to_quantized(model(), recipe, columnwise=False)
+        shards = sharded(copy.deepcopy(rowwise))
+        with torch.no_grad(), autocast(recipe):
+            assert torch.equal(shards(batch(0), split_sizes=SIZES), rowwise(batch(0), split_sizes=SIZES))
+    recipe = "fp8_current"
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shards = fully_shard(copy.deepcopy(plain), mesh=init_device_mesh("cpu", (RANKS,)), mp_policy=policy)
     low = copy.deepcopy(plain)
