@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.tensors.quantized_parameter import QuantizedParameter
+from recipes.tensors.quantized_shard import QuantizedShard, local_shard, with_local
 
 
 class MasterWeights:
@@ -23,7 +24,11 @@ class MasterWeights:
     Before each step a master receives the gradient of its parameter: `.grad`, or `main_grad` where the parameter has
     one, and `.grad` of the parameter is set to None. After it the parameter is quantized from its master: to nearest,
     once, from float32. Masters begin with the values before quantization, if the parameter has kept them
-    (`preserve_high_precision_init_val=True`; they are cleared), else with the dequantized ones.
+    (`preserve_high_precision_init_val=True`; they are cleared), else with the dequantized ones. `read()` takes these
+    later, after a load into the model.
+
+    Of parameters that FSDP2 shards the masters are sharded alike: make them after `fully_shard`, on all ranks. Each
+    rank steps and quantizes its own rows; where one scale is of all ranks' rows, `step()` is a collective.
 
     parameters: of a model; those that are not quantized go to the optimizer as they are
 
@@ -34,8 +39,9 @@ class MasterWeights:
         given = list(parameters)
         self._masters: dict[int, nn.Parameter] = {}
         for parameter in given:
-            if isinstance(parameter, QuantizedParameter) and parameter.requires_grad:
-                self._masters[id(parameter)] = _master(parameter)
+            held = parameter if isinstance(parameter, QuantizedParameter) else local_shard(parameter)
+            if held is not None and parameter.requires_grad:
+                self._masters[id(parameter)] = _master(parameter, held)
         if not self._masters:
             raise ValueError(
                 "MasterWeights got no quantized parameter that requires grad. Use to_quantized(model) before."
@@ -67,14 +73,23 @@ class MasterWeights:
         for parameter, master in self._pairs():
             parameter.copy_(master)
 
+    @torch.no_grad()
+    def read(self) -> None:
+        """Give each master the dequantized values of its parameter: after a load into the model, which the next step
+        would otherwise overwrite from the masters."""
+        for parameter, master in self._pairs():
+            master.copy_(parameter)
+
     def _pairs(self) -> Iterable[tuple[Any, nn.Parameter]]:
         return (
             (parameter, self._masters[id(parameter)]) for parameter in self._given if id(parameter) in self._masters
         )
 
 
-def _master(parameter: QuantizedParameter) -> nn.Parameter:
-    values = parameter.get_high_precision_init_val()
-    values = parameter.quantized.dequantize() if values is None else values.to(parameter.device)
-    parameter.clear_high_precision_init_val()
-    return nn.Parameter(values.to(torch.float32, copy=True))
+def _master(parameter: Tensor, held: QuantizedParameter | QuantizedShard) -> nn.Parameter:
+    """held: the parameter itself, or this rank's part of it."""
+    values = held.get_high_precision_init_val()
+    values = held.quantized.dequantize() if values is None else values.to(held.device)
+    held.clear_high_precision_init_val()
+    master = values.to(torch.float32, copy=True)
+    return nn.Parameter(with_local(parameter, master) if isinstance(held, QuantizedShard) else master)

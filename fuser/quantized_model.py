@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,7 @@ from recipes.arguments import check_flags
 from recipes.recipe import Recipe, Role
 from recipes.registry import as_recipe
 from recipes.tensors.quantized_handle import at_values
+from recipes.tensors.quantized_shard import is_dtensor, local_shard, with_local
 
 
 @contextmanager
@@ -55,10 +57,12 @@ def to_quantized(
     preserve_high_precision_init_val: keep the values before quantization on the host, at
         `weight.get_high_precision_init_val()`, until `weight.clear_high_precision_init_val()`
 
-    The parameters are new objects, `QuantizedParameter`: make the optimizer afterwards.
+    The parameters are new objects, `QuantizedParameter`: make the optimizer afterwards. FSDP2 (`fully_shard`) may shard
+    the model afterwards, or have sharded it, if it has not run yet; then each rank quantizes its part, in a collective.
 
     Raises ValueError if `model` contains no such layer, the recipe leaves weights in high precision, or a layer stores
-    its weights in another layout; TypeError or ValueError if `recipe` is not a recipe.
+    its weights in another layout; TypeError or ValueError if `recipe` is not a recipe; RuntimeError for a sharded model
+    that has run.
     """
     held_as = _held_as(recipe, columnwise, preserve_high_precision_init_val)
     layers = [module for module in model.modules() if isinstance(module, OperationWithWeights)]
@@ -66,6 +70,7 @@ def to_quantized(
         raise ValueError(
             f"to_quantized got {type(model).__name__}, which has no Linear or GroupedLinear. Give the model."
         )
+    _check_can_be_exchanged(model, layers)
     for layer in layers:
         layer.check_can_be_held()
     for layer in layers:
@@ -76,9 +81,15 @@ def to_quantized(
 def dequantized_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with ordinary tensors, in their nominal dtype, in place of quantized parameters.
 
-    `model.load_state_dict` takes both forms, in a quantized model and in any other.
+    `model.load_state_dict` takes both forms, in a quantized model and in any other. Of parameters that FSDP2 shards the
+    tensors are sharded alike, which `torch.distributed.checkpoint` saves and loads.
     """
-    return {name: at_values(value) for name, value in state_dict.items()}
+    return {name: _values(value) for name, value in state_dict.items()}
+
+
+def _values(tensor: Any) -> Any:
+    shard = local_shard(tensor)
+    return at_values(tensor) if shard is None else with_local(tensor, shard.quantized.dequantize())
 
 
 def _held_as(recipe: Recipe | str, columnwise: bool, preserve_high_precision_init_val: bool) -> HeldAs:
@@ -87,3 +98,21 @@ def _held_as(recipe: Recipe | str, columnwise: bool, preserve_high_precision_ini
     if chosen.quantizer(Role.WEIGHT) is None:
         raise ValueError(f"{chosen!r} leaves weights in high precision. Give a recipe that quantizes them.")
     return HeldAs(chosen, columnwise, preserve_high_precision_init_val)
+
+
+def _check_can_be_exchanged(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """FSDP2 takes other parameters in place of those that it has sharded until it gathers them for the first time."""
+    if not any(is_dtensor(parameter) for layer in layers for parameter in layer.parameters()):
+        return
+    fsdp: Any = sys.modules["torch.distributed.fsdp"].FSDPModule
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp)]
+    if not states:
+        raise ValueError(
+            f"The weights of {type(model).__name__} are sharded by a module around it. Give to_quantized the model on "
+            "which fully_shard was called, or call it before fully_shard."
+        )
+    if any(group._reset_sharded_params for state in states for group in state._fsdp_param_groups):
+        raise RuntimeError(
+            "fully_shard has gathered these weights before, and would keep to them. Call to_quantized before the first "
+            "forward of the sharded model, or before fully_shard."
+        )

@@ -173,6 +173,9 @@ class _Watched(Quantizer):
     def for_group(self, group: int) -> Quantizer:
         return _Watched(self.inner.for_group(group), self.note)
 
+    def for_groups(self, groups: range) -> Quantizer:
+        return _Watched(self.inner.for_groups(groups), self.note)
+
     def snapshot(self, device: torch.device) -> Tensor | None:
         return self.inner.snapshot(device)
 

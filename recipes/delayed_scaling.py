@@ -113,7 +113,7 @@ class DelayedScalingQuantizer(SpecQuantizer):
     source: StateOfRole | None = None
     updates: PendingUpdates | None = None
     scale: Tensor | None = None  # in place of the state's
-    group: int | None = None
+    groups: slice | None = None
 
     def __post_init__(self) -> None:
         check_form(self.form)
@@ -143,7 +143,10 @@ class DelayedScalingQuantizer(SpecQuantizer):
         return self._but(source=source, updates=updates, scale=scale)
 
     def for_group(self, group: int) -> Quantizer:
-        return self._but(group=group)
+        return self._but(groups=slice(group, group + 1))
+
+    def for_groups(self, groups: range) -> Quantizer:
+        return self._but(groups=slice(groups.start, groups.stop))
 
     def _but(self, **changes: Any) -> DelayedScalingQuantizer:
         """The same but for these fields, which need no check: `dataclasses.replace` takes longer."""
@@ -189,9 +192,9 @@ class DelayedScalingQuantizer(SpecQuantizer):
             history = self.source.tensors(self, device)["amax_history"]
             self.updates.add(self, history)
             amax = history[0]
-        if self.group is not None:
-            scale = scale[self.group : self.group + 1]
-            amax = None if amax is None else amax[self.group : self.group + 1]
+        if self.groups is not None:
+            scale = scale[self.groups]
+            amax = None if amax is None else amax[self.groups]
         if len(scale) != num_scales:
             raise ValueError(
                 f"there are scales for {len(scale)} tensors, but {num_scales} are quantized. An operation's delayed "

@@ -45,8 +45,8 @@ def quantize(
 
     Differentiable in x: the gradient of rounding is 1.
 
-    Raises TypeError for another role, ValueError if the recipe leaves this role in high precision, for a scale that is
-    missing or of no use, for split sizes of a weight, and as `Splits.make` and `Quantizer.quantize` do.
+    Raises TypeError for another role or scale, ValueError if the recipe leaves this role in high precision, for a scale
+    that is missing or of no use, for split sizes of a weight, and as `Splits.make` and `Quantizer.quantize` do.
     """
     chosen = current_recipe() if recipe is None else as_recipe(recipe)
     role = as_member("role", _ROLES.get(role, role), kind=Role)
@@ -59,6 +59,9 @@ def quantize(
         )
         raise ValueError(f"{chosen.name} {needs}.")
     if scale is not None:
+        if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.dim() != 1:
+            given = f"{scale.dtype} {list(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+            raise TypeError(f"scale is {given}, but must be a float32 tensor [1], or [G] with groups. Make it one.")
         quantizer = quantizer.bound(None, None, scale)
     x = x.dequantize() if isinstance(x, QuantizedHandle) else x
     copies = {"rowwise": rowwise, "columnwise": columnwise}

@@ -102,6 +102,20 @@ def test_masters_begin_with_the_values_before_quantization() -> None:
         assert weight.get_high_precision_init_val() is None
 
 
+def test_masters_read_what_was_loaded_into_the_model() -> None:
+    layers, other = fuser.to_quantized(model(), "mxfp8"), model()
+    masters = fuser.MasterWeights(layers.parameters())
+    with torch.no_grad():
+        other[0].weight.mul_(1.7)
+    layers.load_state_dict(other.state_dict())
+    assert not torch.equal(masters.parameters()[0], layers[0].weight.dequantize())
+    masters.read()
+    assert torch.equal(masters.parameters()[0], layers[0].weight.dequantize())
+    masters.quantize()
+    expected = fuser.to_quantized(other, "mxfp8")[0].weight
+    assert torch.equal(layers[0].weight.dequantize(), expected.dequantize())
+
+
 def test_a_step_takes_main_grad_and_quantizes_from_the_master() -> None:
     layer = fuser.to_quantized(ops.Linear(32, 32, accumulate_into_main_grad=True), "mxfp8")
     layer.weight.main_grad = torch.zeros(32, 32)

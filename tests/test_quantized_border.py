@@ -255,6 +255,7 @@ def test_a_handle_can_be_copied_and_saved(tmp_path) -> None:
 
 BAD: Mapping[str, tuple[dict[str, object], type[Exception], str]] = {
     "high precision": ({"recipe": "bf16"}, ValueError, "leaves input in high precision"),
+    "a number": ({"recipe": "fp8_delayed", "scale": 2.0}, TypeError, "scale is 2.0, but must be a float32 tensor"),
     "no scale": ({"recipe": "fp8_delayed"}, ValueError, "fp8_delayed needs scale="),
     "a scale": ({"recipe": "mxfp8", "scale": torch.ones(1)}, ValueError, "mxfp8 finds its scales itself"),
     "a role": ({"recipe": "mxfp8", "role": "output"}, TypeError, "role is 'output'"),

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import fuser
 from fuser import Sequential, autocast, ops
@@ -397,18 +394,6 @@ def test_a_held_weight_is_no_cycle() -> None:
         assert ref() is None
     finally:
         gc.enable()
-
-
-def test_fsdp2_is_refused_and_does_not_gather_values_in_silence() -> None:
-    layers = fuser.to_quantized(model(), "mxfp8")
-    with pytest.raises(NotImplementedError, match="cannot be divided, by torch.chunk, or by FSDP2"):
-        torch.chunk(layers[1].weight, 2)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(NotImplementedError, match="under FSDP2 quantize in the step, without to_quantized"):
-            fully_shard(layers, mesh=init_device_mesh("cpu", (1,)))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_what_cannot_be_held_is_refused_before_anything_is_changed() -> None:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fuser.distributed.experts import ExpertShare, expert_shares
+from fuser.quantized_model import dequantized_state_dict
 from ops.kernels.collectives import RankGroup
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -40,12 +41,14 @@ class TrainingState:
     tensor with the experts of all ranks, a DTensor, Shard(0) over the group, or over the group and the mesh of
     `fully_shard`. With one parameter a group (`stacked=False`) a key has the number of the expert among all. So it is
     saved and loaded across different numbers of ranks, also one, and between expert-parallel and other models. The
-    optimizer's state is by parameter name ("state.NAME.exp_avg", "param_groups.NAME.lr").
+    optimizer's state is by parameter name ("state.NAME.exp_avg", "param_groups.NAME.lr"). Weights that are held
+    quantized are in it dequantized, and quantized again in a load.
 
     model: on which `fully_shard`, if any, was called. Its recipe's state (delayed scaling) takes part where it exists:
         `fuser.prepare` creates it before a load.
-    optimizer: of torch, or None. One that has not run yet gets its state by a step with gradients and learning rates of
-        zero, as `torch.distributed.checkpoint.state_dict` does it.
+    optimizer: of torch, or None; one that steps the model's parameters, and so not `MasterWeights`. One that has not
+        run yet gets its state by a step with gradients and learning rates of zero, as
+        `torch.distributed.checkpoint.state_dict` does it.
 
     Raises what `expert_shares` does; ValueError for state of experts whose first dimension is not that of the experts,
     and for experts that are sharded over a mesh which has other ranks of their group.
@@ -89,7 +92,7 @@ class TrainingState:
 
     def _of_rank(self) -> dict[str, Entries]:
         """As torch gives it, with this rank's experts alone."""
-        parts: dict[str, Entries] = {"model": get_model_state_dict(self.model)}
+        parts: dict[str, Entries] = {"model": dequantized_state_dict(get_model_state_dict(self.model))}
         for owner, share in self._shares.items():
             names = [f"{owner}.{name}" for name, _ in share.operation.named_parameters()]
             if not parts["model"].keys() >= set(names):

@@ -19,9 +19,12 @@ from torch import Tensor, nn
 from ops.runner.context import OperationContext, held_parameter
 from ops.runner.quantizer_state import QuantizerState
 from recipes.recipe import Recipe, Role
-from recipes.tensors.quantized_handle import QuantizedHandle
-from recipes.tensors.quantized_parameter import QuantizedParameter, quantize_weight
+from recipes.tensors.quantize_weight import quantize_weight
+from recipes.tensors.quantized_handle import QuantizedHandle, at_values
+from recipes.tensors.quantized_parameter import QuantizedParameter, sharding_of
+from recipes.tensors.quantized_shard import QuantizedShard, empty_shard, is_dtensor, local_shard, shard_dim, with_local
 from recipes.tensors.quantizer import Quantizer
+from recipes.triton.launch import cdiv
 
 
 class HeldAs(NamedTuple):
@@ -54,39 +57,47 @@ def holding_new_weights(held_as: HeldAs | None) -> Iterator[None]:
 def hold_quantized(operation: Any, names: Sequence[str], held_as: HeldAs) -> None:
     """Replace the weights of these names by quantized ones; attributes and `requires_grad` stay.
 
-    Those of several groups come to lie in one memory, so that one product reads them all. Weights that are on the meta
-    device, held so already, or not quantized by the recipe are left alone.
+    Those of several groups come to lie in one memory, so that one product reads them all. Of weights that FSDP2 has
+    sharded each rank quantizes its part, in a collective. Weights that are on the meta device, held so already, or not
+    quantized by the recipe are left alone.
     """
     quantizer = (operation.recipe or held_as.recipe).quantizer(Role.WEIGHT)
-    weights = [held_parameter(operation, name) for name in names]
-    done = all(isinstance(w, QuantizedParameter) and w.quantizer == quantizer for w in weights)
+    weights: list[Any] = [held_parameter(operation, name) for name in names]
+    held = [_as_held(weight) for weight in weights]
+    done = all(isinstance(w, QuantizedParameter | QuantizedShard) and w.quantizer == quantizer for w in held)
     if quantizer is None or done or weights[0].is_meta:
+        return
+    if any(map(is_dtensor, weights)):
+        parts = [_empty_part(operation, names, name, quantizer, held_as) for name in names]
+        for name, weight, part in zip(names, weights, parts, strict=True):
+            _exchange(operation, name, part)
+            shard, values = local_shard(part), at_values(weight.to_local())
+            assert shard is not None, "it was made so"
+            shard.write(values)
+            if held_as.preserve_high_precision_init_val:
+                shard.sharding.initial = values.to("cpu", copy=True)
         return
     values = [w.quantized.dequantize() if isinstance(w, QuantizedHandle) else w.detach() for w in weights]
     source = QuantizerState(operation, Role.WEIGHT, operation.num_scales) if quantizer.keeps_state else None
-    copies = {"rowwise": True, "columnwise": held_as.columnwise}
+    copies: dict[str, Any] = {"rowwise": True, "columnwise": held_as.columnwise}
     if len(names) == 1:
         made = [quantize_weight(values[0], quantizer, source, **copies)]
     elif quantizer.knows_groups():
         made = quantize_weight(torch.stack(values), quantizer, source, **copies).unbind()
     else:
-        made = [quantize_weight(w, quantizer, source, group, **copies) for group, w in enumerate(values)]
-    for name, weight, value, quantized in zip(names, weights, values, made, strict=True):
-        parameter = nn.Parameter(QuantizedParameter(quantized, quantizer), requires_grad=weight.requires_grad)
-        parameter.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in vars(parameter)})
+        made = [quantize_weight(w, quantizer, source, range(g, g + 1), **copies) for g, w in enumerate(values)]
+    for name, value, quantized in zip(names, values, made, strict=True):
+        parameter = _exchange(operation, name, QuantizedParameter(quantized, quantizer))
         if held_as.preserve_high_precision_init_val:
-            parameter._high_precision_init_val = value.to("cpu", copy=True)  # type: ignore[attr-defined]
-        operation._parameters[name] = parameter  # in its place, and not as an exchange (`register_parameter`)
+            parameter._high_precision_init_val = value.to("cpu", copy=True)
 
 
 def bind_to_states(operation: Any, names: Sequence[str]) -> None:
     """Let the operation's quantized weights find its scales, where their quantizer keeps some."""
-    for group, name in enumerate(names):
+    for name in names:
         weight = operation._parameters.get(name)
         if isinstance(weight, QuantizedParameter) and weight.quantizer.keeps_state:
-            proxy: Any = weakref.proxy(operation)
-            state = QuantizerState(proxy, Role.WEIGHT, operation.num_scales)
-            weight.bind(state, None if len(names) == 1 else group)
+            weight.bind(_own_state(operation), _groups_of(names, name))
 
 
 @torch.no_grad()
@@ -134,7 +145,7 @@ def held_codes(ctx: OperationContext, names: Sequence[str], quantizer: Quantizer
 def why_not_as_held(weights: Sequence[Tensor], recipe: Recipe) -> str | None:
     """Why codes that weights are held in are dequantized, as a sentence; None if they are multiplied, and empty if no
     weight is held in codes."""
-    held = [weight for weight in weights if isinstance(weight, QuantizedParameter)]
+    held = [weight for weight in weights if isinstance(weight, QuantizedParameter | QuantizedShard)]
     if not held:
         return ""
     if len(held) < len(weights):
@@ -148,7 +159,47 @@ def why_not_as_held(weights: Sequence[Tensor], recipe: Recipe) -> str | None:
 
 def explain_held(weights: Sequence[Tensor], recipe: Recipe) -> str:
     """For `explain()`, behind a comma, how weights are held; or nothing."""
-    reason = why_not_as_held(weights, recipe)
+    reason = why_not_as_held([_as_held(weight) for weight in weights], recipe)
     if reason == "":
         return ""
     return ", weights held quantized" + (f" but dequantized ({reason.removesuffix('.')})" if reason else "")
+
+
+def _as_held(weight: Tensor) -> Tensor:
+    """This rank's part of a weight that is sharded and held quantized; else the weight."""
+    shard = local_shard(weight)
+    return weight if shard is None else shard
+
+
+def _exchange(operation: Any, name: str, held: Tensor) -> Any:
+    """Make `held` the parameter of this name, with the attributes of the one before."""
+    before = held_parameter(operation, name)
+    parameter = nn.Parameter(held, requires_grad=before.requires_grad)
+    parameter.__dict__.update({k: v for k, v in before.__dict__.items() if k not in vars(parameter)})
+    operation._parameters[name] = parameter  # in its place: `register_parameter` would take it for a new weight
+    return parameter
+
+
+def _own_state(operation: Any) -> QuantizerState:
+    """The state of its weights' quantizer, for a weight that lives no longer than the operation."""
+    proxy: Any = weakref.proxy(operation)
+    return QuantizerState(proxy, Role.WEIGHT, operation.num_scales)
+
+
+def _groups_of(names: Sequence[str], name: str) -> range | None:
+    """Of the state's scales those of this weight; None for all."""
+    group = names.index(name)
+    return None if len(names) == 1 else range(group, group + 1)
+
+
+def _empty_part(operation: Any, names: Sequence[str], name: str, quantizer: Quantizer, held_as: HeldAs) -> Any:
+    """A DTensor for the codes of a weight that FSDP2 has sharded."""
+    weight: Any = held_parameter(operation, name)
+    dim = shard_dim(weight)
+    source, groups = (_own_state(operation), _groups_of(names, name)) if quantizer.keeps_state else (None, None)
+    sharding = sharding_of(weight.shape, cdiv(len(weight), weight.device_mesh.size(dim)), quantizer, source, groups)
+    one = weight._local_tensor.new_zeros(1, *weight.shape[1:])
+    like = quantize_weight(
+        one, quantizer, source, range(1) if sharding.stacked else groups, columnwise=held_as.columnwise
+    )
+    return with_local(weight, empty_shard(like, sharding, len(weight._local_tensor)))

@@ -48,6 +48,7 @@ from recipes.arguments import check_flags
 from recipes.effects import Accumulation, Effect, perform, recording
 from recipes.recipe import Role
 from recipes.tensors.quantized_parameter import QuantizedParameter
+from recipes.tensors.quantized_shard import local_shard
 
 # The gradient of all weights of an operation, still to be computed: product() gives new memory,
 # product(out=buffer, accumulate=...) writes there (`ops.products.product.store`). Its positional arguments are
@@ -252,6 +253,11 @@ class OperationWithWeights(BasicOperation):
         self._parameters.update({name: applied(fn, parameter) for name, parameter in held.items()})
         self._adopt_weights()
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in self.weight_names:
+            local_shard(self._parameters.get(name))  # what is written into it may need the amax of all its ranks
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _adopt_weights(self) -> None:
         """Let quantized weights find this operation's scales, and a data-parallel wrapper know that backward_dw()

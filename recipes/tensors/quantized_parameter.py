@@ -6,18 +6,19 @@ optimizers, `load_state_dict` and CUDA graphs change it in place, and no kernel 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from recipes.pending import PendingUpdates
+from recipes.tensors.quantize_weight import overwrite, quantize_weight
 from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, held_tensors
+from recipes.tensors.quantized_shard import Sharding, empty_shard, is_padded, shards_of
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer, StateOfRole
 
-_DIVIDING = frozenset((torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default))
+_aten = torch.ops.aten
 
 
 class QuantizedParameter(QuantizedHandle):
@@ -32,10 +33,11 @@ class QuantizedParameter(QuantizedHandle):
     quantizer: without the state of an operation; `bind` names that, for a quantizer that keeps one (delayed scaling)
     """
 
+    quantized: QuantizedTensor
     quantizer: Quantizer
-    _copied = ("_is_param", "_group", "_high_precision_init_val")
+    _copied = ("_is_param", "_groups", "_high_precision_init_val")
     _source: StateOfRole | None = None
-    _group: int | None = None
+    _groups: range | None = None
     _high_precision_init_val: Tensor | None = None
 
     @staticmethod
@@ -47,34 +49,34 @@ class QuantizedParameter(QuantizedHandle):
         self.quantizer = quantizer
 
     def over(self, quantized: Quantized) -> QuantizedParameter:
-        other = QuantizedParameter(quantized, self.quantizer)
-        other._source, other._group = self._source, self._group
-        return other
+        return _bound(quantized, self.quantizer, self._source, self._groups)
 
-    def bind(self, source: StateOfRole, group: int | None) -> None:
-        """Quantize with the scales of this state from now on; of it those of one group, or all (None)."""
+    def bind(self, source: StateOfRole, groups: range | None) -> None:
+        """Quantize with the scales of this state from now on; of it those of these groups, or all (None)."""
         if self.quantizer.keeps_state:
-            self._source, self._group = source, group
+            self._source, self._groups = source, groups
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _DIVIDING and isinstance(args[0], QuantizedParameter):
-            raise NotImplementedError(
-                "A weight that is held quantized cannot be divided, by torch.chunk, or by FSDP2, which would gather it "
-                "in high precision. Divide its dequantize(); under FSDP2 quantize in the step, without to_quantized."
-            )
+        # What FSDP2 calls when it shards a parameter: torch.chunk, new_zeros for the padded part; and when it has
+        # gathered one: as_strided.
+        weight = args[0] if args else None
+        if isinstance(weight, QuantizedParameter):
+            if func is _aten.split.Tensor:
+                return shards_of(weight.quantized, weight._sharding(args[1]), args[2] if len(args) > 2 else 0)
+            if func is _aten.new_zeros.default and is_padded(weight, args[1], kwargs):
+                return empty_shard(weight.quantized, weight._sharding(args[1][0]), args[1][0])
+            if func is _aten.as_strided.default and (tuple(args[1]), tuple(args[2])) == (weight.shape, weight.stride()):
+                return weight.over(weight.quantized)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
         same = isinstance(values, QuantizedParameter) and values.quantizer == self.quantizer
         new = values.quantized if same else self._made_of(values)  # type: ignore[attr-defined]
-        for mine, other in zip(self.quantized.tensors(), new.tensors(), strict=True):
-            if mine is not None and other is not None:
-                _bytes(mine).copy_(_bytes(other))
-                increment_version(mine)  # torch does not where it dispatches to this
+        overwrite(self.quantized, new)
 
     @property
     def nbytes_held(self) -> int:
@@ -94,49 +96,38 @@ class QuantizedParameter(QuantizedHandle):
         values = values.expand(self.shape).to(self.device)
         mine = self.quantized
         return quantize_weight(
-            values, self.quantizer, self._source, self._group,
+            values, self.quantizer, self._source, self._groups,
             rowwise=mine.rowwise is not None, columnwise=mine.columnwise is not None,
         )  # fmt: skip
+
+    def _sharding(self, rows: int) -> Sharding:
+        """In parts of so many rows."""
+        initial = self._high_precision_init_val
+        return sharding_of(self.shape, rows, self.quantizer, self._source, self._groups, initial)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuilt, (self.quantized, self.quantizer, self.requires_grad, self._attributes())
 
 
-def quantize_weight(
-    w: Tensor,
+def sharding_of(
+    whole: torch.Size,
+    rows: int,
     quantizer: Quantizer,
     source: StateOfRole | None,
-    group: int | None = None,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = True,
-) -> QuantizedTensor:
-    """The copies of w [N, K] or [G, N, K], as an operation quantizes it in a step; one copy, where both agree.
-
-    source: the state of a quantizer that keeps one, in which the amaxes are recorded for the end of the next step;
-        group: which of its scales, None for all. Raises RuntimeError where it is needed and None.
-    """
-    updates = PendingUpdates()
-    if quantizer.keeps_state:
-        if source is None:
-            raise RuntimeError(
-                "This weight is quantized with scales that an operation keeps, but belongs to none. Assign it to one: "
-                "operation.weight = parameter."
-            )
-        quantizer = quantizer.bound(source, updates, None)
-        quantizer = quantizer if group is None else quantizer.for_group(group)
-    function = quantizer.quantize_stacked if w.dim() == 3 else quantizer.quantize
-    if quantizer.copies_agree:
-        made = function(w, rowwise=True, columnwise=False)
-        return QuantizedTensor(made.rowwise, made.rowwise, made.dtype)
-    made = function(w, rowwise=rowwise, columnwise=columnwise)
-    updates.take()  # the step that uses the codes ends their state's step, see `note_codes_of_state`
-    return made
+    groups: range | None,
+    initial: Tensor | None = None,
+) -> Sharding:
+    """How a weight of this shape is divided into parts of so many rows; the other arguments as of `Sharding`."""
+    make = partial(_bound, quantizer=quantizer, source=source, groups=groups)
+    return Sharding(whole, rows, quantizer, False, make, source, groups, initial=initial)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """Codes and scales of any dtype, as torch copies them everywhere. Strides are those of the tensor."""
-    return tensor if tensor.element_size() > 1 else tensor.view(torch.uint8)
+def _bound(
+    quantized: Quantized, quantizer: Quantizer, source: StateOfRole | None, groups: range | None
+) -> QuantizedParameter:
+    parameter = QuantizedParameter(quantized, quantizer)
+    parameter._source, parameter._groups = source, groups
+    return parameter
 
 
 def _rebuilt(quantized: Quantized, quantizer: Quantizer, requires_grad: bool, attributes: dict[str, Any]) -> Tensor:

@@ -113,6 +113,17 @@ class Quantizer(ABC):
         """This quantizer, for the tensor of a single group."""
         return self
 
+    def for_groups(self, groups: range) -> Quantizer:
+        """This quantizer, for the stacked weights, or the one weight, of these groups. Raises NotImplementedError for
+        several groups of a quantizer that keeps a state and does not say which part of it is theirs."""
+        if len(groups) == 1:
+            return self.for_group(groups[0])
+        if self.keeps_state:
+            raise NotImplementedError(
+                f"{type(self).__name__} keeps a state, but not for_groups: which part of it {groups} have. Define it."
+            )
+        return self
+
     def snapshot(self, device: torch.device) -> Tensor | None:
         """The part of the state with which a later cast gives the same codes as in this step; None if stateless."""
         return None
