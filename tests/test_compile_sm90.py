@@ -288,7 +288,7 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
     splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
     scale, amax = torch.empty(GROUPS), torch.empty(GROUPS)
     for most_recent in (True, False):
-        end_step_triton(torch.empty(1024, GROUPS), scale, E4M3.max, most_recent)
+        end_step_triton((torch.empty(1024, GROUPS),) * 3, (scale,) * 3, E4M3.max, most_recent)
     for form, kind in product((E4M3, E5M2), ({}, {"stacked": True}, {"splits": splits})):
         given, both = w if "stacked" in kind else x, {"rowwise": True, "columnwise": True}
         for how in (MXFP8Quantizer(form).spec, MXFP8Quantizer(form, "floor", square=True).spec):
