@@ -257,19 +257,17 @@ class _OperationGradients(NamedTuple):
 def _may_repeat(record: Record, wiring: Wiring) -> bool:
     """Whether the step may be repeated: so was its forward, the parameters are what that saw, and no gradient of one is
     left for later, or written twice."""
-    seen: list[int] = []
+    operations = record.operations
     for index in wiring.step.indices:
-        operation = record.operations[index]
         if not record.states[index].repeats:
             return False
-        if operation.wgrad_is_external and operation.delay_wgrad_compute:
+        if operations[index].wgrad_is_external and operations[index].delay_wgrad_compute:
             return False
-        for name, slot in record.program.contexts[index]["parameter_slots"].items():
-            parameter = operation._parameters.get(name)
-            if parameter is not record.parameters[slot] or state_of(parameter) != record.parameter_states[slot]:
-                return False
-            seen.append(id(parameter))
-    return len(set(seen)) == len(seen)
+    for index, name, slot in wiring.parameters:
+        parameter = operations[index]._parameters.get(name)
+        if parameter is not record.parameters[slot] or state_of(parameter) != record.parameter_states[slot]:
+            return False
+    return len({id(record.parameters[slot]) for _, _, slot in wiring.parameters}) == len(wiring.parameters)
 
 
 def _foreign_memory(

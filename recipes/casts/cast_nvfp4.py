@@ -501,8 +501,8 @@ def _num_groups(x: Tensor, splits: Splits | None) -> int:
 def _two_zeros(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Two float32 tensors of zeros, made by one kernel, aligned to 16 bytes: for others Triton would compile again."""
     count = math.prod(shape)
-    first, second = x.new_zeros(2, cdiv(count, 4) * 4, dtype=torch.float32)[:, :count].view(2, *shape).unbind()
-    return first, second
+    both = x.new_zeros(2, cdiv(count, 4) * 4, dtype=torch.float32)[:, :count].view(2, *shape)
+    return both[0], both[1]
 
 
 def _packed(codes: Tensor) -> Tensor:
