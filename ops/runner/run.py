@@ -46,6 +46,7 @@ MOST_PROGRAMS = 64  # that a pipeline keeps: requests that never come again (a n
 _NONE = type(None)
 _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
+_wgrad_is_external = attrgetter("wgrad_is_external")
 
 
 class Parameters(NamedTuple):
@@ -508,7 +509,7 @@ class _RetainingFunction(torch.autograd.Function):
         with without_autocast(record.program.request.device):
             # Gradients that go to autograd are dropped there if they are not needed; others would be accumulated.
             unwanted: frozenset[int] = frozenset()
-            if any(operation.wgrad_is_external for operation in record.operations):
+            if any(map(_wgrad_is_external, record.operations)):
                 unwanted = unwanted_parameters(fctx.next_functions[1 : 1 + len(record.parameters)])
             gradients = run_backward(record, saved, dy, d_returned, unwanted)
         if buffers:
