@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from recipes.triton.gates import tl, triton
-from recipes.triton.launch import Launch, cdiv, launcher, next_power_of_2, replayed
+from recipes.triton.launch import Launch, cdiv, launcher, next_power_of_2
 
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 COLUMNS = 16  # of a program
@@ -113,27 +113,16 @@ class EndOfStep(NamedTuple):
 
 def end_steps(ends: Sequence[EndOfStep]) -> None:
     """The update above for each state, on a GPU by one kernel for those alike if they call no function."""
-    by_kernel = tuple([end for end in ends if end.history.is_cuda and _is_plain(end)])
-    if by_kernel:
-        _end_steps_by_kernel(by_kernel)
-    for end in ends if len(by_kernel) < len(ends) else ():
-        if not (end.history.is_cuda and _is_plain(end)):
+    alike: dict[Any, list[EndOfStep]] = {}
+    for end in ends:
+        if not end.history.is_cuda or callable(end.amax_algorithm) or end.scale_from_amax is not None:
             end_step_ref(*end)
-
-
-def _is_plain(end: EndOfStep) -> bool:
-    return not callable(end.amax_algorithm) and end.scale_from_amax is None
-
-
-@replayed
-def _end_steps_by_kernel(ends: tuple[EndOfStep, ...]) -> None:
-    alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-    for history, scale, largest, algorithm, _ in ends:
-        kind = history.shape, history.device, largest, algorithm == "most_recent"
-        alike.setdefault(kind, []).append((history, scale))
+            continue
+        kind = end.history.shape, end.history.get_device(), end.largest, end.amax_algorithm == "most_recent"
+        alike.setdefault(kind, []).append(end)
     for (_, _, largest, most_recent), states in alike.items():
         for begin in range(0, len(states), STATES):
-            histories, scales = zip(*states[begin : begin + STATES], strict=True)
+            histories, scales, *_ = zip(*states[begin : begin + STATES], strict=True)
             end_step_triton(histories, scales, largest, most_recent)
 
 
