@@ -379,6 +379,27 @@ def check_views_and_small_memory_are_addresses():
     assert outs[4] - outs[2] == outs[5] - outs[3] == 256 and made[0].first.dtype == torch.int32
 
 
+def check_memory_is_filled_where_torch_fills_it():
+    """Under deterministic algorithms new memory is NaN, also where these are chosen after the recording."""
+
+    def function(x):
+        runs.append("function")
+        out = torch.empty(4)
+        launch_once(x, out, 2)
+        return out
+
+    replays = Replays(function)
+    x = torch.randn(16, 16)
+    replays(x), replays(x)
+    runs.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert replays(x).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not runs
+
+
 def check_containers_are_built_again():
     def function(x):
         runs.append("function")
