@@ -256,7 +256,7 @@ class _Source:
         body = [*self.lines, f"return {self._filled(result, self._tensor)}"]
         source = "def again(tensors, addresses, stream):\n" + "".join(f"    {line}\n" for line in body)
         exec(compile(source, "<repeated>", "exec"), self.constants)
-        again: Any = self.constants["again"]
+        again: Any = self.constants.pop("again")  # a function in its own globals would outlive its last user
         return Repeated(device, again, source)
 
     def allocate(self, step: Allocated, number: int) -> None:
