@@ -242,7 +242,9 @@ class Sequential(Container):
             self._check_between_stages(layout, buffers, x, extras)
         version = fusions_version()
         for stage, passed_on in zip(layout.stages, layout.passed_on, strict=True):
-            wanted = tuple(dict.fromkeys((*passed_on, *(name for name in outputs if name in stage.makes))))
+            wanted = passed_on
+            if outputs:
+                wanted = tuple(dict.fromkeys((*passed_on, *(name for name in outputs if name in stage.makes))))
             mine = {name: extras[name] for name in stage.needs}
             own_buffers = layout.buffers_of(stage, buffers) if buffers else {}
             if isinstance(stage.runner, Pipeline):

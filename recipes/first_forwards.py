@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from recipes.recipe import Recipe, Role
-from recipes.stack import Stack, current_recipe, open_entries, reentered
+from recipes.stack import Stack, open_entries, recipe_of, reentered
 
 _MOST = 16  # recipes of forwards without gradients that are remembered at once
 
@@ -29,10 +29,10 @@ class ForwardWithGrad:
 
     __slots__ = ("__weakref__", "entries", "has_run", "recipe", "training")
 
-    def __init__(self, training: bool) -> None:
+    def __init__(self, training: bool, entries: Stack) -> None:
         self.training = training
-        self.recipe = current_recipe()
-        self.entries = open_entries()
+        self.entries = entries
+        self.recipe = recipe_of(entries)
         self.has_run = False
 
 
@@ -57,16 +57,17 @@ class FirstForwards:
 
     def began(self, training: bool) -> ForwardWithGrad | None:
         """Record the start of a forward outside of any backward. Keep the result as long as its backward can run."""
+        entries = open_entries()
         if torch.is_grad_enabled():
-            forward = ForwardWithGrad(training)
+            forward = ForwardWithGrad(training, entries)
             with self._lock:
                 self._with_grad.add(forward)
             return forward
-        recipe = current_recipe()
+        recipe = recipe_of(entries)
         with self._lock:
             known = self._without_grad.pop((training, recipe), None)
             outstanding = 1 if known is None else known.outstanding + 1
-            self._without_grad[training, recipe] = _WithoutGrad(outstanding, open_entries())
+            self._without_grad[training, recipe] = _WithoutGrad(outstanding, entries)
             if len(self._without_grad) > _MOST:
                 del self._without_grad[next(iter(self._without_grad))]
         return None

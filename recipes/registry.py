@@ -1,5 +1,7 @@
 """Recipes by name: every argument that takes a recipe also takes a name such as "mxfp8"."""
 
+from functools import cache
+
 from recipes.current_scaling import Float8CurrentScaling
 from recipes.delayed_scaling import DelayedScaling
 from recipes.float8_block import Float8BlockScaling
@@ -26,18 +28,23 @@ def as_recipe(recipe: Recipe | str | None, argument: str = "recipe") -> Recipe:
 
     Raises ValueError for an unknown name, TypeError for anything else.
     """
-    if recipe is None:
-        return HighPrecision()
     if isinstance(recipe, Recipe):
         return recipe
+    if recipe is None:
+        return _default(HighPrecision)
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"{argument} is the class {recipe.__name__}, not a recipe. Give {recipe.__name__}().")
     if not isinstance(recipe, str):
         raise TypeError(f"{argument} is {recipe!r}, but must be a Recipe or a name. Pass {_known_names()}.")
     for kind in RECIPES:
         if recipe in kind.names:
-            return kind()
+            return _default(kind)
     raise ValueError(f"there is no recipe named {recipe!r}. Pass {_known_names()}, or a Recipe.")
+
+
+@cache
+def _default(kind: type[Recipe]) -> Recipe:
+    return kind()
 
 
 def _known_names() -> str:

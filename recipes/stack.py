@@ -153,7 +153,7 @@ def open_entries() -> Stack:
     """The open entries of this thread, innermost last."""
     entries = _stack.get()
     for entry in entries:
-        if not entry.is_open:
+        if entry._holder() is None:  # as `is_open`, which costs a call
             entries = tuple([other for other in entries if other.is_open])
             _set(entries)
             break
@@ -206,7 +206,11 @@ def _reentered(entries: Stack, records: bool) -> Iterator[None]:
 
 def current_recipe() -> Recipe:
     """The recipe of the innermost open `autocast` of this thread; `HighPrecision()` if there is none."""
-    entries = open_entries()
+    return recipe_of(open_entries())
+
+
+def recipe_of(entries: Stack) -> Recipe:
+    """The recipe of the innermost of these entries; `HighPrecision()` if there is none."""
     return entries[-1].recipe if entries else _HIGH_PRECISION
 
 

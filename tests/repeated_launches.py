@@ -21,7 +21,7 @@ from fuser import Sequential, autocast, constant_weights
 from recipes.triton import repeated, replay
 from tests.test_replay import BEFORE, Driver
 
-RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "fp8_rowwise", "mxfp8")
+RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "fp8_rowwise", "mxfp8", "nvfp4")
 KINDS = ("fused", "unfused", "main_grad", "norm", "dispatch")
 EXPERTS, HIDDEN, WIDTH, ROWS = 4, 128, 128, 256
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.casts.amax_history import EndOfStep, end_step_ref, end_step_triton, end_steps
+from recipes.casts.amax_history import STATES, EndOfStep, end_step_ref, end_step_triton, end_steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
@@ -25,10 +25,52 @@ def state(length: int, num_scales: int, device: str = "cpu") -> tuple[torch.Tens
 def check(length: int, num_scales: int, most_recent: bool, device: str) -> None:
     history, scale = state(length, num_scales, device)
     theirs = history.clone(), scale.clone()
-    end_step_triton(history, scale, LARGEST, most_recent)
+    end_step_triton((history,), (scale,), LARGEST, most_recent)
     end_step_ref(*theirs, LARGEST, "most_recent" if most_recent else "max")
     torch.testing.assert_close(history, theirs[0], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(scale, theirs[1], rtol=0, atol=0)
+
+
+def check_many(count: int, device: str) -> None:
+    """States alike in one launch, of which each program changes its own."""
+    states = [state(5, 20, device) for _ in range(count)]
+    versions = [tensor._version for pair in states for tensor in pair]
+    theirs = [(history.clone(), scale.clone()) for history, scale in states]
+    histories, scales = zip(*states, strict=True)
+    end_step_triton(histories, scales, LARGEST, False)
+    for mine, other in zip(states, theirs, strict=True):
+        end_step_ref(*other, LARGEST, "max")
+        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+    assert [tensor._version for pair in states for tensor in pair] == [version + 1 for version in versions]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("count", [2, 3, 7, STATES])
+def test_states_alike_interpreted(count):
+    check_many(count, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [2, 3, 7, STATES])
+def test_states_alike(count):
+    check_many(count, "cuda")
+
+
+@pytest.mark.gpu
+def test_states_of_all_kinds_on_a_gpu():
+    """More than a launch takes, of several shapes, formats and algorithms, and one that calls a function."""
+    ends, theirs = [], []
+    for at in range(50):
+        history, scale = state(1 + 3 * (at % 2), 5 + at % 3, "cuda")
+        about = (LARGEST * (1 + at % 2), "max" if at % 5 else "most_recent", (lambda a, s: s / 2) if at == 7 else None)
+        ends.append(EndOfStep(history, scale, *about))
+        theirs.append(EndOfStep(history.clone(), scale.clone(), *about))
+    for _ in range(4):  # repeated from the third on
+        end_steps(ends)
+        for mine, other in zip(ends, theirs, strict=True):
+            end_step_ref(*other)
+            torch.testing.assert_close(mine[:2], other[:2], rtol=0, atol=0, equal_nan=True)
+            mine.history[0] = other.history[0] = 1.5
 
 
 @pytest.mark.launches("end_step_kernel")
@@ -80,7 +122,7 @@ def scales_after(end, algorithm: str, length: int, amaxes: list[float], device: 
 
 
 def by_the_kernel(history, scale, largest, algorithm):
-    end_step_triton(history, scale, largest, algorithm == "most_recent")
+    end_step_triton((history,), (scale,), largest, algorithm == "most_recent")
 
 
 @pytest.mark.parametrize("algorithm, length, amaxes, scales", SEQUENCES)

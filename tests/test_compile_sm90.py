@@ -41,6 +41,7 @@ from ops.kernels.norm import norm_triton
 from ops.kernels.routing import permute, routing
 from recipes.casts import cast_blocks, cast_float8, cast_float8_rowwise, cast_nvfp4
 from recipes.casts.amax_history import end_step_triton
+from recipes.casts.nvfp4_alpha import alpha_from_amax_triton
 from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import CurrentScalingQuantizer, per_tensor
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
@@ -287,7 +288,7 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
     splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
     scale, amax = torch.empty(GROUPS), torch.empty(GROUPS)
     for most_recent in (True, False):
-        end_step_triton(torch.empty(1024, GROUPS), scale, E4M3.max, most_recent)
+        end_step_triton((torch.empty(1024, GROUPS),) * 3, (scale,) * 3, E4M3.max, most_recent)
     for form, kind in product((E4M3, E5M2), ({}, {"stacked": True}, {"splits": splits})):
         given, both = w if "stacked" in kind else x, {"rowwise": True, "columnwise": True}
         for how in (MXFP8Quantizer(form).spec, MXFP8Quantizer(form, "floor", square=True).spec):
@@ -357,6 +358,7 @@ def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[s
             stack = x.view(2, rows // 2, features)
             amaxes = cast_nvfp4.amax_nvfp4(stack, None, rowwise=True, columnwise=True, **about)
             cast_nvfp4.cast_nvfp4(stack, None, amaxes, **how)
+    alpha_from_amax_triton(amaxes.rowwise)
     made = cast_nvfp4.empty_codes(x, None, rowwise=True, columnwise=True)
     for codes, scale, transpose in ((made[0], made[1], False), (made[2], made[3], True)):
         cast_nvfp4.dequantize_nvfp4(codes, scale, rows if transpose else features, dtype, transpose=transpose)

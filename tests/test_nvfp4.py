@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from recipes import NVFP4BlockScaling, Role, Splits
-from recipes.casts.cast_nvfp4 import Amaxes, alpha_from_amax, cast_nvfp4_ref
+from recipes.casts.cast_nvfp4 import Amaxes, cast_nvfp4_ref
 from recipes.casts.hadamard import SIGNS, hadamard_ref
+from recipes.casts.nvfp4_alpha import RANGE, alpha_from_amax, alpha_from_amax_ref, alpha_from_amax_triton
 from recipes.casts.nvfp4_blocks import e2m1_codes_ref
 from recipes.nvfp4 import NVFP4Quantizer
 from recipes.tensors.formats import E2M1_VALUES, E4M3
@@ -135,6 +136,30 @@ def test_alpha_is_one_division():
     amax = torch.cat([torch.rand(2000) * 100, torch.tensor([0.0, TINY, FLT_MAX])])
     assert torch.equal(alpha_from_amax(amax), torch.from_numpy(amax.numpy() / np.float32(2688)))
     assert alpha_from_amax(torch.tensor(INF)) == 1.0
+
+
+def check_alpha_kernel(device: str, largest: float) -> None:
+    amax = torch.rand(300) * 2.0 ** torch.randint(-149, 128, (300,))
+    amax[:6] = torch.tensor([0.0, TINY, 2688 * TINY, FLT_MAX, INF, 2.0**-126])
+    for shape in ((), (1,), (300,), (3, 100), (300, 1)):
+        each = amax[: math.prod(shape)].view(shape).to(device)
+        found = alpha_from_amax_triton(each, largest)
+        assert found.shape == shape and torch.equal(found, alpha_from_amax_ref(each, largest))
+        assert torch.equal(found[1:] if shape else found, alpha_from_amax_triton(each[1:] if shape else each, largest))
+    assert alpha_from_amax_triton(amax[:0].to(device), largest).shape == (0,)
+
+
+@pytest.mark.launches("alpha_kernel")
+@pytest.mark.interpreter
+@pytest.mark.parametrize("largest", [RANGE, 6 * 256.0])
+def test_alpha_kernel_equals_the_reference_interpreted(largest):
+    check_alpha_kernel("cpu", largest)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("largest", [RANGE, 6 * 256.0])
+def test_alpha_kernel_equals_the_reference(largest):
+    check_alpha_kernel("cuda", largest)
 
 
 # Codes

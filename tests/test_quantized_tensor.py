@@ -22,8 +22,8 @@ from recipes import (
     Splits,
     as_recipe,
 )
-from recipes.casts.cast_nvfp4 import alpha_from_amax
 from recipes.casts.hadamard import hadamard_ref
+from recipes.casts.nvfp4_alpha import alpha_from_amax
 from recipes.mixed import MixedScaling
 from recipes.tensors.formats import E2M1, E2M1_VALUES
 

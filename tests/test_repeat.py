@@ -379,18 +379,18 @@ def test_a_repeated_step_that_fails_leaves_no_amax(repeating, monkeypatch):
     for at in range(5):
         step(model, "fp8_delayed", at), step(other, "fp8_delayed", at)
 
-    def fail(self, tensors, addresses, stream):
-        result = again(self, tensors, addresses, stream)
+    def fail(self, key, tensors, addresses, function):
+        result = run(self, key, tensors, addresses, function)
         calls.append(self)
         if len(calls) == 2:  # the last linear layer, behind the norm
             raise torch.OutOfMemoryError("no memory")
         return result
 
-    again, calls = Repeated.again, []
-    monkeypatch.setattr(Repeated, "again", fail)
+    run, calls = replay.Kept.run, []
+    monkeypatch.setattr(replay.Kept, "run", fail)
     with pytest.raises(torch.OutOfMemoryError):
         step(model, "fp8_delayed", 77)
-    monkeypatch.setattr(Repeated, "again", again)
+    monkeypatch.setattr(replay.Kept, "run", run)
     assert_same(states_of(model), states_of(other))
     for at in range(5, 8):
         assert_same(step(model, "fp8_delayed", at), step(other, "fp8_delayed", at))

@@ -4,7 +4,6 @@ Run as a program, this file repeats functions with a driver that compiles and la
 of its checks hold. Under the interpreter, which the other tests use, Triton compiles nothing.
 """
 
-import inspect
 import json
 import subprocess
 import sys
@@ -201,8 +200,8 @@ def check_a_chain_gives_what_it_gave_and_frees_what_it_freed():
     assert len({m.first.data_ptr() for m in made}) == 3, "what is returned is new memory"
     replays = (r for r in replay._all if isinstance(r, Replays) and r.function.__name__ == "chain")
     program = next(p for r in replays for p in r.kept.values() if p)
-    frees = [action.numbers for action in program.actions if isinstance(action, actions._Free)]
-    assert frees == [[1]], "the first `between` is freed when its name is given to another, that one at the end"
+    source = program.source
+    assert source.index("del t1") < source.rindex("stream"), "`between` is freed when its name is given to another"
 
 
 def _at(name: str) -> int:
@@ -360,23 +359,45 @@ def check_views_and_small_memory_are_addresses():
 
     replays = Replays(function)
     x = torch.randn(16, 16)
-    replays(x), replays(x)
-    runs.clear()
-    allocate = actions._Allocate.__call__
-    actions._Allocate.__call__ = lambda self, *args: (
-        shapes.append((self.filling.args[0], self.filling.func)) or allocate(self, *args)
-    )
     made: list[Made] = []
+    allocates = {"empty_strided": torch.empty_strided, "zeros": torch.zeros}
+    for name, allocate in allocates.items():
+        spy = lambda shape, *rest, n=name, a=allocate, **about: shapes.append((n, shape)) or a(shape, *rest, **about)  # noqa: E731
+        setattr(torch, name, spy)
     try:
+        replays(x), replays(x)
+        runs.clear(), shapes.clear()
         launched = launches_of(lambda: made.append(replays(x)))
     finally:
-        actions._Allocate.__call__ = allocate
+        for name, allocate in allocates.items():
+            setattr(torch, name, allocate)
     assert not runs
-    assert sorted(shapes, key=str) == [((2**15,), torch.empty), ((512,), torch.empty), ((512,), torch.zeros)]
+    assert shapes == [("empty_strided", (512,)), ("zeros", (512,)), ("empty_strided", (2**15,))]
     outs = [launch[_at("out")] for launch in launched]
     assert outs[0] == x[10:].data_ptr() and made[0].second.data_ptr() == x[8:].data_ptr()
     assert outs[-1] == made[0].first.data_ptr() == outs[1] + 3 * 2**11 * 4
     assert outs[4] - outs[2] == outs[5] - outs[3] == 256 and made[0].first.dtype == torch.int32
+
+
+def check_memory_is_filled_where_torch_fills_it():
+    """Under deterministic algorithms new memory is NaN, also where these are chosen after the recording."""
+
+    def function(x):
+        runs.append("function")
+        out = torch.empty(4)
+        launch_once(x, out, 2)
+        return out
+
+    replays = Replays(function)
+    x = torch.randn(16, 16)
+    replays(x), replays(x)
+    runs.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert replays(x).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not runs
 
 
 def check_containers_are_built_again():
@@ -428,8 +449,7 @@ def check_threads_launch_their_own_addresses():
     for _ in range(3):
         launch_once(xs[0][0], out, 2)
     program = next(program for program in descriptors.kept.values() if program)
-    launch = next(step for step in program.actions if isinstance(step, actions._LaunchAgain))
-    mine = inspect.getclosurevars(launch.appended[0]).nonlocals["descriptors"]
+    mine = next(c for c in program.again.__globals__.values() if isinstance(c, actions._Descriptors))
 
     def work(own):
         for _ in range(300):

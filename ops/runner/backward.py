@@ -60,27 +60,16 @@ def run_backward(
     repeats = not record.buffers and may_repeat(record.program.request.device, record.entries)
     # A step that is repeated reads no recipe.
     with _NOTHING if repeats else reentered(record.entries):
-        return _run_with_updates(record, saved, dy, d_returned, unwanted, repeats)
-
-
-def _run_with_updates(
-    record: Record,
-    saved: list[Tensor | None],
-    dy: Tensor | None,
-    d_returned: Sequence[Tensor | None],
-    unwanted: frozenset[int],
-    repeats: bool,
-) -> list[Tensor | None]:
-    if not record.program.keeps_state:
-        return _run(record, saved, dy, d_returned, None, unwanted, repeats)
-    updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
-    try:
-        gradients = _run(record, saved, dy, d_returned, updates, unwanted, repeats)
-    except BaseException:
-        updates.discard()
-        raise
-    updates.apply()
-    return gradients
+        if not record.program.keeps_state:
+            return _run(record, saved, dy, d_returned, None, unwanted, repeats)
+        updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
+        try:
+            gradients = _run(record, saved, dy, d_returned, updates, unwanted, repeats)
+        except BaseException:
+            updates.discard()
+            raise
+        updates.apply()
+        return gradients
 
 
 def _run(
@@ -123,19 +112,21 @@ def _run(
             begin, end = ends[wiring.step.indices[0]], ends[wiring.step.indices[-1] + 1]
             kept, saved[begin:end] = saved[begin:end], [None] * (end - begin)
             step = _OperationBackward(record, wiring, kept, dx, d_outputs, own, unwanted)
-            dx, d_params, d_inputs = _run_step(step, updates, repeats)
-            _take_gradients(record, wiring, d_params, d_parameters)
-            _take_extra_gradients(wiring, d_inputs, d_extras)
+            dx, slots, of_parameters, names, of_extras = _run_step(step, updates, repeats)
         except Exception as error:
             raise_located(record.labels, wiring.step.indices[0], wiring.step.of(record.operations), error)
+        for slot, gradient in zip(slots, of_parameters, strict=True):
+            d_parameters[slot] = gradient
+        for name, gradient in zip(names, of_extras, strict=True):
+            d_extras.setdefault(name, []).insert(0, gradient)
         if isinstance(dx, Tensor) and dx.dtype != wiring.upstream_dtype:
             dx = dx.to(wiring.upstream_dtype)
     x_needs_grad, parameters_need_grad, _ = program.request.needs
     return [
         _at_border(dx, record) if x_needs_grad and dx is not None else None,
         *[
-            d if d is None or d.dtype == p.dtype else d.to(p.dtype)
-            for d, p in zip(_wanted(d_parameters, parameters_need_grad), record.parameters, strict=True)
+            None if d is None or not wanted else d if d.dtype == p.dtype else d.to(p.dtype)
+            for d, p, wanted in zip(d_parameters, record.parameters, parameters_need_grad, strict=True)
         ],
         *[_total(d_extras[name]) if name in d_extras else None for name in record.input_names],
     ]
@@ -164,14 +155,23 @@ class _OperationBackward(NamedTuple):
     unwanted: frozenset[int]
 
 
-# dx, the gradients of each operation's parameters by name, and those of the extra inputs
-_Gradients = tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]
+class _Gradients(NamedTuple):
+    """What a step gives backward: dx, the gradients of parameters by their slots, and of extra inputs by their names in
+    the pipeline."""
+
+    dx: Any
+    slots: tuple[int, ...]
+    of_parameters: tuple[Tensor, ...]
+    names: tuple[str, ...]
+    of_extras: tuple[Tensor, ...]
 
 
 def _run_step(step: _OperationBackward, updates: PendingUpdates | None, repeats: bool) -> _Gradients:
     record, wiring = step.record, step.wiring
-    if repeats and wiring.repeated is not None and _may_repeat(record, wiring):
-        return _repeat(step, wiring.repeated, updates)
+    if repeats and wiring.repeated is not None:
+        external = [index for index in wiring.step.indices if record.operations[index].wgrad_is_external]
+        if _may_repeat(record, wiring, external):
+            return _repeat(step, wiring.repeated, updates, external)
     with reentered(record.entries) if repeats else _NOTHING:
         return _execute(step, [_context(step, index, updates) for index in wiring.step.indices])
 
@@ -206,70 +206,53 @@ def _execute(step: _OperationBackward, contexts: list[OperationContext]) -> _Gra
             "gradients of the extra inputs by name)."
         )
     dx, d_params, d_inputs = result
-    return dx, d_params if planned.fused else (d_params,), d_inputs
+    of_parameters = _by_slot(step, d_params if planned.fused else (d_params,))
+    names, of_extras = _by_name(step.wiring, d_inputs)
+    return _Gradients(dx, tuple(of_parameters), tuple(of_parameters.values()), names, of_extras)
 
 
-def _repeat(step: _OperationBackward, repeated: RepeatedStep, updates: PendingUpdates | None) -> _Gradients:
-    """As `_execute`, but repeated if it can be."""
+def _repeat(
+    step: _OperationBackward, repeated: RepeatedStep, updates: PendingUpdates | None, external: Sequence[int]
+) -> _Gradients:
+    """As `_execute`, but repeated if it can be. external: the operations with main_grad, by their positions"""
     record, indices = step.record, step.wiring.step.indices
     operations = record.operations
-    external = {index: _context(step, index, updates) for index in indices if operations[index].wgrad_is_external}
-    destinations = {index: operations[index].destinations(context) for index, context in external.items()}
+    contexts_of = {index: _context(step, index, updates) for index in external}
+    destinations = {index: operations[index].destinations(context) for index, context in contexts_of.items()}
 
-    def execute(noting: Any) -> _OperationGradients:
+    def execute(noting: Any) -> _Gradients:
         contexts = [_context(step, index, noting) for index in indices]
         for index in destinations:
             contexts[index - indices[0]].destinations = destinations[index]
         with reentered(record.entries):
-            dx, d_params, d_inputs = _execute(step, contexts)
-        named = (d_inputs, *d_params)
-        gradients = tuple([gradient for each in named for gradient in each.values()])
-        return _OperationGradients(dx, _Names([tuple(each) for each in named]), gradients)
+            return _execute(step, contexts)
 
     names = (*record.states[indices[0] : indices[-1] + 1], step.own, step.unwanted, *step.d_outputs)
     values = (step.dy, *step.d_outputs.values(), tuple(step.kept), *destinations.values())
-    found = repeated.run(operations, names, values, updates, execute)
-    for index, context in external.items():
+    found: _Gradients = repeated.run(operations, names, values, updates, execute)
+    for index, context in contexts_of.items():
         operations[index].mark_written(context)
-    gradients = iter(found.gradients)
-    d_inputs, *d_params = [dict(zip(names, gradients, strict=False)) for names in found.names.of_each]
-    return found.dx, d_params, d_inputs
+    return found
 
 
 _NOTHING = nullcontext()
 
 
-class _Names:
-    """Of the gradients of the extra inputs, and then of those of the parameters of each operation."""
-
-    def __init__(self, of_each: list[tuple[str, ...]]) -> None:
-        self.of_each = of_each
-
-
-class _OperationGradients(NamedTuple):
-    """gradients: all that have a name, in its order."""
-
-    dx: Any
-    names: _Names
-    gradients: tuple[Tensor | None, ...]
-
-
-def _may_repeat(record: Record, wiring: Wiring) -> bool:
+def _may_repeat(record: Record, wiring: Wiring, external: Sequence[int]) -> bool:
     """Whether the step may be repeated: so was its forward, the parameters are what that saw, and no gradient of one is
     left for later, or written twice."""
-    seen: list[int] = []
+    operations = record.operations
     for index in wiring.step.indices:
-        operation = record.operations[index]
         if not record.states[index].repeats:
             return False
-        if operation.wgrad_is_external and operation.delay_wgrad_compute:
+    for index in external:
+        if operations[index].delay_wgrad_compute:
             return False
-        for name, slot in record.program.contexts[index]["parameter_slots"].items():
-            parameter = operation._parameters.get(name)
-            if parameter is not record.parameters[slot] or state_of(parameter) != record.parameter_states[slot]:
-                return False
-            seen.append(id(parameter))
-    return len(set(seen)) == len(seen)
+    for index, name, slot in wiring.parameters:
+        parameter = operations[index]._parameters.get(name)
+        if parameter is not record.parameters[slot] or state_of(parameter) != record.parameter_states[slot]:
+            return False
+    return len({id(record.parameters[slot]) for _, _, slot in wiring.parameters}) == len(wiring.parameters)
 
 
 def _foreign_memory(
@@ -289,30 +272,29 @@ def _own(d_outputs: Mapping[str, Tensor], foreign: frozenset[int], others: Seque
     return frozenset(name for name, at in memory.items() if at not in foreign and seen.count(at) == 1)
 
 
-def _take_gradients(
-    record: Record, wiring: Wiring, d_params: Sequence[Mapping[str, Any]], into: list[Tensor | None]
-) -> None:
-    for index, own in zip(wiring.step.indices, d_params, strict=True):
-        slots = record.program.contexts[index]["parameter_slots"]
+def _by_slot(step: _OperationBackward, d_params: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
+    found: dict[int, Tensor] = {}
+    for index, own in zip(step.wiring.step.indices, d_params, strict=True):
+        slots = step.record.program.contexts[index]["parameter_slots"]
         for name, gradient in own.items():
             if gradient is not None:
                 if name not in slots:
                     raise RuntimeError(_unknown("parameter", name, slots))
-                into[slots[name]] = gradient
+                found[slots[name]] = gradient
+    return found
 
 
-def _take_extra_gradients(wiring: Wiring, d_inputs: Mapping[str, Any], into: dict[str, list[Tensor]]) -> None:
+def _by_name(wiring: Wiring, d_inputs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
+    names: list[str] = []
+    gradients: list[Tensor] = []
     for local, gradient in d_inputs.items():
         if gradient is not None:
             if local not in wiring.input_names:
                 raise RuntimeError(_unknown("extra input", local, wiring.input_names))
-            for own, name, _ in wiring.inputs:
-                if own == local:
-                    into.setdefault(name, []).insert(0, gradient)
-
-
-def _wanted(gradients: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
-    return [gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)]
+            found = [name for own, name, _ in wiring.inputs if own == local]
+            names += found
+            gradients += [gradient] * len(found)
+    return tuple(names), tuple(gradients)
 
 
 def _unknown(what: str, name: str, known: Any) -> str:

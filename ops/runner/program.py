@@ -70,6 +70,7 @@ class Wiring(NamedTuple):
     dtype: torch.dtype  # x arrives in it, in forward
     upstream_dtype: torch.dtype  # dx leaves in it, in backward
     needs_grad: bool  # whether backward has anything to do here
+    parameters: tuple[tuple[int, str, int], ...]  # of its operations: position of that, name, slot
     accepts_quantized: bool
     writes: str | None  # the pipeline's name of the extra input that forward writes into
     reuses_gradients: bool  # backward reads which gradients of extra outputs it may write into
@@ -176,6 +177,7 @@ class Program:
             contexts[0]["dtype"],
             self.contexts[first - 1]["dtype"] if first else self.input_dtype,
             any(context["needs_grad"] for context in contexts),
+            tuple((c["index"], name, slot) for c in contexts for name, slot in c["parameter_slots"].items()),
             step.operation.accepts_quantized,
             None if written is None else covered[-1].extra_name(written),
             not step.fused and step.operation.reuses_gradients,

@@ -33,10 +33,13 @@ class QuantizerState:
         """By name, on `device` (None: as they are there)."""
         shapes = quantizer.state_shapes(self.num_scales)
         buffers = self.operation._buffers
-        found = {name: buffers.get(self.prefix + name) for name in shapes}
-        if all(_is_ready(tensor, shapes[name][0], device) for name, tensor in found.items()):
-            return found  # type: ignore[return-value]  # none is None
-        return {name: self._make(name, tensor, shapes, device) for name, tensor in found.items()}
+        found: dict[str, Tensor] = {}
+        for name, (shape, _) in shapes.items():
+            tensor = buffers.get(self.prefix + name)
+            if tensor is None or not _is_ready(tensor, shape, device):
+                tensor = self._make(name, tensor, shapes, device)
+            found[name] = tensor
+        return found
 
     @torch.inference_mode(False)
     def _make(self, name: str, old: Tensor | None, shapes: StateShapes, device: torch.device | None) -> Tensor:
@@ -59,10 +62,9 @@ class QuantizerState:
         return new
 
 
-def _is_ready(tensor: Tensor | None, shape: tuple[int, ...], device: torch.device | None) -> bool:
+def _is_ready(tensor: Tensor, shape: tuple[int, ...], device: torch.device | None) -> bool:
     return (
-        tensor is not None
-        and tensor.shape == shape
+        tensor.shape == shape
         and (device is None or tensor.device == device)
         and tensor.dtype == torch.float32
         and not tensor.is_inference()

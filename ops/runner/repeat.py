@@ -131,7 +131,7 @@ class RepeatedStep:
 
     def __init__(self, covered: Sequence[int], recipe: Recipe, reads_tf32: bool) -> None:
         self.covered = covered
-        self.recipe = recipe
+        self.quantizers = {role: recipe.quantizer(role) for role in Role}
         self.reads_tf32 = reads_tf32
         self.kept = Kept(MOST_KEYS)
         self.noted: set[Noted] = set()  # under any key
@@ -185,7 +185,7 @@ class RepeatedStep:
     def _add(self, updates: PendingUpdates | None, noted: Iterable[Noted], operations: Sequence[Any]) -> None:
         """Let these states go on at the end of the step, as casts do that are run in full."""
         for index, role, name in noted if updates is not None else ():
-            operation, quantizer = operations[index], self.recipe.quantizer(role)
+            operation, quantizer = operations[index], self.quantizers[role]
             assert updates is not None and quantizer is not None, "it recorded an amax"
             bound: Any = quantizer.bound(QuantizerState(operation, role, operation.num_scales), updates, None)
             updates.add(bound, operation._buffers[name])
@@ -200,24 +200,28 @@ class RepeatedStep:
         addresses: list[int],
     ) -> Any:
         key: list[Any] = [*names, updates is None]
+        given: list[Any] = []
         if self.reads_tf32:
             key.append(torch.backends.cuda.matmul.fp32_precision)
         for index in self.covered:
             operation = operations[index]
-            key.append((operation.settings, not operation._forward_pre_hooks))
-            key.append(how(operation._parameters.values(), tensors, addresses))
-            if operation._buffers:
-                key.append(how(operation._buffers.values(), tensors, addresses))
+            buffers = operation._buffers
+            key += operation.settings, not operation._forward_pre_hooks, len(buffers)
+            given += operation._parameters.values()
+            given += buffers.values()
         for value in values:
             kind = type(value)
+            key.append(kind)
             if kind is Splits:
-                key.append((value.layout, how(value.tensors(), tensors, addresses)))
+                key.append(value.layout)
+                given += value.tensors()
             elif value is None or isinstance(value, (Tensor, tuple)):
-                key.append(how((value,), tensors, addresses))
+                given.append(value)
             elif "holds_tensors_alone" in vars(kind):
-                key.append((kind, how(value.tensors(), tensors, addresses)))
+                given.append(tuple(value.tensors()))
             else:
                 raise TypeError
+        key.append(how(given, tensors, addresses))
         return tuple(key)
 
 

@@ -9,6 +9,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ MOST_PROGRAMS = 64  # that a pipeline keeps: requests that never come again (a n
 _NONE = type(None)
 _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
+_wgrad_is_external = attrgetter("wgrad_is_external")
 
 
 class Parameters(NamedTuple):
@@ -268,7 +270,10 @@ def dtype_of_autocast(device: torch.device) -> torch.dtype | None:
 
 def _autocasts(device: torch.device) -> bool:
     """Whether torch.autocast is on for this device; some devices (meta) it does not support."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return _can_autocast(device.type) and torch.is_autocast_enabled(device.type)
+
+
+_can_autocast = cache(torch.amp.is_autocast_available)
 
 
 class Call:
@@ -303,6 +308,7 @@ class Call:
         self.retains = pipeline.retain_graph
         self.labels = pipeline.labels
         self.first_forward = forward
+        self.entries = open_entries()
 
     def context(self, index: int, updates: Any = None) -> OperationContext:
         """That of the operation at this index, over these updates."""
@@ -320,7 +326,7 @@ class Call:
 
     def forward(self, x: Any) -> Any:
         x = at_container(x)
-        self.repeats = not self.buffers and may_repeat(self.program.request.device, open_entries())
+        self.repeats = not self.buffers and may_repeat(self.program.request.device, self.entries)
         if self.buffers:
             self.given_buffers = buffers_of(self.buffers, self.operations, self.labels)
             modules = {place_of(*named): named[1] for named in zip(self.labels, self.operations, strict=True)}
@@ -479,7 +485,7 @@ class _RetainingFunction(torch.autograd.Function):
         parameters = tensors[: program.num_parameters]
         fctx.record = Record(
             program, call.operations, call.labels, call.states, parameters, [state_of(p) for p in parameters],
-            tuple(call.input_names), tuple(returned), open_entries(), call.first_forward,
+            tuple(call.input_names), tuple(returned), call.entries, call.first_forward,
             call.given_buffers,
         )  # fmt: skip
         fctx.has_run = False
@@ -497,17 +503,17 @@ class _RetainingFunction(torch.autograd.Function):
         saved = _take_saved(fctx)
         if record.first_forward is not None:
             record.first_forward.has_run = True
-        buffers, edges = record.buffers, fctx.next_functions
+        buffers = record.buffers
         if buffers:
             check_before_backward(buffers, record.parameters, saved, (dy, *d_returned))
         with without_autocast(record.program.request.device):
             # Gradients that go to autograd are dropped there if they are not needed; others would be accumulated.
             unwanted: frozenset[int] = frozenset()
-            if any(operation.wgrad_is_external for operation in record.operations):
-                unwanted = unwanted_parameters(edges[1 : 1 + len(record.parameters)])
+            if any(map(_wgrad_is_external, record.operations)):
+                unwanted = unwanted_parameters(fctx.next_functions[1 : 1 + len(record.parameters)])
             gradients = run_backward(record, saved, dy, d_returned, unwanted)
         if buffers:
-            of_extras = 1 + len(record.parameters)
+            of_extras, edges = 1 + len(record.parameters), fctx.next_functions
             note_handed_on(buffers, [gradients[0], *gradients[of_extras:]], [edges[0], *edges[of_extras:]])
         return None, *gradients
 
@@ -520,8 +526,9 @@ def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
     if y is x or isinstance(y, QuantizedHandle):
         return y
     memory = memory_of(y)
-    if any(isinstance(t, Tensor) and memory_of(t) == memory for t in (x, *others)):
-        return y.view_as(y)
+    for other in (x, *others):
+        if isinstance(other, Tensor) and memory_of(other) == memory:
+            return y.view_as(y)
     return y.detach() if y._is_view() else y
 
 

@@ -19,16 +19,17 @@ columns is a tensor of its own. Source: TransformerEngine's DelayedScaling (read
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from recipes.triton.gates import tl, triton
-from recipes.triton.launch import Launch, cdiv, launcher, next_power_of_2, replayed
+from recipes.triton.launch import Launch, cdiv, launcher, next_power_of_2
 
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 COLUMNS = 16  # of a program
+STATES = 16  # that a launch takes at most
 
 
 def end_step_ref(
@@ -62,9 +63,14 @@ def end_step_ref(
 
 @triton.jit(do_not_specialize=["length", "num_scales"])
 def end_step_kernel(
-    history_ptr, scale_ptr, length, num_scales,
+    histories, scales, length, num_scales,
     LARGEST: tl.constexpr, MOST_RECENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Of several states alike, one along the second axis of programs."""
+    history_ptr, scale_ptr = histories[0], scales[0]
+    for state in tl.static_range(1, len(histories)):
+        if tl.program_id(1) == state:
+            history_ptr, scale_ptr = histories[state], scales[state]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     valid = column < num_scales
     offs_r = tl.arange(0, ROWS)
@@ -106,33 +112,32 @@ class EndOfStep(NamedTuple):
 
 
 def end_steps(ends: Sequence[EndOfStep]) -> None:
-    """The update above for each state, on a GPU by one kernel each if it calls no function."""
-    by_kernel = tuple([end for end in ends if end.history.is_cuda and _is_plain(end)])
-    if by_kernel:
-        _end_steps_by_kernel(by_kernel)
-    for end in ends if len(by_kernel) < len(ends) else ():
-        if not (end.history.is_cuda and _is_plain(end)):
+    """The update above for each state, on a GPU by one kernel for those alike if they call no function."""
+    alike: dict[Any, list[EndOfStep]] = {}
+    for end in ends:
+        if not end.history.is_cuda or callable(end.amax_algorithm) or end.scale_from_amax is not None:
             end_step_ref(*end)
-
-
-def _is_plain(end: EndOfStep) -> bool:
-    return not callable(end.amax_algorithm) and end.scale_from_amax is None
-
-
-@replayed
-def _end_steps_by_kernel(ends: tuple[EndOfStep, ...]) -> None:
-    for history, scale, largest, algorithm, _ in ends:
-        end_step_triton(history, scale, largest, algorithm == "most_recent")
+            continue
+        kind = end.history.shape, end.history.get_device(), end.largest, end.amax_algorithm == "most_recent"
+        alike.setdefault(kind, []).append(end)
+    for (_, _, largest, most_recent), states in alike.items():
+        for begin in range(0, len(states), STATES):
+            histories, scales, *_ = zip(*states[begin : begin + STATES], strict=True)
+            end_step_triton(histories, scales, largest, most_recent)
 
 
 _end_step = Launch(end_step_kernel)
 
 
-@launcher("fuser::end_step_of_delayed_scaling", mutates=["history", "scale"])
-def end_step_triton(history: Tensor, scale: Tensor, largest: float, most_recent: bool) -> None:
-    """Launches the kernel. history [L, n] and scale [n] are contiguous."""
-    length, num_scales = history.shape
+@launcher("fuser::end_step_of_delayed_scaling", mutates=["histories", "scales"])
+def end_step_triton(histories: Sequence[Tensor], scales: Sequence[Tensor], largest: float, most_recent: bool) -> None:
+    """Launches the kernel, for up to STATES states. Histories [L, n] are of one shape; they and scales [n] are
+    contiguous."""
+    length, num_scales = histories[0].shape
+    # To a power of two, so that few kernels are compiled; there are no programs for those added.
+    added = next_power_of_2(len(histories)) - len(histories)
     _end_step(
-        history, cdiv(num_scales, COLUMNS), history, scale, length, num_scales,
+        histories[0], (cdiv(num_scales, COLUMNS), len(histories)),
+        *((*tensors, *tensors[:1] * added) for tensors in (tuple(histories), tuple(scales))), length, num_scales,
         LARGEST=largest, MOST_RECENT=most_recent, ROWS=min(256, next_power_of_2(length)), COLUMNS=COLUMNS,
     )  # fmt: skip

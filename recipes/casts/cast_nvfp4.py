@@ -81,8 +81,6 @@ if why_no_gluon((9, 0)) is None:
     DESCRIPTORS.add(GluonDescriptor)
     _cast_nvfp4_gluon = Launch(cast_nvfp4_gluon_kernel)
 
-RANGE = E2M1.max * E4M3.max
-
 
 class Amaxes(NamedTuple):
     """max |x| of each copy, None for a copy that is not made: () float32, [G], or of rows [..., T] with zeros in the
@@ -99,15 +97,6 @@ class Codes(NamedTuple):
     rowwise_scale: Tensor | None
     columnwise: Tensor | None
     columnwise_scale: Tensor | None
-
-
-def alpha_from_amax(amax: Tensor, largest: float = RANGE) -> Tensor:
-    """fl(amax / 2688) in float32, the factor that is left outside the codes and block scales; 1 if amax is Inf.
-
-    largest: 6 B of four over six, instead of 2688
-    """
-    # Not `amax / largest`: on CUDA torch would turn a scalar divisor into its reciprocal, which rounds twice.
-    return (amax / torch.full_like(amax, largest)).masked_fill(amax.isinf(), 1.0)
 
 
 def amax_nvfp4_ref(
@@ -512,8 +501,8 @@ def _num_groups(x: Tensor, splits: Splits | None) -> int:
 def _two_zeros(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Two float32 tensors of zeros, made by one kernel, aligned to 16 bytes: for others Triton would compile again."""
     count = math.prod(shape)
-    first, second = x.new_zeros(2, cdiv(count, 4) * 4, dtype=torch.float32).unbind()
-    return first[:count].view(shape), second[:count].view(shape)
+    both = x.new_zeros(2, cdiv(count, 4) * 4, dtype=torch.float32)[:, :count].view(2, *shape)
+    return both[0], both[1]
 
 
 def _packed(codes: Tensor) -> Tensor:

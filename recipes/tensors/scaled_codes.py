@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from recipes.casts.cast import dequantize
-from recipes.casts.cast_nvfp4 import alpha_from_amax, values_nvfp4
+from recipes.casts.cast_nvfp4 import values_nvfp4
 from recipes.casts.hadamard import hadamard_ref
 from recipes.casts.layout import Copies
 from recipes.casts.members import Stored, as_stack, of_rows, of_stack
 from recipes.casts.natural import NaturalCopy, natural_codes, natural_scales
+from recipes.casts.nvfp4_alpha import alpha_from_amax
 from recipes.casts.scale_rules import NVFP4Scale
 from recipes.tensors.formats import ScaleLayout, ScaleSpec
 from recipes.tensors.splits import Splits

@@ -40,6 +40,7 @@ def launcher(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[P, None
     Every buffer that it writes is an argument, so its fake does nothing. Calls that are traced or redirected
     (torch.compile, fake tensors, modes, transforms) or that need gradients go to the operation, `torch.ops.<name>`; a
     plain eager call runs the function itself and increments the versions of what it writes, as the operation does.
+    Sequences of tensors are given as tuples.
     """
 
     def register(launch: Callable[P, None]) -> Callable[P, None]:
@@ -55,7 +56,7 @@ def launcher(name: str, *, mutates: Sequence[str]) -> Callable[[Callable[P, None
                 operation(*args, **kwargs)
                 return
             replays(*args, **kwargs)
-            given = [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
+            given = _items([args[i] if i < len(args) else kwargs.get(name) for i, name in written])
             buffers = [buffer for buffer in given if isinstance(buffer, Tensor)]
             torch.autograd.graph.increment_version(buffers)
             if taping.tape is not None:
@@ -82,8 +83,16 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _is_plain(args: tuple[Any, ...]) -> bool:
+def _items(args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments, and in place of tuples what they hold."""
+    if tuple not in map(type, args):
+        return args
+    return [item for arg in args for item in (arg if type(arg) is tuple else (arg,))]
+
+
+def _is_plain(args: Sequence[Any]) -> bool:
     """Whether this is a plain eager call: nothing traces or redirects it, and none of its tensors needs a gradient."""
+    args = _items(args)
     if not is_eager() or not _PLAIN.issuperset(map(type, args)):
         return False
     return not (torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args))

@@ -1,6 +1,19 @@
 """What a function did, prepared for repetition: allocations, operations of torch and launches, in their order.
 
 `prepare` takes what a tape recorded, with positions in place of tensors: of the arguments, then of all that was made.
+It writes a Python function with a line for each of them, which takes the host least. In that, t3 is a tensor and a3 its
+address; constants are its globals:
+
+    def again(tensors, addresses, stream):
+        [t0, t1] = tensors
+        [a0, a1] = addresses
+        e0 = c0(c1)                        # what allocates on this device, see `_allocator`
+        t2 = e0(c2, c3, c4)                # shape, strides, dtype
+        a2 = t2.data_ptr()
+        c5(132, 1, 1, stream, ..., c14[a0], a1 + 512, a2)      # Triton's C function; c14 holds descriptors by address
+        del t2
+        return c15(t1, None)
+
 What the host need not repeat is left out:
 
     views                    of which launches alone need the address: it follows from that of their base
@@ -11,10 +24,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +44,6 @@ _fills_memory = torch._C._get_deterministic_algorithms
 # The classes of TMA descriptors. Gluon has a class of its own, which is added where Gluon is imported.
 DESCRIPTORS: set[type] = {TensorDescriptor}
 
-Action = Callable[[list[Any], list[Any]], None]  # of the tensors so far, and the pool
 Grid = tuple[int, ...]  # how many programs along each of three axes
 
 
@@ -116,24 +126,14 @@ Seen = Allocated | Operated | Launched | Written | Freed
 
 
 class Repeated(NamedTuple):
-    """A function's actions on this device. result: makes what it returned from the tensors that exist at the end.
+    """A function's actions on this device.
 
-    constants: the beginning of its pool. A pool is one list with the arguments of all launches, which each launch takes
-    by position: the stream, constants, the addresses of the function's arguments, and what actions append.
+    again: repeats them, (tensors, addresses, stream) -> what the function returned; source: its text
     """
 
     device: int
-    constants: list[Any]
-    actions: tuple[Action, ...]
-    result: Callable[[list[Any]], Any]
-
-    def again(self, tensors: list[Any], addresses: list[int], stream: int) -> Any:
-        """Repeat the actions with these arguments. Both lists are modified."""
-        pool = self.constants + addresses
-        pool[0] = stream
-        for action in self.actions:
-            action(tensors, pool)
-        return self.result(tensors)
+    again: Callable[[Sequence[Any], Sequence[int], int], Any]
+    source: str
 
 
 def prepare(device: int, num_arguments: int, seen: Sequence[Seen], result: object) -> Repeated:
@@ -142,29 +142,25 @@ def prepare(device: int, num_arguments: int, seen: Sequence[Seen], result: objec
     Raises NotRepeatable for launches that cannot be repeated.
     """
     memory = _Memory(num_arguments, seen, _needed(seen, result))
-    pool = _Pool(num_arguments, [_call_arguments(step, memory) for step in seen if isinstance(step, Launched)])
-    actions: list[Action] = [_Offset(*views) for views in pool.of_arguments()]
-    actions += [_Allocate(buffer, pool.made(buffer.position)) for buffer in memory.buffers]
+    source = _Source(num_arguments, seen, memory)
+    for buffer in memory.buffers:
+        source.allocate(buffer, buffer.position)
     for step in seen:
         if isinstance(step, Allocated):
             if memory.makes(step.position):
-                actions.append(_Allocate(step, pool.made(memory.at[step.position][0])))
+                source.allocate(step, memory.at[step.position][0])
         elif isinstance(step, Operated):
             if not step.made or memory.makes(step.made[0]):
-                actions.append(_Operate(step, memory, [pool.made(memory.at[made][0]) for made in step.made]))
+                source.operate(step)
         elif isinstance(step, Launched):
-            actions.append(pool.next_launch())
+            source.launch(step)
         elif isinstance(step, Written):
-            actions.append(_Count(step))
+            source.count(step)
         else:
             number = memory.freed(step.position)
-            if number is not None and isinstance(actions[-1], _Free):
-                actions[-1].numbers.append(number)
-            elif number is not None:
-                actions.append(_Free(number))
-    if actions and isinstance(actions[-1], _Free):
-        del actions[-1]  # at the end everything is freed anyway
-    return Repeated(device, pool.constants, tuple(actions), _returning(memory.numbered(result)))
+            if number is not None:
+                source.lines.append(f"del t{number}")
+    return source.compiled(device, result)
 
 
 def _needed(seen: Sequence[Seen], result: object) -> set[int]:
@@ -225,14 +221,6 @@ class _Memory:
         self._users[number] -= 1
         return number if self._users[number] == 0 else None
 
-    def numbered(self, value: object) -> Any:
-        """The value with the numbers of tensors in place of positions."""
-        if type(value) is TensorPosition:
-            return TensorPosition(self.at[value.position][0])
-        if not isinstance(value, (tuple, list)) or not has_places(value):
-            return value
-        return _like(value, map(self.numbered, value))
-
 
 def _positions(value: object) -> Iterator[int]:
     if type(value) is TensorPosition:
@@ -249,49 +237,126 @@ def has_places(value: object) -> bool:
     return isinstance(value, (tuple, list)) and any(map(has_places, value))
 
 
-def _like(value: Any, items: Any) -> Any:
-    """The items as a tuple, NamedTuple or list of the value's class."""
-    return getattr(type(value), "_make", type(value))(items)
+# ---------------------------------------------------------------------------------------------------------- the source
 
 
-def _returning(template: Any) -> Callable[[list[Any]], Any]:
-    """A function that fills tensors into a copy of the template: a position, or what holds some."""
-    if type(template) is TensorPosition:
-        return itemgetter(template.position)
-    if isinstance(template, RebuiltObject):
-        rebuild, inner = template.rebuild, _returning(template.tensors)
-        return lambda tensors: rebuild(inner(tensors))
-    if not has_places(template):
-        return lambda tensors: template
-    if type(template) is tuple and len(template) > 1 and all(type(item) is TensorPosition for item in template):
-        return itemgetter(*[item.position for item in template])
-    make = getattr(type(template), "_make", type(template))
-    items = list(template)
-    filled = [(i, _returning(item)) for i, item in enumerate(items) if has_places(item)]
+class _Source:
+    """The lines of the function, and its constants by name."""
 
-    def fill(tensors: list[Any]) -> Any:
-        values = items.copy()
-        for i, item in filled:
-            values[i] = item(tensors)
-        return make(values)
+    def __init__(self, num_arguments: int, seen: Sequence[Seen], memory: _Memory) -> None:
+        self.memory = memory
+        self.constants: dict[str, object] = {}
+        self.allocators: dict[torch.device, str] = {}
+        launches = (step for step in seen if isinstance(step, Launched))
+        self.addressed = {memory.at[place][0] for step in launches for place in _positions((step.args, step.bases))}
+        arguments = range(num_arguments)
+        self.lines = [f"{_named('t', arguments)} = tensors", f"{_named('a', arguments)} = addresses"]
 
-    return fill
+    def compiled(self, device: int, result: object) -> Repeated:
+        body = [*self.lines, f"return {self._filled(result, self._tensor)}"]
+        source = "def again(tensors, addresses, stream):\n" + "".join(f"    {line}\n" for line in body)
+        exec(compile(source, "<repeated>", "exec"), self.constants)
+        again: Any = self.constants.pop("again")  # a function in its own globals would outlive its last user
+        return Repeated(device, again, source)
+
+    def allocate(self, step: Allocated, number: int) -> None:
+        shape, dtype = self._constant(step.shape), self._constant(step.dtype)
+        if step.zeroed:
+            made = f"{self._constant(torch.zeros)}({shape}, dtype={dtype}, device={self._constant(step.device)})"
+        else:
+            allocator = self.allocators.get(step.device)
+            if allocator is None:
+                allocator = self.allocators[step.device] = f"e{len(self.allocators)}"
+                self.lines.append(f"{allocator} = {self._constant(_allocator)}({self._constant(step.device)})")
+            made = f"{allocator}({shape}, {self._constant(step.strides)}, {dtype})"
+        self.lines.append(f"t{number} = {made}")
+        self._address(number)
+
+    def operate(self, step: Operated) -> None:
+        args = [self._filled(arg, self._tensor) for arg in step.args]
+        args += [f"{name}={self._filled(arg, self._tensor)}" for name, arg in step.kwargs.items()]
+        call = f"{self._constant(step.operation)}({', '.join(args)})"
+        made = [self.memory.at[position][0] for position in step.made]
+        if made:
+            call = f"{_named('t', made) if step.several else f't{made[0]}'} = {call}"
+        self.lines.append(call)
+        for number in made:
+            self._address(number)
+
+    def launch(self, step: Launched) -> None:
+        function, first, args, apart = _call_arguments(step)
+        bases = iter(step.bases)
+        written = ["stream" if value is _STREAM else self._constant(value) for value in first]
+        of_kernel = []
+        for arg in args:
+            if isinstance(arg, _Descriptors):
+                of_kernel.append(f"{self._constant(arg)}[{self._at(next(bases).position)}]")
+            else:
+                of_kernel.append(self._filled(arg, self._at))
+        together = f"[{', '.join(of_kernel)}]" if apart else ", ".join(of_kernel)
+        self.lines.append(f"{self._constant(function)}({', '.join(written)}, {together})")
+
+    def count(self, step: Written) -> None:
+        tensors = [TensorPosition(position) for position in step.positions]
+        count = self._constant(torch.autograd.graph.increment_version)
+        self.lines.append(f"{count}({self._filled(tensors, self._tensor)})")
+
+    def _tensor(self, position: int) -> str:
+        return f"t{self.memory.at[position][0]}"
+
+    def _at(self, position: int) -> str:
+        number, offset = self.memory.at[position]
+        return f"a{number} + {offset}" if offset else f"a{number}"
+
+    def _address(self, number: int) -> None:
+        if number in self.addressed:
+            self.lines.append(f"a{number} = t{number}.data_ptr()")
+
+    def _constant(self, value: object) -> str:
+        if value is None or type(value) in (bool, int):
+            return repr(value)
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def _filled(self, value: Any, fill: Callable[[int], str]) -> str:
+        """An expression for the value with what `fill` writes for each position."""
+        if type(value) is TensorPosition:
+            return fill(value.position)
+        if not has_places(value):
+            return self._constant(value)
+        if isinstance(value, RebuiltObject):
+            return f"{self._constant(value.rebuild)}({self._filled(value.tensors, fill)})"
+        items = ", ".join([self._filled(item, fill) for item in value])
+        kind = type(value)
+        if kind is tuple:
+            return f"({items},)"
+        if kind is list:
+            return f"[{items}]"
+        return f"{self._constant(kind)}({items})" if hasattr(kind, "_fields") else f"{self._constant(kind)}([{items}])"
 
 
-# -------------------------------------------------------------------------------------------------------- launches
+def _named(letter: str, numbers: Iterable[int]) -> str:
+    """All of these as the target of an assignment."""
+    return f"[{', '.join([f'{letter}{number}' for number in numbers])}]"
 
 
-class _Address(NamedTuple):
-    """The address that a launch receives: `offset` bytes into the tensor of this number."""
+def _allocator(device: torch.device) -> Callable[..., Any]:
+    """What allocates uninitialised memory of this shape, with these strides, of this dtype."""
+    if device.type == "cuda" and _empty_on_gpu is not None and not _fills_memory():
+        return _empty_on_gpu
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
-    number: int
-    offset: int
+
+# ----------------------------------------------------------------------------------------------------------- launches
+
+_STREAM = object()
 
 
 class _CallArguments(NamedTuple):
     """The arguments of Triton's C function: `first`, then `args`, which are passed as one list if `apart`.
 
-    Both hold constants, `_Address`es, `_Descriptors`, and tuples with addresses.
+    first: constants, and `_STREAM`; args: constants, `_Descriptors`, `TensorPosition`s, and tuples with these
     """
 
     function: Any
@@ -300,7 +365,7 @@ class _CallArguments(NamedTuple):
     apart: bool
 
 
-def _call_arguments(step: Launched, memory: _Memory) -> _CallArguments:
+def _call_arguments(step: Launched) -> _CallArguments:
     run = step.compiled.run
     if why_not_this_release() or not isinstance(run, nvidia.CudaLauncher):
         raise NotRepeatable
@@ -319,39 +384,22 @@ def _call_arguments(step: Launched, memory: _Memory) -> _CallArguments:
     if apart:
         first = [*step.grid, _STREAM, *how, *metadata, *scratch, run.arg_annotations, run.kernel_signature]
     args: list[Any] = []
-    bases = iter(step.bases)
     for arg in step.args:
         if type(arg) in DESCRIPTORS:
-            descriptors = _Descriptors(arg, metas.pop(0), _Address(*memory.at[next(bases).position]))
+            descriptors = _Descriptors(arg, metas.pop(0))
             args += [descriptors, *descriptors.expanded[1:]]
         else:
-            args.append(_addressed(arg, memory))
+            args.append(arg)
     return _CallArguments(function, first, args, apart)
-
-
-def _addressed(value: Any, memory: _Memory) -> Any:
-    if type(value) is TensorPosition:
-        return _Address(*memory.at[value.position])
-    return _like(value, [_addressed(item, memory) for item in value]) if has_places(value) else value
-
-
-def _addresses(value: object) -> Iterator[_Address]:
-    if type(value) is _Address:
-        yield value
-    elif isinstance(value, _Descriptors):
-        yield value.at
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _addresses(item)
 
 
 class _Descriptors(dict[int, Any]):
     """The TMA descriptors of one argument, made by Triton, by address. expanded: what the C function takes for one."""
 
-    def __init__(self, example: Any, meta: Any, at: _Address) -> None:
+    def __init__(self, example: Any, meta: Any) -> None:
         if meta is None:
             raise NotRepeatable  # it is passed in another form
-        self.example, self.meta, self.at = copy(example), meta, at
+        self.example, self.meta = copy(example), meta
         self.example.base = None
         self.expanded = self._made(example.base.data_ptr())
 
@@ -375,175 +423,3 @@ class At:
 
     def data_ptr(self) -> int:
         return self.address
-
-
-class _Pool:
-    """The positions of launch arguments in the pool, as it grows while actions are prepared.
-
-    constants: its beginning, the stream first
-    """
-
-    def __init__(self, num_arguments: int, launches: Sequence[_CallArguments]) -> None:
-        self._launches = iter(launches)
-        self.constants: list[Any] = [None]
-        self._positions: dict[_Address, int] = {}
-        self._of_constants: dict[int, int] = {}  # by their identity: the launches hold them
-        self._offsets: dict[int, list[int]] = {}  # of each tensor, that launches need
-        for launch in launches:
-            for value in (*launch.first, *launch.args):
-                found = set(_addresses(value))
-                for number, offset in found:
-                    if offset and offset not in self._offsets.setdefault(number, []):
-                        self._offsets[number].append(offset)
-                if not found and value is not _STREAM and id(value) not in self._of_constants:
-                    self._of_constants[id(value)] = len(self.constants)
-                    self.constants.append(value)
-        self._count = len(self.constants)
-        for number in range(num_arguments):
-            self._append(_Address(number, 0))
-
-    def _append(self, address: _Address | None) -> int:
-        if address is not None:
-            self._positions[address] = self._count
-        self._count += 1
-        return self._count - 1
-
-    def of_arguments(self) -> Iterator[tuple[int, list[int]]]:
-        """(position of an argument's address, offsets in bytes of its views), for arguments with views."""
-        for number, offsets in self._offsets.items():
-            if _Address(number, 0) in self._positions:
-                for offset in offsets:
-                    self._append(_Address(number, offset))
-                yield self._positions[_Address(number, 0)], offsets
-
-    def made(self, number: int) -> list[int]:
-        """Append the tensor's address, and those of its views. Returns the offsets of these in bytes."""
-        offsets = self._offsets.get(number, [])
-        for offset in (0, *offsets):
-            self._append(_Address(number, offset))
-        return offsets
-
-    def next_launch(self) -> _LaunchAgain:
-        launch = next(self._launches)
-        appended: list[Callable[[list[Any]], Any]] = []
-        first = [self._position(value, appended) for value in launch.first]
-        args = [self._position(value, appended) for value in launch.args]
-        return _LaunchAgain(launch.function, appended, first, args, launch.apart)
-
-    def _position(self, value: object, appended: list[Callable[[list[Any]], Any]]) -> int:
-        if value is _STREAM:
-            return 0
-        if type(value) is _Address:
-            return self._positions[value]
-        if isinstance(value, _Descriptors):
-            appended.append(_look_up(value, self._positions[value.at]))
-            return self._append(None)
-        if next(_addresses(value), None) is not None:
-            appended.append(self._filled(value))
-            return self._append(None)
-        return self._of_constants[id(value)]
-
-    def _filled(self, value: Any) -> Callable[[list[Any]], Any]:
-        if type(value) is _Address:
-            return itemgetter(self._positions[value])
-        if next(_addresses(value), None) is None:
-            return lambda pool: value
-        items = [self._filled(item) for item in value]
-        return lambda pool: _like(value, [item(pool) for item in items])
-
-
-_STREAM = object()
-
-
-def _look_up(descriptors: _Descriptors, at: int) -> Callable[[list[Any]], Any]:
-    return lambda pool: descriptors[pool[at]]
-
-
-# ----------------------------------------------------------------------------------------------------------- actions
-
-
-class _Offset:
-    """Append addresses at offsets from one that is in the pool."""
-
-    def __init__(self, at: int, offsets: list[int]) -> None:
-        self.at, self.offsets = at, offsets
-
-    def __call__(self, tensors: list[Any], pool: list[Any]) -> None:
-        address = pool[self.at]
-        for offset in self.offsets:
-            pool.append(address + offset)
-
-
-class _Allocate:
-    """offsets: of views, that launches need"""
-
-    def __init__(self, step: Allocated, offsets: list[int]) -> None:
-        torchs = torch.zeros if step.zeroed else torch.empty
-        self.function = self.filling = partial(torchs, step.shape, dtype=step.dtype, device=step.device)
-        self.offsets = offsets
-        if not step.zeroed and step.device.type == "cuda" and _empty_on_gpu is not None:
-            self.function = partial(_empty_on_gpu, step.shape, step.strides, step.dtype)
-
-    def __call__(self, tensors: list[Any], pool: list[Any]) -> None:
-        made = self.filling() if _fills_memory() else self.function()
-        tensors.append(made)
-        address = made.data_ptr()
-        pool.append(address)
-        for offset in self.offsets:
-            pool.append(address + offset)
-
-
-class _Operate:
-    """offsets: of views of what it makes, that launches need"""
-
-    def __init__(self, step: Operated, memory: _Memory, offsets: list[list[int]]) -> None:
-        self.operation, self.offsets, self.several = step.operation, offsets, step.several
-        self.args = _returning(memory.numbered(step.args))
-        self.names, self.values = tuple(step.kwargs), _returning(memory.numbered(tuple(step.kwargs.values())))
-
-    def __call__(self, tensors: list[Any], pool: list[Any]) -> None:
-        kwargs = dict(zip(self.names, self.values(tensors), strict=True))
-        result = self.operation(*self.args(tensors), **kwargs)
-        if not self.offsets:
-            return
-        for made, offsets in zip(result if self.several else (result,), self.offsets, strict=True):
-            tensors.append(made)
-            address = made.data_ptr()
-            pool.append(address)
-            for offset in offsets:
-                pool.append(address + offset)
-
-
-class _Free:
-    def __init__(self, number: int) -> None:
-        self.numbers = [number]
-
-    def __call__(self, tensors: list[Any], pool: list[Any]) -> None:
-        for number in self.numbers:
-            tensors[number] = None
-
-
-class _Count:
-    def __init__(self, step: Written) -> None:
-        self.positions = step.positions
-
-    def __call__(self, tensors: list[Any], pool: list[Any]) -> None:
-        torch.autograd.graph.increment_version([tensors[position] for position in self.positions])
-
-
-class _LaunchAgain:
-    """Launch. appended: makes what the pool lacks for it; first, args: positions in the pool of its arguments."""
-
-    def __init__(
-        self, function: Any, appended: list[Callable[[list[Any]], Any]], first: list[int], args: list[int], apart: bool
-    ) -> None:
-        self.function, self.appended = function, appended
-        self.first, self.args = itemgetter(*first, *(() if apart else args)), args if apart else None
-
-    def __call__(self, tensors: list[Any], pool: list[Any]) -> None:
-        for value in self.appended:
-            pool.append(value(pool))
-        if self.args is None:
-            self.function(*self.first(pool))
-        else:
-            self.function(*self.first(pool), [pool[at] for at in self.args])

@@ -125,9 +125,6 @@ def how(args: Iterable[Any], tensors: list[Any], addresses: list[int]) -> tuple[
     plain."""
     key: list[Any] = []
     for arg in args:
-        if arg is None:
-            key.append(None)
-            continue
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
             address = arg.data_ptr()
@@ -139,6 +136,8 @@ def how(args: Iterable[Any], tensors: list[Any], addresses: list[int]) -> tuple[
             tensors.append(arg)
             addresses.append(address)
             key.append((arg.dtype, arg.get_device(), arg.shape, arg.stride(), address % 16))
+        elif arg is None:
+            key.append(None)
         elif kind is tuple or kind is list or isinstance(arg, tuple):
             key += kind, how(arg, tensors, addresses)
         elif isinstance(arg, Tensor):

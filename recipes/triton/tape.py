@@ -177,6 +177,7 @@ def _over_address(descriptor: Any) -> Any:
 # torch.empty and torch.zeros, and whether it is the latter.
 _ALLOCATING = {
     torch.ops.aten.empty.memory_format: False,
+    torch.ops.aten.empty_like.default: False,
     torch.ops.aten.new_empty.default: False,
     torch.ops.aten.zeros.default: True,
     torch.ops.aten.new_zeros.default: True,
