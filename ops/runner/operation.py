@@ -21,6 +21,7 @@ from ops.runner.tracing import (
     Seen,
     TracedStage,
     is_constant,
+    parameters_of,
     refuse,
     run_stage,
     see,
@@ -242,7 +243,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
             if isinstance(stage, str):
                 refuse(stage)
             else:
-                y, produced = run_stage(self, stage, x, extras)
+                y, produced = run_stage(stage, parameters_of(self, stage), x, extras)
                 return (y, produced) if outputs else y
         return self._run(x, outputs, buffers, path, retain_graph, extras)
 

@@ -157,6 +157,7 @@ class TracedPlan:
         self.num_parameters = len(pipeline.parameters().present)
         self._live = [weakref.ref(operation) for operation in pipeline.operations]
         self._hooked = [_is_hooked(operation) for operation in pipeline.operations]
+        self._settings = [operation.settings for operation in pipeline.operations]
         self._recipes = pipeline.traced_recipes
         self._slots = [
             (at, path, name)
@@ -284,6 +285,12 @@ class TracedPlan:
                 raise RuntimeError(
                     f"Hooks of {type(operation).__name__} were registered or removed after the model was compiled, "
                     "which torch.compile does not see. Call torch.compiler.reset()."
+                )
+        for (operation, _), settings in zip(operations, self._settings, strict=True):
+            if operation is not None and operation.settings != settings:
+                raise RuntimeError(
+                    f"{type(operation).__name__} was changed after the model was compiled, which torch.compile does "
+                    "not see of operations that no module holds. Call torch.compiler.reset()."
                 )
         if any(operation is not None and operation.weights_scope is not None for operation, _ in operations):
             raise RuntimeError(
