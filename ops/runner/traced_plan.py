@@ -292,7 +292,7 @@ class TracedPlan:
                     f"{type(operation).__name__} was changed after the model was compiled, which torch.compile does "
                     "not see of operations that no module holds. Call torch.compiler.reset()."
                 )
-        if any(operation is not None and operation.weights_scope is not None for operation, _ in operations):
+        if any(operation is not None and operation.opened_scope is not None for operation, _ in operations):
             raise RuntimeError(
                 "constant_weights is open around a compiled model, which quantizes its weights in each forward. Leave "
                 "the scope before the call, or run the model without torch.compile."
@@ -346,7 +346,7 @@ def _flops(program: Program, operations: Sequence[Any], rows: Sequence[int]) -> 
             flops = operations[index].flops(count)
             needs = program.contexts[index]["needs"]
             forward += flops
-            backward += flops * (needs.input + any(name.startswith("weight") for name in needs.params))
+            backward += flops * needs.input + operations[index].wgrad_flops(count, needs.params)
     return forward, backward
 
 
@@ -370,7 +370,12 @@ def _stand_in(module: Any, *, shares_state: bool) -> Any:
         name: child if child is None else _stand_in(child, shares_state=shares_state)
         for name, child in module._modules.items()
     }
-    made_anew: dict[str, Any] = {"_pipelines": {}, "_weights_scope": None, "_captured_weights": None}
+    made_anew: dict[str, Any] = {
+        "_pipelines": {},
+        "_weights_scope": None,
+        "_captured_weights": None,
+        "is_stand_in": True,
+    }
     own.__dict__.update(_parameters=dict.fromkeys(module._parameters), _buffers=buffers, _modules=children, **made_anew)
     return own
 
