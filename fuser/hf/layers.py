@@ -48,7 +48,7 @@ def held_layer(
     if held is None:
         held = layers[settings] = _Layer(tensors, Sequential(*make()))
     elif any(mine is not theirs for mine, theirs in zip(held.tensors, tensors, strict=True)):
-        plans = (*held.plans, *_traced_plans(held.layer))
+        plans = (*held.plans, *_kept_plans(held.layer))
         for index, (new, old) in enumerate(zip(make(), held.layer, strict=True)):
             new._buffers = old._buffers
             held.layer[index] = new.train(module.training)
@@ -91,7 +91,10 @@ def run_traced(
     return (x, {name: extras[name] for name in outputs}) if outputs else x
 
 
-def _traced_plans(layer: Sequential) -> Iterator[Any]:
+def _kept_plans(layer: Sequential) -> Iterator[Any]:
+    """Those that torch.compile holds of its operations, made to outlive these."""
     for stage in layer.layout().stages:
         if isinstance(stage.runner, Pipeline):
-            yield from stage.runner.traced.values()
+            for plan in stage.runner.traced.values():
+                plan.keep()
+                yield plan
