@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fuser.explain import explain
+from fuser.explain import device_and_dtype, explain
 from fuser.explain_quantized import check_quantized
 from fuser.layout import Container, Layout
 from fuser.plan import Fusion, FusionPlanner, fusions_version, registered_fusions
@@ -331,13 +331,8 @@ class Sequential(Container):
             grouped rows, split_sizes are taken to be those of x.
         """
         chosen = current_recipe() if recipe is None else as_recipe(recipe)
-        first = next(self.parameters(), None)
-        if device is None:
-            device = torch.device("cpu") if first is None else first.device
-        if dtype is None:
-            dtype = torch.get_default_dtype() if first is None else first.dtype
-            if any(parameter.dtype == torch.float64 for parameter in self.parameters()):
-                dtype = torch.float64
+        own_device, own_dtype = device_and_dtype(self)
+        device, dtype = device or own_device, dtype or own_dtype
         training = self.training if training is None else training
         given = {"x": at_container(x), "grad_output": at_container(grad_output)}
         check_quantized(given)

@@ -12,6 +12,7 @@ from fuser.hf.experts import check_experts, experts_operations, tensors_of
 from fuser.hf.layers import held_layer, run_traced
 from fuser.hf.routers import FORMS, BlockForm, count_beside, form_of, make_router, router_tensors
 from fuser.sequential import Sequential
+from fuser.sequentials import add_finder
 from ops.router import Router
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation
@@ -42,6 +43,11 @@ class MoEBlock(nn.Module):
         self.jitter_noise = float(getattr(block, "jitter_noise", 0.0))
         self.recipe = recipe
         self.training = block.training
+        add_finder(_layer_of_block)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        add_finder(_layer_of_block)
 
     def layer(self) -> Sequential:
         """Router, Dispatch, GroupedLinear, an activation, GroupedLinear, Combine; for `layer().explain()`."""
@@ -167,6 +173,10 @@ def replace_moe_blocks(model: nn.Module, recipe: Recipe | str | None = None) -> 
             if module in made:
                 setattr(parent, name, made[module])
     return model
+
+
+def _layer_of_block(module: nn.Module) -> Sequential | None:
+    return module.layer() if isinstance(module, MoEBlock) else None
 
 
 def _call_forward_hooks(gate: nn.Module, x: Tensor, output: tuple[Tensor, ...]) -> None:
