@@ -1,5 +1,6 @@
 """The public interface: a model is a sequence of operations, which the framework fuses and runs with fast kernels."""
 
+import fuser.own_packages  # noqa: F401 (first, so that nothing of another `ops` is imported)
 import ops
 import recipes
 from fuser import graph, schedule, testing
