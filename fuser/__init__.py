@@ -1,9 +1,11 @@
 """The public interface: a model is a sequence of operations, which the framework fuses and runs with fast kernels."""
 
+import fuser.own_packages  # noqa: F401 (first, so that nothing of another `ops` is imported)
 import ops
 import recipes
 from fuser import graph, schedule, testing
 from fuser.checkpoint import checkpoint
+from fuser.explain_model import explain
 from fuser.graph import GraphedCallable as GraphedCallable
 from fuser.graph import GraphedStep as GraphedStep
 from fuser.graph import make_graphed_callables as make_graphed_callables
@@ -43,6 +45,7 @@ __all__ = [
     "constant_weights",
     "count_casts",
     "dequantized_state_dict",
+    "explain",
     "graph",
     "load_tiles",
     "ops",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fuser.explain_quantized import explain_module, explain_quantized
 from fuser.layout import Container, Layout
@@ -61,6 +62,15 @@ def explain(
                 inner = explain(stage.runner.layout(), recipe, device, dtype, training, requires_grad)
                 lines += [f"  {line}" for line in inner.splitlines()[1:]]
     return "\n".join(lines)
+
+
+def device_and_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Those of its parameters, of which the widest decides: it is what a kernel may lack."""
+    parameters = list(module.parameters())
+    if not parameters:
+        return torch.device("cpu"), torch.get_default_dtype()
+    is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    return parameters[0].device, torch.float64 if is_double else parameters[0].dtype
 
 
 def _explain_pipeline(pipeline: Pipeline, request: PlanRequest, given: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fuser.sequentials import sequentials
 from ops.runner.operation import BasicOperation
 from ops.runner.quantizer_state import QuantizerState
 from recipes.recipe import Recipe
@@ -23,12 +24,14 @@ def prepare(model: nn.Module, recipe: Recipe | str) -> nn.Module:
 
     recipe: a Recipe or its name. An operation with its own recipe (`set_recipe`) is prepared for that one. Existing
     state is not changed. Under stateless recipes nothing is created. (`load_state_dict` does not need this: it creates
-    the state for the keys that it receives.)
+    the state for the keys that it receives.) It may be called again, before or after `fully_shard` and
+    `fuser.lora.add`. The experts and blocks of `fuser.hf` are prepared too; their state is in no state dict.
 
     Raises ValueError if `model` contains no operation; TypeError or ValueError if `recipe` is not a recipe.
     """
     chosen = as_recipe(recipe)
-    operations = [module for module in model.modules() if isinstance(module, BasicOperation)]
+    modules = (module for _, part in sequentials(model) for module in part.modules())
+    operations = [module for module in modules if isinstance(module, BasicOperation)]
     if not operations:
         raise ValueError(f"prepare got {type(model).__name__}, which contains no operation. Give the model.")
     first = next(model.parameters(), torch.empty(0))

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fuser.explain import explain
+from fuser.explain import device_and_dtype, explain
 from fuser.explain_quantized import check_quantized
 from fuser.layout import Container, Layout
 from fuser.plan import Fusion, FusionPlanner, fusions_version, registered_fusions
@@ -25,6 +25,7 @@ from ops.runner.tracing import (
     Seen,
     is_constant,
     is_counted,
+    parameters_of,
     refuse,
     run_stage,
     see,
@@ -180,16 +181,17 @@ class Sequential(Container):
             )
             if isinstance(x, Tensor) and not isinstance(x, QuantizedHandle):
                 fusions = registered_fusions()
-                stages = self._stages(*see(self, x, extras, outputs, buffers, self.path, self.retain_graph, fusions))
+                call = see(self, x, extras, outputs, buffers, self.path, self.retain_graph, fusions)
+                stages = self.traced_stages(*call)
             if not isinstance(stages, str):
                 return self._run_stages(stages, x, outputs, extras)
             refuse(stages)
         return self._run(x, outputs, buffers, extras)
 
     @is_constant
-    def _stages(self, *seen: Any) -> tuple[Any, ...] | str:
+    def traced_stages(self, *seen: Any) -> tuple[Any, ...] | str:
         """For each stage an operation of torch, or the path of a module with the extra inputs and outputs of its call;
-        else why there is none."""
+        else why there is none. seen: what `ops.runner.tracing.see` gave."""
         call = Seen(*seen)
         try:
             layout = self.layout()
@@ -214,7 +216,7 @@ class Sequential(Container):
     def _run_stages(self, stages: tuple[Any, ...], x: Tensor, outputs: Sequence[str], extras: dict[str, Any]) -> Any:
         for stage in stages:
             if isinstance(stage[0], str):
-                x, produced = run_stage(self, stage, x, extras)
+                x, produced = run_stage(stage, parameters_of(self, stage), x, extras)
             else:
                 path, needs, wanted = stage
                 module: Any = self
@@ -331,13 +333,8 @@ class Sequential(Container):
             grouped rows, split_sizes are taken to be those of x.
         """
         chosen = current_recipe() if recipe is None else as_recipe(recipe)
-        first = next(self.parameters(), None)
-        if device is None:
-            device = torch.device("cpu") if first is None else first.device
-        if dtype is None:
-            dtype = torch.get_default_dtype() if first is None else first.dtype
-            if any(parameter.dtype == torch.float64 for parameter in self.parameters()):
-                dtype = torch.float64
+        own_device, own_dtype = device_and_dtype(self)
+        device, dtype = device or own_device, dtype or own_dtype
         training = self.training if training is None else training
         given = {"x": at_container(x), "grad_output": at_container(grad_output)}
         check_quantized(given)

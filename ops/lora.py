@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -49,7 +49,8 @@ class LowRankAdapter(OperationWithWeights):
     (alpha / rank) is applied to x A^T and to dy B, each of which is rounded to that dtype, as is each product.
 
     While no weight requires grad, weights are taken to stand still: under a recipe they are quantized once, as in
-    `ops.products.constant_weights`, until merge, unmerge, load_state_dict, a move, or a change that torch counts.
+    `ops.products.constant_weights`, until merge, unmerge, load_state_dict, a move, or a change that torch counts. What
+    torch.compile made of it quantizes them in each forward.
 
     dropout: the probability with which an element of x is zero for the adapter, in training (`ops.Dropout`)
     merged: whether the weights hold the adapter's product, so that forward adds none
@@ -74,10 +75,6 @@ class LowRankAdapter(OperationWithWeights):
         bound = in_features**-0.5
         self.lora_A = Factor(nn.init.uniform_(make(*groups, rank, in_features), -bound, bound))
         self.lora_B = Factor(nn.init.zeros_(make(*groups, out_features, rank)))
-
-    def why_not_traced(self, path: str) -> str | None:
-        why = "its frozen weights stay quantized from step to step, which torch does not see. Merge and unload it."
-        return super().why_not_traced(path) or why
 
     @property
     def adapted_shape(self) -> tuple[int, ...]:
@@ -132,7 +129,7 @@ class LowRankAdapter(OperationWithWeights):
     @property
     def weights_scope(self) -> Any:
         opened = super().weights_scope
-        if opened is not None or self._trains_weights():
+        if opened is not None or self.is_stand_in or self._trains_weights():
             return opened
         if self._frozen is None:
             self._frozen = FrozenWeights()
@@ -155,7 +152,7 @@ class LowRankAdapter(OperationWithWeights):
     # Running
 
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        if self._frozen is not None and self._trains_weights():
+        if self._frozen is not None and not self.is_stand_in and self._trains_weights():
             self._frozen = None  # should they be frozen again, they are others
         y, _ = super().fuser_forward(ctx, x, extras)  # type: ignore[safe-super]
         ctx.adds_adapter = not self.merged
@@ -201,6 +198,18 @@ class LowRankAdapter(OperationWithWeights):
 
     def _dropped(self, x: Tensor, seed: Tensor | None) -> Tensor:
         return x if seed is None else elementwise(x, (dropout_step(self.dropout),), (seed,))
+
+    def flops(self, rows: int) -> int:
+        return super().flops(rows) + (0 if self.merged else self._flops_of_adapter(rows))
+
+    def wgrad_flops(self, rows: int, names: Collection[str]) -> int:
+        base = super().flops(rows) if any(name in names for name in self.weight_names) else 0
+        return base + (0 if self.merged else self._flops_of_adapter(rows, names))
+
+    def _flops_of_adapter(self, rows: int, names: Collection[str] = (A, B)) -> int:
+        """Of the products with these factors."""
+        *_, out_features, in_features = self.adapted_shape
+        return 2 * rows * self.rank * ((A in names) * in_features + (B in names) * out_features)
 
     def kernel(self, request: PlanRequest) -> str:
         state = "merged into the weights" if self.merged else f"rank {self.rank}, in high precision"

@@ -246,3 +246,22 @@ def test_experts_within_an_adapter_are_refused() -> None:
     blocks(replaced)[0].experts = Adapter(blocks(replaced)[0].experts)
     with pytest.raises(NotImplementedError, match=r"OlmoeSparseMoeBlock holds a Adapter"):
         replaced(ids())
+
+
+@pytest.mark.parametrize("way", ["experts", "blocks"])
+def test_prepare_and_explain_find_what_computes_for_a_model(way: str) -> None:
+    model, replaced = both("qwen3-moe")
+    if way == "experts":
+        fuser.hf.register()
+        model.set_experts_implementation("fuser:fp8_delayed")
+        layers = [fuser.hf.experts_layer(layer.mlp.experts, "fp8_delayed") for layer in model.model.layers]
+    else:
+        model = fuser.hf.replace_moe_blocks(replaced, "fp8_delayed")
+        layers = [block.layer() for block in blocks(model)]
+    fuser.prepare(model, "mxfp8")
+    made = [dict(layer.named_buffers()) for layer in layers]
+    assert all(any(name.endswith("input_scale") for name in buffers) for buffers in made)
+    step(model)
+    assert all(dict(layer.named_buffers())[n] is b for layer, m in zip(layers, made, strict=True) for n, b in m.items())
+    rows = fuser.explain(model).splitlines()[1:]
+    assert len(rows) == 2 and all("fp8_delayed" in row and "GroupedMLP" in row for row in rows)

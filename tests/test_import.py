@@ -36,6 +36,33 @@ def test_slow_modules_are_left_alone(code):
     assert run(f"{code}\nimport sys\nprint([name for name in {SLOW} if name in sys.modules])") == "[]\n"
 
 
+@pytest.mark.parametrize("other", ["ops.py", "ops/__init__.py", "recipes.py", "fused/__init__.py"])
+def test_a_package_of_the_same_name_is_named_by_one_sentence(other, tmp_path):
+    path = tmp_path / other
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    name = other.removesuffix(".py").removesuffix("/__init__")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import fuser
+except ImportError as error:
+    print(error)
+"""
+    wanted = ROOT / name / "__init__.py"
+    assert run(code) == (
+        f"fuser needs its own package {name!r}, {wanted}, but `import {name}` finds {path}: rename that one, or take "
+        "its folder from the beginning of sys.path.\n"
+    )
+
+
+@pytest.mark.rest
+def test_a_folder_without_modules_of_the_same_name_does_no_harm(tmp_path):
+    (tmp_path / "ops").mkdir()
+    assert run(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport fuser") == ""
+
+
 HIDDEN = """
 import sys
 sys.modules["transformers"] = None  # as if it were not installed

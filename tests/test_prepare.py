@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fuser import Sequential, autocast, ops, prepare
+from fuser import Sequential, autocast, lora, ops, prepare
 from recipes import DelayedScaling, Role
+from tests.ranks import on_ranks
 from tests.reference import assert_same_bits
 
 RECIPE = DelayedScaling(amax_history_len=3)
@@ -116,6 +119,62 @@ def test_roles_are_those_that_run():
     for operation in model:
         made = {role for role in Role if any(n.startswith(f"quantizer_{role.value}_") for n in operation._buffers)}
         assert made == set(operation.quantized_roles)
+
+
+def test_a_second_time_changes_nothing():
+    model = prepare(build(), RECIPE)
+    before = dict(model.named_buffers())
+    step(model)
+    after = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    prepare(model, RECIPE)
+    found = dict(model.named_buffers())
+    assert all(found[name] is buffer for name, buffer in before.items())
+    assert_same_bits(found, after)
+
+
+@pytest.mark.parametrize("prepared_first", [False, True])
+def test_adapters_keep_and_get_state(prepared_first):
+    model, plain = build(), build()
+    for each in (model, plain):
+        if each is model and prepared_first:
+            prepare(each, RECIPE)
+        torch.manual_seed(1)  # of A
+        lora.add(each, 2)
+    prepare(model, RECIPE)
+    assert_same_bits(step(plain), step(model))
+    assert forms(model) == forms(plain)
+
+
+def test_an_operation_outside_of_a_sequential_is_prepared():
+    model = torch.nn.ModuleDict({"first": torch.nn.Linear(16, 16), "second": ops.Linear(16, 16)})
+    assert set(forms(prepare(model, RECIPE))) == {
+        f"second.{name}" for name in forms(prepare(ops.Linear(16, 16), RECIPE))
+    }
+
+
+def state_of_a_sharded_model(rank, before):
+    model, plain = build(), build()
+    mesh = init_device_mesh("cpu", (2,))
+    if before:
+        prepare(model, RECIPE)
+    for operation in model:
+        if any(True for _ in operation.parameters()):
+            fully_shard(operation, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if not before:
+        prepare(model, RECIPE)
+    made = dict(model.named_buffers())
+    assert forms(model) == forms(prepare(plain, RECIPE))
+    prepare(model, RECIPE)
+    step(model)
+    found = dict(model.named_buffers())
+    assert found.keys() == made.keys() and all(found[name] is buffer for name, buffer in made.items())
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("before", [False, True])
+def test_sharded_models_are_prepared_before_and_behind(before, tmp_path):
+    on_ranks(state_of_a_sharded_model, before, folder=tmp_path)
 
 
 def test_what_is_no_model_is_refused():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ops
-from fuser import Sequential, autocast, constant_weights, lora, quantize, to_quantized
+from fuser import Sequential, autocast, constant_weights, quantize, to_quantized
 from recipes.registry import RECIPES
 from tests.pairwise import rest
 
@@ -278,11 +278,6 @@ def refusals() -> dict[str, tuple[Callable[[], Sequential], Callable[[Tensor, Se
     def apart() -> Sequential:
         return Sequential(ops.Router(H, E, topk=2), ops.Dispatch(E), nn.Tanh(), ops.Combine())
 
-    def adapted() -> Sequential:
-        layer = Sequential(ops.Linear(H, H))
-        lora.add(layer, 4)
-        return layer
-
     grouped = [ops.GroupedLinear(E, H, H)]
     return {
         "in place": (in_place, call, "Give in_place=False"),
@@ -290,7 +285,6 @@ def refusals() -> dict[str, tuple[Callable[[], Sequential], Callable[[Tensor, Se
         "delayed scaling inside": (lambda: Sequential(ops.Linear(H, H)), delayed_inside, "Open it around the call"),
         "a buffer": (lambda: Sequential(*grouped), into_buffer, "buffers= names memory of the caller's"),
         "the split path": (lambda: Sequential(*grouped, path="split"), with_sizes, "reads split sizes on the host"),
-        "an adapter": (adapted, call, "frozen weights stay quantized from step to step"),
         "missing": (lambda: Sequential(*grouped), call, "missing: 'split_sizes'"),
     }
 

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fuser.hf.experts import check_experts, experts_operations, tensors_of
-from fuser.hf.layers import held_layer
-from fuser.hf.routers import FORMS, BlockForm, form_of, make_router, set_expert_bias
+from fuser.hf.layers import held_layer, run_traced
+from fuser.hf.routers import FORMS, BlockForm, count_beside, form_of, make_router, router_tensors
 from fuser.sequential import Sequential
+from fuser.sequentials import add_finder
 from ops.router import Router
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation
-from ops.runner.tracing import NOT_TRACED
+from ops.runner.tracing import NOT_TRACED, is_constant
 from recipes.recipe import HighPrecision, Recipe
 from recipes.registry import as_recipe
 
@@ -42,6 +43,11 @@ class MoEBlock(nn.Module):
         self.jitter_noise = float(getattr(block, "jitter_noise", 0.0))
         self.recipe = recipe
         self.training = block.training
+        add_finder(_layer_of_block)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        add_finder(_layer_of_block)
 
     def layer(self) -> Sequential:
         """Router, Dispatch, GroupedLinear, an activation, GroupedLinear, Combine; for `layer().explain()`."""
@@ -59,13 +65,12 @@ class MoEBlock(nn.Module):
                 router.set_recipe(None if isinstance(self.recipe, HighPrecision) else HighPrecision())
             return [router, *operations]
 
-        layer = held_layer(self, (self.recipe, one_dtype), (*gate.parameters(), *tensors), make)
+        layer = held_layer(self, (self.recipe, one_dtype), (*router_tensors(gate).values(), *tensors), make)
         router = layer[0]
         assert isinstance(router, Router), "the layer begins with it"
-        set_expert_bias(router, gate)
+        count_beside(router, gate)
         return layer
 
-    @not_traced(NOT_TRACED)
     def forward(self, hidden_states: Tensor) -> Any:
         form = FORMS[self.kind]
         gate = self.get_submodule(form.router)
@@ -77,7 +82,12 @@ class MoEBlock(nn.Module):
         names: tuple[str, ...] = ("probs",) if form.returns_scores else ()
         if gate._forward_hooks:
             names = ("logits", "probs", "indices")
-        result = self.layer()(x, outputs=names)
+        result = None
+        if torch.compiler.is_compiling():
+            tensors = (*router_tensors(gate).values(), *tensors_of(self.experts))
+            result = run_traced(self, self._traced_stages, tensors, x, {}, names)
+        if result is None:
+            result = self._run(x, names)
         y, made = result if names else (result, {})
         if gate._forward_hooks:
             _call_forward_hooks(gate, x, tuple(made[name] for name in names))
@@ -85,6 +95,14 @@ class MoEBlock(nn.Module):
         if form.shared is not None:
             y = y + self.get_submodule(form.shared)(hidden_states)
         return (y, made["probs"]) if form.returns_scores else y
+
+    @is_constant
+    def _traced_stages(self, *seen: Any) -> tuple[Any, ...] | str:
+        return self.layer().traced_stages(*seen)
+
+    @not_traced(NOT_TRACED)
+    def _run(self, x: Tensor, outputs: tuple[str, ...]) -> Any:
+        return self.layer()(x, outputs=outputs)
 
     def _check_parts(self, gate: nn.Module) -> None:
         for module in (gate, self.experts):
@@ -155,6 +173,10 @@ def replace_moe_blocks(model: nn.Module, recipe: Recipe | str | None = None) -> 
             if module in made:
                 setattr(parent, name, made[module])
     return model
+
+
+def _layer_of_block(module: nn.Module) -> Sequential | None:
+    return module.layer() if isinstance(module, MoEBlock) else None
 
 
 def _call_forward_hooks(gate: nn.Module, x: Tensor, output: tuple[Tensor, ...]) -> None:

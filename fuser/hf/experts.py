@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fuser.hf.gate import scaled_activation
-from fuser.hf.layers import held_layer, hold
+from fuser.hf.layers import held_layer, hold, run_traced
 from fuser.hf.transposed import TransposedGroupedLinear
 from fuser.sequential import Sequential
 from ops.combine import Combine
@@ -16,7 +18,7 @@ from ops.dispatch import Dispatch
 from ops.grouped_linear import GroupedLinear
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation
-from ops.runner.tracing import NOT_TRACED
+from ops.runner.tracing import NOT_TRACED, is_constant
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
 
@@ -45,9 +47,8 @@ def experts_layer(experts: nn.Module, recipe: Recipe | str | None = None) -> Seq
     return held_layer(experts, chosen, tensors, make)
 
 
-@not_traced(NOT_TRACED)
 def experts_forward(
-    recipe: Recipe | str | None,
+    recipe: Recipe | None,
     experts: nn.Module,
     hidden_states: Tensor,
     top_k_index: Tensor,
@@ -59,8 +60,13 @@ def experts_forward(
 
     Raises as `experts_layer`, and as the operations do.
     """
-    layer = experts_layer(experts, recipe)
-    return layer(hidden_states, indices=top_k_index, probs=top_k_weights).to(hidden_states.dtype)
+    extras, y = {"indices": top_k_index, "probs": top_k_weights}, None
+    if torch.compiler.is_compiling():
+        stages_of = partial(_traced_stages, experts, recipe)
+        y = run_traced(experts, stages_of, tensors_of(experts), hidden_states, extras)
+    if y is None:
+        y = _run(experts, recipe, hidden_states, extras)
+    return y.to(hidden_states.dtype)
 
 
 def check_experts(experts: Any) -> None:
@@ -81,13 +87,13 @@ def check_experts(experts: Any) -> None:
 
 
 def tensors_of(experts: Any) -> tuple[Tensor, ...]:
-    """The two weights, and the two biases if there are some.
+    """The two weights, each followed by its bias if it has one: the parameters of `experts_operations`, in order.
 
     Each attribute is read once: a parametrization computes its tensor anew at each access.
     """
     first = "gate_up_proj" if experts.has_gate else "up_proj"
-    names = [first, "down_proj"] + ([f"{first}_bias", "down_proj_bias"] if experts.has_bias else [])
-    return tuple(getattr(experts, name) for name in names)
+    kinds = ("", "_bias") if experts.has_bias else ("",)
+    return tuple([getattr(experts, name + kind) for name in (first, "down_proj") for kind in kinds])
 
 
 def experts_operations(experts: Any, tensors: tuple[Tensor, ...]) -> tuple[BasicOperation, ...]:
@@ -95,7 +101,8 @@ def experts_operations(experts: Any, tensors: tuple[Tensor, ...]) -> tuple[Basic
     bias = bool(experts.has_bias)
     kind = TransposedGroupedLinear if experts.is_transposed else GroupedLinear
     linears: list[GroupedLinear] = []
-    for weight, *biases in zip(tensors[:2], *([tensors[2:]] if bias else []), strict=True):
+    step = 1 + bias
+    for weight, *biases in (tensors[:step], tensors[step:]):
         num_experts, *features = weight.shape
         inputs, outputs = features if experts.is_transposed else features[::-1]
         linear = kind(num_experts, inputs, outputs, bias=bias, scale_bias=bias and bool(linears), device="meta")
@@ -103,3 +110,13 @@ def experts_operations(experts: Any, tensors: tuple[Tensor, ...]) -> tuple[Basic
         linears.append(linear)
     fc1, fc2 = linears
     return Dispatch(fc1.num_groups, empty_slots=True), fc1, scaled_activation(experts), fc2, Combine()
+
+
+@is_constant
+def _traced_stages(experts: nn.Module, recipe: Recipe | None, *seen: Any) -> tuple[Any, ...] | str:
+    return experts_layer(experts, recipe).traced_stages(*seen)
+
+
+@not_traced(NOT_TRACED)
+def _run(experts: nn.Module, recipe: Recipe | None, x: Tensor, extras: dict[str, Tensor]) -> Tensor:
+    return experts_layer(experts, recipe)(x, **extras)

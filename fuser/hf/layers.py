@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from fuser.plan import registered_fusions
 from fuser.sequential import Sequential
 from ops.runner.operation import BasicOperation
+from ops.runner.run import Pipeline
+from ops.runner.tracing import refuse, run_stage, see
 
 
 class _Layer(NamedTuple):
-    """tensors: the parameters of the module that the layer computes with."""
+    """tensors: the parameters of the module that the layer computes with.
+
+    plans: those that torch.compile holds of operations that others have replaced
+    """
 
     tensors: tuple[Tensor, ...]
     layer: Sequential
+    plans: tuple[Any, ...] = ()
 
 
 # Outside of the modules, so that their state dict, their copies and what is saved of them stay as they are.
@@ -33,18 +40,19 @@ def held_layer(
 
     Backward needs the very tensors that its forward read, so other tensors (of an adapter, of `functional_call`, loaded
     with assign=True) have other operations, which `make` makes. They take the places of those before in the same
-    Sequential, which records under which recipe a checkpoint recomputes, and take over their buffers: the amaxes
-    of delayed scaling.
+    Sequential, which records under which recipe a checkpoint recomputes, and share their buffers: the amaxes
+    of delayed scaling. What torch.compile made of those before is kept, for it takes the tensors of each call.
     """
     layers = _layers.setdefault(module, {})
     held = layers.get(settings)
     if held is None:
         held = layers[settings] = _Layer(tensors, Sequential(*make()))
     elif any(mine is not theirs for mine, theirs in zip(held.tensors, tensors, strict=True)):
+        plans = (*held.plans, *_kept_plans(held.layer))
         for index, (new, old) in enumerate(zip(make(), held.layer, strict=True)):
-            new._buffers.update(old._buffers)
+            new._buffers = old._buffers
             held.layer[index] = new.train(module.training)
-        held = layers[settings] = _Layer(tensors, held.layer)
+        held = layers[settings] = _Layer(tensors, held.layer, plans)
     if held.layer.training != module.training:
         held.layer.train(module.training)
     return held.layer
@@ -56,3 +64,37 @@ def hold(operation: BasicOperation, tensors: Mapping[str, Tensor]) -> None:
     Not by assignment, which takes Parameters only: adapters and `functional_call` give computed tensors.
     """
     operation._parameters.update(tensors)  # type: ignore[arg-type]
+
+
+def run_traced(
+    module: nn.Module,
+    stages_of: Callable[..., tuple[Any, ...] | str],
+    tensors: Sequence[Tensor],
+    x: Tensor,
+    extras: Mapping[str, Any],
+    outputs: Sequence[str] = (),
+) -> Any:
+    """What the layer of `module` returns, as operations of torch over `tensors`; None after a break of the graph.
+
+    stages_of: from what is seen of a call, the `Sequential.traced_stages` of the layer; torch takes it for constant
+    tensors: the parameters of its operations, in their order
+    """
+    stages = stages_of(*see(module, x, extras, outputs, None, None, False, registered_fusions()))
+    if isinstance(stages, str):
+        refuse(stages)
+        return None
+    at = 0
+    for stage in stages:
+        end = at + len(stage[2])
+        x, produced = run_stage(stage, tensors[at:end], x, extras)
+        extras, at = {**extras, **produced}, end
+    return (x, {name: extras[name] for name in outputs}) if outputs else x
+
+
+def _kept_plans(layer: Sequential) -> Iterator[Any]:
+    """Those that torch.compile holds of its operations, made to outlive these."""
+    for stage in layer.layout().stages:
+        if isinstance(stage.runner, Pipeline):
+            for plan in stage.runner.traced.values():
+                plan.keep()
+                yield plan

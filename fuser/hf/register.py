@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from fuser.hf.experts import experts_forward
+from torch import nn
+
+from fuser.hf.experts import experts_forward, experts_layer
 from fuser.hf.library import ALL_EXPERTS_FUNCTIONS
+from fuser.sequential import Sequential
+from fuser.sequentials import add_finder
 from recipes.recipe import Recipe
 from recipes.registry import RECIPES, as_recipe
 
@@ -27,4 +31,16 @@ def register(**recipes: Recipe | str) -> tuple[str, ...]:
     chosen = {f"fuser:{name}": as_recipe(recipe, name) for name, recipe in {**built_in, **recipes}.items()}
     for name, recipe in {"fuser": None, **chosen}.items():
         ALL_EXPERTS_FUNCTIONS.register(name, partial(experts_forward, recipe))
+    add_finder(_layer_of_experts)
     return "fuser", *chosen
+
+
+def _layer_of_experts(module: nn.Module) -> Sequential | None:
+    """The layer of an experts module whose implementation is one of these."""
+    if not hasattr(module, "is_transposed"):
+        return None
+    name = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    function = ALL_EXPERTS_FUNCTIONS.get(name)
+    if not isinstance(function, partial) or function.func is not experts_forward:
+        return None
+    return experts_layer(module, *function.args)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from fuser.hf.layers import hold
 from ops.router import Router
@@ -27,25 +27,33 @@ class BlockForm(NamedTuple):
     settings: Callable[[Any], dict[str, Any]]
 
 
+def router_tensors(gate: Any) -> dict[str, Tensor]:
+    """What the Router of `gate` computes with: its `weight` [E, H], `bias` [E], and `expert_bias` [E], in float32."""
+    tensors = dict(gate.named_parameters())
+    if hasattr(gate, "e_score_correction_bias"):
+        tensors["expert_bias"] = gate.e_score_correction_bias.float()
+    return tensors
+
+
 def make_router(form: BlockForm, gate: Any) -> Router:
-    """The Router with the settings of `gate`, over its own `weight` [E, H] and, if it has one, `bias` [E]."""
+    """The Router with the settings of `gate`, over its own tensors."""
     num_experts, hidden_size = gate.weight.shape
     router = Router(hidden_size, num_experts, gate.top_k, device="meta", **form.settings(gate))
-    hold(router, dict(gate.named_parameters()))
+    tensors = router_tensors(gate)
+    if "expert_bias" in tensors:
+        # A parameter is read at each call; a state of what is compiled would be that of the time when it was.
+        del router._buffers["expert_bias"]
+    hold(router, tensors)
     if router.tokens_since_update is not None:
         router.tokens_since_update = router.tokens_since_update.new_zeros(num_experts, device=gate.weight.device)
     return router
 
 
-def set_expert_bias(router: Router, gate: Any) -> None:
-    """Choose by the `e_score_correction_bias` that the gate holds now, in float32, and count where it is."""
-    if router.expert_bias is None or router.tokens_since_update is None:
-        return
-    bias = gate.e_score_correction_bias
-    if router.expert_bias is not bias:
-        router.expert_bias = bias.float()
-    if router.tokens_since_update.device != bias.device:
-        router.tokens_since_update = router.tokens_since_update.to(bias.device)
+def count_beside(router: Router, gate: Any) -> None:
+    """Count tokens where the gate is now."""
+    counts = router.tokens_since_update
+    if counts is not None and counts.device != gate.weight.device:
+        router.tokens_since_update = counts.to(gate.weight.device)
 
 
 def form_of(block: nn.Module) -> BlockForm | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -21,6 +21,7 @@ from ops.runner.tracing import (
     Seen,
     TracedStage,
     is_constant,
+    parameters_of,
     refuse,
     run_stage,
     see,
@@ -84,6 +85,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     why_unfused: why no fusion covers this very operation, although its class matches, as a sentence, or None.
     divides_output: the `ops.kernels.collectives.RankGroup` among whose ranks the features of y are divided, or None.
     settings: how often such an attribute was assigned, a recipe or a name of an extra tensor set.
+    is_stand_in: whether it stands for another operation in `ops.runner.traced_plan`, with the tensors of one call.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
     """
@@ -101,6 +103,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     why_unfused: str | None = None
     divides_output: Any = None
     settings: int = 0
+    is_stand_in: bool = False
     _captured_weights: Any = None
     _weights_scope: Any = None
     _recipe: Recipe | None = None
@@ -143,8 +146,12 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
 
     def flops(self, rows: int) -> int:
         """Floating-point operations of its product of so many rows with its weights, for torch's flop counter: two for
-        each multiplication and addition. Each gradient, of the rows and of the weights, takes as many."""
+        each multiplication and addition. The gradient of the rows takes as many."""
         return 0
+
+    def wgrad_flops(self, rows: int, names: Collection[str]) -> int:
+        """Those of the gradients of the parameters `names`."""
+        return self.flops(rows) if any(name.startswith("weight") for name in names) else 0
 
     def why_not_traced(self, path: str) -> str | None:
         """Why torch.compile and torch.export cannot make an operation of torch of what it does, as a sentence, or None.
@@ -242,7 +249,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
             if isinstance(stage, str):
                 refuse(stage)
             else:
-                y, produced = run_stage(self, stage, x, extras)
+                y, produced = run_stage(stage, parameters_of(self, stage), x, extras)
                 return (y, produced) if outputs else y
         return self._run(x, outputs, buffers, path, retain_graph, extras)
 
@@ -296,9 +303,14 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         return state
 
     @property
-    def weights_scope(self) -> Any:
-        """The open `ops.products.constant_weights` that it is in, or None."""
+    def opened_scope(self) -> Any:
+        """The `ops.products.constant_weights` that the caller has opened around it, or None."""
         return None if self._weights_scope is None else self._weights_scope()
+
+    @property
+    def weights_scope(self) -> Any:
+        """What keeps its quantized weights from forward to forward, or None."""
+        return self.opened_scope
 
     def set_weights_scope(self, scope: Any) -> None:
         """Of what `constant_weights` opens or ends."""

@@ -30,6 +30,7 @@ from ops.runner.in_place import check_writable, memory_of
 from ops.runner.input import as_input, check_numbers
 from ops.runner.nested_backward import note_forward, unwanted_parameters
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
+from ops.runner.recent import Recent
 from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
 from recipes.pending import PendingUpdates
@@ -89,6 +90,7 @@ class Pipeline:
         self.programs: dict[Any, Program] = {}
         self.first_forwards = first_forwards or FirstForwards()
         self.traced: dict[Any, Any] = {}  # of `ops.runner.tracing`, by what they hold for
+        self.recently_traced = Recent(MOST_PROGRAMS)
         self.traced_recipes: set[Recipe] = set()  # under which what was traced has run
         # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
         self._members = [(weakref.ref(o), o._parameters, o._modules) for o in self.operations]

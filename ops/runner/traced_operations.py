@@ -42,6 +42,7 @@ def register(name: str, plan: TracedPlan, *, outlives_model: bool) -> None:
         _operators[name] = _define(name)
     _plans[plan.key] = plan
     if outlives_model:
+        plan.keep()
         _exported.add(plan)
 
 

@@ -22,7 +22,7 @@ import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +148,9 @@ class Run:
 class TracedPlan:
     """The two functions of one pipeline on some terms. key: what stands for the plan in a graph, in this process alone.
 
-    Threads take turns with a plan: while it runs, its stand-ins hold the tensors of one call.
+    Threads take turns with a plan: while it runs, its stand-ins hold the tensors of one call. A graph may name it as
+    long as the pipeline lives; what it runs with is made when it is used, and given up when as many others of the
+    pipeline have been used since as an eager one keeps (`MOST_PROGRAMS`).
     """
 
     def __init__(self, pipeline: Pipeline, terms: Terms) -> None:
@@ -157,6 +159,7 @@ class TracedPlan:
         self.num_parameters = len(pipeline.parameters().present)
         self._live = [weakref.ref(operation) for operation in pipeline.operations]
         self._hooked = [_is_hooked(operation) for operation in pipeline.operations]
+        self._settings = [operation.settings for operation in pipeline.operations]
         self._recipes = pipeline.traced_recipes
         self._slots = [
             (at, path, name)
@@ -165,10 +168,15 @@ class TracedPlan:
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        self._operations = [_stand_in(operation, shares_state=True) for operation in pipeline.operations]
-        self._pipeline = _pipeline_of(self._operations, pipeline, terms.recipe)
+        self._pipeline_of = partial(
+            Pipeline, planner=pipeline.planner, path=pipeline.path, labels=pipeline.labels, recipe=terms.recipe
+        )
+        self._recent = pipeline.recently_traced
+        self._pipeline: Pipeline | None = None
+        self._operations: list[Any] = []
         self._runs: dict[str, Run] = {}
         self._lock = threading.RLock()
+        self._stays = False
 
     @property
     def num_results(self) -> int:
@@ -194,13 +202,37 @@ class TracedPlan:
 
         Raises what the operations raise, and RuntimeError where the call is not one that it was traced for.
         """
+        self._recent.use(self)
         run = self.run(needs)
         tensors = self.laid_out(tensors)
-        if is_abstract(tensors[0]):
-            operations = [_stand_in(operation, shares_state=False) for operation in self._operations]
-            return self._forward(run, tensors, operations, _pipeline_of(operations, self._pipeline, self.terms.recipe))
         with self._lock:
-            return self._forward(run, tensors, self._operations, self._pipeline)
+            pipeline = self._made()
+            if not is_abstract(tensors[0]):
+                return self._forward(run, tensors, self._operations, pipeline)
+            operations = [_stand_in(operation, shares_state=False) for operation in self._operations]
+        return self._forward(run, tensors, operations, self._pipeline_of(operations))
+
+    def keep(self) -> None:
+        """Make what it runs with, and never give it up: it will outlive the operations."""
+        with self._lock:
+            self._made()
+            self._stays = True
+
+    def release(self) -> None:
+        """Give up what it runs with until it is used again."""
+        with self._lock:
+            if not self._stays:
+                self._pipeline, self._operations, self._runs = None, [], {}
+
+    def _made(self) -> Pipeline:
+        """The pipeline of the stand-ins."""
+        if self._pipeline is None:
+            live = [reference() for reference in self._live]
+            if any(operation is None for operation in live):
+                raise RuntimeError(f"The operations of {self.key} are gone. Keep the model, and compile it again.")
+            self._operations = [_stand_in(operation, shares_state=True) for operation in live]
+            self._pipeline = self._pipeline_of(self._operations)
+        return self._pipeline
 
     def _forward(
         self, run: Run, tensors: Sequence[Tensor], operations: Sequence[nn.Module], pipeline: Pipeline
@@ -244,6 +276,8 @@ class TracedPlan:
         sizes: those of the forward
         """
         run = self.run(needs)
+        if run.sources is None:
+            raise self._nothing_left(sizes)
         at = dict(zip(run.saved, saved, strict=True))
         parameters = [at[1 + index] for index in range(self.num_parameters)]
         device = next(tensor.device for tensor in (*gradients, *saved) if tensor is not None)
@@ -251,18 +285,15 @@ class TracedPlan:
         if any(is_abstract(tensor) for tensor in saved) or any(d is not None and is_abstract(d) for d in gradients):
             return [_empty(shape) for shape, want in zip(shapes, run.wanted, strict=True) if want]
         left = run.left.get(tuple(sizes))
-        if left is None or run.sources is None:
-            raise RuntimeError(
-                f"No forward of {self.key} has run with the sizes {list(sizes)}, so there is nothing to differentiate. "
-                "Run forward and backward in one process, backward after its forward."
-            )
+        if left is None:
+            raise self._nothing_left(sizes)
         activations = {0, *range(1 + self.num_parameters, len(run.wanted))}
         at = {p: tensor.contiguous() if p in activations else tensor for p, tensor in at.items()}
         kept = [None if p is None else _restored(at[p], v) for p, v in zip(run.sources, left.views, strict=True)]
         terms = self.terms
         with self._lock, torch.no_grad(), without_autocast(device), self._holding(self._operations, parameters):
             record = Record(
-                left.program, self._operations, self._pipeline.labels, left.states, parameters,
+                left.program, self._operations, self._made().labels, left.states, parameters,
                 [state_of(parameter) for parameter in parameters], terms.inputs, terms.outputs, left.entries, None, (),
             )  # fmt: skip
             dy, *d_outputs = gradients
@@ -275,6 +306,13 @@ class TracedPlan:
                 made.append(_in_own_memory(gradient, (*others, *made)))
         return made
 
+    def _nothing_left(self, sizes: Sequence[int]) -> RuntimeError:
+        return RuntimeError(
+            f"No forward of {self.key} has run with the sizes {list(sizes)}, or {self._recent.most} other plans since, "
+            "so there is nothing to differentiate. Run forward and backward in one process, backward soon after its "
+            "forward."
+        )
+
     def _check_call(self, program: Program, run: Run) -> None:
         """Raise RuntimeError for a call whose result would not be that of an eager call."""
         again, recipe = within_backward(), self.terms.recipe
@@ -285,7 +323,13 @@ class TracedPlan:
                     f"Hooks of {type(operation).__name__} were registered or removed after the model was compiled, "
                     "which torch.compile does not see. Call torch.compiler.reset()."
                 )
-        if any(operation is not None and operation.weights_scope is not None for operation, _ in operations):
+        for (operation, _), settings in zip(operations, self._settings, strict=True):
+            if operation is not None and operation.settings != settings:
+                raise RuntimeError(
+                    f"{type(operation).__name__} was changed after the model was compiled, which torch.compile does "
+                    "not see of operations that no module holds. Call torch.compiler.reset()."
+                )
+        if any(operation is not None and operation.opened_scope is not None for operation, _ in operations):
             raise RuntimeError(
                 "constant_weights is open around a compiled model, which quantizes its weights in each forward. Leave "
                 "the scope before the call, or run the model without torch.compile."
@@ -339,7 +383,7 @@ def _flops(program: Program, operations: Sequence[Any], rows: Sequence[int]) -> 
             flops = operations[index].flops(count)
             needs = program.contexts[index]["needs"]
             forward += flops
-            backward += flops * (needs.input + any(name.startswith("weight") for name in needs.params))
+            backward += flops * needs.input + operations[index].wgrad_flops(count, needs.params)
     return forward, backward
 
 
@@ -363,13 +407,14 @@ def _stand_in(module: Any, *, shares_state: bool) -> Any:
         name: child if child is None else _stand_in(child, shares_state=shares_state)
         for name, child in module._modules.items()
     }
-    made_anew: dict[str, Any] = {"_pipelines": {}, "_weights_scope": None, "_captured_weights": None}
+    made_anew: dict[str, Any] = {
+        "_pipelines": {},
+        "_weights_scope": None,
+        "_captured_weights": None,
+        "is_stand_in": True,
+    }
     own.__dict__.update(_parameters=dict.fromkeys(module._parameters), _buffers=buffers, _modules=children, **made_anew)
     return own
-
-
-def _pipeline_of(operations: Sequence[nn.Module], like: Pipeline, recipe: Recipe) -> Pipeline:
-    return Pipeline(operations, planner=like.planner, path=like.path, labels=like.labels, recipe=recipe)
 
 
 def _empty_like(state: Tensor) -> Tensor:

@@ -108,19 +108,24 @@ def refuse(why: str) -> None:
         raise NotImplementedError(why)
 
 
-def run_stage(
-    module: nn.Module, stage: TracedStage, x: Tensor, extras: Mapping[str, Any]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """y and the extra outputs by name. module: where the paths of parameters begin."""
-    name, key, parameters, inputs, outputs = stage
-    others = []
-    for path, parameter in parameters:
+def parameters_of(module: nn.Module, stage: TracedStage) -> list[Tensor]:
+    """The parameters of the stage. module: where their paths begin."""
+    found = []
+    for path, parameter in stage[2]:
         owner: Any = module
         for child in path:
             owner = owner._modules[child]
-        others.append(owner._parameters[parameter])
-    others += [extras[n] if isinstance(extras[n], Tensor) else torch.tensor(extras[n]) for n in inputs]
-    y, *made = getattr(torch.ops.fuser, name).default(x, others, key)
+        found.append(owner._parameters[parameter])
+    return found
+
+
+def run_stage(
+    stage: TracedStage, parameters: Sequence[Tensor], x: Tensor, extras: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """y and the extra outputs by name."""
+    name, key, _, inputs, outputs = stage
+    given = [extras[n] if isinstance(extras[n], Tensor) else torch.tensor(extras[n]) for n in inputs]
+    y, *made = getattr(torch.ops.fuser, name).default(x, [*parameters, *given], key)
     return y, dict(zip(outputs, made, strict=True))
 
 
