@@ -5,15 +5,18 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ops.runner.context import IndexTensor, OperationContext
 from ops.runner.input import check_real
 from ops.runner.named_extras import NamedExtras
 from ops.runner.not_traced import not_traced
+from ops.runner.parameters import is_set_by_hook, parameter_names, without_parametrizations
 from ops.runner.quantizer_state import apply_to_state, prepare_loading
 from ops.runner.run import Pipeline
 from ops.runner.tracing import (
@@ -102,6 +105,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     divides_output: Any = None
     settings: int = 0
     _captured_weights: Any = None
+    _former_parameters: Any = None
     _weights_scope: Any = None
     _recipe: Recipe | None = None
     _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
@@ -207,18 +211,23 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         return self
 
     def parameter_names(self) -> tuple[str, ...]:
-        """The names of its parameters, those of submodules dotted."""
-        if "parametrizations" in self._modules:
-            raise NotImplementedError(
-                f"{type(self).__name__} has parametrized weights (torch.nn.utils.parametrize), which a pipeline cannot "
-                "read at backward time. Remove them with torch.nn.utils.parametrize.remove_parametrizations."
-            )
-        return tuple(
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in self.named_modules(remove_duplicate=False)
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        )
+        """The names of its parameters, those of submodules dotted; see `ops.runner.parameters`."""
+        return tuple(parameter_names(self))
+
+    def check_computed(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise RuntimeError if a gradient of one of these, which are no registered parameters, has nowhere to go."""
+
+    def has_held(self, parameter: Tensor) -> bool:
+        """Whether it was a parameter of this operation, and another one has taken its place since."""
+        return self._former_parameters is not None and parameter in self._former_parameters
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        before = self._parameters.get(name)
+        super().register_parameter(name, param)
+        if before is not None and before is not param:
+            if self._former_parameters is None:
+                self._former_parameters = WeakTensorKeyDictionary()
+            self._former_parameters[before] = None
 
     def forward(
         self,
@@ -293,7 +302,16 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         state.pop("_pipelines", None)
         state.pop("_weights_scope", None)
         state.pop("_captured_weights", None)
+        state.pop("_former_parameters", None)
         return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # By the state of its own class: that which torch makes of a parametrized one has none.
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        kind: Any = without_parametrizations(self)[0]
+        copied.__setstate__(deepcopy(kind.__getstate__(self), memo))
+        return copied
 
     @property
     def weights_scope(self) -> Any:
@@ -314,7 +332,9 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         # Because there is this method, FSDP2 sets the weights that it has gathered by it, and not behind our back.
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
-        if name[0] != "_" and name != "training" and self.__dict__.get(name) is not before:
+        if name[0] == "_" or name == "training" or self.__dict__.get(name) is before:
+            return
+        if not (isinstance(value, Tensor) and is_set_by_hook(self, name)):
             self.__dict__["settings"] = self.settings + 1
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

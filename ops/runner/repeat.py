@@ -87,6 +87,7 @@ def left_by(context: OperationContext, kept: list[Tensor | None]) -> OperationSt
     saved = flatten(values.pop("saved", None), flat)
     weights = flatten(values.pop("quantized_weights", None), flat)
     kept += flat
+    values.pop("computed", None)
     del values["updates"]
     return OperationState(values, saved, weights, len(flat))
 

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import _FlopCounterMode
 
 from ops.runner.context import IndexTensor
 from ops.runner.nested_backward import within_backward
+from ops.runner.parameters import parameter_dtype
 from ops.runner.program import Plan
 from ops.runner.run import Pipeline, dtype_of_autocast
 from ops.runner.traced_operations import register
@@ -118,7 +119,7 @@ def run_stage(
         owner: Any = module
         for child in path:
             owner = owner._modules[child]
-        others.append(owner._parameters[parameter])
+        others.append(owner._parameters[parameter] if parameter in owner._parameters else getattr(owner, parameter))
     others += [extras[n] if isinstance(extras[n], Tensor) else torch.tensor(extras[n]) for n in inputs]
     y, *made = getattr(torch.ops.fuser, name).default(x, others, key)
     return y, dict(zip(outputs, made, strict=True))
@@ -146,19 +147,17 @@ def stage_of(
     plan = pipeline.traced.get(known)
     if plan is None:
         plan = pipeline.traced[known] = TracedPlan(pipeline, terms)
-    parameters = pipeline.parameters().present
-    dtype = parameters[0].dtype if parameters else dtype
+    named = [(operation, name) for operation in pipeline.operations for name in operation.parameter_names()]
+    dtype = parameter_dtype(*named[0]) if named else dtype
     request = PlanRequest(
         recipe, device, dtype, pipeline.all_needs(True), training, pipeline.path or recipe.path, fusions_version
     )
     name = _name(pipeline.operations, pipeline.planner(pipeline.operations, request))
     register(name, plan, outlives_model=exported)
     slots = tuple(
-        ((*path, *filter(None, prefix.split("."))), parameter)
+        ((*path, *inner), parameter)
         for path, operation in zip(paths, pipeline.operations, strict=True)
-        for prefix, module in operation.named_modules(remove_duplicate=False)
-        for parameter, value in module._parameters.items()
-        if value is not None
+        for *inner, parameter in (name.split(".") for name in operation.parameter_names())
     )
     return name, plan.key, slots, terms.inputs, outputs
 
