@@ -30,6 +30,7 @@ from ops.runner.tracing import (
     see,
     stage_of,
 )
+from ops.runner.transforms import is_transformed
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
@@ -174,7 +175,7 @@ class Sequential(Container):
         x may be quantized: a QuantizedTensor or GroupedTensor, or a QuantizedHandle of one, which carries gradients.
         Its codes are used where the first operation that multiplies needs just these; `explain(x=...)` shows it.
         """
-        if torch.compiler.is_compiling() or is_counted(self.first_forwards, self.training):
+        if torch.compiler.is_compiling() or is_counted(self.first_forwards, self.training) or is_transformed():
             stages: tuple[Any, ...] | str = (
                 "x is quantized, and torch does not trace its codes. Give x.dequantize(), or run this model eagerly."
             )

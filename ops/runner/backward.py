@@ -20,6 +20,11 @@ from recipes.pending import PendingUpdates
 from recipes.stack import Stack, reentered
 from recipes.tensors.quantized_handle import QuantizedHandle, at_container, with_dtype
 
+DOUBLE_BACKWARD = (
+    "Double backward (create_graph=True) through a pipeline is not supported: its backward is written by hand. Call "
+    "backward without create_graph, or express that part with plain torch functions."
+)
+
 
 class Record(NamedTuple):
     """What forward leaves for backward, but for the saved tensors.

@@ -29,6 +29,7 @@ from ops.runner.tracing import (
     see,
     stage_of,
 )
+from ops.runner.transforms import is_transformed
 from recipes.recipe import Recipe, Role
 from recipes.registry import as_recipe
 from recipes.request import PlanRequest
@@ -106,6 +107,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     settings: int = 0
     _captured_weights: Any = None
     _former_parameters: Any = None
+    _parameter_order: tuple[str, ...] = ()
     _weights_scope: Any = None
     _recipe: Recipe | None = None
     _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
@@ -223,7 +225,14 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         before = self._parameters.get(name)
+        is_back = name in self._parameter_order and name not in self._parameters
         super().register_parameter(name, param)
+        if name not in self._parameter_order:
+            self._parameter_order = (*self._parameter_order, name)
+        elif is_back:  # in its old place, by which plans know it
+            held = {name: self._parameters[name] for name in self._parameter_order if name in self._parameters}
+            self._parameters.clear()
+            self._parameters.update(held)
         if before is not None and before is not param:
             if self._former_parameters is None:
                 self._former_parameters = WeakTensorKeyDictionary()
@@ -246,7 +255,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         Raises TypeError for an x that is no tensor, of complex numbers, or of integers where the operation computes in
         floating point.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_transformed():
             stage = self._stage(*see(self, x, extras, outputs, buffers, path, retain_graph))
             if isinstance(stage, str):
                 refuse(stage)

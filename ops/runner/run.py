@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.runner.backward import Record, raise_located, run_backward, with_computed, without
+from ops.runner.backward import DOUBLE_BACKWARD, Record, raise_located, run_backward, with_computed, without
 from ops.runner.callers_buffers import (
     CallersBuffer,
     buffers_of,
@@ -514,10 +514,7 @@ class _RetainingFunction(torch.autograd.Function):
     @staticmethod
     def backward(fctx: Any, dy: Tensor | None, *d_returned: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "Double backward (create_graph=True) through a pipeline is not supported: its backward is written by "
-                "hand. Call backward without create_graph, or express that part with plain torch functions."
-            )
+            raise RuntimeError(DOUBLE_BACKWARD)
         record, saved = fctx.record, _take_saved(fctx)
         if record.program.computed:
             record = with_computed(record, saved)

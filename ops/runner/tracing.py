@@ -20,8 +20,9 @@ from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import parameter_dtype
 from ops.runner.program import Plan
 from ops.runner.run import Pipeline, dtype_of_autocast
-from ops.runner.traced_operations import register
+from ops.runner.traced_operations import call, register
 from ops.runner.traced_plan import Terms, TracedPlan
+from ops.runner.transforms import is_transformed
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Role
 from recipes.request import PlanRequest
@@ -102,10 +103,10 @@ def is_counted(first_forwards: FirstForwards, training: bool) -> bool:
 
 
 def refuse(why: str) -> None:
-    """Break the graph, with this reason; an error where it must be whole."""
+    """Break the graph, with this reason; an error where it must be whole, and within torch.func.grad."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(why)
-    elif torch.compiler.is_compiling():
+    elif torch.compiler.is_compiling() or is_transformed():
         raise NotImplementedError(why)
 
 
@@ -121,7 +122,7 @@ def run_stage(
             owner = owner._modules[child]
         others.append(owner._parameters[parameter] if parameter in owner._parameters else getattr(owner, parameter))
     others += [extras[n] if isinstance(extras[n], Tensor) else torch.tensor(extras[n]) for n in inputs]
-    y, *made = getattr(torch.ops.fuser, name).default(x, others, key)
+    y, *made = call(name, x, others, key)
     return y, dict(zip(outputs, made, strict=True))
 
 
