@@ -1,4 +1,4 @@
-"""Parameters that are no registered leaf: parametrized, pruned, swapped for a call, views of other parameters.
+"""Parameters that are no registered leaf: parametrized, pruned, views of other parameters.
 
 The reference is the same computation in modules of torch, under the same parametrization, in float64.
 """
@@ -6,7 +6,6 @@ The reference is the same computation in modules of torch, under the same parame
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,183 +13,30 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
-from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import fuser
+import fuser.graph
 from fuser import Sequential, autocast, ops
-
-F64 = torch.float64
-SIZES = [3, 0, 5, 2]
-G, K, N = len(SIZES), 16, 8
-
-
-class Bias(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(size, dtype=F64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.bias
-
-
-class Grouped(nn.Module):
-    """GroupedLinear by a loop over the groups."""
-
-    def __init__(self, k: int, n: int, *, bias: bool, stacked: bool = True) -> None:
-        super().__init__()
-        self.stacked, self.has_bias = stacked, bias
-        shapes = {"weight": (n, k), "bias": (n,)} if bias else {"weight": (n, k)}
-        for name, shape in shapes.items():
-            for suffix in [""] if stacked else range(G):
-                empty = torch.zeros(G, *shape, dtype=F64) if stacked else torch.zeros(shape, dtype=F64)
-                self.register_parameter(f"{name}{suffix}", nn.Parameter(empty))
-
-    def all(self, name: str) -> Any:
-        return getattr(self, name) if self.stacked else [getattr(self, f"{name}{group}") for group in range(G)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = [x_g @ w.t() for x_g, w in zip(x.split(SIZES), self.all("weight"), strict=True)]
-        if self.has_bias:
-            rows = [row + b for row, b in zip(rows, self.all("bias"), strict=True)]
-        return torch.cat(rows)
-
-
-class SwiGLU(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        gate, linear = x.chunk(2, -1)
-        return nn.functional.silu(gate) * linear
-
-
-Pair = tuple[Sequential, nn.Sequential, dict[str, Any]]
-
-
-def dense(fusions: Any = None) -> Pair:
-    ours = Sequential(
-        ops.LayerNorm(K, dtype=F64), ops.Linear(K, N, dtype=F64), ops.GELU(), ops.Bias(N, dtype=F64),
-        ops.Linear(N, K, bias=False, dtype=F64), ops.RMSNorm(K, dtype=F64), fusions=fusions,
-    )  # fmt: skip
-    theirs = nn.Sequential(
-        nn.LayerNorm(K, dtype=F64), nn.Linear(K, N, dtype=F64), nn.GELU("tanh"), Bias(N),
-        nn.Linear(N, K, bias=False, dtype=F64), nn.RMSNorm(K, 1e-5, dtype=F64),
-    )  # fmt: skip
-    return ours, theirs, {}
-
-
-def grouped(fusions: Any = None, *, stacked: bool = True) -> Pair:
-    make = partial(ops.GroupedLinear, G, stacked=stacked, dtype=F64)
-    ours = Sequential(make(K, 2 * N), ops.ScaledSwiGLU(), make(N, K, bias=False), fusions=fusions)
-    theirs = nn.Sequential(
-        Grouped(K, 2 * N, bias=True, stacked=stacked), SwiGLU(), Grouped(N, K, bias=False, stacked=stacked)
-    )
-    return ours, theirs, {"split_sizes": SIZES, "scales": torch.ones(sum(SIZES), dtype=F64)}
-
-
-MODELS: dict[str, Callable[[], Pair]] = {
-    "dense": dense,
-    "dense-unfused": lambda: dense(()),
-    "grouped": grouped,
-    "grouped-unfused": lambda: grouped(()),
-    "single-weights": lambda: grouped(stacked=False),
-}
-
-
-def paired(model: str) -> Pair:
-    torch.manual_seed(0)
-    ours, theirs, extras = MODELS[model]()
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.copy_(torch.randn_like(parameter) / 3)
-    theirs.load_state_dict(ours.state_dict())
-    return ours, theirs, extras
-
-
-def each_name(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    return [(child, name) for child in module for name, p in list(child._parameters.items()) if p is not None]  # type: ignore[attr-defined]
-
-
-class Moved(nn.Module):
-    """weight + delta."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.delta = nn.Parameter(torch.linspace(-1, 1, weight.numel(), dtype=weight.dtype).view(weight.shape))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.delta
-
-
-class Transposed(nn.Module):
-    """A transposed view of what is stored."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.mT
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        return weight.mT.contiguous()
-
-
-class Other(nn.Module):
-    """The transposed weight of another module, and none of its own."""
-
-    def __init__(self, tied: nn.Module) -> None:
-        super().__init__()
-        self.tied = [tied]
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return self.tied[0].weight.mT
-
-
-def moved(module: nn.Module) -> None:
-    for child, name in each_name(module):
-        parametrize.register_parametrization(child, name, Moved(getattr(child, name)))
-
-
-def of_matrices(apply: Callable[[nn.Module, str], Any]) -> Callable[[nn.Module], None]:
-    def everywhere(module: nn.Module) -> None:
-        for child, name in each_name(module):
-            if getattr(child, name).dim() > 1:
-                torch.manual_seed(1)
-                apply(child, name)
-
-    return everywhere
-
-
-def transposed(child: nn.Module, name: str) -> None:
-    if name.startswith("weight"):
-        parametrize.register_parametrization(child, name, Transposed())
-
-
-PARAMETRIZATIONS: dict[str, Callable[[nn.Module], None]] = {
-    "every-parameter-moved": moved,
-    "weight-norm": of_matrices(parametrizations.weight_norm),
-    "spectral-norm": of_matrices(parametrizations.spectral_norm),
-    "transposed": of_matrices(transposed),
-    "pruned": of_matrices(partial(prune.random_unstructured, amount=0.4)),
-    "old-spectral-norm": of_matrices(old_spectral_norm),
-}
-
-
-def example() -> Tensor:
-    torch.manual_seed(2)
-    return torch.randn(sum(SIZES), K, dtype=F64)
-
-
-def gradients(module: nn.Module, x: Tensor, **extras: Any) -> dict[str, Tensor | None]:
-    """y, and the gradients of x and of every parameter."""
-    module.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    y = module(x, **extras)
-    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    return {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in module.named_parameters()}
-
-
-def assert_close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+from tests.computed_cases import (
+    F64,
+    MODELS,
+    PARAMETRIZATIONS,
+    SIZES,
+    G,
+    K,
+    Moved,
+    N,
+    Other,
+    assert_close,
+    each_name,
+    example,
+    gradients,
+    moved,
+    paired,
+)
 
 
 @pytest.mark.parametrize("how", PARAMETRIZATIONS)
@@ -242,116 +88,6 @@ def test_tied_weights_sum_their_gradients() -> None:
     for module in (ours, theirs):
         module[2].weight = module[0].weight
     assert_close(gradients(ours, example()), gradients(theirs, example()))
-
-
-# torch.func.functional_call
-
-
-def called_with(module: nn.Module, kind: str, **extras: Any) -> dict[str, Tensor | None]:
-    """The gradients of tensors that take the place of the parameters for one call."""
-    torch.manual_seed(4)
-    leaves = {name: torch.randn_like(p).requires_grad_() for name, p in module.named_parameters()}
-    given = {
-        "leaves": leaves,
-        "computed": {name: leaf.sin() for name, leaf in leaves.items()},
-        "parameters": {name: nn.Parameter(leaf.detach()) for name, leaf in leaves.items()},
-    }[kind]
-    y = functional_call(module, given, (example(),), extras)
-    assert all(p.grad is None for p in module.parameters())
-    y.square().sum().backward()
-    assert all(p.grad is None for p in module.parameters())
-    return {"y": y.detach()} | {name: (given if kind == "parameters" else leaves)[name].grad for name in given}
-
-
-@pytest.mark.parametrize("kind", ["leaves", "computed", "parameters"])
-@pytest.mark.parametrize("model", MODELS)
-def test_tensors_given_for_one_call_get_the_gradients(model: str, kind: str) -> None:
-    ours, theirs, extras = paired(model)
-    assert_close(called_with(ours, kind, **extras), called_with(theirs, kind))
-
-
-def test_two_calls_before_one_backward_have_their_own_weights() -> None:
-    ours, theirs, _ = paired("dense")
-
-    def both(module: nn.Module) -> dict[str, Any]:
-        weights = [{n: (k + p.detach()).requires_grad_() for n, p in module.named_parameters()} for k in (1, 2)]
-        sum(functional_call(module, each, (example(),)).square().sum() for each in weights).backward()
-        return {f"{k}.{n}": w.grad for k, each in enumerate(weights) for n, w in each.items()}
-
-    assert_close(both(ours), both(theirs))
-
-
-def test_an_operation_alone_takes_other_weights() -> None:
-    ours, theirs = ops.Linear(K, N, dtype=F64), nn.Linear(K, N, dtype=F64)
-    assert_close(called_with(ours, "computed"), called_with(theirs, "computed"))
-
-
-def test_a_computed_weight_changed_before_backward_is_an_error() -> None:
-    operation = ops.Linear(K, N, dtype=F64)
-    weight = operation.weight.detach() * 2
-    x = example().requires_grad_()
-    y = functional_call(operation, {"weight": weight}, (x,))
-    weight.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-# torch.func.grad and vjp
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_torch_func_grad_is_that_of_torch(model: str) -> None:
-    ours, theirs, extras = paired(model)
-
-    def of(module: nn.Module, **extras: Any) -> dict[str, Tensor]:
-        def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-            return functional_call(module, parameters, (x,), extras).square().sum()
-
-        parameters = {name: p.detach() for name, p in module.named_parameters()}
-        d_parameters, dx = grad(loss, (0, 1))(parameters, example())
-        y, pull = vjp(lambda p: functional_call(module, p, (example(),), extras), parameters)
-        return {"x": dx, "y": y} | d_parameters | {f"vjp.{n}": g for n, g in pull(torch.ones_like(y))[0].items()}
-
-    assert_close(of(ours, **extras), of(theirs))
-
-
-def test_torch_func_grad_has_the_bits_of_backward_under_a_recipe() -> None:
-    model = Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32))
-    x = torch.randn(32, 32)
-    with autocast("mxfp8"):
-        found = grad(lambda p: functional_call(model, p, (x,)).square().sum())(dict(model.named_parameters()))
-        model(x).square().sum().backward()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(found[name], parameter.grad)  # type: ignore[arg-type]
-
-
-def jvp_along(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
-    return lambda x: jvp(function, (x,), (x,))
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # what torch.func.jvp imports
-def test_derivatives_that_would_be_wrong_are_refused() -> None:
-    model, x = Sequential(ops.Linear(K, K, dtype=F64), ops.GELU()), example()
-
-    def loss(x: Tensor) -> Tensor:
-        return model(x).square().sum()
-
-    with pytest.raises(
-        RuntimeError, match=r"Double backward \(create_graph=True\) through a pipeline is not supported"
-    ):
-        grad(lambda x: grad(loss)(x).sum())(x)
-    of_parameters = grad(lambda p: functional_call(model, p, (x,)).square().sum())(dict(model.named_parameters()))
-    with pytest.raises(RuntimeError, match="Double backward"):
-        of_parameters["0.weight"].sum().backward()
-    sentence = (
-        "have no rules for torch.func.vmap and jvp.*Give a batch as rows of x, and differentiate by torch.func.grad"
-    )
-    for transformed in (vmap(loss), vmap(grad(loss)), torch.func.jacrev(model), jvp_along(loss)):
-        with pytest.raises(NotImplementedError, match=sentence):
-            transformed(x[:, None])
-    main_grad = ops.Linear(K, K, accumulate_into_main_grad=True, dtype=F64)
-    with pytest.raises(NotImplementedError, match="weight gradients go to main_grad, or are delayed"):
-        grad(lambda x: main_grad(x).sum())(x)
 
 
 # Where weight gradients do not go to autograd
@@ -558,6 +294,8 @@ def test_explain_computes_no_weight() -> None:
     parametrize.register_parametrization(model[1], "weight", Counted())
     calls.clear()
     assert "GroupedMLP" in model.explain(recipe="mxfp8") and not calls
+    why = "not repeated: Its 'weight' is computed from other parameters in each forward. (operations 1-3)"
+    assert why in model.explain(device="cuda") and not calls
 
 
 def test_a_missing_parameter_is_named() -> None:
@@ -585,15 +323,75 @@ def test_computed_weights_are_traced_whole(model: str, how: str) -> None:
         assert_close(found, expected)
 
 
-def test_functional_call_is_traced_whole() -> None:
-    ours, _, extras = paired("grouped")
-    torch.manual_seed(7)
-    leaves = [{n: torch.randn_like(p).requires_grad_() for n, p in ours.named_parameters()} for _ in range(2)]
-    leaves[1] = {n: t.detach().clone().requires_grad_() for n, t in leaves[0].items()}
+# Only on the GPU
 
-    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(ours, parameters, (x,), extras).square().sum()
 
-    for function, each in zip((loss, torch.compile(loss, fullgraph=True, backend="aot_eager")), leaves, strict=True):
-        function(each, example()).backward()
-    assert_close(*({n: t.grad for n, t in each.items()} for each in leaves))
+def on_gpu() -> tuple[Sequential, dict[str, Any], Tensor]:
+    torch.manual_seed(8)
+    make = partial(ops.GroupedLinear, G, bias=False, device="cuda", dtype=torch.bfloat16)
+    norm = ops.RMSNorm(128, device="cuda", dtype=torch.bfloat16)
+    model = Sequential(norm, make(128, 256), ops.ScaledSwiGLU(), make(128, 128))
+    sizes = torch.tensor([128, 0, 256, 64], device="cuda")
+    x = torch.randn(512, 128, device="cuda", dtype=torch.bfloat16)
+    return model, {"split_sizes": sizes, "scales": torch.rand(512, device="cuda")}, x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8"])
+def test_on_a_gpu_computed_weights_have_the_bits_of_registered_ones(recipe: str) -> None:
+    found: dict[bool, list[Tensor]] = {}
+    for computed in (False, True):
+        model, extras, x = on_gpu()
+        for at in (1, 3) if computed else ():
+            parametrize.register_parametrization(model[at], "weight", Halves(), unsafe=True)
+        found[computed] = []
+        for _ in range(4):  # the registered ones are repeated by then
+            model.zero_grad()
+            x = x.detach().requires_grad_()
+            with autocast(recipe):
+                y = model(x, **extras)
+            y.square().mean().backward()
+            firsts = [p.grad for n, p in model.named_parameters() if not n.endswith("original1")]
+            found[computed] += [y.detach(), x.grad, *sorted(firsts, key=lambda g: g.shape)]
+    assert all(map(torch.equal, found[False], found[True]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+def test_on_a_gpu_each_call_has_its_own_weights_while_steps_are_repeated(recipe: str) -> None:
+    model, extras, x = on_gpu()
+    plain = copy.deepcopy(model)
+    for step in range(5):
+        leaves = {n: (p.detach() * (1 + step)).requires_grad_() for n, p in model.named_parameters()}
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                parameter.copy_(leaves[name])
+        plain.zero_grad()
+        with autocast(recipe):
+            y, expected = functional_call(model, leaves, (x,), extras), plain(x, **extras)
+        y.square().mean().backward()
+        expected.square().mean().backward()
+        assert torch.equal(y, expected)
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(leaves[name].grad, parameter.grad), name  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+def test_a_graph_computes_weights_at_each_replay(recipe: str) -> None:
+    model, extras, x = on_gpu()
+    parametrize.register_parametrization(model[1], "weight", Moved(model[1].weight))
+    graphed = fuser.graph.make_graphed_callables(model, (x.requires_grad_(),), sample_kwargs=extras, recipe=recipe)
+    for _ in range(2):
+        found = []
+        for call in (graphed, model):
+            model.zero_grad()
+            own = x.detach().requires_grad_()
+            with autocast(recipe):
+                y = call(own, **extras)
+            y.square().mean().backward()
+            found.append([y.detach(), own.grad, *[p.grad.clone() for p in model.parameters()]])
+        assert all(map(torch.equal, *found))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ops.products.paths import choose_path
 from ops.runner.context import OperationContext
-from ops.runner.parameters import computed_slots, is_computed
+from ops.runner.parameters import computed_slots
 from ops.runner.repeat import RepeatedStep, why_not_repeated
 from recipes.recipe import Role
 from recipes.request import Needs, PlanRequest
@@ -192,7 +192,5 @@ class Program:
             return None
         if why_not_repeated(step.operation, covered, self.request.recipe) is not None:
             return None
-        if any(is_computed(operation, name) for operation in covered for name in operation.parameter_names()):
-            return None  # what goes in is found by the tensors among the parameters
         dtypes = [self.contexts[index]["dtype"] for index in step.indices]
         return RepeatedStep(step.indices, self.request.recipe, torch.float32 in dtypes)
