@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fuser
 import fuser.graph
+import fuser.lora
 from fuser import Sequential, autocast, ops
 from tests.computed_cases import (
     F64,
@@ -280,6 +281,54 @@ def test_a_copy_of_a_parametrized_operation_trains_its_own_parameters() -> None:
     found = gradients(copied, example())
     assert_close(found, expected)
     assert all(p.grad is None for p in operation.parameters())
+
+
+def test_a_parametrization_may_change_the_dtype() -> None:
+    class InBfloat16(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.bfloat16()
+
+    def run(computed: bool) -> list[Any]:
+        torch.manual_seed(3)
+        make = partial(ops.GroupedLinear, G, bias=False, dtype=torch.bfloat16)
+        model = Sequential(make(32, 64), ops.ScaledSwiGLU(), make(32, 32))
+        if computed:  # a master weight in float32
+            model[0].float()
+            parametrize.register_parametrization(model[0], "weight", InBfloat16(), unsafe=True)
+        x = torch.linspace(-1, 1, sum(SIZES) * 32, dtype=torch.bfloat16).view(-1, 32)
+        y = model(x, split_sizes=SIZES, scales=torch.ones(sum(SIZES)))
+        y.sum().backward()
+        assert "GroupedMLP" in model.explain()
+        return [y, *[p.grad for p in model.parameters()]]
+
+    found, expected = run(True), run(False)
+    master = found[1] if found[1].dtype == torch.float32 else found[2]
+    assert master.dtype == torch.float32 and torch.equal(found[0], expected[0])
+    assert torch.equal(master.bfloat16(), expected[1])
+
+
+def test_factors_of_an_adapter_may_be_computed() -> None:
+    model = Sequential(ops.Linear(K, N, dtype=F64))
+    fuser.lora.add(model, rank=2)
+    torch.nn.init.normal_(model[0].lora_B.weight)
+    expected = gradients(model, example())
+    parametrize.register_parametrization(model[0].lora_A, "weight", Halves(), unsafe=True)
+    found = gradients(model, example())
+    assert torch.equal(found["y"], expected["y"])  # type: ignore[arg-type]
+    halves = [g for name, g in found.items() if "lora_A" in name]
+    assert len(halves) == 2 and all(torch.equal(g, expected["0.lora_A.weight"]) for g in halves)  # type: ignore[arg-type]
+
+
+def test_forwards_share_a_weight_that_torch_caches() -> None:
+    ours, theirs, _ = paired("dense")
+
+    def step(module: nn.Module) -> dict[str, Any]:
+        parametrizations.weight_norm(module[1])  # type: ignore[index]
+        with parametrize.cached():
+            (module(example()).sum() + module(2 * example()).square().sum()).backward()
+        return {name: p.grad for name, p in module.named_parameters()}
+
+    assert_close(step(ours), step(theirs))
 
 
 def test_explain_computes_no_weight() -> None:

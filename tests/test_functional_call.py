@@ -3,6 +3,7 @@
 The reference is the same computation in modules of torch, in float64.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -83,14 +84,33 @@ def test_torch_func_grad_is_that_of_torch(model: str) -> None:
     assert_close(of(ours, **extras), of(theirs))
 
 
-def test_torch_func_grad_has_the_bits_of_backward_under_a_recipe() -> None:
-    model = Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32))
-    x = torch.randn(32, 32)
-    with autocast("mxfp8"):
-        found = grad(lambda p: functional_call(model, p, (x,)).square().sum())(dict(model.named_parameters()))
-        model(x).square().sum().backward()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(found[name], parameter.grad)  # type: ignore[arg-type]
+RECIPES = ["fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise", "nvfp4"]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", *[pytest.param(r, marks=pytest.mark.rest) for r in RECIPES]])
+def test_torch_func_grad_has_the_bits_of_backward(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = Sequential(
+        ops.RMSNorm(32), ops.Router(32, 4, topk=2), ops.Dispatch(4), ops.GroupedLinear(4, 32, 64), ops.ScaledSwiGLU(),
+        ops.GroupedLinear(4, 32, 32), ops.Combine(),
+    )  # fmt: skip
+    x, names = torch.randn(32, 32), ("load_balancing_loss", "tokens_per_expert")
+
+    def loss(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        y, made = functional_call(model, parameters, (x,), {"outputs": names})
+        return y.square().sum() + made["load_balancing_loss"], made["tokens_per_expert"]
+
+    again = copy.deepcopy(model)
+    with autocast(recipe):
+        torch.manual_seed(1)
+        found, tokens = grad(loss, has_aux=True)(dict(model.named_parameters()))
+    with autocast(recipe):
+        torch.manual_seed(1)
+        y, made = again(x, outputs=names)
+    (y.square().sum() + made["load_balancing_loss"]).backward()
+    assert torch.equal(tokens, made["tokens_per_expert"])
+    for name, parameter in again.named_parameters():
+        assert torch.equal(found[name], parameter.grad), name  # type: ignore[arg-type]
 
 
 def jvp_along(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
