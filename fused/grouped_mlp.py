@@ -37,8 +37,9 @@ from ops.kernels.elementwise.activation import (
     dactivation,
 )
 from ops.products.paths import Path, choose_path, how_cast_as_computed
-from ops.runner.context import at_tensor, held_parameter
+from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
+from ops.runner.parameters import parameter_dtype
 from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.tensors.quantizer import Quantizer
@@ -78,7 +79,7 @@ class GroupedMLP(FusedOperation):
         assert isinstance(act, ActivationOperation), "the pattern says so"
         if fc1.num_groups != fc2.num_groups:
             return f"FC1 has {fc1.num_groups} groups, but FC2 has {fc2.num_groups}."
-        dtypes = [held_parameter(linear, linear.weight_names[0]).dtype for linear in (fc1, fc2)]
+        dtypes = [parameter_dtype(linear, linear.weight_names[0]) for linear in (fc1, fc2)]
         if dtypes[0] != dtypes[1]:
             return f"FC1's weights are {dtypes[0]}, but FC2's are {dtypes[1]}."
         if fc1.scale_bias:

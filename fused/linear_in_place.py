@@ -11,8 +11,8 @@ from ops.activations import ActivationOperation
 from ops.bias import Bias
 from ops.elementwise import ElementwiseOperation
 from ops.linear import Linear
-from ops.runner.context import held_parameter
 from ops.runner.operation import BasicOperation, OperationContext
+from ops.runner.parameters import parameter_dtype
 
 
 def why_not_bias(operations: Sequence[BasicOperation]) -> str | None:
@@ -21,7 +21,7 @@ def why_not_bias(operations: Sequence[BasicOperation]) -> str | None:
     if not isinstance(bias, Bias):
         return None
     assert isinstance(linear, Linear), "the pattern says so"
-    dtypes = held_parameter(linear, "weight").dtype, held_parameter(bias, "bias").dtype
+    dtypes = parameter_dtype(linear, "weight"), parameter_dtype(bias, "bias")
     if dtypes[0] != dtypes[1]:
         return f"Linear's weight is {dtypes[0]}, but Bias's vector is {dtypes[1]}."
     return None

@@ -2,20 +2,24 @@
 
 A module of torch may declare the names of extra tensors, as attributes `extra_inputs` and `extra_outputs`. It is called
 as `module(x, **extra inputs)`, and with `outputs=names` where some of its extra outputs are needed: then it returns
-(y, {name: tensor}). Wrappers (checkpoint_wrapper, torch.compile, FSDP1, an adapter of peft) take what they wrap takes.
-Of an operation they make what it makes; what a wrapped Sequential makes stays inside of it.
+(y, {name: tensor}). Wrappers (checkpoint_wrapper, torch.compile, FSDP1, an adapter of peft) take what they wrap takes,
+and make what it makes.
+
+A name stands for what the nearest module before makes by it, or for the caller's tensor. What a nested Sequential makes
+stays inside of it, but for the names in its `exports`. It is flattened where no name that it keeps is used outside too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fuser.plan import FusionPlanner
+from ops.runner.callers_buffers import place_of
 from ops.runner.named_extras import NamedExtras
-from ops.runner.operation import BasicOperation
+from ops.runner.operation import BasicOperation, check_extras
 from ops.runner.run import Buffers, Pipeline
 from ops.torch_function import check_names
 from recipes.first_forwards import FirstForwards
@@ -41,11 +45,28 @@ class Stage(NamedTuple):
     takes_tensors: bool = False  # extra inputs are handed to it as tensors, split sizes too
 
 
+class _Names(NamedTuple):
+    """The names of extra tensors that a module takes from its Sequential, makes for it, and makes for itself."""
+
+    asked: frozenset[str]
+    made: frozenset[str]
+    kept: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, asked: Names, made: Names) -> _Names:
+        return cls(frozenset(asked), frozenset(made))
+
+    @property
+    def all(self) -> frozenset[str]:
+        return self.asked | self.made | self.kept
+
+
 class Container(nn.Module):
     """The part of Sequential's interface that a Layout reads."""
 
     path: str | None
     retain_graph: bool
+    exports: Names = ()
     planner: FusionPlanner
     first_forwards: FirstForwards
 
@@ -64,8 +85,10 @@ class Container(nn.Module):
 class Layout:
     """The stages of a Sequential, and the names that pass between them.
 
-    Raises ValueError if two modules produce an extra output of the same name, if one consumes a name that only a
-    later one produces, or if the feature sizes of neighbours (`features`) do not match.
+    consumed: the names that the caller gives; produced: those that it may be given
+
+    Raises ValueError if a module consumes a name that only a later one produces, if nothing in the Sequential makes one
+    of its `exports`, or if the feature sizes of neighbours (`features`) do not match.
     """
 
     def __init__(self, sequential: Container) -> None:
@@ -82,18 +105,23 @@ class Layout:
         self._settings: list[tuple[BasicOperation, Mapping[str, str], Recipe | None]] = []
         self._names: list[tuple[NamedExtras, Mapping[str, str]]] = []  # of modules that are no operations
         self._declared: list[tuple[nn.Module, tuple[Names, Names]]] = []
+        self._hidden: set[str] = set()  # made by flattened Sequentials, which keep it
+        self._kept: dict[str, str] = {}  # the same of all nested ones: which of them makes it
+        self._makers: list[tuple[str, str]] = []  # name, and what makes it in words
         self.stages: list[Stage] = []
         self._run: list[tuple[int | None, str, BasicOperation]] = []
-        self._collect(sequential, "")
+        self._collect(sequential, "", frozenset())
         self._close_run()
-        self.produced = tuple(name for stage in self.stages for name in stage.makes)
+        made = dict.fromkeys(name for stage in self.stages for name in stage.makes)
+        self.produced = tuple(name for name in made if name not in self._hidden)
+        check_exports(sequential.exports, self.produced)
         self.consumed = self._check_names()
         self._check_features()
         later: set[str] = set()
         self.passed_on: list[tuple[str, ...]] = []
         for stage in reversed(self.stages):
             self.passed_on.insert(0, tuple(name for name in stage.makes if name in later))
-            later |= set(stage.needs)
+            later = (later - set(stage.makes)) | set(stage.needs)
 
     def is_current(self, sequential: Container) -> bool:
         """Whether the modules, their hooks, and the operations' names and recipes are those of this layout."""
@@ -108,6 +136,27 @@ class Layout:
             and all(_declared(module) == declared for module, declared in self._declared)
         )
 
+    def check_extras(self, given: Mapping[str, Any], outputs: Sequence[str]) -> None:
+        """Raise ValueError, listing what exists, if an extra input is missing or unknown, or if an output does not
+        exist, is made by several modules, or is kept by a nested Sequential."""
+        try:
+            check_extras(self.consumed, self.produced, given, outputs)
+        except ValueError as error:
+            wanted = [*(name for name in self.consumed if name not in given), *outputs]
+            kept = next((n for n in wanted if n in self._kept and (n in self.consumed or n not in self.produced)), None)
+            if kept is None:
+                raise
+            raise ValueError(
+                f"{error} {self._kept[kept]} makes {kept!r}, but keeps it: give that one exports=({kept!r},)."
+            ) from None
+        for name in outputs:
+            makers = [maker for made, maker in self._makers if made == name]
+            if len(makers) > 1:
+                raise ValueError(
+                    f"{len(makers)} operations make the extra output {name!r}: {', '.join(makers)}. Give one of them "
+                    f"another name, with rename_extras. There are: {', '.join(map(repr, self.produced))}."
+                )
+
     def buffers_of(self, stage: Stage, buffers: Mapping[int, Mapping[str, Tensor]]) -> Buffers:
         """The caller's buffers for the operations of this stage, by position in the stage."""
         count = self._count
@@ -116,9 +165,11 @@ class Layout:
             raise ValueError(f"buffers names one operation twice: {sorted(buffers)}. Give each operation one entry.")
         return {position: at[index] for position, index in enumerate(stage.indices) if index in at}
 
-    def _collect(self, sequential: Container, prefix: str) -> None:
+    def _collect(self, sequential: Container, prefix: str, outside: frozenset[str]) -> None:
+        """outside: the names that are used outside of this Sequential."""
         if prefix:
             self._contents.append((sequential, _contents(sequential)))
+        used = [self._names_of(module) for module in sequential]
         for index, module in enumerate(sequential):
             position, label = None if prefix else index, f"{prefix}{index}"
             hooks = tuple(getattr(module, name) for name in _HOOKS)
@@ -129,14 +180,27 @@ class Layout:
             elif isinstance(inner := _wrapped(module), NamedExtras):
                 self._names.append((inner, inner._names))
             if isinstance(module, BasicOperation) and not hooked:
-                if self._run and self._run[-1][2].recipe != module.recipe:
+                makes = [module.extra_name(name) for name in module.extra_outputs]
+                made = {other.extra_name(name) for *_, other in self._run for name in other.extra_outputs}
+                if self._run and (self._run[-1][2].recipe != module.recipe or not made.isdisjoint(makes)):
                     self._close_run()
                 self._run.append((position, label, module))
-            elif isinstance(module, Container) and not hooked and self._same_settings(module):
-                self._collect(module, f"{label}.")
-            else:
-                self._close_run()
-                self.stages.append(self._alone(position, label, module, hooked))
+                self._makers += [(name, place_of(label, module)) for name in makes]
+                continue
+            why = "it has hooks of its own, or is sharded" if hooked else None
+            if isinstance(module, Container) and not hooked and self._same_settings(module):
+                kept = used[index].kept
+                others = outside.union(*(names.all for at, names in enumerate(used) if at != index))
+                why = _why_not_flattened(kept & others)
+                if why is None:
+                    self._hidden |= kept
+                    self._kept |= dict.fromkeys(kept, f"Module {label} ({type(module).__name__})")
+                    self._collect(module, f"{label}.", others)
+                    continue
+            self._close_run()
+            stage = self._alone(position, label, module, why)
+            self.stages.append(stage)
+            self._makers += [(name, place_of(label, module)) for name in stage.makes]
 
     def _same_settings(self, nested: Container) -> bool:
         return (
@@ -146,30 +210,54 @@ class Layout:
             and nested.retain_graph in (False, self.retain_graph)
         )
 
-    def _alone(self, position: int | None, label: str, module: nn.Module, hooked: bool) -> Stage:
-        why = "it has hooks of its own, or is sharded" if hooked else None
+    def _names_of(self, module: nn.Module) -> _Names:
+        inner = _wrapped(module)
+        if isinstance(inner, NamedExtras):
+            return _Names.of(*_named(inner))
+        if not isinstance(inner, Container):
+            return _Names.of(*_declared(inner))
+        if inner is not module or not self._same_settings(inner):
+            layout = inner.layout()
+            return _Names.of(layout.consumed, inner.exports)
+        asked: set[str] = set()
+        made: set[str] = set()
+        kept: set[str] = set()
+        for names in map(self._names_of, inner):
+            asked |= names.asked - made
+            made |= names.made
+            kept |= names.kept
+        exported = made.intersection(inner.exports)
+        return _Names(frozenset(asked), frozenset(exported), frozenset((made | kept) - exported))
+
+    def _alone(self, position: int | None, label: str, module: nn.Module, why: str | None) -> Stage:
         inner = _wrapped(module)
         if isinstance(inner, NamedExtras):
             in_torch = not isinstance(inner, BasicOperation)
             if in_torch:
                 why = why or "autograd differentiates it"
-            needs = tuple(inner.extra_name(name) for name in inner.extra_inputs)
-            makes = tuple(inner.extra_name(name) for name in inner.extra_outputs)
-            return Stage(module, needs, makes, (position,), label, why, in_torch)
+            return Stage(module, *_named(inner), (position,), label, why, in_torch)
         if isinstance(module, Container):
             nested = module.layout()
             self._nested.append((module, nested))
             why = why or ("its settings differ" if module.can_be_flattened() else "it has a forward of its own")
             self._check_settings_reach(label, module, why)
-            return Stage(module, nested.consumed, nested.produced, (position,), label, why)
+            return self._stage_of(module, module, nested, position, label, why)
         if isinstance(inner, Container):
             nested = inner.layout()
             self._nested.append((inner, nested))
-            return Stage(module, nested.consumed, (), (position,), label, why)
+            return self._stage_of(module, inner, nested, position, label, why)
         declared = _declared(inner)
         if any(declared):
             self._declared.append((inner, declared))
         return Stage(module, *declared, (position,), label, why, takes_tensors=True)
+
+    def _stage_of(
+        self, module: nn.Module, inner: Container, nested: Layout, position: int | None, label: str, why: str | None
+    ) -> Stage:
+        """The call of a Sequential, by itself or in a wrapper."""
+        kept = [name for name in nested.produced if name not in inner.exports]
+        self._kept |= dict.fromkeys(kept, f"Module {label} ({type(module).__name__})")
+        return Stage(module, nested.consumed, inner.exports, (position,), label, why)
 
     def _check_settings_reach(self, label: str, nested: Container, why: str) -> None:
         """Raise if a setting of this Sequential would not apply to a nested one that is called instead of flattened."""
@@ -198,12 +286,6 @@ class Layout:
             self._run = []
 
     def _check_names(self) -> tuple[str, ...]:
-        for name in self.produced:
-            if self.produced.count(name) > 1:
-                raise ValueError(
-                    f"{self.produced.count(name)} operations make the extra output {name!r}. Give one of them another "
-                    f"name, with rename_extras. There are: {', '.join(map(repr, self.produced))}."
-                )
         seen: set[str] = set()
         consumed: dict[str, None] = {}
         for stage in self.stages:
@@ -261,6 +343,30 @@ def _declared(module: nn.Module) -> tuple[Names, Names]:
     return found[0], found[1]
 
 
+def _named(module: NamedExtras) -> tuple[Names, Names]:
+    """The names of its extra inputs and outputs."""
+    inputs, outputs = (
+        [module.extra_name(name) for name in names] for names in (module.extra_inputs, module.extra_outputs)
+    )
+    return tuple(inputs), tuple(outputs)
+
+
+def check_exports(exports: Names, produced: Names) -> None:
+    """Raise ValueError if a Sequential exports a name that nothing in it makes."""
+    for name in exports:
+        if name not in produced:
+            raise ValueError(
+                f"exports names {name!r}, but no operation makes it. There are: "
+                f"{', '.join(map(repr, produced)) or 'none'}."
+            )
+
+
+def _why_not_flattened(names: frozenset[str]) -> str | None:
+    if not names:
+        return None
+    return f"it keeps names that are used outside of it too: {', '.join(map(repr, sorted(names)))}"
+
+
 def _contents(container: Container) -> tuple[Any, ...]:
     """The settings and modules of a Container. A layout is stale once they differ."""
-    return container.path, container.retain_graph, container.planner, *container._modules.values()
+    return container.path, container.retain_graph, container.exports, container.planner, *container._modules.values()

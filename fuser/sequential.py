@@ -18,7 +18,7 @@ from ops.runner.callers_buffers import CallersBuffer, check_between_stages, plac
 from ops.runner.input import as_input, check_real
 from ops.runner.nested_backward import note_forward
 from ops.runner.not_traced import not_traced
-from ops.runner.operation import BasicOperation, at_border, check_buffers, check_extras
+from ops.runner.operation import BasicOperation, at_border, check_buffers
 from ops.runner.run import Pipeline
 from ops.runner.tracing import (
     NOT_TRACED,
@@ -31,6 +31,8 @@ from ops.runner.tracing import (
     see,
     stage_of,
 )
+from ops.runner.transforms import is_transformed
+from ops.torch_function import check_names
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
@@ -42,21 +44,24 @@ class Sequential(Container):
     """Runs modules in order. Consecutive operations form one pipeline, in which fusions replace several of them.
 
     Arguments: modules, or one dict of names to modules. Ordinary modules are allowed anywhere; they split the pipeline.
-    Nested Sequentials are flattened.
+    Nested Sequentials are flattened, or called where they have other settings or keep a name that is used outside too.
 
     fusions:      use only these fusions, in this order, instead of the registered and built-in ones
     path:         force "grouped" or "split"; None lets the recipe decide
     retain_graph: keep the tensors saved for backward, so that it can run twice; by default each operation frees its own
+    exports:      inside of another Sequential, the extra outputs that it makes for that one; it keeps all others to
+                  itself. The extra inputs that nothing in it makes it takes from the other one, by name.
 
     `y = seq(x, split_sizes=sizes, scales=probs)`: extra inputs are passed by name; every operation that declares the
-    name receives the tensor. `y, extras = seq(x, outputs=("routing_map",))` returns extra outputs by name.
+    name receives the tensor. `y, extras = seq(x, outputs=("routing_map",))` returns extra outputs by name. Where two
+    operations make one name, those behind the second receive what that makes.
     `buffers={0: {"grad_input": b}}` gives the operation at index 0 a caller's tensor to write into.
 
     The list protocol is that of `torch.nn.Sequential`. After any change the plan is rebuilt.
 
     Raises ValueError for operations that cannot follow each other: feature sizes that do not match (as far as they are
-    known without x), an extra tensor that is consumed before it is produced, or produced twice. After a change in
-    place, the error is raised at the next call.
+    known without x), an extra tensor that is consumed before it is produced, or exports that nothing makes. After a
+    change in place, the error is raised at the next call.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Sequential(Container):
         fusions: Sequence[Fusion] | None = None,
         path: str | None = None,
         retain_graph: bool = False,
+        exports: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if path not in (None, "grouped", "split"):
@@ -73,6 +79,8 @@ class Sequential(Container):
             )
         self.path = path
         self.retain_graph = retain_graph
+        check_names("exports", exports)
+        self.exports = tuple(exports)
         self.planner = FusionPlanner(fusions)
         self.first_forwards = FirstForwards()
         self._layout: Layout | None = None
@@ -93,7 +101,10 @@ class Sequential(Container):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return self._like(dict(list(self._modules.items())[index]))
+            other = self._like(dict(list(self._modules.items())[index]))
+            made = other.layout().produced if self.exports else ()
+            other.exports = tuple(name for name in self.exports if name in made)
+            return other
         return self._modules[self._key(index)]
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
@@ -105,7 +116,9 @@ class Sequential(Container):
         self._replace(remaining)
 
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:
-        return self._like(None).extend(self).extend(other)
+        both = self._like(None).extend(self).extend(other)
+        both.exports = self.exports
+        return both
 
     def __iadd__(self, other: Iterable[nn.Module]) -> Self:
         return self.extend(other)
@@ -168,14 +181,15 @@ class Sequential(Container):
     ) -> Any:
         """Return y, or (y, {name: extra output}) if `outputs` is not empty.
 
-        Raises ValueError for missing or unknown extra inputs, for extra outputs that do not exist, and for buffers that
-        no operation declares or that share memory with a tensor that is still needed; TypeError for an x that is not a
-        tensor, is complex, or holds integers where the first operations compute in floating point.
+        Raises ValueError for missing or unknown extra inputs, for extra outputs that do not exist or are made twice,
+        and for buffers that no operation declares or that share memory with a tensor that is still needed; TypeError
+        for an x that is not a tensor, is complex, or holds integers where the first operations compute in floating
+        point.
 
         x may be quantized: a QuantizedTensor or GroupedTensor, or a QuantizedHandle of one, which carries gradients.
         Its codes are used where the first operation that multiplies needs just these; `explain(x=...)` shows it.
         """
-        if torch.compiler.is_compiling() or is_counted(self.first_forwards, self.training):
+        if torch.compiler.is_compiling() or is_counted(self.first_forwards, self.training) or is_transformed():
             stages: tuple[Any, ...] | str = (
                 "x is quantized, and torch does not trace its codes. Give x.dequantize(), or run this model eagerly."
             )
@@ -195,7 +209,7 @@ class Sequential(Container):
         call = Seen(*seen)
         try:
             layout = self.layout()
-            check_extras(layout.consumed, layout.produced, dict(call.given), call.outputs)
+            layout.check_extras(dict(call.given), call.outputs)
         except ValueError as error:
             return str(error)
         paths = {module: tuple(name.split(".")) for name, module in self.named_modules()}
@@ -237,7 +251,7 @@ class Sequential(Container):
         x = as_input(x)
         check_real("x", x.dtype)
         layout = self.layout()
-        check_extras(layout.consumed, layout.produced, extras, outputs)
+        layout.check_extras(extras, outputs)
         for index, named in (buffers or {}).items():
             check_buffers(self[index], named, f"buffers[{index}]")
         if buffers and len(layout.stages) > 1:

@@ -159,7 +159,7 @@ class GroupedLinear(OperationWithWeights):
         else:
             weights = (self.num_groups, self.own_out_features, self.own_in_features)
             way = f"grouped GEMM (Triton: {explain_tiles(request, weights, accumulate=self.accumulate_into_main_grad)})"
-        held = explain_held([self.get_parameter(name) for name in self.weight_names], request.recipe)
+        held = explain_held(self, self.weight_names, request.recipe)
         return way + explain_dequantized(request) + held + self.transfers(request)
 
     def transfers(self, request: PlanRequest) -> str:

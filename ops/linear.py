@@ -138,7 +138,7 @@ class Linear(OperationWithWeights):
         return not self.as_one_group or request.device.type != "cuda" or request.dtype == torch.float64
 
     def _held(self, request: PlanRequest) -> str:
-        return explain_held([self.weight], request.recipe)
+        return explain_held(self, self.weight_names, request.recipe)
 
     def transfers(self, request: PlanRequest) -> str:
         return "" if self.parallel is None else self.parallel.explain(request.device)
@@ -193,7 +193,7 @@ class Linear(OperationWithWeights):
         need_wgrad = "weight" in ctx.needs.params
         rows = quantized(_matrix(x), ctx.quantizer(Role.INPUT), rowwise=True, columnwise=need_wgrad)
         w = self._weight(ctx, rowwise=True)
-        bias = None if self.bias is None else ctx.param("bias")
+        bias = ctx.param("bias") if "bias" in ctx.parameter_slots else None
         added = None if parallel is not None and parallel.is_row else bias
         if extra is not None:
             added = at_tensor(_matrix(extra))

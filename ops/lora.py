@@ -22,6 +22,7 @@ from ops.products.product import gemm
 from ops.runner.context import at_tensor
 from ops.runner.in_place import writable
 from ops.runner.operation import BackwardOfBasic, OperationContext
+from ops.runner.parameters import requires_grad
 from recipes.request import PlanRequest
 from recipes.tensors.splits import Splits
 from recipes.triton.philox import new_seed
@@ -136,7 +137,7 @@ class LowRankAdapter(OperationWithWeights):
         return self._frozen
 
     def _trains_weights(self) -> bool:
-        return any(self.get_parameter(name).requires_grad for name in self.weight_names)
+        return any(requires_grad(self, name) for name in self.weight_names)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.merged:

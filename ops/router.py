@@ -200,7 +200,7 @@ class Router(BasicOperation):
                 f"x has shape {list(x.shape)}, but [tokens, {self.hidden_size}] is needed. "
                 "Flatten leading dimensions; check the operation before this one."
             )
-        bias = None if self.bias is None else _wide(ctx, "bias")
+        bias = _wide(ctx, "bias") if "bias" in ctx.parameter_slots else None
         logits = _product(x, _wide(ctx, "weight").t(), bias)
         routing = route(
             logits, self.topk, normalized=self.normalized, score_function=self.score_function,

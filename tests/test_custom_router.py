@@ -139,8 +139,8 @@ def test_a_recipe_leaves_it_as_it_is(recipe: str) -> None:
 
 def test_two_of_them_have_names_of_their_own() -> None:
     first, second = ops.CustomRouter(Softmax()), ops.CustomRouter(Softmax())
-    with pytest.raises(ValueError, match="2 operations make the extra output 'probs'. Give one of them another name"):
-        Sequential(first, ops.Dispatch(E), ops.Combine(), second)
+    with pytest.raises(ValueError, match="2 operations make the extra output 'probs'.*Give one of them another name"):
+        Sequential(first, ops.Dispatch(E), ops.Combine(), second)(torch.randn(5, H), outputs=("probs",))
     layer = Sequential(first, ops.Dispatch(E), ops.Combine())
     x = torch.randn(5, H)
     before = layer(x)

@@ -152,8 +152,8 @@ def test_outputs_that_share_memory_cannot_be_changed_behind_each_other() -> None
         made["b"].sum().backward()
 
 
-def test_a_nested_sequential_shares_the_names() -> None:
-    inner = Sequential(Times(2.0), Add("r", in_place=True), Make("s"))
+def test_a_nested_sequential_takes_names_and_exports_some() -> None:
+    inner = Sequential(Times(2.0), Add("r", in_place=True), Make("s"), exports=("s",))
     layer = Sequential(Times(3.0), Make("r"), inner, Add("s"))
     leaf, x = computed(tensor())
     y, made = layer(x, outputs=("s",))

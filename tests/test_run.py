@@ -699,13 +699,6 @@ def test_a_parameter_left_on_meta_is_named() -> None:
         Sequential(ops.Linear(2, 2, device="meta"))(torch.ones(1, 2))
 
 
-def test_parametrized_weights_are_refused() -> None:
-    operation = ops.Linear(2, 2)
-    nn.utils.parametrizations.weight_norm(operation)
-    with pytest.raises(NotImplementedError, match="Linear has parametrized weights.*remove_parametrizations"):
-        Sequential(operation)(torch.ones(1, 2))
-
-
 # Checkpointing and saved-tensor hooks
 
 

@@ -284,7 +284,11 @@ class Other(Silent):
             TypeError,
             r"returned the extra outputs 'losses'",
         ),
-        (lambda: Sequential(Silent(), Silent()), ValueError, "2 operations make the extra output 'loss'"),
+        (
+            lambda: Sequential(Silent(), Silent())(torch.ones(2, 2), outputs=("loss",)),
+            ValueError,
+            "2 operations make the extra output 'loss'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make, kind, match):

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.runner.context import OperationContext, held_parameter
+from ops.runner.context import OperationContext
+from ops.runner.parameters import held_parameter
 from ops.runner.quantizer_state import QuantizerState
 from recipes.recipe import Recipe, Role
 from recipes.tensors.quantize_weight import quantize_weight
@@ -119,7 +120,7 @@ def held_codes(ctx: OperationContext, names: Sequence[str], quantizer: Quantizer
 
     Raises RuntimeError for a copy that is needed and was not made, and where the weights have changed since forward.
     """
-    weights = [held_parameter(ctx.operation, name) for name in names]
+    weights = [ctx.held(name) for name in names]
     if why_not_as_held(weights, ctx.recipe) is not None:
         return None
 
@@ -157,8 +158,9 @@ def why_not_as_held(weights: Sequence[Tensor], recipe: Recipe) -> str | None:
     return None if other is None else f"they were quantized by {other}, but the recipe has {quantizer}."
 
 
-def explain_held(weights: Sequence[Tensor], recipe: Recipe) -> str:
+def explain_held(operation: Any, names: Sequence[str], recipe: Recipe) -> str:
     """For `explain()`, behind a comma, how weights are held; or nothing."""
+    weights = [operation._parameters.get(name) for name in names]  # one that is computed is not computed for this
     reason = why_not_as_held([_as_held(weight) for weight in weights], recipe)
     if reason == "":
         return ""

@@ -40,9 +40,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ops.products.held_weights import HeldAs, applied, bind_to_states, held_as_of_new_operations, hold_quantized
 from ops.products.product import store
 from ops.runner.backward import raise_located
-from ops.runner.context import OperationContext, held_parameter
+from ops.runner.context import OperationContext
 from ops.runner.nested_backward import outermost_backward
 from ops.runner.operation import BasicOperation
+from ops.runner.parameters import held_parameter
 from ops.runner.run import without_autocast
 from recipes.arguments import check_flags
 from recipes.effects import Accumulation, Effect, perform, recording
@@ -140,15 +141,17 @@ class OperationWithWeights(BasicOperation):
     def _wanted_weights(self, ctx: OperationContext) -> dict[str, Tensor]:
         assert ctx.seen_in_forward is not None, "it is called in backward"
         seen, _ = ctx.seen_in_forward
-        weights = {name: seen[ctx.parameter_slots[name]] for name in self.weight_names if name in ctx.needs.params}
-        for name, weight in weights.items():
-            if weight.grad_fn is not None:
+        return {name: seen[ctx.parameter_slots[name]] for name in self.weight_names if name in ctx.needs.params}
+
+    def check_computed(self, parameters: Mapping[str, Tensor]) -> None:
+        for name in self.weight_names if self.wgrad_is_external else ():
+            node = parameters[name].grad_fn if name in parameters else None
+            if node is not None:
                 raise RuntimeError(
-                    f"Weight {name!r} was computed from other tensors ({weight.grad_fn.name()}), so it has no gradient "
+                    f"Weight {name!r} was computed from other tensors ({node.name()}), so it has no gradient "
                     "buffer of its own. Give the parameter itself, or leave accumulate_into_main_grad and "
                     "delay_wgrad_compute out."
                 )
-        return weights
 
     def _destinations(self, weights: Mapping[str, Tensor], backward: int) -> Destinations:
         targets = tuple(_target(name, weight, backward) for name, weight in weights.items())

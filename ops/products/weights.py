@@ -2,7 +2,8 @@
 
 A version counter does not see every write into a weight (torch's fused optimizers, `param.data.copy_`, collectives on
 `.data`, kernels of others, CUDA graphs). So copies serve from a forward to its own backward, as weights themselves do,
-and longer only inside `constant_weights`, or in CUDA graphs under the flag of `autocast(keep_weights=flag)`.
+and longer only inside `constant_weights`, or in CUDA graphs under the flag of `autocast(keep_weights=flag)`. Weights
+that are computed from others (`ops.runner.parameters`) are quantized in each forward there too.
 
 What backward reads, the columnwise copy, travels with what forward saves. Not so where weights are exchanged (FSDP2
 gathers them for each pass) or hooks run before forward: there backward quantizes the gathered weights again, so that no
@@ -32,7 +33,7 @@ from torch import Tensor
 from ops.products.held_weights import held_codes
 from ops.products.paths import SplitTensors
 from ops.products.product import for_wgrad, gemm_dtype
-from ops.runner.context import OperationContext, held_parameter
+from ops.runner.context import OperationContext
 from recipes.cast_counts import is_counting
 from recipes.effects import recording
 from recipes.native_products import why_not_float8
@@ -140,9 +141,10 @@ def _in_forward(
 ) -> Any:
     operation = ctx.operation
     flag, scope = keep_weights_flag(), operation.weights_scope
-    if flag is None and scope is None:
+    # What is computed anew for each forward has no copies that outlive it.
+    if (flag is None and scope is None) or any(name in ctx.computed for name in names):
         return quantize(rowwise, columnwise)
-    parameters = [held_parameter(operation, name) for name in names]
+    parameters = [ctx.held(name) for name in names]
     key = (ctx.recipe.quantizer(Role.WEIGHT), ctx.path.name, ctx.dtype)
     replayed = _casts_at_each_replay(parameters)
     if flag is not None:

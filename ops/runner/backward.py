@@ -20,12 +20,18 @@ from recipes.pending import PendingUpdates
 from recipes.stack import Stack, reentered
 from recipes.tensors.quantized_handle import QuantizedHandle, at_container, with_dtype
 
+DOUBLE_BACKWARD = (
+    "Double backward (create_graph=True) through a pipeline is not supported: its backward is written by hand. Call "
+    "backward without create_graph, or express that part with plain torch functions."
+)
+
 
 class Record(NamedTuple):
     """What forward leaves for backward, but for the saved tensors.
 
     states:      what each operation's forward left; its tensors are saved in this order
-    parameters, parameter_states: of all operations, as forward saw them
+    parameters, parameter_states: of all operations, as forward saw them; None for those that are computed, which are
+        the last of the saved tensors (`with_computed`)
     input_names: the extra inputs that autograd tracks; returned: the extra outputs that it tracks
     entries: what `autocast` had open in forward
     first_forward: what stands for this node among the forwards that a checkpoint may compute again
@@ -43,6 +49,20 @@ class Record(NamedTuple):
     entries: Stack
     first_forward: ForwardWithGrad | None
     buffers: Sequence[CallersBuffer]
+
+
+def without(values: Sequence[Any], slots: Sequence[int]) -> list[Any]:
+    """The values, with None at these positions."""
+    return [None if at in slots else value for at, value in enumerate(values)]
+
+
+def with_computed(record: Record, saved: list[Tensor | None]) -> Record:
+    """The record with its computed parameters, which are taken from the end of `saved`."""
+    slots = sorted(record.program.computed)
+    parameters: list[Any] = list(record.parameters)
+    for slot in reversed(slots):
+        parameters[slot] = saved.pop()
+    return record._replace(parameters=parameters)
 
 
 def run_backward(
@@ -182,6 +202,8 @@ def _context(step: _OperationBackward, index: int, updates: Any) -> OperationCon
     context.__dict__ = {**record.program.contexts[index], **record.states[index].values}
     context.operation = record.operations[index]
     context.seen_in_forward = (record.parameters, record.parameter_states)
+    if record.program.computed:
+        context.hold_computed(record.program.computed, record.parameters)
     if updates is not None:
         context.updates = updates
     if step.unwanted:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ops.runner.parameters import held_parameter
 from ops.runner.quantizer_state import QuantizerState
 from recipes.cast_counts import watched
 from recipes.pending import PendingUpdates
@@ -35,6 +36,7 @@ class OperationContext:
     buffers: the caller's own tensors for this operation, by name
     own_gradients: in the backward of an operation with `reuses_gradients`, the names of the extra outputs whose
              gradients lie in memory that nothing else reads: it may write into them
+    computed: its parameters that are no registered ones, by name (`ops.runner.parameters`)
     updates: where quantizers with a state record that it changes at the end of the step; None: they record nothing
     """
 
@@ -50,6 +52,7 @@ class OperationContext:
     saved: Any = None
     own_gradients: frozenset[str] = frozenset()
     updates: PendingUpdates | None = None
+    computed: Mapping[str, torch.Tensor] = {}
     quantized_weights: Any = None  # what backward multiplies with of those of forward, see `ops.products.weights`
     prepared_weights: Any = None  # those of forward, where `constant_weights` has them
     destinations: Any = None  # in backward, where weight gradients are added to main_grad, see `ops.products.main_grad`
@@ -79,21 +82,37 @@ class OperationContext:
 
         In backward it must be the very tensor that forward used, unchanged; otherwise RuntimeError.
         """
-        parameter = held_parameter(self.operation, name)
-        if self.seen_in_forward is not None:
-            self.check_unchanged(name)
+        parameter = at_values(self.held(name))
         dtype = dtype or self.dtype
-        parameter = at_values(parameter)
         return parameter if parameter.dtype == dtype else parameter.to(dtype)
 
+    def held(self, name: str) -> torch.Tensor:
+        """The same as it is held: not cast, and perhaps as codes."""
+        if name in self.computed:
+            return self.computed[name]
+        if self.seen_in_forward is None:
+            return held_parameter(self.operation, name)
+        self.check_unchanged(name)
+        return self.seen_in_forward[0][self.parameter_slots[name]]
+
+    def hold_computed(self, slots: frozenset[int], parameters: Sequence[torch.Tensor]) -> None:
+        """Set `computed`. slots, parameters: of the whole pipeline."""
+        self.computed = {name: parameters[slot] for name, slot in self.parameter_slots.items() if slot in slots}
+
     def check_unchanged(self, name: str) -> None:
-        """In backward: raise RuntimeError unless the parameter is the very tensor that forward used, unchanged."""
+        """In backward: raise RuntimeError unless the parameter is the very tensor that forward used, unchanged.
+
+        One that only stood in for a call (`torch.func.functional_call`) is not looked for. Computed ones are autograd's
+        to check.
+        """
         assert self.seen_in_forward is not None
-        parameter = held_parameter(self.operation, name)
+        if name in self.computed:
+            return
         slot = self.parameter_slots[name]
         forward_parameter, state = (seen[slot] for seen in self.seen_in_forward)
-        now = state_of(parameter)
-        if parameter is not forward_parameter:
+        now = state_of(forward_parameter)
+        held = held_parameter(self.operation, name)
+        if held is not forward_parameter and self.operation.has_held(forward_parameter):
             happened = "was replaced"
         elif now[0] != state[0]:
             happened = f"was changed in place (version {state[0]} in forward, {now[0]} now)"
@@ -105,17 +124,6 @@ class OperationContext:
             f"Parameter {name!r} {happened} between forward and backward, so its gradients would be wrong. "
             "Run backward before the optimizer step or any other change of the weights."
         )
-
-
-def held_parameter(operation: Any, name: str) -> torch.Tensor:
-    """What the operation holds under this name, dotted for a submodule's: a Parameter, or a tensor put in its place."""
-    parameter = operation._parameters.get(name)
-    if parameter is None:
-        owner, _, own_name = name.rpartition(".")
-        parameter = operation.get_submodule(owner)._parameters.get(own_name)
-    if parameter is None:
-        raise AttributeError(f"{type(operation).__name__} has no parameter {name!r}.")
-    return parameter
 
 
 def state_of(parameter: torch.Tensor) -> tuple[int, torch.dtype, torch.UntypedStorage | None]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ops.runner.context import IndexTensor, OperationContext
 from ops.runner.input import check_real
 from ops.runner.named_extras import NamedExtras
 from ops.runner.not_traced import not_traced
+from ops.runner.parameters import is_set_by_hook, parameter_names, without_parametrizations
 from ops.runner.quantizer_state import apply_to_state, prepare_loading
 from ops.runner.run import Pipeline
 from ops.runner.tracing import (
@@ -27,6 +30,7 @@ from ops.runner.tracing import (
     see,
     stage_of,
 )
+from ops.runner.transforms import is_transformed
 from recipes.recipe import Recipe, Role
 from recipes.registry import as_recipe
 from recipes.request import PlanRequest
@@ -105,6 +109,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     settings: int = 0
     is_stand_in: bool = False
     _captured_weights: Any = None
+    _former_parameters: Any = None
+    _parameter_order: tuple[str, ...] = ()
     _weights_scope: Any = None
     _recipe: Recipe | None = None
     _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
@@ -214,18 +220,30 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         return self
 
     def parameter_names(self) -> tuple[str, ...]:
-        """The names of its parameters, those of submodules dotted."""
-        if "parametrizations" in self._modules:
-            raise NotImplementedError(
-                f"{type(self).__name__} has parametrized weights (torch.nn.utils.parametrize), which a pipeline cannot "
-                "read at backward time. Remove them with torch.nn.utils.parametrize.remove_parametrizations."
-            )
-        return tuple(
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in self.named_modules(remove_duplicate=False)
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        )
+        """The names of its parameters, those of submodules dotted; see `ops.runner.parameters`."""
+        return tuple(parameter_names(self))
+
+    def check_computed(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise RuntimeError if a gradient of one of these, which are no registered parameters, has nowhere to go."""
+
+    def has_held(self, parameter: Tensor) -> bool:
+        """Whether it was a parameter of this operation, and another one has taken its place since."""
+        return self._former_parameters is not None and parameter in self._former_parameters
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        before = self._parameters.get(name)
+        is_back = name in self._parameter_order and name not in self._parameters
+        super().register_parameter(name, param)
+        if name not in self._parameter_order:
+            self._parameter_order = (*self._parameter_order, name)
+        elif is_back:  # in its old place, by which plans know it
+            held = {name: self._parameters[name] for name in self._parameter_order if name in self._parameters}
+            self._parameters.clear()
+            self._parameters.update(held)
+        if before is not None and before is not param:
+            if self._former_parameters is None:
+                self._former_parameters = WeakTensorKeyDictionary()
+            self._former_parameters[before] = None
 
     def forward(
         self,
@@ -244,7 +262,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         Raises TypeError for an x that is no tensor, of complex numbers, or of integers where the operation computes in
         floating point.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_transformed():
             stage = self._stage(*see(self, x, extras, outputs, buffers, path, retain_graph))
             if isinstance(stage, str):
                 refuse(stage)
@@ -300,7 +318,16 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         state.pop("_pipelines", None)
         state.pop("_weights_scope", None)
         state.pop("_captured_weights", None)
+        state.pop("_former_parameters", None)
         return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # By the state of its own class: that which torch makes of a parametrized one has none.
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        kind: Any = without_parametrizations(self)[0]
+        copied.__setstate__(deepcopy(kind.__getstate__(self), memo))
+        return copied
 
     @property
     def opened_scope(self) -> Any:
@@ -326,7 +353,9 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         # Because there is this method, FSDP2 sets the weights that it has gathered by it, and not behind our back.
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
-        if name[0] != "_" and name != "training" and self.__dict__.get(name) is not before:
+        if name[0] == "_" or name == "training" or self.__dict__.get(name) is before:
+            return
+        if not (isinstance(value, Tensor) and is_set_by_hook(self, name)):
             self.__dict__["settings"] = self.settings + 1
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ops.products.paths import choose_path
-from ops.runner.context import OperationContext, held_parameter
+from ops.runner.context import OperationContext
+from ops.runner.parameters import computed_slots
 from ops.runner.repeat import RepeatedStep, why_not_repeated
 from recipes.recipe import Role
 from recipes.request import Needs, PlanRequest
@@ -81,7 +82,8 @@ class Wiring(NamedTuple):
 class Program:
     """A plan made ready to run for one request.
 
-    It holds fused operations, but no basic ones: a pipeline that an operation keeps of itself would keep it alive.
+    It holds fused operations, but no basic ones: a pipeline that an operation keeps of itself would keep it alive. Nor
+    does it hold the parameters, of which it reads the dtypes.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Program:
         request: PlanRequest,
         input_dtype: torch.dtype,
         autocast_dtype: torch.dtype | None,
+        parameters: Sequence[Tensor],
     ) -> None:
         self.request = request
         self.input_dtype = input_dtype
@@ -105,10 +108,11 @@ class Program:
         self.contexts: list[dict[str, Any]] = []
         slot = 0
         dtype = input_dtype
+        self.computed = computed_slots(operations, parameters)  # saved by autograd
         for index, operation in enumerate(operations):
             names = operation.parameter_names()
             if names:
-                dtype = held_parameter(operation, names[0]).dtype
+                dtype = parameters[slot].dtype
             if autocast_dtype is not None and dtype != torch.float64:  # which torch.autocast leaves alone too
                 dtype = autocast_dtype
             needs = Needs(

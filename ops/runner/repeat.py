@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ops.runner.context import OperationContext
+from ops.runner.parameters import is_computed, parameter_names
 from ops.runner.quantizer_state import QuantizerState
 from ops.runner.saved import Spec, flatten
 from recipes.cast_counts import is_counting
@@ -87,6 +88,7 @@ def left_by(context: OperationContext, kept: list[Tensor | None]) -> OperationSt
     saved = flatten(values.pop("saved", None), flat)
     weights = flatten(values.pop("quantized_weights", None), flat)
     kept += flat
+    values.pop("computed", None)
     del values["updates"]
     return OperationState(values, saved, weights, len(flat))
 
@@ -230,6 +232,10 @@ def why_not_repeated(operation: Any, covered: Sequence[Any], recipe: Recipe) -> 
 
     operation: what is executed; covered: the basic operations that it stands for
     """
+    for each in covered:
+        name = next((name for name in parameter_names(each) if is_computed(each, name)), None)
+        if name is not None:
+            return f"Its {name!r} is computed from other parameters in each forward."
     for kind in dict.fromkeys(map(type, (recipe, operation, *covered))):
         if not is_repeatable(kind):
             return f"{kind.__name__} is not repeatable."

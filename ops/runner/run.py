@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.runner.backward import Record, raise_located, run_backward
+from ops.runner.backward import DOUBLE_BACKWARD, Record, raise_located, run_backward, with_computed, without
 from ops.runner.callers_buffers import (
     CallersBuffer,
     buffers_of,
@@ -29,6 +29,7 @@ from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import check_writable, memory_of
 from ops.runner.input import as_input, check_numbers
 from ops.runner.nested_backward import note_forward, unwanted_parameters
+from ops.runner.parameters import computed_names, held_parameters, requires_grad
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.recent import Recent
 from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
@@ -93,7 +94,7 @@ class Pipeline:
         self.recently_traced = Recent(MOST_PROGRAMS)
         self.traced_recipes: set[Recipe] = set()  # under which what was traced has run
         # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
-        self._members = [(weakref.ref(o), o._parameters, o._modules) for o in self.operations]
+        self._members = [(weakref.ref(o), o._parameters, o._modules, o._forward_pre_hooks) for o in self.operations]
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
         self.consumed = self._consumed_from_outside()
 
@@ -111,9 +112,10 @@ class Pipeline:
             seen |= {operation.extra_name(n) for n in operation.extra_outputs}
         return tuple(names)
 
-    def all_needs(self, requires_grad: bool) -> Any:
+    def all_needs(self, x_requires_grad: bool) -> Any:
         """The needs of a request in which x requires grad or not, and the parameters as they do."""
-        return requires_grad, tuple(map(_requires_grad, self.parameters().present)), ()
+        named = [(operation, name) for operation in self.operations for name in operation.parameter_names()]
+        return x_requires_grad, tuple([requires_grad(operation, name) for operation, name in named]), ()
 
     def program(self, x: Tensor, extras: Mapping[str, Any], training: bool, fusions_version: int) -> Program:
         """The program for this call; made once for each distinct request."""
@@ -146,18 +148,20 @@ class Pipeline:
             # plans made with fusions that are no longer registered are of no use
             known = [(k, p) for k, p in list(self.programs.items()) if p.request.fusions_version == fusions_version]
             self.programs = dict(known[1 - MOST_PROGRAMS :])
-            program = self.programs[key] = Program(self.operations, plan, request, x.dtype, autocast_dtype)
+            program = self.programs[key] = Program(
+                self.operations, plan, request, x.dtype, autocast_dtype, parameters.present
+            )  # fmt: skip
         return program
 
     def parameters(self) -> Parameters:
         parameters: list[Any] = []
         names: tuple[Any, ...] = ()
-        for operation, own, children in self._members:
-            if children:
+        for operation, own, children, hooks in self._members:
+            if children or hooks:  # some may be computed
                 owner: Any = operation()
-                for _, module in owner.named_modules(remove_duplicate=False):
-                    parameters += module._parameters.values()
-                names += owner.parameter_names()
+                found = held_parameters(owner)
+                parameters += found.values()
+                names += (*found, computed_names(owner))
             else:
                 parameters += own.values()
         kinds = tuple(map(type, parameters))
@@ -221,6 +225,8 @@ class Pipeline:
         parameters = self.parameters()
         program = self._program(x, extras, parameters, training, fusions_version)
         call = Call(program, extras, tuple(wanted), buffers or {}, self, forward)
+        if program.computed:
+            call.hold_computed(parameters.present)
         # Inside a Function, torch.autocast would still change the products of the references.
         with (
             without_autocast(x.device),
@@ -292,6 +298,7 @@ class Call:
     ) -> None:
         self.program = program
         self.operations = pipeline.operations
+        self.parameters: Sequence[Tensor] = ()  # of all operations, where some are computed
         self.environment = dict(extras)
         self.wanted = wanted
         self.buffers = buffers
@@ -316,9 +323,23 @@ class Call:
         """That of the operation at this index, over these updates."""
         context = self.program.context(index, self.operations[index])
         context.updates = updates
+        if self.program.computed:
+            context.hold_computed(self.program.computed, self.parameters)
         if index in self.buffers:
             context.buffers = dict(self.buffers[index])
         return context
+
+    def hold_computed(self, parameters: Sequence[Tensor]) -> None:
+        """Take these for the parameters of all operations, some of which are computed."""
+        self.parameters = parameters
+        if self.program.needs_grad:
+            for index, operation in enumerate(self.operations):
+                context = self.context(index)
+                computed = {name: t for name, t in context.computed.items() if name in context.needs.params}
+                try:
+                    operation.check_computed(computed)
+                except RuntimeError as error:
+                    raise_located(self.labels, index, operation, error)
 
     def at_border(self, y: Any) -> Tensor:
         """What leaves the pipeline: a tensor, or a handle of the container that its last operation lets out."""
@@ -483,10 +504,14 @@ class _RetainingFunction(torch.autograd.Function):
                 *[t for n, t in zip(returned, outputs[1:], strict=True) if n not in program.differentiable]
             )
 
-        fctx.save_for_backward(*call.kept)
-        parameters = tensors[: program.num_parameters]
+        parameters: Sequence[Tensor] = tensors[: program.num_parameters]
+        states = [state_of(parameter) for parameter in parameters]
+        computed = sorted(program.computed)
+        fctx.save_for_backward(*call.kept, *[parameters[slot] for slot in computed])
+        if computed:
+            parameters, states = without(parameters, computed), without(states, computed)
         fctx.record = Record(
-            program, call.operations, call.labels, call.states, parameters, [state_of(p) for p in parameters],
+            program, call.operations, call.labels, call.states, parameters, states,
             tuple(call.input_names), tuple(returned), call.entries, call.first_forward,
             call.given_buffers,
         )  # fmt: skip
@@ -497,12 +522,10 @@ class _RetainingFunction(torch.autograd.Function):
     @staticmethod
     def backward(fctx: Any, dy: Tensor | None, *d_returned: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "Double backward (create_graph=True) through a pipeline is not supported: its backward is written by "
-                "hand. Call backward without create_graph, or express that part with plain torch functions."
-            )
-        record = fctx.record
-        saved = _take_saved(fctx)
+            raise RuntimeError(DOUBLE_BACKWARD)
+        record, saved = fctx.record, _take_saved(fctx)
+        if record.program.computed:
+            record = with_computed(record, saved)
         if record.first_forward is not None:
             record.first_forward.has_run = True
         buffers = record.buffers

@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import _FlopCounterMode, register_flop_formula
 
+from ops.runner.backward import DOUBLE_BACKWARD
 from ops.runner.traced_plan import TracedPlan
+from ops.runner.transforms import is_transformed
 
 _library = torch.library.Library("fuser", "FRAGMENT")
 _plans: WeakValueDictionary[str, TracedPlan] = WeakValueDictionary()
@@ -44,6 +46,14 @@ def register(name: str, plan: TracedPlan, *, outlives_model: bool) -> None:
     if outlives_model:
         plan.keep()
         _exported.add(plan)
+
+
+def call(name: str, x: Tensor, others: Sequence[Tensor], key: str) -> Sequence[Tensor]:
+    """y and the extra outputs, of the operation `fuser::<name>`."""
+    if not torch.compiler.is_compiling() and is_transformed():
+        # torch.func differentiates a Function by itself, but not within an operation of torch.
+        return _differentiable(_operators[name], (x, *others), key)
+    return getattr(torch.ops.fuser, name).default(x, others, key)
 
 
 def _define(name: str) -> Operators:
@@ -120,32 +130,55 @@ def _differentiable(operators: Operators, tensors: Sequence[Tensor], key: str) -
     plan = plan_of(key)
     needs = _needs(tensors)
     if "1" in needs:
-        return list(_Function.apply(operators, plan, needs, *tensors))
+        return _Function.apply(operators, plan, needs, *plan.laid_out(tensors))[: plan.num_results]
     with torch._C._AutoDispatchBelowAutograd():
         return operators.forward(tensors[0], tensors[1:], key, needs)[: plan.num_results]
 
 
 class _Function(torch.autograd.Function):
-    """The two operations as a node of autograd. Backward takes each saved tensor as an argument, so it is seen."""
+    """The two operations as a node of autograd. What is kept for backward comes out too, so that it is seen."""
 
     @staticmethod
-    def forward(fctx: Any, operators: Operators, plan: TracedPlan, needs: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        fctx.set_materialize_grads(False)
-        tensors = tuple(plan.laid_out(tensors))
+    def forward(operators: Operators, plan: TracedPlan, needs: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            results = operators.forward(tensors[0], tensors[1:], plan.key, needs)
+            return tuple(operators.forward(tensors[0], tensors[1:], plan.key, needs))
+
+    @staticmethod
+    def setup_context(fctx: Any, inputs: Any, results: Any) -> None:
+        operators, plan, needs, *tensors = inputs
+        fctx.set_materialize_grads(False)
         run = plan.run(needs)
         everything = (*tensors, *results)
         fctx.save_for_backward(*[everything[at] for at in run.saved])
         fctx.call = operators, plan, run, plan.sizes(tensors)
-        outputs = results[: plan.num_results]
-        without = [t for t, carries in zip(outputs, run.differentiable, strict=True) if not carries]
-        fctx.mark_non_differentiable(*without)
-        return tuple(outputs)
+        carries = (*run.differentiable, *[False] * (len(results) - plan.num_results))
+        fctx.mark_non_differentiable(*[t for t, differs in zip(results, carries, strict=True) if not differs])
 
     @staticmethod
     def backward(fctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        is_transformed()  # or raise: jacrev has no other transform in forward
         operators, plan, run, sizes = fctx.call
-        given = [d if carries else None for d, carries in zip(gradients, run.differentiable, strict=True)]
-        found = iter(operators.backward(list(fctx.saved_tensors), given, plan.key, run.needs, sizes))
-        return None, None, None, *[next(found) if want else None for want in run.wanted]
+        saved = fctx.saved_tensors
+        given = [d if c else None for d, c in zip(gradients, run.differentiable, strict=False)]
+        found = operators.backward(list(saved), given, plan.key, run.needs, sizes)
+        if torch.is_grad_enabled():
+            depends_on = [tensor for tensor in (*saved, *given) if tensor is not None]
+            found = _Once.apply(len(found), *found, *depends_on)
+        gradient = iter(found)
+        return None, None, None, *[next(gradient) if want else None for want in run.wanted]
+
+
+class _Once(torch.autograd.Function):
+    """The first `count` of the tensors, which depend on all of them, but are not differentiated."""
+
+    @staticmethod
+    def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def setup_context(fctx: Any, inputs: Any, results: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(fctx: Any, *gradients: Tensor | None) -> Any:
+        raise RuntimeError(DOUBLE_BACKWARD)

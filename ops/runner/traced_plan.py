@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from ops.runner.backward import Record, run_backward
 from ops.runner.context import at_tensor, state_of
 from ops.runner.nested_backward import within_backward
+from ops.runner.parameters import computed_names, without_parametrizations
 from ops.runner.program import Program
 from ops.runner.repeat import OperationState
 from ops.runner.run import Call, Pipeline, step_of, without_autocast
@@ -156,18 +157,14 @@ class TracedPlan:
     def __init__(self, pipeline: Pipeline, terms: Terms) -> None:
         self.terms = terms
         self.key = f"{terms.recipe.name}, plan {next(_numbers)} of process {_process()}"
-        self.num_parameters = len(pipeline.parameters().present)
         self._live = [weakref.ref(operation) for operation in pipeline.operations]
         self._hooked = [_is_hooked(operation) for operation in pipeline.operations]
         self._settings = [operation.settings for operation in pipeline.operations]
         self._recipes = pipeline.traced_recipes
         self._slots = [
-            (at, path, name)
-            for at, operation in enumerate(pipeline.operations)
-            for path, module in operation.named_modules(remove_duplicate=False)
-            for name, parameter in module._parameters.items()
-            if parameter is not None
+            (at, name) for at, operation in enumerate(pipeline.operations) for name in operation.parameter_names()
         ]
+        self.num_parameters = len(self._slots)
         self._pipeline_of = partial(
             Pipeline, planner=pipeline.planner, path=pipeline.path, labels=pipeline.labels, recipe=terms.recipe
         )
@@ -244,6 +241,7 @@ class TracedPlan:
             )
             extras = dict(zip(terms.inputs, tensors[1 + self.num_parameters :], strict=True))
             call = Call(program, extras, terms.outputs, {}, pipeline, None)
+            call.parameters = tensors[1 : 1 + self.num_parameters]
             call.is_traced = True
             runs = not is_abstract(x)
             if runs:
@@ -365,7 +363,10 @@ class TracedPlan:
     @contextmanager
     def _holding(self, operations: Sequence[nn.Module], parameters: Sequence[Tensor]) -> Iterator[None]:
         """The operations hold these as parameters, in their order, until the end."""
-        owners = [(operations[at].get_submodule(path)._parameters, name) for at, path, name in self._slots]
+        owners = [
+            (operations[at].get_submodule(path)._parameters, own_name)
+            for at, (path, _, own_name) in ((at, name.rpartition(".")) for at, name in self._slots)
+        ]
         for (owner, name), parameter in zip(owners, parameters, strict=False):
             owner[name] = parameter  # type: ignore[assignment]
         try:
@@ -398,14 +399,16 @@ def _activations(tensors: Sequence[Tensor], num_parameters: int) -> list[Tensor]
 
 def _stand_in(module: Any, *, shares_state: bool) -> Any:
     """A module with the same settings and without parameters. Its state is the module's, or other tensors like it."""
-    own = object.__new__(type(module))
-    own.__dict__.update(module.__dict__)
+    kind, submodules = without_parametrizations(module)
+    computed = computed_names(module)
+    own: Any = object.__new__(kind)
+    own.__dict__.update({name: value for name, value in module.__dict__.items() if name not in computed})
     buffers = module._buffers
     if not shares_state:
         buffers = {name: state if state is None else _empty_like(state) for name, state in buffers.items()}
     children = {
         name: child if child is None else _stand_in(child, shares_state=shares_state)
-        for name, child in module._modules.items()
+        for name, child in submodules.items()
     }
     made_anew: dict[str, Any] = {
         "_pipelines": {},
@@ -413,7 +416,8 @@ def _stand_in(module: Any, *, shares_state: bool) -> Any:
         "_captured_weights": None,
         "is_stand_in": True,
     }
-    own.__dict__.update(_parameters=dict.fromkeys(module._parameters), _buffers=buffers, _modules=children, **made_anew)
+    parameters = dict.fromkeys((*computed, *module._parameters))
+    own.__dict__.update(_parameters=parameters, _buffers=buffers, _modules=children, **made_anew)
     return own
 
 

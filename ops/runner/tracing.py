@@ -17,10 +17,12 @@ from torch.utils.flop_counter import _FlopCounterMode
 
 from ops.runner.context import IndexTensor
 from ops.runner.nested_backward import within_backward
+from ops.runner.parameters import parameter_dtype
 from ops.runner.program import Plan
 from ops.runner.run import Pipeline, dtype_of_autocast
-from ops.runner.traced_operations import register
+from ops.runner.traced_operations import call, register
 from ops.runner.traced_plan import Terms, TracedPlan
+from ops.runner.transforms import is_transformed
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Role
 from recipes.request import PlanRequest
@@ -101,10 +103,10 @@ def is_counted(first_forwards: FirstForwards, training: bool) -> bool:
 
 
 def refuse(why: str) -> None:
-    """Break the graph, with this reason; an error where it must be whole."""
+    """Break the graph, with this reason; an error where it must be whole, and within torch.func.grad."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(why)
-    elif torch.compiler.is_compiling():
+    elif torch.compiler.is_compiling() or is_transformed():
         raise NotImplementedError(why)
 
 
@@ -115,7 +117,7 @@ def parameters_of(module: nn.Module, stage: TracedStage) -> list[Tensor]:
         owner: Any = module
         for child in path:
             owner = owner._modules[child]
-        found.append(owner._parameters[parameter])
+        found.append(owner._parameters[parameter] if parameter in owner._parameters else getattr(owner, parameter))
     return found
 
 
@@ -125,7 +127,7 @@ def run_stage(
     """y and the extra outputs by name."""
     name, key, _, inputs, outputs = stage
     given = [extras[n] if isinstance(extras[n], Tensor) else torch.tensor(extras[n]) for n in inputs]
-    y, *made = getattr(torch.ops.fuser, name).default(x, [*parameters, *given], key)
+    y, *made = call(name, x, [*parameters, *given], key)
     return y, dict(zip(outputs, made, strict=True))
 
 
@@ -151,19 +153,17 @@ def stage_of(
     plan = pipeline.traced.get(known)
     if plan is None:
         plan = pipeline.traced[known] = TracedPlan(pipeline, terms)
-    parameters = pipeline.parameters().present
-    dtype = parameters[0].dtype if parameters else dtype
+    named = [(operation, name) for operation in pipeline.operations for name in operation.parameter_names()]
+    dtype = parameter_dtype(*named[0]) if named else dtype
     request = PlanRequest(
         recipe, device, dtype, pipeline.all_needs(True), training, pipeline.path or recipe.path, fusions_version
     )
     name = _name(pipeline.operations, pipeline.planner(pipeline.operations, request))
     register(name, plan, outlives_model=exported)
     slots = tuple(
-        ((*path, *filter(None, prefix.split("."))), parameter)
+        ((*path, *inner), parameter)
         for path, operation in zip(paths, pipeline.operations, strict=True)
-        for prefix, module in operation.named_modules(remove_duplicate=False)
-        for parameter, value in module._parameters.items()
-        if value is not None
+        for *inner, parameter in (name.split(".") for name in operation.parameter_names())
     )
     return name, plan.key, slots, terms.inputs, outputs
 

@@ -1,0 +1,136 @@
+"""The parameters of an operation by name: registered ones, and tensors that are computed from others in their place.
+
+A tensor takes the place of a parameter
+
+    among the parameters   by `torch.func.functional_call`, or put there by its owner
+    by a property          of `torch.nn.utils.parametrize`, which computes it at each access
+    by a forward pre-hook  of `torch.nn.utils.prune`, and of the older weight_norm and spectral_norm, which set an
+                           attribute; what it is computed from is registered beside it, as weight_orig, or weight_g
+
+Such a tensor is read once in a forward, and saved by autograd for its backward; its gradient is autograd's. A
+registered parameter is read from the operation in backward too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PARAMETRIZED = "parametrizations"
+_COMPUTED_FROM = ("orig", "g")  # suffixes of what hooks compute an attribute from
+
+
+def parameter_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The names of its parameters, computed ones first, and of those of its submodules, dotted."""
+    for name in (*computed_names(module), *_registered_names(module)):
+        yield prefix + name
+    for name, child in module._modules.items():
+        if child is not None and name != _PARAMETRIZED:
+            yield from parameter_names(child, f"{prefix}{name}.")
+
+
+def computed_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of its own parameters that are computed by a property or a hook."""
+    found = [name for name, originals in _parametrized(module).items() if originals._parameters]
+    if module._forward_pre_hooks:
+        found += [
+            name for name, value in vars(module).items() if isinstance(value, Tensor) and is_set_by_hook(module, name)
+        ]
+    return tuple(found)
+
+
+def is_set_by_hook(module: nn.Module, name: str) -> bool:
+    """Whether a hook computes the attribute of this name from parameters of the module."""
+    return any(module._parameters.get(f"{name}_{suffix}") is not None for suffix in _COMPUTED_FROM)
+
+
+def held_parameters(module: Any) -> dict[str, Tensor]:
+    """All of its parameters as they are now, by name. Those of a property are computed."""
+    found = {name: held_parameter(module, name) for name in parameter_names(module)}
+    computed = {name: found[name].dtype for name in _parametrized(module) if name in found}
+    if computed:
+        module._computed_dtypes = computed
+    return found
+
+
+def held_parameter(operation: Any, name: str) -> Tensor:
+    """What the operation holds under this name, dotted for a submodule's: a parameter, or what is in its place.
+
+    Raises AttributeError if there is nothing.
+    """
+    parameter: Any = operation._parameters.get(name)
+    if parameter is None:
+        owner, own_name = _owner(operation, name)
+        parameter = owner._parameters.get(own_name)
+        if parameter is None and own_name in computed_names(owner):
+            parameter = getattr(owner, own_name)
+    if parameter is None:
+        raise AttributeError(
+            f"{type(operation).__name__} has no parameter {name!r}. A tensor that is computed from other parameters "
+            "takes its place by torch.nn.utils.parametrize or torch.func.functional_call."
+        )
+    return parameter
+
+
+def parameter_dtype(operation: Any, name: str) -> torch.dtype:
+    """That of the parameter of this name. One of a property is not computed for it: that of its last forward, and
+    before any that of what it is computed from, which torch compares."""
+    if name in _parametrized(operation):
+        known = getattr(operation, "_computed_dtypes", {}).get(name)
+        return known or next(_parametrized(operation)[name].parameters()).dtype
+    return held_parameter(operation, name).dtype
+
+
+def requires_grad(operation: nn.Module, name: str) -> bool:
+    """Whether the parameter of this name needs a gradient; one of a property is not computed for it."""
+    owner, own_name = _owner(operation, name)
+    originals = _parametrized(owner).get(own_name)
+    if originals is not None:
+        return any(parameter.requires_grad for parameter in originals.parameters())
+    return held_parameter(operation, name).requires_grad
+
+
+def computed_slots(operations: Sequence[nn.Module], parameters: Sequence[Tensor]) -> frozenset[int]:
+    """The positions, among the parameters of all operations, of those that are no registered parameters."""
+    named = [(operation, name) for operation in operations for name in parameter_names(operation)]
+    return frozenset(
+        slot
+        for slot, ((operation, name), parameter) in enumerate(zip(named, parameters, strict=True))
+        if type(parameter) is Tensor or is_computed(operation, name)
+    )
+
+
+def is_computed(operation: nn.Module, name: str) -> bool:
+    """Whether a property or a hook computes the parameter of this name."""
+    owner, own_name = _owner(operation, name)
+    return own_name in computed_names(owner)
+
+
+def without_parametrizations(module: nn.Module) -> tuple[type, Mapping[str, Any]]:
+    """The class that it had before torch parametrized it, and its submodules without the parametrizations."""
+    if not _parametrized(module):
+        return type(module), module._modules
+    return type(module).__bases__[0], {n: child for n, child in module._modules.items() if n != _PARAMETRIZED}
+
+
+def _registered_names(module: nn.Module) -> list[str]:
+    """But for those that a hook computes an attribute from."""
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    if not module._forward_pre_hooks:
+        return names
+    computed = tuple(f"{name}_" for name in computed_names(module))
+    return [name for name in names if not name.startswith(computed)] if computed else names
+
+
+def _parametrized(module: nn.Module) -> Mapping[str, Any]:
+    """By name, what torch computes each parametrized tensor of the module by."""
+    found: Any = module._modules.get(_PARAMETRIZED)
+    return {} if found is None else found._modules
+
+
+def _owner(operation: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, own_name = name.rpartition(".")
+    return operation.get_submodule(path), own_name

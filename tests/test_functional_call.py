@@ -1,0 +1,159 @@
+"""torch.func: tensors that stand in for parameters for one call, their gradients, grad and vjp.
+
+The reference is the same computation in modules of torch, in float64.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vjp, vmap
+
+from fuser import Sequential, autocast, ops
+from tests.computed_cases import F64, MODELS, K, N, assert_close, example, paired
+
+
+def called_with(module: nn.Module, kind: str, **extras: Any) -> dict[str, Tensor | None]:
+    """The gradients of tensors that take the place of the parameters for one call."""
+    torch.manual_seed(4)
+    leaves = {name: torch.randn_like(p).requires_grad_() for name, p in module.named_parameters()}
+    given = {
+        "leaves": leaves,
+        "computed": {name: leaf.sin() for name, leaf in leaves.items()},
+        "parameters": {name: nn.Parameter(leaf.detach()) for name, leaf in leaves.items()},
+    }[kind]
+    y = functional_call(module, given, (example(),), extras)
+    assert all(p.grad is None for p in module.parameters())
+    y.square().sum().backward()
+    assert all(p.grad is None for p in module.parameters())
+    return {"y": y.detach()} | {name: (given if kind == "parameters" else leaves)[name].grad for name in given}
+
+
+@pytest.mark.parametrize("kind", ["leaves", "computed", "parameters"])
+@pytest.mark.parametrize("model", MODELS)
+def test_tensors_given_for_one_call_get_the_gradients(model: str, kind: str) -> None:
+    ours, theirs, extras = paired(model)
+    assert_close(called_with(ours, kind, **extras), called_with(theirs, kind))
+
+
+def test_two_calls_before_one_backward_have_their_own_weights() -> None:
+    ours, theirs, _ = paired("dense")
+
+    def both(module: nn.Module) -> dict[str, Any]:
+        weights = [{n: (k + p.detach()).requires_grad_() for n, p in module.named_parameters()} for k in (1, 2)]
+        sum(functional_call(module, each, (example(),)).square().sum() for each in weights).backward()
+        return {f"{k}.{n}": w.grad for k, each in enumerate(weights) for n, w in each.items()}
+
+    assert_close(both(ours), both(theirs))
+
+
+def test_an_operation_alone_takes_other_weights() -> None:
+    ours, theirs = ops.Linear(K, N, dtype=F64), nn.Linear(K, N, dtype=F64)
+    assert_close(called_with(ours, "computed"), called_with(theirs, "computed"))
+
+
+def test_a_computed_weight_changed_before_backward_is_an_error() -> None:
+    operation = ops.Linear(K, N, dtype=F64)
+    weight = operation.weight.detach() * 2
+    x = example().requires_grad_()
+    y = functional_call(operation, {"weight": weight}, (x,))
+    weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# torch.func.grad and vjp
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_torch_func_grad_is_that_of_torch(model: str) -> None:
+    ours, theirs, extras = paired(model)
+
+    def of(module: nn.Module, **extras: Any) -> dict[str, Tensor]:
+        def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(module, parameters, (x,), extras).square().sum()
+
+        parameters = {name: p.detach() for name, p in module.named_parameters()}
+        d_parameters, dx = grad(loss, (0, 1))(parameters, example())
+        y, pull = vjp(lambda p: functional_call(module, p, (example(),), extras), parameters)
+        return {"x": dx, "y": y} | d_parameters | {f"vjp.{n}": g for n, g in pull(torch.ones_like(y))[0].items()}
+
+    assert_close(of(ours, **extras), of(theirs))
+
+
+RECIPES = ["fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise", "nvfp4"]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", *[pytest.param(r, marks=pytest.mark.rest) for r in RECIPES]])
+def test_torch_func_grad_has_the_bits_of_backward(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = Sequential(
+        ops.RMSNorm(32), ops.Router(32, 4, topk=2), ops.Dispatch(4), ops.GroupedLinear(4, 32, 64), ops.ScaledSwiGLU(),
+        ops.GroupedLinear(4, 32, 32), ops.Combine(),
+    )  # fmt: skip
+    x, names = torch.randn(32, 32), ("load_balancing_loss", "tokens_per_expert")
+
+    def loss(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        y, made = functional_call(model, parameters, (x,), {"outputs": names})
+        return y.square().sum() + made["load_balancing_loss"], made["tokens_per_expert"]
+
+    again = copy.deepcopy(model)
+    with autocast(recipe):
+        torch.manual_seed(1)
+        found, tokens = grad(loss, has_aux=True)(dict(model.named_parameters()))
+    with autocast(recipe):
+        torch.manual_seed(1)
+        y, made = again(x, outputs=names)
+    (y.square().sum() + made["load_balancing_loss"]).backward()
+    assert torch.equal(tokens, made["tokens_per_expert"])
+    for name, parameter in again.named_parameters():
+        assert torch.equal(found[name], parameter.grad), name  # type: ignore[arg-type]
+
+
+def jvp_along(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
+    return lambda x: jvp(function, (x,), (x,))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # what torch.func.jvp imports
+def test_derivatives_that_would_be_wrong_are_refused() -> None:
+    model, x = Sequential(ops.Linear(K, K, dtype=F64), ops.GELU()), example()
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
+    with pytest.raises(
+        RuntimeError, match=r"Double backward \(create_graph=True\) through a pipeline is not supported"
+    ):
+        grad(lambda x: grad(loss)(x).sum())(x)
+    of_parameters = grad(lambda p: functional_call(model, p, (x,)).square().sum())(dict(model.named_parameters()))
+    with pytest.raises(RuntimeError, match="Double backward"):
+        of_parameters["0.weight"].sum().backward()
+    sentence = (
+        "have no rules for torch.func.vmap and jvp.*Give a batch as rows of x, and differentiate by torch.func.grad"
+    )
+    for transformed in (vmap(loss), vmap(grad(loss)), torch.func.jacrev(model), jvp_along(loss)):
+        with pytest.raises(NotImplementedError, match=sentence):
+            transformed(x[:, None])
+    main_grad = ops.Linear(K, K, accumulate_into_main_grad=True, dtype=F64)
+    with pytest.raises(NotImplementedError, match="weight gradients go to main_grad, or are delayed"):
+        grad(lambda x: main_grad(x).sum())(x)
+
+
+# Tracing
+
+
+def test_functional_call_is_traced_whole() -> None:
+    ours, _, extras = paired("grouped")
+    torch.manual_seed(7)
+    leaves = [{n: torch.randn_like(p).requires_grad_() for n, p in ours.named_parameters()} for _ in range(2)]
+    leaves[1] = {n: t.detach().clone().requires_grad_() for n, t in leaves[0].items()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(ours, parameters, (x,), extras).square().sum()
+
+    for function, each in zip((loss, torch.compile(loss, fullgraph=True, backend="aot_eager")), leaves, strict=True):
+        function(each, example()).backward()
+    assert_close(*({n: t.grad for n, t in each.items()} for each in leaves))
