@@ -33,7 +33,7 @@ from ops.runner.tracing import (
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
-from recipes.stack import current_recipe
+from recipes.stack import recipe_in_use
 from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, at_container
 
 
@@ -328,7 +328,7 @@ class Sequential(Container):
         x, grad_output: quantized tensors of the caller's: who multiplies their codes, or why they are dequantized. Of
             grouped rows, split_sizes are taken to be those of x.
         """
-        chosen = current_recipe() if recipe is None else as_recipe(recipe)
+        chosen = recipe_in_use(None if recipe is None else as_recipe(recipe))
         first = next(self.parameters(), None)
         if device is None:
             device = torch.device("cpu") if first is None else first.device
