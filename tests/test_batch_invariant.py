@@ -143,6 +143,7 @@ def batch_of(size: Size, dtype: torch.dtype, device: str) -> Batch:
     group = torch.randint(size.E, (size.T,)).sort()[0]
     group[group == 1] = 0  # a group without rows
     x = torch.randn(size.T, size.H) * torch.rand(size.T, 1).mul(6).sub(3).exp()  # of many orders of magnitude
+    x = x / 20 if dtype == torch.float16 else x
     return Batch(x.to(device, dtype), group.to(device), torch.rand(size.T).to(device))
 
 
@@ -204,13 +205,16 @@ def test_a_row_has_its_bits_under_every_recipe_of_rows(kind, recipe):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [SMALL, ODD, SMALL._replace(H=1000, T=150)], ids=["small", "odd", "wide"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        *[pytest.param(recipe, torch.float32, id=recipe) for recipe in RECIPES],
+        *[pytest.param("bf16", dtype, id=str(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float64)],
+    ],
+)
+@pytest.mark.parametrize("size", [ODD, SMALL._replace(H=1000, T=150)], ids=["odd", "wide"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_its_bits_of_all_sizes(kind, recipe, size, dtype):
-    if size.H % 32 and recipe != "bf16":
-        size = size._replace(H=96, F=32)
     assert_rows_have_their_bits(kind, recipe, size, dtype, "cpu")
 
 
