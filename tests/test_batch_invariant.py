@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.schedule import recipe_named
+from bench.usage import UsageError
 from fuser import Sequential, autocast, checkpoint, ops
 from fuser.graph import make_graphed_callables
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_tn
@@ -495,6 +497,12 @@ def test_explain_says_what_it_excludes():
         recipe=as_batch_invariant(HighPrecision()), device="cuda"
     )
     assert "fprop by products of one row, else torch" in linear.explain(recipe=as_batch_invariant(HighPrecision()))
+
+
+def test_the_benchmark_of_recipes_takes_it_by_name():
+    assert recipe_named("batch_invariant-mxfp8").batch_invariant
+    with pytest.raises(UsageError, match="'fp8_current' cannot be promised"):
+        recipe_named("batch_invariant-fp8_current")
 
 
 # --------------------------------------------------------------------------------------------------------------- GPU
