@@ -33,7 +33,7 @@ from bench.products import PRODUCTS, grouped_products
 from bench.recipe_report import Counts, Outcome, draw_recipes, figures, show_recipes, write_csv
 from bench.results import add_json_argument, write_results
 from bench.routing import ROUTINGS
-from bench.schedule import BASELINE, known_recipes, recipe_named
+from bench.schedule import BASELINE, BATCH_INVARIANT, known_recipes, recipe_named
 from bench.sqnr import require_sqnr, sqnr_floor
 from bench.timing import Timing, time_interleaved
 from bench.torchao_rowwise import TORCHAO, torchao_rowwise, why_no_torchao
@@ -215,7 +215,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {DEFAULT_MODELS['cuda']}, on the CPU {DEFAULT_MODELS['cpu']})",
     )
     parser.add_argument(
-        "--recipes", default=",".join(known_recipes()), help="separated by commas (default: %(default)s)"
+        "--recipes",
+        default=",".join(known_recipes()),
+        help=f"separated by commas, {BATCH_INVARIANT}NAME for one that is batch invariant (default: %(default)s)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, help="each is sent to top-k experts (default: those of the model)")
@@ -294,7 +296,8 @@ def _labels(text: str) -> list[str]:
     """The recipes in the order given, bf16 first: all are compared with it."""
     labels = list(dict.fromkeys([BASELINE, *text.split(",")]))
     for label in labels:
-        if label != BASELINE and recipe_named(label).quantizer(Role.INPUT) is None:
+        recipe = recipe_named(label)
+        if label != BASELINE and recipe.quantizer(Role.INPUT) is None and not recipe.batch_invariant:
             raise UsageError(
                 f"--recipes {label}: the model of this benchmark is bf16. Take {', '.join(known_recipes())}."
             )

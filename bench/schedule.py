@@ -3,7 +3,8 @@
     "bf16"                     bf16 throughout
     "bf16+50:mxfp8+80:bf16"    bf16, from step 50 on mxfp8, from step 80 on bf16 again
 
-Names are those of `recipes.as_recipe` ("fp32" for no reduced precision) and the labels of `bench.controls`.
+Names are those of `recipes.as_recipe` ("fp32" for no reduced precision, "batch_invariant-mxfp8" for one that is batch
+invariant) and the labels of `bench.controls`.
 """
 
 import itertools
@@ -17,9 +18,11 @@ from bench.controls import CONTROLS, make_control
 from bench.usage import UsageError
 from fuser import autocast, recipes
 from recipes import Recipe, Role
+from recipes.recipe import as_batch_invariant
 from recipes.registry import RECIPES
 
 BASELINE = "bf16"
+BATCH_INVARIANT = "batch_invariant-"  # in front of a name
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,15 @@ def known_recipes() -> list[str]:
 
 
 def recipe_named(name: str) -> Recipe:
-    """The recipe of a name or a control's label. Raises UsageError with the known names for any other."""
+    """The recipe of a name or a control's label. Raises UsageError with the known names for any other.
+
+    BATCH_INVARIANT in front of a name: the recipe with `batch_invariant`.
+    """
     if name in CONTROLS:
         return make_control(name)
     try:
+        if name.startswith(BATCH_INVARIANT):
+            return as_batch_invariant(recipes.as_recipe(name.removeprefix(BATCH_INVARIANT)))
         return recipes.HighPrecision() if name == "fp32" else recipes.as_recipe(name)
     except ValueError as error:
         raise UsageError(str(error)) from None

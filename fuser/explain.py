@@ -12,10 +12,10 @@ from fuser.explain_quantized import explain_module, explain_quantized
 from fuser.layout import Container, Layout
 from fuser.plan import fusions_version
 from ops.products.paths import choose_path
-from ops.runner.program import Plan, PlannedOperation
+from ops.runner.program import Plan, PlannedOperation, why_not_batch_invariant
 from ops.runner.repeat import why_not_repeated
 from ops.runner.run import Pipeline
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, recipe_within
 from recipes.request import PlanRequest
 from recipes.tensors.quantized_handle import Quantized
 from recipes.triton.gates import why_not_this_release
@@ -47,7 +47,7 @@ def explain(
         enters = {name: q for name, q in given.items() if q is not None and entered[name] == number}
         if isinstance(stage.runner, Pipeline):
             own = stage.runner.recipe
-            chosen = own or recipe
+            chosen = recipe_within(own, recipe)
             request = PlanRequest(
                 chosen, device, dtype, stage.runner.all_needs(requires_grad), training,
                 stage.runner.path or chosen.path, fusions_version(),
@@ -79,6 +79,8 @@ def _explain_pipeline(pipeline: Pipeline, request: PlanRequest, given: Mapping[s
     because = ", as asked for" if request.path else f": {reason}" if reason else ""
     path = choose_path(request).name
     lines = [f"  path: {path}{because}"]
+    if request.recipe.batch_invariant:
+        lines.append(f"  {_explain_batch_invariance(pipeline, request)}")
     if path == "split":
         lines.append("  groups without rows are left out")
     if request.device.type == "cuda":
@@ -93,6 +95,17 @@ def _explain_pipeline(pipeline: Pipeline, request: PlanRequest, given: Mapping[s
         places = _places(pipeline, refusal.indices)
         lines.append(f"  not fused: {refusal.fusion.__name__} on operations {places}: {refusal.reason}")
     return lines
+
+
+def _explain_batch_invariance(pipeline: Pipeline, request: PlanRequest) -> str:
+    """What it excludes in forward, or why a call would raise ValueError."""
+    reason = why_not_batch_invariant(pipeline.operations, request)
+    if reason is not None:
+        return f"not batch invariant, so that a call raises ValueError: {reason}"
+    if request.device.type == "cpu":
+        return "batch invariant: in forward each row is a product of its own, in float32 or better"
+    excluded = "tiles chosen by the number of rows, measured tiles, split-K, library products in Linear and Router"
+    return f"batch invariant: excluded in forward: {excluded}"
 
 
 def _explain_repetition(pipeline: Pipeline, plan: Plan, request: PlanRequest, path: str) -> list[str]:

@@ -14,10 +14,10 @@ from fuser.sequentials import sequentials
 from ops.products.paths import choose_path
 from ops.runner.operation import BasicOperation
 from ops.runner.run import Pipeline
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, recipe_within
 from recipes.registry import as_recipe
 from recipes.request import PlanRequest
-from recipes.stack import current_recipe
+from recipes.stack import recipe_in_use
 
 HEADER = ("Sequential", "recipe", "path", "runs as", "not fused")
 
@@ -37,7 +37,7 @@ def explain(
     The arguments are those of `Sequential.explain`; the defaults are those of each Sequential. Raises ValueError if
     `model` contains no operation.
     """
-    chosen = current_recipe() if recipe is None else as_recipe(recipe)
+    chosen = recipe_in_use(None if recipe is None else as_recipe(recipe))
     rows: list[tuple[str, ...]] = [HEADER]
     for name, sequential in sequentials(model):
         own_device, own_dtype = device_and_dtype(sequential)
@@ -63,7 +63,7 @@ def _rows(
         if not isinstance(runner, Pipeline):
             yield label, "", "", type(stage.runner).__name__, ""
             continue
-        own = runner.recipe or recipe
+        own = recipe_within(runner.recipe, recipe)
         request = PlanRequest(
             own, device, dtype, runner.all_needs(requires_grad), sequential.training, runner.path or own.path,
             fusions_version(),

@@ -36,7 +36,7 @@ from ops.torch_function import check_names
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
-from recipes.stack import current_recipe
+from recipes.stack import recipe_in_use
 from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, at_container
 
 
@@ -346,7 +346,7 @@ class Sequential(Container):
         x, grad_output: quantized tensors of the caller's: who multiplies their codes, or why they are dequantized. Of
             grouped rows, split_sizes are taken to be those of x.
         """
-        chosen = current_recipe() if recipe is None else as_recipe(recipe)
+        chosen = recipe_in_use(None if recipe is None else as_recipe(recipe))
         own_device, own_dtype = device_and_dtype(self)
         device, dtype = device or own_device, dtype or own_dtype
         training = self.training if training is None else training

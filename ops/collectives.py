@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ops.kernels.collectives import (
+    BACKENDS_ORDER,
     NOT_REPEATED,
     RankGroup,
     Ranks,
@@ -92,6 +93,13 @@ class CollectiveOperation(BasicOperation):
         return f"group={self.group}"
 
 
+class SummingOperation(CollectiveOperation):
+    """A collective that adds up what the ranks have."""
+
+    def why_not_batch_invariant(self, request: PlanRequest) -> str | None:
+        return BACKENDS_ORDER
+
+
 class AllGather(CollectiveOperation):
     """y = [x_0; x_1; ...; x_(n-1)], the x of all ranks in rank order; x [T, ...], y [n T, ...].
 
@@ -114,7 +122,7 @@ class AllGather(CollectiveOperation):
         return why_not_rows(x, 1)
 
 
-class ReduceScatter(CollectiveOperation):
+class ReduceScatter(SummingOperation):
     """y = rows [r T/n, (r + 1) T/n) of the sum of all ranks' x, on rank r; x [T, ...], y [T/n, ...].
 
     Backward: dx = [dy_0; dy_1; ...; dy_(n-1)], the dy of all ranks in rank order. That is the gradient of the sum of
@@ -136,7 +144,7 @@ class ReduceScatter(CollectiveOperation):
         return why_not_rows(x, self.group.size)
 
 
-class AllReduce(CollectiveOperation):
+class AllReduce(SummingOperation):
     """y = sum_r x_r, the sum of all ranks' x, for x of any shape.
 
     Backward: dx = dy, without a collective. That is the gradient of one loss that every rank computes alike from y, as

@@ -12,6 +12,7 @@ from ops.kernels.elementwise.chain import Step
 from ops.kernels.elementwise.chain_steps import dropout_step
 from ops.runner.operation import OperationContext
 from recipes.arguments import as_number
+from recipes.request import PlanRequest
 from recipes.triton.philox import new_seed
 
 
@@ -42,6 +43,12 @@ class Dropout(ElementwiseOperation):
         self, dy: Tensor, x: Tensor | None, operand: Tensor | None, *, need_dx: bool, need_operand: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         return self.compute(dy, operand), None
+
+    def why_not_batch_invariant(self, request: PlanRequest) -> str | None:
+        drops = request.training and self.p > 0
+        return (
+            "in training it drops elements by their position in the batch. Call eval(), or take p=0." if drops else None
+        )
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.kernels.collectives import NOT_REPEATED, Ranks
+from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, Ranks
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.products.held_weights import explain_held
 from ops.products.main_grad import OperationWithWeights
@@ -164,6 +164,9 @@ class GroupedLinear(OperationWithWeights):
 
     def transfers(self, request: PlanRequest) -> str:
         return "" if self.parallel is None else self.parallel.explain(request.device)
+
+    def why_not_batch_invariant(self, request: PlanRequest) -> str | None:
+        return BACKENDS_ORDER if self.parallel is not None and self.parallel.is_row else None
 
     def why_not_captured(self, request: PlanRequest) -> str | None:
         if self.parallel is None:

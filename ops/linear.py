@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.kernels.collectives import NOT_REPEATED, Ranks
+from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, Ranks
 from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad
 from ops.products.held_weights import explain_held
 from ops.products.main_grad import OperationWithWeights
@@ -131,7 +131,10 @@ class Linear(OperationWithWeights):
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
     def kernel(self, request: PlanRequest) -> str:
-        way = "torch" if self._multiplies_in_torch(request) else "grouped GEMM of one group (Triton)"
+        as_one_group = "grouped GEMM of one group (Triton)"
+        way = "torch" if self._multiplies_in_torch(request) else as_one_group
+        if way == "torch" and request.recipe.batch_invariant:
+            way = f"fprop by {'products of one row' if request.device.type == 'cpu' else as_one_group}, else torch"
         return way + explain_dequantized(request) + self._held(request) + self.transfers(request)
 
     def _multiplies_in_torch(self, request: PlanRequest) -> bool:
@@ -142,6 +145,9 @@ class Linear(OperationWithWeights):
 
     def transfers(self, request: PlanRequest) -> str:
         return "" if self.parallel is None else self.parallel.explain(request.device)
+
+    def why_not_batch_invariant(self, request: PlanRequest) -> str | None:
+        return BACKENDS_ORDER if self.parallel is not None and self.parallel.is_row else None
 
     def why_not_captured(self, request: PlanRequest) -> str | None:
         if self.parallel is None:
@@ -201,7 +207,7 @@ class Linear(OperationWithWeights):
         capability = ctx.path.capability
         y = gemm(
             "TN", rows, w, ctx.dtype, capability=capability, added=added, alpha=alpha, split_accumulator=split,
-            as_one_group=self.as_one_group,
+            as_one_group=self.as_one_group, batch_invariant=ctx.recipe.batch_invariant,
         )  # fmt: skip
         if ctx.needs_grad:
             kept = for_wgrad(rows) if need_wgrad else None

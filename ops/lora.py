@@ -193,6 +193,11 @@ class LowRankAdapter(OperationWithWeights):
                 dx = (dx if "grad_input" in ctx.buffers else writable(dx)).add_(added)
         return dx, gradients, d_extras
 
+    def why_not_batch_invariant(self, request: PlanRequest) -> str | None:
+        if request.training and self.dropout and not self.merged:
+            return "in training its dropout is by the position in the batch. Call eval(), or take dropout=0."
+        return super().why_not_batch_invariant(request)
+
     def products(self, ctx: OperationContext, splits: Splits | None) -> Products | GroupedProducts:
         """The products of the adapter."""
         raise NotImplementedError
@@ -295,7 +300,11 @@ class Products(NamedTuple):
 
     def _gemm(self, layout: Any, a: Tensor, b: Tensor) -> Tensor:
         capability = self.ctx.path.capability
-        return gemm(layout, a, b, self.ctx.dtype, capability=capability, as_one_group=self.as_one_group)
+        invariant = layout == "TN" and self.ctx.recipe.batch_invariant
+        return gemm(
+            layout, a, b, self.ctx.dtype, capability=capability, as_one_group=self.as_one_group,
+            batch_invariant=invariant,
+        )  # fmt: skip
 
 
 class GroupedProducts(NamedTuple):

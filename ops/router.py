@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ops.kernels.grouped_gemm.high_precision import grouped_gemm_tn
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.routing import ScoreFunction, describe_kernels, droute, route
 from ops.kernels.routing.z_loss import dz_loss, z_loss
@@ -26,6 +28,7 @@ from ops.runner.operation import (
 from recipes.amax_reduction import check_group
 from recipes.arguments import as_integer, as_number, check_flags, positive_integers
 from recipes.request import PlanRequest
+from recipes.tensors.splits import Splits
 
 
 class Router(BasicOperation):
@@ -201,7 +204,8 @@ class Router(BasicOperation):
                 "Flatten leading dimensions; check the operation before this one."
             )
         bias = _wide(ctx, "bias") if "bias" in ctx.parameter_slots else None
-        logits = _product(x, _wide(ctx, "weight").t(), bias)
+        multiply = _row_by_row if ctx.recipe.batch_invariant else _product
+        logits = multiply(x, _wide(ctx, "weight").t(), bias)
         routing = route(
             logits, self.topk, normalized=self.normalized, score_function=self.score_function,
             expert_bias=self.expert_bias, num_groups=self.num_groups, topk_groups=self.topk_groups,
@@ -261,8 +265,9 @@ class Router(BasicOperation):
 
     def kernel(self, request: PlanRequest) -> str:
         if not runs_in_triton(request.device, torch.promote_types(request.dtype, torch.float32)):
-            return "torch"
-        return describe_kernels(self.num_experts, self.score_function, self.topk_groups < self.num_groups)
+            return "torch, logits by products of one row" if request.recipe.batch_invariant else "torch"
+        choice = describe_kernels(self.num_experts, self.score_function, self.topk_groups < self.num_groups)
+        return f"{choice}, logits by the grouped GEMM (Triton)" if request.recipe.batch_invariant else choice
 
     def flops(self, rows: int) -> int:
         return 2 * rows * self.hidden_size * self.num_experts
@@ -356,15 +361,33 @@ def _wide(ctx: OperationContext, name: str) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, added: Tensor | None = None) -> Tensor:
-    """a b + added in float32 or float64, with TF32 turned off: TF32 rounds the operands to 10 mantissa bits."""
+    """a b + added in float32 or float64."""
     if a.dtype != torch.float64:
         a, b = a.float(), b.float()
-    if not a.is_cuda or a.dtype == torch.float64:
+    with _without_tf32(a):
         return a @ b if added is None else torch.addmm(added, a, b)
+
+
+def _row_by_row(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """The same, each row of it whatever the others are: the grouped product of one group."""
+    rows = x if x.dtype == torch.float64 else x.float()
+    with _without_tf32(rows):
+        return grouped_gemm_tn(
+            rows, w.t().to(rows.dtype)[None], Splits.whole(len(rows), rows.device),
+            bias_GN=None if bias is None else bias[None], batch_invariant=True,
+        )  # fmt: skip
+
+
+@contextmanager
+def _without_tf32(x: Tensor) -> Iterator[None]:
+    """Products of x in full precision: TF32 rounds the operands to 10 mantissa bits."""
+    if not x.is_cuda or x.dtype == torch.float64:
+        yield
+        return
     setting = torch.backends.cuda.matmul
     precision = setting.fp32_precision
     setting.fp32_precision = "ieee"
     try:
-        return a @ b if added is None else torch.addmm(added, a, b)
+        yield
     finally:
         setting.fp32_precision = precision

@@ -15,15 +15,31 @@ from recipes.amax_reduction import check_group
 from recipes.arguments import as_flag
 from recipes.effects import Effect, perform, recording
 from recipes.pending import PendingUpdates, RecordsAmaxes, end_steps, forget
-from recipes.recipe import HighPrecision, Recipe
+from recipes.recipe import HighPrecision, Recipe, as_batch_invariant
 from recipes.registry import as_recipe
-from recipes.stack import ActiveRecipe, CastScales, current_updates, key_of_traced, open_entries, push, remove, seen
+from recipes.stack import (
+    ActiveRecipe,
+    CastScales,
+    current_updates,
+    is_batch_invariant,
+    key_of_traced,
+    open_entries,
+    push,
+    recipe_in_use,
+    remove,
+    seen,
+)
 
 
 class autocast(ContextDecorator):
     """Run the body under `recipe`, a Recipe or a name such as "mxfp8"; also a decorator.
 
     Contexts nest; the innermost one applies. `enabled=False`, like None, means high precision. Yields the recipe.
+
+    batch_invariant: the output bits of a row do not depend on the other rows, their number, their order or the batch's
+        split, and a forward in training has the bits of one without gradients, so that what is trained is what
+        generates. Contexts inside have it too, and operations with a recipe of their own. It holds for forward, in high
+        precision and under recipes whose scales of x are each of one row (`docs/batch_invariant.md`).
 
     The outermost context is one step of delayed scaling. When it ends, the amaxes recorded by forwards with gradients
     enabled go into the histories, from which the next step's scales follow; after an exception they are dropped.
@@ -41,10 +57,11 @@ class autocast(ContextDecorator):
     stateful recipe whose scales have changed since, and where forwards under several recipes await recomputation. There
     use `fuser.checkpoint`.
 
-    Raises TypeError for an argument of another type, ValueError for an unknown name and keep_weights of another size.
+    Raises TypeError for an argument of another type, ValueError for an unknown name, keep_weights of another size, and
+    batch_invariant under a recipe that cannot be.
 
     Within a function that torch.compile or torch.export traces it decides what is traced, and takes no other argument
-    than `recipe` and `enabled` (NotImplementedError).
+    than `recipe`, `enabled` and `batch_invariant` (NotImplementedError).
     """
 
     def __init__(
@@ -52,15 +69,15 @@ class autocast(ContextDecorator):
         recipe: Recipe | str | None = None,
         enabled: bool = True,
         *,
+        batch_invariant: bool = False,
         amax_reduction_group: dist.ProcessGroup | None = None,
         keep_weights: Tensor | None = None,
         scales: CastScales | None = None,
     ) -> None:
         if torch.compiler.is_compiling():
-            self._trace(recipe, enabled, amax_reduction_group, keep_weights, scales)
+            self._trace(recipe, enabled, batch_invariant, amax_reduction_group, keep_weights, scales)
             return
-        asked = as_recipe(recipe)
-        self._recipe = asked if as_flag("enabled", enabled) else HighPrecision()
+        self._recipe = _asked(recipe, enabled, batch_invariant)
         _check_kinds(amax_reduction_group, keep_weights, scales)
         self._group = amax_reduction_group
         self._settings = scales, keep_weights
@@ -79,15 +96,16 @@ class autocast(ContextDecorator):
             return self._recipe
         if self._entry is not None:
             raise RuntimeError("This autocast is open already. Make one for each `with` statement.")
+        recipe = recipe_in_use(self._recipe)
         outside = open_entries()
         self._is_outermost = not outside
         if outside:
-            self._entry = ActiveRecipe(self, self._recipe, outside[0].updates, *self._settings)
+            self._entry = ActiveRecipe(self, recipe, outside[0].updates, *self._settings)
         else:
             updates = PendingUpdates(self._group)
-            self._entry = ActiveRecipe(self, self._recipe, updates, *self._settings, if_abandoned=updates.discard)
+            self._entry = ActiveRecipe(self, recipe, updates, *self._settings, if_abandoned=updates.discard)
         push(self._entry)
-        return self._recipe
+        return recipe
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if torch.compiler.is_compiling():
@@ -106,13 +124,14 @@ class autocast(ContextDecorator):
         if quantizers or awaited:
             perform(Effect(_end_of_step, (quantizers, self._group, awaited), partial(forget, quantizers)))
 
-    def _trace(self, recipe: Recipe | str | None, enabled: bool, *others: object) -> None:
+    def _trace(self, recipe: Recipe | str | None, enabled: bool, batch_invariant: bool, *others: object) -> None:
         if any(other is not None for other in others):
             raise NotImplementedError(
-                "Within a function that torch.compile traces autocast takes a recipe alone. Open it around the call."
+                "Within a function that torch.compile traces autocast takes recipe, enabled and batch_invariant alone. "
+                "Open it around the call."
             )
         self._recipe = recipe  # type: ignore[assignment]  # its name is not looked up while it is traced
-        self._key = _key_while_tracing(recipe, enabled)
+        self._key = _key_while_tracing(recipe, enabled, batch_invariant, seen.recipe)
 
     def _awaited_by(self, entry: ActiveRecipe) -> tuple[dist.ProcessGroup | None, ...]:
         """The groups whose ranks wait for this one, even if it recorded no amaxes.
@@ -126,9 +145,15 @@ class autocast(ContextDecorator):
         return self._recipe.amax_reduction_groups(self._group)
 
 
-def _key_while_tracing(recipe: Recipe | str | None, enabled: bool) -> str:
+def _asked(recipe: Recipe | str | None, enabled: bool, batch_invariant: bool) -> Recipe:
     asked = as_recipe(recipe)
-    return key_of_traced(asked if as_flag("enabled", enabled) else HighPrecision())
+    chosen = asked if as_flag("enabled", enabled) else HighPrecision()
+    needed = as_flag("batch_invariant", batch_invariant) or asked.batch_invariant
+    return as_batch_invariant(chosen) if needed else chosen
+
+
+def _key_while_tracing(recipe: Recipe | str | None, enabled: bool, batch_invariant: bool, around: str) -> str:
+    return key_of_traced(_asked(recipe, enabled, batch_invariant or is_batch_invariant(around)))
 
 
 _key_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called at once, untraced

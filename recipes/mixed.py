@@ -55,7 +55,7 @@ class MixedScaling(Recipe):
         super().__post_init__()
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "path" or (value is None and "_for_" in field.name):
+            if field.kw_only or (value is None and "_for_" in field.name):
                 continue
             if field.name in _MAY_BE_DEQUANTIZED and value == DEQUANTIZED:
                 continue

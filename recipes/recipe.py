@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -63,6 +63,7 @@ class Recipe(ABC):
 
     names: what `autocast` and `as_recipe` accept for this recipe with its default fields; the first is shown
     path: "grouped" or "split" forces that storage path; None leaves the choice to `why_not_grouped`
+    batch_invariant: whether a row's output bits may not depend on other rows, see `autocast`
     repeatable: whether its quantizers follow from its fields, and what they do from these and tensors alone, so that a
     step on a GPU may be done again as a whole (`ops.runner.repeat`). Of a subclass that replaces a method it does not
     hold
@@ -74,6 +75,7 @@ class Recipe(ABC):
     repeatable: ClassVar[bool] = False
 
     path: str | None = field(default=None, kw_only=True)
+    batch_invariant: bool = field(default=False, kw_only=True, repr=False)  # `explain()` has a line for it
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -173,6 +175,40 @@ class Recipe(ABC):
             if quantizer is not None and not quantizer.knows_groups():
                 return f"{type(quantizer).__name__} knows single tensors only; the split path quantizes group by group."
         return None
+
+    def why_not_batch_invariant(self) -> str | None:
+        """Why a row's numbers depend on other rows of x, as a sentence; None if every scale of x belongs to one row."""
+        quantizer = self.quantizer(Role.INPUT)
+        rowwise = None if quantizer is None else quantizer.of_copy(False)
+        if rowwise is None:
+            return None
+        spec = rowwise.copy_spec(False)
+        if spec is None:
+            return f"{type(rowwise).__name__} has no copy_spec, so nobody knows for which rows of x a scale holds."
+        return spec.why_not_row_by_row()
+
+
+@lru_cache(maxsize=64)
+def as_batch_invariant(recipe: Recipe) -> Recipe:
+    """This recipe with `batch_invariant`. Raises ValueError if it `why_not_batch_invariant`."""
+    check_batch_invariant(recipe, recipe.why_not_batch_invariant())
+    return recipe if recipe.batch_invariant else replace(recipe, batch_invariant=True)
+
+
+def check_batch_invariant(recipe: Recipe, reason: str | None) -> None:
+    """Raise ValueError with this reason, a sentence, if there is one."""
+    if reason is not None:
+        raise ValueError(
+            f"batch_invariant=True under {recipe.name!r} cannot be promised: {reason} Leave batch_invariant out, or "
+            "take what has it: see docs/batch_invariant.md."
+        )
+
+
+def recipe_within(own: Recipe | None, around: Recipe) -> Recipe:
+    """The recipe of what has one of its `own`, or None, inside of `autocast(around)`: batch invariant if that is."""
+    if own is None:
+        return around
+    return as_batch_invariant(own) if around.batch_invariant else own
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,22 @@ import torch
 from torch import Tensor
 
 from recipes.pending import PendingUpdates
-from recipes.recipe import HighPrecision, Recipe
+from recipes.recipe import HighPrecision, Recipe, recipe_within
 
 _HIGH_PRECISION = HighPrecision()
 
 
 def key_of(recipe: Recipe) -> str:
     """A text that differs where recipes do; another hash of the same value would be a recipe of its own."""
-    return f"{recipe.name} {hash(recipe):x}"
+    return f"{recipe.name} {hash(recipe):x}{_BATCH_INVARIANT if recipe.batch_invariant else ''}"
+
+
+_BATCH_INVARIANT = " batch_invariant"
+
+
+def is_batch_invariant(key: str) -> bool:
+    """Whether the recipe with this key is."""
+    return key.endswith(_BATCH_INVARIANT)
 
 
 _HIGH_PRECISION_KEY = key_of(_HIGH_PRECISION)
@@ -212,6 +220,11 @@ def current_recipe() -> Recipe:
 def recipe_of(entries: Stack) -> Recipe:
     """The recipe of the innermost of these entries; `HighPrecision()` if there is none."""
     return entries[-1].recipe if entries else _HIGH_PRECISION
+
+
+def recipe_in_use(own: Recipe | None) -> Recipe:
+    """`own`, or the current recipe if that is None; batch invariant where the current one is."""
+    return recipe_within(own, current_recipe())
 
 
 def current_updates() -> PendingUpdates | None:

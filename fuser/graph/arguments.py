@@ -15,7 +15,7 @@ from fuser.schedule.run import delaying
 from fuser.schedule.schedule import Place, Schedule
 from recipes.recipe import HighPrecision
 from recipes.registry import as_recipe
-from recipes.stack import current_recipe
+from recipes.stack import current_recipe, recipe_in_use
 
 # Arguments of TransformerEngine's function that are not supported, and what to use instead.
 _REFUSED = {
@@ -85,8 +85,8 @@ def make_settings(
     torch_autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
     return [
         Settings(
-            device, chosen if on else HighPrecision(), options["amax_reduction_group"], flag, torch_autocast,
-            torch.is_grad_enabled() and module.training,
+            device, recipe_in_use(chosen if on else HighPrecision()), options["amax_reduction_group"], flag,
+            torch_autocast, torch.is_grad_enabled() and module.training,
         )
         for module, on in zip(modules, each, strict=True)
     ]  # fmt: skip

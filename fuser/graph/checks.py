@@ -15,6 +15,7 @@ from fuser.schedule.schedule import Event, Pass, Schedule
 from ops.products.paths import choose_path
 from ops.runner.operation import BasicOperation
 from ops.runner.run import Pipeline
+from recipes.recipe import recipe_within
 from recipes.registry import RECIPES
 from recipes.request import PlanRequest
 from recipes.tensors.quantized_handle import held_tensors
@@ -99,7 +100,7 @@ def _requests(module: nn.Module, settings: Settings) -> Iterator[tuple[str, Basi
 
 
 def _request(operation: BasicOperation, settings: Settings, path: str | None) -> PlanRequest:
-    chosen = operation.recipe or settings.recipe
+    chosen = recipe_within(operation.recipe, settings.recipe)
     dtypes = [parameter.dtype for parameter in operation.parameters()] or [torch.get_default_dtype()]
     autocasts, dtype = settings.torch_autocast
     if torch.float64 in dtypes:

@@ -163,12 +163,13 @@ class GroupedPath:
     ) -> Tensor:
         """y[t] = x[t] w_g^T + scales[t] b_g, [T, N] in x's dtype; rows past the last group are zero."""
         pair, factors = without_row_factors(self._operands("TN", x, w))
-        split = self.recipe.split_accumulator("fprop")
+        multiply = partial(
+            m_grouped, "TN", pair, x.splits, split_accumulation=self.recipe.split_accumulator("fprop"),
+            batch_invariant=self.recipe.batch_invariant,
+        )  # fmt: skip
         if factors is None:
-            return m_grouped(
-                "TN", pair, x.splits, bias=bias, scales=scales, out=out, out_dtype=x.dtype, split_accumulation=split
-            )
-        product = m_grouped("TN", pair, x.splits, out_dtype=torch.float32, split_accumulation=split)
+            return multiply(bias=bias, scales=scales, out=out, out_dtype=x.dtype)
+        product = multiply(out_dtype=torch.float32)
         return self._finish_fprop(writable(product), factors, x, bias, scales, out)
 
     def _finish_fprop(
@@ -346,7 +347,8 @@ class SplitPath:
     def _gemm(self, product: Product, a: Any, b: Any, out_dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
         split = self.recipe.split_accumulator(product)
         return gemm(
-            LAYOUTS[product], a, b, out_dtype, capability=self.capability, added=added, split_accumulator=split
+            LAYOUTS[product], a, b, out_dtype, capability=self.capability, added=added, split_accumulator=split,
+            batch_invariant=product == "fprop" and self.recipe.batch_invariant,
         )  # fmt: skip
 
 

@@ -167,6 +167,7 @@ def gemm(
     alpha: float = 1.0,
     split_accumulator: bool = True,
     as_one_group: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """alpha times the product of two matrices, plus `added` (broadcast), in out_dtype, rounded once. Always new memory.
 
@@ -175,14 +176,15 @@ def gemm(
     split_accumulator: of products of float8 codes, see `Recipe.split_accumulator`
     as_one_group: by the kernel of grouped products, whose bits are those of a group of any; not float64 on a GPU, which
         it does not know. Products of float8 codes are in any case
+    batch_invariant: of TN, see `ops.kernels.grouped_gemm.high_precision`; as one group then
     """
     codes = float8_operands(layout, a, b, capability)
     if codes is not None:
-        return _float8_gemm(layout, *codes, out_dtype, added, alpha, split_accumulator)
+        return _float8_gemm(layout, *codes, out_dtype, added, alpha, split_accumulator, batch_invariant)
     left, right = operands(layout, a, b, out_dtype)
     x, w = _matrices(layout, left, right)
-    if as_one_group and not (x.is_cuda and x.dtype == torch.float64):
-        return _one_group_gemm(layout, x, w, left.alpha, right.alpha, out_dtype, added, alpha)
+    if (as_one_group or batch_invariant) and not (x.is_cuda and x.dtype == torch.float64):
+        return _one_group_gemm(layout, x, w, left.alpha, right.alpha, out_dtype, added, alpha, batch_invariant)
     x = x.T if layout == "NT" else x
     w = w.T if layout == "TN" else w
     if left.alpha is None and right.alpha is None and x.dtype == out_dtype:
@@ -271,6 +273,7 @@ def _one_group_gemm(
     out_dtype: torch.dtype,
     added: Tensor | None,
     alpha: float,
+    batch_invariant: bool,
 ) -> Tensor:
     """`gemm` of values: the grouped kernel on one group."""
     splits = Splits.whole(len(x), x.device)
@@ -286,7 +289,9 @@ def _one_group_gemm(
         product = grouped_gemm_nt(x, w, splits, alpha_G=alpha_G, out_dtype=dtype)[0]
     elif layout == "TN":
         bias_GN = bias[None] if bias is not None and in_kernel else None
-        product = grouped_gemm_tn(x, w[None], splits, alpha_G=alpha_G, bias_GN=bias_GN, out_dtype=dtype)
+        product = grouped_gemm_tn(
+            x, w[None], splits, alpha_G=alpha_G, bias_GN=bias_GN, out_dtype=dtype, batch_invariant=batch_invariant
+        )  # fmt: skip
     else:
         product = grouped_gemm_nn(x, w[None], splits, alpha_G=alpha_G, out_dtype=dtype)
     if in_kernel:
@@ -307,6 +312,7 @@ def _float8_gemm(
     added: Tensor | None,
     alpha: float,
     split_accumulator: bool,
+    batch_invariant: bool,
 ) -> Tensor:
     """`gemm` of codes: the grouped kernel on one group."""
     bias = added if added is not None and added.dim() == 1 and alpha == 1 else None
@@ -324,6 +330,7 @@ def _float8_gemm(
         product = grouped_gemm_tn_float8(
             rows, a.scale, columns, scale, Splits.whole(rows.shape[0], rows.device),
             bias_GC=None if bias is None else bias[None], out_dtype=dtype, split_accumulation=split_accumulator,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
     if plain:
         return product

@@ -4,6 +4,8 @@ The number of rows decides too, and is not known before a call: the words name t
 
     128x256x64, 8 warps, 4 stages, fprop and dgrad below 96 rows a group 64x128x64, 4 warps, 3 stages,
     by the built-in rule
+
+fprop of a batch-invariant recipe has one tile for any number of rows.
 """
 # G groups, N out features, K in features
 
@@ -40,6 +42,8 @@ def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -
     scalings = {product: _float8_scaling(request, product) for product in gemms}
 
     def tile(product: Product, rows: int) -> str:
+        if recipe.batch_invariant and product == "fprop":
+            rows = MANY_ROWS
         gemm, scaling = gemms[product], scalings[product]
         if scaling is None:
             return describe(built_in_config(gemm, rows * gemm.num_groups, gpu))
@@ -53,7 +57,8 @@ def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -
         others = {product: words for product, words in below.items() if words != tiles[product]}
         words += _by_tile(others, f" below {rows} rows a group")
         tiles = below
-    plain = {product: gemm for product, gemm in gemms.items() if scalings[product] is None}
+    measurable = {product: gemm for product, gemm in gemms.items() if scalings[product] is None}
+    plain = {p: gemm for p, gemm in measurable.items() if not (recipe.batch_invariant and p == "fprop")}
     return f"{_measured(plain, gpu)}{', '.join(words)}, by the built-in rule"
 
 

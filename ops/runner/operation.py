@@ -150,6 +150,13 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         """Why this very operation cannot be captured in a CUDA graph, as a sentence, or None."""
         return self.why_in_full
 
+    def why_not_batch_invariant(self, request: PlanRequest) -> str | None:
+        """Why a row of its y depends on other rows, or training on what generating does not, as a sentence, or None.
+
+        Asked for under `autocast(batch_invariant=True)` before anything runs.
+        """
+        return None
+
     def flops(self, rows: int) -> int:
         """Floating-point operations of its product of so many rows with its weights, for torch's flop counter: two for
         each multiplication and addition. The gradient of the rows takes as many."""

@@ -17,7 +17,7 @@ from ops.products.paths import choose_path
 from ops.runner.context import OperationContext
 from ops.runner.parameters import computed_slots
 from ops.runner.repeat import RepeatedStep, why_not_repeated
-from recipes.recipe import Role
+from recipes.recipe import Role, check_batch_invariant
 from recipes.request import Needs, PlanRequest
 
 
@@ -61,6 +61,22 @@ def plan_unfused(operations: Sequence[Any], request: PlanRequest) -> Plan:
     return Plan(steps, steps)
 
 
+def why_not_batch_invariant(operations: Sequence[Any], request: PlanRequest) -> str | None:
+    """Why these operations cannot be, although the recipe is to be batch invariant, as a sentence, or None."""
+    if not request.recipe.batch_invariant:
+        return None
+    if request.device.type == "cuda" and request.dtype == torch.float64:
+        return "float64 has no grouped kernel on CUDA, and the library's sums depend on the number of rows."
+    reason = request.recipe.why_not_batch_invariant()
+    if reason is not None:
+        return reason
+    for operation in operations:
+        reason = operation.why_not_batch_invariant(request)
+        if reason is not None:
+            return f"{type(operation).__name__}: {reason}"
+    return None
+
+
 class Wiring(NamedTuple):
     """A step and the names of its extra tensors: (the operation's own name, the pipeline's name, the kind)."""
 
@@ -95,6 +111,7 @@ class Program:
         autocast_dtype: torch.dtype | None,
         parameters: Sequence[Tensor],
     ) -> None:
+        check_batch_invariant(request.recipe, why_not_batch_invariant(operations, request))
         self.request = request
         self.input_dtype = input_dtype
         self.path = choose_path(request)

@@ -37,7 +37,7 @@ from recipes.first_forwards import FirstForwards, ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
-from recipes.stack import current_recipe, current_updates, open_entries, records_amaxes
+from recipes.stack import current_updates, open_entries, recipe_in_use, records_amaxes
 from recipes.tensors.quantized_handle import QuantizedHandle, at_container, with_dtype
 from recipes.tensors.splits import Splits, offsets_alone
 
@@ -132,7 +132,7 @@ class Pipeline:
     ) -> Program:
         """The same, where the needs of the request and the dtype of torch.autocast are known."""
         dtypes = tuple(map(_dtype, parameters.present))
-        recipe = self.recipe or current_recipe()
+        recipe = recipe_in_use(self.recipe)
         # All that the request is made of, and what the program adds.
         key = (recipe, x.device, needs, training, fusions_version, x.dtype, autocast_dtype, dtypes, parameters.layout)
         program = self.programs.get(key)

@@ -24,7 +24,7 @@ from ops.runner.traced_operations import call, register
 from ops.runner.traced_plan import Terms, TracedPlan
 from ops.runner.transforms import is_transformed
 from recipes.first_forwards import FirstForwards
-from recipes.recipe import Role
+from recipes.recipe import Role, recipe_within
 from recipes.request import PlanRequest
 from recipes.stack import current_recipe, seen, traced_recipe
 from recipes.tensors.quantized_handle import QuantizedHandle
@@ -139,7 +139,7 @@ def stage_of(
     paths: of the pipeline's operations, from the module whose call is traced
     """
     training = call.modules[0][0]
-    recipe = pipeline.recipe or (traced_recipe(call.recipe) if call.inside else current_recipe())
+    recipe = recipe_within(pipeline.recipe, traced_recipe(call.recipe) if call.inside else current_recipe())
     device, dtype = torch.device(call.device), getattr(torch, call.dtype.removeprefix("torch."))
     why = _why_not(pipeline, recipe, outputs, call)
     if why is not None:

@@ -132,6 +132,11 @@ class NVFP4Scale(ScaleRule):
         """The largest number that a code and its block's scale make of the largest one of the tensor."""
         return 6.0 * (448 if self.four_over_six is None else self.four_over_six.bound)
 
+    def why_not_row_by_row(self) -> str | None:
+        if self.row_scaled:
+            return None
+        return "x has one amax for all rows of a tensor or group (with row_scaled_activation=True each row has one)."
+
     def scales(self, amax: Tensor, element: ElementFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("these scales need two amaxes. Use `recipes.casts.cast_nvfp4`.")
 

@@ -167,6 +167,10 @@ class ScaleRule(ABC):
     def holding(self, dtype: torch.dtype) -> torch.dtype:
         """`dtype`, or else the smallest floating dtype that represents every product of a code and a scale."""
 
+    def why_not_row_by_row(self) -> str | None:
+        """Why the scales of a row depend on other rows although its blocks do not, as a sentence, or None."""
+        return None
+
 
 # One scale for: the whole tensor ("tensor"), all codes along the contracted axis ("vector"), each 128 of them ("row"),
 # each 128x128 ("square").
@@ -225,6 +229,14 @@ class ScaleSpec:
             return None
         scaling = FLOAT8_SCALINGS.get(self.block) if self.scale_rule.dtype == torch.float32 else None
         return None if self.alignment % (128 if scaling == "row" else 16) else scaling
+
+    def why_not_row_by_row(self) -> str | None:
+        """Why codes of a row depend on other rows in the rowwise copy, as a sentence; None if they do not."""
+        if self.is_per_tensor:
+            return "x has one scale for all rows of a tensor or group."
+        if self.block[0] > 1:
+            return f"x has a scale for each {self.block[0]}x{self.block[1]} values, of several rows."
+        return self.scale_rule.why_not_row_by_row()
 
     @property
     def is_per_tensor(self) -> bool:

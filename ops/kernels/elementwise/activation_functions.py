@@ -10,7 +10,9 @@ inputs are x without a gate, else gate a and linear part b. `ops.kernels.element
 activation is a rule here and a class in `ops/activations.py`.
 
 In plain torch, inputs have the dtype in which y is computed and any strides, and are not modified; d_inputs have the
-result's dtype. Backward computes y with the same calls and strides as forward, so both have the same bits.
+result's dtype. Backward computes y with the same calls and strides as forward, so both have the same bits. An element
+of y depends on its inputs alone, not on where it lies: of torch's functions for a CPU that is so of exp and tanh, but
+not of sigmoid, silu and gelu, which compute in another way what does not fill a vector register.
 
 Tiles are float32, of one shape. Precision: float32, with errors of a few units in the last place of each factor of the
 result. Each sigmoid or tanh takes one exponential, shared by value and derivative. A sigmoid is never below 2^-126,
@@ -290,23 +292,34 @@ class _Function(NamedTuple):
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)) in plain torch."""
+    return _one_plus_exp(-x).reciprocal_()
+
+
+def _one_plus_exp(x: Tensor) -> Tensor:
+    """1 + exp(x), in the memory of x."""
+    return x.exp_().add_(1)
+
+
 _GELU = _Function(
     lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
-    partial(F.gelu, approximate="tanh"),
+    # 1 + tanh(u) = 2 sigmoid(2 u)
+    lambda x: x / _one_plus_exp((x * x).mul_(0.044715).add_(1).mul_(x).mul_(-2 * math.sqrt(2 / math.pi))),
     lambda dy, x, value, out: _gelu_backward(dy, x, approximate="tanh", grad_input=out),
 )
 # x sigmoid(c x) = silu(c x) / c, so its derivative is that of silu at c x.
 _QGELU = _Function(
     lambda x: x * torch.sigmoid(1.702 * x),
-    lambda x: torch.sigmoid(1.702 * x).mul_(x),
+    lambda x: x / _one_plus_exp(-1.702 * x),
     lambda dy, x, value, out: _silu_backward(dy, 1.702 * x, grad_input=out),
 )
 _RELU = _Function(torch.relu, F.relu, lambda dy, x, value, out: _relu_backward(dy, x, 0, grad_input=out))
-_SIGMOID = _Function(
-    torch.sigmoid, torch.sigmoid, lambda dy, x, value, out: _sigmoid_backward(dy, value, grad_input=out)
-)
+_SIGMOID = _Function(torch.sigmoid, sigmoid, lambda dy, x, value, out: _sigmoid_backward(dy, value, grad_input=out))
 _SILU = _Function(
-    lambda x: x * torch.sigmoid(x), F.silu, lambda dy, x, value, out: _silu_backward(dy, x, grad_input=out)
+    lambda x: x * torch.sigmoid(x),
+    lambda x: x / _one_plus_exp(-x),
+    lambda dy, x, value, out: _silu_backward(dy, x, grad_input=out),
 )
 _SRELU = _Function(
     lambda x: x.relu().square(),
@@ -352,7 +365,7 @@ def _clamped_swiglu_ref(a: Tensor, b: Tensor, limit: float, alpha: float, offset
 def _clamped_swiglu(a: Tensor, b: Tensor, constants: Constants) -> Tensor:
     limit, alpha, offset = constants
     a = a.clamp(max=limit)
-    return torch.sigmoid(alpha * a).mul_(a).mul_(b.clamp(-limit, limit).add_(offset))
+    return sigmoid(alpha * a).mul_(a).mul_(b.clamp(-limit, limit).add_(offset))
 
 
 def _dclamped_swiglu(dvalue: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, constants: Constants) -> Tensor:
@@ -360,7 +373,7 @@ def _dclamped_swiglu(dvalue: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tenso
     outside_a, outside_b = a > limit, b.abs() > limit
     a = a.clamp(max=limit)
     b = b.clamp(-limit, limit).add_(offset)
-    value = torch.sigmoid(alpha * a).mul_(a)
+    value = sigmoid(alpha * a).mul_(a)
     db.copy_((dvalue * value).masked_fill_(outside_b, 0))
     # The derivative of a sigmoid(alpha a) is silu'(alpha a), for any alpha.
     da.copy_(torch.ops.aten.silu_backward(dvalue * b, alpha * a).masked_fill_(outside_a, 0))
@@ -373,18 +386,18 @@ def _situglu_ref(a: Tensor, b: Tensor, beta1: float, beta2: float, _: float) -> 
 
 def _situglu(a: Tensor, b: Tensor, constants: Constants) -> Tensor:
     beta1, beta2, _ = constants
-    gate = (a / beta1).tanh_().mul_(beta1).mul_(torch.sigmoid(a))
+    gate = (a / beta1).tanh_().mul_(beta1).mul_(sigmoid(a))
     return gate.mul_((b / beta2).tanh_().mul_(beta2))
 
 
 def _dsituglu(dvalue: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, constants: Constants) -> Tensor:
     beta1, beta2, _ = constants
-    tanh_a, sigmoid, tanh_b = (a / beta1).tanh_(), torch.sigmoid(a), (b / beta2).tanh_()
+    tanh_a, up, tanh_b = (a / beta1).tanh_(), sigmoid(a), (b / beta2).tanh_()
     soft_a, soft_b = tanh_a * beta1, tanh_b * beta2
-    gate = soft_a * sigmoid
+    gate = soft_a * up
     db.copy_((1 - tanh_b.square_()).mul_(gate).mul_(dvalue))
     # (beta tanh(a / beta))' = 1 - tanh^2, and sigmoid' = sigmoid (1 - sigmoid)
-    slope = (1 - tanh_a.square_()).add_(soft_a.mul_(1 - sigmoid)).mul_(sigmoid)
+    slope = (1 - tanh_a.square_()).add_(soft_a.mul_(1 - up)).mul_(up)
     da.copy_(slope.mul_(soft_b).mul_(dvalue))
     return gate.mul_(soft_b)
 

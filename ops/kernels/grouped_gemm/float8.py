@@ -53,6 +53,7 @@ from ops.kernels.grouped_gemm.operands import (
     check_rows,
     check_scales,
     output,
+    packed,
     row_slices,
     with_contiguous_rows,
 )
@@ -161,18 +162,19 @@ def grouped_gemm_tn_float8(
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     split_accumulation: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """y[t] = sum_r a[t, r] b[g, :, r] + scales[t] bias_g. Returns y [T, C], or `out` filled with it.
 
     a_codes: [T, R], b_codes: [G, C, R] in E4M3 or E5M2, each its own. Scales: see the top of the file; both per tensor,
     both vectors or both of blocks. bias: [G, C], scales: [T] (1 if None; scale the bias alone). out: [T, C]. out_dtype:
-    bfloat16, float16 or float32, used if there is no `out`. split_accumulation: add sums of 128 in float32. Rows of no
-    group are zero.
+    bfloat16, float16 or float32, used if there is no `out`. split_accumulation: add sums of 128 in float32.
+    batch_invariant: as `high_precision` says; on CUDA alone, where codes are multiplied. Rows of no group are zero.
     """
     if a_codes_TR.device.type == "cuda":
         return _tn(
             a_codes_TR, a_scale, b_codes_GCR, b_scale, splits.offsets, splits.rows, bias_GC, scales_T, out, out_dtype,
-            split_accumulation,
+            split_accumulation, batch_invariant,
         )  # fmt: skip
     out = _checked_tn(a_codes_TR, a_scale, b_codes_GCR, b_scale, splits, bias_GC, scales_T, out, out_dtype)
     y = grouped_gemm_tn_float8_ref(
@@ -211,11 +213,12 @@ def _tn(
     out: Tensor | None,
     out_dtype: torch.dtype,
     split_accumulation: bool,
+    batch_invariant: bool,
 ) -> Tensor:
     """Checks, allocates and launches TN."""
     splits = Splits.over(offsets, rows)
     out = _checked_tn(a_codes_TR, a_scale, b_codes_GCR, b_scale, splits, bias_GC, scales_T, out, out_dtype)
-    target = with_contiguous_rows(out, empty=True)
+    target = (packed if batch_invariant else with_contiguous_rows)(out, empty=True)
     grouped_gemm_tn_float8_triton(
         with_aligned_rows(a_codes_TR),
         _ready(a_scale, splits.num_groups),
@@ -226,6 +229,7 @@ def _tn(
         None if scales_T is None else scales_T.contiguous(),
         target,
         split_accumulation,
+        batch_invariant,
     )
     return out if target is out else out.copy_(target)
 
@@ -335,6 +339,7 @@ def grouped_gemm_tn_float8_triton(
     scales: Tensor | None,
     out: Tensor,
     split_accumulation: bool,
+    batch_invariant: bool = False,
 ) -> None:
     """Launches TN. Rows of a and out are contiguous, b, bias, scales and block scales are contiguous; offsets [G + 1].
 
@@ -354,6 +359,7 @@ def grouped_gemm_tn_float8_triton(
         out_dtype=out.dtype,
         descriptors=takes_descriptors(a, b, out) and G <= MOST_GROUPS,
         capability=capability(out),
+        batch_invariant=batch_invariant,
     )
     num_tiles = num_slots(rows, G, config.block_m) * cdiv(C, config.block_n)
     if config.programs:

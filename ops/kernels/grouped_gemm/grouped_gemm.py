@@ -35,23 +35,26 @@ def m_grouped(
     out: Tensor | None = None,
     out_dtype: torch.dtype,
     split_accumulation: bool,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """The product of rows [T, R] and stacked weights, [T, C] in out_dtype or `out`; rows of no group are zero.
 
-    bias [G, C] and scales [T]: of TN alone. split_accumulation: of codes, see `float8`.
+    bias [G, C], scales [T] and batch_invariant (see `high_precision`): of TN alone. split_accumulation: of codes, see
+    `float8`.
     """
     a, b = operands
     if isinstance(a, Float8Operand) and isinstance(b, Float8Operand):
         return grouped_gemm_tn_float8(
             a.codes, a.scale, b.codes, b.scale, splits, bias_GC=bias, scales_T=scales, out=out, out_dtype=out_dtype,
-            split_accumulation=split_accumulation,
+            split_accumulation=split_accumulation, batch_invariant=batch_invariant,
         )  # fmt: skip
     assert isinstance(a, Operand) and isinstance(b, Operand), "both are values, or both codes"
     alpha = combined_alpha(a, b)
     if layout == "TN":
         return grouped_gemm_tn(
-            a.values, b.values, splits, bias_GN=bias, scales_T=scales, alpha_G=alpha, out=out, out_dtype=out_dtype
-        )
+            a.values, b.values, splits, bias_GN=bias, scales_T=scales, alpha_G=alpha, out=out, out_dtype=out_dtype,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
     return grouped_gemm_nn(a.values, b.values, splits, alpha_G=alpha, out=out, out_dtype=out_dtype)
 
 

@@ -19,6 +19,10 @@ the bias, and then rounded once to the output's dtype. On CUDA a float32 product
 element is written once, or added to once. The addition to float32 on descriptors is the memory's (PTX ISA, red and
 cp.reduce.async.bulk): rounded to nearest, with subnormal numbers, the old ones too, flushed to zero (FTZ).
 
+batch_invariant (TN): the bits of y[t] follow from x[t], w_g, b_g and s[t] alone, not from the other rows or their
+number, nor from where tensors lie: one tile, the built-in rule's for many rows, and operands that descriptors read if
+their shape allows it. On a CPU each row is a product of its own (`high_precision_cpu`).
+
 Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
 device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
 
@@ -49,6 +53,7 @@ from ops.kernels.grouped_gemm.operands import (
     check_rows,
     check_scales,
     output,
+    packed,
     per_group,
     refuse_float64,
     row_slices,
@@ -164,6 +169,7 @@ def grouped_gemm_tn(
     alpha_G: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """y[t] = alpha_g x[t] w_g^T + scales[t] bias_g. Returns y [T, N], or `out` filled with it.
 
@@ -173,12 +179,14 @@ def grouped_gemm_tn(
     if x_TK.device.type == "cuda":
         return _m_grouped_gemm(
             x_TK, w_GNK, splits.offsets, splits.rows, bias_GN, scales_T, alpha_G, out, out_dtype, True,
-            allow_tf32(x_TK.dtype),
+            allow_tf32(x_TK.dtype), batch_invariant,
         )  # fmt: skip
     check_m_grouped(x_TK, w_GNK, splits, bias_GN, scales_T, w_features=2)
     if is_abstract(x_TK):
         return output(out, (splits.rows, w_GNK.shape[1]), out_dtype, x_TK)
-    return m_grouped_on_cpu(x_TK, w_GNK.transpose(1, 2), splits, out, out_dtype, alpha_G, bias_GN, scales_T)
+    return m_grouped_on_cpu(
+        x_TK, w_GNK.transpose(1, 2), splits, out, out_dtype, alpha_G, bias_GN, scales_T, batch_invariant
+    )  # fmt: skip
 
 
 def grouped_gemm_nn(
@@ -219,16 +227,18 @@ def _m_grouped_gemm(
     out_dtype: torch.dtype | None,
     transposed: bool,
     tf32: bool,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Checks, allocates and launches TN (transposed) or NN. tf32, here and below, is an argument because the key has to
     hold it."""
     splits = Splits.over(offsets, rows)
     check_m_grouped(a, w_GNK, splits, bias, scales_T, w_features=2 if transposed else 1)
     out = output(out, (rows, w_GNK.shape[1 if transposed else 2]), out_dtype, a)
-    target = with_contiguous_rows(out, empty=True)
+    readable = packed if batch_invariant else with_contiguous_rows
+    target = readable(out, empty=True)
     m_grouped_triton(
-        with_contiguous_rows(a),
-        w_GNK.contiguous(),
+        readable(a),
+        packed(w_GNK) if batch_invariant else w_GNK.contiguous(),
         offsets,
         None if bias is None else bias.contiguous(),
         None if scales_T is None else scales_T.contiguous(),
@@ -236,6 +246,7 @@ def _m_grouped_gemm(
         target,
         transposed=transposed,
         tf32=tf32,
+        batch_invariant=batch_invariant,
     )
     return out if target is out else out.copy_(target)
 
@@ -346,10 +357,12 @@ def m_grouped_triton(
     out: Tensor,
     transposed: bool,
     tf32: bool,
+    batch_invariant: bool = False,
 ) -> None:
     """Launches TN (transposed) or NN.
 
-    Rows of a and out are contiguous, w, offsets [G + 1], bias, scales, alpha [G] are contiguous.
+    Rows of a and out are contiguous, w, offsets [G + 1], bias, scales, alpha [G] are contiguous. batch_invariant: a, w
+    and out are `packed`.
     """
     if out.numel() == 0:
         return
@@ -357,7 +370,9 @@ def m_grouped_triton(
     R, C = (K, N) if transposed else (N, K)
     tma = runs_on_descriptors(num_groups, a, w_GNK, out)
     aligned = not tma and is_aligned(a, w_GNK, out)
-    config = _measured("TN" if transposed else "NN", a, out, (num_groups, N, K), tma, aligned) or m_grouped_config(
+    product = "TN" if transposed else "NN"
+    measured = None if batch_invariant else _measured(product, a, out, (num_groups, N, K), tma, aligned)
+    config = measured or m_grouped_config(
         rows,
         num_groups,
         a.dtype,
@@ -366,6 +381,7 @@ def m_grouped_triton(
         aligned=aligned,
         descriptors=tma,
         capability=capability(out),
+        batch_invariant=batch_invariant,
     )
     num_tiles = num_slots(rows, num_groups, config.block_m) * cdiv(C, config.block_n)
     if config.programs:

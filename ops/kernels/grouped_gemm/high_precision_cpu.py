@@ -2,6 +2,10 @@
 
 torch's `F.grouped_mm` takes no bias and no scale, rounds to the operands' dtype, needs rows of a multiple of 16 bytes,
 leaves the rows of no group as they were, and reads the strides of a single row too.
+
+batch_invariant: a library's product sums in another order for another number of rows, and not for all rows of one
+product in the same. So each row is a product of its own, w x[t] in float32 or better: of one shape, from memory of one
+alignment, and so with one order, whatever the other rows are. It takes about three times as long.
 """
 # T rows, G groups, R summed features, C features that come out
 
@@ -24,10 +28,12 @@ def m_grouped_on_cpu(
     alpha_G: Tensor | None = None,
     bias_GC: Tensor | None = None,
     scales_T: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """out[t] = alpha_g a[t] w_g + scales[t] bias_g, rounded once; rows of no group are zero."""
     end = sum(splits.tolist())
-    if out is None and alpha_G is None and bias_GC is None and end and _torch_takes(a, w_GRC, out_dtype):
+    plain = out is None and alpha_G is None and bias_GC is None and end and not batch_invariant
+    if plain and _torch_takes(a, w_GRC, out_dtype):
         tail = a.shape[0] - end
         # What selective checkpointing has saved of this product must not be changed in place.
         result = F.grouped_mm(a[:end] if tail else a, w_GRC, offs=splits.ends)
@@ -38,7 +44,7 @@ def m_grouped_on_cpu(
         bias = None if bias_GC is None else bias_GC[group]
         if bias is not None and scales_T is not None:
             bias = accumulator_like(scales_T[rows, None]) * bias
-        product(result[rows], a[rows], w_GRC[group], alphas[group], bias)
+        product(result[rows], a[rows], w_GRC[group], alphas[group], bias, batch_invariant=batch_invariant)
     result[end:].zero_()
     return result
 
@@ -85,24 +91,47 @@ def _is_packed(x: Tensor) -> bool:
     return x.is_contiguous() and x.stride(-2) == x.shape[-1]
 
 
-def product(out: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, added: Tensor | None = None) -> None:
+def product(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    alpha: Tensor | None,
+    added: Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> None:
     """out = alpha * (a @ b) + added, rounded once to a dtype below float32.
 
     A buffer in float32 or float64 that is added to gets the product as autograd would add it: rounded, then the sum.
     """
-    if alpha is None and a.dtype == out.dtype:
+    if alpha is None and a.dtype == out.dtype and not batch_invariant:
         if added is None:
             torch.mm(a, b, out=out)
             return
         if added.dtype == out.dtype and (added is not out or out.itemsize < 4):
             torch.addmm(added, a, b, out=out)
             return
-    product = accumulator_like(a) @ accumulator_like(b)
+    product = _row_by_row(a, b) if batch_invariant else accumulator_like(a) @ accumulator_like(b)
     if alpha is not None:
         product = product * alpha  # new memory, as above
     if added is not None:
         product = product + added
     out.copy_(product)
+
+
+def _row_by_row(a_TR: Tensor, w_RC: Tensor) -> Tensor:
+    """a w in float32 or better, each row a product of its own."""
+    w_CR = accumulator_like(w_RC).T.contiguous()
+    if w_CR.data_ptr() % _ALIGNMENT:
+        w_CR = w_CR.clone()
+    row = w_CR.new_empty(w_CR.shape[1])
+    y_TC = w_CR.new_empty(a_TR.shape[0], w_CR.shape[0])
+    for t, a in enumerate(a_TR):
+        y_TC[t] = torch.mv(w_CR, row.copy_(a))
+    return y_TC
+
+
+_ALIGNMENT = 64  # bytes, of what torch allocates on a CPU
 
 
 def _alphas(alpha_G: Tensor | None, splits: Splits) -> list[Tensor | None] | tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from recipes.tensors.abstract import is_abstract
 from recipes.tensors.splits import Splits
 
 
@@ -95,6 +96,19 @@ def with_contiguous_rows(x: Tensor, *, empty: bool = False) -> Tensor:
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device) if empty else x.contiguous()
+
+
+def packed(x: Tensor, *, empty: bool = False) -> Tensor:
+    """x if it lies without gaps from a multiple of 16 bytes on, or such a copy (without the values, if `empty`).
+
+    Then the shape alone decides by which kernel it is read.
+    """
+    if is_abstract(x):
+        return x
+    if x.is_contiguous() and (x.dim() < 2 or x.stride(-2) == x.shape[-1]) and x.data_ptr() % 16 == 0:
+        return x
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return made if empty else made.copy_(x)
 
 
 def per_group(alpha_G: Tensor | None, splits: Splits) -> Tensor | None:

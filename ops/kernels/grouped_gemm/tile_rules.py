@@ -27,13 +27,15 @@ def m_grouped_config(
     aligned: bool,
     descriptors: bool,
     capability: tuple[int, int],
+    batch_invariant: bool = False,
 ) -> GroupedGemmConfig:
-    """Tiles of the kernel for TN and NN: half as high where a group has few rows.
+    """Tiles of the kernel for TN and NN: half as high where a group has few rows, but for any number if
+    batch_invariant.
 
     dtype: of the operands. aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at
     most MOST_GROUPS; then, for 16-bit operands on Hopper, the kernels on descriptors run.
     """
-    few = rows < FEW_ROWS * num_groups
+    few = rows < FEW_ROWS * num_groups and not batch_invariant
     if uses_descriptors(dtype, descriptors, capability):
         return PERSISTENT_SMALL if few else _persistent(out_dtype)
     return _fitting(_tile(64 if few else 128, dtype, tf32, aligned), dtype, capability)

@@ -47,12 +47,14 @@ def m_grouped_float8_config(
     out_dtype: torch.dtype,
     descriptors: bool,
     capability: tuple[int, int],
+    batch_invariant: bool = False,
 ) -> GroupedFloat8Config:
-    """Tiles of the kernel for TN. promote: split accumulation. descriptors: see `takes_descriptors`, of all matrices,
-    and at most MOST_GROUPS."""
+    """Tiles of the kernel for TN, the same for any number of rows if batch_invariant. promote: split accumulation.
+    descriptors: see `takes_descriptors`, of all matrices, and at most MOST_GROUPS."""
     if not _uses_descriptors(descriptors, capability):
         return _POINTERS
-    if rows < FEW_ROWS * num_groups or layout == "row":
+    few = rows < FEW_ROWS * num_groups and not batch_invariant
+    if few or layout == "row":
         return _SMALL
     if not promote:
         return _WIDE

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ops.kernels.norm.norm_triton import dnorm_triton, norm_triton, runs_in_triton
+from ops.kernels.norm.rms_norm import row_sums
 
 
 def l2_normalization_ref(x: Tensor, eps: float) -> Tensor:
@@ -35,7 +36,7 @@ def l2_normalization(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         y, _, rstd = norm_triton(x, None, None, eps, 1.0)
         return y, rstd
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    rstd = wide.square().sum(-1, keepdim=True).add_(eps).rsqrt_()
+    rstd = row_sums(wide.square()).add_(eps).rsqrt_()
     return (wide * rstd).to(x.dtype), rstd
 
 

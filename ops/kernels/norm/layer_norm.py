@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ops.kernels.norm.norm_triton import dnorm_triton, norm_triton, runs_in_triton
-from ops.kernels.norm.rms_norm import gamma_of
+from ops.kernels.norm.rms_norm import gamma_of, row_sums
 
 
 def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
@@ -51,9 +51,9 @@ def layer_norm(
         return y, mean, rstd
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(dtype)
-    mean = wide.mean(-1, keepdim=True)
+    mean = row_sums(wide).div_(x.shape[-1])
     apart = wide - mean
-    rstd = apart.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    rstd = row_sums(apart.square()).div_(x.shape[-1]).add_(eps).rsqrt_()
     y = apart.mul_(rstd).mul_(gamma_of(weight, zero_centered, dtype)).add_(bias)
     return y.to(x.dtype), mean, rstd
 

@@ -147,7 +147,7 @@ def finished(x, mean, rstd, weight_ptr, bias_ptr, offs_n, N, CENTERED: tl.conste
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one program for all numbers of rows: one order of sums
 def norm_kernel(
     x_ptr,
     weight_ptr,  # or None
@@ -368,6 +368,8 @@ def norm_triton(
     mean = torch.empty_like(rstd) if centered else None
     if not has_work(x):
         return y, mean, rstd
+    if x.data_ptr() % 16:
+        x = x.clone()  # where x lies would decide how a thread reads it, and so the order of sums
     config = norm_config(rows, N)
     _norm(
         x, config.programs, x, _contiguous(weight), _contiguous(bias), y, mean, rstd, rows, N, eps, inv_count,

@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
         return y, rstd
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(dtype)
-    rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    rstd = row_sums(wide.square()).div_(x.shape[-1]).add_(eps).rsqrt_()
     return torch.mul(wide, rstd).mul_(gamma_of(weight, zero_centered, dtype)).to(x.dtype), rstd
 
 
@@ -80,6 +80,16 @@ def drms_norm(
         dx = normed.mul_(mean).sub_(g).mul_(-rstd)
         dx = (dx if added is None else dx.add_(added)).to(x.dtype)
     return dx, dweight
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """The sum of each row of x [..., N] in plain torch, [..., 1], in one order for any number of rows.
+
+    A single row of more than 32767 numbers torch sums in parts, one for each thread (`at::internal::GRAIN_SIZE`).
+    """
+    if x.shape[-1] > 32767 and x.numel() == x.shape[-1]:
+        return torch.stack([x, x]).sum(-1, keepdim=True)[0]
+    return x.sum(-1, keepdim=True)
 
 
 def gamma_of(weight: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:

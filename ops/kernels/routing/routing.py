@@ -44,6 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.kernels.elementwise.activation_functions import sigmoid
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.routing_triton import droute_kernel, route_kernel
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
@@ -264,7 +265,7 @@ def _score(logits: Tensor, score_function: ScoreFunction, expert_bias: Tensor | 
     if score_function == "softmax":
         scores = logits.softmax(-1)
         return scores, logits, scores
-    scores = logits.sigmoid()
+    scores = sigmoid(logits)
     keys = scores if expert_bias is None else scores + expert_bias
     return scores, keys, scores / (scores.sum(-1, keepdim=True) + SIGMOID_SUM_EPS)
 
