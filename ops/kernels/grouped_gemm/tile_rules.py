@@ -33,10 +33,16 @@ def m_grouped_config(
     dtype: of the operands. aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at
     most MOST_GROUPS; then, for 16-bit operands on Hopper, the kernels on descriptors run.
     """
-    few = rows < FEW_ROWS * num_groups
     if uses_descriptors(dtype, descriptors, capability):
-        return PERSISTENT_SMALL if few else _persistent(out_dtype)
-    return _fitting(_tile(64 if few else 128, dtype, tf32, aligned), dtype, capability)
+        return _on_descriptors(rows, num_groups, out_dtype)
+    return _fitting(_tile(64 if rows < FEW_ROWS * num_groups else 128, dtype, tf32, aligned), dtype, capability)
+
+
+def activation_config(rows: int, num_groups: int, gated: bool) -> GroupedGemmConfig:
+    """Tiles of the kernel that stores the activation of a TN product, in columns of the activation: those of the
+    product, of which a gated activation makes half as many columns."""
+    tile = _on_descriptors(rows, num_groups, torch.bfloat16)
+    return tile._replace(block_n=tile.block_n // 2) if gated else tile
 
 
 def k_grouped_config(
@@ -88,6 +94,10 @@ def built_in_config(gemm: Gemm, rows: int, capability: tuple[int, int]) -> Group
 def uses_descriptors(dtype: torch.dtype, descriptors: bool, capability: tuple[int, int]) -> bool:
     """Whether the kernels on descriptors run. Only Hopper has their tiles; float32 would be transposed in registers."""
     return capability == (9, 0) and descriptors and dtype.itemsize == 2
+
+
+def _on_descriptors(rows: int, num_groups: int, out_dtype: torch.dtype) -> GroupedGemmConfig:
+    return PERSISTENT_SMALL if rows < FEW_ROWS * num_groups else _persistent(out_dtype)
 
 
 def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
