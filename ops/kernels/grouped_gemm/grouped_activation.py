@@ -35,7 +35,7 @@ from ops.kernels.grouped_gemm.measured_tiles import GroupedGemmConfig
 from ops.kernels.grouped_gemm.operands import check_m_grouped
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, padded_groups
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
-from ops.kernels.grouped_gemm.tile_rules import activation_config
+from ops.kernels.grouped_gemm.tile_rules import activation_config, when_launched
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.splits import Splits
 from recipes.triton.launch import Launch, cdiv, next_power_of_2, replayed
@@ -152,7 +152,8 @@ def grouped_activation_triton(
         ragged_descriptor(out, (config.block_m, min(config.block_n, WIDTH)), axis=0),
         offsets, bias, (scales,), rows, num_groups, K, columns, run,
         **chain_constants((activation_step(spec, scales is not None),), (out.dtype,)),
-        BAND=band(config.block_m), GROUPS=padded_groups(num_groups), enable_fp_fusion=False, **config.compiled(),
+        BAND=band(config.block_m), GROUPS=padded_groups(num_groups), enable_fp_fusion=False,
+        **when_launched(config), **config.compiled(),
     )  # fmt: skip
 
 

@@ -57,7 +57,13 @@ from ops.kernels.grouped_gemm.operands import (
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, padded_groups
 from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
-from ops.kernels.grouped_gemm.tile_rules import allow_tf32, k_grouped_config, m_grouped_config, uses_descriptors
+from ops.kernels.grouped_gemm.tile_rules import (
+    allow_tf32,
+    k_grouped_config,
+    m_grouped_config,
+    uses_descriptors,
+    when_launched,
+)
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
@@ -387,6 +393,7 @@ def m_grouped_triton(
             TRANSPOSED=transposed,
             BAND=band(config.block_m),
             GROUPS=padded_groups(num_groups),
+            **when_launched(config),
             **config.compiled(),
         )
     else:

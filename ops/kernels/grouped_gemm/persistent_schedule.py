@@ -88,15 +88,36 @@ def tile_in_bands(tile, num_m, num_n, BAND: tl.constexpr):
 @triton.jit
 def ends_of_groups(offsets_ptr, num_groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
     """[GROUPS] int32: how many tiles of BLOCK_M rows the groups up to and with each one have."""
-    offs_g = tl.arange(0, GROUPS)
-    ends = tl.zeros((GROUPS,), tl.int32)
-    for start in range(0, num_groups, _CHUNK):
-        offs_h = start + tl.arange(0, _CHUNK)
-        begin = tl.load(offsets_ptr + offs_h, mask=offs_h < num_groups, other=0)
-        size = tl.load(offsets_ptr + offs_h + 1, mask=offs_h < num_groups, other=0) - begin
-        tiles = tl.cdiv(size.to(tl.int32), BLOCK_M)
-        ends += tl.sum(tl.where(offs_h[None, :] <= offs_g[:, None], tiles[None, :], 0), axis=1)
+    if GROUPS <= 128:  # all loads first and one sum: that is what a program waits for before its first tile
+        counts = ()
+        for start in tl.static_range(0, GROUPS, _CHUNK):
+            counts = counts + (_tiles_of_groups(offsets_ptr, start, num_groups, BLOCK_M),)  # type: ignore[assignment]  # noqa: RUF005
+        before = tl.zeros((GROUPS, _CHUNK), tl.int32)
+        for i in tl.static_range(len(counts)):
+            before += _up_to_each_group(counts[i], i * _CHUNK, GROUPS)
+        ends = tl.sum(before, axis=1)
+    else:
+        ends = tl.zeros((GROUPS,), tl.int32)
+        for start in range(0, num_groups, _CHUNK):
+            counts = _tiles_of_groups(offsets_ptr, start, num_groups, BLOCK_M)
+            ends += tl.sum(_up_to_each_group(counts, start, GROUPS), axis=1)
     return ends
+
+
+@triton.jit
+def _tiles_of_groups(offsets_ptr, start, num_groups, BLOCK_M: tl.constexpr):
+    """[_CHUNK] int32: of the groups from `start` on."""
+    offs_h = start + tl.arange(0, _CHUNK)
+    begin = tl.load(offsets_ptr + offs_h, mask=offs_h < num_groups, other=0)
+    size = tl.load(offsets_ptr + offs_h + 1, mask=offs_h < num_groups, other=0) - begin
+    return tl.cdiv(size.to(tl.int32), BLOCK_M)
+
+
+@triton.jit
+def _up_to_each_group(counts, start, GROUPS: tl.constexpr):
+    """[GROUPS, _CHUNK] int32: in the row of each group the counts, from group `start` on, up to and with its own."""
+    counted = start + tl.arange(0, _CHUNK)[None, :] <= tl.arange(0, GROUPS)[:, None]
+    return tl.where(counted, counts[None, :], 0)
 
 
 @triton.jit
