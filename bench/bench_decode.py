@@ -63,7 +63,6 @@ CANDIDATES = [
     GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=4, programs=2),
     GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=8, programs=1),
     GroupedGemmConfig(64, 128, 128, num_warps=4, num_stages=4, programs=1),
-    GroupedGemmConfig(64, 64, 64, num_warps=4, num_stages=3, programs=4),
     GroupedGemmConfig(64, 64, 64, num_warps=4, num_stages=4, programs=3),
     GroupedGemmConfig(64, 64, 64, num_warps=4, num_stages=6, programs=2),
     GroupedGemmConfig(64, 64, 128, num_warps=4, num_stages=3, programs=2),

@@ -106,10 +106,14 @@ class GroupedMLP(FusedOperation):
         casts = {how_cast_as_computed(q, request.device, request.dtype) for q in quantizers}
         cast = casts.pop() if len(casts) == 1 and choose_path(request).name == "grouped" else None
         act = f"{self.activation.kind} {cast + ', ' if cast else ''}recomputed in backward"
-        if not request.training:
-            why = self.why_pre_activation(choose_path(request), request.dtype)
-            act = f"{self.activation.kind} {f'apart from FC1: {why}' if why else 'in the kernel of FC1'}"
-        return f"{', then '.join(ways)}, {act}{self.operations[1].transfers(request)}"
+        return f"{', then '.join(ways)}, {act}{self._in_no_grad(request)}{self.operations[1].transfers(request)}"
+
+    def _in_no_grad(self, request: PlanRequest) -> str:
+        """In words, where there are kernels."""
+        if request.device.type != "cuda":
+            return ""
+        why = self.why_pre_activation(choose_path(request), request.dtype)
+        return f"; in no-grad mode {f'apart from FC1: {why}' if why else 'in the kernel of FC1'}"
 
     def why_pre_activation(self, path: Path, dtype: torch.dtype) -> str | None:
         """Why h is stored although no backward needs it, as a sentence; None: FC1 and the activation are one kernel."""

@@ -109,7 +109,7 @@ def m_grouped_activation_kernel(
     RUNS: tl.constexpr = BLOCK_N // INTERLEAVE if HEIGHT > BLOCK_N else 1
     wait_for_kernel_before(EARLY)
     num_tiles_n = tl.cdiv(C, BLOCK_N)
-    ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS)
+    ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS, AT_ONCE=BLOCK_M == 64)
     num_tiles_m = tl.max(ends, axis=0)
     for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)

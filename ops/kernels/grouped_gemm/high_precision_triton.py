@@ -83,7 +83,7 @@ def m_grouped_persistent_kernel(
     """out[t, c] = alpha_g * sum_r a[t, r] w[g, r, c] + scales[t] * bias[g, c], tile after tile of one group."""
     wait_for_kernel_before(EARLY)
     num_tiles_n = tl.cdiv(C, BLOCK_N)
-    ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS)
+    ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS, AT_ONCE=BLOCK_M == 64)
     num_tiles_m = tl.max(ends, axis=0)
     for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)

@@ -86,9 +86,15 @@ def tile_in_bands(tile, num_m, num_n, BAND: tl.constexpr):
 
 
 @triton.jit
-def ends_of_groups(offsets_ptr, num_groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
-    """[GROUPS] int32: how many tiles of BLOCK_M rows the groups up to and with each one have."""
-    if GROUPS <= 128:  # all loads first and one sum: that is what a program waits for before its first tile
+def ends_of_groups(
+    offsets_ptr, num_groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr, AT_ONCE: tl.constexpr = False
+):  # fmt: skip
+    """[GROUPS] int32: how many tiles of BLOCK_M rows the groups up to and with each one have.
+
+    AT_ONCE: up to 128 groups are read before any are summed, which takes registers. Where there is little else to do a
+    program waits for that before its first tile.
+    """
+    if AT_ONCE and GROUPS <= 128:
         counts = ()
         for start in tl.static_range(0, GROUPS, _CHUNK):
             counts = counts + (_tiles_of_groups(offsets_ptr, start, num_groups, BLOCK_M),)  # type: ignore[assignment]  # noqa: RUF005

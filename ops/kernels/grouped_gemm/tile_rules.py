@@ -13,6 +13,7 @@ from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS
 from recipes.triton.gates import why_no_gluon
 
 FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
+DECODE_ROWS = 16  # with fewer, weights take longer to read than to multiply: more of them are on their way at once
 # A group, on average: with as many, what is added to float32 is added in Gluon.
 MANY_ROWS = 768
 
@@ -107,6 +108,8 @@ def uses_descriptors(dtype: torch.dtype, descriptors: bool, capability: tuple[in
 
 
 def _on_descriptors(rows: int, num_groups: int, out_dtype: torch.dtype) -> GroupedGemmConfig:
+    if rows < DECODE_ROWS * num_groups and out_dtype.itemsize == 2:
+        return PERSISTENT_DECODE
     return PERSISTENT_SMALL if rows < FEW_ROWS * num_groups else _persistent(out_dtype)
 
 
@@ -118,6 +121,9 @@ def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
 # Short steps and many of them: faster than the kernel in Triton on an H200, but for few rows that are added to float32
 # (`bench/results/tuning.md`).
 IN_GLUON = GroupedGemmConfig(128, 256, 32, num_warps=8, num_stages=8, programs=1, gluon=True)
+# As long as it takes to read the weights: 96 KiB of them are on their way to each multiprocessor, where 26 KiB would do
+# if all came at once (4.8 TB/s times 700 ns over 132). All 64 rows of x but a group's are zeros that nothing reads.
+PERSISTENT_DECODE = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=4, programs=2)
 PERSISTENT_SMALL = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2)
 
 
