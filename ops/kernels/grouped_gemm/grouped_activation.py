@@ -33,13 +33,18 @@ from ops.kernels.grouped_gemm.activation_triton import m_grouped_activation_kern
 from ops.kernels.grouped_gemm.high_precision import capability, grouped_gemm_tn, grouped_gemm_tn_ref
 from ops.kernels.grouped_gemm.measured_tiles import GroupedGemmConfig
 from ops.kernels.grouped_gemm.operands import check_m_grouped
-from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, padded_groups
+from ops.kernels.grouped_gemm.persistent_schedule import (
+    MOST_GROUPS,
+    band,
+    most_tiles,
+    multiprocessors,
+    padded_groups,
+)
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules import activation_config, when_launched
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.splits import Splits
 from recipes.triton.launch import Launch, cdiv, next_power_of_2, replayed
-from recipes.triton.row_slots import num_slots
 
 WIDTH = 64  # columns that are stored at once: 128 bytes a row
 
@@ -143,8 +148,7 @@ def grouped_activation_triton(
     run, box = _boxes(config.block_n, columns, spec)
     parts = N // columns
     matrices = (num_groups, N // (parts * run), parts, run, K) if run <= columns else (num_groups, 1, 1, run, K)
-    # No group without rows has a tile, so there are at most as many as rows.
-    num_tiles = min(num_slots(rows, num_groups, config.block_m), rows) * cdiv(columns, config.block_n)
+    num_tiles = most_tiles(rows, num_groups, config.block_m) * cdiv(columns, config.block_n)
     _m_grouped_activation(
         out, min(num_tiles, config.programs * multiprocessors(out)),
         ragged_descriptor(x, (config.block_m, config.block_k), axis=0),

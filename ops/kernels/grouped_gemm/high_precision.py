@@ -54,7 +54,7 @@ from ops.kernels.grouped_gemm.operands import (
     row_slices,
     with_contiguous_rows,
 )
-from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, padded_groups
+from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, most_tiles, multiprocessors, padded_groups
 from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules import (
@@ -373,8 +373,8 @@ def m_grouped_triton(
         descriptors=tma,
         capability=capability(out),
     )
-    num_tiles = num_slots(rows, num_groups, config.block_m) * cdiv(C, config.block_n)
     if config.programs:
+        num_tiles = most_tiles(rows, num_groups, config.block_m) * cdiv(C, config.block_n)
         w_box = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
         _m_grouped_persistent(
             out,
@@ -399,7 +399,7 @@ def m_grouped_triton(
     else:
         _m_grouped(
             out,
-            num_tiles,
+            num_slots(rows, num_groups, config.block_m) * cdiv(C, config.block_n),
             a,
             w_GNK,
             offsets,

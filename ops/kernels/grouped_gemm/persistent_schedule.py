@@ -35,6 +35,11 @@ def padded_groups(num_groups: int) -> int:
     return max(_CHUNK.value, next_power_of_2(num_groups))
 
 
+def most_tiles(rows: int, num_groups: int, block_m: int) -> int:
+    """The most tiles along m that so many rows can have: no group without rows has one."""
+    return min(rows // block_m + num_groups, rows)
+
+
 def band(block_m: int) -> int:
     """Tiles along m in a band: 2048 rows, which is a balance of rows of both operands for 132 tiles 128 x 256."""
     return 2048 // block_m
