@@ -2,7 +2,8 @@
 
     act[t] = f(x[t] w_g^T + b_g) * scales[t]            g: the group of row t
 
-f is an `Activation`, gated or not. Rows past `splits.offsets[-1]` belong to no group and are zero in act.
+f is an `Activation`, gated or not. Rows past `splits.offsets[-1]` belong to no group: they are zero in act, or where
+two kernels run f(0) * scales[t], which is not if scales[t] is not finite. A product by act reads none of them.
 
 Layouts: x [T, K], w [G, N, K], b [G, N], scales [T], act [T, I]; N is 2I with a gate (its halves, or runs of
 `glu_interleave_size`), else I.

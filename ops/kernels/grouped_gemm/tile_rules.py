@@ -121,8 +121,9 @@ def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
 # Short steps and many of them: faster than the kernel in Triton on an H200, but for few rows that are added to float32
 # (`bench/results/tuning.md`).
 IN_GLUON = GroupedGemmConfig(128, 256, 32, num_warps=8, num_stages=8, programs=1, gluon=True)
-# As long as it takes to read the weights: 96 KiB of them are on their way to each multiprocessor, where 26 KiB would do
-# if all came at once (4.8 TB/s times 700 ns over 132). All 64 rows of x but a group's are zeros that nothing reads.
+# Reading weights takes longer than multiplying: 96 KiB of them are in flight on each multiprocessor, and 26 KiB would
+# cover the latency (4.8 TB/s times 700 ns, over 132). Of x the rows of a group alone are read. Chosen by that count;
+# `bench decode --sweep` measures it against others.
 PERSISTENT_DECODE = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=4, programs=2)
 PERSISTENT_SMALL = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2)
 
