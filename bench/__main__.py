@@ -5,6 +5,7 @@ import sys
 
 from bench import (
     bench_casts,
+    bench_decode,
     bench_elementwise,
     bench_graphs,
     bench_host,
@@ -25,6 +26,7 @@ COMMANDS = {
     "casts": (bench_casts, "quantize and dequantize of every recipe against a device copy"),
     "recipes": (bench_recipes, "one grouped MLP whose recipe is switched: speed, memory and error of each recipe"),
     "graphs": (bench_graphs, "an expert layer replayed from CUDA graphs, against eager and against its kernels alone"),
+    "decode": (bench_decode, "a few tokens without gradients, against the time in which the weights can be read"),
     "tune": (bench_tune, "the fastest tiles of the grouped GEMM for given shapes, as a table, on a GPU"),
     "parallel": (bench_parallel, "the complete layer with experts divided among ranks, against one rank that has all"),
     "elementwise": (bench_elementwise, "element-wise chains against torch eager, torch.compile and a device copy"),

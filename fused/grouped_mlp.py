@@ -4,9 +4,10 @@
     act = f(h) * scales                        (Scaled)SwiGLU and similar activations
     y   = act W2_g^T + (scales) b2_g           FC2
 
-A joint fusion: it saves x, h and the scales for backward, and recomputes act there. Every value that the unfused
-operations would store is rounded as they round it, so both give the same codes and, where the order of summation is the
-same, the same bits.
+A joint fusion: it saves x, h and the scales for backward, and recomputes act there. Where nothing needs a gradient, FC1
+and the activation are one kernel and h is not stored, unless `why_pre_activation` says why. Every value that the
+unfused operations would store is rounded as they round it, so both give the same codes and, where the order of
+summation is the same, the same bits.
 """
 # T rows, G groups, K in features of FC1, I features of the activation
 
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from ops.activations import (
@@ -36,6 +38,7 @@ from ops.kernels.elementwise.activation import (
     activation_shape,
     dactivation,
 )
+from ops.kernels.grouped_gemm.grouped_activation import why_not_at_once
 from ops.products.paths import Path, choose_path, how_cast_as_computed
 from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
@@ -104,7 +107,25 @@ class GroupedMLP(FusedOperation):
         casts = {how_cast_as_computed(q, request.device, request.dtype) for q in quantizers}
         cast = casts.pop() if len(casts) == 1 and choose_path(request).name == "grouped" else None
         act = f"{self.activation.kind} {cast + ', ' if cast else ''}recomputed in backward"
-        return f"{', then '.join(ways)}, {act}{self.operations[1].transfers(request)}"
+        return f"{', then '.join(ways)}, {act}{self._in_no_grad(request)}{self.operations[1].transfers(request)}"
+
+    def _in_no_grad(self, request: PlanRequest) -> str:
+        """In words, where there are kernels."""
+        if request.device.type != "cuda":
+            return ""
+        why = self.why_pre_activation(choose_path(request), request.dtype)
+        return f"; in no-grad mode {f'apart from FC1: {why}' if why else 'in the kernel of FC1'}"
+
+    def why_pre_activation(self, path: Path, dtype: torch.dtype) -> str | None:
+        """Why h is stored although no backward needs it, as a sentence; None: FC1 and the activation are one kernel."""
+        if path.name == "split":
+            return "The SplitPath multiplies group by group."
+        if any(path.recipe.quantizer(role) is not None for role in (Role.INPUT, Role.WEIGHT)):
+            return "Its kernel multiplies values, and this recipe quantizes."
+        if path.recipe.batch_invariant:
+            return "A batch-invariant recipe multiplies with the kernel of training."
+        weights = (self.fc1.num_groups, self.fc1.own_out_features, self.fc1.own_in_features)
+        return why_not_at_once(dtype, weights, self.activation, path.capability)
 
     def fuser_forward(
         self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
@@ -115,12 +136,18 @@ class GroupedMLP(FusedOperation):
         path = fc1_ctx.path
         wgrad = self.fc1.needs_weight_grad(fc1_ctx)
         x_q = path.quantize(x, splits, fc1_ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad, saved=True)
+        needs_grad = any(ctx.needs_grad for ctx in ctxs)
+        scales_of_bias = scales if self.fc2.scale_bias else None
+        if not (needs_grad or self.why_pre_activation(path, fc1_ctx.dtype)):
+            act = self.fc1.fprop_activation(fc1_ctx, x_q, self.activation, scales if self.scaled else None)
+            act_q = path.quantize(act, splits, None, rowwise=True, columnwise=False)
+            return self.fc2.fprop(fc2_ctx, act_q, x, scales_of_bias), {}
         h = self.fc1.fprop(fc1_ctx, x_q, x, None)
         # act is not saved, so its columnwise copy is made in backward.
         quantizer = fc2_ctx.quantizer(Role.INPUT)
         act_q = self._act(path, h, scales, splits, quantizer, rowwise=True, columnwise=False)
-        y = self.fc2.fprop(fc2_ctx, act_q, x, scales if self.fc2.scale_bias else None)
-        if any(ctx.needs_grad for ctx in ctxs):
+        y = self.fc2.fprop(fc2_ctx, act_q, x, scales_of_bias)
+        if needs_grad:
             act_scale = None if quantizer is None else quantizer.snapshot(x.device)
             fc1_ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, h, scales, splits, act_scale)
         return y, {}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, Ranks
+from ops.kernels.elementwise.activation import Activation
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.products.held_weights import explain_held
 from ops.products.main_grad import OperationWithWeights
@@ -284,6 +285,11 @@ class GroupedLinear(OperationWithWeights):
             out=out,
         )
         return y if parallel is None else parallel.reduce_output(y, out)
+
+    def fprop_activation(self, ctx: OperationContext, x_q: Any, spec: Activation, scales: Tensor | None) -> Tensor:
+        """f(x_g W_g^T + b_g) scales, for rows and weights that are not quantized; not of a layer divided by row."""
+        weights = self.weight_operand(ctx, rowwise=True)
+        return ctx.path.fprop_activation(x_q, weights, spec, bias=self.biases(ctx), scales=scales)
 
     def dgrad(self, ctx: OperationContext, dy_q: Any, dy: Any) -> Tensor:
         """dy_g W_g, in the caller's buffer if there is one. dy: of the rows and device of dy_q."""

@@ -21,7 +21,7 @@ from bench.bench_tune import (
 from bench.timing import Timing
 from fuser import load_tiles
 from ops.kernels.grouped_gemm.measured_tiles import tiles_in_use, why_not_tile
-from ops.kernels.grouped_gemm.tile_rules import built_in_config
+from ops.kernels.grouped_gemm.tile_rules import PERSISTENT_DECODE, built_in_config
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 LINEAR = (4, 64, 48)
@@ -49,7 +49,7 @@ def test_every_candidate_fits_and_the_built_in_choice_comes_first(capability, we
 
 def test_hopper_has_descriptors_where_features_allow_it():
     fprop = gemms((8, 1536, 2048))["fprop"]
-    assert set(candidates(fprop, 65536, HOPPER)) == set(ON_DESCRIPTORS)
+    assert set(candidates(fprop, 65536, HOPPER)) == {*ON_DESCRIPTORS, PERSISTENT_DECODE}
     assert set(candidates(fprop, 65536, AMPERE)) == set(ON_POINTERS)
     odd = fprop._replace(in_features=2001)
     assert candidates(odd, 65536, HOPPER) == [built_in_config(odd, 65536, HOPPER)]

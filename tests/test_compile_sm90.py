@@ -33,9 +33,11 @@ from ops.kernels.elementwise import chain_steps as steps
 from ops.kernels.elementwise.activation import KINDS, Activation, activation_step
 from ops.kernels.grouped_gemm import float8 as grouped_gemm_float8
 from ops.kernels.grouped_gemm import high_precision as grouped_gemm
+from ops.kernels.grouped_gemm import tile_rules
+from ops.kernels.grouped_gemm.grouped_activation import grouped_activation_triton
 from ops.kernels.grouped_gemm.measured_tiles import MeasuredTile, TileTable, use_tiles
 from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS as ADDED_IN_GLUON
-from ops.kernels.grouped_gemm.tile_rules import k_grouped_config, m_grouped_config
+from ops.kernels.grouped_gemm.tile_rules import activation_config, k_grouped_config, m_grouped_config
 from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
 from ops.kernels.norm import norm_triton
 from ops.kernels.routing import permute, routing
@@ -68,7 +70,7 @@ TUNER = "tuner"  # what `bench tune` tries
 GLUON = "gluon"  # the kernels in Gluon, with some others
 FIRST = "first"  # of each kernel the first configuration alone, of values and of codes
 GROUPS, MANY_GROUPS = 4, 128
-MANY_ROWS, FEW_ROWS = 1024, 128
+MANY_ROWS, FEW_ROWS, DECODE_ROWS = 1024, 128, 8
 ALIGNED, ODD = (256, 512), (250, 510)  # in and out features
 NORM_WIDTHS = (*(2**n for n in range(16)), 4095, 100_000)
 LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory
@@ -115,6 +117,28 @@ def launch_wgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32
             grouped_gemm.grouped_gemm_nt_triton(*long, offsets, alpha, dw, tf32, accumulate)
     if features == ALIGNED:  # so many groups are not ranked by size
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, torch.empty(1100, N, K, dtype=dtype), tf32)
+
+
+def launch_few_rows(dtype: torch.dtype, kinds: Iterable[str]) -> None:
+    """TN and NN of few rows a group, and products that end in an activation, of few, of some and of many; kernels that
+    are launched early, and not."""
+    K, N = ALIGNED
+    w, offsets = torch.empty(GROUPS, N, K, dtype=dtype), torch.zeros(GROUPS + 1, dtype=torch.int64)
+    bias, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(GROUPS)
+    for early, rows in product((False, True), (DECODE_ROWS, FEW_ROWS, MANY_ROWS)):
+        x, y, scales = torch.empty(rows, K, dtype=dtype), torch.empty(rows, N, dtype=dtype), torch.empty(rows)
+        with patch.object(tile_rules, "EARLY_LAUNCHES", early):
+            if rows < MANY_ROWS:
+                for extras in ((None, None, None), (bias, scales, alpha)):
+                    grouped_gemm.m_grouped_triton(x, w, offsets, *extras, y, True, False)
+                grouped_gemm.m_grouped_triton(y, w, offsets, None, None, alpha, x, False, False)
+            elif early:
+                continue
+            for kind, interleave in [*((kind, None) for kind in kinds), ("clamped_swiglu", 1), ("situglu", 32)]:
+                spec = Activation(kind, glu_interleave_size=interleave)
+                act = torch.empty(rows, N // 2 if spec.gated else N, dtype=dtype)
+                for extras in ((None, None), (bias, scales)):
+                    grouped_activation_triton(x, w, offsets, spec, *extras, act)
 
 
 @contextlib.contextmanager
@@ -373,6 +397,8 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
             launch_grouped_gemm_float8(rows, (ALIGNED[0], features[1]), dtype)
             if (rows, features) == (MANY_ROWS, ALIGNED):  # what a program keeps of so many groups needs registers too
                 launch_grouped_gemm_float8(128 * MANY_GROUPS, ALIGNED, dtype, MANY_GROUPS)
+    if dtype.itemsize == 2 and grouped_gemm.capability(None) == (9, 0):
+        launch_few_rows(dtype, KINDS if mode == "bf16" else ("swiglu", "srelu"))
     for N in () if tf32 else NORM_WIDTHS:
         launch_norms(MANY_ROWS, N, dtype)
     for columns in () if tf32 else (ODD[0], 7168):
@@ -415,6 +441,9 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
                     continue
                 kernel = f"{axis}_grouped_{'persistent_' if config.programs else ''}kernel"
                 configs[kernel, *config[:5]] = max(config.programs, 1)
+    for rows, gated in product((1, 200, 1_000_000) if dtype.itemsize == 2 else (), (False, True)):
+        config = activation_config(rows, 8, gated)
+        configs["m_grouped_activation_kernel", *config[:5]] = config.programs
     kinds = (("tensor", False), ("tensor", True), ("vector", False), ("vector", True), ("square", True), ("row", True))
     for descriptors, (layout, promote) in product(() if tf32 else (True, False), kinds):
         about = {"descriptors": descriptors, "promote": promote, "out_dtype": dtype, "capability": (9, 0)}

@@ -522,6 +522,23 @@ def test_it_is_matched_for_every_recipe_dtype_and_device(activation):
         assert "not fused" not in plan
 
 
+IN_NO_GRAD = [
+    ({"dtype": torch.bfloat16}, {}, "swiglu recomputed in backward; in no-grad mode in the kernel of FC1]"),
+    ({"dtype": torch.float32}, {}, "in no-grad mode apart from FC1: The kernel multiplies bfloat16 and float16"),
+    ({"dtype": torch.bfloat16, "recipe": "mxfp8"}, {}, "in no-grad mode apart from FC1: Its kernel multiplies values"),
+    ({"dtype": torch.bfloat16}, {"hidden": 36}, "in no-grad mode apart from FC1: The kernel reads 16 bytes at a time"),
+    ({"dtype": torch.bfloat16}, {"inner": 48, "interleave": 24}, "glu_interleave_size is 24"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, perhaps another one")
+@pytest.mark.parametrize(("about", "shape", "words"), IN_NO_GRAD)
+def test_explain_says_whether_no_grad_mode_stores_the_pre_activation(about, shape, words):
+    assert words in Sequential(*make(**shape)).explain(device="cuda", **about)
+    assert "SplitPath" in Sequential(*make(**shape), path="split").explain(device="cuda", **about)
+    assert "no-grad" not in Sequential(*make(**shape)).explain(device="cpu", **about)
+
+
 def test_two_blocks_in_a_row_are_two_fused_operations():
     first, second = make(), make("ScaledSReLU")
     fused, unfused = pair([*first, *second])
@@ -742,6 +759,53 @@ def test_the_callers_buffers_in_the_middle_are_written_or_refused(index, name, w
 
 
 # ------------------------------------------------------------------------------------------------- only on the GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_no_grad_mode_has_the_bits_of_training(activation, dtype):
+    """By the kernel that stores no pre-activation, or by two; with few rows a group and with many."""
+    scaled = activation in SCALED
+    gated = ACTIVATIONS[activation][1] != "srelu"
+    options = [dict(bias=False), dict(bias=True, scale_bias=scaled)]
+    for option, interleave in itertools.product(options, (None, 1, 32, 24) if gated else (None,)):
+        inner = 192 if interleave == 24 else 256
+        operations = make(
+            activation, hidden=128, inner=inner, interleave=interleave, dtype=dtype, device="cuda", **option
+        )  # fmt: skip
+        sequential = Sequential(*operations)
+        for sizes in ([3, 0, 1, 9], [0, 0, 0, 0], [300, 0, 129, 400]):
+            active = sum(sizes)
+            x, scales, _ = data(operations, active + 20, active, dtype, "cuda")
+            extras = {} if scales is None else {"scales": scales}
+            on_device = torch.tensor(sizes, device="cuda")
+            trained = sequential(x, split_sizes=on_device, **extras)
+            assert trained.requires_grad
+            for _ in range(3):  # runs, is recorded, is repeated
+                with torch.no_grad():
+                    found = sequential(x, split_sizes=on_device, **extras)
+                assert_same_bits({"y": found}, {"y": trained.detach()})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_no_grad_mode_is_captured_and_waits_for_nothing(activation):
+    operations = make(activation, hidden=128, inner=256, dtype=torch.bfloat16, device="cuda")
+    sequential = Sequential(*operations)
+    x, scales, _ = data(operations, 100, 100, torch.bfloat16, "cuda")
+    extras = {} if scales is None else {"scales": scales}
+    sizes = torch.tensor([50, 0, 49, 1], device="cuda")
+    with torch.no_grad():
+        sequential(x, split_sizes=sizes, **extras)  # compiles
+        with reference.no_host_sync():
+            sequential(x, split_sizes=sizes, **extras)
+        graph, captured = reference.capture(lambda: [sequential(x, split_sizes=sizes, **extras)])
+        for other in ([0, 0, 0, 100], [1, 1, 1, 1], [0, 0, 0, 0], [25, 25, 25, 25]):
+            sizes.copy_(torch.tensor(other))
+            graph.replay()
+            replayed = captured[0].clone()
+            assert_same_bits({"y": replayed}, {"y": sequential(x, split_sizes=sizes, **extras)})
 
 
 @pytest.mark.gpu

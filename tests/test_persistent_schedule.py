@@ -44,8 +44,10 @@ def by_size_kernel(offsets_ptr, out_ptr, num_groups, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def rows_kernel(offsets_ptr, out_ptr, num_groups, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
-    ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS)
+def rows_kernel(
+    offsets_ptr, out_ptr, num_groups, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS, AT_ONCE=AT_ONCE)
     for m in range(tl.max(ends, axis=0)):
         group, first, end = find_rows(offsets_ptr, ends, m, BLOCK_M)
         tl.store(out_ptr + 3 * m, group)
@@ -74,8 +76,9 @@ def test_larger_groups_come_first_and_equal_ones_in_their_order(groups, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("sizes", [[3, 0, 6, 17, 1], [0, 0], [8], [g % 6 for g in range(70)]])
-def test_tiles_of_rows_are_those_of_the_groups_and_no_others(sizes, device):
+def test_tiles_of_rows_are_those_of_the_groups_and_no_others(sizes, at_once, device):
     block = 4
     offsets = torch.tensor([0, *sizes], device=device).cumsum(0)
     begins = offsets.tolist()
@@ -85,7 +88,7 @@ def test_tiles_of_rows_are_those_of_the_groups_and_no_others(sizes, device):
         for first in range(begins[group], begins[group] + size, block)
     ]
     tiles = torch.full((len(expected) + 1, 3), -1, device=device)
-    rows_kernel[(1,)](offsets, tiles, len(sizes), GROUPS=padded_groups(len(sizes)), BLOCK_M=block)
+    rows_kernel[(1,)](offsets, tiles, len(sizes), GROUPS=padded_groups(len(sizes)), BLOCK_M=block, AT_ONCE=at_once)
     assert tiles.tolist() == [*expected, [-1, -1, -1]]
 
 

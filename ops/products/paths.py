@@ -27,7 +27,9 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from ops.kernels.elementwise.activation import Activation
 from ops.kernels.elementwise.chain_cast import why_no_cast
+from ops.kernels.grouped_gemm.grouped_activation import grouped_activation
 from ops.kernels.grouped_gemm.grouped_gemm import Operands, k_grouped, m_grouped, without_row_factors
 from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad
 from ops.kernels.grouped_gemm.operands import accumulator_like
@@ -171,6 +173,13 @@ class GroupedPath:
             return multiply(bias=bias, scales=scales, out=out, out_dtype=x.dtype)
         product = multiply(out_dtype=torch.float32)
         return self._finish_fprop(writable(product), factors, x, bias, scales, out)
+
+    def fprop_activation(
+        self, x: GroupedTensor, w: Tensor, spec: Activation, *, bias: Tensor | None, scales: Tensor | None
+    ) -> Tensor:
+        """f(x[t] w_g^T + b_g) * scales[t] of x and w that are not quantized, as `grouped_activation` does."""
+        assert x.data is not None, "its operands are not quantized"
+        return grouped_activation(x.data, w, x.splits, spec, bias_GN=bias, scales_T=scales)
 
     def _finish_fprop(
         self,

@@ -408,7 +408,7 @@ def elementwise_triton(
     _elementwise(
         x, _num_programs(config, rows, columns, cast),
         x, y, codes_of(cast), tuple(operands), rows, columns, columns * (1 + gated), places_of(cast), num_groups(cast),
-        **_constants(tuple(steps), tuple(dtypes)), **cast_constants(cast, x), NATIVE=casts_natively(x),
+        **chain_constants(tuple(steps), tuple(dtypes)), **cast_constants(cast, x), NATIVE=casts_natively(x),
         BLOCK_T=config.block_t, BLOCK_C=config.block_c,
         WHOLE=config.whole(rows, columns) and not in_groups(cast), num_warps=config.num_warps,
         enable_fp_fusion=False,
@@ -440,7 +440,7 @@ def delementwise_triton(
         dy, _num_programs(config, rows, columns, some_cast),
         dy, x, tuple(operands), dx, codes_of(cast), tuple(shares), y, codes_of(y_cast), column_shares, rows, columns,
         columns * (1 + (_gate_of(steps) >= 0)), places_of(cast, y_cast), num_groups(some_cast),
-        **_constants(tuple(steps), tuple(dtypes)), **_backwards(tuple(steps), tuple(dtypes)),
+        **chain_constants(tuple(steps), tuple(dtypes)), **_backwards(tuple(steps), tuple(dtypes)),
         **cast_constants(cast, dy), **cast_constants(y_cast, dy, "Y_"), NATIVE=casts_natively(dy),
         BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns) and not in_groups(some_cast),
         TILES=config.tiles,
@@ -480,7 +480,7 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bf
 
 
 @lru_cache(maxsize=1024)
-def _constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
+def chain_constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
     """Compile-time arguments of both kernels. SOURCE: a hash of the steps' functions, because Triton's disk cache
     identifies functions among constants only by name."""
     functions = [function for step in steps for function in (step.forward, step.backward, step.d_operand)]

@@ -134,7 +134,7 @@ def _gate(
 
 
 @triton.jit
-def _up_to(
+def up_to(
     a, b, UP_TO: tl.constexpr, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,
     T, COLUMNS, WIDTH, inside,
     STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
@@ -160,7 +160,7 @@ def _up_to(
 
 
 @triton.jit
-def _columns_of_lanes(columns, COLUMNS, INTERLEAVE: tl.constexpr):
+def columns_of_parts(columns, COLUMNS, INTERLEAVE: tl.constexpr):
     """The columns of x that hold the gate and the linear part of y's columns."""
     if INTERLEAVE == 0:
         a = columns
@@ -194,7 +194,7 @@ def elementwise_kernel(
     rows = tile[0]
     first_column = tl.program_id(0) % column_blocks * BLOCK_C
     columns = first_column + tl.arange(0, BLOCK_C)
-    columns_a, columns_b = _columns_of_lanes(columns, COLUMNS, INTERLEAVE)
+    columns_a, columns_b = columns_of_parts(columns, COLUMNS, INTERLEAVE)
     inside = _inside(rows, columns, tile[1], COLUMNS, WHOLE)
     start = rows.to(tl.int64)[:, None]
     shared_a = _shared(operands, KINDS, COUNT, GATE, columns_a, columns, COLUMNS)
@@ -208,7 +208,7 @@ def elementwise_kernel(
     if codes[2] is not None:  # else the compiler moves the transposition up to here and computes the chain twice
         a = widen_pairs(a)
         b = widen_pairs(b)
-    y, _ = _up_to(
+    y, _ = up_to(
         a, b, COUNT, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,
         T, COLUMNS, WIDTH, inside,
         STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,
@@ -342,7 +342,7 @@ def _store_y(
 ):  # fmt: skip
     """Recompute y, store it if y_ptr is not None, and cast it."""
     rows = tile[0]
-    y, _ = _up_to(
+    y, _ = up_to(
         a, b, COUNT, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,
         T, COLUMNS, WIDTH, inside,
         STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,
@@ -373,7 +373,7 @@ def delementwise_kernel(
     column_block = tl.program_id(0) % column_blocks
     first_column = column_block * BLOCK_C
     columns = first_column + tl.arange(0, BLOCK_C)
-    columns_a, columns_b = _columns_of_lanes(columns, COLUMNS, INTERLEAVE)
+    columns_a, columns_b = columns_of_parts(columns, COLUMNS, INTERLEAVE)
     shared_a = _shared(operands, KINDS, COUNT, GATE, columns_a, columns, COLUMNS)
     shared_b = shared_a
     if GATE > 0:
@@ -406,7 +406,7 @@ def delementwise_kernel(
         for i in tl.static_range(COUNT - 1, -1, -1):
             xa, xb = a, b
             if READS[i]:
-                xa, xb = _up_to(
+                xa, xb = up_to(
                     a, b, i, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,
                     T, COLUMNS, WIDTH, inside,
                     STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,

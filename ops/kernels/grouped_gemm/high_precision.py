@@ -59,10 +59,16 @@ from ops.kernels.grouped_gemm.operands import (
     row_slices,
     with_contiguous_rows,
 )
-from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, padded_groups
+from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, most_tiles, multiprocessors, padded_groups
 from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
-from ops.kernels.grouped_gemm.tile_rules import allow_tf32, k_grouped_config, m_grouped_config, uses_descriptors
+from ops.kernels.grouped_gemm.tile_rules import (
+    allow_tf32,
+    k_grouped_config,
+    m_grouped_config,
+    uses_descriptors,
+    when_launched,
+)
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
@@ -383,8 +389,8 @@ def m_grouped_triton(
         capability=capability(out),
         batch_invariant=batch_invariant,
     )
-    num_tiles = num_slots(rows, num_groups, config.block_m) * cdiv(C, config.block_n)
     if config.programs:
+        num_tiles = most_tiles(rows, num_groups, config.block_m) * cdiv(C, config.block_n)
         w_box = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
         _m_grouped_persistent(
             out,
@@ -403,12 +409,13 @@ def m_grouped_triton(
             TRANSPOSED=transposed,
             BAND=band(config.block_m),
             GROUPS=padded_groups(num_groups),
+            **when_launched(config),
             **config.compiled(),
         )
     else:
         _m_grouped(
             out,
-            num_tiles,
+            num_slots(rows, num_groups, config.block_m) * cdiv(C, config.block_n),
             a,
             w_GNK,
             offsets,

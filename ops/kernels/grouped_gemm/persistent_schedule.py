@@ -35,6 +35,11 @@ def padded_groups(num_groups: int) -> int:
     return max(_CHUNK.value, next_power_of_2(num_groups))
 
 
+def most_tiles(rows: int, num_groups: int, block_m: int) -> int:
+    """The most tiles along m that so many rows can have: no group without rows has one."""
+    return min(rows // block_m + num_groups, rows)
+
+
 def band(block_m: int) -> int:
     """Tiles along m in a band: 2048 rows, which is a balance of rows of both operands for 132 tiles 128 x 256."""
     return 2048 // block_m
@@ -86,17 +91,44 @@ def tile_in_bands(tile, num_m, num_n, BAND: tl.constexpr):
 
 
 @triton.jit
-def ends_of_groups(offsets_ptr, num_groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
-    """[GROUPS] int32: how many tiles of BLOCK_M rows the groups up to and with each one have."""
-    offs_g = tl.arange(0, GROUPS)
-    ends = tl.zeros((GROUPS,), tl.int32)
-    for start in range(0, num_groups, _CHUNK):
-        offs_h = start + tl.arange(0, _CHUNK)
-        begin = tl.load(offsets_ptr + offs_h, mask=offs_h < num_groups, other=0)
-        size = tl.load(offsets_ptr + offs_h + 1, mask=offs_h < num_groups, other=0) - begin
-        tiles = tl.cdiv(size.to(tl.int32), BLOCK_M)
-        ends += tl.sum(tl.where(offs_h[None, :] <= offs_g[:, None], tiles[None, :], 0), axis=1)
+def ends_of_groups(
+    offsets_ptr, num_groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr, AT_ONCE: tl.constexpr = False
+):  # fmt: skip
+    """[GROUPS] int32: how many tiles of BLOCK_M rows the groups up to and with each one have.
+
+    AT_ONCE: up to 128 groups are read before any are summed, which takes registers. Where there is little else to do a
+    program waits for that before its first tile.
+    """
+    if AT_ONCE and GROUPS <= 128:
+        counts = ()
+        for start in tl.static_range(0, GROUPS, _CHUNK):
+            counts = counts + (_tiles_of_groups(offsets_ptr, start, num_groups, BLOCK_M),)  # type: ignore[assignment]  # noqa: RUF005
+        before = tl.zeros((GROUPS, _CHUNK), tl.int32)
+        for i in tl.static_range(len(counts)):
+            before += _up_to_each_group(counts[i], i * _CHUNK, GROUPS)
+        ends = tl.sum(before, axis=1)
+    else:
+        ends = tl.zeros((GROUPS,), tl.int32)
+        for start in range(0, num_groups, _CHUNK):
+            counts = _tiles_of_groups(offsets_ptr, start, num_groups, BLOCK_M)
+            ends += tl.sum(_up_to_each_group(counts, start, GROUPS), axis=1)
     return ends
+
+
+@triton.jit
+def _tiles_of_groups(offsets_ptr, start, num_groups, BLOCK_M: tl.constexpr):
+    """[_CHUNK] int32: of the groups from `start` on."""
+    offs_h = start + tl.arange(0, _CHUNK)
+    begin = tl.load(offsets_ptr + offs_h, mask=offs_h < num_groups, other=0)
+    size = tl.load(offsets_ptr + offs_h + 1, mask=offs_h < num_groups, other=0) - begin
+    return tl.cdiv(size.to(tl.int32), BLOCK_M)
+
+
+@triton.jit
+def _up_to_each_group(counts, start, GROUPS: tl.constexpr):
+    """[GROUPS, _CHUNK] int32: in the row of each group the counts, from group `start` on, up to and with its own."""
+    counted = start + tl.arange(0, _CHUNK)[None, :] <= tl.arange(0, GROUPS)[:, None]
+    return tl.where(counted, counts[None, :], 0)
 
 
 @triton.jit

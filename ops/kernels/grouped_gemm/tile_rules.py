@@ -13,8 +13,12 @@ from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS
 from recipes.triton.gates import why_no_gluon
 
 FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
+DECODE_ROWS = 16  # with fewer, weights take longer to read than to multiply: more of them are on their way at once
 # A group, on average: with as many, what is added to float32 is added in Gluon.
 MANY_ROWS = 768
+
+# Whether kernels with few rows a group are launched early, see `when_launched`; `forget` after a change.
+EARLY_LAUNCHES = False
 
 
 def m_grouped_config(
@@ -35,10 +39,18 @@ def m_grouped_config(
     dtype: of the operands. aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at
     most MOST_GROUPS; then, for 16-bit operands on Hopper, the kernels on descriptors run.
     """
-    few = rows < FEW_ROWS * num_groups and not batch_invariant
+    if batch_invariant:
+        rows = MANY_ROWS * num_groups
     if uses_descriptors(dtype, descriptors, capability):
-        return PERSISTENT_SMALL if few else _persistent(out_dtype)
-    return _fitting(_tile(64 if few else 128, dtype, tf32, aligned), dtype, capability)
+        return _on_descriptors(rows, num_groups, out_dtype)
+    return _fitting(_tile(64 if rows < FEW_ROWS * num_groups else 128, dtype, tf32, aligned), dtype, capability)
+
+
+def activation_config(rows: int, num_groups: int, gated: bool) -> GroupedGemmConfig:
+    """Tiles of the kernel that stores the activation of a TN product, in columns of the activation: those of the
+    product, of which a gated activation makes half as many columns."""
+    tile = _on_descriptors(rows, num_groups, torch.bfloat16)
+    return tile._replace(block_n=tile.block_n // 2) if gated else tile
 
 
 def k_grouped_config(
@@ -87,9 +99,22 @@ def built_in_config(gemm: Gemm, rows: int, capability: tuple[int, int]) -> Group
     return m_grouped_config(rows, G, dtype, **about)
 
 
+def when_launched(config: GroupedGemmConfig) -> dict[str, bool]:
+    """Arguments of a launch of an m_grouped kernel on descriptors: whether the GPU may start it before the kernel in
+    front of it has ended, for which it then waits (programmatic dependent launch; CUDA C++ programming guide)."""
+    early = EARLY_LAUNCHES and config.block_m < 128
+    return {"EARLY": early, "launch_pdl": early}
+
+
 def uses_descriptors(dtype: torch.dtype, descriptors: bool, capability: tuple[int, int]) -> bool:
     """Whether the kernels on descriptors run. Only Hopper has their tiles; float32 would be transposed in registers."""
     return capability == (9, 0) and descriptors and dtype.itemsize == 2
+
+
+def _on_descriptors(rows: int, num_groups: int, out_dtype: torch.dtype) -> GroupedGemmConfig:
+    if rows < DECODE_ROWS * num_groups and out_dtype.itemsize == 2:
+        return PERSISTENT_DECODE
+    return PERSISTENT_SMALL if rows < FEW_ROWS * num_groups else _persistent(out_dtype)
 
 
 def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
@@ -100,6 +125,10 @@ def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
 # Short steps and many of them: faster than the kernel in Triton on an H200, but for few rows that are added to float32
 # (`bench/results/tuning.md`).
 IN_GLUON = GroupedGemmConfig(128, 256, 32, num_warps=8, num_stages=8, programs=1, gluon=True)
+# Reading weights takes longer than multiplying: 96 KiB of them are in flight on each multiprocessor, and 26 KiB would
+# cover the latency (4.8 TB/s times 700 ns, over 132). Of x the rows of a group alone are read. Chosen by that count;
+# `bench decode --sweep` measures it against others.
+PERSISTENT_DECODE = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=4, programs=2)
 PERSISTENT_SMALL = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2)
 
 

@@ -1,0 +1,170 @@
+"""A grouped product and its activation in one kernel, for passes that keep nothing: the pre-activation is not stored.
+
+    act[t] = f(x[t] w_g^T + b_g) * scales[t]            g: the group of row t
+
+f is an `Activation`, gated or not. Rows past `splits.offsets[-1]` belong to no group: they are zero in act, or where
+two kernels run f(0) * scales[t], which is not if scales[t] is not finite. A product by act reads none of them.
+
+Layouts: x [T, K], w [G, N, K], b [G, N], scales [T], act [T, I]; N is 2I with a gate (its halves, or runs of
+`glu_interleave_size`), else I.
+
+Precision: that of `grouped_gemm_tn` and then `activation`, and the same bits: the product plus the bias is summed in
+float32 and rounded to x's dtype, the activation is computed of that in float32, and rounded once. So a forward for
+training, which stores the pre-activation for backward, gives what this gives.
+
+Graph safety: that of `high_precision`. Operands that lie in memory as descriptors cannot describe, such as an x that
+starts at an odd address, take two kernels and a pre-activation in memory; so does all that `why_not_at_once` refuses.
+
+The kernel: `activation_triton.py`.
+"""
+# T rows, G groups, K in features, N out features, I features of the activation
+
+import torch
+from torch import Tensor
+
+from ops.kernels.elementwise.activation import (
+    Activation,
+    activation,
+    activation_shape,
+    activation_step,
+    check_activation,
+)
+from ops.kernels.elementwise.chain import chain_constants
+from ops.kernels.grouped_gemm.activation_triton import m_grouped_activation_kernel
+from ops.kernels.grouped_gemm.high_precision import capability, grouped_gemm_tn, grouped_gemm_tn_ref
+from ops.kernels.grouped_gemm.measured_tiles import GroupedGemmConfig
+from ops.kernels.grouped_gemm.operands import check_m_grouped
+from ops.kernels.grouped_gemm.persistent_schedule import (
+    MOST_GROUPS,
+    band,
+    most_tiles,
+    multiprocessors,
+    padded_groups,
+)
+from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
+from ops.kernels.grouped_gemm.tile_rules import activation_config, when_launched
+from recipes.tensors.abstract import is_abstract
+from recipes.tensors.splits import Splits
+from recipes.triton.launch import Launch, cdiv, next_power_of_2, replayed
+
+WIDTH = 64  # columns that are stored at once: 128 bytes a row
+
+
+def grouped_activation_ref(
+    x_TK: Tensor,
+    w_GNK: Tensor,
+    splits: Splits,
+    spec: Activation,
+    *,
+    bias_GN: Tensor | None = None,
+    scales_T: Tensor | None = None,
+) -> Tensor:
+    """`grouped_activation` in plain torch. Returns act [T, I]; of scales in the tail nothing is read."""
+    act = activation(grouped_gemm_tn_ref(x_TK, w_GNK, splits, bias_GN=bias_GN), spec, scales_T)
+    tail = torch.arange(len(act), device=act.device) >= splits.offsets[-1]
+    return act.masked_fill(tail[:, None], 0)
+
+
+def why_not_at_once(
+    dtype: torch.dtype, weights: tuple[int, int, int], spec: Activation, gpu: tuple[int, int] | None
+) -> str | None:
+    """Why the product of such operands and the activation are two kernels, as a sentence, or None.
+
+    weights: [G, N, K]. gpu: its compute capability; None: a CPU.
+    """
+    num_groups, N, K = weights
+    if gpu is None:
+        return "A CPU runs the product and the activation one after the other."
+    if gpu != (9, 0):
+        return f"The kernel is for compute capability 9.0 (Hopper), and this is {gpu[0]}.{gpu[1]}."
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"The kernel multiplies bfloat16 and float16, and these are {str(dtype).removeprefix('torch.')}."
+    if num_groups > MOST_GROUPS:
+        return f"The kernel is for {MOST_GROUPS} groups at most, and there are {num_groups}."
+    width = N // 2 if spec.gated else N
+    if K % 8 or width % 8:
+        return f"The kernel reads 16 bytes at a time: {K} in features and {width} of the activation must divide by 8."
+    run = spec.glu_interleave_size if spec.gated else None
+    if run is not None and run != width and run != next_power_of_2(run):
+        return f"Its tiles hold whole runs of gates of a power of two, and glu_interleave_size is {run}."
+    return None
+
+
+def grouped_activation(
+    x_TK: Tensor,
+    w_GNK: Tensor,
+    splits: Splits,
+    spec: Activation,
+    *,
+    bias_GN: Tensor | None = None,
+    scales_T: Tensor | None = None,
+) -> Tensor:
+    """act[t] = f(x[t] w_g^T + bias_g) * scales[t]. Returns act [T, I] in x's dtype.
+
+    x: [T, K] and w: [G, N, K] of one floating dtype, bias: [G, N], scales: [T], any floating dtype (1 if None). Raises
+    ValueError and TypeError as `grouped_gemm_tn` and `activation` do.
+    """
+    if x_TK.is_cuda and not is_abstract(x_TK):
+        return _on_cuda(x_TK, w_GNK, splits.offsets, splits.rows, spec, bias_GN, scales_T)
+    return activation(grouped_gemm_tn(x_TK, w_GNK, splits, bias_GN=bias_GN), spec, scales_T)
+
+
+@replayed
+def _on_cuda(
+    x: Tensor, w: Tensor, offsets: Tensor, rows: int, spec: Activation, bias: Tensor | None, scales: Tensor | None
+) -> Tensor:
+    splits = Splits.over(offsets, rows)
+    check_m_grouped(x, w, splits, bias, w_features=2)
+    shape = torch.Size((rows, w.shape[1]))
+    check_activation(shape, spec, scales)
+    G, N, K = w.shape
+    act = x.new_empty(activation_shape(shape, spec))
+    if not act.numel():
+        return act
+    if why_not_at_once(x.dtype, (G, N, K), spec, capability(x)) or not takes_descriptors(x, w, act):
+        return activation(grouped_gemm_tn(x, w, splits, bias_GN=bias), spec, scales)
+    bias, scales = (extra if extra is None else extra.contiguous() for extra in (bias, scales))
+    grouped_activation_triton(x, w, offsets, spec, bias, scales, act)
+    return act
+
+
+_m_grouped_activation = Launch(m_grouped_activation_kernel)
+
+
+def grouped_activation_triton(
+    x: Tensor,
+    w: Tensor,
+    offsets: Tensor,
+    spec: Activation,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    out: Tensor,
+    config: GroupedGemmConfig | None = None,
+) -> None:
+    """Launches `grouped_activation` of tensors that `takes_descriptors` takes, none of them empty; bias and scales are
+    contiguous. config: the tile, in columns of out; None: that of `activation_config`."""
+    rows, (num_groups, N, K) = x.shape[0], w.shape
+    columns = out.shape[1]
+    config = config or activation_config(rows, num_groups, spec.gated)
+    run, box = _boxes(config.block_n, columns, spec)
+    parts = N // columns
+    matrices = (num_groups, N // (parts * run), parts, run, K) if run <= columns else (num_groups, 1, 1, run, K)
+    num_tiles = most_tiles(rows, num_groups, config.block_m) * cdiv(columns, config.block_n)
+    _m_grouped_activation(
+        out, min(num_tiles, config.programs * multiprocessors(out)),
+        ragged_descriptor(x, (config.block_m, config.block_k), axis=0),
+        descriptor(w.view(matrices), (1, 1, *box, config.block_k)),
+        ragged_descriptor(out, (config.block_m, min(config.block_n, WIDTH)), axis=0),
+        offsets, bias, (scales,), rows, num_groups, K, columns, run,
+        **chain_constants((activation_step(spec, scales is not None),), (out.dtype,)),
+        BAND=band(config.block_m), GROUPS=padded_groups(num_groups), enable_fp_fusion=False,
+        **when_launched(config), **config.compiled(),
+    )  # fmt: skip
+
+
+def _boxes(block_n: int, columns: int, spec: Activation) -> tuple[int, tuple[int, int]]:
+    """How many rows of w in a run are adjacent, and the parts and rows of a box: see `activation_triton`."""
+    if not spec.gated:
+        return columns, (1, block_n)
+    size = spec.glu_interleave_size or columns
+    return (2 * columns, (1, 2 * block_n)) if size <= block_n and size != columns else (size, (2, block_n))

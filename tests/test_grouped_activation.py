@@ -1,0 +1,215 @@
+"""A grouped product and its activation in one kernel: the bits of the two kernels it replaces, wherever it runs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops.kernels.elementwise.activation import KINDS, Activation, activation
+from ops.kernels.grouped_gemm.grouped_activation import (
+    grouped_activation,
+    grouped_activation_ref,
+    grouped_activation_triton,
+    why_not_at_once,
+)
+from ops.kernels.grouped_gemm.high_precision import grouped_gemm_tn
+from ops.kernels.grouped_gemm.tile_rules import DECODE_ROWS, FEW_ROWS, activation_config
+from tests import reference
+from tests.grouped_cases import DEVICES, Case, Operands, operands
+
+# Triton 3.6's interpreter turns arrays of one element into loop bounds, which numpy >= 2.4 will refuse.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+HOPPER = (9, 0)
+FULL = 2 * FEW_ROWS  # rows a group for which tiles are full
+SHAPES = {
+    "several tiles": Case([70, 3, 130], K=80, N=544),
+    "empty groups and a tail": Case([0, 4, 0, 0, 9, 0], tail=130, K=64, N=160),
+    "all empty": Case([0, 0, 0], tail=70, K=64, N=64),
+    "one row": Case([0, 1, 0], K=64, N=64),
+    "narrow": Case([5, 7, 3], K=24, N=32),
+}
+# Kinds and interleave sizes: halves, runs within a tile, as long as one, and longer ones.
+FORMS = [("swiglu", None), ("swiglu", 1), ("swiglu", 16), ("swiglu", 128), ("srelu", None)]
+
+
+def spec_of(kind: str, interleave: int | None = None) -> Activation:
+    return Activation(kind, glu_interleave_size=interleave)
+
+
+def fitted(case: Case, spec: Activation) -> Case:
+    """With features that the runs divide."""
+    run = spec.glu_interleave_size or 1
+    return case if (case.N // 2) % run == 0 else case._replace(N=4 * run)
+
+
+def named(o: Operands, extras: bool) -> dict[str, Tensor | None]:
+    """Bias and scales, if they are given."""
+    return {"bias_GN": o.bias, "scales_T": o.scales} if extras else {"bias_GN": None, "scales_T": None}
+
+
+def launched(o: Operands, spec: Activation, *, extras: bool, rows_a_group: int) -> Tensor:
+    """What the kernel makes of an output full of NaN, with the tile of groups of so many rows."""
+    groups, N, _ = o.w.shape
+    act = torch.full((len(o.x), N // 2 if spec.gated else N), torch.nan, dtype=o.x.dtype, device=o.x.device)
+    tile = activation_config(rows_a_group * groups, groups, spec.gated)
+    grouped_activation_triton(o.x, o.w, o.splits.offsets, spec, *named(o, extras).values(), act, tile)
+    return act
+
+
+def one_after_the_other(o: Operands, spec: Activation, *, extras: bool) -> Tensor:
+    """By the two kernels; scales of the tail, which may be anything, are 0 here."""
+    bias, scales = named(o._replace(scales=o.scales.nan_to_num()), extras).values()
+    return activation(grouped_gemm_tn(o.x, o.w, o.splits, bias_GN=bias), spec, scales)
+
+
+@pytest.mark.launches("m_grouped_activation_kernel")
+@pytest.mark.pairwise
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows_a_group", [1, FULL])
+@pytest.mark.parametrize(("kind", "interleave"), FORMS)
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in SHAPES.items()])
+def test_kernel_agrees_with_the_reference(case, kind, interleave, rows_a_group, device):
+    """Sums of small integers are exact, so that what is rounded next is the same in any order of sums."""
+    spec = spec_of(kind, interleave)
+    o = operands(fitted(case, spec), torch.bfloat16, device=device, integers=True)
+    for extras in (False, True):
+        act = launched(o, spec, extras=extras, rows_a_group=rows_a_group)
+        without_nan = o._replace(x=o.x.nan_to_num(), scales=o.scales.nan_to_num())
+        expected = grouped_activation_ref(without_nan.x, o.w, o.splits, spec, **named(without_nan, extras))
+        torch.testing.assert_close(act, expected, rtol=2**-7, atol=1e-30)  # a sigmoid is never 0
+        assert not act[int(o.splits.offsets[-1]) :].any(), "rows of no group are not zero"
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_activation_has_the_bits_of_its_own_kernel(kind, dtype, device):
+    """Under the interpreter sums are exact, as of small integers; on the GPU they have one order."""
+    for interleave in (None, 8) if spec_of(kind).gated else (None,):
+        spec, on_gpu = spec_of(kind, interleave), device == "cuda"
+        o = operands(SHAPES["empty groups and a tail"], dtype, device=device, integers=not on_gpu)
+        for rows_a_group in (1, DECODE_ROWS, FULL):
+            act = launched(o, spec, extras=True, rows_a_group=rows_a_group)
+            if on_gpu:
+                assert torch.equal(act, one_after_the_other(o, spec, extras=True))
+            else:
+                scales = o.scales.nan_to_num()
+                expected = grouped_activation_ref(
+                    o.x.nan_to_num(), o.w, o.splits, spec, bias_GN=o.bias, scales_T=scales
+                )
+                torch.testing.assert_close(act, expected, rtol=2**-7, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("kind", "interleave"), FORMS)
+def test_a_cpu_runs_one_after_the_other(kind, interleave, dtype):
+    spec = spec_of(kind, interleave)
+    o = operands(fitted(Case([5, 0, 3], K=24, N=32), spec), dtype)
+    act = grouped_activation(o.x, o.w, o.splits, spec, **named(o, True))
+    assert torch.equal(act, one_after_the_other(o, spec, extras=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "spec", "gpu", "sentence"),
+    [
+        (torch.bfloat16, (8, 64, 64), spec_of("swiglu"), None, "A CPU runs the product and the activation"),
+        (
+            torch.bfloat16,
+            (8, 64, 64),
+            spec_of("swiglu"),
+            (8, 0),
+            "9.0 (Hopper), and this is 8.0",
+        ),
+        (
+            torch.float32,
+            (8, 64, 64),
+            spec_of("swiglu"),
+            HOPPER,
+            "bfloat16 and float16, and these are float32",
+        ),
+        (torch.bfloat16, (2000, 64, 64), spec_of("swiglu"), HOPPER, "1024 groups at most, and there are 2000"),
+        (torch.bfloat16, (8, 64, 60), spec_of("swiglu"), HOPPER, "60 in features and 32 of the activation"),
+        (torch.bfloat16, (8, 72, 64), spec_of("swiglu"), HOPPER, "64 in features and 36 of the activation"),
+        (torch.bfloat16, (8, 96, 64), spec_of("swiglu", 24), HOPPER, "power of two, and glu_interleave_size is 24"),
+    ],
+)
+def test_a_refusal_is_a_sentence(dtype, weights, spec, gpu, sentence):
+    assert sentence in why_not_at_once(dtype, weights, spec, gpu)
+
+
+def test_what_is_not_refused():
+    for spec in (spec_of("swiglu"), spec_of("situglu", 32), spec_of("swiglu", 48), spec_of("srelu", 3)):
+        assert why_not_at_once(torch.bfloat16, (8, 96, 64), spec, HOPPER) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_wrong_arguments_are_named(device):
+    o = operands(Case([5, 0, 3], K=64, N=48), torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="one scale a row|one scale for each row|Give one scale"):
+        grouped_activation(o.x, o.w, o.splits, spec_of("swiglu"), scales_T=o.scales[:3])
+    with pytest.raises(ValueError, match="2 \\* glu_interleave_size = 32"):
+        grouped_activation(o.x, o.w, o.splits, spec_of("swiglu", 16))
+    with pytest.raises(ValueError, match="bias has shape"):
+        grouped_activation(o.x, o.w, o.splits, spec_of("swiglu"), bias_GN=o.bias[:2])
+
+
+# ------------------------------------------------------------------------------------------------- only on the GPU
+
+MODEL_SHAPES = {
+    "qwen3-30b-a3b": Case([3, 0, 1, 0, 9, 0, 0, 40], tail=5, K=2048, N=1536),
+    "gpt-oss": Case([1, 0, 300, 2], K=2880, N=5760),
+    "deepseek-v3": Case([0, 2, 0, 700], tail=100, K=7168, N=4096),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interleave", [None, 1, 32])
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in MODEL_SHAPES.items()])
+def test_bits_of_models_are_those_of_two_kernels(case, interleave):
+    """With the tiles of any number of rows."""
+    o = operands(case, torch.bfloat16, device="cuda")
+    o = o._replace(w=o.w * case.K**-0.5)
+    kind = "clamped_swiglu" if interleave == 1 else "swiglu"
+    for extras in (False, True):
+        spec = spec_of(kind, interleave)
+        expected = one_after_the_other(o, spec, extras=extras)
+        assert torch.equal(grouped_activation(o.x, o.w, o.splits, spec, **named(o, extras)), expected)
+        for rows_a_group in (1, DECODE_ROWS, FULL):
+            assert torch.equal(launched(o, spec, extras=extras, rows_a_group=rows_a_group), expected)
+
+
+@pytest.mark.gpu
+def test_what_descriptors_cannot_describe_takes_two_kernels():
+    o = operands(Case([5, 0, 3], tail=2, K=64, N=64), torch.bfloat16, device="cuda")
+    odd = torch.empty(o.x.numel() + 1, dtype=o.x.dtype, device="cuda")[1:].view(o.x.shape).copy_(o.x)
+    scales = o.scales.nan_to_num()
+    found = grouped_activation(odd, o.w, o.splits, spec_of("swiglu"), scales_T=scales)
+    expected = grouped_activation(o.x, o.w, o.splits, spec_of("swiglu"), scales_T=scales)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+def test_the_pre_activation_is_not_stored():
+    o = operands(Case([500] * 8, K=256, N=4096), torch.bfloat16, device="cuda")
+    spec = spec_of("swiglu")
+    for _ in range(3):  # compiles, records, repeats
+        grouped_activation(o.x, o.w, o.splits, spec)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    act = grouped_activation(o.x, o.w, o.splits, spec)
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * act.numel() * act.itemsize
+
+
+@pytest.mark.gpu
+def test_a_graph_is_replayed_with_other_splits():
+    o = operands(Case([100, 100, 100, 100], K=128, N=256), torch.bfloat16, device="cuda")
+    spec, offsets = spec_of("swiglu"), o.splits.offsets
+    graph, captured = reference.capture(lambda: [grouped_activation(o.x, o.w, o.splits, spec, scales_T=o.scales)])
+    for ends in ((0, 0, 0, 400), (1, 2, 3, 4), (0, 399, 399, 400), (130, 130, 131, 300), (0, 0, 0, 0)):
+        offsets[1:] = torch.tensor(ends, device="cuda")
+        graph.replay()
+        replayed = captured[0].clone()
+        expected = grouped_activation(o.x, o.w, o.splits, spec, scales_T=o.scales)
+        assert torch.equal(replayed, expected) and not replayed[ends[-1] :].any()
