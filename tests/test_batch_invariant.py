@@ -492,6 +492,8 @@ def test_explain_says_what_it_excludes():
     assert "excluded in forward: tiles chosen by the number of rows, measured tiles, split-K, library products" in on
     assert "logits by the grouped GEMM (Triton)" in on and "logits by" not in off
     assert "dgrad below 96 rows" in on and "fprop and dgrad below 96 rows" in off and "fprop" not in on
+    no_grad = "in no-grad mode apart from FC1: A batch-invariant recipe multiplies with the kernel of training."
+    assert no_grad in on and no_grad not in off
     linear = Sequential(ops.Linear(16, 16))
     assert "fprop by grouped GEMM of one group (Triton), else torch" in linear.explain(
         recipe=as_batch_invariant(HighPrecision()), device="cuda"

@@ -76,6 +76,8 @@ def compiled(module: Any, **settings: Any) -> tuple[Any, CompileCounterWithBacke
 @pytest.mark.parametrize("recipe", [None, "mxfp8", "fp8_delayed"])
 def test_a_model_is_one_graph_with_the_bits_of_eager_steps(name: str, way: str, recipe: str | None) -> None:
     eager = with_ours(name, way)
+    # Compiled, torch's fused attention sums gradients in another order, also with the library's own experts.
+    eager.set_attn_implementation("eager")
     other = copy.deepcopy(eager)
     run, _ = compiled(other)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (eager, other)]
