@@ -105,7 +105,7 @@ class Moved(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.delta = nn.Parameter(torch.linspace(-1, 1, weight.numel(), dtype=weight.dtype).view(weight.shape))
+        self.delta = nn.Parameter(torch.linspace(-1, 1, weight.numel()).to(weight).view(weight.shape))
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + self.delta
@@ -172,7 +172,7 @@ def gradients(module: nn.Module, x: Tensor, **extras: Any) -> dict[str, Tensor |
     module.zero_grad()
     x = x.detach().clone().requires_grad_()
     y = module(x, **extras)
-    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)).sum().backward()
     return {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in module.named_parameters()}
 
 
