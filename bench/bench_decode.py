@@ -3,7 +3,6 @@
     share     (bytes of the active experts' weights / throughput of a device copy of the same run) / GPU time
     fused     FC1 and the activation in one kernel, the pre-activation not stored
     unfused   the same operations without fusion: FC1, the activation, FC2
-    early     whether the GPU starts a kernel before the one in front of it has ended (`tile_rules.when_launched`)
 
 Every token takes `topk` different experts. A graph holds `CALLS` calls that take different experts, so that weights
 come from memory and not from the L2 cache, as in a model of many layers; GPU time is that of the graph, by CUDA events,
@@ -18,7 +17,6 @@ Targets: a share of at least 0.60 (stretch 0.75) for 4 to 64 tokens, 0.40 for on
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -32,7 +30,6 @@ from bench.table import print_table
 from bench.timing import Timing, time_interleaved
 from bench.usage import UsageError, require_device
 from fuser import Sequential, ops
-from ops.kernels.grouped_gemm import tile_rules
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation_triton
 from ops.kernels.grouped_gemm.high_precision import m_grouped_triton
 from ops.kernels.grouped_gemm.measured_tiles import (
@@ -46,13 +43,12 @@ from ops.kernels.grouped_gemm.measured_tiles import (
 )
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import triton
-from recipes.triton.replay import forget
 
 MODELS = EXPERT_SHAPES | TINY_SHAPES
 DEFAULTS = {"cuda": "qwen3-30b-a3b,olmoe-1b-7b,deepseek-v3-ep8", "cpu": "tiny-qwen3-30b-a3b"}
 CALLS = 8  # of a graph, with other experts each
 COPIED_BYTES = 2**29
-COPY, OURS, OTHER, UNFUSED = "copy", "fused", "fused, early the other way", "unfused"
+COPY, OURS, UNFUSED = "copy", "fused", "unfused"
 TARGETS = {1: 0.40, 4: 0.60, 16: 0.60, 64: 0.60}  # share, by tokens
 WARMUP = 3
 
@@ -151,21 +147,7 @@ def differing(case: DecodeCase) -> list[str]:
     trained = [y.detach() for y in case.calls(case.layer)]
     with torch.no_grad():
         ways = {OURS: case.calls(case.layer), UNFUSED: case.calls(case.unfused)}
-        with the_other_way():
-            ways[OTHER] = case.calls(case.layer)
     return [way for way, found in ways.items() if not all(map(torch.equal, found, trained))]
-
-
-@contextmanager
-def the_other_way() -> Iterator[None]:
-    """In which kernels are launched early if they are not, and the other way round."""
-    tile_rules.EARLY_LAUNCHES = not tile_rules.EARLY_LAUNCHES
-    forget()
-    try:
-        yield
-    finally:
-        tile_rules.EARLY_LAUNCHES = not tile_rules.EARLY_LAUNCHES
-        forget()
 
 
 def captured(run: Run) -> Run:
@@ -185,8 +167,6 @@ def captured(run: Run) -> Run:
 @torch.no_grad()
 def measure(model: str, case: DecodeCase, tokens: int, rounds: int) -> list[DecodeFigures]:
     ways = {OURS: captured(partial(case.calls, case.layer)), UNFUSED: captured(partial(case.calls, case.unfused))}
-    with the_other_way():
-        ways[OTHER] = captured(partial(case.calls, case.layer))
     bytes_read = case.active * case.expert_bytes
     return figures(model, tokens, ways, dict.fromkeys(ways, bytes_read), rounds)
 

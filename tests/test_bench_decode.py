@@ -10,7 +10,6 @@ from bench.__main__ import main
 from bench.bench_decode import CALLS, CANDIDATES, DecodeFigures, differing, draw_sizes, make_case, make_layer
 from bench.models import EXPERT_SHAPES, TINY_SHAPES, ExpertShape
 from bench.timing import Timing
-from ops.kernels.grouped_gemm import tile_rules
 from ops.kernels.grouped_gemm.measured_tiles import Gemm, why_not_tile
 
 SHAPE = ExpertShape(64, 32, num_experts=4, topk=2)
@@ -43,14 +42,6 @@ def test_wrong_bits_fail(monkeypatch, capsys):
     monkeypatch.setattr(bench_decode, "differing", lambda case: ["fused"])
     assert main(["decode", "--device", "cpu", "--tokens", "1"]) == 1
     assert "FAILED tiny-qwen3-30b-a3b, 1 tokens: the bits of fused are not those of training" in capsys.readouterr().out
-
-
-def test_the_other_way_of_launching_is_undone():
-    before = tile_rules.EARLY_LAUNCHES
-    with pytest.raises(KeyError), bench_decode.the_other_way():
-        assert tile_rules.EARLY_LAUNCHES is not before
-        raise KeyError
-    assert tile_rules.EARLY_LAUNCHES is before
 
 
 def test_the_command_compares_bits_on_a_cpu(tmp_path, capsys):

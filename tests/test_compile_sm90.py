@@ -33,7 +33,6 @@ from ops.kernels.elementwise import chain_steps as steps
 from ops.kernels.elementwise.activation import KINDS, Activation, activation_step
 from ops.kernels.grouped_gemm import float8 as grouped_gemm_float8
 from ops.kernels.grouped_gemm import high_precision as grouped_gemm
-from ops.kernels.grouped_gemm import tile_rules
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation_triton
 from ops.kernels.grouped_gemm.measured_tiles import MeasuredTile, TileTable, use_tiles
 from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS as ADDED_IN_GLUON
@@ -120,25 +119,21 @@ def launch_wgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32
 
 
 def launch_few_rows(dtype: torch.dtype, kinds: Iterable[str]) -> None:
-    """TN and NN of few rows a group, and products that end in an activation, of few, of some and of many; kernels that
-    are launched early, and not."""
+    """TN and NN of few rows a group, and products that end in an activation, of few, of some and of many."""
     K, N = ALIGNED
     w, offsets = torch.empty(GROUPS, N, K, dtype=dtype), torch.zeros(GROUPS + 1, dtype=torch.int64)
     bias, alpha = torch.empty(GROUPS, N, dtype=dtype), torch.empty(GROUPS)
-    for early, rows in product((False, True), (DECODE_ROWS, FEW_ROWS, MANY_ROWS)):
+    for rows in (DECODE_ROWS, FEW_ROWS, MANY_ROWS):
         x, y, scales = torch.empty(rows, K, dtype=dtype), torch.empty(rows, N, dtype=dtype), torch.empty(rows)
-        with patch.object(tile_rules, "EARLY_LAUNCHES", early):
-            if rows < MANY_ROWS:
-                for extras in ((None, None, None), (bias, scales, alpha)):
-                    grouped_gemm.m_grouped_triton(x, w, offsets, *extras, y, True, False)
-                grouped_gemm.m_grouped_triton(y, w, offsets, None, None, alpha, x, False, False)
-            elif early:
-                continue
-            for kind, interleave in [*((kind, None) for kind in kinds), ("clamped_swiglu", 1), ("situglu", 32)]:
-                spec = Activation(kind, glu_interleave_size=interleave)
-                act = torch.empty(rows, N // 2 if spec.gated else N, dtype=dtype)
-                for extras in ((None, None), (bias, scales)):
-                    grouped_activation_triton(x, w, offsets, spec, *extras, act)
+        if rows < MANY_ROWS:
+            for extras in ((None, None, None), (bias, scales, alpha)):
+                grouped_gemm.m_grouped_triton(x, w, offsets, *extras, y, True, False)
+            grouped_gemm.m_grouped_triton(y, w, offsets, None, None, alpha, x, False, False)
+        for kind, interleave in [*((kind, None) for kind in kinds), ("clamped_swiglu", 1), ("situglu", 32)]:
+            spec = Activation(kind, glu_interleave_size=interleave)
+            act = torch.empty(rows, N // 2 if spec.gated else N, dtype=dtype)
+            for extras in ((None, None), (bias, scales)):
+                grouped_activation_triton(x, w, offsets, spec, *extras, act)
 
 
 @contextlib.contextmanager

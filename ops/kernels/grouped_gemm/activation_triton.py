@@ -9,7 +9,7 @@ if it had been stored.
 """
 
 from ops.kernels.elementwise.chain_triton import columns_of_parts, up_to
-from ops.kernels.grouped_gemm.high_precision_triton import store_rows, wait_for_kernel_before, zero_tail
+from ops.kernels.grouped_gemm.high_precision_triton import store_rows, zero_tail
 from ops.kernels.grouped_gemm.persistent_schedule import ends_of_groups, find_rows, split_columns, tile_in_bands
 from ops.kernels.grouped_gemm.ragged_tma import ragged_indices
 from recipes.triton.gates import tl, triton
@@ -99,7 +99,6 @@ def m_grouped_activation_kernel(
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
     GROUPS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """out[t, c] = f(sum_r a[t, r] w[g, n, r] + bias[g, n]) * scales[t], n: the column or the two of c; tile after tile
     of one group."""
@@ -107,7 +106,6 @@ def m_grouped_activation_kernel(
     HEIGHT: tl.constexpr = w.block_shape[3]
     BOTH: tl.constexpr = w.block_shape[2] * HEIGHT  # rows of w in a tile
     RUNS: tl.constexpr = BLOCK_N // INTERLEAVE if HEIGHT > BLOCK_N else 1
-    wait_for_kernel_before(EARLY)
     num_tiles_n = tl.cdiv(C, BLOCK_N)
     ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS, AT_ONCE=BLOCK_M == 64)
     num_tiles_m = tl.max(ends, axis=0)

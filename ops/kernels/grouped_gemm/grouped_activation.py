@@ -42,7 +42,7 @@ from ops.kernels.grouped_gemm.persistent_schedule import (
     padded_groups,
 )
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
-from ops.kernels.grouped_gemm.tile_rules import activation_config, when_launched
+from ops.kernels.grouped_gemm.tile_rules import activation_config
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.splits import Splits
 from recipes.triton.launch import Launch, cdiv, next_power_of_2, replayed
@@ -158,7 +158,7 @@ def grouped_activation_triton(
         offsets, bias, (scales,), rows, num_groups, K, columns, run,
         **chain_constants((activation_step(spec, scales is not None),), (out.dtype,)),
         BAND=band(config.block_m), GROUPS=padded_groups(num_groups), enable_fp_fusion=False,
-        **when_launched(config), **config.compiled(),
+        **config.compiled(),
     )  # fmt: skip
 
 

@@ -67,7 +67,6 @@ from ops.kernels.grouped_gemm.tile_rules import (
     k_grouped_config,
     m_grouped_config,
     uses_descriptors,
-    when_launched,
 )
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.splits import Splits
@@ -409,7 +408,6 @@ def m_grouped_triton(
             TRANSPOSED=transposed,
             BAND=band(config.block_m),
             GROUPS=padded_groups(num_groups),
-            **when_launched(config),
             **config.compiled(),
         )
     else:

@@ -45,14 +45,6 @@ def store_rows(out, acc, first, end, first_c):
 
 
 @triton.jit
-def wait_for_kernel_before(EARLY: tl.constexpr):
-    """First of all in a kernel that is launched EARLY, while the one in front of it runs; the next may follow so."""
-    if EARLY and not INTERPRET:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def finish_m_grouped(acc, out, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C):
     if bias_ptr is not None:
         acc = with_bias(acc, bias_ptr, scales_ptr, group, num_groups, first, end, first_c, C)
@@ -78,10 +70,8 @@ def m_grouped_persistent_kernel(
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
     GROUPS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """out[t, c] = alpha_g * sum_r a[t, r] w[g, r, c] + scales[t] * bias[g, c], tile after tile of one group."""
-    wait_for_kernel_before(EARLY)
     num_tiles_n = tl.cdiv(C, BLOCK_N)
     ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS, AT_ONCE=BLOCK_M == 64)
     num_tiles_m = tl.max(ends, axis=0)

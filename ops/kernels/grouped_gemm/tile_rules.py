@@ -17,9 +17,6 @@ DECODE_ROWS = 16  # with fewer, weights take longer to read than to multiply: mo
 # A group, on average: with as many, what is added to float32 is added in Gluon.
 MANY_ROWS = 768
 
-# Whether kernels with few rows a group are launched early, see `when_launched`; `forget` after a change.
-EARLY_LAUNCHES = False
-
 
 def m_grouped_config(
     rows: int,
@@ -97,13 +94,6 @@ def built_in_config(gemm: Gemm, rows: int, capability: tuple[int, int]) -> Group
             rows, G, dtype, accumulate=accumulate, gluon=why_no_gluon(capability) is None, **about
         )  # fmt: skip
     return m_grouped_config(rows, G, dtype, **about)
-
-
-def when_launched(config: GroupedGemmConfig) -> dict[str, bool]:
-    """Arguments of a launch of an m_grouped kernel on descriptors: whether the GPU may start it before the kernel in
-    front of it has ended, for which it then waits (programmatic dependent launch; CUDA C++ programming guide)."""
-    early = EARLY_LAUNCHES and config.block_m < 128
-    return {"EARLY": early, "launch_pdl": early}
 
 
 def uses_descriptors(dtype: torch.dtype, descriptors: bool, capability: tuple[int, int]) -> bool:
