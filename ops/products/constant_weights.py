@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ops.products.held_weights import Copies, Quantize
 from ops.products.weights import QuantizedWeights
 from ops.runner.context import state_of
 from ops.runner.operation import BasicOperation
@@ -91,10 +92,10 @@ class constant_weights:
         parameters: Sequence[Tensor],
         key: Any,
         quantizer: Quantizer,
-        quantize: Callable[[bool, bool], Any],
+        quantize: Quantize,
         rowwise: bool,
         columnwise: bool,
-    ) -> Any:
+    ) -> Copies:
         """The operation's weights, quantized by the first call.
 
         key: what `quantize` depends on besides their values
@@ -147,10 +148,10 @@ class FrozenWeights(constant_weights):
         parameters: Sequence[Tensor],
         key: Any,
         quantizer: Quantizer,
-        quantize: Callable[[bool, bool], Any],
+        quantize: Quantize,
         rowwise: bool,
         columnwise: bool,
-    ) -> Any:
+    ) -> Copies:
         if quantizer.keeps_state:
             return quantize(rowwise, columnwise)
         return super().copies(operation, parameters, key, quantizer, quantize, rowwise, columnwise)

@@ -24,8 +24,14 @@ from recipes.tensors.quantize_weight import quantize_weight
 from recipes.tensors.quantized_handle import QuantizedHandle, at_values
 from recipes.tensors.quantized_parameter import QuantizedParameter, sharding_of
 from recipes.tensors.quantized_shard import QuantizedShard, empty_shard, is_dtensor, local_shard, shard_dim, with_local
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
 from recipes.triton.launch import cdiv
+
+# Copies of an operation's weights: of all in one tensor, or of each group's.
+Copies = QuantizedTensor | Sequence[QuantizedTensor]
+# Makes the requested copies: rowwise, columnwise.
+Quantize = Callable[[bool, bool], Copies]
 
 
 class HeldAs(NamedTuple):
@@ -114,7 +120,7 @@ def applied(function: Callable[[Tensor], Tensor], weight: Any) -> Any:
     return parameter
 
 
-def held_codes(ctx: OperationContext, names: Sequence[str], quantizer: Quantizer) -> Callable[[bool, bool], Any] | None:
+def held_codes(ctx: OperationContext, names: Sequence[str], quantizer: Quantizer) -> Quantize | None:
     """What gives the copies of the weights of these names as the path multiplies them; None where their codes are not
     those of the recipe. quantizer: that of this pass.
 
@@ -124,7 +130,7 @@ def held_codes(ctx: OperationContext, names: Sequence[str], quantizer: Quantizer
     if why_not_as_held(weights, ctx.recipe) is not None:
         return None
 
-    def copies(rowwise: bool, columnwise: bool) -> Any:
+    def copies(rowwise: bool, columnwise: bool) -> Copies:
         if ctx.seen_in_forward is None:
             quantizer.note_codes_of_state()
         else:

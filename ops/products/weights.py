@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.products.held_weights import held_codes
+from ops.products.held_weights import Copies, Quantize, held_codes
 from ops.products.paths import SplitTensors
-from ops.products.product import for_wgrad, gemm_dtype
+from ops.products.product import for_wgrad, gemm_dtype, with_missing
 from ops.runner.context import OperationContext
 from recipes.cast_counts import is_counting
 from recipes.effects import recording
@@ -42,9 +42,6 @@ from recipes.stack import keep_weights_flag
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.scaled_codes import Dequantized
-
-# Makes the requested copies: rowwise, columnwise -> a quantized tensor, or one for each group.
-Quantize = Callable[[bool, bool], Any]
 
 
 class ForBackward(NamedTuple):
@@ -63,7 +60,7 @@ class QuantizedWeights:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._key = key
         self.snapshot = snapshot
-        self._copies: Any = None
+        self._copies: Copies | None = None
 
     def serves(self, parameters: Sequence[Tensor], key: Any) -> bool:
         """Whether these are the copies of just these weights."""
@@ -76,22 +73,16 @@ class QuantizedWeights:
         tensors = [] if self._copies is None else _tensors(self._copies)
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}.values())
 
-    def copies(self, rowwise: bool, columnwise: bool, quantize: Quantize) -> Any:
+    def copies(self, rowwise: bool, columnwise: bool, quantize: Quantize) -> Copies:
         """With at least the requested copies; what is missing is cast now, from the high-precision weights."""
         if self._copies is None:
             self._copies = quantize(rowwise, columnwise)
             return self._copies
-        first = _first(self._copies)
+        first = _members(self._copies)[0]
         missing = rowwise and first.rowwise is None, columnwise and first.columnwise is None
         if any(missing):
-            self._copies = _merged(self._copies, quantize(*missing))
+            self._copies = _each(with_missing, self._copies, quantize(*missing))
         return self._copies
-
-
-def _merged(old: Any, new: Any) -> Any:
-    if not isinstance(old, QuantizedTensor):
-        return [_merged(*pair) for pair in zip(old, new, strict=True)]
-    return replace(old, rowwise=old.rowwise or new.rowwise, columnwise=old.columnwise or new.columnwise)
 
 
 def quantized_weights(
@@ -102,7 +93,7 @@ def quantized_weights(
     *,
     rowwise: bool,
     columnwise: bool,
-) -> Any:
+) -> Copies:
     """The copies of the weights of these names that `quantize` makes; in backward those of its own forward.
 
     Of weights that are held quantized so, their codes.
@@ -138,7 +129,7 @@ def _in_forward(
     quantize: Quantize,
     rowwise: bool,
     columnwise: bool,
-) -> Any:
+) -> Copies:
     operation = ctx.operation
     flag, scope = keep_weights_flag(), operation.weights_scope
     # What is computed anew for each forward has no copies that outlive it.
@@ -168,20 +159,14 @@ def _in_forward(
     return copies
 
 
-def one_for_both(quantize: Quantize, rowwise: bool, columnwise: bool) -> Any:
+def one_for_both(quantize: Quantize, rowwise: bool, columnwise: bool) -> Copies:
     """Both copies, whichever is requested: the rowwise one."""
-    copies = quantize(True, False)
-    if isinstance(copies, QuantizedTensor):
-        return replace(copies, columnwise=copies.rowwise)
-    return [replace(member, columnwise=member.rowwise) for member in copies]
+    return _each(lambda copies: replace(copies, columnwise=copies.rowwise), quantize(True, False))
 
 
-def _dequantized(quantize: Quantize, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> Any:
+def _dequantized(quantize: Quantize, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> Copies:
     """The copies with their values in place of their codes, which no product takes."""
-    copies = quantize(rowwise, columnwise)
-    if not isinstance(copies, QuantizedTensor):
-        return [_with_values(member, dtype) for member in copies]
-    return _with_values(copies, dtype)
+    return _each(lambda copies: _with_values(copies, dtype), quantize(rowwise, columnwise))
 
 
 def _with_values(copies: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
@@ -189,7 +174,7 @@ def _with_values(copies: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor
     return replace(copies, rowwise=made.get(id(copies.rowwise)), columnwise=made.get(id(copies.columnwise)))
 
 
-def _for_backward(copies: Any) -> QuantizedTensor | SplitTensors:
+def _for_backward(copies: Copies) -> QuantizedTensor | SplitTensors:
     if isinstance(copies, QuantizedTensor):
         return for_wgrad(copies)
     return SplitTensors(tuple(for_wgrad(member) for member in copies), (), 0)
@@ -213,19 +198,19 @@ def _shared_by_graphs(operation: Any, parameters: Sequence[Tensor], key: Any) ->
     return shared
 
 
-def _unless_flagged(shared: QuantizedWeights, flag: Tensor, fresh: Any) -> Any:
+def _unless_flagged(shared: QuantizedWeights, flag: Tensor, fresh: Copies) -> Copies:
     """The shared copies, overwritten by `fresh` where the flag is 0 at replay."""
-    asked = _first(fresh)
+    asked = _members(fresh)[0]
     copies = shared.copies(asked.rowwise is not None, asked.columnwise is not None, _refuse_to_allocate)
     for old, new in zip(_tensors(copies), _tensors(fresh), strict=True):
-        if new is not None:
+        if old is not None and new is not None:
             # Behind autograd's back: backwards of other graphs saved them, and find what they would have saved.
             old_bytes, new_bytes = (tensor.data.flatten().view(torch.uint8) for tensor in (old, new))
             old_bytes.copy_(torch.where(flag != 0, old_bytes, new_bytes))
     return copies
 
 
-def _refuse_to_allocate(rowwise: bool, columnwise: bool) -> Any:
+def _refuse_to_allocate(rowwise: bool, columnwise: bool) -> Copies:
     raise RuntimeError(
         "keep_weights under graph capture: these weights were not cast under it before the capture, so there "
         "is no memory outside of the graph to keep them in. Run the same passes once under the same "
@@ -233,19 +218,25 @@ def _refuse_to_allocate(rowwise: bool, columnwise: bool) -> Any:
     )
 
 
-def _cloned(copies: Any, rowwise: bool, columnwise: bool) -> Any:
-    if not isinstance(copies, QuantizedTensor):
-        return [_cloned(member, rowwise, columnwise) for member in copies]
-    clone = copies.rebuild([None if tensor is None else tensor.clone() for tensor in copies.tensors()])
-    return replace(
-        clone, rowwise=clone.rowwise if rowwise else None, columnwise=clone.columnwise if columnwise else None
-    )
+def _cloned(copies: Copies, rowwise: bool, columnwise: bool) -> Copies:
+    def cloned(member: QuantizedTensor) -> QuantizedTensor:
+        clone = member.rebuild([None if tensor is None else tensor.clone() for tensor in member.tensors()])
+        return replace(
+            clone, rowwise=clone.rowwise if rowwise else None, columnwise=clone.columnwise if columnwise else None
+        )
+
+    return _each(cloned, copies)
 
 
-def _first(copies: Any) -> QuantizedTensor:
-    return copies if isinstance(copies, QuantizedTensor) else copies[0]
+def _each(function: Callable[..., QuantizedTensor], *copies: Copies) -> Copies:
+    """What the function makes of each member."""
+    made = [function(*members) for members in zip(*map(_members, copies), strict=True)]
+    return made[0] if isinstance(copies[0], QuantizedTensor) else made
 
 
-def _tensors(copies: Any) -> list[Any]:
-    members = [copies] if isinstance(copies, QuantizedTensor) else copies
-    return [tensor for member in members for tensor in member.tensors()]
+def _members(copies: Copies) -> Sequence[QuantizedTensor]:
+    return [copies] if isinstance(copies, QuantizedTensor) else copies
+
+
+def _tensors(copies: Copies) -> list[Tensor | None]:
+    return [tensor for member in _members(copies) for tensor in member.tensors()]
