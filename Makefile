@@ -62,7 +62,7 @@ test: lint $(OVERLAY)/.ready
 test-rest: $(OVERLAY)/.ready
 	@echo "test-rest: about 35 minutes on 2 quiet cores."
 	$(PY) $(PYTEST) -m "(rest or gpu) and not hf" --durations=10 tests
-	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf tests
+	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf $$(grep -l mark.hf tests/*.py)
 	$(WITH_SECOND) $(IS_SECOND)
 	$(WITH_SECOND) $(PYTEST) -m triton tests
 
