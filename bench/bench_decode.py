@@ -6,8 +6,8 @@
 
 Every token takes `topk` different experts. A graph holds `CALLS` calls that take different experts, so that weights
 come from memory and not from the L2 cache, as in a model of many layers; GPU time is that of the graph, by CUDA events,
-over its calls. The bits of each way are compared with those of the forward of training: any other fails. `--sweep`
-times the two kernels alone with each of the tiles in `CANDIDATES`. On a CPU, which has no graphs, bits are compared and
+over its calls. The bits of both ways are compared with those of the forward of training: any other fails. `--sweep`
+times the two kernels alone with each of the tiles in `CANDIDATES`, whose bits it does not compare. On a CPU, which has no graphs, bits are compared and
 nothing is timed.
 
 Targets: a share of at least 0.60 (stretch 0.75) for 4 to 64 tokens, 0.40 for one.
@@ -52,8 +52,8 @@ COPY, OURS, UNFUSED = "copy", "fused", "unfused"
 TARGETS = {1: 0.40, 4: 0.60, 16: 0.60, 64: 0.60}  # share, by tokens
 WARMUP = 3
 
-# Columns of a tile are rows of weights: FC1's kernel stores half as many columns. The first is that of `tile_rules`
-# for few rows.
+# Columns of a tile are rows of weights: FC1's kernel stores half as many columns. The first two are those of
+# `tile_rules` below FEW_ROWS and below DECODE_ROWS.
 CANDIDATES = [
     GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2),
     GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=4, programs=2),

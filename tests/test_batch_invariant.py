@@ -1,6 +1,6 @@
 """autocast(batch_invariant=True): a row's output bits do not depend on the other rows, nor on gradients being enabled.
 
-On a GPU: `python -m pytest tests/test_batch_invariant.py -m gpu`.
+On a GPU: `python -m pytest tests/test_batch_invariant.py -m gpu -n 4`; a test takes up to 24 GB.
 """
 # T rows or tokens, H hidden size, F expert size, E experts
 

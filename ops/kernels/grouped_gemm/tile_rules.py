@@ -116,8 +116,8 @@ def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
 # (`bench/results/tuning.md`).
 IN_GLUON = GroupedGemmConfig(128, 256, 32, num_warps=8, num_stages=8, programs=1, gluon=True)
 # Reading weights takes longer than multiplying: 96 KiB of them are in flight on each multiprocessor, and 26 KiB would
-# cover the latency (4.8 TB/s times 700 ns, over 132). Of x the rows of a group alone are read. Chosen by that count;
-# `bench decode --sweep` measures it against others.
+# cover the latency (4.8 TB/s times 700 ns, over 132). Of x the rows of a group alone are read. Others beside it:
+# `bench decode --sweep`, `bench/results/tuning.md`.
 PERSISTENT_DECODE = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=4, programs=2)
 PERSISTENT_SMALL = GroupedGemmConfig(64, 128, 64, num_warps=4, num_stages=3, programs=2)
 
