@@ -7,8 +7,8 @@
 Every token takes `topk` different experts. A graph holds `CALLS` calls that take different experts, so that weights
 come from memory and not from the L2 cache, as in a model of many layers; GPU time is that of the graph, by CUDA events,
 over its calls. The bits of both ways are compared with those of the forward of training: any other fails. `--sweep`
-times the two kernels alone with each of the tiles in `CANDIDATES`, whose bits it does not compare. On a CPU, which has no graphs, bits are compared and
-nothing is timed.
+times the two kernels alone with each of the tiles in `CANDIDATES`, whose bits it does not compare. On a CPU,
+which has no graphs, bits are compared and nothing is timed.
 
 Targets: a share of at least 0.60 (stretch 0.75) for 4 to 64 tokens, 0.40 for one.
 """
