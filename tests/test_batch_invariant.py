@@ -8,6 +8,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -488,9 +489,10 @@ def test_the_number_of_rows_chooses_no_tile():
         tiles = {m_grouped_config(T, 8, dtype, descriptors=descriptors, **about) for T in (1, 100, 767, 768, 10**5)}
         assert len(tiles) == 1
     codes = {"out_dtype": torch.bfloat16, "descriptors": True, "capability": (9, 0), "batch_invariant": True}
-    for layout, promote in (("square", True), ("vector", False), ("vector", True), ("row", True)):
-        tiles = {m_grouped_float8_config(T, 8, layout=layout, promote=promote, **codes) for T in (1, 767, 768, 10**5)}
-        assert len(tiles) == 1
+    kinds = (("square", True), ("vector", False), ("vector", True), ("row", True))
+    for (layout, promote), gluon in product(kinds, (False, True)):
+        about = codes | {"layout": layout, "promote": promote, "gluon": gluon}
+        assert len({m_grouped_float8_config(T, 8, **about) for T in (1, 767, 768, 10**5)}) == 1
 
 
 def test_explain_says_what_it_excludes():

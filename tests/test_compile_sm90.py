@@ -37,7 +37,12 @@ from ops.kernels.grouped_gemm.grouped_activation import grouped_activation_trito
 from ops.kernels.grouped_gemm.measured_tiles import MeasuredTile, TileTable, use_tiles
 from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS as ADDED_IN_GLUON
 from ops.kernels.grouped_gemm.tile_rules import activation_config, k_grouped_config, m_grouped_config
-from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config
+from ops.kernels.grouped_gemm.tile_rules_float8 import (
+    BLOCK,
+    PROMOTED_ROWS,
+    k_grouped_float8_config,
+    m_grouped_float8_config,
+)
 from ops.kernels.norm import norm_triton
 from ops.kernels.routing import permute, routing
 from recipes.casts import cast_blocks, cast_float8, cast_float8_rowwise, cast_nvfp4
@@ -139,7 +144,8 @@ def launch_few_rows(dtype: torch.dtype, kinds: Iterable[str]) -> None:
 @contextlib.contextmanager
 def without_gluon() -> Iterator[None]:
     """In which launchers think that this is another release of Triton."""
-    with patch.object(grouped_gemm, "why_no_gluon", lambda capability: "They are written in another Gluon."):
+    refused = {"why_no_gluon": lambda capability: "They are written in another Gluon."}
+    with patch.multiple(grouped_gemm, **refused), patch.multiple(grouped_gemm_float8, **refused):
         yield
 
 
@@ -174,6 +180,8 @@ def launch_grouped_gemm_float8(
         launch_tn = grouped_gemm_float8.grouped_gemm_tn_float8_triton
         launch_tn(x, one, w, one, offsets, None, None, y, False)
         launch_tn(x, whole, w, vector, offsets, bias, scales, y, False)
+        if rows == MANY_ROWS and features == ALIGNED:
+            launch_float8_gluon(a.dtype, b.dtype, out_dtype)
         if rows == FEW_ROWS:  # only the fast accumulation of a few rows has tiles of its own
             continue
         for x_scale, w_scale, split in (
@@ -195,6 +203,19 @@ def launch_grouped_gemm_float8(
             for out, add in ((dw, False), (dw, True), (dw.float(), False), (dw.float(), True)):
                 launch_nt = grouped_gemm_float8.grouped_gemm_nt_float8_triton
                 launch_nt(dy_T, dy_scale, x_T, x_scale, offsets, out, split, add)
+
+
+def launch_float8_gluon(a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype) -> None:
+    """TN of few and many groups that have many rows, per tensor and of 1x128 with 128x128, fast and split."""
+    for groups in (GROUPS, 512):
+        rows, width = groups * PROMOTED_ROWS, 256
+        x, w = torch.empty(rows, width, dtype=a), torch.empty(groups, width, width, dtype=b)
+        one, offsets = torch.empty(groups), torch.zeros(groups + 1, dtype=torch.int64)
+        bias, scales = torch.empty(groups, width), torch.empty(rows)
+        y, row, square = torch.empty(rows, width, dtype=out_dtype), torch.empty(2, rows), torch.empty(groups, 2, 2)
+        for extras in ((None, None), (bias, None), (bias, scales)):
+            for x_scale, w_scale, split in ((one, one, False), (one, one, True), (row, square, False)):
+                grouped_gemm_float8.grouped_gemm_tn_float8_triton(x, x_scale, w, w_scale, offsets, *extras, y, split)
 
 
 def launch_norms(rows: int, N: int, dtype: torch.dtype) -> None:
@@ -443,11 +464,18 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
     for descriptors, (layout, promote) in product(() if tf32 else (True, False), kinds):
         about = {"descriptors": descriptors, "promote": promote, "out_dtype": dtype, "capability": (9, 0)}
         choose_m, choose_k = m_grouped_float8_config, k_grouped_float8_config
-        chosen = [("m", choose_m(rows, 8, layout=layout, **about)) for rows in (100, 1_000_000)]
+        in_gluon = {False, why_not_this_release() is None}
+        chosen = [
+            ("m", choose_m(rows, 8, layout=layout, gluon=gluon, **about))
+            for rows, gluon in product((100, 1_000_000), in_gluon)
+        ]
         for out_dtype, add in product((dtype, torch.float32), (False, True) if layout != "square" else ()):
             both = about | {"out_dtype": out_dtype, "accumulate": add}
             chosen += [("k", choose_k(blockwise=layout == "row", **both))]
         for axis, config in chosen:
+            if getattr(config, "gluon", False):
+                configs["m_grouped_float8_gluon_kernel", *config[:3], 4, None] = 1
+                continue
             kernel = f"{axis}_grouped_{'float8_persistent_' if config.programs else ''}kernel"
             configs[kernel, *config[:5]] = max(config.programs, 1)
     norms = {
@@ -528,6 +556,7 @@ def compile_all(mode: str, arch: int) -> None:
         launch_candidates()
     elif mode == GLUON:
         launch_wgrads(MANY_ROWS, ALIGNED, torch.bfloat16, False)
+        launch_float8_gluon(E4M3.dtype, E4M3.dtype, torch.bfloat16)
         launch_nvfp4(MANY_ROWS, ALIGNED[0], torch.bfloat16, ("stochastic", "square"))
     elif mode == FIRST:
         launch_all("bf16", (MANY_ROWS, FEW_ROWS), (ALIGNED, ODD))
@@ -600,7 +629,9 @@ def test_what_the_tuner_tries_compiles_for_hopper(cache):
 @pytest.mark.triton
 def test_kernels_in_gluon_compile_for_hopper_with_each_release(cache):
     reports = compiled(GLUON, 90, cache)
-    assert {"k_grouped_gluon_kernel", "cast_nvfp4_gluon_kernel"} <= {report["kernel"] for report in reports}
+    assert {"k_grouped_gluon_kernel", "m_grouped_float8_gluon_kernel", "cast_nvfp4_gluon_kernel"} <= {
+        report["kernel"] for report in reports
+    }
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report
 

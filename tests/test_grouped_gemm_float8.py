@@ -427,7 +427,7 @@ def test_tiles_fit_shared_memory(layout, promote, descriptors, capability):
     chosen = []
     for out_dtype in (torch.bfloat16, torch.float32):
         for rows in (8192, 64):
-            config = m_grouped_float8_config(rows, 8, layout=layout, out_dtype=out_dtype, **about)
+            config = m_grouped_float8_config(rows, 8, layout=layout, out_dtype=out_dtype, gluon=False, **about)
             chosen.append((config, out_dtype.itemsize))
         for add in (False, True) if layout != "square" else ():
             config = k_grouped_float8_config(

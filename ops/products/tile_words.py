@@ -15,7 +15,7 @@ import torch
 
 from ops.kernels.grouped_gemm.measured_tiles import Gemm, describe, tiles_in_use
 from ops.kernels.grouped_gemm.tile_rules import DECODE_ROWS, FEW_ROWS, MANY_ROWS, built_in_config
-from ops.kernels.grouped_gemm.tile_rules_float8 import built_in_float8_config
+from ops.kernels.grouped_gemm.tile_rules_float8 import PROMOTED_ROWS, built_in_float8_config
 from ops.products.product import gemm_dtype, quantizes
 from recipes.native_products import COLUMNWISE, LAYOUTS, Product, compute_capability
 from recipes.recipe import OPERANDS
@@ -52,7 +52,7 @@ def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -
 
     tiles = {product: tile(product, MANY_ROWS) for product in gemms}
     words = [tiles["fprop"], *_by_tile({product: words for product, words in tiles.items() if words != tiles["fprop"]})]
-    for rows in (MANY_ROWS, FEW_ROWS, DECODE_ROWS):
+    for rows in (MANY_ROWS, PROMOTED_ROWS, FEW_ROWS, DECODE_ROWS):
         below = {product: tile(product, rows - 1) for product in gemms}
         others = {product: words for product, words in below.items() if words != tiles[product]}
         words += _by_tile(others, f" below {rows} rows a group")

@@ -34,7 +34,7 @@ integers are exact in both. What an H200 measured: `docs/recipes.md`, "How exact
 
 Graph safety: as `grouped_gemm`. Grids follow from capacities, groups are found from the offsets on the device.
 
-The kernels: `float8_persistent` on descriptors, `pointers_triton` on pointers.
+The kernels: `float8_persistent` on descriptors, `pointers_triton` on pointers, and for TN on Hopper `float8_gluon`.
 """
 # T rows, G groups, R summed features, C features that come out; P columns of the padded groups; for NT [N, K] come out
 
@@ -64,8 +64,12 @@ from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_c
 from recipes.native_products import FLOAT8
 from recipes.tensors.formats import ScaleLayout
 from recipes.tensors.splits import Splits
+from recipes.triton.gates import why_no_gluon
 from recipes.triton.launch import Launch, cdiv, has_work, launcher, replayed
 from recipes.triton.row_slots import num_slots
+
+if why_no_gluon((9, 0)) is None:
+    from ops.kernels.grouped_gemm.float8_gluon import m_grouped_float8_gluon
 
 # ---------------------------------------------------------------------------------------------------- references
 
@@ -107,9 +111,7 @@ def grouped_gemm_nt_float8_ref(
     """`grouped_gemm_nt_float8` in plain torch, group by group, computed in `dtype`. Returns dw [G, N, K]."""
     ends = offsets_aligned.tolist()
     num_groups = len(ends) - 1
-    dw = torch.zeros(
-        num_groups, dy_codes_NP.shape[0], x_codes_KP.shape[0], dtype=dtype, device=dy_codes_NP.device
-    )  # fmt: skip
+    dw = torch.zeros(num_groups, dy_codes_NP.shape[0], x_codes_KP.shape[0], dtype=dtype, device=dy_codes_NP.device)
     for g, (begin, end) in enumerate(pairwise(ends)):
         if begin < end:
             dy, x = (
@@ -359,8 +361,12 @@ def grouped_gemm_tn_float8_triton(
         out_dtype=out.dtype,
         descriptors=takes_descriptors(a, b, out) and G <= MOST_GROUPS,
         capability=capability(out),
+        gluon=why_no_gluon(capability(out)) is None,
         batch_invariant=batch_invariant,
     )
+    if config.gluon:
+        m_grouped_float8_gluon(a, a_scale, b, b_scale, offsets, bias, scales, out, config, promote)
+        return
     num_tiles = num_slots(rows, G, config.block_m) * cdiv(C, config.block_n)
     if config.programs:
         _m_grouped_persistent(

@@ -181,7 +181,7 @@ def describe(config: Sequence[int]) -> str:
     """128x256x64, 8 warps, 4 stages: the first five fields of a configuration, and whether its kernel is in Gluon."""
     block_m, block_n, block_k, num_warps, num_stages, *_ = config
     words = f"{block_m}x{block_n}x{block_k}, {num_warps} warps, {num_stages} stages"
-    return f"{words} in Gluon" if isinstance(config, GroupedGemmConfig) and config.gluon else words
+    return f"{words} in Gluon" if getattr(config, "gluon", False) else words
 
 
 # ---------------------------------------------------------------------------------------------- the table in use

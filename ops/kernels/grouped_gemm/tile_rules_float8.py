@@ -5,11 +5,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ops.kernels.grouped_gemm.measured_tiles import Gemm, GroupedGemmConfig, shared_memory_limit
+from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS, Gemm, GroupedGemmConfig, shared_memory_limit
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS
 from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS
 from recipes.tensors.formats import ScaleLayout
+from recipes.triton.gates import why_no_gluon
 
+# A group, on average: with fewer, tiles of 192 rows are too often half empty. On an H200 256 rows are 11 to 15 % slower
+# in Gluon, 512 are 11 to 25 % faster (`bench/results/tuning.md`).
+PROMOTED_ROWS = 384
 BLOCK = 128  # codes of one scale, and terms of one sum in split accumulation
 
 
@@ -28,6 +32,7 @@ class GroupedFloat8Config(NamedTuple):
     programs: int  # that share a multiprocessor, with descriptors; 0: pointers, a program for each tile
     part_m: int
     part_n: int
+    gluon: bool = False  # the kernel whose warps have roles (`float8_gluon`); num_warps of them multiply
 
     def compiled(self) -> dict[str, int]:
         """The arguments of a launch that choose how the kernel is compiled."""
@@ -47,17 +52,22 @@ def m_grouped_float8_config(
     out_dtype: torch.dtype,
     descriptors: bool,
     capability: tuple[int, int],
+    gluon: bool,
     batch_invariant: bool = False,
 ) -> GroupedFloat8Config:
     """Tiles of the kernel for TN, the same for any number of rows if batch_invariant. promote: split accumulation.
-    descriptors: see `takes_descriptors`, of all matrices, and at most MOST_GROUPS."""
+    descriptors: see `takes_descriptors`, of all matrices, and at most MOST_GROUPS. gluon: whether its kernel can run
+    (`why_no_gluon`)."""
     if not _uses_descriptors(descriptors, capability):
         return _POINTERS
     few = rows < FEW_ROWS * num_groups and not batch_invariant
     if few or layout == "row":
         return _SMALL
+    gluon = gluon and num_groups <= GLUON_GROUPS and layout != "vector"
     if not promote:
-        return _WIDE
+        return _WIDE_IN_GLUON if gluon else _WIDE
+    if gluon and (batch_invariant or rows >= PROMOTED_ROWS * num_groups):
+        return _HIGH_IN_GLUON
     # With scales of rows and columns, and a bias, _IN_PARTS takes eight registers more than there are.
     return _IN_PARTS if out_dtype.itemsize == 2 and layout != "vector" else _SMALL
 
@@ -103,7 +113,8 @@ def built_in_float8_config(
     }
     if product == "NT":
         return k_grouped_float8_config(blockwise=layout == "row", accumulate=accumulate, **about)
-    return m_grouped_float8_config(rows, G, layout=layout, **about)
+    gluon = why_no_gluon(capability) is None
+    return m_grouped_float8_config(rows, G, layout=layout, gluon=gluon, **about)
 
 
 def _uses_descriptors(descriptors: bool, capability: tuple[int, int]) -> bool:
@@ -113,6 +124,10 @@ def _uses_descriptors(descriptors: bool, capability: tuple[int, int]) -> bool:
 
 # Steps of 128 everywhere: a promotion is then one step, and a step has one scale.
 _WIDE = GroupedFloat8Config(128, 256, BLOCK, num_warps=8, num_stages=3, programs=1, part_m=128, part_n=256)
+_WIDE_IN_GLUON = _WIDE._replace(num_stages=4, gluon=True)
+_HIGH_IN_GLUON = GroupedFloat8Config(
+    192, 128, BLOCK, num_warps=12, num_stages=4, programs=1, part_m=192, part_n=128, gluon=True
+)
 _WIDE_IN_PARTS = _WIDE._replace(part_n=128)
 # Two programs of four warps each: while one scales, the other multiplies. With float32 results, and with what is added
 # to, shared memory does not hold two with three stages of the first of these.

@@ -1,0 +1,82 @@
+"""TN of codes in Gluon: the same bits as by the kernels in Triton, on a GPU, and which products take it."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops.kernels.grouped_gemm import float8
+from ops.kernels.grouped_gemm.float8 import grouped_gemm_tn_float8
+from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS
+from ops.kernels.grouped_gemm.tile_rules_float8 import PROMOTED_ROWS, m_grouped_float8_config
+from recipes.tensors.formats import E4M3, E5M2
+from recipes.tensors.splits import Splits
+from recipes.triton.replay import forget
+
+
+def config(rows_a_group, *, groups=8, layout="square", promote=True, capability=(9, 0), gluon=True, **about):
+    return m_grouped_float8_config(
+        rows_a_group * groups, groups, layout=layout, promote=promote, out_dtype=torch.bfloat16, descriptors=True,
+        capability=capability, gluon=gluon, **about,
+    )  # fmt: skip
+
+
+def test_it_is_for_many_rows_with_scales_of_tensors_or_squares():
+    per_tensor = {"layout": "tensor", "promote": False}
+    assert config(PROMOTED_ROWS).gluon and config(PROMOTED_ROWS, layout="tensor").gluon
+    assert config(96, **per_tensor).gluon and config(1, batch_invariant=True).gluon
+    others = (
+        config(PROMOTED_ROWS - 1), config(95, **per_tensor), config(1000, gluon=False), config(1000, layout="row"),
+        config(1000, layout="vector"), config(1000, groups=GLUON_GROUPS + 1), config(1000, capability=(8, 9)),
+    )  # fmt: skip
+    assert not any(other.gluon for other in others)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["tensor", "split", "square"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@settings(max_examples=12, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 128, 191, 192, 193, 500, 2000]), min_size=1, max_size=140),
+    tail=st.sampled_from([0, 1, 200]),
+    R=st.sampled_from([16, 128, 144, 512, 640, 1920]),
+    C=st.sampled_from([16, 128, 136, 256, 400, 1024]),
+    extras=st.sampled_from([(False, False), (True, False), (True, True)]),
+    forms=st.sampled_from([(E4M3, E4M3), (E5M2, E4M3)]),
+    seed=st.integers(0, 2**31),
+)
+def test_the_same_bits_as_in_triton(layout, out_dtype, sizes, tail, R, C, extras, forms, seed):
+    torch.manual_seed(seed)
+    rows, G = sum(sizes) + tail, len(sizes)
+    splits = Splits.make(sizes, rows=rows, device="cuda")
+    a, b = (
+        torch.randn(shape, device="cuda").mul_(30).clamp(-400, 400).to(form.dtype)
+        for shape, form in (((rows, R), forms[0]), ((G, C, R), forms[1]))
+    )
+    blocks = -(-R // 128)
+    shapes = ((blocks, rows), (G, -(-C // 128), blocks)) if layout == "square" else ((G,), (G,))
+    a_scale, b_scale = (torch.rand(shape, device="cuda") + 0.5 for shape in shapes)
+    bias = torch.randn(G, C, device="cuda") if extras[0] else None
+    scales = torch.randn(rows, device="cuda") if extras[1] else None
+    # Rows of no group may be anything.
+    a[sum(sizes) :] = torch.tensor(float("nan"), device="cuda").to(a.dtype)
+
+    def product():
+        return grouped_gemm_tn_float8(
+            a, a_scale, b, b_scale, splits, bias_GC=bias, scales_T=scales, split_accumulation=layout == "split",
+            out=torch.full((rows, C), 7.0, dtype=out_dtype, device="cuda"), batch_invariant=True,
+        )  # fmt: skip
+
+    forget()
+    with patch.object(float8, "m_grouped_float8_gluon", wraps=float8.m_grouped_float8_gluon) as gluon:
+        y = product()
+    # What is repeated does not ask again which kernel runs.
+    with patch.object(float8, "why_no_gluon", lambda capability: "In Triton."):
+        forget()
+        expected = product()
+    forget()
+    assert gluon.called == bool(rows and R % 16 == 0 and C * out_dtype.itemsize % 16 == 0)
+    assert torch.equal(y.view(torch.uint8), expected.view(torch.uint8))
+    assert not y[sum(sizes) :].any()
