@@ -18,6 +18,7 @@ from recipes.recipe import Recipe, recipe_within
 from recipes.registry import as_recipe
 from recipes.request import PlanRequest
 from recipes.stack import recipe_in_use
+from recipes.triton.gates import why_not_this_release
 
 HEADER = ("Sequential", "recipe", "path", "runs as", "not fused")
 
@@ -32,23 +33,25 @@ def explain(
 ) -> str:
     """A table with a row for each stage of each Sequential of `model`, for operations outside of them, and for the
     experts and blocks of `fuser.hf`: its recipe, path, and operations as they run forward, fused ones by the name of
-    the fusion; how many fusions were refused, for reasons that `Sequential.explain` gives.
+    the fusion; how many fusions were refused, for reasons that `Sequential.explain` gives. Below it, what this release
+    of Triton switches off on a GPU, if anything.
 
     The arguments are those of `Sequential.explain`; the defaults are those of each Sequential. Raises ValueError if
     `model` contains no operation.
     """
     chosen = recipe_in_use(None if recipe is None else as_recipe(recipe))
     rows: list[tuple[str, ...]] = [HEADER]
+    reasons: dict[str | None, None] = {}
     for name, sequential in sequentials(model):
         own_device, own_dtype = device_and_dtype(sequential)
         where = torch.device(device or own_device)
         rows += _rows(name or "(the model)", sequential, chosen, where, dtype or own_dtype, requires_grad)
+        reasons[why_not_this_release() if where.type == "cuda" else None] = None
     if len(rows) == 1:
         raise ValueError(f"explain got {type(model).__name__}, which contains no operation. Give the model.")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*table, *filter(None, reasons)])
 
 
 def _rows(

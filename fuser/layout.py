@@ -154,7 +154,8 @@ class Layout:
             if len(makers) > 1:
                 raise ValueError(
                     f"{len(makers)} operations make the extra output {name!r}: {', '.join(makers)}. Give one of them "
-                    f"another name, with rename_extras. There are: {', '.join(map(repr, self.produced))}."
+                    f"another name, with rename_extras (within a Sequential: of the operation that makes it). There "
+                    f"are: {', '.join(map(repr, self.produced))}."
                 )
 
     def buffers_of(self, stage: Stage, buffers: Mapping[int, Mapping[str, Tensor]]) -> Buffers:

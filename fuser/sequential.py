@@ -377,5 +377,7 @@ def _check_outputs(module: nn.Module, result: Any, wanted: Sequence[str]) -> Non
 
 def _checked(module: object) -> nn.Module:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.")
+        is_function = callable(module) and not isinstance(module, type)
+        mend = f" Wrap it: ops.Torch({getattr(module, '__name__', 'function')})." if is_function else ""
+        raise TypeError(f"{module!r} is a {type(module).__name__}, not a torch.nn.Module.{mend}")
     return module

@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 
+import fuser
 from fuser import Sequential, ops
 from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS, Gemm, why_not_tile
 from ops.kernels.grouped_gemm.tile_rules import IN_GLUON, MANY_ROWS, k_grouped_config
@@ -54,6 +55,8 @@ def test_another_release_is_done_without_and_explained(release):
     sequential = Sequential(ops.SiLU())
     assert sequential.explain(device="cuda").splitlines()[0].endswith(f". {UNKNOWN}")
     assert UNKNOWN not in sequential.explain(device="cpu")
+    assert fuser.explain(sequential, device="cuda").splitlines()[-1] == UNKNOWN
+    assert UNKNOWN not in fuser.explain(sequential, device="cpu")
 
 
 class Kernel:

@@ -299,23 +299,6 @@ def test_weights_of_an_adapter_are_computed_again_under_the_recipe_of_the_forwar
     assert_same_bits(run(), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # what peft calls of transformers
-@FEW_MODELS
-def test_adapters_of_peft_train(name: str) -> None:
-    reason = "peft is not installed here, so its adapters cannot be run: `pip install peft`."
-    peft = pytest.importorskip("peft", reason=reason)
-    model = make(name)
-    wanted = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=wanted))
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.1)
-    expected, ours = step(model, "eager"), step(model, "fuser")
-    assert sum(gradient is not None for key, gradient in ours.items() if "experts" in key) == 8
-    assert_close(ours, expected, GRADIENTS)
-
-
 def test_functional_calls_get_gradients_of_their_own_weights() -> None:
     experts = experts_of(make("qwen3-moe"))
     experts.config._experts_implementation = "fuser"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 reason = "transformers 5 is not installed here, so its models cannot be run: `pip install 'fuser-ops[hf]'`."
 pytest.importorskip("transformers", minversion="5", reason=reason)
@@ -173,3 +174,20 @@ def test_hooks_of_a_router_receive_what_is_computed_in_the_graph() -> None:
 
     x = torch.randn(2, 9, 32)
     assert torch.equal(compiled(run)[0](x), run(x))
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("way", ["experts", "blocks"])
+def test_a_model_is_exported_for_inference(name: str, way: str) -> None:
+    model = with_ours(name, way).eval()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        program = torch.export.export(model, (ids(),), kwargs={"use_cache": False}, strict=False)
+        assert torch.equal(program.module()(ids(), use_cache=False).logits, model(ids()).logits)
+    assert any("grouped_mlp" in str(node.target) for node in program.graph.nodes)
+
+
+def test_fake_tensors_run_through_experts_that_have_not_run_before() -> None:
+    model = with_ours("qwen3-moe", "experts")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(ids()).logits.shape == (2, 9, 64)

@@ -36,6 +36,17 @@ def test_slow_modules_are_left_alone(code):
     assert run(f"{code}\nimport sys\nprint([name for name in {SLOW} if name in sys.modules])") == "[]\n"
 
 
+def test_later_releases_of_torch_and_triton_are_taken_without_a_warning():
+    code = f"""
+import warnings; warnings.simplefilter("error")
+import torch, triton
+torch.__version__, triton.__version__ = "2.15.0", "3.9.0"
+{MLP}
+print(fuser.explain(layer, device="cuda").splitlines()[-1])
+"""
+    assert run(code).endswith("both are written for Triton 3.6 and 3.7, and this is Triton 3.9.0.\n")
+
+
 @pytest.mark.parametrize("other", ["ops.py", "ops/__init__.py", "recipes.py", "fused/__init__.py"])
 def test_a_package_of_the_same_name_is_named_by_one_sentence(other, tmp_path):
     path = tmp_path / other

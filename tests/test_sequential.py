@@ -255,6 +255,13 @@ def test_a_state_dict_of_torch_loads() -> None:
     torch.testing.assert_close(ours(x), theirs(x))
 
 
+def test_a_function_is_refused_with_the_module_that_wraps_it() -> None:
+    with pytest.raises(TypeError, match=r"is a builtin_function_or_method, .* Wrap it: ops.Torch\(relu\)"):
+        Sequential(torch.relu)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"is a type, not a torch\.nn\.Module\.$"):
+        Sequential(nn.ReLU)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("add", ["append", "insert", "set", "extend", "construct"])
 def test_what_is_not_a_module_is_refused_and_nothing_changes(add: str) -> None:
     members = modules(2)

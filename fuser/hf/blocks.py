@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fuser.held_layers import held_layer, run_traced
 from fuser.hf.experts import check_experts, experts_operations, tensors_of
-from fuser.hf.layers import held_layer, run_traced
 from fuser.hf.routers import FORMS, BlockForm, count_beside, form_of, make_router, router_tensors
 from fuser.sequential import Sequential
 from fuser.sequentials import add_finder

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fuser.held_layers import held_layer, hold, run_traced
 from fuser.hf.gate import scaled_activation
-from fuser.hf.layers import held_layer, hold, run_traced
 from fuser.hf.transposed import TransposedGroupedLinear
 from fuser.sequential import Sequential
 from ops.combine import Combine

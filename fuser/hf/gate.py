@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ops.activations import ActivationOperation, ScaledClampedQGeGLU, ScaledSReLU, ScaledSwiGLU
 from ops.kernels.elementwise.activation import activation
@@ -25,8 +26,9 @@ def scaled_activation(experts: Any) -> ActivationOperation:
     Raises NotImplementedError if there is none.
     """
     gated = experts.has_gate
-    h = _probe()
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    # Values are compared, also while others trace (torch.export) or compute with fake tensors.
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        h = _probe()
         wanted = experts._apply_gate(h) if gated else experts.act_fn(h)
         for candidate in _candidates(experts):
             if _is_same(activation(h, candidate.activation, None), wanted):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fuser.hf.layers import hold
+from fuser.held_layers import hold
 from ops.router import Router
 
 

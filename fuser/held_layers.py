@@ -1,4 +1,4 @@
-"""The layers that compute for modules of transformers: kept outside of these, and made anew for other tensors."""
+"""The layers that compute for modules of other libraries: kept outside of these, and made anew for other tensors."""
 
 from __future__ import annotations
 
