@@ -104,10 +104,13 @@ def have_the_bits(rank: int, cases: int) -> None:
             compare(x, draw.choice((1, 2, 2, 3)), draw.choice(("bf16", "fp8_block", "mxfp8")), **settings)
         x = torch.randn(9 + rank, H, generator=torch.Generator().manual_seed(rank))
         compare(x, 2, DelayedScaling(reduce_amax=False))
+        if dist.get_world_size() == 2:
+            meet_in_order(rank)
+            meet_other_ways(rank)
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, 6), pytest.param(4, 30, marks=[pytest.mark.rest, pytest.mark.slow])])
-def test_it_has_the_bits_of_microbatches_one_after_the_other(ranks: int, cases: int, tmp_path: Path) -> None:
+def test_it_has_the_bits_and_the_order_of_microbatches_in_turn(ranks: int, cases: int, tmp_path: Path) -> None:
     on_ranks(have_the_bits, cases, folder=tmp_path, ranks=ranks)
 
 
@@ -150,64 +153,65 @@ class Awaited:
 
 
 def meet_in_order(rank: int) -> None:
-    with quietly():
-        group = dist.group.WORLD
-        layer = Overlapped(*modules(group, shared=True))
-        x = torch.randn(4 + 5 * rank, H).requires_grad_()
-        log: list[str] = []
-        with logged(log):
-            y = layer(x)
-            forward, log[:] = [line for line in log if line != "exchange"], []
-            y.sum().backward()
-        # Of microbatch 0 even numbers, of 1 odd ones: the next one starts before the last one is awaited.
-        assert forward == [
-            "start 0", "shared", "start 1", "shared",
-            "await 0", "start 2", "await 1", "start 3",
-            "await 2", "await 3",
-        ]  # fmt: skip
-        backward = [line for line in log if line != "exchange"]
-        assert backward == ["start 0", "start 1", "await 0", "start 2", "await 1", "start 3", "await 2", "await 3"]
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, [forward, log])
-        assert all(of_rank == everywhere[0] for of_rank in everywhere)
-        assert layer[4].group is not None and not any("Half" in type(m).__name__ for m in layer.modules())
-
-        # gradients that only some ranks need, none at all, a frozen router, and a second backward
-        layer = Overlapped(*modules(group)[2:-1], retain_graph=True)
-        y = layer(torch.randn(6, H).requires_grad_(rank == 0))
-        y.sum().backward(retain_graph=True)
-        first = layer[2].weight.grad.clone()
+    group = dist.group.WORLD
+    layer = Overlapped(*modules(group, shared=True))
+    x = torch.randn(4 + 5 * rank, H).requires_grad_()
+    log: list[str] = []
+    with logged(log):
+        y = layer(x)
+        forward, log[:] = [line for line in log if line != "exchange"], []
         y.sum().backward()
-        assert torch.equal(layer[2].weight.grad, 2 * first)
-        with torch.no_grad():
-            layer(torch.randn(3, H))
-        layer[0].requires_grad_(False)
-        layer(torch.randn(6, H)).sum().backward()
-        with pytest.raises(RuntimeError, match="rank 1: .* gradients not computed"):
-            layer(torch.randn(6, H).requires_grad_(rank == 0))
-        refuse(group)
+    # Of microbatch 0 even numbers, of 1 odd ones: the next one starts before the last one is awaited.
+    assert forward == [
+        "start 0", "shared", "start 1", "shared",
+        "await 0", "start 2", "await 1", "start 3",
+        "await 2", "await 3",
+    ]  # fmt: skip
+    backward = [line for line in log if line != "exchange"]
+    assert backward == ["start 0", "start 1", "await 0", "start 2", "await 1", "start 3", "await 2", "await 3"]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, [forward, log])
+    assert all(of_rank == everywhere[0] for of_rank in everywhere)
+    assert layer[4].group is not None and not any("Half" in type(m).__name__ for m in layer.modules())
 
-        # extra inputs and outputs, copies, checkpoints of activations and of the model
-        layer = Overlapped(ops.Dispatch(E, group=group), *modules(group)[4:7], ops.Combine(group=group))
-        probs, indices = torch.rand(7, 2), torch.randint(0, E, (7, 2))
-        x = torch.randn(7, H)
-        y, made = layer(x, probs=probs, indices=indices, outputs=("split_sizes",))
-        assert [len(sizes) for sizes in made["split_sizes"]] == [E // 2, E // 2]
-        wanted = InTurn(Sequential(*layer), 2)(x, probs=probs, indices=indices)
-        assert_same_bits({"y": y}, {"y": wanted})
-        layer = Overlapped(*modules(group))
-        again = copy.deepcopy(layer)
-        assert torch.equal(again(x), layer(x))
-        plain, repeated = results(layer, x), results(again, x, run=lambda x: checkpoint(again, x))
-        assert_same_bits(repeated, plain)
-        assert TrainingState(layer).state_dict()["model"].keys() == Sequential(*modules(group)).state_dict().keys()
-        layer.eval()
-        assert torch.equal(layer(x), again(x))
-        layer[1] = ops.LayerNorm(H)
-        assert not torch.equal(layer(x), again(x)), "the halves follow a change of the modules"
-        explained = layer.explain()
-        assert "3.0  DispatchStart  [torch; all_to_all_single over 2 ranks (gloo)" in explained
-        assert "3.1  DispatchFinish  [awaits the rows" in explained
+
+def meet_other_ways(rank: int) -> None:
+    group, x = dist.group.WORLD, torch.randn(7, H)
+    # gradients that only some ranks need, none at all, a frozen router, and a second backward
+    layer = Overlapped(*modules(group)[2:-1], retain_graph=True)
+    y = layer(torch.randn(6, H).requires_grad_(rank == 0))
+    y.sum().backward(retain_graph=True)
+    first = layer[2].weight.grad.clone()
+    y.sum().backward()
+    assert torch.equal(layer[2].weight.grad, 2 * first)
+    with torch.no_grad():
+        layer(torch.randn(3, H))
+    layer[0].requires_grad_(False)
+    layer(torch.randn(6, H)).sum().backward()
+    with pytest.raises(RuntimeError, match="rank 1: .* gradients not computed"):
+        layer(torch.randn(6, H).requires_grad_(rank == 0))
+    refuse(group)
+
+    # extra inputs and outputs, copies, checkpoints of activations and of the model
+    layer = Overlapped(ops.Dispatch(E, group=group), *modules(group)[4:7], ops.Combine(group=group))
+    probs, indices = torch.rand(7, 2), torch.randint(0, E, (7, 2))
+    y, made = layer(x, probs=probs, indices=indices, outputs=("split_sizes",))
+    assert [len(sizes) for sizes in made["split_sizes"]] == [E // 2, E // 2]
+    wanted = InTurn(Sequential(*layer), 2)(x, probs=probs, indices=indices)
+    assert_same_bits({"y": y}, {"y": wanted})
+    layer = Overlapped(*modules(group))
+    again = copy.deepcopy(layer)
+    assert torch.equal(again(x), layer(x))
+    plain, repeated = results(layer, x), results(again, x, run=lambda x: checkpoint(again, x))
+    assert_same_bits(repeated, plain)
+    assert TrainingState(layer).state_dict()["model"].keys() == Sequential(*modules(group)).state_dict().keys()
+    layer.eval()
+    assert torch.equal(layer(x), again(x))
+    layer[1] = ops.LayerNorm(H)
+    assert not torch.equal(layer(x), again(x)), "the halves follow a change of the modules"
+    explained = layer.explain()
+    assert "3.0  DispatchStart  [torch; all_to_all_single over 2 ranks (gloo)" in explained
+    assert "3.1  DispatchFinish  [awaits the rows" in explained
 
 
 def refuse(group: Any) -> None:
@@ -229,10 +233,6 @@ def refuse(group: Any) -> None:
     dispatch.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="Dispatch has hooks, which its two halves would not call"):
         layer(torch.randn(4, H), **given)
-
-
-def test_transfers_start_before_the_last_ones_are_awaited_on_all_ranks_alike(tmp_path: Path) -> None:
-    on_ranks(meet_in_order, folder=tmp_path)
 
 
 def test_a_branch_is_computed_beside_what_follows() -> None:
