@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from fuser import Branch, Sequential, autocast, checkpoint, ops
 from fuser.distributed import Overlapped, TrainingState
@@ -233,6 +236,26 @@ def refuse(group: Any) -> None:
     dispatch.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="Dispatch has hooks, which its two halves would not call"):
         layer(torch.randn(4, H), **given)
+
+
+def shard_over_the_other_dimension(rank: int) -> None:
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    x = torch.randn(10, H, generator=torch.Generator().manual_seed(rank))
+    found = []
+    for overlaps in (False, True):
+        own = modules(mesh["ep"].get_group(), shared=True)
+        layer = Overlapped(*own) if overlaps else InTurn(Sequential(*own), 2)
+        fully_shard(layer, mesh=mesh["dp"])
+        of_rank = {key.replace("layer.", ""): value for key, value in results(layer, x).items()}
+        found.append({key: v.to_local() if isinstance(v, DTensor) else v for key, v in of_rank.items()})
+    assert_same_bits(*found[::-1])
+
+
+@pytest.mark.rest
+@pytest.mark.slow
+def test_fully_shard_over_the_other_dimension_has_the_same_bits(tmp_path: Path) -> None:
+    on_ranks(shard_over_the_other_dimension, folder=tmp_path, ranks=4)
 
 
 def test_a_branch_is_computed_beside_what_follows() -> None:
