@@ -4,6 +4,7 @@ import fuser.own_packages  # noqa: F401 (first, so that nothing of another `ops`
 import ops
 import recipes
 from fuser import graph, schedule, testing
+from fuser.branch import Branch
 from fuser.checkpoint import checkpoint
 from fuser.explain_model import explain
 from fuser.graph import GraphedCallable as GraphedCallable
@@ -34,6 +35,7 @@ from recipes.quantize import quantize
 
 __all__ = [
     "BasicOperation",
+    "Branch",
     "FusedOperation",
     "MasterWeights",
     "OperationContext",

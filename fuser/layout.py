@@ -183,7 +183,8 @@ class Layout:
             if isinstance(module, BasicOperation) and not hooked:
                 makes = [module.extra_name(name) for name in module.extra_outputs]
                 made = {other.extra_name(name) for *_, other in self._run for name in other.extra_outputs}
-                if self._run and (self._run[-1][2].recipe != module.recipe or not made.isdisjoint(makes)):
+                other_recipe = bool(self._run) and self._run[-1][2].recipe != module.recipe
+                if module.begins_pipeline or other_recipe or not made.isdisjoint(makes):
                     self._close_run()
                 self._run.append((position, label, module))
                 self._makers += [(name, place_of(label, module)) for name in makes]

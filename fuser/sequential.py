@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fuser.explain import device_and_dtype, explain
 from fuser.explain_quantized import check_quantized
-from fuser.layout import Container, Layout
+from fuser.layout import Container, Layout, Stage
 from fuser.plan import Fusion, FusionPlanner, fusions_version, registered_fusions
 from ops.products.main_grad import OperationWithWeights, backward_dw
 from ops.runner.callers_buffers import CallersBuffer, check_between_stages, place_of
@@ -19,7 +19,7 @@ from ops.runner.input import as_input, check_real
 from ops.runner.nested_backward import note_forward
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import BasicOperation, at_border, check_buffers
-from ops.runner.run import Pipeline
+from ops.runner.run import Buffers, Pipeline
 from ops.runner.tracing import (
     NOT_TRACED,
     Seen,
@@ -261,29 +261,36 @@ class Sequential(Container):
             wanted = passed_on
             if outputs:
                 wanted = tuple(dict.fromkeys((*passed_on, *(name for name in outputs if name in stage.makes))))
-            mine = {name: extras[name] for name in stage.needs}
             own_buffers = layout.buffers_of(stage, buffers) if buffers else {}
-            if isinstance(stage.runner, Pipeline):
-                x, produced = stage.runner(
-                    x, mine, wanted=wanted, buffers=own_buffers, training=self.training, fusions_version=version
-                )
-                extras |= produced
-                continue
-            if isinstance(stage.runner, BasicOperation):
-                settings = {"buffers": own_buffers.get(0), "path": self.path, "retain_graph": self.retain_graph}
-                # Hooks added after the first forward split an operation off; then only the Sequential has its recipe.
-                again = self.first_forwards.entered_again(self.training, stage.runner.recipe, counts=False)
-                with again if note_forward() else nullcontext():
-                    result = stage.runner(x, outputs=wanted, **settings, **mine)
-            else:
-                if stage.takes_tensors:
-                    mine = {name: at_border(value) for name, value in mine.items()}
-                result = stage.runner(x, outputs=wanted, **mine) if wanted else stage.runner(x, **mine)
-                if wanted and stage.takes_tensors:
-                    _check_outputs(stage.runner, result, wanted)
-            x, produced = result if wanted else (result, {})
-            extras |= produced
+            x = self.run_stage(stage, x, extras, wanted, own_buffers, version)
         return (x, {name: at_border(extras[name]) for name in outputs}) if outputs else x
+
+    def run_stage(
+        self, stage: Stage, x: Any, extras: dict[str, Any], wanted: Sequence[str], buffers: Buffers, version: int
+    ) -> Any:
+        """y of one stage; the extra outputs `wanted` are added to extras. version: of the fusions."""
+        mine = {name: extras[name] for name in stage.needs}
+        if isinstance(stage.runner, Pipeline):
+            y, produced = stage.runner(
+                x, mine, wanted=wanted, buffers=buffers, training=self.training, fusions_version=version
+            )
+            extras |= produced
+            return y
+        if isinstance(stage.runner, BasicOperation):
+            settings = {"buffers": buffers.get(0), "path": self.path, "retain_graph": self.retain_graph}
+            # Hooks added after the first forward split an operation off; then only the Sequential has its recipe.
+            again = self.first_forwards.entered_again(self.training, stage.runner.recipe, counts=False)
+            with again if note_forward() else nullcontext():
+                result = stage.runner(x, outputs=wanted, **settings, **mine)
+        else:
+            if stage.takes_tensors:
+                mine = {name: at_border(value) for name, value in mine.items()}
+            result = stage.runner(x, outputs=wanted, **mine) if wanted else stage.runner(x, **mine)
+            if wanted and stage.takes_tensors:
+                _check_outputs(stage.runner, result, wanted)
+        y, produced = result if wanted else (result, {})
+        extras |= produced
+        return y
 
     def _check_between_stages(self, layout: Layout, buffers: Any, x: Tensor, extras: Mapping[str, Any]) -> None:
         places: dict[int | None, str] = {index: place_of(str(index), module) for index, module in enumerate(self)}

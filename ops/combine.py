@@ -55,7 +55,7 @@ class Combine(BasicOperation):
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
         routing_map: RoutingMap = extras["routing_map"]
-        self._check(x, routing_map)
+        self.check(x, routing_map)
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
         if isinstance(routing_map, ShardedRoutingMap):
@@ -70,7 +70,8 @@ class Combine(BasicOperation):
             return routing_map.send_tokens(dy), {}, {}
         return dispatch(dy, routing_map), {}, {}
 
-    def _check(self, x: Tensor, routing_map: RoutingMap) -> None:
+    def check(self, x: Tensor, routing_map: RoutingMap) -> None:
+        """Raise ValueError for rows or a map of another Dispatch."""
         made_for = routing_map.group if isinstance(routing_map, ShardedRoutingMap) else None
         if made_for != self.group:
             raise ValueError(

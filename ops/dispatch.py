@@ -151,10 +151,11 @@ class Dispatch(BasicOperation):
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
             ctx.num_features, ctx.probs_dtype = x.shape[1], probs.dtype
-        y = routing_map.send_tokens(x)
+        scales = routing_map.send(probs.flatten().index_select(0, slot_of_pair))
+        y = self.send_tokens(x, routing_map)
         return y, {
             "split_sizes": Splits.make(sizes, rows=y.shape[0], device=x.device),
-            "scales": routing_map.send(probs.flatten().index_select(0, slot_of_pair)),
+            "scales": scales,
             "routing_map": routing_map,
         }
 
@@ -167,7 +168,7 @@ class Dispatch(BasicOperation):
         if routing_map.needed.x:
             if dy is None:
                 dy = rows.new_zeros(rows.shape[0], ctx.num_features, dtype=ctx.dtype)
-            d_pairs = routing_map.send_back(dy)
+            d_pairs = self.send_back(dy, routing_map)
             dx = combine(d_pairs, routing_map) if ctx.needs.input else None
         if routing_map.needed.probs:
             if dscales is None:
@@ -175,6 +176,14 @@ class Dispatch(BasicOperation):
             d_pairs, slots = routing_map.send_back(dscales), routing_map.row_of_slot
             dprobs = d_pairs.index_select(0, slots.flatten()).view(slots.shape)
         return dx, {}, {"probs": dprobs if "probs" in ctx.needs.extras else None}
+
+    def send_tokens(self, x: Tensor, routing_map: ShardedRoutingMap) -> Tensor:
+        """The rows of the experts here, or what stands for them where another operation awaits them."""
+        return routing_map.send_tokens(x)
+
+    def send_back(self, dy: Tensor, routing_map: ShardedRoutingMap) -> Tensor:
+        """The gradients of this rank's pairs."""
+        return routing_map.send_back(dy)
 
     def _check(self, x: Tensor, probs: Tensor, indices: Tensor) -> None:
         if x.dim() != 2 or indices.dim() != 2 or indices.shape[0] != x.shape[0] or probs.shape != indices.shape:

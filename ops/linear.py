@@ -184,18 +184,11 @@ class Linear(OperationWithWeights):
 
         extra: of y's shape. Sets `ctx.saved`.
         """
-        why = None
-        if x.shape[-1:] != (self.own_in_features,):
-            needed = f"[..., {self.own_in_features}] is needed. Check the operation before this one."
-            why = f"x has shape {list(x.shape)}, but {needed}"
+        self.check_input(ctx, x)
         parallel = self.parallel
-        if parallel is not None:
-            parallel.check(ctx, x, why)
-            if parallel.exchange.x is not None:
-                own_rows = at_tensor(x)
-                x = parallel.gather_input(own_rows)
-        elif why is not None:
-            raise ValueError(why)
+        if parallel is not None and parallel.exchange.x is not None:
+            own_rows = at_tensor(x)
+            x = parallel.gather_input(own_rows)
         need_wgrad = "weight" in ctx.needs.params
         rows = quantized(_matrix(x), ctx.quantizer(Role.INPUT), rowwise=True, columnwise=need_wgrad)
         w = self._weight(ctx, rowwise=True)
@@ -216,6 +209,17 @@ class Linear(OperationWithWeights):
         if parallel is not None:
             y = parallel.reduce_output(y)
         return y if bias is None or bias is added else y.add_(bias)
+
+    def check_input(self, ctx: OperationContext, x: Any) -> None:
+        """Raise ValueError for an x without the features, and what `TensorParallel.check` does. A collective then."""
+        why = None
+        if x.shape[-1:] != (self.own_in_features,):
+            needed = f"[..., {self.own_in_features}] is needed. Check the operation before this one."
+            why = f"x has shape {list(x.shape)}, but {needed}"
+        if self.parallel is not None:
+            self.parallel.check(ctx, x, why)
+        elif why is not None:
+            raise ValueError(why)
 
     def dgrad_and_wgrad(
         self, ctx: OperationContext, dy: Tensor | QuantizedTensor, alpha: float = 1.0

@@ -346,7 +346,9 @@ def meet_details(rank: int, folder: Path) -> None:
     with pytest.raises(ValueError, match="1 has 8 experts on each of 2 ranks, but its Dispatch, 0, has num_experts=8"):
         expert_parameters(nn.ModuleList([ops.Dispatch(E, group=ep), ops.GroupedLinear(E, H, H)]))
     divided = ops.GroupedLinear(4, H, H, tensor_parallel="row", group=ep)
-    with pytest.raises(NotImplementedError, match="1 is divided by tensor_parallel='row'"):
+    with pytest.raises(
+        ValueError, match=r"1 has its experts divided over the ranks \[0, 1\], and their width over \[0"
+    ):
         TrainingState(nn.ModuleList([ops.Dispatch(E, group=ep), divided]))
     with pytest.raises(ValueError, match=r"3.weight has shape \[4, 64, 16\], but needs 8 experts along dimension 0"):
         TrainingState(block(ep)).load_state_dict({"model": block(ep).state_dict()})

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fuser.distributed.experts import expert_parameters
+from fuser.distributed.experts import divided_parameters
 from ops.kernels.collectives import RankGroup, all_gather
 
 
@@ -27,25 +27,28 @@ def clip_grad_norm_(
         grad *= min(1, max_norm / (norm + 1e-6)),    norm = (sum over all elements of all parameters |grad|^p)^(1/p)
 
     As `torch.nn.utils.clip_grad_norm_`, which it equals to the bit without ranks. Experts divided among ranks count
-    once each, all other parameters once, whatever the number of ranks; parameters may be DTensors, over meshes that
-    differ. A collective of each group of experts: all ranks call it, also one whose experts are frozen.
+    once each, and so do shares of weights that tensor_parallel divides, all other parameters once, whatever the number
+    of ranks; parameters may be DTensors, over meshes that differ. A collective of each group that divides anything: all
+    ranks call it, also one whose experts are frozen.
 
     norm_type: p, also inf. foreach: as torch's.
 
     Raises RuntimeError, on all ranks, for a norm that is not finite with error_if_nonfinite, before anything is
-    scaled; and what `expert_shares` does.
+    scaled; and what `fuser.distributed.experts.shares` does.
     """
     parts = _parts(model)
     norms = []
-    for (group, _), parameters in parts.items():
+    for (groups, _), parameters in parts.items():
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        if group is not None:
+        if groups:
             # Without a gradient here torch gives a float32 zero on the CPU.
             wide = torch.promote_types(parameters[0].dtype, torch.float32)
-            norm = all_gather(norm.to(parameters[0].device, wide)[None], group)
+            norm = norm.to(parameters[0].device, wide)[None]
+        for group in groups:
+            norm = all_gather(norm, group)
         norms.append(norm)
     total = norms[0] if len(norms) == 1 and norms[0].dim() == 0 else _norm_of(norms, norm_type)
     if error_if_nonfinite and not math.isfinite(total):
@@ -63,11 +66,11 @@ def _norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
     return torch.linalg.vector_norm(torch.cat([norm.to(first.device).reshape(-1) for norm in norms]), norm_type)
 
 
-def _parts(model: nn.Module) -> dict[tuple[RankGroup | None, DeviceMesh | None], list[nn.Parameter]]:
-    """The parameters by what their gradients' norm is summed over: a group of experts, a mesh. Alike on all ranks."""
-    experts = expert_parameters(model)
-    parts: dict[tuple[RankGroup | None, DeviceMesh | None], list[nn.Parameter]] = {}
+def _parts(model: nn.Module) -> dict[tuple[tuple[RankGroup, ...], DeviceMesh | None], list[nn.Parameter]]:
+    """The parameters by what their gradients' norm is summed over: groups, a mesh. Alike on all ranks."""
+    divided = divided_parameters(model)
+    parts: dict[tuple[tuple[RankGroup, ...], DeviceMesh | None], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        parts.setdefault((experts.get(name), mesh), []).append(parameter)
+        parts.setdefault((divided.get(name, ()), mesh), []).append(parameter)
     return parts

@@ -1,9 +1,9 @@
-"""The state of a model and its optimizer, in which experts that are divided among ranks are those of all ranks."""
+"""The state of a model and its optimizer, in which what ranks divide, experts and widths, is that of all ranks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fuser.distributed.experts import ExpertShare, expert_shares
+from fuser.distributed.experts import Share, shares
 from fuser.quantized_model import dequantized_state_dict
-from ops.kernels.collectives import RankGroup
+from ops.kernels.collectives import RankGroup, all_gather
+from ops.products.tensor_parallel import TensorParallel
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 # Names of modules that wrap others, which torch leaves out of the keys of a state.
@@ -37,12 +38,14 @@ class TrainingState:
         dcp.save({"training": TrainingState(model, optimizer)}, checkpoint_id=path)     # on all ranks
         dcp.load({"training": TrainingState(model, optimizer)}, checkpoint_id=path)     # on other ranks, or on one
 
-    The state is that of the model whose experts are not divided (`Dispatch` without a group): the same keys, and each
-    tensor with the experts of all ranks, a DTensor, Shard(0) over the group, or over the group and the mesh of
-    `fully_shard`. With one parameter a group (`stacked=False`) a key has the number of the expert among all. So it is
-    saved and loaded across different numbers of ranks, also one, and between expert-parallel and other models. The
-    optimizer's state is by parameter name ("state.NAME.exp_avg", "param_groups.NAME.lr"). Weights that are held
-    quantized are in it dequantized, and quantized again in a load.
+    The state is that of the model that is not divided (`Dispatch` without a group, layers without tensor_parallel): the
+    same keys, and each tensor that of all ranks, a DTensor: Shard(0) over the group of experts, Shard of the dimension
+    that tensor_parallel divides over its group, or over both, and then over the mesh of `fully_shard`. Of `gated`
+    layers, whose shares are no slices, the ranks exchange what makes slices of them: copies. With one parameter a group
+    (`stacked=False`) a key has the number of the expert among all. So it is saved and loaded across different numbers
+    of ranks, also one, and between divided and other models. The optimizer's state is by parameter name
+    ("state.NAME.exp_avg", "param_groups.NAME.lr"). Weights that are held quantized are in it dequantized, and quantized
+    again in a load.
 
     model: on which `fully_shard`, if any, was called. Its recipe's state (delayed scaling) takes part where it exists:
         `fuser.prepare` creates it before a load.
@@ -50,17 +53,19 @@ class TrainingState:
         run yet gets its state by a step with gradients and learning rates of zero, as
         `torch.distributed.checkpoint.state_dict` does it.
 
-    Raises what `expert_shares` does; ValueError for state of experts whose first dimension is not that of the experts,
-    and for experts that are sharded over a mesh which has other ranks of their group.
+    Raises what `fuser.distributed.experts.shares` does; ValueError for state of experts whose first dimension is not
+    that of the experts, or of a divided layer that has not its shape, for parameters that are sharded over a mesh which
+    has other ranks of the group that divides them, and for a state of scales that differs between ranks that divide a
+    layer (`DelayedScaling` with reduce_amax=False): the undivided layer has one.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model, self.optimizer = model, optimizer
-        self._shares = {_without_wrappers(name): share for name, share in expert_shares(model).items()}
+        self._shares = {_without_wrappers(name): share for name, share in shares(model).items()}
         self._meshes: dict[tuple[RankGroup, DeviceMesh | str], DeviceMesh] = {}
 
     def state_dict(self) -> dict[str, Entries]:
-        """{"model": ..., "optimizer": ...}. It shares memory with what it is the state of. Called on all ranks."""
+        """{"model": ..., "optimizer": ...}. Shares memory with the model, but for gated layers. Called on all ranks."""
         return {part: dict(self._of_all(part, entries)) for part, entries in self._of_rank().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Any]]) -> None:
@@ -82,7 +87,8 @@ class TrainingState:
         parts = self.state_dict()
         for part, entries in parts.items():
             entries |= {key: _whole(value) for key, value in entries.items() if isinstance(value, Tensor)}
-            for group in {share.group: None for share in self._shares.values() if not share.operation.stacked}:
+            for group in {share.experts: None for share in self._shares.values() if share.numbers_experts}:
+                assert group is not None, "numbered experts are divided"
                 own = {key: value for key, value in entries.items() if self._is_of_one_rank(part, key, group)}
                 of_ranks: list[Any] = [None] * group.size
                 dist.all_gather_object(of_ranks, own, group=group.process_group)
@@ -91,7 +97,7 @@ class TrainingState:
         return parts
 
     def _of_rank(self) -> dict[str, Entries]:
-        """As torch gives it, with this rank's experts alone."""
+        """As torch gives it, with this rank's share alone."""
         parts: dict[str, Entries] = {"model": dequantized_state_dict(get_model_state_dict(self.model))}
         for owner, share in self._shares.items():
             names = [f"{owner}.{name}" for name, _ in share.operation.named_parameters()]
@@ -107,14 +113,17 @@ class TrainingState:
     def _of_all(self, part: str, entries: Entries) -> Iterator[tuple[str, Any]]:
         for key, value in entries.items():
             place = self._place(part, key)
-            if place is None:
-                yield key, value
-            elif place.expert is not None:
-                yield place.key_of(place.expert + place.share.first), value
-            elif (dim := place.divided_dim(value, place.share.operation.num_groups)) is None:
-                yield key, value
-            else:
-                yield key, self._joined(value, dim, place.share)
+            if place is not None:
+                if (dim := place.width_dim(value, of_all=False)) is not None:
+                    value = self._with_whole_width(place, value, dim)
+                elif place.is_state_of_scales:
+                    place.check_alike(value)
+                if place.expert is not None:
+                    key = place.key_of(place.expert + place.share.first)
+                elif (dim := place.expert_dim(value, place.share.own_experts)) is not None:
+                    assert place.share.experts is not None, "experts are divided"
+                    value = self._joined(value, dim, place.share.experts)
+            yield key, value
 
     def _share_of(self, part: str, given: Mapping[str, Any], own: Entries) -> Iterator[tuple[str, Any]]:
         """The entries of this rank in `given`. own: those it has now, which show how they are divided."""
@@ -122,19 +131,12 @@ class TrainingState:
             place = self._place(part, key)
             if place is not None and place.expert is not None:
                 expert = place.expert - place.share.first
-                if not 0 <= expert < place.share.operation.num_groups:
+                if not 0 <= expert < place.share.own_experts:
                     continue
-                key, place = place.key_of(expert), None
+                key = place.key_of(expert)
             like = own.get(key)
-            if place is not None and (dim := place.divided_dim(value, place.share.num_experts)) is not None:
-                if not isinstance(value, DTensor):
-                    value = value.narrow(dim, place.share.first, place.share.operation.num_groups).clone()
-                elif isinstance(like, DTensor):
-                    value = DTensor.from_local(
-                        value.to_local(), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-                    )
-                else:
-                    value = value.to_local()
+            if place is not None:
+                value = _own_part(place, value, like)
             if isinstance(like, DTensor) and not isinstance(value, DTensor):
                 value = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
             yield key, value
@@ -142,7 +144,7 @@ class TrainingState:
     def _is_of_one_rank(self, part: str, key: str, group: RankGroup) -> bool:
         """Whether the entry is that of one expert."""
         place = self._place(part, key)
-        return place is not None and place.share.group == group and place.expert is not None
+        return place is not None and place.share.experts == group and place.expert is not None
 
     def _place(self, part: str, key: str) -> _Place | None:
         """Where in the experts an entry belongs; None if it is of no expert."""
@@ -155,15 +157,23 @@ class TrainingState:
             owner = owner.rpartition(".")[0]
         return _Place(self._shares[owner], head, owner, name[len(owner) + 1 :], tail) if owner else None
 
-    def _joined(self, value: Tensor, dim: int, share: ExpertShare) -> DTensor:
-        """The tensor of all ranks' experts, of which `value` is this rank's part."""
+    def _with_whole_width(self, place: _Place, value: Tensor, dim: int) -> DTensor:
+        """The tensor of which tensor_parallel has given this rank a share."""
+        parallel = place.parallel
+        if parallel.gated:
+            n, rank = parallel.group.size, parallel.group.rank
+            value = _exchanged(value, place, lambda parts: place.whole(parts).chunk(n, dim)[rank])
+        return self._joined(value, dim, parallel.group)
+
+    def _joined(self, value: Tensor, dim: int, group: RankGroup) -> DTensor:
+        """The tensor of all ranks of the group, of which `value` is this rank's part."""
         shape = list(value.shape)
-        shape[dim] = share.num_experts
-        if isinstance(value, DTensor):  # of fully_shard
-            local, mesh = value.to_local(), self._mesh(share.group, value.device_mesh)
+        shape[dim] *= group.size
+        if isinstance(value, DTensor):  # of fully_shard, or of another group
+            local, mesh = value.to_local(), self._mesh(group, value.device_mesh)
             placements = (Shard(dim), *value.placements)
         else:
-            local, mesh, placements = value, self._mesh(share.group, value.device.type), (Shard(dim),)
+            local, mesh, placements = value, self._mesh(group, value.device.type), (Shard(dim),)
         return DTensor.from_local(
             local,
             mesh,
@@ -180,9 +190,9 @@ class TrainingState:
 
 
 class _Place(NamedTuple):
-    """An entry of the experts of `share`: its key is head.owner.leaf.tail; leaf is dotted for a submodule's."""
+    """An entry of the layer of `share`: its key is head.owner.leaf.tail; leaf is dotted for a submodule's."""
 
-    share: ExpertShare
+    share: Share
     head: str
     owner: str
     leaf: str
@@ -191,25 +201,106 @@ class _Place(NamedTuple):
     @property
     def expert(self) -> int | None:
         """Its number in the leaf's name, if each expert has a parameter of its own."""
-        numbered = None if self.share.operation.stacked else _OF_ONE_GROUP.fullmatch(self.leaf)
+        numbered = _OF_ONE_GROUP.fullmatch(self.leaf) if self.share.numbers_experts else None
         return None if numbered is None else int(numbered[2])
+
+    @property
+    def parallel(self) -> TensorParallel:
+        assert self.share.operation.parallel is not None, "its width is divided"
+        return self.share.operation.parallel
+
+    @property
+    def is_bias(self) -> bool:
+        return self.leaf.startswith("bias")
+
+    @property
+    def is_state_of_scales(self) -> bool:
+        """Of a layer whose width is divided."""
+        return self.leaf.startswith("quantizer_") and self.share.operation.parallel is not None
+
+    def whole(self, parts: list[Tensor]) -> Tensor:
+        return self.parallel.whole(parts, is_bias=self.is_bias)
+
+    def own(self, whole: Tensor) -> Tensor:
+        return self.parallel.share(whole, is_bias=self.is_bias)
 
     def key_of(self, expert: int) -> str:
         leaf = f"{self.leaf.rstrip('0123456789')}{expert}"
         return ".".join(filter(None, (self.head, self.owner, leaf, self.tail)))
 
-    def divided_dim(self, value: Any, experts: int) -> int | None:
+    def expert_dim(self, value: Any, experts: int) -> int | None:
         """The dimension of `value` that has an entry for each of `experts`; None for what is no tensor, or a scalar."""
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        divided = self.share.experts is not None and self.expert is None
+        if not divided or not isinstance(value, Tensor) or value.dim() == 0:
             return None
         dim = value.dim() - 1 if self.leaf.startswith("quantizer_") else 0
         if value.shape[dim] != experts:
-            name = ".".join(filter(None, (self.owner, self.leaf, self.tail)))
             raise ValueError(
-                f"{name} has shape {list(value.shape)}, but needs {experts} experts along dimension {dim}. Take the "
-                "state of a layer of as many experts, and an optimizer whose state has the shape of its parameters."
+                f"{self._name} has shape {list(value.shape)}, but needs {experts} experts along dimension {dim}. Take "
+                "the state of a layer of as many experts, and an optimizer whose state has the shape of its parameters."
             )
         return dim
+
+    def width_dim(self, value: Any, *, of_all: bool) -> int | None:
+        """The dimension of `value` that tensor_parallel divides; None for what is not divided.
+
+        of_all: whether `value` is of all ranks, or this rank's share
+        """
+        parallel = self.share.operation.parallel
+        if parallel is None or not isinstance(value, Tensor) or value.dim() == 0 or self.is_state_of_scales:
+            return None
+        from_last = parallel.divided_dim(is_bias=self.is_bias)
+        if from_last is None:
+            return None
+        own = parallel.in_features if parallel.is_row else parallel.out_features
+        size, dim = own * (parallel.group.size if of_all else 1), value.dim() + from_last
+        if dim < 0 or value.shape[dim] != size:
+            raise ValueError(
+                f"{self._name} has shape {list(value.shape)}, but needs {size} along dimension {from_last}. Take the "
+                "state of a layer of that width, and an optimizer whose state has the shape of its parameters."
+            )
+        return dim
+
+    def check_alike(self, value: Tensor) -> None:
+        """Raise ValueError, on all ranks, for a state of scales that is not the same on all that divide the layer."""
+        if any(not torch.equal(other, value) for other in all_gather(value[None], self.parallel.group)):
+            raise ValueError(
+                f"{self._name} differs between the ranks that divide the layer by tensor_parallel, but the undivided "
+                "layer has one. Take DelayedScaling(reduce_amax=True)."
+            )
+
+    @property
+    def _name(self) -> str:
+        return ".".join(filter(None, (self.owner, self.leaf, self.tail)))
+
+
+def _own_part(place: _Place, value: Any, like: Any) -> Any:
+    """This rank's part of an entry of all ranks, in the layout of `like`, the entry that it has now."""
+    expert_dim = place.expert_dim(value, place.share.num_experts)
+    width_dim = place.width_dim(value, of_all=True)
+    if expert_dim is None and width_dim is None:
+        return value
+    if not isinstance(value, DTensor):
+        if expert_dim is not None:
+            value = value.narrow(expert_dim, place.share.first, place.share.own_experts)
+        return (value if width_dim is None else place.own(value)).clone()
+    part: Tensor = value.to_local()
+    if isinstance(like, DTensor):
+        part = DTensor.from_local(
+            part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+        )  # fmt: skip
+    if width_dim is None or not place.parallel.gated:
+        return part
+    return _exchanged(part, place, lambda parts: place.own(torch.cat(parts, width_dim)))
+
+
+def _exchanged(value: Tensor, place: _Place, made_of: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """What is made of the parts of all ranks that divide the layer, sharded as `value` is."""
+    own = value.full_tensor() if isinstance(value, DTensor) else value
+    made = made_of(list(all_gather(own[None], place.parallel.group))).contiguous()
+    if isinstance(value, DTensor):
+        return distribute_tensor(made, value.device_mesh, value.placements, src_data_rank=None)
+    return made
 
 
 def _require_state_of_all(own: Entries, given: Entries) -> None:
@@ -236,11 +327,11 @@ def _mesh_before(group: RankGroup, inner: DeviceMesh | str) -> DeviceMesh:
     others = set(group.ranks) - {group.ranks[group.rank]}
     if others.intersection(inner.mesh.flatten().tolist()):
         raise ValueError(
-            f"Experts that are divided over the ranks {list(group.ranks)} are sharded over {inner.mesh.tolist()}, "
+            f"Parameters that are divided over the ranks {list(group.ranks)} are sharded over {inner.mesh.tolist()}, "
             "whose ranks have other ones. Call fully_shard with the dimension of the mesh whose ranks have the same."
         )
     meshes: list[Any] = [None] * group.size
     dist.all_gather_object(meshes, inner.mesh.tolist(), group=group.process_group)
     groups = [group.process_group, *inner.get_all_groups()]
-    names = ("experts", *(f"sharded_{dim}" for dim in range(inner.ndim)))
+    names = ("divided", *(f"sharded_{dim}" for dim in range(inner.ndim)))
     return DeviceMesh.from_group(groups, inner.device_type, mesh=torch.tensor(meshes), mesh_dim_names=names)

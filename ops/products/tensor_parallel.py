@@ -25,7 +25,7 @@ own features; no amax is reduced, but by `DelayedScaling(reduce_amax=True)`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -143,12 +143,28 @@ class TensorParallel:
         half; of the bias of a row-parallel layer all.
         """
         n, rank = self.group.size, self.group.rank
-        if self.is_row:
-            return whole if is_bias else whole.chunk(n, -1)[rank]
-        dim = -1 if is_bias else -2
+        dim = self.divided_dim(is_bias=is_bias)
+        if dim is None:
+            return whole
         if self.gated:
             return torch.cat([half.chunk(n, dim)[rank] for half in whole.chunk(2, dim)], dim)
         return whole.chunk(n, dim)[rank]
+
+    def whole(self, shares: Sequence[Tensor], *, is_bias: bool = False) -> Tensor:
+        """The whole weight or bias of which the ranks have these shares, in rank order."""
+        dim = self.divided_dim(is_bias=is_bias)
+        if dim is None:
+            return shares[0]
+        if self.gated:
+            gates, linear_parts = zip(*(each.chunk(2, dim) for each in shares), strict=True)
+            return torch.cat([*gates, *linear_parts], dim)
+        return torch.cat([*shares], dim)
+
+    def divided_dim(self, *, is_bias: bool = False) -> int | None:
+        """The dimension of a weight or bias, counted from the last one, that the ranks divide."""
+        if self.is_row:
+            return None if is_bias else -1
+        return -1 if is_bias else -2
 
     def check(self, ctx: OperationContext, x: Any, why: str | None) -> None:
         """Raise before anything is exchanged, see `check_alike`; ValueError for rows that the ranks do not divide.
@@ -213,11 +229,12 @@ def fill(
 
     So ranks with the same random state have the shares of one layer, which has the bits of the undivided one.
     """
-    if parallel is None or (is_bias and parallel.is_row):
+    dim = None if parallel is None else parallel.divided_dim(is_bias=is_bias)
+    if parallel is None or dim is None:
         initialise(parameter)
         return
     shape = list(parameter.shape)
-    shape[-1 if is_bias or parallel.is_row else -2] *= parallel.group.size
+    shape[dim] *= parallel.group.size
     whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     initialise(whole)
     with torch.no_grad():

@@ -87,6 +87,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     quantized_output: whether a container leaves the pipeline as it is, in a QuantizedHandle: y of the last operation,
     dx of the first.
     why_unfused: why no fusion covers this very operation, although its class matches, as a sentence, or None.
+    begins_pipeline: whether the operation before it belongs to another pipeline.
     divides_output: the `ops.kernels.collectives.RankGroup` among whose ranks the features of y are divided, or None.
     settings: how often such an attribute was assigned, a recipe or a name of an extra tensor set.
     is_stand_in: whether it stands for another operation in `ops.runner.traced_plan`, with the tensors of one call.
@@ -105,6 +106,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     why_in_full: str | None = None
     quantized_output: bool = False
     why_unfused: str | None = None
+    begins_pipeline: bool = False
     divides_output: Any = None
     settings: int = 0
     is_stand_in: bool = False

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -72,6 +72,26 @@ class Counts(NamedTuple):
     sent: list[int]
     received: list[int]
 
+    def back(self) -> Counts:
+        """Of what returns."""
+        return Counts(self.received, self.sent)
+
+
+class Transfer:
+    """What the ranks give for this one, in rank order, while it is on its way. given: by destination, contiguous."""
+
+    def __init__(self, given: Tensor, counts: Counts, group: ExpertGroup) -> None:
+        self._given = given  # its memory is read until the transfer ends
+        self._arrived = given.new_empty(sum(counts.received), *given.shape[1:])
+        self._work = dist.all_to_all_single(
+            self._arrived, given, counts.received, counts.sent, group=group.process_group, async_op=True
+        )
+
+    def arrived(self) -> Tensor:
+        """Wait: on a GPU the current stream, not the host."""
+        self._work.wait()
+        return self._arrived
+
 
 _TENSORS = ("row_of_slot", "token_of_row", "row_of_arrived", "arrived_of_row", "token_of_copy", "copy_of_row")
 
@@ -85,6 +105,7 @@ class ShardedRoutingMap(RoutingMap):
     copy_of_row: [R] int64, in the copies that arrive
     pairs, copies: how many are transferred
     needed:   which gradients any of the ranks computes: all of them take part in their transfer
+    under_way: the transfer that one half of an operation has started and the other one awaits (`ops.transfer_halves`)
     """
 
     row_of_arrived: Tensor
@@ -95,6 +116,7 @@ class ShardedRoutingMap(RoutingMap):
     pairs: Counts
     copies: Counts
     needed: NeededGradients
+    under_way: list[Transfer] = field(default_factory=list)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in _TENSORS)
@@ -104,8 +126,17 @@ class ShardedRoutingMap(RoutingMap):
 
     def send_tokens(self, x: Tensor) -> Tensor:
         """The rows [R, H] for the experts here, of the tokens [T, H] that each rank gives."""
-        copies = x.index_select(0, self.token_of_copy)
-        return _transferred(copies, self.copies, self.group).index_select(0, self.copy_of_row)
+        return self._rows_of(_transferred(x.index_select(0, self.token_of_copy), self.copies, self.group))
+
+    def start_tokens(self, x: Tensor) -> None:
+        """Begin `send_tokens`, which `finish_tokens` ends."""
+        self.under_way.append(Transfer(x.index_select(0, self.token_of_copy), self.copies, self.group))
+
+    def finish_tokens(self) -> Tensor:
+        return self._rows_of(self.under_way.pop().arrived())
+
+    def _rows_of(self, copies: Tensor) -> Tensor:
+        return copies.index_select(0, self.copy_of_row)
 
     def send(self, values: Tensor) -> Tensor:
         """The values [R] of the rows here, of those [P] that each rank gives for its pairs."""
@@ -113,13 +144,23 @@ class ShardedRoutingMap(RoutingMap):
 
     def send_back(self, rows: Tensor) -> Tensor:
         """What this rank's pairs get, [P, ...], of what all ranks give for their rows, [R, ...]; zero if not sent."""
+        return self._pairs_of(_transferred(self._as_arrived(rows), self.pairs.back(), self.group))
+
+    def start_back(self, rows: Tensor) -> None:
+        """Begin `send_back`, which `finish_back` ends."""
+        self.under_way.append(Transfer(self._as_arrived(rows), self.pairs.back(), self.group))
+
+    def finish_back(self) -> Tensor:
+        return self._pairs_of(self.under_way.pop().arrived())
+
+    def _as_arrived(self, rows: Tensor) -> Tensor:
         if rows.dim() == 2:
-            arrived = dispatch(rows, RoutingMap(self.arrived_of_row[:, None], self.row_of_arrived))
-        else:
-            arrived = rows.index_select(0, self.row_of_arrived)
-        returned = _transferred(arrived, Counts(self.pairs.received, self.pairs.sent), self.group)
+            return dispatch(rows, RoutingMap(self.arrived_of_row[:, None], self.row_of_arrived))
+        return rows.index_select(0, self.row_of_arrived)
+
+    def _pairs_of(self, returned: Tensor) -> Tensor:
         missing = self.token_of_row.shape[0] - returned.shape[0]
-        return torch.cat((returned, rows.new_zeros(missing, *rows.shape[1:]))) if missing else returned
+        return torch.cat((returned, returned.new_zeros(missing, *returned.shape[1:]))) if missing else returned
 
 
 def make_sharded_routing_map(
