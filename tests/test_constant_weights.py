@@ -5,9 +5,10 @@ import gc
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuser import Sequential, autocast, checkpoint, constant_weights, count_casts, ops
-from recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from recipes import DelayedScaling, MixedScaling, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from recipes.tensors.scaled_codes import ScaledCodes
 from tests.reference import assert_same_bits
 
@@ -241,7 +242,7 @@ def test_modules_without_operations_are_refused():
 
 @pytest.mark.parametrize("make", [MXFP8BlockScaling, NVFP4BlockScaling])
 def test_emulated_formats_keep_values_unless_the_recipe_says_codes(make, monkeypatch):
-    """Both have the bits of no scope; values are made once, take more memory, and are not made again."""
+    """Both have the bits of no scope; values are made once, in bfloat16, and are not made again."""
     settings = {"disable_stochastic_rounding": True} if make is NVFP4BlockScaling else {}
     plain = run(build(), make(**settings))
     made = []
@@ -258,10 +259,13 @@ def test_emulated_formats_keep_values_unless_the_recipe_says_codes(make, monkeyp
             calls[keeps] = sum(len(shape) == 3 or shape == (32, 32) for shape in made)
             nbytes[keeps] = scope.nbytes
         assert scope.nbytes == 0
-    assert calls == {True: 0, False: 6} and nbytes[True] > 2 * nbytes[False] > 0
+    copies = 1 if make is NVFP4BlockScaling else 2  # its blocks of weights are square
+    of_values = copies * 2 * sum(linear.weight.numel() for linear in (model[0], model[2], model[3]))
+    assert calls == {True: 0, False: 6} and nbytes[True] > nbytes[False] > 0
+    assert of_values <= nbytes[True] <= of_values + 64  # and a factor for each group
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "fp8_delayed"])
 def test_on_a_cpu_codes_that_a_gpu_multiplies_are_dequantized_once(recipe, monkeypatch):
     plain = run(build(), recipe)
     made = []
@@ -274,4 +278,59 @@ def test_on_a_cpu_codes_that_a_gpu_multiplies_are_dequantized_once(recipe, monke
             found = run(model, recipe)
             if at == 0:
                 assert_same_bits(found, plain)
+        assert made, "rows are dequantized"
         assert not any(len(shape) == 3 or shape == (32, 32) for shape in made)
+
+
+BUILT_IN = RECIPES | {
+    "bf16": "bf16",
+    "fp8_rowwise": "fp8_rowwise",
+    "mxfp4": MXFP4BlockScaling(),
+    "mixed": MixedScaling(input="mxfp8", weight="fp8_block"),
+}
+
+
+class Work(TorchDispatchMode):
+    """Counts operations of torch, and the elements of what they return in memory of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor) and a.numel()}
+        found = [t for t in (made if isinstance(made, tuple | list) else [made]) if isinstance(t, torch.Tensor)]
+        fresh = [t for t in found if t.untyped_storage().data_ptr() not in given]
+        written = found if function._schema.name.endswith(("_", ".out", ".default_out")) else fresh
+        self.calls += bool(written)
+        self.elements += sum(t.numel() for t in written)
+        return made
+
+
+def decoded(recipe, num_groups, dtype):
+    """The work of a token that two experts get, and y, within the scope, after the first."""
+    torch.manual_seed(0)
+    model = Sequential(ops.GroupedLinear(num_groups, 32, 48, bias=False, dtype=dtype))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(48, 32, generator=torch.Generator().manual_seed(1)))  # of each
+    sizes = torch.zeros(num_groups, dtype=torch.int64)
+    sizes[[1, num_groups - 1]] = 1
+    x = data()[:2].to(dtype)
+    with torch.no_grad(), autocast(recipe), constant_weights(model):
+        model(x, split_sizes=sizes)
+        with Work() as work:
+            y = model(x, split_sizes=sizes)
+    return work, y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", BUILT_IN.values(), ids=BUILT_IN)
+def test_decode_on_a_cpu_does_nothing_for_experts_without_rows(recipe, dtype):
+    """And dequantizes no weight: the weights of the experts with rows are read, at most into another dtype."""
+    few, y = decoded(recipe, 3, dtype)
+    many, same = decoded(recipe, 40, dtype)
+    assert torch.equal(y, same)
+    assert many.calls == few.calls
+    assert many.elements - few.elements <= 37 * 64, "of an expert without rows a few numbers, not a row of its weight"
+    assert few.elements < 4 * 48 * 32 + 5000
