@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -334,3 +335,105 @@ def test_decode_on_a_cpu_does_nothing_for_experts_without_rows(recipe, dtype):
     assert many.calls == few.calls
     assert many.elements - few.elements <= 37 * 64, "of an expert without rows a few numbers, not a row of its weight"
     assert few.elements < 4 * 48 * 32 + 5000
+
+
+def weights_of(model):
+    return [model[index].weight for index in (0, 2, 3)]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["autocast-around", "autocast-inside"])
+@pytest.mark.parametrize("path", ["grouped", "split"])
+@EVERY
+def test_prepare_quantizes_ahead_of_the_first_pass(recipe, path, inside):
+    """A change in silence before the first pass is not seen: neither pass quantizes a weight, in either copy."""
+    plain, model = run(build(path), recipe), build(path)
+    with nullcontext() if inside else autocast(recipe), constant_weights(model, prepare=recipe if inside else True):
+        for weight in weights_of(model):
+            weight.data.mul_(-2)
+        assert_same_bits(run(model, recipe), plain)
+
+
+def test_prepare_makes_the_copies_that_the_phase_reads():
+    """In training both, in evaluation the rowwise one; passes add none. Values in bfloat16 are kept of each."""
+    model, found = build(), {}
+    of_one = 2 * sum(weight.numel() for weight in weights_of(model))
+    for enabled in (False, True):
+        scope = constant_weights(model, prepare="mxfp8")
+        with torch.set_grad_enabled(enabled), scope:
+            found[enabled] = scope.nbytes
+            evaluated(model, "mxfp8")
+            run(model, "mxfp8") if enabled else None
+            assert scope.nbytes == found[enabled]
+    assert found == {False: of_one, True: 2 * of_one}
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_prepare_under_delayed_scaling_leaves_the_state_of_a_step_without_it(around):
+    recipe, found = RECIPES["fp8_delayed"], []
+    for prepares in (False, True):
+        model = build()
+        for seed in range(2):  # scopes
+            step = autocast(recipe) if around else nullcontext()
+            with step, constant_weights(model, prepare=recipe if prepares else False):
+                found.append(run(model, recipe, seed))
+            found[-1] |= {name: value.clone() for name, value in model.state_dict().items()}
+    assert any("scale" in name for name in found[0])
+    assert_same_bits(found[0], found[2])
+    assert_same_bits(found[1], found[3])
+
+
+def test_prepare_in_evaluation_leaves_a_state_alone():
+    model, recipe = build(), RECIPES["fp8_delayed"]
+    run(model, recipe)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad(), constant_weights(model, prepare=recipe):
+        evaluated(model, recipe)
+    assert_same_bits(before, dict(model.state_dict()))
+
+
+def test_prepare_that_would_quantize_nothing_is_refused():
+    model = build()
+    with pytest.raises(ValueError, match="entered under 'high_precision', under which no weight"):
+        constant_weights(model, prepare=True).__enter__()
+    assert model[0].weights_scope is None
+    with pytest.raises(ValueError, match="mxfp9"):
+        constant_weights(model, prepare="mxfp9")
+
+
+@EVERY
+def test_frozen_weights_are_quantized_once_too_and_without_a_scope_in_each_forward(recipe):
+    model = build().requires_grad_(False)
+
+    def dx():
+        x = data().requires_grad_()
+        with autocast(recipe):
+            model(x, split_sizes=SIZES).square().sum().backward()
+        return x.grad
+
+    for _ in range(15):
+        dx()  # until delayed scales of the same data are the same
+    with constant_weights(model):
+        before = dx()
+        for weight in weights_of(model):
+            weight.data.mul_(-2)
+        assert torch.equal(dx(), before)
+    assert not torch.equal(dx(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["grouped", "split"])
+@EVERY
+def test_prepare_on_a_gpu(recipe, path):
+    found = []
+    for prepares in (False, True):
+        model = build(path).to("cuda", torch.bfloat16)
+        x = data().to("cuda", torch.bfloat16).requires_grad_()
+        sizes = torch.tensor(SIZES, device="cuda")
+        with constant_weights(model, prepare=recipe if prepares else False):
+            for weight in weights_of(model) if prepares else ():
+                weight.data.mul_(-2)
+            with autocast(recipe):
+                y = model(x, split_sizes=sizes)
+            y.float().square().sum().backward()
+        found.append({"y": y.detach(), "dx": x.grad} | {name: p.grad for name, p in model.named_parameters()})
+    assert_same_bits(*found)
