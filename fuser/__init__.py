@@ -6,6 +6,7 @@ import recipes
 from fuser import graph, schedule, testing
 from fuser.branch import Branch
 from fuser.checkpoint import checkpoint
+from fuser.constant_weights import constant_weights
 from fuser.explain_model import explain
 from fuser.graph import GraphedCallable as GraphedCallable
 from fuser.graph import GraphedStep as GraphedStep
@@ -27,7 +28,6 @@ from fuser.schedule import run_schedule as run_schedule
 from fuser.sequential import Sequential
 from fuser.version import __version__
 from ops.kernels.grouped_gemm.measured_tiles import load_tiles
-from ops.products.constant_weights import constant_weights
 from ops.runner.operation import BasicOperation, FusedOperation, OperationContext, optional, several
 from recipes.autocast import autocast
 from recipes.cast_counts import count_casts

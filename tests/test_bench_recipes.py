@@ -12,7 +12,14 @@ import torch
 import fuser
 from bench import controls, table
 from bench.__main__ import main
-from bench.bench_recipes import checked_products, compare_recipes, explain_line, once_in, require_same_bits
+from bench.bench_recipes import (
+    checked_products,
+    compare_recipes,
+    explain_line,
+    kept_weight_bytes,
+    once_in,
+    require_same_bits,
+)
 from bench.case import PASSES
 from bench.controls import CONTROLS, make_control
 from bench.grouped_case import expert_linear, expert_mlp
@@ -249,6 +256,15 @@ def test_saved_bytes_are_those_counted_by_hand():
     assert saved_bytes(lambda: (tensor * tensor).exp()) == 16 + 16  # tensor once, and the exponential
     with_weights = saved_bytes(case.torchs())
     assert with_weights - saved_bytes(case.torchs(), but=case.weights) == everything
+
+
+def test_bytes_of_kept_weights_are_those_counted_by_hand():
+    """Values in bf16: both copies of MXFP8, the one that NVFP4 has for both, with a factor for each expert."""
+    case = expert_mlp(SHAPE)
+    one_copy = sum(weight.nbytes for weight in case.weights)
+    factors = 2 * 4 * SHAPE.num_experts
+    kept = {way: kept_weight_bytes(case, case.step(case.ours(way), PASSES[-1])) for way in ("bf16", "mxfp8", "nvfp4")}
+    assert kept == {"bf16": 0, "mxfp8": 2 * one_copy, "nvfp4": one_copy + factors}
 
 
 def test_peak_memory_is_not_measured_on_a_cpu():

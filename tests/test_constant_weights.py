@@ -2,12 +2,14 @@
 
 import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuser import Sequential, autocast, checkpoint, constant_weights, count_casts, ops
-from recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from recipes import DelayedScaling, MixedScaling, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from recipes.tensors.scaled_codes import ScaledCodes
 from tests.reference import assert_same_bits
 
@@ -241,7 +243,7 @@ def test_modules_without_operations_are_refused():
 
 @pytest.mark.parametrize("make", [MXFP8BlockScaling, NVFP4BlockScaling])
 def test_emulated_formats_keep_values_unless_the_recipe_says_codes(make, monkeypatch):
-    """Both have the bits of no scope; values are made once, take more memory, and are not made again."""
+    """Both have the bits of no scope; values are made once, in bfloat16, and are not made again."""
     settings = {"disable_stochastic_rounding": True} if make is NVFP4BlockScaling else {}
     plain = run(build(), make(**settings))
     made = []
@@ -258,10 +260,13 @@ def test_emulated_formats_keep_values_unless_the_recipe_says_codes(make, monkeyp
             calls[keeps] = sum(len(shape) == 3 or shape == (32, 32) for shape in made)
             nbytes[keeps] = scope.nbytes
         assert scope.nbytes == 0
-    assert calls == {True: 0, False: 6} and nbytes[True] > 2 * nbytes[False] > 0
+    copies = 1 if make is NVFP4BlockScaling else 2  # its blocks of weights are square
+    of_values = copies * 2 * sum(linear.weight.numel() for linear in (model[0], model[2], model[3]))
+    assert calls == {True: 0, False: 6} and nbytes[True] > nbytes[False] > 0
+    assert of_values <= nbytes[True] <= of_values + 64  # and a factor for each group
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "fp8_delayed"])
 def test_on_a_cpu_codes_that_a_gpu_multiplies_are_dequantized_once(recipe, monkeypatch):
     plain = run(build(), recipe)
     made = []
@@ -274,4 +279,161 @@ def test_on_a_cpu_codes_that_a_gpu_multiplies_are_dequantized_once(recipe, monke
             found = run(model, recipe)
             if at == 0:
                 assert_same_bits(found, plain)
+        assert made, "rows are dequantized"
         assert not any(len(shape) == 3 or shape == (32, 32) for shape in made)
+
+
+BUILT_IN = RECIPES | {
+    "bf16": "bf16",
+    "fp8_rowwise": "fp8_rowwise",
+    "mxfp4": MXFP4BlockScaling(),
+    "mixed": MixedScaling(input="mxfp8", weight="fp8_block"),
+}
+
+
+class Work(TorchDispatchMode):
+    """Counts operations of torch, and the elements of what they return in memory of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor) and a.numel()}
+        found = [t for t in (made if isinstance(made, tuple | list) else [made]) if isinstance(t, torch.Tensor)]
+        fresh = [t for t in found if t.untyped_storage().data_ptr() not in given]
+        written = found if function._schema.name.endswith(("_", ".out", ".default_out")) else fresh
+        self.calls += bool(written)
+        self.elements += sum(t.numel() for t in written)
+        return made
+
+
+def decoded(recipe, num_groups, dtype):
+    """The work of a token that two experts get, and y, within the scope, after the first."""
+    torch.manual_seed(0)
+    model = Sequential(ops.GroupedLinear(num_groups, 32, 48, bias=False, dtype=dtype))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(48, 32, generator=torch.Generator().manual_seed(1)))  # of each
+    sizes = torch.zeros(num_groups, dtype=torch.int64)
+    sizes[[1, num_groups - 1]] = 1
+    x = data()[:2].to(dtype)
+    with torch.no_grad(), autocast(recipe), constant_weights(model):
+        model(x, split_sizes=sizes)
+        with Work() as work:
+            y = model(x, split_sizes=sizes)
+    return work, y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", BUILT_IN.values(), ids=BUILT_IN)
+def test_decode_on_a_cpu_does_nothing_for_experts_without_rows(recipe, dtype):
+    """And dequantizes no weight: the weights of the experts with rows are read, at most into another dtype."""
+    few, y = decoded(recipe, 3, dtype)
+    many, same = decoded(recipe, 40, dtype)
+    assert torch.equal(y, same)
+    assert many.calls == few.calls
+    assert many.elements - few.elements <= 37 * 64, "of an expert without rows a few numbers, not a row of its weight"
+    assert few.elements < 4 * 48 * 32 + 5000
+
+
+def weights_of(model):
+    return [model[index].weight for index in (0, 2, 3)]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["autocast-around", "autocast-inside"])
+@pytest.mark.parametrize("path", ["grouped", "split"])
+@EVERY
+def test_prepare_quantizes_ahead_of_the_first_pass(recipe, path, inside):
+    """A change in silence before the first pass is not seen: neither pass quantizes a weight, in either copy."""
+    plain, model = run(build(path), recipe), build(path)
+    with nullcontext() if inside else autocast(recipe), constant_weights(model, prepare=recipe if inside else True):
+        for weight in weights_of(model):
+            weight.data.mul_(-2)
+        assert_same_bits(run(model, recipe), plain)
+
+
+def test_prepare_makes_the_copies_that_the_phase_reads():
+    """In training both, in evaluation the rowwise one; passes add none. Values in bfloat16 are kept of each."""
+    model, found = build(), {}
+    of_one = 2 * sum(weight.numel() for weight in weights_of(model))
+    for enabled in (False, True):
+        scope = constant_weights(model, prepare="mxfp8")
+        with torch.set_grad_enabled(enabled), scope:
+            found[enabled] = scope.nbytes
+            evaluated(model, "mxfp8")
+            run(model, "mxfp8") if enabled else None
+            assert scope.nbytes == found[enabled]
+    assert found == {False: of_one, True: 2 * of_one}
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_prepare_under_delayed_scaling_leaves_the_state_of_a_step_without_it(around):
+    recipe, found = RECIPES["fp8_delayed"], []
+    for prepares in (False, True):
+        model = build()
+        for seed in range(2):  # scopes
+            step = autocast(recipe) if around else nullcontext()
+            with step, constant_weights(model, prepare=recipe if prepares else False):
+                found.append(run(model, recipe, seed))
+            found[-1] |= {name: value.clone() for name, value in model.state_dict().items()}
+    assert any("scale" in name for name in found[0])
+    assert_same_bits(found[0], found[2])
+    assert_same_bits(found[1], found[3])
+
+
+def test_prepare_in_evaluation_leaves_a_state_alone():
+    model, recipe = build(), RECIPES["fp8_delayed"]
+    run(model, recipe)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad(), constant_weights(model, prepare=recipe):
+        evaluated(model, recipe)
+    assert_same_bits(before, dict(model.state_dict()))
+
+
+def test_prepare_that_would_quantize_nothing_is_refused():
+    model = build()
+    with pytest.raises(ValueError, match="entered under 'high_precision', under which no weight"):
+        constant_weights(model, prepare=True).__enter__()
+    assert model[0].weights_scope is None
+    with pytest.raises(ValueError, match="mxfp9"):
+        constant_weights(model, prepare="mxfp9")
+
+
+@EVERY
+def test_frozen_weights_are_quantized_once_too_and_without_a_scope_in_each_forward(recipe):
+    model = build().requires_grad_(False)
+
+    def dx():
+        x = data().requires_grad_()
+        with autocast(recipe):
+            model(x, split_sizes=SIZES).square().sum().backward()
+        return x.grad
+
+    for _ in range(15):
+        dx()  # until delayed scales of the same data are the same
+    with constant_weights(model):
+        before = dx()
+        for weight in weights_of(model):
+            weight.data.mul_(-2)
+        assert torch.equal(dx(), before)
+    assert not torch.equal(dx(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["grouped", "split"])
+@EVERY
+def test_prepare_on_a_gpu(recipe, path):
+    found = []
+    for prepares in (False, True):
+        model = build(path).to("cuda", torch.bfloat16)
+        x = data().to("cuda", torch.bfloat16).requires_grad_()
+        sizes = torch.tensor(SIZES, device="cuda")
+        with constant_weights(model, prepare=recipe if prepares else False):
+            for weight in weights_of(model) if prepares else ():
+                weight.data.mul_(-2)
+            with autocast(recipe):
+                y = model(x, split_sizes=sizes)
+            y.float().square().sum().backward()
+        found.append({"y": y.detach(), "dx": x.grad} | {name: p.grad for name, p in model.named_parameters()})
+    assert_same_bits(*found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ops.products.held_weights import Copies, Quantize
-from ops.products.weights import QuantizedWeights
+from ops.products.weights import QuantizedWeights, dequantized
 from ops.runner.context import state_of
 from ops.runner.operation import BasicOperation
 from recipes.tensors.quantizer import Quantizer
@@ -95,13 +96,19 @@ class constant_weights:
         quantize: Quantize,
         rowwise: bool,
         columnwise: bool,
+        values_in: torch.dtype | None = None,
     ) -> Copies:
         """The operation's weights, quantized by the first call.
 
         key: what `quantize` depends on besides their values
+        values_in: with values in this dtype in place of codes. Under scales that move codes are kept too, so that
+                   whoever needs them later gets those of the first cast
         """
         # What inference mode makes cannot be saved for a backward.
         key = (key, tuple(map(state_of, parameters)), torch.is_inference_mode_enabled())
+        if not quantizer.keeps_state:
+            key = (key, values_in)
+            quantize = quantize if values_in is None else partial(dequantized, quantize, values_in)
         kept = self._kept.get(operation)
         if kept is None or not kept.serves(parameters, key):
             kept = self._kept[operation] = QuantizedWeights(parameters, key, quantizer.snapshot(parameters[0].device))
@@ -111,9 +118,10 @@ class constant_weights:
             if self._debug:
                 self._check(operation, parameters)
             quantizer.note_cast_with(kept.snapshot)
-        if quantizer.keeps_state:  # a copy that is added later would have other scales
-            rowwise = columnwise = True
-        return kept.copies(rowwise, columnwise, quantize)
+        if not quantizer.keeps_state:
+            return kept.copies(rowwise, columnwise, quantize)
+        codes = kept.copies(True, True, quantize)  # a copy that is added later would have other scales
+        return codes if values_in is None else kept.values(rowwise, columnwise, values_in)
 
     def _check(self, operation: BasicOperation, parameters: Sequence[Tensor]) -> None:
         for now, before in zip(parameters, self._values[operation], strict=True):
@@ -151,10 +159,11 @@ class FrozenWeights(constant_weights):
         quantize: Quantize,
         rowwise: bool,
         columnwise: bool,
+        values_in: torch.dtype | None = None,
     ) -> Copies:
         if quantizer.keeps_state:
             return quantize(rowwise, columnwise)
-        return super().copies(operation, parameters, key, quantizer, quantize, rowwise, columnwise)
+        return super().copies(operation, parameters, key, quantizer, quantize, rowwise, columnwise, values_in)
 
 
 _open: weakref.WeakSet[constant_weights] = weakref.WeakSet()

@@ -22,7 +22,7 @@ from torch import Tensor
 from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_gemm.grouped_gemm import combined_alpha
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
-from ops.kernels.grouped_gemm.operands import accumulator_like
+from ops.kernels.grouped_gemm.operands import accumulator_like, why_not_read_as
 from ops.runner.in_place import writable
 from recipes.native_products import COLUMNWISE, Capability, GemmLayout, why_not_native
 from recipes.recipe import Recipe, Role
@@ -116,7 +116,7 @@ Matrix = Tensor | QuantizedTensor | GroupedTensor
 
 
 def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tuple[Operand, Operand]:
-    """What the product multiplies, in one dtype."""
+    """What the product multiplies, in one dtype; but of groups on a CPU kept values of the weights may be narrower."""
     plain_a, plain_b = _plain(a), _plain(b)
     if plain_a is not None and plain_b is not None and plain_a.dtype == plain_b.dtype:
         return Operand(plain_a, None), Operand(plain_b, None)
@@ -125,6 +125,8 @@ def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> 
         for x, columnwise in zip((a, b), COLUMNWISE[layout], strict=True)
     )
     if left.values.dtype == right.values.dtype:
+        return left, right
+    if layout != "NT" and right.values.dim() == 3 and why_not_read_as(left.values, right.values) is None:
         return left, right
     dtype = torch.promote_types(left.values.dtype, right.values.dtype)  # they differ if only one is quantized
     return left._replace(values=left.values.to(dtype)), right._replace(values=right.values.to(dtype))

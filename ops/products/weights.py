@@ -9,9 +9,9 @@ What backward reads, the columnwise copy, travels with what forward saves. Not s
 gathers them for each pass) or hooks run before forward: there backward quantizes the gathered weights again, so that no
 copy of the whole weights outlives a pass; but under scales that move, the copies are kept there too.
 
-Copies whose codes no product multiplies (MXFP8, NVFP4; where FP8 is emulated all but those of delayed scaling) are
-kept in `constant_weights` as their exact values, so that they are dequantized once, too. With keep_weight_values=False,
-and in activation checkpoints, codes are kept.
+Copies whose codes no product multiplies (MXFP8, NVFP4; all where FP8 is emulated) are kept in `constant_weights` as
+their exact values, so that they are dequantized once, too; those of delayed scaling beside their codes, of which a
+later cast would have other scales. With keep_weight_values=False, and in activation checkpoints, codes are kept.
 
 Weights that are held quantized (`ops.products.held_weights`) are their own copies, and nothing of them is kept.
 
@@ -61,6 +61,7 @@ class QuantizedWeights:
         self._key = key
         self.snapshot = snapshot
         self._copies: Copies | None = None
+        self._values: QuantizedWeights | None = None
 
     def serves(self, parameters: Sequence[Tensor], key: Any) -> bool:
         """Whether these are the copies of just these weights."""
@@ -71,7 +72,8 @@ class QuantizedWeights:
     def nbytes(self) -> int:
         """Bytes of the copies."""
         tensors = [] if self._copies is None else _tensors(self._copies)
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}.values())
+        of_copies = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}.values())
+        return of_copies + (0 if self._values is None else self._values.nbytes)
 
     def copies(self, rowwise: bool, columnwise: bool, quantize: Quantize) -> Copies:
         """With at least the requested copies; what is missing is cast now, from the high-precision weights."""
@@ -83,6 +85,13 @@ class QuantizedWeights:
         if any(missing):
             self._copies = _each(with_missing, self._copies, quantize(*missing))
         return self._copies
+
+    def values(self, rowwise: bool, columnwise: bool, dtype: torch.dtype) -> Copies:
+        """Those of the copies that are requested with their values in `dtype`, made once, in place of their codes."""
+        assert self._copies is not None, "there are codes, of which they are the values"
+        if self._values is None:
+            self._values = QuantizedWeights((), None)
+        return self._values.copies(rowwise, columnwise, partial(dequantized, partial(_picked, self._copies), dtype))
 
 
 def quantized_weights(
@@ -146,14 +155,11 @@ def _in_forward(
         copies = quantize(rowwise, columnwise)
     else:
         multiplies_codes = quantizer.float8_scaling(False) is not None and why_not_float8(ctx.path.capability) is None
-        # Not where scales move on: what checkpoints keep as codes would be cast with others.
-        keeps_values = ctx.recipe.keeps_weight_values and not multiplies_codes and not quantizer.keeps_state
+        keeps_values = ctx.recipe.keeps_weight_values and not multiplies_codes
         # What a checkpoint computes again, after the scope too, must save tensors of the same kind.
         keeps_values = keeps_values and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        if keeps_values:
-            quantize = partial(_dequantized, quantize, gemm_dtype(ctx.dtype, parameters[0].device))
-        key_in_scope = (key, keeps_values)
-        copies = scope.copies(operation, parameters, key_in_scope, quantizer, quantize, rowwise, columnwise)
+        values_in = gemm_dtype(ctx.dtype, parameters[0].device) if keeps_values else None
+        copies = scope.copies(operation, parameters, key, quantizer, quantize, rowwise, columnwise, values_in)
     if flag is not None:
         shared.copies(rowwise, columnwise, partial(_cloned, copies))
     return copies
@@ -164,7 +170,7 @@ def one_for_both(quantize: Quantize, rowwise: bool, columnwise: bool) -> Copies:
     return _each(lambda copies: replace(copies, columnwise=copies.rowwise), quantize(True, False))
 
 
-def _dequantized(quantize: Quantize, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> Copies:
+def dequantized(quantize: Quantize, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> Copies:
     """The copies with their values in place of their codes, which no product takes."""
     return _each(lambda copies: _with_values(copies, dtype), quantize(rowwise, columnwise))
 
@@ -218,14 +224,20 @@ def _refuse_to_allocate(rowwise: bool, columnwise: bool) -> Copies:
     )
 
 
-def _cloned(copies: Copies, rowwise: bool, columnwise: bool) -> Copies:
-    def cloned(member: QuantizedTensor) -> QuantizedTensor:
-        clone = member.rebuild([None if tensor is None else tensor.clone() for tensor in member.tensors()])
+def _picked(copies: Copies, rowwise: bool, columnwise: bool) -> Copies:
+    def picked(member: QuantizedTensor) -> QuantizedTensor:
         return replace(
-            clone, rowwise=clone.rowwise if rowwise else None, columnwise=clone.columnwise if columnwise else None
+            member, rowwise=member.rowwise if rowwise else None, columnwise=member.columnwise if columnwise else None
         )
 
-    return _each(cloned, copies)
+    return _each(picked, copies)
+
+
+def _cloned(copies: Copies, rowwise: bool, columnwise: bool) -> Copies:
+    def cloned(member: QuantizedTensor) -> QuantizedTensor:
+        return member.rebuild([None if tensor is None else tensor.clone() for tensor in member.tensors()])
+
+    return _each(cloned, _picked(copies, rowwise, columnwise))
 
 
 def _each(function: Callable[..., QuantizedTensor], *copies: Copies) -> Copies:

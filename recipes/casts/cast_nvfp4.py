@@ -50,6 +50,7 @@ group counts by itself. Rows past the sum of the splits count as 0, whatever x h
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -110,16 +111,17 @@ def amax_nvfp4_ref(
     round_rht: bool = True,
 ) -> Amaxes:
     """The amaxes that `cast_nvfp4_ref` takes."""
-    padded = _padded(x, splits)
-    padded_splits = None if splits is None else splits.padded(BLOCK)
     of_rows = of_columns = None
     if rowwise and row_scaled:
-        magnitudes = torch.nn.functional.pad(abs_without_nan(padded), (0, 1))  # a row may have no columns
-        of_rows = _cropped(magnitudes.amax(-1, keepdim=True), x, splits)[..., 0]
+        magnitudes = torch.nn.functional.pad(abs_without_nan(x.to(torch.float32)), (0, 1))  # a row may have no columns
+        of_rows = _active(magnitudes.amax(-1, keepdim=True), splits)[..., 0]
     elif rowwise:
-        of_rows = _amax(padded, padded_splits)
-    if columnwise:
-        of_columns = _amax(_transformed(padded, x.dtype, round_rht) if rht else padded, padded_splits)
+        of_rows = _amax(x.to(torch.float32), splits)
+    if columnwise and rht:
+        padded_splits = None if splits is None else splits.padded(BLOCK)
+        of_columns = _amax(_transformed(_padded(x, splits), x.dtype, round_rht), padded_splits)
+    elif columnwise:
+        of_columns = of_rows if rowwise and not row_scaled else _amax(x.to(torch.float32), splits)
     return Amaxes(of_rows, of_columns)
 
 
@@ -141,28 +143,28 @@ def cast_nvfp4_ref(
     seed: [1] int64 for stochastic rounding, None for nearest
     four_over_six: try two scales of each block
     """
-    padded = _padded(x, splits)
-    row, column = (torch.arange(size, device=x.device) for size in padded.shape[-2:])
-    if splits is not None:
-        group = splits.padded(BLOCK).group_of_row  # num_groups for the padding at the end
-        row = row - splits.aligned(BLOCK).index_select(0, group)
-        group = group.clamp(max=splits.num_groups - 1)
+    column = torch.arange(cdiv(x.shape[-1], BLOCK) * BLOCK, device=x.device)
     row_codes = row_scale = column_codes = column_scale = None
     if amaxes.rowwise is not None:
+        rows, divided = (_padded(x, splits), splits and splits.padded(BLOCK)) if two_d else (_blocks(x), splits)
+        row, group = _row_in_group(rows, divided)
         amax = amaxes.rowwise
         if row_scaled:
-            amax = _padded(amax[..., None], splits)[..., :1]
-        elif splits is not None:
+            amax = amax[..., None]
+        elif group is not None:
             amax = amax.index_select(0, group)[:, None]
         else:
             amax = amax[..., None, None]
         bits = None if seed is None else _bits(seed, column[::BLOCK] // BLOCK, row[:, None])
-        codes, scale = cast_blocks_ref(padded, amax, two_d, bits, four_over_six)
-        row_codes = _cropped(_packed(codes), x, splits)[..., : (x.shape[-1] + 1) // 2].contiguous()
-        row_scale = _cropped(scale, x, splits)
+        codes, scale = cast_blocks_ref(rows, amax, two_d, bits, four_over_six)
+        ready = partial(_cropped, x=x, splits=splits) if two_d else partial(_active, splits=splits)
+        row_codes = ready(_packed(codes))[..., : (x.shape[-1] + 1) // 2].contiguous()
+        row_scale = ready(scale)
     if amaxes.columnwise is not None:
+        padded = _padded(x, splits)
+        row, group = _row_in_group(padded, splits and splits.padded(BLOCK))
         amax = amaxes.columnwise
-        amax = amax[..., None, None] if splits is None else amax.index_select(0, group[::BLOCK])
+        amax = amax[..., None, None] if group is None else amax.index_select(0, group[::BLOCK])
         place, k = column[:, None] // BLOCK, column[:, None] % BLOCK
         bits = None if seed is None else _bits(seed, place, row[::BLOCK] + k // 2 + 8 * (k % 2))
         transposed = (_transformed(padded, x.dtype, round_rht) if rht else padded).transpose(-1, -2)
@@ -510,9 +512,23 @@ def _packed(codes: Tensor) -> Tensor:
     return (low | high << 4).to(torch.uint8)
 
 
+def _blocks(x: Tensor) -> Tensor:
+    """x in float32, its rows padded by zeros to multiples of 16 columns."""
+    return torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[-1] % BLOCK))
+
+
+def _row_in_group(x: Tensor, splits: Splits | None) -> tuple[Tensor, Tensor | None]:
+    """Of each row of x [..., T, K] its number in its group, and that group, any for a row of none."""
+    row = torch.arange(x.shape[-2], device=x.device)
+    if splits is None:
+        return row, None
+    group = splits.group_of_row
+    return row - splits.offsets.index_select(0, group), group.clamp(max=splits.num_groups - 1)
+
+
 def _padded(x: Tensor, splits: Splits | None) -> Tensor:
     """x in float32, both its sides, and each group's rows, padded by zeros to multiples of 16."""
-    x = torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[-1] % BLOCK))
+    x = _blocks(x)
     if splits is None:
         return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % BLOCK))
     # One row more takes the rows of no group.
@@ -527,11 +543,19 @@ def _cropped(padded: Tensor, x: Tensor, splits: Splits | None) -> Tensor:
     """The rows of x out of its padded form; 0 for those of no group."""
     if splits is None:
         return padded[..., : x.shape[-2], :].contiguous()
-    inactive = splits.group_of_row == splits.num_groups
     if not padded.shape[0]:
         return padded.new_zeros(x.shape[0], padded.shape[1])
     rows = padded.view(torch.uint8) if padded.dtype == E4M3.dtype else padded
-    return rows.index_select(0, splits.row_in_padded(BLOCK)).masked_fill(inactive[:, None], 0).view(padded.dtype)
+    return _active(rows.index_select(0, splits.row_in_padded(BLOCK)).view(padded.dtype), splits)
+
+
+def _active(rows: Tensor, splits: Splits | None) -> Tensor:
+    """The rows, with 0 for those of no group."""
+    if splits is None:
+        return rows
+    inactive = splits.group_of_row == splits.num_groups
+    raw = rows.view(torch.uint8) if rows.dtype == E4M3.dtype else rows
+    return raw.masked_fill(inactive[:, None], 0).view(rows.dtype)
 
 
 def _amax(x: Tensor, splits: Splits | None) -> Tensor:

@@ -137,6 +137,7 @@ class ScaledCodes:
     def dequantize(self, splits: Splits | None = None) -> Tensor:
         """fl(code * scale_inv) in float32, without padding or transform; exactly 0 past the sum of the splits."""
         values, alpha, block = self.operand(torch.float32, splits)
+        values = values.to(torch.float32)
         if alpha is None:
             return values
         if alpha.ndim > 1:  # a factor a row
@@ -193,10 +194,16 @@ class Dequantized(ScaledCodes):
 
     @staticmethod
     def of(copy: ScaledCodes, dtype: torch.dtype) -> ScaledCodes:
-        """The same copy with values in `dtype`; the copy itself where these are padded."""
+        """The same copy with values in `dtype`; the copy itself where these are padded.
+
+        On a CPU in bfloat16, where that holds each of them: a product of a few rows takes as long as reading them.
+        """
         values, alpha, block = copy.operand(dtype)
         if block > 1:
             return copy
+        if values.device.type == "cpu":
+            narrow = values.to(torch.bfloat16)
+            values = narrow if torch.equal(narrow.to(dtype), values) else values
         return Dequantized(values, alpha, copy.spec, copy.shape, copy.columnwise)  # type: ignore[arg-type]
 
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:

@@ -30,7 +30,10 @@ def m_grouped_on_cpu(
     scales_T: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """out[t] = alpha_g a[t] w_g + scales[t] bias_g, rounded once; rows of no group are zero."""
+    """out[t] = alpha_g a[t] w_g + scales[t] bias_g, rounded once; rows of no group are zero.
+
+    w may be narrower than a: that of a group with rows is read into a's dtype.
+    """
     end = sum(splits.tolist())
     plain = out is None and alpha_G is None and bias_GC is None and end and not batch_invariant
     if plain and _torch_takes(a, w_GRC, out_dtype):
@@ -40,11 +43,15 @@ def m_grouped_on_cpu(
         return F.pad(result, (0, 0, 0, tail)) if tail else result
     result = output(out, (a.shape[0], w_GRC.shape[2]), out_dtype, a)
     alphas = _alphas(alpha_G, splits)
+    read = None if a.dtype == w_GRC.dtype else torch.empty_like(w_GRC[0], dtype=a.dtype)
     for group, rows in row_slices(splits):
+        if rows.start == rows.stop:
+            continue
         bias = None if bias_GC is None else bias_GC[group]
         if bias is not None and scales_T is not None:
             bias = accumulator_like(scales_T[rows, None]) * bias
-        product(result[rows], a[rows], w_GRC[group], alphas[group], bias, batch_invariant=batch_invariant)
+        w = w_GRC[group] if read is None else read.copy_(w_GRC[group])
+        product(result[rows], a[rows], w, alphas[group], bias, batch_invariant=batch_invariant)
     result[end:].zero_()
     return result
 
@@ -78,7 +85,9 @@ def k_grouped_on_cpu(
 
 def _torch_takes(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
     """Whether `F.grouped_mm` computes this product, without a copy."""
-    if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or out_dtype not in (None, a.dtype):
+    if a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if a.dtype != b.dtype or out_dtype not in (None, a.dtype):
         return False
     dense = _is_packed(a) and (_is_packed(b) or _is_packed(b.transpose(-1, -2)))
     multiple = 16 // a.itemsize

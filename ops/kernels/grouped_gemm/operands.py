@@ -21,7 +21,8 @@ def check_m_grouped(
 ) -> None:
     """Raises unless the operands fit. x's features are those of w's dimension `w_features`."""
     check_rows(x, splits)
-    check_dtypes(x, w_GNK)
+    if why_not_read_as(x, w_GNK) is not None:
+        check_dtypes(x, w_GNK)
     if w_GNK.dim() != 3 or w_GNK.shape[0] != splits.num_groups or w_GNK.shape[w_features] != x.shape[1]:
         needed: list[object] = [splits.num_groups, "out_features", "in_features"]
         needed[w_features] = x.shape[1]
@@ -63,6 +64,16 @@ def check_dtypes(x: Tensor, w: Tensor) -> None:
     if x.device != w.device:
         raise ValueError(f"the operands are on {x.device} and {w.device}, but must be on one device. Move one of them.")
     refuse_float64(x)
+
+
+def why_not_read_as(x: Tensor, w: Tensor) -> str | None:
+    """Why grouped products of rows do not read weights w in x's dtype, group by group, as a sentence; None on a CPU,
+    where w is narrower and x at least float32."""
+    if x.device.type != "cpu" or w.device.type != "cpu":
+        return "GPU kernels read both operands in one dtype."
+    if x.dtype not in (torch.float32, torch.float64) or not w.is_floating_point() or w.itemsize >= x.itemsize:
+        return f"{w.dtype} is not narrower than {x.dtype}, or that is below float32."
+    return None
 
 
 def refuse_float64(x: Tensor) -> None:
