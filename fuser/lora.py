@@ -107,9 +107,8 @@ def unmerge(model: nn.Module) -> None:
 def unload(model: nn.Module) -> None:
     """Put plain operations back in the places of those with adapters, with the weights as they are: merged or not.
 
-    The adapters are dropped. What requires grad stays as it is. Raises
-    RuntimeError if the model has no adapters, ValueError if it is one, NotImplementedError for weights that
-    `fully_shard` has sharded; then nothing is changed.
+    The adapters are dropped. What requires grad stays as it is. Raises RuntimeError if the model has no adapters,
+    ValueError if it is one, NotImplementedError for weights that `fully_shard` has sharded; then nothing is changed.
     """
     adapters = _adapters(model)
     _check_whole(adapters)

@@ -22,6 +22,7 @@ from ops.runner.context import at_tensor
 from ops.runner.in_place import writable
 from ops.runner.operation import OperationContext
 from ops.runner.parameters import requires_grad
+from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.splits import Splits
@@ -139,6 +140,12 @@ class LowRankAdapter(OperationWithWeights):
         elif self._frozen is None:
             self._frozen = FrozenWeights()
         return self._frozen
+
+    def prepare_weights(self, ctx: OperationContext) -> Any:
+        quantizer = ctx.recipe.quantizer(Role.WEIGHT)
+        if quantizer is not None and quantizer.keeps_state and isinstance(self.weights_scope, FrozenWeights):
+            return None  # it keeps none of these
+        return super().prepare_weights(ctx)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.merged:

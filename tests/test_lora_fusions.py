@@ -31,17 +31,19 @@ G, K, INNER, ROWS, RANK = 4, 64, 96, 40, 8
 def experts(
     targets: Sequence[str],
     activation: type = ops.ScaledSwiGLU,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    *,
+    hidden: int = K,
+    inner: int = INNER,
     dropout: float = 0.0,
-    **settings: bool,
+    **about: Any,
 ) -> list[nn.Module]:
     torch.manual_seed(0)
-    about = {"dtype": dtype, "device": device, **settings}
-    wide = INNER * (1 if activation is ops.ScaledSReLU else 2)
+    wide = inner * (1 if activation is ops.ScaledSReLU else 2)
     scaled = {"scale_bias": "scales" in activation.extra_inputs}
     model = Sequential(
-        ops.GroupedLinear(G, K, wide, **about), activation(), ops.GroupedLinear(G, INNER, K, **about, **scaled)
+        ops.GroupedLinear(G, hidden, wide, **about),
+        activation(),
+        ops.GroupedLinear(G, inner, hidden, **about, **scaled),
     )
     for name, parameter in model.named_parameters():
         if "bias" in name:
@@ -60,14 +62,14 @@ def pair(operations: Sequence[nn.Module], **settings: str) -> tuple[Sequential, 
 def run(
     model: Sequential, recipe: str = "bf16", sizes: Sequence[int] = (9, 0, 14, 10), *, x_grad: bool = True
 ) -> dict[str, Tensor]:
-    """y and every gradient of a step; there are more rows than the sizes say."""
+    """y and every gradient of a step; there are seven rows more than the sizes say."""
     parameter = next(model.parameters())
-    generator = torch.Generator().manual_seed(5)
-    x, dy = (torch.randn(ROWS, K, generator=generator).to(parameter) for _ in range(2))
+    rows, generator = sum(sizes) + 7, torch.Generator().manual_seed(5)
+    x, dy = (torch.randn(rows, model[0].in_features, generator=generator).to(parameter) for _ in range(2))
     leaves = {"x": x.requires_grad_(x_grad)}
     extras = {"split_sizes": torch.tensor(sizes, device=parameter.device)}
     if "scales" in model.layout().consumed:
-        leaves["scales"] = extras["scales"] = torch.rand(ROWS, generator=generator).to(x.device).requires_grad_(x_grad)
+        leaves["scales"] = extras["scales"] = torch.rand(rows, generator=generator).to(x.device).requires_grad_(x_grad)
     leaves |= dict(model.named_parameters())
     for leaf in leaves.values():
         leaf.grad = None
@@ -104,7 +106,7 @@ def test_fused_is_unfused(targets: list[str], recipe: str, path: str) -> None:
     "activation", [ops.SwiGLU, ops.ScaledSiTUGLU, ops.ClampedSwiGLU, ops.ScaledClampedQGeGLU, ops.ScaledSReLU]
 )
 def test_fused_is_unfused_with_any_activation(activation: type, dtype: torch.dtype) -> None:
-    fused, unfused = pair(experts(["0", "2"], activation, dtype, stacked=dtype == torch.float64))
+    fused, unfused = pair(experts(["0", "2"], activation, dtype=dtype, stacked=dtype == torch.float64))
     assert_same_bits(run(fused), run(unfused))
 
 
@@ -274,3 +276,84 @@ def test_repeated_steps_are_steps_in_full(change, recipe, repeating, monkeypatch
         monkeypatch.setattr(module, "may_repeat", lambda device, entries: False)
     for repeated, full in zip(found, steps(dense_mlp(dropout=0.3), recipe, change), strict=True):
         assert_same_bits(repeated, full)
+
+
+# On a GPU
+
+
+ON_GPU = {"device": "cuda", "dtype": torch.bfloat16, "hidden": 256, "inner": 384}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["grouped", "split"])
+@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
+def test_fused_is_unfused_on_a_gpu(targets, recipe, path):
+    for weights, dropout in (("frozen", 0.0), ("trained", 0.4)):
+        fused, unfused = pair(experts(targets, dropout=dropout, **ON_GPU), path=path)
+        for model in (fused, unfused):
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(weights == "trained" or "lora_" in name)
+        for sizes in ((300, 0, 129, 70), (0, 512, 0, 0), (0, 0, 0, 0)):
+            assert_same_bits(run(fused, recipe, sizes), run(unfused, recipe, sizes))
+        with torch.no_grad():
+            assert_same_bits(run(fused, recipe), run(unfused, recipe))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [ops.SwiGLU, ops.ScaledSiTUGLU, ops.ScaledClampedQGeGLU, ops.ScaledSReLU])
+def test_fused_is_unfused_with_any_activation_on_a_gpu(activation):
+    fused, unfused = pair(experts(["0", "2"], activation, stacked=False, **ON_GPU))
+    assert_same_bits(run(fused, sizes=(300, 0, 129, 70)), run(unfused, sizes=(300, 0, 129, 70)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("fusions", [None, ()], ids=["fused", "unfused"])
+def test_repeated_steps_are_steps_in_full_on_a_gpu(fusions, recipe, monkeypatch):
+    def make():
+        model = Sequential(*experts(["0", "2"], dropout=0.3, **ON_GPU), fusions=fusions)
+        return model.requires_grad_(True)
+
+    def steps(model):
+        sizes = [(300, 0, 129, 70), (70, 129, 0, 300), (0, 499, 0, 0)]
+        found = []
+        for at in range(7):
+            step = run(model, recipe, sizes[at % 3]) | dict(model.named_buffers())
+            found.append({name: tensor.clone() for name, tensor in step.items()})
+        return found
+
+    model, before = make(), num_repeated()
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel of torch's own
+    found = steps(model)
+    assert num_repeated() - before >= (2 if fusions is None else 6)
+    for module in (ops.runner.run, ops.runner.backward):
+        monkeypatch.setattr(module, "may_repeat", lambda device, entries: False)
+    for repeated, full in zip(found, steps(make()), strict=True):
+        assert_same_bits(repeated, full)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "mxfp8"])
+def test_nothing_waits_for_the_device(recipe):
+    model = Sequential(*experts(["0", "2"], dropout=0.3, **ON_GPU))
+    sizes = torch.tensor([300, 0, 129, 70], device="cuda")
+    x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    scales = torch.rand(512, device="cuda", requires_grad=True)
+    for waits in (True, False, False, False):  # the first compiles
+        torch.cuda.set_sync_debug_mode("default" if waits else "error")
+        try:
+            with autocast(recipe):
+                y = model(x, split_sizes=sizes, scales=scales)
+            y.backward(torch.ones_like(y))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_merged_adapters_have_the_bits_of_training_in_no_grad_mode_on_a_gpu():
+    model = Sequential(*experts(["0", "2"], ops.SwiGLU, **ON_GPU))
+    lora.merge(model)
+    trained = run(model)["y"]
+    with torch.no_grad():
+        assert_same_bits(run(model), {"y": trained})
