@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fuser
 import ops.runner.backward
 import ops.runner.run
 from fuser import Sequential, autocast, lora, ops
@@ -124,6 +125,28 @@ def test_any_subset_may_be_frozen(recipe: str, targets: list[str]) -> None:
             found = run(fused, recipe, x_grad=x_grad)
             assert found.keys() == {"y", *wanted} | ({"x", "scales"} if x_grad else set())
             assert_same_bits(found, run(unfused, recipe, x_grad=x_grad))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "mxfp8"])
+def test_weights_may_be_held_quantized(recipe: str) -> None:
+    fused, unfused = pair(experts(["0", "2"]))
+    for model in (fused, unfused):
+        fuser.to_quantized(model, recipe)
+    found = run(fused, recipe)
+    assert sum("lora_" in name for name in found) == 4
+    assert_same_bits(found, run(unfused, recipe))
+
+
+def test_the_callers_buffers_are_written_into() -> None:
+    fused, unfused = pair(experts(["0", "2"], ops.SwiGLU))
+    sizes, x = torch.tensor([9, 0, 14, 10]), torch.randn(ROWS, K, requires_grad=True)
+    output, grad_input = torch.empty(ROWS, K), torch.empty(ROWS, K)
+    y = fused(x, split_sizes=sizes, buffers={0: {"grad_input": grad_input}, 2: {"output": output}})
+    y.square().sum().backward()
+    expected = x.detach().requires_grad_()
+    unfused(expected, split_sizes=sizes).square().sum().backward()
+    assert y.data_ptr() == output.data_ptr() and torch.equal(y, unfused(x, split_sizes=sizes))
+    assert torch.equal(grad_input, expected.grad)
 
 
 def kept_bytes(model: Sequential, recipe: str = "bf16") -> int:
