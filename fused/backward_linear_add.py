@@ -22,6 +22,7 @@ class BackwardLinearAdd(FusedOperation):
     pattern = (MakeExtraOutput, Linear)
     passes = "backward"
     handles_transfers = True
+    handles_adapters = True
     handles_wgrad_accumulation = True
     accepts_quantized = True
 

@@ -26,6 +26,7 @@ class ForwardLinearBiasActivation(FusedOperation):
     pattern = (Linear, optional(Bias), ActivationOperation)
     passes = "forward"
     handles_transfers = True
+    handles_adapters = True
     accepts_quantized = True
 
     @classmethod

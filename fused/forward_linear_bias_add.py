@@ -27,6 +27,7 @@ class ForwardLinearBiasAdd(FusedOperation):
     pattern = (Linear, optional(Bias), AddExtraInput)
     passes = "forward"
     handles_transfers = True
+    handles_adapters = True
     handles_in_place = True
     accepts_quantized = True
 

@@ -7,7 +7,8 @@
 A joint fusion: it saves x, h and the scales for backward, and recomputes act there. Where nothing needs a gradient, FC1
 and the activation are one kernel and h is not stored, unless `why_pre_activation` says why. Every value that the
 unfused operations would store is rounded as they round it, so both give the same codes and, where the order of
-summation is the same, the same bits.
+summation is the same, the same bits. Adapters (`ops.lora`) of FC1 and FC2 are their own affair: they add their products
+in `fprop` and `dgrad`, for which act and dh are there as values, too.
 """
 # T rows, G groups, K in features of FC1, I features of the activation
 
@@ -60,14 +61,15 @@ class GroupedMLP(FusedOperation):
     passes = "joint"
     handles_wgrad_accumulation = True
     handles_transfers = True
+    handles_adapters = True
     accepts_quantized = True
     repeatable = True
 
     class Saved(NamedTuple):
-        x: Any  # what the path keeps of x for wgrad; None if FC1 needs no wgrad
+        """Of the activation; the linear operations save their own."""
+
         h: Tensor  # pre-activation
         scales: Tensor | None
-        splits: Splits
         act_scale: Tensor | None  # the scale that act was quantized with, if it is state that changes between steps
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
@@ -124,13 +126,15 @@ class GroupedMLP(FusedOperation):
             return "Its kernel multiplies values, and this recipe quantizes."
         if path.recipe.batch_invariant:
             return "A batch-invariant recipe multiplies with the kernel of training."
+        if self.fc1.reads_values:
+            return "The adapter's product is added to FC1's before the activation."
         weights = (self.fc1.num_groups, self.fc1.own_out_features, self.fc1.own_in_features)
         return why_not_at_once(dtype, weights, self.activation, path.capability)
 
     def fuser_forward(
         self, ctxs: Sequence[OperationContext], x: Any, extras: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        fc1_ctx, _, fc2_ctx = ctxs
+        fc1_ctx, act_ctx, fc2_ctx = ctxs
         splits, _ = self.fc1.check(fc1_ctx, x, extras)
         scales = extras.get("scales")
         path = fc1_ctx.path
@@ -141,25 +145,30 @@ class GroupedMLP(FusedOperation):
         if not (needs_grad or self.why_pre_activation(path, fc1_ctx.dtype)):
             act = self.fc1.fprop_activation(fc1_ctx, x_q, self.activation, scales if self.scaled else None)
             act_q = path.quantize(act, splits, None, rowwise=True, columnwise=False)
-            return self.fc2.fprop(fc2_ctx, act_q, x, scales_of_bias), {}
-        h = self.fc1.fprop(fc1_ctx, x_q, x, None)
+            return self.fc2.fprop(fc2_ctx, act_q, act, splits, scales_of_bias), {}
+        h = self.fc1.fprop(fc1_ctx, x_q, x, splits, None)
         # act is not saved, so its columnwise copy is made in backward.
         quantizer = fc2_ctx.quantizer(Role.INPUT)
-        act_q = self._act(path, h, scales, splits, quantizer, rowwise=True, columnwise=False)
-        y = self.fc2.fprop(fc2_ctx, act_q, x, scales_of_bias)
+        rows = x
+        if self.fc2.reads_values:
+            rows = activation(h, self.activation, scales if self.scaled else None)
+            act_q = path.quantize(rows, splits, quantizer, rowwise=True, columnwise=False)
+        else:
+            act_q = self._act(path, h, scales, splits, quantizer, rowwise=True, columnwise=False)
+        y = self.fc2.fprop(fc2_ctx, act_q, rows, splits, scales_of_bias, keeps_x=False)
         if needs_grad:
             act_scale = None if quantizer is None else quantizer.snapshot(x.device)
-            fc1_ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, h, scales, splits, act_scale)
+            act_ctx.saved = self.Saved(h, scales, act_scale)
         return y, {}
 
     def fuser_backward(
         self, ctxs: Sequence[OperationContext], dy: Any, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfFused:
         fc1_ctx, act_ctx, fc2_ctx = ctxs
-        saved: GroupedMLP.Saved = fc1_ctx.saved
-        fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, saved.splits
+        saved: GroupedMLP.Saved = act_ctx.saved
+        fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, fc2_ctx.saved.splits
         # FC2
-        wgrad = fc2.needs_weight_grad(fc2_ctx)
+        wgrad, reads_act = fc2.needs_weight_grad(fc2_ctx), fc2.reads_input_again(fc2_ctx)
         d_fc2: dict[str, Tensor | None] = {}
         dscales: Tensor | None = None
         if fc2.use_bias:
@@ -167,15 +176,19 @@ class GroupedMLP(FusedOperation):
             d_fc2, dscales = fc2.bias_gradients(fc2_ctx, at_tensor(dy), splits, scales)
         dx: Tensor | None = None
         d_fc1: dict[str, Tensor | None] = {}
-        if not (fc2_ctx.needs.input or wgrad):
-            return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
-        gradients = fc2_ctx.quantizer(Role.GRAD_OUTPUT)
-        dy_q = path.quantize(dy, splits, gradients, rowwise=fc2_ctx.needs.input, columnwise=wgrad)
+        dy_q = act = None
+        if fc2_ctx.needs.input or wgrad:
+            gradients = fc2_ctx.quantizer(Role.GRAD_OUTPUT)
+            dy_q = path.quantize(dy, splits, gradients, rowwise=fc2_ctx.needs.input, columnwise=wgrad)
         inputs = fc2_ctx.quantizer(Role.INPUT, saved.act_scale) if wgrad else None
         act_copy = {"rowwise": False, "columnwise": True}
         if not fc2_ctx.needs.input:
-            act_q = self._act(path, saved.h, saved.scales, splits, inputs, **act_copy)
-            d_fc2 |= fc2.accumulate(fc2_ctx, partial(path.wgrad, dy_q, act_q))
+            if wgrad:
+                act_q = self._act(path, saved.h, saved.scales, splits, inputs, **act_copy)
+                d_fc2 |= fc2.accumulate(fc2_ctx, partial(path.wgrad, dy_q, act_q))
+            if reads_act:
+                act = activation(saved.h, self.activation, saved.scales if self.scaled else None)
+            d_fc2 |= fc2.adapter_gradients(fc2_ctx, dy, act)
             return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
         dact = fc2.dgrad(fc2_ctx, dy_q, dy)
 
@@ -190,7 +203,8 @@ class GroupedMLP(FusedOperation):
             dh_into = path.quantized_buffers(saved.h.shape, saved.h.dtype, splits, gradients, **dh_copies)
         dh, d_act_scales, act = dactivation(
             dact, saved.h, self.activation, saved.scales if self.scaled else None,
-            need_dh=dh_into is None or fc1.needs_bias_grad(fc1_ctx), need_act=wgrad and act_into is None,
+            need_dh=dh_into is None or fc1.needs_bias_grad(fc1_ctx) or fc1.has_adapter,
+            need_act=reads_act or (wgrad and act_into is None),
             need_dscales="scales" in act_ctx.needs.extras, dh_into=dh_into, act_into=act_into,
         )  # fmt: skip
         del dact
@@ -198,8 +212,9 @@ class GroupedMLP(FusedOperation):
         if wgrad:
             act_q = path.quantize(act, splits, inputs, **act_copy) if act_into is None else act_into.copies
             d_fc2 |= fc2.accumulate(fc2_ctx, partial(path.wgrad, dy_q, act_q))
-            del act, act_q, act_into
-        del dy_q
+            del act_q, act_into
+        d_fc2 |= fc2.adapter_gradients(fc2_ctx, dy, act)
+        del act, dy_q
 
         # FC1
         if dh is not None and fc1_ctx.needs_grad:
@@ -210,7 +225,9 @@ class GroupedMLP(FusedOperation):
                 read = dh if dh is not None else dh_q.rowwise.codes
                 dx = fc1.dgrad(fc1_ctx, dh_q, read)
             if fc1.needs_weight_grad(fc1_ctx):
-                d_fc1 |= fc1.accumulate(fc1_ctx, partial(path.wgrad, dh_q, saved.x))
+                d_fc1 |= fc1.accumulate(fc1_ctx, partial(path.wgrad, dh_q, fc1_ctx.saved.x))
+        if dh is not None:
+            d_fc1 |= fc1.adapter_gradients(fc1_ctx, dh, None)
         return dx, (d_fc1, {}, d_fc2), {"scales": dscales}
 
     def _act(

@@ -4,7 +4,7 @@
     ...                                       # train: only adapters have gradients
     torch.save(lora.state_dict(model), path)  # in the names and shapes of peft
     lora.merge(model)
-    lora.unload(model)                        # plain operations again, which are fused
+    lora.unload(model)                        # plain operations again
 
 `ops.lora` computes with them.
 """
@@ -107,9 +107,8 @@ def unmerge(model: nn.Module) -> None:
 def unload(model: nn.Module) -> None:
     """Put plain operations back in the places of those with adapters, with the weights as they are: merged or not.
 
-    The adapters are dropped, and fusions cover the operations again. What requires grad stays as it is. Raises
-    RuntimeError if the model has no adapters, ValueError if it is one, NotImplementedError for weights that
-    `fully_shard` has sharded; then nothing is changed.
+    The adapters are dropped. What requires grad stays as it is. Raises RuntimeError if the model has no adapters,
+    ValueError if it is one, NotImplementedError for weights that `fully_shard` has sharded; then nothing is changed.
     """
     adapters = _adapters(model)
     _check_whole(adapters)

@@ -129,11 +129,11 @@ def _apply(
             covered = steps[position : position + count]
             operations = [step.operation for step in covered]
             reason = (
-                next((each.why_unfused for each in operations if each.why_unfused is not None), None)
-                or _conflicting_names(operations)
+                _conflicting_names(operations)
                 or _written_in_place(fusion, operations)
                 or _external_wgrads(fusion, operations)
                 or _transfers(fusion, operations, request)
+                or _adapters(fusion, operations)
                 or fusion.why_not(operations, request)
             )
             if reason == "":
@@ -185,13 +185,10 @@ def _alternatives(member: object) -> tuple[Any, ...]:
 
 
 def _is_kind(operation: BasicOperation, kind: type[BasicOperation]) -> bool:
-    """Whether this is an instance of the class, or of a subclass that overrides neither forward nor backward.
-
-    One that says why it is not fused matches too, so that the refusal is shown.
-    """
+    """Whether this is an instance of the class, or of a subclass that overrides neither forward nor backward."""
     mine = type(operation)
     same = mine.fuser_forward is kind.fuser_forward and mine.fuser_backward is kind.fuser_backward
-    return issubclass(mine, kind) and (same or operation.why_unfused is not None)
+    return issubclass(mine, kind) and same
 
 
 def _conflicting_names(operations: Sequence[BasicOperation]) -> str | None:
@@ -219,6 +216,16 @@ def _transfers(fusion: Fusion, operations: Sequence[BasicOperation], request: Pl
         if not fusion.handles_transfers and operation.transfers(request):
             name = type(operation).__name__
             return f"{name} exchanges tensors with other ranks, which it does not: see handles_transfers."
+    return None
+
+
+def _adapters(fusion: Fusion, operations: Sequence[BasicOperation]) -> str | None:
+    """Why the fusion cannot be used for operations with adapters; None if it can."""
+    if fusion.handles_adapters:
+        return None
+    for operation in operations:
+        if operation.has_adapter:
+            return f"{type(operation).__name__} has an adapter, whose products it does not add: see handles_adapters."
     return None
 
 

@@ -244,15 +244,27 @@ class GroupedLinear(OperationWithWeights):
                 dscales = self.parallel.sum_scale_gradients(dscales)
         return gradients, dscales
 
+    @property
+    def reads_values(self) -> bool:
+        """Whether `fprop` reads x itself, besides what the path multiplies of it."""
+        return False
+
+    def reads_input_again(self, ctx: OperationContext) -> bool:
+        """Whether `adapter_gradients` reads x."""
+        return False
+
+    def adapter_gradients(self, ctx: OperationContext, dy: Any, x: Tensor | None) -> dict[str, Tensor | None]:
+        """The gradients of parameters that are neither weights nor biases. x: None where forward has kept it.
+
+        Called behind `dgrad`, where dx is needed.
+        """
+        return {}
+
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         splits, scales = self.check(ctx, x, extras)
         wgrad = self.needs_weight_grad(ctx)
-        path = ctx.path
-        x_q = path.quantize(x, splits, ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad, saved=True)
-        y = self.fprop(ctx, x_q, x, scales)
-        if ctx.needs_grad:
-            ctx.saved = self.Saved(path.for_wgrad(x_q) if wgrad else None, splits, scales)
-        return y, {}
+        x_q = ctx.path.quantize(x, splits, ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad, saved=True)
+        return self.fprop(ctx, x_q, x, splits, scales), {}
 
     def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
         saved: GroupedLinear.Saved = ctx.saved
@@ -270,10 +282,17 @@ class GroupedLinear(OperationWithWeights):
                 dx = self.dgrad(ctx, dy_q, dy)
             if wgrad:
                 gradients |= self.accumulate(ctx, partial(path.wgrad, dy_q, saved.x))
+        gradients |= self.adapter_gradients(ctx, dy, None)
         return dx, gradients, {"scales": dscales}
 
-    def fprop(self, ctx: OperationContext, x_q: Any, x: Any, scales: Tensor | None) -> Tensor:
-        """x_g W_g^T + (scales) b_g, in the caller's buffer if there is one. x: of the rows and device of x_q."""
+    def fprop(
+        self, ctx: OperationContext, x_q: Any, x: Any, splits: Splits, scales: Tensor | None, *, keeps_x: bool = True
+    ) -> Tensor:
+        """x_g W_g^T + (scales) b_g, in the caller's buffer if there is one. Sets `ctx.saved`.
+
+        x: what x_q was made of if `reads_values`, else anything of its rows and device
+        keeps_x: whether x is kept for the gradients of parameters; if not, backward gives it again
+        """
         out = self.buffer(ctx, "output", x, self.own_out_features)
         parallel = self.parallel
         adds_bias = parallel is None or not parallel.is_row or parallel.group.rank == 0
@@ -284,6 +303,9 @@ class GroupedLinear(OperationWithWeights):
             scales=scales if adds_bias else None,
             out=out,
         )
+        if ctx.needs_grad:
+            kept = ctx.path.for_wgrad(x_q) if keeps_x and self.needs_weight_grad(ctx) else None
+            ctx.saved = self.Saved(kept, splits, scales)
         return y if parallel is None else parallel.reduce_output(y, out)
 
     def fprop_activation(self, ctx: OperationContext, x_q: Any, spec: Activation, scales: Tensor | None) -> Tensor:

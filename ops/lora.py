@@ -17,13 +17,14 @@ from ops.kernels.elementwise.chain_steps import dropout_step
 from ops.linear import Linear
 from ops.products.constant_weights import FrozenWeights
 from ops.products.main_grad import OperationWithWeights
-from ops.products.paths import SplitTensors
 from ops.products.product import gemm
 from ops.runner.context import at_tensor
 from ops.runner.in_place import writable
-from ops.runner.operation import BackwardOfBasic, OperationContext
+from ops.runner.operation import OperationContext
 from ops.runner.parameters import requires_grad
+from recipes.recipe import Role
 from recipes.request import PlanRequest
+from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.splits import Splits
 from recipes.triton.philox import new_seed
 
@@ -57,10 +58,7 @@ class LowRankAdapter(OperationWithWeights):
     merged: whether the weights hold the adapter's product, so that forward adds none
     """
 
-    why_unfused = (
-        "An adapter adds products that no fusion computes. For inference merge the adapters and put plain operations "
-        "back: fuser.lora.merge(model), fuser.lora.unload(model)."
-    )
+    has_adapter = True
     merged = False
     rank: int
     alpha: float
@@ -130,14 +128,24 @@ class LowRankAdapter(OperationWithWeights):
     @property
     def weights_scope(self) -> Any:
         opened = super().weights_scope
-        if opened is not None or self.is_stand_in or self._trains_weights():
-            return opened
-        if self._frozen is None:
+        own = self._scope_of_frozen()
+        return own if opened is None else opened
+
+    def _scope_of_frozen(self) -> FrozenWeights | None:
+        """None while a weight is trained, which gives up the copies: should it be frozen again, it is another."""
+        if self.is_stand_in:
+            return None
+        if any(requires_grad(self, name) for name in self.weight_names):
+            self._frozen = None
+        elif self._frozen is None:
             self._frozen = FrozenWeights()
         return self._frozen
 
-    def _trains_weights(self) -> bool:
-        return any(requires_grad(self, name) for name in self.weight_names)
+    def prepare_weights(self, ctx: OperationContext) -> Any:
+        quantizer = ctx.recipe.quantizer(Role.WEIGHT)
+        if quantizer is not None and quantizer.keeps_state and isinstance(self.weights_scope, FrozenWeights):
+            return None  # it keeps none of these
+        return super().prepare_weights(ctx)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.merged:
@@ -152,54 +160,60 @@ class LowRankAdapter(OperationWithWeights):
 
     # Running
 
-    def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        if self._frozen is not None and not self.is_stand_in and self._trains_weights():
-            self._frozen = None  # should they be frozen again, they are others
-        y, _ = super().fuser_forward(ctx, x, extras)  # type: ignore[safe-super]
+    def add_product(self, ctx: OperationContext, y: Tensor, x: Any, splits: Splits | None, *, keeps_x: bool) -> Tensor:
+        """y plus the adapter's product, in the memory of y; what backward needs is added to `ctx.saved`."""
+        self._scope_of_frozen()
         ctx.adds_adapter = not self.merged
         if self.merged:
-            return y, {}
-        products = self.products(ctx, extras.get("split_sizes"))
-        rows = at_tensor(x).reshape(-1, x.shape[-1])
+            return y
+        products, trained = self.products(ctx, splits), ctx.needs.params
+        rows = _matrix(x)
         seed = new_seed(rows.device) if self.training and self.dropout else None
-        x_rows = products.rows(self._dropped(rows, seed))
-        u = writable(products.fprop(x_rows, ctx.param(A))).mul_(self.factor)
-        u_rows = products.rows(u)
-        delta = products.fprop(u_rows, ctx.param(B)).view(y.shape)
-        y = (y if "output" in ctx.buffers else writable(y)).add_(delta)
+        u = self._scaled(products.fprop(self._dropped(rows, seed), ctx.param(A)))
+        delta = products.fprop(u, ctx.param(B)).view(y.shape)
         if ctx.needs_grad:
-            kept_x = products.for_wgrad(x_rows) if A in ctx.needs.params else None
-            kept_u = products.for_wgrad(u_rows) if B in ctx.needs.params else None
+            kept_x, kept_u = rows if keeps_x and A in trained else None, u if B in trained else None
             ctx.saved = ctx.saved._replace(adapter_x=kept_x, u=kept_u, seed=seed)
-        return y, {}
+        return (y if "output" in ctx.buffers else writable(y)).add_(delta)
 
-    def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
-        dx, gradients, d_extras = super().fuser_backward(ctx, dy, d_extra_outputs)  # type: ignore[safe-super]
-        needs = ctx.needs
-        if not ctx.adds_adapter or not (needs.input or A in needs.params or B in needs.params):
-            return dx, gradients, d_extras
-        saved = ctx.saved
-        products = self.products(ctx, getattr(saved, "splits", None))
-        dy_rows = products.rows(at_tensor(dy).reshape(-1, dy.shape[-1]))
-        gradients = dict(gradients)
-        if B in needs.params:
-            gradients[B] = products.wgrad(dy_rows, saved.u)
-        if needs.input or A in needs.params:
-            du_rows = products.rows(writable(products.dgrad(dy_rows, ctx.param(B))).mul_(self.factor))
-            if A in needs.params:
-                gradients[A] = products.wgrad(du_rows, saved.adapter_x)
-            if needs.input:
-                added = self._dropped(products.dgrad(du_rows, ctx.param(A)), saved.seed).view(dx.shape)
-                dx = (dx if "grad_input" in ctx.buffers else writable(dx)).add_(added)
-        return dx, gradients, d_extras
+    def add_grad_input(self, ctx: OperationContext, dx: Tensor, dy: Any) -> Tensor:
+        """dx plus the adapter's, in the memory of dx."""
+        if not ctx.adds_adapter:
+            return dx
+        products = self.products(ctx)
+        du = self._grad_of_u(ctx, dy)
+        ctx.saved = ctx.saved._replace(du=du)
+        added = self._dropped(products.dgrad(du, ctx.param(A)), ctx.saved.seed).view(dx.shape)
+        return (dx if "grad_input" in ctx.buffers else writable(dx)).add_(added)
+
+    def adapter_gradients(self, ctx: OperationContext, dy: Any, x: Tensor | None) -> dict[str, Tensor | None]:
+        """dB = dy^T u and dA = du^T dropout(x), what is needed of them. x: None where forward has kept it."""
+        trained = ctx.needs.params
+        if not ctx.adds_adapter or trained.isdisjoint((A, B)):
+            return {}
+        saved, products = ctx.saved, self.products(ctx)
+        gradients: dict[str, Tensor | None] = {}
+        if B in trained:
+            gradients[B] = products.wgrad(_matrix(dy), saved.u)
+        if A in trained:
+            du = self._grad_of_u(ctx, dy) if saved.du is None else saved.du
+            gradients[A] = products.wgrad(du, self._dropped(saved.adapter_x if x is None else x, saved.seed))
+        return gradients
+
+    def _grad_of_u(self, ctx: OperationContext, dy: Any) -> Tensor:
+        products = self.products(ctx)
+        return self._scaled(products.dgrad(_matrix(dy), ctx.param(B)))
+
+    def _scaled(self, product: Tensor) -> Tensor:
+        return product if self.factor == 1 else writable(product).mul_(self.factor)
 
     def why_not_batch_invariant(self, request: PlanRequest) -> str | None:
         if request.training and self.dropout and not self.merged:
             return "in training its dropout is by the position in the batch. Call eval(), or take dropout=0."
         return super().why_not_batch_invariant(request)
 
-    def products(self, ctx: OperationContext, splits: Splits | None) -> Products | GroupedProducts:
-        """The products of the adapter."""
+    def products(self, ctx: OperationContext, splits: Splits | None = None) -> Products | GroupedProducts:
+        """The products of the adapter. splits: of grouped ones, in forward."""
         raise NotImplementedError
 
     def _dropped(self, x: Tensor, seed: Tensor | None) -> Tensor:
@@ -232,11 +246,14 @@ class LoRALinear(LowRankAdapter, Linear):
     lora_A.weight: [rank, in_features]; lora_B.weight: [out_features, rank]
     """
 
+    repeatable = True
+
     class Saved(NamedTuple):
         x: Any  # of the base
-        adapter_x: Tensor | None = None  # after dropout
+        adapter_x: Tensor | None = None  # before dropout
         u: Tensor | None = None  # (alpha / rank) dropout(x) A^T
         seed: Tensor | None = None
+        du: Tensor | None = None  # in backward, of x A^T
 
     @property
     def adapted_shape(self) -> tuple[int, ...]:
@@ -245,7 +262,22 @@ class LoRALinear(LowRankAdapter, Linear):
     def plain(self) -> Linear:
         return _without_adapter(self, Linear)
 
-    def products(self, ctx: OperationContext, splits: Splits | None) -> Products:
+    def fprop(
+        self, ctx: OperationContext, x: Tensor | QuantizedTensor, alpha: float = 1.0, extra: Tensor | None = None
+    ) -> Tensor:
+        assert alpha == 1 and extra is None, "fusions that scale products do not take adapters"
+        return self.add_product(ctx, super().fprop(ctx, x), x, None, keeps_x=True)
+
+    def dgrad_and_wgrad(
+        self, ctx: OperationContext, dy: Tensor | QuantizedTensor, alpha: float = 1.0
+    ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+        assert alpha == 1, "fusions that scale products do not take adapters"
+        dx, gradients = super().dgrad_and_wgrad(ctx, dy)
+        if dx is not None:
+            dx = self.add_grad_input(ctx, dx, dy)
+        return dx, gradients | self.adapter_gradients(ctx, dy, None)
+
+    def products(self, ctx: OperationContext, splits: Splits | None = None) -> Products:
         return Products(ctx, self.as_one_group)
 
 
@@ -257,13 +289,16 @@ class LoRAGroupedLinear(LowRankAdapter, GroupedLinear):
     group stay zero. See `LowRankAdapter`.
     """
 
+    repeatable = True
+
     class Saved(NamedTuple):
         x: Any  # of the base
         splits: Splits
         scales: Tensor | None
-        adapter_x: Tensor | SplitTensors | None = None  # after dropout
-        u: Tensor | SplitTensors | None = None  # (alpha / rank) dropout(x) A^T
+        adapter_x: Tensor | None = None  # before dropout
+        u: Tensor | None = None  # (alpha / rank) dropout(x) A^T
         seed: Tensor | None = None
+        du: Tensor | None = None  # in backward, of x A^T
 
     @property
     def adapted_shape(self) -> tuple[int, ...]:
@@ -272,22 +307,31 @@ class LoRAGroupedLinear(LowRankAdapter, GroupedLinear):
     def plain(self) -> GroupedLinear:
         return _without_adapter(self, GroupedLinear)
 
-    def products(self, ctx: OperationContext, splits: Splits | None) -> GroupedProducts:
-        assert splits is not None, "a GroupedLinear has split sizes"
-        return GroupedProducts(ctx, splits)
+    @property
+    def reads_values(self) -> bool:
+        return not self.merged
+
+    def reads_input_again(self, ctx: OperationContext) -> bool:
+        return ctx.adds_adapter and A in ctx.needs.params
+
+    def fprop(
+        self, ctx: OperationContext, x_q: Any, x: Any, splits: Splits, scales: Tensor | None, *, keeps_x: bool = True
+    ) -> Tensor:
+        y = super().fprop(ctx, x_q, x, splits, scales, keeps_x=keeps_x)
+        return self.add_product(ctx, y, x, splits, keeps_x=keeps_x)
+
+    def dgrad(self, ctx: OperationContext, dy_q: Any, dy: Any) -> Tensor:
+        return self.add_grad_input(ctx, super().dgrad(ctx, dy_q, dy), dy)
+
+    def products(self, ctx: OperationContext, splits: Splits | None = None) -> GroupedProducts:
+        return GroupedProducts(ctx, ctx.saved.splits if splits is None else splits)
 
 
 class Products(NamedTuple):
-    """Products of unquantized matrices, in the verbs of a path (`ops.products.paths`)."""
+    """Products of matrices that are not quantized."""
 
     ctx: OperationContext
     as_one_group: bool
-
-    def rows(self, x: Tensor) -> Tensor:
-        return x
-
-    def for_wgrad(self, x: Tensor) -> Tensor:
-        return x
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
         return self._gemm("TN", x, w)
@@ -308,31 +352,33 @@ class Products(NamedTuple):
 
 
 class GroupedProducts(NamedTuple):
-    """Grouped products of unquantized matrices: those of the path."""
+    """The same, grouped: those of the path."""
 
     ctx: OperationContext
     splits: Splits
 
-    def rows(self, x: Tensor) -> Any:
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        return self.ctx.path.fprop(self._rows(x), self._weight(w))
+
+    def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
+        return self.ctx.path.dgrad(self._rows(dy), self._weight(w))
+
+    def wgrad(self, dy: Tensor, x: Tensor) -> Tensor:
+        return self.ctx.path.wgrad(self._rows(dy), self.ctx.path.for_wgrad(self._rows(x)))
+
+    def _rows(self, x: Tensor) -> Any:
         return self.ctx.path.quantize(x, self.splits, None, rowwise=True, columnwise=True)
-
-    def for_wgrad(self, x: Any) -> Any:
-        return self.ctx.path.for_wgrad(x)
-
-    def fprop(self, x: Any, w: Tensor) -> Tensor:
-        return self.ctx.path.fprop(x, self._weight(w))
-
-    def dgrad(self, dy: Any, w: Tensor) -> Tensor:
-        return self.ctx.path.dgrad(dy, self._weight(w))
-
-    def wgrad(self, dy: Any, x: Any) -> Tensor:
-        return self.ctx.path.wgrad(dy, x)
 
     def _weight(self, w: Tensor) -> Any:
         return self.ctx.path.weight(w, None, rowwise=True, columnwise=True)
 
 
 ADAPTED: Mapping[type[nn.Module], type[LowRankAdapter]] = {Linear: LoRALinear, GroupedLinear: LoRAGroupedLinear}
+
+
+def _matrix(x: Any) -> Tensor:
+    """The rows of x, as values."""
+    return at_tensor(x).reshape(-1, x.shape[-1])
 
 
 def _kept(name: str) -> str:

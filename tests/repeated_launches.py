@@ -17,12 +17,12 @@ from triton.backends.nvidia import driver as nvidia
 
 import ops.runner.backward
 import ops.runner.run
-from fuser import Sequential, autocast, constant_weights
+from fuser import Sequential, autocast, constant_weights, lora
 from recipes.triton import repeated, replay
 from tests.test_replay import BEFORE, Driver
 
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "fp8_rowwise", "mxfp8", "nvfp4")
-KINDS = ("fused", "unfused", "main_grad", "norm", "dispatch")
+KINDS = ("fused", "unfused", "main_grad", "norm", "dispatch", "adapters", "adapters unfused")
 EXPERTS, HIDDEN, WIDTH, ROWS = 4, 128, 128, 256
 
 launched: list[tuple[Any, ...]] = []
@@ -95,7 +95,9 @@ def main() -> None:
         norm = (ops.RMSNorm(HIDDEN, dtype=torch.bfloat16),) if kind == "norm" else ()
         if kind == "dispatch":
             mlp = (ops.Dispatch(EXPERTS), *mlp, ops.Combine())
-        model = Sequential(*norm, *mlp, fusions=() if kind == "unfused" else None)
+        model = Sequential(*norm, *mlp, fusions=() if kind.endswith("unfused") else None)
+        if kind.startswith("adapters"):
+            lora.add(model, rank=16, alpha=32)
         for weight in model.parameters():
             weight.main_grad = torch.zeros(weight.shape)
         return model

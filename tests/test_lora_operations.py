@@ -391,16 +391,3 @@ def test_a_graph_replays_adapters_with_their_dropout(recipe, device):
 
     for sizes in ([5, 0, 9], [0, 16, 0], [3, 4, 5]):
         assert_same_bits(run(call, module, sizes), run(eager, eager, sizes))
-
-
-def test_explain_says_why_the_grouped_mlp_is_not_fused():
-    model = mlp()
-    assert "GroupedMLP = " in model.explain()
-    lora.add(model, 4)
-    text = model.explain(recipe="mxfp8")
-    assert "GroupedMLP = " not in text and "adapter: rank 4, in high precision" in text
-    assert "not fused: GroupedMLP on operations 0-2: An adapter adds products that no fusion computes." in text
-    on_gpu = model.explain(device="cuda", dtype=torch.bfloat16)
-    assert "not repeated: LoRAGroupedLinear is not repeatable. (operation 0)" in on_gpu
-    lora.unload(model)
-    assert "GroupedMLP = " in model.explain()

@@ -12,6 +12,7 @@ from torch import Tensor
 from ops.runner.callers_buffers import CallersBuffer
 from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import memory_of
+from ops.runner.parameters import held_parameter
 from ops.runner.program import Program, Wiring
 from ops.runner.repeat import OperationState, RepeatedStep, may_repeat
 from ops.runner.saved import unflatten
@@ -271,7 +272,10 @@ def _may_repeat(record: Record, wiring: Wiring, external: Sequence[int]) -> bool
         if operations[index].delay_wgrad_compute:
             return False
     for index, name, slot in wiring.parameters:
-        parameter = operations[index]._parameters.get(name)
+        operation = operations[index]
+        parameter = operation._parameters.get(name)
+        if parameter is None and "." in name:  # of a submodule
+            parameter = held_parameter(operation, name)
         if parameter is not record.parameters[slot] or state_of(parameter) != record.parameter_states[slot]:
             return False
     return len({id(record.parameters[slot]) for _, _, slot in wiring.parameters}) == len(wiring.parameters)

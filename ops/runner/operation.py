@@ -86,8 +86,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     either, unless it replaces `why_not_captured`.
     quantized_output: whether a container leaves the pipeline as it is, in a QuantizedHandle: y of the last operation,
     dx of the first.
-    why_unfused: why no fusion covers this very operation, although its class matches, as a sentence, or None.
     begins_pipeline: whether the operation before it belongs to another pipeline.
+    has_adapter: whether an adapter's products are added to its own. It is fused where a fusion has `handles_adapters`.
     divides_output: the `ops.kernels.collectives.RankGroup` among whose ranks the features of y are divided, or None.
     settings: how often such an attribute was assigned, a recipe or a name of an extra tensor set.
     is_stand_in: whether it stands for another operation in `ops.runner.traced_plan`, with the tensors of one call.
@@ -105,8 +105,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     exchanges_parameters: bool = False
     why_in_full: str | None = None
     quantized_output: bool = False
-    why_unfused: str | None = None
     begins_pipeline: bool = False
+    has_adapter: bool = False
     divides_output: Any = None
     settings: int = 0
     is_stand_in: bool = False
@@ -410,13 +410,15 @@ class FusedOperation(FusibleOperation):
              `optional(...)` or `several(...)`. A subclass matches if it kept its parent's fuser_forward and
              fuser_backward.
     fewest:  how many operations a match must cover, for patterns of which much is optional
-    passes:  "joint" (both; may save what it likes, in `ctxs[0].saved`), "forward" (fills every covered operation's
+    passes:  "joint" (both; may save what it likes, in any `ctx.saved`), "forward" (fills every covered operation's
              `Saved` exactly as that would itself) or "backward" (consumes what those saved).
     handles_wgrad_accumulation: whether its backward gives the products of weight gradients to the covered operations,
              by `accumulate` (see `ops.products.main_grad`) or in their own backward. Without, it is refused where a
              weight gradient is external: in main_grad, or delayed.
     handles_transfers: whether it exchanges with other ranks what the covered operations would (their `transfers`).
              Without, it is refused where they exchange anything.
+    handles_adapters: whether it leaves the products of a linear operation, and the gradients of its parameters, to the
+             methods of that, which add those of an adapter. Without, it is refused for one with an adapter.
     handles_in_place: whether it writes into the last covered operation's `in_place_input` and returns that as y, after
              it has read x. Without, it is refused where an operation writes in place.
     rounds_less: whether it leaves out roundings of the unfused run, so that its results have other bits. Then
@@ -428,6 +430,7 @@ class FusedOperation(FusibleOperation):
     passes: ClassVar[Literal["joint", "forward", "backward"]] = "joint"
     handles_wgrad_accumulation: ClassVar[bool] = False
     handles_transfers: ClassVar[bool] = False
+    handles_adapters: ClassVar[bool] = False
     handles_in_place: ClassVar[bool] = False
     rounds_less: ClassVar[bool] = False
 

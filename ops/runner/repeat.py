@@ -3,7 +3,7 @@
 A step of built-in operations allocates, launches, and leaves tensors for backward. All of that follows from
 
     the program      recipe, path, dtypes, which gradients are needed
-    the operations   their settings, which count assignments; hooks; parameters and states, as tensors
+    the operations   their settings, which count assignments; training or not; hooks; parameters and states, as tensors
     what goes in     x and the extra inputs; or what forward left, dy, and the gradients of extra outputs: tensors,
                      splits, and containers of a class that `holds_tensors_alone`
 
@@ -207,10 +207,8 @@ class RepeatedStep:
             key.append(torch.backends.cuda.matmul.fp32_precision)
         for index in self.covered:
             operation = operations[index]
-            buffers = operation._buffers
-            key += operation.settings, not operation._forward_pre_hooks, len(buffers)
-            given += operation._parameters.values()
-            given += buffers.values()
+            key += operation.settings, operation.training, not operation._forward_pre_hooks, len(operation._buffers)
+            _append_tensors(operation, given)
         for value in values:
             kind = type(value)
             key.append(kind)
@@ -225,6 +223,14 @@ class RepeatedStep:
                 raise TypeError
         key.append(how(given, tensors, addresses))
         return tuple(key)
+
+
+def _append_tensors(module: Any, given: list[Any]) -> None:
+    """Its parameters and states, and those of its submodules."""
+    given += module._parameters.values()
+    given += module._buffers.values()
+    for child in filter(None, module._modules.values()):
+        _append_tensors(child, given)
 
 
 def why_not_repeated(operation: Any, covered: Sequence[Any], recipe: Recipe) -> str | None:
