@@ -26,6 +26,7 @@ from fuser.schedule import run_schedule as run_schedule
 from fuser.sequential import Sequential
 from fuser.version import __version__
 from ops.kernels.grouped_gemm.measured_tiles import load_tiles
+from ops.kernels.routing.symmetric import check_overflow
 from ops.products.constant_weights import constant_weights
 from ops.runner.operation import BasicOperation, FusedOperation, OperationContext, optional, several
 from recipes.autocast import autocast
@@ -41,6 +42,7 @@ __all__ = [
     "Sequential",
     "__version__",
     "autocast",
+    "check_overflow",
     "checkpoint",
     "constant_weights",
     "count_casts",

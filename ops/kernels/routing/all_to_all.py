@@ -31,14 +31,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ops.kernels.collectives import RankGroup, difference
-from ops.kernels.routing.permute import RoutingMap, dispatch, make_routing_map
+from ops.kernels.routing.permute import RoutingMap, combine, dispatch, make_routing_map
 
 _REMEDY = (
     "Only the tokens and their number may differ: give every rank the same layer and recipe, and tensors of the same "
@@ -52,7 +52,6 @@ class ExpertGroup(RankGroup):
     along_one = "experts are divided"
     example = 'mesh["ep"]'
     or_none = ", or None"
-    why_in_full = "all_to_all_single takes the row counts from the host, where each forward reads them."
 
     def transport(self, device: torch.device) -> str:
         """How rows are transferred, for `Sequential.explain()`."""
@@ -87,6 +86,8 @@ class ShardedRoutingMap(RoutingMap):
     needed:   which gradients any of the ranks computes: all of them take part in their transfer
     """
 
+    transport: ClassVar[str] = "alltoall"
+
     row_of_arrived: Tensor
     arrived_of_row: Tensor
     token_of_copy: Tensor
@@ -95,6 +96,10 @@ class ShardedRoutingMap(RoutingMap):
     pairs: Counts
     copies: Counts
     needed: NeededGradients
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_of_arrived.shape[0]
 
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in _TENSORS)
@@ -106,6 +111,10 @@ class ShardedRoutingMap(RoutingMap):
         """The rows [R, H] for the experts here, of the tokens [T, H] that each rank gives."""
         copies = x.index_select(0, self.token_of_copy)
         return _transferred(copies, self.copies, self.group).index_select(0, self.copy_of_row)
+
+    def sum_rows(self, rows: Tensor) -> Tensor:
+        """The sums [T, H] of the rows of this rank's tokens, of what all ranks give for their rows, [R, H]."""
+        return combine(self.send_back(rows), self)
 
     def send(self, values: Tensor) -> Tensor:
         """The values [R] of the rows here, of those [P] that each rank gives for its pairs."""
