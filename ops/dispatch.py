@@ -98,6 +98,7 @@ class Dispatch(BasicOperation):
         (self.num_experts,) = positive_integers("Dispatch", num_experts=num_experts)
         self.empty_slots = empty_slots
         self.group = None if group is None else ExpertGroup(group)
+        self.transport = check_transport(transport, self.group)
         if self.group is not None:
             ranks = len(self.group.ranks)
             if self.num_experts % ranks:
@@ -106,8 +107,7 @@ class Dispatch(BasicOperation):
                     "which owns as many. It is the number of experts on all ranks together."
                 )
             self.why_in_full = WHY_IN_FULL[transport]
-        self.transport = check_transport(transport, self.group)
-        self.capacity = None if transport == "alltoall" and capacity is None else self._checked_capacity(capacity)
+        self.capacity = self._checked_capacity(capacity)
 
     def kernel(self, request: PlanRequest) -> str:
         in_triton = runs_in_triton(request.device, request.dtype)
@@ -230,8 +230,10 @@ class Dispatch(BasicOperation):
         dx, dprobs = routing_map.send_back(dy, dscales, needed)
         return dx, {}, {"probs": dprobs}
 
-    def _checked_capacity(self, capacity: int | None) -> int:
-        if self.group is None or self.transport == "alltoall":
+    def _checked_capacity(self, capacity: int | None) -> int | None:
+        if self.group is None or self.transport != "symmetric":
+            if capacity is None:
+                return None
             raise ValueError(
                 f"capacity is {capacity!r}, but only transport='symmetric' has one: others receive any number of rows. "
                 "Leave it out, or name that transport."
@@ -246,7 +248,7 @@ class Dispatch(BasicOperation):
         if not own <= capacity < 2**31 // self.group.size:
             raise ValueError(
                 f"capacity is {capacity}, but must be at least {own}, a row for each expert of a rank, and the "
-                f"capacities of all ranks together less than 2^31."
+                "capacities of all ranks together less than 2^31."
             )
         return capacity
 
@@ -255,6 +257,8 @@ class Dispatch(BasicOperation):
             reason = why_not_symmetric(x.device)
             if reason is not None:
                 raise ValueError(reason)
+            if x.shape[-1:] == (0,):
+                raise ValueError("x has no features, so there are no rows to transfer. Give it at least one.")
         if x.dim() != 2 or indices.dim() != 2 or indices.shape[0] != x.shape[0] or probs.shape != indices.shape:
             raise ValueError(
                 f"x has shape {list(x.shape)}, probs {list(probs.shape)}, indices {list(indices.shape)}, but "

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,10 @@ from torch import Tensor
 
 import fuser
 from fuser import Sequential, autocast, ops
+from ops.kernels.routing.permute import make_routing_map
+from ops.kernels.routing.symmetric import SymmetricBuffers, expand, layout, locate, pull, push, put_counts
+from ops.kernels.routing.symmetric_memory import SymmetricMemory, allocate
+from ops.kernels.routing.symmetric_triton import OVERFLOWN
 from tests.ranks import on_ranks, quietly
 from tests.reference import assert_close
 from tests.shared_memory import symmetric_on_cpu
@@ -123,7 +129,6 @@ def compare_cases(rank: int, ranks: int, seeds: int, folder: Path) -> None:
             compare(Case((4, 7), 6, 2, seed=rank % 2), group=pairs[rank % 2])
 
 
-@pytest.mark.launches("put_counts_kernel", "push_kernel", "expand_kernel", "pull_kernel")
 @pytest.mark.parametrize(("ranks", "seeds"), [(2, 4), pytest.param(4, 12, marks=[pytest.mark.rest, pytest.mark.slow])])
 def test_a_sharded_layer_has_the_bits_of_the_whole_one(ranks: int, seeds: int, tmp_path: Path) -> None:
     on_ranks(compare_cases, ranks, seeds, tmp_path, folder=tmp_path, ranks=ranks)
@@ -144,3 +149,157 @@ def test_an_overflow_is_nan_on_every_rank_and_an_error_once_it_is_known(
     recipes: tuple[str, ...], tmp_path: Path
 ) -> None:
     on_ranks(overflow_on_cpu, recipes, tmp_path, folder=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- the kernels
+
+
+class OneProcess:
+    """The buffers of n ranks that take turns in one process."""
+
+    def __init__(self, ranks: int, capacity: int, experts: int, row_bytes: int, monkeypatch: pytest.MonkeyPatch):
+        memories: list[Tensor] = []
+
+        def allocate(num_bytes: int, group: Any, device: torch.device) -> SymmetricMemory:
+            memories.extend(torch.full((num_bytes,), 255, dtype=torch.uint8) for _ in range(ranks - len(memories)))
+            addresses = torch.tensor([memory.data_ptr() for memory in memories])
+            return SymmetricMemory(memories[group.rank], addresses, lambda: None)
+
+        monkeypatch.setattr("ops.kernels.routing.symmetric_memory.allocate", allocate)
+        groups: list[Any] = [SimpleNamespace(rank=rank, size=ranks) for rank in range(ranks)]
+        self.of_rank = [SymmetricBuffers(g, capacity, experts, row_bytes, torch.device("cpu")) for g in groups]
+
+
+@pytest.mark.launches("put_counts_kernel", "locate_kernel", "push_kernel", "expand_kernel", "pull_kernel")
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+@pytest.mark.parametrize("capacity", [40, 5], ids=["fits", "overflows"])
+def test_a_token_is_written_once_to_each_rank_and_nothing_where_it_does_not_fit(
+    capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, E, topk, H, tokens = 3, 6, 4, 5, (4, 0, 7)
+    buffers = OneProcess(ranks, capacity, E, H * 4, monkeypatch).of_rank
+    indices = [torch.randint(0, E + 1, (T, topk)) for T in tokens]  # E stands for no expert
+    x, probs = [torch.randn(T, H) for T in tokens], [torch.rand(T, topk) for T in tokens]
+    rows_of = [
+        sorted(
+            (expert, source, token, slot)
+            for source, given in enumerate(indices)
+            for token, experts in enumerate(given.tolist())
+            for slot, expert in enumerate(experts)
+            if expert // 2 == rank
+        )
+        for rank in range(ranks)
+    ]
+    maps = [make_routing_map(given, E) for given in indices]
+    for of_rank, (_, _, counts) in zip(buffers, maps, strict=True):
+        put_counts(counts, of_rank)
+    located = []
+    for rank, of_rank in enumerate(buffers):
+        shift, sizes, total, needed = layout(of_rank.counts, rank, capacity)
+        assert needed.item() == max(map(len, rows_of)) and total.item() == len(rows_of[rank])
+        assert sizes.sum().item() == (capacity if capacity == 5 else len(rows_of[rank]))
+        located.append(locate(indices[rank], maps[rank][0].row_of_slot, shift, needed, capacity))
+        push(x[rank], probs[rank], *located[rank], of_rank)
+    if capacity == 5:
+        for rank, of_rank in enumerate(buffers):
+            assert (of_rank.memory.local[of_rank.origins_at :] == 255).all()
+            assert (located[rank][0] == OVERFLOWN.value).all()
+            y, scales = torch.empty_like(x[rank]), torch.empty_like(probs[rank])
+            pull(y, scales, located[rank][0], of_rank)
+            assert y.isnan().all() and scales.isnan().all()
+            assert expand(of_rank.rows(x[0].dtype, H), torch.full((capacity,), -2, dtype=torch.int32)).isnan().all()
+        return
+    for rows, of_rank in zip(rows_of, buffers, strict=True):
+        count, leads = len(rows), {}
+        for row, (_, source, token, _) in enumerate(rows):
+            leads.setdefault((source, token), []).append(row)
+        origins = of_rank.origins[:count].tolist()
+        assert all(len({origins[row] for row in same}) == 1 and origins[same[0]] in same for same in leads.values())
+        written = torch.zeros(capacity, dtype=torch.bool)
+        written[list(set(origins))] = True
+        assert written.sum() == len(leads) < count, "a token is written once"
+        assert (of_rank.rows(torch.int32, H)[~written] == -1).all()
+        assert (of_rank.scales(torch.int32)[count:] == -1).all() and (of_rank.origins[count:] == -1).all()
+        y = expand(of_rank.rows(torch.float32, H), of_rank.origins)
+        assert torch.equal(y[:count], torch.stack([x[source][token] for _, source, token, _ in rows]))
+        assert not y[count:].any()
+        scales = of_rank.scales(torch.float32)[:count].tolist()
+        assert scales == [probs[source][token, slot].item() for _, source, token, slot in rows]
+        of_rank.rows(torch.float32, H).copy_(y)
+    for rank, of_rank in enumerate(buffers):
+        y, scales = torch.empty_like(x[rank]), torch.empty_like(probs[rank])
+        pull(y, scales, located[rank][0], of_rank)
+        sent = indices[rank] < E
+        assert torch.equal(scales, probs[rank] * sent)
+        expected = torch.zeros_like(y)
+        for slot in range(topk):
+            expected += x[rank] * sent[:, slot, None]
+        assert torch.equal(y, expected)
+
+
+def test_rows_have_their_place_by_expert_and_then_rank() -> None:
+    counts = torch.tensor([[0, 0, 0, 0], [1, 0, 2, 1]])
+    assert [t.tolist() for t in layout(counts, 1, 4)] == [[0, 0, 3, 3], [2, 1], [3], [3]]
+    assert [t.tolist() for t in layout(counts, 1, 2)[1:]] == [[1, 1], [3], [3]], "an overflow divides the capacity"
+
+
+# -------------------------------------------------------------------------------------------- what is refused and said
+
+
+def name_and_refuse(rank: int, folder: Path) -> None:
+    with quietly():
+        group = dist.group.WORLD
+        for settings, said in (
+            ({"transport": "nvshmem", "group": group}, "transport is 'nvshmem', but must be one of 'alltoall', 'symm"),
+            ({"transport": "symmetric", "capacity": 8}, "transport is 'symmetric', but there is no group"),
+            ({"transport": "symmetric", "group": group}, "transport='symmetric' needs a capacity: the rows that a"),
+            ({"transport": "symmetric", "group": group, "capacity": 0}, "Dispatch got capacity=0. It must be positive"),
+            ({"transport": "symmetric", "group": group, "capacity": 1}, "capacity is 1, but must be at least 2, a row"),
+            ({"group": group, "capacity": 8}, "capacity is 8, but only transport='symmetric' has one"),
+            ({"capacity": 8}, "capacity is 8, but only transport='symmetric' has one"),
+        ):
+            assert said in sentence(lambda settings=settings: ops.Dispatch(4, **settings), ValueError)
+        assert "there is no group" in sentence(lambda: ops.Combine(transport="symmetric"), ValueError)
+
+        symmetric = {"group": group, "transport": "symmetric"}
+        first, last = ops.Dispatch(4, capacity=12, **symmetric), ops.Combine(**symmetric)
+        layer = Sequential(first, last)
+        x, probs, indices = torch.randn(3, 8), torch.rand(3, 2), torch.tensor([[0, 3], [1, 2], [3, 0]])
+
+        def run(*operations: Any, x: Tensor = x) -> Any:
+            return Sequential(*operations)(x, probs=probs, indices=indices)
+
+        assert "x is on cpu, but transport='symmetric' writes to GPUs. Move x to one" in sentence(
+            lambda: run(first, last), ValueError
+        )
+        with symmetric_on_cpu(folder):
+            differs = ops.Dispatch(4, capacity=12 + rank, **symmetric)
+            said = same_everywhere(sentence(lambda: run(differs, last)))
+            assert "rank 0: capacity=12, num_experts=4, 8 features" in said and "; rank 1: capacity=13, " in said
+            for other in (ops.Combine(), ops.Combine(group=group)):
+                said = sentence(lambda other=other: run(first, other), ValueError)
+                assert said.endswith(f"Give both the same {'group' if other.group is None else 'transport'}."), said
+            alltoall = ops.Dispatch(4, group=group)
+            said = sentence(lambda: run(alltoall, last), ValueError)
+            assert "a Dispatch with transport='alltoall', but this Combine has transport='symmetric'" in said
+            assert "x has no features" in sentence(lambda: run(first, last, x=x[:, :0]), ValueError)
+            assert torch.equal(run(first, last), 2 * x), "after a refusal the ranks go on"
+        with patch("socket.gethostname", lambda: f"host{rank}"):
+            said = same_everywhere(sentence(lambda: allocate(8, first.group, torch.device("cpu"))))
+        assert "rank 0: host host0; rank 1: host host1. Symmetric memory is within one NVLink domain" in said
+
+        lines = layer.explain(device="cuda").splitlines()
+        dispatching, combining = (next(line for line in lines if f"{n}  [" in line) for n in ("Dispatch", "Combine"))
+        num_bytes = 2 * 4 * 8 + 64 + 128 + 128 + 12 * 8 * 4
+        assert dispatching.endswith(
+            "symmetric memory over 2 ranks (gloo), a token written once to each rank; no host read; capacity 12 rows a "
+            f"rank, of 4 H + 12 bytes, {num_bytes} bytes held]"
+        ), (dispatching, num_bytes)
+        assert combining.endswith("from the memory of their ranks; symmetric memory over 2 ranks (gloo)]")
+        assert "Dispatch(num_experts=4, group=<ranks 0, 1>, transport='symmetric', capacity=12)" in repr(layer)
+        assert "Combine(group=<ranks 0, 1>, transport='symmetric')" in repr(layer)
+        assert sum("not repeated: The barriers of symmetric memory" in line for line in lines) == 2
+
+
+def test_what_cannot_be_transferred_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    on_ranks(name_and_refuse, tmp_path, folder=tmp_path)

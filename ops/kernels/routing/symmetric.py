@@ -5,14 +5,15 @@ E experts are divided among the n ranks of a group: rank r owns the L = E / n ex
 `ops.kernels.routing.all_to_all`. The rest are zeros, past the sum of the sizes.
 
     place    rank * capacity + row of each (token, slot) pair; NOWHERE for a pair of no expert
+    lead     the place of the first slot of the same token on the same rank
     origins  of each row here, the row to which the token was written; NOWHERE past the sum
 
-A token is written once to each rank that owns any of its experts, into the row of the first such slot. The other rows
-of that token on that rank name it as their origin, and are made from it where the rows are copied out of the buffer:
+A token is written once to each rank that owns any of its experts, to the lead of these slots. The other rows of that
+token on that rank name it as their origin, and are made from it where the rows are copied out of the buffer:
 
     2 ranks of 2 experts, experts of rank 1's tokens [[2, 3], [0, 2]], rank 0 without tokens, capacity 4
-    place    on rank 1   [[4, 6], [0, 5]]
-    origins  on rank 0   [0, -1, -1, -1]        on rank 1   [0, 1, 0, -1]
+    place    on rank 1   [[4, 6], [0, 5]]             lead       [[4, 4], [0, 5]]
+    origins  on rank 0   [0, -1, -1, -1]              on rank 1  [0, 1, 0, -1]
 
 What returns is read where it is: y[t] = sum_k rows of place[t, k], in the order of the slots, in float32 (float64 for
 float64), rounded once. Moving copies values, so the results have the bits of one rank that has all tokens and experts.
@@ -49,6 +50,7 @@ from ops.kernels.routing.symmetric_triton import (
     NOWHERE,
     OVERFLOWN,
     expand_kernel,
+    locate_kernel,
     pull_kernel,
     push_kernel,
     put_counts_kernel,
@@ -57,7 +59,7 @@ from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2
 
 BYTES_BESIDE_ROW = 12  # origin and scale
 _ALIGNMENT = 128
-_TENSORS = ("row_of_slot", "token_of_row", "place", "origins")
+_TENSORS = ("row_of_slot", "token_of_row", "place", "lead", "origins")
 
 
 class SymmetricBuffers:
@@ -132,13 +134,14 @@ _of_groups: WeakKeyDictionary[ProcessGroup, _OfGroup] = WeakKeyDictionary()
 class SymmetricRoutingMap(RoutingMap):
     """The map of this rank's pairs, with their places and the rows that came.
 
-    place: [T, topk] int32
+    place, lead: [T, topk] int32
     origins: [C] int32
     """
 
     transport: ClassVar[str] = "symmetric"
 
     place: Tensor
+    lead: Tensor
     origins: Tensor
     group: RankGroup
     buffers: SymmetricBuffers
@@ -156,7 +159,7 @@ class SymmetricRoutingMap(RoutingMap):
     def send_tokens(self, x: Tensor) -> Tensor:
         """The rows [C, H] for the experts here, of the tokens [T, H] that each rank gives."""
         self.buffers.memory.barrier()
-        push(x.contiguous(), None, self.place, self.buffers)
+        push(x.contiguous(), None, self.place, self.lead, self.buffers)
         self.buffers.memory.barrier()
         return expand(self.buffers.rows(x.dtype, x.shape[1]), self.origins)
 
@@ -205,18 +208,15 @@ def send(
     memory.barrier()
     shift_E, sizes_L, total, needed = layout(buffers.counts, group.rank, capacity)
     buffers.note(needed)
-    overflows = needed > capacity
-    expert = indices.flatten().to(torch.int64).clamp(0, num_experts)
-    place = routing_map.row_of_slot.flatten() + shift_E.index_select(0, expert.clamp(max=num_experts - 1))
-    place = torch.where(expert < num_experts, place, NOWHERE.value)
-    place = torch.where(overflows, OVERFLOWN.value, place).to(torch.int32).view(indices.shape)
-    push(x.contiguous(), probs.contiguous(), place, buffers)
+    place, lead = locate(indices, routing_map.row_of_slot, shift_E, needed, capacity)
+    push(x.contiguous(), probs.contiguous(), place, lead, buffers)
     memory.barrier()
+    overflows = needed > capacity
     here = torch.arange(capacity, device=x.device) < total
     origins = torch.where(here, buffers.origins, NOWHERE.value).masked_fill_(overflows, OVERFLOWN.value)
     scales = torch.where(here, buffers.scales(probs.dtype), 0).masked_fill_(overflows, float("nan"))
     made = SymmetricRoutingMap(
-        routing_map.row_of_slot, routing_map.token_of_row, place, origins.to(torch.int32), group, buffers
+        routing_map.row_of_slot, routing_map.token_of_row, place, lead, origins.to(torch.int32), group, buffers
     )
     return made, expand(buffers.rows(x.dtype, H), made.origins), scales, sizes_L
 
@@ -226,7 +226,7 @@ def layout(counts_nE: Tensor, rank: int, capacity: int) -> tuple[Tensor, Tensor,
 
     rows needed: the most that any rank receives. If they are more than the capacity, the sizes divide that evenly.
 
-    counts [[0, 0, 0, 0], [1, 0, 2, 1]], rank 1, capacity 4  ->  [0, 3, 3, 3], [2, 1], [3], [3]
+    counts [[0, 0, 0, 0], [1, 0, 2, 1]], rank 1, capacity 4  ->  [0, 0, 3, 3], [2, 1], [3], [3]
     """
     n, E = counts_nE.shape
     received_nL = counts_nE.sum(0).view(n, -1)
@@ -287,10 +287,20 @@ def _aligned(num_bytes: int) -> int:
     return cdiv(num_bytes, _ALIGNMENT) * _ALIGNMENT
 
 
+# -------------------------------------------------------------------------------------------------------------- config
+
+
+def locate_config(topk: int) -> tuple[int, int]:
+    """(tokens, slots) of a program: at most 1024 pairs, so that few tokens keep many multiprocessors busy."""
+    block_k = next_power_of_2(topk)
+    return max(1, 1024 // block_k), block_k
+
+
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 
-_put_counts, _push = Launch(put_counts_kernel), Launch(push_kernel)
+_put_counts, _locate = Launch(put_counts_kernel), Launch(locate_kernel)
+_push = Launch(push_kernel)
 _expand, _pull = Launch(expand_kernel), Launch(pull_kernel)
 
 
@@ -300,14 +310,29 @@ def put_counts(counts_E: Tensor, buffers: SymmetricBuffers) -> None:
     _put_counts(counts_E, buffers.group.size, counts_E, buffers.memory.addresses, rank, E, BLOCK_E=next_power_of_2(E))
 
 
-def push(x: Tensor, scales: Tensor | None, place: Tensor, buffers: SymmetricBuffers) -> None:
+def locate(
+    indices: Tensor, row_of_slot: Tensor, shift_E: Tensor, needed: Tensor, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """(place, lead), each [T, topk] int32, by what `make_routing_map` and `layout` made of these indices."""
+    place, lead = torch.empty(2, *indices.shape, dtype=torch.int32, device=indices.device).unbind()
+    if has_work(place):
+        block_t, block_k = locate_config(indices.shape[1])
+        _locate(
+            indices, cdiv(indices.shape[0], block_t), indices.contiguous(), row_of_slot, shift_E, needed, place, lead,
+            *indices.shape[:1], shift_E.numel(), CAPACITY=capacity, TOPK=indices.shape[1], BLOCK_T=block_t,
+            BLOCK_K=block_k,
+        )  # fmt: skip
+    return place, lead
+
+
+def push(x: Tensor, scales: Tensor | None, place: Tensor, lead: Tensor, buffers: SymmetricBuffers) -> None:
     """Write x [T, H] to the ranks of `place`; with scales [T, topk] also those, and the origins. All contiguous."""
     if not has_work(x):
         return
     H = x.shape[1]
     block_h, num_warps = move_config(H, x.element_size())
     _push(
-        x, x.shape[0] * cdiv(H, block_h), x, scales, None if scales is None else buffers.origins, place,
+        x, x.shape[0] * cdiv(H, block_h), x, scales, None if scales is None else buffers.origins, place, lead,
         buffers.memory.addresses, buffers.rows_at, buffers.scales_at, buffers.origins_at, H,
         CAPACITY=buffers.capacity, TOPK=place.shape[1], BLOCK_H=block_h, num_warps=num_warps,
     )  # fmt: skip

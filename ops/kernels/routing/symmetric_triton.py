@@ -4,6 +4,7 @@ Memory of rank r begins at addresses[r]; a region of it at the same number of by
 of 16. place = r * CAPACITY + row is a row of rank r; NOWHERE and OVERFLOWN are negative.
 
 put_counts: a program for each rank that is written to.
+locate:     a program handles BLOCK_T tokens and all slots.
 push, pull: a program handles BLOCK_H columns of one token; the first columns take the token's scales along.
 expand:     a program handles BLOCK_H columns of one row.
 """
@@ -30,9 +31,34 @@ def put_counts_kernel(counts_ptr, addresses_ptr, rank, E, BLOCK_E: tl.constexpr)
     tl.store(there + rank * E + offs_e, counts, mask=offs_e < E)
 
 
+@triton.jit(do_not_specialize=["T"])
+def locate_kernel(
+    indices_ptr, row_of_slot_ptr, shift_ptr, needed_ptr, place_ptr, lead_ptr, T, E,
+    CAPACITY: tl.constexpr, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_k = tl.arange(0, BLOCK_K)[None, :]
+    inside = (offs_t < T)[:, None] & (offs_k < TOPK)
+    at = offs_t[:, None] * TOPK + offs_k
+    expert = tl.maximum(tl.load(indices_ptr + at, mask=inside, other=0).to(tl.int64), 0)
+    sent = inside & (expert < E)
+    place = tl.load(row_of_slot_ptr + at, mask=sent, other=0) + tl.load(shift_ptr + expert, mask=sent, other=0)
+    place = tl.where(sent, place, NOWHERE).to(tl.int32)
+    place = tl.where(tl.load(needed_ptr) > CAPACITY, OVERFLOWN, place)
+    rank = tl.where(place >= 0, place // CAPACITY, NOWHERE)
+    lead = place
+    for slot in range(TOPK):
+        to = tl.max(tl.where(offs_k == slot, rank, NOWHERE), 1)
+        first = tl.min(tl.where(rank == to[:, None], offs_k, BLOCK_K), 1)
+        there = tl.max(tl.where(offs_k == first[:, None], place, OVERFLOWN), 1)
+        lead = tl.where(offs_k == slot, there[:, None], lead)
+    tl.store(place_ptr + at, place, mask=inside)
+    tl.store(lead_ptr + at, lead, mask=inside)
+
+
 @triton.jit
 def push_kernel(
-    x_ptr, scales_ptr, origins_ptr, place_ptr, addresses_ptr, rows_at, scales_at, origins_at, H,
+    x_ptr, scales_ptr, origins_ptr, place_ptr, lead_ptr, addresses_ptr, rows_at, scales_at, origins_at, H,
     CAPACITY: tl.constexpr, TOPK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """scales_ptr, origins_ptr: None if rows alone are sent; of origins_ptr the type is used"""
@@ -40,20 +66,16 @@ def push_kernel(
     x = tl.load(x_ptr + token * H + offs_h, mask=offs_h < H)
     for slot in tl.static_range(TOPK):
         place = tl.load(place_ptr + token * TOPK + slot)
-        origin = place
-        for back in tl.static_range(slot):
-            other = tl.load(place_ptr + token * TOPK + slot - 1 - back)
-            origin = tl.where((other >= 0) & (other // CAPACITY == place // CAPACITY), other, origin)
+        lead = tl.load(lead_ptr + token * TOPK + slot)
         rank, row = tl.maximum(place, 0) // CAPACITY, place % CAPACITY
         rows = _region(addresses_ptr, rank, rows_at, x_ptr.dtype)
-        first = (place >= 0) & (origin == place)
-        tl.store(rows + row.to(tl.int64) * H + offs_h, x, mask=first & (offs_h < H))
+        tl.store(rows + row.to(tl.int64) * H + offs_h, x, mask=(place >= 0) & (place == lead) & (offs_h < H))
         if scales_ptr is not None:
-            leads = (place >= 0) & (tl.program_id(0) % tl.cdiv(H, BLOCK_H) == 0)
+            sent = (place >= 0) & (tl.program_id(0) % tl.cdiv(H, BLOCK_H) == 0)
             scales = _region(addresses_ptr, rank, scales_at, scales_ptr.dtype)
-            tl.store(scales + row, tl.load(scales_ptr + token * TOPK + slot), mask=leads)
+            tl.store(scales + row, tl.load(scales_ptr + token * TOPK + slot), mask=sent)
             origins = _region(addresses_ptr, rank, origins_at, origins_ptr.dtype)
-            tl.store(origins + row, origin % CAPACITY, mask=leads)
+            tl.store(origins + row, lead % CAPACITY, mask=sent)
 
 
 @triton.jit
