@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from unittest.mock import patch
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,10 @@ def symmetric_on_cpu(folder: Path) -> Iterator[None]:
             for rank, file in enumerate(files)
         ]
 
+        meeting = ref(group.process_group)  # which the buffers, kept by group, must not keep
+
         def barrier(mapped: object = of_ranks) -> None:
-            dist.barrier(group.process_group)
+            dist.barrier(meeting())
 
         return SymmetricMemory(local, torch.tensor([memory.data_ptr() for memory in of_ranks]), barrier)
 

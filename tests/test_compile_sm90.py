@@ -227,8 +227,8 @@ def launch_symmetric(rows: int, features: int, dtype: torch.dtype) -> None:
         indices = torch.empty(rows, topk, dtype=torch.int64)
         counts, place, scales = torch.empty(128, dtype=torch.int64), indices.int(), torch.empty(rows, topk)
         x, memory = torch.empty(rows, features, dtype=dtype), SimpleNamespace(addresses=counts)
-        group, regions = SimpleNamespace(rank=3, size=8), {"origins_at": 1024, "scales_at": 2048, "rows_at": 4096}
-        buffers: Any = SimpleNamespace(group=group, capacity=rows, memory=memory, origins=place[:, 0], **regions)
+        regions = {"rank": 3, "num_ranks": 8, "origins_at": 1024, "scales_at": 2048, "rows_at": 4096}
+        buffers: Any = SimpleNamespace(capacity=rows, memory=memory, origins=place[:, 0], **regions)
         symmetric.put_counts(counts, buffers)
         symmetric.locate(indices, indices, counts, counts[:1], rows)
         for given in (scales, None):

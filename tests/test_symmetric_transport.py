@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import fuser
 from fuser import Sequential, autocast, ops
+from ops.kernels.routing import symmetric as symmetric_module
 from ops.kernels.routing.permute import make_routing_map
 from ops.kernels.routing.symmetric import SymmetricBuffers, expand, layout, locate, pull, push, put_counts
 from ops.kernels.routing.symmetric_memory import SymmetricMemory, allocate
@@ -284,6 +286,15 @@ def name_and_refuse(rank: int, folder: Path) -> None:
             assert "a Dispatch with transport='alltoall', but this Combine has transport='symmetric'" in said
             assert "x has no features" in sentence(lambda: run(first, last, x=x[:, :0]), ValueError)
             assert torch.equal(run(first, last), 2 * x), "after a refusal the ranks go on"
+
+            other = {"group": dist.new_group([0, 1]), "transport": "symmetric"}
+            held = len(symmetric_module._of_groups)
+            run(ops.Dispatch(4, capacity=12, **other), ops.Combine(**other))
+            assert len(symmetric_module._of_groups) == held + 1
+            dist.destroy_process_group(other["group"])
+            other.clear()
+            gc.collect()
+            assert len(symmetric_module._of_groups) == held, "buffers end with their group"
         with patch("socket.gethostname", lambda: f"host{rank}"):
             said = same_everywhere(sentence(lambda: allocate(8, first.group, torch.device("cpu"))))
         assert "rank 0: host host0; rank 1: host host1. Symmetric memory is within one NVLink domain" in said

@@ -69,8 +69,9 @@ class SymmetricBuffers:
     """
 
     def __init__(self, group: RankGroup, capacity: int, num_experts: int, row_bytes: int, device: torch.device) -> None:
-        self.group, self.capacity = group, capacity
-        self._counts = (group.size, num_experts)
+        # Not the group itself, whose end is that of the buffers.
+        self.rank, self.num_ranks, self._shown = group.rank, group.size, repr(group)
+        self.capacity, self.num_experts = capacity, num_experts
         self.origins_at = _aligned(group.size * num_experts * 8)
         self.scales_at = self.origins_at + _aligned(capacity * 4)
         self.rows_at = self.scales_at + _aligned(capacity * 8)
@@ -82,7 +83,7 @@ class SymmetricBuffers:
     @property
     def counts(self) -> Tensor:
         """[n, E] int64: the pairs of each rank for each expert."""
-        return self._region(0, torch.int64, *self._counts)
+        return self._region(0, torch.int64, self.num_ranks, self.num_experts)
 
     @property
     def origins(self) -> Tensor:
@@ -109,7 +110,7 @@ class SymmetricBuffers:
             self.needed_on_host.zero_()
             self.needed.zero_()
             raise RuntimeError(
-                f"A rank of {self.group} would have received {needed} rows, but capacity is {self.capacity}, so the "
+                f"A rank of {self._shown} would have received {needed} rows, but capacity is {self.capacity}, so the "
                 f"outputs and gradients of that step are NaN on every rank. Give Dispatch a capacity of {needed} or "
                 "more."
             )
@@ -215,9 +216,7 @@ def send(
     here = torch.arange(capacity, device=x.device) < total
     origins = torch.where(here, buffers.origins, NOWHERE.value).masked_fill_(overflows, OVERFLOWN.value)
     scales = torch.where(here, buffers.scales(probs.dtype), 0).masked_fill_(overflows, float("nan"))
-    made = SymmetricRoutingMap(
-        routing_map.row_of_slot, routing_map.token_of_row, place, lead, origins.to(torch.int32), group, buffers
-    )
+    made = SymmetricRoutingMap(routing_map.row_of_slot, routing_map.token_of_row, place, lead, origins, group, buffers)
     return made, expand(buffers.rows(x.dtype, H), made.origins), scales, sizes_L
 
 
@@ -306,8 +305,8 @@ _expand, _pull = Launch(expand_kernel), Launch(pull_kernel)
 
 def put_counts(counts_E: Tensor, buffers: SymmetricBuffers) -> None:
     """Write this rank's counts to all ranks."""
-    E, rank = counts_E.numel(), buffers.group.rank
-    _put_counts(counts_E, buffers.group.size, counts_E, buffers.memory.addresses, rank, E, BLOCK_E=next_power_of_2(E))
+    E, addresses = counts_E.numel(), buffers.memory.addresses
+    _put_counts(counts_E, buffers.num_ranks, counts_E, addresses, buffers.rank, E, BLOCK_E=next_power_of_2(E))
 
 
 def locate(
