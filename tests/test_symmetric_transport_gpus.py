@@ -20,7 +20,7 @@ from tests.reference import assert_close, assert_same_bits
 from tests.test_expert_parallel import Batch, Case, batch, same_everywhere, sentence, step, weight_gradients, whole
 from tests.test_symmetric_transport import CLOSE, all_nan, overflow, share_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
 def on_gpu(given: Batch) -> Batch:
