@@ -19,6 +19,9 @@ from ops.kernels.routing.all_to_all import (
     make_sharded_routing_map,
 )
 from ops.kernels.routing.permute import RoutingMap, combine, dispatch, make_routing_map
+from ops.kernels.routing.symmetric import BYTES_BESIDE_ROW, SymmetricRoutingMap, bytes_held, send
+from ops.kernels.routing.symmetric_memory import why_not_symmetric
+from ops.kernels.routing.transports import WHY_IN_FULL, check_transport
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
 from recipes.arguments import check_flags, positive_integers
 from recipes.request import PlanRequest
@@ -51,13 +54,21 @@ class Dispatch(BasicOperation):
     routing: it is read on the host once a forward. Forward and backward are collectives: every rank makes the same
     calls in the same order, also one without tokens (`ops.kernels.routing.all_to_all`).
 
+    transport: "alltoall", or "symmetric" for GPUs of one NVLink domain, whose kernels write and read the memory of the
+    other ranks, without a host read, so that they can be captured in CUDA graphs (`ops.kernels.routing.symmetric`).
+    Then R is `capacity` on each rank, whatever the routing, and rows past the sum of the sizes are zeros. A step in
+    which any rank would receive more gives NaN for all outputs and gradients on every rank, and `fuser.check_overflow`
+    and the next forward raise RuntimeError once the host knows of it.
+
     Raises ValueError for num_experts that is not positive or that the ranks do not divide, a group without this rank,
-    shapes that do not match, and, on the CPU, indices outside [0, num_experts) (with empty_slots above num_experts);
-    TypeError for indices that are not integers and for a group of another type; NotImplementedError for empty_slots
-    with a group. On a GPU the indices are not checked, because that would synchronize: a negative one counts for expert
-    0, one above for no expert, in rows past the sum of the sizes. With a group RuntimeError, on every rank, where ranks
-    differ in num_experts, features, dtypes, slots, in whether gradients are computed or in the name of the recipe, or
-    where one of them refuses its arguments (that one raises its own error), and while a CUDA graph is captured.
+    another transport, a capacity that is missing, not needed or less than a row for each expert of a rank, shapes that
+    do not match, x on a CPU with "symmetric", and, on the CPU, indices outside [0, num_experts) (with empty_slots above
+    num_experts); TypeError for indices that are not integers and for a group of another type; NotImplementedError for
+    empty_slots with a group. On a GPU the indices are not checked, because that would synchronize: a negative one
+    counts for expert 0, one above for no expert, in rows past the sum of the sizes. With a group RuntimeError, on every
+    rank, where ranks differ in num_experts, features, dtypes, slots, capacity, in whether gradients are computed or in
+    the name of the recipe ("symmetric" compares once for each of these); with "alltoall" also where one of them refuses
+    its arguments (that one raises its own error), and while a CUDA graph is captured.
     """
 
     accepts_integers = True
@@ -69,7 +80,15 @@ class Dispatch(BasicOperation):
     class Saved(NamedTuple):
         routing_map: RoutingMap
 
-    def __init__(self, num_experts: int, *, group: Ranks | None = None, empty_slots: bool = False) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        group: Ranks | None = None,
+        empty_slots: bool = False,
+        transport: str = "alltoall",
+        capacity: int | None = None,
+    ) -> None:
         super().__init__()
         check_flags(empty_slots=empty_slots)
         if empty_slots and group is not None:
@@ -79,6 +98,7 @@ class Dispatch(BasicOperation):
         (self.num_experts,) = positive_integers("Dispatch", num_experts=num_experts)
         self.empty_slots = empty_slots
         self.group = None if group is None else ExpertGroup(group)
+        self.transport = check_transport(transport, self.group)
         if self.group is not None:
             ranks = len(self.group.ranks)
             if self.num_experts % ranks:
@@ -86,16 +106,29 @@ class Dispatch(BasicOperation):
                     f"num_experts is {self.num_experts}, but must be a multiple of the {ranks} ranks of group, each of "
                     "which owns as many. It is the number of experts on all ranks together."
                 )
-            self.why_in_full = self.group.why_in_full
+            self.why_in_full = WHY_IN_FULL[transport]
+        self.capacity = self._checked_capacity(capacity)
 
     def kernel(self, request: PlanRequest) -> str:
         in_triton = runs_in_triton(request.device, request.dtype)
         if self.group is None:
             return "a token read once, counting sort (Triton)" if in_triton else "torch"
         sort, transport = "counting sort (Triton)" if in_triton else "torch", self.group.transport(request.device)
+        if self.capacity is not None:
+            held = bytes_held(self.group, self.capacity)
+            return (
+                f"{sort}; symmetric memory {self.group.describe(request.device)}, a token written once to each rank; "
+                f"no host read; capacity {self.capacity} rows a rank, of {request.dtype.itemsize} H + "
+                f"{BYTES_BESIDE_ROW} bytes{f', {held} bytes held' if held else ''}"
+            )
         return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward"
 
+    def why_not_captured(self, request: PlanRequest) -> str | None:
+        return None if self.transport == "symmetric" else super().why_not_captured(request)
+
     def why_not_traced(self, path: str) -> str | None:
+        if self.transport == "symmetric":
+            return "other ranks write its rows, which torch's tracing does not see."
         if self.group is not None:
             return "how many rows the ranks send is read on the host in each forward, and torch's tracing stops there."
         return super().why_not_traced(path)
@@ -123,6 +156,8 @@ class Dispatch(BasicOperation):
         self, ctx: OperationContext, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfBasic:
         routing_map: RoutingMap = ctx.saved.routing_map
+        if isinstance(routing_map, SymmetricRoutingMap):
+            return self._backward_symmetric(ctx, dy, d_extra_outputs.get("scales"), routing_map)
         if isinstance(routing_map, ShardedRoutingMap):
             return self._backward_over_ranks(ctx, dy, d_extra_outputs.get("scales"), routing_map)
         dx = dprobs = None
@@ -140,19 +175,25 @@ class Dispatch(BasicOperation):
         try:
             self._check(x, probs, indices)
         except (TypeError, ValueError) as error:
-            announce_refusal(group, x.device, error)
+            if self.transport == "alltoall":
+                announce_refusal(group, x.device, error)
             raise
         about = (
             f"num_experts={self.num_experts}, {x.shape[1]} features in {x.dtype}, {indices.shape[1]} slots, probs in "
             f"{probs.dtype}, gradients {'computed' if ctx.needs_grad else 'not computed'}, recipe {ctx.recipe.name}"
         )
-        needed = NeededGradients(ctx.needs.input, "probs" in ctx.needs.extras)
-        routing_map, slot_of_pair, sizes = make_sharded_routing_map(indices, self.num_experts, group, about, needed)
+        routing_map: ShardedRoutingMap | SymmetricRoutingMap
+        if self.capacity is None:
+            needed = NeededGradients(ctx.needs.input, "probs" in ctx.needs.extras)
+            routing_map, slot_of_pair, sizes = make_sharded_routing_map(indices, self.num_experts, group, about, needed)
+            scales = routing_map.send(probs.flatten().index_select(0, slot_of_pair))
+            y = self.send_tokens(x, routing_map)
+        else:
+            about = f"capacity={self.capacity}, {about}"
+            routing_map, y, scales, sizes = send(x, probs, indices, self.num_experts, self.capacity, group, about)
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
             ctx.num_features, ctx.probs_dtype = x.shape[1], probs.dtype
-        scales = routing_map.send(probs.flatten().index_select(0, slot_of_pair))
-        y = self.send_tokens(x, routing_map)
         return y, {
             "split_sizes": Splits.make(sizes, rows=y.shape[0], device=x.device),
             "scales": scales,
@@ -185,7 +226,47 @@ class Dispatch(BasicOperation):
         """The gradients of this rank's pairs."""
         return routing_map.send_back(dy)
 
+    def _backward_symmetric(
+        self, ctx: OperationContext, dy: Tensor | None, dscales: Tensor | None, routing_map: SymmetricRoutingMap
+    ) -> BackwardOfBasic:
+        rows = routing_map.num_rows
+        if dy is None:
+            dy = routing_map.origins.new_zeros(rows, ctx.num_features, dtype=ctx.dtype)
+        if dscales is None:
+            dscales = routing_map.origins.new_zeros(rows, dtype=ctx.probs_dtype)
+        needed = NeededGradients(ctx.needs.input, "probs" in ctx.needs.extras)
+        dx, dprobs = routing_map.send_back(dy, dscales, needed)
+        return dx, {}, {"probs": dprobs}
+
+    def _checked_capacity(self, capacity: int | None) -> int | None:
+        if self.group is None or self.transport != "symmetric":
+            if capacity is None:
+                return None
+            raise ValueError(
+                f"capacity is {capacity!r}, but only transport='symmetric' has one: others receive any number of rows. "
+                "Leave it out, or name that transport."
+            )
+        if capacity is None:
+            raise ValueError(
+                "transport='symmetric' needs a capacity: the rows that a rank can receive, a row for each pair of a "
+                "token and an expert here. Balanced routing has tokens of all ranks * topk / ranks; give more."
+            )
+        (capacity,) = positive_integers("Dispatch", capacity=capacity)
+        own = self.num_experts // self.group.size
+        if not own <= capacity < 2**31 // self.group.size:
+            raise ValueError(
+                f"capacity is {capacity}, but must be at least {own}, a row for each expert of a rank, and the "
+                "capacities of all ranks together less than 2^31."
+            )
+        return capacity
+
     def _check(self, x: Tensor, probs: Tensor, indices: Tensor) -> None:
+        if self.transport == "symmetric":
+            reason = why_not_symmetric(x.device)
+            if reason is not None:
+                raise ValueError(reason)
+            if x.shape[-1:] == (0,):
+                raise ValueError("x has no features, so there are no rows to transfer. Give it at least one.")
         if x.dim() != 2 or indices.dim() != 2 or indices.shape[0] != x.shape[0] or probs.shape != indices.shape:
             raise ValueError(
                 f"x has shape {list(x.shape)}, probs {list(probs.shape)}, indices {list(indices.shape)}, but "
@@ -204,6 +285,8 @@ class Dispatch(BasicOperation):
             )
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}{', empty_slots=True' if self.empty_slots else ''}" + (
-            "" if self.group is None else f", group={self.group}"
+        return (
+            f"num_experts={self.num_experts}{', empty_slots=True' if self.empty_slots else ''}"
+            + ("" if self.group is None else f", group={self.group}")
+            + ("" if self.capacity is None else f", transport='symmetric', capacity={self.capacity}")
         )

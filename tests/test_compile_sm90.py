@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -44,7 +45,7 @@ from ops.kernels.grouped_gemm.tile_rules_float8 import (
     m_grouped_float8_config,
 )
 from ops.kernels.norm import norm_triton
-from ops.kernels.routing import permute, routing
+from ops.kernels.routing import permute, routing, symmetric
 from recipes.casts import cast_blocks, cast_float8, cast_float8_rowwise, cast_nvfp4
 from recipes.casts.amax_history import end_step_triton
 from recipes.casts.nvfp4_alpha import alpha_from_amax_triton
@@ -241,6 +242,23 @@ def launch_permute(rows: int, features: int, dtype: torch.dtype) -> None:
         permute.make_routing_map_triton(row_of_slot, row_of_slot, slots, slots, slots.new_empty(num_experts))
 
 
+def launch_symmetric(rows: int, features: int, dtype: torch.dtype) -> None:
+    """Transfers of few and many slots, of rows alone and with scales."""
+    for topk in (1, 8, 32):
+        indices = torch.empty(rows, topk, dtype=torch.int64)
+        counts, place, scales = torch.empty(128, dtype=torch.int64), indices.int(), torch.empty(rows, topk)
+        x, memory = torch.empty(rows, features, dtype=dtype), SimpleNamespace(addresses=counts)
+        regions = {"rank": 3, "num_ranks": 8, "origins_at": 1024, "scales_at": 2048, "rows_at": 4096}
+        buffers: Any = SimpleNamespace(capacity=rows, memory=memory, origins=place[:, 0], **regions)
+        symmetric.put_counts(counts, buffers)
+        symmetric.locate(indices, indices, counts, counts[:1], rows)
+        for given in (scales, None):
+            symmetric.push(x, given, place, place, buffers)
+            symmetric.pull(x, given, place, buffers)
+        symmetric.pull(None, scales, place, buffers)
+        symmetric.expand(x, place[:, 0].contiguous())
+
+
 def launch_routing(rows: int) -> None:
     """Routes of few and many experts and slots, with one of the gradients and with both."""
     for num_experts, topk in ((1, 1), (60, 4), (128, 8), (512, 512)):
@@ -419,6 +437,7 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         launch_norms(MANY_ROWS, N, dtype)
     for columns in () if tf32 else (ODD[0], 7168):
         launch_permute(MANY_ROWS, columns, dtype)
+        launch_symmetric(MANY_ROWS, columns, dtype)
     if mode == "fp32":
         launch_routing(MANY_ROWS)
     if not tf32:

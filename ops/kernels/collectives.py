@@ -182,11 +182,13 @@ def check_alike(
 
 
 def difference(group: RankGroup, about: str, remedy: str) -> str:
-    """The sentence that every rank raises. A collective: every rank has found that another one differs."""
+    """The sentence that every rank raises, empty if they do not differ. A collective."""
     of_ranks: list[str] = [""] * group.size
     dist.all_gather_object(of_ranks, about, group=group.process_group)
     ranks: dict[str, list[str]] = {}
     for rank, given in zip(group.ranks, of_ranks, strict=True):
         ranks.setdefault(given, []).append(str(rank))
+    if len(ranks) == 1:
+        return ""
     who = [f"{'rank' if len(some) == 1 else 'ranks'} {', '.join(some)}: {given}" for given, some in ranks.items()]
     return f"The ranks of one process group differ in what they exchange: {'; '.join(who)}. {remedy}"

@@ -31,14 +31,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ops.kernels.collectives import RankGroup, difference
-from ops.kernels.routing.permute import RoutingMap, dispatch, make_routing_map
+from ops.kernels.routing.permute import RoutingMap, combine, dispatch, make_routing_map
 
 _REMEDY = (
     "Only the tokens and their number may differ: give every rank the same layer and recipe, and tensors of the same "
@@ -52,7 +52,6 @@ class ExpertGroup(RankGroup):
     along_one = "experts are divided"
     example = 'mesh["ep"]'
     or_none = ", or None"
-    why_in_full = "all_to_all_single takes the row counts from the host, where each forward reads them."
 
     def transport(self, device: torch.device) -> str:
         """How rows are transferred, for `Sequential.explain()`."""
@@ -108,6 +107,8 @@ class ShardedRoutingMap(RoutingMap):
     under_way: the transfer that one half of an operation has started and the other one awaits (`ops.transfer_halves`)
     """
 
+    transport: ClassVar[str] = "alltoall"
+
     row_of_arrived: Tensor
     arrived_of_row: Tensor
     token_of_copy: Tensor
@@ -117,6 +118,10 @@ class ShardedRoutingMap(RoutingMap):
     copies: Counts
     needed: NeededGradients
     under_way: list[Transfer] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_of_arrived.shape[0]
 
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in _TENSORS)
@@ -137,6 +142,10 @@ class ShardedRoutingMap(RoutingMap):
 
     def _rows_of(self, copies: Tensor) -> Tensor:
         return copies.index_select(0, self.copy_of_row)
+
+    def sum_rows(self, rows: Tensor) -> Tensor:
+        """The sums [T, H] of the rows of this rank's tokens, of what all ranks give for their rows, [R, H]."""
+        return combine(self.send_back(rows), self)
 
     def send(self, values: Tensor) -> Tensor:
         """The values [R] of the rows here, of those [P] that each rank gives for its pairs."""

@@ -18,7 +18,7 @@ from recipes.triton.rounding import round_to, widen
 
 
 @triton.jit
-def _columns(H, BLOCK_H: tl.constexpr):
+def columns(H, BLOCK_H: tl.constexpr):
     """(token, columns) of a program. Neighbours share the token."""
     column_blocks = tl.cdiv(H, BLOCK_H)
     token = (tl.program_id(0) // column_blocks).to(tl.int64)
@@ -27,7 +27,7 @@ def _columns(H, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def dispatch_kernel(x_ptr, row_of_slot_ptr, y_ptr, H, TOPK: tl.constexpr, BLOCK_H: tl.constexpr):
-    token, offs_h = _columns(H, BLOCK_H)
+    token, offs_h = columns(H, BLOCK_H)
     x = tl.load(x_ptr + token * H + offs_h, mask=offs_h < H)
     for slot in tl.static_range(TOPK):
         row = tl.load(row_of_slot_ptr + token * TOPK + slot)
@@ -36,7 +36,7 @@ def dispatch_kernel(x_ptr, row_of_slot_ptr, y_ptr, H, TOPK: tl.constexpr, BLOCK_
 
 @triton.jit
 def combine_kernel(x_ptr, row_of_slot_ptr, y_ptr, H, TOPK: tl.constexpr, BLOCK_H: tl.constexpr):
-    token, offs_h = _columns(H, BLOCK_H)
+    token, offs_h = columns(H, BLOCK_H)
     row = tl.load(row_of_slot_ptr + token * TOPK)
     y = widen(tl.load(x_ptr + row * H + offs_h, mask=offs_h < H, other=0.0)).to(tl.float32)
     for slot in tl.static_range(1, TOPK):

@@ -1,0 +1,316 @@
+"""transport="symmetric" over ranks that share memory, its kernels interpreted: the bits of the unsharded layer."""
+# T tokens, H features, E experts, L experts of a rank, n ranks, C rows of a rank
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fuser
+from fuser import Sequential, autocast, ops
+from ops.kernels.routing import symmetric as symmetric_module
+from ops.kernels.routing.permute import make_routing_map
+from ops.kernels.routing.symmetric import SymmetricBuffers, expand, layout, locate, pull, push, put_counts
+from ops.kernels.routing.symmetric_memory import SymmetricMemory, allocate
+from ops.kernels.routing.symmetric_triton import OVERFLOWN
+from tests.ranks import on_ranks, quietly
+from tests.reference import assert_close
+from tests.shared_memory import symmetric_on_cpu
+from tests.test_expert_parallel import (
+    Batch,
+    Case,
+    batch,
+    check_shares,
+    experts_between,
+    random_case,
+    same_everywhere,
+    sentence,
+    step,
+    weight_gradients,
+    whole,
+)
+
+# Rows of other numbers are multiplied in other tiles.
+CLOSE = {torch.bfloat16: 2**-5, torch.float32: 2**-5}
+
+pytestmark = pytest.mark.interpreter
+
+
+def share_of(layer: Sequential, case: Case, capacity: int, group: Any = None, **settings: Any) -> Sequential:
+    """The same layer on this rank, with its own experts of that layer."""
+    group = dist.group.WORLD if group is None else group
+    own, rank = case.experts // len(case.tokens), dist.get_rank(group)
+    first = ops.Dispatch(case.experts, group=group, transport="symmetric", capacity=capacity)
+    mine = experts_between(first, ops.Combine(group=group, transport="symmetric"), own, case, **settings)
+    with torch.no_grad():
+        for parameter, of_all in zip(mine.parameters(), layer.parameters(), strict=True):
+            parameter.copy_(of_all[rank * own : (rank + 1) * own])
+    return mine
+
+
+def rows_received(case: Case, given: Batch) -> list[int]:
+    """By each rank."""
+    owner = given.indices.flatten() // (case.experts // len(case.tokens))
+    return owner.bincount(minlength=len(case.tokens)).tolist()
+
+
+def compare(case: Case, recipe: Any = "bf16", spare: int = 3, group: Any = None, **settings: Any) -> None:
+    """spare: rows of the capacity that no rank receives"""
+    rank = dist.get_rank(group)
+    layer, given = whole(case, **settings), batch(case)
+    capacity = max(max(rows_received(case, given)) + spare, case.experts // len(case.tokens))
+    mine = share_of(layer, case, capacity, group, **settings)
+    with autocast(recipe):
+        of_all = step(layer, given)
+        of_rank = step(mine, given.of_rank(case, rank))
+    check_shares(case, rank, of_all, weight_gradients(layer), of_rank | weight_gradients(mine))
+    fuser.check_overflow()
+
+
+def all_nan(tensors: dict[str, Tensor | None]) -> None:
+    finite = [name for name, tensor in tensors.items() if tensor is None or not tensor.isnan().all()]
+    assert not finite, f"{finite} are not NaN in all elements"
+
+
+def overflow(rank: int, device: str, recipe: str = "bf16") -> None:
+    """Rank 1 would receive 2 rows more than its capacity in one step, and none fewer in the next."""
+    case = Case((9, 6), 4, 2, torch.bfloat16, features=(128, 64))
+    fits = batch(case)
+    fits.indices[:] = torch.tensor([0, 2])  # 15 rows for expert 0 and 15 for expert 2
+    too_many = fits._replace(indices=fits.indices.clone())
+    too_many.indices[:2] = 2
+    layer = whole(case)
+    mine = share_of(layer, case, 15).to(device)
+    layer = copy.deepcopy(layer).to(device)
+    fits, too_many = (Batch(*(tensor.to(device) for tensor in given)) for given in (fits, too_many))
+    own = slice(2 * rank, 2 * rank + 2)
+    needs = (
+        "would have received 17 rows, but capacity is 15, so the outputs and gradients of that step are NaN on every"
+    )
+    with autocast(recipe):
+        for raising in (fuser.check_overflow, lambda: step(mine, fits.of_rank(case, rank))):
+            mine.zero_grad()
+            all_nan(step(mine, too_many.of_rank(case, rank)) | weight_gradients(mine))
+            if device == "cuda":
+                torch.cuda.synchronize()
+            said = same_everywhere(sentence(raising))
+            assert needs in said and said.endswith("Give Dispatch a capacity of 17 or more."), said
+            fuser.check_overflow()
+        # nothing was written past the capacity, and nothing is left of it
+        mine.zero_grad()
+        layer.zero_grad()
+        expected = {name: t.split(case.tokens)[rank] for name, t in step(layer, fits).items()}
+        expected |= {name: t[own] for name, t in weight_gradients(layer).items()}
+        assert_close(step(mine, fits.of_rank(case, rank)) | weight_gradients(mine), expected, CLOSE)
+        fuser.check_overflow()
+
+
+def compare_cases(rank: int, ranks: int, seeds: int, folder: Path) -> None:
+    with quietly(), symmetric_on_cpu(folder):
+        compare(Case((7, 0, 12, 1)[:ranks], 2 * ranks, 2))
+        compare(Case((7, 3, 12, 1)[:ranks], 2 * ranks, 2, torch.bfloat16), spare=0)
+        compare(Case((0,) * ranks, 2 * ranks, 2))
+        for seed in range(seeds):
+            compare(random_case(seed, ranks))
+        if ranks == 4:
+            compare(Case((3, 5, 0, 9), 8, 3, torch.float64))
+            compare(Case((3, 5, 0, 9), 8, 3), path="split")
+            compare(Case((3, 5, 0, 9), 8, 3), fusions=())
+            for recipe in ("fp8_current", "fp8_block", "mxfp8"):
+                compare(Case((20, 13, 0, 4), 8, 2), recipe)
+            pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+            compare(Case((4, 7), 6, 2, seed=rank % 2), group=pairs[rank % 2])
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(2, 4), pytest.param(4, 12, marks=[pytest.mark.rest, pytest.mark.slow])])
+def test_a_sharded_layer_has_the_bits_of_the_whole_one(ranks: int, seeds: int, tmp_path: Path) -> None:
+    on_ranks(compare_cases, ranks, seeds, tmp_path, folder=tmp_path, ranks=ranks)
+
+
+def overflow_on_cpu(rank: int, recipes: tuple[str, ...], folder: Path) -> None:
+    with quietly(), symmetric_on_cpu(folder):
+        for recipe in recipes:
+            overflow(rank, "cpu", recipe)
+
+
+@pytest.mark.parametrize(
+    "recipes",
+    [("bf16",), pytest.param(("fp8_current", "fp8_block", "mxfp8"), marks=pytest.mark.rest)],
+    ids=["bf16", "quantized"],
+)
+def test_an_overflow_is_nan_on_every_rank_and_an_error_once_it_is_known(
+    recipes: tuple[str, ...], tmp_path: Path
+) -> None:
+    on_ranks(overflow_on_cpu, recipes, tmp_path, folder=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- the kernels
+
+
+class OneProcess:
+    """The buffers of n ranks that take turns in one process."""
+
+    def __init__(self, ranks: int, capacity: int, experts: int, row_bytes: int, monkeypatch: pytest.MonkeyPatch):
+        memories: list[Tensor] = []
+
+        def allocate(num_bytes: int, group: Any, device: torch.device) -> SymmetricMemory:
+            memories.extend(torch.full((num_bytes,), 255, dtype=torch.uint8) for _ in range(ranks - len(memories)))
+            addresses = torch.tensor([memory.data_ptr() for memory in memories])
+            return SymmetricMemory(memories[group.rank], addresses, lambda: None)
+
+        monkeypatch.setattr("ops.kernels.routing.symmetric_memory.allocate", allocate)
+        groups: list[Any] = [SimpleNamespace(rank=rank, size=ranks) for rank in range(ranks)]
+        self.of_rank = [SymmetricBuffers(g, capacity, experts, row_bytes, torch.device("cpu")) for g in groups]
+
+
+@pytest.mark.launches("put_counts_kernel", "locate_kernel", "push_kernel", "expand_kernel", "pull_kernel")
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+@pytest.mark.parametrize("capacity", [40, 5], ids=["fits", "overflows"])
+def test_a_token_is_written_once_to_each_rank_and_nothing_where_it_does_not_fit(
+    capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, E, topk, H, tokens = 3, 6, 4, 5, (4, 0, 7)
+    buffers = OneProcess(ranks, capacity, E, H * 4, monkeypatch).of_rank
+    indices = [torch.randint(0, E + 1, (T, topk)) for T in tokens]  # E stands for no expert
+    x, probs = [torch.randn(T, H) for T in tokens], [torch.rand(T, topk) for T in tokens]
+    rows_of = [
+        sorted(
+            (expert, source, token, slot)
+            for source, given in enumerate(indices)
+            for token, experts in enumerate(given.tolist())
+            for slot, expert in enumerate(experts)
+            if expert // 2 == rank
+        )
+        for rank in range(ranks)
+    ]
+    maps = [make_routing_map(given, E) for given in indices]
+    for of_rank, (_, _, counts) in zip(buffers, maps, strict=True):
+        put_counts(counts, of_rank)
+    located = []
+    for rank, of_rank in enumerate(buffers):
+        shift, sizes, total, needed = layout(of_rank.counts, rank, capacity)
+        assert needed.item() == max(map(len, rows_of)) and total.item() == len(rows_of[rank])
+        assert sizes.sum().item() == (capacity if capacity == 5 else len(rows_of[rank]))
+        located.append(locate(indices[rank], maps[rank][0].row_of_slot, shift, needed, capacity))
+        push(x[rank], probs[rank], *located[rank], of_rank)
+    if capacity == 5:
+        for rank, of_rank in enumerate(buffers):
+            assert (of_rank.memory.local[of_rank.origins_at :] == 255).all()
+            assert (located[rank][0] == OVERFLOWN.value).all()
+            y, scales = torch.empty_like(x[rank]), torch.empty_like(probs[rank])
+            pull(y, scales, located[rank][0], of_rank)
+            assert y.isnan().all() and scales.isnan().all()
+            assert expand(of_rank.rows(x[0].dtype, H), torch.full((capacity,), -2, dtype=torch.int32)).isnan().all()
+        return
+    for rows, of_rank in zip(rows_of, buffers, strict=True):
+        count, leads = len(rows), {}
+        for row, (_, source, token, _) in enumerate(rows):
+            leads.setdefault((source, token), []).append(row)
+        origins = of_rank.origins[:count].tolist()
+        assert all(len({origins[row] for row in same}) == 1 and origins[same[0]] in same for same in leads.values())
+        written = torch.zeros(capacity, dtype=torch.bool)
+        written[list(set(origins))] = True
+        assert written.sum() == len(leads) < count, "a token is written once"
+        assert (of_rank.rows(torch.int32, H)[~written] == -1).all()
+        assert (of_rank.scales(torch.int32)[count:] == -1).all() and (of_rank.origins[count:] == -1).all()
+        y = expand(of_rank.rows(torch.float32, H), of_rank.origins)
+        assert torch.equal(y[:count], torch.stack([x[source][token] for _, source, token, _ in rows]))
+        assert not y[count:].any()
+        scales = of_rank.scales(torch.float32)[:count].tolist()
+        assert scales == [probs[source][token, slot].item() for _, source, token, slot in rows]
+        of_rank.rows(torch.float32, H).copy_(y)
+    for rank, of_rank in enumerate(buffers):
+        y, scales = torch.empty_like(x[rank]), torch.empty_like(probs[rank])
+        pull(y, scales, located[rank][0], of_rank)
+        sent = indices[rank] < E
+        assert torch.equal(scales, probs[rank] * sent)
+        expected = torch.zeros_like(y)
+        for slot in range(topk):
+            expected += x[rank] * sent[:, slot, None]
+        assert torch.equal(y, expected)
+
+
+def test_rows_have_their_place_by_expert_and_then_rank() -> None:
+    counts = torch.tensor([[0, 0, 0, 0], [1, 0, 2, 1]])
+    assert [t.tolist() for t in layout(counts, 1, 4)] == [[0, 0, 3, 3], [2, 1], [3], [3]]
+    assert [t.tolist() for t in layout(counts, 1, 2)[1:]] == [[1, 1], [3], [3]], "an overflow divides the capacity"
+
+
+# -------------------------------------------------------------------------------------------- what is refused and said
+
+
+def name_and_refuse(rank: int, folder: Path) -> None:
+    with quietly():
+        group = dist.group.WORLD
+        for settings, said in (
+            ({"transport": "nvshmem", "group": group}, "transport is 'nvshmem', but must be one of 'alltoall', 'symm"),
+            ({"transport": "symmetric", "capacity": 8}, "transport is 'symmetric', but there is no group"),
+            ({"transport": "symmetric", "group": group}, "transport='symmetric' needs a capacity: the rows that a"),
+            ({"transport": "symmetric", "group": group, "capacity": 0}, "Dispatch got capacity=0. It must be positive"),
+            ({"transport": "symmetric", "group": group, "capacity": 1}, "capacity is 1, but must be at least 2, a row"),
+            ({"group": group, "capacity": 8}, "capacity is 8, but only transport='symmetric' has one"),
+            ({"capacity": 8}, "capacity is 8, but only transport='symmetric' has one"),
+        ):
+            assert said in sentence(lambda settings=settings: ops.Dispatch(4, **settings), ValueError)
+        assert "there is no group" in sentence(lambda: ops.Combine(transport="symmetric"), ValueError)
+
+        symmetric = {"group": group, "transport": "symmetric"}
+        first, last = ops.Dispatch(4, capacity=12, **symmetric), ops.Combine(**symmetric)
+        layer = Sequential(first, last)
+        x, probs, indices = torch.randn(3, 8), torch.rand(3, 2), torch.tensor([[0, 3], [1, 2], [3, 0]])
+
+        def run(*operations: Any, x: Tensor = x) -> Any:
+            return Sequential(*operations)(x, probs=probs, indices=indices)
+
+        assert "x is on cpu, but transport='symmetric' writes to GPUs. Move x to one" in sentence(
+            lambda: run(first, last), ValueError
+        )
+        with symmetric_on_cpu(folder):
+            differs = ops.Dispatch(4, capacity=12 + rank, **symmetric)
+            said = same_everywhere(sentence(lambda: run(differs, last)))
+            assert "rank 0: capacity=12, num_experts=4, 8 features" in said and "; rank 1: capacity=13, " in said
+            for other in (ops.Combine(), ops.Combine(group=group)):
+                said = sentence(lambda other=other: run(first, other), ValueError)
+                assert said.endswith(f"Give both the same {'group' if other.group is None else 'transport'}."), said
+            alltoall = ops.Dispatch(4, group=group)
+            said = sentence(lambda: run(alltoall, last), ValueError)
+            assert "a Dispatch with transport='alltoall', but this Combine has transport='symmetric'" in said
+            assert "x has no features" in sentence(lambda: run(first, last, x=x[:, :0]), ValueError)
+            assert torch.equal(run(first, last), 2 * x), "after a refusal the ranks go on"
+
+            other = {"group": dist.new_group([0, 1]), "transport": "symmetric"}
+            held = len(symmetric_module._of_groups)
+            run(ops.Dispatch(4, capacity=12, **other), ops.Combine(**other))
+            assert len(symmetric_module._of_groups) == held + 1
+            dist.destroy_process_group(other["group"])
+            other.clear()
+            gc.collect()
+            assert len(symmetric_module._of_groups) == held, "buffers end with their group"
+        with patch("socket.gethostname", lambda: f"host{rank}"):
+            said = same_everywhere(sentence(lambda: allocate(8, first.group, torch.device("cpu"))))
+        assert "rank 0: host host0; rank 1: host host1. Symmetric memory is within one NVLink domain" in said
+
+        lines = layer.explain(device="cuda").splitlines()
+        dispatching, combining = (next(line for line in lines if f"{n}  [" in line) for n in ("Dispatch", "Combine"))
+        num_bytes = 2 * 4 * 8 + 64 + 128 + 128 + 12 * 8 * 4
+        assert dispatching.endswith(
+            "symmetric memory over 2 ranks (gloo), a token written once to each rank; no host read; capacity 12 rows a "
+            f"rank, of 4 H + 12 bytes, {num_bytes} bytes held]"
+        ), (dispatching, num_bytes)
+        assert combining.endswith("from the memory of their ranks; symmetric memory over 2 ranks (gloo)]")
+        assert "Dispatch(num_experts=4, group=<ranks 0, 1>, transport='symmetric', capacity=12)" in repr(layer)
+        assert "Combine(group=<ranks 0, 1>, transport='symmetric')" in repr(layer)
+        assert sum("not repeated: The barriers of symmetric memory" in line for line in lines) == 2
+
+
+def test_what_cannot_be_transferred_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    on_ranks(name_and_refuse, tmp_path, folder=tmp_path)
