@@ -226,8 +226,11 @@ def refuse(group: Any) -> None:
         Overlapped(ops.Linear(H, H))
     with pytest.raises(ValueError, match="A Sequential holds a Dispatch or Combine with a group, and would await"):
         Overlapped(dispatch, Sequential(combine))
-    layer = Overlapped(dispatch, combine)
+    symmetric = {"group": group, "transport": "symmetric"}
     given = {"probs": torch.rand(4, 2), "indices": torch.zeros(4, 2, dtype=torch.int64)}
+    with pytest.raises(ValueError, match="transport='symmetric', which is not divided"):
+        Overlapped(ops.Dispatch(E, capacity=64, **symmetric), ops.Combine(**symmetric))(torch.randn(4, H), **given)
+    layer = Overlapped(dispatch, combine)
     with pytest.raises(ValueError, match=r"probs is divided .* must be a tensor of 3 rows, but is \[4, 2\]"):
         layer(torch.randn(3, H), **given)
     with pytest.raises(ValueError, match="buffers belong to one microbatch"):

@@ -52,8 +52,8 @@ class Overlapped(Sequential):
     are tuples, one for each microbatch.
 
     Raises TypeError or ValueError for microbatches that are no positive integer, ValueError where no Dispatch or
-    Combine has a group, or one has transport="symmetric", for an extra input that is no tensor of x's rows, and for buffers, which belong to one
-    microbatch. torch.compile runs it eagerly.
+    Combine has a group, or one has transport="symmetric", for an extra input that is no tensor of x's rows, and for
+    buffers, which belong to one microbatch. torch.compile runs it eagerly.
     """
 
     microbatches = 1
@@ -173,8 +173,8 @@ def _in_halves(module: nn.Module) -> nn.Module:
         return module
     if module.transport == "symmetric":
         raise ValueError(
-            f"{type(module).__name__} has transport='symmetric', whose kernels compute nothing else while they wait for "
-            "the other ranks. Take transport='alltoall', or a Sequential."
+            f"{type(module).__name__} has transport='symmetric', which is not divided into a start and an end. Take "
+            "transport='alltoall', or a Sequential."
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(f"{type(module).__name__} has hooks, which its two halves would not call. Remove them.")
