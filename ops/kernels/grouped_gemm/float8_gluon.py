@@ -17,7 +17,8 @@ for phase (u - 1) % 2 of `empty`, which has passed at the start.
 One of three consumers only counts the steps of a tile in which its rows are past the end of their group. One of two
 would end the tile early, and programs would no longer read the same operands at the same time: up to 6 % slower.
 
-Loops over steps start at 0: of one that starts at `step` and has no other use of it, Triton 3.6 forgets the start.
+Loops over steps start at 0: with loops from `step` to `step + num_steps`, Triton 3.6 compiled split accumulation as if
+`step` were 0 in every tile.
 
 Import this only where `recipes.triton.gates.why_no_gluon` says None.
 """
