@@ -353,7 +353,7 @@ def m_grouped_float8_gluon_kernel(
                 (load_scales, (given, scales, BLOCK_M, BLOCK_N, BLOCK_K, BAND)),
             ],
             [4, 4, 1, 1],
-            [160, 160, 24, 24],
+            [152, 152, 40, 40],
         )
     elif PROMOTE:
         gl.warp_specialize(
