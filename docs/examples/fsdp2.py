@@ -9,6 +9,7 @@ With a GPU for each rank over NCCL, else over gloo on CPUs.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import tempfile
 
@@ -74,6 +75,21 @@ def train(model: Model, optimizer: torch.optim.Optimizer, recipe: str, steps: ra
     return mean.item() / dist.get_world_size()
 
 
+def job(recipe: str, folder: str, device: torch.device) -> None:
+    """20 steps and a checkpoint, 10 more, and the same 10 from the checkpoint."""
+    model, optimizer = make(recipe, device)
+    first = train(model, optimizer, recipe, range(1), device)
+    train(model, optimizer, recipe, range(1, 20), device)
+    dcp.save({"training": TrainingState(model, optimizer)}, checkpoint_id=folder)
+    last = train(model, optimizer, recipe, range(20, 30), device)
+
+    resumed, optimizer = make(recipe, device)
+    dcp.load({"training": TrainingState(resumed, optimizer)}, checkpoint_id=folder)
+    again = train(resumed, optimizer, recipe, range(20, 30), device)
+    if dist.get_rank() == 0:
+        print(f"loss {first:.4f} at the first step, {last:.4f} at the last, {again:.4f} from the checkpoint")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="mxfp8")
@@ -85,18 +101,11 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
-        model, optimizer = make(arguments.recipe, device)
-        first = train(model, optimizer, arguments.recipe, range(1), device)
-        train(model, optimizer, arguments.recipe, range(1, 20), device)
-        dcp.save({"training": TrainingState(model, optimizer)}, checkpoint_id=arguments.folder)
-        last = train(model, optimizer, arguments.recipe, range(20, 30), device)
-
-        resumed, optimizer = make(arguments.recipe, device)
-        dcp.load({"training": TrainingState(resumed, optimizer)}, checkpoint_id=arguments.folder)
-        again = train(resumed, optimizer, arguments.recipe, range(20, 30), device)
-        if dist.get_rank() == 0:
-            print(f"loss {first:.4f} at the first step, {last:.4f} at the last, {again:.4f} from the checkpoint")
+        job(arguments.recipe, arguments.folder, device)
     finally:
+        # The models hold the process group. One that lives on until the interpreter's end may abort this process there:
+        # gloo's thread frees the last collective's tensors, and waits for an interpreter that is gone.
+        gc.collect()
         dist.destroy_process_group()
 
 
