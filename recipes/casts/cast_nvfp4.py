@@ -143,30 +143,31 @@ def cast_nvfp4_ref(
     seed: [1] int64 for stochastic rounding, None for nearest
     four_over_six: try two scales of each block
     """
-    column = torch.arange(cdiv(x.shape[-1], BLOCK) * BLOCK, device=x.device)
     row_codes = row_scale = column_codes = column_scale = None
     if amaxes.rowwise is not None:
         rows, divided = (_padded(x, splits), splits and splits.padded(BLOCK)) if two_d else (_blocks(x), splits)
-        row, group = _row_in_group(rows, divided)
         amax = amaxes.rowwise
         if row_scaled:
             amax = amax[..., None]
-        elif group is not None:
-            amax = amax.index_select(0, group)[:, None]
+        elif divided is not None:
+            amax = amax.index_select(0, _any_group(divided))[:, None]
         else:
             amax = amax[..., None, None]
-        bits = None if seed is None else _bits(seed, column[::BLOCK] // BLOCK, row[:, None])
+        bits = None if seed is None else _bits(seed, _blocks_of(x), _row_in_group(rows, divided)[:, None])
         codes, scale = cast_blocks_ref(rows, amax, two_d, bits, four_over_six)
         ready = partial(_cropped, x=x, splits=splits) if two_d else partial(_active, splits=splits)
         row_codes = ready(_packed(codes))[..., : (x.shape[-1] + 1) // 2].contiguous()
         row_scale = ready(scale)
     if amaxes.columnwise is not None:
         padded = _padded(x, splits)
-        row, group = _row_in_group(padded, splits and splits.padded(BLOCK))
+        divided = splits and splits.padded(BLOCK)
         amax = amaxes.columnwise
-        amax = amax[..., None, None] if group is None else amax.index_select(0, group[::BLOCK])
-        place, k = column[:, None] // BLOCK, column[:, None] % BLOCK
-        bits = None if seed is None else _bits(seed, place, row[::BLOCK] + k // 2 + 8 * (k % 2))
+        amax = amax[..., None, None] if divided is None else amax.index_select(0, _any_group(divided)[::BLOCK])
+        bits = None
+        if seed is not None:
+            k = torch.arange(BLOCK, device=x.device).repeat(cdiv(x.shape[-1], BLOCK))[:, None]
+            place = _blocks_of(x).repeat_interleave(BLOCK)[:, None]
+            bits = _bits(seed, place, _row_in_group(padded, divided)[::BLOCK] + k // 2 + 8 * (k % 2))
         transposed = (_transformed(padded, x.dtype, round_rht) if rht else padded).transpose(-1, -2)
         codes, scale = cast_blocks_ref(transposed, amax, two_d, bits, four_over_six)
         column_codes, column_scale = (t[..., : x.shape[-1], :].contiguous() for t in (_packed(codes), scale))
@@ -517,13 +518,20 @@ def _blocks(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[-1] % BLOCK))
 
 
-def _row_in_group(x: Tensor, splits: Splits | None) -> tuple[Tensor, Tensor | None]:
-    """Of each row of x [..., T, K] its number in its group, and that group, any for a row of none."""
+def _any_group(splits: Splits) -> Tensor:
+    """The group of each row, any for a row of none."""
+    return splits.group_of_row.clamp(max=splits.num_groups - 1)
+
+
+def _row_in_group(x: Tensor, splits: Splits | None) -> Tensor:
+    """Of each row of x [..., T, K] its number in its group."""
     row = torch.arange(x.shape[-2], device=x.device)
-    if splits is None:
-        return row, None
-    group = splits.group_of_row
-    return row - splits.offsets.index_select(0, group), group.clamp(max=splits.num_groups - 1)
+    return row if splits is None else row - splits.offsets.index_select(0, splits.group_of_row)
+
+
+def _blocks_of(x: Tensor) -> Tensor:
+    """The numbers of the blocks of a row."""
+    return torch.arange(cdiv(x.shape[-1], BLOCK), device=x.device)
 
 
 def _padded(x: Tensor, splits: Splits | None) -> Tensor:

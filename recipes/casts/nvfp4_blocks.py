@@ -16,7 +16,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recipes.casts.cast import abs_without_nan
 from recipes.casts.scale_rules import FourOverSix, NVFP4Scale
 from recipes.tensors.formats import E4M3
 
@@ -31,9 +30,10 @@ def cast_blocks_ref(
 ) -> tuple[Tensor, Tensor]:
     """Codes [..., R, L], not packed, and scales [..., R, L / 16] of x float32. amax: as the scales, or broadcast."""
     blocks = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
-    largest, has_nan = abs_without_nan(blocks).amax(-1), blocks.isnan().any(-1)
+    largest = blocks.abs().amax(-1)  # NaN where any is
     if two_d:
-        largest, has_nan = _over_rows(largest), _over_rows(has_nan)
+        largest = _over_rows(largest)
+    has_nan = largest.isnan()
     one = torch.ones_like(amax)
     most = NVFP4Scale(four_over_six=four_over_six).range
     encode = (most * one / amax).clamp(max=_FLOAT32_MAX).masked_fill((amax == 0) | amax.isinf(), 1.0)
@@ -63,15 +63,15 @@ def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
     clamp goes from 0 to 1: 0, 2, 4, 6 stand at 0, 4, 6, 7. Each term is exact, and at most one is no integer, so that
     adding them to a number whose last place is 1 (or 1/512) rounds once.
     """
-    h = 0.5 * x.abs()
+    h = x.abs().mul_(0.5)
     steps = 1.0 if bits is None else 512.0
     position = torch.full_like(h, _ROUND)
     for start, codes in ((0.0, 4.0), (1.0, 2.0), (2.0, 1.0)):
-        position = position + (h - start).clamp(0.0, 1.0) * (codes * steps)
-    code = (position - _ROUND).to(torch.int32)
+        position.add_((h - start).clamp_(0.0, 1.0), alpha=codes * steps)
+    code = position.sub_(_ROUND).to(torch.int32)
     if bits is not None:
-        code = (code + bits.to(torch.int32)) >> 9
-    return code + 8 * torch.signbit(x)
+        code = code.add_(bits).bitwise_right_shift_(9)
+    return code.add_(torch.signbit(x), alpha=8)
 
 
 def e2m1_values_ref(codes: Tensor, dtype: torch.dtype) -> Tensor:

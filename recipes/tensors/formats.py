@@ -104,7 +104,8 @@ class PackedE2M1(ElementFormat):
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=dtype, device=codes.device)
-        return values[torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2).long()]
+        pairs = torch.stack((codes & 0xF, codes >> 4), -1)
+        return values.index_select(0, pairs.flatten().int()).view(pairs.shape).flatten(-2)
 
     @property
     def half_step(self) -> float:
