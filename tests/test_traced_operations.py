@@ -367,3 +367,26 @@ def test_a_compiled_model_is_freed_with_its_plans():
     layers.clear()
     gc.collect()
     assert plans[0]() is None
+
+
+def names_in_profile(run) -> dict[str, int]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("fuser::")}
+
+
+def test_a_profiler_shows_eager_and_compiled_runs_by_the_same_names():
+    model = Sequential(
+        ops.RMSNorm(16), ops.Router(16, 4, topk=2), ops.Dispatch(4), ops.GroupedLinear(4, 16, 32), ops.ScaledSwiGLU(),
+        ops.GroupedLinear(4, 16, 16), ops.Combine(),
+    )  # fmt: skip
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x, name = torch.randn(8, 16), "fuser::rms_norm_router_grouped_mlp"
+    compiled(x).sum().backward()
+    expected = {name: 1, f"{name}_backward": 1}
+    assert names_in_profile(lambda: compiled(x).sum().backward()) == expected
+    with autocast("fp8_delayed"):
+        assert names_in_profile(lambda: model(x).sum().backward()) == expected
+    with torch.no_grad():
+        assert names_in_profile(lambda: (model(x), model(x))) == {name: 2}
+        assert names_in_profile(lambda: Sequential(ops.SwiGLU(), ops.GELU())(x)) == {"fuser::swi_glu_gelu": 1}

@@ -28,6 +28,7 @@ from ops.runner.callers_buffers import (
 from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import check_writable, memory_of
 from ops.runner.input import as_input, check_numbers
+from ops.runner.names import in_profile
 from ops.runner.nested_backward import note_forward, unwanted_parameters
 from ops.runner.parameters import computed_names, held_parameters, requires_grad
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
@@ -229,6 +230,7 @@ class Pipeline:
             call.hold_computed(parameters.present)
         # Inside a Function, torch.autocast would still change the products of the references.
         with (
+            in_profile(program, self.operations),
             without_autocast(x.device),
             step_of(call, records=records_amaxes()) if program.keeps_state else _NOTHING,
         ):
@@ -531,7 +533,8 @@ class _RetainingFunction(torch.autograd.Function):
         buffers = record.buffers
         if buffers:
             check_before_backward(buffers, record.parameters, saved, (dy, *d_returned))
-        with without_autocast(record.program.request.device):
+        program = record.program
+        with in_profile(program, record.operations, "_backward"), without_autocast(program.request.device):
             # Gradients that go to autograd are dropped there if they are not needed; others would be accumulated.
             unwanted: frozenset[int] = frozenset()
             if any(map(_wgrad_is_external, record.operations)):

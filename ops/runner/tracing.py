@@ -6,7 +6,6 @@ inputs; its arguments are what torch's guards then compare before a later call. 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,9 +15,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import _FlopCounterMode
 
 from ops.runner.context import IndexTensor
+from ops.runner.names import name_of
 from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import parameter_dtype
-from ops.runner.program import Plan
 from ops.runner.run import Pipeline, dtype_of_autocast
 from ops.runner.traced_operations import call, register
 from ops.runner.traced_plan import Terms, TracedPlan
@@ -37,8 +36,6 @@ NOT_TRACED = (
     "Operations of fuser run as they are, with kernels that are fused already, and torch.compile takes what is around "
     "them: leave out fullgraph=True."
 )
-
-LONGEST_NAME = 60
 
 
 class Seen(NamedTuple):
@@ -158,7 +155,7 @@ def stage_of(
     request = PlanRequest(
         recipe, device, dtype, pipeline.all_needs(True), training, pipeline.path or recipe.path, fusions_version
     )
-    name = _name(pipeline.operations, pipeline.planner(pipeline.operations, request))
+    name = name_of(pipeline.operations, pipeline.planner(pipeline.operations, request).forward)
     register(name, plan, outlives_model=exported)
     slots = tuple(
         ((*path, *inner), parameter)
@@ -197,18 +194,3 @@ def _why_not(pipeline: Pipeline, recipe: Any, outputs: Iterable[str], call: Seen
         if why is not None:
             return f"{type(operation).__name__}: {why}"
     return None
-
-
-def _name(operations: Sequence[nn.Module], plan: Plan) -> str:
-    """Of what has parameters, or of everything if nothing has."""
-    holds = [step for step in plan.forward if any(list(operations[at].parameters()) for at in step.indices)]
-    named = holds or plan.forward
-    names = list(dict.fromkeys(_in_words(type(step.of(operations)).__name__) for step in named))
-    while len("_".join(names)) > LONGEST_NAME and len(names) > 1:
-        names = [*names[: -2 if names[-1] == "more" else -1], "more"]
-    return "_".join(names)
-
-
-def _in_words(name: str) -> str:
-    """GroupedMLP: grouped_mlp; ForwardLinearBiasAdd, which is the forward alone: linear_bias_add."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.removeprefix("Forward")).lower()
