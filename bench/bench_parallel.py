@@ -42,10 +42,11 @@ from bench.usage import UsageError, require_device
 from bench.whole_layer import LayerCase, whole_layer
 from fuser import Sequential, ops
 from fuser.distributed import Overlapped
+from ops.kernels.routing import transports
 
 ONE, OURS, OVERLAPPED, HAND, TORCH = "one rank", "ours", "overlapped", "hand-written", "torch"
 MODELS = {**EXPERT_SHAPES, **TINY_SHAPES}
-PARTIAL_SUMS = {f"partial sums, {name}": name for name in ("float32", "rounded")}
+PARTIAL_SUMS = {f"partial sums, {name}": name for name in transports.PARTIAL_SUMS}
 DEFAULTS = {
     "cuda": "qwen3-30b-a3b,mixtral-8x7b,deepseek-v3",
     "cpu": "tiny-qwen3-30b-a3b,tiny-mixtral-8x7b",

@@ -218,6 +218,9 @@ def run_in_other_ways(rank: int) -> None:
         assert_same_bits(step(overlapped, given), wanted)
         says = overlapped.explain()
         assert f"{PARTIAL_SUMS[name]}; all_to_all_single" in says
+        with autocast("mxfp8"):
+            found, plain = (step(Sequential(*modules(case, each)), given) for each in (name, None))
+        assert_close(found, plain, SUMMED)
         with autocast(batch_invariant=True), torch.no_grad():
             whole = layer(given.x, probs=given.probs, indices=given.indices)
             part = layer(*(t[2:5] for t in given[:1]), probs=given.probs[2:5], indices=given.indices[2:5])

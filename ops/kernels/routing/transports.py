@@ -9,6 +9,11 @@ WHY_IN_FULL = {
     "alltoall": "all_to_all_single takes the row counts from the host, where each forward reads them.",
     "symmetric": "The barriers of symmetric memory are issued by torch, in each step anew.",
 }
+# How the owner's sum of a token's rows returns, for `Sequential.explain()`.
+PARTIAL_SUMS = {
+    "float32": "partial sums by the rank of their experts, sent unrounded",
+    "rounded": "partial sums by the rank of their experts, rounded before they are sent",
+}
 
 
 def check_transport(transport: str, group: object) -> str:
@@ -18,13 +23,6 @@ def check_transport(transport: str, group: object) -> str:
     if group is None and transport != "alltoall":
         raise ValueError(f"transport is {transport!r}, but there is no group to transfer rows in. Give group as well.")
     return transport
-
-
-# How the owner's sum of a token's rows returns, for `Sequential.explain()`.
-PARTIAL_SUMS = {
-    "float32": "summed in float32 by the rank of their experts, sent so",
-    "rounded": "summed in float32 by the rank of their experts, rounded once, then sent",
-}
 
 
 def check_partial_sums(partial_sums: str | None, group: object, transport: str) -> str | None:
