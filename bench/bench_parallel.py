@@ -5,7 +5,8 @@
     overlapped    the same in `fuser.distributed.Overlapped`: transfers of one microbatch behind the other's products
     hand-written  `all_to_all_single`, a row a (token, slot) pair, around our grouped MLP (`bench.exchange`)
     torch         the same around `F.grouped_mm` and eager SwiGLU
-    transfers     the all_to_all_single calls of "ours", "overlapped" and "hand-written", alone, one after the other
+    partial sums  "ours" with each of --partial-sums: the experts' ranks sum a token's rows before they send them
+    transfers     the all_to_all_single calls of each of these but "torch", alone, one after the other
 
 Every rank has its own tokens, in bf16, and the routing is random. All candidates of a model use the same weights, run
 interleaved in one process a rank, and are checked against "one rank" first: y and the gradients of x and of the router,
@@ -20,7 +21,7 @@ import argparse
 import gc
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,9 +42,11 @@ from bench.usage import UsageError, require_device
 from bench.whole_layer import LayerCase, whole_layer
 from fuser import Sequential, ops
 from fuser.distributed import Overlapped
+from ops.kernels.routing import transports
 
 ONE, OURS, OVERLAPPED, HAND, TORCH = "one rank", "ours", "overlapped", "hand-written", "torch"
 MODELS = {**EXPERT_SHAPES, **TINY_SHAPES}
+PARTIAL_SUMS = {f"partial sums, {name}": name for name in transports.PARTIAL_SUMS}
 DEFAULTS = {
     "cuda": "qwen3-30b-a3b,mixtral-8x7b,deepseek-v3",
     "cpu": "tiny-qwen3-30b-a3b,tiny-mixtral-8x7b",
@@ -89,8 +92,13 @@ class Measured:
         return None if self.transfers is None else self.transfers.median / self.times.median
 
 
-def measure(model: str, device: str, tokens: int | None, rounds: int) -> list[Measured]:
-    """Both passes of one model, on all ranks. Raises AssertionError for a candidate that is wrong."""
+def measure(
+    model: str, device: str, tokens: int | None, rounds: int, partial_sums: Sequence[str] = ()
+) -> list[Measured]:
+    """Both passes of one model, on all ranks. Raises AssertionError for a candidate that is wrong.
+
+    partial_sums: with which of `Dispatch` it is measured besides
+    """
     shape = MODELS[model]
     case = _case_of_rank(shape, device, tokens)
     x, (router, fc1, fc2) = case.inputs["x"], case.weights
@@ -108,6 +116,8 @@ def measure(model: str, device: str, tokens: int | None, rounds: int) -> list[Me
         HAND: by_hand(experts_of(grouped_mlp)),
         TORCH: by_hand(torch_experts(*mine)),
     }
+    summed = {way: _sharded(shape, router, mine, name) for way, name in PARTIAL_SUMS.items() if name in partial_sums}
+    calls |= {way: lambda layer=layer: layer(x) for way, layer in summed.items()}
     sqnr = _checked(case, calls, (x, router, *mine), own)
 
     meeting = torch.zeros(1, device=device)
@@ -116,7 +126,7 @@ def measure(model: str, device: str, tokens: int | None, rounds: int) -> list[Me
     for passes in PASSES:
         steps: dict[str, Callable[[], object]] = {ONE: case.step(case.ours(), passes)}
         steps |= {way: make_step(call, (x, router, *mine), case.dy, passes) for way, call in calls.items()}
-        transfers = {way: Transfers.of(steps[way]) for way in (OURS, OVERLAPPED, HAND)}
+        transfers = {way: Transfers.of(steps[way]) for way in (OURS, OVERLAPPED, HAND, *summed)}
         alone = {f"transfers of {way}": exchanges for way, exchanges in transfers.items()}
         times = _of_slowest(time_interleaved(steps | alone, clock="device", **timed))
         host = _of_slowest(time_interleaved(steps, clock="host", **timed)) if device == "cuda" else {}
@@ -148,17 +158,20 @@ def _own_experts(num_experts: int) -> slice:
     return slice(dist.get_rank() * own, (dist.get_rank() + 1) * own)
 
 
-def _sharded(shape: ExpertShape, router: Tensor, weights: list[nn.Parameter]) -> Sequential:
+def _sharded(
+    shape: ExpertShape, router: Tensor, weights: list[nn.Parameter], partial_sums: str | None = None
+) -> Sequential:
     """The layer over all ranks, on these parameters."""
-    group, own = dist.group.WORLD, weights[0].shape[0]
+    own = weights[0].shape[0]
+    over_ranks: dict[str, Any] = {"group": dist.group.WORLD, "partial_sums": partial_sums}
     options: dict[str, Any] = {"device": "meta", "dtype": router.dtype}
     layer = Sequential(
         ops.Router(shape.hidden, shape.num_experts, shape.topk, use_pre_softmax=False, **options),
-        ops.Dispatch(shape.num_experts, group=group),
+        ops.Dispatch(shape.num_experts, **over_ranks),
         ops.GroupedLinear(own, shape.hidden, 2 * shape.intermediate, bias=False, **options),
         ops.ScaledSwiGLU(),
         ops.GroupedLinear(own, shape.intermediate, shape.hidden, bias=False, **options),
-        ops.Combine(group=group),
+        ops.Combine(**over_ranks),
     )
     layer[0].weight, layer[2].weight, layer[4].weight = router, *weights
     return layer
@@ -211,13 +224,14 @@ def show(found: list[Measured]) -> None:
                     f"{one.tflop_per_s:.3g}",
                     f"{one.of_one_rank:.3f}",
                     "-" if share is None else f"{share:.3f}",
+                    "-" if sent is None else f"{sent / 1e6:.4g}",
                     "-" if rate is None else f"{rate:.3g}",
                     "-" if one.host is None else f"{one.host.median * 1e3:.3f}",
                 ]
             )
     headers = [
         "", "way", "median ms", "quartiles", "tokens/s a rank", "TFLOP/s a rank", "of one rank", "in transfer",
-        "GB/s sent", "host ms",
+        "MB sent", "GB/s sent", "host ms",
     ]  # fmt: skip
     print_table(f"Complete layer on {found[0].ranks} ranks", headers, rows)
 
@@ -243,6 +257,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", help=f"by commas (default: {DEFAULTS['cuda']}; on a CPU {DEFAULTS['cpu']})")
     parser.add_argument("--tokens", type=int, help="of a rank (default: the model's)")
     parser.add_argument("--rounds", type=int, help="timed rounds (default: 20, on a CPU 5)")
+    parser.add_argument("--partial-sums", help=f"by commas: {', '.join(PARTIAL_SUMS.values())} (default: none)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one)")
     add_json_argument(parser, "parallel")
 
@@ -254,7 +269,8 @@ def main(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
     rounds = arguments.rounds or ROUNDS[device]
     models = (arguments.models or DEFAULTS[device]).split(",")
-    _check(ranks, rounds, models, arguments.tokens)
+    partial_sums = arguments.partial_sums.split(",") if arguments.partial_sums else []
+    _check(ranks, rounds, models, arguments.tokens, partial_sums)
     require_gpus(ranks, device)
     if not is_rank():
         return launch(main, arguments, ranks, "Mend what it says above, and run it again.")
@@ -263,7 +279,7 @@ def main(arguments: argparse.Namespace) -> int:
     with joined(device, dp=1, ep=ranks):
         found = []
         for model in models:
-            found += measure(model, device, arguments.tokens, rounds)
+            found += measure(model, device, arguments.tokens, rounds, partial_sums)
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
@@ -278,7 +294,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(ranks: int, rounds: int, models: list[str], tokens: int | None) -> None:
+def _check(ranks: int, rounds: int, models: list[str], tokens: int | None, partial_sums: list[str]) -> None:
     for name, value, least in (
         ("ranks", ranks, 2),
         ("rounds", rounds, 1),
@@ -286,6 +302,9 @@ def _check(ranks: int, rounds: int, models: list[str], tokens: int | None) -> No
     ):
         if value < least:
             raise UsageError(f"--{name} is {value}, but must be at least {least}.")
+    for name in partial_sums:
+        if name not in PARTIAL_SUMS.values():
+            raise UsageError(f"--partial-sums {name} is unknown. Take {', '.join(PARTIAL_SUMS.values())}, or both.")
     for model in models:
         if model not in MODELS:
             raise UsageError(f"--models {model} is unknown. Take {', '.join(MODELS)}, or several by commas.")

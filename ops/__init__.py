@@ -21,7 +21,7 @@ from ops.activations import (
 )
 from ops.add_extra_input import AddExtraInput
 from ops.bias import Bias
-from ops.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
+from ops.collectives import AllGather, AllReduce, Broadcast, ReduceScatter, Scatter
 from ops.combine import Combine
 from ops.constant_scale import ConstantScale
 from ops.custom_router import CustomRouter
@@ -93,6 +93,7 @@ __all__ = [
     "ScaledSReLU",
     "ScaledSiTUGLU",
     "ScaledSwiGLU",
+    "Scatter",
     "SiLU",
     "SiTUGLU",
     "Step",

@@ -1,4 +1,4 @@
-"""AllGather, ReduceScatter, AllReduce and Broadcast: torch.distributed's collectives as operations."""
+"""AllGather, ReduceScatter, Scatter, AllReduce and Broadcast: torch.distributed's collectives as operations."""
 # n ranks, T rows
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ops.kernels.collectives import (
     all_reduce,
     broadcast,
     check_alike,
+    own_rows,
     reduce,
     reduce_scatter,
 )
@@ -136,6 +137,30 @@ class ReduceScatter(SummingOperation):
 
     def exchange(self, x: Tensor) -> Tensor:
         return reduce_scatter(x, self.group)
+
+    def give_back(self, dy: Tensor) -> Tensor:
+        return all_gather(dy, self.group)
+
+    def why_not(self, x: Tensor) -> str | None:
+        return why_not_rows(x, self.group.size)
+
+
+class Scatter(CollectiveOperation):
+    """y = rows [r T/n, (r + 1) T/n) of x on rank r, for an x that all ranks have alike; x [T, ...], y [T/n, ...].
+
+    Backward: dx = [dy_0; dy_1; ...; dy_(n-1)], the dy of all ranks in rank order. That is the gradient of the sum of
+    the ranks' losses, each of which is of its own rows, and it is alike on all ranks. So behind a row-parallel layer
+    without sequence_parallel, or `AllReduce`, a rank goes on with its rows alone: Megatron's scatter to the sequence
+    parallel region. Nothing is sent in forward; that the values of x are the same is not checked.
+
+    Raises ValueError for an x whose T the ranks do not divide. For all else, see `CollectiveOperation`.
+    """
+
+    forward_name, backward_name = "this rank's rows", "all_gather"
+    repeatable = True
+
+    def exchange(self, x: Tensor) -> Tensor:
+        return own_rows(x, self.group)
 
     def give_back(self, dy: Tensor) -> Tensor:
         return all_gather(dy, self.group)

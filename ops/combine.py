@@ -13,7 +13,7 @@ from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.all_to_all import ExpertGroup, ShardedRoutingMap
 from ops.kernels.routing.permute import RoutingMap, combine, dispatch
 from ops.kernels.routing.symmetric import SymmetricRoutingMap
-from ops.kernels.routing.transports import WHY_IN_FULL, check_transport
+from ops.kernels.routing.transports import PARTIAL_SUMS, WHY_IN_FULL, check_partial_sums, check_transport
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
 from recipes.request import PlanRequest
 
@@ -26,12 +26,26 @@ class Combine(BasicOperation):
     Extra input routing_map: an extra output of `Dispatch`. The sum runs over the slots in order, in float32 (float64
     for float64), and is rounded once. It is unweighted: `ScaledSwiGLU` has already applied the scales.
 
-    group, transport: those of the `Dispatch`. Then x is [R, H], the rows for the experts here; each returns to the rank
-    of its token, by itself, and is summed there. A collective, also in backward.
+    group, transport, partial_sums: those of the `Dispatch`. Then x is [R, H], the rows for the experts here; each
+    returns to the rank of its token, by itself, and is summed there. A collective, also in backward.
+
+    partial_sums: instead, the rank that owns several of a token's experts sums their rows and sends one. In float32 as
+    above (float64 for float64) it adds them in the order of the slots, and the rank of the token adds what the ranks
+    sent, in rank order, and rounds y once. "float32" sends the sums as they are, "rounded" rounds them once to x's
+    dtype. With the eps of float32, e, and of x's dtype, d, barring underflow and to first order,
+
+        |y[t] - sum_k x_k| <= (topk - 1) e/2 sum_k |x_k|  +  d/2 |y[t]|             "float32", and without partial sums
+        |y[t] - sum_k x_k| <= (topk - 1) e/2 sum_k |x_k|  +  d/2 (|y[t]| + sum_k |x_k|)                       "rounded"
+
+    where the terms of d are left out for float32 and float64, whose sums are not rounded again, and e is that of
+    float64 for float64. In float16 a partial sum past 65504 is inf when rounded. The order depends on nothing but the
+    experts of the token and the rank of each, so the bits are the same from run to run, and whatever the other tokens
+    are.
 
     Raises ValueError for an x that does not have one row for each (token, slot) pair (with a group: the rows that
-    Dispatch gave), a group without this rank, and a map of another group or transport, or of none; TypeError for a
-    group that is neither a ProcessGroup nor a DeviceMesh.
+    Dispatch gave), a group without this rank, a map of another group, transport or partial_sums, or of none, and for
+    partial_sums without a group or of another name; TypeError for a group that is neither a ProcessGroup nor a
+    DeviceMesh; NotImplementedError for partial_sums with transport="symmetric".
     """
 
     extra_inputs = {"routing_map": RoutingMap}
@@ -40,10 +54,13 @@ class Combine(BasicOperation):
     class Saved(NamedTuple):
         routing_map: RoutingMap
 
-    def __init__(self, *, group: Ranks | None = None, transport: str = "alltoall") -> None:
+    def __init__(
+        self, *, group: Ranks | None = None, transport: str = "alltoall", partial_sums: str | None = None
+    ) -> None:
         super().__init__()
         self.group = None if group is None else ExpertGroup(group)
         self.transport = check_transport(transport, self.group)
+        self.partial_sums = check_partial_sums(partial_sums, self.group, transport)
         if self.group is not None:
             self.why_in_full = WHY_IN_FULL[transport]
 
@@ -53,6 +70,8 @@ class Combine(BasicOperation):
             return way
         if self.transport == "symmetric":
             return f"{way}, from the memory of their ranks; symmetric memory {self.group.describe(request.device)}"
+        if self.partial_sums is not None:
+            way += f", {PARTIAL_SUMS[self.partial_sums]}"
         return f"{way}; {self.group.transport(request.device)}, with the row counts of Dispatch"
 
     def why_not_captured(self, request: PlanRequest) -> str | None:
@@ -92,6 +111,11 @@ class Combine(BasicOperation):
                 f"routing_map is of a Dispatch with transport={over_ranks.transport!r}, but this Combine has "
                 f"transport={self.transport!r}. Give both the same transport."
             )
+        if over_ranks and over_ranks.partial_sums != self.partial_sums:
+            raise ValueError(
+                f"routing_map is of a Dispatch with partial_sums={over_ranks.partial_sums!r}, but this Combine has "
+                f"partial_sums={self.partial_sums!r}. Give both the same."
+            )
         rows = over_ranks.num_rows if over_ranks else routing_map.token_of_row.shape[0]
         if x.shape[0] != rows:
             raise ValueError(
@@ -100,5 +124,8 @@ class Combine(BasicOperation):
             )
 
     def extra_repr(self) -> str:
+        if self.group is None:
+            return ""
         transport = ", transport='symmetric'" if self.transport == "symmetric" else ""
-        return "" if self.group is None else f"group={self.group}{transport}"
+        sums = "" if self.partial_sums is None else f", partial_sums={self.partial_sums!r}"
+        return f"group={self.group}{transport}{sums}"

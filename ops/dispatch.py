@@ -21,7 +21,7 @@ from ops.kernels.routing.all_to_all import (
 from ops.kernels.routing.permute import RoutingMap, combine, dispatch, make_routing_map
 from ops.kernels.routing.symmetric import BYTES_BESIDE_ROW, SymmetricRoutingMap, bytes_held, send
 from ops.kernels.routing.symmetric_memory import why_not_symmetric
-from ops.kernels.routing.transports import WHY_IN_FULL, check_transport
+from ops.kernels.routing.transports import PARTIAL_SUMS, WHY_IN_FULL, check_partial_sums, check_transport
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
 from recipes.arguments import check_flags, positive_integers
 from recipes.request import PlanRequest
@@ -60,15 +60,21 @@ class Dispatch(BasicOperation):
     which any rank would receive more gives NaN for all outputs and gradients on every rank, and `fuser.check_overflow`
     and the next forward raise RuntimeError once the host knows of it.
 
+    partial_sums: None, "float32" or "rounded", the same for `Combine`, which has the formula and the bounds. Where a
+    rank owns several of a token's experts, it sums their results, and in backward the gradients of their rows, and
+    sends one row in place of several: the bounds hold for dx too. Forward of Dispatch and the gradients of the
+    probabilities keep their bits. By default each returns by itself, and all bits are those of one rank.
+
     Raises ValueError for num_experts that is not positive or that the ranks do not divide, a group without this rank,
-    another transport, a capacity that is missing, not needed or less than a row for each expert of a rank, shapes that
-    do not match, x on a CPU with "symmetric", and, on the CPU, indices outside [0, num_experts) (with empty_slots above
-    num_experts); TypeError for indices that are not integers and for a group of another type; NotImplementedError for
-    empty_slots with a group. On a GPU the indices are not checked, because that would synchronize: a negative one
-    counts for expert 0, one above for no expert, in rows past the sum of the sizes. With a group RuntimeError, on every
-    rank, where ranks differ in num_experts, features, dtypes, slots, capacity, in whether gradients are computed or in
-    the name of the recipe ("symmetric" compares once for each of these); with "alltoall" also where one of them refuses
-    its arguments (that one raises its own error), and while a CUDA graph is captured.
+    another transport or partial_sums, partial_sums without a group, a capacity that is missing, not needed or less than
+    a row for each expert of a rank, shapes that do not match, x on a CPU with "symmetric", and, on the CPU, indices
+    outside [0, num_experts) (with empty_slots above num_experts); TypeError for indices that are not integers and for a
+    group of another type; NotImplementedError for empty_slots with a group and for partial_sums with
+    transport="symmetric". On a GPU the indices are not checked, because that would synchronize: a negative one counts
+    for expert 0, one above for no expert, in rows past the sum of the sizes. With a group RuntimeError, on every rank,
+    where ranks differ in num_experts, features, dtypes, slots, capacity, partial_sums, in whether gradients are
+    computed or in the name of the recipe ("symmetric" compares once for each of these); with "alltoall" also where one
+    of them refuses its arguments (that one raises its own error), and while a CUDA graph is captured.
     """
 
     accepts_integers = True
@@ -88,6 +94,7 @@ class Dispatch(BasicOperation):
         empty_slots: bool = False,
         transport: str = "alltoall",
         capacity: int | None = None,
+        partial_sums: str | None = None,
     ) -> None:
         super().__init__()
         check_flags(empty_slots=empty_slots)
@@ -99,6 +106,7 @@ class Dispatch(BasicOperation):
         self.empty_slots = empty_slots
         self.group = None if group is None else ExpertGroup(group)
         self.transport = check_transport(transport, self.group)
+        self.partial_sums = check_partial_sums(partial_sums, self.group, transport)
         if self.group is not None:
             ranks = len(self.group.ranks)
             if self.num_experts % ranks:
@@ -121,7 +129,8 @@ class Dispatch(BasicOperation):
                 f"no host read; capacity {self.capacity} rows a rank, of {request.dtype.itemsize} H + "
                 f"{BYTES_BESIDE_ROW} bytes{f', {held} bytes held' if held else ''}"
             )
-        return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward"
+        sums = "" if self.partial_sums is None else f"; in backward gradients {PARTIAL_SUMS[self.partial_sums]}"
+        return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward{sums}"
 
     def why_not_captured(self, request: PlanRequest) -> str | None:
         return None if self.transport == "symmetric" else super().why_not_captured(request)
@@ -185,7 +194,11 @@ class Dispatch(BasicOperation):
         routing_map: ShardedRoutingMap | SymmetricRoutingMap
         if self.capacity is None:
             needed = NeededGradients(ctx.needs.input, "probs" in ctx.needs.extras)
-            routing_map, slot_of_pair, sizes = make_sharded_routing_map(indices, self.num_experts, group, about, needed)
+            if self.partial_sums is not None:
+                about = f"partial_sums={self.partial_sums}, {about}"
+            routing_map, slot_of_pair, sizes = make_sharded_routing_map(
+                indices, self.num_experts, group, about, needed, self.partial_sums
+            )
             scales = routing_map.send(probs.flatten().index_select(0, slot_of_pair))
             y = self.send_tokens(x, routing_map)
         else:
@@ -209,22 +222,21 @@ class Dispatch(BasicOperation):
         if routing_map.needed.x:
             if dy is None:
                 dy = rows.new_zeros(rows.shape[0], ctx.num_features, dtype=ctx.dtype)
-            d_pairs = self.send_back(dy, routing_map)
-            dx = combine(d_pairs, routing_map) if ctx.needs.input else None
+            dx = self.sum_rows(dy, routing_map)
         if routing_map.needed.probs:
             if dscales is None:
                 dscales = rows.new_zeros(rows.shape, dtype=ctx.probs_dtype)
             d_pairs, slots = routing_map.send_back(dscales), routing_map.row_of_slot
             dprobs = d_pairs.index_select(0, slots.flatten()).view(slots.shape)
-        return dx, {}, {"probs": dprobs if "probs" in ctx.needs.extras else None}
+        return dx if ctx.needs.input else None, {}, {"probs": dprobs if "probs" in ctx.needs.extras else None}
 
     def send_tokens(self, x: Tensor, routing_map: ShardedRoutingMap) -> Tensor:
         """The rows of the experts here, or what stands for them where another operation awaits them."""
         return routing_map.send_tokens(x)
 
-    def send_back(self, dy: Tensor, routing_map: ShardedRoutingMap) -> Tensor:
-        """The gradients of this rank's pairs."""
-        return routing_map.send_back(dy)
+    def sum_rows(self, dy: Tensor, routing_map: ShardedRoutingMap) -> Tensor:
+        """The gradients of this rank's tokens."""
+        return routing_map.sum_rows(dy)
 
     def _backward_symmetric(
         self, ctx: OperationContext, dy: Tensor | None, dscales: Tensor | None, routing_map: SymmetricRoutingMap
@@ -289,4 +301,5 @@ class Dispatch(BasicOperation):
             f"num_experts={self.num_experts}{', empty_slots=True' if self.empty_slots else ''}"
             + ("" if self.group is None else f", group={self.group}")
             + ("" if self.capacity is None else f", transport='symmetric', capacity={self.capacity}")
+            + ("" if self.partial_sums is None else f", partial_sums={self.partial_sums!r}")
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 from ops.combine import Combine
 from ops.dispatch import Dispatch
 from ops.kernels.routing.all_to_all import ShardedRoutingMap
-from ops.kernels.routing.permute import RoutingMap, combine
+from ops.kernels.routing.permute import RoutingMap
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
 from recipes.request import PlanRequest
 
@@ -37,17 +37,17 @@ class DispatchStart(Dispatch):
 
     def __init__(self, whole: Dispatch) -> None:
         assert whole.group is not None, NO_GROUP
-        super().__init__(whole.num_experts, group=whole.group.process_group)
+        super().__init__(whole.num_experts, group=whole.group.process_group, partial_sums=whole.partial_sums)
         _take_settings(self, whole)
 
     def send_tokens(self, x: Tensor, routing_map: ShardedRoutingMap) -> Tensor:
         routing_map.start_tokens(x)
         return _stand_in(x, routing_map.row_of_arrived.shape[0])
 
-    def send_back(self, dy: Tensor, routing_map: ShardedRoutingMap) -> Tensor:
+    def sum_rows(self, dy: Tensor, routing_map: ShardedRoutingMap) -> Tensor:
         if not routing_map.under_way:  # no gradient has reached the second half
-            routing_map.start_back(dy)
-        return routing_map.finish_back()
+            routing_map.start_sums(dy)
+        return routing_map.finish_sums(dy.dtype)
 
 
 class CombineStart(Combine):
@@ -55,7 +55,7 @@ class CombineStart(Combine):
 
     def __init__(self, whole: Combine) -> None:
         assert whole.group is not None, NO_GROUP
-        super().__init__(group=whole.group.process_group)
+        super().__init__(group=whole.group.process_group, partial_sums=whole.partial_sums)
         _take_settings(self, whole)
 
     def fuser_forward(
@@ -65,7 +65,7 @@ class CombineStart(Combine):
         self.check(x, routing_map)
         if ctx.needs_grad:
             ctx.saved = Saved(routing_map)
-        routing_map.start_back(x)
+        routing_map.start_sums(x)
         return _stand_in(x, routing_map.row_of_slot.shape[0]), {}
 
     def fuser_backward(
@@ -116,7 +116,7 @@ class DispatchFinish(SecondHalf):
         routing_map: ShardedRoutingMap = ctx.saved.routing_map
         if not routing_map.needed.x:
             return dy, {}, {}
-        routing_map.start_back(dy)
+        routing_map.start_sums(dy)
         return _stand_in(dy, dy.shape[0]), {}, {}
 
 
@@ -131,7 +131,7 @@ class CombineFinish(SecondHalf):
         routing_map: ShardedRoutingMap = extras["routing_map"]
         if ctx.needs_grad:
             ctx.saved = Saved(routing_map)
-        return combine(routing_map.finish_back(), routing_map), {}
+        return routing_map.finish_sums(x.dtype), {}
 
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]

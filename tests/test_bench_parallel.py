@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench import bench_parallel
 from bench.__main__ import main
-from bench.bench_parallel import HAND, ONE, OURS, OVERLAPPED, TORCH, figures, measure
+from bench.bench_parallel import HAND, ONE, OURS, OVERLAPPED, PARTIAL_SUMS, TORCH, figures, measure
 from bench.case import PASSES
 from bench.exchange import Transfers
 from tests.ranks import on_ranks
@@ -46,6 +46,18 @@ def measure_on_a_rank(rank: int) -> None:
     assert 2 * TOKENS * row < hand.bytes_sent < 2 * TOKENS * row + TOKENS * 64
 
 
+def count_what_partial_sums_send(rank: int) -> None:
+    """All 8 experts on 2 ranks: of each token 4 rows come back from the other, or 1, or 1 in float32."""
+    model = "tiny-qwen3-30b-a3b"
+    measured = measure(model, "cpu", TOKENS, 1, tuple(PARTIAL_SUMS.values()))
+    row = 2 * bench_parallel.MODELS[model].hidden
+    for passes, transfers in zip(PASSES, (1, 2), strict=True):  # in backward the gradients of the rows
+        found = {one.way: one.bytes_sent for one in measured if one.passes == passes}
+        assert list(found)[-2:] == list(PARTIAL_SUMS)
+        apart, wide, rounded = (found[way] for way in (OURS, *PARTIAL_SUMS))
+        assert (apart - rounded, wide - rounded) == (3 * transfers * TOKENS * row, transfers * TOKENS * row)
+
+
 def refuse_a_wrong_candidate(rank: int) -> None:
     exchanged = bench_parallel.exchanged_layer
     bench_parallel.exchanged_layer = lambda *a, **k: exchanged(*a, **k) * 1.02
@@ -70,6 +82,7 @@ def repeat_transfers(rank: int) -> None:
 
 def all_on_a_rank(rank: int) -> None:
     measure_on_a_rank(rank)
+    count_what_partial_sums_send(rank)
     repeat_transfers(rank)
     refuse_a_wrong_candidate(rank)
 
@@ -115,6 +128,7 @@ def test_wrong_arguments_are_sentences(capsys):
         (("--models", "gpt-5"), "--models gpt-5 is unknown. Take qwen3-30b-a3b, "),
         (("--ranks", "1"), "--ranks is 1, but must be at least 2."),
         (("--ranks", "3"), "--ranks is 3, but must divide the 8 experts of tiny-qwen3-30b-a3b."),
+        (("--partial-sums", "bf16"), "--partial-sums bf16 is unknown. Take float32, rounded, or both."),
         (("--tokens", "0"), "--tokens is 0, but must be at least 1."),
     ):
         with pytest.raises(SystemExit):

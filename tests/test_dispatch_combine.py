@@ -16,6 +16,7 @@ from ops.kernels.routing import permute
 from ops.kernels.routing.permute import (
     RoutingMap,
     combine,
+    combine_present,
     combine_ref,
     dispatch,
     dispatch_ref,
@@ -209,6 +210,20 @@ def test_the_sum_is_in_float32_in_the_order_of_the_slots_and_rounded_once() -> N
     assert combine(rows[[0, 1, 2]], other).item() == 1
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_are_not_present_add_nothing(dtype: torch.dtype, device: str) -> None:
+    x = exact(6, 5, dtype=dtype, device=device)
+    rows = torch.tensor([[0, 5, -1], [-1, 3, 3], [-1, -1, -1], [2, -1, -1]], device=device)
+    zero = torch.zeros_like(x[0])
+    expected = torch.stack((x[0] + x[5], x[3] + x[3], zero, x[2]))
+    for made_in in (dtype, torch.promote_types(dtype, torch.float32)):
+        assert_same_bits({"y": combine_present(x, rows, made_in)}, {"y": expected.to(made_in)})
+    nothing = combine_present(x[:0], rows[2:3], dtype)
+    assert_same_bits({"y": nothing}, {"y": zero[None]})
+    assert combine_present(x[:0], rows[:0], dtype).shape == (0, 5)
+
+
 def test_permuting_the_experts_permutes_the_groups() -> None:
     indices, x = torch.randint(0, 5, (20, 2)), torch.randn(20, 3)
     probs, new_name = torch.rand(20, 2), torch.randperm(5)
@@ -336,6 +351,27 @@ def test_kernels_move_rows_as_the_references_do(dtype: torch.dtype, case: Case, 
         {"dispatch": dispatch(x, routing_map), "combine": combine(rows, routing_map)},
         {"dispatch": dispatch_ref(x, indices), "combine": combine_ref(rows, indices)},
     )
+
+
+@on_kernels
+@pytest.mark.usefixtures("kernels_everywhere")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("features", [0, 5, 1032])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_the_kernel_sums_the_rows_that_are_present(dtype: torch.dtype, features: int, device: str) -> None:
+    """Narrow rows to float32 sums, and float32 sums to narrow rows: what partial sums over ranks need."""
+    rows = torch.tensor([[0, 5, -1, 2], [-1, 3, 3, 4], [-1, -1, -1, -1], [2, -1, -1, -1]], device=device)
+    x = torch.randn(6, features, device=device).to(dtype)
+    wide = torch.randn(6, features, device=device)
+    cases = {"to itself": (x, dtype), "to float32": (x, torch.float32), "from float32": (wide, dtype)}
+    found = {name: combine_present(source, rows, made_in).cpu() for name, (source, made_in) in cases.items()}
+    expected = {}
+    for name, (source, made_in) in cases.items():
+        y = torch.zeros(len(rows), features)
+        for k in range(rows.shape[1]):
+            y += torch.where(rows[:, k, None] >= 0, source[rows[:, k]].float(), 0).cpu()
+        expected[name] = y.to(made_in)
+    assert_same_bits(found, expected)
 
 
 @on_kernels

@@ -64,6 +64,7 @@ def run_collectives(rank: int, ranks: int) -> None:
                 cases: list[tuple[Any, list[Tensor], list[Tensor], Tensor, Tensor]] = [
                     (ops.AllGather(group), xs, more, torch.cat(xs), of_rank(sum(more))),
                     (ops.ReduceScatter(group), more, xs, of_rank(sum(more)), torch.cat(xs)),
+                    (ops.Scatter(group), more[:1] * ranks, xs, of_rank(more[0]), torch.cat(xs)),
                     (ops.AllReduce(group), xs, xs[::-1], sum(xs), xs[::-1][rank]),
                 ]
                 for src in (0, ranks - 1):
@@ -94,7 +95,8 @@ def refuse_collectives(rank: int) -> None:
         assert sentence(lambda: scatter(x[:3]), ValueError).endswith(
             "x has 3 rows, but the 2 ranks of the group must divide them. Pad x to a multiple of 2 rows."
         )
-        for kind in (ops.AllGather, ops.ReduceScatter):
+        assert "x has 3 rows, but the 2 ranks" in sentence(lambda: ops.Scatter(group)(x[:3]), ValueError)
+        for kind in (ops.AllGather, ops.ReduceScatter, ops.Scatter):
             assert "x has no dimension, but rows are needed" in sentence(lambda k=kind: k(group)(x[0, 0]), ValueError)
         assert "src is 2, but the group has the ranks 0 to 1" in sentence(lambda: ops.Broadcast(2, group), ValueError)
         assert "src is 1.5, but must be an integer" in sentence(lambda: ops.Broadcast(1.5, group), TypeError)
@@ -109,6 +111,9 @@ def refuse_collectives(rank: int) -> None:
         said = sentence(lambda: scatter(x[: 3 + rank]), RuntimeError if rank else ValueError)
         assert "x has 3 rows, but the 2 ranks of the group must divide them" in said
         assert torch.equal(ops.AllReduce(group)(x), 2 * x)
+
+        said = sentence(lambda: ops.Scatter(group)(x[: 2 + 2 * rank]), RuntimeError)
+        assert "rank 0: Scatter of [2, 3] in torch.float32 without a gradient; rank 1: Scatter of [4, 3]" in said
 
         # a device without a backend
         elsewhere = ops.AllReduce(group)
@@ -131,6 +136,12 @@ def refuse_collectives(rank: int) -> None:
         assert "A process group cannot be written down" in sentence(lambda: pickle.dumps(operation), TypeError)
 
         # explained, not repeated; captured with NCCL alone
+        says = Sequential(ops.Scatter(group)).explain()
+        assert "Scatter  [this rank's rows, backward all_gather, over 2 ranks (gloo)]" in says
+        assert "Its group has gloo for cpu" in ops.Scatter(group).group.why_not_captured(torch.device("cpu"))
+        with autocast(batch_invariant=True):
+            assert_same_bits({"y": ops.Scatter(group)(x)}, {"y": x.chunk(2)[rank]})
+
         layer = Sequential(ops.Bias(3), operation)
         lines = layer.explain(device="cuda").splitlines()
         assert any(
@@ -246,6 +257,35 @@ def compare(block: Block, group: Any, recipe: Any = "bf16", bounds: Any = None, 
     except AssertionError as error:
         error.add_note(f"rank {rank} in {block} under {recipe}")
         raise
+
+
+def go_on_with_own_rows(rank: int, ranks: int) -> None:
+    """Behind a row-parallel layer: the gradients of the undivided layer on all rows."""
+    with quietly():
+        group = dist.group.WORLD
+        for dtype in (torch.float64, torch.float32):
+            for shape in ((3 * ranks,), (ranks, 2), (0,)):
+                block = Block(shape, dtype=dtype)
+                tail = [ops.RMSNorm(block.H, dtype=dtype) for _ in range(2)]
+                layer = Sequential(*block.layer(), tail[0])
+                mine = Sequential(*block.layer(group), ops.Scatter(group), tail[1])
+                x, dy = (drawn(i, *shape, block.H, dtype=dtype) for i in (1, 2))
+
+                def rows(whole: Tensor, shape: tuple[int, ...] = shape) -> Tensor:
+                    return whole.chunk(ranks)[rank] if shape[0] else whole
+
+                wanted = forward_and_backward(layer, x, dy)
+                found = forward_and_backward(mine, x, rows(dy))
+                wanted["y"] = rows(wanted["y"])
+                dist.all_reduce(tail[1].weight.grad, group=group)
+                wanted |= {"norm": tail[0].weight.grad} | shares_of(layer[:3], mine[:3], "grad")
+                found |= {"norm": tail[1].weight.grad} | own(mine[:3], "grad")
+                assert_close(found, wanted, SUMMED, computed_in=dtype, floor=0.1)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_own_rows_behind_a_row_parallel_layer_have_the_gradients_of_all(ranks: int, tmp_path: Path) -> None:
+    on_ranks(go_on_with_own_rows, ranks, folder=tmp_path, ranks=ranks)
 
 
 def random_block(seed: int, ranks: int) -> Block:

@@ -3,6 +3,7 @@
     all_reduce(x)        y = sum_r x_r                                   on every rank
     all_gather(x)        y = [x_0; x_1; ...; x_(n-1)]                    on every rank, along the first dimension
     reduce_scatter(x)    y = (sum_s x_s)[r T/n : (r + 1) T/n]            on rank r, of T rows
+    own_rows(x)          y = x[r T/n : (r + 1) T/n]                      on rank r, of T rows; nothing is sent
     broadcast(x, src)    y = x_src                                       on every rank
     reduce(x, src)       y = sum_r x_r                                   on src; zeros on the others
 
@@ -130,6 +131,12 @@ def reduce_scatter(x: Tensor, group: RankGroup) -> Tensor:
     y = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
     _reduce_scatter(y, x.contiguous(), group=group.process_group)
     return y
+
+
+def own_rows(x: Tensor, group: RankGroup) -> Tensor:
+    """A copy of this rank's rows. x: of as many rows as n divides."""
+    rows = x.shape[0] // group.size
+    return x.narrow(0, group.rank * rows, rows).clone(memory_format=torch.contiguous_format)
 
 
 def broadcast(x: Tensor, src: int, group: RankGroup) -> Tensor:

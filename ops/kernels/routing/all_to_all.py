@@ -15,6 +15,9 @@ That is how one rank would order the tokens of all ranks, concatenated in rank o
 
 Tokens are sent as copies, from which the receiver makes the rows: with 8 experts for a token, chosen randomly from 8
 ranks, 5.3 instead of 8. What returns is a row for each pair, because the sum over the slots of a token has an order.
+With partial sums it is a row for each copy: the rank of the experts sums the rows of that copy, in the order of the
+slots, and the rank of the token sums its copies, in the order of the ranks. Both orders follow from the routing of that
+token alone, and nothing is atomic, so the bits are the same from run to run.
 
 Before any rows, each rank sends each other one what it computes and how much it sends (`_exchange_headers`), and then
 how many pairs for each expert. The first is read on the host, because all_to_all_single takes its split sizes from
@@ -38,7 +41,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ops.kernels.collectives import RankGroup, difference
-from ops.kernels.routing.permute import RoutingMap, combine, dispatch, make_routing_map
+from ops.kernels.routing.permute import RoutingMap, combine, combine_present, dispatch, make_routing_map
+from ops.kernels.routing.transports import sent_dtype
 
 _REMEDY = (
     "Only the tokens and their number may differ: give every rank the same layer and recipe, and tensors of the same "
@@ -92,9 +96,6 @@ class Transfer:
         return self._arrived
 
 
-_TENSORS = ("row_of_slot", "token_of_row", "row_of_arrived", "arrived_of_row", "token_of_copy", "copy_of_row")
-
-
 @dataclass(frozen=True, eq=False)
 class ShardedRoutingMap(RoutingMap):
     """The map of this rank's P pairs, with where they go and what comes.
@@ -104,10 +105,14 @@ class ShardedRoutingMap(RoutingMap):
     copy_of_row: [R] int64, in the copies that arrive
     pairs, copies: how many are transferred
     needed:   which gradients any of the ranks computes: all of them take part in their transfer
+    partial_sums: None in this class
     under_way: the transfer that one half of an operation has started and the other one awaits (`ops.transfer_halves`)
     """
 
     transport: ClassVar[str] = "alltoall"
+    names: ClassVar[tuple[str, ...]] = (
+        "row_of_slot", "token_of_row", "row_of_arrived", "arrived_of_row", "token_of_copy", "copy_of_row",
+    )  # fmt: skip
 
     row_of_arrived: Tensor
     arrived_of_row: Tensor
@@ -118,16 +123,17 @@ class ShardedRoutingMap(RoutingMap):
     copies: Counts
     needed: NeededGradients
     under_way: list[Transfer] = field(default_factory=list)
+    partial_sums: str | None = None
 
     @property
     def num_rows(self) -> int:
         return self.row_of_arrived.shape[0]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, name) for name in _TENSORS)
+        return tuple(getattr(self, name) for name in self.names)
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> ShardedRoutingMap:
-        return replace(self, **dict(zip(_TENSORS, tensors, strict=True)))  # type: ignore[arg-type]  # None in a template
+        return replace(self, **dict(zip(self.names, tensors, strict=True)))  # type: ignore[arg-type]  # None in a template
 
     def send_tokens(self, x: Tensor) -> Tensor:
         """The rows [R, H] for the experts here, of the tokens [T, H] that each rank gives."""
@@ -145,7 +151,26 @@ class ShardedRoutingMap(RoutingMap):
 
     def sum_rows(self, rows: Tensor) -> Tensor:
         """The sums [T, H] of the rows of this rank's tokens, of what all ranks give for their rows, [R, H]."""
-        return combine(self.send_back(rows), self)
+        return self._sums(_transferred(self._returned(rows), self.returned, self.group), rows.dtype)
+
+    def start_sums(self, rows: Tensor) -> None:
+        """Begin `sum_rows`, which `finish_sums` ends."""
+        self.under_way.append(Transfer(self._returned(rows), self.returned, self.group))
+
+    def finish_sums(self, dtype: torch.dtype) -> Tensor:
+        """dtype: of the rows"""
+        return self._sums(self.under_way.pop().arrived(), dtype)
+
+    @property
+    def returned(self) -> Counts:
+        """How many rows `sum_rows` transfers."""
+        return self.pairs.back()
+
+    def _returned(self, rows: Tensor) -> Tensor:
+        return self._as_arrived(rows)
+
+    def _sums(self, arrived: Tensor, dtype: torch.dtype) -> Tensor:
+        return combine(self._pairs_of(arrived), self)
 
     def send(self, values: Tensor) -> Tensor:
         """The values [R] of the rows here, of those [P] that each rank gives for its pairs."""
@@ -154,13 +179,6 @@ class ShardedRoutingMap(RoutingMap):
     def send_back(self, rows: Tensor) -> Tensor:
         """What this rank's pairs get, [P, ...], of what all ranks give for their rows, [R, ...]; zero if not sent."""
         return self._pairs_of(_transferred(self._as_arrived(rows), self.pairs.back(), self.group))
-
-    def start_back(self, rows: Tensor) -> None:
-        """Begin `send_back`, which `finish_back` ends."""
-        self.under_way.append(Transfer(self._as_arrived(rows), self.pairs.back(), self.group))
-
-    def finish_back(self) -> Tensor:
-        return self._pairs_of(self.under_way.pop().arrived())
 
     def _as_arrived(self, rows: Tensor) -> Tensor:
         if rows.dim() == 2:
@@ -172,12 +190,46 @@ class ShardedRoutingMap(RoutingMap):
         return torch.cat((returned, returned.new_zeros(missing, *returned.shape[1:]))) if missing else returned
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PartialSumsRoutingMap(ShardedRoutingMap):
+    """One whose `sum_rows` returns a row for each copy: the sum of the rows made from it.
+
+    rows_of_copy: [copies that arrive, topk] int64, the rows made from each, in the order of the slots; -1 for slots of
+        other ranks' experts
+    copies_of_token: [T, min(topk, n)] int64, the copies of each token, in the order of the ranks; -1 where there are
+        fewer
+    partial_sums: a name of `PARTIAL_SUMS`
+    """
+
+    names: ClassVar[tuple[str, ...]] = (*ShardedRoutingMap.names, "rows_of_copy", "copies_of_token")
+
+    rows_of_copy: Tensor
+    copies_of_token: Tensor
+
+    @property
+    def returned(self) -> Counts:
+        return self.copies.back()
+
+    def _returned(self, rows: Tensor) -> Tensor:
+        assert self.partial_sums is not None, "a name of PARTIAL_SUMS"
+        return combine_present(rows, self.rows_of_copy, sent_dtype(self.partial_sums, rows.dtype))
+
+    def _sums(self, arrived: Tensor, dtype: torch.dtype) -> Tensor:
+        return combine_present(arrived, self.copies_of_token, dtype)
+
+
 def make_sharded_routing_map(
-    indices: Tensor, num_experts: int, group: ExpertGroup, about: str, needed: NeededGradients
+    indices: Tensor,
+    num_experts: int,
+    group: ExpertGroup,
+    about: str,
+    needed: NeededGradients,
+    partial_sums: str | None = None,
 ) -> tuple[ShardedRoutingMap, Tensor, Tensor]:
     """As `make_routing_map`, over ranks: (map, slot_of_row [P] of the pairs, sizes [L] of the experts here).
 
     about: what has to be the same on all ranks, in words
+    partial_sums: of `Dispatch`
 
     Raises RuntimeError, with the same sentence on every rank, where it is not; and while a CUDA graph is captured.
     """
@@ -186,7 +238,7 @@ def make_sharded_routing_map(
             "A CUDA graph is being captured, but all_to_all_single takes the row counts from the host, so a replay "
             "would transfer those of the capture. Capture the parts before Dispatch and behind Combine."
         )
-    n = len(group.ranks)
+    n, (T, topk) = len(group.ranks), indices.shape
     routing_map, slot_of_row, sizes = make_routing_map(indices, num_experts)
     sent_nL = sizes.view(n, -1)
     copies_n, copy_ends, copy_of_slot = _copies(indices, num_experts // n, n)
@@ -196,16 +248,28 @@ def make_sharded_routing_map(
     row_of_arrived, arrived_of_row = _order(received_nL, sum(pairs.received))
     # The first (rank, token) up to which there are so many copies.
     token_of_copy = torch.searchsorted(copy_ends, torch.arange(1, sum(copies.sent) + 1, device=indices.device))
-    # With each pair goes which of the copies from its rank is its token.
-    copy_of_pair = copy_of_slot.flatten().index_select(0, slot_of_row)[: sum(pairs.sent)]
-    first_n = received_copies_n.cumsum(0) - received_copies_n
+    # With each pair goes which of the copies from its rank is its token, and its slot.
+    slots = torch.arange(topk, device=indices.device)
+    place_of_pair = (copy_of_slot * topk + slots).flatten().index_select(0, slot_of_row)[: sum(pairs.sent)]
+    first_n = (received_copies_n.cumsum(0) - received_copies_n) * topk
     first = first_n.repeat_interleave(received_nL.sum(1), output_size=sum(pairs.received))
-    copy_of_row = (first + _transferred(copy_of_pair, pairs, group)).index_select(0, arrived_of_row)
-    sharded = ShardedRoutingMap(
+    place = first + _transferred(place_of_pair, pairs, group)
+    copy_of_row = place.div(topk, rounding_mode="floor").index_select(0, arrived_of_row)
+    fields = (
         routing_map.row_of_slot, routing_map.token_of_row, row_of_arrived, arrived_of_row,
-        token_of_copy % max(indices.shape[0], 1), copy_of_row, group, pairs, copies, needed,
+        token_of_copy % max(T, 1), copy_of_row, group, pairs, copies, needed,
     )  # fmt: skip
-    return sharded, slot_of_row, received_nL.sum(0)
+    if partial_sums is None:
+        return ShardedRoutingMap(*fields), slot_of_row, received_nL.sum(0)
+    rows_of_copy = place.new_full((sum(copies.received), topk), -1)
+    rows_of_copy.view(-1).scatter_(0, place, row_of_arrived)
+    with_sums = PartialSumsRoutingMap(
+        *fields,
+        rows_of_copy=rows_of_copy,
+        copies_of_token=_copies_of_tokens(copy_ends, T, topk, n),
+        partial_sums=partial_sums,
+    )
+    return with_sums, slot_of_row, received_nL.sum(0)
 
 
 def announce_refusal(group: ExpertGroup, device: torch.device, error: Exception) -> None:
@@ -276,3 +340,15 @@ def _copies(indices: Tensor, experts_of_rank: int, ranks: int) -> tuple[Tensor, 
     first_n = copies_n.cumsum(0) - copies_n
     ends_Tn = ends.view(ranks, T).t()
     return copies_n, ends, (ends_Tn - 1 - first_n).gather(1, owner.clamp(max=ranks - 1))
+
+
+def _copies_of_tokens(copy_ends: Tensor, T: int, topk: int, ranks: int) -> Tensor:
+    """The copies of each token in the order of the ranks, [T, min(topk, n)]; where there are fewer, -1 before them.
+
+    copy_ends: as `_copies` gives them
+
+    ends [1, 2, 2, 3], 2 ranks, top-2 of 2 tokens  ->  [[-1, 0], [1, 2]]
+    """
+    is_copy = copy_ends.diff(prepend=copy_ends.new_zeros(1)) > 0
+    of_ranks_Tn = torch.where(is_copy, copy_ends - 1, -1).view(ranks, T).t()
+    return of_ranks_Tn.sort(1).values[:, -topk:].contiguous()

@@ -159,9 +159,22 @@ def dispatch(x: Tensor, routing_map: RoutingMap) -> Tensor:
 def combine(x: Tensor, routing_map: RoutingMap) -> Tensor:
     """y[t] = sum_k x[row_of_slot[t, k]], for x [T topk, H]; y [T, H] in x's dtype."""
     if not runs_in_triton(x.device, x.dtype):
-        return _combine_on_torch(x, routing_map)
+        return _combine_on_torch(x, routing_map.row_of_slot, x.dtype)
     y = x.new_empty(routing_map.row_of_slot.shape[0], x.shape[1])
     combine_triton(x.contiguous(), routing_map.row_of_slot, y)
+    return y
+
+
+def combine_present(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """y[i] = sum_k x[rows[i, k]], without the rows that are -1, for x [R, H] and rows [I, K]; y [I, H] in dtype.
+
+    x = [[1.], [2.], [4.]], rows = [[0, 2], [-1, 1], [-1, -1]]  ->  y [[5.], [2.], [0.]]
+    """
+    if not runs_in_triton(x.device, x.dtype):
+        with_zeros = torch.cat((x, x.new_zeros(1, x.shape[1])))
+        return _combine_on_torch(with_zeros, rows.where(rows >= 0, x.shape[0]), dtype)
+    y = x.new_empty(rows.shape[0], x.shape[1], dtype=dtype)
+    combine_triton(x.contiguous(), rows, y)
     return y
 
 
@@ -195,7 +208,7 @@ def dispatch_triton(x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
 
 
 def combine_triton(x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
-    """Launch combine of x [T topk, H] into y [T, H]. All tensors contiguous."""
+    """Launch combine of x [R, H] into y [T, H], of any dtype. Rows of -1 add nothing. All tensors contiguous."""
     _move(_combine, x, row_of_slot, y)
 
 
@@ -207,11 +220,11 @@ def _move(launch: Launch, x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
     launch(x, num_tokens * cdiv(H, block_h), x, row_of_slot, y, H, TOPK=topk, BLOCK_H=block_h, num_warps=num_warps)
 
 
-def _combine_on_torch(x: Tensor, routing_map: RoutingMap) -> Tensor:
-    first, *others = routing_map.row_of_slot.unbind(1)
+def _combine_on_torch(x: Tensor, row_of_slot: Tensor, dtype: torch.dtype) -> Tensor:
+    first, *others = row_of_slot.unbind(1)
     y = x.index_select(0, first)
     if others and x.dtype != torch.float64:
         y = y.float()
     for rows in others:
         y += x.index_select(0, rows)
-    return y.to(x.dtype)
+    return y.to(dtype)

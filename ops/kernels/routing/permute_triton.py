@@ -1,7 +1,7 @@
 """The Triton kernels of `ops.kernels.routing.permute`, which documents and launches them.
 
 Moving rows: a program handles BLOCK_H columns of one token. dispatch loads them once and stores them topk times;
-combine issues topk loads at once and stores their sum.
+combine issues topk loads at once and stores their sum, without those of row -1.
 
 The map is made by a stable counting sort of the pairs, BLOCK of them in each program:
 
@@ -38,10 +38,10 @@ def dispatch_kernel(x_ptr, row_of_slot_ptr, y_ptr, H, TOPK: tl.constexpr, BLOCK_
 def combine_kernel(x_ptr, row_of_slot_ptr, y_ptr, H, TOPK: tl.constexpr, BLOCK_H: tl.constexpr):
     token, offs_h = columns(H, BLOCK_H)
     row = tl.load(row_of_slot_ptr + token * TOPK)
-    y = widen(tl.load(x_ptr + row * H + offs_h, mask=offs_h < H, other=0.0)).to(tl.float32)
+    y = widen(tl.load(x_ptr + row * H + offs_h, mask=(offs_h < H) & (row >= 0), other=0.0)).to(tl.float32)
     for slot in tl.static_range(1, TOPK):
         row = tl.load(row_of_slot_ptr + token * TOPK + slot)
-        y += widen(tl.load(x_ptr + row * H + offs_h, mask=offs_h < H, other=0.0)).to(tl.float32)
+        y += widen(tl.load(x_ptr + row * H + offs_h, mask=(offs_h < H) & (row >= 0), other=0.0)).to(tl.float32)
     tl.store(y_ptr + token * H + offs_h, round_to(y, y_ptr.dtype.element_ty), mask=offs_h < H)
 
 

@@ -140,6 +140,7 @@ class SymmetricRoutingMap(RoutingMap):
     """
 
     transport: ClassVar[str] = "symmetric"
+    partial_sums: ClassVar[str | None] = None
 
     place: Tensor
     lead: Tensor
