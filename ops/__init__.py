@@ -21,7 +21,7 @@ from ops.activations import (
 )
 from ops.add_extra_input import AddExtraInput
 from ops.bias import Bias
-from ops.collectives import AllGather, AllReduce, Broadcast, ReduceScatter, Scatter
+from ops.collectives import AllGather, AllReduce, Broadcast, Gather, ReduceScatter, Scatter
 from ops.combine import Combine
 from ops.constant_scale import ConstantScale
 from ops.custom_router import CustomRouter
@@ -70,6 +70,7 @@ __all__ = [
     "GEGLU",
     "GELU",
     "GLU",
+    "Gather",
     "GroupedLinear",
     "Identity",
     "IndexTensor",

@@ -1,4 +1,4 @@
-"""AllGather, ReduceScatter, Scatter, AllReduce and Broadcast: torch.distributed's collectives as operations."""
+"""AllGather, ReduceScatter, Gather, Scatter, AllReduce and Broadcast: torch.distributed's collectives as operations."""
 # n ranks, T rows
 
 from __future__ import annotations
@@ -143,6 +143,31 @@ class ReduceScatter(SummingOperation):
 
     def why_not(self, x: Tensor) -> str | None:
         return why_not_rows(x, self.group.size)
+
+
+class Gather(CollectiveOperation):
+    """y = [x_0; x_1; ...; x_(n-1)], the x of all ranks in rank order; x [T, ...], y [n T, ...].
+
+    Backward: dx = rows [r T, (r + 1) T) of dy on rank r, for a dy that all ranks have alike, because all compute the
+    same loss from y: `AllGather`, which sums them, would give n times as much. So all rows go through layers that every
+    rank has, such as a Router, and behind these each rank goes on with its own by `Scatter`. It is Megatron's gather
+    from the sequence parallel region with tensor_parallel_output_grad=False. Nothing is sent in backward; that the
+    values of dy are the same is not checked.
+
+    For all else, see `CollectiveOperation`.
+    """
+
+    forward_name, backward_name = "all_gather", "this rank's rows"
+    repeatable = True
+
+    def exchange(self, x: Tensor) -> Tensor:
+        return all_gather(x, self.group)
+
+    def give_back(self, dy: Tensor) -> Tensor:
+        return own_rows(dy, self.group)
+
+    def why_not(self, x: Tensor) -> str | None:
+        return why_not_rows(x, 1)
 
 
 class Scatter(CollectiveOperation):

@@ -64,6 +64,7 @@ def run_collectives(rank: int, ranks: int) -> None:
                 cases: list[tuple[Any, list[Tensor], list[Tensor], Tensor, Tensor]] = [
                     (ops.AllGather(group), xs, more, torch.cat(xs), of_rank(sum(more))),
                     (ops.ReduceScatter(group), more, xs, of_rank(sum(more)), torch.cat(xs)),
+                    (ops.Gather(group), xs, more[:1] * ranks, torch.cat(xs), of_rank(more[0])),
                     (ops.Scatter(group), more[:1] * ranks, xs, of_rank(more[0]), torch.cat(xs)),
                     (ops.AllReduce(group), xs, xs[::-1], sum(xs), xs[::-1][rank]),
                 ]
@@ -96,7 +97,7 @@ def refuse_collectives(rank: int) -> None:
             "x has 3 rows, but the 2 ranks of the group must divide them. Pad x to a multiple of 2 rows."
         )
         assert "x has 3 rows, but the 2 ranks" in sentence(lambda: ops.Scatter(group)(x[:3]), ValueError)
-        for kind in (ops.AllGather, ops.ReduceScatter, ops.Scatter):
+        for kind in (ops.AllGather, ops.ReduceScatter, ops.Gather, ops.Scatter):
             assert "x has no dimension, but rows are needed" in sentence(lambda k=kind: k(group)(x[0, 0]), ValueError)
         assert "src is 2, but the group has the ranks 0 to 1" in sentence(lambda: ops.Broadcast(2, group), ValueError)
         assert "src is 1.5, but must be an integer" in sentence(lambda: ops.Broadcast(1.5, group), TypeError)
@@ -286,6 +287,30 @@ def go_on_with_own_rows(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_own_rows_behind_a_row_parallel_layer_have_the_gradients_of_all(ranks: int, tmp_path: Path) -> None:
     on_ranks(go_on_with_own_rows, ranks, folder=tmp_path, ranks=ranks)
+
+
+def go_through_what_all_have(rank: int, ranks: int) -> None:
+    """A MoE layer that every rank has, between rows that are divided: the gradients of the layer on all rows."""
+    with quietly():
+        group, H, E = dist.group.WORLD, 6, 3
+        torch.manual_seed(0)
+        moe = Sequential(
+            ops.Router(H, E, topk=2), ops.Dispatch(E), ops.GroupedLinear(E, H, 8), ops.ScaledSwiGLU(),
+            ops.GroupedLinear(E, 4, H), ops.Combine(),
+        ).double()  # fmt: skip
+        mine = Sequential(ops.Gather(group), *copy.deepcopy(moe), ops.Scatter(group))
+        for rows in (3 * ranks, 0):
+            x, dy = (drawn(i, rows, H, dtype=torch.float64) for i in (1, 2))
+            wanted = forward_and_backward(moe, x, dy)
+            found = forward_and_backward(mine, x.chunk(ranks)[rank], dy.chunk(ranks)[rank])
+            assert_same_bits(found, {name: t.chunk(ranks)[rank] for name, t in wanted.items()})
+            for of_all, of_mine in zip(moe.parameters(), mine.parameters(), strict=True):
+                assert_same_bits({"gradient": of_mine.grad}, {"gradient": of_all.grad})
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_rows_gathered_for_layers_that_all_have_get_the_gradients_of_one_rank(ranks: int, tmp_path: Path) -> None:
+    on_ranks(go_through_what_all_have, ranks, folder=tmp_path, ranks=ranks)
 
 
 def random_block(seed: int, ranks: int) -> Block:
