@@ -29,10 +29,12 @@ def m_grouped_on_cpu(
     bias_GC: Tensor | None = None,
     scales_T: Tensor | None = None,
     batch_invariant: bool = False,
+    factor_GRC: Tensor | None = None,
 ) -> Tensor:
     """out[t] = alpha_g a[t] w_g + scales[t] bias_g, rounded once; rows of no group are zero.
 
-    w may be narrower than a: that of a group with rows is read into a's dtype.
+    w may be narrower than a: that of a group with rows is read into a's dtype, and multiplied by a factor that it has,
+    [G, 1, C] or [G, R, 1].
     """
     end = sum(splits.tolist())
     plain = out is None and alpha_G is None and bias_GC is None and end and not batch_invariant
@@ -50,7 +52,10 @@ def m_grouped_on_cpu(
         bias = None if bias_GC is None else bias_GC[group]
         if bias is not None and scales_T is not None:
             bias = accumulator_like(scales_T[rows, None]) * bias
-        w = w_GRC[group] if read is None else read.copy_(w_GRC[group])
+        w = w_GRC[group]
+        if read is not None:
+            w = read.copy_(w)
+            w = w if factor_GRC is None else w.mul_(factor_GRC[group])
         alpha = None if alphas is None else alphas[group]
         product(result[rows], a[rows], w, alpha, bias, batch_invariant=batch_invariant)
     result[end:].zero_()
