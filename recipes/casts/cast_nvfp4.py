@@ -143,30 +143,26 @@ def cast_nvfp4_ref(
     seed: [1] int64 for stochastic rounding, None for nearest
     four_over_six: try two scales of each block
     """
-    column = torch.arange(cdiv(x.shape[-1], BLOCK) * BLOCK, device=x.device)
     row_codes = row_scale = column_codes = column_scale = None
     if amaxes.rowwise is not None:
         rows, divided = (_padded(x, splits), splits and splits.padded(BLOCK)) if two_d else (_blocks(x), splits)
-        row, group = _row_in_group(rows, divided)
         amax = amaxes.rowwise
         if row_scaled:
             amax = amax[..., None]
-        elif group is not None:
-            amax = amax.index_select(0, group)[:, None]
+        elif divided is not None:
+            amax = amax.index_select(0, _any_group(divided))[:, None]
         else:
             amax = amax[..., None, None]
-        bits = None if seed is None else _bits(seed, column[::BLOCK] // BLOCK, row[:, None])
+        bits = None if seed is None else _row_bits(seed, rows, divided)
         codes, scale = cast_blocks_ref(rows, amax, two_d, bits, four_over_six)
         ready = partial(_cropped, x=x, splits=splits) if two_d else partial(_active, splits=splits)
         row_codes = ready(_packed(codes))[..., : (x.shape[-1] + 1) // 2].contiguous()
         row_scale = ready(scale)
     if amaxes.columnwise is not None:
-        padded = _padded(x, splits)
-        row, group = _row_in_group(padded, splits and splits.padded(BLOCK))
+        padded, divided = _padded(x, splits), splits and splits.padded(BLOCK)
         amax = amaxes.columnwise
-        amax = amax[..., None, None] if group is None else amax.index_select(0, group[::BLOCK])
-        place, k = column[:, None] // BLOCK, column[:, None] % BLOCK
-        bits = None if seed is None else _bits(seed, place, row[::BLOCK] + k // 2 + 8 * (k % 2))
+        amax = amax[..., None, None] if divided is None else amax.index_select(0, _any_group(divided)[::BLOCK])
+        bits = None if seed is None else _column_bits(seed, padded, divided)
         transposed = (_transformed(padded, x.dtype, round_rht) if rht else padded).transpose(-1, -2)
         codes, scale = cast_blocks_ref(transposed, amax, two_d, bits, four_over_six)
         column_codes, column_scale = (t[..., : x.shape[-1], :].contiguous() for t in (_packed(codes), scale))
@@ -176,6 +172,19 @@ def cast_nvfp4_ref(
 def _transformed(padded: Tensor, dtype: torch.dtype, round_rht: bool) -> Tensor:
     """The transform of float32 numbers that came in this dtype."""
     return hadamard_ref(padded, rounded=round_rht and dtype == torch.bfloat16)
+
+
+def _row_bits(seed: Tensor, rows: Tensor, splits: Splits | None) -> Tensor:
+    """The bits of the rowwise copy of rows [..., T, K], [T, K]."""
+    block = torch.arange(rows.shape[-1] // BLOCK, device=rows.device)
+    return _bits(seed, block, _row_in_group(rows, splits)[:, None])
+
+
+def _column_bits(seed: Tensor, padded: Tensor, splits: Splits | None) -> Tensor:
+    """The bits of the columnwise copy of rows [..., P, K], [K, P]."""
+    column = torch.arange(padded.shape[-1], device=padded.device)[:, None]
+    place, k = column // BLOCK, column % BLOCK
+    return _bits(seed, place, _row_in_group(padded, splits)[::BLOCK] + k // 2 + 8 * (k % 2))
 
 
 def _bits(seed: Tensor, block: Tensor, row: Tensor) -> Tensor:
@@ -517,13 +526,15 @@ def _blocks(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[-1] % BLOCK))
 
 
-def _row_in_group(x: Tensor, splits: Splits | None) -> tuple[Tensor, Tensor | None]:
-    """Of each row of x [..., T, K] its number in its group, and that group, any for a row of none."""
+def _row_in_group(x: Tensor, splits: Splits | None) -> Tensor:
+    """Of each row of x [..., T, K] its number in its group."""
     row = torch.arange(x.shape[-2], device=x.device)
-    if splits is None:
-        return row, None
-    group = splits.group_of_row
-    return row - splits.offsets.index_select(0, group), group.clamp(max=splits.num_groups - 1)
+    return row if splits is None else row - splits.offsets.index_select(0, splits.group_of_row)
+
+
+def _any_group(splits: Splits) -> Tensor:
+    """The group of each row, any for a row of none."""
+    return splits.group_of_row.clamp(max=splits.num_groups - 1)
 
 
 def _padded(x: Tensor, splits: Splits | None) -> Tensor:

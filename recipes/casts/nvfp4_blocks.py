@@ -67,11 +67,11 @@ def e2m1_codes_ref(x: Tensor, bits: Tensor | None = None) -> Tensor:
     steps = 1.0 if bits is None else 512.0
     position = torch.full_like(h, _ROUND)
     for start, codes in ((0.0, 4.0), (1.0, 2.0), (2.0, 1.0)):
-        position = position + (h - start).clamp(0.0, 1.0) * (codes * steps)
+        position.add_((h - start).clamp_(0.0, 1.0), alpha=codes * steps)
     code = (position - _ROUND).to(torch.int32)
     if bits is not None:
         code = (code + bits.to(torch.int32)) >> 9
-    return code + 8 * torch.signbit(x)
+    return code.add_(torch.signbit(x), alpha=8)
 
 
 def e2m1_values_ref(codes: Tensor, dtype: torch.dtype) -> Tensor:
