@@ -21,7 +21,7 @@ from recipes.stack import current_recipe, records_amaxes
 
 
 class constant_weights(scopes.constant_weights):
-    """`ops.products.constant_weights`, which may be ahead of the first pass.
+    """`ops.products.constant_weights`, of models of `fuser.hf` too, and perhaps ahead of the first pass.
 
     prepare: quantize all weights as the scope is entered, as the passes inside will: with gradients enabled both copies
              of each, else the rowwise one alone. True: under the recipe of the `autocast` around, or of the operations'
@@ -43,7 +43,8 @@ class constant_weights(scopes.constant_weights):
     """
 
     def __init__(self, *modules: nn.Module, debug: bool = False, prepare: bool | Recipe | str = False) -> None:
-        super().__init__(*modules, debug=debug)
+        layers = [layer for module in modules for _, layer in sequentials(module)]  # some are outside of the modules
+        super().__init__(*modules, *layers, debug=debug)
         self._modules = modules
         self._prepares = prepare is not False
         self._recipe = None if isinstance(prepare, bool) else as_recipe(prepare)

@@ -18,6 +18,7 @@ RECIPES = {
     "fp8_delayed": DelayedScaling(amax_history_len=2),
     "fp8_current": "fp8_current",
     "fp8_block": "fp8_block",
+    "fp8_rowwise": "fp8_rowwise",
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 EVERY = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -266,7 +267,7 @@ def test_emulated_formats_keep_values_unless_the_recipe_says_codes(make, monkeyp
     assert of_values <= nbytes[True] <= of_values + 64  # and a factor for each group
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "fp8_delayed", "fp8_rowwise"])
 def test_on_a_cpu_codes_that_a_gpu_multiplies_are_dequantized_once(recipe, monkeypatch):
     plain = run(build(), recipe)
     made = []
@@ -285,18 +286,35 @@ def test_on_a_cpu_codes_that_a_gpu_multiplies_are_dequantized_once(recipe, monke
 
 BUILT_IN = RECIPES | {
     "bf16": "bf16",
-    "fp8_rowwise": "fp8_rowwise",
     "mxfp4": MXFP4BlockScaling(),
     "mixed": MixedScaling(input="mxfp8", weight="fp8_block"),
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight", ["fp8_rowwise", MixedScaling(weight="fp8_rowwise")], ids=["rowwise", "mixed"])
+def test_on_a_cpu_values_that_need_float32_are_kept_as_bfloat16_and_a_factor(weight, dtype):
+    """Of stacked weights. The bits of no scope, in backward too, whose copy has a factor for each column."""
+
+    def step(scope):
+        torch.manual_seed(0)
+        model = Sequential(ops.GroupedLinear(3, 32, 48, bias=False, dtype=dtype))
+        x, kept = data().to(dtype).requires_grad_(), constant_weights(model)
+        with kept if scope else nullcontext(), autocast(weight):
+            y = model(x, split_sizes=SIZES)
+            y.square().sum().backward()
+            assert kept.nbytes == (2 * 2 * 3 * 48 * 32 + 4 * 3 * (48 + 32) if scope else 0)
+        return {"y": y.detach(), "dx": x.grad, "dw": model[0].weight.grad}
+
+    assert_same_bits(step(True), step(False))
+
+
 class Work(TorchDispatchMode):
-    """Counts operations of torch, and the elements of what they return in memory of its own."""
+    """Counts operations of torch, the tensors that all return, and the elements of those in memory of their own."""
 
     def __init__(self):
         super().__init__()
-        self.calls = self.elements = 0
+        self.calls = self.tensors = self.elements = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
@@ -305,6 +323,7 @@ class Work(TorchDispatchMode):
         fresh = [t for t in found if t.untyped_storage().data_ptr() not in given]
         written = found if function._schema.name.endswith(("_", ".out", ".default_out")) else fresh
         self.calls += bool(written)
+        self.tensors += len(found)
         self.elements += sum(t.numel() for t in written)
         return made
 
@@ -332,9 +351,10 @@ def test_decode_on_a_cpu_does_nothing_for_experts_without_rows(recipe, dtype):
     few, y = decoded(recipe, 3, dtype)
     many, same = decoded(recipe, 40, dtype)
     assert torch.equal(y, same)
-    assert many.calls == few.calls
+    assert (many.calls, many.tensors) == (few.calls, few.tensors)
     assert many.elements - few.elements <= 37 * 64, "of an expert without rows a few numbers, not a row of its weight"
     assert few.elements < 4 * 48 * 32 + 5000
+    assert few.calls <= 100, "what one token takes besides reading weights is the host's time for these"
 
 
 def weights_of(model):

@@ -184,7 +184,7 @@ def test_a_tensor_against_numpy(form, dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operands_are_the_codes_and_alpha_the_scale(dtype):
     q = quantize(torch.randn(5, 48))
-    values, alpha, _ = q.operand(False, dtype)
+    values, alpha, *_ = q.operand(False, dtype)
     assert values.dtype == dtype and torch.equal(values.double(), q.rowwise.codes.double())
     assert alpha is q.rowwise.scale_inv and alpha.shape == ()
     assert torch.equal(values.float() * alpha, q.dequantize())

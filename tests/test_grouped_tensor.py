@@ -99,7 +99,7 @@ def test_unused_mxfp8_blocks_are_zero():
 def test_values_times_alpha_are_the_dequantized_numbers(recipe):
     x = torch.randn(70, 48)
     grouped = quantize(recipe, x, [30, 0, 33])
-    values, alpha, _ = grouped.operand(False, torch.float32)
+    values, alpha, *_ = grouped.operand(False, torch.float32)
     if alpha is not None:
         values = values * alpha.repeat_interleave(torch.tensor([30, 0, 40]))[:, None]
     assert torch.equal(values, grouped.dequantize())

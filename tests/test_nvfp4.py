@@ -313,7 +313,7 @@ def test_operands_are_exact_and_alpha_makes_them_values(quantizer):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             operand = q.operand(columnwise, dtype)
             assert operand.values.dtype == dtype and torch.equal(operand.values.double(), exact.values)
-    values, alpha, _ = q.operand(False, torch.float32)
+    values, alpha, *_ = q.operand(False, torch.float32)
     assert torch.equal(q.dequantize(), values * alpha)
 
 
@@ -387,7 +387,7 @@ def test_the_transformed_copy_against_numpy(dtype, kind, rounded):
     assert torch.equal(scales_of(q.columnwise), torch.from_numpy(scales))
     assert q.columnwise.amax == y.abs().max() and q.rowwise.amax == x.abs().max()
     assert_same_copy(q.rowwise, quantize(x, dtype=dtype).rowwise)
-    values, alpha, block = q.operand(True, torch.float32)
+    values, alpha, block, _ = q.operand(True, torch.float32)
     assert values.shape == (48, 24) and block == 16
     restored = hadamard_ref(values * alpha, inverse=True)[:40]
     assert torch.equal(q.columnwise.dequantize(), restored)
@@ -611,7 +611,7 @@ def test_grouped_wgrad_from_padded_operands(quantizer):
         start = sum(sizes[:group])
         a, b = (value[start : start + sizes[group]] for value in values)
         if quantizer.rht:  # values of the padding are lost with it, and were small
-            a, b = (hadamard_ref(t[first:end] * alpha[group], inverse=True) for t, alpha, _ in (left, right))
+            a, b = (hadamard_ref(t[first:end] * alpha[group], inverse=True) for t, alpha, *_ in (left, right))
         torch.testing.assert_close(dw, a.T @ b, rtol=1e-4, atol=1e-4)
 
 

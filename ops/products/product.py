@@ -124,6 +124,8 @@ def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> 
         Operand(x, None) if isinstance(x, Tensor) else x.operand(columnwise, gemm_dtype(nominal, x.device))
         for x, columnwise in zip((a, b), COLUMNWISE[layout], strict=True)
     )
+    if right.factor is not None:  # of stacked weights: their values are rounded to float32 at least
+        left = left._replace(values=accumulator_like(left.values))
     if left.values.dtype == right.values.dtype:
         return left, right
     if layout != "NT" and right.values.dim() == 3 and why_not_read_as(left.values, right.values) is None:

@@ -176,8 +176,10 @@ def dequantized(quantize: Quantize, dtype: torch.dtype, rowwise: bool, columnwis
 
 
 def _with_values(copies: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
-    made = {id(copy): Dequantized.of(copy, dtype) for copy in (copies.rowwise, copies.columnwise) if copy is not None}
-    return replace(copies, rowwise=made.get(id(copies.rowwise)), columnwise=made.get(id(copies.columnwise)))
+    of_rows = copies.rowwise and Dequantized.of(copies.rowwise, dtype)
+    if copies.columnwise is copies.rowwise:
+        return replace(copies, rowwise=of_rows, columnwise=of_rows)
+    return replace(copies, rowwise=of_rows, columnwise=copies.columnwise and Dequantized.of(copies.columnwise, dtype))
 
 
 def _for_backward(copies: Copies) -> QuantizedTensor | SplitTensors:

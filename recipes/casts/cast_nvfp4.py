@@ -153,21 +153,16 @@ def cast_nvfp4_ref(
             amax = amax.index_select(0, _any_group(divided))[:, None]
         else:
             amax = amax[..., None, None]
-        bits = None if seed is None else _bits(seed, _blocks_of(x), _row_in_group(rows, divided)[:, None])
+        bits = None if seed is None else _row_bits(seed, rows, divided)
         codes, scale = cast_blocks_ref(rows, amax, two_d, bits, four_over_six)
         ready = partial(_cropped, x=x, splits=splits) if two_d else partial(_active, splits=splits)
         row_codes = ready(_packed(codes))[..., : (x.shape[-1] + 1) // 2].contiguous()
         row_scale = ready(scale)
     if amaxes.columnwise is not None:
-        padded = _padded(x, splits)
-        divided = splits and splits.padded(BLOCK)
+        padded, divided = _padded(x, splits), splits and splits.padded(BLOCK)
         amax = amaxes.columnwise
         amax = amax[..., None, None] if divided is None else amax.index_select(0, _any_group(divided)[::BLOCK])
-        bits = None
-        if seed is not None:
-            k = torch.arange(BLOCK, device=x.device).repeat(cdiv(x.shape[-1], BLOCK))[:, None]
-            place = _blocks_of(x).repeat_interleave(BLOCK)[:, None]
-            bits = _bits(seed, place, _row_in_group(padded, divided)[::BLOCK] + k // 2 + 8 * (k % 2))
+        bits = None if seed is None else _column_bits(seed, padded, divided)
         transposed = (_transformed(padded, x.dtype, round_rht) if rht else padded).transpose(-1, -2)
         codes, scale = cast_blocks_ref(transposed, amax, two_d, bits, four_over_six)
         column_codes, column_scale = (t[..., : x.shape[-1], :].contiguous() for t in (_packed(codes), scale))
@@ -177,6 +172,19 @@ def cast_nvfp4_ref(
 def _transformed(padded: Tensor, dtype: torch.dtype, round_rht: bool) -> Tensor:
     """The transform of float32 numbers that came in this dtype."""
     return hadamard_ref(padded, rounded=round_rht and dtype == torch.bfloat16)
+
+
+def _row_bits(seed: Tensor, rows: Tensor, splits: Splits | None) -> Tensor:
+    """The bits of the rowwise copy of rows [..., T, K], [T, K]."""
+    block = torch.arange(rows.shape[-1] // BLOCK, device=rows.device)
+    return _bits(seed, block, _row_in_group(rows, splits)[:, None])
+
+
+def _column_bits(seed: Tensor, padded: Tensor, splits: Splits | None) -> Tensor:
+    """The bits of the columnwise copy of rows [..., P, K], [K, P]."""
+    column = torch.arange(padded.shape[-1], device=padded.device)[:, None]
+    place, k = column // BLOCK, column % BLOCK
+    return _bits(seed, place, _row_in_group(padded, splits)[::BLOCK] + k // 2 + 8 * (k % 2))
 
 
 def _bits(seed: Tensor, block: Tensor, row: Tensor) -> Tensor:
@@ -518,20 +526,15 @@ def _blocks(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[-1] % BLOCK))
 
 
-def _any_group(splits: Splits) -> Tensor:
-    """The group of each row, any for a row of none."""
-    return splits.group_of_row.clamp(max=splits.num_groups - 1)
-
-
 def _row_in_group(x: Tensor, splits: Splits | None) -> Tensor:
     """Of each row of x [..., T, K] its number in its group."""
     row = torch.arange(x.shape[-2], device=x.device)
     return row if splits is None else row - splits.offsets.index_select(0, splits.group_of_row)
 
 
-def _blocks_of(x: Tensor) -> Tensor:
-    """The numbers of the blocks of a row."""
-    return torch.arange(cdiv(x.shape[-1], BLOCK), device=x.device)
+def _any_group(splits: Splits) -> Tensor:
+    """The group of each row, any for a row of none."""
+    return splits.group_of_row.clamp(max=splits.num_groups - 1)
 
 
 def _padded(x: Tensor, splits: Splits | None) -> Tensor:

@@ -18,7 +18,7 @@ from recipes.casts.members import Stored, as_stack, of_rows, of_stack
 from recipes.casts.natural import NaturalCopy, natural_codes, natural_scales
 from recipes.casts.nvfp4_alpha import alpha_from_amax
 from recipes.casts.scale_rules import NVFP4Scale
-from recipes.tensors.formats import ScaleLayout, ScaleSpec
+from recipes.tensors.formats import ALL, ScaleLayout, ScaleSpec
 from recipes.tensors.splits import Splits
 
 
@@ -30,11 +30,14 @@ class Operand(NamedTuple):
            fprop's x; None for 1
     block: the rows of each group (of the one tensor) are padded with zeros to a multiple of this, so that `values` has
            as many rows as `splits.padded(block)`; only of operands whose rows are summed over (NT)
+    factor: float32 [G, N, 1] or [G, 1, K] of stacked weights that are kept on a CPU, in place of whose values
+            fl(values * factor) is multiplied; None for 1
     """
 
     values: Tensor
     alpha: Tensor | None
     block: int = 1
+    factor: Tensor | None = None
 
 
 class Float8Operand(NamedTuple):
@@ -136,8 +139,9 @@ class ScaledCodes:
 
     def dequantize(self, splits: Splits | None = None) -> Tensor:
         """fl(code * scale_inv) in float32, without padding or transform; exactly 0 past the sum of the splits."""
-        values, alpha, block = self.operand(torch.float32, splits)
+        values, alpha, block, factor = self.operand(torch.float32, splits)
         values = values.to(torch.float32)
+        values = values if factor is None else values * factor
         if alpha is None:
             return values
         if alpha.ndim > 1:  # a factor a row
@@ -190,23 +194,38 @@ class ScaledCodes:
 
 @dataclass(frozen=True, eq=False)
 class Dequantized(ScaledCodes):
-    """A copy that holds its values, as `operand` gives them, in place of codes, and their factor in place of scales."""
+    """A copy that holds its values, as `operand` gives them, in place of codes, and their alpha in place of scales.
+
+    factored: in place of scales stands `Operand.factor`, and there is no alpha
+    """
+
+    factored: bool = False
 
     @staticmethod
     def of(copy: ScaledCodes, dtype: torch.dtype) -> ScaledCodes:
         """The same copy with values in `dtype`; the copy itself where these are padded.
 
-        On a CPU in bfloat16, where that holds each of them: a product of a few rows takes as long as reading them.
+        On a CPU in bfloat16, where that holds each of them, or of stacked weights their codes, which a factor for each
+        row or column makes them: a product of a few rows takes as long as reading them.
         """
-        values, alpha, block = copy.operand(dtype)
+        values, alpha, block, _ = copy.operand(dtype)
         if block > 1:
             return copy
+        kind = copy.spec, copy.shape, copy.columnwise
         if values.device.type == "cpu":
             narrow = values.to(torch.bfloat16)
-            values = narrow if torch.equal(narrow.to(dtype), values) else values
-        return Dequantized(values, alpha, copy.spec, copy.shape, copy.columnwise)  # type: ignore[arg-type]
+            if torch.equal(narrow.to(dtype), values):
+                return Dequantized(narrow, alpha, *kind)  # type: ignore[arg-type]
+            if values.dim() == 3 and copy.spec.block == (1, ALL) and alpha is None:
+                codes, stored, *_ = copy.natural()
+                narrow, factor = copy.spec.element.decode(codes, torch.bfloat16), copy.spec.scale_rule.values(stored)
+                if torch.equal(narrow.to(dtype).mul_(factor), values):
+                    return Dequantized(narrow.contiguous(), factor, *kind, factored=True)
+        return Dequantized(values, alpha, *kind)  # type: ignore[arg-type]
 
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
+        if self.factored:
+            return Operand(self.codes, None, factor=self.scale_inv)
         return Operand(self.codes, self.scale_inv)
 
     def float8_operand(self) -> None:

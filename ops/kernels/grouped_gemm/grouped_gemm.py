@@ -53,9 +53,11 @@ def m_grouped(
     if layout == "TN":
         return grouped_gemm_tn(
             a.values, b.values, splits, bias_GN=bias, scales_T=scales, alpha_G=alpha, out=out, out_dtype=out_dtype,
-            batch_invariant=batch_invariant,
+            batch_invariant=batch_invariant, factor=b.factor,
         )  # fmt: skip
-    return grouped_gemm_nn(a.values, b.values, splits, alpha_G=alpha, out=out, out_dtype=out_dtype)
+    return grouped_gemm_nn(
+        a.values, b.values, splits, alpha_G=alpha, out=out, out_dtype=out_dtype, factor=b.factor
+    )  # fmt: skip
 
 
 def k_grouped(

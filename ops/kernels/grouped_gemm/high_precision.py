@@ -175,11 +175,13 @@ def grouped_gemm_tn(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """y[t] = alpha_g x[t] w_g^T + scales[t] bias_g. Returns y [T, N], or `out` filled with it.
 
     x: [T, K] and w: [G, N, K] of one floating dtype. bias: [G, N], scales: [T] (1 if None; scale the bias alone),
     alpha: [G] or () float32 (1 if None). out: [T, N], in out_dtype (x's if None). Rows of no group are zero.
+    On a CPU w may be narrower than x in float32, and have a factor (`Operand.factor`).
     """
     if x_TK.device.type == "cuda":
         return _m_grouped_gemm(
@@ -190,7 +192,8 @@ def grouped_gemm_tn(
     if is_abstract(x_TK):
         return output(out, (splits.rows, w_GNK.shape[1]), out_dtype, x_TK)
     return m_grouped_on_cpu(
-        x_TK, w_GNK.transpose(1, 2), splits, out, out_dtype, alpha_G, bias_GN, scales_T, batch_invariant
+        x_TK, w_GNK.transpose(1, 2), splits, out, out_dtype, alpha_G, bias_GN, scales_T, batch_invariant,
+        None if factor is None else factor.transpose(1, 2),
     )  # fmt: skip
 
 
@@ -202,11 +205,12 @@ def grouped_gemm_nn(
     alpha_G: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """dx[t] = alpha_g dy[t] w_g. Returns dx [T, K], or `out` filled with it.
 
     dy: [T, N] and w: [G, N, K] of one floating dtype. alpha: [G] or () float32 (1 if None). out: [T, K], in out_dtype
-    (dy's if None). Rows of no group are zero.
+    (dy's if None). Rows of no group are zero. factor: as `grouped_gemm_tn`.
     """
     if dy_TN.device.type == "cuda":
         return _m_grouped_gemm(
@@ -216,7 +220,7 @@ def grouped_gemm_nn(
     check_m_grouped(dy_TN, w_GNK, splits, w_features=1)
     if is_abstract(dy_TN):
         return output(out, (splits.rows, w_GNK.shape[2]), out_dtype, dy_TN)
-    return m_grouped_on_cpu(dy_TN, w_GNK, splits, out, out_dtype, alpha_G)
+    return m_grouped_on_cpu(dy_TN, w_GNK, splits, out, out_dtype, alpha_G, factor_GRC=factor)
 
 
 @replayed

@@ -29,10 +29,12 @@ def m_grouped_on_cpu(
     bias_GC: Tensor | None = None,
     scales_T: Tensor | None = None,
     batch_invariant: bool = False,
+    factor_GRC: Tensor | None = None,
 ) -> Tensor:
     """out[t] = alpha_g a[t] w_g + scales[t] bias_g, rounded once; rows of no group are zero.
 
-    w may be narrower than a: that of a group with rows is read into a's dtype.
+    w may be narrower than a: that of a group with rows is read into a's dtype, and multiplied by a factor that it has,
+    [G, 1, C] or [G, R, 1].
     """
     end = sum(splits.tolist())
     plain = out is None and alpha_G is None and bias_GC is None and end and not batch_invariant
@@ -42,7 +44,7 @@ def m_grouped_on_cpu(
         result = F.grouped_mm(a[:end] if tail else a, w_GRC, offs=splits.ends)
         return F.pad(result, (0, 0, 0, tail)) if tail else result
     result = output(out, (a.shape[0], w_GRC.shape[2]), out_dtype, a)
-    alphas = _alphas(alpha_G, splits)
+    alphas = None if alpha_G is None else alpha_G.expand(splits.num_groups)
     read = None if a.dtype == w_GRC.dtype else torch.empty_like(w_GRC[0], dtype=a.dtype)
     for group, rows in row_slices(splits):
         if rows.start == rows.stop:
@@ -50,8 +52,12 @@ def m_grouped_on_cpu(
         bias = None if bias_GC is None else bias_GC[group]
         if bias is not None and scales_T is not None:
             bias = accumulator_like(scales_T[rows, None]) * bias
-        w = w_GRC[group] if read is None else read.copy_(w_GRC[group])
-        product(result[rows], a[rows], w, alphas[group], bias, batch_invariant=batch_invariant)
+        w = w_GRC[group]
+        if read is not None:
+            w = read.copy_(w)
+            w = w if factor_GRC is None else w.mul_(factor_GRC[group])
+        alpha = None if alphas is None else alphas[group]
+        product(result[rows], a[rows], w, alpha, bias, batch_invariant=batch_invariant)
     result[end:].zero_()
     return result
 
@@ -73,11 +79,12 @@ def k_grouped_on_cpu(
     if out is None and alpha_G is None and any(splits.tolist()) and _torch_takes(dy, x, out_dtype):
         return F.grouped_mm(dy.t(), x, offs=splits.ends)
     result = output(out, (splits.num_groups, dy.shape[1], x.shape[1]), out_dtype, x)
-    alphas = _alphas(alpha_G, splits)
+    alphas = None if alpha_G is None else alpha_G.expand(splits.num_groups)
     for group, rows in row_slices(splits):
         place = result[-1 - group if reverse else group]
         if rows.start < rows.stop:
-            product(place, dy[rows].T, x[rows], alphas[group], place if accumulate else None)
+            alpha = None if alphas is None else alphas[group]
+            product(place, dy[rows].T, x[rows], alpha, place if accumulate else None)
         elif not accumulate:
             place.zero_()
     return result
@@ -141,7 +148,3 @@ def _row_by_row(a_TR: Tensor, w_RC: Tensor) -> Tensor:
 
 
 _ALIGNMENT = 64  # bytes, of what torch allocates on a CPU
-
-
-def _alphas(alpha_G: Tensor | None, splits: Splits) -> list[Tensor | None] | tuple[Tensor, ...]:
-    return [None] * splits.num_groups if alpha_G is None else alpha_G.expand(splits.num_groups).unbind()
