@@ -5,6 +5,7 @@ import sys
 
 from bench import (
     bench_casts,
+    bench_compile,
     bench_decode,
     bench_elementwise,
     bench_graphs,
@@ -26,6 +27,7 @@ COMMANDS = {
     "casts": (bench_casts, "quantize and dequantize of every recipe against a device copy"),
     "recipes": (bench_recipes, "one grouped MLP whose recipe is switched: speed, memory and error of each recipe"),
     "graphs": (bench_graphs, "an expert layer replayed from CUDA graphs, against eager and against its kernels alone"),
+    "compile": (bench_compile, "a step under torch.compile, against the same step run eagerly"),
     "decode": (bench_decode, "a few tokens without gradients, against the time in which the weights can be read"),
     "tune": (bench_tune, "the fastest tiles of the grouped GEMM for given shapes, as a table, on a GPU"),
     "parallel": (bench_parallel, "the complete layer with experts divided among ranks, against one rank that has all"),
