@@ -242,6 +242,11 @@ def test_modules_without_operations_are_refused():
         constant_weights(torch.nn.Linear(2, 2))
 
 
+def bytes_of_values(model):
+    """Of stacked weights in bfloat16, of a Linear's in the dtype in which they are multiplied."""
+    return sum((2 if weight.dim() == 3 else 4) * weight.numel() for weight in weights_of(model))
+
+
 @pytest.mark.parametrize("make", [MXFP8BlockScaling, NVFP4BlockScaling])
 def test_emulated_formats_keep_values_unless_the_recipe_says_codes(make, monkeypatch):
     """Both have the bits of no scope; values are made once, in bfloat16, and are not made again."""
@@ -262,7 +267,7 @@ def test_emulated_formats_keep_values_unless_the_recipe_says_codes(make, monkeyp
             nbytes[keeps] = scope.nbytes
         assert scope.nbytes == 0
     copies = 1 if make is NVFP4BlockScaling else 2  # its blocks of weights are square
-    of_values = copies * 2 * sum(linear.weight.numel() for linear in (model[0], model[2], model[3]))
+    of_values = copies * bytes_of_values(model)
     assert calls == {True: 0, False: 6} and nbytes[True] > nbytes[False] > 0
     assert of_values <= nbytes[True] <= of_values + 64  # and a factor for each group
 
@@ -357,6 +362,17 @@ def test_decode_on_a_cpu_does_nothing_for_experts_without_rows(recipe, dtype):
     assert few.calls <= 100, "what one token takes besides reading weights is the host's time for these"
 
 
+@pytest.mark.parametrize("recipe", BUILT_IN.values(), ids=BUILT_IN)
+def test_a_linear_on_a_cpu_converts_no_weight(recipe):
+    """Its values are kept in the dtype in which they are multiplied."""
+    model, x = Sequential(ops.Linear(64, 512, bias=False, dtype=torch.bfloat16)), torch.randn(1, 64).bfloat16()
+    with torch.no_grad(), autocast(recipe), constant_weights(model):
+        model(x)
+        with Work() as work:
+            model(x)
+    assert 512 <= work.elements < 512 * 64 / 4
+
+
 def weights_of(model):
     return [model[index].weight for index in (0, 2, 3)]
 
@@ -374,9 +390,9 @@ def test_prepare_quantizes_ahead_of_the_first_pass(recipe, path, inside):
 
 
 def test_prepare_makes_the_copies_that_the_phase_reads():
-    """In training both, in evaluation the rowwise one; passes add none. Values in bfloat16 are kept of each."""
+    """In training both, in evaluation the rowwise one; passes add none. Values are kept of each."""
     model, found = build(), {}
-    of_one = 2 * sum(weight.numel() for weight in weights_of(model))
+    of_one = bytes_of_values(model)
     for enabled in (False, True):
         scope = constant_weights(model, prepare="mxfp8")
         with torch.set_grad_enabled(enabled), scope:

@@ -400,7 +400,7 @@ def quantized_reference(op: GroupedLinear, recipe: Any, x: Tensor, sizes: Sequen
     """Each product in float64, of operands that are quantized group by group as the recipe says, and exact."""
 
     def product(a: Tensor, role_a: Role, b: Tensor, role_b: Role, layout: str) -> Tensor:
-        (a, alpha_a, _), (b, alpha_b, _) = (
+        (a, alpha_a, *_), (b, alpha_b, *_) = (
             recipe.quantizer(role)
             .quantize(t, rowwise=not columnwise, columnwise=columnwise)
             .operand(columnwise, torch.float64)

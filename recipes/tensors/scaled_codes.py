@@ -205,18 +205,19 @@ class Dequantized(ScaledCodes):
     def of(copy: ScaledCodes, dtype: torch.dtype) -> ScaledCodes:
         """The same copy with values in `dtype`; the copy itself where these are padded.
 
-        On a CPU in bfloat16, where that holds each of them, or of stacked weights their codes, which a factor for each
-        row or column makes them: a product of a few rows takes as long as reading them.
+        Of stacked weights on a CPU in bfloat16, where that holds each of them, or else their codes, which a factor for
+        each row or column makes them: a product of a few rows takes as long as reading them, and those of a group are
+        read into a cache. A whole weight would be read into memory, which takes longer than its values in `dtype`.
         """
         values, alpha, block, _ = copy.operand(dtype)
         if block > 1:
             return copy
         kind = copy.spec, copy.shape, copy.columnwise
-        if values.device.type == "cpu":
+        if values.device.type == "cpu" and values.dim() == 3:
             narrow = values.to(torch.bfloat16)
             if torch.equal(narrow.to(dtype), values):
                 return Dequantized(narrow, alpha, *kind)  # type: ignore[arg-type]
-            if values.dim() == 3 and copy.spec.block == (1, ALL) and alpha is None:
+            if copy.spec.block == (1, ALL) and alpha is None:
                 codes, stored, *_ = copy.natural()
                 narrow, factor = copy.spec.element.decode(codes, torch.bfloat16), copy.spec.scale_rule.values(stored)
                 if torch.equal(narrow.to(dtype).mul_(factor), values):
