@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.exchange import Transfers
 from fuser import Sequential, autocast, checkpoint, count_casts, lora, ops
 from fuser.distributed import Overlapped
 from ops.codes_on_wire import pack, unpack
@@ -24,6 +25,7 @@ from recipes import (
     NVFP4BlockScaling,
 )
 from recipes.recipe import Role
+from recipes.registry import as_recipe
 from recipes.tensors.splits import Splits
 from tests.ranks import on_ranks, quietly
 from tests.reference import assert_same_bits
@@ -270,3 +272,52 @@ def test_explain_says_where_values_are_sent_and_why(tmp_path: Path) -> None:
 def test_another_word_for_send_codes_is_refused() -> None:
     with pytest.raises(ValueError, match="send_codes is 'fp8', but must be one of 'exact', 'never', 'always'"):
         ops.Dispatch(4, send_codes="fp8")
+
+
+# ---------------------------------------------------------------------------------------------------------- bytes, GPUs
+
+
+def count_bytes(rank: int) -> None:
+    with quietly():
+        case = Case((48, 48), 4, 2, torch.bfloat16, routing="one rank", features=(256, 32))
+        own = batch(case).of_rank(case, rank)
+        for recipe, of_token in {"fp8_block": 256 + 8, "fp8_rowwise": 256 + 4, "mxfp8": 256 + 8}.items():
+            sent = {}
+            for send_codes in ("exact", "never"):
+                layer = layer_of(case, send_codes)
+                with autocast(recipe):
+                    sent[send_codes] = Transfers.of(lambda layer=layer: run_without_gradients(layer, own)).bytes_sent
+            # all tokens go to rank 1, once
+            assert sent["never"] - sent["exact"] == (48 * (512 - of_token) if rank == 0 else 0)
+
+
+@pytest.mark.rest
+def test_bytes_of_a_token_are_its_codes_and_scales(tmp_path: Path) -> None:
+    on_ranks(count_bytes, folder=tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", SENT)
+@pytest.mark.parametrize("features", [160, 257])
+def test_what_arrives_is_what_the_kernel_makes_of_the_rows(recipe: str, features: int) -> None:
+    x = torch.randn(300, features, device="cuda", dtype=torch.bfloat16)
+    quantizer = as_recipe(recipe).quantizer(Role.INPUT)
+    splits = Splits.make(torch.tensor([130, 0, 170], device="cuda"), rows=300, device=x.device)
+    sent = unpack(pack(x, quantizer), quantizer.spec, features, splits, x.dtype).rowwise
+    made = quantizer.quantize_grouped(x, splits).rowwise
+    for got, expected in ((sent.codes, made.codes), (sent.scale_inv, made.scale_inv)):
+        assert got.shape == expected.shape and torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+def send_codes_between_gpus(rank: int) -> None:
+    case = Case((300, 0), 4, 2, torch.bfloat16, features=(256, 64))
+    own = Batch(*(tensor.cuda() for tensor in batch(case).of_rank(case, rank)))
+    for recipe in SENT:
+        with autocast(recipe):
+            found = [run_without_gradients(layer_of(case, send).cuda(), own) for send in ("exact", "never")]
+        assert_same_bits(*found)
+
+
+@pytest.mark.gpu2
+def test_gpus_that_send_codes_have_the_bits_of_values(tmp_path: Path) -> None:
+    on_ranks(send_codes_between_gpus, folder=tmp_path, backend="nccl")
