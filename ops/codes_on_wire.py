@@ -28,10 +28,12 @@ from recipes.tensors.splits import Splits
 SEND_CODES = ("exact", "never", "always")
 
 
-def check_send_codes(send_codes: str) -> str:
-    """Raise ValueError for another word."""
+def check_send_codes(send_codes: str, group: object) -> str:
+    """Raise ValueError for another word, and for one other than the default without a group."""
     if send_codes not in SEND_CODES:
         raise ValueError(f"send_codes is {send_codes!r}, but must be one of {', '.join(map(repr, SEND_CODES))}.")
+    if group is None and send_codes != "exact":
+        raise ValueError(f"send_codes is {send_codes!r}, but there is no group to send tokens in. Give group as well.")
     return send_codes
 
 

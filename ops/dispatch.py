@@ -130,7 +130,7 @@ class Dispatch(BasicOperation):
                 )
             self.why_in_full = WHY_IN_FULL[transport]
         self.capacity = self._checked_capacity(capacity)
-        self.send_codes = check_send_codes(send_codes)
+        self.send_codes = check_send_codes(send_codes, self.group)
 
     def kernel(self, request: PlanRequest) -> str:
         in_triton = runs_in_triton(request.device, request.dtype)

@@ -272,6 +272,8 @@ def test_explain_says_where_values_are_sent_and_why(tmp_path: Path) -> None:
 def test_another_word_for_send_codes_is_refused() -> None:
     with pytest.raises(ValueError, match="send_codes is 'fp8', but must be one of 'exact', 'never', 'always'"):
         ops.Dispatch(4, send_codes="fp8")
+    with pytest.raises(ValueError, match="send_codes is 'always', but there is no group to send tokens in"):
+        ops.Dispatch(4, send_codes="always")
 
 
 # ---------------------------------------------------------------------------------------------------------- bytes, GPUs
