@@ -12,7 +12,7 @@ from fuser.explain_quantized import explain_module, explain_quantized
 from fuser.layout import Container, Layout
 from fuser.plan import fusions_version
 from ops.products.paths import choose_path
-from ops.runner.program import Plan, PlannedOperation, why_not_batch_invariant
+from ops.runner.program import Plan, PlannedOperation, receiver_of, why_not_batch_invariant
 from ops.runner.repeat import why_not_repeated
 from ops.runner.run import Pipeline
 from recipes.recipe import Recipe, recipe_within
@@ -89,7 +89,7 @@ def _explain_pipeline(pipeline: Pipeline, request: PlanRequest, given: Mapping[s
     passes = {"forward": plan.forward, "backward": plan.backward}
     for title, steps in ({"forward and backward": plan.forward} if joint else passes).items():
         lines.append(f"  {title}")
-        lines += [f"    {_explain_step(pipeline, step, request)}" for step in steps]
+        lines += [f"    {_explain_step(pipeline, plan, step, request)}" for step in steps]
     lines += [explain_quantized(pipeline, plan, request, name, quantized) for name, quantized in given.items()]
     for refusal in plan.refusals:
         places = _places(pipeline, refusal.indices)
@@ -122,11 +122,14 @@ def _explain_repetition(pipeline: Pipeline, plan: Plan, request: PlanRequest, pa
     return list(lines)
 
 
-def _explain_step(pipeline: Pipeline, step: PlannedOperation, request: PlanRequest) -> str:
+def _explain_step(pipeline: Pipeline, plan: Plan, step: PlannedOperation, request: PlanRequest) -> str:
     names = " -> ".join(type(pipeline.operations[index]).__name__ for index in step.indices)
     name = f"{type(step.operation).__name__} = {names}" if step.fused else names
     rounds = "; rounds less often than unfused" if step.fused and step.operation.rounds_less else ""
-    return f"{_places(pipeline, step.indices):>5}  {name}  [{step.operation.kernel(request)}{rounds}]"
+    receiver = receiver_of(pipeline.operations, plan, step.indices[0])
+    handed_on = None if step.fused else step.operation.hand_on(receiver, request)
+    sent = "" if handed_on is None else f"; {handed_on.words}"
+    return f"{_places(pipeline, step.indices):>5}  {name}  [{step.operation.kernel(request)}{sent}{rounds}]"
 
 
 def _places(pipeline: Pipeline, indices: Sequence[int]) -> str:

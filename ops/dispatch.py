@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ops.codes_on_wire import SentTokens, check_send_codes, choose_codes, in_dtype_of_x, pack, unpack
 from ops.kernels.collectives import Ranks
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.all_to_all import (
@@ -24,8 +26,10 @@ from ops.kernels.routing.symmetric_memory import why_not_symmetric
 from ops.kernels.routing.transports import PARTIAL_SUMS, WHY_IN_FULL, check_partial_sums, check_transport
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
 from recipes.arguments import check_flags, positive_integers
+from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.tensors.abstract import is_abstract
+from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.splits import Splits
 
 
@@ -65,16 +69,32 @@ class Dispatch(BasicOperation):
     sends one row in place of several: the bounds hold for dx too. Forward of Dispatch and the gradients of the
     probabilities keep their bits. By default each returns by itself, and all bits are those of one rank.
 
+    send_codes: whether tokens go to other ranks as float8 codes and scales, quantized before instead of behind the
+    transfer, about half the bytes of bfloat16; with "alltoall", a GroupedLinear without adapter behind, and a recipe
+    whose rowwise codes depend on their row alone (`fp8_block`, `fp8_rowwise`, `mxfp8`). `explain()` gives the reason
+    where they do not. The experts' weight gradients need a columnwise copy, with scales along the rows of an expert.
+
+        "exact": where no rank needs these gradients: without gradients, or with frozen weights. No bit changes. Else
+                 the values go, once: they serve both copies, in fewer bytes than codes now and values in backward
+        "always": also where these gradients are needed; the columnwise copy is made from the values v of the codes
+                 received. With E4M3 codes, a row's scale s and a columnwise scale s', each of its values is within
+                 (|x| + |v|) / 16 + (s + s') / 1024 of x, besides the rounding of v to the dtype. Scales that are
+                 powers of two (`mxfp8`, `fp8_block`) round alike both times but for the smallest of values, so
+                 that there the gradients seldom differ. Nothing else changes
+        "never": the values always go
+
+    An x that is quantized already is dequantized first. The gradients dx return in their dtype.
+
     Raises ValueError for num_experts that is not positive or that the ranks do not divide, a group without this rank,
-    another transport or partial_sums, partial_sums without a group, a capacity that is missing, not needed or less than
-    a row for each expert of a rank, shapes that do not match, x on a CPU with "symmetric", and, on the CPU, indices
-    outside [0, num_experts) (with empty_slots above num_experts); TypeError for indices that are not integers and for a
-    group of another type; NotImplementedError for empty_slots with a group and for partial_sums with
+    another transport, partial_sums or send_codes, partial_sums without a group, a capacity that is missing, not needed
+    or less than a row for each expert of a rank, shapes that do not match, x on a CPU with "symmetric", and, on the
+    CPU, indices outside [0, num_experts) (with empty_slots above num_experts); TypeError for indices that are not
+    integers and for a group of another type; NotImplementedError for empty_slots with a group and for partial_sums with
     transport="symmetric". On a GPU the indices are not checked, because that would synchronize: a negative one counts
     for expert 0, one above for no expert, in rows past the sum of the sizes. With a group RuntimeError, on every rank,
-    where ranks differ in num_experts, features, dtypes, slots, capacity, partial_sums, in whether gradients are
-    computed or in the name of the recipe ("symmetric" compares once for each of these); with "alltoall" also where one
-    of them refuses its arguments (that one raises its own error), and while a CUDA graph is captured.
+    where ranks differ in num_experts, features, dtypes, slots, capacity, partial_sums, the format of codes, in whether
+    gradients are computed or in the name of the recipe ("symmetric" compares once for each of these); with "alltoall"
+    also where one of them refuses its arguments (that one raises its own error), and while a CUDA graph is captured.
     """
 
     accepts_integers = True
@@ -95,6 +115,7 @@ class Dispatch(BasicOperation):
         transport: str = "alltoall",
         capacity: int | None = None,
         partial_sums: str | None = None,
+        send_codes: str = "exact",
     ) -> None:
         super().__init__()
         check_flags(empty_slots=empty_slots)
@@ -116,6 +137,7 @@ class Dispatch(BasicOperation):
                 )
             self.why_in_full = WHY_IN_FULL[transport]
         self.capacity = self._checked_capacity(capacity)
+        self.send_codes = check_send_codes(send_codes, self.group)
 
     def kernel(self, request: PlanRequest) -> str:
         in_triton = runs_in_triton(request.device, request.dtype)
@@ -132,6 +154,13 @@ class Dispatch(BasicOperation):
         sums = "" if self.partial_sums is None else f"; in backward gradients {PARTIAL_SUMS[self.partial_sums]}"
         return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward{sums}"
 
+    def hand_on(self, receiver: BasicOperation | None, request: PlanRequest) -> SentTokens | None:
+        if self.group is None:
+            return None
+        if self.transport == "symmetric":
+            return in_dtype_of_x("the kernels of symmetric memory copy values")
+        return choose_codes(receiver, request.recipe, self.send_codes)
+
     def why_not_captured(self, request: PlanRequest) -> str | None:
         return None if self.transport == "symmetric" else super().why_not_captured(request)
 
@@ -147,7 +176,7 @@ class Dispatch(BasicOperation):
 
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
-    ) -> tuple[Tensor, Mapping[str, Any]]:
+    ) -> tuple[Any, Mapping[str, Any]]:
         probs, indices = extras["probs"], extras["indices"]
         if self.group is not None:
             return self._forward_over_ranks(ctx, x, probs, indices, self.group)
@@ -180,7 +209,7 @@ class Dispatch(BasicOperation):
 
     def _forward_over_ranks(
         self, ctx: OperationContext, x: Tensor, probs: Tensor, indices: Tensor, group: ExpertGroup
-    ) -> tuple[Tensor, Mapping[str, Any]]:
+    ) -> tuple[Any, Mapping[str, Any]]:
         try:
             self._check(x, probs, indices)
         except (TypeError, ValueError) as error:
@@ -192,26 +221,31 @@ class Dispatch(BasicOperation):
             f"{probs.dtype}, gradients {'computed' if ctx.needs_grad else 'not computed'}, recipe {ctx.recipe.name}"
         )
         routing_map: ShardedRoutingMap | SymmetricRoutingMap
+        y: Any
         if self.capacity is None:
-            needed = NeededGradients(ctx.needs.input, "probs" in ctx.needs.extras)
+            needs_values = True
+            if ctx.handed_on.spec is not None:
+                assert ctx.receiver is not None, "codes are for an operation"
+                about = f"{about}, tokens sent as codes of {ctx.handed_on.spec}"
+                needs_values = not ctx.receiver.needs.params.isdisjoint(ctx.handed_on.values_for)
+            needed = NeededGradients(ctx.needs.input, "probs" in ctx.needs.extras, needs_values)
             if self.partial_sums is not None:
                 about = f"partial_sums={self.partial_sums}, {about}"
             routing_map, slot_of_pair, sizes = make_sharded_routing_map(
                 indices, self.num_experts, group, about, needed, self.partial_sums
             )
             scales = routing_map.send(probs.flatten().index_select(0, slot_of_pair))
-            y = self.send_tokens(x, routing_map)
+            splits = Splits.make(sizes, rows=routing_map.num_rows, device=x.device)
+            send_rows = self.send_tokens if routing_map.needed.values else partial(_send_codes, ctx, splits)
+            y = send_rows(x, routing_map)
         else:
             about = f"capacity={self.capacity}, {about}"
             routing_map, y, scales, sizes = send(x, probs, indices, self.num_experts, self.capacity, group, about)
+            splits = Splits.make(sizes, rows=routing_map.num_rows, device=x.device)
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
             ctx.num_features, ctx.probs_dtype = x.shape[1], probs.dtype
-        return y, {
-            "split_sizes": Splits.make(sizes, rows=y.shape[0], device=x.device),
-            "scales": scales,
-            "routing_map": routing_map,
-        }
+        return y, {"split_sizes": splits, "scales": scales, "routing_map": routing_map}
 
     def _backward_over_ranks(
         self, ctx: OperationContext, dy: Tensor | None, dscales: Tensor | None, routing_map: ShardedRoutingMap
@@ -302,4 +336,14 @@ class Dispatch(BasicOperation):
             + ("" if self.group is None else f", group={self.group}")
             + ("" if self.capacity is None else f", transport='symmetric', capacity={self.capacity}")
             + ("" if self.partial_sums is None else f", partial_sums={self.partial_sums!r}")
+            + ("" if self.send_codes == "exact" else f", send_codes={self.send_codes!r}")
         )
+
+
+def _send_codes(ctx: OperationContext, splits: Splits, x: Tensor, routing_map: ShardedRoutingMap) -> GroupedTensor:
+    """The rows of the experts here, quantized for the operation behind."""
+    quantizer = ctx.quantizer(Role.INPUT)
+    assert quantizer is not None and ctx.receiver is not None, "no codes are agreed on otherwise"
+    dtype = ctx.receiver.dtype
+    rows = routing_map.send_tokens(pack(x.to(dtype), quantizer))
+    return unpack(rows, ctx.handed_on.spec, x.shape[1], splits, dtype)

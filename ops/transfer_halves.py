@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ops.codes_on_wire import SentTokens, in_dtype_of_x
 from ops.combine import Combine
 from ops.dispatch import Dispatch
 from ops.kernels.routing.all_to_all import ShardedRoutingMap
@@ -37,8 +38,16 @@ class DispatchStart(Dispatch):
 
     def __init__(self, whole: Dispatch) -> None:
         assert whole.group is not None, NO_GROUP
-        super().__init__(whole.num_experts, group=whole.group.process_group, partial_sums=whole.partial_sums)
+        super().__init__(
+            whole.num_experts,
+            group=whole.group.process_group,
+            partial_sums=whole.partial_sums,
+            send_codes=whole.send_codes,
+        )
         _take_settings(self, whole)
+
+    def hand_on(self, receiver: BasicOperation | None, request: PlanRequest) -> SentTokens:
+        return in_dtype_of_x("between the halves of a Dispatch stands a tensor, in place of the values to come")
 
     def send_tokens(self, x: Tensor, routing_map: ShardedRoutingMap) -> Tensor:
         routing_map.start_tokens(x)

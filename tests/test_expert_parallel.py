@@ -179,7 +179,7 @@ def leave_pairs_out(rank: int) -> None:
     sharded, _, sizes = make_sharded_routing_map(indices, 4, group, "the same", NeededGradients(True, rank == 1))
     assert sizes.tolist() == [1, 1]
     assert sharded.pairs == (([2, 1], [2, 0]) if rank == 0 else ([0, 1], [1, 1]))
-    assert sharded.needed == (True, True)
+    assert sharded.needed == (True, True, True)
     rows = sharded.send_tokens(x)
     assert rows.shape == (2, 5)
     y = combine(sharded.send_back(rows), sharded)
@@ -445,7 +445,7 @@ def name_groups(rank: int) -> None:
         dispatching = next(line for line in lines if "Dispatch  [" in line)
         assert dispatching.endswith(
             "all_to_all_single over 2 ranks (gloo), which every backend has; row counts are read on the host once a "
-            "forward]"
+            "forward; tokens sent in the dtype of x: the recipe 'high_precision' does not quantize the input of fprop]"
         )
         assert (
             sum("all_to_all_single over 2 ranks (gloo), with the row counts of Dispatch]" in line for line in lines)

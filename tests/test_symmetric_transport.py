@@ -304,7 +304,8 @@ def name_and_refuse(rank: int, folder: Path) -> None:
         num_bytes = 2 * 4 * 8 + 64 + 128 + 128 + 12 * 8 * 4
         assert dispatching.endswith(
             "symmetric memory over 2 ranks (gloo), a token written once to each rank; no host read; capacity 12 rows a "
-            f"rank, of 4 H + 12 bytes, {num_bytes} bytes held]"
+            f"rank, of 4 H + 12 bytes, {num_bytes} bytes held; "
+            "tokens sent in the dtype of x: the kernels of symmetric memory copy values]"
         ), (dispatching, num_bytes)
         assert combining.endswith("from the memory of their ranks; symmetric memory over 2 ranks (gloo)]")
         assert "Dispatch(num_experts=4, group=<ranks 0, 1>, transport='symmetric', capacity=12)" in repr(layer)

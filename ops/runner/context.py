@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,13 @@ from recipes.tensors.quantizer import Quantizer
 
 class IndexTensor:
     """Kind of an extra tensor of integers: it carries no gradient. Used in `extra_inputs` and `extra_outputs`."""
+
+
+class Receiver(NamedTuple):
+    """What the operation behind this one has: the dtype in which it takes x, and which gradients it computes."""
+
+    dtype: torch.dtype
+    needs: Needs
 
 
 class OperationContext:
@@ -37,6 +44,7 @@ class OperationContext:
     own_gradients: in the backward of an operation with `reuses_gradients`, the names of the extra outputs whose
              gradients lie in memory that nothing else reads: it may write into them
     computed: its parameters that are no registered ones, by name (`ops.runner.parameters`)
+    handed_on: what the operation's `hand_on` gave; receiver: of the operation that this is for
     updates: where quantizers with a state record that it changes at the end of the step; None: they record nothing
     """
 
@@ -56,6 +64,8 @@ class OperationContext:
     quantized_weights: Any = None  # what backward multiplies with of those of forward, see `ops.products.weights`
     prepared_weights: Any = None  # those of forward, where `constant_weights` has them
     destinations: Any = None  # in backward, where weight gradients are added to main_grad, see `ops.products.main_grad`
+    handed_on: Any = None
+    receiver: Receiver | None = None
     seen_in_forward: tuple[Sequence[torch.Tensor], Sequence[Any]] | None = None  # the pipeline's parameters, states
 
     if TYPE_CHECKING:  # an operation may set numbers of its own

@@ -193,6 +193,14 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         """Whether gradients of its parameters go to anything but autograd (see `ops.products.main_grad`)."""
         return False
 
+    def hand_on(self, receiver: BasicOperation | None, request: PlanRequest) -> Any:
+        """What is agreed for a y that is quantized on the way to the operation behind it, once a plan: `ctx.handed_on`.
+        Its `words` are shown by `Sequential.explain()`. None: nothing is.
+
+        receiver: that operation, where it takes containers as they are
+        """
+        return None
+
     def prepare_weights(self, ctx: OperationContext) -> Any:
         """The quantized weights that `constant_weights` keeps, for a forward that may be repeated: `prepared_weights`
         of its context. None if it quantizes none."""

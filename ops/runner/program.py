@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ops.products.paths import choose_path
-from ops.runner.context import OperationContext
+from ops.runner.context import OperationContext, Receiver
 from ops.runner.parameters import computed_slots
 from ops.runner.repeat import RepeatedStep, why_not_repeated
 from recipes.recipe import Role, check_batch_invariant
@@ -75,6 +75,12 @@ def why_not_batch_invariant(operations: Sequence[Any], request: PlanRequest) -> 
         if reason is not None:
             return f"{type(operation).__name__}: {reason}"
     return None
+
+
+def receiver_of(operations: Sequence[Any], plan: Plan, index: int) -> Any:
+    """The operation behind that at `index`, where the step of forward that begins with it takes containers, or None."""
+    starts = (step.operation.accepts_quantized for step in plan.forward if step.indices[0] == index + 1)
+    return operations[index + 1] if next(starts, False) else None
 
 
 class Wiring(NamedTuple):
@@ -162,6 +168,14 @@ class Program:
                 }
             )
             slot += len(names)
+        for index, operation in enumerate(operations):
+            receiver = receiver_of(operations, plan, index)
+            handed_on = operation.hand_on(receiver, request)
+            if handed_on is not None:
+                self.contexts[index]["handed_on"] = handed_on
+            if handed_on is not None and receiver is not None:
+                behind = self.contexts[index + 1]
+                self.contexts[index]["receiver"] = Receiver(behind["dtype"], behind["needs"])
         self.num_parameters = slot
         self.needs_grad = upstream
         self.differentiable = frozenset(differentiable)  # the extra tensors that carry a gradient

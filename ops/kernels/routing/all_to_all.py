@@ -63,10 +63,12 @@ class ExpertGroup(RankGroup):
 
 
 class NeededGradients(NamedTuple):
-    """Which gradients Dispatch computes: of x, of the probabilities."""
+    """Which gradients Dispatch computes: of x, of the probabilities. values: whether those of the experts' weights need
+    the values of the rows, not only codes."""
 
     x: bool
     probs: bool
+    values: bool = True
 
 
 class Counts(NamedTuple):
@@ -136,7 +138,7 @@ class ShardedRoutingMap(RoutingMap):
         return replace(self, **dict(zip(self.names, tensors, strict=True)))  # type: ignore[arg-type]  # None in a template
 
     def send_tokens(self, x: Tensor) -> Tensor:
-        """The rows [R, H] for the experts here, of the tokens [T, H] that each rank gives."""
+        """The rows [R, H] for the experts here, of the tokens [T, H], or bytes of codes, that each rank gives."""
         return self._rows_of(_transferred(x.index_select(0, self.token_of_copy), self.copies, self.group))
 
     def start_tokens(self, x: Tensor) -> None:
@@ -290,16 +292,16 @@ def _exchange_headers(
 
     Of a size that depends on nothing but the ranks, so it works between ranks that agree on nothing else.
     """
-    sent = torch.empty(len(group.ranks), 5, dtype=torch.int64, device=pairs_n.device)
-    sent[:, 0], sent[:, 1], sent[:, 2] = zlib.crc32(about.encode()), *needed
-    sent[:, 3], sent[:, 4] = pairs_n, copies_n
+    sent = torch.empty(len(group.ranks), 6, dtype=torch.int64, device=pairs_n.device)
+    sent[:, 0], sent[:, 1], sent[:, 2], sent[:, 3] = zlib.crc32(about.encode()), *needed
+    sent[:, 4], sent[:, 5] = pairs_n, copies_n
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group.process_group)
     mine, others = torch.stack((sent.t(), received.t())).tolist()
     if set(others[0]) != {mine[0][0]}:
         raise RuntimeError(difference(group, about, _REMEDY))
-    of_any = NeededGradients(any(others[1]), any(others[2]))
-    return Counts(mine[3], others[3]), Counts(mine[4], others[4]), of_any, received[:, 4]
+    of_any = NeededGradients(any(others[1]), any(others[2]), any(others[3]))
+    return Counts(mine[4], others[4]), Counts(mine[5], others[5]), of_any, received[:, 5]
 
 
 def _transferred(given: Tensor, counts: Counts, group: ExpertGroup) -> Tensor:
