@@ -67,7 +67,7 @@ def choose_codes(receiver: Any, recipe: Recipe, send_codes: str) -> SentTokens:
     reason = _why_not_codes_of(spec)
     if reason is not None:
         return in_dtype_of_x(reason)
-    if not isinstance(rowwise, SpecQuantizer) or not rowwise.casts_by_spec():
+    if not isinstance(rowwise, SpecQuantizer) or not _casts_alone_by_spec(rowwise):
         return in_dtype_of_x(f"{type(rowwise).__name__} quantizes rows otherwise than its spec says")
     each = f"{spec.block[1]} of them" if spec.block[1] else "row"
     words = f"tokens sent as {spec.element.name} codes with a scale for each {each}"
@@ -91,12 +91,18 @@ def pack(x: Tensor, quantizer: Quantizer) -> Tensor:
 
 def unpack(rows: Tensor, spec: ScaleSpec, features: int, splits: Splits, dtype: torch.dtype) -> GroupedTensor:
     """The rowwise copy of what arrived, as `quantize_grouped` makes it. dtype: the nominal one."""
-    codes = rows[:, :features].contiguous().view(spec.element.dtype)
-    # A clone: the scales of a single row would begin in memory where its codes end, at any byte.
+    # Clones: a single row would keep its distance to a next one, scales between, and its scales begin at any byte.
+    codes = rows[:, :features].clone(memory_format=torch.contiguous_format).view(spec.element.dtype)
     scale = rows[:, features:].clone(memory_format=torch.contiguous_format).view(spec.scale_rule.dtype)
     if spec.columnwise == "transposed":
         scale = scale.mT.contiguous()
     return GroupedTensor(None, splits, ScaledCodes(codes, scale, spec, codes.shape), None, dtype)
+
+
+def _casts_alone_by_spec(quantizer: SpecQuantizer) -> bool:
+    """Whether tokens are quantized alone, too, as the spec says: a subclass may replace it, or keep a state."""
+    own = type(quantizer).quantize is not SpecQuantizer.quantize
+    return quantizer.casts_by_spec() and not own and not quantizer.keeps_state
 
 
 def _why_not_codes_of(spec: ScaleSpec) -> str | None:

@@ -60,9 +60,14 @@ class Combine(BasicOperation):
         super().__init__()
         self.group = None if group is None else ExpertGroup(group)
         self.transport = check_transport(transport, self.group)
-        self.partial_sums = check_partial_sums(partial_sums, self.group, transport)
+        self._partial_sums = check_partial_sums(partial_sums, self.group, transport)
         if self.group is not None:
             self.why_in_full = WHY_IN_FULL[transport]
+
+    @property
+    def partial_sums(self) -> str | None:
+        """That of the Dispatch. It cannot be set later, as there."""
+        return self._partial_sums
 
     def kernel(self, request: PlanRequest) -> str:
         way = "rows summed as they are read (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"

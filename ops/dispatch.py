@@ -127,7 +127,7 @@ class Dispatch(BasicOperation):
         self.empty_slots = empty_slots
         self.group = None if group is None else ExpertGroup(group)
         self.transport = check_transport(transport, self.group)
-        self.partial_sums = check_partial_sums(partial_sums, self.group, transport)
+        self._partial_sums = check_partial_sums(partial_sums, self.group, transport)
         if self.group is not None:
             ranks = len(self.group.ranks)
             if self.num_experts % ranks:
@@ -137,7 +137,16 @@ class Dispatch(BasicOperation):
                 )
             self.why_in_full = WHY_IN_FULL[transport]
         self.capacity = self._checked_capacity(capacity)
-        self.send_codes = check_send_codes(send_codes, self.group)
+        self._send_codes = check_send_codes(send_codes, self.group)
+
+    # Neither can be set later: halves of `Overlapped` have the first, and the operation behind agrees on the second.
+    @property
+    def partial_sums(self) -> str | None:
+        return self._partial_sums
+
+    @property
+    def send_codes(self) -> str:
+        return self._send_codes
 
     def kernel(self, request: PlanRequest) -> str:
         in_triton = runs_in_triton(request.device, request.dtype)
@@ -223,16 +232,19 @@ class Dispatch(BasicOperation):
         routing_map: ShardedRoutingMap | SymmetricRoutingMap
         y: Any
         if self.capacity is None:
-            needs_values = True
+            # A rank that has none, because of a hook of its own, lets all send values.
+            needs_values, codes = True, ""
             if ctx.handed_on.spec is not None:
                 assert ctx.receiver is not None, "codes are for an operation"
-                about = f"{about}, tokens sent as codes of {ctx.handed_on.spec}"
+                codes = f"tokens sent as codes of {ctx.handed_on.spec}"
                 needs_values = not ctx.receiver.needs.params.isdisjoint(ctx.handed_on.values_for)
             needed = NeededGradients(ctx.needs.input, "probs" in ctx.needs.extras, needs_values)
             if self.partial_sums is not None:
                 about = f"partial_sums={self.partial_sums}, {about}"
+            if self.send_codes != "exact":
+                about = f"send_codes={self.send_codes}, {about}"
             routing_map, slot_of_pair, sizes = make_sharded_routing_map(
-                indices, self.num_experts, group, about, needed, self.partial_sums
+                indices, self.num_experts, group, about, needed, self.partial_sums, codes
             )
             scales = routing_map.send(probs.flatten().index_select(0, slot_of_pair))
             splits = Splits.make(sizes, rows=routing_map.num_rows, device=x.device)

@@ -16,16 +16,19 @@ from torch import Tensor
 from bench.exchange import Transfers
 from fuser import Sequential, autocast, checkpoint, count_casts, lora, ops
 from fuser.distributed import Overlapped
-from ops.codes_on_wire import pack, unpack
+from ops.codes_on_wire import choose_codes, pack, unpack
 from recipes import (
+    CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from recipes.mxfp8 import MXFP8Quantizer
 from recipes.recipe import Role
 from recipes.registry import as_recipe
+from recipes.tensors.formats import E4M3
 from recipes.tensors.splits import Splits
 from tests.ranks import on_ranks, quietly
 from tests.reference import assert_same_bits
@@ -50,7 +53,7 @@ Named = dict[str, Tensor | None]
 
 def layer_of(case: Case, send_codes: str, **settings: Any) -> Sequential:
     layer = share_of(whole(case, **settings), case, dist.group.WORLD, **settings)
-    layer[0].send_codes = send_codes
+    layer[0]._send_codes = send_codes  # before the first plan
     return layer
 
 
@@ -259,7 +262,16 @@ def meet_reasons(rank: int) -> None:
         differing = layer_of(case, "never" if rank else "exact")
         with autocast("mxfp8"):
             text = same_everywhere(sentence(lambda: run_without_gradients(differing, own)))
-        assert "tokens sent as codes of" in text
+        assert "rank 1: send_codes=never, num_experts=" in text
+        # a hook on one rank ends its pipeline there: all send values
+        differing = layer_of(case, "exact")
+        if rank == 0:
+            differing[1].register_forward_hook(lambda *_: None)
+        with autocast("mxfp8"), sent_rows() as sent:
+            assert_same_bits(run_without_gradients(differing, own), overlapped)
+        assert all(rows.dtype == torch.float32 for rows in sent)
+        with pytest.raises(AttributeError):
+            differing[0].send_codes = "never"
         with autocast(Float8RowwiseScaling(power_2_scale=bool(rank))):
             text = same_everywhere(sentence(lambda: run_without_gradients(parts, own)))
         assert text.count("Float32Scale") == 2
@@ -296,6 +308,29 @@ def count_bytes(rank: int) -> None:
 @pytest.mark.rest
 def test_bytes_of_a_token_are_its_codes_and_scales(tmp_path: Path) -> None:
     on_ranks(count_bytes, folder=tmp_path)
+
+
+@pytest.mark.parametrize("recipe", SENT)
+def test_a_row_that_arrives_alone_lies_in_memory_as_the_cast_lays_it(recipe: str) -> None:
+    x, quantizer = torch.randn(1, 160, dtype=torch.bfloat16), as_recipe(recipe).quantizer(Role.INPUT)
+    splits = Splits.make([0, 1], rows=1, device="cpu")
+    sent = unpack(pack(x, quantizer), quantizer.spec, 160, splits, x.dtype).rowwise
+    made = quantizer.quantize_grouped(x, splits).rowwise
+    assert sent.codes.stride() == made.codes.stride() and sent.scale_inv.stride() == made.scale_inv.stride()
+
+
+class Clips(MXFP8Quantizer):
+    """Casts one tensor otherwise than grouped rows."""
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> Any:
+        return super().quantize(x.clamp(-1, 1), rowwise=rowwise, columnwise=columnwise)
+
+
+def test_values_are_sent_where_a_quantizer_casts_one_tensor_in_its_own_way() -> None:
+    layer, recipe = ops.GroupedLinear(2, 32, 32), CustomRecipe(lambda role: Clips(E4M3))
+    assert choose_codes(layer, CustomRecipe(lambda role: MXFP8Quantizer(E4M3)), "exact").spec is not None
+    sent = choose_codes(layer, recipe, "exact")
+    assert sent.spec is None and "Clips quantizes rows otherwise than its spec says" in sent.words
 
 
 @pytest.mark.gpu

@@ -50,6 +50,9 @@ _REMEDY = (
 )
 
 
+_NO_CODES = zlib.crc32(b"")  # 0
+
+
 class ExpertGroup(RankGroup):
     """The process group among whose ranks experts are divided: see `RankGroup`."""
 
@@ -227,11 +230,13 @@ def make_sharded_routing_map(
     about: str,
     needed: NeededGradients,
     partial_sums: str | None = None,
+    codes: str = "",
 ) -> tuple[ShardedRoutingMap, Tensor, Tensor]:
     """As `make_routing_map`, over ranks: (map, slot_of_row [P] of the pairs, sizes [L] of the experts here).
 
     about: what has to be the same on all ranks, in words
     partial_sums: of `Dispatch`
+    codes: what has to be the same on those ranks that give it, in words
 
     Raises RuntimeError, with the same sentence on every rank, where it is not; and while a CUDA graph is captured.
     """
@@ -244,7 +249,7 @@ def make_sharded_routing_map(
     routing_map, slot_of_row, sizes = make_routing_map(indices, num_experts)
     sent_nL = sizes.view(n, -1)
     copies_n, copy_ends, copy_of_slot = _copies(indices, num_experts // n, n)
-    pairs, copies, needed, received_copies_n = _exchange_headers(group, about, needed, sent_nL.sum(1), copies_n)
+    pairs, copies, needed, received_copies_n = _exchange_headers(group, about, needed, sent_nL.sum(1), copies_n, codes)
     received_nL = torch.empty_like(sent_nL)
     dist.all_to_all_single(received_nL, sent_nL, group=group.process_group)
     row_of_arrived, arrived_of_row = _order(received_nL, sum(pairs.received))
@@ -286,20 +291,21 @@ def announce_refusal(group: ExpertGroup, device: torch.device, error: Exception)
 
 
 def _exchange_headers(
-    group: ExpertGroup, about: str, needed: NeededGradients, pairs_n: Tensor, copies_n: Tensor
+    group: ExpertGroup, about: str, needed: NeededGradients, pairs_n: Tensor, copies_n: Tensor, codes: str = ""
 ) -> tuple[Counts, Counts, NeededGradients, Tensor]:
     """(pairs, copies, gradients that any rank needs, copies received [n] on the device). Reads the device, once.
 
     Of a size that depends on nothing but the ranks, so it works between ranks that agree on nothing else.
     """
-    sent = torch.empty(len(group.ranks), 6, dtype=torch.int64, device=pairs_n.device)
+    sent = torch.empty(len(group.ranks), 7, dtype=torch.int64, device=pairs_n.device)
     sent[:, 0], sent[:, 1], sent[:, 2], sent[:, 3] = zlib.crc32(about.encode()), *needed
-    sent[:, 4], sent[:, 5] = pairs_n, copies_n
+    sent[:, 4], sent[:, 5], sent[:, 6] = pairs_n, copies_n, zlib.crc32(codes.encode())
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group.process_group)
     mine, others = torch.stack((sent.t(), received.t())).tolist()
-    if set(others[0]) != {mine[0][0]}:
-        raise RuntimeError(difference(group, about, _REMEDY))
+    formats = {*others[6], mine[6][0]} - {_NO_CODES}
+    if set(others[0]) != {mine[0][0]} or len(formats) > 1:
+        raise RuntimeError(difference(group, ", ".join(filter(None, (about, codes))), _REMEDY))
     of_any = NeededGradients(any(others[1]), any(others[2]), any(others[3]))
     return Counts(mine[4], others[4]), Counts(mine[5], others[5]), of_any, received[:, 5]
 
