@@ -86,7 +86,7 @@ def in_dtype_of_x(reason: str) -> SentTokens:
 def pack(x: Tensor, quantizer: Quantizer) -> Tensor:
     """The rows of bytes to send of tokens [T, H]."""
     copy = quantizer.quantize(x, rowwise=True).natural()
-    return torch.cat([part.contiguous().view(torch.uint8) for part in (copy.codes, copy.scale_inv)], 1)
+    return torch.cat([_bytes(copy.codes), _bytes(copy.scale_inv)], 1)
 
 
 def unpack(rows: Tensor, spec: ScaleSpec, features: int, splits: Splits, dtype: torch.dtype) -> GroupedTensor:
@@ -97,6 +97,12 @@ def unpack(rows: Tensor, spec: ScaleSpec, features: int, splits: Splits, dtype: 
     if spec.columnwise == "transposed":
         scale = scale.mT.contiguous()
     return GroupedTensor(None, splits, ScaledCodes(codes, scale, spec, codes.shape), None, dtype)
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """The bytes of each row. Scales [T, 1] pass for contiguous whatever lies between them, so they go by [T]."""
+    row_bytes = part.shape[1] * part.itemsize
+    return part.reshape(-1).contiguous().view(torch.uint8).view(len(part), row_bytes)
 
 
 def _casts_alone_by_spec(quantizer: SpecQuantizer) -> bool:

@@ -47,6 +47,9 @@ def test_a_compiled_step_that_differs_is_not_timed():
         model_steps(LANGUAGE_MODELS["micro"], "bf16", "cpu", lambda loss_of: lambda *batch: loss_of(*batch) * 1.5)
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.compile's own, as the next two
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled:UserWarning")
 @pytest.mark.gpu
 def test_the_command_times_on_a_gpu(capsys):
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -319,6 +319,28 @@ def test_a_row_that_arrives_alone_lies_in_memory_as_the_cast_lays_it(recipe: str
     assert sent.codes.stride() == made.codes.stride() and sent.scale_inv.stride() == made.scale_inv.stride()
 
 
+def test_scales_that_lie_as_a_kernel_lays_them_are_packed() -> None:
+    x, quantizer = torch.randn(300, 160, dtype=torch.bfloat16), Float8RowwiseScaling().quantizer(Role.INPUT)
+    copy = quantizer.quantize(x, rowwise=True).natural()
+    apart = copy._replace(scale_inv=torch.empty_strided((300, 1), (1, 300)).copy_(copy.scale_inv))
+    packed = pack(x, Given(apart))
+    assert torch.equal(packed, pack(x, quantizer))
+    assert torch.equal(packed[:, 160:].contiguous().view(torch.float32), copy.scale_inv)
+
+
+class Given:
+    """A quantizer whose cast is this one."""
+
+    def __init__(self, copy: Any) -> None:
+        self.copy = copy
+
+    def quantize(self, x: Tensor, *, rowwise: bool) -> Any:
+        return self
+
+    def natural(self) -> Any:
+        return self.copy
+
+
 class Clips(MXFP8Quantizer):
     """Casts one tensor otherwise than grouped rows."""
 
