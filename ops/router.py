@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_tn
 from ops.kernels.norm.norm_triton import runs_in_triton
+from ops.kernels.routing.router_product import input_gradient, logits_of, weight_gradient, without_tf32
 from ops.kernels.routing.routing import ScoreFunction, describe_kernels, droute, route
 from ops.kernels.routing.z_loss import dz_loss, z_loss
 from ops.runner.nested_backward import within_backward
@@ -28,6 +28,7 @@ from ops.runner.operation import (
 from recipes.amax_reduction import check_group
 from recipes.arguments import as_integer, as_number, check_flags, positive_integers
 from recipes.request import PlanRequest
+from recipes.tensors.quantized_handle import at_values
 from recipes.tensors.splits import Splits
 
 
@@ -73,14 +74,17 @@ class Router(BasicOperation):
     There `expert_bias` is `e_score_correction_bias`. In 16-bit dtypes transformers computes the logits of gpt-oss,
     Qwen3-MoE, Mixtral and OLMoE in that dtype; here they are float32.
 
-    The products run in full float32 under every recipe, torch.autocast and TF32 setting, because a small error in a
-    logit can change the choice. (Under torch.autocast x arrives in autocast's dtype; W and b are not cast.)
+    The products are those of full float32 under every recipe, torch.autocast and TF32 setting, because a small error in
+    a logit can change the choice; of 16-bit numbers tensor cores compute them (`ops.kernels.routing.router_product`).
+    (Under torch.autocast x arrives in autocast's dtype; W and b are not cast.)
 
     The buffers stay float32 and int64 when the module is converted. Weights are initialised as in `torch.nn.Linear`.
     Raises TypeError for arguments of another kind, and ValueError for sizes that are not positive, a topk above
     num_experts, groups that do not divide num_experts or hold too few experts, settings that do not go together, and an
     x that is not [T, hidden_size]; NotImplementedError for expert_bias with softmax.
     """
+
+    repeatable = True
 
     extra_outputs: Mapping[str, type] = {
         "probs": Tensor,
@@ -204,8 +208,10 @@ class Router(BasicOperation):
                 "Flatten leading dimensions; check the operation before this one."
             )
         bias = _wide(ctx, "bias") if "bias" in ctx.parameter_slots else None
-        multiply = _row_by_row if ctx.recipe.batch_invariant else _product
-        logits = multiply(x, _wide(ctx, "weight").t(), bias)
+        if ctx.recipe.batch_invariant:
+            logits = _row_by_row(x, _wide(ctx, "weight"), bias)
+        else:
+            logits = logits_of(x, at_values(ctx.held("weight")), bias)
         routing = route(
             logits, self.topk, normalized=self.normalized, score_function=self.score_function,
             expert_bias=self.expert_bias, num_groups=self.num_groups, topk_groups=self.topk_groups,
@@ -221,7 +227,7 @@ class Router(BasicOperation):
         if self.z_loss is not None:
             made["z_loss"] = z_loss(logits, self.z_loss)
         if self.tokens_since_update is not None and self.training and not within_backward():
-            self.tokens_since_update += routing.counts
+            self.tokens_since_update.add_(routing.counts)  # not an assignment, which would change the settings
         if ctx.needs_grad:
             kept = None if self.z_loss is None else logits
             rows = x if "weight" in ctx.needs.params else None
@@ -237,11 +243,9 @@ class Router(BasicOperation):
         dx = None
         gradients: dict[str, Tensor | None] = {}
         if ctx.needs.input:
-            dx = _product(dlogits, _wide(ctx, "weight"))
-            if dy is not None:
-                dx += dy
+            dx = input_gradient(dlogits, at_values(ctx.held("weight")), dy)
         if ctx.saved.x is not None:
-            gradients["weight"] = _product(dlogits.t(), ctx.saved.x)
+            gradients["weight"] = weight_gradient(dlogits, ctx.saved.x)
         if "bias" in ctx.needs.params:
             gradients["bias"] = dlogits.sum(0)
         return dx, gradients, {}
@@ -360,34 +364,11 @@ def _wide(ctx: OperationContext, name: str) -> Tensor:
     return ctx.param(name, torch.promote_types(ctx.dtype, torch.float32))
 
 
-def _product(a: Tensor, b: Tensor, added: Tensor | None = None) -> Tensor:
-    """a b + added in float32 or float64."""
-    if a.dtype != torch.float64:
-        a, b = a.float(), b.float()
-    with _without_tf32(a):
-        return a @ b if added is None else torch.addmm(added, a, b)
-
-
-def _row_by_row(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """The same, each row of it whatever the others are: the grouped product of one group."""
+def _row_by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The logits, each row of them whatever the others are: the grouped product of one group."""
     rows = x if x.dtype == torch.float64 else x.float()
-    with _without_tf32(rows):
+    with without_tf32(rows):
         return grouped_gemm_tn(
-            rows, w.t().to(rows.dtype)[None], Splits.whole(len(rows), rows.device),
+            rows, weight.to(rows.dtype)[None], Splits.whole(len(rows), rows.device),
             bias_GN=None if bias is None else bias[None], batch_invariant=True,
         )  # fmt: skip
-
-
-@contextmanager
-def _without_tf32(x: Tensor) -> Iterator[None]:
-    """Products of x in full precision: TF32 rounds the operands to 10 mantissa bits."""
-    if not x.is_cuda or x.dtype == torch.float64:
-        yield
-        return
-    setting = torch.backends.cuda.matmul
-    precision = setting.fp32_precision
-    setting.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        setting.fp32_precision = precision

@@ -22,7 +22,7 @@ from recipes.triton import repeated, replay
 from tests.test_replay import BEFORE, Driver
 
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "fp8_rowwise", "mxfp8", "nvfp4")
-KINDS = ("fused", "unfused", "main_grad", "norm", "dispatch", "adapters", "adapters unfused")
+KINDS = ("fused", "unfused", "main_grad", "norm", "dispatch", "router", "adapters", "adapters unfused")
 EXPERTS, HIDDEN, WIDTH, ROWS = 4, 128, 128, 256
 
 launched: list[tuple[Any, ...]] = []
@@ -56,6 +56,7 @@ def pretend() -> None:
         setattr(torch, name, lambda *args, make=make, device=None, **options: make(*args, **options))
     empty = torch.empty  # what kernels would have written stands as an index elsewhere
     torch.empty = lambda *args, dtype=None, **options: empty(*args, dtype=dtype, **options).fill_(0)
+    torch.mm = lambda a, b, out_dtype=None: torch.matmul(a.to(out_dtype), b.to(out_dtype))
     new_empty = Tensor.new_empty
     Tensor.new_empty = lambda *args, **options: new_empty(*args, **options).fill_(0)
     torch.cuda.current_device = lambda: 0
@@ -93,8 +94,10 @@ def main() -> None:
             ops.GroupedLinear(EXPERTS, WIDTH, HIDDEN, **about),
         )
         norm = (ops.RMSNorm(HIDDEN, dtype=torch.bfloat16),) if kind == "norm" else ()
-        if kind == "dispatch":
+        if kind in ("dispatch", "router"):
             mlp = (ops.Dispatch(EXPERTS), *mlp, ops.Combine())
+        if kind == "router":
+            mlp = (ops.Router(HIDDEN, EXPERTS, 2, dtype=torch.bfloat16), *mlp)
         model = Sequential(*norm, *mlp, fusions=() if kind.endswith("unfused") else None)
         if kind.startswith("adapters"):
             lora.add(model, rank=16, alpha=32)
@@ -107,7 +110,9 @@ def main() -> None:
         launched.clear()
         with autocast(recipe=None if recipe == "bf16" else recipe):
             given = {"split_sizes": torch.tensor([ROWS // EXPERTS] * EXPERTS), "scales": torch.rand(ROWS)}
-            if "indices" in model.layout().consumed:
+            if kind == "router":
+                given = {}
+            elif "indices" in model.layout().consumed:
                 given = {"indices": torch.randint(0, EXPERTS, (ROWS, 2)), "probs": torch.rand(ROWS, 2)}
             y = model(x, **{name: t.requires_grad_() if t.is_floating_point() else t for name, t in given.items()})
         y.backward(torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16))

@@ -45,7 +45,7 @@ from ops.kernels.grouped_gemm.tile_rules_float8 import (
     m_grouped_float8_config,
 )
 from ops.kernels.norm import norm_triton
-from ops.kernels.routing import permute, routing, symmetric
+from ops.kernels.routing import permute, router_product, routing, symmetric
 from recipes.casts import cast_blocks, cast_float8, cast_float8_rowwise, cast_nvfp4
 from recipes.casts.amax_history import end_step_triton
 from recipes.casts.nvfp4_alpha import alpha_from_amax_triton
@@ -267,9 +267,21 @@ def launch_routing(rows: int) -> None:
         config = routing.route_config(num_experts, topk)
         for normalized in (True, False):
             routing.route_triton(logits, probs, indices, logits, logits, logits, config, normalized)
+            routing.balance_triton(torch.empty(2, 5, num_experts), indices, fractions, fractions, rows, topk)
             for dprobs, dloss in ((probs, None), (None, fractions[0]), (probs, fractions[0])):
                 about = (probs, indices, logits, fractions, logits, 1.5, normalized)
                 routing.droute_triton(dprobs, dloss, *about)
+
+
+def launch_router_products(rows: int) -> None:
+    """dx of few and many experts, and of both dtypes of weights; dlogits in parts."""
+    for num_experts, hidden in ((8, 64), (128, 2048), (512, 2880)):
+        dlogits = torch.empty(rows, num_experts)
+        router_product.in_parts(dlogits)
+        for dtype in (torch.bfloat16, torch.float32):
+            weight, dy = torch.empty(num_experts, hidden, dtype=dtype), torch.empty(rows, hidden, dtype=torch.bfloat16)
+            for given in (dy, None):
+                router_product.dgrad_triton(dlogits, weight, given, torch.empty(dy.shape, dtype=torch.bfloat16))
 
 
 def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
@@ -440,6 +452,7 @@ def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[
         launch_symmetric(MANY_ROWS, columns, dtype)
     if mode == "fp32":
         launch_routing(MANY_ROWS)
+        launch_router_products(MANY_ROWS)
     if not tf32:
         launch_chains(MANY_ROWS, ALIGNED[0], dtype)
         launch_activation_casts(MANY_ROWS, ALIGNED[0], dtype)
@@ -580,6 +593,7 @@ def compile_all(mode: str, arch: int) -> None:
     elif mode == FIRST:
         launch_all("bf16", (MANY_ROWS, FEW_ROWS), (ALIGNED, ODD))
         launch_routing(MANY_ROWS)
+        launch_router_products(MANY_ROWS)
     elif arch == 90:
         launch_all(mode, (MANY_ROWS, FEW_ROWS), (ALIGNED, ODD))
     else:

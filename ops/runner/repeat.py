@@ -4,6 +4,7 @@ A step of built-in operations allocates, launches, and leaves tensors for backwa
 
     the program      recipe, path, dtypes, which gradients are needed
     the operations   their settings, which count assignments; training or not; hooks; parameters and states, as tensors
+    the call         whether it is one within a backward
     what goes in     x and the extra inputs; or what forward left, dy, and the gradients of extra outputs: tensors,
                      splits, and containers of a class that `holds_tensors_alone`
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ops.runner.context import OperationContext
+from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import is_computed, parameter_names
 from ops.runner.quantizer_state import QuantizerState
 from ops.runner.saved import Spec, flatten
@@ -201,7 +203,7 @@ class RepeatedStep:
         tensors: list[Any],
         addresses: list[int],
     ) -> Any:
-        key: list[Any] = [*names, updates is None]
+        key: list[Any] = [*names, updates is None, within_backward()]
         given: list[Any] = []
         if self.reads_tf32:
             key.append(torch.backends.cuda.matmul.fp32_precision)

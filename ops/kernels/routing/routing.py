@@ -21,8 +21,8 @@ of 1. Without tokens the loss is 0.
 Layouts: logits, s [T, E]; probs, indices [T, topk]; f, counts [E]. Precision: all in the dtype of the logits, float32
 or float64; counts are exact.
 
-On CUDA, float32 with softmax runs one Triton kernel in forward, without groups, and one in backward, for up to 512
-experts. Each program counts and sums its own tokens, and torch adds the results of the programs. Groups, and sigmoid
+On CUDA, float32 with softmax runs two Triton kernels in forward, without groups, and one in backward, for up to 512
+experts. Each program of the first counts and sums its own tokens, the second adds that up. Groups, and sigmoid
 scores with their gradients, run in torch; the same forward kernel then chooses among the keys, as a sort would.
 
 Graph safety: no host synchronization, no atomics. Counts are sums of a mask, because the result size of bincount
@@ -46,7 +46,7 @@ from torch import Tensor
 
 from ops.kernels.elementwise.activation_functions import sigmoid
 from ops.kernels.norm.norm_triton import runs_in_triton
-from ops.kernels.routing.routing_triton import droute_kernel, route_kernel
+from ops.kernels.routing.routing_triton import balance_kernel, droute_kernel, route_kernel
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -115,6 +115,7 @@ class RouteConfig(NamedTuple):
 
 
 MOST_EXPERTS = 512
+MOST_PROGRAMS = 512  # of the choice, whose counts and sums one program adds up
 SIGMOID_SUM_EPS = 1e-20  # Hugging Face transformers, `DeepseekV3TopkRouter`
 MOST_EXACT = 2**24  # float32 counts up to here
 
@@ -157,14 +158,17 @@ def route(
     num_tokens, num_experts = logits.shape
     is_limited = topk_groups < num_groups
     if score_function == "softmax" and not is_limited and routes_in_triton(logits.device, logits.dtype, num_experts):
-        probs, indices, scores, counts, sums = _choose_on_triton(logits, topk, normalized)
-    else:
-        scores, keys, shares = _score(logits, score_function, expert_bias)
-        groups = (num_groups, topk_groups, 1 if score_function == "softmax" else 2) if is_limited else None
-        indices = _largest(keys, topk, groups)
-        probs = _probabilities(logits, scores, indices, score_function, normalized)
-        chosen = torch.zeros_like(logits).scatter_(1, indices, 1.0)
-        counts, sums = chosen.sum(0, dtype=_counting(logits)), shares.sum(0)
+        probs, indices, scores, of_programs = _choose_on_triton(logits, topk, normalized)
+        exact = torch.empty(num_experts, dtype=torch.int64, device=logits.device)
+        fractions, loss = logits.new_empty(num_experts), logits.new_empty(())
+        balance_triton(of_programs, exact, fractions, loss, num_tokens, topk)
+        return Routing(probs, indices, loss, exact, scores, fractions)
+    scores, keys, shares = _score(logits, score_function, expert_bias)
+    groups = (num_groups, topk_groups, 1 if score_function == "softmax" else 2) if is_limited else None
+    indices = _largest(keys, topk, groups)
+    probs = _probabilities(logits, scores, indices, score_function, normalized)
+    chosen = torch.zeros_like(logits).scatter_(1, indices, 1.0)
+    counts, sums = chosen.sum(0, dtype=_counting(logits)), shares.sum(0)
     exact = counts.to(torch.int64)
     fractions = counts.div_(max(num_tokens * topk, 1)).to(logits.dtype)
     loss = torch.dot(fractions, sums) * (num_experts / max(num_tokens, 1))
@@ -210,7 +214,7 @@ def droute(
     return _dsoftmax(d_softmax, scores).scatter_add_(1, indices, chosen)
 
 
-_route, _droute = Launch(route_kernel), Launch(droute_kernel)
+_route, _balance, _droute = Launch(route_kernel), Launch(balance_kernel), Launch(droute_kernel)
 
 
 def route_triton(
@@ -223,12 +227,25 @@ def route_triton(
     config: RouteConfig,
     normalized: bool,
 ) -> None:
-    """Launch the forward. counts, sums: [programs, E], over each program's tokens. All tensors contiguous."""
+    """Launch the choice. counts, sums: [programs, E], over each program's tokens. All tensors contiguous."""
     if not counts.shape[0]:
         return
     _route(
         logits, counts.shape[0], logits, probs, indices, softmax, counts, sums, *logits.shape,
         TOPK=probs.shape[1], NORMALIZED=normalized, **_blocks(config),
+    )  # fmt: skip
+
+
+def balance_triton(
+    of_programs: Tensor, counts: Tensor, fractions: Tensor, loss: Tensor, num_tokens: int, topk: int
+) -> None:
+    """Launch what follows the choice. of_programs: [2, programs, E], the counts and the sums. All contiguous."""
+    _, programs, num_experts = of_programs.shape
+    block_e = next_power_of_2(num_experts)
+    _balance(
+        loss, 1, of_programs[0], of_programs[1], counts, fractions, loss, programs, num_experts,
+        max(num_tokens * topk, 1), num_experts / max(num_tokens, 1),
+        BLOCK_P=max(1, 8192 // block_e), BLOCK_E=block_e, num_warps=8,
     )  # fmt: skip
 
 
@@ -256,8 +273,8 @@ def droute_triton(
     )  # fmt: skip
 
 
-# probs, indices, softmax; [E] how often each expert was chosen; [E] the sum of its softmax over the tokens
-_Choice = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+# probs, indices, softmax; [2, programs, E] how often each expert was chosen, and the sum of its softmax over the tokens
+_Choice = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _score(logits: Tensor, score_function: ScoreFunction, expert_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -315,10 +332,10 @@ def _choose_on_triton(logits: Tensor, topk: int, normalized: bool) -> _Choice:
     config = route_config(num_experts, topk)
     probs, softmax = logits.new_empty(num_tokens, topk), logits.new_empty(logits.shape)
     indices = torch.empty(num_tokens, topk, dtype=torch.int64, device=logits.device)
-    shares = logits.new_empty(2, cdiv(num_tokens, config.block_t), num_experts)
-    route_triton(logits.contiguous(), probs, indices, softmax, shares[0], shares[1], config, normalized)
-    counts, sums = shares.sum(1, dtype=_counting(logits)).unbind()
-    return probs, indices, softmax, counts, sums.to(logits.dtype)
+    programs = min(cdiv(num_tokens, config.block_t), MOST_PROGRAMS)
+    of_programs = logits.new_empty(2, programs, num_experts)
+    route_triton(logits.contiguous(), probs, indices, softmax, of_programs[0], of_programs[1], config, normalized)
+    return probs, indices, softmax, of_programs
 
 
 def _blocks(config: RouteConfig) -> dict[str, int]:

@@ -30,7 +30,27 @@ def route_kernel(
     TOPK: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """counts, sums [programs, E]: of a program's tokens, how many chose e, and the sum of their softmax."""
-    offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_e = tl.arange(0, BLOCK_E)
+    counts = tl.zeros([BLOCK_E], tl.float32)
+    sums = tl.zeros([BLOCK_E], tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(T, BLOCK_T), tl.num_programs(0)):
+        chosen, softmax = _route_block(
+            logits_ptr, probs_ptr, indices_ptr, softmax_ptr, block, T, E, TOPK, NORMALIZED, BLOCK_T, BLOCK_E, BLOCK_K
+        )
+        counts += tl.sum(chosen.to(tl.float32), 0)
+        sums += tl.sum(softmax, 0)
+    share = tl.program_id(0).to(tl.int64) * E + offs_e
+    tl.store(counts_ptr + share, counts, mask=offs_e < E)
+    tl.store(sums_ptr + share, sums, mask=offs_e < E)
+
+
+@triton.jit
+def _route_block(
+    logits_ptr, probs_ptr, indices_ptr, softmax_ptr, block, T, E,
+    TOPK: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Writes what is of each token; returns which experts it chose, and its softmax, zero outside."""
+    offs_t = (block * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     offs_e = tl.arange(0, BLOCK_E)
     offs_k = tl.arange(0, BLOCK_K)
     inside = (offs_t < T)[:, None] & (offs_e < E)[None, :]
@@ -60,10 +80,29 @@ def route_kernel(
     tl.store(probs_ptr + slots, probs, mask=written)
     tl.store(indices_ptr + slots, experts.to(tl.int64), mask=written)
 
-    share = tl.program_id(0).to(tl.int64) * E + offs_e
-    counts = tl.sum((inside & (key == LOWEST)).to(tl.float32), 0)
-    tl.store(counts_ptr + share, counts, mask=offs_e < E)
-    tl.store(sums_ptr + share, tl.sum(softmax, 0), mask=offs_e < E)
+    return inside & (key == LOWEST), softmax
+
+
+@triton.jit(do_not_specialize=["P", "pairs"])
+def balance_kernel(
+    counts_ptr, sums_ptr, totals_ptr, fractions_ptr, loss_ptr, P, E, pairs, loss_scale,
+    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Of the counts and sums [P, E] of `route_kernel`: totals [E] int64, fractions = totals / pairs, and the loss,
+    loss_scale sum_e fractions[e] sums[e]. pairs: at least 1. One program."""
+    offs_e = tl.arange(0, BLOCK_E)
+    totals = tl.zeros([BLOCK_E], tl.int32)
+    sums = tl.zeros([BLOCK_E], tl.float32)
+    for first in range(0, P, BLOCK_P):
+        offs_p = first + tl.arange(0, BLOCK_P)
+        at = offs_p.to(tl.int64)[:, None] * E + offs_e[None, :]
+        inside = (offs_p < P)[:, None] & (offs_e < E)[None, :]
+        totals += tl.sum(tl.load(counts_ptr + at, mask=inside, other=0.0).to(tl.int32), 0)
+        sums += tl.sum(tl.load(sums_ptr + at, mask=inside, other=0.0), 0)
+    fractions = tl.div_rn(totals.to(tl.float32), tl.zeros([BLOCK_E], tl.float32) + pairs)
+    tl.store(totals_ptr + offs_e, totals.to(tl.int64), mask=offs_e < E)
+    tl.store(fractions_ptr + offs_e, fractions, mask=offs_e < E)
+    tl.store(loss_ptr, tl.sum(fractions * sums, 0) * loss_scale)
 
 
 @triton.jit
