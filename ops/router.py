@@ -75,8 +75,8 @@ class Router(BasicOperation):
     Qwen3-MoE, Mixtral and OLMoE in that dtype; here they are float32.
 
     The products are those of full float32 under every recipe, torch.autocast and TF32 setting, because a small error in
-    a logit can change the choice; of 16-bit numbers tensor cores compute them (`ops.kernels.routing.router_product`).
-    (Under torch.autocast x arrives in autocast's dtype; W and b are not cast.)
+    a logit can change the choice; tensor cores compute those of 16-bit numbers (`ops.kernels.routing.router_product`).
+    Under torch.autocast x arrives in autocast's dtype; W and b are not cast.
 
     The buffers stay float32 and int64 when the module is converted. Weights are initialised as in `torch.nn.Linear`.
     Raises TypeError for arguments of another kind, and ValueError for sizes that are not positive, a topk above

@@ -16,8 +16,9 @@ from ops.kernels.routing.router_product import (
 from tests.check_operation import DEVICES
 from tests.grouped_cases import DEVICES as KERNEL_DEVICES
 
-# Of norms. Sums of 2,048 products in float32 err by a few 1e-7; operands rounded to bfloat16 by 2e-3.
-TOLERANCE = 2e-6
+# Of norms. Sums of 2,048 products by an H200's tensor cores err by 2.5e-6; with operands rounded to TF32 by 2e-4, to
+# bfloat16 by 2e-3.
+TOLERANCE = 4e-6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 on_kernels = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
@@ -28,7 +29,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 def numbers(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
     """Of different magnitudes."""
-    return (torch.randn(*shape, device=device) * torch.rand(*shape, device=device).exp2()).to(dtype)
+    return (torch.randn(*shape, device=device) * (0.5 + torch.rand(*shape, device=device))).to(dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -62,7 +63,7 @@ def test_products_err_as_those_of_float32(
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("rows, columns", [(1, 1), (5, 7), (40, 128)])
 def test_the_parts_of_a_number_are_all_of_it(rows: int, columns: int, device: str) -> None:
-    x = torch.randn(rows, columns, device=device) * torch.randn(rows, columns, device=device).mul(20).exp2()
+    x = torch.randn(rows, columns, device=device) * 2.0 ** torch.randint(-20, 20, (rows, columns), device=device)
     x[0, 0] = 1 + 2**-23
     parts = torch.full((rows, 3 * columns), float("nan"), dtype=torch.bfloat16, device=device)
     split_triton(x, parts)
@@ -95,7 +96,7 @@ def test_tensor_cores_multiply_what_is_said_and_nothing_else(product: Callable[.
     taken: list[torch.dtype] = []
 
     def runs(dtype: torch.dtype) -> None:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             x, weight = torch.randn(256, 512, device="cuda", dtype=dtype), torch.randn(64, 512, device="cuda").to(dtype)
             dlogits = torch.randn(256, 64, device="cuda")
             given = {logits_of: (x, weight, None), input_gradient: (dlogits, weight, x), weight_gradient: (dlogits, x)}

@@ -220,6 +220,11 @@ class Program:
             self._repeated(step, covered, written),
         )
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether every step may be repeated, and nothing is to be recorded beside them."""
+        return not self.keeps_state and all(w.repeated is not None for w in (*self.forward, *self.backward))
+
     def _repeated(self, step: PlannedOperation, covered: Sequence[Any], written: str | None) -> RepeatedStep | None:
         if self.request.device.type != "cuda" or self.path.name != "grouped" or written is not None:
             return None

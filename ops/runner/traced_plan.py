@@ -7,6 +7,9 @@ tensors are x, the parameters, and the extra inputs. Both run the pipeline's pro
 without numbers (`is_abstract`) they run it too, which gives the shapes, strides and dtypes of the results: so no
 operation has a rule for its shapes beside its code.
 
+Where all steps of the program may be repeated (`ops.runner.repeat`), a call is repeated as a whole, with what forward
+leaves for backward.
+
 What runs are stand-ins of the user's operations: with the same settings and states, and the tensors of the call as
 parameters. What forward leaves for backward beside tensors follows from the plan, the needs and the sizes, and is kept
 by these.
@@ -20,7 +23,7 @@ import math
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -33,12 +36,13 @@ from ops.runner.context import at_tensor, state_of
 from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import computed_names, without_parametrizations
 from ops.runner.program import Program
-from ops.runner.repeat import OperationState
+from ops.runner.repeat import MOST_KEYS, OperationState, may_repeat
 from ops.runner.run import Call, Pipeline, step_of, without_autocast
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, Role
 from recipes.stack import Stack, current_recipe, open_entries
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.splits import Splits
+from recipes.triton.replay import Kept, how
 
 MOST_SIZES = 4096  # of which a plan keeps what forward leaves: more than forwards that wait for their backward
 
@@ -98,6 +102,8 @@ class Run:
         self.sources: tuple[int | None, ...] | None = None
         self.differentiable: tuple[bool, ...] = ()  # y and the extra outputs
         self.given: list[tuple[int, torch.dtype]] = []  # of x and the extra inputs: dimensions, dtype
+        self.repeats = False  # both passes may be repeated as a whole; known when forward has run
+        self.kept = Kept(MOST_KEYS), Kept(MOST_KEYS)
         self.left: dict[tuple[int, ...], _Left] = {}
         self.flops: dict[tuple[int, ...], tuple[int, int]] = {}  # of products, forward and backward, by the sizes
 
@@ -140,7 +146,8 @@ class Run:
         """Keep it until a backward of these sizes."""
         before = self.left.pop(sizes, None)
         if before is not None:
-            _check_same_numbers(before.states, left.states)
+            if before.states is not left.states:
+                _check_same_numbers(before.states, left.states)
         elif len(self.left) >= MOST_SIZES:
             del self.left[next(iter(self.left))]
         self.left[sizes] = left
@@ -161,6 +168,7 @@ class TracedPlan:
         self._hooked = [_is_hooked(operation) for operation in pipeline.operations]
         self._settings = [operation.settings for operation in pipeline.operations]
         self._recipes = pipeline.traced_recipes
+        self._keeps_state = any(q is not None and q.keeps_state for q in map(terms.recipe.quantizer, Role))
         self._slots = [
             (at, name) for at, operation in enumerate(pipeline.operations) for name in operation.parameter_names()
         ]
@@ -171,6 +179,7 @@ class TracedPlan:
         self._recent = pipeline.recently_traced
         self._pipeline: Pipeline | None = None
         self._operations: list[Any] = []
+        self._states: list[dict[str, Tensor | None]] = []  # as the modules hold them
         self._runs: dict[str, Run] = {}
         self._lock = threading.RLock()
         self._stays = False
@@ -202,12 +211,16 @@ class TracedPlan:
         self._recent.use(self)
         run = self.run(needs)
         tensors = self.laid_out(tensors)
-        with self._lock:
-            pipeline = self._made()
-            if not is_abstract(tensors[0]):
-                return self._forward(run, tensors, self._operations, pipeline)
-            operations = [_stand_in(operation, shares_state=False) for operation in self._operations]
-        return self._forward(run, tensors, operations, self._pipeline_of(operations))
+        with torch.no_grad(), without_autocast(tensors[0].device):
+            with self._lock:
+                pipeline = self._made()
+                if not is_abstract(tensors[0]):
+                    made, left = self._forward(run, tensors, pipeline)
+                    if left is not None:
+                        run.leave(tuple(self.sizes(tensors)), left)
+                    return made
+                operations = [_stand_in(operation, shares_state=False) for operation in self._operations]
+            return self._execute(run, tensors, operations, self._pipeline_of(operations))[0]
 
     def keep(self) -> None:
         """Make what it runs with, and never give it up: it will outlive the operations."""
@@ -219,7 +232,7 @@ class TracedPlan:
         """Give up what it runs with until it is used again."""
         with self._lock:
             if not self._stays:
-                self._pipeline, self._operations, self._runs = None, [], {}
+                self._pipeline, self._operations, self._states, self._runs = None, [], [], {}
 
     def _made(self) -> Pipeline:
         """The pipeline of the stand-ins."""
@@ -228,14 +241,27 @@ class TracedPlan:
             if any(operation is None for operation in live):
                 raise RuntimeError(f"The operations of {self.key} are gone. Keep the model, and compile it again.")
             self._operations = [_stand_in(operation, shares_state=True) for operation in live]
+            self._states = [module._buffers for operation in self._operations for module in operation.modules()]
             self._pipeline = self._pipeline_of(self._operations)
         return self._pipeline
 
-    def _forward(
-        self, run: Run, tensors: Sequence[Tensor], operations: Sequence[nn.Module], pipeline: Pipeline
-    ) -> list[Tensor]:
+    def _forward(self, run: Run, tensors: Sequence[Tensor], pipeline: Pipeline) -> tuple[list[Tensor], _Left | None]:
+        """What `_execute` gives, or gave: repeated as a whole if it can be."""
+        self._check_call(tensors[0].device, run)
+        if not run.repeats or not may_repeat(tensors[0].device, open_entries()):
+            return self._execute(run, tensors, self._operations, pipeline)
+        states = [state for held in self._states for state in held.values()]
+        made, left = _repeated(
+            run.kept[0], (*tensors, *states), (), lambda: self._execute(run, tensors, self._operations, pipeline)
+        )
+        return made, None if left is None else left._replace(entries=open_entries())
+
+    def _execute(
+        self, run: Run, tensors: Sequence[Tensor], operations: Sequence[Any], pipeline: Pipeline
+    ) -> tuple[list[Tensor], _Left | None]:
+        """The results of `forward`, and what it leaves."""
         x, terms = tensors[0], self.terms
-        with torch.no_grad(), without_autocast(x.device), self._holding(operations, tensors[1:]):
+        with self._holding(operations, tensors[1:]):
             program = pipeline.program_for(
                 x, pipeline.parameters(), run.request, terms.autocast_dtype, terms.training, terms.fusions_version
             )
@@ -244,8 +270,6 @@ class TracedPlan:
             call.parameters = tensors[1 : 1 + self.num_parameters]
             call.is_traced = True
             runs = not is_abstract(x)
-            if runs:
-                self._check_call(program, run)
             with step_of(call, records=run.records) if runs and program.keeps_state else nullcontext():
                 y = at_tensor(call.forward(x))
             results = [y, *[_at_border(call.produced[name]) for name in terms.outputs]]
@@ -255,15 +279,14 @@ class TracedPlan:
             sizes = tuple(self.sizes(tensors))
             if all(type(size) is int for size in sizes) and sizes not in run.flops:
                 run.flops[sizes] = _flops(program, operations, call.rows)
-            if runs and any(run.wanted):
-                assert run.sources is not None, "it was taken"
-                known = (*tensors, *made)
-                views = [
-                    None if at is None else _view(t, known[at]) for t, at in zip(call.kept, run.sources, strict=True)
-                ]
-                left = _Left(program, tuple(call.states), tuple(views), open_entries())
-                run.leave(sizes, left)
-        return made
+            if runs:
+                run.repeats = program.is_repeated and not any(o.wgrad_is_external for o in operations)
+            if not runs or not any(run.wanted):
+                return made, None
+            assert run.sources is not None, "it was taken"
+            known = (*tensors, *made)
+            views = [None if at is None else _view(t, known[at]) for t, at in zip(call.kept, run.sources, strict=True)]
+            return made, _Left(program, tuple(call.states), tuple(views), open_entries())
 
     def backward(
         self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None], needs: str, sizes: Sequence[int]
@@ -285,11 +308,30 @@ class TracedPlan:
         left = run.left.get(tuple(sizes))
         if left is None:
             raise self._nothing_left(sizes)
+        with self._lock, torch.no_grad(), without_autocast(device):
+            if not run.repeats or not may_repeat(device, left.entries):
+                return self._backward(run, left, saved, gradients, shapes)
+            given = [*saved, *gradients]
+            return _repeated(
+                run.kept[1], given, tuple(sizes), lambda: self._backward(run, left, saved, gradients, shapes)
+            )  # fmt: skip
+
+    def _backward(
+        self,
+        run: Run,
+        left: _Left,
+        saved: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        shapes: Sequence[_Shape],
+    ) -> list[Tensor]:
+        assert run.sources is not None, "its forward has run"
+        at = dict(zip(run.saved, saved, strict=True))
+        parameters = [at[1 + index] for index in range(self.num_parameters)]
         activations = {0, *range(1 + self.num_parameters, len(run.wanted))}
         at = {p: tensor.contiguous() if p in activations else tensor for p, tensor in at.items()}
         kept = [None if p is None else _restored(at[p], v) for p, v in zip(run.sources, left.views, strict=True)]
         terms = self.terms
-        with self._lock, torch.no_grad(), without_autocast(device), self._holding(self._operations, parameters):
+        with self._holding(self._operations, parameters):
             record = Record(
                 left.program, self._operations, self._made().labels, left.states, parameters,
                 [state_of(parameter) for parameter in parameters], terms.inputs, terms.outputs, left.entries, None, (),
@@ -311,34 +353,36 @@ class TracedPlan:
             "forward."
         )
 
-    def _check_call(self, program: Program, run: Run) -> None:
+    def _check_call(self, device: torch.device, run: Run) -> None:
         """Raise RuntimeError for a call whose result would not be that of an eager call."""
         again, recipe = within_backward(), self.terms.recipe
-        operations = [(reference(), hooked) for reference, hooked in zip(self._live, self._hooked, strict=True)]
-        for operation, hooked in operations:
-            if operation is not None and _is_hooked(operation) != hooked:
+        scopes = False
+        for reference, hooked, settings in zip(self._live, self._hooked, self._settings, strict=True):
+            operation = reference()
+            if operation is None:
+                continue
+            if _is_hooked(operation) != hooked:
                 raise RuntimeError(
                     f"Hooks of {type(operation).__name__} were registered or removed after the model was compiled, "
                     "which torch.compile does not see. Call torch.compiler.reset()."
                 )
-        for (operation, _), settings in zip(operations, self._settings, strict=True):
-            if operation is not None and operation.settings != settings:
+            if operation.settings != settings:
                 raise RuntimeError(
                     f"{type(operation).__name__} was changed after the model was compiled, which torch.compile does "
                     "not see of operations that no module holds. Call torch.compiler.reset()."
                 )
-        if any(operation is not None and operation.opened_scope is not None for operation, _ in operations):
+            scopes = scopes or operation.opened_scope is not None
+        if scopes:
             raise RuntimeError(
                 "constant_weights is open around a compiled model, which quantizes its weights in each forward. Leave "
                 "the scope before the call, or run the model without torch.compile."
             )
-        on_gpu = program.request.device.type == "cuda"
-        if program.keeps_state and run.records and on_gpu and torch.cuda.is_current_stream_capturing():
+        if self._keeps_state and run.records and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"A CUDA graph of a compiled forward under {recipe.name!r} is captured, whose replays would leave its "
                 "scales as they are. Compile without mode='reduce-overhead', or capture by fuser.graph."
             )
-        if program.keeps_state and run.records and again:
+        if self._keeps_state and run.records and again:
             raise RuntimeError(
                 f"A forward under {recipe.name!r} is computed again in a backward, when its scales may have moved. "
                 "Leave the checkpoint around the compiled model out, or use a recipe without a state."
@@ -374,6 +418,18 @@ class TracedPlan:
         finally:
             for owner, name in owners:
                 owner[name] = None
+
+
+def _repeated(kept: Kept, given: Sequence[Tensor | None], sizes: tuple[int, ...], function: Callable[[], Any]) -> Any:
+    """function(), or what it did for tensors that lie as these do: what a plan does follows from that, from the sizes,
+    and from these settings."""
+    tensors: list[Any] = []
+    addresses: list[int] = []
+    try:
+        key = how(given, tensors, addresses), sizes, within_backward(), torch.backends.cuda.matmul.fp32_precision
+    except TypeError:  # a tensor that is no plain one
+        return function()
+    return kept.run(key, tensors, addresses, function)
 
 
 def _flops(program: Program, operations: Sequence[Any], rows: Sequence[int]) -> tuple[int, int]:

@@ -332,7 +332,7 @@ def _choose_on_triton(logits: Tensor, topk: int, normalized: bool) -> _Choice:
     config = route_config(num_experts, topk)
     probs, softmax = logits.new_empty(num_tokens, topk), logits.new_empty(logits.shape)
     indices = torch.empty(num_tokens, topk, dtype=torch.int64, device=logits.device)
-    programs = min(cdiv(num_tokens, config.block_t), MOST_PROGRAMS)
+    programs = torch.sym_min(cdiv(num_tokens, config.block_t), MOST_PROGRAMS)  # min of a traced number would be a guard
     of_programs = logits.new_empty(2, programs, num_experts)
     route_triton(logits.contiguous(), probs, indices, softmax, of_programs[0], of_programs[1], config, normalized)
     return probs, indices, softmax, of_programs
