@@ -3,6 +3,7 @@
 On a CPU nothing is repeated but where tests ask for it (`repeating`), for operations that torch computes.
 """
 
+import gc
 import json
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ops.runner.backward
 import ops.runner.run
+import ops.runner.traced_plan
 from fuser import Sequential, autocast, constant_weights, ops, recipes
 from ops.kernels.routing.permute import RoutingMap, make_routing_map
 from ops.runner import program, repeat
+from ops.runner.traced_plan import TracedPlan
 from recipes.cast_counts import count_casts
 from recipes.triton import replay, tape
 from recipes.triton.gates import why_not_this_release
@@ -42,7 +45,7 @@ def repeating(monkeypatch):
 
     monkeypatch.setattr(tape.Tape, "__init__", on_device)
     asked = repeat.may_repeat
-    for module in (ops.runner.run, ops.runner.backward):
+    for module in (ops.runner.run, ops.runner.backward, ops.runner.traced_plan):
         monkeypatch.setattr(module, "may_repeat", lambda device, entries: asked(torch.device("cuda"), entries))
 
     def repeated(self, step, covered, written):
@@ -60,7 +63,14 @@ def num_repeated() -> int:
     return sum(type(found) is Repeated for kept in steps for found in kept.kept.values())
 
 
-def dense(dtype=torch.bfloat16, device="cpu", **options) -> Sequential:
+def num_repeated_calls() -> int:
+    """How many passes of compiled calls are kept to be repeated."""
+    plans = [plan for plan in gc.get_objects() if type(plan) is TracedPlan]
+    kept = [found for plan in plans for run in plan._runs.values() for one in run.kept for found in one.kept.values()]
+    return [type(found) for found in kept].count(Repeated)
+
+
+def dense(dtype=torch.bfloat16, device="cpu", fusions=None, **options) -> Sequential:
     torch.manual_seed(1)
     about = {"device": device, "dtype": dtype}
     return Sequential(
@@ -68,6 +78,7 @@ def dense(dtype=torch.bfloat16, device="cpu", **options) -> Sequential:
         ops.Linear(64, 256, **about, **options),
         ops.SwiGLU(),
         ops.Linear(128, 64, **about, **options),
+        fusions=fusions,
     )
 
 
@@ -467,6 +478,18 @@ def test_recipes_may_change(repeating, monkeypatch):
         assert_same(found[at], step(other, chosen[at % 4], at))
 
 
+@pytest.mark.parametrize("recipe", (None, "fp8_current", "fp8_delayed"))
+def test_compiled_calls_are_repeated_as_a_whole(recipe, repeating):
+    """Both passes are; with states that record, the steps within them are."""
+    torch.compiler.reset()
+    model, other = dense(fusions=()), dense(fusions=())
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    for at, rows in enumerate((96, 96, 96, 96, 64, 96, 64, 64, 64, 96)):
+        assert_same(step(compiled, recipe, at, rows), step(model, recipe, at, rows))
+    assert_same(states_of(other), states_of(model))
+    assert num_repeated_calls() == (0 if recipe == "fp8_delayed" else 4)
+
+
 # ------------------------------------------------------------------------------------------- as on a GPU, but launches
 
 CASES = [
@@ -517,6 +540,18 @@ def test_repeated_steps_launch_what_steps_in_full_launch(case, launches):
 def test_steps(make, recipe, monkeypatch):
     flags = begin_step if any(hasattr(p, "main_grad") for p in make().parameters()) else lambda model, at: None
     check_steps(make, recipe, monkeypatch, steps=8, change=flags)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_layers_of_experts(recipe):
+    torch.compiler.reset()
+    model = Sequential(*list(moe_layer())[2:-1])  # from the router to the sum over experts
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for at, rows in enumerate((96, 96, 96, 96, 64, 96, 64, 64, 64, 96)):
+        found = step(compiled, recipe, at, rows)
+        assert_same(found, step(model, recipe, at, rows))
+    assert num_repeated_calls() == (0 if recipe == "fp8_delayed" else 4)
 
 
 @pytest.mark.gpu
