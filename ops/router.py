@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_tn
 from ops.kernels.norm.norm_triton import runs_in_triton
-from ops.kernels.routing.router_product import input_gradient, logits_of, weight_gradient, without_tf32
+from ops.kernels.routing.router_product import gradients_of, logits_of, without_tf32
 from ops.kernels.routing.routing import ScoreFunction, describe_kernels, droute, route
 from ops.kernels.routing.z_loss import dz_loss, z_loss
 from ops.runner.nested_backward import within_backward
@@ -240,12 +240,9 @@ class Router(BasicOperation):
         dlogits = self._dlogits(ctx, d_extra_outputs)
         if dlogits is None:
             return dy, {}, {}
-        dx = None
-        gradients: dict[str, Tensor | None] = {}
-        if ctx.needs.input:
-            dx = input_gradient(dlogits, at_values(ctx.held("weight")), dy)
-        if ctx.saved.x is not None:
-            gradients["weight"] = weight_gradient(dlogits, ctx.saved.x)
+        weight = at_values(ctx.held("weight")) if ctx.needs.input else None
+        dx, dweight = gradients_of(dlogits, weight=weight, x=ctx.saved.x, dy=dy)
+        gradients = {"weight": dweight}
         if "bias" in ctx.needs.params:
             gradients["bias"] = dlogits.sum(0)
         return dx, gradients, {}

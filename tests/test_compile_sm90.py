@@ -276,12 +276,13 @@ def launch_routing(rows: int) -> None:
 def launch_router_products(rows: int) -> None:
     """dx of few and many experts, and of both dtypes of weights; dlogits in parts."""
     for num_experts, hidden in ((8, 64), (128, 2048), (512, 2880)):
-        dlogits = torch.empty(rows, num_experts)
-        router_product.in_parts(dlogits)
-        for dtype in (torch.bfloat16, torch.float32):
-            weight, dy = torch.empty(num_experts, hidden, dtype=dtype), torch.empty(rows, hidden, dtype=torch.bfloat16)
-            for given in (dy, None):
-                router_product.dgrad_triton(dlogits, weight, given, torch.empty(dy.shape, dtype=torch.bfloat16))
+        dlogits = router_product.in_parts(torch.empty(rows, num_experts))
+        for parts in (1, 3):
+            weight, dx = (
+                torch.empty(n, hidden * p, dtype=torch.bfloat16) for n, p in ((num_experts, parts), (rows, 1))
+            )
+            for dy in (dx, None):
+                router_product.dgrad_triton(dlogits, weight, dy, dx)
 
 
 def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:

@@ -543,6 +543,7 @@ def test_steps(make, recipe, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.compile's own
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_layers_of_experts(recipe):
     torch.compiler.reset()

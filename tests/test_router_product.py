@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.kernels.routing.router_product import (
-    dgrad_triton,
-    input_gradient,
-    logits_of,
-    split_triton,
-    weight_gradient,
-)
+from ops.kernels.routing.router_product import dgrad_triton, gradients_of, in_parts, logits_of, split_triton
 from tests.check_operation import DEVICES
 from tests.grouped_cases import DEVICES as KERNEL_DEVICES
 
@@ -45,15 +39,15 @@ def test_products_err_as_those_of_float32(
     logits = logits_of(x, weight, bias)
     assert logits.dtype == torch.float32
     assert error(logits, x.double() @ weight.double().t() + bias.double()) < TOLERANCE
-    dweight = weight_gradient(dlogits, x)
-    assert dweight.dtype == torch.float32
-    assert error(dweight, dlogits.double().t() @ x.double()) < TOLERANCE
     exact = dlogits.double() @ weight.double()
-    dx = input_gradient(dlogits, weight, None)
-    assert dx.dtype == torch.float32
+    dx, dweight = gradients_of(dlogits, weight=weight, x=x, dy=None)
+    assert dx is not None and dx.dtype == torch.float32
     assert error(dx, exact) < TOLERANCE
-    dx, exact = input_gradient(dlogits, weight, dy), exact + dy.double()
-    assert dx.shape == dy.shape
+    assert dweight is not None and dweight.dtype == torch.float32
+    assert error(dweight, dlogits.double().t() @ x.double()) < TOLERANCE
+    dx, nothing = gradients_of(dlogits, weight=weight, x=None, dy=dy)
+    exact += dy.double()
+    assert nothing is None and dx is not None and dx.shape == dy.shape
     half = 0.5 * torch.finfo(dx.dtype).eps * exact.abs() + TOLERANCE * exact.norm() / exact.numel() ** 0.5 * 10
     assert ((dx.double() - exact).abs() <= half).all(), "the sum is rounded once"
 
@@ -85,22 +79,32 @@ def test_the_kernel_of_dx_agrees_with_torch(
     weight = numbers(experts, hidden, dtype=dtype, device=device)
     dy = None if added is None else numbers(tokens, hidden, dtype=added, device=device)
     dx = torch.full((tokens, hidden), float("nan"), dtype=added or torch.float32, device=device)
-    dgrad_triton(dlogits, weight, dy, dx)
+    given = weight if dtype == torch.bfloat16 else in_parts(weight)
+    dgrad_triton(in_parts(dlogits), given, dy, dx)
     exact = dlogits.double() @ weight.double() + (0 if dy is None else dy.double())
     assert error(dx, exact) < (3e-3 if added == torch.bfloat16 else TOLERANCE)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("product", [logits_of, input_gradient, weight_gradient])
-def test_tensor_cores_multiply_what_is_said_and_nothing_else(product: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize(
+    "product, expected",
+    [
+        (lambda x, w, d: logits_of(x, w, None), [torch.bfloat16, torch.float16]),
+        (lambda x, w, d: gradients_of(d, weight=w, x=None, dy=x), [torch.float32, torch.bfloat16]),
+        (lambda x, w, d: gradients_of(d, weight=None, x=x, dy=None), [torch.bfloat16]),
+    ],
+    ids=["logits", "dx", "dweight"],
+)
+def test_tensor_cores_multiply_what_is_said_and_nothing_else(
+    product: Callable[..., object], expected: list[torch.dtype]
+) -> None:
     taken: list[torch.dtype] = []
 
     def runs(dtype: torch.dtype) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             x, weight = torch.randn(256, 512, device="cuda", dtype=dtype), torch.randn(64, 512, device="cuda").to(dtype)
             dlogits = torch.randn(256, 64, device="cuda")
-            given = {logits_of: (x, weight, None), input_gradient: (dlogits, weight, x), weight_gradient: (dlogits, x)}
-            product(*given[product])
+            product(x, weight, dlogits)
             torch.cuda.synchronize()
         names = [event.key for event in profile.key_averages()]
         if not any("sgemm" in name or "f32f32_f32f32" in name for name in names):
@@ -108,16 +112,12 @@ def test_tensor_cores_multiply_what_is_said_and_nothing_else(product: Callable[.
 
     for dtype in DTYPES:
         runs(dtype)
-    expected = {
-        logits_of: [torch.bfloat16, torch.float16],
-        input_gradient: [torch.float32, torch.bfloat16],
-        weight_gradient: [torch.bfloat16],
-    }
-    assert taken == expected[product]
+    assert taken == expected
 
 
 def test_without_tokens_there_is_nothing_to_multiply() -> None:
     x, weight, dlogits = torch.empty(0, 8), torch.randn(4, 8), torch.empty(0, 4)
     assert logits_of(x, weight, torch.ones(4)).shape == (0, 4)
-    assert input_gradient(dlogits, weight, x).shape == (0, 8)
-    assert torch.equal(weight_gradient(dlogits, x), torch.zeros(4, 8))
+    dx, dweight = gradients_of(dlogits, weight=weight, x=x, dy=x)
+    assert dx is not None and dx.shape == (0, 8)
+    assert dweight is not None and torch.equal(dweight, torch.zeros(4, 8))

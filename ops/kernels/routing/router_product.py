@@ -28,12 +28,12 @@ from torch import Tensor
 
 from ops.kernels.routing.router_product_triton import dgrad_kernel, split_kernel
 from recipes.tensors.abstract import is_abstract
-from recipes.triton.launch import Launch, cdiv, next_power_of_2
+from recipes.triton.launch import Launch, cdiv
 from recipes.triton.tape import taping
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _PARTS = 3
-_SPLIT_BLOCK = 1024
+_SPLIT_ROWS, _SPLIT_COLUMNS = 16, 128  # of a program
 _dgrad, _split = Launch(dgrad_kernel), Launch(split_kernel)
 
 
@@ -50,34 +50,38 @@ def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_parts = torch.mm(x, in_parts(weight).view(-1, x.shape[1]).t(), out_dtype=torch.float32)
         logits = of_parts.view(len(x), -1, _PARTS).sum(-1)
     else:
-        x, weight = _widened(x, weight.t())
-        with without_tf32(x):
-            return x @ weight if bias is None else torch.addmm(bias.to(x.dtype), x, weight)
+        logits = _widened_product(x, weight.t())
     return logits if bias is None else logits.add_(bias)
 
 
-def input_gradient(dlogits: Tensor, weight: Tensor, dy: Tensor | None) -> Tensor:
-    """dlogits [T, E] float32 (float64), weight [E, H], dy [T, H] -> [T, H] in dy's dtype or that of dlogits."""
-    if weight.dtype in (torch.bfloat16, torch.float32) and dlogits.dtype == torch.float32 and _can(dlogits):
-        dx = torch.empty(
-            len(dlogits), weight.shape[1], dtype=torch.float32 if dy is None else dy.dtype, device=dlogits.device
-        )
-        dgrad_triton(dlogits.contiguous(), weight.contiguous(), None if dy is None else dy.contiguous(), dx)
-        return dx
-    dlogits, weight = _widened(dlogits, weight)
-    with without_tf32(dlogits):
-        dx = dlogits @ weight
-    return dx if dy is None else dx.add_(dy)
+def gradients_of(
+    dlogits: Tensor, *, weight: Tensor | None, x: Tensor | None, dy: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx [T, H] in dy's dtype, or without one in that of dlogits; dweight [E, H] in that of dlogits.
 
-
-def weight_gradient(dlogits: Tensor, x: Tensor) -> Tensor:
-    """dlogits [T, E] float32 (float64), x [T, H] -> [E, H] in the dtype of dlogits."""
-    if x.dtype == torch.bfloat16 and dlogits.dtype == torch.float32 and _can(x):
+    dlogits [T, E] float32 (float64); weight [E, H], None if dx is not needed; x [T, H], None if dweight is not.
+    """
+    dx_in_parts = weight is not None and weight.dtype in (torch.bfloat16, torch.float32)
+    dweight_in_parts = x is not None and x.dtype == torch.bfloat16
+    parts = None
+    if (dx_in_parts or dweight_in_parts) and dlogits.dtype == torch.float32 and _can(dlogits):
         parts = in_parts(dlogits)
-        return torch.mm(parts.t(), x, out_dtype=torch.float32).view(_PARTS, -1, x.shape[1]).sum(0)
-    dlogits, x = _widened(dlogits.t(), x)
-    with without_tf32(x):
-        return dlogits @ x
+    dx = dweight = None
+    if weight is not None:
+        if parts is not None and dx_in_parts:
+            like = dlogits if dy is None else dy
+            dx = torch.empty(len(dlogits), weight.shape[1], dtype=like.dtype, device=like.device)
+            weight = weight.contiguous() if weight.dtype == torch.bfloat16 else in_parts(weight)
+            dgrad_triton(parts, weight, None if dy is None else dy.contiguous(), dx)
+        else:
+            dx = _widened_product(dlogits, weight)
+            dx = dx if dy is None else dx.add_(dy)
+    if x is not None:
+        if parts is not None and dweight_in_parts:
+            dweight = torch.mm(parts.t(), x, out_dtype=torch.float32).view(_PARTS, -1, x.shape[1]).sum(0)
+        else:
+            dweight = _widened_product(dlogits.t(), x)
+    return dx, dweight
 
 
 @contextmanager
@@ -101,13 +105,13 @@ def without_tf32(x: Tensor) -> Iterator[None]:
 
 
 def dgrad_triton(dlogits: Tensor, weight: Tensor, dy: Tensor | None, dx: Tensor) -> None:
-    """Launch dx = dlogits weight + dy. All contiguous."""
-    (num_tokens, num_experts), hidden = dlogits.shape, dx.shape[1]
-    block_e = min(64, max(16, next_power_of_2(num_experts)))
+    """Launch dx = dlogits weight + dy. dlogits [T, 3 E]: its parts; weight [E, H] bfloat16, or its parts [E, 3 H]. All
+    contiguous."""
+    (num_tokens, hidden), num_experts = dx.shape, len(weight)
     blocks = cdiv(hidden, 128), cdiv(num_tokens, 128)
     _dgrad(
         dx, blocks, dlogits, weight, dy, dx, num_tokens, num_experts, hidden,
-        BLOCK_T=128, BLOCK_E=block_e, BLOCK_H=128, num_warps=8, num_stages=3,
+        WEIGHT_PARTS=weight.shape[1] // hidden, BLOCK_T=128, BLOCK_E=64, BLOCK_H=128, num_warps=8, num_stages=3,
     )  # fmt: skip
 
 
@@ -120,13 +124,15 @@ def in_parts(x: Tensor) -> Tensor:
 
 def split_triton(x: Tensor, parts: Tensor) -> None:
     """Launch `in_parts`. All contiguous."""
-    _split(x, cdiv(x.numel(), _SPLIT_BLOCK), x, parts, x.numel(), x.shape[1], BLOCK=_SPLIT_BLOCK)
+    blocks = cdiv(x.shape[1], _SPLIT_COLUMNS), cdiv(len(x), _SPLIT_ROWS)
+    _split(x, blocks, x, parts, *x.shape, BLOCK_R=_SPLIT_ROWS, BLOCK_C=_SPLIT_COLUMNS)
 
 
 def _can(x: Tensor) -> bool:
     return x.is_cuda and x.numel() > 0 and not is_abstract(x) and on_tensor_cores(x.device)
 
 
-def _widened(*tensors: Tensor) -> list[Tensor]:
-    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    return [tensor.to(dtype) for tensor in tensors]
+def _widened_product(a: Tensor, b: Tensor) -> Tensor:
+    dtype = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
+    with without_tf32(a):
+        return a.to(dtype) @ b.to(dtype)

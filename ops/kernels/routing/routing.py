@@ -22,8 +22,9 @@ Layouts: logits, s [T, E]; probs, indices [T, topk]; f, counts [E]. Precision: a
 or float64; counts are exact.
 
 On CUDA, float32 with softmax runs two Triton kernels in forward, without groups, and one in backward, for up to 512
-experts. Each program of the first counts and sums its own tokens, the second adds that up. Groups, and sigmoid
-scores with their gradients, run in torch; the same forward kernel then chooses among the keys, as a sort would.
+experts. Each program of the first counts and sums its own tokens; the second adds that up, a few experts a program, and
+torch their losses. Groups, and sigmoid scores with their gradients, run in torch; the first kernel then chooses among
+the keys, as a sort would.
 
 Graph safety: no host synchronization, no atomics. Counts are sums of a mask, because the result size of bincount
 depends on the data.
@@ -115,7 +116,8 @@ class RouteConfig(NamedTuple):
 
 
 MOST_EXPERTS = 512
-MOST_PROGRAMS = 512  # of the choice, whose counts and sums one program adds up
+MOST_PROGRAMS = 512  # of the choice
+BALANCED = 16  # experts whose counts and sums one program adds up
 SIGMOID_SUM_EPS = 1e-20  # Hugging Face transformers, `DeepseekV3TopkRouter`
 MOST_EXACT = 2**24  # float32 counts up to here
 
@@ -160,9 +162,9 @@ def route(
     if score_function == "softmax" and not is_limited and routes_in_triton(logits.device, logits.dtype, num_experts):
         probs, indices, scores, of_programs = _choose_on_triton(logits, topk, normalized)
         exact = torch.empty(num_experts, dtype=torch.int64, device=logits.device)
-        fractions, loss = logits.new_empty(num_experts), logits.new_empty(())
-        balance_triton(of_programs, exact, fractions, loss, num_tokens, topk)
-        return Routing(probs, indices, loss, exact, scores, fractions)
+        fractions, losses = logits.new_empty(num_experts), logits.new_empty(cdiv(num_experts, BALANCED))
+        balance_triton(of_programs, exact, fractions, losses, num_tokens, topk)
+        return Routing(probs, indices, losses.sum(), exact, scores, fractions)
     scores, keys, shares = _score(logits, score_function, expert_bias)
     groups = (num_groups, topk_groups, 1 if score_function == "softmax" else 2) if is_limited else None
     indices = _largest(keys, topk, groups)
@@ -237,15 +239,15 @@ def route_triton(
 
 
 def balance_triton(
-    of_programs: Tensor, counts: Tensor, fractions: Tensor, loss: Tensor, num_tokens: int, topk: int
+    of_programs: Tensor, counts: Tensor, fractions: Tensor, losses: Tensor, num_tokens: int, topk: int
 ) -> None:
-    """Launch what follows the choice. of_programs: [2, programs, E], the counts and the sums. All contiguous."""
+    """Launch what follows the choice. of_programs: [2, programs, E], the counts and the sums; losses: of `BALANCED`
+    experts each. All contiguous."""
     _, programs, num_experts = of_programs.shape
-    block_e = next_power_of_2(num_experts)
     _balance(
-        loss, 1, of_programs[0], of_programs[1], counts, fractions, loss, programs, num_experts,
+        losses, len(losses), of_programs[0], of_programs[1], counts, fractions, losses, programs, num_experts,
         max(num_tokens * topk, 1), num_experts / max(num_tokens, 1),
-        BLOCK_P=max(1, 8192 // block_e), BLOCK_E=block_e, num_warps=8,
+        BLOCK_P=256, BLOCK_E=BALANCED, num_warps=8,
     )  # fmt: skip
 
 

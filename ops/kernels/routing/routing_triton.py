@@ -85,24 +85,24 @@ def _route_block(
 
 @triton.jit(do_not_specialize=["P", "pairs"])
 def balance_kernel(
-    counts_ptr, sums_ptr, totals_ptr, fractions_ptr, loss_ptr, P, E, pairs, loss_scale,
+    counts_ptr, sums_ptr, totals_ptr, fractions_ptr, losses_ptr, P, E, pairs, loss_scale,
     BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Of the counts and sums [P, E] of `route_kernel`: totals [E] int64, fractions = totals / pairs, and the loss,
-    loss_scale sum_e fractions[e] sums[e]. pairs: at least 1. One program."""
-    offs_e = tl.arange(0, BLOCK_E)
+    """Of the counts and sums [P, E] of `route_kernel`: totals [E] int64, fractions = totals / pairs, and of the experts
+    of each program loss_scale sum_e fractions[e] sums[e]. pairs: at least 1."""
+    offs_e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     totals = tl.zeros([BLOCK_E], tl.int32)
     sums = tl.zeros([BLOCK_E], tl.float32)
     for first in range(0, P, BLOCK_P):
         offs_p = first + tl.arange(0, BLOCK_P)
-        at = offs_p.to(tl.int64)[:, None] * E + offs_e[None, :]
+        at = offs_p[:, None] * E + offs_e[None, :]
         inside = (offs_p < P)[:, None] & (offs_e < E)[None, :]
         totals += tl.sum(tl.load(counts_ptr + at, mask=inside, other=0.0).to(tl.int32), 0)
         sums += tl.sum(tl.load(sums_ptr + at, mask=inside, other=0.0), 0)
     fractions = tl.div_rn(totals.to(tl.float32), tl.zeros([BLOCK_E], tl.float32) + pairs)
     tl.store(totals_ptr + offs_e, totals.to(tl.int64), mask=offs_e < E)
     tl.store(fractions_ptr + offs_e, fractions, mask=offs_e < E)
-    tl.store(loss_ptr, tl.sum(fractions * sums, 0) * loss_scale)
+    tl.store(losses_ptr + tl.program_id(0), tl.sum(fractions * sums, 0) * loss_scale)
 
 
 @triton.jit
