@@ -19,6 +19,7 @@ class BackwardAddRMSNorm(FusedOperation):
     pattern = (MakeExtraOutput, RMSNorm)
     passes = "backward"
     rounds_less = True
+    repeatable = True
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
         super().__init__(operations)

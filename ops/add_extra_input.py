@@ -27,6 +27,8 @@ class AddExtraInput(ElementwiseOperation):
     """
 
     grad_is_identity = True
+    repeatable = True
+    repeats_alone = False
 
     def __init__(self, name: str = "extra", *, in_place: bool = False) -> None:
         super().__init__()

@@ -25,6 +25,8 @@ class MakeExtraOutput(BasicOperation):
     """
 
     accepts_integers = True
+    repeatable = True
+    repeats_alone = False
 
     def __init__(self, name: str = "extra", *, in_place: bool = False) -> None:
         super().__init__()

@@ -189,7 +189,7 @@ class _Gradients(NamedTuple):
 
 def _run_step(step: _OperationBackward, updates: PendingUpdates | None, repeats: bool) -> _Gradients:
     record, wiring = step.record, step.wiring
-    if repeats and wiring.repeated is not None:
+    if repeats and wiring.repeated is not None and wiring.repeated.alone:
         external = [index for index in wiring.step.indices if record.operations[index].wgrad_is_external]
         if _may_repeat(record, wiring, external):
             return _repeat(step, wiring.repeated, updates, external)

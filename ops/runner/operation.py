@@ -82,6 +82,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     repeatable: whether a pass of it on a GPU may be done again as a whole (`ops.runner.repeat`): it depends on nothing
     but public attributes, parameters, states and what it gets, and changes nothing but tensors. Of a subclass that
     replaces a method it does not hold.
+    repeats_alone: whether that pays for this operation alone, which launches something, and not only where a call is
+    repeated as a whole.
     why_in_full: why this very operation is not repeated, as a sentence, or None. It is not captured in a CUDA graph
     either, unless it replaces `why_not_captured`.
     quantized_output: whether a container leaves the pipeline as it is, in a QuantizedHandle: y of the last operation,
@@ -103,6 +105,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     quantized_roles: tuple[Role, ...] = ()
     num_scales: int = 1
     exchanges_parameters: bool = False
+    repeats_alone: bool = True
     why_in_full: str | None = None
     quantized_output: bool = False
     begins_pipeline: bool = False

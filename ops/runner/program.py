@@ -231,4 +231,5 @@ class Program:
         if why_not_repeated(step.operation, covered, self.request.recipe) is not None:
             return None
         dtypes = [self.contexts[index]["dtype"] for index in step.indices]
-        return RepeatedStep(step.indices, self.request.recipe, torch.float32 in dtypes)
+        alone = step.fused or all(operation.repeats_alone for operation in covered)
+        return RepeatedStep(step.indices, self.request.recipe, torch.float32 in dtypes, alone)

@@ -131,10 +131,12 @@ class NotingUpdates:
 
 
 class RepeatedStep:
-    """What is kept of one step of a program. covered: the positions of its operations."""
+    """What is kept of one step of a program. covered: the positions of its operations. alone: whether it is repeated
+    where the call is not repeated as a whole."""
 
-    def __init__(self, covered: Sequence[int], recipe: Recipe, reads_tf32: bool) -> None:
+    def __init__(self, covered: Sequence[int], recipe: Recipe, reads_tf32: bool, alone: bool = True) -> None:
         self.covered = covered
+        self.alone = alone
         self.quantizers = {role: recipe.quantizer(role) for role in Role}
         self.reads_tf32 = reads_tf32
         self.kept = Kept(MOST_KEYS)

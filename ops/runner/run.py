@@ -384,7 +384,7 @@ class Call:
     def _run_step(self, wiring: Wiring, x: Any) -> Any:
         if wiring.writes is not None:
             self._check_writable(wiring, wiring.writes, x)
-        if wiring.repeated is None or not self.repeats:
+        if not self.repeats or wiring.repeated is None or not wiring.repeated.alone:
             y, outputs = self._execute(wiring, x, self.updates, self.states, self.kept)
         else:
             y, outputs = self._repeat(wiring.repeated, wiring, x)

@@ -108,10 +108,10 @@ def dgrad_triton(dlogits: Tensor, weight: Tensor, dy: Tensor | None, dx: Tensor)
     """Launch dx = dlogits weight + dy. dlogits [T, 3 E]: its parts; weight [E, H] bfloat16, or its parts [E, 3 H]. All
     contiguous."""
     (num_tokens, hidden), num_experts = dx.shape, len(weight)
-    blocks = cdiv(hidden, 128), cdiv(num_tokens, 128)
+    blocks = cdiv(hidden, 128), cdiv(num_tokens, 64)
     _dgrad(
         dx, blocks, dlogits, weight, dy, dx, num_tokens, num_experts, hidden,
-        WEIGHT_PARTS=weight.shape[1] // hidden, BLOCK_T=128, BLOCK_E=64, BLOCK_H=128, num_warps=8, num_stages=3,
+        WEIGHT_PARTS=weight.shape[1] // hidden, BLOCK_T=64, BLOCK_E=64, BLOCK_H=128, num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
