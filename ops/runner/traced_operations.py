@@ -24,6 +24,7 @@ from torch.utils.flop_counter import _FlopCounterMode, register_flop_formula
 from ops.runner.backward import DOUBLE_BACKWARD
 from ops.runner.traced_plan import TracedPlan
 from ops.runner.transforms import is_transformed
+from recipes.triton.replay import is_eager
 
 _library = torch.library.Library("fuser", "FRAGMENT")
 _plans: WeakValueDictionary[str, TracedPlan] = WeakValueDictionary()
@@ -72,6 +73,8 @@ def _define(name: str) -> Operators:
     def differentiable(x: Tensor, others: Sequence[Tensor], plan: str, needs: str = "") -> Sequence[Tensor]:
         if needs:
             with torch._C._AutoDispatchBelowAutograd():
+                if type(x) is Tensor and is_eager():  # what the call below does, without torch's dispatch
+                    return _forward(x, others, plan, needs)
                 return operators.forward(x, others, plan, needs)
         return _differentiable(operators, (x, *others), plan)
 

@@ -24,7 +24,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -211,7 +211,7 @@ class TracedPlan:
         self._recent.use(self)
         run = self.run(needs)
         tensors = self.laid_out(tensors)
-        with torch.no_grad(), without_autocast(tensors[0].device):
+        with _without_gradients(), without_autocast(tensors[0].device):
             with self._lock:
                 pipeline = self._made()
                 if not is_abstract(tensors[0]):
@@ -308,7 +308,7 @@ class TracedPlan:
         left = run.left.get(tuple(sizes))
         if left is None:
             raise self._nothing_left(sizes)
-        with self._lock, torch.no_grad(), without_autocast(device):
+        with self._lock, _without_gradients(), without_autocast(device):
             if not run.repeats or not may_repeat(device, left.entries):
                 return self._backward(run, left, saved, gradients, shapes)
             given = [*saved, *gradients]
@@ -418,6 +418,10 @@ class TracedPlan:
         finally:
             for owner, name in owners:
                 owner[name] = None
+
+
+def _without_gradients() -> AbstractContextManager[Any]:
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _repeated(kept: Kept, given: Sequence[Tensor | None], sizes: tuple[int, ...], function: Callable[[], Any]) -> Any:
