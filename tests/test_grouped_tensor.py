@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes import Float8BlockScaling, Float8CurrentScaling, Format, GroupedTensor, MXFP8BlockScaling, Role, Splits
+from recipes.tensors.scaled_codes import Dequantized
 
 RECIPES = [
     Float8CurrentScaling(),
@@ -216,3 +217,18 @@ def test_the_device_gives_the_same_bits_and_is_never_read(recipe):
         for mine, other in ((found.rowwise, expected.rowwise), (found.columnwise, expected.columnwise)):
             assert torch.equal(mine.scale_inv.cpu(), other.scale_inv)
             assert torch.equal(mine.codes.float().cpu().nan_to_num(), other.codes.float().nan_to_num())
+
+
+@EACH_RECIPE
+def test_groups_of_a_tensor_that_holds_values_in_place_of_codes(recipe):
+    sizes = [12, 0, 35, 6]
+    codes = quantize(recipe, torch.randn(60, 40), sizes)
+    (values, alpha, block, _), row = codes.rowwise.operand(torch.float32, codes.splits), codes.rowwise
+    assert block == 1
+    held = GroupedTensor(
+        None, codes.splits, Dequantized(values, alpha, row.spec, row.shape, False), codes.columnwise, codes.dtype
+    )
+    for mine, theirs in zip(held.unbind(), codes.unbind(), strict=True):
+        assert mine.shape == theirs.shape
+        for columnwise in (False, True):
+            assert torch.equal(mine.dequantize(columnwise=columnwise), theirs.dequantize(columnwise=columnwise))

@@ -33,6 +33,7 @@ from recipes import (
 )
 from recipes.current_scaling import CurrentScalingQuantizer
 from recipes.native_products import compute_capability
+from recipes.tensors.scaled_codes import Dequantized
 from tests import reference
 from tests.reference import assert_close, assert_same_bits
 
@@ -185,6 +186,10 @@ def test_the_codes_are_the_same(recipe, device):
     grouped, split = (path.quantize(x, splits, quantizer, rowwise=True, columnwise=True) for path in paths(device))
     grouped, split = grouped.unbind(), split.members
     for mine, theirs in zip(grouped, split, strict=True):
+        if Dequantized in (type(mine.rowwise), type(mine.columnwise)):  # a GPU's cast writes values in place of codes
+            for columnwise in (False, True):
+                assert torch.equal(mine.dequantize(columnwise=columnwise), theirs.dequantize(columnwise=columnwise))
+            continue
         for got, want in zip(mine.tensors(), theirs.tensors(), strict=True):
             assert (got is None) == (want is None)
             if got is not None:

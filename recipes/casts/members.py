@@ -63,8 +63,6 @@ def of_rows(stored: Stored, spec: ScaleSpec, columnwise: bool, sizes: Sequence[i
     else:
         codes = stored.codes[rows]
     scale, amax = stored.scale_inv, stored.amax
-    if scale is None:  # values in place of codes
-        return Stored(codes, None, amax)
     block_rows = spec.block_of(columnwise)[0]
     if spec.is_per_tensor:
         return Stored(codes, scale[group], amax)

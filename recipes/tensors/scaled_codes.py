@@ -229,6 +229,16 @@ class Dequantized(ScaledCodes):
             return Operand(self.codes, None, factor=self.scale_inv)
         return Operand(self.codes, self.scale_inv)
 
+    def member(self, group: int, sizes: Sequence[int] | None = None) -> ScaledCodes:
+        """As of codes; but values lie as the tensor does, in rows, and alpha is one a group or one a row."""
+        if sizes is None:
+            return super().member(group)
+        begin = sum(sizes[:group])
+        rows, alpha = slice(begin, begin + sizes[group]), self.scale_inv
+        if alpha is not None:
+            alpha = alpha[rows] if alpha.ndim > 1 else alpha[group]
+        return self._with(Stored(self.codes[rows], alpha, None), torch.Size((sizes[group], self.shape[-1])))
+
     def float8_operand(self) -> None:
         """There are no codes."""
 
