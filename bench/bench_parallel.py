@@ -6,11 +6,14 @@
     hand-written  `all_to_all_single`, a row a (token, slot) pair, around our grouped MLP (`bench.exchange`)
     torch         the same around `F.grouped_mm` and eager SwiGLU
     partial sums  "ours" with each of --partial-sums: the experts' ranks sum a token's rows before they send them
+    symmetric     with --capacity, on GPUs: "ours" by kernels that write into the memory of the other GPUs
+    , <recipe>    "one rank", "ours" and "overlapped" under each of --recipes, which quantizes the weights in each step
     transfers     the all_to_all_single calls of each of these but "torch", alone, one after the other
 
 Every rank has its own tokens, in bf16, and the routing is random. All candidates of a model use the same weights, run
-interleaved in one process a rank, and are checked against "one rank" first: y and the gradients of x and of the router,
-and those of the experts' weights against the sum over the ranks. Times are a rank's medians, of the slowest rank. On
+interleaved in one process a rank, and are checked against "one rank" in bf16 first: y and the gradients of x and of the
+router, and those of the experts' weights against the sum over the ranks. "of one rank" compares with "one rank" under
+the same recipe. Times are a rank's medians, of the slowest rank. On
 GPUs by CUDA events, the L2 cache overwritten and the ranks brought together before each turn; "host" is the time until
 all work is issued, in which the layers with ranks wait for their row counts. "in transfer" is the time of the transfers
 alone over that of the whole: what "overlapped" gains is its time against that of "ours". FLOP: 6 T K H F forward, 18 T
@@ -21,8 +24,9 @@ import argparse
 import gc
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,16 +39,18 @@ from bench.exchange import Transfers, exchanged_layer, experts_of, torch_experts
 from bench.models import EXPERT_SHAPES, TINY_SHAPES, ExpertShape
 from bench.ranks import is_rank, joined, launch, require_gpus
 from bench.results import add_json_argument, write_results
-from bench.sqnr import HIGH_PRECISION_FLOOR, Sqnr, require_sqnr
+from bench.schedule import BASELINE, known_recipes, recipe_named
+from bench.sqnr import Sqnr, require_sqnr, sqnr_floor
 from bench.table import print_table
 from bench.timing import Timing, time_interleaved
 from bench.usage import UsageError, require_device
 from bench.whole_layer import LayerCase, whole_layer
-from fuser import Sequential, ops
+from fuser import Sequential, autocast, ops
 from fuser.distributed import Overlapped
 from ops.kernels.routing import transports
 
 ONE, OURS, OVERLAPPED, HAND, TORCH = "one rank", "ours", "overlapped", "hand-written", "torch"
+SYMMETRIC = "symmetric"
 MODELS = {**EXPERT_SHAPES, **TINY_SHAPES}
 PARTIAL_SUMS = {f"partial sums, {name}": name for name in transports.PARTIAL_SUMS}
 DEFAULTS = {
@@ -61,7 +67,7 @@ class Measured:
     """One candidate in one pass. times: seconds of the slowest rank; tokens: of a rank.
 
     host: seconds until all work is issued, on a GPU. transfers: seconds of the exchanges alone, with bytes that a rank
-    sends to others. sqnr: dB against "one rank".
+    sends to others. sqnr: dB against "one rank" in bf16.
     """
 
     model: str
@@ -69,6 +75,7 @@ class Measured:
     tokens: int
     passes: str
     way: str
+    recipe: str
     flop: int
     times: Timing
     host: Timing | None
@@ -93,11 +100,18 @@ class Measured:
 
 
 def measure(
-    model: str, device: str, tokens: int | None, rounds: int, partial_sums: Sequence[str] = ()
+    model: str,
+    device: str,
+    tokens: int | None,
+    rounds: int,
+    partial_sums: Sequence[str] = (),
+    recipes: Sequence[str] = (),
+    capacity: int | None = None,
 ) -> list[Measured]:
     """Both passes of one model, on all ranks. Raises AssertionError for a candidate that is wrong.
 
-    partial_sums: with which of `Dispatch` it is measured besides
+    partial_sums: with which of `Dispatch` it is measured besides; recipes: under which, besides bf16
+    capacity: rows that a rank can receive over "symmetric", which is measured if it is given
     """
     shape = MODELS[model]
     case = _case_of_rank(shape, device, tokens)
@@ -116,31 +130,57 @@ def measure(
         HAND: by_hand(experts_of(grouped_mlp)),
         TORCH: by_hand(torch_experts(*mine)),
     }
-    summed = {way: _sharded(shape, router, mine, name) for way, name in PARTIAL_SUMS.items() if name in partial_sums}
+    summed = {
+        way: _sharded(shape, router, mine, {"partial_sums": name})
+        for way, name in PARTIAL_SUMS.items()
+        if name in partial_sums
+    }
+    if capacity is not None:
+        symmetric = _sharded(shape, router, mine, {"transport": SYMMETRIC}, capacity)
+        calls[SYMMETRIC] = lambda: symmetric(x)
     calls |= {way: lambda layer=layer: layer(x) for way, layer in summed.items()}
-    sqnr = _checked(case, calls, (x, router, *mine), own)
+    recipe_of = dict.fromkeys((ONE, *calls), BASELINE)
+    alone: dict[str, Call] = {ONE: case.ours()}
+    for recipe in recipes:
+        alone[f"{ONE}, {recipe}"] = _under(recipe, case.ours())
+        calls |= {f"{way}, {recipe}": _under(recipe, calls[way]) for way in (OURS, OVERLAPPED)}
+        recipe_of |= {f"{way}, {recipe}": recipe for way in (ONE, OURS, OVERLAPPED)}
+    sqnr = _checked(case, calls, recipe_of, (x, router, *mine), own)
 
     meeting = torch.zeros(1, device=device)
     timed = {"rounds": rounds, "warmup": WARMUP, "device": device, "meet": lambda: dist.all_reduce(meeting)}
     found = []
     for passes in PASSES:
-        steps: dict[str, Callable[[], object]] = {ONE: case.step(case.ours(), passes)}
+        steps: dict[str, Callable[[], object]] = {way: case.step(call, passes) for way, call in alone.items()}
         steps |= {way: make_step(call, (x, router, *mine), case.dy, passes) for way, call in calls.items()}
-        transfers = {way: Transfers.of(steps[way]) for way in (OURS, OVERLAPPED, HAND, *summed)}
-        alone = {f"transfers of {way}": exchanges for way, exchanges in transfers.items()}
-        times = _of_slowest(time_interleaved(steps | alone, clock="device", **timed))
+        steps = {way: steps[way] for way in recipe_of}
+        apart = [way for way in calls if way not in (TORCH, SYMMETRIC)]  # transfers that are operations of their own
+        transfers = {way: Transfers.of(steps[way]) for way in apart}
+        exchanges = {f"transfers of {way}": exchanges for way, exchanges in transfers.items()}
+        times = _of_slowest(time_interleaved(steps | exchanges, clock="device", **timed))
         host = _of_slowest(time_interleaved(steps, clock="host", **timed)) if device == "cuda" else {}
         for way in steps:
-            exchanged = None if way == ONE else HAND if way == TORCH else way
+            exchanged = None if way in alone or way == SYMMETRIC else HAND if way == TORCH else way
+            recipe = recipe_of[way]
             found.append(
                 Measured(
-                    model, dist.get_world_size(), x.shape[0], passes, way, case.flop_of(passes), times[way],
+                    model, dist.get_world_size(), x.shape[0], passes, way, recipe, case.flop_of(passes), times[way],
                     host.get(way), times[f"transfers of {exchanged}"] if exchanged else None,
                     transfers[exchanged].bytes_sent if exchanged else None, sqnr.get(way, {}),
-                    times[ONE].median / times[way].median,
+                    times[ONE if recipe == BASELINE else f"{ONE}, {recipe}"].median / times[way].median,
                 )
             )  # fmt: skip
     return found
+
+
+def _under(recipe: str, call: Call) -> Call:
+    value = recipe_named(recipe)
+
+    def run() -> Tensor:
+        with autocast(recipe=value):
+            return call()
+
+    return run
 
 
 def _case_of_rank(shape: ExpertShape, device: str, tokens: int | None) -> LayerCase:
@@ -159,15 +199,19 @@ def _own_experts(num_experts: int) -> slice:
 
 
 def _sharded(
-    shape: ExpertShape, router: Tensor, weights: list[nn.Parameter], partial_sums: str | None = None
+    shape: ExpertShape,
+    router: Tensor,
+    weights: list[nn.Parameter],
+    sent: Mapping[str, Any] = MappingProxyType({}),
+    capacity: int | None = None,
 ) -> Sequential:
-    """The layer over all ranks, on these parameters."""
+    """The layer over all ranks, on these parameters. sent: how, for `Dispatch` and `Combine`."""
     own = weights[0].shape[0]
-    over_ranks: dict[str, Any] = {"group": dist.group.WORLD, "partial_sums": partial_sums}
+    over_ranks: dict[str, Any] = {"group": dist.group.WORLD, **sent}
     options: dict[str, Any] = {"device": "meta", "dtype": router.dtype}
     layer = Sequential(
         ops.Router(shape.hidden, shape.num_experts, shape.topk, use_pre_softmax=False, **options),
-        ops.Dispatch(shape.num_experts, **over_ranks),
+        ops.Dispatch(shape.num_experts, capacity=capacity, **over_ranks),
         ops.GroupedLinear(own, shape.hidden, 2 * shape.intermediate, bias=False, **options),
         ops.ScaledSwiGLU(),
         ops.GroupedLinear(own, shape.intermediate, shape.hidden, bias=False, **options),
@@ -178,7 +222,7 @@ def _sharded(
 
 
 def _checked(
-    case: LayerCase, calls: dict[str, Call], wanted: tuple[Tensor, ...], own: slice
+    case: LayerCase, calls: dict[str, Call], recipe_of: Mapping[str, str], wanted: tuple[Tensor, ...], own: slice
 ) -> dict[str, dict[str, float]]:
     """SQNR in dB of y and of the gradients, by candidate, against the layer with all experts."""
     exact = case.step(case.ours(), PASSES[-1])()
@@ -189,7 +233,7 @@ def _checked(
     for way, call in calls.items():
         results = make_step(call, wanted, case.dy, PASSES[-1])()
         found[way] = {name: _sqnr_db(got, want) for name, got, want in zip(case.names, results, exact, strict=True)}
-        require_sqnr(way, found[way], HIGH_PRECISION_FLOOR, against=ONE)
+        require_sqnr(way, found[way], sqnr_floor(recipe_of[way]), against=ONE)
     return found
 
 
@@ -258,6 +302,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="of a rank (default: the model's)")
     parser.add_argument("--rounds", type=int, help="timed rounds (default: 20, on a CPU 5)")
     parser.add_argument("--partial-sums", help=f"by commas: {', '.join(PARTIAL_SUMS.values())} (default: none)")
+    parser.add_argument("--recipes", help=f"by commas, besides {BASELINE} (default: none)")
+    parser.add_argument("--capacity", type=int, help='rows a rank can receive; measures "symmetric" too, on GPUs')
     parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one)")
     add_json_argument(parser, "parallel")
 
@@ -270,7 +316,10 @@ def main(arguments: argparse.Namespace) -> int:
     rounds = arguments.rounds or ROUNDS[device]
     models = (arguments.models or DEFAULTS[device]).split(",")
     partial_sums = arguments.partial_sums.split(",") if arguments.partial_sums else []
-    _check(ranks, rounds, models, arguments.tokens, partial_sums)
+    recipes = arguments.recipes.split(",") if arguments.recipes else []
+    _check(ranks, rounds, models, arguments.tokens, partial_sums, recipes)
+    if arguments.capacity is not None and (device == "cpu" or arguments.capacity < 1):
+        raise UsageError(f"--capacity {arguments.capacity} is for GPUs, and at least 1. Leave it out on a CPU.")
     require_gpus(ranks, device)
     if not is_rank():
         return launch(main, arguments, ranks, "Mend what it says above, and run it again.")
@@ -279,7 +328,7 @@ def main(arguments: argparse.Namespace) -> int:
     with joined(device, dp=1, ep=ranks):
         found = []
         for model in models:
-            found += measure(model, device, arguments.tokens, rounds, partial_sums)
+            found += measure(model, device, arguments.tokens, rounds, partial_sums, recipes, arguments.capacity)
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
@@ -294,7 +343,9 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(ranks: int, rounds: int, models: list[str], tokens: int | None, partial_sums: list[str]) -> None:
+def _check(
+    ranks: int, rounds: int, models: list[str], tokens: int | None, partial_sums: list[str], recipes: list[str]
+) -> None:
     for name, value, least in (
         ("ranks", ranks, 2),
         ("rounds", rounds, 1),
@@ -305,6 +356,10 @@ def _check(ranks: int, rounds: int, models: list[str], tokens: int | None, parti
     for name in partial_sums:
         if name not in PARTIAL_SUMS.values():
             raise UsageError(f"--partial-sums {name} is unknown. Take {', '.join(PARTIAL_SUMS.values())}, or both.")
+    known = [name for name in known_recipes() if name != BASELINE]
+    for name in recipes:
+        if name not in known:
+            raise UsageError(f"--recipes {name} is unknown. Take {', '.join(known)}, or several by commas.")
     for model in models:
         if model not in MODELS:
             raise UsageError(f"--models {model} is unknown. Take {', '.join(MODELS)}, or several by commas.")

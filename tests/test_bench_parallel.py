@@ -58,6 +58,25 @@ def count_what_partial_sums_send(rank: int) -> None:
         assert (apart - rounded, wide - rounded) == (3 * transfers * TOKENS * row, transfers * TOKENS * row)
 
 
+def measure_recipes(rank: int) -> None:
+    measured = measure(MODEL, "cpu", TOKENS, 1, recipes=("fp8_block", "mxfp8"))
+    under = [f"{way}, {recipe}" for recipe in ("fp8_block", "mxfp8") for way in (ONE, OURS, OVERLAPPED)]
+    for passes in PASSES:
+        found = {one.way: one for one in measured if one.passes == passes}
+        assert list(found) == [ONE, OURS, OVERLAPPED, HAND, TORCH, *under]
+        for way in under:
+            one = found[way]
+            assert one.recipe == way.split(", ")[1]
+            base = found[f"{ONE}, {one.recipe}"]
+            assert one.of_one_rank == pytest.approx(base.times.median / one.times.median)
+            if one is not base:
+                assert 20 < one.sqnr["y"] < 45
+                # forward sends codes where nobody needs gradients
+                sent = found[way.split(", ")[0]].bytes_sent
+                sends_codes = way.startswith(OURS) and passes == PASSES[0]
+                assert one.bytes_sent < sent if sends_codes else one.bytes_sent == sent
+
+
 def refuse_a_wrong_candidate(rank: int) -> None:
     exchanged = bench_parallel.exchanged_layer
     bench_parallel.exchanged_layer = lambda *a, **k: exchanged(*a, **k) * 1.02
@@ -83,6 +102,7 @@ def repeat_transfers(rank: int) -> None:
 def all_on_a_rank(rank: int) -> None:
     measure_on_a_rank(rank)
     count_what_partial_sums_send(rank)
+    measure_recipes(rank)
     repeat_transfers(rank)
     refuse_a_wrong_candidate(rank)
 
@@ -116,10 +136,11 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
 @pytest.mark.slow
 def test_two_gpus_are_measured(tmp_path):
     file = tmp_path / "figures.json"
-    done = run("--models", "olmoe-1b-7b", "--ranks", 2, "--rounds", 3, "--json", file, "--device", "cuda")
+    more = ("--recipes", "fp8_block", "--capacity", 2 * 8 * 8192)  # twice what a rank receives on average
+    done = run("--models", "olmoe-1b-7b", "--ranks", 2, "--rounds", 3, "--json", file, "--device", "cuda", *more)
     assert done.returncode == 0, done.stderr
     record = json.loads(file.read_text())
-    assert record["backend"] == "nccl"
+    assert record["backend"] == "nccl" and "symmetric" in {one["way"] for one in record["measured"]}
     assert all(one["host"]["median"] > 0 for one in record["measured"])
 
 
@@ -129,6 +150,8 @@ def test_wrong_arguments_are_sentences(capsys):
         (("--ranks", "1"), "--ranks is 1, but must be at least 2."),
         (("--ranks", "3"), "--ranks is 3, but must divide the 8 experts of tiny-qwen3-30b-a3b."),
         (("--partial-sums", "bf16"), "--partial-sums bf16 is unknown. Take float32, rounded, or both."),
+        (("--capacity", "64"), "--capacity 64 is for GPUs, and at least 1."),
+        (("--recipes", "fp4"), "--recipes fp4 is unknown. Take "),
         (("--tokens", "0"), "--tokens is 0, but must be at least 1."),
     ):
         with pytest.raises(SystemExit):

@@ -237,7 +237,7 @@ def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "runs_in_triton", lambda device, dtype: True)
 
 
-@pytest.mark.launches("route_kernel", "droute_kernel")
+@pytest.mark.launches("route_kernel", "balance_kernel", "droute_kernel")
 @on_kernels
 @pytest.mark.usefixtures("kernels_everywhere")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
