@@ -28,7 +28,7 @@ from fuser.schedule import run_schedule as run_schedule
 from fuser.sequential import Sequential
 from fuser.version import __version__
 from ops.kernels.grouped_gemm.measured_tiles import load_tiles
-from ops.kernels.routing.symmetric import check_overflow
+from ops.kernels.routing.symmetric_buffers import check_overflow
 from ops.runner.operation import BasicOperation, FusedOperation, OperationContext, optional, several
 from recipes.autocast import autocast
 from recipes.cast_counts import count_casts

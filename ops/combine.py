@@ -45,7 +45,7 @@ class Combine(BasicOperation):
     Raises ValueError for an x that does not have one row for each (token, slot) pair (with a group: the rows that
     Dispatch gave), a group without this rank, a map of another group, transport or partial_sums, or of none, and for
     partial_sums without a group or of another name; TypeError for a group that is neither a ProcessGroup nor a
-    DeviceMesh; NotImplementedError for partial_sums with transport="symmetric".
+    DeviceMesh.
     """
 
     extra_inputs = {"routing_map": RoutingMap}
@@ -60,7 +60,7 @@ class Combine(BasicOperation):
         super().__init__()
         self.group = None if group is None else ExpertGroup(group)
         self.transport = check_transport(transport, self.group)
-        self._partial_sums = check_partial_sums(partial_sums, self.group, transport)
+        self._partial_sums = check_partial_sums(partial_sums, self.group)
         if self.group is not None:
             self.why_in_full = WHY_IN_FULL[transport]
 
@@ -74,9 +74,11 @@ class Combine(BasicOperation):
         if self.group is None:
             return way
         if self.transport == "symmetric":
-            return f"{way}, from the memory of their ranks; symmetric memory {self.group.describe(request.device)}"
+            way += ", from the memory of their ranks"
         if self.partial_sums is not None:
             way += f", {PARTIAL_SUMS[self.partial_sums]}"
+        if self.transport == "symmetric":
+            return f"{way}; symmetric memory {self.group.describe(request.device)}"
         return f"{way}; {self.group.transport(request.device)}, with the row counts of Dispatch"
 
     def why_not_captured(self, request: PlanRequest) -> str | None:

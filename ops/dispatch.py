@@ -21,7 +21,8 @@ from ops.kernels.routing.all_to_all import (
     make_sharded_routing_map,
 )
 from ops.kernels.routing.permute import RoutingMap, combine, dispatch, make_routing_map
-from ops.kernels.routing.symmetric import BYTES_BESIDE_ROW, SymmetricRoutingMap, bytes_held, send
+from ops.kernels.routing.symmetric import SymmetricRoutingMap, send
+from ops.kernels.routing.symmetric_buffers import BYTES_BESIDE_ROW, bytes_held
 from ops.kernels.routing.symmetric_memory import why_not_symmetric
 from ops.kernels.routing.transports import PARTIAL_SUMS, WHY_IN_FULL, check_partial_sums, check_transport
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
@@ -89,8 +90,7 @@ class Dispatch(BasicOperation):
     another transport, partial_sums or send_codes, partial_sums without a group, a capacity that is missing, not needed
     or less than a row for each expert of a rank, shapes that do not match, x on a CPU with "symmetric", and, on the
     CPU, indices outside [0, num_experts) (with empty_slots above num_experts); TypeError for indices that are not
-    integers and for a group of another type; NotImplementedError for empty_slots with a group and for partial_sums with
-    transport="symmetric". On a GPU the indices are not checked, because that would synchronize: a negative one counts
+    integers and for a group of another type; NotImplementedError for empty_slots with a group. On a GPU the indices are not checked, because that would synchronize: a negative one counts
     for expert 0, one above for no expert, in rows past the sum of the sizes. With a group RuntimeError, on every rank,
     where ranks differ in num_experts, features, dtypes, slots, capacity, partial_sums, the format of codes, in whether
     gradients are computed or in the name of the recipe ("symmetric" compares once for each of these); with "alltoall"
@@ -127,7 +127,7 @@ class Dispatch(BasicOperation):
         self.empty_slots = empty_slots
         self.group = None if group is None else ExpertGroup(group)
         self.transport = check_transport(transport, self.group)
-        self._partial_sums = check_partial_sums(partial_sums, self.group, transport)
+        self._partial_sums = check_partial_sums(partial_sums, self.group)
         if self.group is not None:
             ranks = len(self.group.ranks)
             if self.num_experts % ranks:
@@ -153,14 +153,14 @@ class Dispatch(BasicOperation):
         if self.group is None:
             return "a token read once, counting sort (Triton)" if in_triton else "torch"
         sort, transport = "counting sort (Triton)" if in_triton else "torch", self.group.transport(request.device)
+        sums = "" if self.partial_sums is None else f"; in backward gradients {PARTIAL_SUMS[self.partial_sums]}"
         if self.capacity is not None:
             held = bytes_held(self.group, self.capacity)
             return (
                 f"{sort}; symmetric memory {self.group.describe(request.device)}, a token written once to each rank; "
                 f"no host read; capacity {self.capacity} rows a rank, of {request.dtype.itemsize} H + "
-                f"{BYTES_BESIDE_ROW} bytes{f', {held} bytes held' if held else ''}"
+                f"{BYTES_BESIDE_ROW} bytes{f', {held} bytes held' if held else ''}{sums}"
             )
-        sums = "" if self.partial_sums is None else f"; in backward gradients {PARTIAL_SUMS[self.partial_sums]}"
         return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward{sums}"
 
     def hand_on(self, receiver: BasicOperation | None, request: PlanRequest) -> SentTokens | None:
@@ -252,7 +252,12 @@ class Dispatch(BasicOperation):
             y = send_rows(x, routing_map)
         else:
             about = f"capacity={self.capacity}, {about}"
-            routing_map, y, scales, sizes = send(x, probs, indices, self.num_experts, self.capacity, group, about)
+            if self.partial_sums is not None:
+                about = f"partial_sums={self.partial_sums}, {about}"
+            routing_map, y, scales, sizes = send(
+                x, probs, indices, self.num_experts, self.capacity, group, about, (x.shape[1], x.dtype),
+                self.partial_sums,
+            )  # fmt: skip
             splits = Splits.make(sizes, rows=routing_map.num_rows, device=x.device)
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)

@@ -17,9 +17,20 @@ from torch import Tensor
 
 import fuser
 from fuser import Sequential, autocast, ops
-from ops.kernels.routing import symmetric as symmetric_module
+from ops.kernels.routing import symmetric_buffers as buffers_module
 from ops.kernels.routing.permute import make_routing_map
-from ops.kernels.routing.symmetric import SymmetricBuffers, expand, layout, locate, pull, push, put_counts
+from ops.kernels.routing.symmetric import (
+    expand,
+    layout,
+    layout_ref,
+    locate,
+    pull,
+    pull_sums,
+    push,
+    put_counts,
+    sum_members,
+)
+from ops.kernels.routing.symmetric_buffers import SymmetricBuffers
 from ops.kernels.routing.symmetric_memory import SymmetricMemory, allocate
 from ops.kernels.routing.symmetric_triton import OVERFLOWN
 from tests.ranks import on_ranks, quietly
@@ -45,12 +56,15 @@ CLOSE = {torch.bfloat16: 2**-5, torch.float32: 2**-5}
 pytestmark = pytest.mark.interpreter
 
 
-def share_of(layer: Sequential, case: Case, capacity: int, group: Any = None, **settings: Any) -> Sequential:
-    """The same layer on this rank, with its own experts of that layer."""
+def share_of(
+    layer: Sequential, case: Case, capacity: int, group: Any = None, sums: str | None = None, **settings: Any
+) -> Sequential:
+    """The same layer on this rank, with its own experts of that layer. sums: `partial_sums`"""
     group = dist.group.WORLD if group is None else group
     own, rank = case.experts // len(case.tokens), dist.get_rank(group)
-    first = ops.Dispatch(case.experts, group=group, transport="symmetric", capacity=capacity)
-    mine = experts_between(first, ops.Combine(group=group, transport="symmetric"), own, case, **settings)
+    symmetric = {"group": group, "transport": "symmetric", "partial_sums": sums}
+    first = ops.Dispatch(case.experts, capacity=capacity, **symmetric)
+    mine = experts_between(first, ops.Combine(**symmetric), own, case, **settings)
     with torch.no_grad():
         for parameter, of_all in zip(mine.parameters(), layer.parameters(), strict=True):
             parameter.copy_(of_all[rank * own : (rank + 1) * own])
@@ -159,7 +173,9 @@ def test_an_overflow_is_nan_on_every_rank_and_an_error_once_it_is_known(
 class OneProcess:
     """The buffers of n ranks that take turns in one process."""
 
-    def __init__(self, ranks: int, capacity: int, experts: int, row_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    def __init__(
+        self, ranks: int, capacity: int, experts: int, row_bytes: int, topk: int, monkeypatch: pytest.MonkeyPatch
+    ):
         memories: list[Tensor] = []
 
         def allocate(num_bytes: int, group: Any, device: torch.device) -> SymmetricMemory:
@@ -169,17 +185,21 @@ class OneProcess:
 
         monkeypatch.setattr("ops.kernels.routing.symmetric_memory.allocate", allocate)
         groups: list[Any] = [SimpleNamespace(rank=rank, size=ranks) for rank in range(ranks)]
-        self.of_rank = [SymmetricBuffers(g, capacity, experts, row_bytes, torch.device("cpu")) for g in groups]
+        device = torch.device("cpu")
+        self.of_rank = [SymmetricBuffers(g, capacity, experts, row_bytes, device, topk) for g in groups]
 
 
-@pytest.mark.launches("put_counts_kernel", "locate_kernel", "push_kernel", "expand_kernel", "pull_kernel")
+@pytest.mark.launches(
+    "put_counts_kernel", "layout_kernel", "locate_kernel", "push_kernel", "expand_kernel", "pull_kernel",
+    "sum_members_kernel", "pull_sums_kernel",
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-@pytest.mark.parametrize("capacity", [40, 5], ids=["fits", "overflows"])
+@pytest.mark.parametrize("capacity", [42, 5], ids=["fits", "overflows"])
 def test_a_token_is_written_once_to_each_rank_and_nothing_where_it_does_not_fit(
     capacity: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, E, topk, H, tokens = 3, 6, 4, 5, (4, 0, 7)
-    buffers = OneProcess(ranks, capacity, E, H * 4, monkeypatch).of_rank
+    buffers = OneProcess(ranks, capacity, E, H * 4, topk, monkeypatch).of_rank
     indices = [torch.randint(0, E + 1, (T, topk)) for T in tokens]  # E stands for no expert
     x, probs = [torch.randn(T, H) for T in tokens], [torch.rand(T, topk) for T in tokens]
     rows_of = [
@@ -193,15 +213,25 @@ def test_a_token_is_written_once_to_each_rank_and_nothing_where_it_does_not_fit(
         for rank in range(ranks)
     ]
     maps = [make_routing_map(given, E) for given in indices]
-    for of_rank, (_, _, counts) in zip(buffers, maps, strict=True):
-        put_counts(counts, of_rank)
-    located = []
+    for rank, (_, _, counts) in enumerate(maps):
+        put_counts(counts, ranks, rank, buffers[rank].memory.addresses)
+    located, totals = [], []
     for rank, of_rank in enumerate(buffers):
-        shift, sizes, total, needed = layout(of_rank.counts, rank, capacity)
-        assert needed.item() == max(map(len, rows_of)) and total.item() == len(rows_of[rank])
+        shift, sizes, total = layout(of_rank.counts, rank, capacity, of_rank.needed)
+        for made, reference in zip((shift, sizes, total), layout_ref(of_rank.counts, rank, capacity), strict=True):
+            assert torch.equal(made, reference)
+        assert total.tolist() == [len(rows_of[rank]), max(map(len, rows_of))]
         assert sizes.sum().item() == (capacity if capacity == 5 else len(rows_of[rank]))
-        located.append(locate(indices[rank], maps[rank][0].row_of_slot, shift, needed, capacity))
+        assert of_rank.needed.item() == (total[1].item() if capacity == 5 else 0)
+        located.append(locate(indices[rank], maps[rank][0].row_of_slot, shift, total, capacity))
+        totals.append(total)
         push(x[rank], probs[rank], *located[rank], of_rank)
+    collected = []
+    for of_rank, total in zip(buffers, totals, strict=True):
+        rows, scales = of_rank.rows(torch.float32, H), of_rank.scales(torch.float32)
+        y, found = torch.empty_like(rows), (torch.empty_like(of_rank.origins), torch.empty_like(scales))
+        expand(rows, of_rank.origins, y, (total, scales, *found))
+        collected.append((y, *found))
     if capacity == 5:
         for rank, of_rank in enumerate(buffers):
             assert (of_rank.memory.local[of_rank.origins_at :] == 255).all()
@@ -209,40 +239,63 @@ def test_a_token_is_written_once_to_each_rank_and_nothing_where_it_does_not_fit(
             y, scales = torch.empty_like(x[rank]), torch.empty_like(probs[rank])
             pull(y, scales, located[rank][0], of_rank)
             assert y.isnan().all() and scales.isnan().all()
-            assert expand(of_rank.rows(x[0].dtype, H), torch.full((capacity,), -2, dtype=torch.int32)).isnan().all()
+            pull_sums(y.zero_(), torch.float32, located[rank][1], of_rank)
+            assert y.isnan().all()
+            rows, origins, scales = collected[rank]
+            assert rows.isnan().all() and (origins == OVERFLOWN.value).all() and scales.isnan().all()
+            again = torch.zeros_like(rows)
+            expand(of_rank.rows(torch.float32, H), origins, again)
+            assert again.isnan().all()
         return
-    for rows, of_rank in zip(rows_of, buffers, strict=True):
+    for rows, of_rank, (y, found_origins, found_scales) in zip(rows_of, buffers, collected, strict=True):
         count, leads = len(rows), {}
         for row, (_, source, token, _) in enumerate(rows):
             leads.setdefault((source, token), []).append(row)
-        origins = of_rank.origins[:count].tolist()
+        origins = found_origins[:count].tolist()
         assert all(len({origins[row] for row in same}) == 1 and origins[same[0]] in same for same in leads.values())
         written = torch.zeros(capacity, dtype=torch.bool)
         written[list(set(origins))] = True
         assert written.sum() == len(leads) < count, "a token is written once"
         assert (of_rank.rows(torch.int32, H)[~written] == -1).all()
-        assert (of_rank.scales(torch.int32)[count:] == -1).all() and (of_rank.origins[count:] == -1).all()
-        y = expand(of_rank.rows(torch.float32, H), of_rank.origins)
+        assert (of_rank.scales(torch.int32)[count:] == -1).all() and (found_origins[count:] == -1).all()
+        slots = {(source, token, slot): row for row, (_, source, token, slot) in enumerate(rows)}
+        for (source, token), same in leads.items():
+            members = [slots.get((source, token, slot), -1) for slot in range(topk)]
+            assert of_rank.members[origins[same[0]]].tolist() == members, "in the order of the slots"
         assert torch.equal(y[:count], torch.stack([x[source][token] for _, source, token, _ in rows]))
-        assert not y[count:].any()
-        scales = of_rank.scales(torch.float32)[:count].tolist()
+        assert not y[count:].any() and not found_scales[count:].any()
+        scales = found_scales[:count].tolist()
         assert scales == [probs[source][token, slot].item() for _, source, token, slot in rows]
         of_rank.rows(torch.float32, H).copy_(y)
+    expected = []
     for rank, of_rank in enumerate(buffers):
         y, scales = torch.empty_like(x[rank]), torch.empty_like(probs[rank])
         pull(y, scales, located[rank][0], of_rank)
         sent = indices[rank] < E
         assert torch.equal(scales, probs[rank] * sent)
-        expected = torch.zeros_like(y)
+        expected.append(torch.zeros_like(y))
         for slot in range(topk):
-            expected += x[rank] * sent[:, slot, None]
-        assert torch.equal(y, expected)
+            expected[rank] += x[rank] * sent[:, slot, None]
+        assert torch.equal(y, expected[rank])
+    for of_rank, (y, origins, _) in zip(buffers, collected, strict=True):
+        sum_members(y, of_rank.members, origins, of_rank.rows(torch.float32, H))
+    for rank, of_rank in enumerate(buffers):
+        y = torch.empty_like(x[rank])
+        pull_sums(y, torch.float32, located[rank][1], of_rank)
+        torch.testing.assert_close(y, expected[rank])
+
+
+def test_bytes_that_overflow_are_nan_as_float8_codes() -> None:
+    rows = torch.zeros(3, 4, dtype=torch.uint8)
+    y = torch.empty_like(rows)
+    expand(rows, torch.full((3,), OVERFLOWN.value, dtype=torch.int32), y)
+    assert y.view(torch.float8_e4m3fn).float().isnan().all() and y.view(torch.float8_e5m2).float().isnan().all()
 
 
 def test_rows_have_their_place_by_expert_and_then_rank() -> None:
     counts = torch.tensor([[0, 0, 0, 0], [1, 0, 2, 1]])
-    assert [t.tolist() for t in layout(counts, 1, 4)] == [[0, 0, 3, 3], [2, 1], [3], [3]]
-    assert [t.tolist() for t in layout(counts, 1, 2)[1:]] == [[1, 1], [3], [3]], "an overflow divides the capacity"
+    assert [t.tolist() for t in layout_ref(counts, 1, 4)] == [[0, 0, 3, 3], [2, 1], [3, 3]]
+    assert [t.tolist() for t in layout_ref(counts, 1, 2)[1:]] == [[1, 1], [3, 3]], "an overflow divides the capacity"
 
 
 # -------------------------------------------------------------------------------------------- what is refused and said
@@ -288,13 +341,13 @@ def name_and_refuse(rank: int, folder: Path) -> None:
             assert torch.equal(run(first, last), 2 * x), "after a refusal the ranks go on"
 
             other = {"group": dist.new_group([0, 1]), "transport": "symmetric"}
-            held = len(symmetric_module._of_groups)
+            held = len(buffers_module._of_groups)
             run(ops.Dispatch(4, capacity=12, **other), ops.Combine(**other))
-            assert len(symmetric_module._of_groups) == held + 1
+            assert len(buffers_module._of_groups) == held + 1
             dist.destroy_process_group(other["group"])
             other.clear()
             gc.collect()
-            assert len(symmetric_module._of_groups) == held, "buffers end with their group"
+            assert len(buffers_module._of_groups) == held, "buffers end with their group"
         with patch("socket.gethostname", lambda: f"host{rank}"):
             said = same_everywhere(sentence(lambda: allocate(8, first.group, torch.device("cpu"))))
         assert "rank 0: host host0; rank 1: host host1. Symmetric memory is within one NVLink domain" in said

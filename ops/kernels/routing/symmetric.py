@@ -18,13 +18,21 @@ token on that rank name it as their origin, and are made from it where the rows 
 What returns is read where it is: y[t] = sum_k rows of place[t, k], in the order of the slots, in float32 (float64 for
 float64), rounded once. Moving copies values, so the results have the bits of one rank that has all tokens and experts.
 
+With partial sums the owner of several of a token's experts sums their rows, in the order of the slots, and writes the
+sum to the token's row; the token's rank adds what it reads there, in rank order, and rounds once:
+
+    members  at the row of each token here: the rows of its slots here, NOWHERE for slots of other ranks
+
 A transfer is  barrier, write, barrier, read.  So a buffer is free for the next one, and all layers of a group with the
-same rows share one.
+same rows share one. Rows that return may be written before the first of these barriers, by the operation that makes
+them, if the transfer before was that of their tokens: behind its second barrier no rank writes or reads here
+(`memory_for_rows`).
 
 Overflow: every rank receives all counts, so all of them find, before any row is written, that one of them would receive
 more than its capacity. Then nothing is written: rows, sums and scales are NaN on every rank, and the sizes divide the
 capacity among all experts, so that every weight gets NaN for its gradient. The number of rows that would have sufficed
-is copied to the host behind the kernels, and raised as an error by `check_overflow` once it is there.
+is copied to the host behind the kernels, and raised as an error by `check_overflow` once it is there
+(`ops.kernels.routing.symmetric_buffers`).
 
 Graph-safe: no host synchronization, except for a layer's first forward, in which the ranks compare what they exchange.
 Every rank makes the same calls in the same order on one stream, also without tokens.
@@ -35,100 +43,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
-from weakref import WeakKeyDictionary
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from ops.kernels.collectives import RankGroup, difference
-from ops.kernels.routing import symmetric_memory
+from ops.kernels.collectives import RankGroup
 from ops.kernels.routing.all_to_all import NeededGradients
 from ops.kernels.routing.permute import RoutingMap, make_routing_map, move_config
+from ops.kernels.routing.symmetric_buffers import SymmetricBuffers, buffers_of
 from ops.kernels.routing.symmetric_triton import (
-    NOWHERE,
-    OVERFLOWN,
     expand_kernel,
+    layout_kernel,
     locate_kernel,
     pull_kernel,
+    pull_sums_kernel,
     push_kernel,
     put_counts_kernel,
+    sum_members_kernel,
 )
-from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2
-
-BYTES_BESIDE_ROW = 12  # origin and scale
-_ALIGNMENT = 128
-_TENSORS = ("row_of_slot", "token_of_row", "place", "lead", "origins")
-
-
-class SymmetricBuffers:
-    """What the ranks of a group write and read of one another: counts, and for each row an origin, a scale and values.
-
-    capacity: C; num_experts: E; row_bytes: of a row's values
-    """
-
-    def __init__(self, group: RankGroup, capacity: int, num_experts: int, row_bytes: int, device: torch.device) -> None:
-        # Not the group itself, whose end is that of the buffers.
-        self.rank, self.num_ranks, self._shown = group.rank, group.size, repr(group)
-        self.capacity, self.num_experts = capacity, num_experts
-        self.origins_at = _aligned(group.size * num_experts * 8)
-        self.scales_at = self.origins_at + _aligned(capacity * 4)
-        self.rows_at = self.scales_at + _aligned(capacity * 8)
-        self.num_bytes = self.rows_at + capacity * row_bytes
-        self.memory = symmetric_memory.allocate(self.num_bytes, group, device)
-        self.needed = torch.zeros(1, dtype=torch.int64, device=device)
-        self.needed_on_host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-
-    @property
-    def counts(self) -> Tensor:
-        """[n, E] int64: the pairs of each rank for each expert."""
-        return self._region(0, torch.int64, self.num_ranks, self.num_experts)
-
-    @property
-    def origins(self) -> Tensor:
-        """[C] int32"""
-        return self._region(self.origins_at, torch.int32, self.capacity)
-
-    def scales(self, dtype: torch.dtype) -> Tensor:
-        """[C]"""
-        return self._region(self.scales_at, dtype, self.capacity)
-
-    def rows(self, dtype: torch.dtype, H: int) -> Tensor:
-        """[C, H]"""
-        return self._region(self.rows_at, dtype, self.capacity, H)
-
-    def note(self, needed: Tensor) -> None:
-        """Let the host know, without waiting, if so many rows are more than the capacity. needed: [1] int64"""
-        torch.maximum(self.needed, torch.where(needed > self.capacity, needed, 0), out=self.needed)
-        self.needed_on_host.copy_(self.needed, non_blocking=True)
-
-    def check_overflow(self) -> None:
-        """Raise RuntimeError if it is known on the host that a step needed more rows. It is then forgotten."""
-        needed = int(self.needed_on_host)
-        if needed:
-            self.needed_on_host.zero_()
-            self.needed.zero_()
-            raise RuntimeError(
-                f"A rank of {self._shown} would have received {needed} rows, but capacity is {self.capacity}, so the "
-                f"outputs and gradients of that step are NaN on every rank. Give Dispatch a capacity of {needed} or "
-                "more."
-            )
-
-    def _region(self, begin: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        return self.memory.local[begin : begin + num_bytes].view(dtype).view(shape)
-
-
-class _OfGroup:
-    """The buffers of a group, and what its ranks have found to be the same on all of them."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[int, int, int, torch.device], SymmetricBuffers] = {}
-        self.agreed: set[str] = set()
-
-
-_of_groups: WeakKeyDictionary[ProcessGroup, _OfGroup] = WeakKeyDictionary()
+from ops.kernels.routing.transports import sent_dtype
+from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2, replayed
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,33 +72,46 @@ class SymmetricRoutingMap(RoutingMap):
 
     place, lead: [T, topk] int32
     origins: [C] int32
+    step: a number of the buffers, the same in forward and backward
     """
 
     transport: ClassVar[str] = "symmetric"
-    partial_sums: ClassVar[str | None] = None
+    names: ClassVar[tuple[str, ...]] = ("row_of_slot", "token_of_row", "place", "lead", "origins")
 
     place: Tensor
     lead: Tensor
     origins: Tensor
     group: RankGroup
     buffers: SymmetricBuffers
+    step: int
+    partial_sums: str | None = None
 
     @property
     def num_rows(self) -> int:
         return self.buffers.capacity
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, name) for name in _TENSORS)
+        return tuple(getattr(self, name) for name in self.names)
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> SymmetricRoutingMap:
-        return replace(self, **dict(zip(_TENSORS, tensors, strict=True)))  # type: ignore[arg-type]  # None in a template
+        return replace(self, **dict(zip(self.names, tensors, strict=True)))  # type: ignore[arg-type]  # None in a template
 
     def send_tokens(self, x: Tensor) -> Tensor:
         """The rows [C, H] for the experts here, of the tokens [T, H] that each rank gives."""
         self.buffers.memory.barrier()
         push(x.contiguous(), None, self.place, self.lead, self.buffers)
         self.buffers.memory.barrier()
-        return expand(self.buffers.rows(x.dtype, x.shape[1]), self.origins)
+        y = x.new_empty(self.num_rows, x.shape[1])
+        expand(self.buffers.rows(x.dtype, x.shape[1]), self.origins, y)
+        self.buffers.note_written(self.step)
+        return y
+
+    def memory_for_rows(self, dtype: torch.dtype, H: int) -> Tensor | None:
+        """Where `sum_rows` and `send_back` would copy rows [C, H] of this dtype to: what makes them may write them
+        there itself. None if that is not allowed now, or not at all."""
+        if self.partial_sums is not None or H * dtype.itemsize > self.buffers.row_bytes:
+            return None
+        return self.buffers.rows(dtype, H) if self.buffers.are_free_for(self.step) else None
 
     def sum_rows(self, rows: Tensor) -> Tensor:
         """The sums [T, H] of the rows of this rank's tokens, of what all ranks give for their rows, [C, H]."""
@@ -185,48 +133,130 @@ class SymmetricRoutingMap(RoutingMap):
         self, rows: Tensor, y: Tensor | None, scales: Tensor | None = None, of_pairs: Tensor | None = None
     ) -> None:
         self.buffers.memory.barrier()
-        self.buffers.rows(rows.dtype, rows.shape[1]).copy_(rows)
+        self._give(rows)
         if scales is not None:
             self.buffers.scales(scales.dtype).copy_(scales)
         self.buffers.memory.barrier()
+        self.buffers.note_read()
+        self._take(rows.dtype, y, of_pairs)
+
+    def _give(self, rows: Tensor) -> None:
+        """Write the rows for other ranks to read, unless they were written there."""
+        there = self.buffers.rows(rows.dtype, rows.shape[1])
+        if rows.data_ptr() != there.data_ptr():
+            there.copy_(rows)
+
+    def _take(self, dtype: torch.dtype, y: Tensor | None, of_pairs: Tensor | None) -> None:
+        """Read what belongs to this rank's tokens and pairs. dtype: of the rows that were given"""
         pull(y, of_pairs, self.place, self.buffers)
 
 
-def send(
-    x: Tensor, probs: Tensor, indices: Tensor, num_experts: int, capacity: int, group: RankGroup, about: str
-) -> tuple[SymmetricRoutingMap, Tensor, Tensor, Tensor]:
-    """(map, rows [C, H] for the experts here, their probs [C], sizes [L]).
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SymmetricSumsRoutingMap(SymmetricRoutingMap):
+    """One whose rows return as partial sums. members: [C, topk] int32; partial_sums: a name of `PARTIAL_SUMS`"""
 
-    x [T, H], probs [T, topk], indices [T, topk] integers; about: what has to be the same on all ranks, in words
+    names: ClassVar[tuple[str, ...]] = (*SymmetricRoutingMap.names, "members")
+
+    members: Tensor
+
+    def _give(self, rows: Tensor) -> None:
+        assert self.partial_sums is not None, "a name of PARTIAL_SUMS"
+        sums = self.buffers.rows(sent_dtype(self.partial_sums, rows.dtype), rows.shape[1])
+        sum_members(rows.contiguous(), self.members, self.origins, sums)
+
+    def _take(self, dtype: torch.dtype, y: Tensor | None, of_pairs: Tensor | None) -> None:
+        assert self.partial_sums is not None, "a name of PARTIAL_SUMS"
+        if y is not None:
+            pull_sums(y, sent_dtype(self.partial_sums, dtype), self.lead, self.buffers)
+        pull(None, of_pairs, self.place, self.buffers)
+
+
+class Arrived(NamedTuple):
+    """What `send` gives: the map, the rows [C, H] for the experts here, their probs [C], sizes [L]."""
+
+    routing_map: SymmetricRoutingMap
+    rows: Tensor
+    scales: Tensor
+    sizes: Tensor
+
+
+def send(
+    x: Tensor,
+    probs: Tensor,
+    indices: Tensor,
+    num_experts: int,
+    capacity: int,
+    group: RankGroup,
+    about: str,
+    returned: tuple[int, torch.dtype],
+    partial_sums: str | None = None,
+) -> Arrived:
+    """x [T, H], or bytes of codes; probs [T, topk], indices [T, topk] integers.
+
+    about: what has to be the same on all ranks, in words; returned: the features and dtype of rows that come back
 
     Raises RuntimeError, with the same sentence on every rank, where that is not the same, which is compared once; where
     an earlier step is known to have overflown; and for what was not exchanged before while a CUDA graph is captured.
     """
-    H = x.shape[1]
-    buffers = _buffers(group, capacity, num_experts, H * x.element_size(), x.device, about)
-    routing_map, _, counts_E = make_routing_map(indices, num_experts)
-    memory = buffers.memory
-    put_counts(counts_E, buffers)  # the former ones were read before the barrier behind their rows
+    H, topk = x.shape[1], 0
+    features, dtype = returned
+    if partial_sums is not None:
+        dtype, topk = sent_dtype(partial_sums, dtype), indices.shape[1]
+    row_bytes = max(H * x.element_size(), features * dtype.itemsize)
+    buffers = buffers_of(group, capacity, num_experts, row_bytes, x.device, about, topk)
+    memory, rank = buffers.memory, buffers.rank
+    row_of_slot, token_of_row = _announce(indices, num_experts, buffers.num_ranks, rank, memory.addresses)
     memory.barrier()
-    shift_E, sizes_L, total, needed = layout(buffers.counts, group.rank, capacity)
-    buffers.note(needed)
-    place, lead = locate(indices, routing_map.row_of_slot, shift_E, needed, capacity)
+    totals, sizes, place, lead = _place(indices, row_of_slot, buffers.counts, buffers.needed, rank, capacity)
     push(x.contiguous(), probs.contiguous(), place, lead, buffers)
     memory.barrier()
-    overflows = needed > capacity
-    here = torch.arange(capacity, device=x.device) < total
-    origins = torch.where(here, buffers.origins, NOWHERE.value).masked_fill_(overflows, OVERFLOWN.value)
-    scales = torch.where(here, buffers.scales(probs.dtype), 0).masked_fill_(overflows, float("nan"))
-    made = SymmetricRoutingMap(routing_map.row_of_slot, routing_map.token_of_row, place, lead, origins, group, buffers)
-    return made, expand(buffers.rows(x.dtype, H), made.origins), scales, sizes_L
+    buffers.tell_host()
+    rows, origins, scales = _collect(buffers.rows(x.dtype, H), buffers.origins, buffers.scales(probs.dtype), totals)
+    step = buffers.next_step()
+    buffers.note_written(step)
+    fields = (row_of_slot, token_of_row, place, lead, origins, group, buffers, step, partial_sums)
+    if partial_sums is None:
+        return Arrived(SymmetricRoutingMap(*fields), rows, scales, sizes)
+    with_sums = SymmetricSumsRoutingMap(*fields, members=buffers.members.clone())
+    return Arrived(with_sums, rows, scales, sizes)
 
 
-def layout(counts_nE: Tensor, rank: int, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(place - row_of_slot of this rank's pairs of each expert [E], sizes [L], their sum [1], rows needed [1]).
+@replayed
+def _announce(
+    indices: Tensor, num_experts: int, num_ranks: int, rank: int, addresses: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(row_of_slot, token_of_row); every rank gets the counts. The former ones were read before a barrier."""
+    routing_map, _, counts_E = make_routing_map(indices, num_experts)
+    put_counts(counts_E, num_ranks, rank, addresses)
+    return routing_map.row_of_slot, routing_map.token_of_row
+
+
+@replayed
+def _place(
+    indices: Tensor, row_of_slot: Tensor, counts_nE: Tensor, most: Tensor, rank: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(totals, sizes, place, lead)"""
+    shift_E, sizes_L, totals = layout(counts_nE, rank, capacity, most)
+    return totals, sizes_L, *locate(indices, row_of_slot, shift_E, totals, capacity)
+
+
+@replayed
+def _collect(rows: Tensor, origins: Tensor, scales: Tensor, totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(y [C, H], origins [C], scales [C]) of the rows that came."""
+    y, found_origins, found_scales = torch.empty_like(rows), torch.empty_like(origins), torch.empty_like(scales)
+    expand(rows, origins, y, (totals, scales, found_origins, found_scales))
+    return y, found_origins, found_scales
+
+
+# ----------------------------------------------------------------------------------------------------------- reference
+
+
+def layout_ref(counts_nE: Tensor, rank: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(place - row_of_slot of this rank's pairs of each expert [E], sizes [L], [their sum, rows needed]).
 
     rows needed: the most that any rank receives. If they are more than the capacity, the sizes divide that evenly.
 
-    counts [[0, 0, 0, 0], [1, 0, 2, 1]], rank 1, capacity 4  ->  [0, 0, 3, 3], [2, 1], [3], [3]
+    counts [[0, 0, 0, 0], [1, 0, 2, 1]], rank 1, capacity 4  ->  [0, 0, 3, 3], [2, 1], [3, 3]
     """
     n, E = counts_nE.shape
     received_nL = counts_nE.sum(0).view(n, -1)
@@ -235,59 +265,17 @@ def layout(counts_nE: Tensor, rank: int, capacity: int) -> tuple[Tensor, Tensor,
     first = torch.arange(n, device=counts_nE.device)[:, None] * capacity
     shift_E = (begin_nL + first).flatten() + counts_nE[:rank].sum(0) - (own_E.cumsum(0) - own_E)
     totals_n = received_nL.sum(1)
-    needed = totals_n.max().view(1)
+    needed = totals_n.max()
     L = E // n
     even_L = (torch.arange(L, device=counts_nE.device) < capacity % L).to(torch.int64) + capacity // L
-    return shift_E, torch.where(needed > capacity, even_L, received_nL[rank]), totals_n[rank : rank + 1], needed
-
-
-def check_overflow() -> None:
-    """Raise RuntimeError if the host knows of a step in which a rank would have received more rows than its capacity.
-
-    The error says how many would have sufficed; outputs and gradients of that step are NaN on every rank of the group.
-    Nothing is waited for: a step is known here when its kernels are done, as after `loss.item()`. Call it on all ranks
-    at such a place, then all of them raise. Also the next forward outside of a capture raises, once the host knows.
-    """
-    for of_group in _of_groups.values():
-        for buffers in of_group.buffers.values():
-            buffers.check_overflow()
-
-
-def bytes_held(group: RankGroup, capacity: int) -> int:
-    """The bytes of the buffers with this capacity that have been allocated on this rank for the group."""
-    of_group = _of_groups.get(group.process_group)
-    return sum(b.num_bytes for b in of_group.buffers.values() if b.capacity == capacity) if of_group else 0
-
-
-def _buffers(
-    group: RankGroup, capacity: int, num_experts: int, row_bytes: int, device: torch.device, about: str
-) -> SymmetricBuffers:
-    """Those of the group, once its ranks agree on what they are about to exchange."""
-    of_group = _of_groups.setdefault(group.process_group, _OfGroup())
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if about not in of_group.agreed:
-        if capturing:
-            raise RuntimeError(
-                "A CUDA graph is being captured, but this layer has not exchanged anything before, and the ranks "
-                "compare and allocate in the first forward. Run it once before the capture, on every rank."
-            )
-        differ = difference(group, about, "Only the tokens may differ: give every rank the same layer and recipe.")
-        if differ:
-            raise RuntimeError(differ)
-        of_group.agreed.add(about)
-    key = (capacity, num_experts, row_bytes, device)
-    if key not in of_group.buffers:
-        of_group.buffers[key] = SymmetricBuffers(group, capacity, num_experts, row_bytes, device)
-    if not capturing:
-        of_group.buffers[key].check_overflow()
-    return of_group.buffers[key]
-
-
-def _aligned(num_bytes: int) -> int:
-    return cdiv(num_bytes, _ALIGNMENT) * _ALIGNMENT
+    sizes_L = torch.where(needed > capacity, even_L, received_nL[rank])
+    return shift_E, sizes_L, torch.stack((totals_n[rank], needed))
 
 
 # -------------------------------------------------------------------------------------------------------------- config
+
+
+ROWS = 4  # of a program that expands: with one alone, few loads are on their way
 
 
 def locate_config(topk: int) -> tuple[int, int]:
@@ -299,26 +287,38 @@ def locate_config(topk: int) -> tuple[int, int]:
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 
-_put_counts, _locate = Launch(put_counts_kernel), Launch(locate_kernel)
-_push = Launch(push_kernel)
-_expand, _pull = Launch(expand_kernel), Launch(pull_kernel)
+_put_counts, _layout, _locate = Launch(put_counts_kernel), Launch(layout_kernel), Launch(locate_kernel)
+_push, _expand = Launch(push_kernel), Launch(expand_kernel)
+_sum_members, _pull, _pull_sums = Launch(sum_members_kernel), Launch(pull_kernel), Launch(pull_sums_kernel)
 
 
-def put_counts(counts_E: Tensor, buffers: SymmetricBuffers) -> None:
+def put_counts(counts_E: Tensor, num_ranks: int, rank: int, addresses: Tensor) -> None:
     """Write this rank's counts to all ranks."""
-    E, addresses = counts_E.numel(), buffers.memory.addresses
-    _put_counts(counts_E, buffers.num_ranks, counts_E, addresses, buffers.rank, E, BLOCK_E=next_power_of_2(E))
+    E = counts_E.numel()
+    _put_counts(counts_E, num_ranks, counts_E, addresses, rank, E, BLOCK_E=next_power_of_2(E))
+
+
+def layout(counts_nE: Tensor, rank: int, capacity: int, most: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`layout_ref`. most: [1] int64, raised to the rows needed if these are more than the capacity"""
+    n, E = counts_nE.shape
+    shift_E, sizes_L = counts_nE.new_empty(E), counts_nE.new_empty(E // n)
+    totals = counts_nE.new_empty(2)
+    _layout(
+        counts_nE, 1, counts_nE, shift_E, sizes_L, totals, most, rank, E, E // n, RANKS=n, CAPACITY=capacity,
+        BLOCK_E=next_power_of_2(E),
+    )  # fmt: skip
+    return shift_E, sizes_L, totals
 
 
 def locate(
-    indices: Tensor, row_of_slot: Tensor, shift_E: Tensor, needed: Tensor, capacity: int
+    indices: Tensor, row_of_slot: Tensor, shift_E: Tensor, totals: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor]:
     """(place, lead), each [T, topk] int32, by what `make_routing_map` and `layout` made of these indices."""
     place, lead = torch.empty(2, *indices.shape, dtype=torch.int32, device=indices.device).unbind()
     if has_work(place):
         block_t, block_k = locate_config(indices.shape[1])
         _locate(
-            indices, cdiv(indices.shape[0], block_t), indices.contiguous(), row_of_slot, shift_E, needed, place, lead,
+            indices, cdiv(indices.shape[0], block_t), indices.contiguous(), row_of_slot, shift_E, totals, place, lead,
             *indices.shape[:1], shift_E.numel(), CAPACITY=capacity, TOPK=indices.shape[1], BLOCK_T=block_t,
             BLOCK_K=block_k,
         )  # fmt: skip
@@ -326,25 +326,49 @@ def locate(
 
 
 def push(x: Tensor, scales: Tensor | None, place: Tensor, lead: Tensor, buffers: SymmetricBuffers) -> None:
-    """Write x [T, H] to the ranks of `place`; with scales [T, topk] also those, and the origins. All contiguous."""
+    """Write x [T, H] to the ranks of `place`; with scales [T, topk] also those, the origins, and the members if the
+    buffers have any. All contiguous."""
     if not has_work(x):
         return
     H = x.shape[1]
     block_h, num_warps = move_config(H, x.element_size())
+    first = scales is not None
     _push(
-        x, x.shape[0] * cdiv(H, block_h), x, scales, None if scales is None else buffers.origins, place, lead,
-        buffers.memory.addresses, buffers.rows_at, buffers.scales_at, buffers.origins_at, H,
-        CAPACITY=buffers.capacity, TOPK=place.shape[1], BLOCK_H=block_h, num_warps=num_warps,
+        x, x.shape[0] * cdiv(H, block_h), x, scales, buffers.origins if first else None,
+        buffers.members if first and buffers.topk else None, place, lead, buffers.memory.addresses,
+        buffers.rows_at, buffers.scales_at, buffers.origins_at, buffers.members_at, H,
+        CAPACITY=buffers.capacity, TOPK=place.shape[1], BLOCK_H=block_h, BLOCK_K=next_power_of_2(place.shape[1]),
+        num_warps=num_warps,
     )  # fmt: skip
 
 
-def expand(rows: Tensor, origins: Tensor) -> Tensor:
-    """y[i] = rows[origins[i]], [C, H]; zeros NOWHERE, NaN where OVERFLOWN."""
-    y, H = torch.empty_like(rows), rows.shape[1]
+def expand(
+    rows: Tensor, origins: Tensor, y: Tensor, found: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+) -> None:
+    """y[i] = rows[origins[i]], [C, H]; zeros NOWHERE, NaN where OVERFLOWN (bytes 0x7F in rows of bytes).
+
+    found: (totals, scales, origins and scales to write) where the origins are those of the buffers, which hold for
+    the rows below the total alone
+    """
+    C, H = rows.shape
     if has_work(y):
         block_h, num_warps = move_config(H, y.element_size())
-        _expand(y, y.shape[0] * cdiv(H, block_h), rows, origins, y, H, BLOCK_H=block_h, num_warps=num_warps)
-    return y
+        _expand(
+            y, cdiv(C, ROWS) * cdiv(H, block_h), rows, origins, y, *(found or (None,) * 4), C, H, ROWS=ROWS,
+            BLOCK_H=block_h, num_warps=num_warps,
+        )  # fmt: skip
+
+
+def sum_members(rows: Tensor, members: Tensor, origins: Tensor, sums: Tensor) -> None:
+    """sums[i] = sum_k rows[members[i, k]], for the rows i to which a token was written; in float32 (float64 for
+    float64), in the order of the slots, rounded once. The other rows are left as they are. All contiguous."""
+    H = rows.shape[1]
+    if has_work(rows):
+        block_h, num_warps = move_config(H, rows.element_size())
+        _sum_members(
+            rows, rows.shape[0] * cdiv(H, block_h), rows, members, origins, sums, H, TOPK=members.shape[1],
+            BLOCK_H=block_h, num_warps=num_warps,
+        )  # fmt: skip
 
 
 def pull(y: Tensor | None, scales: Tensor | None, place: Tensor, buffers: SymmetricBuffers) -> None:
@@ -356,4 +380,17 @@ def pull(y: Tensor | None, scales: Tensor | None, place: Tensor, buffers: Symmet
     _pull(
         place, place.shape[0] * cdiv(H, block_h), y, scales, place, buffers.memory.addresses, buffers.rows_at,
         buffers.scales_at, H, CAPACITY=buffers.capacity, TOPK=place.shape[1], BLOCK_H=block_h, num_warps=num_warps,
+    )  # fmt: skip
+
+
+def pull_sums(y: Tensor, dtype: torch.dtype, lead: Tensor, buffers: SymmetricBuffers) -> None:
+    """Sum what the ranks have for each token, of this dtype, in rank order, into y [T, H]; NaN where OVERFLOWN."""
+    if not has_work(y):
+        return
+    H, topk = y.shape[1], lead.shape[1]
+    block_h, num_warps = move_config(H, dtype.itemsize)
+    _pull_sums(
+        y, y.shape[0] * cdiv(H, block_h), y, buffers.rows(dtype, H), lead, buffers.memory.addresses, buffers.rows_at,
+        H, RANKS=buffers.num_ranks, CAPACITY=buffers.capacity, TOPK=topk, BLOCK_H=block_h,
+        BLOCK_K=next_power_of_2(topk), num_warps=num_warps,
     )  # fmt: skip

@@ -3,12 +3,14 @@
 Memory of rank r begins at addresses[r]; a region of it at the same number of bytes behind that on each rank, a multiple
 of 16. place = r * CAPACITY + row is a row of rank r; NOWHERE and OVERFLOWN are negative.
 
-put_counts: a program for each rank that is written to.
-locate:     a program handles BLOCK_T tokens and all slots.
-push, pull: a program handles BLOCK_H columns of one token; the first columns take the token's scales along.
-expand:     a program handles BLOCK_H columns of one row.
+put_counts:       a program for each rank that is written to.
+layout:           one program.
+locate:           a program handles BLOCK_T tokens and all slots.
+push, pull:       a program handles BLOCK_H columns of one token; the first columns take along what belongs to the token.
+expand:           a program handles BLOCK_H columns of ROWS rows, so that many loads are on their way at once.
+sum_members:      a program handles BLOCK_H columns of one row.
 """
-# H features
+# H features, E experts, L experts of a rank
 
 from ops.kernels.routing.permute_triton import columns
 from recipes.triton.gates import tl, triton
@@ -31,9 +33,43 @@ def put_counts_kernel(counts_ptr, addresses_ptr, rank, E, BLOCK_E: tl.constexpr)
     tl.store(there + rank * E + offs_e, counts, mask=offs_e < E)
 
 
+@triton.jit(do_not_specialize=["rank"])
+def layout_kernel(
+    counts_ptr, shift_ptr, sizes_ptr, totals_ptr, most_ptr, rank, E, L,
+    RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    offs_e = tl.arange(0, BLOCK_E)
+    inside = offs_e < E
+    owner = offs_e // L
+    own = tl.load(counts_ptr + rank * E + offs_e, mask=inside, other=0)
+    received = tl.zeros([BLOCK_E], tl.int64)
+    before = tl.zeros([BLOCK_E], tl.int64)
+    for source in tl.static_range(RANKS):
+        counts = tl.load(counts_ptr + source * E + offs_e, mask=inside, other=0)
+        received += counts
+        before += tl.where(source < rank, counts, 0)
+    begin = tl.cumsum(received, 0) - received  # of the experts of all ranks
+    total = tl.sum(tl.where(owner == rank, received, 0), 0)
+    needed = total
+    ends = total * 0
+    for at in tl.static_range(RANKS):
+        of_rank = tl.sum(tl.where(owner == at, received, 0), 0)
+        begin -= tl.where(owner == at, ends, 0)
+        ends += of_rank
+        needed = tl.maximum(needed, of_rank)
+    shift = begin + owner * CAPACITY + before - (tl.cumsum(own, 0) - own)
+    tl.store(shift_ptr + offs_e, shift, mask=inside)
+    offs_l = offs_e - rank * L
+    even = CAPACITY // L + (offs_l < CAPACITY % L).to(tl.int64)
+    tl.store(sizes_ptr + offs_l, tl.where(needed > CAPACITY, even, received), mask=inside & (owner == rank))
+    tl.store(totals_ptr, total)
+    tl.store(totals_ptr + 1, needed)
+    tl.store(most_ptr, tl.maximum(tl.load(most_ptr), tl.where(needed > CAPACITY, needed, 0)))
+
+
 @triton.jit(do_not_specialize=["T"])
 def locate_kernel(
-    indices_ptr, row_of_slot_ptr, shift_ptr, needed_ptr, place_ptr, lead_ptr, T, E,
+    indices_ptr, row_of_slot_ptr, shift_ptr, totals_ptr, place_ptr, lead_ptr, T, E,
     CAPACITY: tl.constexpr, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -44,7 +80,7 @@ def locate_kernel(
     sent = inside & (expert < E)
     place = tl.load(row_of_slot_ptr + at, mask=sent, other=0) + tl.load(shift_ptr + expert, mask=sent, other=0)
     place = tl.where(sent, place, NOWHERE).to(tl.int32)
-    place = tl.where(tl.load(needed_ptr) > CAPACITY, OVERFLOWN, place)
+    place = tl.where(tl.load(totals_ptr + 1) > CAPACITY, OVERFLOWN, place)
     rank = tl.where(place >= 0, place // CAPACITY, NOWHERE)
     lead = place
     for slot in range(TOPK):
@@ -58,35 +94,83 @@ def locate_kernel(
 
 @triton.jit
 def push_kernel(
-    x_ptr, scales_ptr, origins_ptr, place_ptr, lead_ptr, addresses_ptr, rows_at, scales_at, origins_at, H,
-    CAPACITY: tl.constexpr, TOPK: tl.constexpr, BLOCK_H: tl.constexpr,
+    x_ptr, scales_ptr, origins_ptr, members_ptr, place_ptr, lead_ptr, addresses_ptr,
+    rows_at, scales_at, origins_at, members_at, H,
+    CAPACITY: tl.constexpr, TOPK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """scales_ptr, origins_ptr: None if rows alone are sent; of origins_ptr the type is used"""
+    """scales_ptr, origins_ptr, members_ptr: None if not sent; of the last two the type is used"""
     token, offs_h = columns(H, BLOCK_H)
     x = tl.load(x_ptr + token * H + offs_h, mask=offs_h < H)
+    first = tl.program_id(0) % tl.cdiv(H, BLOCK_H) == 0
+    offs_k = tl.arange(0, BLOCK_K)
+    if members_ptr is not None:
+        places = tl.load(place_ptr + token * TOPK + offs_k, mask=offs_k < TOPK, other=NOWHERE)
     for slot in tl.static_range(TOPK):
         place = tl.load(place_ptr + token * TOPK + slot)
         lead = tl.load(lead_ptr + token * TOPK + slot)
-        rank, row = tl.maximum(place, 0) // CAPACITY, place % CAPACITY
+        rank, row = tl.maximum(place, 0) // CAPACITY, (place % CAPACITY).to(tl.int64)
         rows = _region(addresses_ptr, rank, rows_at, x_ptr.dtype)
-        tl.store(rows + row.to(tl.int64) * H + offs_h, x, mask=(place >= 0) & (place == lead) & (offs_h < H))
+        tl.store(rows + row * H + offs_h, x, mask=(place >= 0) & (place == lead) & (offs_h < H))
         if scales_ptr is not None:
-            sent = (place >= 0) & (tl.program_id(0) % tl.cdiv(H, BLOCK_H) == 0)
+            sent = (place >= 0) & first
             scales = _region(addresses_ptr, rank, scales_at, scales_ptr.dtype)
             tl.store(scales + row, tl.load(scales_ptr + token * TOPK + slot), mask=sent)
             origins = _region(addresses_ptr, rank, origins_at, origins_ptr.dtype)
             tl.store(origins + row, lead % CAPACITY, mask=sent)
+        if members_ptr is not None:
+            members = _region(addresses_ptr, rank, members_at, members_ptr.dtype)
+            there = tl.where((places >= 0) & (places // CAPACITY == rank), places % CAPACITY, NOWHERE)
+            leads = (place >= 0) & (place == lead) & first
+            tl.store(members + row * TOPK + offs_k, there, mask=leads & (offs_k < TOPK))
 
 
 @triton.jit
-def expand_kernel(rows_ptr, origins_ptr, y_ptr, H, BLOCK_H: tl.constexpr):
+def expand_kernel(
+    rows_ptr, origins_ptr, y_ptr, totals_ptr, scales_ptr, found_origins_ptr, found_scales_ptr, C, H,
+    ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """totals_ptr and what follows: None where the origins hold for all rows"""
+    column_blocks = tl.cdiv(H, BLOCK_H)
+    row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    offs_h = tl.program_id(0) % column_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    origin = tl.load(origins_ptr + row, mask=row < C, other=NOWHERE)
+    if totals_ptr is not None:
+        overflows = tl.load(totals_ptr + 1) > C
+        origin = tl.where((row < tl.load(totals_ptr)) & (row < C), origin, NOWHERE)
+        origin = tl.where(overflows, OVERFLOWN, origin)
+        written = (row < C) & (tl.program_id(0) % column_blocks == 0)
+        tl.store(found_origins_ptr + row, origin, mask=written)
+        scale = _accumulated(tl.load(scales_ptr + row, mask=origin >= 0, other=0.0))
+        scale = tl.where(overflows, float("nan"), scale)
+        tl.store(found_scales_ptr + row, round_to(scale, found_scales_ptr.dtype.element_ty), mask=written)
+    else:
+        overflows = tl.load(origins_ptr) == OVERFLOWN
+    inside = (row < C)[:, None] & (offs_h < H)[None, :]
+    at = origin.to(tl.int64)[:, None] * H + offs_h[None, :]
+    if y_ptr.dtype.element_ty == tl.uint8:
+        x = tl.load(rows_ptr + at, mask=(origin >= 0)[:, None] & inside, other=0)
+        x = tl.where(overflows, 0x7F, x).to(tl.uint8)  # NaN in float8 codes
+    else:
+        x = tl.load(rows_ptr + at, mask=(origin >= 0)[:, None] & inside, other=0.0)
+        if overflows:
+            x = round_to(tl.full([ROWS, BLOCK_H], float("nan"), tl.float32), y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None] * H + offs_h[None, :], x, mask=inside)
+
+
+@triton.jit
+def sum_members_kernel(
+    rows_ptr, members_ptr, origins_ptr, y_ptr, H, TOPK: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
     row, offs_h = columns(H, BLOCK_H)
-    origin = tl.load(origins_ptr + row)
-    inside = (origin >= 0) & (offs_h < H)
-    x = tl.load(rows_ptr + origin.to(tl.int64) * H + offs_h, mask=inside, other=0.0)
-    if origin == OVERFLOWN:
-        x = round_to(tl.full([BLOCK_H], float("nan"), tl.float32), y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * H + offs_h, x, mask=offs_h < H)
+    if tl.load(origins_ptr + row) == row:
+        for slot in tl.static_range(TOPK):
+            member = tl.load(members_ptr + row * TOPK + slot).to(tl.int64)
+            x = tl.load(rows_ptr + member * H + offs_h, mask=(member >= 0) & (offs_h < H), other=0.0)
+            if slot == 0:
+                y = _accumulated(x)
+            else:
+                y += _accumulated(x)
+        tl.store(y_ptr + row * H + offs_h, round_to(y, y_ptr.dtype.element_ty), mask=offs_h < H)
 
 
 @triton.jit
@@ -115,6 +199,28 @@ def pull_kernel(
             tl.store(scales_ptr + token * TOPK + slot, scale, mask=tl.program_id(0) % tl.cdiv(H, BLOCK_H) == 0)
     if y_ptr is not None:
         tl.store(y_ptr + token * H + offs_h, round_to(y, y_ptr.dtype.element_ty), mask=offs_h < H)
+
+
+@triton.jit
+def pull_sums_kernel(
+    y_ptr, sums_ptr, lead_ptr, addresses_ptr, rows_at, H,
+    RANKS: tl.constexpr, CAPACITY: tl.constexpr, TOPK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """of sums_ptr the type is used: in which the ranks hold their sums"""
+    token, offs_h = columns(H, BLOCK_H)
+    offs_k = tl.arange(0, BLOCK_K)
+    leads = tl.load(lead_ptr + token * TOPK + offs_k, mask=offs_k < TOPK, other=NOWHERE)
+    for rank in tl.static_range(RANKS):
+        lead = tl.max(tl.where((leads >= 0) & (leads // CAPACITY == rank), leads, NOWHERE), 0)
+        rows = _region(addresses_ptr, rank, rows_at, sums_ptr.dtype)
+        at = (lead % CAPACITY).to(tl.int64) * H + offs_h
+        x = _accumulated(tl.load(rows + at, mask=(lead >= 0) & (offs_h < H), other=0.0))
+        if rank == 0:
+            y = x
+        else:
+            y += x
+    y = tl.where(tl.min(leads, 0) == OVERFLOWN, float("nan"), y)
+    tl.store(y_ptr + token * H + offs_h, round_to(y, y_ptr.dtype.element_ty), mask=offs_h < H)
 
 
 @triton.jit

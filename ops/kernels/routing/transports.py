@@ -25,8 +25,8 @@ def check_transport(transport: str, group: object) -> str:
     return transport
 
 
-def check_partial_sums(partial_sums: str | None, group: object, transport: str) -> str | None:
-    """Raise ValueError for another name, or without a group; NotImplementedError for symmetric memory."""
+def check_partial_sums(partial_sums: str | None, group: object) -> str | None:
+    """Raise ValueError for another name, or without a group."""
     if partial_sums is None:
         return None
     if partial_sums not in PARTIAL_SUMS:
@@ -37,11 +37,6 @@ def check_partial_sums(partial_sums: str | None, group: object, transport: str) 
         raise ValueError(
             f"partial_sums is {partial_sums!r}, but there is no group: all rows of a token are on one rank, which sums "
             "them. Give group as well, or leave it out."
-        )
-    if transport != "alltoall":
-        raise NotImplementedError(
-            f"partial_sums={partial_sums!r} with transport={transport!r}: the token's rank reads each row from the "
-            "memory of its owner, where no sums are made. Leave it out, or take transport='alltoall'."
         )
     return partial_sums
 
