@@ -83,20 +83,29 @@ def in_dtype_of_x(reason: str) -> SentTokens:
     return SentTokens(f"tokens sent in the dtype of x: {reason.removesuffix('.')}")
 
 
-def pack(x: Tensor, quantizer: Quantizer) -> Tensor:
-    """The rows of bytes to send of tokens [T, H]."""
+def pack(x: Tensor, quantizer: Quantizer, multiple: int = 1) -> tuple[Tensor, tuple[int, int]]:
+    """The rows of bytes to send of tokens [T, H], and how many of them are codes and scales.
+
+    multiple: of which the bytes of a row are one, by zeros at its end
+    """
     copy = quantizer.quantize(x, rowwise=True).natural()
-    return torch.cat([_bytes(copy.codes), _bytes(copy.scale_inv)], 1)
+    parts = [_bytes(copy.codes), _bytes(copy.scale_inv)]
+    widths = parts[0].shape[1], parts[1].shape[1]
+    if sum(widths) % multiple:
+        parts.append(parts[0].new_zeros(len(x), -sum(widths) % multiple))
+    return torch.cat(parts, 1), widths
 
 
-def unpack(rows: Tensor, spec: ScaleSpec, features: int, splits: Splits, dtype: torch.dtype) -> GroupedTensor:
-    """The rowwise copy of what arrived, as `quantize_grouped` makes it. dtype: the nominal one."""
-    # Clones: a single row would keep its distance to a next one, scales between, and its scales begin at any byte.
-    codes = rows[:, :features].clone(memory_format=torch.contiguous_format).view(spec.element.dtype)
-    scale = rows[:, features:].clone(memory_format=torch.contiguous_format).view(spec.scale_rule.dtype)
+def unpack(codes: Tensor, scales: Tensor, spec: ScaleSpec, splits: Splits, dtype: torch.dtype) -> GroupedTensor:
+    """The rowwise copy of the rows that arrived, as `quantize_grouped` makes it.
+
+    codes, scales: the bytes of each row, contiguous, in memory of their own. dtype: the nominal one
+    """
+    scale_inv = scales.view(spec.scale_rule.dtype)
     if spec.columnwise == "transposed":
-        scale = scale.mT.contiguous()
-    return GroupedTensor(None, splits, ScaledCodes(codes, scale, spec, codes.shape), None, dtype)
+        scale_inv = scale_inv.mT.contiguous()
+    rows = codes.view(spec.element.dtype)
+    return GroupedTensor(None, splits, ScaledCodes(rows, scale_inv, spec, rows.shape), None, dtype)
 
 
 def _bytes(part: Tensor) -> Tensor:

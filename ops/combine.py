@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ops.kernels.collectives import Ranks
@@ -63,6 +64,7 @@ class Combine(BasicOperation):
         self._partial_sums = check_partial_sums(partial_sums, self.group)
         if self.group is not None:
             self.why_in_full = WHY_IN_FULL[transport]
+        self.lends_memory = transport == "symmetric"
 
     @property
     def partial_sums(self) -> str | None:
@@ -95,6 +97,12 @@ class Combine(BasicOperation):
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
         return (routing_map.sum_rows(x) if isinstance(routing_map, _OverRanks) else combine(x, routing_map)), {}
+
+    def memory_for_input(self, extras: Mapping[str, Any], shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        routing_map = extras["routing_map"]
+        if not isinstance(routing_map, SymmetricRoutingMap) or routing_map.group != self.group:
+            return None
+        return routing_map.memory_for_rows(shape, dtype)
 
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]

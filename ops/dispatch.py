@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.codes_on_wire import SentTokens, check_send_codes, choose_codes, in_dtype_of_x, pack, unpack
+from ops.codes_on_wire import SentTokens, check_send_codes, choose_codes, pack, unpack
 from ops.kernels.collectives import Ranks
 from ops.kernels.norm.norm_triton import runs_in_triton
 from ops.kernels.routing.all_to_all import (
@@ -31,6 +31,7 @@ from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.grouped_tensor import GroupedTensor
+from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.splits import Splits
 
 
@@ -71,9 +72,9 @@ class Dispatch(BasicOperation):
     probabilities keep their bits. By default each returns by itself, and all bits are those of one rank.
 
     send_codes: whether tokens go to other ranks as float8 codes and scales, quantized before instead of behind the
-    transfer, about half the bytes of bfloat16; with "alltoall", a GroupedLinear without adapter behind, and a recipe
-    whose rowwise codes depend on their row alone (`fp8_block`, `fp8_rowwise`, `mxfp8`). `explain()` gives the reason
-    where they do not. The experts' weight gradients need a columnwise copy, with scales along the rows of an expert.
+    transfer, about half the bytes of bfloat16; with a GroupedLinear without adapter behind, and a recipe whose rowwise
+    codes depend on their row alone (`fp8_block`, `fp8_rowwise`, `mxfp8`). `explain()` gives the reason where they do
+    not. The experts' weight gradients need a columnwise copy, with scales along the rows of an expert.
 
         "exact": where no rank needs these gradients: without gradients, or with frozen weights. No bit changes. Else
                  the values go, once: they serve both copies, in fewer bytes than codes now and values in backward
@@ -90,11 +91,12 @@ class Dispatch(BasicOperation):
     another transport, partial_sums or send_codes, partial_sums without a group, a capacity that is missing, not needed
     or less than a row for each expert of a rank, shapes that do not match, x on a CPU with "symmetric", and, on the
     CPU, indices outside [0, num_experts) (with empty_slots above num_experts); TypeError for indices that are not
-    integers and for a group of another type; NotImplementedError for empty_slots with a group. On a GPU the indices are not checked, because that would synchronize: a negative one counts
-    for expert 0, one above for no expert, in rows past the sum of the sizes. With a group RuntimeError, on every rank,
-    where ranks differ in num_experts, features, dtypes, slots, capacity, partial_sums, the format of codes, in whether
-    gradients are computed or in the name of the recipe ("symmetric" compares once for each of these); with "alltoall"
-    also where one of them refuses its arguments (that one raises its own error), and while a CUDA graph is captured.
+    integers and for a group of another type; NotImplementedError for empty_slots with a group. On a GPU the indices
+    are not checked, because that would synchronize: a negative one counts for expert 0, one above for no expert, in
+    rows past the sum of the sizes. With a group RuntimeError, on every rank, where ranks differ in num_experts,
+    features, dtypes, slots, capacity, partial_sums, the format of codes, in whether gradients are computed or in the
+    name of the recipe ("symmetric" compares once for each of these); with "alltoall" also where one of them refuses its
+    arguments (that one raises its own error), and while a CUDA graph is captured.
     """
 
     accepts_integers = True
@@ -136,6 +138,7 @@ class Dispatch(BasicOperation):
                     "which owns as many. It is the number of experts on all ranks together."
                 )
             self.why_in_full = WHY_IN_FULL[transport]
+        self.lends_memory = transport == "symmetric"
         self.capacity = self._checked_capacity(capacity)
         self._send_codes = check_send_codes(send_codes, self.group)
 
@@ -166,8 +169,6 @@ class Dispatch(BasicOperation):
     def hand_on(self, receiver: BasicOperation | None, request: PlanRequest) -> SentTokens | None:
         if self.group is None:
             return None
-        if self.transport == "symmetric":
-            return in_dtype_of_x("the kernels of symmetric memory copy values")
         return choose_codes(receiver, request.recipe, self.send_codes)
 
     def why_not_captured(self, request: PlanRequest) -> str | None:
@@ -199,6 +200,11 @@ class Dispatch(BasicOperation):
             "routing_map": routing_map,
         }
 
+    def memory_for_grad_output(self, saved: Saved, rows: int, dtype: torch.dtype) -> Tensor | None:
+        routing_map = saved.routing_map
+        assert isinstance(routing_map, SymmetricRoutingMap), "no other transport lends memory"
+        return routing_map.memory_for_rows((rows, routing_map.features), dtype)
+
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfBasic:
@@ -229,20 +235,20 @@ class Dispatch(BasicOperation):
             f"num_experts={self.num_experts}, {x.shape[1]} features in {x.dtype}, {indices.shape[1]} slots, probs in "
             f"{probs.dtype}, gradients {'computed' if ctx.needs_grad else 'not computed'}, recipe {ctx.recipe.name}"
         )
+        # A rank that has none, because of a hook of its own, lets all send values, or differs from the others.
+        needs_values, codes = True, ""
+        if ctx.handed_on.spec is not None:
+            assert ctx.receiver is not None, "codes are for an operation"
+            codes = f"tokens sent as codes of {ctx.handed_on.spec}"
+            needs_values = not ctx.receiver.needs.params.isdisjoint(ctx.handed_on.values_for)
+        if self.partial_sums is not None:
+            about = f"partial_sums={self.partial_sums}, {about}"
+        if self.send_codes != "exact":
+            about = f"send_codes={self.send_codes}, {about}"
         routing_map: ShardedRoutingMap | SymmetricRoutingMap
         y: Any
         if self.capacity is None:
-            # A rank that has none, because of a hook of its own, lets all send values.
-            needs_values, codes = True, ""
-            if ctx.handed_on.spec is not None:
-                assert ctx.receiver is not None, "codes are for an operation"
-                codes = f"tokens sent as codes of {ctx.handed_on.spec}"
-                needs_values = not ctx.receiver.needs.params.isdisjoint(ctx.handed_on.values_for)
             needed = NeededGradients(ctx.needs.input, "probs" in ctx.needs.extras, needs_values)
-            if self.partial_sums is not None:
-                about = f"partial_sums={self.partial_sums}, {about}"
-            if self.send_codes != "exact":
-                about = f"send_codes={self.send_codes}, {about}"
             routing_map, slot_of_pair, sizes = make_sharded_routing_map(
                 indices, self.num_experts, group, about, needed, self.partial_sums, codes
             )
@@ -252,13 +258,16 @@ class Dispatch(BasicOperation):
             y = send_rows(x, routing_map)
         else:
             about = f"capacity={self.capacity}, {about}"
-            if self.partial_sums is not None:
-                about = f"partial_sums={self.partial_sums}, {about}"
-            routing_map, y, scales, sizes = send(
-                x, probs, indices, self.num_experts, self.capacity, group, about, (x.shape[1], x.dtype),
+            sent, widths = x, None
+            if not needs_values:
+                about = f"{codes}, {about}"
+                sent, widths = pack(*_to_quantize(ctx, x), _ALIGNED)
+            routing_map, parts, scales, sizes = send(
+                sent, widths, probs, indices, self.num_experts, self.capacity, group, about, (x.shape[1], x.dtype),
                 self.partial_sums,
             )  # fmt: skip
             splits = Splits.make(sizes, rows=routing_map.num_rows, device=x.device)
+            y = parts[0] if needs_values else _unpacked(ctx, parts[0], parts[1], splits)
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
             ctx.num_features, ctx.probs_dtype = x.shape[1], probs.dtype
@@ -357,10 +366,25 @@ class Dispatch(BasicOperation):
         )
 
 
+_ALIGNED = 16  # bytes, which a thread writes at once
+
+
 def _send_codes(ctx: OperationContext, splits: Splits, x: Tensor, routing_map: ShardedRoutingMap) -> GroupedTensor:
     """The rows of the experts here, quantized for the operation behind."""
+    given, widths = pack(*_to_quantize(ctx, x))
+    # Clones: a single row would keep its distance to a next one, scales between, and its scales begin at any byte.
+    codes, scales = routing_map.send_tokens(given).split(widths, 1)
+    lies = {"memory_format": torch.contiguous_format}
+    return _unpacked(ctx, codes.clone(**lies), scales.clone(**lies), splits)
+
+
+def _to_quantize(ctx: OperationContext, x: Tensor) -> tuple[Tensor, Quantizer]:
+    """The tokens as the operation behind takes them, and what it quantizes them with."""
     quantizer = ctx.quantizer(Role.INPUT)
     assert quantizer is not None and ctx.receiver is not None, "no codes are agreed on otherwise"
-    dtype = ctx.receiver.dtype
-    rows = routing_map.send_tokens(pack(x.to(dtype), quantizer))
-    return unpack(rows, ctx.handed_on.spec, x.shape[1], splits, dtype)
+    return x.to(ctx.receiver.dtype), quantizer
+
+
+def _unpacked(ctx: OperationContext, codes: Tensor, scales: Tensor, splits: Splits) -> GroupedTensor:
+    assert ctx.receiver is not None, "no codes are agreed on otherwise"
+    return unpack(codes, scales, ctx.handed_on.spec, splits, ctx.receiver.dtype)

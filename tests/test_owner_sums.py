@@ -250,11 +250,6 @@ def refuse_and_explain(rank: int) -> None:
         assert sentence(lambda make=operation: make(group=group, partial_sums="bf16"), ValueError) == (
             "partial_sums is 'bf16', but must be None or one of 'float32', 'rounded'."
         )
-    symmetric = {"group": group, "transport": "symmetric", "partial_sums": "float32"}
-    for make in (lambda: ops.Dispatch(4, capacity=8, **symmetric), lambda: ops.Combine(**symmetric)):
-        said = sentence(make, NotImplementedError)
-        assert said.startswith("partial_sums='float32' with transport='symmetric': the token's rank reads each row")
-
     layer = Sequential(summing, ops.Combine(group=group, partial_sums="rounded"))
     assert torch.equal(layer(x, probs=probs, indices=indices), 2 * x), "the ranks can go on"
     assert repr(layer).count("group=<ranks 0, 1>, partial_sums='rounded')") == 2

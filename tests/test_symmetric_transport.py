@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from fuser import Sequential, autocast, ops
 from ops.kernels.routing import symmetric_buffers as buffers_module
 from ops.kernels.routing.permute import make_routing_map
 from ops.kernels.routing.symmetric import (
+    SymmetricRoutingMap,
     expand,
     layout,
     layout_ref,
@@ -33,8 +35,9 @@ from ops.kernels.routing.symmetric import (
 from ops.kernels.routing.symmetric_buffers import SymmetricBuffers
 from ops.kernels.routing.symmetric_memory import SymmetricMemory, allocate
 from ops.kernels.routing.symmetric_triton import OVERFLOWN
+from ops.kernels.routing.transports import PARTIAL_SUMS
 from tests.ranks import on_ranks, quietly
-from tests.reference import assert_close
+from tests.reference import assert_close, assert_same_bits
 from tests.shared_memory import symmetric_on_cpu
 from tests.test_expert_parallel import (
     Batch,
@@ -148,6 +151,128 @@ def compare_cases(rank: int, ranks: int, seeds: int, folder: Path) -> None:
 @pytest.mark.parametrize(("ranks", "seeds"), [(2, 4), pytest.param(4, 12, marks=[pytest.mark.rest, pytest.mark.slow])])
 def test_a_sharded_layer_has_the_bits_of_the_whole_one(ranks: int, seeds: int, tmp_path: Path) -> None:
     on_ranks(compare_cases, ranks, seeds, tmp_path, folder=tmp_path, ranks=ranks)
+
+
+def memory_is_lent(rank: int, folder: Path) -> None:
+    """FC2 and FC1's dgrad write where the other ranks read, and where they may not, their rows are copied there."""
+    case, copied = Case((7, 3), 4, 2, torch.bfloat16), []
+    given = batch(case).of_rank(case, rank)
+    give = SymmetricRoutingMap._give
+
+    def noted(self: Any, rows: Tensor) -> None:
+        copied.append(rows.data_ptr() != self.buffers.rows(rows.dtype, rows.shape[1]).data_ptr())
+        give(self, rows)
+
+    with quietly(), symmetric_on_cpu(folder), patch.object(SymmetricRoutingMap, "_give", noted):
+        expected = None
+        for settings in ({}, {"fusions": ()}, {"path": "split"}):
+            layer = share_of(whole(case), case, 40, **settings)
+            found = step(layer, given) | weight_gradients(layer)
+            assert copied == [False, False], (settings, copied)
+            copied.clear()
+            assert_close(found, expected or found, CLOSE)
+            expected = expected or found
+        symmetric = {"group": dist.group.WORLD, "transport": "symmetric"}
+
+        def between(*operations: Any) -> Sequential:
+            """Those in front of Combine, with the weights of `layer`."""
+            return Sequential(
+                ops.Dispatch(4, capacity=40, **symmetric), *layer[1:4], *operations, ops.Combine(**symmetric)
+            )
+
+        step(between(torch.nn.Identity()), given)
+        assert copied == [True, False], "a module of the caller's gives rows of its own"
+        copied.clear()
+
+        # Another transfer in the same buffers stands between the tokens' way and that of the rows back.
+        inner = Sequential(ops.Dispatch(4, capacity=40, **symmetric), ops.Combine(**symmetric))
+
+        class Nested(torch.nn.Module):
+            def forward(self, rows: Tensor) -> Tensor:
+                return rows + 0 * inner(given.x, probs=given.probs, indices=given.indices).sum()
+
+        outer = Sequential(ops.Dispatch(4, capacity=40, **symmetric), Nested(), *layer[1:4], ops.Combine(**symmetric))
+        with torch.no_grad():
+            y = outer(given.x, probs=given.probs, indices=given.indices)
+        assert copied == [True, True]
+        assert_close({"y": y}, {"y": expected["y"]}, CLOSE)
+
+
+def test_experts_write_where_other_ranks_read(tmp_path: Path) -> None:
+    on_ranks(memory_is_lent, tmp_path, folder=tmp_path)
+
+
+def sum_as_alltoall(rank: int, ranks: int, folder: Path) -> None:
+    """The bits of the other transport, whose sums are held to the formula; without products, whose tiles differ."""
+    with quietly(), symmetric_on_cpu(folder):
+        for name, dtype, topk in product(PARTIAL_SUMS, (torch.bfloat16, torch.float32, torch.float64), (1, 3)):
+            case = Case((9, 0, 14, 1)[:ranks], 4 * ranks, topk, dtype)
+            given = batch(case).of_rank(case, rank)
+            group = {"group": dist.group.WORLD, "partial_sums": name}
+            symmetric = {**group, "transport": "symmetric"}
+            found = [
+                step(Sequential(first, ops.ScaledSReLU(), last), given)
+                for first, last in (
+                    (ops.Dispatch(case.experts, capacity=80, **symmetric), ops.Combine(**symmetric)),
+                    (ops.Dispatch(case.experts, **group), ops.Combine(**group)),
+                )
+            ]
+            assert_same_bits(*found)
+        layer = share_of(whole(case), case, 80, sums="rounded")
+        assert "partial sums by the rank of their experts, rounded before they are sent" in layer.explain()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.rest, pytest.mark.slow])])
+def test_partial_sums_have_the_bits_of_the_other_transport(ranks: int, tmp_path: Path) -> None:
+    on_ranks(sum_as_alltoall, ranks, tmp_path, folder=tmp_path, ranks=ranks)
+
+
+def send_codes(rank: int, recipes: tuple[str, ...], folder: Path) -> None:
+    """Codes have the bits of values, where no weight needs a gradient; with "always" all but FC1's weight gradient."""
+    sent = []
+
+    def noted(x: Tensor, *rest: Any) -> None:
+        sent.append(x.dtype)
+        push(x, *rest)
+
+    with quietly(), symmetric_on_cpu(folder), patch("ops.kernels.routing.symmetric.push", noted):
+        case = Case((20, 13), 4, 2, torch.bfloat16, features=(160, 64))
+        given = batch(case).of_rank(case, rank)
+        for recipe in recipes:
+            found = []
+            for choice in ("exact", "always", "never"):
+                layer = share_of(whole(case), case, 90)
+                layer[0]._send_codes = choice  # before the first plan
+                with autocast(recipe):
+                    found.append(step(layer, given) | weight_gradients(layer))
+                    assert sent == [torch.uint8 if choice == "always" else torch.bfloat16, torch.bfloat16]
+                    sent.clear()
+                    with torch.no_grad():
+                        y = layer(given.x, probs=given.probs, indices=given.indices)
+                    assert sent == [torch.bfloat16 if choice == "never" else torch.uint8]
+                    sent.clear()
+                assert_same_bits({"y": y}, {"y": found[0]["y"]})
+            assert_same_bits(found[0], found[2])
+            fc1 = next(name for name, t in found[0].items() if t is not None and t.dim() == 3)
+            first, always = dict(found[0]), dict(found[1])
+            made, expected = always.pop(fc1).double(), first.pop(fc1).double()
+            assert (made - expected).norm() < expected.norm() / 16, "each number is rounded once more"
+            assert_same_bits(always, first)
+            words = layer.explain(recipe=recipe)
+            assert "tokens sent in the dtype of x: send_codes='never'" in words
+            # a step that overflows is NaN whatever is sent
+            narrow = share_of(whole(case), case, 8)
+            with autocast(recipe), torch.no_grad():
+                all_nan({"y": narrow(given.x, probs=given.probs, indices=given.indices)})
+            sent.clear()
+            assert "would have received" in sentence(fuser.check_overflow)
+
+
+@pytest.mark.parametrize(
+    "recipes", [("fp8_block",), pytest.param(("mxfp8", "fp8_rowwise"), marks=pytest.mark.rest)], ids=["block", "others"]
+)
+def test_codes_that_are_sent_have_the_bits_of_values(recipes: tuple[str, ...], tmp_path: Path) -> None:
+    on_ranks(send_codes, recipes, tmp_path, folder=tmp_path)
 
 
 def overflow_on_cpu(rank: int, recipes: tuple[str, ...], folder: Path) -> None:
@@ -358,7 +483,7 @@ def name_and_refuse(rank: int, folder: Path) -> None:
         assert dispatching.endswith(
             "symmetric memory over 2 ranks (gloo), a token written once to each rank; no host read; capacity 12 rows a "
             f"rank, of 4 H + 12 bytes, {num_bytes} bytes held; "
-            "tokens sent in the dtype of x: the kernels of symmetric memory copy values]"
+            "tokens sent in the dtype of x: no GroupedLinear that takes codes follows in the pipeline]"
         ), (dispatching, num_bytes)
         assert combining.endswith("from the memory of their ranks; symmetric memory over 2 ranks (gloo)]")
         assert "Dispatch(num_experts=4, group=<ranks 0, 1>, transport='symmetric', capacity=12)" in repr(layer)

@@ -168,6 +168,16 @@ def test_training_sends_values_unless_the_experts_are_frozen(tmp_path: Path) -> 
     on_ranks(train_with_codes, folder=tmp_path)
 
 
+def sent_and_received(x: Tensor, quantizer: Any, splits: Splits) -> Any:
+    rows, widths = pack(x, quantizer)
+    return unpack(
+        *[part.clone(memory_format=torch.contiguous_format) for part in rows.split(widths, 1)],
+        quantizer.spec,
+        splits,
+        x.dtype,
+    )
+
+
 def half_step(values: Tensor, scale: Tensor) -> Tensor:
     """By how much rounding to E4M3 may change values: half of the last of 3 bits, or of the smallest number, 2^-9."""
     return values.abs() / 16 + scale / 1024
@@ -182,7 +192,7 @@ def test_the_columnwise_copy_made_of_codes_is_within_two_roundings(recipe: Any, 
         recipe.quantizer(Role.INPUT),
         Splits.make(torch.tensor([130, 0, 170]), rows=300, device=x.device),
     )
-    rows = unpack(pack(x, quantizer), quantizer.spec, 160, splits, x.dtype)
+    rows = sent_and_received(x, quantizer, splits)
     behind = quantizer.quantize_grouped(x, splits).rowwise
     for sent, made in ((rows.rowwise.codes, behind.codes), (rows.rowwise.scale_inv, behind.scale_inv)):
         assert sent.shape == made.shape and torch.equal(sent.view(torch.uint8), made.view(torch.uint8))
@@ -314,7 +324,7 @@ def test_bytes_of_a_token_are_its_codes_and_scales(tmp_path: Path) -> None:
 def test_a_row_that_arrives_alone_lies_in_memory_as_the_cast_lays_it(recipe: str) -> None:
     x, quantizer = torch.randn(1, 160, dtype=torch.bfloat16), as_recipe(recipe).quantizer(Role.INPUT)
     splits = Splits.make([0, 1], rows=1, device="cpu")
-    sent = unpack(pack(x, quantizer), quantizer.spec, 160, splits, x.dtype).rowwise
+    sent = sent_and_received(x, quantizer, splits).rowwise
     made = quantizer.quantize_grouped(x, splits).rowwise
     assert sent.codes.stride() == made.codes.stride() and sent.scale_inv.stride() == made.scale_inv.stride()
 
@@ -323,8 +333,11 @@ def test_scales_that_lie_as_a_kernel_lays_them_are_packed() -> None:
     x, quantizer = torch.randn(300, 160, dtype=torch.bfloat16), Float8RowwiseScaling().quantizer(Role.INPUT)
     copy = quantizer.quantize(x, rowwise=True).natural()
     apart = copy._replace(scale_inv=torch.empty_strided((300, 1), (1, 300)).copy_(copy.scale_inv))
-    packed = pack(x, Given(apart))
-    assert torch.equal(packed, pack(x, quantizer))
+    packed, widths = pack(x, Given(apart))
+    assert torch.equal(packed, pack(x, quantizer)[0]) and widths == (160, 4)
+    filled, widths = pack(x, quantizer, 16)
+    assert filled.shape == (300, 176) and widths == (160, 4)
+    assert torch.equal(filled[:, :164], packed) and not filled[:, 164:].any()
     assert torch.equal(packed[:, 160:].contiguous().view(torch.float32), copy.scale_inv)
 
 
@@ -362,7 +375,7 @@ def test_what_arrives_is_what_the_kernel_makes_of_the_rows(recipe: str, features
     x = torch.randn(300, features, device="cuda", dtype=torch.bfloat16)
     quantizer = as_recipe(recipe).quantizer(Role.INPUT)
     splits = Splits.make(torch.tensor([130, 0, 170], device="cuda"), rows=300, device=x.device)
-    sent = unpack(pack(x, quantizer), quantizer.spec, features, splits, x.dtype).rowwise
+    sent = sent_and_received(x, quantizer, splits).rowwise
     made = quantizer.quantize_grouped(x, splits).rowwise
     for got, expected in ((sent.codes, made.codes), (sent.scale_inv, made.scale_inv)):
         assert got.shape == expected.shape and torch.equal(got.view(torch.uint8), expected.view(torch.uint8))

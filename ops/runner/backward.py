@@ -132,7 +132,10 @@ def _run(
         try:
             begin, end = ends[wiring.step.indices[0]], ends[wiring.step.indices[-1] + 1]
             kept, saved[begin:end] = saved[begin:end], [None] * (end - begin)
-            step = _OperationBackward(record, wiring, kept, dx, d_outputs, own, unwanted)
+            lent, at = None, wiring.lends_grad_input
+            if at is not None:
+                lent = _lent(record, wiring, at, saved[ends[at] : ends[at + 1]], dx)
+            step = _OperationBackward(record, wiring, kept, dx, d_outputs, own, unwanted, lent)
             dx, slots, of_parameters, names, of_extras = _run_step(step, updates, repeats)
         except Exception as error:
             raise_located(record.labels, wiring.step.indices[0], wiring.step.of(record.operations), error)
@@ -165,6 +168,7 @@ class _OperationBackward(NamedTuple):
 
     kept: the tensors that its operations saved; they are given up
     own: the extra outputs into whose gradients it may write
+    lent: memory for dx
     """
 
     record: Record
@@ -174,6 +178,7 @@ class _OperationBackward(NamedTuple):
     d_outputs: dict[str, Tensor]
     own: frozenset[str]
     unwanted: frozenset[int]
+    lent: Tensor | None
 
 
 class _Gradients(NamedTuple):
@@ -185,6 +190,15 @@ class _Gradients(NamedTuple):
     of_parameters: tuple[Tensor, ...]
     names: tuple[str, ...]
     of_extras: tuple[Tensor, ...]
+
+
+def _lent(record: Record, wiring: Wiring, lender: int, kept: list[Tensor | None], dy: Any) -> Tensor | None:
+    """Memory for dx of the operation before the step, unless the caller gave some. kept: what that saved"""
+    forwards = unflatten(record.states[lender].saved, kept)
+    if record.buffers or dy is None or forwards is None:
+        return None
+    dtype = record.program.contexts[wiring.step.indices[0]]["dtype"]
+    return record.operations[lender].memory_for_grad_output(forwards, dy.shape[0], dtype)
 
 
 def _run_step(step: _OperationBackward, updates: PendingUpdates | None, repeats: bool) -> _Gradients:
@@ -221,6 +235,8 @@ def _execute(step: _OperationBackward, contexts: list[OperationContext]) -> _Gra
         context.saved, context.quantized_weights = unflatten(state.saved, flat), unflatten(state.weights, flat)
     if step.own:
         contexts[0].own_gradients = step.own
+    if step.lent is not None:
+        contexts[0].buffers = {"grad_input": step.lent}
     operation = planned.of(record.operations)
     result = operation.fuser_backward(contexts if planned.fused else contexts[0], step.dy, step.d_outputs)
     if type(result) is not tuple or len(result) != 3:
@@ -251,7 +267,7 @@ def _repeat(
             return _execute(step, contexts)
 
     names = (*record.states[indices[0] : indices[-1] + 1], step.own, step.unwanted, *step.d_outputs)
-    values = (step.dy, *step.d_outputs.values(), tuple(step.kept), *destinations.values())
+    values = (step.dy, *step.d_outputs.values(), tuple(step.kept), *destinations.values(), step.lent)
     found: _Gradients = repeated.run(operations, names, values, updates, execute)
     for index, context in contexts_of.items():
         operations[index].mark_written(context)

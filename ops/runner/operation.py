@@ -92,6 +92,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     has_adapter: whether an adapter's products are added to its own. It is fused where a fusion has `handles_adapters`.
     divides_output: the `ops.kernels.collectives.RankGroup` among whose ranks the features of y are divided, or None.
     settings: how often such an attribute was assigned, a recipe or a name of an extra tensor set.
+    lends_memory: whether it may have memory into which its neighbours write what it takes: `memory_for_input`,
+    `memory_for_grad_output`.
     is_stand_in: whether it stands for another operation in `ops.runner.traced_plan`, with the tensors of one call.
 
     Calling an operation runs it as a pipeline of one, never fused: `y = operation(x, split_sizes=sizes)`.
@@ -112,6 +114,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     has_adapter: bool = False
     divides_output: Any = None
     settings: int = 0
+    lends_memory: bool = False
     is_stand_in: bool = False
     _captured_weights: Any = None
     _former_parameters: Any = None
@@ -202,6 +205,15 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
 
         receiver: that operation, where it takes containers as they are
         """
+        return None
+
+    def memory_for_input(self, extras: Mapping[str, Any], shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """Memory of its own, of this shape and dtype, for the operation before it to write x into, or None. It takes an
+        x that lies elsewhere as well. extras: its extra inputs, as far as they are there"""
+        return None
+
+    def memory_for_grad_output(self, saved: Any, rows: int, dtype: torch.dtype) -> Tensor | None:
+        """The same for the operation behind it to write dy [rows, features] into. saved: of its forward"""
         return None
 
     def prepare_weights(self, ctx: OperationContext) -> Any:

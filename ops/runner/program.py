@@ -99,6 +99,8 @@ class Wiring(NamedTuple):
     reuses_gradients: bool  # backward reads which gradients of extra outputs it may write into
     retains_grad_output: bool  # dy is read after backward
     repeated: RepeatedStep | None  # where the step may be repeated as a whole
+    lends_output: int | None  # the position of the operation behind it that may have memory for y
+    lends_grad_input: int | None  # that of the operation before it that may have memory for dx
 
 
 class Program:
@@ -218,6 +220,8 @@ class Program:
             not step.fused and step.operation.reuses_gradients,
             any(operation.retains_grad_output for operation in covered),
             self._repeated(step, covered, written),
+            _lender(operations, step.indices[-1], 1, "output"),
+            _lender(operations, first, -1, "grad_input"),
         )
 
     @property
@@ -233,3 +237,11 @@ class Program:
         dtypes = [self.contexts[index]["dtype"] for index in step.indices]
         alone = step.fused or all(operation.repeats_alone for operation in covered)
         return RepeatedStep(step.indices, self.request.recipe, torch.float32 in dtypes, alone)
+
+
+def _lender(operations: Sequence[Any], index: int, towards: int, buffer: str) -> int | None:
+    """The position of the neighbour that may have memory for what the operation at `index` writes into that buffer."""
+    neighbour = index + towards
+    if not 0 <= neighbour < len(operations) or buffer not in operations[index].buffer_names:
+        return None
+    return neighbour if operations[neighbour].lends_memory else None

@@ -384,10 +384,11 @@ class Call:
     def _run_step(self, wiring: Wiring, x: Any) -> Any:
         if wiring.writes is not None:
             self._check_writable(wiring, wiring.writes, x)
+        lent = None if wiring.lends_output is None else self._lent(wiring, wiring.lends_output, x)
         if not self.repeats or wiring.repeated is None or not wiring.repeated.alone:
-            y, outputs = self._execute(wiring, x, self.updates, self.states, self.kept)
+            y, outputs = self._execute(wiring, x, self.updates, self.states, self.kept, lent)
         else:
-            y, outputs = self._repeat(wiring.repeated, wiring, x)
+            y, outputs = self._repeat(wiring.repeated, wiring, x, lent)
         for local, name, _ in wiring.outputs:
             if local in outputs:
                 self.environment[name] = outputs[local]
@@ -402,13 +403,16 @@ class Call:
         updates: Any,
         states: list[OperationState],
         kept: list[Tensor | None],
+        lent: Tensor | None,
         weights: Mapping[int, Any] = _NO_WEIGHTS,
     ) -> tuple[Any, Mapping[str, Any]]:
-        """y and the extra outputs by name; what is left for backward goes to `states` and `kept`."""
+        """y and the extra outputs by name; what is left for backward goes to `states` and `kept`. lent: memory for y"""
         step = wiring.step
         contexts = [self.context(index, updates) for index in step.indices]
         for context in contexts if weights else ():
             context.prepared_weights = weights.get(context.index)
+        if lent is not None:
+            contexts[-1].buffers = {"output": lent}
         extras = {local: self._extra(name, kind, x) for local, name, kind in wiring.inputs} if wiring.inputs else {}
         result = step.of(self.operations).fuser_forward(contexts if step.fused else contexts[0], x, extras)
         if type(result) is not tuple or len(result) != 2:
@@ -417,7 +421,18 @@ class Call:
             states += [left_by(context, kept) for context in contexts]
         return result
 
-    def _repeat(self, repeated: RepeatedStep, wiring: Wiring, x: Any) -> tuple[Any, Mapping[str, Any]]:
+    def _lent(self, wiring: Wiring, lender: int, x: Any) -> Tensor | None:
+        """Memory for y of the operation behind the step, unless the caller gave some."""
+        last, behind = wiring.step.indices[-1], self.operations[lender]
+        features = self.operations[last].features(None)
+        if self.buffers or len(x.shape) != 2 or features is None:
+            return None
+        extras = {local: self.environment.get(behind.extra_name(local)) for local in behind.extra_inputs}
+        return behind.memory_for_input(extras, (x.shape[0], features), self.program.contexts[last]["dtype"])
+
+    def _repeat(
+        self, repeated: RepeatedStep, wiring: Wiring, x: Any, lent: Tensor | None
+    ) -> tuple[Any, Mapping[str, Any]]:
         """The same, done again if it can be."""
         inside = [index for index in wiring.step.indices if self.operations[index].weights_scope is not None]
         weights = {index: self.operations[index].prepare_weights(self.context(index, self.updates)) for index in inside}
@@ -426,7 +441,7 @@ class Call:
             before = dict(self.environment)
             states: list[OperationState] = []
             kept: list[Tensor | None] = []
-            y, outputs = self._execute(wiring, x, updates, states, kept, weights)
+            y, outputs = self._execute(wiring, x, updates, states, kept, lent, weights)
             for index, state in zip(wiring.step.indices, states, strict=True):
                 state.forget_prototype(self.program.contexts[index])
             divided = tuple([name for name, value in before.items() if value is not self.environment[name]])
@@ -435,7 +450,7 @@ class Call:
 
         values = [self._extra(name, kind, x, on_device=True) for _, name, kind in wiring.inputs]
         prepared = tuple([copies and copies.tensors() for copies in weights.values()])
-        result = repeated.run(self.operations, tuple(weights), (x, *values, prepared), self.updates, execute)
+        result = repeated.run(self.operations, tuple(weights), (x, *values, prepared, lent), self.updates, execute)
         self.environment.update(zip(result.divided, result.splits, strict=True))
         self.states += result.states
         self.kept += result.kept

@@ -73,6 +73,7 @@ class SymmetricRoutingMap(RoutingMap):
     place, lead: [T, topk] int32
     origins: [C] int32
     step: a number of the buffers, the same in forward and backward
+    features: of the tokens that were sent
     """
 
     transport: ClassVar[str] = "symmetric"
@@ -84,6 +85,7 @@ class SymmetricRoutingMap(RoutingMap):
     group: RankGroup
     buffers: SymmetricBuffers
     step: int
+    features: int
     partial_sums: str | None = None
 
     @property
@@ -106,12 +108,14 @@ class SymmetricRoutingMap(RoutingMap):
         self.buffers.note_written(self.step)
         return y
 
-    def memory_for_rows(self, dtype: torch.dtype, H: int) -> Tensor | None:
-        """Where `sum_rows` and `send_back` would copy rows [C, H] of this dtype to: what makes them may write them
+    def memory_for_rows(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """Where `sum_rows` and `send_back` would copy rows of this shape and dtype to: what makes them may write them
         there itself. None if that is not allowed now, or not at all."""
-        if self.partial_sums is not None or H * dtype.itemsize > self.buffers.row_bytes:
+        rows, H = shape
+        fits = rows == self.num_rows and H * dtype.itemsize <= self.buffers.row_bytes
+        if not fits or self.partial_sums is not None or not self.buffers.are_free_for(self.step):
             return None
-        return self.buffers.rows(dtype, H) if self.buffers.are_free_for(self.step) else None
+        return self.buffers.rows(dtype, H)
 
     def sum_rows(self, rows: Tensor) -> Tensor:
         """The sums [T, H] of the rows of this rank's tokens, of what all ranks give for their rows, [C, H]."""
@@ -172,16 +176,17 @@ class SymmetricSumsRoutingMap(SymmetricRoutingMap):
 
 
 class Arrived(NamedTuple):
-    """What `send` gives: the map, the rows [C, H] for the experts here, their probs [C], sizes [L]."""
+    """What `send` gives: the map, the rows for the experts here by parts [C, width], their probs [C], sizes [L]."""
 
     routing_map: SymmetricRoutingMap
-    rows: Tensor
+    parts: tuple[Tensor, ...]
     scales: Tensor
     sizes: Tensor
 
 
 def send(
     x: Tensor,
+    widths: tuple[int, ...] | None,
     probs: Tensor,
     indices: Tensor,
     num_experts: int,
@@ -191,8 +196,9 @@ def send(
     returned: tuple[int, torch.dtype],
     partial_sums: str | None = None,
 ) -> Arrived:
-    """x [T, H], or bytes of codes; probs [T, topk], indices [T, topk] integers.
+    """x [T, H], or bytes of codes and scales; probs [T, topk], indices [T, topk] integers.
 
+    widths: of the parts of a row, each of which becomes a tensor; what is behind them fills a row up. None: one part
     about: what has to be the same on all ranks, in words; returned: the features and dtype of rows that come back
 
     Raises RuntimeError, with the same sentence on every rank, where that is not the same, which is compared once; where
@@ -211,20 +217,19 @@ def send(
     push(x.contiguous(), probs.contiguous(), place, lead, buffers)
     memory.barrier()
     buffers.tell_host()
-    rows, origins, scales = _collect(buffers.rows(x.dtype, H), buffers.origins, buffers.scales(probs.dtype), totals)
+    arrived = buffers.rows(x.dtype, H), buffers.origins, buffers.scales(probs.dtype)
+    parts, origins, scales = _collect(*arrived, totals, widths or (H,))
     step = buffers.next_step()
     buffers.note_written(step)
-    fields = (row_of_slot, token_of_row, place, lead, origins, group, buffers, step, partial_sums)
+    fields = (row_of_slot, token_of_row, place, lead, origins, group, buffers, step, features, partial_sums)
     if partial_sums is None:
-        return Arrived(SymmetricRoutingMap(*fields), rows, scales, sizes)
+        return Arrived(SymmetricRoutingMap(*fields), parts, scales, sizes)
     with_sums = SymmetricSumsRoutingMap(*fields, members=buffers.members.clone())
-    return Arrived(with_sums, rows, scales, sizes)
+    return Arrived(with_sums, parts, scales, sizes)
 
 
 @replayed
-def _announce(
-    indices: Tensor, num_experts: int, num_ranks: int, rank: int, addresses: Tensor
-) -> tuple[Tensor, Tensor]:
+def _announce(indices: Tensor, num_experts: int, num_ranks: int, rank: int, addresses: Tensor) -> tuple[Tensor, Tensor]:
     """(row_of_slot, token_of_row); every rank gets the counts. The former ones were read before a barrier."""
     routing_map, _, counts_E = make_routing_map(indices, num_experts)
     put_counts(counts_E, num_ranks, rank, addresses)
@@ -241,11 +246,18 @@ def _place(
 
 
 @replayed
-def _collect(rows: Tensor, origins: Tensor, scales: Tensor, totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(y [C, H], origins [C], scales [C]) of the rows that came."""
-    y, found_origins, found_scales = torch.empty_like(rows), torch.empty_like(origins), torch.empty_like(scales)
-    expand(rows, origins, y, (totals, scales, found_origins, found_scales))
-    return y, found_origins, found_scales
+def _collect(
+    rows: Tensor, origins: Tensor, scales: Tensor, totals: Tensor, widths: tuple[int, ...]
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """(parts [C, width], origins [C], scales [C]) of the rows that came."""
+    parts = tuple([rows.new_empty(rows.shape[0], width) for width in widths])
+    found_origins, found_scales = torch.empty_like(origins), torch.empty_like(scales)
+    expand(rows, origins, parts[0], (totals, scales, found_origins, found_scales))
+    begin = widths[0]
+    for part in parts[1:]:
+        expand(rows[:, begin:], found_origins, part)
+        begin += part.shape[1]
+    return parts, found_origins, found_scales
 
 
 # ----------------------------------------------------------------------------------------------------------- reference
@@ -347,15 +359,16 @@ def expand(
 ) -> None:
     """y[i] = rows[origins[i]], [C, H]; zeros NOWHERE, NaN where OVERFLOWN (bytes 0x7F in rows of bytes).
 
+    rows: [C, at least H], any distance between rows; y contiguous
     found: (totals, scales, origins and scales to write) where the origins are those of the buffers, which hold for
     the rows below the total alone
     """
-    C, H = rows.shape
+    C, H = y.shape
     if has_work(y):
         block_h, num_warps = move_config(H, y.element_size())
         _expand(
-            y, cdiv(C, ROWS) * cdiv(H, block_h), rows, origins, y, *(found or (None,) * 4), C, H, ROWS=ROWS,
-            BLOCK_H=block_h, num_warps=num_warps,
+            y, cdiv(C, ROWS) * cdiv(H, block_h), rows, origins, y, *(found or (None,) * 4), C, H, rows.stride(0),
+            ROWS=ROWS, BLOCK_H=block_h, num_warps=num_warps,
         )  # fmt: skip
 
 

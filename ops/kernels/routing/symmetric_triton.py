@@ -6,7 +6,7 @@ of 16. place = r * CAPACITY + row is a row of rank r; NOWHERE and OVERFLOWN are 
 put_counts:       a program for each rank that is written to.
 layout:           one program.
 locate:           a program handles BLOCK_T tokens and all slots.
-push, pull:       a program handles BLOCK_H columns of one token; the first columns take along what belongs to the token.
+push, pull:       a program handles BLOCK_H columns of one token; the first columns take its scales and members along.
 expand:           a program handles BLOCK_H columns of ROWS rows, so that many loads are on their way at once.
 sum_members:      a program handles BLOCK_H columns of one row.
 """
@@ -126,7 +126,7 @@ def push_kernel(
 
 @triton.jit
 def expand_kernel(
-    rows_ptr, origins_ptr, y_ptr, totals_ptr, scales_ptr, found_origins_ptr, found_scales_ptr, C, H,
+    rows_ptr, origins_ptr, y_ptr, totals_ptr, scales_ptr, found_origins_ptr, found_scales_ptr, C, H, row_stride,
     ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """totals_ptr and what follows: None where the origins hold for all rows"""
@@ -146,7 +146,7 @@ def expand_kernel(
     else:
         overflows = tl.load(origins_ptr) == OVERFLOWN
     inside = (row < C)[:, None] & (offs_h < H)[None, :]
-    at = origin.to(tl.int64)[:, None] * H + offs_h[None, :]
+    at = origin.to(tl.int64)[:, None] * row_stride + offs_h[None, :]
     if y_ptr.dtype.element_ty == tl.uint8:
         x = tl.load(rows_ptr + at, mask=(origin >= 0)[:, None] & inside, other=0)
         x = tl.where(overflows, 0x7F, x).to(tl.uint8)  # NaN in float8 codes
