@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from bench.case import Call
 from bench.exchange import exchanged_layer, experts_of, torch_experts
 from bench.models import ExpertShape
-from bench.ranks import say
 from bench.schedule import BASELINE, recipe_named
 from bench.whole_layer import LayerCase
 from fuser import Sequential, autocast, ops
@@ -68,11 +67,7 @@ def make_ways(
         ways[SYMMETRIC] = over(SYMMETRIC)
         if x.is_cuda:
             ways[CAPTURED] = replace(ways[SYMMETRIC], captured=True)
-        for name, sums in summed.items():
-            try:
-                ways[f"{SYMMETRIC}, {name}"] = over(SYMMETRIC, sums)
-            except NotImplementedError as refusal:
-                say(f"{SYMMETRIC}, {name} is left out: {refusal}")
+        ways |= {f"{SYMMETRIC}, {name}": over(SYMMETRIC, sums) for name, sums in summed.items()}
     plain = {name: ways[name] for name in (ONE, OURS, OVERLAPPED, SYMMETRIC) if name in ways}
     for recipe in recipes:
         for name, way in plain.items():

@@ -1,13 +1,15 @@
 """What the kernels of transport="symmetric" transfer between GPUs in a step of the layer, and how fast.
 
-    push_kernel     writes: a row for each token and other rank that owns any of its experts. In forward x, with a scale
-                    and an origin for each (token, slot) pair of another rank; in backward dy
-    pull_kernel     reads: a row for each (token, slot) pair whose expert is on another rank, with partial sums for each
-                    token and rank. In forward y; in backward dx, with the gradient of each such pair's scale
-    barrier_kernel  its time contains the waiting for the other ranks, so it is reported apart
+    push_kernel       writes: a row for each token and other rank that owns any of its experts. In forward x, with a
+                      scale and an origin for each (token, slot) pair of another rank, and with partial sums the rows of
+                      its slots there; in backward dy
+    pull_kernel       reads: a row for each pair whose expert is on another rank. In forward y; in backward dx, with the
+                      gradient of each such pair's scale. With partial sums these gradients alone
+    pull_sums_kernel  reads: with partial sums, a row for each token and other rank. In forward y, in backward dx
+    barrier_kernel    its time contains the waiting for the other ranks, so it is reported apart
 
-Rows travel in the dtype of x under every recipe. The kernels also move rows that stay on their rank; their rate is that
-of the bytes which cross the link alone.
+Rows are counted in the dtype of x under every recipe. The kernels also move rows that stay on their rank; their rate is
+that of the bytes which cross the link alone.
 """
 
 # T tokens, n ranks, E experts, H features
@@ -23,13 +25,14 @@ from bench.case import PASSES, TimedPass
 from bench.device_events import device_events, seconds_of_steps
 from bench.link import READ, WRITE, LinkRates
 from bench.timing import Timing, summarize
-from ops.kernels.routing.symmetric_triton import pull_kernel, push_kernel
+from ops.kernels.routing.symmetric_triton import pull_kernel, pull_sums_kernel, push_kernel
+from ops.kernels.routing.transports import sent_dtype
 
 # Each with the rate of the link that it is compared with.
-TRANSFER_KERNELS = ((push_kernel.__name__, WRITE), (pull_kernel.__name__, READ))
+TRANSFER_KERNELS = ((push_kernel.__name__, WRITE), (pull_kernel.__name__, READ), (pull_sums_kernel.__name__, READ))
 BARRIER_KERNEL = "barrier_kernel"  # torch's
 PROFILED_STEPS = 10
-_SCALE_BYTES = _ORIGIN_BYTES = 4
+_SCALE_BYTES = _ORIGIN_BYTES = _MEMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class SymmetricTransfers:
 def bytes_over_link(
     indices: Tensor, rank: int, ranks: int, num_experts: int, row: Tensor, passes: str, partial_sums: str | None = None
 ) -> dict[str, int]:
-    """For each of `TRANSFER_KERNELS` the bytes of this rank's tokens that cross the link in a pass.
+    """The bytes of this rank's tokens that cross the link in a pass, for each of `TRANSFER_KERNELS` that runs in it.
 
     indices: [T, topk], the experts of each token, E num_experts of them on n ranks; row: [H], of the dtype of x
 
@@ -77,15 +80,16 @@ def bytes_over_link(
     owner = indices // (num_experts // ranks)
     pairs = int((owner != rank).sum())
     tokens = sum(int((owner == other).any(1).sum()) for other in range(ranks) if other != rank)
-    returned = pairs * row.nbytes
-    if partial_sums is not None:
-        itemsize = 4 if partial_sums == "float32" else row.itemsize
-        returned = tokens * row.numel() * itemsize
-    pushed = [tokens * row.nbytes + pairs * (_SCALE_BYTES + _ORIGIN_BYTES), tokens * row.nbytes]
-    pulled = [returned, returned + pairs * _SCALE_BYTES]
-    counted = 1 if passes == PASSES[0] else 2
-    names = (name for name, _ in TRANSFER_KERNELS)
-    return dict(zip(names, (sum(pushed[:counted]), sum(pulled[:counted])), strict=True))
+    backward = passes != PASSES[0]
+    transfers = 2 if backward else 1
+    d_scales = pairs * _SCALE_BYTES if backward else 0
+    pushed = transfers * tokens * row.nbytes + pairs * (_SCALE_BYTES + _ORIGIN_BYTES)
+    (push, _), (pull, _), (pull_sums, _) = TRANSFER_KERNELS
+    if partial_sums is None:
+        return {push: pushed, pull: transfers * pairs * row.nbytes + d_scales}
+    pushed += tokens * indices.shape[1] * _MEMBER_BYTES
+    summed = transfers * tokens * row.numel() * sent_dtype(partial_sums, row.dtype).itemsize
+    return {push: pushed, pull_sums: summed} | ({pull: d_scales} if backward else {})
 
 
 def measure_transfers(step: TimedPass, num_bytes: Mapping[str, int], rates: LinkRates) -> SymmetricTransfers:
@@ -94,9 +98,8 @@ def measure_transfers(step: TimedPass, num_bytes: Mapping[str, int], rates: Link
     Raises RuntimeError, on every rank, if the profiler has not seen the kernels on one of them.
     """
     events = device_events(step, PROFILED_STEPS)
-    names = [name for name, _ in TRANSFER_KERNELS]
     try:
-        mine: Any = {name: seconds_of_steps(events, name, PROFILED_STEPS) for name in (*names, BARRIER_KERNEL)}
+        mine: Any = {name: seconds_of_steps(events, name, PROFILED_STEPS) for name in (*num_bytes, BARRIER_KERNEL)}
     except RuntimeError as error:
         mine = str(error)
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -112,11 +115,11 @@ def slowest(
 ) -> SymmetricTransfers:
     """What all ranks measured, each (the seconds of each step by kernel, bytes by kernel), as that of the slowest."""
     uses = []
-    for name, direction in TRANSFER_KERNELS:
+    directions = dict(TRANSFER_KERNELS)
+    for name in of_ranks[0][1]:
+        peer_rate = rates._asdict()[directions[name]]
         of_kernel = [
-            KernelUse(
-                name, direction, summarize(list(seconds[name])).median, num_bytes[name], rates._asdict()[direction]
-            )
+            KernelUse(name, directions[name], summarize(list(seconds[name])).median, num_bytes[name], peer_rate)
             for seconds, num_bytes in of_ranks
         ]
         uses.append(min(of_kernel, key=lambda use: use.rate))

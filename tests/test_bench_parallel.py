@@ -126,7 +126,7 @@ def test_two_ranks_are_measured_and_checked(tmp_path):
 def launched(step, repeats: int) -> list[DeviceEvent]:
     """What a profiler would see of `step`, which is run once."""
     step()
-    names = ("push_kernel", BARRIER_KERNEL, "pull_kernel")
+    names = ("push_kernel", BARRIER_KERNEL, "pull_kernel", "pull_sums_kernel")
     return [DeviceEvent(name, float(turn), 1e-3) for turn in range(repeats) for name in names]
 
 
@@ -139,7 +139,9 @@ def measure_symmetric(rank: int, folder: Path) -> None:
     row = 2 * bench_parallel.MODELS[MODEL].hidden
     for passes, sent in zip(PASSES, (2 * tokens * row + 8 * tokens, 4 * tokens * row + 12 * tokens), strict=True):
         ways = {one.way: one for one in found if one.passes == passes}
-        assert {sums, f"{SYMMETRIC}, mxfp8"} < ways.keys()
+        assert [use.name for use in ways[f"{SYMMETRIC}, {sums}"].symmetric.kernels][:2] == [
+            "push_kernel", "pull_sums_kernel",
+        ]  # fmt: skip
         for way in (SYMMETRIC, f"{SYMMETRIC}, mxfp8"):
             assert ways[way].bytes_sent == sent, "each token has an expert on the other rank"
             assert ways[way].transfers.median == pytest.approx(2e-3)
@@ -175,8 +177,13 @@ def test_a_token_crosses_the_link_once_a_rank_and_its_rows_return_apart():
     assert list(bytes_over_link(indices, 1, 3, 6, x, forward)) == ["push_kernel", "pull_kernel"]
     assert sent(forward) == (tokens * row + pairs * 8, pairs * row)
     assert sent(both) == (2 * tokens * row + pairs * 8, 2 * pairs * row + pairs * 4)
-    assert sent(both, "rounded") == (2 * tokens * row + pairs * 8, 2 * tokens * row + pairs * 4)
-    assert sent(both, "float32") == (2 * tokens * row + pairs * 8, 4 * tokens * row + pairs * 4)
+    # with sums also the three slots of a token, and the gradients of scales by a kernel of their own
+    assert sent(forward, "rounded") == (tokens * (row + 12) + pairs * 8, tokens * row)
+    assert sent(both, "rounded") == (tokens * (2 * row + 12) + pairs * 8, 2 * tokens * row, pairs * 4)
+    assert sent(both, "float32") == (tokens * (2 * row + 12) + pairs * 8, 4 * tokens * row, pairs * 4)
+    assert list(bytes_over_link(indices, 1, 3, 6, x, both, "rounded")) == [
+        "push_kernel", "pull_sums_kernel", "pull_kernel",
+    ]  # fmt: skip
     assert tuple(bytes_over_link(torch.tensor([[2, 3], [0, 2]]), 1, 2, 4, x, forward).values()) == (row + 8, row)
 
 
