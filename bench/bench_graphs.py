@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
 
 from bench.case import Call, TimedPass
+from bench.device_events import device_events
 from bench.grouped_case import GroupedCase, expert_mlp
 from bench.models import EXPERT_SHAPES, TINY_SHAPES
 from bench.results import add_json_argument, write_results
@@ -114,14 +114,7 @@ def measure_graphs(label: str, model: str, *, rounds: int) -> Iterator[GraphFigu
 
 def kernel_seconds(step: TimedPass, repeats: int = 10) -> float:
     """The sum of the GPU times of all kernels and copies of one step."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        for _ in range(repeats):
-            step()
-        torch.cuda.synchronize()
-    on_device = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
-    return sum(event.self_device_time_total for event in on_device) * 1e-6 / repeats
+    return sum(event.seconds for event in device_events(step, repeats)) / repeats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

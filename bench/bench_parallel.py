@@ -6,97 +6,65 @@
     hand-written  `all_to_all_single`, a row a (token, slot) pair, around our grouped MLP (`bench.exchange`)
     torch         the same around `F.grouped_mm` and eager SwiGLU
     partial sums  "ours" with each of --partial-sums: the experts' ranks sum a token's rows before they send them
-    symmetric     with --capacity, on GPUs: "ours" by kernels that write into the memory of the other GPUs
-    , <recipe>    "one rank", "ours" and "overlapped" under each of --recipes, which quantizes the weights in each step
+    symmetric     on GPUs with peer access: "ours" by kernels that write into the memory of the other GPUs, with the
+                  rows of --capacity; also replayed from a CUDA graph ("captured"), and with each of --partial-sums
+    , <recipe>    "one rank", "ours", "overlapped" and "symmetric" under each of --recipes, which quantizes the weights
+                  in each step
     transfers     the all_to_all_single calls of each of these but "torch", alone, one after the other
 
 Every rank has its own tokens, in bf16, and the routing is random. All candidates of a model use the same weights, run
 interleaved in one process a rank, and are checked against "one rank" in bf16 first: y and the gradients of x and of the
-router, and those of the experts' weights against the sum over the ranks. "of one rank" compares with "one rank" under
-the same recipe. Times are a rank's medians, of the slowest rank. On
-GPUs by CUDA events, the L2 cache overwritten and the ranks brought together before each turn; "host" is the time until
-all work is issued, in which the layers with ranks wait for their row counts. "in transfer" is the time of the transfers
-alone over that of the whole: what "overlapped" gains is its time against that of "ours". FLOP: 6 T K H F forward, 18 T
-K H F forward + backward, for T tokens a rank, K experts a token, H hidden, F expert width.
+router, and those of the experts' weights against the sum over the ranks. Steps of "symmetric" are checked to make no
+host synchronization, and the captured one to have the bits of the eager one for `captured.ROUTINGS` other routings.
+"of one rank" compares with "one rank" under the same recipe. Times are a rank's medians, of the slowest rank. On GPUs
+by CUDA events, the L2 cache overwritten and the ranks brought together before each turn; "host" is the time until all
+work is issued, in which the layers over all_to_all_single wait for their row counts.
+
+"in transfer" is the time of the transfers alone over that of the whole: what "overlapped" gains is its time against
+that of "ours". For "symmetric" it is that of its transfer kernels within the step, by torch's profiler, and their rate
+is compared with plain copies over the same link (`bench.link`, `bench.symmetric_transfers`). A line behind each model
+has the targets of "symmetric", met or missed. FLOP: 6 T K H F forward, 18 T K H F forward + backward, for T tokens a
+rank, K experts a token, H hidden, F expert width.
 """
 
 import argparse
 import gc
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.case import PASSES, Call, make_step
+from bench.captured import ROUTINGS, capture, require_no_synchronization, require_same_bits
+from bench.case import PASSES, TimedPass, make_step
 from bench.environment import gpu_state
-from bench.exchange import Transfers, exchanged_layer, experts_of, torch_experts
+from bench.exchange import Transfers
+from bench.link import LinkRates, link_figures, link_line, measure_link, why_no_link
 from bench.models import EXPERT_SHAPES, TINY_SHAPES, ExpertShape
-from bench.ranks import is_rank, joined, launch, require_gpus
+from bench.parallel_report import Measured, figures, show, target_figures
+from bench.parallel_ways import ALLTOALL, CAPTURED, HAND, ONE, PARTIAL_SUMS, SYMMETRIC, TORCH, Way, make_ways
+from bench.ranks import is_rank, joined, launch, of_slowest, require_gpus, say
 from bench.results import add_json_argument, write_results
-from bench.schedule import BASELINE, known_recipes, recipe_named
+from bench.schedule import BASELINE, known_recipes
 from bench.sqnr import Sqnr, require_sqnr, sqnr_floor
-from bench.table import print_table
-from bench.timing import Timing, time_interleaved
+from bench.symmetric_transfers import bytes_over_link, measure_transfers
+from bench.timing import time_interleaved
 from bench.usage import UsageError, require_device
-from bench.whole_layer import LayerCase, whole_layer
-from fuser import Sequential, autocast, ops
-from fuser.distributed import Overlapped
-from ops.kernels.routing import transports
+from bench.whole_layer import LayerCase, route, whole_layer
 
-ONE, OURS, OVERLAPPED, HAND, TORCH = "one rank", "ours", "overlapped", "hand-written", "torch"
-SYMMETRIC = "symmetric"
 MODELS = {**EXPERT_SHAPES, **TINY_SHAPES}
-PARTIAL_SUMS = {f"partial sums, {name}": name for name in transports.PARTIAL_SUMS}
 DEFAULTS = {
     "cuda": "qwen3-30b-a3b,mixtral-8x7b,deepseek-v3",
     "cpu": "tiny-qwen3-30b-a3b,tiny-mixtral-8x7b",
 }
 ROUNDS = {"cuda": 20, "cpu": 5}
 WARMUP = 3
+CAPACITY = "1.0625x"
+ROWS_MULTIPLE = 128  # of a capacity given as a factor
 _PIECE = 2**26  # elements
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One candidate in one pass. times: seconds of the slowest rank; tokens: of a rank.
-
-    host: seconds until all work is issued, on a GPU. transfers: seconds of the exchanges alone, with bytes that a rank
-    sends to others. sqnr: dB against "one rank" in bf16.
-    """
-
-    model: str
-    ranks: int
-    tokens: int
-    passes: str
-    way: str
-    recipe: str
-    flop: int
-    times: Timing
-    host: Timing | None
-    transfers: Timing | None
-    bytes_sent: int | None
-    sqnr: dict[str, float]
-    of_one_rank: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of a rank."""
-        return self.tokens / self.times.median
-
-    @property
-    def tflop_per_s(self) -> float:
-        """Of a rank."""
-        return self.flop / self.times.median / 1e12
-
-    @property
-    def share_in_transfer(self) -> float | None:
-        return None if self.transfers is None else self.transfers.median / self.times.median
 
 
 def measure(
@@ -106,81 +74,141 @@ def measure(
     rounds: int,
     partial_sums: Sequence[str] = (),
     recipes: Sequence[str] = (),
-    capacity: int | None = None,
+    capacity: str | None = None,
+    rates: LinkRates | None = None,
 ) -> list[Measured]:
     """Both passes of one model, on all ranks. Raises AssertionError for a candidate that is wrong.
 
     partial_sums: with which of `Dispatch` it is measured besides; recipes: under which, besides bf16
-    capacity: rows that a rank can receive over "symmetric", which is measured if it is given
+    capacity: as for `rows_of_capacity`; "symmetric" is measured if it is given
+    rates: of the link, to compare the transfer kernels of "symmetric" with. Without, these are not profiled
     """
     shape = MODELS[model]
     case = _case_of_rank(shape, device, tokens)
-    x, (router, fc1, fc2) = case.inputs["x"], case.weights
     own = _own_experts(shape.num_experts)
-    mine = [nn.Parameter(weight.detach()[own]) for weight in (fc1, fc2)]
-    layer = _sharded(shape, router, mine)
-    grouped_mlp, overlapped = layer[2:5], Overlapped(*layer)
-
-    def by_hand(experts: Any) -> Call:
-        return lambda: exchanged_layer(x, router, experts, topk=shape.topk, num_experts=shape.num_experts)
-
-    calls: dict[str, Call] = {
-        OURS: lambda: layer(x),
-        OVERLAPPED: lambda: overlapped(x),
-        HAND: by_hand(experts_of(grouped_mlp)),
-        TORCH: by_hand(torch_experts(*mine)),
-    }
-    summed = {
-        way: _sharded(shape, router, mine, {"partial_sums": name})
-        for way, name in PARTIAL_SUMS.items()
-        if name in partial_sums
-    }
-    if capacity is not None:
-        symmetric = _sharded(shape, router, mine, {"transport": SYMMETRIC}, capacity)
-        calls[SYMMETRIC] = lambda: symmetric(x)
-    calls |= {way: lambda layer=layer: layer(x) for way, layer in summed.items()}
-    recipe_of = dict.fromkeys((ONE, *calls), BASELINE)
-    alone: dict[str, Call] = {ONE: case.ours()}
-    for recipe in recipes:
-        alone[f"{ONE}, {recipe}"] = _under(recipe, case.ours())
-        calls |= {f"{way}, {recipe}": _under(recipe, calls[way]) for way in (OURS, OVERLAPPED)}
-        recipe_of |= {f"{way}, {recipe}": recipe for way in (ONE, OURS, OVERLAPPED)}
-    sqnr = _checked(case, calls, recipe_of, (x, router, *mine), own)
-
-    meeting = torch.zeros(1, device=device)
-    timed = {"rounds": rounds, "warmup": WARMUP, "device": device, "meet": lambda: dist.all_reduce(meeting)}
+    mine = [nn.Parameter(weight.detach()[own]) for weight in case.weights[1:]]
+    rows = None if capacity is None else rows_of_capacity(capacity, case.dy.shape[0] * shape.topk)
+    ways = make_ways(shape, case, mine, partial_sums, recipes, rows)
+    wanted = (case.inputs["x"], case.weights[0], *mine)
+    sqnr = _checked(case, ways, wanted, own)
+    say(f"{model}: close to {ONE}: {'; '.join(sqnr)}")
     found = []
     for passes in PASSES:
-        steps: dict[str, Callable[[], object]] = {way: case.step(call, passes) for way, call in alone.items()}
-        steps |= {way: make_step(call, (x, router, *mine), case.dy, passes) for way, call in calls.items()}
-        steps = {way: steps[way] for way in recipe_of}
-        apart = [way for way in calls if way not in (TORCH, SYMMETRIC)]  # transfers that are operations of their own
-        transfers = {way: Transfers.of(steps[way]) for way in apart}
-        exchanges = {f"transfers of {way}": exchanges for way, exchanges in transfers.items()}
-        times = _of_slowest(time_interleaved(steps | exchanges, clock="device", **timed))
-        host = _of_slowest(time_interleaved(steps, clock="host", **timed)) if device == "cuda" else {}
-        for way in steps:
-            exchanged = None if way in alone or way == SYMMETRIC else HAND if way == TORCH else way
-            recipe = recipe_of[way]
-            found.append(
-                Measured(
-                    model, dist.get_world_size(), x.shape[0], passes, way, recipe, case.flop_of(passes), times[way],
-                    host.get(way), times[f"transfers of {exchanged}"] if exchanged else None,
-                    transfers[exchanged].bytes_sent if exchanged else None, sqnr.get(way, {}),
-                    times[ONE if recipe == BASELINE else f"{ONE}, {recipe}"].median / times[way].median,
-                )
-            )  # fmt: skip
+        found += _time_pass(model, case, ways, wanted, passes, rounds, sqnr)
+        _free_memory(device)
+    if rates is not None and rows is not None:
+        # Behind all times, because a profile may leave the host slower.
+        for passes in PASSES:
+            found = _with_transfers(found, case, ways, wanted, passes, rates)
+            _free_memory(device)
     return found
 
 
-def _under(recipe: str, call: Call) -> Call:
-    value = recipe_named(recipe)
+def rows_of_capacity(text: str, balanced: int) -> int:
+    """The rows that a rank can receive: a number, or a factor of those that it receives if experts are chosen evenly.
 
-    def run() -> Tensor:
-        with autocast(recipe=value):
-            return call()
+    The rows of a factor are rounded up to a multiple of `ROWS_MULTIPLE`. Raises UsageError for anything else.
 
-    return run
+        "5000", balanced 4096  ->  5000        "1.0625x", balanced 4096  ->  4352        "1.1x", 4096  ->  4608
+    """
+    try:
+        if text.endswith("x"):
+            rows = math.ceil(Fraction(text[:-1]) * balanced / ROWS_MULTIPLE) * ROWS_MULTIPLE
+        else:
+            rows = int(text)
+    except (ValueError, ZeroDivisionError):
+        rows = 0
+    if rows < 1:
+        raise UsageError(
+            f"--capacity {text} is neither a number of rows nor a factor. Take one such as 69632, or one such as "
+            f"{CAPACITY}, which means that many times tokens * experts a token."
+        )
+    return rows
+
+
+def _steps(case: LayerCase, ways: Mapping[str, Way], wanted: tuple[Tensor, ...], passes: str) -> dict[str, TimedPass]:
+    """By way. What is captured has run already."""
+    steps = {}
+    for name, way in ways.items():
+        alone = way.transport is None
+        step = case.step(way.call, passes) if alone else make_step(way.call, wanted, case.dy, passes)
+        steps[name] = capture(step) if way.captured else step
+    return steps
+
+
+def _time_pass(
+    model: str,
+    case: LayerCase,
+    ways: Mapping[str, Way],
+    wanted: tuple[Tensor, ...],
+    passes: str,
+    rounds: int,
+    sqnr: Mapping[str, dict[str, float]],
+) -> list[Measured]:
+    device, x = case.device, case.inputs["x"]
+    on_gpu = device.type == "cuda"
+    steps = _steps(case, ways, wanted, passes)
+    over_symmetric = [name for name, way in ways.items() if way.transport == SYMMETRIC and not way.captured]
+    if on_gpu and over_symmetric:
+        for name in over_symmetric:
+            require_no_synchronization(steps[name])
+        say(f"{model}, {passes}: no host synchronization in a step of: {'; '.join(over_symmetric)}")
+        names = case.names[:1] if passes == PASSES[0] else case.names
+        require_same_bits(steps[CAPTURED], steps[SYMMETRIC], x, names)
+        say(f"{model}, {passes}: replays with {ROUTINGS} other routings have the bits of the eager step")
+
+    meeting = torch.zeros(1, device=device)
+    timed = {"rounds": rounds, "warmup": WARMUP, "device": device, "meet": lambda: dist.all_reduce(meeting)}
+    # transfers that are operations of their own
+    transfers = {
+        name: Transfers.of(steps[name]) for name, way in ways.items() if way.transport == ALLTOALL and name != TORCH
+    }
+    exchanges = {f"transfers of {name}": exchanges for name, exchanges in transfers.items()}
+    times = of_slowest(time_interleaved(steps | exchanges, clock="device", **timed))
+    host = of_slowest(time_interleaved(steps, clock="host", **timed)) if on_gpu else {}
+    say(f"{model}, {passes}, ms: {'; '.join(f'{name} {times[name].median * 1e3:.3f}' for name in ways)}")
+    found = []
+    for name, way in ways.items():
+        exchanged = HAND if name == TORCH else name
+        one = ONE if way.recipe == BASELINE else f"{ONE}, {way.recipe}"
+        found.append(
+            Measured(
+                model, dist.get_world_size(), x.shape[0], passes, name, way.recipe, case.flop_of(passes), times[name],
+                host.get(name), times.get(f"transfers of {exchanged}"),
+                transfers[exchanged].bytes_sent if exchanged in transfers else None, None, sqnr.get(name, {}),
+                times[one].median / times[name].median,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _with_transfers(
+    found: Sequence[Measured],
+    case: LayerCase,
+    ways: Mapping[str, Way],
+    wanted: tuple[Tensor, ...],
+    passes: str,
+    rates: LinkRates,
+) -> list[Measured]:
+    """The same, with the transfer kernels of "symmetric" in this pass."""
+    x, router = case.inputs["x"].detach(), case.weights[0].detach()
+    _, indices = route(x, router, case.topk)
+    over_symmetric = {name: way for name, way in ways.items() if way.transport == SYMMETRIC}
+    steps = _steps(case, over_symmetric, wanted, passes)
+    profiled = {}
+    for name, way in over_symmetric.items():
+        num_bytes = bytes_over_link(
+            indices, dist.get_rank(), dist.get_world_size(), len(case.weights[1]), x[0], passes, way.partial_sums
+        )
+        profiled[name] = measure_transfers(steps[name], num_bytes, rates), sum(num_bytes.values())
+    say(f"{found[0].model}, {passes}: transfer kernels profiled")
+    completed = []
+    for one in found:
+        if one.passes == passes and one.way in profiled:
+            symmetric, sent = profiled[one.way]
+            one = replace(one, transfers=symmetric.times, bytes_sent=sent, symmetric=symmetric)
+        completed.append(one)
+    return completed
 
 
 def _case_of_rank(shape: ExpertShape, device: str, tokens: int | None) -> LayerCase:
@@ -198,42 +226,21 @@ def _own_experts(num_experts: int) -> slice:
     return slice(dist.get_rank() * own, (dist.get_rank() + 1) * own)
 
 
-def _sharded(
-    shape: ExpertShape,
-    router: Tensor,
-    weights: list[nn.Parameter],
-    sent: Mapping[str, Any] = MappingProxyType({}),
-    capacity: int | None = None,
-) -> Sequential:
-    """The layer over all ranks, on these parameters. sent: how, for `Dispatch` and `Combine`."""
-    own = weights[0].shape[0]
-    over_ranks: dict[str, Any] = {"group": dist.group.WORLD, **sent}
-    options: dict[str, Any] = {"device": "meta", "dtype": router.dtype}
-    layer = Sequential(
-        ops.Router(shape.hidden, shape.num_experts, shape.topk, use_pre_softmax=False, **options),
-        ops.Dispatch(shape.num_experts, capacity=capacity, **over_ranks),
-        ops.GroupedLinear(own, shape.hidden, 2 * shape.intermediate, bias=False, **options),
-        ops.ScaledSwiGLU(),
-        ops.GroupedLinear(own, shape.intermediate, shape.hidden, bias=False, **options),
-        ops.Combine(**over_ranks),
-    )
-    layer[0].weight, layer[2].weight, layer[4].weight = router, *weights
-    return layer
-
-
 def _checked(
-    case: LayerCase, calls: dict[str, Call], recipe_of: Mapping[str, str], wanted: tuple[Tensor, ...], own: slice
+    case: LayerCase, ways: Mapping[str, Way], wanted: tuple[Tensor, ...], own: slice
 ) -> dict[str, dict[str, float]]:
     """SQNR in dB of y and of the gradients, by candidate, against the layer with all experts."""
     exact = case.step(case.ours(), PASSES[-1])()
-    for dw in exact[3:]:
-        dist.all_reduce(dw)  # experts have the tokens of all ranks
-    exact[3:] = [dw[own] for dw in exact[3:]]
+    for index in range(3, len(exact)):
+        dist.all_reduce(exact[index])  # experts have the tokens of all ranks
+        exact[index] = exact[index][own].clone()  # a view would hold those of all experts
     found = {}
-    for way, call in calls.items():
-        results = make_step(call, wanted, case.dy, PASSES[-1])()
-        found[way] = {name: _sqnr_db(got, want) for name, got, want in zip(case.names, results, exact, strict=True)}
-        require_sqnr(way, found[way], sqnr_floor(recipe_of[way]), against=ONE)
+    for name, way in ways.items():
+        if way.transport is not None:
+            results = make_step(way.call, wanted, case.dy, PASSES[-1])()
+            found[name] = {what: _sqnr_db(*pair) for what, *pair in zip(case.names, results, exact, strict=True)}
+            del results
+            require_sqnr(name, found[name], sqnr_floor(way.recipe), against=ONE)
     return found
 
 
@@ -245,55 +252,11 @@ def _sqnr_db(got: Tensor, want: Tensor) -> float:
     return sqnr.db
 
 
-def _of_slowest(times: dict[str, Timing]) -> dict[str, Timing]:
-    """For each candidate the figures of the rank with the largest median."""
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, times)
-    return {way: max((of_rank[way] for of_rank in of_ranks), key=lambda timing: timing.median) for way in times}
-
-
-def show(found: list[Measured]) -> None:
-    rows = []
-    for (model, passes), ways in itertools.groupby(found, lambda one: (one.model, one.passes)):
-        for index, one in enumerate(ways):
-            share, sent = one.share_in_transfer, one.bytes_sent
-            rate = None if one.transfers is None or sent is None else sent / one.transfers.median / 1e9
-            rows.append(
-                [
-                    "" if index else f"{model}, {one.tokens} tokens a rank, {passes}",
-                    one.way,
-                    f"{one.times.median * 1e3:.3f}",
-                    f"{one.times.low * 1e3:.3f} - {one.times.high * 1e3:.3f}",
-                    f"{one.tokens_per_s:,.0f}",
-                    f"{one.tflop_per_s:.3g}",
-                    f"{one.of_one_rank:.3f}",
-                    "-" if share is None else f"{share:.3f}",
-                    "-" if sent is None else f"{sent / 1e6:.4g}",
-                    "-" if rate is None else f"{rate:.3g}",
-                    "-" if one.host is None else f"{one.host.median * 1e3:.3f}",
-                ]
-            )
-    headers = [
-        "", "way", "median ms", "quartiles", "tokens/s a rank", "TFLOP/s a rank", "of one rank", "in transfer",
-        "MB sent", "GB/s sent", "host ms",
-    ]  # fmt: skip
-    print_table(f"Complete layer on {found[0].ranks} ranks", headers, rows)
-
-
-def figures(found: list[Measured]) -> list[dict[str, Any]]:
-    """The content of the JSON file."""
-    return [
-        asdict(one)
-        | {name: None if timing is None else timing._asdict() for name, timing in _timings(one).items()}
-        | {"tokens_per_s": one.tokens_per_s, "tflop_per_s": one.tflop_per_s}
-        | {"share_in_transfer": one.share_in_transfer}
-        | {"sqnr": {name: db if math.isfinite(db) else "the same bits" for name, db in one.sqnr.items()}}
-        for one in found
-    ]
-
-
-def _timings(one: Measured) -> dict[str, Timing | None]:
-    return {"times": one.times, "host": one.host, "transfers": one.transfers}
+def _free_memory(device: str) -> None:
+    """What is no longer referenced: graphs, and recorded transfers."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -303,7 +266,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, help="timed rounds (default: 20, on a CPU 5)")
     parser.add_argument("--partial-sums", help=f"by commas: {', '.join(PARTIAL_SUMS.values())} (default: none)")
     parser.add_argument("--recipes", help=f"by commas, besides {BASELINE} (default: none)")
-    parser.add_argument("--capacity", type=int, help='rows a rank can receive; measures "symmetric" too, on GPUs')
+    parser.add_argument(
+        "--capacity",
+        metavar="ROWS",
+        help='rows that a rank can receive over "symmetric", on GPUs, or a factor of the balanced rows '
+        f"(default: {CAPACITY})",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one)")
     add_json_argument(parser, "parallel")
 
@@ -318,29 +286,47 @@ def main(arguments: argparse.Namespace) -> int:
     partial_sums = arguments.partial_sums.split(",") if arguments.partial_sums else []
     recipes = arguments.recipes.split(",") if arguments.recipes else []
     _check(ranks, rounds, models, arguments.tokens, partial_sums, recipes)
-    if arguments.capacity is not None and (device == "cpu" or arguments.capacity < 1):
-        raise UsageError(f"--capacity {arguments.capacity} is for GPUs, and at least 1. Leave it out on a CPU.")
+    if arguments.capacity is not None:
+        if device == "cpu":
+            raise UsageError(f"--capacity {arguments.capacity} is for GPUs. Leave it out on a CPU.")
+        rows_of_capacity(arguments.capacity, 1)
     require_gpus(ranks, device)
     if not is_rank():
         return launch(main, arguments, ranks, "Mend what it says above, and run it again.")
     if device == "cpu":
         torch.set_num_threads(1)
     with joined(device, dp=1, ep=ranks):
-        found = []
+        if device == "cpu":
+            say("no GPU is used: small layers on the CPU, whose figures say nothing about a GPU's")
+        capacity, rates = _link(arguments.capacity, device, ranks)
+        found: list[Measured] = []
         for model in models:
-            found += measure(model, device, arguments.tokens, rounds, partial_sums, recipes, arguments.capacity)
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
-        if dist.get_rank() == 0:
-            if device == "cpu":
-                print("no GPU is used: small layers on the CPU, whose figures say nothing about a GPU's")
-            show(found)
-            if arguments.json:
-                record = {"gpu": gpu_state() if device == "cuda" else {}, "backend": dist.get_backend()}
-                record |= {"ranks": ranks, "rounds": rounds, "warmup": WARMUP, "measured": figures(found)}
-                print(f"written: {write_results(arguments.json, 'parallel', device, record)}", flush=True)
+            of_model = measure(model, device, arguments.tokens, rounds, partial_sums, recipes, capacity, rates)
+            found += of_model
+            _free_memory(device)
+            if dist.get_rank() == 0:
+                show(of_model)
+                if arguments.json:
+                    record = {"gpu": gpu_state() if device == "cuda" else {}, "backend": dist.get_backend()}
+                    record |= {"ranks": ranks, "rounds": rounds, "warmup": WARMUP, "link": link_figures(rates)}
+                    record |= {"measured": figures(found), "targets": target_figures(found)}
+                    say(f"written: {write_results(arguments.json, 'parallel', device, record)}")
     return 0
+
+
+def _link(capacity: str | None, device: str, ranks: int) -> tuple[str | None, LinkRates | None]:
+    """The capacity of "symmetric" and the rates of the link, where the ranks can have it."""
+    if device == "cpu":
+        return None, None
+    reason = why_no_link(ranks)
+    if reason:
+        if capacity is not None:
+            raise UsageError(f"--capacity {capacity} is for {SYMMETRIC}, but: {reason} Leave it out.")
+        say(f"{SYMMETRIC} is left out: {reason}")
+        return None, None
+    rates = measure_link()
+    say(link_line(rates, ranks))
+    return capacity or CAPACITY, rates
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""The ranks of a command that runs on several processes: started by torch's elastic launcher, and joined to a mesh."""
+"""The ranks of a command that runs on several processes: started by torch's elastic launcher, joined, and compared."""
 
 import argparse
 import atexit
@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from bench.timing import Timing
 from bench.usage import UsageError
 
 DIMENSIONS = ("dp", "ep")
@@ -75,6 +77,19 @@ def joined(device: str, *, dp: int, ep: int) -> Iterator[DeviceMesh | None]:
     yield init_device_mesh(device, (dp, ep), mesh_dim_names=DIMENSIONS)
     # Only behind success: a rank that fails ends at once, for the launcher to notice.
     dist.destroy_process_group()
+
+
+def say(text: str) -> None:
+    """Print at once, on the first rank: what is printed at the end is lost where a limit of time ends the job."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def of_slowest(times: Mapping[str, Timing]) -> dict[str, Timing]:
+    """For each candidate that all ranks have timed, the figures of the rank with the largest median; a collective."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, times)
+    return {way: max((of_rank[way] for of_rank in of_ranks), key=lambda timing: timing.median) for way in times}
 
 
 def _run_rank(main: Main, arguments: argparse.Namespace) -> int:

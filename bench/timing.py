@@ -56,7 +56,14 @@ def time_interleaved(
             if turn >= warmup:
                 readings[name].append(reading)
     _wait(torch.device(device))
-    return {name: _timing([reading() / calls for reading in found]) for name, found in readings.items()}
+    return {name: summarize([reading() / calls for reading in found]) for name, found in readings.items()}
+
+
+def summarize(values: list[float]) -> Timing:
+    """The median and the quartiles of at least one value."""
+    # Inclusive, so that quartiles of few values stay within their range.
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return Timing(median, low, high)
 
 
 def _repeated(candidate: Callable[[], object], calls: int) -> Run:
@@ -99,9 +106,3 @@ def _stopwatch(clock: str, device: torch.device) -> Callable[[Run], Reading]:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _timing(values: list[float]) -> Timing:
-    # Inclusive, so that quartiles of few values stay within their range.
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return Timing(median, low, high)
