@@ -222,9 +222,7 @@ def send(
 
 
 @replayed
-def _announce(
-    indices: Tensor, num_experts: int, num_ranks: int, rank: int, addresses: Tensor
-) -> tuple[Tensor, Tensor]:
+def _announce(indices: Tensor, num_experts: int, num_ranks: int, rank: int, addresses: Tensor) -> tuple[Tensor, Tensor]:
     """(row_of_slot, token_of_row); every rank gets the counts. The former ones were read before a barrier."""
     routing_map, _, counts_E = make_routing_map(indices, num_experts)
     put_counts(counts_E, num_ranks, rank, addresses)
