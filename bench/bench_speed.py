@@ -19,7 +19,7 @@ import gc
 import itertools
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,8 @@ GPU_PARTS = {"host": "a CPU does the work itself", "start": "a CPU compiles noth
 WARMUP = 3
 # Consecutive calls in the part "host": few, so that none waits because the device's queue is full.
 HOST_CALLS = 4
+# The candidates of part "layer" beside ours.
+AGAINST = (TORCH, COMPILED, *PEERS)
 # Parts other than "mlp" use the models' default tokens; "start" uses this model.
 START_MODEL = "qwen3-30b-a3b"
 
@@ -80,10 +82,13 @@ START_MODEL = "qwen3-30b-a3b"
 class Setup:
     """Settings shared by all comparisons, with messages on what was left out and what failed."""
 
-    def __init__(self, device: str, rounds: int, routings: list[str], limit: float | None) -> None:
+    def __init__(
+        self, device: str, rounds: int, routings: list[str], limit: float | None, against: Sequence[str] = AGAINST
+    ) -> None:
         self.device = device
         self.rounds = rounds
         self.routings = routings
+        self.against = against  # the other candidates of part "layer"
         self.compiles = device == "cuda"  # torch.compile has no grouped products worth timing on a CPU
         self.left_out: list[str] = []
         self.failed: list[str] = []
@@ -100,8 +105,9 @@ class Setup:
             self.left_out.append(sentence)
 
     def find_peers(self) -> None:
-        """Find the installed peers; the others are listed as left out."""
-        for name, (_, make) in PEERS.items():
+        """Find the installed peers that were asked for; those that are not installed are listed as left out."""
+        for name in (name for name in PEERS if name in self.against):
+            _, make = PEERS[name]
             if missing := why_no_peer(name):
                 self.leave_out(f"{name}: {missing}")
             else:
@@ -158,28 +164,42 @@ def measure_host(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[
 def measure_layer(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[Measured]:
     """One comparison for each routing and each pass, with the peers that are installed, correct and run."""
     for routing in setup.routings:
-        case = whole_layer(MODELS[model], device=setup.device, tokens=tokens, routing=routing)
-        ways = {OURS: case.ours(), TORCH: case.torchs()}
-        if setup.compiles:
-            ways[COMPILED] = case.torchs(compiled=True)
-        sqnr = checked_ways(case, ways, dtype)
-        peers = {}
-        for name, make in setup.peers.items():
-            try:
-                peer = make(case)
-                for passes in PASSES:
-                    sqnr[name] = peer.sqnr(case, peer.step(case, passes)())
-                    require_sqnr(name, sqnr[name], PEER_FLOOR)
-                peers[name] = peer
-            except Exception as error:  # a failing peer must not stop the other measurements
-                sqnr.pop(name, None)
-                setup.leave_out(f"{name} on {model}: {type(error).__name__}: {error}")
-        for passes in PASSES:
-            steps = {way: case.step(call, passes) for way, call in ways.items()}
-            steps |= {name: peer.step(case, passes) for name, peer in peers.items()}
-            yield setup.measured(
-                "layer", model, tokens, steps, sqnr, routing=routing, passes=passes, flop=case.flop_of(passes)
-            )
+        yield from _measure_layer(model, tokens, dtype, routing, setup)
+
+
+def _measure_layer(model: str, tokens: int, dtype: str, routing: str, setup: Setup) -> Iterator[Measured]:
+    """First without peers, and again with each of them: one that hangs or crashes costs no figure of ours."""
+    case = whole_layer(MODELS[model], device=setup.device, tokens=tokens, routing=routing)
+    calls = {OURS: case.ours()}
+    if TORCH in setup.against:
+        calls[TORCH] = case.torchs()
+    if COMPILED in setup.against and setup.compiles:
+        calls[COMPILED] = case.torchs(compiled=True)
+    sqnr = checked_ways(case, calls, dtype)
+    peers: dict[str, Peer] = {}
+
+    def measured(passes: str) -> Measured:
+        steps = {way: case.step(call, passes) for way, call in calls.items()}
+        steps |= {name: peer.step(case, passes) for name, peer in peers.items()}
+        return setup.measured(
+            "layer", model, tokens, steps, dict(sqnr), routing=routing, passes=passes, flop=case.flop_of(passes)
+        )
+
+    yield from map(measured, PASSES)
+    for name, make in setup.peers.items():
+        try:
+            peer = make(case)
+            for passes in PASSES:
+                sqnr[name] = peer.sqnr(case, peer.step(case, passes)())
+                require_sqnr(name, sqnr[name], PEER_FLOOR)
+            peers[name] = peer
+            again = [measured(passes) for passes in PASSES]
+        except Exception as error:  # a failing peer must not stop the other measurements
+            sqnr.pop(name, None)
+            peers.pop(name, None)
+            setup.leave_out(f"{name} on {model}: {type(error).__name__}: {error}")
+        else:
+            yield from again
 
 
 def measure_skew(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[Measured]:
@@ -265,9 +285,10 @@ def jobs(parts: list[str], models: list[str], tokens: list[str], dtypes: list[st
 
 
 def run_jobs(todo: list[Job], setup: Setup, keep: Callable[[list[Measured]], None]) -> list[Measured]:
-    """Measure one job after the other while time remains; `keep` is called with all results after each.
+    """Measure one job after the other while time remains; `keep` is called with all results after each comparison.
 
-    A job that fails or is wrong is reported in `setup.failed`, and the next job runs.
+    A comparison that is measured again, with more candidates, replaces the earlier one. A job that fails or is wrong is
+    reported in `setup.failed`, and the next job runs.
     """
     found: list[Measured] = []
     for index, job in enumerate(todo):
@@ -281,7 +302,9 @@ def run_jobs(todo: list[Job], setup: Setup, keep: Callable[[list[Measured]], Non
         start = len(found)
         try:
             for one in PARTS[job.part](job.model, job.tokens, job.dtype, setup):
-                found.append(one)
+                found[start:] = [other for other in found[start:] if other.case != one.case] + [one]
+                print(f"measured: {one.summary}", flush=True)
+                keep(found)
         except subprocess.TimeoutExpired:
             setup.leave_out(f"no time was left to end {_names([job])}")
         except (AssertionError, RuntimeError) as error:
@@ -311,6 +334,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", help=f"of part mlp, by commas; `model` is the model's own (default: {DEFAULTS['cuda']['tokens']})"
     )
     parser.add_argument("--routings", default="random,skewed", help="of parts mlp and layer (default: %(default)s)")
+    parser.add_argument(
+        "--against", default=",".join(AGAINST), help="of part layer, by commas: the others (default: %(default)s)"
+    )
     parser.add_argument("--dtype", help="of part mlp: bf16, fp32, or both by a comma (default: bf16, on a CPU both)")
     parser.add_argument("--rounds", type=int, help="timed rounds (default: 30, on a CPU 5)")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="start no further comparison after this time")
@@ -323,7 +349,7 @@ def main(arguments: argparse.Namespace) -> int:
     """`python -m bench speed`."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device)
-    chosen = {name: _listed(arguments, name, device) for name in ("parts", "models", "tokens", "dtype", "routings")}
+    chosen = {name: _listed(arguments, name, device) for name in OPTIONS}
     rounds = DEFAULTS[device]["rounds"] if arguments.rounds is None else arguments.rounds
     if rounds < 1:
         raise UsageError(f"--rounds is {rounds}, but must be at least 1.")
@@ -332,7 +358,7 @@ def main(arguments: argparse.Namespace) -> int:
     if device == "cpu":
         print("no GPU is used: a small comparison on the CPU, whose figures say nothing about a GPU's")
 
-    setup = Setup(device, rounds, chosen["routings"], arguments.limit)
+    setup = Setup(device, rounds, chosen["routings"], arguments.limit, chosen["against"])
     if device == "cuda" and "layer" in chosen["parts"]:
         setup.find_peers()
     parts = [part for part in PARTS if part in chosen["parts"]]
@@ -369,7 +395,8 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if setup.failed else 0
 
 
-KNOWN = {"parts": PARTS, "models": MODELS, "dtype": DTYPES, "routings": ROUTINGS}
+OPTIONS = ("parts", "models", "tokens", "dtype", "routings", "against")
+KNOWN = {"against": AGAINST, "parts": PARTS, "models": MODELS, "dtype": DTYPES, "routings": ROUTINGS}
 
 
 def _listed(arguments: argparse.Namespace, name: str, device: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Other libraries' mixture-of-experts layers, on our weights. Those that are installed, correct and run are timed.
 
-    SonicMoE  `sonicmoe.MoE`, with its own router; gate and up interleaved (rows 0, 2, ... are the gate)
+    SonicMoE  `moe_TC_softmax_topk_layer`, as its authors time it, with its own router; gate and up interleaved (rows 0,
+              2, ... are the gate). `sonicmoe.MoE` would compute a loss of the load as well, which no other way does
     Liger     `LigerFusedMoEFunction`, after the same router in torch's operations
 
 Their routers may compute in bf16 and choose other experts for a few tokens, so they only need to reach `PEER_FLOOR`.
@@ -48,21 +49,26 @@ class Peer:
 def make_sonicmoe(case: LayerCase) -> Peer:
     sonicmoe, enums = import_module("sonicmoe"), import_module("sonicmoe.enums")
     x, (router, fc1, fc2) = case.inputs["x"], case.weights
-    moe = sonicmoe.MoE(
-        num_experts=fc1.shape[0],
-        num_experts_per_tok=case.topk,
-        hidden_size=x.shape[1],
-        intermediate_size=fc2.shape[2],
-        activation_function=enums.ActivationType.SWIGLU,
-        add_bias=False,
-        std=0.02,
-    ).to(device=x.device, dtype=x.dtype)
-    weights = (moe.router.weight, moe.c_fc.weight, moe.c_proj.weight)
-    with torch.no_grad():
-        for weight, ours in zip(weights, (router, in_turn(fc1), fc2), strict=True):
-            weight.copy_(ours)
-    backend = sonicmoe.KernelBackendMoE.sonicmoe
-    return Peer(lambda: moe(x, kernel_backend_moe=backend)[0], (x, *weights), as_fc1=in_halves)
+    interleaved = in_turn(fc1.detach()).requires_grad_()
+    stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
+
+    def call() -> Tensor:
+        # Weights are [2F, H, E] and [H, F, E] by strides; for inference it writes no pre-activation.
+        y, _, _ = sonicmoe.moe_TC_softmax_topk_layer(
+            x,
+            router,
+            interleaved.permute(1, 2, 0),
+            None,
+            fc2.permute(1, 2, 0),
+            None,
+            case.topk,
+            stream,
+            enums.ActivationType.SWIGLU,
+            is_inference_mode_enabled=not torch.is_grad_enabled(),
+        )
+        return y
+
+    return Peer(call, (x, router, interleaved, fc2), as_fc1=in_halves)
 
 
 def make_liger(case: LayerCase) -> Peer:

@@ -45,6 +45,17 @@ class Measured:
     state: dict[str, str] = field(default_factory=dict)
 
     @property
+    def case(self) -> tuple[str, str, str, int, str, str]:
+        """What is measured, whatever the candidates."""
+        return self.part, self.model, self.dtype, self.tokens, self.routing, self.passes
+
+    @property
+    def summary(self) -> str:
+        """One line: the case, and the median of each candidate."""
+        times = ", ".join(f"{way} {timing.median * 1e3:.3f} ms" for way, timing in self.times.items())
+        return f"{self.part}, {describe(self)}: {times}"
+
+    @property
     def rows_per_expert(self) -> float:
         """The mean number of rows of an expert."""
         return self.rows / self.num_experts
@@ -60,6 +71,10 @@ class Measured:
     def share_of_limit(self) -> dict[str, float]:
         """The share of the limit that each candidate reaches; empty if there is no limit."""
         return {way: self.over(way, LIMIT) for way in self.times if way != LIMIT} if LIMIT in self.times else {}
+
+
+def describe(one: Measured) -> str:
+    return f"{one.model}, {one.tokens} tokens, {one.dtype}, {one.routing}, {one.passes}"
 
 
 def figures(found: Sequence[Measured]) -> list[dict[str, Any]]:
@@ -80,7 +95,7 @@ def show(title: str, found: Sequence[Measured]) -> None:
     rows = []
     for one in found:
         first = next(iter(one.times))
-        case = f"{one.model}, {one.tokens} tokens, {one.dtype}, {one.routing}, {one.passes}"
+        case = describe(one)
         for way, timing in one.times.items():
             ms = [f"{seconds * 1e3:.3f}" for seconds in timing]
             rate = f"{one.tflop_per_s(way):.3g}" if one.flop else "-"

@@ -18,7 +18,7 @@ from bench.environment import gpu_state
 from bench.grouped_case import expert_mlp
 from bench.limit import limit_products, of_pass, products_sqnr, run_products
 from bench.models import EXPERT_SHAPES, ExpertShape
-from bench.peers import in_halves, in_turn, make_liger, make_sonicmoe, why_no_peer
+from bench.peers import Peer, in_halves, in_turn, make_liger, make_sonicmoe, why_no_peer
 from bench.routing import ROUTINGS, split_sizes, zipf_shares
 from bench.speed_report import COMPILED, LIMIT, OURS, SPEED_MODELS, TARGETS, TORCH, Measured
 from bench.sqnr import require_sqnr
@@ -82,6 +82,7 @@ def test_the_command_runs_end_to_end_and_writes_json_and_a_plot(small, tmp_path,
         (["--parts", "mlp,speed"], "--parts speed is unknown. Take mlp, host, layer, skew, wgrad, start"),
         (["--models", "gpt-5"], "--models gpt-5 is unknown. Take cpu, qwen3-30b-a3b"),
         (["--dtype", "fp7"], "--dtype fp7 is unknown. Take bf16, fp32"),
+        (["--against", "torch,eager"], "--against eager is unknown. Take torch, torch compiled, SonicMoE, Liger"),
         (["--routings", "even"], "--routings even is unknown. Take uniform, random, skewed"),
         (["--tokens", "0"], "--tokens 0 is no number of tokens"),
         (["--rounds", "0"], "--rounds is 0, but must be at least 1"),
@@ -169,16 +170,50 @@ def test_a_wrong_tensor_of_the_layer_is_found(routing, index):
         require_sqnr("layer", case.sqnr(found), 40)
 
 
+def broken(case):
+    raise TypeError("no such argument")
+
+
+def peer_as_ours(case):
+    return Peer(case.ours(), (case.inputs["x"], *case.weights))
+
+
 def test_a_peer_that_fails_is_left_out_and_the_others_are_measured(small):
+    here, kept = setup(routings=["random"]), []
+    here.peers |= {"Broken": broken, "Sound": peer_as_ours}
+    found = run_jobs([Job("layer", "cpu", 32, "bf16", 0)], here, lambda now: kept.append([[*one.times] for one in now]))
+    assert [one.passes for one in found] == [*PASSES]
+    assert all(one.times.keys() == one.sqnr.keys() == {OURS, TORCH, "Sound"} for one in found)
+    assert here.left_out == ["Broken on cpu: TypeError: no such argument"] and here.failed == []
+    assert kept[1] == [[OURS, TORCH]] * 2, "ours is known before a peer is tried"
+
+
+def test_a_peer_that_fails_late_costs_no_figure(small, monkeypatch):
     here = setup(routings=["random"])
+    here.peers["Late"] = peer_as_ours
+    timed = time_interleaved
 
-    def broken(case):
-        raise TypeError("no such argument")
+    def refusing(steps, **options):
+        if "Late" in steps:
+            raise RuntimeError("out of memory")
+        return timed(steps, **options)
 
-    here.peers["Broken"] = broken
-    forward, both = PARTS["layer"]("cpu", 32, "bf16", here)
-    assert forward.times.keys() == both.times.keys() == {OURS, TORCH}
-    assert here.left_out == ["Broken on cpu: TypeError: no such argument"]
+    monkeypatch.setattr(bench_speed, "time_interleaved", refusing)
+    found = run_jobs([Job("layer", "cpu", 32, "bf16", 0)], here, lambda _: None)
+    assert [one.times.keys() == one.sqnr.keys() == {OURS, TORCH} for one in found] == [True, True]
+    assert here.left_out == ["Late on cpu: RuntimeError: out of memory"] and here.failed == []
+
+
+def test_only_the_candidates_asked_for_are_measured(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(bench_speed.PEERS, "Nobody", ("no_such_module", None))
+    here = setup(against=["Nobody"])
+    here.find_peers()
+    assert here.left_out[0] == "Nobody: no_such_module is not installed." and len(here.left_out) == 2
+    path = tmp_path / "speed.json"
+    options = ["--parts", "layer", "--routings", "random", "--against", "SonicMoE", "--json", str(path)]
+    assert main(["speed", "--device", "cpu", *options]) == 0
+    assert [[*one["times"]] for one in json.loads(path.read_text())["measured"]] == [[OURS]] * 2
+    assert "measured: layer, cpu, 32 tokens, bf16, random, forward: ours " in capsys.readouterr().out
 
 
 # --- the limit
@@ -270,6 +305,35 @@ def test_layouts_of_peers_are_undone():
 def test_a_peer_that_is_not_there_is_a_sentence(monkeypatch):
     monkeypatch.setitem(bench_speed.PEERS, "Nobody", ("no_such_module", None))
     assert why_no_peer("Nobody") == "no_such_module is not installed."
+
+
+@pytest.mark.parametrize("routing", ["random", "skewed"])
+def test_sonicmoe_gets_our_weights_interleaved_and_its_mode(routing, monkeypatch):
+    case, modes = whole_layer(SHAPE, routing=routing), []
+
+    def layer(x, router_w, w1, b1, w2, b2, K, stream_id, activation_type, is_inference_mode_enabled=False):
+        assert (b1, b2, K, stream_id, activation_type) == (None, None, SHAPE.topk, 0, "swiglu")
+        assert w1.shape == (2 * SHAPE.intermediate, SHAPE.hidden, SHAPE.num_experts) and w1.stride(1) == 1
+        assert w2.shape == (SHAPE.hidden, SHAPE.intermediate, SHAPE.num_experts) and w2.stride(1) == 1
+        modes.append(is_inference_mode_enabled)
+        probs, indices = route(x, router_w, K)
+        y = torch.zeros_like(x)
+        for slot in range(K):
+            h = torch.einsum("th,fht->tf", x, w1[..., indices[:, slot]])
+            act = torch.nn.functional.silu(h[:, ::2]) * h[:, 1::2] * probs[:, slot, None]
+            y = y + torch.einsum("tf,hft->th", act.to(x.dtype), w2[..., indices[:, slot]])
+        return y, None, None
+
+    sonicmoe, enums = types.ModuleType("sonicmoe"), types.ModuleType("sonicmoe.enums")
+    sonicmoe.moe_TC_softmax_topk_layer = layer
+    enums.ActivationType = types.SimpleNamespace(SWIGLU="swiglu")
+    monkeypatch.setitem(sys.modules, "sonicmoe", sonicmoe)
+    monkeypatch.setitem(sys.modules, "sonicmoe.enums", enums)
+    peer = make_sonicmoe(case)
+    for passes in PASSES:
+        found = peer.sqnr(case, peer.step(case, passes)())
+        require_sqnr("SonicMoE", found, 30)
+    assert list(found) == case.names and modes == [True, False]
 
 
 def test_liger_gets_our_weights_and_routing(monkeypatch):
