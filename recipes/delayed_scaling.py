@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -167,11 +168,16 @@ class DelayedScalingQuantizer(SpecQuantizer):
 
     def end_of_step(self) -> EndOfStep:
         """How, as the step is over, its amaxes enter the history, and the scales follow."""
-        state, recipe = self._state(), self.recipe
+        state = self._state()
+        return EndOfStep(state["amax_history"], state["scale"], *self._rule)
+
+    @cached_property
+    def _rule(self) -> tuple[Any, ...]:
+        recipe, largest = self.recipe, self.form.max
         custom = recipe.scaling_factor_compute_algo
-        return EndOfStep(
-            state["amax_history"], state["scale"], self.form.max * 2.0**-recipe.margin, recipe.amax_compute_algo,
-            None if custom is None else lambda amax, scale: custom(amax, scale, self.form.max, recipe),
+        return (
+            largest * 2.0**-recipe.margin, recipe.amax_compute_algo,
+            None if custom is None else lambda amax, scale: custom(amax, scale, largest, recipe),
         )  # fmt: skip
 
     @property

@@ -74,7 +74,6 @@ class PendingUpdates:
         return quantizers
 
 
-@torch.no_grad()
 def end_steps(
     quantizers: Mapping[int, RecordsAmaxes],
     group: dist.ProcessGroup | None,
@@ -82,7 +81,7 @@ def end_steps(
 ) -> None:
     """Reduce the amaxes over their groups (`reduce_amaxes`), and let every quantizer go on to the next step.
 
-    If that is refused, what was recorded is forgotten.
+    If that is refused, what was recorded is forgotten. States need no gradients, so that it may run with gradients on.
     """
     brought = (Amaxes(q.role, q.amax, q.amax_reduction_group) for q in quantizers.values() if q.reduce_amax)
     try:

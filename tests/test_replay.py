@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from triton.compiler.compiler import LazyDict
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fuser import Sequential, ops
+from recipes.casts import amax_history
+from recipes.casts.amax_history import EndOfStep, end_steps
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.splits import Splits
 from recipes.triton import repeated as actions
@@ -88,7 +91,7 @@ class Driver:
 
     launcher_cls = nvidia.CudaLauncher
     utils = property(lambda self: self)
-    launch = staticmethod(launch)
+    launch = partial(launch)
 
     def build_signature_metadata(self, signature):
         return f"signature {signature}"
@@ -440,6 +443,36 @@ def check_keys_are_bounded():
         assert len(replays.kept) <= 8
 
 
+def check_ends_of_steps_are_repeated_together():
+    """By addresses, alignment, shapes, formats and algorithms; a function in place of one is called each time."""
+    memory = torch.zeros(1 << 12)
+
+    def end(at: int, largest: float = 448.0, algorithm="max", n: int = 4) -> EndOfStep:
+        return EndOfStep(memory[at : at + 3 * n].view(3, n), memory[at + 64 : at + 64 + n], largest, algorithm)
+
+    called: list[Tensor] = []
+
+    def amax(history: Tensor) -> Tensor:
+        called.append(history)
+        return history.amax(0)
+
+    steps = [[end(at), end(at + 256), end(at + 512, 57344.0)] for at in (0, 1024, 2049, 4)]
+    steps += [[end(0, algorithm="most_recent"), end(256)], [end(0, n=5)], [end(at) for at in range(0, 2560, 128)]]
+    steps += [[end(0), end(256, algorithm=amax)]]
+    plain = [[end for end in ends if end.amax_algorithm is not amax] for ends in steps]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "is_cuda", True)
+        patch.setattr(torch.cuda, "current_device", lambda: device)
+        in_full = [launches_of(amax_history._end_on_gpu, ends) for ends in plain]
+        for time in range(1, 5):
+            assert [launches_of(end_steps, ends) for ends in steps] == in_full
+            assert len(called) == time
+        version = memory._version
+        patch.setattr(amax_history, "end_step_triton", None)
+        assert launches_of(end_steps, steps[0]) == in_full[0]
+        assert memory._version == version + 2 * len(steps[0])  # one for each state's history and scale
+
+
 def check_threads_launch_their_own_addresses():
     wrong = []
     xs = [[torch.zeros(16, 16) for _ in range(20)] for _ in range(4)]
@@ -471,7 +504,8 @@ CHECKS = [name for name in list(globals()) if name.startswith("check_")]
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     # What is built in C: the launcher of a kernel in Triton 3.6, what describes an argument in 3.7.
-    nvidia.compile_module_from_src = lambda **source: SimpleNamespace(launch=launch)
+    # It is no function of Python: by that Triton's own is told from one that wraps it.
+    nvidia.compile_module_from_src = lambda **source: SimpleNamespace(launch=partial(launch))
     nvidia.library_dirs = list
     nvidia.PyKernelArg = dict
     found = {}

@@ -62,6 +62,27 @@ class QuantizerState:
         return new
 
 
+class HeldState:
+    """The state that an operation holds for one role, by which a step ends that recorded an amax there.
+
+    It keeps the dictionary of the operation's buffers, not the operation.
+    """
+
+    def __init__(self, operation: nn.Module, role: Role, quantizer: Quantizer, num_scales: int) -> None:
+        self.role = role.value
+        self._buffers = operation._buffers
+        shapes = quantizer.state_shapes(num_scales)
+        self._initial = {name: (f"quantizer_{role.value}_{name}", *about) for name, about in shapes.items()}
+
+    def tensors(self, quantizer: Quantizer, device: torch.device | None) -> Mapping[str, Tensor]:
+        """By name, as they are there; one that was removed since the cast is as at its beginning."""
+        found: dict[str, Tensor] = {}
+        for name, (of_buffer, shape, initial) in self._initial.items():
+            tensor = self._buffers.get(of_buffer)
+            found[name] = torch.full(shape, initial) if tensor is None else tensor
+        return found
+
+
 def _is_ready(tensor: Tensor, shape: tuple[int, ...], device: torch.device | None) -> bool:
     return (
         tensor.shape == shape

@@ -28,7 +28,7 @@ from torch import Tensor
 from ops.runner.context import OperationContext
 from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import is_computed, parameter_names
-from ops.runner.quantizer_state import QuantizerState
+from ops.runner.quantizer_state import HeldState
 from ops.runner.saved import Spec, flatten
 from recipes.cast_counts import is_counting
 from recipes.effects import recording as recorded_effects
@@ -141,6 +141,7 @@ class RepeatedStep:
         self.reads_tf32 = reads_tf32
         self.kept = Kept(MOST_KEYS)
         self.noted: set[Noted] = set()  # under any key
+        self._recorders: dict[Noted, Any] = {}  # a quantizer over each state in which an amax was noted
 
     def run(
         self,
@@ -190,11 +191,19 @@ class RepeatedStep:
 
     def _add(self, updates: PendingUpdates | None, noted: Iterable[Noted], operations: Sequence[Any]) -> None:
         """Let these states go on at the end of the step, as casts do that are run in full."""
-        for index, role, name in noted if updates is not None else ():
-            operation, quantizer = operations[index], self.quantizers[role]
-            assert updates is not None and quantizer is not None, "it recorded an amax"
-            bound: Any = quantizer.bound(QuantizerState(operation, role, operation.num_scales), updates, None)
-            updates.add(bound, operation._buffers[name])
+        if updates is None:
+            return
+        for place in noted:
+            operation = operations[place.operation]
+            quantizer = self._recorders.get(place)
+            if quantizer is None:
+                quantizer = self._recorders[place] = self._recorder(operation, place.role)
+            updates.add(quantizer, operation._buffers[place.state])
+
+    def _recorder(self, operation: Any, role: Role) -> Any:
+        quantizer = self.quantizers[role]
+        assert quantizer is not None, "it recorded an amax"
+        return quantizer.bound(HeldState(operation, role, quantizer, operation.num_scales), None, None)
 
     def _key(
         self,

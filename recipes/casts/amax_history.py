@@ -19,6 +19,7 @@ columns is a tensor of its own. Source: TransformerEngine's DelayedScaling (read
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +27,15 @@ from torch import Tensor
 
 from recipes.triton.gates import tl, triton
 from recipes.triton.launch import Launch, cdiv, launcher, next_power_of_2
+from recipes.triton.replay import Replays, is_eager
+from recipes.triton.tape import taping
 
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 COLUMNS = 16  # of a program
 STATES = 16  # that a launch takes at most
 
 
+@torch.no_grad()
 def end_step_ref(
     history: Tensor,
     scale: Tensor,
@@ -112,12 +116,32 @@ class EndOfStep(NamedTuple):
 
 
 def end_steps(ends: Sequence[EndOfStep]) -> None:
-    """The update above for each state, on a GPU by one kernel for those alike if they call no function."""
-    alike: dict[Any, list[EndOfStep]] = {}
+    """The update above for each state, on a GPU by one kernel for those alike if they call no function.
+
+    Those on a GPU are repeated together (`recipes.triton.replay`) by what the kernel depends on.
+    """
+    on_gpu: list[EndOfStep] = []
+    key: list[Any] = []
+    tensors: list[Tensor] = []
     for end in ends:
-        if not end.history.is_cuda or callable(end.amax_algorithm) or end.scale_from_amax is not None:
+        history, scale, largest, algorithm, scale_from_amax = end
+        if not history.is_cuda or scale_from_amax is not None or callable(algorithm):
             end_step_ref(*end)
             continue
+        on_gpu.append(end)
+        key.append((history.shape, history.get_device(), largest, algorithm))
+        tensors += history, scale
+    if taping.inside or not is_eager():
+        _end_on_gpu(on_gpu)
+    elif on_gpu:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        key += [address % 16 for address in addresses]
+        _ends_on_gpu.run(tuple(key), tensors, addresses, partial(_end_on_gpu, on_gpu))
+
+
+def _end_on_gpu(ends: Sequence[EndOfStep]) -> None:
+    alike: dict[Any, list[EndOfStep]] = {}
+    for end in ends:
         kind = end.history.shape, end.history.get_device(), end.largest, end.amax_algorithm == "most_recent"
         alike.setdefault(kind, []).append(end)
     for (_, _, largest, most_recent), states in alike.items():
@@ -126,6 +150,7 @@ def end_steps(ends: Sequence[EndOfStep]) -> None:
             end_step_triton(histories, scales, largest, most_recent)
 
 
+_ends_on_gpu = Replays(_end_on_gpu)
 _end_step = Launch(end_step_kernel)
 
 
