@@ -162,7 +162,7 @@ class Dispatch(BasicOperation):
             return (
                 f"{sort}; symmetric memory {self.group.describe(request.device)}, a token written once to each rank; "
                 f"no host read; capacity {self.capacity} rows a rank, of {request.dtype.itemsize} H + "
-                f"{BYTES_BESIDE_ROW} bytes{f', {held} bytes held' if held else ''}{sums}"
+                f"{BYTES_BESIDE_ROW} + 4 topk bytes{f', {held} bytes held' if held else ''}{sums}"
             )
         return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward{sums}"
 

@@ -251,7 +251,7 @@ def launch_symmetric(rows: int, features: int, dtype: torch.dtype) -> None:
         regions = {"num_ranks": 8, "origins_at": 1024, "scales_at": 2048, "members_at": 3072, "rows_at": 4096}
         origins, totals = place[:, 0].contiguous(), counts[:2]
         shared: dict[str, Any] = {"memory": memory, "origins": origins, "members": place, **regions}
-        buffers: Any = SimpleNamespace(capacity=rows, topk=0, rows=lambda dtype, H, x=x: x.to(dtype), **shared)
+        buffers: Any = SimpleNamespace(capacity=rows, rows=lambda dtype, H, x=x: x.to(dtype), **shared)
         symmetric.put_counts(counts, 8, 3, counts)
         symmetric.layout(counts.expand(8, -1).contiguous(), 3, rows, counts[:1])
         symmetric.locate(indices, indices, counts, totals, rows)
@@ -260,11 +260,9 @@ def launch_symmetric(rows: int, features: int, dtype: torch.dtype) -> None:
             symmetric.pull(x, given, place, buffers)
         symmetric.pull(None, scales, place, buffers)
         of_rows = scales[:, 0].contiguous()
-        symmetric.expand(x, origins, x, (totals, of_rows, origins, of_rows))
-        symmetric.expand(x.view(torch.uint8), origins, x.view(torch.uint8))
-        symmetric.expand(x, origins, x)
-        buffers.topk = topk
-        symmetric.push(x, scales, place, place, buffers)
+        symmetric.expand(x, place, origins, x, (totals, of_rows, origins, of_rows))
+        symmetric.expand(x.view(torch.uint8), place, origins, x.view(torch.uint8))
+        symmetric.expand(x, place, origins, x)
         symmetric.sum_members(x, place, origins, x)
         for sent in {dtype, torch.promote_types(dtype, torch.float32)}:
             symmetric.pull_sums(x, sent, place, buffers)

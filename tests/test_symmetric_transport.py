@@ -311,7 +311,7 @@ class OneProcess:
         monkeypatch.setattr("ops.kernels.routing.symmetric_memory.allocate", allocate)
         groups: list[Any] = [SimpleNamespace(rank=rank, size=ranks) for rank in range(ranks)]
         device = torch.device("cpu")
-        self.of_rank = [SymmetricBuffers(g, capacity, experts, row_bytes, device, topk) for g in groups]
+        self.of_rank = [SymmetricBuffers(g, capacity, experts, topk, row_bytes, device) for g in groups]
 
 
 @pytest.mark.launches(
@@ -355,7 +355,7 @@ def test_a_token_is_written_once_to_each_rank_and_nothing_where_it_does_not_fit(
     for of_rank, total in zip(buffers, totals, strict=True):
         rows, scales = of_rank.rows(torch.float32, H), of_rank.scales(torch.float32)
         y, found = torch.empty_like(rows), (torch.empty_like(of_rank.origins), torch.empty_like(scales))
-        expand(rows, of_rank.origins, y, (total, scales, *found))
+        expand(rows, of_rank.members, of_rank.origins, y, (total, scales, *found))
         collected.append((y, *found))
     if capacity == 5:
         for rank, of_rank in enumerate(buffers):
@@ -369,7 +369,7 @@ def test_a_token_is_written_once_to_each_rank_and_nothing_where_it_does_not_fit(
             rows, origins, scales = collected[rank]
             assert rows.isnan().all() and (origins == OVERFLOWN.value).all() and scales.isnan().all()
             again = torch.zeros_like(rows)
-            expand(of_rank.rows(torch.float32, H), origins, again)
+            expand(of_rank.rows(torch.float32, H), of_rank.members, origins, again)
             assert again.isnan().all()
         return
     for rows, of_rank, (y, found_origins, found_scales) in zip(rows_of, buffers, collected, strict=True):
@@ -410,10 +410,11 @@ def test_a_token_is_written_once_to_each_rank_and_nothing_where_it_does_not_fit(
         torch.testing.assert_close(y, expected[rank])
 
 
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 def test_bytes_that_overflow_are_nan_as_float8_codes() -> None:
     rows = torch.zeros(3, 4, dtype=torch.uint8)
     y = torch.empty_like(rows)
-    expand(rows, torch.full((3,), OVERFLOWN.value, dtype=torch.int32), y)
+    expand(rows, torch.zeros(3, 2, dtype=torch.int32), torch.full((3,), OVERFLOWN.value, dtype=torch.int32), y)
     assert y.view(torch.float8_e4m3fn).float().isnan().all() and y.view(torch.float8_e5m2).float().isnan().all()
 
 
@@ -479,10 +480,10 @@ def name_and_refuse(rank: int, folder: Path) -> None:
 
         lines = layer.explain(device="cuda").splitlines()
         dispatching, combining = (next(line for line in lines if f"{n}  [" in line) for n in ("Dispatch", "Combine"))
-        num_bytes = 2 * 4 * 8 + 64 + 128 + 128 + 12 * 8 * 4
+        num_bytes = 2 * 4 * 8 + 64 + 128 + 128 + 128 + 12 * 8 * 4
         assert dispatching.endswith(
             "symmetric memory over 2 ranks (gloo), a token written once to each rank; no host read; capacity 12 rows a "
-            f"rank, of 4 H + 12 bytes, {num_bytes} bytes held; "
+            f"rank, of 4 H + 12 + 4 topk bytes, {num_bytes} bytes held; "
             "tokens sent in the dtype of x: no GroupedLinear that takes codes follows in the pipeline]"
         ), (dispatching, num_bytes)
         assert combining.endswith("from the memory of their ranks; symmetric memory over 2 ranks (gloo)]")

@@ -8,8 +8,11 @@ E experts are divided among the n ranks of a group: rank r owns the L = E / n ex
     lead     the place of the first slot of the same token on the same rank
     origins  of each row here, the row to which the token was written; NOWHERE past the sum
 
+    members  at the row here to which a token was written: the rows of its slots, NOWHERE for slots of other ranks
+
 A token is written once to each rank that owns any of its experts, to the lead of these slots. The other rows of that
-token on that rank name it as their origin, and are made from it where the rows are copied out of the buffer:
+token on that rank name it as their origin, and are made from it, as its members, where the rows are copied out of the
+buffer:
 
     2 ranks of 2 experts, experts of rank 1's tokens [[2, 3], [0, 2]], rank 0 without tokens, capacity 4
     place    on rank 1   [[4, 6], [0, 5]]             lead       [[4, 4], [0, 5]]
@@ -19,9 +22,7 @@ What returns is read where it is: y[t] = sum_k rows of place[t, k], in the order
 float64), rounded once. Moving copies values, so the results have the bits of one rank that has all tokens and experts.
 
 With partial sums the owner of several of a token's experts sums their rows, in the order of the slots, and writes the
-sum to the token's row; the token's rank adds what it reads there, in rank order, and rounds once:
-
-    members  at the row of each token here: the rows of its slots here, NOWHERE for slots of other ranks
+sum to the row of the token; the token's rank adds what it reads there, in rank order, and rounds once.
 
 A transfer is  barrier, write, barrier, read.  So a buffer is free for the next one, and all layers of a group with the
 same rows share one. Rows that return may be written before the first of these barriers, by the operation that makes
@@ -71,17 +72,18 @@ class SymmetricRoutingMap(RoutingMap):
     """The map of this rank's pairs, with their places and the rows that came.
 
     place, lead: [T, topk] int32
-    origins: [C] int32
+    origins: [C] int32; members: [C, topk] int32
     step: a number of the buffers, the same in forward and backward
     features: of the tokens that were sent
     """
 
     transport: ClassVar[str] = "symmetric"
-    names: ClassVar[tuple[str, ...]] = ("row_of_slot", "token_of_row", "place", "lead", "origins")
+    names: ClassVar[tuple[str, ...]] = ("row_of_slot", "token_of_row", "place", "lead", "origins", "members")
 
     place: Tensor
     lead: Tensor
     origins: Tensor
+    members: Tensor
     group: RankGroup
     buffers: SymmetricBuffers
     step: int
@@ -104,7 +106,7 @@ class SymmetricRoutingMap(RoutingMap):
         push(x.contiguous(), None, self.place, self.lead, self.buffers)
         self.buffers.memory.barrier()
         y = x.new_empty(self.num_rows, x.shape[1])
-        expand(self.buffers.rows(x.dtype, x.shape[1]), self.origins, y)
+        expand(self.buffers.rows(x.dtype, x.shape[1]), self.members, self.origins, y)
         self.buffers.note_written(self.step)
         return y
 
@@ -155,13 +157,8 @@ class SymmetricRoutingMap(RoutingMap):
         pull(y, of_pairs, self.place, self.buffers)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class SymmetricSumsRoutingMap(SymmetricRoutingMap):
-    """One whose rows return as partial sums. members: [C, topk] int32; partial_sums: a name of `PARTIAL_SUMS`"""
-
-    names: ClassVar[tuple[str, ...]] = (*SymmetricRoutingMap.names, "members")
-
-    members: Tensor
+    """One whose rows return as partial sums. partial_sums: a name of `PARTIAL_SUMS`"""
 
     def _give(self, rows: Tensor) -> None:
         assert self.partial_sums is not None, "a name of PARTIAL_SUMS"
@@ -204,12 +201,12 @@ def send(
     Raises RuntimeError, with the same sentence on every rank, where that is not the same, which is compared once; where
     an earlier step is known to have overflown; and for what was not exchanged before while a CUDA graph is captured.
     """
-    H, topk = x.shape[1], 0
+    H, topk = x.shape[1], indices.shape[1]
     features, dtype = returned
     if partial_sums is not None:
-        dtype, topk = sent_dtype(partial_sums, dtype), indices.shape[1]
+        dtype = sent_dtype(partial_sums, dtype)
     row_bytes = max(H * x.element_size(), features * dtype.itemsize)
-    buffers = buffers_of(group, capacity, num_experts, row_bytes, x.device, about, topk)
+    buffers = buffers_of(group, capacity, num_experts, topk, row_bytes, x.device, about)
     memory, rank = buffers.memory, buffers.rank
     row_of_slot, token_of_row = _announce(indices, num_experts, buffers.num_ranks, rank, memory.addresses)
     memory.barrier()
@@ -217,15 +214,15 @@ def send(
     push(x.contiguous(), probs.contiguous(), place, lead, buffers)
     memory.barrier()
     buffers.tell_host()
-    arrived = buffers.rows(x.dtype, H), buffers.origins, buffers.scales(probs.dtype)
-    parts, origins, scales = _collect(*arrived, totals, widths or (H,))
+    arrived = buffers.rows(x.dtype, H), buffers.members, buffers.origins, buffers.scales(probs.dtype)
+    parts, members, origins, scales = _collect(*arrived, totals, widths or (H,))
     step = buffers.next_step()
     buffers.note_written(step)
-    fields = (row_of_slot, token_of_row, place, lead, origins, group, buffers, step, features, partial_sums)
-    if partial_sums is None:
-        return Arrived(SymmetricRoutingMap(*fields), parts, scales, sizes)
-    with_sums = SymmetricSumsRoutingMap(*fields, members=buffers.members.clone())
-    return Arrived(with_sums, parts, scales, sizes)
+    kind = SymmetricRoutingMap if partial_sums is None else SymmetricSumsRoutingMap
+    routing_map = kind(
+        row_of_slot, token_of_row, place, lead, origins, members, group, buffers, step, features, partial_sums
+    )
+    return Arrived(routing_map, parts, scales, sizes)
 
 
 @replayed
@@ -247,17 +244,17 @@ def _place(
 
 @replayed
 def _collect(
-    rows: Tensor, origins: Tensor, scales: Tensor, totals: Tensor, widths: tuple[int, ...]
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """(parts [C, width], origins [C], scales [C]) of the rows that came."""
+    rows: Tensor, members: Tensor, origins: Tensor, scales: Tensor, totals: Tensor, widths: tuple[int, ...]
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
+    """(parts [C, width], members [C, topk], origins [C], scales [C]) of the rows that came."""
     parts = tuple([rows.new_empty(rows.shape[0], width) for width in widths])
     found_origins, found_scales = torch.empty_like(origins), torch.empty_like(scales)
-    expand(rows, origins, parts[0], (totals, scales, found_origins, found_scales))
+    expand(rows, members, origins, parts[0], (totals, scales, found_origins, found_scales))
     begin = widths[0]
     for part in parts[1:]:
-        expand(rows[:, begin:], found_origins, part)
+        expand(rows[:, begin:], members, found_origins, part)
         begin += part.shape[1]
-    return parts, found_origins, found_scales
+    return parts, members.clone(), found_origins, found_scales
 
 
 # ----------------------------------------------------------------------------------------------------------- reference
@@ -287,7 +284,7 @@ def layout_ref(counts_nE: Tensor, rank: int, capacity: int) -> tuple[Tensor, Ten
 # -------------------------------------------------------------------------------------------------------------- config
 
 
-ROWS = 4  # of a program that expands: with one alone, few loads are on their way
+ROWS = 4  # of a program that expands: few of them have anything to do
 
 
 def locate_config(topk: int) -> tuple[int, int]:
@@ -338,8 +335,8 @@ def locate(
 
 
 def push(x: Tensor, scales: Tensor | None, place: Tensor, lead: Tensor, buffers: SymmetricBuffers) -> None:
-    """Write x [T, H] to the ranks of `place`; with scales [T, topk] also those, the origins, and the members if the
-    buffers have any. All contiguous."""
+    """Write x [T, H] to the ranks of `place`; with scales [T, topk] also those, the origins and the members. All
+    contiguous."""
     if not has_work(x):
         return
     H = x.shape[1]
@@ -347,7 +344,7 @@ def push(x: Tensor, scales: Tensor | None, place: Tensor, lead: Tensor, buffers:
     first = scales is not None
     _push(
         x, x.shape[0] * cdiv(H, block_h), x, scales, buffers.origins if first else None,
-        buffers.members if first and buffers.topk else None, place, lead, buffers.memory.addresses,
+        buffers.members if first else None, place, lead, buffers.memory.addresses,
         buffers.rows_at, buffers.scales_at, buffers.origins_at, buffers.members_at, H,
         CAPACITY=buffers.capacity, TOPK=place.shape[1], BLOCK_H=block_h, BLOCK_K=next_power_of_2(place.shape[1]),
         num_warps=num_warps,
@@ -355,7 +352,11 @@ def push(x: Tensor, scales: Tensor | None, place: Tensor, lead: Tensor, buffers:
 
 
 def expand(
-    rows: Tensor, origins: Tensor, y: Tensor, found: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    rows: Tensor,
+    members: Tensor,
+    origins: Tensor,
+    y: Tensor,
+    found: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """y[i] = rows[origins[i]], [C, H]; zeros NOWHERE, NaN where OVERFLOWN (bytes 0x7F in rows of bytes).
 
@@ -367,8 +368,8 @@ def expand(
     if has_work(y):
         block_h, num_warps = move_config(H, y.element_size())
         _expand(
-            y, cdiv(C, ROWS) * cdiv(H, block_h), rows, origins, y, *(found or (None,) * 4), C, H, rows.stride(0),
-            ROWS=ROWS, BLOCK_H=block_h, num_warps=num_warps,
+            y, cdiv(C, ROWS) * cdiv(H, block_h), rows, members, origins, y, *(found or (None,) * 4), C, H,
+            rows.stride(0), ROWS=ROWS, TOPK=members.shape[1], BLOCK_H=block_h, num_warps=num_warps,
         )  # fmt: skip
 
 

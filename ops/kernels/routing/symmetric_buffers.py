@@ -1,12 +1,12 @@
 """The memory in which the ranks of a group exchange rows by kernels, and what the host learns of an overflow.
 
-A group has one buffer for all its layers with the same capacity, experts and bytes in a row. Behind one another lie, on
-each rank, with C = capacity:
+A group has one buffer for all its layers with the same capacity, experts, slots and bytes in a row. Behind one another
+lie, on each rank, with C = capacity:
 
     counts   [n, E] int64          the pairs of each rank for each expert
     origins  [C] int32             the row to which the token of each row was written
     scales   [C], 8 bytes each     the probability of each row
-    members  [C, topk] int32       with partial sums: the rows of a token here, at the row to which it was written
+    members  [C, topk] int32       the rows of a token here, at the row to which it was written
     rows     [C, row_bytes]        values, codes or sums
 """
 # n ranks, T tokens, H features, E experts, C rows of a rank
@@ -23,18 +23,18 @@ from ops.kernels.collectives import RankGroup, difference
 from ops.kernels.routing import symmetric_memory
 from recipes.triton.launch import cdiv
 
-BYTES_BESIDE_ROW = 12  # origin and scale
+BYTES_BESIDE_ROW = 12  # origin and scale; and 4 for each slot
 _ALIGNMENT = 128
 
 
 class SymmetricBuffers:
     """What the ranks of a group write and read of one another.
 
-    capacity: C; num_experts: E; row_bytes: of a row's values; topk: with members of so many slots, 0 for none
+    capacity: C; num_experts: E; topk: the slots of a token; row_bytes: of a row's values
     """
 
     def __init__(
-        self, group: RankGroup, capacity: int, num_experts: int, row_bytes: int, device: torch.device, topk: int = 0
+        self, group: RankGroup, capacity: int, num_experts: int, topk: int, row_bytes: int, device: torch.device
     ) -> None:
         # Not the group itself, whose end is that of the buffers.
         self.rank, self.num_ranks, self._shown = group.rank, group.size, repr(group)
@@ -137,10 +137,10 @@ def buffers_of(
     group: RankGroup,
     capacity: int,
     num_experts: int,
+    topk: int,
     row_bytes: int,
     device: torch.device,
     about: str,
-    topk: int = 0,
 ) -> SymmetricBuffers:
     """Those of the group, once its ranks agree on what they are about to exchange: `about`, in words."""
     of_group = _of_groups.setdefault(group.process_group, _OfGroup())
@@ -155,9 +155,9 @@ def buffers_of(
         if differ:
             raise RuntimeError(differ)
         of_group.agreed.add(about)
-    key = (capacity, num_experts, row_bytes, topk, device)
+    key = (capacity, num_experts, topk, row_bytes, device)
     if key not in of_group.buffers:
-        of_group.buffers[key] = SymmetricBuffers(group, capacity, num_experts, row_bytes, device, topk)
+        of_group.buffers[key] = SymmetricBuffers(group, capacity, num_experts, topk, row_bytes, device)
     if not capturing:
         of_group.buffers[key].check_overflow()
     return of_group.buffers[key]

@@ -7,7 +7,8 @@ put_counts:       a program for each rank that is written to.
 layout:           one program.
 locate:           a program handles BLOCK_T tokens and all slots.
 push, pull:       a program handles BLOCK_H columns of one token; the first columns take its scales and members along.
-expand:           a program handles BLOCK_H columns of ROWS rows, so that many loads are on their way at once.
+expand:           a program handles BLOCK_H columns of ROWS rows: of those to which a token was written it stores the
+                  members, so that a token is read once, however far apart its rows are.
 sum_members:      a program handles BLOCK_H columns of one row.
 """
 # H features, E experts, L experts of a rank
@@ -98,12 +99,12 @@ def push_kernel(
     rows_at, scales_at, origins_at, members_at, H,
     CAPACITY: tl.constexpr, TOPK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """scales_ptr, origins_ptr, members_ptr: None if not sent; of the last two the type is used"""
+    """scales_ptr, origins_ptr, members_ptr: None if rows alone are sent; of the last two the type is used"""
     token, offs_h = columns(H, BLOCK_H)
     x = tl.load(x_ptr + token * H + offs_h, mask=offs_h < H)
     first = tl.program_id(0) % tl.cdiv(H, BLOCK_H) == 0
     offs_k = tl.arange(0, BLOCK_K)
-    if members_ptr is not None:
+    if scales_ptr is not None:
         places = tl.load(place_ptr + token * TOPK + offs_k, mask=offs_k < TOPK, other=NOWHERE)
     for slot in tl.static_range(TOPK):
         place = tl.load(place_ptr + token * TOPK + slot)
@@ -117,7 +118,6 @@ def push_kernel(
             tl.store(scales + row, tl.load(scales_ptr + token * TOPK + slot), mask=sent)
             origins = _region(addresses_ptr, rank, origins_at, origins_ptr.dtype)
             tl.store(origins + row, lead % CAPACITY, mask=sent)
-        if members_ptr is not None:
             members = _region(addresses_ptr, rank, members_at, members_ptr.dtype)
             there = tl.where((places >= 0) & (places // CAPACITY == rank), places % CAPACITY, NOWHERE)
             leads = (place >= 0) & (place == lead) & first
@@ -126,35 +126,40 @@ def push_kernel(
 
 @triton.jit
 def expand_kernel(
-    rows_ptr, origins_ptr, y_ptr, totals_ptr, scales_ptr, found_origins_ptr, found_scales_ptr, C, H, row_stride,
-    ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    rows_ptr, members_ptr, origins_ptr, y_ptr, totals_ptr, scales_ptr, found_origins_ptr, found_scales_ptr,
+    C, H, row_stride, ROWS: tl.constexpr, TOPK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """totals_ptr and what follows: None where the origins hold for all rows"""
     column_blocks = tl.cdiv(H, BLOCK_H)
-    row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    begin = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS
     offs_h = tl.program_id(0) % column_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
-    origin = tl.load(origins_ptr + row, mask=row < C, other=NOWHERE)
+    total = C
     if totals_ptr is not None:
         overflows = tl.load(totals_ptr + 1) > C
-        origin = tl.where((row < tl.load(totals_ptr)) & (row < C), origin, NOWHERE)
-        origin = tl.where(overflows, OVERFLOWN, origin)
-        written = (row < C) & (tl.program_id(0) % column_blocks == 0)
-        tl.store(found_origins_ptr + row, origin, mask=written)
-        scale = _accumulated(tl.load(scales_ptr + row, mask=origin >= 0, other=0.0))
-        scale = tl.where(overflows, float("nan"), scale)
-        tl.store(found_scales_ptr + row, round_to(scale, found_scales_ptr.dtype.element_ty), mask=written)
+        total = tl.load(totals_ptr)
+        offs_r = begin + tl.arange(0, ROWS)
+        inside, written = (offs_r < total) & (offs_r < C), (offs_r < C) & (tl.program_id(0) % column_blocks == 0)
+        origins = tl.load(origins_ptr + offs_r, mask=inside, other=NOWHERE)
+        tl.store(found_origins_ptr + offs_r, tl.where(overflows, OVERFLOWN, origins), mask=written)
+        scales = _accumulated(tl.load(scales_ptr + offs_r, mask=inside, other=0.0))
+        scales = round_to(tl.where(overflows, float("nan"), scales), found_scales_ptr.dtype.element_ty)
+        tl.store(found_scales_ptr + offs_r, scales, mask=written)
     else:
         overflows = tl.load(origins_ptr) == OVERFLOWN
-    inside = (row < C)[:, None] & (offs_h < H)[None, :]
-    at = origin.to(tl.int64)[:, None] * row_stride + offs_h[None, :]
-    if y_ptr.dtype.element_ty == tl.uint8:
-        x = tl.load(rows_ptr + at, mask=(origin >= 0)[:, None] & inside, other=0)
-        x = tl.where(overflows, 0x7F, x).to(tl.uint8)  # NaN in float8 codes
-    else:
-        x = tl.load(rows_ptr + at, mask=(origin >= 0)[:, None] & inside, other=0.0)
-        if overflows:
-            x = round_to(tl.full([ROWS, BLOCK_H], float("nan"), tl.float32), y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row[:, None] * H + offs_h[None, :], x, mask=inside)
+    for row in range(begin, tl.minimum(begin + ROWS, C)):
+        origin = tl.load(origins_ptr + row, mask=row < total, other=NOWHERE)
+        if overflows | (origin < 0):
+            if y_ptr.dtype.element_ty == tl.uint8:
+                x = tl.where(overflows, tl.full([BLOCK_H], 0x7F, tl.int32), 0).to(tl.uint8)  # NaN in float8 codes
+            else:
+                x = tl.where(overflows, tl.full([BLOCK_H], float("nan"), tl.float32), 0.0)
+                x = round_to(x, y_ptr.dtype.element_ty)
+            tl.store(y_ptr + row * H + offs_h, x, mask=offs_h < H)
+        elif origin == row:
+            x = tl.load(rows_ptr + row * row_stride + offs_h, mask=offs_h < H)
+            for slot in tl.static_range(TOPK):
+                member = tl.load(members_ptr + row * TOPK + slot).to(tl.int64)
+                tl.store(y_ptr + member * H + offs_h, x, mask=(member >= 0) & (offs_h < H))
 
 
 @triton.jit
