@@ -50,7 +50,7 @@ from bench.ranks import is_rank, joined, launch, of_slowest, require_gpus, say
 from bench.results import add_json_argument, write_results
 from bench.schedule import BASELINE, known_recipes
 from bench.sqnr import Sqnr, require_sqnr, sqnr_floor
-from bench.symmetric_transfers import bytes_over_link, measure_transfers
+from bench.symmetric_transfers import bytes_over_link, measure_transfers, pushed_row_bytes
 from bench.timing import time_interleaved
 from bench.usage import UsageError, require_device
 from bench.whole_layer import LayerCase, route, whole_layer
@@ -197,8 +197,16 @@ def _with_transfers(
     steps = _steps(case, over_symmetric, wanted, passes)
     profiled = {}
     for name, way in over_symmetric.items():
+        pushed = pushed_row_bytes(make_step(way.call, wanted, case.dy, passes))
         num_bytes = bytes_over_link(
-            indices, dist.get_rank(), dist.get_world_size(), len(case.weights[1]), x[0], passes, way.partial_sums
+            indices,
+            dist.get_rank(),
+            dist.get_world_size(),
+            len(case.weights[1]),
+            x[0],
+            passes,
+            pushed,
+            way.partial_sums,
         )
         profiled[name] = measure_transfers(steps[name], num_bytes, rates), sum(num_bytes.values())
     say(f"{found[0].model}, {passes}: transfer kernels profiled")

@@ -1,15 +1,15 @@
 """What the kernels of transport="symmetric" transfer between GPUs in a step of the layer, and how fast.
 
     push_kernel       writes: a row for each token and other rank that owns any of its experts. In forward x, with a
-                      scale and an origin for each (token, slot) pair of another rank, and with partial sums the rows of
-                      its slots there; in backward dy
+                      scale and an origin for each (token, slot) pair of another rank, and the rows of the token's slots
+                      there; in backward dy
     pull_kernel       reads: a row for each pair whose expert is on another rank. In forward y; in backward dx, with the
                       gradient of each such pair's scale. With partial sums these gradients alone
     pull_sums_kernel  reads: with partial sums, a row for each token and other rank. In forward y, in backward dx
     barrier_kernel    its time contains the waiting for the other ranks, so it is reported apart
 
-Rows are counted in the dtype of x under every recipe. The kernels also move rows that stay on their rank; their rate is
-that of the bytes which cross the link alone.
+Rows that are written are counted as they are sent, as codes too (`pushed_row_bytes`). The kernels also move rows that
+stay on their rank; their rate is that of the bytes which cross the link alone.
 """
 
 # T tokens, n ranks, E experts, H features
@@ -17,6 +17,7 @@ that of the bytes which cross the link alone.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +26,8 @@ from bench.case import PASSES, TimedPass
 from bench.device_events import device_events, seconds_of_steps
 from bench.link import READ, WRITE, LinkRates
 from bench.timing import Timing, summarize
+from ops.kernels.routing import symmetric
+from ops.kernels.routing.symmetric import push as symmetric_push
 from ops.kernels.routing.symmetric_triton import pull_kernel, pull_sums_kernel, push_kernel
 from ops.kernels.routing.transports import sent_dtype
 
@@ -68,12 +71,33 @@ class SymmetricTransfers:
         return {"kernels": uses, "times": self.times._asdict(), "barriers": self.barriers._asdict()}
 
 
+def pushed_row_bytes(step: TimedPass) -> list[int]:
+    """The bytes of a row in each call of push of a step, which is run once, not captured."""
+    found: list[int] = []
+
+    def noted(x: Tensor, *rest: Any) -> None:
+        found.append(x.shape[1] * x.element_size())
+        symmetric_push(x, *rest)
+
+    with patch.object(symmetric, "push", noted):
+        step()
+    return found
+
+
 def bytes_over_link(
-    indices: Tensor, rank: int, ranks: int, num_experts: int, row: Tensor, passes: str, partial_sums: str | None = None
+    indices: Tensor,
+    rank: int,
+    ranks: int,
+    num_experts: int,
+    row: Tensor,
+    passes: str,
+    pushed_rows: Sequence[int],
+    partial_sums: str | None = None,
 ) -> dict[str, int]:
     """The bytes of this rank's tokens that cross the link in a pass, for each of `TRANSFER_KERNELS` that runs in it.
 
     indices: [T, topk], the experts of each token, E num_experts of them on n ranks; row: [H], of the dtype of x
+    pushed_rows: the bytes of a row that is written, each time
 
         [[2, 3], [0, 2]], rank 1 of 2, 4 experts, forward  ->  1 token is written to rank 0, 1 row is read from it
     """
@@ -83,11 +107,11 @@ def bytes_over_link(
     backward = passes != PASSES[0]
     transfers = 2 if backward else 1
     d_scales = pairs * _SCALE_BYTES if backward else 0
-    pushed = transfers * tokens * row.nbytes + pairs * (_SCALE_BYTES + _ORIGIN_BYTES)
+    pushed = tokens * sum(pushed_rows) + pairs * (_SCALE_BYTES + _ORIGIN_BYTES)
+    pushed += tokens * indices.shape[1] * _MEMBER_BYTES
     (push, _), (pull, _), (pull_sums, _) = TRANSFER_KERNELS
     if partial_sums is None:
         return {push: pushed, pull: transfers * pairs * row.nbytes + d_scales}
-    pushed += tokens * indices.shape[1] * _MEMBER_BYTES
     summed = transfers * tokens * row.numel() * sent_dtype(partial_sums, row.dtype).itemsize
     return {push: pushed, pull_sums: summed} | ({pull: d_scales} if backward else {})
 

@@ -171,20 +171,25 @@ def test_a_token_crosses_the_link_once_a_rank_and_its_rows_return_apart():
     tokens, pairs, row = 3, 5, 32
 
     def sent(passes: str, sums: str | None = None) -> tuple[int, ...]:
-        return tuple(bytes_over_link(indices, 1, 3, 6, x, passes, sums).values())
+        return tuple(bytes_over_link(indices, 1, 3, 6, x, passes, pushed[passes], sums).values())
 
     forward, both = PASSES
-    assert list(bytes_over_link(indices, 1, 3, 6, x, forward)) == ["push_kernel", "pull_kernel"]
-    assert sent(forward) == (tokens * row + pairs * 8, pairs * row)
-    assert sent(both) == (2 * tokens * row + pairs * 8, 2 * pairs * row + pairs * 4)
-    # with sums also the three slots of a token, and the gradients of scales by a kernel of their own
+    pushed = {forward: [row], both: [row, row]}
+    assert list(bytes_over_link(indices, 1, 3, 6, x, forward, [row])) == ["push_kernel", "pull_kernel"]
+    # with the first row of a token go its three slots
+    assert sent(forward) == (tokens * (row + 12) + pairs * 8, pairs * row)
+    assert sent(both) == (tokens * (2 * row + 12) + pairs * 8, 2 * pairs * row + pairs * 4)
+    # with sums the gradients of scales go by a kernel of their own
     assert sent(forward, "rounded") == (tokens * (row + 12) + pairs * 8, tokens * row)
     assert sent(both, "rounded") == (tokens * (2 * row + 12) + pairs * 8, 2 * tokens * row, pairs * 4)
     assert sent(both, "float32") == (tokens * (2 * row + 12) + pairs * 8, 4 * tokens * row, pairs * 4)
-    assert list(bytes_over_link(indices, 1, 3, 6, x, both, "rounded")) == [
+    assert list(bytes_over_link(indices, 1, 3, 6, x, both, [row] * 2, "rounded")) == [
         "push_kernel", "pull_sums_kernel", "pull_kernel",
     ]  # fmt: skip
-    assert tuple(bytes_over_link(torch.tensor([[2, 3], [0, 2]]), 1, 2, 4, x, forward).values()) == (row + 8, row)
+    assert tuple(bytes_over_link(torch.tensor([[2, 3], [0, 2]]), 1, 2, 4, x, forward, [row]).values()) == (
+        row + 16,
+        row,
+    )
 
 
 def test_a_capacity_is_rows_or_a_factor():
