@@ -120,13 +120,13 @@ class Target(NamedTuple):
     """A target for a figure.
 
     wanted: selects comparisons
-    figure: computes the figure of one comparison
+    figure: computes the figure of one comparison; None where that has not measured it
     fold:   combines the figures of all; with `max` the target is an upper bound, otherwise a lower bound
     """
 
     name: str
     wanted: Callable[[Measured], bool]
-    figure: Callable[[Measured], float]
+    figure: Callable[[Measured], float | None]
     fold: Callable[[Iterable[float]], float]
     target: float
     stretch: float
@@ -136,8 +136,8 @@ def reached_targets(found: Sequence[Measured]) -> list[dict[str, Any]]:
     """The result for each target that was measured, and whether it was reached."""
     rows = []
     for target in TARGETS:
-        values = [target.figure(one) for one in found if target.wanted(one)]
-        if values:
+        figures = (target.figure(one) for one in found if target.wanted(one))
+        if values := [figure for figure in figures if figure is not None]:
             value = target.fold(values)
             goals = {"target": target.target, "stretch": target.stretch}
             rows.append({"name": target.name, "found": value, **goals, "verdict": _verdict(target, value)})
@@ -206,17 +206,17 @@ def _has(part: str, least: float, most: float = math.inf) -> Callable[[Measured]
     return lambda one: of_part(one) and least <= one.rows_per_expert <= most
 
 
-def _over_torch(one: Measured) -> float:
+def _over_torch(one: Measured) -> float | None:
     """The speed divided by that of the faster torch candidate."""
-    return min(one.over(OURS, way) for way in (TORCH, COMPILED) if way in one.times)
+    return min((one.over(OURS, way) for way in (TORCH, COMPILED) if way in one.times), default=None)
 
 
-def _over_compiled(one: Measured) -> float:
-    return one.over(OURS, COMPILED)
+def _over_compiled(one: Measured) -> float | None:
+    return one.over(OURS, COMPILED) if COMPILED in one.times else None
 
 
-def _share(one: Measured) -> float:
-    return one.share_of_limit[OURS]
+def _share(one: Measured) -> float | None:
+    return one.share_of_limit.get(OURS)
 
 
 def _rate(one: Measured) -> float:

@@ -224,8 +224,9 @@ class GroupedMLP(FusedOperation):
             if fc1_ctx.needs.input:
                 read = dh if dh is not None else dh_q.rowwise.codes
                 dx = fc1.dgrad(fc1_ctx, dh_q, read)
+            spare = fc1.release(fc1_ctx)
             if fc1.needs_weight_grad(fc1_ctx):
-                d_fc1 |= fc1.accumulate(fc1_ctx, partial(path.wgrad, dh_q, fc1_ctx.saved.x))
+                d_fc1 |= fc1.accumulate(fc1_ctx, partial(path.wgrad, dh_q, fc1_ctx.saved.x, spare=spare))
         if dh is not None:
             d_fc1 |= fc1.adapter_gradients(fc1_ctx, dh, None)
         return dx, (d_fc1, {}, d_fc2), {"scales": dscales}

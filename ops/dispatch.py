@@ -21,11 +21,11 @@ from ops.kernels.routing.all_to_all import (
     make_sharded_routing_map,
 )
 from ops.kernels.routing.permute import RoutingMap, combine, dispatch, make_routing_map
-from ops.kernels.routing.symmetric import SymmetricRoutingMap, send
+from ops.kernels.routing.symmetric import MULTIPROCESSORS, SymmetricRoutingMap, send
 from ops.kernels.routing.symmetric_buffers import BYTES_BESIDE_ROW, bytes_held
 from ops.kernels.routing.symmetric_memory import why_not_symmetric
 from ops.kernels.routing.transports import PARTIAL_SUMS, WHY_IN_FULL, check_partial_sums, check_transport
-from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, OperationContext
+from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, LentMemory, OperationContext
 from recipes.arguments import check_flags, positive_integers
 from recipes.recipe import Role
 from recipes.request import PlanRequest
@@ -71,6 +71,10 @@ class Dispatch(BasicOperation):
     sends one row in place of several: the bounds hold for dx too. Forward of Dispatch and the gradients of the
     probabilities keep their bits. By default each returns by itself, and all bits are those of one rank.
 
+    overlap: with "symmetric", the gradients of this rank's tokens are read from the other ranks while FC1's weight
+    gradient is computed, which leaves 12 multiprocessors to that; no bit changes. **Not run on GPUs yet.** By default
+    they are read behind it.
+
     send_codes: whether tokens go to other ranks as float8 codes and scales, quantized before instead of behind the
     transfer, about half the bytes of bfloat16; with a GroupedLinear without adapter behind, and a recipe whose rowwise
     codes depend on their row alone (`fp8_block`, `fp8_rowwise`, `mxfp8`). `explain()` gives the reason where they do
@@ -88,15 +92,16 @@ class Dispatch(BasicOperation):
     An x that is quantized already is dequantized first. The gradients dx return in their dtype.
 
     Raises ValueError for num_experts that is not positive or that the ranks do not divide, a group without this rank,
-    another transport, partial_sums or send_codes, partial_sums without a group, a capacity that is missing, not needed
-    or less than a row for each expert of a rank, shapes that do not match, x on a CPU with "symmetric", and, on the
-    CPU, indices outside [0, num_experts) (with empty_slots above num_experts); TypeError for indices that are not
-    integers and for a group of another type; NotImplementedError for empty_slots with a group. On a GPU the indices
-    are not checked, because that would synchronize: a negative one counts for expert 0, one above for no expert, in
-    rows past the sum of the sizes. With a group RuntimeError, on every rank, where ranks differ in num_experts,
-    features, dtypes, slots, capacity, partial_sums, the format of codes, in whether gradients are computed or in the
-    name of the recipe ("symmetric" compares once for each of these); with "alltoall" also where one of them refuses its
-    arguments (that one raises its own error), and while a CUDA graph is captured.
+    another transport, partial_sums or send_codes, overlap with another transport or partial_sums, partial_sums without
+    a group, a capacity that is missing, not needed or less than a row for each expert of a rank, shapes that do not
+    match, x on a CPU with "symmetric", and, on the CPU, indices outside [0, num_experts) (with empty_slots above
+    num_experts); TypeError for indices that are not integers and for a group of another type; NotImplementedError for
+    empty_slots with a group. On a GPU the indices are not checked, because that would synchronize: a negative one
+    counts for expert 0, one above for no expert, in rows past the sum of the sizes. With a group RuntimeError, on every
+    rank, where ranks differ in num_experts, features, dtypes, slots, capacity, overlap, partial_sums, the format of
+    codes, in whether gradients are computed or in the name of the recipe ("symmetric" compares once for each of these);
+    with "alltoall" also where one of them refuses its arguments (that one raises its own error), and while a CUDA graph
+    is captured.
     """
 
     accepts_integers = True
@@ -118,9 +123,10 @@ class Dispatch(BasicOperation):
         capacity: int | None = None,
         partial_sums: str | None = None,
         send_codes: str = "exact",
+        overlap: bool = False,
     ) -> None:
         super().__init__()
-        check_flags(empty_slots=empty_slots)
+        check_flags(empty_slots=empty_slots, overlap=overlap)
         if empty_slots and group is not None:
             raise NotImplementedError(
                 "empty_slots=True with a group: pairs without an expert have no rank to go to. Leave out one of them."
@@ -140,6 +146,12 @@ class Dispatch(BasicOperation):
             self.why_in_full = WHY_IN_FULL[transport]
         self.lends_memory = transport == "symmetric"
         self.capacity = self._checked_capacity(capacity)
+        if overlap and (transport != "symmetric" or partial_sums is not None):
+            raise ValueError(
+                "overlap=True is for transport='symmetric' without partial_sums, whose rows are read where the experts "
+                "write them. Leave one of them out; `fuser.distributed.Overlapped` is for 'alltoall'."
+            )
+        self.overlap = overlap
         self._send_codes = check_send_codes(send_codes, self.group)
 
     # Neither can be set later: halves of `Overlapped` have the first, and the operation behind agrees on the second.
@@ -163,6 +175,7 @@ class Dispatch(BasicOperation):
                 f"{sort}; symmetric memory {self.group.describe(request.device)}, a token written once to each rank; "
                 f"no host read; capacity {self.capacity} rows a rank, of {request.dtype.itemsize} H + "
                 f"{BYTES_BESIDE_ROW} + 4 topk bytes{f', {held} bytes held' if held else ''}{sums}"
+                f"{'; dx is read beside the weight gradient of the operation behind' if self.overlap else ''}"
             )
         return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward{sums}"
 
@@ -200,10 +213,14 @@ class Dispatch(BasicOperation):
             "routing_map": routing_map,
         }
 
-    def memory_for_grad_output(self, saved: Saved, rows: int, dtype: torch.dtype) -> Tensor | None:
+    def memory_for_grad_output(self, saved: Saved, rows: int, dtype: torch.dtype) -> LentMemory | None:
         routing_map = saved.routing_map
         assert isinstance(routing_map, SymmetricRoutingMap), "no other transport lends memory"
-        return routing_map.memory_for_rows((rows, routing_map.features), dtype)
+        memory = routing_map.memory_for_rows((rows, routing_map.features), dtype)
+        if memory is None:
+            return None
+        ready = routing_map.buffers.expect_rows() if routing_map.overlap else None
+        return LentMemory(memory, ready, MULTIPROCESSORS)
 
     def fuser_backward(
         self, ctx: OperationContext, dy: Tensor | None, d_extra_outputs: Mapping[str, Tensor]
@@ -257,14 +274,14 @@ class Dispatch(BasicOperation):
             send_rows = self.send_tokens if routing_map.needed.values else partial(_send_codes, ctx, splits)
             y = send_rows(x, routing_map)
         else:
-            about = f"capacity={self.capacity}, {about}"
+            about = f"capacity={self.capacity}{', overlap' if self.overlap else ''}, {about}"
             sent, widths = x, None
             if not needs_values:
                 about = f"{codes}, {about}"
                 sent, widths = pack(*_to_quantize(ctx, x), _ALIGNED)
             routing_map, parts, scales, sizes = send(
                 sent, widths, probs, indices, self.num_experts, self.capacity, group, about, (x.shape[1], x.dtype),
-                self.partial_sums,
+                self.overlap, self.partial_sums,
             )  # fmt: skip
             splits = Splits.make(sizes, rows=routing_map.num_rows, device=x.device)
             y = parts[0] if needs_values else _unpacked(ctx, parts[0], parts[1], splits)
@@ -361,6 +378,7 @@ class Dispatch(BasicOperation):
             f"num_experts={self.num_experts}{', empty_slots=True' if self.empty_slots else ''}"
             + ("" if self.group is None else f", group={self.group}")
             + ("" if self.capacity is None else f", transport='symmetric', capacity={self.capacity}")
+            + (", overlap=True" if self.overlap else "")
             + ("" if self.partial_sums is None else f", partial_sums={self.partial_sums!r}")
             + ("" if self.send_codes == "exact" else f", send_codes={self.send_codes!r}")
         )

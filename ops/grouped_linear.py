@@ -29,6 +29,7 @@ from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_parameter import QuantizedParameter
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.splits import Splits
+from recipes.triton.tape import call_again
 
 
 class GroupedLinear(OperationWithWeights):
@@ -280,8 +281,9 @@ class GroupedLinear(OperationWithWeights):
             dy_q = path.quantize(dy, saved.splits, quantizer, rowwise=needs.input, columnwise=wgrad)
             if needs.input:
                 dx = self.dgrad(ctx, dy_q, dy)
+            spare = self.release(ctx)
             if wgrad:
-                gradients |= self.accumulate(ctx, partial(path.wgrad, dy_q, saved.x))
+                gradients |= self.accumulate(ctx, partial(path.wgrad, dy_q, saved.x, spare=spare))
         gradients |= self.adapter_gradients(ctx, dy, None)
         return dx, gradients, {"scales": dscales}
 
@@ -318,6 +320,14 @@ class GroupedLinear(OperationWithWeights):
         out = self.buffer(ctx, "grad_input", dy, self.own_in_features)
         dx = ctx.path.dgrad(dy_q, self.weight_operand(ctx, columnwise=True), out=out)
         return dx if self.parallel is None else self.parallel.reduce_grad_input(dx, out)
+
+    def release(self, ctx: OperationContext) -> int:
+        """Let the operation before transfer dx, if that lies in its memory, while weight gradients are computed.
+        Returns how many multiprocessors these leave to it."""
+        if ctx.lent is None or ctx.lent.ready is None:
+            return 0
+        call_again(ctx.lent.ready)
+        return 0 if self.delay_wgrad_compute else ctx.lent.multiprocessors
 
     def check(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Splits, Tensor | None]:
         """The extra inputs, once x and they fit each other, and other ranks have such too."""

@@ -395,6 +395,17 @@ def test_targets_say_what_was_reached_and_what_was_missed(capsys):
     assert "MLP over compiled torch: mixtral" not in lines, "nothing was measured for it"
 
 
+def test_targets_need_no_peer_that_was_not_measured():
+    for part in ("layer", "mlp"):
+        for others in ({}, {"SonicMoE": Timing(3, 3, 3)}):
+            alone = measured(part=part, times={OURS: Timing(2, 2, 2), **others})
+            names = [one["name"] for one in speed_report.reached_targets([alone])]
+            assert not any("over" in name for name in names), names
+    both = measured(part="layer", times={OURS: Timing(2, 2, 2), TORCH: Timing(3, 3, 3)})
+    over_torch, *_ = speed_report.reached_targets([both])
+    assert (over_torch["name"], over_torch["found"]) == ("layer over torch: qwen3, olmoe", 1.5)
+
+
 def test_nothing_to_draw_is_no_warning(tmp_path):
     pytest.importorskip("matplotlib")
     assert speed_report.draw_share_of_limit(tmp_path / "empty.png", []).exists()

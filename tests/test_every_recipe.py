@@ -147,10 +147,9 @@ def test_torch_compile_changes_no_bit(recipe, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu2
 @EVERY
 def test_another_gpu_than_the_current_one_gives_the_same_bits(recipe):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     here, there = mlp("cuda:0"), mlp("cuda:1")
     for seed in range(3):  # in the third the current GPU repeats recorded launches; the other launches anew
         found = step(there, recipe, seed)

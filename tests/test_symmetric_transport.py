@@ -60,13 +60,19 @@ pytestmark = pytest.mark.interpreter
 
 
 def share_of(
-    layer: Sequential, case: Case, capacity: int, group: Any = None, sums: str | None = None, **settings: Any
+    layer: Sequential,
+    case: Case,
+    capacity: int,
+    group: Any = None,
+    sums: str | None = None,
+    overlap: bool = False,
+    **settings: Any,
 ) -> Sequential:
     """The same layer on this rank, with its own experts of that layer. sums: `partial_sums`"""
     group = dist.group.WORLD if group is None else group
     own, rank = case.experts // len(case.tokens), dist.get_rank(group)
     symmetric = {"group": group, "transport": "symmetric", "partial_sums": sums}
-    first = ops.Dispatch(case.experts, capacity=capacity, **symmetric)
+    first = ops.Dispatch(case.experts, capacity=capacity, overlap=overlap, **symmetric)
     mine = experts_between(first, ops.Combine(**symmetric), own, case, **settings)
     with torch.no_grad():
         for parameter, of_all in zip(mine.parameters(), layer.parameters(), strict=True):
@@ -165,7 +171,7 @@ def memory_is_lent(rank: int, folder: Path) -> None:
 
     with quietly(), symmetric_on_cpu(folder), patch.object(SymmetricRoutingMap, "_give", noted):
         expected = None
-        for settings in ({}, {"fusions": ()}, {"path": "split"}):
+        for settings in ({}, {"fusions": ()}, {"path": "split"}, {"overlap": True}, {"overlap": True, "fusions": ()}):
             layer = share_of(whole(case), case, 40, **settings)
             found = step(layer, given) | weight_gradients(layer)
             assert copied == [False, False], (settings, copied)
@@ -438,6 +444,7 @@ def name_and_refuse(rank: int, folder: Path) -> None:
             ({"transport": "symmetric", "group": group, "capacity": 1}, "capacity is 1, but must be at least 2, a row"),
             ({"group": group, "capacity": 8}, "capacity is 8, but only transport='symmetric' has one"),
             ({"capacity": 8}, "capacity is 8, but only transport='symmetric' has one"),
+            ({"group": group, "overlap": True}, "overlap=True is for transport='symmetric' without partial_sums"),
         ):
             assert said in sentence(lambda settings=settings: ops.Dispatch(4, **settings), ValueError)
         assert "there is no group" in sentence(lambda: ops.Combine(transport="symmetric"), ValueError)

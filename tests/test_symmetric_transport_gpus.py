@@ -6,6 +6,7 @@ On one GPU the two take turns, and meet by gloo; on two GPUs by NCCL.
 from __future__ import annotations
 
 import copy
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,11 @@ def on_gpu(given: Batch) -> Batch:
 
 
 def compare(rank: int) -> None:
-    for recipe in ("bf16", "fp8_block", "mxfp8"):
+    for recipe, overlap in product(("bf16", "fp8_block", "mxfp8"), (False, True)):
         for tokens in ((48, 25), (0, 40)):
             case = Case(tokens, 4, 2, torch.bfloat16, features=(128, 64))
             layer = whole(case)
-            mine = share_of(layer, case, 100).cuda()
+            mine = share_of(layer, case, 100, overlap=overlap).cuda()
             layer = copy.deepcopy(layer).cuda()
             given = on_gpu(batch(case))
             with autocast(recipe):
@@ -70,9 +71,22 @@ def compare_bits(rank: int) -> None:
         assert_same_bits({"y": mine(own.x, probs=own.probs, indices=own.indices)}, {"y": y})
 
 
-def replay(rank: int) -> None:
+def overlap_bits(rank: int) -> None:
+    """Read beside a weight gradient that takes longer, again and again: the bits of rows that are read behind it."""
+    case = Case((4096, 4000), 16, 8, torch.bfloat16, features=(1024, 1536))
+    whole_layer, given = whole(case), on_gpu(batch(case).of_rank(case, rank))
+    layers = [share_of(whole_layer, case, 40000, overlap=overlap).cuda() for overlap in (False, True)]
+    expected = step(layers[0], given) | weight_gradients(layers[0])
+    for _ in range(20):
+        layers[1].zero_grad()
+        found = step(layers[1], given) | weight_gradients(layers[1])
+        torch.empty(2**26, device="cuda").fill_(float("nan"))  # what is freed too early is overwritten
+        assert_same_bits(found, expected)
+
+
+def replay(rank: int, overlap: bool) -> None:
     case = Case((40, 24), 4, 2, torch.bfloat16, features=(128, 64))
-    mine = share_of(whole(case), case, 100).cuda()
+    mine = share_of(whole(case), case, 100, overlap=overlap).cuda()
     given = on_gpu(batch(case).of_rank(case, rank))
     x, probs = given.x.clone().requires_grad_(), given.probs.clone().requires_grad_()
 
@@ -85,7 +99,7 @@ def replay(rank: int) -> None:
         return tuple(t.clone() for t in run())
 
     graph = torch.cuda.CUDAGraph()
-    alone = share_of(whole(case), case, 101).cuda()
+    alone = share_of(whole(case), case, 101 + overlap).cuda()
     with torch.cuda.graph(graph):
         probs.detach() * 2  # a graph without kernels is warned of
         said = sentence(lambda: alone(x, probs=probs, indices=given.indices))
@@ -142,7 +156,9 @@ def refuse(rank: int) -> None:
 def all_on_gpus(rank: int) -> None:
     compare(rank)
     overflow(rank, "cuda")
-    replay(rank)
+    overlap_bits(rank)
+    for overlap in (False, True):
+        replay(rank, overlap)
     refuse(rank)
     compare_bits(rank)
     torch.cuda.synchronize()

@@ -214,15 +214,17 @@ class GroupedPath:
         out: Tensor | None = None,
         accumulate: bool = False,
         reverse: bool = False,
+        spare: int = 0,
     ) -> Tensor:
         """dw_g = dy_g^T x_g, [G, N, K] in dy's dtype, in new memory; or `out` = dw, or `out` += dw.
 
         An empty group's dw is zero. What goes into `out` is summed in float32 and rounded once to out's dtype; reverse:
-        the last group comes first there.
+        the last group comes first there. spare: as `grouped_gemm_nt`
         """
         return k_grouped(
             self._operands("NT", dy, x), dy.splits, out=out, out_dtype=dy.dtype,
             split_accumulation=self.recipe.split_accumulator("wgrad"), accumulate=accumulate, reverse=reverse,
+            spare=spare,
         )  # fmt: skip
 
     def _operands(self, layout: GemmLayout, a: GroupedTensor, b: Matrix) -> Operands:
@@ -326,8 +328,9 @@ class SplitPath:
         out: Tensor | None = None,
         accumulate: bool = False,
         reverse: bool = False,
+        spare: int = 0,
     ) -> Tensor:
-        """As `GroupedPath.wgrad`."""
+        """As `GroupedPath.wgrad`, which leaves no multiprocessors."""
         first_dy, first_x = dy.members[0], x.members[0]
         dtype = first_dy.dtype
         product = partial(

@@ -12,6 +12,7 @@ from torch import Tensor
 from ops.runner.callers_buffers import CallersBuffer
 from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import memory_of
+from ops.runner.lent_memory import LentMemory, memory_for_grad_input
 from ops.runner.parameters import held_parameter
 from ops.runner.program import Program, Wiring
 from ops.runner.repeat import OperationState, RepeatedStep, may_repeat
@@ -133,8 +134,10 @@ def _run(
             begin, end = ends[wiring.step.indices[0]], ends[wiring.step.indices[-1] + 1]
             kept, saved[begin:end] = saved[begin:end], [None] * (end - begin)
             lent, at = None, wiring.lends_grad_input
-            if at is not None:
-                lent = _lent(record, wiring, at, saved[ends[at] : ends[at + 1]], dx)
+            if at is not None and dx is not None and not record.buffers:
+                forwards = unflatten(record.states[at].saved, saved[ends[at] : ends[at + 1]])
+                writes_in = program.contexts[wiring.step.indices[0]]["dtype"]
+                lent = memory_for_grad_input(record.operations[at], forwards, dx, writes_in)
             step = _OperationBackward(record, wiring, kept, dx, d_outputs, own, unwanted, lent)
             dx, slots, of_parameters, names, of_extras = _run_step(step, updates, repeats)
         except Exception as error:
@@ -178,7 +181,7 @@ class _OperationBackward(NamedTuple):
     d_outputs: dict[str, Tensor]
     own: frozenset[str]
     unwanted: frozenset[int]
-    lent: Tensor | None
+    lent: LentMemory | None
 
 
 class _Gradients(NamedTuple):
@@ -190,15 +193,6 @@ class _Gradients(NamedTuple):
     of_parameters: tuple[Tensor, ...]
     names: tuple[str, ...]
     of_extras: tuple[Tensor, ...]
-
-
-def _lent(record: Record, wiring: Wiring, lender: int, kept: list[Tensor | None], dy: Any) -> Tensor | None:
-    """Memory for dx of the operation before the step, unless the caller gave some. kept: what that saved"""
-    forwards = unflatten(record.states[lender].saved, kept)
-    if record.buffers or dy is None or forwards is None:
-        return None
-    dtype = record.program.contexts[wiring.step.indices[0]]["dtype"]
-    return record.operations[lender].memory_for_grad_output(forwards, dy.shape[0], dtype)
 
 
 def _run_step(step: _OperationBackward, updates: PendingUpdates | None, repeats: bool) -> _Gradients:
@@ -236,7 +230,7 @@ def _execute(step: _OperationBackward, contexts: list[OperationContext]) -> _Gra
     if step.own:
         contexts[0].own_gradients = step.own
     if step.lent is not None:
-        contexts[0].buffers = {"grad_input": step.lent}
+        contexts[0].lent, contexts[0].buffers = step.lent, {"grad_input": step.lent.tensor}
     operation = planned.of(record.operations)
     result = operation.fuser_backward(contexts if planned.fused else contexts[0], step.dy, step.d_outputs)
     if type(result) is not tuple or len(result) != 3:
@@ -266,8 +260,9 @@ def _repeat(
         with reentered(record.entries):
             return _execute(step, contexts)
 
-    names = (*record.states[indices[0] : indices[-1] + 1], step.own, step.unwanted, *step.d_outputs)
-    values = (step.dy, *step.d_outputs.values(), tuple(step.kept), *destinations.values(), step.lent)
+    ready, lent = (None, None) if step.lent is None else (step.lent.ready, step.lent.tensor)
+    names = (*record.states[indices[0] : indices[-1] + 1], step.own, step.unwanted, ready, *step.d_outputs)
+    values = (step.dy, *step.d_outputs.values(), tuple(step.kept), *destinations.values(), lent)
     found: _Gradients = repeated.run(operations, names, values, updates, execute)
     for index, context in contexts_of.items():
         operations[index].mark_written(context)

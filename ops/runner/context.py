@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ops.runner.lent_memory import LentMemory
 from ops.runner.parameters import held_parameter
 from ops.runner.quantizer_state import QuantizerState
 from recipes.cast_counts import watched
@@ -45,6 +46,7 @@ class OperationContext:
              gradients lie in memory that nothing else reads: it may write into them
     computed: its parameters that are no registered ones, by name (`ops.runner.parameters`)
     handed_on: what the operation's `hand_on` gave; receiver: of the operation that this is for
+    lent: in backward, memory for dx, which is in `buffers` too
     updates: where quantizers with a state record that it changes at the end of the step; None: they record nothing
     """
 
@@ -65,6 +67,7 @@ class OperationContext:
     prepared_weights: Any = None  # those of forward, where `constant_weights` has them
     destinations: Any = None  # in backward, where weight gradients are added to main_grad, see `ops.products.main_grad`
     handed_on: Any = None
+    lent: LentMemory | None = None
     receiver: Receiver | None = None
     seen_in_forward: tuple[Sequence[torch.Tensor], Sequence[Any]] | None = None  # the pipeline's parameters, states
 

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ops.runner.context import IndexTensor, OperationContext
 from ops.runner.input import check_real
+from ops.runner.lent_memory import LentMemory
 from ops.runner.named_extras import NamedExtras
 from ops.runner.not_traced import not_traced
 from ops.runner.parameters import is_set_by_hook, parameter_names, without_parametrizations
@@ -42,6 +43,7 @@ __all__ = [
     "FusedOperation",
     "FusibleOperation",
     "IndexTensor",
+    "LentMemory",
     "OperationContext",
     "optional",
     "several",
@@ -212,7 +214,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         x that lies elsewhere as well. extras: its extra inputs, as far as they are there"""
         return None
 
-    def memory_for_grad_output(self, saved: Any, rows: int, dtype: torch.dtype) -> Tensor | None:
+    def memory_for_grad_output(self, saved: Any, rows: int, dtype: torch.dtype) -> LentMemory | None:
         """The same for the operation behind it to write dy [rows, features] into. saved: of its forward"""
         return None
 

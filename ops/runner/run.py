@@ -28,6 +28,7 @@ from ops.runner.callers_buffers import (
 from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import check_writable, memory_of
 from ops.runner.input import as_input, check_numbers
+from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import note_forward, unwanted_parameters
 from ops.runner.parameters import computed_names, held_parameters, requires_grad
@@ -384,7 +385,9 @@ class Call:
     def _run_step(self, wiring: Wiring, x: Any) -> Any:
         if wiring.writes is not None:
             self._check_writable(wiring, wiring.writes, x)
-        lent = None if wiring.lends_output is None else self._lent(wiring, wiring.lends_output, x)
+        lent, lender = None, None if self.buffers else wiring.lends_output
+        if lender is not None:
+            lent = memory_for_output(self.operations, lender, x, self.environment, self.program.contexts)
         if not self.repeats or wiring.repeated is None or not wiring.repeated.alone:
             y, outputs = self._execute(wiring, x, self.updates, self.states, self.kept, lent)
         else:
@@ -421,18 +424,7 @@ class Call:
             states += [left_by(context, kept) for context in contexts]
         return result
 
-    def _lent(self, wiring: Wiring, lender: int, x: Any) -> Tensor | None:
-        """Memory for y of the operation behind the step, unless the caller gave some."""
-        last, behind = wiring.step.indices[-1], self.operations[lender]
-        features = self.operations[last].features(None)
-        if self.buffers or len(x.shape) != 2 or features is None:
-            return None
-        extras = {local: self.environment.get(behind.extra_name(local)) for local in behind.extra_inputs}
-        return behind.memory_for_input(extras, (x.shape[0], features), self.program.contexts[last]["dtype"])
-
-    def _repeat(
-        self, repeated: RepeatedStep, wiring: Wiring, x: Any, lent: Tensor | None
-    ) -> tuple[Any, Mapping[str, Any]]:
+    def _repeat(self, repeated: RepeatedStep, wiring: Wiring, x: Any, lent: Any) -> tuple[Any, Mapping[str, Any]]:
         """The same, done again if it can be."""
         inside = [index for index in wiring.step.indices if self.operations[index].weights_scope is not None]
         weights = {index: self.operations[index].prepare_weights(self.context(index, self.updates)) for index in inside}

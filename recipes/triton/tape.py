@@ -56,6 +56,13 @@ def record(tensors: list[Tensor], run: Callable[[], Any]) -> tuple[Any, Repeated
         tape.close()
 
 
+def call_again(function: Callable[[], object]) -> None:
+    """function(), which a repetition of what is being recorded calls too. It touches no tensors."""
+    function()
+    if taping.tape is not None:
+        taping.tape.called(function)
+
+
 class Tape(TorchDispatchMode):
     """Keeps what torch and launches do, in `seen`. `Launch` and `launcher` report what they did to it."""
 
@@ -117,6 +124,10 @@ class Tape(TorchDispatchMode):
             self.seen.append(Launched(compiled, grid, placed, bases))
         except NotRepeatable:
             self.repeatable = False
+
+    def called(self, function: Callable[[], object]) -> None:
+        """The function was called."""
+        self.seen.append(Operated(function, (), {}, ()))
 
     def written(self, buffers: Iterable[Tensor]) -> None:
         """Launches wrote into these."""

@@ -248,6 +248,7 @@ def grouped_gemm_nt_float8(
     split_accumulation: bool = False,
     accumulate: bool = False,
     reverse: bool = False,
+    spare: int = 0,
 ) -> Tensor:
     """dw_g = sum of dy[:, p] x[:, p]^T over the columns p of group g. Returns dw [G, N, K], or `out` filled with it.
 
@@ -255,13 +256,13 @@ def grouped_gemm_nt_float8(
     columns offsets_aligned[g] to offsets_aligned[g + 1], [G + 1] int64, multiples of 16 (per tensor, vectors) or 128
     (1x128 scales); what pads it is zeros. Scales: see the top of the file. out: [G, N, K]. out_dtype and
     split_accumulation: as `grouped_gemm_tn_float8`. A group without columns gets zeros; accumulate, which needs `out`:
-    out += dw, summed in float32 and rounded once, and the part of such a group is untouched. reverse: as
-    `grouped_gemm_nt`.
+    out += dw, summed in float32 and rounded once, and the part of such a group is untouched. reverse, spare:
+    as `grouped_gemm_nt`.
     """
     if dy_codes_NP.device.type == "cuda":
         return _nt(
             dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out, out_dtype, split_accumulation, accumulate,
-            reverse,
+            reverse, spare,
         )  # fmt: skip
     out = _checked_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out, out_dtype, accumulate, reverse)
     dw = grouped_gemm_nt_float8_ref(
@@ -305,6 +306,7 @@ def _nt(
     split_accumulation: bool,
     accumulate: bool,
     reverse: bool,
+    spare: int,
 ) -> Tensor:
     """Checks, allocates and launches NT."""
     out = _checked_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned, out, out_dtype, accumulate, reverse)
@@ -322,6 +324,7 @@ def _nt(
         split_accumulation,
         accumulate,
         reverse,
+        spare,
     )
     return out if target is out else out.copy_(target)
 
@@ -434,6 +437,7 @@ def grouped_gemm_nt_float8_triton(
     split_accumulation: bool,
     accumulate: bool = False,
     reverse: bool = False,
+    spare: int = 0,
 ) -> None:
     """Launches NT. Rows of dy and x, the matrices of out and block scales are contiguous; offsets [G + 1], aligned.
 
@@ -460,7 +464,7 @@ def grouped_gemm_nt_float8_triton(
     if config.programs:
         _k_grouped_persistent(
             out,
-            min(num_tiles, config.programs * multiprocessors(out)),
+            min(num_tiles, config.programs * multiprocessors(out, spare)),
             ragged_descriptor(dy, (config.part_m, config.block_k), axis=1, unit=16),
             ragged_descriptor(x, (config.part_n, config.block_k), axis=1, unit=16),
             descriptor(out, (1, *config.half())),

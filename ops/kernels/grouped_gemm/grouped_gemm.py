@@ -69,19 +69,22 @@ def k_grouped(
     split_accumulation: bool,
     accumulate: bool = False,
     reverse: bool = False,
+    spare: int = 0,
 ) -> Tensor:
-    """dw [G, N, K] of the rows of each group, in out_dtype or `out`; accumulate and reverse as `grouped_gemm_nt`."""
+    """dw [G, N, K] of the rows of each group, in out_dtype or `out`; the rest as `grouped_gemm_nt`."""
     a, b = operands
     if isinstance(a, Float8Operand) and isinstance(b, Float8Operand):
         return grouped_gemm_nt_float8(
             a.codes, a.scale, b.codes, b.scale, splits.aligned(a.block), out=out, out_dtype=out_dtype,
             split_accumulation=split_accumulation, accumulate=accumulate, reverse=reverse,
+            spare=spare,
         )  # fmt: skip
     assert isinstance(a, Operand) and isinstance(b, Operand), "both are values, or both codes"
     block = max(a.block, b.block)
     return grouped_gemm_nt(
         _in_blocks(a, block, splits), _in_blocks(b, block, splits), splits.padded(block), alpha_G=combined_alpha(a, b),
         out=out, out_dtype=out_dtype if out is None else out.dtype, accumulate=accumulate, reverse=reverse,
+        spare=spare,
     )  # fmt: skip
 
 

@@ -270,17 +270,18 @@ def grouped_gemm_nt(
     out_dtype: torch.dtype | None = None,
     accumulate: bool = False,
     reverse: bool = False,
+    spare: int = 0,
 ) -> Tensor:
     """dw_g = alpha_g dy_g^T x_g. Returns dw [G, N, K], or `out` filled with it; accumulate: `out` += it.
 
     dy: [T, N] and x: [T, K] of one floating dtype. alpha: [G] or () float32 (1 if None). out: [G, N, K], in out_dtype
     (x's if None). A group without rows gets zeros; with `accumulate`, which needs `out`, its part of out is untouched,
     and the sum is made in float32 and rounded once. reverse, which needs `out`: the last group comes first in it, as in
-    Megatron's buckets.
+    Megatron's buckets. spare: multiprocessors that persistent kernels leave to what runs beside; no bit depends on it.
     """
     if x_TK.device.type == "cuda":
         tf32 = allow_tf32(x_TK.dtype)
-        return _nt(dy_TN, x_TK, splits.offsets, splits.rows, alpha_G, out, out_dtype, tf32, accumulate, reverse)
+        return _nt(dy_TN, x_TK, splits.offsets, splits.rows, alpha_G, out, out_dtype, tf32, accumulate, reverse, spare)
     _check_k_grouped(dy_TN, x_TK, splits, out, accumulate, reverse)
     if is_abstract(x_TK):
         return output(out, (splits.num_groups, dy_TN.shape[1], x_TK.shape[1]), out_dtype, x_TK)
@@ -308,6 +309,7 @@ def _nt(
     tf32: bool,
     accumulate: bool,
     reverse: bool,
+    spare: int,
 ) -> Tensor:
     splits = Splits.over(offsets, rows)
     _check_k_grouped(dy_TN, x_TK, splits, out, accumulate, reverse)
@@ -325,6 +327,7 @@ def _nt(
         tf32=tf32,
         accumulate=accumulate,
         reverse=reverse,
+        spare=spare,
     )
     return out if target is out else out.copy_(target)
 
@@ -455,6 +458,7 @@ def grouped_gemm_nt_triton(
     tf32: bool,
     accumulate: bool = False,
     reverse: bool = False,
+    spare: int = 0,
 ) -> None:
     """Launches NT. Rows of dy and x, the matrices of out, offsets [G + 1] and alpha [G] are contiguous."""
     G, N, K = out.shape
@@ -477,14 +481,14 @@ def grouped_gemm_nt_triton(
         gluon=why_no_gluon(capability(out)) is None,
     )
     if config.gluon:
-        k_grouped_gluon(dy_TN, x_TK, offsets, alpha_G, out, config, accumulate, reverse)
+        k_grouped_gluon(dy_TN, x_TK, offsets, alpha_G, out, config, accumulate, reverse, spare)
         return
     # Without fusion alpha's product is rounded before it is added to what is there, so all kernels give the same sums.
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
     if config.programs:
         _k_grouped_persistent(
             out,
-            min(num_tiles, config.programs * multiprocessors(out)),
+            min(num_tiles, config.programs * multiprocessors(out, spare)),
             ragged_descriptor(dy_TN, (config.block_k, config.block_m), axis=0),
             ragged_descriptor(x_TK, (config.block_k, config.block_n), axis=0),
             descriptor(out, (1, config.block_m, min(config.box, config.block_n // 2))),

@@ -358,13 +358,14 @@ def k_grouped_gluon(
     config: GroupedGemmConfig,
     accumulate: bool,
     reverse: bool,
+    spare: int,
 ) -> None:
     """Launches NT, of tensors that `takes_descriptors` takes. accumulate, for float32 alone: out += it."""
     G, N, K = out.shape
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
     _k_grouped(
         out,
-        min(num_tiles, multiprocessors(out)),
+        min(num_tiles, multiprocessors(out, spare)),
         with_layout(ragged_descriptor(dy, (config.block_k, config.block_m), axis=0)),
         with_layout(ragged_descriptor(x, (config.block_k, config.block_n), axis=0)),
         with_layout(descriptor(out, (1, config.block_m // 2, BOX_BYTES // out.itemsize))),

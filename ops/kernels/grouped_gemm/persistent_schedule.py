@@ -25,9 +25,9 @@ MOST_GROUPS = 1024  # of which a program can keep a number each
 _INTERPRETED = 2  # programs under the interpreter: more than one, so that each takes some tiles and skips others
 
 
-def multiprocessors(x: Tensor) -> int:
-    """Of x's GPU."""
-    return properties(x.get_device()).multi_processor_count if x.is_cuda else _INTERPRETED
+def multiprocessors(x: Tensor, spare: int = 0) -> int:
+    """Of x's GPU, without those that are left to what runs beside."""
+    return properties(x.get_device()).multi_processor_count - spare if x.is_cuda else _INTERPRETED
 
 
 def padded_groups(num_groups: int) -> int:

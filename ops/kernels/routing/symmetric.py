@@ -27,7 +27,8 @@ sum to the row of the token; the token's rank adds what it reads there, in rank 
 A transfer is  barrier, write, barrier, read.  So a buffer is free for the next one, and all layers of a group with the
 same rows share one. Rows that return may be written before the first of these barriers, by the operation that makes
 them, if the transfer before was that of their tokens: behind its second barrier no rank writes or reads here
-(`memory_for_rows`).
+(`memory_for_rows`). With `overlap` they are then read, in backward, on a stream beside that on which weight gradients
+of the experts are computed, from the moment at which they are there; the current stream waits for it.
 
 Overflow: every rank receives all counts, so all of them find, before any row is written, that one of them would receive
 more than its capacity. Then nothing is written: rows, sums and scales are NaN on every rank, and the sizes divide the
@@ -75,6 +76,7 @@ class SymmetricRoutingMap(RoutingMap):
     origins: [C] int32; members: [C, topk] int32
     step: a number of the buffers, the same in forward and backward
     features: of the tokens that were sent
+    overlap: that of `Dispatch`
     """
 
     transport: ClassVar[str] = "symmetric"
@@ -88,6 +90,7 @@ class SymmetricRoutingMap(RoutingMap):
     buffers: SymmetricBuffers
     step: int
     features: int
+    overlap: bool = False
     partial_sums: str | None = None
 
     @property
@@ -130,9 +133,19 @@ class SymmetricRoutingMap(RoutingMap):
 
         Every rank gives both, because others may need what it does not.
         """
-        y = rows.new_empty(self.place.shape[0], rows.shape[1]) if needed.x else None
+        shape = self.place.shape[0], rows.shape[1]
         of_pairs = scales.new_empty(self.place.shape) if needed.probs else None
-        self._read_back(rows, y, scales, of_pairs)
+        if not self.overlap:
+            y = rows.new_empty(shape) if needed.x else None
+            self._read_back(rows, y, scales, of_pairs)
+            return y, of_pairs
+        with self.buffers.beside(rows) as keep:
+            y = keep(rows.new_empty(shape)) if needed.x else None
+            self._read_back(rows, y)
+        # Behind it, since they may be there later than the rows. Nobody reads the former ones any more.
+        self.buffers.scales(scales.dtype).copy_(scales)
+        self.buffers.memory.barrier()
+        pull(None, of_pairs, self.place, self.buffers)
         return y, of_pairs
 
     def _read_back(
@@ -148,9 +161,8 @@ class SymmetricRoutingMap(RoutingMap):
 
     def _give(self, rows: Tensor) -> None:
         """Write the rows for other ranks to read, unless they were written there."""
-        there = self.buffers.rows(rows.dtype, rows.shape[1])
-        if rows.data_ptr() != there.data_ptr():
-            there.copy_(rows)
+        if not self.buffers.are_here(rows):
+            self.buffers.rows(rows.dtype, rows.shape[1]).copy_(rows)
 
     def _take(self, dtype: torch.dtype, y: Tensor | None, of_pairs: Tensor | None) -> None:
         """Read what belongs to this rank's tokens and pairs. dtype: of the rows that were given"""
@@ -191,6 +203,7 @@ def send(
     group: RankGroup,
     about: str,
     returned: tuple[int, torch.dtype],
+    overlap: bool = False,
     partial_sums: str | None = None,
 ) -> Arrived:
     """x [T, H], or bytes of codes and scales; probs [T, topk], indices [T, topk] integers.
@@ -220,7 +233,7 @@ def send(
     buffers.note_written(step)
     kind = SymmetricRoutingMap if partial_sums is None else SymmetricSumsRoutingMap
     routing_map = kind(
-        row_of_slot, token_of_row, place, lead, origins, members, group, buffers, step, features, partial_sums
+        row_of_slot, token_of_row, place, lead, origins, members, group, buffers, step, features, overlap, partial_sums
     )
     return Arrived(routing_map, parts, scales, sizes)
 
@@ -284,6 +297,7 @@ def layout_ref(counts_nE: Tensor, rank: int, capacity: int) -> tuple[Tensor, Ten
 # -------------------------------------------------------------------------------------------------------------- config
 
 
+MULTIPROCESSORS = 12  # of Hopper's 132, on which as many programs run as the link takes
 ROWS = 4  # of a program that expands: few of them have anything to do
 
 

@@ -13,6 +13,8 @@ lie, on each rank, with C = capacity:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,6 +51,7 @@ class SymmetricBuffers:
         self.needed = torch.zeros(1, dtype=torch.int64, device=device)
         self.needed_on_host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._regions: dict[tuple[int, torch.dtype, tuple[int, ...]], Tensor] = {}  # views, made once
+        self._ready = _RowsWritten(device) if device.type == "cuda" else None
         self._steps = 0
         self._written_for: int | None = None  # the number of the step whose tokens are the last that were written
 
@@ -97,6 +100,41 @@ class SymmetricBuffers:
         """Whether this rank may write its rows already: since the tokens of this step came, nothing was transferred."""
         return self._written_for == step
 
+    def expect_rows(self) -> Callable[[], object] | None:
+        """What to call once rows are written here, for `beside`; None without a GPU."""
+        if self._ready is None:
+            return None
+        self._ready.is_recorded = False
+        return self._ready.record
+
+    @contextmanager
+    def beside(self, rows: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Inside, work goes to a stream of its own, behind the moment at which the rows that are expected were written,
+        and the current stream waits for it at the end. If there was no such moment, or `rows` are others, all stays on
+        the current stream.
+
+        Gives what keeps a tensor that is made inside for the current stream.
+        """
+        ready = self._ready
+        if ready is None or not ready.is_recorded or not self.are_here(rows):
+            yield lambda made: made
+            return
+        ready.is_recorded = False
+        current = torch.cuda.current_stream(rows.device)
+        ready.event.wait(ready.stream)
+
+        def keep(made: Tensor) -> Tensor:
+            made.record_stream(current)
+            return made
+
+        with torch.cuda.stream(ready.stream):
+            yield keep
+        current.wait_stream(ready.stream)
+
+    def are_here(self, rows: Tensor) -> bool:
+        """Whether these were written here by what made them."""
+        return rows.data_ptr() == self.memory.local.data_ptr() + self.rows_at
+
     def tell_host(self) -> None:
         """Let the host know of `needed`, without waiting."""
         self.needed_on_host.copy_(self.needed, non_blocking=True)
@@ -120,6 +158,18 @@ class SymmetricBuffers:
             found = self.memory.local[begin : begin + num_bytes].view(dtype).view(shape)
             self._regions[begin, dtype, shape] = found
         return found
+
+
+class _RowsWritten:
+    """A moment on a stream, and the stream that waits for it. is_recorded: whether it was since it was expected"""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event, self.stream = torch.cuda.Event(), torch.cuda.Stream(device)
+        self.is_recorded = False
+
+    def record(self) -> None:
+        self.event.record()
+        self.is_recorded = True
 
 
 class _OfGroup:
