@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ import torch
 import torch.distributed as dist
 
 
+TIMEOUT = timedelta(minutes=4)  # less than that of a test, so that a rank that waits in vain says where
+
+
 def on_ranks(
     function: Callable[..., None], *arguments: Any, folder: Path, ranks: int = 2, backend: str = "gloo"
 ) -> None:
     """function(rank, *arguments) in each of the ranks' processes; with NCCL each has a device of its own.
 
-    A rank's exception is raised here. folder: an empty one, in which the ranks find each other.
+    A rank's exception is raised here; one that waits for another for `TIMEOUT` raises that. folder: an empty one, in
+    which the ranks find each other.
     """
     rendezvous = f"file://{folder / 'rendezvous'}"
     torch.multiprocessing.spawn(_run, (function, arguments, ranks, backend, rendezvous), nprocs=ranks)
@@ -37,7 +42,7 @@ def _run(
 ) -> None:
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks, timeout=TIMEOUT)
     try:
         function(rank, *arguments)
     finally:
