@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 TIMEOUT = timedelta(minutes=4)  # less than that of a test, so that a rank that waits in vain says where
 
 

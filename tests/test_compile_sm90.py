@@ -252,8 +252,8 @@ def launch_symmetric(rows: int, features: int, dtype: torch.dtype) -> None:
         origins, totals = place[:, 0].contiguous(), counts[:2]
         shared: dict[str, Any] = {"memory": memory, "origins": origins, "members": place, **regions}
         buffers: Any = SimpleNamespace(capacity=rows, rows=lambda dtype, H, x=x: x.to(dtype), **shared)
-        symmetric.put_counts(counts, 8, 3, counts)
-        symmetric.layout(counts.expand(8, -1).contiguous(), 3, rows, counts[:1])
+        symmetric.put_counts(counts, 1, 8, 3, counts, 128)
+        symmetric.layout(counts.expand(8, -1).contiguous(), counts[:8], 3, rows, counts[:1])
         symmetric.locate(indices, indices, counts, totals, rows)
         for given in (scales, None):
             symmetric.push(x, given, place, place, buffers)

@@ -306,6 +306,33 @@ def test_an_overflow_is_nan_on_every_rank_and_an_error_once_it_is_known(
     on_ranks(overflow_on_cpu, recipes, tmp_path, folder=tmp_path)
 
 
+def differ_later(rank: int, folder: Path) -> None:
+    """Both recipes are known to the ranks, which then run one each."""
+    recipes = "bf16", "fp8_block"
+    with quietly(), symmetric_on_cpu(folder), torch.no_grad():
+        case = Case((3, 2), 4, 1, torch.bfloat16, features=(160, 64))
+        layer, given = share_of(whole(case), case, 8), batch(case).of_rank(case, rank)
+
+        def run(recipe: str) -> dict[str, Tensor]:
+            with autocast(recipe):
+                return {"y": layer(given.x, probs=given.probs, indices=given.indices)}
+
+        before = [run(recipe) for recipe in recipes]
+        all_nan(run(recipes[rank]))
+        said = same_everywhere(sentence(fuser.check_overflow))
+        assert "<ranks 0, 1> differed in what they exchanged. Some: capacity=8, num_experts=4, 160 features" in said
+        assert (
+            "recipe high_precision; others: tokens sent as codes of" in said and "recipe fp8_block. The outputs" in said
+        ), said
+        for recipe, expected in zip(recipes, before, strict=True):
+            assert_same_bits(run(recipe), expected)
+        fuser.check_overflow()
+
+
+def test_ranks_that_differ_in_a_later_step_learn_of_it(tmp_path: Path) -> None:
+    on_ranks(differ_later, tmp_path, folder=tmp_path)
+
+
 # ------------------------------------------------------------------------------------------------------- the kernels
 
 
@@ -325,7 +352,7 @@ class OneProcess:
         monkeypatch.setattr("ops.kernels.routing.symmetric_memory.allocate", allocate)
         groups: list[Any] = [SimpleNamespace(rank=rank, size=ranks) for rank in range(ranks)]
         device = torch.device("cpu")
-        self.of_rank = [SymmetricBuffers(g, capacity, experts, topk, row_bytes, device) for g in groups]
+        self.of_rank = [SymmetricBuffers(g, capacity, experts, topk, row_bytes, device, {}) for g in groups]
 
 
 @pytest.mark.launches(
@@ -353,11 +380,12 @@ def test_a_token_is_written_once_to_each_rank_and_nothing_where_it_does_not_fit(
     ]
     maps = [make_routing_map(given, E) for given in indices]
     for rank, (_, _, counts) in enumerate(maps):
-        put_counts(counts, ranks, rank, buffers[rank].memory.addresses)
+        put_counts(counts, 3, ranks, rank, buffers[rank].memory.addresses, buffers[rank].counts_at)
     located, totals = [], []
     for rank, of_rank in enumerate(buffers):
-        shift, sizes, total = layout(of_rank.counts, rank, capacity, of_rank.needed)
-        for made, reference in zip((shift, sizes, total), layout_ref(of_rank.counts, rank, capacity), strict=True):
+        given = of_rank.counts, of_rank.numbers, rank, capacity
+        shift, sizes, total = layout(*given, of_rank.needed)
+        for made, reference in zip((shift, sizes, total), layout_ref(*given), strict=True):
             assert torch.equal(made, reference)
         assert total.tolist() == [len(rows_of[rank]), max(map(len, rows_of))]
         assert sizes.sum().item() == (capacity if capacity == 5 else len(rows_of[rank]))
@@ -434,8 +462,9 @@ def test_bytes_that_overflow_are_nan_as_float8_codes() -> None:
 
 def test_rows_have_their_place_by_expert_and_then_rank() -> None:
     counts = torch.tensor([[0, 0, 0, 0], [1, 0, 2, 1]])
-    assert [t.tolist() for t in layout_ref(counts, 1, 4)] == [[0, 0, 3, 3], [2, 1], [3, 3]]
-    assert [t.tolist() for t in layout_ref(counts, 1, 2)[1:]] == [[1, 1], [3, 3]], "an overflow divides the capacity"
+    same = torch.tensor([5, 5])
+    assert [t.tolist() for t in layout_ref(counts, same, 1, 4)] == [[0, 0, 3, 3], [2, 1], [3, 3]]
+    assert [t.tolist() for t in layout_ref(counts, same, 1, 2)[1:]] == [[1, 1], [3, 3]], "an overflow divides it"
 
 
 # -------------------------------------------------------------------------------------------- what is refused and said
@@ -495,7 +524,7 @@ def name_and_refuse(rank: int, folder: Path) -> None:
 
         lines = layer.explain(device="cuda").splitlines()
         dispatching, combining = (next(line for line in lines if f"{n}  [" in line) for n in ("Dispatch", "Combine"))
-        num_bytes = 2 * 4 * 8 + 64 + 128 + 128 + 128 + 12 * 8 * 4
+        num_bytes = 128 + 2 * 4 * 8 + 64 + 128 + 128 + 128 + 12 * 8 * 4
         assert dispatching.endswith(
             "symmetric memory over 2 ranks (gloo), a token written once to each rank; no host read; capacity 12 rows a "
             f"rank, of 4 H + 12 + 4 topk bytes, {num_bytes} bytes held; "

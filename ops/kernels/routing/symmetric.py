@@ -36,7 +36,8 @@ capacity among all experts, so that every weight gets NaN for its gradient. The 
 is copied to the host behind the kernels, and raised as an error by `check_overflow` once it is there
 (`ops.kernels.routing.symmetric_buffers`).
 
-Graph-safe: no host synchronization, except for a layer's first forward, in which the ranks compare what they exchange.
+Graph-safe: no host synchronization, except for a layer's first forward, in which the ranks compare what they exchange,
+and number it. Each step sends the number of what it exchanges with the counts; ranks whose numbers differ overflow.
 Every rank makes the same calls in the same order on one stream, also without tokens.
 """
 # n ranks, T tokens, H features, E experts, L experts of a rank, C rows of a rank
@@ -55,6 +56,8 @@ from ops.kernels.routing.all_to_all import NeededGradients
 from ops.kernels.routing.permute import RoutingMap, make_routing_map, move_config
 from ops.kernels.routing.symmetric_buffers import SymmetricBuffers, buffers_of
 from ops.kernels.routing.symmetric_triton import (
+    DIFFERENT,
+    NUMBERS,
     expand_kernel,
     layout_kernel,
     locate_kernel,
@@ -219,16 +222,18 @@ def send(
     if partial_sums is not None:
         dtype = sent_dtype(partial_sums, dtype)
     row_bytes = max(H * x.element_size(), features * dtype.itemsize)
-    buffers = buffers_of(group, capacity, num_experts, topk, row_bytes, x.device, about)
+    buffers, number = buffers_of(group, capacity, num_experts, topk, row_bytes, x.device, about)
     memory, rank = buffers.memory, buffers.rank
-    row_of_slot, token_of_row = _announce(indices, num_experts, buffers.num_ranks, rank, memory.addresses)
+    to = buffers.num_ranks, rank, memory.addresses, buffers.counts_at
+    row_of_slot, token_of_row = _announce(indices, num_experts, number, *to)
     memory.barrier()
-    totals, sizes, place, lead = _place(indices, row_of_slot, buffers.counts, buffers.needed, rank, capacity)
+    arrived = buffers.counts, buffers.numbers
+    totals, sizes, place, lead = _place(indices, row_of_slot, *arrived, buffers.needed, rank, capacity)
     push(x.contiguous(), probs.contiguous(), place, lead, buffers)
     memory.barrier()
     buffers.tell_host()
-    arrived = buffers.rows(x.dtype, H), buffers.members, buffers.origins, buffers.scales(probs.dtype)
-    parts, members, origins, scales = _collect(*arrived, totals, widths or (H,))
+    written = buffers.rows(x.dtype, H), buffers.members, buffers.origins, buffers.scales(probs.dtype)
+    parts, members, origins, scales = _collect(*written, totals, widths or (H,))
     step = buffers.next_step()
     buffers.note_written(step)
     kind = SymmetricRoutingMap if partial_sums is None else SymmetricSumsRoutingMap
@@ -239,19 +244,21 @@ def send(
 
 
 @replayed
-def _announce(indices: Tensor, num_experts: int, num_ranks: int, rank: int, addresses: Tensor) -> tuple[Tensor, Tensor]:
+def _announce(
+    indices: Tensor, num_experts: int, number: int, num_ranks: int, rank: int, addresses: Tensor, counts_at: int
+) -> tuple[Tensor, Tensor]:
     """(row_of_slot, token_of_row); every rank gets the counts. The former ones were read before a barrier."""
     routing_map, _, counts_E = make_routing_map(indices, num_experts)
-    put_counts(counts_E, num_ranks, rank, addresses)
+    put_counts(counts_E, number, num_ranks, rank, addresses, counts_at)
     return routing_map.row_of_slot, routing_map.token_of_row
 
 
 @replayed
 def _place(
-    indices: Tensor, row_of_slot: Tensor, counts_nE: Tensor, most: Tensor, rank: int, capacity: int
+    indices: Tensor, row_of_slot: Tensor, counts_nE: Tensor, numbers_n: Tensor, most: Tensor, rank: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(totals, sizes, place, lead)"""
-    shift_E, sizes_L, totals = layout(counts_nE, rank, capacity, most)
+    shift_E, sizes_L, totals = layout(counts_nE, numbers_n, rank, capacity, most)
     return totals, sizes_L, *locate(indices, row_of_slot, shift_E, totals, capacity)
 
 
@@ -273,12 +280,13 @@ def _collect(
 # ----------------------------------------------------------------------------------------------------------- reference
 
 
-def layout_ref(counts_nE: Tensor, rank: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+def layout_ref(counts_nE: Tensor, numbers_n: Tensor, rank: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """(place - row_of_slot of this rank's pairs of each expert [E], sizes [L], [their sum, rows needed]).
 
     rows needed: the most that any rank receives. If they are more than the capacity, the sizes divide that evenly.
+    numbers: what each rank exchanges; if they differ, no number of rows suffices
 
-    counts [[0, 0, 0, 0], [1, 0, 2, 1]], rank 1, capacity 4  ->  [0, 0, 3, 3], [2, 1], [3, 3]
+    counts [[0, 0, 0, 0], [1, 0, 2, 1]], numbers [5, 5], rank 1, capacity 4  ->  [0, 0, 3, 3], [2, 1], [3, 3]
     """
     n, E = counts_nE.shape
     received_nL = counts_nE.sum(0).view(n, -1)
@@ -287,7 +295,9 @@ def layout_ref(counts_nE: Tensor, rank: int, capacity: int) -> tuple[Tensor, Ten
     first = torch.arange(n, device=counts_nE.device)[:, None] * capacity
     shift_E = (begin_nL + first).flatten() + counts_nE[:rank].sum(0) - (own_E.cumsum(0) - own_E)
     totals_n = received_nL.sum(1)
-    needed = totals_n.max()
+    lowest, highest = numbers_n.aminmax()
+    differ = DIFFERENT.value + lowest * NUMBERS.value + highest
+    needed = torch.where(lowest == highest, totals_n.max(), differ)
     L = E // n
     even_L = (torch.arange(L, device=counts_nE.device) < capacity % L).to(torch.int64) + capacity // L
     sizes_L = torch.where(needed > capacity, even_L, received_nL[rank])
@@ -315,20 +325,22 @@ _push, _expand = Launch(push_kernel), Launch(expand_kernel)
 _sum_members, _pull, _pull_sums = Launch(sum_members_kernel), Launch(pull_kernel), Launch(pull_sums_kernel)
 
 
-def put_counts(counts_E: Tensor, num_ranks: int, rank: int, addresses: Tensor) -> None:
-    """Write this rank's counts to all ranks."""
+def put_counts(counts_E: Tensor, number: int, num_ranks: int, rank: int, addresses: Tensor, counts_at: int) -> None:
+    """Write this rank's counts, and the number of what it exchanges, to all ranks."""
     E = counts_E.numel()
-    _put_counts(counts_E, num_ranks, counts_E, addresses, rank, E, BLOCK_E=next_power_of_2(E))
+    _put_counts(counts_E, num_ranks, counts_E, addresses, number, rank, E, counts_at, BLOCK_E=next_power_of_2(E))
 
 
-def layout(counts_nE: Tensor, rank: int, capacity: int, most: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def layout(
+    counts_nE: Tensor, numbers_n: Tensor, rank: int, capacity: int, most: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """`layout_ref`. most: [1] int64, raised to the rows needed if these are more than the capacity"""
     n, E = counts_nE.shape
     shift_E, sizes_L = counts_nE.new_empty(E), counts_nE.new_empty(E // n)
     totals = counts_nE.new_empty(2)
     _layout(
-        counts_nE, 1, counts_nE, shift_E, sizes_L, totals, most, rank, E, E // n, RANKS=n, CAPACITY=capacity,
-        BLOCK_E=next_power_of_2(E),
+        counts_nE, 1, counts_nE, numbers_n, shift_E, sizes_L, totals, most, rank, E, E // n, RANKS=n,
+        CAPACITY=capacity, BLOCK_E=next_power_of_2(E),
     )  # fmt: skip
     return shift_E, sizes_L, totals
 

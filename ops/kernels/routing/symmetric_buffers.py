@@ -3,6 +3,7 @@
 A group has one buffer for all its layers with the same capacity, experts, slots and bytes in a row. Behind one another
 lie, on each rank, with C = capacity:
 
+    numbers  [n] int64             of what each rank exchanges, among all that the ranks have agreed on
     counts   [n, E] int64          the pairs of each rank for each expert
     origins  [C] int32             the row to which the token of each row was written
     scales   [C], 8 bytes each     the probability of each row
@@ -13,7 +14,7 @@ lie, on each rank, with C = capacity:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -23,9 +24,11 @@ from torch.distributed import ProcessGroup
 
 from ops.kernels.collectives import RankGroup, difference
 from ops.kernels.routing import symmetric_memory
+from ops.kernels.routing.symmetric_triton import DIFFERENT, NUMBERS
 from recipes.triton.launch import cdiv
 
 BYTES_BESIDE_ROW = 12  # origin and scale; and 4 for each slot
+_ONLY_TOKENS = "Only the tokens may differ: give every rank the same layer and recipe."
 _ALIGNMENT = 128
 
 
@@ -33,15 +36,25 @@ class SymmetricBuffers:
     """What the ranks of a group write and read of one another.
 
     capacity: C; num_experts: E; topk: the slots of a token; row_bytes: of a row's values
+    agreed: what the ranks have agreed to exchange, in words, in the order of its numbers
     """
 
     def __init__(
-        self, group: RankGroup, capacity: int, num_experts: int, topk: int, row_bytes: int, device: torch.device
+        self,
+        group: RankGroup,
+        capacity: int,
+        num_experts: int,
+        topk: int,
+        row_bytes: int,
+        device: torch.device,
+        agreed: Mapping[str, int],
     ) -> None:
         # Not the group itself, whose end is that of the buffers.
         self.rank, self.num_ranks, self._shown = group.rank, group.size, repr(group)
         self.capacity, self.num_experts, self.topk = capacity, num_experts, topk
-        self.origins_at = _aligned(group.size * num_experts * 8)
+        self._agreed = agreed
+        self.counts_at = _aligned(group.size * 8)
+        self.origins_at = self.counts_at + _aligned(group.size * num_experts * 8)
         self.scales_at = self.origins_at + _aligned(capacity * 4)
         self.members_at = self.scales_at + _aligned(capacity * 8)
         self.rows_at = self.members_at + _aligned(capacity * topk * 4)
@@ -56,9 +69,14 @@ class SymmetricBuffers:
         self._written_for: int | None = None  # the number of the step whose tokens are the last that were written
 
     @property
+    def numbers(self) -> Tensor:
+        """[n] int64: of what each rank exchanges."""
+        return self._region(0, torch.int64, self.num_ranks)
+
+    @property
     def counts(self) -> Tensor:
         """[n, E] int64: the pairs of each rank for each expert."""
-        return self._region(0, torch.int64, self.num_ranks, self.num_experts)
+        return self._region(self.counts_at, torch.int64, self.num_ranks, self.num_experts)
 
     @property
     def origins(self) -> Tensor:
@@ -140,11 +158,20 @@ class SymmetricBuffers:
         self.needed_on_host.copy_(self.needed, non_blocking=True)
 
     def check_overflow(self) -> None:
-        """Raise RuntimeError if it is known on the host that a step needed more rows. It is then forgotten."""
+        """Raise RuntimeError if it is known on the host that a step needed more rows, or that its ranks exchanged
+        different things. It is then forgotten."""
         needed = int(self.needed_on_host)
         if needed:
             self.needed_on_host.zero_()
             self.needed.zero_()
+            if needed >= DIFFERENT.value:
+                agreed = list(self._agreed)
+                some, others = divmod(needed - DIFFERENT.value, NUMBERS.value)
+                raise RuntimeError(
+                    f"The ranks of {self._shown} differed in what they exchanged. Some: {agreed[some]}; others: "
+                    f"{agreed[others]}. The outputs and gradients of that step are NaN on every rank. "
+                    f"{_ONLY_TOKENS}"
+                )
             raise RuntimeError(
                 f"A rank of {self._shown} would have received {needed} rows, but capacity is {self.capacity}, so the "
                 f"outputs and gradients of that step are NaN on every rank. Give Dispatch a capacity of {needed} or "
@@ -177,7 +204,7 @@ class _OfGroup:
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[int, int, int, int, torch.device], SymmetricBuffers] = {}
-        self.agreed: set[str] = set()
+        self.agreed: dict[str, int] = {}  # and its number, in their order
 
 
 _of_groups: WeakKeyDictionary[ProcessGroup, _OfGroup] = WeakKeyDictionary()
@@ -191,8 +218,8 @@ def buffers_of(
     row_bytes: int,
     device: torch.device,
     about: str,
-) -> SymmetricBuffers:
-    """Those of the group, once its ranks agree on what they are about to exchange: `about`, in words."""
+) -> tuple[SymmetricBuffers, int]:
+    """Those of the group, once its ranks agree on what they exchange, which `about` says in words; and its number."""
     of_group = _of_groups.setdefault(group.process_group, _OfGroup())
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if about not in of_group.agreed:
@@ -201,16 +228,16 @@ def buffers_of(
                 "A CUDA graph is being captured, but this layer has not exchanged anything before, and the ranks "
                 "compare and allocate in the first forward. Run it once before the capture, on every rank."
             )
-        differ = difference(group, about, "Only the tokens may differ: give every rank the same layer and recipe.")
+        differ = difference(group, about, _ONLY_TOKENS)
         if differ:
             raise RuntimeError(differ)
-        of_group.agreed.add(about)
+        of_group.agreed[about] = len(of_group.agreed)
     key = (capacity, num_experts, topk, row_bytes, device)
     if key not in of_group.buffers:
-        of_group.buffers[key] = SymmetricBuffers(group, capacity, num_experts, topk, row_bytes, device)
+        of_group.buffers[key] = SymmetricBuffers(group, *key, of_group.agreed)
     if not capturing:
         of_group.buffers[key].check_overflow()
-    return of_group.buffers[key]
+    return of_group.buffers[key], of_group.agreed[about]
 
 
 def check_overflow() -> None:

@@ -3,8 +3,9 @@
 Memory of rank r begins at addresses[r]; a region of it at the same number of bytes behind that on each rank, a multiple
 of 16. place = r * CAPACITY + row is a row of rank r; NOWHERE and OVERFLOWN are negative.
 
-put_counts:       a program for each rank that is written to.
-layout:           one program.
+put_counts:       a program for each rank that is written to; `number`, by which the ranks know what they exchange, lies
+                  in front of the counts, that of rank r at r.
+layout:           one program. Rows needed are more than any capacity if the ranks' numbers differ (`DIFFERENT`).
 locate:           a program handles BLOCK_T tokens and all slots.
 push, pull:       a program handles BLOCK_H columns of one token; the first columns take its scales and members along.
 expand:           a program handles BLOCK_H columns of ROWS rows: of those to which a token was written it stores the
@@ -19,6 +20,9 @@ from recipes.triton.rounding import round_to, widen
 
 NOWHERE = tl.constexpr(-1)
 OVERFLOWN = tl.constexpr(-2)
+# Rows needed, if the numbers of the ranks differ: this, and the lowest * NUMBERS + the highest.
+DIFFERENT = tl.constexpr(1 << 62)
+NUMBERS = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -26,17 +30,18 @@ def _region(addresses_ptr, rank, begin, POINTER: tl.constexpr):
     return tl.multiple_of((tl.load(addresses_ptr + rank) + begin).to(POINTER), 16)
 
 
-@triton.jit
-def put_counts_kernel(counts_ptr, addresses_ptr, rank, E, BLOCK_E: tl.constexpr):
+@triton.jit(do_not_specialize=["number", "rank"])
+def put_counts_kernel(counts_ptr, addresses_ptr, number, rank, E, counts_at, BLOCK_E: tl.constexpr):
     offs_e = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + offs_e, mask=offs_e < E)
-    there = _region(addresses_ptr, tl.program_id(0), 0, counts_ptr.dtype)
+    there = _region(addresses_ptr, tl.program_id(0), counts_at, counts_ptr.dtype)
     tl.store(there + rank * E + offs_e, counts, mask=offs_e < E)
+    tl.store(_region(addresses_ptr, tl.program_id(0), 0, counts_ptr.dtype) + rank, number)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def layout_kernel(
-    counts_ptr, shift_ptr, sizes_ptr, totals_ptr, most_ptr, rank, E, L,
+    counts_ptr, numbers_ptr, shift_ptr, sizes_ptr, totals_ptr, most_ptr, rank, E, L,
     RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     offs_e = tl.arange(0, BLOCK_E)
@@ -49,6 +54,11 @@ def layout_kernel(
         counts = tl.load(counts_ptr + source * E + offs_e, mask=inside, other=0)
         received += counts
         before += tl.where(source < rank, counts, 0)
+        number = tl.load(numbers_ptr + source)
+        if source == 0:
+            lowest, highest = number, number
+        else:
+            lowest, highest = tl.minimum(lowest, number), tl.maximum(highest, number)
     begin = tl.cumsum(received, 0) - received  # of the experts of all ranks
     total = tl.sum(tl.where(owner == rank, received, 0), 0)
     needed = total
@@ -58,6 +68,7 @@ def layout_kernel(
         begin -= tl.where(owner == at, ends, 0)
         ends += of_rank
         needed = tl.maximum(needed, of_rank)
+    needed = tl.where(lowest == highest, needed, DIFFERENT + lowest * NUMBERS + highest)
     shift = begin + owner * CAPACITY + before - (tl.cumsum(own, 0) - own)
     tl.store(shift_ptr + offs_e, shift, mask=inside)
     offs_l = offs_e - rank * L
