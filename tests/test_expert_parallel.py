@@ -84,11 +84,18 @@ def share_of(layer: Sequential, case: Case, group: Any, **settings: Any) -> Sequ
 
 
 def experts_between(
-    first: nn.Module, last: nn.Module, experts: int, case: Case, main_grad: bool = False, **settings: Any
+    first: nn.Module,
+    last: nn.Module,
+    experts: int,
+    case: Case,
+    main_grad: bool = False,
+    delayed: bool = False,
+    **settings: Any,
 ) -> Sequential:
     torch.manual_seed(case.seed)
     width, inner = case.features
-    options = {"bias": case.bias, "dtype": case.dtype, "accumulate_into_main_grad": main_grad}
+    options = {"bias": case.bias, "dtype": case.dtype}
+    options |= {"accumulate_into_main_grad": main_grad, "delay_wgrad_compute": delayed}
     fc1 = ops.GroupedLinear(experts, width, 2 * inner, **options)
     fc2 = ops.GroupedLinear(experts, inner, width, **options)
     layer = Sequential(first, fc1, ops.ScaledSwiGLU(), fc2, last, **settings)

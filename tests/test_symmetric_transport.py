@@ -209,6 +209,39 @@ def test_experts_write_where_other_ranks_read(tmp_path: Path) -> None:
     on_ranks(memory_is_lent, tmp_path, folder=tmp_path)
 
 
+def accumulate_and_delay(rank: int, folder: Path) -> None:
+    """Weight gradients are added to main_grad, at once or by `backward_dw`, as those of the unsharded layer are."""
+    with quietly(), symmetric_on_cpu(folder):
+        case = Case((7, 3), 4, 2, torch.bfloat16)
+        given = batch(case)
+        for overlap, delayed, recipe in ((False, False, "bf16"), (True, True, "bf16"), (True, False, "fp8_current")):
+            settings = {"main_grad": True, "delayed": delayed}
+            layer = whole(case, **settings)
+            mine = share_of(layer, case, 40, overlap=overlap, **settings)
+            untouched = weight_gradients(mine, "main_grad")
+            untouched = {name: t.clone() for name, t in untouched.items()}
+            for _ in range(2):
+                with autocast(recipe):
+                    of_all, of_rank = step(layer, given), step(mine, given.of_rank(case, rank))
+                if delayed:
+                    assert_same_bits(weight_gradients(mine, "main_grad"), untouched)
+                    layer.backward_dw()
+                    mine.backward_dw()
+                    untouched = {name: t.clone() for name, t in weight_gradients(mine, "main_grad").items()}
+                of_weights = weight_gradients(layer, "main_grad")
+                check_shares(case, rank, of_all, of_weights, of_rank | weight_gradients(mine, "main_grad"))
+        # computed again in backward, with the transfers of forward
+        layer = whole(case)
+        mine = share_of(layer, case, 40)
+        of_all = step(layer, given)
+        of_rank = step(lambda *a, **k: fuser.checkpoint(mine, *a, use_reentrant=False, **k), given.of_rank(case, rank))
+        check_shares(case, rank, of_all, weight_gradients(layer), of_rank | weight_gradients(mine))
+
+
+def test_weight_gradients_go_to_main_grad_at_once_or_later(tmp_path: Path) -> None:
+    on_ranks(accumulate_and_delay, tmp_path, folder=tmp_path)
+
+
 def sum_as_alltoall(rank: int, ranks: int, folder: Path) -> None:
     """The bits of the other transport, whose sums are held to the formula; without products, whose tiles differ."""
     with quietly(), symmetric_on_cpu(folder):
