@@ -48,7 +48,7 @@ from ops.kernels.norm import norm_triton
 from ops.kernels.routing import permute, router_product, routing, symmetric
 from recipes.casts import cast_blocks, cast_float8, cast_float8_rowwise, cast_nvfp4
 from recipes.casts.amax_history import end_step_triton
-from recipes.casts.nvfp4_alpha import alpha_from_amax_triton
+from recipes.casts.nvfp4_alpha import alpha_from_amax_triton, combined_alpha_triton
 from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import CurrentScalingQuantizer, per_tensor
 from recipes.delayed_scaling import DelayedScaling, DelayedScalingQuantizer
@@ -439,6 +439,9 @@ def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[s
             amaxes = cast_nvfp4.amax_nvfp4(stack, None, rowwise=True, columnwise=True, **about)
             cast_nvfp4.cast_nvfp4(stack, None, amaxes, **how)
     alpha_from_amax_triton(amaxes.rowwise)
+    of_rows = amaxes.rowwise.reshape(-1)
+    combined_alpha_triton(of_rows, 2688.0, of_rows[0], 2688.0)
+    combined_alpha_triton(of_rows, 2688.0, of_rows, None)
     made = cast_nvfp4.empty_codes(x, None, rowwise=True, columnwise=True)
     for codes, scale, transpose in ((made[0], made[1], False), (made[2], made[3], True)):
         cast_nvfp4.dequantize_nvfp4(codes, scale, rows if transpose else features, dtype, transpose=transpose)

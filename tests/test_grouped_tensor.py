@@ -100,7 +100,8 @@ def test_unused_mxfp8_blocks_are_zero():
 def test_values_times_alpha_are_the_dequantized_numbers(recipe):
     x = torch.randn(70, 48)
     grouped = quantize(recipe, x, [30, 0, 33])
-    values, alpha, *_ = grouped.operand(False, torch.float32)
+    operand = grouped.operand(False, torch.float32)
+    values, alpha = operand.values, operand.alpha
     if alpha is not None:
         values = values * alpha.repeat_interleave(torch.tensor([30, 0, 40]))[:, None]
     assert torch.equal(values, grouped.dequantize())
@@ -223,11 +224,10 @@ def test_the_device_gives_the_same_bits_and_is_never_read(recipe):
 def test_groups_of_a_tensor_that_holds_values_in_place_of_codes(recipe):
     sizes = [12, 0, 35, 6]
     codes = quantize(recipe, torch.randn(60, 40), sizes)
-    (values, alpha, block, _), row = codes.rowwise.operand(torch.float32, codes.splits), codes.rowwise
-    assert block == 1
-    held = GroupedTensor(
-        None, codes.splits, Dequantized(values, alpha, row.spec, row.shape, False), codes.columnwise, codes.dtype
-    )
+    operand, row = codes.rowwise.operand(torch.float32, codes.splits), codes.rowwise
+    assert operand.block == 1
+    values = Dequantized(operand.values, operand.alpha, row.spec, row.shape, False)
+    held = GroupedTensor(None, codes.splits, values, codes.columnwise, codes.dtype)
     for mine, theirs in zip(held.unbind(), codes.unbind(), strict=True):
         assert mine.shape == theirs.shape
         for columnwise in (False, True):

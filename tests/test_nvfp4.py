@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +12,15 @@ import torch
 from recipes import NVFP4BlockScaling, Role, Splits
 from recipes.casts.cast_nvfp4 import Amaxes, cast_nvfp4_ref
 from recipes.casts.hadamard import SIGNS, hadamard_ref
-from recipes.casts.nvfp4_alpha import RANGE, alpha_from_amax, alpha_from_amax_ref, alpha_from_amax_triton
+from recipes.casts.nvfp4_alpha import (
+    RANGE,
+    alpha_from_amax,
+    alpha_from_amax_ref,
+    alpha_from_amax_triton,
+    combined_alpha,
+    combined_alpha_ref,
+    combined_alpha_triton,
+)
 from recipes.casts.nvfp4_blocks import e2m1_codes_ref
 from recipes.nvfp4 import NVFP4Quantizer
 from recipes.tensors.formats import E2M1_VALUES, E4M3
@@ -147,9 +155,18 @@ def check_alpha_kernel(device: str, largest: float) -> None:
         assert found.shape == shape and torch.equal(found, alpha_from_amax_ref(each, largest))
         assert torch.equal(found[1:] if shape else found, alpha_from_amax_triton(each[1:] if shape else each, largest))
     assert alpha_from_amax_triton(amax[:0].to(device), largest).shape == (0,)
+    amax = amax.clamp(max=1e18).to(device)
+    pairs = list(product((amax, amax[9], amax.flip(0), torch.stack((amax, amax), 1)[:, 1]), (largest, None)))
+    pairs.append((torch.where(amax == 1e18, INF, amax), largest))
+    for (a, a_largest), (b, b_largest) in product(pairs, repeat=2):
+        found = combined_alpha_triton(a, a_largest, b, b_largest)
+        expected = combined_alpha_ref(a, a_largest, b, b_largest)
+        assert found.shape == expected.shape and torch.equal(found, expected)
+    assert torch.equal(combined_alpha(amax, largest, amax[9], None), alpha_from_amax_ref(amax, largest) * amax[9])
+    assert combined_alpha_triton(amax[:0], largest, amax[9], None).shape == (0,)
 
 
-@pytest.mark.launches("alpha_kernel")
+@pytest.mark.launches("alpha_kernel", "combined_alpha_kernel")
 @pytest.mark.interpreter
 @pytest.mark.parametrize("largest", [RANGE, 6 * 256.0])
 def test_alpha_kernel_equals_the_reference_interpreted(largest):
@@ -313,8 +330,8 @@ def test_operands_are_exact_and_alpha_makes_them_values(quantizer):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             operand = q.operand(columnwise, dtype)
             assert operand.values.dtype == dtype and torch.equal(operand.values.double(), exact.values)
-    values, alpha, *_ = q.operand(False, torch.float32)
-    assert torch.equal(q.dequantize(), values * alpha)
+    operand = q.operand(False, torch.float32)
+    assert torch.equal(q.dequantize(), operand.values * operand.alpha)
 
 
 def test_every_code_and_scale_dequantizes_exactly():
@@ -387,9 +404,9 @@ def test_the_transformed_copy_against_numpy(dtype, kind, rounded):
     assert torch.equal(scales_of(q.columnwise), torch.from_numpy(scales))
     assert q.columnwise.amax == y.abs().max() and q.rowwise.amax == x.abs().max()
     assert_same_copy(q.rowwise, quantize(x, dtype=dtype).rowwise)
-    values, alpha, block, _ = q.operand(True, torch.float32)
-    assert values.shape == (48, 24) and block == 16
-    restored = hadamard_ref(values * alpha, inverse=True)[:40]
+    operand = q.operand(True, torch.float32)
+    assert operand.values.shape == (48, 24) and operand.block == 16
+    restored = hadamard_ref(operand.values * operand.alpha, inverse=True)[:40]
     assert torch.equal(q.columnwise.dequantize(), restored)
     assert 20 * torch.log10(x.float().norm() / (restored - x.float()).norm()) >= 19.0
 
@@ -611,7 +628,7 @@ def test_grouped_wgrad_from_padded_operands(quantizer):
         start = sum(sizes[:group])
         a, b = (value[start : start + sizes[group]] for value in values)
         if quantizer.rht:  # values of the padding are lost with it, and were small
-            a, b = (hadamard_ref(t[first:end] * alpha[group], inverse=True) for t, alpha, *_ in (left, right))
+            a, b = (hadamard_ref(o.values[first:end] * o.alpha[group], inverse=True) for o in (left, right))
         torch.testing.assert_close(dw, a.T @ b, rtol=1e-4, atol=1e-4)
 
 

@@ -11,7 +11,6 @@ where the GPU can (`recipes.native_products`). The result is rounded once.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
-from ops.kernels.grouped_gemm.grouped_gemm import combined_alpha
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
 from ops.kernels.grouped_gemm.operands import accumulator_like, why_not_read_as
 from ops.runner.in_place import writable
@@ -188,10 +186,10 @@ def gemm(
     left, right = operands(layout, a, b, out_dtype)
     x, w = _matrices(layout, left, right)
     if (as_one_group or batch_invariant) and not (x.is_cuda and x.dtype == torch.float64):
-        return _one_group_gemm(layout, x, w, left.alpha, right.alpha, out_dtype, added, alpha, batch_invariant)
+        return _one_group_gemm(layout, x, w, left, right, out_dtype, added, alpha, batch_invariant)
     x = x.T if layout == "NT" else x
     w = w.T if layout == "TN" else w
-    if left.alpha is None and right.alpha is None and x.dtype == out_dtype:
+    if left.scale is None and right.scale is None and x.dtype == out_dtype:
         if added is None and alpha == 1:
             return x @ w
         # addmm of 16-bit numbers rounds the product before a matrix is added, on a CPU before alpha too.
@@ -204,10 +202,10 @@ def gemm(
             product = torch.mm(x, w, out_dtype=torch.float32)
             return torch.add(added, product, alpha=alpha, out=torch.empty_like(added))
     product = writable(accumulator_like(x) @ accumulator_like(w))
-    if left.alpha is not None and left.alpha.dim() == 2 and right.alpha is not None:
-        product *= right.alpha  # one after the other, as the grouped path does where each row has a factor
-        right = right._replace(alpha=None)
-    scale = combined_alpha(left, right)
+    if left.scale is not None and left.scale.dim() == 2 and (of_right := right.alpha) is not None:
+        product *= of_right  # one after the other, as the grouped path does where each row has a factor
+        right = right._replace(scale=None)
+    scale = left.alpha_with(right)
     if scale is not None:
         product *= scale * alpha
     elif alpha != 1:
@@ -246,7 +244,7 @@ def wgrad(
         return store(dw, out, accumulate)
     left, right = operands("NT", dy, x, dtype)
     rows_dy, rows_x = _matrices("NT", left, right)
-    scale = combined_alpha(left, right)
+    scale = left.alpha_with(right)
     if alpha != 1:
         factor = torch.full((), alpha, dtype=torch.promote_types(rows_dy.dtype, torch.float32), device=out.device)
         scale = factor if scale is None else scale * factor
@@ -272,8 +270,8 @@ def _one_group_gemm(
     layout: GemmLayout,
     x: Tensor,
     w: Tensor,
-    scale_x: Tensor | None,
-    scale_w: Tensor | None,
+    left: Operand,
+    right: Operand,
     out_dtype: torch.dtype,
     added: Tensor | None,
     alpha: float,
@@ -282,10 +280,9 @@ def _one_group_gemm(
     """`gemm` of values: the grouped kernel on one group."""
     splits = Splits.whole(len(x), x.device)
     factors = None
-    if scale_x is not None and scale_x.dim() == 2:  # of each row
-        scale_x, factors = None, scale_x
-    scales = [scale.reshape(1) for scale in (scale_x, scale_w) if scale is not None]
-    alpha_G = math.prod(scales[1:], start=scales[0]) if scales else None
+    if left.scale is not None and left.scale.dim() == 2:  # of each row
+        left, factors = left._replace(scale=None), left.alpha
+    alpha_G = left.alpha_with(right)
     bias = added if added is not None and added.dim() == 1 and layout == "TN" else None
     in_kernel = factors is None and alpha == 1 and added is bias
     dtype = out_dtype if in_kernel else torch.promote_types(out_dtype, torch.float32)

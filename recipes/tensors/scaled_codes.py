@@ -16,7 +16,7 @@ from recipes.casts.hadamard import hadamard_ref
 from recipes.casts.layout import Copies
 from recipes.casts.members import Stored, as_stack, of_rows, of_stack
 from recipes.casts.natural import NaturalCopy, natural_codes, natural_scales
-from recipes.casts.nvfp4_alpha import alpha_from_amax
+from recipes.casts.nvfp4_alpha import alpha_from_amax, combined_alpha
 from recipes.casts.scale_rules import NVFP4Scale
 from recipes.tensors.formats import ALL, ScaleLayout, ScaleSpec
 from recipes.tensors.splits import Splits
@@ -26,18 +26,35 @@ class Operand(NamedTuple):
     """One side of a matrix product: y = alpha_a * alpha_b * (a @ b).
 
     values: exact in a dtype that matrix products take
-    alpha: float32 factor that stays outside the product; () for one tensor, [G] for groups, [T, 1] for the rows of
-           fprop's x; None for 1
+    scale: float32 `alpha`, the factor that stays outside the product; () for one tensor, [G] for groups, [T, 1] for the
+           rows of fprop's x; None for 1
     block: the rows of each group (of the one tensor) are padded with zeros to a multiple of this, so that `values` has
            as many rows as `splits.padded(block)`; only of operands whose rows are summed over (NT)
     factor: float32 [G, N, 1] or [G, 1, K] of stacked weights that are kept on a CPU, in place of whose values
             fl(values * factor) is multiplied; None for 1
+    largest: of an NVFP4 copy; then `scale` is the amax of which alpha is made (`recipes.casts.nvfp4_alpha`)
     """
 
     values: Tensor
-    alpha: Tensor | None
+    scale: Tensor | None
     block: int = 1
     factor: Tensor | None = None
+    largest: float | None = None
+
+    @property
+    def alpha(self) -> Tensor | None:
+        """In new memory, if it is made of an amax."""
+        if self.scale is None or self.largest is None:
+            return self.scale
+        return alpha_from_amax(self.scale, self.largest)
+
+    def alpha_with(self, other: Operand) -> Tensor | None:
+        """alpha of this operand * alpha of the other in float32, by one kernel; None if neither has one."""
+        if self.scale is None or other.scale is None:
+            return self.alpha if other.scale is None else other.alpha
+        if self.largest is None and other.largest is None:
+            return self.scale * other.scale
+        return combined_alpha(self.scale, self.largest, other.scale, other.largest)
 
 
 class Float8Operand(NamedTuple):
@@ -111,13 +128,13 @@ class ScaledCodes:
         rule = self.spec.scale_rule
         if isinstance(rule, NVFP4Scale):
             assert self.amax is not None, "an empty template has no tensors: rebuild it first"
-            alpha = alpha_from_amax(self.amax, rule.range)
+            amax, largest = self.amax, rule.range
             if not self.columnwise:
                 values = values_nvfp4(self.codes, self.scale_inv, dtype, self.shape, columnwise=False, padded=False)
-                return Operand(values, alpha[..., None] if rule.row_scaled else alpha)
+                return Operand(values, amax[..., None] if rule.row_scaled else amax, largest=largest)
             padded = self.transform is not None or splits is not None
             values = values_nvfp4(self.codes, self.scale_inv, dtype, self.shape, columnwise=True, padded=padded)
-            return Operand(values, alpha, self.spec.alignment if padded else 1)
+            return Operand(values, amax, self.spec.alignment if padded else 1, largest=largest)
         per_tensor = self.spec.is_per_tensor
         values = dequantize(
             self.codes, self.scale_inv, self.spec, dtype if per_tensor else rule.holding(dtype),
@@ -139,9 +156,9 @@ class ScaledCodes:
 
     def dequantize(self, splits: Splits | None = None) -> Tensor:
         """fl(code * scale_inv) in float32, without padding or transform; exactly 0 past the sum of the splits."""
-        values, alpha, block, factor = self.operand(torch.float32, splits)
-        values = values.to(torch.float32)
-        values = values if factor is None else values * factor
+        operand = self.operand(torch.float32, splits)
+        alpha, block, values = operand.alpha, operand.block, operand.values.to(torch.float32)
+        values = values if operand.factor is None else values * operand.factor
         if alpha is None:
             return values
         if alpha.ndim > 1:  # a factor a row
@@ -209,9 +226,10 @@ class Dequantized(ScaledCodes):
         each row or column makes them: a product of a few rows takes as long as reading them, and those of a group are
         read into a cache. A whole weight would be read into memory, which takes longer than its values in `dtype`.
         """
-        values, alpha, block, _ = copy.operand(dtype)
-        if block > 1:
+        operand = copy.operand(dtype)
+        if operand.block > 1:
             return copy
+        values, alpha = operand.values, operand.alpha
         kind = copy.spec, copy.shape, copy.columnwise
         if values.device.type == "cpu" and values.dim() == 3:
             narrow = values.to(torch.bfloat16)

@@ -86,12 +86,13 @@ class Replays(Kept):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = []
         addresses: list[int] = []
+        places: dict[int, int] = {}
         if taping.inside or not is_eager():
             return self.function(*args, **kwargs)
         try:
-            key = how(args, tensors, addresses)
+            key = how(args, tensors, addresses, places)
             if kwargs:
-                key += (*kwargs, how(kwargs.values(), tensors, addresses))
+                key += (*kwargs, how(kwargs.values(), tensors, addresses, places))
             hash(key)
         except TypeError:  # a tensor that is no plain one, or something without a hash
             return self.function(*args, **kwargs)
@@ -120,26 +121,28 @@ _all: WeakSet[Kept] = WeakSet()
 _NEW = object()  # of a key that was not met yet
 
 
-def how(args: Iterable[Any], tensors: list[Any], addresses: list[int]) -> tuple[Any, ...]:
+def how(args: Iterable[Any], tensors: list[Any], addresses: list[int], places: dict[int, int]) -> tuple[Any, ...]:
     """How these lie; the tensors that are new and their addresses are appended. Raises TypeError for one that is not
-    plain."""
+    plain.
+
+    places: where each of `tensors` stands, by its id, which is its own while the list holds it
+    """
     key: list[Any] = []
     for arg in args:
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
+            place = places.setdefault(id(arg), len(tensors))
+            if place < len(tensors):
+                key.append(place)
+                continue
             address = arg.data_ptr()
-            if address in addresses:
-                known = [position for position, tensor in enumerate(tensors) if tensor is arg]
-                if known:
-                    key.append(known[0])
-                    continue
             tensors.append(arg)
             addresses.append(address)
             key.append((arg.dtype, arg.get_device(), arg.shape, arg.stride(), address % 16))
         elif arg is None:
             key.append(None)
         elif kind is tuple or kind is list or isinstance(arg, tuple):
-            key += kind, how(arg, tensors, addresses)
+            key += kind, how(arg, tensors, addresses, places)
         elif isinstance(arg, Tensor):
             raise TypeError
         else:

@@ -49,7 +49,7 @@ def m_grouped(
             split_accumulation=split_accumulation, batch_invariant=batch_invariant,
         )  # fmt: skip
     assert isinstance(a, Operand) and isinstance(b, Operand), "both are values, or both codes"
-    alpha = combined_alpha(a, b)
+    alpha = a.alpha_with(b)
     if layout == "TN":
         return grouped_gemm_tn(
             a.values, b.values, splits, bias_GN=bias, scales_T=scales, alpha_G=alpha, out=out, out_dtype=out_dtype,
@@ -82,7 +82,7 @@ def k_grouped(
     assert isinstance(a, Operand) and isinstance(b, Operand), "both are values, or both codes"
     block = max(a.block, b.block)
     return grouped_gemm_nt(
-        _in_blocks(a, block, splits), _in_blocks(b, block, splits), splits.padded(block), alpha_G=combined_alpha(a, b),
+        _in_blocks(a, block, splits), _in_blocks(b, block, splits), splits.padded(block), alpha_G=a.alpha_with(b),
         out=out, out_dtype=out_dtype if out is None else out.dtype, accumulate=accumulate, reverse=reverse,
         spare=spare,
     )  # fmt: skip
@@ -91,16 +91,9 @@ def k_grouped(
 def without_row_factors(operands: Operands) -> tuple[Operands, Tensor | None]:
     """The operands, and factors of the first one's rows, [T, 1], which `m_grouped` does not take; None: it has none."""
     a, b = operands
-    if isinstance(a, Operand) and isinstance(b, Operand) and a.alpha is not None and a.alpha.dim() == 2:
-        return (a._replace(alpha=None), b), a.alpha
+    if isinstance(a, Operand) and isinstance(b, Operand) and a.scale is not None and a.scale.dim() == 2:
+        return (a._replace(scale=None), b), a.alpha
     return operands, None
-
-
-def combined_alpha(a: Operand, b: Operand) -> Tensor | None:
-    """The product of the operands' per-tensor scales, in float32; None if neither has one."""
-    if a.alpha is None or b.alpha is None:
-        return a.alpha if b.alpha is None else b.alpha
-    return a.alpha * b.alpha
 
 
 def _in_blocks(operand: Operand, block: int, splits: Splits) -> Tensor:
