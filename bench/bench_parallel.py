@@ -7,7 +7,8 @@
     torch         the same around `F.grouped_mm` and eager SwiGLU
     partial sums  "ours" with each of --partial-sums: the experts' ranks sum a token's rows before they send them
     symmetric     on GPUs with peer access: "ours" by kernels that write into the memory of the other GPUs, with the
-                  rows of --capacity; also replayed from a CUDA graph ("captured"), and with each of --partial-sums
+                  rows of --capacity, also with `overlap`; both also replayed from a CUDA graph ("captured"); and with
+                  each of --partial-sums
     , <recipe>    "one rank", "ours", "overlapped" and "symmetric" under each of --recipes, which quantizes the weights
                   in each step
     transfers     the all_to_all_single calls of each of these but "torch", alone, one after the other
@@ -15,7 +16,7 @@
 Every rank has its own tokens, in bf16, and the routing is random. All candidates of a model use the same weights, run
 interleaved in one process a rank, and are checked against "one rank" in bf16 first: y and the gradients of x and of the
 router, and those of the experts' weights against the sum over the ranks. Steps of "symmetric" are checked to make no
-host synchronization, and the captured one to have the bits of the eager one for `captured.ROUTINGS` other routings.
+host synchronization, and the captured ones to have the bits of the eager ones for `captured.ROUTINGS` other routings.
 "of one rank" compares with "one rank" under the same recipe. Times are a rank's medians, of the slowest rank. On GPUs
 by CUDA events, the L2 cache overwritten and the ranks brought together before each turn; "host" is the time until all
 work is issued, in which the layers over all_to_all_single wait for their row counts.
@@ -154,8 +155,9 @@ def _time_pass(
             require_no_synchronization(steps[name])
         say(f"{model}, {passes}: no host synchronization in a step of: {'; '.join(over_symmetric)}")
         names = case.names[:1] if passes == PASSES[0] else case.names
-        require_same_bits(steps[CAPTURED], steps[SYMMETRIC], x, names)
-        say(f"{model}, {passes}: replays with {ROUTINGS} other routings have the bits of the eager step")
+        for eager, replayed in CAPTURED.items():
+            require_same_bits(steps[replayed], steps[eager], x, names)
+        say(f"{model}, {passes}: replays with {ROUTINGS} other routings have the bits of the eager steps")
 
     meeting = torch.zeros(1, device=device)
     timed = {"rounds": rounds, "warmup": WARMUP, "device": device, "meet": lambda: dist.all_reduce(meeting)}

@@ -18,7 +18,8 @@ from ops.kernels.routing import transports
 
 ONE, OURS, OVERLAPPED, HAND, TORCH = "one rank", "ours", "overlapped", "hand-written", "torch"
 ALLTOALL, SYMMETRIC = "alltoall", "symmetric"
-CAPTURED = f"{SYMMETRIC}, captured"
+OVERLAP = f"{SYMMETRIC}, overlap"
+CAPTURED = {way: f"{way}, captured" for way in (SYMMETRIC, OVERLAP)}
 PARTIAL_SUMS = {f"partial sums, {name}": name for name in transports.PARTIAL_SUMS}
 
 
@@ -47,9 +48,10 @@ def make_ways(
     def by_hand(mlp: Any) -> Way:
         return Way(lambda: exchanged_layer(x, router, mlp, topk=shape.topk, num_experts=shape.num_experts), ALLTOALL)
 
-    def over(transport: str, sums: str | None = None) -> Way:
+    def over(transport: str, sums: str | None = None, overlap: bool = False) -> Way:
         rows = capacity if transport == SYMMETRIC else None
-        layer = sharded(shape, router, experts, {"transport": transport, "partial_sums": sums}, rows)
+        sent = {"transport": transport, "partial_sums": sums}
+        layer = sharded(shape, router, experts, sent, capacity=rows, overlap=overlap)
         return Way(lambda: layer(x), transport, partial_sums=sums)
 
     layer = sharded(shape, router, experts)
@@ -64,9 +66,9 @@ def make_ways(
     summed = {name: sums for name, sums in PARTIAL_SUMS.items() if sums in partial_sums}
     ways |= {name: over(ALLTOALL, sums) for name, sums in summed.items()}
     if capacity is not None:
-        ways[SYMMETRIC] = over(SYMMETRIC)
+        ways |= {SYMMETRIC: over(SYMMETRIC), OVERLAP: over(SYMMETRIC, overlap=True)}
         if x.is_cuda:
-            ways[CAPTURED] = replace(ways[SYMMETRIC], captured=True)
+            ways |= {name: replace(ways[way], captured=True) for way, name in CAPTURED.items()}
         ways |= {f"{SYMMETRIC}, {name}": over(SYMMETRIC, sums) for name, sums in summed.items()}
     plain = {name: ways[name] for name in (ONE, OURS, OVERLAPPED, SYMMETRIC) if name in ways}
     for recipe in recipes:
@@ -80,15 +82,15 @@ def sharded(
     router: Tensor,
     weights: list[nn.Parameter],
     sent: Mapping[str, Any] | None = None,
-    capacity: int | None = None,
+    **to_experts: Any,
 ) -> Sequential:
-    """The layer over all ranks, on these parameters. sent: how, for `Dispatch` and `Combine`."""
+    """The layer over all ranks, on these parameters. sent: how; to_experts: of `Dispatch` alone"""
     own = weights[0].shape[0]
     over_ranks: dict[str, Any] = {"group": dist.group.WORLD, **(sent or {})}
     options: dict[str, Any] = {"device": "meta", "dtype": router.dtype}
     layer = Sequential(
         ops.Router(shape.hidden, shape.num_experts, shape.topk, use_pre_softmax=False, **options),
-        ops.Dispatch(shape.num_experts, capacity=capacity, **over_ranks),
+        ops.Dispatch(shape.num_experts, **to_experts, **over_ranks),
         ops.GroupedLinear(own, shape.hidden, 2 * shape.intermediate, bias=False, **options),
         ops.ScaledSwiGLU(),
         ops.GroupedLinear(own, shape.intermediate, shape.hidden, bias=False, **options),
