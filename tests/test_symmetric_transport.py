@@ -33,7 +33,7 @@ from ops.kernels.routing.symmetric import (
     put_counts,
     sum_members,
 )
-from ops.kernels.routing.symmetric_buffers import SymmetricBuffers
+from ops.kernels.routing.symmetric_buffers import Extent, SymmetricBuffers
 from ops.kernels.routing.symmetric_memory import SymmetricMemory, allocate
 from ops.kernels.routing.symmetric_triton import OVERFLOWN
 from ops.kernels.routing.transports import PARTIAL_SUMS
@@ -384,8 +384,8 @@ class OneProcess:
 
         monkeypatch.setattr("ops.kernels.routing.symmetric_memory.allocate", allocate)
         groups: list[Any] = [SimpleNamespace(rank=rank, size=ranks) for rank in range(ranks)]
-        device = torch.device("cpu")
-        self.of_rank = [SymmetricBuffers(g, capacity, experts, topk, row_bytes, device, {}) for g in groups]
+        extent = Extent(capacity, experts, topk, row_bytes, torch.device("cpu"))
+        self.of_rank = [SymmetricBuffers(each, extent, {}) for each in groups]
 
 
 @pytest.mark.launches(

@@ -54,7 +54,7 @@ from torch import Tensor
 from ops.kernels.collectives import RankGroup
 from ops.kernels.routing.all_to_all import NeededGradients
 from ops.kernels.routing.permute import RoutingMap, make_routing_map, move_config
-from ops.kernels.routing.symmetric_buffers import SymmetricBuffers, buffers_of
+from ops.kernels.routing.symmetric_buffers import Extent, SymmetricBuffers, buffers_of
 from ops.kernels.routing.symmetric_triton import (
     DIFFERENT,
     NUMBERS,
@@ -222,7 +222,7 @@ def send(
     if partial_sums is not None:
         dtype = sent_dtype(partial_sums, dtype)
     row_bytes = max(H * x.element_size(), features * dtype.itemsize)
-    buffers, number = buffers_of(group, capacity, num_experts, topk, row_bytes, x.device, about)
+    buffers, number = buffers_of(group, Extent(capacity, num_experts, topk, row_bytes, x.device), about)
     memory, rank = buffers.memory, buffers.rank
     to = buffers.num_ranks, rank, memory.addresses, buffers.counts_at
     row_of_slot, token_of_row = _announce(indices, num_experts, number, *to)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,26 +33,27 @@ _ONLY_TOKENS = "Only the tokens may differ: give every rank the same layer and r
 _ALIGNMENT = 128
 
 
+class Extent(NamedTuple):
+    """What a buffer has place for. capacity: C; num_experts: E; topk: the slots of a token; row_bytes: of its values"""
+
+    capacity: int
+    num_experts: int
+    topk: int
+    row_bytes: int
+    device: torch.device
+
+
 class SymmetricBuffers:
     """What the ranks of a group write and read of one another.
 
-    capacity: C; num_experts: E; topk: the slots of a token; row_bytes: of a row's values
     agreed: what the ranks have agreed to exchange, in words, in the order of its numbers
     """
 
-    def __init__(
-        self,
-        group: RankGroup,
-        capacity: int,
-        num_experts: int,
-        topk: int,
-        row_bytes: int,
-        device: torch.device,
-        agreed: Mapping[str, int],
-    ) -> None:
+    def __init__(self, group: RankGroup, extent: Extent, agreed: Mapping[str, int]) -> None:
+        capacity, num_experts, topk, row_bytes, device = extent
         # Not the group itself, whose end is that of the buffers.
         self.rank, self.num_ranks, self._shown = group.rank, group.size, repr(group)
-        self.capacity, self.num_experts, self.topk = capacity, num_experts, topk
+        self.capacity, self.num_experts, self.topk, self.row_bytes = capacity, num_experts, topk, row_bytes
         self._agreed = agreed
         self.counts_at = _aligned(group.size * 8)
         self.origins_at = self.counts_at + _aligned(group.size * num_experts * 8)
@@ -59,7 +61,6 @@ class SymmetricBuffers:
         self.members_at = self.scales_at + _aligned(capacity * 8)
         self.rows_at = self.members_at + _aligned(capacity * topk * 4)
         self.num_bytes = self.rows_at + capacity * row_bytes
-        self.row_bytes = row_bytes
         self.memory = symmetric_memory.allocate(self.num_bytes, group, device)
         self.needed = torch.zeros(1, dtype=torch.int64, device=device)
         self.needed_on_host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -203,25 +204,17 @@ class _OfGroup:
     """The buffers of a group, and what its ranks have found to be the same on all of them."""
 
     def __init__(self) -> None:
-        self.buffers: dict[tuple[int, int, int, int, torch.device], SymmetricBuffers] = {}
+        self.buffers: dict[Extent, SymmetricBuffers] = {}
         self.agreed: dict[str, int] = {}  # and its number, in their order
 
 
 _of_groups: WeakKeyDictionary[ProcessGroup, _OfGroup] = WeakKeyDictionary()
 
 
-def buffers_of(
-    group: RankGroup,
-    capacity: int,
-    num_experts: int,
-    topk: int,
-    row_bytes: int,
-    device: torch.device,
-    about: str,
-) -> tuple[SymmetricBuffers, int]:
+def buffers_of(group: RankGroup, extent: Extent, about: str) -> tuple[SymmetricBuffers, int]:
     """Those of the group, once its ranks agree on what they exchange, which `about` says in words; and its number."""
     of_group = _of_groups.setdefault(group.process_group, _OfGroup())
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = extent.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if about not in of_group.agreed:
         if capturing:
             raise RuntimeError(
@@ -232,12 +225,11 @@ def buffers_of(
         if differ:
             raise RuntimeError(differ)
         of_group.agreed[about] = len(of_group.agreed)
-    key = (capacity, num_experts, topk, row_bytes, device)
-    if key not in of_group.buffers:
-        of_group.buffers[key] = SymmetricBuffers(group, *key, of_group.agreed)
+    if extent not in of_group.buffers:
+        of_group.buffers[extent] = SymmetricBuffers(group, extent, of_group.agreed)
     if not capturing:
-        of_group.buffers[key].check_overflow()
-    return of_group.buffers[key], of_group.agreed[about]
+        of_group.buffers[extent].check_overflow()
+    return of_group.buffers[extent], of_group.agreed[about]
 
 
 def check_overflow() -> None:
