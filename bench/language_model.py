@@ -8,7 +8,8 @@ Attention is an ordinary `nn.Module` inside the Sequential. Parameters are fp32.
 products, and `fuser.autocast` their number format.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,19 +84,25 @@ class CausalSelfAttention(nn.Module):
 class LanguageModel(nn.Module):
     """bytes [B, T] int64 -> logits [B, T, 256] and the sum of the blocks' load-balancing losses, ().
 
-    mesh: its dimension ep divides the experts; each rank has its own texts, and the mean of what all ranks return is
-    the load-balancing loss of all texts.
+    mesh: its dimension ep divides the experts, between which tokens go by this transport; each rank has its own texts,
+    and the mean of what all ranks return is the load-balancing loss of all texts.
     """
 
-    def __init__(self, config: LanguageModelConfig, mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self, config: LanguageModelConfig, mesh: DeviceMesh | None = None, transport: str = "alltoall"
+    ) -> None:
         super().__init__()
         self.mesh = mesh
+        experts, over_ranks = config.experts, dict[str, Any]()
+        if mesh is not None:
+            experts = replace(experts, tokens=experts.tokens // mesh["dp"].size())
+            over_ranks = {"group": mesh["ep"], "transport": transport}
         self.embedding = nn.Embedding(NUM_BYTES, config.hidden)
         self.positions = nn.Parameter(torch.empty(config.context, config.hidden))
         self.blocks = nn.ModuleList(
             Sequential(
                 CausalSelfAttention(config.hidden, config.num_heads, config.context),
-                *expert_operations(config.experts, group=None if mesh is None else mesh["ep"]),
+                *expert_operations(experts, **over_ranks),
             )
             for _ in range(config.num_layers)
         )

@@ -105,13 +105,21 @@ TINY_SHAPES = {f"tiny-{name}": shape.tiny() for name, shape in EXPERT_SHAPES.ite
 
 
 def expert_operations(
-    shape: ExpertShape, *, device: torch.device | str | None = None, group: DeviceMesh | None = None
+    shape: ExpertShape,
+    *,
+    device: torch.device | str | None = None,
+    group: DeviceMesh | None = None,
+    transport: str = "alltoall",
 ) -> list[nn.Module]:
     """The expert layer on [tokens, H], with its norm and its residual, as the members of one Sequential.
 
-    The Router's `load_balancing_loss` is available as an extra output. group: the ranks that divide the experts.
+    The Router's `load_balancing_loss` is available as an extra output. group: the ranks that divide the experts, each
+    with its share of the tokens; transport: between them, "symmetric" with a capacity for any routing of these
     """
-    own = shape.num_experts if group is None else shape.num_experts // group.size()
+    ranks = 1 if group is None else group.size()
+    own = shape.num_experts // ranks
+    over_ranks: dict[str, Any] = {"group": group, "transport": transport}
+    capacity = shape.tokens * min(shape.topk, own) if transport == "symmetric" else None
     activation = getattr(ops, shape.activation)(glu_interleave_size=shape.glu_interleave_size)
     router = ops.Router(
         shape.hidden,
@@ -126,7 +134,7 @@ def expert_operations(
         ops.MakeExtraOutput("residual"),
         ops.RMSNorm(shape.hidden, device=device),
         router,
-        ops.Dispatch(shape.num_experts, group=group),
+        ops.Dispatch(shape.num_experts, capacity=capacity, **over_ranks),
         ops.GroupedLinear(own, shape.hidden, 2 * shape.intermediate, bias=shape.bias, device=device),
         activation,
         # The scales are applied to FC2's input, so its bias must be scaled separately.
@@ -138,6 +146,6 @@ def expert_operations(
             scale_bias=shape.bias,
             device=device,
         ),
-        ops.Combine(group=group),
+        ops.Combine(**over_ranks),
         ops.AddExtraInput("residual"),
     ]

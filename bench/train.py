@@ -6,8 +6,9 @@ A killed run continues with `--resume`, and on the CPU its curve is bit for bit 
 requires undamaged files and the same settings.
 
 With `--ep` and `--dp` there are ep times dp ranks: ep of them divide the experts of each layer, and all divide each
-batch. Weights and batches are those of one process, so curves differ by rounding alone. Rank 0
-writes the files. A checkpoint is that of one process, and any number of ranks resumes it.
+batch. Weights and batches are those of one process, so curves differ by rounding alone. Rank 0 writes the files. A
+checkpoint is that of one process, and any number of ranks resumes it. `--transport symmetric` is for GPUs: tokens go by
+kernels that write into the memory of the other GPUs.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from bench.schedule import BASELINE, RecipeSchedule, known_recipes, numerics
 from bench.train_ranks import TrainRanks
 from bench.usage import UsageError, on_disk, require_device
 from fuser.distributed import TrainingState, clip_grad_norm_
+from ops.kernels.routing.transports import WHY_IN_FULL
 
 BALANCE_COEFFICIENT = 1e-2
 WARMUP_STEPS = 10
@@ -56,6 +58,7 @@ class TrainConfig:
     resume: bool = False
     ep: int = 1
     dp: int = 1
+    transport: str = "alltoall"
 
     def runs(self) -> list[tuple[RecipeSchedule, int]]:
         return [
@@ -141,7 +144,7 @@ class _Run:
         if ranks.mesh is None:
             self.model = whole.to(self.device)
         else:
-            self.model = LanguageModel(self.size, ranks.mesh).to(self.device)
+            self.model = LanguageModel(self.size, ranks.mesh, config.transport).to(self.device)
             TrainingState(self.model).load_state_dict(TrainingState(whole).state_dict())
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
@@ -263,6 +266,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dp", type=_positive, default=1, help="groups of such ranks: --ep times --dp processes (default: %(default)s)"
     )
     parser.add_argument(
+        "--transport",
+        choices=WHY_IN_FULL,
+        default="alltoall",
+        help="of tokens between the ranks of --ep; symmetric: on GPUs with peer access (default: %(default)s)",
+    )
+    parser.add_argument(
         "--threads", type=_positive, help="CPU threads of torch (default: 1 for micro and tiny, otherwise torch's own)"
     )
     parser.add_argument("--corpus", metavar="DIR", help="text to learn from (default: the standard library's sources)")
@@ -306,7 +315,10 @@ def main(arguments: argparse.Namespace) -> int:
         resume=arguments.resume,
         ep=arguments.ep,
         dp=arguments.dp,
+        transport=arguments.transport,
     )
+    if config.transport == "symmetric" and (config.ep == 1 or config.device == "cpu"):
+        raise UsageError("--transport symmetric is between the ranks of --ep 2 or more, with --device cuda.")
     ranks = config.ep * config.dp
     if ranks > 1:
         _require_divisible(config)
@@ -337,7 +349,8 @@ def _require_divisible(config: TrainConfig) -> None:
 def _train_and_report(config: TrainConfig, corpus: Corpus, ranks: TrainRanks, *, check: bool) -> int:
     print(corpus.facts(), flush=True)
     if ranks.mesh is not None:
-        print(f"{ranks.count} ranks: experts divided by {config.ep}, batches by {ranks.count}", flush=True)
+        divided = f"experts divided by {config.ep}, batches by {ranks.count}"
+        print(f"{ranks.count} ranks: {divided}, transport {config.transport}", flush=True)
     with open_run_files(config.out, config.run_keys(), resume=config.resume) as files:
         if config.resume:
             for key in config.run_keys():

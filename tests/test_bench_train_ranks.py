@@ -6,17 +6,24 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from bench import train
 from bench.__main__ import main, make_parser
-from bench.ranks import launch, require_gpus
+from bench.corpus import read_corpus
+from bench.ranks import DIMENSIONS, launch, require_gpus
 from bench.run_files import read_metrics
+from bench.schedule import RecipeSchedule
 from bench.train_ranks import TrainRanks
 from bench.usage import UsageError
+from tests.ranks import on_ranks, quietly
+from tests.shared_memory import symmetric_on_cpu
 
 ROOT = Path(__file__).parent.parent
 REST = (pytest.mark.rest, pytest.mark.slow)
@@ -186,12 +193,41 @@ def test_a_refusal_on_the_first_rank_ends_all_with_its_sentence(corpus, tmp_path
     assert f"is of step {STEPS}, but this call ends at step 8. Give --steps {STEPS} or more" in refused.stderr
 
 
+def train_over_both_transports(rank, corpus, out):
+    """As on GPUs, in the processes of a test."""
+    mesh, curves = init_device_mesh("cpu", (1, 2), mesh_dim_names=DIMENSIONS), []
+    schedules = (RecipeSchedule.parse("bf16+2:mxfp8", ()),)
+    with quietly(), symmetric_on_cpu(out), patch.object(train, "VALIDATION_BATCHES", 1):
+        for transport in ("alltoall", "symmetric"):
+            config = train.TrainConfig(out, schedules, model="micro", steps=2, ep=2, transport=transport)
+            losses = []
+            report = partial(lambda losses, *given: losses.append(given[3]), losses)
+            train.train(config, read_corpus(corpus), None, TrainRanks(mesh), report)
+            curves.append(losses)
+    assert len(curves[0]) == 2 and curves[0] == curves[1]
+
+
+@pytest.mark.interpreter
+@pytest.mark.rest
+@pytest.mark.slow
+def test_both_transports_have_the_same_curve(corpus, tmp_path):
+    on_ranks(train_over_both_transports, corpus, tmp_path, folder=tmp_path)
+
+
+def test_symmetric_is_for_several_gpus(corpus, tmp_path):
+    for more in (("--ep", 2), ("--ep", 1)):
+        with pytest.raises(UsageError, match=r"--transport symmetric is between the ranks of --ep 2 or more, with"):
+            train.main(make_parser().parse_args(arguments(corpus, tmp_path, "--transport", "symmetric", *more)))
+
+
 @pytest.mark.gpu
 @pytest.mark.gpu2
 @pytest.mark.slow
-def test_two_gpus_have_the_curve_of_one_and_resume(corpus, tmp_path):
+@pytest.mark.parametrize("transport", ["alltoall", "symmetric"])
+def test_two_gpus_have_the_curve_of_one_and_resume(corpus, tmp_path, transport):
     given = ("--device", "cuda", "--recipe", "bf16")
-    for name, more in (("whole", ()), ("parts", ("--ep", 2, "--steps", 8)), ("parts", ("--ep", 2, "--resume"))):
+    ranks = ("--ep", 2, "--transport", transport)
+    for name, more in (("whole", ()), ("parts", (*ranks, "--steps", 8)), ("parts", (*ranks, "--resume"))):
         done = run(["-m", "bench"], *arguments(corpus, tmp_path / name, *given, *more))
         assert done.returncode == 0, done.stderr
     losses = [[record for record in curve(tmp_path / name) if "loss" in record] for name in ("parts", "whole")]
