@@ -23,26 +23,33 @@ from fuser.distributed import TrainingState, clip_grad_norm_, expert_parameters
 from recipes import DelayedScaling
 from tests.ranks import on_ranks
 from tests.reference import assert_close, assert_same_bits
+from tests.shared_memory import symmetric_on_cpu
 
 H, F, E, TOKENS = 16, 32, 8, 24
 REST = (pytest.mark.rest, pytest.mark.slow)
 
 
 def block(
-    group: Any = None, stacked: bool = True, bias: bool = True, device: str = "cpu", adapter_rank: int = 0
+    group: Any = None,
+    stacked: bool = True,
+    bias: bool = True,
+    device: str = "cpu",
+    adapter_rank: int = 0,
+    transport: str = "alltoall",
 ) -> Sequential:
     """An unsharded block, or one with this rank's experts of it. adapter_rank: of their adapters, if they have some."""
     torch.manual_seed(0)
+    over_ranks: dict[str, Any] = {"group": group, "transport": transport}
     own = E if group is None else E // group.size()
     options = {"bias": bias, "stacked": stacked}
     layer = Sequential(
         ops.RMSNorm(H),
         ops.Router(H, E, topk=2),
-        ops.Dispatch(E, group=group),
+        ops.Dispatch(E, capacity=2 * TOKENS if transport == "symmetric" else None, **over_ranks),
         ops.GroupedLinear(own, H, 2 * F, **options),
         ops.ScaledSwiGLU(),
         ops.GroupedLinear(own, F, H, scale_bias=bias, **options),
-        ops.Combine(group=group),
+        ops.Combine(**over_ranks),
         ops.Linear(H, H),
     ).to(device)
     if adapter_rank:
@@ -160,12 +167,17 @@ def exchange(rank: int, folder: Path, ranks: int, settings: dict[str, Any]) -> N
     torch.testing.assert_close(found, train(model, optimizer, range(2, 5)), rtol=1e-5, atol=1e-6)
 
 
-def shard_over_the_other_dimension(rank: int, folder: Path) -> None:
+def train_over_symmetric(rank: int, folder: Path) -> None:
+    with symmetric_on_cpu(folder):
+        shard_over_the_other_dimension(rank, folder, "symmetric")
+
+
+def shard_over_the_other_dimension(rank: int, folder: Path, transport: str = "alltoall") -> None:
     """`fully_shard` over dp, experts over ep: trained as the unsharded model is, saved, and loaded on one rank."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     model, optimizer = unsharded_after(0)
-    sharded = block(mesh["ep"])
+    sharded = block(mesh["ep"], transport=transport)
     TrainingState(sharded).load_state_dict(copy.deepcopy(TrainingState(model).whole_state_dict()))
     for operation in (sharded[3], sharded[5], sharded):
         fully_shard(operation, mesh=mesh["dp"])
@@ -226,6 +238,13 @@ def shard_over_the_other_dimension(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_experts_over_one_dimension_and_fully_shard_over_the_other(tmp_path: Path) -> None:
     on_ranks(shard_over_the_other_dimension, tmp_path, folder=tmp_path, ranks=4)
+
+
+@pytest.mark.interpreter
+@pytest.mark.rest
+@pytest.mark.slow
+def test_the_same_over_symmetric_memory(tmp_path: Path) -> None:
+    on_ranks(train_over_symmetric, tmp_path, folder=tmp_path, ranks=4)
 
 
 def exchange_with_sharded(rank: int, folder: Path, device: str) -> None:
