@@ -238,6 +238,29 @@ def accumulate_and_delay(rank: int, folder: Path) -> None:
         check_shares(case, rank, of_all, weight_gradients(layer), of_rank | weight_gradients(mine))
 
 
+def need_some_gradients(rank: int, folder: Path) -> None:
+    """Every rank takes part in backward, whichever gradients it needs; none is an error where others need some."""
+    everything = ("x", "probs")
+    with quietly(), symmetric_on_cpu(folder):
+        case = Case((7, 3), 4, 2)
+        given = batch(case)
+        for frozen in ((("x",), ("probs",)), (everything, everything), ((), ("experts",))):
+            layer = whole(case)
+            mine = share_of(layer, case, 40)
+            of_all = step(layer, given)
+            mine.requires_grad_("experts" not in frozen[rank])
+            of_rank = step(mine, given.of_rank(case, rank), frozen=frozen[rank])
+            of_all |= {name: None for name, t in of_rank.items() if t is None}
+            of_weights = weight_gradients(layer)
+            if "experts" in frozen[rank]:
+                of_weights = dict.fromkeys(of_weights)
+            check_shares(case, rank, of_all, of_weights, of_rank | weight_gradients(mine))
+
+
+def test_ranks_may_need_other_gradients(tmp_path: Path) -> None:
+    on_ranks(need_some_gradients, tmp_path, folder=tmp_path)
+
+
 def test_weight_gradients_go_to_main_grad_at_once_or_later(tmp_path: Path) -> None:
     on_ranks(accumulate_and_delay, tmp_path, folder=tmp_path)
 
