@@ -637,6 +637,7 @@ def test_each_kernel_compiles_for_hopper(cache):
 
 
 @pytest.mark.rest
+@pytest.mark.timeout(1800)  # 10 minutes beside another process on two quiet cores
 @pytest.mark.parametrize("mode", MODES)
 def test_every_configuration_compiles_for_hopper(mode, cache):
     reports = compiled(mode, 90, cache)
