@@ -93,7 +93,8 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.mesh = mesh
-        experts, over_ranks = config.experts, dict[str, Any]()
+        experts = config.experts
+        over_ranks: dict[str, Any] = {}
         if mesh is not None:
             experts = replace(experts, tokens=experts.tokens // mesh["dp"].size())
             over_ranks = {"group": mesh["ep"], "transport": transport}

@@ -116,8 +116,7 @@ def expert_operations(
     The Router's `load_balancing_loss` is available as an extra output. group: the ranks that divide the experts, each
     with its share of the tokens; transport: between them, "symmetric" with a capacity for any routing of these
     """
-    ranks = 1 if group is None else group.size()
-    own = shape.num_experts // ranks
+    own = shape.num_experts if group is None else shape.num_experts // group.size()
     over_ranks: dict[str, Any] = {"group": group, "transport": transport}
     capacity = shape.tokens * min(shape.topk, own) if transport == "symmetric" else None
     activation = getattr(ops, shape.activation)(glu_interleave_size=shape.glu_interleave_size)

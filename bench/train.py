@@ -34,7 +34,7 @@ from bench.schedule import BASELINE, RecipeSchedule, known_recipes, numerics
 from bench.train_ranks import TrainRanks
 from bench.usage import UsageError, on_disk, require_device
 from fuser.distributed import TrainingState, clip_grad_norm_
-from ops.kernels.routing.transports import WHY_IN_FULL
+from ops.kernels.routing.transports import TRANSPORTS
 
 BALANCE_COEFFICIENT = 1e-2
 WARMUP_STEPS = 10
@@ -267,7 +267,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--transport",
-        choices=WHY_IN_FULL,
+        choices=TRANSPORTS,
         default="alltoall",
         help="of tokens between the ranks of --ep; symmetric: on GPUs with peer access (default: %(default)s)",
     )

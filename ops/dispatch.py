@@ -99,9 +99,9 @@ class Dispatch(BasicOperation):
     empty_slots with a group. On a GPU the indices are not checked, because that would synchronize: a negative one
     counts for expert 0, one above for no expert, in rows past the sum of the sizes. With a group RuntimeError, on every
     rank, where ranks differ in num_experts, features, dtypes, slots, capacity, overlap, partial_sums, the format of
-    codes, in whether gradients are computed or in the name of the recipe ("symmetric" compares once for each of these,
-    and later differences are found as an overflow is); with "alltoall" also where one of them refuses its arguments
-    (that one raises its own error), and while a CUDA graph is captured.
+    codes, in whether gradients are computed or in the name of the recipe ("symmetric" compares once for each of these;
+    differences of later steps in the same buffers are found as an overflow is); with "alltoall" also where one of them
+    refuses its arguments (that one raises its own error), and while a CUDA graph is captured.
     """
 
     accepts_integers = True

@@ -214,8 +214,9 @@ def test_both_transports_have_the_same_curve(corpus, tmp_path):
     on_ranks(train_over_both_transports, corpus, tmp_path, folder=tmp_path)
 
 
-def test_symmetric_is_for_several_gpus(corpus, tmp_path):
-    for more in (("--ep", 2), ("--ep", 1)):
+def test_symmetric_is_for_several_gpus(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "require_device", lambda device: None)
+    for more in (("--ep", 2, "--device", "cpu"), ("--ep", 1, "--device", "cuda")):
         with pytest.raises(UsageError, match=r"--transport symmetric is between the ranks of --ep 2 or more, with"):
             train.main(make_parser().parse_args(arguments(corpus, tmp_path, "--transport", "symmetric", *more)))
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ops.kernels.grouped_gemm import float8 as gg
-from ops.kernels.grouped_gemm.float8 import BLOCK, grouped_gemm_nt_float8, grouped_gemm_tn_float8
+from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
+from ops.kernels.grouped_gemm.float8_scales import scale_layout
 from ops.kernels.grouped_gemm.measured_tiles import shared_memory_limit
 from ops.kernels.grouped_gemm.ragged_tma import takes_descriptors
-from ops.kernels.grouped_gemm.tile_rules_float8 import k_grouped_float8_config, m_grouped_float8_config, promotes
+from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config, promotes
 from recipes.native_products import why_not_float8
 from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.splits import Splits
@@ -176,7 +177,7 @@ def spread(scale: Tensor, length: int) -> Tensor:
 
 def spread_b(o: Operands, C: int, R: int) -> Tensor:
     """b's scales, [G, C, R], [G, C, 1] or [G, 1, 1]."""
-    scale, layout = o.b_scale, gg.scale_layout(o.a_scale, o.b_scale, C, R)
+    scale, layout = o.b_scale, scale_layout(o.a_scale, o.b_scale, C, R)
     if layout == "tensor":
         return scale[:, None, None]
     if layout == "vector":

@@ -35,7 +35,7 @@ from ops.kernels.routing.symmetric import (
 )
 from ops.kernels.routing.symmetric_buffers import Extent, SymmetricBuffers
 from ops.kernels.routing.symmetric_memory import SymmetricMemory, allocate
-from ops.kernels.routing.symmetric_triton import OVERFLOWN
+from ops.kernels.routing.symmetric_triton import DIFFERENT, NUMBERS, OVERFLOWN
 from ops.kernels.routing.transports import PARTIAL_SUMS
 from tests.ranks import on_ranks, quietly
 from tests.reference import assert_close, assert_same_bits
@@ -244,6 +244,9 @@ def need_some_gradients(rank: int, folder: Path) -> None:
     with quietly(), symmetric_on_cpu(folder):
         case = Case((7, 3), 4, 2)
         given = batch(case)
+        mine, none = share_of(whole(case), case, 40), everything if rank else ()
+        said = same_everywhere(sentence(lambda: step(mine, given.of_rank(case, rank), frozen=none)))
+        assert "gradients computed" in said and "gradients not computed" in said
         for frozen in ((("x",), ("probs",)), (everything, everything), ((), ("experts",))):
             layer = whole(case)
             mine = share_of(layer, case, 40)
@@ -362,12 +365,13 @@ def test_an_overflow_is_nan_on_every_rank_and_an_error_once_it_is_known(
     on_ranks(overflow_on_cpu, recipes, tmp_path, folder=tmp_path)
 
 
-def differ_later(rank: int, folder: Path) -> None:
+def differ_later(rank: int, device: str) -> None:
     """Both recipes are known to the ranks, which then run one each."""
     recipes = "bf16", "fp8_block"
-    with quietly(), symmetric_on_cpu(folder), torch.no_grad():
+    with torch.no_grad():
         case = Case((3, 2), 4, 1, torch.bfloat16, features=(160, 64))
-        layer, given = share_of(whole(case), case, 8), batch(case).of_rank(case, rank)
+        layer = share_of(whole(case), case, 8).to(device)
+        given = Batch(*(tensor.to(device) for tensor in batch(case))).of_rank(case, rank)
 
         def run(recipe: str) -> dict[str, Tensor]:
             with autocast(recipe):
@@ -375,6 +379,8 @@ def differ_later(rank: int, folder: Path) -> None:
 
         before = [run(recipe) for recipe in recipes]
         all_nan(run(recipes[rank]))
+        if device == "cuda":
+            torch.cuda.synchronize()
         said = same_everywhere(sentence(fuser.check_overflow))
         assert "<ranks 0, 1> differed in what they exchanged. Some: capacity=8, num_experts=4, 160 features" in said
         assert (
@@ -385,8 +391,23 @@ def differ_later(rank: int, folder: Path) -> None:
         fuser.check_overflow()
 
 
+def differ_on_cpu(rank: int, folder: Path) -> None:
+    with quietly(), symmetric_on_cpu(folder):
+        differ_later(rank, "cpu")
+
+
 def test_ranks_that_differ_in_a_later_step_learn_of_it(tmp_path: Path) -> None:
-    on_ranks(differ_later, tmp_path, folder=tmp_path)
+    on_ranks(differ_on_cpu, tmp_path, folder=tmp_path)
+
+
+@pytest.mark.launches("layout_kernel")
+def test_no_number_of_rows_suffices_where_ranks_differ() -> None:
+    counts, numbers, most = torch.randint(0, 4, (3, 6)), torch.tensor([7, 2, 5]), torch.zeros(1, dtype=torch.int64)
+    found = layout(counts, numbers, 1, 40, most)
+    for made, reference in zip(found, layout_ref(counts, numbers, 1, 40), strict=True):
+        assert torch.equal(made, reference)
+    assert most.item() == found[2][1].item() and divmod(most.item() - DIFFERENT.value, NUMBERS.value) == (2, 7)
+    assert found[1].tolist() == [20, 20], "the capacity is divided, so that every weight gets NaN"
 
 
 # ------------------------------------------------------------------------------------------------------- the kernels

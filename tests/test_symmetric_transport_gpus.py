@@ -19,7 +19,7 @@ from fuser import Sequential, autocast, ops
 from tests.ranks import on_ranks
 from tests.reference import assert_close, assert_same_bits
 from tests.test_expert_parallel import Batch, Case, batch, same_everywhere, sentence, step, weight_gradients, whole
-from tests.test_symmetric_transport import CLOSE, all_nan, overflow, share_of
+from tests.test_symmetric_transport import CLOSE, all_nan, differ_later, overflow, share_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -160,6 +160,7 @@ def all_on_gpus(rank: int) -> None:
     for overlap in (False, True):
         replay(rank, overlap)
     refuse(rank)
+    differ_later(rank, "cuda")
     compare_bits(rank)
     torch.cuda.synchronize()
     dist.barrier()

@@ -186,7 +186,8 @@ def gemm(
     left, right = operands(layout, a, b, out_dtype)
     x, w = _matrices(layout, left, right)
     if (as_one_group or batch_invariant) and not (x.is_cuda and x.dtype == torch.float64):
-        return _one_group_gemm(layout, x, w, left, right, out_dtype, added, alpha, batch_invariant)
+        left, right = left._replace(values=x), right._replace(values=w)
+        return _one_group_gemm(layout, left, right, out_dtype, added, alpha, batch_invariant)
     x = x.T if layout == "NT" else x
     w = w.T if layout == "TN" else w
     if left.scale is None and right.scale is None and x.dtype == out_dtype:
@@ -268,8 +269,6 @@ def _matrices(layout: GemmLayout, a: Operand, b: Operand) -> tuple[Tensor, Tenso
 
 def _one_group_gemm(
     layout: GemmLayout,
-    x: Tensor,
-    w: Tensor,
     left: Operand,
     right: Operand,
     out_dtype: torch.dtype,
@@ -277,7 +276,8 @@ def _one_group_gemm(
     alpha: float,
     batch_invariant: bool,
 ) -> Tensor:
-    """`gemm` of values: the grouped kernel on one group."""
+    """`gemm` of matrices of values: the grouped kernel on one group."""
+    x, w = left.values, right.values
     splits = Splits.whole(len(x), x.device)
     factors = None
     if left.scale is not None and left.scale.dim() == 2:  # of each row

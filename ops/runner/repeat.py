@@ -234,7 +234,7 @@ class RepeatedStep:
                 given.append(tuple(value.tensors()))
             else:
                 raise TypeError
-        key.append(how(given, tensors, addresses, {}))
+        key.append(how(given, tensors, addresses))
         return tuple(key)
 
 

@@ -430,7 +430,7 @@ def _repeated(kept: Kept, given: Sequence[Tensor | None], sizes: tuple[int, ...]
     tensors: list[Any] = []
     addresses: list[int] = []
     try:
-        key = how(given, tensors, addresses, {}), sizes, within_backward(), torch.backends.cuda.matmul.fp32_precision
+        key = how(given, tensors, addresses), sizes, within_backward(), torch.backends.cuda.matmul.fp32_precision
     except TypeError:  # a tensor that is no plain one
         return function()
     return kept.run(key, tensors, addresses, function)

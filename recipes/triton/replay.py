@@ -86,13 +86,12 @@ class Replays(Kept):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[Any] = []
         addresses: list[int] = []
-        places: dict[int, int] = {}
         if taping.inside or not is_eager():
             return self.function(*args, **kwargs)
         try:
-            key = how(args, tensors, addresses, places)
+            key = how((*args, *kwargs.values()) if kwargs else args, tensors, addresses)
             if kwargs:
-                key += (*kwargs, how(kwargs.values(), tensors, addresses, places))
+                key += (tuple(kwargs),)
             hash(key)
         except TypeError:  # a tensor that is no plain one, or something without a hash
             return self.function(*args, **kwargs)
@@ -121,12 +120,14 @@ _all: WeakSet[Kept] = WeakSet()
 _NEW = object()  # of a key that was not met yet
 
 
-def how(args: Iterable[Any], tensors: list[Any], addresses: list[int], places: dict[int, int]) -> tuple[Any, ...]:
-    """How these lie; the tensors that are new and their addresses are appended. Raises TypeError for one that is not
-    plain.
+def how(args: Iterable[Any], tensors: list[Any], addresses: list[int]) -> tuple[Any, ...]:
+    """How these lie; the tensors are appended to the empty list, each once, and their addresses. Raises TypeError for
+    one that is not plain."""
+    return _how(args, tensors, addresses, {})
 
-    places: where each of `tensors` stands, by its id, which is its own while the list holds it
-    """
+
+def _how(args: Iterable[Any], tensors: list[Any], addresses: list[int], places: dict[int, int]) -> tuple[Any, ...]:
+    """places: where each of `tensors` stands, by its id, which no other has while the list holds it"""
     key: list[Any] = []
     for arg in args:
         kind = type(arg)
@@ -142,7 +143,7 @@ def how(args: Iterable[Any], tensors: list[Any], addresses: list[int], places: d
         elif arg is None:
             key.append(None)
         elif kind is tuple or kind is list or isinstance(arg, tuple):
-            key += kind, how(arg, tensors, addresses, places)
+            key += kind, _how(arg, tensors, addresses, places)
         elif isinstance(arg, Tensor):
             raise TypeError
         else:

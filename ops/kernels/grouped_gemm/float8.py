@@ -8,12 +8,7 @@ b is the weight's rowwise copy [G, N, K], for dgrad its transposed copy [G, K, N
 columnwise copies, in which each group starts at a multiple of 16 (block scales: 128) columns and is padded with zeros.
 Multiples of 32 are worth having: those of 16 cost wgrad a quarter of its rate, because boxes start inside a sector.
 
-Scales (float32, value = code * scale):
-
-    per tensor   a_scale, b_scale, dy_scale, x_scale: () or [G]
-    vectors      a_scale [1, T], b_scale [G, 1, C], dy_scale [G, 1, N], x_scale [G, 1, K]
-    1x128        a_scale [ceil(R/128), T], b_scale [G, ceil(R/128), C], dy_scale [P/128, N], x_scale [P/128, K]
-    128x128      b_scale [G, ceil(C/128), ceil(R/128)]
+Scales (float32, value = code * scale) lie as `float8_scales` says.
 
 Rows past `splits.offsets[-1]` belong to no group: they are zero in y, whatever their codes and scales are. A group
 without rows has dw exactly zero. Every element of an output is written.
@@ -47,10 +42,17 @@ from ops.kernels.grouped_gemm.float8_persistent import (
     k_grouped_float8_persistent_kernel,
     m_grouped_float8_persistent_kernel,
 )
+from ops.kernels.grouped_gemm.float8_scales import (
+    check_nt,
+    check_tn,
+    scale_layout,
+    scale_of_columns,
+    scale_of_rows,
+    scale_of_weight,
+)
 from ops.kernels.grouped_gemm.high_precision import capability
 from ops.kernels.grouped_gemm.operands import (
     check_accumulate,
-    check_rows,
     check_scales,
     output,
     packed,
@@ -60,8 +62,7 @@ from ops.kernels.grouped_gemm.operands import (
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS, band, multiprocessors, padded_groups
 from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped_kernel
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
-from ops.kernels.grouped_gemm.tile_rules_float8 import BLOCK, k_grouped_float8_config, m_grouped_float8_config, promotes
-from recipes.native_products import FLOAT8
+from ops.kernels.grouped_gemm.tile_rules_float8 import k_grouped_float8_config, m_grouped_float8_config, promotes
 from recipes.tensors.formats import ScaleLayout
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
@@ -90,8 +91,8 @@ def grouped_gemm_tn_float8_ref(
     y = torch.zeros(a_codes_TR.shape[0], b_codes_GCR.shape[1], dtype=dtype, device=a_codes_TR.device)
     layout = scale_layout(a_scale, b_scale, *b_codes_GCR.shape[1:])
     for g, rows in row_slices(splits):
-        a = a_codes_TR[rows].to(dtype) * _scale_a(a_scale, splits, g, rows, a_codes_TR.shape[1]).to(dtype)
-        b = b_codes_GCR[g].to(dtype) * _scale_b(b_scale, layout, splits, g, b_codes_GCR.shape[1:]).to(dtype)
+        a = a_codes_TR[rows].to(dtype) * scale_of_rows(a_scale, splits, g, rows, a_codes_TR.shape[1]).to(dtype)
+        b = b_codes_GCR[g].to(dtype) * scale_of_weight(b_scale, layout, splits, g, b_codes_GCR.shape[1:]).to(dtype)
         y[rows] = a @ b.T
         if bias_GC is not None:
             y[rows] += bias_GC[g].to(dtype) * (1 if scales_T is None else scales_T[rows, None].to(dtype))
@@ -115,38 +116,11 @@ def grouped_gemm_nt_float8_ref(
     for g, (begin, end) in enumerate(pairwise(ends)):
         if begin < end:
             dy, x = (
-                codes[:, begin:end].to(dtype) * _scale_of_columns(scale, num_groups, g, begin, end).to(dtype)
+                codes[:, begin:end].to(dtype) * scale_of_columns(scale, num_groups, g, begin, end).to(dtype)
                 for codes, scale in ((dy_codes_NP, dy_scale), (x_codes_KP, x_scale))
             )
             dw[g] = dy @ x.T
     return dw.to(out_dtype)
-
-
-def _scale_a(scale: Tensor, splits: Splits, g: int, rows: slice, R: int) -> Tensor:
-    if scale.dim() < 2:
-        return scale.expand(splits.num_groups)[g]
-    if len(scale) == 1:
-        return scale[:, rows].T
-    return scale[:, rows].repeat_interleave(BLOCK, 0)[:R].T
-
-
-def _scale_b(scale: Tensor, layout: ScaleLayout, splits: Splits, g: int, shape: torch.Size) -> Tensor:
-    if layout == "tensor":
-        return scale.expand(splits.num_groups)[g]
-    if layout == "vector":
-        return scale[g].T
-    C, R = shape
-    if layout == "row":
-        return scale[g].repeat_interleave(BLOCK, 0)[:R].T
-    return scale[g].repeat_interleave(BLOCK, 0)[:C].repeat_interleave(BLOCK, 1)[:, :R]
-
-
-def _scale_of_columns(scale: Tensor, num_groups: int, g: int, begin: int, end: int) -> Tensor:
-    if scale.dim() < 2:
-        return scale.expand(num_groups)[g]
-    if scale.dim() == 3:
-        return scale[g].T
-    return scale[begin // BLOCK : end // BLOCK].repeat_interleave(BLOCK, 0).T
 
 
 # ----------------------------------------------------------------------------------------------------- launchers
@@ -197,7 +171,7 @@ def _checked_tn(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`out`, or a new one, once the operands fit together."""
-    _check_tn(a_codes_TR, a_scale, b_codes_GCR, b_scale, splits, bias_GC)
+    check_tn(a_codes_TR, a_scale, b_codes_GCR, b_scale, splits, bias_GC)
     check_scales(scales_T, splits)
     return output(out, (a_codes_TR.shape[0], b_codes_GCR.shape[1]), None if out is not None else out_dtype, a_codes_TR)
 
@@ -289,7 +263,7 @@ def _checked_nt(
 ) -> Tensor:
     """`out`, or a new one, once the operands fit together."""
     check_accumulate(out, accumulate, reverse)
-    _check_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned)
+    check_nt(dy_codes_NP, dy_scale, x_codes_KP, x_scale, offsets_aligned)
     shape = (offsets_aligned.shape[0] - 1, dy_codes_NP.shape[0], x_codes_KP.shape[0])
     return output(out, shape, None if out is not None else out_dtype, dy_codes_NP)
 
@@ -525,80 +499,5 @@ def with_aligned_rows(codes: Tensor) -> Tensor:
     return torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).contiguous().view(codes.dtype)
 
 
-def scale_layout(a_scale: Tensor, b_scale: Tensor, C: int, R: int) -> ScaleLayout:
-    """How scales lie, told by their shapes. (Where two layouts have the same shapes, they agree.)"""
-    if b_scale.dim() < 2:
-        return "tensor"
-    if len(a_scale) == 1 and b_scale.shape[1:] == (1, C):
-        return "vector"
-    return "square" if b_scale.shape[1:] == (cdiv(C, BLOCK), cdiv(R, BLOCK)) else "row"
-
-
 def _ready(scale: Tensor, num_groups: int) -> Tensor:
     return scale.expand(num_groups) if scale.dim() < 2 else scale.contiguous()
-
-
-def _check_tn(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, splits: Splits, bias: Tensor | None
-) -> None:  # fmt: skip
-    check_rows(a, splits)
-    _check_codes(a, b)
-    G, (T, R) = splits.num_groups, a.shape
-    if b.dim() != 3 or b.shape[0] != G or b.shape[2] != R:
-        raise ValueError(
-            f"b has shape {list(b.shape)}, but must be [{G}, C, {R}] for {G} groups and sums over {R} features. "
-            "Pass the copy whose last axis is summed over."
-        )
-    C = b.shape[1]
-    steps = cdiv(R, BLOCK)
-    blocks = [(G, cdiv(C, BLOCK), steps), (G, steps, C)]
-    _check_scale("a_scale", a_scale, G, [(1, T), (steps, T)])
-    _check_scale("b_scale", b_scale, G, [(G, 1, C), *blocks])
-    vectors = a_scale.shape == (1, T) and b_scale.shape == (G, 1, C)
-    _check_kinds(a_scale, b_scale, vectors or (a_scale.shape == (steps, T) and b_scale.shape in blocks))
-    if bias is not None and bias.shape != (G, C):
-        raise ValueError(f"bias has shape {list(bias.shape)}, but must be {[G, C]}. Pass one row for each group.")
-
-
-def _check_nt(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> None:
-    _check_codes(dy, x)
-    if dy.dim() != 2 or x.dim() != 2 or dy.shape[1] != x.shape[1] or x.shape[1] % 16:
-        raise ValueError(
-            f"the codes have shapes {list(dy.shape)} and {list(x.shape)}, but must be [N, P] and [K, P], P a multiple "
-            "of 16. Pass the transposed columnwise copies of one set of rows."
-        )
-    if offsets.dim() != 1 or offsets.dtype != torch.int64 or offsets.device != dy.device:
-        raise ValueError(
-            f"offsets_aligned is {offsets.dtype} {list(offsets.shape)} on {offsets.device}, but must be int64 [G + 1] "
-            f"on {dy.device}. Pass splits.aligned(16), or splits.aligned(128) for block scales."
-        )
-    G = offsets.shape[0] - 1
-    _check_scale("dy_scale", dy_scale, G, [(G, 1, dy.shape[0]), (dy.shape[1] // BLOCK, dy.shape[0])])
-    _check_scale("x_scale", x_scale, G, [(G, 1, x.shape[0]), (x.shape[1] // BLOCK, x.shape[0])])
-    _check_kinds(dy_scale, x_scale, dy_scale.dim() == x_scale.dim())
-
-
-def _check_codes(a: Tensor, b: Tensor) -> None:
-    for codes in (a, b):
-        if codes.dtype not in FLOAT8:
-            raise TypeError(f"codes are {codes.dtype}, but must be {FLOAT8[0]} or {FLOAT8[1]}. Quantize them.")
-    if a.device != b.device:
-        raise ValueError(f"the codes are on {a.device} and {b.device}, but must be on one device. Move one of them.")
-
-
-def _check_scale(name: str, scale: Tensor, num_groups: int, blocks: list[tuple[int, ...]]) -> None:
-    if scale.dtype != torch.float32 or scale.shape not in [(), (num_groups,), *blocks]:
-        allowed = " or ".join(map(str, [[], [num_groups], *map(list, blocks)]))
-        raise ValueError(
-            f"{name} is {scale.dtype} {list(scale.shape)}, but must be float32 {allowed}. "
-            "Pass the scale_inv that belongs to the codes."
-        )
-
-
-def _check_kinds(a_scale: Tensor, b_scale: Tensor, agree: bool) -> None:
-    """agree: whether both are of blocks, or both of vectors."""
-    if not agree and (a_scale.dim() > 1 or b_scale.dim() > 1):
-        raise ValueError(
-            f"one operand has scales of blocks or vectors and the other has not those ({list(a_scale.shape)}, "
-            f"{list(b_scale.shape)}). Quantize both with one recipe."
-        )

@@ -1,7 +1,7 @@
 """Memory on each rank of a group that kernels of all its ranks write and read: torch's symmetric memory.
 
 The ranks are on GPUs of one NVLink domain, which here is one host. Allocating is a collective; barriers are kernels, so
-they can be captured in CUDA graphs. Those of one group are issued on one stream, in the same order on every rank.
+they can be captured in CUDA graphs. Those of one group run in one order, the same on every rank.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ WHY_IN_FULL = {
     "alltoall": "all_to_all_single takes the row counts from the host, where each forward reads them.",
     "symmetric": "The barriers of symmetric memory are issued by torch, in each step anew.",
 }
+TRANSPORTS = tuple(WHY_IN_FULL)
 # How the owner's sum of a token's rows returns, for `Sequential.explain()`.
 PARTIAL_SUMS = {
     "float32": "partial sums by the rank of their experts, sent unrounded",
@@ -18,8 +19,8 @@ PARTIAL_SUMS = {
 
 def check_transport(transport: str, group: object) -> str:
     """Raise ValueError for another name, and for one other than the default without a group."""
-    if transport not in WHY_IN_FULL:
-        raise ValueError(f"transport is {transport!r}, but must be one of {', '.join(map(repr, WHY_IN_FULL))}.")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport is {transport!r}, but must be one of {', '.join(map(repr, TRANSPORTS))}.")
     if group is None and transport != "alltoall":
         raise ValueError(f"transport is {transport!r}, but there is no group to transfer rows in. Give group as well.")
     return transport
