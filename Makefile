@@ -60,7 +60,7 @@ test: lint $(OVERLAY)/.ready
 # Every test that `make test` leaves out (those for a GPU are skipped; models of Hugging Face in a process of their own), then all
 # that depends on Triton with the second release.
 test-rest: $(OVERLAY)/.ready
-	@echo "test-rest: about 38 minutes on 2 quiet cores."
+	@echo "test-rest: about 63 minutes on 2 quiet cores."
 	$(PY) $(PYTEST) -m "(rest or gpu) and not hf" --durations=10 tests
 	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf $$(grep -l mark.hf tests/*.py)
 	$(WITH_SECOND) $(IS_SECOND)
