@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,8 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException
 
 TIMEOUT = timedelta(minutes=4)  # less than that of a test, so that a rank that waits in vain says where
+# Imported once, by the process whose forks the ranks are: two seconds of a core for each rank. Nothing in it may use
+# CUDA, which no fork may go on with.
+IMPORTED = ["fuser", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "tests.ranks"]
 
 
 def on_ranks(
@@ -20,11 +27,19 @@ def on_ranks(
 ) -> None:
     """function(rank, *arguments) in each of the ranks' processes; with NCCL each has a device of its own.
 
-    A rank's exception is raised here; one that waits for another for `TIMEOUT` raises that. folder: an empty one, in
-    which the ranks find each other.
+    Raises AssertionError if a rank raises, or waits for another for `TIMEOUT`, with the traceback of every rank: of
+    those that had to be ended, where they were. folder: an empty one, in which the ranks find each other.
     """
-    rendezvous = f"file://{folder / 'rendezvous'}"
-    torch.multiprocessing.spawn(_run, (function, arguments, ranks, backend, rendezvous), nprocs=ranks)
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    if method == "forkserver":
+        torch.multiprocessing.get_context(method).set_forkserver_preload(IMPORTED)
+    try:
+        torch.multiprocessing.start_processes(
+            _run, (function, arguments, ranks, backend, folder), nprocs=ranks, start_method=method
+        )
+    except ProcessExitedException as error:
+        said = [f"rank {rank}: {_report(folder, rank).read_text()}" for rank in range(ranks)]
+        raise AssertionError("\n\n".join([str(error), *said])) from None
 
 
 @contextmanager
@@ -37,15 +52,30 @@ def quietly() -> Iterator[None]:
 
 
 def _run(
-    rank: int, function: Callable[..., None], arguments: tuple[Any, ...], ranks: int, backend: str, rendezvous: str
+    rank: int, function: Callable[..., None], arguments: tuple[Any, ...], ranks: int, backend: str, folder: Path
 ) -> None:
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks, timeout=TIMEOUT)
-    try:
-        function(rank, *arguments)
-    finally:
-        dist.destroy_process_group()
-    # Without the interpreter's end: a rank has aborted after its work ("terminate called without an active exception",
-    # once in some hundred runs). A thread of gloo's that frees a tensor while the interpreter ends would explain it.
+    """Ends without the interpreter's end, also behind an exception.
+
+    A rank has aborted after its work there ("terminate called without an active exception", once in some hundred runs;
+    a thread of gloo's that frees a tensor meanwhile would explain it), and one that hangs there is not known to have
+    failed, so that the first to be reported is another, which waits for it.
+    """
+    with _report(folder, rank).open("w") as report:
+        faulthandler.enable(report)
+        faulthandler.register(signal.SIGTERM, report, chain=True)
+        try:
+            if backend == "nccl":
+                torch.cuda.set_device(rank)
+            rendezvous = f"file://{folder / 'rendezvous'}"
+            dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks, timeout=TIMEOUT)
+            function(rank, *arguments)
+            dist.destroy_process_group()
+        except BaseException:
+            traceback.print_exc(file=report)
+            report.flush()
+            os._exit(1)
     os._exit(0)
+
+
+def _report(folder: Path, rank: int) -> Path:
+    return folder / f"report-of-{rank}"

@@ -673,6 +673,7 @@ def test_what_the_tuner_tries_compiles_for_hopper(cache):
         assert tried == {tile[:5] for tile in ON_DESCRIPTORS}
 
 
+@pytest.mark.rest
 @pytest.mark.triton
 def test_kernels_in_gluon_compile_for_hopper_with_each_release(cache):
     reports = compiled(GLUON, 90, cache)
