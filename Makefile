@@ -5,8 +5,9 @@
 
 PYTHON ?= python3
 VENV := .venv
-SECOND_TRITON := 3.7.1
-OVERLAY := $(VENV)/triton-$(SECOND_TRITON)
+# Releases of Triton besides that of constraints.txt: all that depends on Triton is tested with the second, a part with the third.
+SECOND_TRITON := 3.8.0
+THIRD_TRITON := 3.7.1
 
 ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
 CUDA := $(shell $(PYTHON) -c "import torch, triton, einops; print(torch.version.cuda or '')" 2>/dev/null)
@@ -48,23 +49,26 @@ lint: setup
 # Two cores: one test process for each, one thread a process. Benchmarks are measured by `make bench`, never here.
 test test-rest: export OMP_NUM_THREADS := 1
 PYTEST := -m pytest -n 2 --dist worksteal --benchmark-disable --timeout=600
-WITH_SECOND := PYTHONPATH="$(CURDIR)/$(OVERLAY)" $(PY)
-IS_SECOND := -c "import triton; v = triton.__version__; assert v == '$(SECOND_TRITON)', v"
+with = PYTHONPATH="$(CURDIR)/$(VENV)/triton-$(1)" $(PY)
+check = $(call with,$(1)) -c "import triton; v = triton.__version__; assert v == '$(1)', v"
 
 # With the second Triton only one test of each kernel; the others that depend on Triton are a part of the rest.
-test: lint $(OVERLAY)/.ready
+test: lint $(VENV)/triton-$(SECOND_TRITON)/.ready
 	$(PY) $(PYTEST) -m "not rest and not gpu" --durations=10 tests
-	$(WITH_SECOND) $(IS_SECOND)
-	$(WITH_SECOND) $(PYTEST) -m smoke tests
+	$(call check,$(SECOND_TRITON))
+	$(call with,$(SECOND_TRITON)) $(PYTEST) -m smoke tests
 
 # Every test that `make test` leaves out (those for a GPU are skipped; models of Hugging Face in a process of their own), then all
-# that depends on Triton with the second release.
-test-rest: $(OVERLAY)/.ready
+# that depends on Triton with the second release, and one test of each kernel and what launches depend on with the third.
+test-rest: $(VENV)/triton-$(SECOND_TRITON)/.ready $(VENV)/triton-$(THIRD_TRITON)/.ready
 	@echo "test-rest: about 63 minutes on 2 quiet cores."
 	$(PY) $(PYTEST) -m "(rest or gpu) and not hf" --durations=10 tests
 	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf $$(grep -l mark.hf tests/*.py)
-	$(WITH_SECOND) $(IS_SECOND)
-	$(WITH_SECOND) $(PYTEST) -m triton tests
+	$(call check,$(SECOND_TRITON))
+	$(call with,$(SECOND_TRITON)) $(PYTEST) -m triton tests
+	$(call check,$(THIRD_TRITON))
+	$(call with,$(THIRD_TRITON)) $(PYTEST) -m smoke tests
+	$(call with,$(THIRD_TRITON)) $(PYTEST) -m triton tests/test_launch.py tests/test_repeat.py tests/test_replay.py
 
 endif
 
@@ -82,7 +86,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[test,lint,plots,progress,hf]'
 	touch $@
 
-# The second Triton has a folder of its own that stands before the first on the path; everything else is shared.
-$(OVERLAY)/.ready: $(VENV)/.ready
-	$(PY) -m pip install --quiet --no-deps --target $(OVERLAY) triton==$(SECOND_TRITON)
+# Another Triton has a folder of its own that stands before the first on the path; everything else is shared.
+$(VENV)/triton-%/.ready: $(VENV)/.ready
+	$(PY) -m pip install --quiet --no-deps --target $(VENV)/triton-$* triton==$*
 	touch $@

@@ -174,7 +174,7 @@ class ClampedSwiGLU(ActivationOperation):
 
         a' = min(a, limit)      b' = clamp(b, -limit, limit)
 
-    As in torch.clamp, the gradient passes within and at the limits, and is zero outside.
+    The gradient passes within and at the limits, and is zero outside (torch.clamp's is zero at them since torch 2.14).
 
     glu_interleave_size: None for x = [a | b]; S if runs of S gate and S linear columns alternate, gate first
     cache_quantized_input: save x for backward in Float8, see `ActivationOperation`
@@ -272,7 +272,7 @@ class ScaledClampedQGeGLU(ActivationOperation):
 
         a' = min(a, limit)      b' = clamp(b, -limit, limit)
 
-    As in torch.clamp, the gradient passes within and at the limits, and is zero outside.
+    The gradient passes within and at the limits, and is zero outside (torch.clamp's is zero at them since torch 2.14).
 
     Extra input scales: x.shape[:-1], any floating dtype; the product is rounded once.
     group: see `ActivationOperation`

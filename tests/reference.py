@@ -5,6 +5,7 @@ The references are differentiable by autograd, loop over groups in Python, and k
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -106,6 +107,11 @@ def grouped_linear(
     return torch.cat(y)
 
 
+def clamp(x: Tensor, low: float, high: float) -> Tensor:
+    """`torch.clamp`, with a gradient at the limits too, as torch's was up to 2.13."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
 def gated(h: Tensor, kind: str, interleave: int | None = None) -> Tensor:
     """The activation of that name, without scales.
 
@@ -122,7 +128,7 @@ def gated(h: Tensor, kind: str, interleave: int | None = None) -> Tensor:
         return F.silu(a) * b
     if kind == "situglu":
         return 4.0 * torch.tanh(a / 4.0) * torch.sigmoid(a) * 25.0 * torch.tanh(b / 25.0)
-    a, b = a.clamp(max=7.0), b.clamp(-7.0, 7.0)
+    a, b = clamp(a, -math.inf, 7.0), clamp(b, -7.0, 7.0)
     return a * torch.sigmoid(1.702 * a) * (b + 1)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from ops.kernels.elementwise.activation import KINDS, Activation, activation, ac
 from recipes import E4M3
 from recipes.current_scaling import CurrentScalingQuantizer
 from tests.check_operation import DEVICES, DTYPES, check_gradients, check_operation
-from tests.reference import assert_close, assert_same_bits, gradients
+from tests.reference import assert_close, assert_same_bits, clamp, gradients
 
 LIMIT = 0.75  # so that about every second number is clamped
 
@@ -38,7 +39,7 @@ def swiglu(x: Tensor, scales: Tensor | None = None, *, interleave: int | None) -
 
 def clamped_swiglu(x: Tensor, scales: Tensor | None = None, *, interleave: int | None) -> Tensor:
     a, b = halves(x, interleave)
-    a, b = a.clamp(max=LIMIT), b.clamp(-LIMIT, LIMIT)
+    a, b = clamp(a, -math.inf, LIMIT), clamp(b, -LIMIT, LIMIT)
     return scaled(a * torch.sigmoid(1.702 * a) * (b + 1), scales)
 
 

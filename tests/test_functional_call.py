@@ -117,7 +117,7 @@ def jvp_along(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
     return lambda x: jvp(function, (x,), (x,))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # what torch.func.jvp imports
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # what torch.func.jvp imports
 def test_derivatives_that_would_be_wrong_are_refused() -> None:
     model, x = Sequential(ops.Linear(K, K, dtype=F64), ops.GELU()), example()
 

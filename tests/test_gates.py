@@ -18,7 +18,7 @@ from recipes.triton.launch import Launch
 HOPPER = (9, 0)
 UNKNOWN = (
     "Launches are not repeated, which takes the host longer, and kernels in Gluon are not used: both are written for "
-    "Triton 3.6 and 3.7, and this is Triton 3.8.0."
+    "Triton 3.6 to 3.8, and this is Triton 3.9.0."
 )
 WGRAD = Gemm("NT", torch.bfloat16, torch.bfloat16, False, 4, 64, 32)
 
@@ -41,7 +41,7 @@ def release(monkeypatch):
     forget()
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0"])
 def test_they_run_on_hopper_in_the_gluon_of_supported_releases(version, release):
     release(version)
     assert why_no_gluon(HOPPER) is None
@@ -50,8 +50,8 @@ def test_they_run_on_hopper_in_the_gluon_of_supported_releases(version, release)
 
 
 def test_another_release_is_done_without_and_explained(release):
-    release("3.8.0")
-    assert why_no_gluon(HOPPER) == "They are written in the Gluon of Triton 3.6 and 3.7, and this is Triton 3.8.0."
+    release("3.9.0")
+    assert why_no_gluon(HOPPER) == "They are written in the Gluon of Triton 3.6 to 3.8, and this is Triton 3.9.0."
     sequential = Sequential(ops.SiLU())
     assert sequential.explain(device="cuda").splitlines()[0].endswith(f". {UNKNOWN}")
     assert UNKNOWN not in sequential.explain(device="cpu")
@@ -74,7 +74,7 @@ def test_the_first_launch_warns_of_another_release_and_no_further_one(release, m
     x = torch.ones(1)
     release("3.7.1")
     Launch(Kernel())(x, 1)
-    release("3.8.0")
+    release("3.9.0")
     with pytest.warns(RuntimeWarning) as warned:
         Launch(Kernel())(x, 1)
         Launch(Kernel())(x, 1)
@@ -127,8 +127,8 @@ def test_what_a_tile_in_gluon_may_be(gemm, changes, reason, release):
 
 
 def test_a_tile_in_gluon_is_refused_where_there_is_none(release):
-    release("3.8.0")
+    release("3.9.0")
     assert why_not_tile(IN_GLUON, WGRAD, HOPPER) == (
         "The tile 128x256x32, 8 warps, 8 stages in Gluon is one of kernels that cannot run. "
-        "They are written in the Gluon of Triton 3.6 and 3.7, and this is Triton 3.8.0."
+        "They are written in the Gluon of Triton 3.6 to 3.8, and this is Triton 3.9.0."
     )

@@ -81,7 +81,7 @@ BEFORE = 13 if IS_3_6 else 15  # arguments of Triton's C function before those o
 
 
 def launch(*args) -> None:
-    """In place of that function, which Triton 3.7 gives the kernel's arguments as a sequence, behind the others."""
+    """In place of that function, which takes the kernel's arguments as a sequence since 3.7, behind the others."""
     *before, of_kernel = args
     got.append(tuple(map(plain, args if IS_3_6 else (*before, *of_kernel))))
 
@@ -503,7 +503,7 @@ CHECKS = [name for name in list(globals()) if name.startswith("check_")]
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
-    # What is built in C: the launcher of a kernel in Triton 3.6, what describes an argument in 3.7.
+    # What is built in C: the launcher of a kernel in Triton 3.6, what describes an argument since 3.7.
     # It is no function of Python: by that Triton's own is told from one that wraps it.
     nvidia.compile_module_from_src = lambda **source: SimpleNamespace(launch=partial(launch))
     nvidia.library_dirs = list

@@ -141,9 +141,9 @@ def _transposed_bytes(w0, w1, w2, w3):
         words = (w0, w1, w2, w3)
         return _bytes(words, 0), _bytes(words, 1), _bytes(words, 2), _bytes(words, 3)
     else:
-        uint32: tl.constexpr = (tl.uint32, tl.uint32, tl.uint32, tl.uint32)
         return tl.inline_asm_elementwise(
-            TRANSPOSE, "=r,=r,=r,=r,r,r,r,r", [w0, w1, w2, w3], dtype=uint32, is_pure=True, pack=1
+            TRANSPOSE, "=r,=r,=r,=r,r,r,r,r", [w0, w1, w2, w3],
+            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1,
         )  # fmt: skip
 
 

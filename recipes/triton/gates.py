@@ -36,7 +36,7 @@ __all__ = [
 # Triton reads TRITON_INTERPRET when a kernel is defined; this is its own answer, so the two cannot disagree.
 INTERPRET = tl.constexpr(knobs.runtime.interpret if knobs else False)
 
-_SUPPORTED = ("3.6.", "3.7.")
+_SUPPORTED = ("3.6.", "3.7.", "3.8.")
 
 
 def why_not_this_release() -> str | None:
@@ -46,7 +46,7 @@ def why_not_this_release() -> str | None:
     if not triton.__version__.startswith(_SUPPORTED):
         return (
             "Launches are not repeated, which takes the host longer, and kernels in Gluon are not used: both are "
-            f"written for Triton 3.6 and 3.7, and this is Triton {triton.__version__}."
+            f"written for Triton 3.6 to 3.8, and this is Triton {triton.__version__}."
         )
     return None
 
@@ -67,7 +67,7 @@ def why_no_gluon(capability: tuple[int, int]) -> str | None:
     if triton.__version__ is None:
         return WHY_NO_TRITON
     if not triton.__version__.startswith(_SUPPORTED):
-        return f"They are written in the Gluon of Triton 3.6 and 3.7, and this is Triton {triton.__version__}."
+        return f"They are written in the Gluon of Triton 3.6 to 3.8, and this is Triton {triton.__version__}."
     if INTERPRET:
         return "Triton interprets, and its interpreter knows no Gluon."
     return None

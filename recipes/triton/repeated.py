@@ -369,16 +369,16 @@ def _call_arguments(step: Launched) -> _CallArguments:
     run = step.compiled.run
     if why_not_this_release() or not isinstance(run, nvidia.CudaLauncher):
         raise NotRepeatable
-    if run.global_scratch_size or run.profile_scratch_size:
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         raise NotRepeatable
     function, metas = run.launch, list[Any]()
     if inspect.isfunction(run.launch):  # it makes descriptors, and then calls the C function
         inside = inspect.getclosurevars(run.launch).nonlocals
-        function, metas = inside["launcher"], list(inside["tensordesc_meta"])
+        function, metas = inside["launcher"], list(inside["tensordesc_meta"] or ())
     how = step.compiled.function, run.launch_cooperative_grid, run.launch_pdl
     metadata = step.compiled.packed_metadata, None, None, None  # without metadata and hooks at the launch
     scratch = None, None
-    # Triton 3.7 has one C function for all kernels, which takes their signature; Triton 3.6 compiles one for each.
+    # Since 3.7 Triton has one C function for all kernels, which takes their signature; 3.6 compiles one for each.
     apart = hasattr(run, "kernel_signature")
     first: list[Any] = [*step.grid, _STREAM, *how, *scratch, *metadata]
     if apart:
@@ -386,7 +386,7 @@ def _call_arguments(step: Launched) -> _CallArguments:
     args: list[Any] = []
     for arg in step.args:
         if type(arg) in DESCRIPTORS:
-            descriptors = _Descriptors(arg, metas.pop(0))
+            descriptors = _Descriptors(arg, metas.pop(0) if metas else None)
             args += [descriptors, *descriptors.expanded[1:]]
         else:
             args.append(arg)
@@ -399,8 +399,11 @@ class _Descriptors(dict[int, Any]):
     def __init__(self, example: Any, meta: Any) -> None:
         if meta is None:
             raise NotRepeatable  # it is passed in another form
-        self.example, self.meta = copy(example), meta
+        self.example = copy(example)
         self.example.base = None
+        # Triton 3.8 has a third parameter, of which nothing depends for CUDA.
+        unused = len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2
+        self.about = meta, *[None] * unused
         self.expanded = self._made(example.base.data_ptr())
 
     def __missing__(self, address: int) -> Any:
@@ -412,7 +415,7 @@ class _Descriptors(dict[int, Any]):
     def _made(self, address: int) -> list[Any]:
         descriptor = copy(self.example)  # its own: other threads make theirs
         descriptor.base = At(address)
-        return nvidia.make_tensordesc_arg(descriptor, self.meta)
+        return nvidia.make_tensordesc_arg(descriptor, *self.about)
 
 
 class At:

@@ -21,7 +21,7 @@ A TMA descriptor is kept with the launch it belongs to, by the address it was ma
 box follow from the launch's key, so it is never another tensor's. Nothing kept holds a tensor. All tables are bounded,
 and emptied when full. `forget` empties all: call it after changing global state that a launch depended on.
 
-The C function is that of Triton 3.6 or 3.7. With another release nothing is repeated, as
+The C function is that of Triton 3.6, 3.7 or 3.8. With another release nothing is repeated, as
 `recipes.triton.gates.why_not_this_release` says.
 """
 

@@ -22,8 +22,8 @@ alternating runs of S columns, gate first; act is [..., I]. The first five are n
 
     I = 4, S = 2:   columns of h   a0 a1 b0 b1 a2 a3 b2 b3
 
-scales has shape h.shape[:-1]. As in torch.clamp, a clamp's gradient passes within and at its limits, and is zero
-outside. relu's gradient at 0 is 0.
+scales has shape h.shape[:-1]. A clamp's gradient passes within and at its limits, and is zero outside, as torch.clamp's
+up to torch 2.13; since 2.14 that is zero at them too. relu's gradient at 0 is 0.
 
 Precision: computed in float32 (float64 for float64), with one rounding to h's dtype at the end. scales may have any
 floating dtype; dscales has the same. The activation that `dactivation` recomputes is bit for bit that of

@@ -358,7 +358,9 @@ def _dgated(g: _Function, dvalue: Tensor, a: Tensor, b: Tensor, da: Tensor, db: 
 
 
 def _clamped_swiglu_ref(a: Tensor, b: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
-    a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    # not by torch.clamp, through which at a limit no gradient passes since torch 2.14
+    a = torch.where(a > limit, limit, a)
+    b = torch.where(b > limit, limit, torch.where(b < -limit, -limit, b))
     return a * torch.sigmoid(alpha * a) * (b + offset)
 
 
