@@ -61,7 +61,7 @@ test: lint $(VENV)/triton-$(SECOND_TRITON)/.ready
 # Every test that `make test` leaves out (those for a GPU are skipped; models of Hugging Face in a process of their own), then all
 # that depends on Triton with the second release, and one test of each kernel and what launches depend on with the third.
 test-rest: $(VENV)/triton-$(SECOND_TRITON)/.ready $(VENV)/triton-$(THIRD_TRITON)/.ready
-	@echo "test-rest: about 63 minutes on 2 quiet cores."
+	@echo "test-rest: about an hour on 2 quiet cores."
 	$(PY) $(PYTEST) -m "(rest or gpu) and not hf" --durations=10 tests
 	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf $$(grep -l mark.hf tests/*.py)
 	$(call check,$(SECOND_TRITON))
