@@ -49,6 +49,7 @@ lint: setup
 # Two cores: one test process for each, one thread a process. Benchmarks are measured by `make bench`, never here.
 test test-rest: export OMP_NUM_THREADS := 1
 PYTEST := -m pytest -n 2 --dist worksteal --benchmark-disable --timeout=600
+# Python with this release of Triton, and whether it is that one.
 with = PYTHONPATH="$(CURDIR)/$(VENV)/triton-$(1)" $(PY)
 check = $(call with,$(1)) -c "import triton; v = triton.__version__; assert v == '$(1)', v"
 

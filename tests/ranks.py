@@ -18,7 +18,7 @@ from torch.multiprocessing import ProcessExitedException
 
 TIMEOUT = timedelta(minutes=4)  # less than that of a test, so that a rank that waits in vain says where
 # Imported once, by the process whose forks the ranks are: two seconds of a core for each rank. Nothing in it may use
-# CUDA, which no fork may go on with.
+# CUDA, which no fork may go on with. The ranks have one hash seed then; those of torchrun have one each.
 IMPORTED = ["fuser", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "tests.ranks"]
 
 
@@ -38,7 +38,8 @@ def on_ranks(
             _run, (function, arguments, ranks, backend, folder), nprocs=ranks, start_method=method
         )
     except ProcessExitedException as error:
-        said = [f"rank {rank}: {_report(folder, rank).read_text()}" for rank in range(ranks)]
+        reports = [_report(folder, rank) for rank in range(ranks)]
+        said = [f"rank {rank}: {at.read_text() if at.exists() else 'not begun'}" for rank, at in enumerate(reports)]
         raise AssertionError("\n\n".join([str(error), *said])) from None
 
 

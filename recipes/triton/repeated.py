@@ -401,7 +401,7 @@ class _Descriptors(dict[int, Any]):
             raise NotRepeatable  # it is passed in another form
         self.example = copy(example)
         self.example.base = None
-        # Triton 3.8 has a third parameter, of which nothing depends for CUDA.
+        # Triton 3.8 has a third parameter, on which nothing depends for CUDA.
         unused = len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2
         self.about = meta, *[None] * unused
         self.expanded = self._made(example.base.data_ptr())
