@@ -102,7 +102,7 @@ ODD_ENTRIES = [
     # numpy and torch
     np.float64(1e300), np.float64(NAN), np.float32(INF), np.float16(1.0), np.float32(-1.25), np.longdouble("1e400"),
     np.complex64(1), np.bool_(True), np.array(1), np.array([1]), np.array([]), np.zeros((1000, 1000)), np.str_("F"),
-    np.bytes_(b"F1"), np.datetime64("2026-01-01"), np.timedelta64(1, "D"), np.timedelta64("NaT"), np.void(b"1"),
+    np.bytes_(b"F1"), np.datetime64("2026-01-01"), np.timedelta64(1, "D"), np.timedelta64("NaT", "D"), np.void(b"1"),
     np.int8(-128), np.uint64(2**64 - 1), np.int64(-(2**63)), np.array([1], dtype=object),
     torch.tensor(1), torch.tensor(-1.5), torch.tensor([1, -1]), torch.tensor(True), torch.zeros(1000, 1000),
     torch.tensor(1j), torch.empty(0), torch.tensor(1, device="meta"), torch.float32, torch.Size([1]),

@@ -307,7 +307,7 @@ def layout_ref(counts_nE: Tensor, numbers_n: Tensor, rank: int, capacity: int) -
 # -------------------------------------------------------------------------------------------------------------- config
 
 
-MULTIPROCESSORS = 12  # of Hopper's 132, on which as many programs run as the link takes
+MULTIPROCESSORS = 16  # of Hopper's 132, on which as many programs run as the link takes
 ROWS = 4  # of a program that expands: few of them have anything to do
 
 
