@@ -72,8 +72,7 @@ class Dispatch(BasicOperation):
     probabilities keep their bits. By default each returns by itself, and all bits are those of one rank.
 
     overlap: with "symmetric", the gradients of this rank's tokens are read from the other ranks while FC1's weight
-    gradient is computed, which leaves 12 multiprocessors to that; no bit changes. **Not run on GPUs yet.** By default
-    they are read behind it.
+    gradient is computed, which leaves 16 multiprocessors to that; no bit changes. By default they are read behind it.
 
     send_codes: whether tokens go to other ranks as float8 codes and scales, quantized before instead of behind the
     transfer, about half the bytes of bfloat16; with a GroupedLinear without adapter behind, and a recipe whose rowwise
