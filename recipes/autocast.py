@@ -54,8 +54,8 @@ class autocast(ContextDecorator):
 
     Each thread has its own contexts. A backward runs under the recipe of its forward, regardless of open contexts. A
     recomputation by `torch.utils.checkpoint` runs under the recipe of its forward, or raises RuntimeError: under a
-    stateful recipe whose scales have changed since, and where forwards under several recipes await recomputation. There
-    use `fuser.checkpoint`.
+    stateful recipe whose scales have changed since and, with use_reentrant=True, where forwards under several recipes
+    await recomputation. There use `fuser.checkpoint`.
 
     Raises TypeError for an argument of another type, ValueError for an unknown name, keep_weights of another size, and
     batch_invariant under a recipe that cannot be.

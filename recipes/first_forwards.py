@@ -3,14 +3,16 @@
 A forward that runs within a backward is a recomputation by an activation checkpoint. It runs on autograd's thread,
 which has its own stack of recipes, and usually after the caller's `autocast` has closed. The kind of checkpoint tells
 which forwards it can belong to: torch's reentrant checkpoint ran the first forward without gradients; the non-reentrant
-one ran it with gradients, and recomputes it under hooks for saved tensors.
+one ran it with gradients, and recomputes it under hooks for saved tensors. Those hooks hold the frame of the call that
+was checkpointed, in both runs: it tells the very forward, also where others wait for a backward that never comes.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -27,13 +29,20 @@ _HOW = "Use fuser.checkpoint, or open autocast(recipe) inside of the function th
 class ForwardWithGrad:
     """A forward with gradients. Autograd keeps it alive as long as its backward can run."""
 
-    __slots__ = ("__weakref__", "entries", "has_run", "recipe", "training")
+    __slots__ = ("__weakref__", "checkpointed", "entries", "has_run", "recipe", "training")
 
     def __init__(self, training: bool, entries: Stack) -> None:
         self.training = training
         self.entries = entries
         self.recipe = recipe_of(entries)
         self.has_run = False
+        frame = _frame(_hooks())
+        self.checkpointed = None if frame is None else weakref.ref(frame)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether its autocast is open, and so the scales are those that it had."""
+        return bool(self.entries) and self.entries[0].is_open
 
 
 class _WithoutGrad(NamedTuple):
@@ -106,9 +115,17 @@ class FirstForwards:
     def _found(self, training: bool) -> tuple[Mapping[Recipe, Stack], bool]:
         """The candidate recipes, and whether they are of forwards without gradients.
 
-        Forwards that wait for their backward come first, then those whose backward may run again (retain_graph).
+        If it is not known which one is computed again, those that wait for their backward come first, then those whose
+        backward may run again (retain_graph); and of a recipe one whose scales have moved, which is an error.
         """
+        hooks = _hooks()
         with_grad = [forward for forward in self._with_grad if forward.training == training]
+        with_grad.sort(key=lambda forward: forward.may_go_on, reverse=True)
+        frame = _frame(hooks)
+        if frame is not None:
+            same = [f for f in with_grad if f.checkpointed is not None and f.checkpointed() is frame]
+            if same:
+                return {forward.recipe: forward.entries for forward in same}, False
         without_grad = {r: known for (kind, r), known in self._without_grad.items() if kind == training}
         waiting = (
             {forward.recipe: forward.entries for forward in with_grad if not forward.has_run},
@@ -118,12 +135,32 @@ class FirstForwards:
             {forward.recipe: forward.entries for forward in with_grad},
             {recipe: known.entries for recipe, known in without_grad.items()},
         )
-        under_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        kinds = (0, 1) if under_hooks else (1, 0)
+        kinds = (1, 0) if hooks is None else (0, 1)
         for found, kind in ((found, kind) for found in (waiting, known) for kind in kinds):
             if found[kind]:
                 return found[kind], kind == 1
         return {}, False
+
+
+Hooks = tuple[Callable[..., object], Callable[..., object]]
+
+
+def _hooks() -> Hooks | None:
+    """The innermost for saved tensors, to pack and to unpack."""
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def _frame(hooks: Hooks | None) -> object | None:
+    """That of the call of torch's checkpoint, non-reentrant, whose hooks these are; None if they are others."""
+    pack = None if hooks is None else inspect.unwrap(hooks[0])  # torch disables Dynamo for some
+    for cell in getattr(pack, "__closure__", None) or ():
+        held = cell.cell_contents
+        if isinstance(held, weakref.ref):  # while it is computed again
+            held = held()
+        if type(held).__name__ == "_CheckpointFrame":
+            return held
+    return None
 
 
 def _only(found: Mapping[Recipe, Stack]) -> tuple[Recipe, Stack]:

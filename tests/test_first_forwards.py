@@ -1,5 +1,6 @@
 """A forward within a backward runs under the recipe of the forward that it computes again, or is refused."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -81,14 +82,46 @@ def test_scales_that_have_moved_are_refused(use_reentrant):
         checkpointed(dense(), use_reentrant, "fp8_delayed")
 
 
-@REENTRANT
-def test_two_recipes_that_wait_are_refused(use_reentrant):
+def test_two_recipes_that_wait_are_refused():
+    """By the reentrant checkpoint, which tells nothing of the forward that it computes again."""
     model, x, total = dense(), leaf(), 0
     for recipe in ("mxfp8", "bf16"):
         with autocast(recipe):
-            total = total + torch_checkpoint(model, x, use_reentrant=use_reentrant).sum()
+            total = total + torch_checkpoint(model, x, use_reentrant=True).sum()
     with pytest.raises(RuntimeError, match="'high_precision' and 'mxfp8' wait for their backward. Use fuser"):
         total.backward()
+
+
+def test_each_forward_that_waits_is_computed_again_under_its_own_recipe():
+    """By the checkpoint that is not reentrant, whose frame tells which one it is; in any order."""
+    model = dense()
+    expected = [stored(model, recipe) for recipe in RECIPES.values()]
+    xs, ys = [leaf() for _ in RECIPES], []
+    for x, recipe in zip(xs, RECIPES.values(), strict=True):
+        with autocast(recipe):
+            ys.append(torch_checkpoint(model, x, use_reentrant=False))
+    for index in (1, 2, 0):
+        assert same(everything(ys[index], xs[index], model), expected[index])
+
+
+def test_scales_of_another_step_are_never_taken_for_those_of_a_forward():
+    """Two steps of delayed scaling: within the second one, the first one's forward is refused, the second one's not,
+    though both are waiting, also where the first one is never run."""
+    model = dense()
+    with autocast("fp8_delayed"):
+        first = torch_checkpoint(model, leaf(), use_reentrant=False)
+    twin = copy.deepcopy(model)
+    for backward_of_first in (False, True):
+        x = leaf()
+        with autocast("fp8_delayed"):
+            second = torch_checkpoint(model, x, use_reentrant=False)
+            found = everything(second, x, model)
+            if backward_of_first:
+                with pytest.raises(RuntimeError, match=r"'fp8_delayed' is computed again .* Use fuser.checkpoint"):
+                    first.sum().backward()
+        again = leaf()
+        with autocast("fp8_delayed"):
+            assert same(found, everything(twin(again), again, twin))
 
 
 @REENTRANT
