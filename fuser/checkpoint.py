@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from recipes.autocast import autocast
+from recipes.first_forwards import FirstForwards
 from recipes.stack import CastScales, current_recipe, current_updates
 
 
@@ -22,6 +24,21 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     Raises RuntimeError in backward if a tensor passed by keyword was changed in place after the call began, also by the
     function itself: the recomputation would give other values. (Torch checks only positional tensors.)
     """
+    if torch.compiler.is_compiling():
+        return _checkpoint(function, args, use_reentrant, kwargs)
+    if torch._C._current_graph_task_id() == -1:
+        _calls.began(True)
+        return _checkpoint(function, args, use_reentrant, kwargs)
+    with _calls.entered_again(True, None):  # of a function that torch's checkpoint computes again
+        return _checkpoint(function, args, use_reentrant, kwargs)
+
+
+_calls = FirstForwards()
+
+
+def _checkpoint(
+    function: Callable[..., Any], args: tuple[Any, ...], use_reentrant: bool, kwargs: Mapping[str, Any]
+) -> Any:
     recipe, updates = current_recipe(), current_updates()
     group = None if updates is None else updates.group
     versions = _versions(kwargs)
@@ -35,7 +52,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
                 f"{changed[0]} was changed in place since the checkpointed function was called, so that cannot be "
                 "computed again. Do not write into the inputs of a checkpointed function."
             )
-        scales.replays = next(runs, True)
+        scales.begin(replays=next(runs, True))
         with autocast(recipe=recipe, amax_reduction_group=group, scales=scales):
             return function(*inputs, **named)
 

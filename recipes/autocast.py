@@ -171,7 +171,7 @@ def _check_kinds(amax_reduction_group: object, keep_weights: object, scales: obj
 
 
 def _end_of_step(
-    quantizers: Mapping[int, RecordsAmaxes],
+    quantizers: Mapping[torch.UntypedStorage, RecordsAmaxes],
     group: dist.ProcessGroup | None,
     awaited: Iterable[dist.ProcessGroup | None],
 ) -> None:

@@ -4,7 +4,7 @@ A forward that runs within a backward is a recomputation by an activation checkp
 which has its own stack of recipes, and usually after the caller's `autocast` has closed. The kind of checkpoint tells
 which forwards it can belong to: torch's reentrant checkpoint ran the first forward without gradients; the non-reentrant
 one ran it with gradients, and recomputes it under hooks for saved tensors. Those hooks hold the frame of the call that
-was checkpointed, in both runs: it tells the very forward, also where others wait for a backward that never comes.
+was checkpointed, in both runs. So the very forward is known, by its number among those of the module within that call.
 """
 
 from __future__ import annotations
@@ -12,37 +12,39 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from recipes.recipe import Recipe, Role
-from recipes.stack import Stack, open_entries, recipe_of, reentered
+from recipes.stack import Stack, are_replayed, open_entries, recipe_of, reentered
 
 _MOST = 16  # recipes of forwards without gradients that are remembered at once
 
 _HOW = "Use fuser.checkpoint, or open autocast(recipe) inside of the function that is checkpointed."
 
 
+Frame = Any  # torch's _CheckpointFrame
+Hook = Callable[..., object]
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_may_push = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # not in torch's stub
+
+
 class ForwardWithGrad:
     """A forward with gradients. Autograd keeps it alive as long as its backward can run."""
 
-    __slots__ = ("__weakref__", "checkpointed", "entries", "has_run", "recipe", "training")
+    __slots__ = ("__weakref__", "entries", "has_run", "recipe", "training")
 
     def __init__(self, training: bool, entries: Stack) -> None:
         self.training = training
         self.entries = entries
         self.recipe = recipe_of(entries)
         self.has_run = False
-        frame = _frame(_hooks())
-        self.checkpointed = None if frame is None else weakref.ref(frame)
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether its autocast is open, and so the scales are those that it had."""
-        return bool(self.entries) and self.entries[0].is_open
 
 
 class _WithoutGrad(NamedTuple):
@@ -58,6 +60,8 @@ class FirstForwards:
     def __init__(self) -> None:
         self._with_grad: weakref.WeakSet[ForwardWithGrad] = weakref.WeakSet()
         self._without_grad: dict[tuple[bool, Recipe], _WithoutGrad] = {}
+        self._of_frames: weakref.WeakKeyDictionary[Frame, list[Stack]] = weakref.WeakKeyDictionary()
+        self._again: weakref.WeakKeyDictionary[Hook, int] = weakref.WeakKeyDictionary()  # forwards under these hooks
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[FirstForwards], tuple[()]]:
@@ -67,6 +71,10 @@ class FirstForwards:
     def began(self, training: bool) -> ForwardWithGrad | None:
         """Record the start of a forward outside of any backward. Keep the result as long as its backward can run."""
         entries = open_entries()
+        frames = [frame for frame, _ in _checkpoints()]
+        if frames:
+            with self._lock:
+                self._note(frames, entries)
         if torch.is_grad_enabled():
             forward = ForwardWithGrad(training, entries)
             with self._lock:
@@ -81,6 +89,29 @@ class FirstForwards:
                 del self._without_grad[next(iter(self._without_grad))]
         return None
 
+    def _note(self, frames: Sequence[Frame], entries: Stack) -> None:
+        for frame in frames:
+            self._of_frames.setdefault(frame, []).append(entries)
+
+    def _known(self, counts: bool) -> Stack | None:
+        """The stack of the forward that is computed again, if a frame tells which one it is.
+
+        Within it torch's checkpoint may be called anew: to their frames it is a first forward.
+        """
+        new: list[Frame] = []
+        for frame, hook in _checkpoints():
+            stacks = self._of_frames.get(frame)
+            if stacks is None:
+                new.append(frame)
+                continue
+            number = self._again.get(hook, 0)
+            entries = stacks[min(number, len(stacks) - 1)]
+            if counts:
+                self._again[hook] = number + 1
+                self._note(new, entries)
+            return entries
+        return None
+
     @contextmanager
     def entered_again(self, training: bool, own: Recipe | None, *, counts: bool = True) -> Iterator[None]:
         """Within a backward: run the body under the recipe of the forward that is recomputed.
@@ -91,41 +122,38 @@ class FirstForwards:
         Raises RuntimeError if the recipe is ambiguous, or if its scales have changed since.
         """
         entries = open_entries()
-        if entries and entries[-1].in_backward:  # the recomputed function has opened its own autocast
+        with self._lock:
+            known = None if are_replayed(entries) else self._known(counts)
+        if known is None and entries and entries[-1].in_backward:  # the recomputed function has opened its own autocast
+            now, is_known = own or recipe_of(entries), entries[-1].is_reopened or are_replayed(entries)
+            if not is_known and _keeps_state(now) and now in self._found(training)[0]:
+                raise _moved(now)
             yield
             return
         with self._lock:
-            found, reentrant = self._found(training)
+            found, reentrant = self._found(training) if known is None else ({recipe_of(known): known}, False)
             if not found:  # no forward was recorded: not a recomputation
                 recipe, first = None, entries
             else:
                 recipe, first = _only(found)
                 if reentrant and counts:
-                    known = self._without_grad[training, recipe]
-                    self._without_grad[training, recipe] = known._replace(outstanding=max(0, known.outstanding - 1))
+                    outstanding = self._without_grad[training, recipe]
+                    left = max(0, outstanding.outstanding - 1)
+                    self._without_grad[training, recipe] = outstanding._replace(outstanding=left)
         runs = own or recipe
         if found and runs is not None and _keeps_state(runs) and not (first and first[0].is_open):
-            raise RuntimeError(
-                f"A forward under {runs.name!r} is computed again in a backward, after the step of its autocast has "
-                f"ended and its scales have moved. {_HOW}"
-            )
+            raise _moved(runs)
         with reentered(first, records=reentrant):
             yield
 
     def _found(self, training: bool) -> tuple[Mapping[Recipe, Stack], bool]:
-        """The candidate recipes, and whether they are of forwards without gradients.
+        """The candidate recipes, and whether they are of forwards without gradients, where no frame tells which it is.
 
-        If it is not known which one is computed again, those that wait for their backward come first, then those whose
-        backward may run again (retain_graph); and of a recipe one whose scales have moved, which is an error.
+        Forwards that wait for their backward come first, then those whose backward may run again (retain_graph); of a
+        recipe one whose scales have moved, which is an error.
         """
-        hooks = _hooks()
         with_grad = [forward for forward in self._with_grad if forward.training == training]
-        with_grad.sort(key=lambda forward: forward.may_go_on, reverse=True)
-        frame = _frame(hooks)
-        if frame is not None:
-            same = [f for f in with_grad if f.checkpointed is not None and f.checkpointed() is frame]
-            if same:
-                return {forward.recipe: forward.entries for forward in same}, False
+        with_grad.sort(key=lambda forward: _is_open(forward.entries), reverse=True)
         without_grad = {r: known for (kind, r), known in self._without_grad.items() if kind == training}
         waiting = (
             {forward.recipe: forward.entries for forward in with_grad if not forward.has_run},
@@ -135,32 +163,11 @@ class FirstForwards:
             {forward.recipe: forward.entries for forward in with_grad},
             {recipe: known.entries for recipe, known in without_grad.items()},
         )
-        kinds = (1, 0) if hooks is None else (0, 1)
+        kinds = (1, 0) if _top_hooks(True) is None else (0, 1)
         for found, kind in ((found, kind) for found in (waiting, known) for kind in kinds):
             if found[kind]:
                 return found[kind], kind == 1
         return {}, False
-
-
-Hooks = tuple[Callable[..., object], Callable[..., object]]
-
-
-def _hooks() -> Hooks | None:
-    """The innermost for saved tensors, to pack and to unpack."""
-    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
-
-
-def _frame(hooks: Hooks | None) -> object | None:
-    """That of the call of torch's checkpoint, non-reentrant, whose hooks these are; None if they are others."""
-    pack = None if hooks is None else inspect.unwrap(hooks[0])  # torch disables Dynamo for some
-    for cell in getattr(pack, "__closure__", None) or ():
-        held = cell.cell_contents
-        if isinstance(held, weakref.ref):  # while it is computed again
-            held = held()
-        if type(held).__name__ == "_CheckpointFrame":
-            return held
-    return None
 
 
 def _only(found: Mapping[Recipe, Stack]) -> tuple[Recipe, Stack]:
@@ -179,3 +186,45 @@ def _only(found: Mapping[Recipe, Stack]) -> tuple[Recipe, Stack]:
 def _keeps_state(recipe: Recipe) -> bool:
     quantizers = [recipe.quantizer(role) for role in Role]
     return any(quantizer is not None and quantizer.keeps_state for quantizer in quantizers)
+
+
+def _moved(recipe: Recipe) -> RuntimeError:
+    return RuntimeError(
+        f"A forward under {recipe.name!r} is computed again in a backward, after the step of its autocast has ended "
+        "and its scales have moved. Use fuser.checkpoint."
+    )
+
+
+def _is_open(entries: Stack) -> bool:
+    """Whether the scales are still those of the step of these entries."""
+    return bool(entries) and entries[0].is_open
+
+
+def _checkpoints() -> list[tuple[Frame, Hook]]:
+    """Of each call of torch's non-reentrant checkpoint that runs, or runs again, the frame and the hook that packs;
+    the innermost first, also behind hooks of others."""
+    if _top_hooks(True) is None or not _may_push():
+        return []
+    found: list[tuple[Frame, Hook]] = []
+    hooks: list[Any] = []
+    try:
+        while (top := _top_hooks(True)) is not None:
+            hooks.append(top)
+            _pop_hooks()
+            frame = _frame(top[0])
+            if frame is not None:
+                found.append((frame, top[0]))
+    finally:
+        for pack, unpack in reversed(hooks):
+            _push_hooks(pack, unpack)
+    return found
+
+
+def _frame(pack: Hook) -> Frame | None:
+    for cell in getattr(inspect.unwrap(pack), "__closure__", None) or ():  # torch disables Dynamo for some hooks
+        held = cell.cell_contents
+        if isinstance(held, weakref.ref):  # while it is computed again
+            held = held()
+        if type(held).__name__ == "_CheckpointFrame":
+            return held
+    return None

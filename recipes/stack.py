@@ -43,20 +43,33 @@ class CastScales:
     """The scales that a computation used, by the storage of the states from which they were read.
 
     The first run stores them; a recomputation (`replays`) uses them again, even if the states have changed since.
-    records: whether the first run records amaxes, that is, whether gradients were enabled where it was called
+    records: whether the first run records amaxes: whether gradients were enabled where it was called, or for the
+    outermost of several
     """
 
     def __init__(self) -> None:
-        self.records = torch.is_grad_enabled()
+        outer = [entry.scales for entry in open_entries() if entry.scales is not None]
+        self.records: bool = all(run.records for run in outer) if outer else torch.is_grad_enabled()
         self.replays = False
-        self._seen: dict[int, Tensor] = {}
+        self._begins_with_grad = False
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}  # each with its state, whose address it keeps
+
+    def begin(self, replays: bool) -> None:
+        """A run begins here."""
+        self.replays = replays
+        self._begins_with_grad = torch.is_grad_enabled()
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether gradients are off though this run began with them; the reentrant checkpoint's begins without."""
+        return self._begins_with_grad and not torch.is_grad_enabled()
 
     def exchange(self, state: int, scale: Tensor) -> Tensor:
         """The scale to quantize with; `scale` is the current one of the state in the storage `state`."""
         if self.replays:
-            return self._seen.get(state, scale)
+            return self._seen[state][1] if state in self._seen else scale
         if state not in self._seen:
-            self._seen[state] = scale.clone()
+            self._seen[state] = scale, scale.clone()
         return scale
 
 
@@ -67,12 +80,14 @@ class ActiveRecipe:
     if_abandoned: called if the context manager is freed without having exited
     records:      whether amaxes are recorded even though a backward runs
     in_backward:  whether it was opened within a backward
+    is_reopened:  whether it is that of an earlier `autocast`, entered again
     """
 
     __slots__ = (
         "__weakref__",
         "_holder",
         "in_backward",
+        "is_reopened",
         "keep_weights",
         "key",
         "recipe",
@@ -101,6 +116,7 @@ class ActiveRecipe:
         self.keep_weights = keep_weights
         self.records = records
         self.in_backward = torch._C._current_graph_task_id() >= 0
+        self.is_reopened = False
 
     @property
     def is_open(self) -> bool:
@@ -108,7 +124,9 @@ class ActiveRecipe:
 
     def reopened(self, holder: object, records: bool) -> ActiveRecipe:
         """A copy of this entry that is open while `holder` is alive."""
-        return ActiveRecipe(holder, self.recipe, self.updates, self.scales, self.keep_weights, records=records)
+        entry = ActiveRecipe(holder, self.recipe, self.updates, self.scales, self.keep_weights, records=records)
+        entry.is_reopened = True
+        return entry
 
     def close(self) -> None:
         """Mark the entry as closed."""
@@ -246,10 +264,15 @@ def records_amaxes() -> bool:
     entries = open_entries()
     runs = [entry.scales for entry in entries if entry.scales is not None]
     if runs:
-        return all(run.records and not run.replays for run in runs)
+        return all(run.records and not run.replays for run in runs) and not runs[-1].evaluates
     # A forward inside of a backward is a recomputation by torch's own checkpoint.
     is_first = torch._C._current_graph_task_id() == -1 or any(entry.records for entry in entries)
     return is_first and torch.is_grad_enabled()
+
+
+def are_replayed(entries: Stack) -> bool:
+    """Whether `fuser.checkpoint` computes again inside of these, with the recipe and the scales of the first run."""
+    return any(entry.scales is not None and entry.scales.replays for entry in entries)
 
 
 def keep_weights_flag() -> Tensor | None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fuser import Sequential, autocast, ops
+from fuser import Sequential, autocast, checkpoint, ops
 from recipes import HighPrecision, MXFP8BlockScaling, NVFP4BlockScaling, current_recipe
 
 REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True])
@@ -263,3 +263,94 @@ def test_delayed_scaling_records_once_where_autocast_covers_both_passes(use_reen
         assert (model[0].quantizer_input_scale != 1).all()
         found.append([*steps, *model.buffers()])
     assert same(*found)
+
+
+def test_checkpoints_within_checkpoints_have_the_recipe_of_forward(mxfp8_and_another_that_waits):
+    """Of torch's, both not reentrant, with an operation of torch in between; then of `fuser` within torch's."""
+    model, covering = mxfp8_and_another_that_waits
+    for inner in (lambda h: torch_checkpoint(model, h, use_reentrant=False), lambda h: checkpoint(model, h)):
+        x, again = leaf(), leaf()
+        with autocast("mxfp8"):
+            y = torch_checkpoint(lambda x, inner=inner: inner(x.sin()).sin(), x, use_reentrant=False)
+            expected = model(again.sin()).sin()
+        with autocast(covering):
+            assert same(everything(y, x, model), everything(expected, again, model))
+
+
+def test_hooks_within_a_checkpoint_hide_no_recipe(mxfp8_and_another_that_waits):
+    model, covering = mxfp8_and_another_that_waits
+
+    def function(x):
+        with torch.autograd.graph.save_on_cpu():
+            return model(x.sin()).sin()
+
+    x, again = leaf(), leaf()
+    with autocast("mxfp8"):
+        y, expected = torch_checkpoint(function, x, use_reentrant=False), function(again)
+    with autocast(covering):
+        assert same(everything(y, x, model), everything(expected, again, model))
+
+
+@pytest.fixture(params=["bf16", "fp8_current"])
+def mxfp8_and_another_that_waits(request):
+    """A model whose forward under another recipe waits for a backward, and that recipe."""
+    model = dense()
+    with autocast(request.param):
+        y = model(leaf())
+    yield model, request.param
+    del y
+
+
+@pytest.mark.parametrize("outer", ["bf16", "fp8_current"])
+def test_forwards_of_one_checkpoint_have_each_their_own_recipe(outer):
+    """Also one whose result was thrown away."""
+    model = dense()
+
+    def function(x):
+        gate = model(x).detach()
+        with autocast("mxfp8"):
+            y = model(x)
+        return y * gate + model(x)
+
+    x, again = leaf(), leaf()
+    with autocast(outer):
+        y, expected = torch_checkpoint(function, x, use_reentrant=False), function(again)
+    assert same(everything(y, x, model), everything(expected, again, model))
+
+
+@REENTRANT
+def test_an_autocast_inside_of_the_function_does_not_bring_back_scales_that_moved(use_reentrant):
+    model = dense()
+
+    def function(x):
+        with autocast("fp8_delayed"):
+            return model(x)
+
+    y = torch_checkpoint(function, leaf(), use_reentrant=use_reentrant)
+    with pytest.raises(RuntimeError, match=r"'fp8_delayed' is computed again .* Use fuser.checkpoint"):
+        y.sum().backward()
+    twin, x, again = copy.deepcopy(model), leaf(), leaf()
+    y = checkpoint(function, x, use_reentrant=use_reentrant)
+    with autocast("fp8_delayed"):
+        expected = twin(again)
+    assert same(everything(y, x, model), everything(expected, again, twin))
+
+
+def test_batch_invariance_around_a_checkpoint_holds_for_what_is_computed_again():
+    seen = []
+
+    class Look(ops.SwiGLU):
+        def fuser_forward(self, ctx, x, extras):
+            seen.append(current_recipe().batch_invariant)
+            return super().fuser_forward(ctx, x, extras)
+
+    model = Sequential(Look())
+
+    def function(x):
+        with autocast("mxfp8"):
+            return model(x).sin()
+
+    with autocast(batch_invariant=True):
+        y = torch_checkpoint(function, leaf(), use_reentrant=False)
+    y.sum().backward()
+    assert seen == [True, True]
