@@ -27,6 +27,8 @@ from recipes.tensors.formats import Float8Format, Format, ScaleSpec
 from recipes.tensors.quantizer import Quantizer, StateOfRole, StateShapes, check_form
 from recipes.tensors.spec_quantizer import SpecQuantizer
 
+_SCALE = ("scale",)
+
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
@@ -160,7 +162,7 @@ class DelayedScalingQuantizer(SpecQuantizer):
 
     def note_cast_with(self, snapshot: Tensor | None) -> None:
         assert self.source is not None and snapshot is not None, "only the operation that holds the state cast before"
-        scale_in_use(self.source.tensors(self, snapshot.device)["scale"].untyped_storage()._cdata, snapshot)
+        scale_in_use(self.source.tensors(self, snapshot.device, _SCALE)["scale"].untyped_storage()._cdata, snapshot)
 
     def note_codes_of_state(self) -> None:
         if self.updates is not None and self.source is not None:
@@ -212,7 +214,7 @@ class DelayedScalingQuantizer(SpecQuantizer):
         if self.scale is not None:
             return self.scale
         assert self.source is not None, "an unbound quantizer has no state to ask for"
-        scale = self.source.tensors(self, device)["scale"]
+        scale = self.source.tensors(self, device, _SCALE)["scale"]  # an evaluation changes nothing else
         return scale_in_use(scale.untyped_storage()._cdata, scale)
 
     def _state(self) -> Mapping[str, Tensor]:

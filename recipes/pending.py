@@ -48,13 +48,13 @@ class PendingUpdates:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.has_evaluated = False
-        self._quantizers: dict[int, RecordsAmaxes] = {}
+        self._quantizers: dict[torch.UntypedStorage, RecordsAmaxes] = {}  # by their states, whose addresses it keeps
 
     def add(self, quantizer: RecordsAmaxes, state: Tensor) -> None:
         """Update this quantizer at the end of the step; `state` identifies its state."""
-        self._quantizers.setdefault(state.untyped_storage()._cdata, quantizer)
+        self._quantizers.setdefault(state.untyped_storage(), quantizer)
 
-    def join(self, others: Mapping[int, RecordsAmaxes]) -> None:
+    def join(self, others: Mapping[torch.UntypedStorage, RecordsAmaxes]) -> None:
         """Update these quantizers, which `take` gave, at the end of this step."""
         self._quantizers = {**others, **self._quantizers}
 
@@ -68,14 +68,14 @@ class PendingUpdates:
         """Forget what this step recorded: it broke off."""
         forget(self.take())
 
-    def take(self) -> dict[int, RecordsAmaxes]:
+    def take(self) -> dict[torch.UntypedStorage, RecordsAmaxes]:
         """The quantizers, for which this step ends here."""
         quantizers, self._quantizers = self._quantizers, {}
         return quantizers
 
 
 def end_steps(
-    quantizers: Mapping[int, RecordsAmaxes],
+    quantizers: Mapping[torch.UntypedStorage, RecordsAmaxes],
     group: dist.ProcessGroup | None,
     awaited: Iterable[dist.ProcessGroup | None] = (),
 ) -> None:
@@ -93,7 +93,7 @@ def end_steps(
 
 
 @torch.no_grad()
-def forget(quantizers: Mapping[int, RecordsAmaxes]) -> None:
+def forget(quantizers: Mapping[torch.UntypedStorage, RecordsAmaxes]) -> None:
     """Forget the amaxes that were recorded."""
     for quantizer in quantizers.values():
         quantizer.amax.zero_()

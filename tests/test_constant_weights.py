@@ -473,3 +473,50 @@ def test_prepare_on_a_gpu(recipe, path):
             y.float().square().sum().backward()
         found.append({"y": y.detach(), "dx": x.grad} | {name: p.grad for name, p in model.named_parameters()})
     assert_same_bits(*found)
+
+
+def test_a_scope_that_begins_with_an_evaluation_records_the_weights_amaxes():
+    recipe, found = RECIPES["fp8_delayed"], []
+    for evaluates in (False, True):
+        model = build()
+        for step in range(3):
+            with constant_weights(model):
+                if evaluates:
+                    with torch.no_grad(), autocast(recipe):
+                        model(data(50), split_sizes=SIZES)
+                outcomes = [run(model, recipe, seed) for seed in (2 * step, 2 * step + 1)]
+        found.append([*(t for outcome in outcomes for t in outcome.values()), *model.buffers()])
+    assert (model[0].quantizer_weight_scale[0] != 1).all()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("order", ["forward, scope", "scope, forward"])
+def test_a_scope_between_forward_and_its_recomputation_changes_neither(order):
+    """Delayed scales move between two steps: what is computed again has those of its forward, a new forward has not."""
+    recipe, found = RECIPES["fp8_delayed"], []
+    for checkpoints in (False, True):
+        model = build()
+        for seed in range(2):
+            run(model, recipe, seed)
+        with torch.no_grad():  # so that scales follow that are not powers of two of those before
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        xs, ys = [data(seed).requires_grad_() for seed in (7, 8)], []
+
+        def forward(x, model=model, checkpoints=checkpoints):
+            with autocast(recipe):
+                if checkpoints:
+                    return checkpoint(lambda x: model(x, split_sizes=SIZES), x)
+                return model(x, split_sizes=SIZES)
+
+        ys.append(forward(xs[0]))
+        with constant_weights(model):
+            if order == "forward, scope":
+                ys[0].square().sum().backward()
+                ys.append(forward(xs[1]))
+            else:
+                ys.append(forward(xs[1]))
+                ys[0].square().sum().backward()
+            ys[1].square().sum().backward()
+        found.append([*ys, *(x.grad for x in xs), *(p.grad for p in model.parameters()), *model.buffers()])
+    assert all(map(torch.equal, *found))

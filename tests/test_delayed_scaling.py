@@ -10,6 +10,7 @@ from torch import nn
 from fuser import Sequential, autocast, checkpoint, ops
 from recipes import E4M3, E5M2, DelayedScaling, Format, MXFP8BlockScaling, Role
 from recipes.casts.amax_history import end_step_ref
+from recipes.pending import PendingUpdates
 
 SHORT = DelayedScaling(amax_history_len=4)
 
@@ -170,6 +171,62 @@ def test_evaluation_leaves_the_state_alone():
         model(torch.randn(8, 16) * 100, split_sizes=[4, 2, 2], scales=torch.rand(8))
     for name, tensor in scales_of(model).items():
         assert torch.equal(tensor, before[name])
+
+
+def test_an_evaluation_with_another_history_length_leaves_the_state_alone():
+    model = Sequential(ops.Linear(16, 16))
+    for seed in range(5):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
+        with autocast(SHORT):
+            model(x.mul(seed + 1)).sum().backward()
+    before = copy.deepcopy(dict(model.named_buffers()))
+    for length in (1, 9):
+        with torch.no_grad(), autocast(DelayedScaling(amax_history_len=length)):
+            model(x)
+    after = dict(model.named_buffers())
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("outer", [False, True])
+def test_nested_checkpoints_record_once(outer, inner):
+    """Whether reentrant, whose first run is without gradients, or not."""
+    found = []
+    for checkpoints in (False, True):
+        torch.manual_seed(0)
+        model = Sequential(ops.Linear(16, 16))
+
+        def nested(x, model=model):
+            return checkpoint(lambda x: checkpoint(model, x, use_reentrant=inner), x, use_reentrant=outer)
+
+        for _ in range(2):
+            x = torch.randn(4, 16).mul(3).requires_grad_()
+            with autocast(SHORT):
+                y = nested(x) if checkpoints else model(x)
+            y.square().sum().backward()
+        found.append(dict(model.named_buffers()))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_an_evaluation_within_a_checkpoint_records_nothing():
+    model = Sequential(ops.Linear(16, 16))
+
+    def function(x):
+        with torch.no_grad():
+            scale = model(1000 * x).abs().max().clamp(max=1)
+        return model(x) * scale
+
+    with autocast(SHORT):
+        checkpoint(function, torch.ones(4, 16, requires_grad=True)).sum().backward()
+    assert model[0].quantizer_input_amax_history.max() == 1
+
+
+def test_what_a_step_has_recorded_keeps_the_addresses_of_its_states():
+    """Else the state of another operation may come to lie there, and be taken for one that has recorded already."""
+    updates = PendingUpdates()
+    for number in range(20):
+        updates.add(number, torch.zeros(4))
+    assert list(updates.take().values()) == list(range(20))
 
 
 def test_calls_in_one_context_are_one_step():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -263,3 +264,32 @@ def on_each_rank(rank: int, wrapper: str, recipe: str) -> None:
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "fsdp2"])
 def test_distributed_wrappers(wrapper, recipe, tmp_path: Path):
     on_ranks(on_each_rank, wrapper, recipe, folder=tmp_path)
+
+
+@pytest.mark.parametrize("scope", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_other_rows_of_one_memory_are_other_weights(recipe, scope):
+    """`.data` that is assigned from the same storage, at another place or in another order; within constant_weights."""
+    model, x = Sequential(ops.Linear(32, 32, bias=False)), data()
+    bank = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(1))
+    with constant_weights(model) if scope else nullcontext():
+        for values in (bank[0], bank[1], bank[1].t(), bank[0]):
+            model[0].weight.data = values
+            fresh = Sequential(ops.Linear(32, 32, bias=False))
+            fresh.load_state_dict(model.state_dict())
+            found = []
+            for each in (model, fresh):
+                leaf = x.clone().requires_grad_()
+                with autocast(RECIPES[recipe]):
+                    y = each(leaf)
+                found.append((y.detach(), *torch.autograd.grad(y.square().sum(), leaf)))
+            assert all(map(torch.equal, *found))
+
+
+def test_other_data_of_one_memory_between_forward_and_backward_is_refused():
+    model, bank = build(), torch.randn(2, 32, 32)
+    model[3].weight.data = bank[0]
+    y = model(data().requires_grad_(), split_sizes=SIZES)
+    model[3].weight.data = bank[1]
+    with pytest.raises(RuntimeError, match="got other data"):
+        y.sum().backward()

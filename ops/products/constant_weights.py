@@ -15,6 +15,7 @@ from ops.products.held_weights import Copies, Quantize
 from ops.products.weights import QuantizedWeights, dequantized
 from ops.runner.context import state_of
 from ops.runner.operation import BasicOperation
+from recipes.stack import are_replayed, open_entries
 from recipes.tensors.quantizer import Quantizer
 
 
@@ -31,7 +32,7 @@ class constant_weights:
             optimizer.step()
 
     Without it weights are quantized in each forward, whose own backward uses the same copies. Under delayed scaling the
-    scale of a weight stays, within the scope, that of the first cast.
+    scale of a weight stays, within the scope, that of the first cast, until it is cast under another recipe.
 
     The scope is over, as if it was left, when any optimizer of torch steps, a state dict is loaded into the operation,
     or a graphed step is replayed. Parameters that are replaced, have other data assigned, or were changed in a way that
@@ -104,14 +105,22 @@ class constant_weights:
         values_in: with values in this dtype in place of codes. Under scales that move codes are kept too, so that
                    whoever needs them later gets those of the first cast
         """
+        if quantizer.keeps_state and are_replayed(open_entries()):
+            # with the scales of the first run, of which the copies here may not be
+            if values_in is not None:
+                return dequantized(quantize, values_in, rowwise, columnwise)
+            return quantize(rowwise, columnwise)
         # What inference mode makes cannot be saved for a backward.
         key = (key, tuple(map(state_of, parameters)), torch.is_inference_mode_enabled())
         if not quantizer.keeps_state:
             key = (key, values_in)
             quantize = quantize if values_in is None else partial(dequantized, quantize, values_in)
         kept = self._kept.get(operation)
-        if kept is None or not kept.serves(parameters, key):
-            kept = self._kept[operation] = QuantizedWeights(parameters, key, quantizer.snapshot(parameters[0].device))
+        # An evaluation recorded no amax: the first training pass casts again, with the same scale, which does.
+        records = quantizer.keeps_state and getattr(quantizer, "updates", None) is not None
+        if kept is None or not kept.serves(parameters, key) or (records and not kept.records):
+            snapshot = quantizer.snapshot(parameters[0].device)
+            kept = self._kept[operation] = QuantizedWeights(parameters, key, snapshot, records)
             if self._debug:
                 self._values[operation] = [parameter.detach().clone() for parameter in parameters]
         else:

@@ -54,12 +54,16 @@ class QuantizedWeights:
     """The copies of one operation, for the last quantizer that it used.
 
     snapshot: of the quantizer's state that they were cast with
+    records: whether the cast recorded amaxes in it
     """
 
-    def __init__(self, parameters: Sequence[Tensor], key: Any, snapshot: Tensor | None = None) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], key: Any, snapshot: Tensor | None = None, records: bool = False
+    ) -> None:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._key = key
         self.snapshot = snapshot
+        self.records = records
         self._copies: Copies | None = None
         self._values: QuantizedWeights | None = None
 

@@ -139,8 +139,9 @@ class OperationContext:
         )
 
 
-def state_of(parameter: torch.Tensor) -> tuple[int, torch.dtype, torch.UntypedStorage | None]:
-    """By which a change is noticed: version (0 for an inference tensor, which has none), dtype, storage.
+def state_of(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """By which a change is noticed: version (0 for an inference tensor, which has none), dtype, storage, and where the
+    elements lie in it.
 
     The storage itself, equal to itself alone: the address of one that was freed may be another's the next moment. FSDP2
     frees the memory of the storage and gathers the weight into other memory, but it is the same storage. Of a weight
@@ -151,8 +152,10 @@ def state_of(parameter: torch.Tensor) -> tuple[int, torch.dtype, torch.UntypedSt
         version = sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
         return version, parameter.dtype, tensors[0].untyped_storage()
     version = 0 if parameter.is_inference() else parameter._version
-    plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
-    return version, parameter.dtype, parameter.untyped_storage() if plain else None
+    if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+        return version, parameter.dtype, None
+    where = parameter.storage_offset(), parameter.stride()
+    return version, parameter.dtype, parameter.untyped_storage(), *where
 
 
 def at_tensor(x: Any) -> torch.Tensor:

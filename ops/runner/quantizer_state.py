@@ -8,7 +8,7 @@ made as ordinary tensors, which a later training step may change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,14 +29,16 @@ class QuantizerState:
         self.prefix = f"quantizer_{role.value}_"
         self.num_scales = num_scales
 
-    def tensors(self, quantizer: Quantizer, device: torch.device | None) -> Mapping[str, Tensor]:
-        """By name, on `device` (None: as they are there)."""
+    def tensors(
+        self, quantizer: Quantizer, device: torch.device | None, names: Iterable[str] | None = None
+    ) -> Mapping[str, Tensor]:
+        """By name, on `device` (None: as they are there). names: of those that are wanted; others stay as they are"""
         shapes = quantizer.state_shapes(self.num_scales)
         buffers = self.operation._buffers
         found: dict[str, Tensor] = {}
         for name, (shape, _) in shapes.items():
-            tensor = buffers.get(self.prefix + name)
-            if tensor is None or not _is_ready(tensor, shape, device):
+            tensor, wanted = buffers.get(self.prefix + name), names is None or name in names
+            if tensor is None or (wanted and not _is_ready(tensor, shape, device)):
                 tensor = self._make(name, tensor, shapes, device)
             found[name] = tensor
         return found
@@ -74,10 +76,13 @@ class HeldState:
         shapes = quantizer.state_shapes(num_scales)
         self._initial = {name: (f"quantizer_{role.value}_{name}", *about) for name, about in shapes.items()}
 
-    def tensors(self, quantizer: Quantizer, device: torch.device | None) -> Mapping[str, Tensor]:
+    def tensors(
+        self, quantizer: Quantizer, device: torch.device | None, names: Iterable[str] | None = None
+    ) -> Mapping[str, Tensor]:
         """By name, as they are there; one that was removed since the cast is as at its beginning."""
         found: dict[str, Tensor] = {}
-        for name, (of_buffer, shape, initial) in self._initial.items():
+        for name in self._initial if names is None else names:
+            of_buffer, shape, initial = self._initial[name]
             tensor = self._buffers.get(of_buffer)
             found[name] = torch.full(shape, initial) if tensor is None else tensor
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -29,8 +29,11 @@ class StateOfRole(Protocol):
     @property
     def role(self) -> str: ...
 
-    def tensors(self, quantizer: Quantizer, device: torch.device | None) -> Mapping[str, Tensor]:
-        """The tensors that `quantizer.state_shapes` names, created on `device` if they do not exist yet."""
+    def tensors(
+        self, quantizer: Quantizer, device: torch.device | None, names: Iterable[str] | None = None
+    ) -> Mapping[str, Tensor]:
+        """The tensors that `quantizer.state_shapes` names, or these of them, created on `device` if they do not exist
+        yet."""
         ...
 
 
