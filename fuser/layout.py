@@ -29,7 +29,19 @@ Names = tuple[str, ...]
 
 # By which a wrapper holds what it wraps: checkpoint_wrapper, torch.compile, FSDP1. peft has a method, get_base_layer.
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+_OWN_FORWARD = "it has a forward of its own"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether calling it does something else than what an operation or a Sequential does."""
+    if "forward" in module.__dict__:  # as accelerate's hooks
+        return True
+    kind = type(module)
+    if not issubclass(kind, BasicOperation):
+        return False
+    built_in = kind.forward.__module__.partition(".")[0] in ("ops", "fuser")
+    return not built_in or kind.__call__ is not nn.Module.__call__
 
 
 class Stage(NamedTuple):
@@ -102,6 +114,7 @@ class Layout:
         self._hooks: list[Mapping[Any, Any]] = []
         self._nested: list[tuple[Container, Layout]] = []
         self._hooked: list[tuple[Mapping[Any, Any], ...]] = []
+        self._patched: list[tuple[Mapping[str, Any], bool]] = []  # attributes, and whether forward is among them
         self._settings: list[tuple[BasicOperation, Mapping[str, str], Recipe | None]] = []
         self._names: list[tuple[NamedExtras, Mapping[str, str]]] = []  # of modules that are no operations
         self._declared: list[tuple[nn.Module, tuple[Names, Names]]] = []
@@ -132,6 +145,7 @@ class Layout:
             and all(module._names is names for module, names in self._names)
             and all(_contents(container) == contents for container, contents in self._contents)
             and all(any(hooks) for hooks in self._hooked)
+            and all(("forward" in attributes) is patched for attributes, patched in self._patched)
             and all(nested.layout() is layout for nested, layout in self._nested)
             and all(_declared(module) == declared for module, declared in self._declared)
         )
@@ -176,11 +190,13 @@ class Layout:
             hooks = tuple(getattr(module, name) for name in _HOOKS)
             hooked = any(hooks)
             (self._hooked.append(hooks) if hooked else self._hooks.extend(hooks))
+            self._patched.append((module.__dict__, "forward" in module.__dict__))
+            own_forward = _has_own_forward(module)
             if isinstance(module, BasicOperation):
                 self._settings.append((module, module._names, module._recipe))
             elif isinstance(inner := _wrapped(module), NamedExtras):
                 self._names.append((inner, inner._names))
-            if isinstance(module, BasicOperation) and not hooked:
+            if isinstance(module, BasicOperation) and not hooked and not own_forward:
                 makes = [module.extra_name(name) for name in module.extra_outputs]
                 made = {other.extra_name(name) for *_, other in self._run for name in other.extra_outputs}
                 other_recipe = bool(self._run) and self._run[-1][2].recipe != module.recipe
@@ -189,8 +205,8 @@ class Layout:
                 self._run.append((position, label, module))
                 self._makers += [(name, place_of(label, module)) for name in makes]
                 continue
-            why = "it has hooks of its own, or is sharded" if hooked else None
-            if isinstance(module, Container) and not hooked and self._same_settings(module):
+            why = "it has hooks of its own, or is sharded" if hooked else _OWN_FORWARD if own_forward else None
+            if isinstance(module, Container) and not hooked and not own_forward and self._same_settings(module):
                 kept = used[index].kept
                 others = outside.union(*(names.all for at, names in enumerate(used) if at != index))
                 why = _why_not_flattened(kept & others)
@@ -241,7 +257,7 @@ class Layout:
         if isinstance(module, Container):
             nested = module.layout()
             self._nested.append((module, nested))
-            why = why or ("its settings differ" if module.can_be_flattened() else "it has a forward of its own")
+            why = why or ("its settings differ" if module.can_be_flattened() else _OWN_FORWARD)
             self._check_settings_reach(label, module, why)
             return self._stage_of(module, module, nested, position, label, why)
         if isinstance(inner, Container):

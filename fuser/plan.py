@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from fused import FUSIONS
@@ -184,11 +185,25 @@ def _alternatives(member: object) -> tuple[Any, ...]:
     return member if isinstance(member, tuple) else (member,)
 
 
+_FORMULA = ("step", "compute", "gradients", "operand")  # what an element-wise operation is computed by
+
+
 def _is_kind(operation: BasicOperation, kind: type[BasicOperation]) -> bool:
-    """Whether this is an instance of the class, or of a subclass that overrides neither forward nor backward."""
+    """Whether this is an instance of the class, or of a subclass that replaces nothing of what it computes."""
     mine = type(operation)
     same = mine.fuser_forward is kind.fuser_forward and mine.fuser_backward is kind.fuser_backward
-    return issubclass(mine, kind) and same
+    return issubclass(mine, kind) and same and _keeps_formula(mine, kind)
+
+
+@cache
+def _keeps_formula(mine: type, kind: type) -> bool:
+    """Whether it is that of the built-in class that `mine` is derived from, or of `kind`. Where that one leaves it to
+    its subclasses, which define `step`, it is."""
+    base = next((parent for parent in mine.__mro__ if parent.__module__.partition(".")[0] == "ops"), kind)
+    known = kind if issubclass(kind, base) else base
+    if getattr(getattr(known, "step", None), "__isabstractmethod__", False):
+        return True
+    return all(getattr(mine, name) is getattr(known, name) for name in _FORMULA if hasattr(known, name))
 
 
 def _conflicting_names(operations: Sequence[BasicOperation]) -> str | None:

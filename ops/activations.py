@@ -72,12 +72,16 @@ class ActivationOperation(ElementwiseOperation):
         return _INPUT_QUANTIZER.quantize(x) if self.cache_quantized_input else x
 
     def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:
+        if type(self).step is not ActivationOperation.step:
+            return super().compute(x, operand)
         return activation(x, self.activation, operand)
 
     def gradients(
         self, dy: Tensor, x: Tensor | None, operand: Tensor | None, *, need_dx: bool, need_operand: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         assert x is not None, "an activation is not linear"
+        if type(self).step is not ActivationOperation.step:
+            return super().gradients(dy, x, operand, need_dx=need_dx, need_operand=need_operand)
         dx, dscales, _ = dactivation(dy, x, self.activation, operand, need_dh=need_dx, need_dscales=need_operand)
         return dx, dscales
 

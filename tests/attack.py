@@ -733,7 +733,8 @@ class Trial:
                 inactive = torch.arange(x.shape[0], device=x.device) >= sum(batch.sizes)
                 x = torch.where(inactive[:, None], 0.0, x)
         indices = outcome.values.get("indices")
-        call = Call(case.layers, parameters, extras, dtypes_of(case), case.recipe, self.state, records, indices)
+        apart = range(len(case.layers)) if case.one_by_one else () if case.hooked is None else (case.hooked,)
+        call = Call(case.layers, parameters, extras, dtypes_of(case), case.recipe, self.state, records, indices, apart)
         y = call.run(x)
         call.outputs["y"] = y
         if self.state is not None and records and case.scope != "forward and backward":

@@ -12,7 +12,7 @@ Values, not codes: an operand is a matrix of float64 numbers and a factor `alpha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -509,6 +509,7 @@ class Call:
 
     parameters: leaves in float64 by the names of the model's parameters; extras: leaves, and split sizes as ints;
     indices: the experts that the model chose, [T, topk], of which `problems` says whether the logits allow them
+    apart: the layers that run by themselves, which nothing is fused with
     """
 
     layers: Sequence[Layer]
@@ -519,6 +520,7 @@ class Call:
     state: DelayedState | None = None
     records: bool = True
     indices: Tensor | None = None
+    apart: Container[int] = ()
     dtype: torch.dtype = torch.float64  # of the layer that runs
     outputs: dict[str, Tensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -543,6 +545,8 @@ class Call:
         pair = self.layers[index : index + 2]
         if [layer.kind for layer in pair] != ["Linear", "ConstantScale"] or pair[0].recipe != pair[1].recipe:
             return None
+        if index in self.apart or index + 1 in self.apart:
+            return None
         quantizer = (pair[0].recipe or self.recipe).quantizer(Role.GRAD_OUTPUT)
         if quantizer is None or quantizer.keeps_state:
             return None
@@ -558,7 +562,9 @@ class Call:
     def _layer(self, index: int, layer: Layer, x: Tensor) -> Tensor:
         kind, given = layer.kind, layer.arguments
         if kind == "Again":
-            return self._layer(given["layer"], self.layers[given["layer"]], x)
+            again = replace(self, apart=(given["layer"],))  # what stands behind its first use does not behind this one
+            again.dtype = self.dtype
+            return again._layer(given["layer"], self.layers[given["layer"]], x)
         if kind == "Tanh":
             return torch.tanh(x)
         weight, bias = self._parameter(index, "weight"), self._parameter(index, "bias")

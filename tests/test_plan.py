@@ -779,3 +779,52 @@ def test_native_in_explain_means_that_no_product_is_dequantized(recipe, dtype, d
     first, *others = Sequential(ops.Linear(128, 256)).explain(recipe=recipe, device=device, dtype=dtype).splitlines()
     assert ("native on" in first) == ("dequantized" not in "".join(others))
     assert ("emulated on" in first) == ("dequantized for all products" in "".join(others))
+
+
+class Halved(ops.ScaledSwiGLU):
+    """With a formula of its own, which the grouped MLP does not know."""
+
+    def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:
+        return super().compute(x, operand) / 2
+
+    def gradients(self, dy: Tensor, x: Tensor | None, operand: Tensor | None, **needs: bool) -> Any:
+        return super().gradients(dy / 2, x, operand, **needs)
+
+
+class Named(ops.ScaledSwiGLU):
+    """With the formula of the built-in one."""
+
+    def extra_repr(self) -> str:
+        return "named"
+
+
+@pytest.mark.parametrize("kind", [Halved, Named])
+def test_a_subclass_with_a_formula_of_its_own_is_not_fused_as_the_built_in_one(kind: type[ops.ScaledSwiGLU]) -> None:
+    torch.manual_seed(0)
+    layers = ops.GroupedLinear(2, 8, 16), kind(), ops.GroupedLinear(2, 8, 8)
+    fused, unfused = Sequential(*layers), Sequential(*layers, fusions=())
+    assert ("GroupedMLP" in fused.explain().split("not fused")[0]) == (kind is Named)
+    given = {"split_sizes": [4, 2], "scales": torch.rand(6)}
+    x = torch.randn(6, 8)
+    torch.testing.assert_close(fused(x, **given), unfused(x, **given))
+
+
+def test_a_fusion_of_a_users_own_takes_classes_of_its_own() -> None:
+    class Mine(Halved):
+        pass
+
+    assert fuser.plan._is_kind(Mine(), Halved) and not fuser.plan._is_kind(Mine(), ops.ScaledSwiGLU)
+
+
+def test_a_step_of_a_subclass_is_what_is_computed_on_a_cpu_too() -> None:
+    class Stepped(ops.SwiGLU):
+        def step(self) -> Any:
+            return ops.GEGLU().step()
+
+    for x in (torch.randn(3, 8), torch.randn(3, 8, dtype=torch.float64)):
+        found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, z = Sequential(Stepped())(found), Sequential(ops.GEGLU())(expected)
+        torch.testing.assert_close(y, z)
+        y.sum().backward()
+        z.sum().backward()
+        torch.testing.assert_close(found.grad, expected.grad)

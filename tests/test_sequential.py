@@ -740,6 +740,30 @@ def test_a_buffer_that_no_operation_knows_is_refused() -> None:
 # Hooks
 
 
+def test_a_forward_of_an_operations_own_runs_in_a_sequential_too() -> None:
+    """Of a subclass, or put on the module, as accelerate does; before or after the first call; then taken off."""
+
+    class Doubled(Scale):
+        def forward(self, x: Tensor, **extras: Any) -> Any:
+            return super().forward(x, **extras) * 2
+
+    x = torch.ones(2)
+    sequential = Sequential(Scale(3.0), Doubled(5.0), Sequential(Scale(7.0)))
+    assert torch.equal(sequential(x), torch.full((2,), 210.0))
+    assert "1  Doubled, called by itself because it has a forward of its own" in sequential.explain()
+    for module in (sequential[0], sequential[2]):
+        plain = module.forward
+        module.forward = lambda *args, plain=plain, **named: plain(*args, **named) * 2
+    assert torch.equal(sequential(x), torch.full((2,), 840.0))
+    del sequential[0].forward, sequential[2].forward
+    assert torch.equal(sequential(x), torch.full((2,), 210.0))
+
+
+def test_an_extra_input_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"In operation 1 \(ScaledSwiGLU\): The extra input 'scales' is None"):
+        Sequential(ops.Identity(), ops.ScaledSwiGLU())(torch.ones(2, 4), scales=None)
+
+
 def test_hooks_on_an_operation_fire_and_split_the_pipeline() -> None:
     sequential = Sequential(Scale(2.0), Scale(3.0), Scale(5.0))
     x = torch.ones(2, requires_grad=True)

@@ -323,6 +323,13 @@ def test_numbers_that_differ_between_forwards_of_one_shape_are_refused():
         gradients(layer, run, "mxfp8", torch.randn(T, H))
 
 
+def test_a_tensor_on_the_context_is_refused():
+    layer = Sequential(ops.Linear(H, H), Own(lambda x: x.mean()))
+    run = torch.compile(lambda x: layer(x) + 1, backend="aot_eager", fullgraph=True)
+    with pytest.raises(NotImplementedError, match="Own sets a tensor on its context, 'number'"):
+        gradients(layer, run, "mxfp8", torch.randn(T, H))
+
+
 class Reads(Own):
     """Its forward reads a number of x."""
 

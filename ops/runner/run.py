@@ -479,6 +479,8 @@ class Call:
             if on_device and isinstance(value, Tensor) and value.device == x.device:
                 return value
             value = self.environment[name] = Splits.make(value, rows=x.shape[0], device=x.device)
+        if value is None:
+            raise TypeError(f"The extra input {name!r} is None, which is no tensor. Give one.")
         return value
 
 

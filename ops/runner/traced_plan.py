@@ -145,6 +145,8 @@ class Run:
     def leave(self, sizes: tuple[int, ...], left: _Left) -> None:
         """Keep it until a backward of these sizes."""
         before = self.left.pop(sizes, None)
+        if before is None or before.states is not left.states:
+            _check_no_tensors(left.states)
         if before is not None:
             if before.states is not left.states:
                 _check_same_numbers(before.states, left.states)
@@ -565,6 +567,17 @@ def _check_same_numbers(before: Sequence[OperationState], now: Sequence[Operatio
                 f"{type(new.values.get('operation')).__name__} sets numbers on its context that differ between two "
                 "forwards of the same shapes, and an operation of torch hands on tensors alone. Keep them in a tensor "
                 "of `Saved`."
+            )
+
+
+def _check_no_tensors(states: Sequence[OperationState]) -> None:
+    for state in states:
+        name = next((name for name, value in state.values.items() if isinstance(value, Tensor)), None)
+        if name is not None:
+            raise NotImplementedError(
+                f"{type(state.values.get('operation')).__name__} sets a tensor on its context, {name!r}, and an "
+                "operation of torch cannot hand it on: backward would find that of another forward. Put it into "
+                "`Saved`."
             )
 
 
