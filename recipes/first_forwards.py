@@ -71,7 +71,7 @@ class FirstForwards:
     def began(self, training: bool) -> ForwardWithGrad | None:
         """Record the start of a forward outside of any backward. Keep the result as long as its backward can run."""
         entries = open_entries()
-        frames = [frame for frame, _ in _checkpoints()]
+        frames = [call.frame for call in _checkpoints()]
         if frames:
             with self._lock:
                 self._note(frames, entries)
@@ -99,15 +99,15 @@ class FirstForwards:
         Within it torch's checkpoint may be called anew: to their frames it is a first forward.
         """
         new: list[Frame] = []
-        for frame, hook in _checkpoints():
-            stacks = self._of_frames.get(frame)
+        for call in _checkpoints():
+            stacks = self._of_frames.get(call.frame)
             if stacks is None:
-                new.append(frame)
+                new.append(call.frame)
                 continue
-            number = self._again.get(hook, 0)
+            number = self._again.get(call.hook, 0)
             entries = stacks[min(number, len(stacks) - 1)]
             if counts:
-                self._again[hook] = number + 1
+                self._again[call.hook] = number + 1
                 self._note(new, entries)
             return entries
         return None
@@ -136,6 +136,8 @@ class FirstForwards:
                 recipe, first = None, entries
             else:
                 recipe, first = _only(found)
+                if known is None and counts:
+                    self._note([call.frame for call in _checkpoints() if not call.runs_again], first)
                 if reentrant and counts:
                     outstanding = self._without_grad[training, recipe]
                     left = max(0, outstanding.outstanding - 1)
@@ -163,7 +165,7 @@ class FirstForwards:
             {forward.recipe: forward.entries for forward in with_grad},
             {recipe: known.entries for recipe, known in without_grad.items()},
         )
-        kinds = (1, 0) if _top_hooks(True) is None else (0, 1)
+        kinds = (0, 1) if any(call.runs_again for call in _checkpoints()) else (1, 0)
         for found, kind in ((found, kind) for found in (waiting, known) for kind in kinds):
             if found[kind]:
                 return found[kind], kind == 1
@@ -200,31 +202,37 @@ def _is_open(entries: Stack) -> bool:
     return bool(entries) and entries[0].is_open
 
 
-def _checkpoints() -> list[tuple[Frame, Hook]]:
-    """Of each call of torch's non-reentrant checkpoint that runs, or runs again, the frame and the hook that packs;
-    the innermost first, also behind hooks of others."""
+class _Checkpoint(NamedTuple):
+    """A call of torch's non-reentrant checkpoint. hook: of this run, which packs; runs_again: within its backward"""
+
+    frame: Frame
+    hook: Hook
+    runs_again: bool
+
+
+def _checkpoints() -> list[_Checkpoint]:
+    """Those around, the innermost first, also behind hooks of others."""
     if _top_hooks(True) is None or not _may_push():
         return []
-    found: list[tuple[Frame, Hook]] = []
+    found: list[_Checkpoint] = []
     hooks: list[Any] = []
     try:
         while (top := _top_hooks(True)) is not None:
             hooks.append(top)
             _pop_hooks()
-            frame = _frame(top[0])
-            if frame is not None:
-                found.append((frame, top[0]))
+            found += _checkpoint_of(top[0])
     finally:
         for pack, unpack in reversed(hooks):
             _push_hooks(pack, unpack)
     return found
 
 
-def _frame(pack: Hook) -> Frame | None:
+def _checkpoint_of(pack: Hook) -> list[_Checkpoint]:
     for cell in getattr(inspect.unwrap(pack), "__closure__", None) or ():  # torch disables Dynamo for some hooks
         held = cell.cell_contents
-        if isinstance(held, weakref.ref):  # while it is computed again
+        runs_again = isinstance(held, weakref.ref)
+        if runs_again:
             held = held()
         if type(held).__name__ == "_CheckpointFrame":
-            return held
-    return None
+            return [_Checkpoint(held, pack, runs_again)]
+    return []

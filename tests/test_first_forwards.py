@@ -265,13 +265,14 @@ def test_delayed_scaling_records_once_where_autocast_covers_both_passes(use_reen
     assert same(*found)
 
 
-def test_checkpoints_within_checkpoints_have_the_recipe_of_forward(mxfp8_and_another_that_waits):
-    """Of torch's, both not reentrant, with an operation of torch in between; then of `fuser` within torch's."""
+@REENTRANT
+def test_checkpoints_within_checkpoints_have_the_recipe_of_forward(mxfp8_and_another_that_waits, use_reentrant):
+    """A non-reentrant one of torch's or of `fuser` within torch's, with an operation of torch in between."""
     model, covering = mxfp8_and_another_that_waits
     for inner in (lambda h: torch_checkpoint(model, h, use_reentrant=False), lambda h: checkpoint(model, h)):
         x, again = leaf(), leaf()
         with autocast("mxfp8"):
-            y = torch_checkpoint(lambda x, inner=inner: inner(x.sin()).sin(), x, use_reentrant=False)
+            y = torch_checkpoint(lambda x, inner=inner: inner(x.sin()).sin(), x, use_reentrant=use_reentrant)
             expected = model(again.sin()).sin()
         with autocast(covering):
             assert same(everything(y, x, model), everything(expected, again, model))
