@@ -40,7 +40,7 @@ def _has_own_forward(module: nn.Module) -> bool:
     kind = type(module)
     if not issubclass(kind, BasicOperation):
         return False
-    built_in = kind.forward.__module__.partition(".")[0] in ("ops", "fuser")
+    built_in = str(getattr(kind.forward, "__module__", "")).partition(".")[0] in ("ops", "fuser")
     return not built_in or kind.__call__ is not nn.Module.__call__
 
 
