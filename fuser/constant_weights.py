@@ -13,7 +13,8 @@ from fuser.plan import fusions_version
 from fuser.sequentials import sequentials
 from ops.products import constant_weights as scopes
 from ops.runner.operation import BasicOperation
-from ops.runner.run import Call, Pipeline, dtype_of_autocast, step_of, without_autocast
+from ops.runner.run import Call, Pipeline, step_of
+from ops.runner.torch_autocast import dtype_of_autocast, without_autocast
 from recipes.autocast import autocast
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe

@@ -197,8 +197,8 @@ def _is_kind(operation: BasicOperation, kind: type[BasicOperation]) -> bool:
 
 @cache
 def _keeps_formula(mine: type, kind: type) -> bool:
-    """Whether it is that of the built-in class that `mine` is derived from, or of `kind`. Where that one leaves it to
-    its subclasses, which define `step`, it is."""
+    """Whether `mine` computes as the class that a fusion knows: `kind`, or the built-in one that is derived from it.
+    True too where that class leaves `step` to its subclasses: a fusion asks for it then."""
     base = next((parent for parent in mine.__mro__ if parent.__module__.partition(".")[0] == "ops"), kind)
     known = kind if issubclass(kind, base) else base
     if getattr(getattr(known, "step", None), "__isabstractmethod__", False):

@@ -9,30 +9,21 @@ was checkpointed, in both runs. So the very forward is known, by its number amon
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from recipes.checkpoint_frames import Frame, Hook, checkpoints
 from recipes.recipe import Recipe, Role
 from recipes.stack import Stack, are_replayed, open_entries, recipe_of, reentered
 
 _MOST = 16  # recipes of forwards without gradients that are remembered at once
 
 _HOW = "Use fuser.checkpoint, or open autocast(recipe) inside of the function that is checkpointed."
-
-
-Frame = Any  # torch's _CheckpointFrame
-Hook = Callable[..., object]
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_may_push = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # not in torch's stub
 
 
 class ForwardWithGrad:
@@ -71,7 +62,7 @@ class FirstForwards:
     def began(self, training: bool) -> ForwardWithGrad | None:
         """Record the start of a forward outside of any backward. Keep the result as long as its backward can run."""
         entries = open_entries()
-        frames = [call.frame for call in _checkpoints()]
+        frames = [call.frame for call in checkpoints()]
         if frames:
             with self._lock:
                 self._note(frames, entries)
@@ -99,7 +90,7 @@ class FirstForwards:
         Within it torch's checkpoint may be called anew: to their frames it is a first forward.
         """
         new: list[Frame] = []
-        for call in _checkpoints():
+        for call in checkpoints():
             stacks = self._of_frames.get(call.frame)
             if stacks is None:
                 new.append(call.frame)
@@ -137,13 +128,13 @@ class FirstForwards:
             else:
                 recipe, first = _only(found)
                 if known is None and counts:
-                    self._note([call.frame for call in _checkpoints() if not call.runs_again], first)
+                    self._note([call.frame for call in checkpoints() if not call.runs_again], first)
                 if reentrant and counts:
                     outstanding = self._without_grad[training, recipe]
                     left = max(0, outstanding.outstanding - 1)
                     self._without_grad[training, recipe] = outstanding._replace(outstanding=left)
         runs = own or recipe
-        if found and runs is not None and _keeps_state(runs) and not (first and first[0].is_open):
+        if found and runs is not None and _keeps_state(runs) and not _is_open(first):
             raise _moved(runs)
         with reentered(first, records=reentrant):
             yield
@@ -165,7 +156,7 @@ class FirstForwards:
             {forward.recipe: forward.entries for forward in with_grad},
             {recipe: known.entries for recipe, known in without_grad.items()},
         )
-        kinds = (0, 1) if any(call.runs_again for call in _checkpoints()) else (1, 0)
+        kinds = (0, 1) if any(call.runs_again for call in checkpoints()) else (1, 0)
         for found, kind in ((found, kind) for found in (waiting, known) for kind in kinds):
             if found[kind]:
                 return found[kind], kind == 1
@@ -175,7 +166,7 @@ class FirstForwards:
 def _only(found: Mapping[Recipe, Stack]) -> tuple[Recipe, Stack]:
     """The only candidate, or the only one whose autocast is still open. Raises RuntimeError if neither is unique."""
     if len(found) > 1:
-        still_open = {recipe: entries for recipe, entries in found.items() if entries and entries[0].is_open}
+        still_open = {recipe: entries for recipe, entries in found.items() if _is_open(entries)}
         if len(still_open) != 1:
             raise RuntimeError(
                 "A forward is computed again in a backward, and which recipe it first ran under is not known: "
@@ -200,39 +191,3 @@ def _moved(recipe: Recipe) -> RuntimeError:
 def _is_open(entries: Stack) -> bool:
     """Whether the scales are still those of the step of these entries."""
     return bool(entries) and entries[0].is_open
-
-
-class _Checkpoint(NamedTuple):
-    """A call of torch's non-reentrant checkpoint. hook: of this run, which packs; runs_again: within its backward"""
-
-    frame: Frame
-    hook: Hook
-    runs_again: bool
-
-
-def _checkpoints() -> list[_Checkpoint]:
-    """Those around, the innermost first, also behind hooks of others."""
-    if _top_hooks(True) is None or not _may_push():
-        return []
-    found: list[_Checkpoint] = []
-    hooks: list[Any] = []
-    try:
-        while (top := _top_hooks(True)) is not None:
-            hooks.append(top)
-            _pop_hooks()
-            found += _checkpoint_of(top[0])
-    finally:
-        for pack, unpack in reversed(hooks):
-            _push_hooks(pack, unpack)
-    return found
-
-
-def _checkpoint_of(pack: Hook) -> list[_Checkpoint]:
-    for cell in getattr(inspect.unwrap(pack), "__closure__", None) or ():  # torch disables Dynamo for some hooks
-        held = cell.cell_contents
-        runs_again = isinstance(held, weakref.ref)
-        if runs_again:
-            held = held()
-        if type(held).__name__ == "_CheckpointFrame":
-            return [_Checkpoint(held, pack, runs_again)]
-    return []

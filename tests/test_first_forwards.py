@@ -283,7 +283,8 @@ def test_hooks_within_a_checkpoint_hide_no_recipe(mxfp8_and_another_that_waits):
 
     def function(x):
         with torch.autograd.graph.save_on_cpu():
-            return model(x.sin()).sin()
+            y = model(x.sin())
+        return y.sin()  # which the checkpoint saves, and so computes the function again
 
     x, again = leaf(), leaf()
     with autocast("mxfp8"):
@@ -355,3 +356,14 @@ def test_batch_invariance_around_a_checkpoint_holds_for_what_is_computed_again()
         y = torch_checkpoint(function, leaf(), use_reentrant=False)
     y.sum().backward()
     assert seen == [True, True]
+
+
+def test_a_hook_of_somebody_elses_may_hold_nothing():
+    """A cell of its closure that is still empty when forward looks for torch's checkpoint."""
+
+    def hook():
+        return lambda tensor: tensor if isinstance(tensor, torch.Tensor) else later
+        later = None  # makes it a variable of `hook`, which never gets a value
+
+    with torch.autograd.graph.saved_tensors_hooks(hook(), hook()):
+        dense()(leaf()).sum().backward()

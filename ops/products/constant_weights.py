@@ -32,7 +32,8 @@ class constant_weights:
             optimizer.step()
 
     Without it weights are quantized in each forward, whose own backward uses the same copies. Under delayed scaling the
-    scale of a weight stays, within the scope, that of the first cast, until it is cast under another recipe.
+    scale of a weight stays, within the scope, that of the first cast, until it is cast under another recipe or in
+    inference mode; and `fuser.checkpoint` casts it again, with the scale of the first run.
 
     The scope is over, as if it was left, when any optimizer of torch steps, a state dict is loaded into the operation,
     or a graphed step is replayed. Parameters that are replaced, have other data assigned, or were changed in a way that

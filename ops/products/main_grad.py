@@ -44,7 +44,7 @@ from ops.runner.context import OperationContext
 from ops.runner.nested_backward import outermost_backward
 from ops.runner.operation import BasicOperation
 from ops.runner.parameters import held_parameter
-from ops.runner.run import without_autocast
+from ops.runner.torch_autocast import without_autocast
 from recipes.arguments import check_flags
 from recipes.effects import Accumulation, Effect, perform, recording
 from recipes.recipe import Role

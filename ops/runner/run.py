@@ -1,4 +1,4 @@
-"""How a run of operations is executed: one autograd node, each operation in turn.
+"""How a run of operations is executed: as one node of autograd (`ops.runner.node`), each operation in turn.
 
 A call is one dictionary look-up, for the `Program` of this request, and then a loop over its steps.
 """
@@ -8,33 +8,32 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops.runner.backward import DOUBLE_BACKWARD, Record, raise_located, run_backward, with_computed, without
+from ops.runner.backward import raise_located
 from ops.runner.callers_buffers import (
     CallersBuffer,
     buffers_of,
-    check_before_backward,
     check_before_forward,
-    note_handed_on,
     place_of,
 )
-from ops.runner.context import OperationContext, at_tensor, state_of
-from ops.runner.in_place import check_writable, memory_of
+from ops.runner.context import OperationContext, at_tensor
+from ops.runner.in_place import check_writable
 from ops.runner.input import as_input, check_numbers
 from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
-from ops.runner.nested_backward import note_forward, unwanted_parameters
+from ops.runner.nested_backward import note_forward
+from ops.runner.node import ReleasingFunction, RetainingFunction
 from ops.runner.parameters import computed_names, held_parameters, requires_grad
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.recent import Recent
 from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
+from ops.runner.torch_autocast import dtype_of_autocast, without_autocast
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
@@ -50,7 +49,6 @@ MOST_PROGRAMS = 64  # that a pipeline keeps: requests that never come again (a n
 _NONE = type(None)
 _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
-_wgrad_is_external = attrgetter("wgrad_is_external")
 
 
 class Parameters(NamedTuple):
@@ -239,7 +237,7 @@ class Pipeline:
                 return call.at_border(call.forward(x)), call.produced
             call.input_names = [name for name in self.consumed if isinstance(extras[name], Tensor)]
             tensors = parameters.present + [extras[name] for name in call.input_names]
-            function = _RetainingFunction if self.retain_graph else _ReleasingFunction
+            function = RetainingFunction if self.retain_graph else ReleasingFunction
             y, *returned = function.apply(call, x, *tensors)
         return y, dict(zip(call.returned, returned, strict=True)) | call.produced
 
@@ -267,24 +265,6 @@ def step_of(call: Call, *, records: bool) -> Iterator[None]:
         raise
     if own is not None:
         own.apply()
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """In which torch.autocast is off for this device."""
-    return torch.autocast(device.type, enabled=False) if _autocasts(device) else _NOTHING
-
-
-def dtype_of_autocast(device: torch.device) -> torch.dtype | None:
-    """The dtype of torch.autocast for this device; None where it is off."""
-    return torch.get_autocast_dtype(device.type) if _autocasts(device) else None
-
-
-def _autocasts(device: torch.device) -> bool:
-    """Whether torch.autocast is on for this device; some devices (meta) it does not support."""
-    return _can_autocast(device.type) and torch.is_autocast_enabled(device.type)
-
-
-_can_autocast = cache(torch.amp.is_autocast_available)
 
 
 class Call:
@@ -482,121 +462,3 @@ class Call:
         if value is None:
             raise TypeError(f"The extra input {name!r} is None, which is no tensor. Give one.")
         return value
-
-
-class _RetainingFunction(torch.autograd.Function):
-    """The pipeline as one autograd node."""
-
-    @staticmethod
-    def forward(fctx: Any, call: Call, x: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
-        fctx.set_materialize_grads(False)
-        program = call.program
-        y = call.at_border(call.forward(x))
-        written = call.written
-        # A buffer of the caller's must not get a history, nor one tensor object two: they get objects of their own.
-        if not _is_among(y, written.values()):
-            y = y.detach() if call.buffers else _as_output(y, x, call.environment.values())
-        outputs = [y]
-        returned = [name for name in call.wanted if isinstance(call.produced[name], Tensor)]
-        for name in returned:
-            value = call.produced.pop(name)
-            if not _is_among(value, written.values()) or _is_among(value, outputs):
-                value = _as_extra_output(value, x, outputs, detached=bool(call.buffers))
-            outputs.append(value)
-        if written:  # autograd needs them as outputs: whatever uses them from now on belongs to this node
-            fctx.mark_dirty(*written.values())
-            for name, value in written.items():
-                if not _is_among(value, outputs):
-                    returned.append(name)
-                    outputs.append(value)
-        if returned:
-            call.returned = returned
-            fctx.mark_non_differentiable(
-                *[t for n, t in zip(returned, outputs[1:], strict=True) if n not in program.differentiable]
-            )
-
-        parameters: Sequence[Tensor] = tensors[: program.num_parameters]
-        states = [state_of(parameter) for parameter in parameters]
-        computed = sorted(program.computed)
-        fctx.save_for_backward(*call.kept, *[parameters[slot] for slot in computed])
-        if computed:
-            parameters, states = without(parameters, computed), without(states, computed)
-        fctx.record = Record(
-            program, call.operations, call.labels, call.states, parameters, states,
-            tuple(call.input_names), tuple(returned), call.entries, call.first_forward,
-            call.given_buffers,
-        )  # fmt: skip
-        fctx.has_run = False
-        fctx.retains = call.retains
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(fctx: Any, dy: Tensor | None, *d_returned: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(DOUBLE_BACKWARD)
-        record, saved = fctx.record, _take_saved(fctx)
-        if record.program.computed:
-            record = with_computed(record, saved)
-        if record.first_forward is not None:
-            record.first_forward.has_run = True
-        buffers = record.buffers
-        if buffers:
-            check_before_backward(buffers, record.parameters, saved, (dy, *d_returned))
-        program = record.program
-        with in_profile(program, record.operations, "_backward"), without_autocast(program.request.device):
-            # Gradients that go to autograd are dropped there if they are not needed; others would be accumulated.
-            unwanted: frozenset[int] = frozenset()
-            if any(map(_wgrad_is_external, record.operations)):
-                unwanted = unwanted_parameters(fctx.next_functions[1 : 1 + len(record.parameters)])
-            gradients = run_backward(record, saved, dy, d_returned, unwanted)
-        if buffers:
-            of_extras, edges = 1 + len(record.parameters), fctx.next_functions
-            note_handed_on(buffers, [gradients[0], *gradients[of_extras:]], [edges[0], *edges[of_extras:]])
-        return None, *gradients
-
-
-def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
-    """y as autograd needs it from a Function, so that a module behind may change it in place, or is refused to.
-
-    Not a view, which could not be changed; but a view, if another tensor that the caller may hold shares its memory.
-    """
-    if y is x or isinstance(y, QuantizedHandle):
-        return y
-    memory = memory_of(y)
-    for other in (x, *others):
-        if isinstance(other, Tensor) and memory_of(other) == memory:
-            return y.view_as(y)
-    return y.detach() if y._is_view() else y
-
-
-def _as_extra_output(value: Tensor, x: Tensor, outputs: Sequence[Tensor], *, detached: bool) -> Tensor:
-    """The same for an extra output: a view, which cannot be changed in place, if x or another one shares its memory."""
-    memory = memory_of(value)
-    shared = any(memory_of(other) == memory for other in (x, *outputs[1:]))
-    if shared or value is outputs[0]:
-        return value.view_as(value)
-    return value.detach() if detached else value
-
-
-def _is_among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
-    return any(tensor is other for other in others)
-
-
-class _ReleasingFunction(_RetainingFunction):
-    """The same node; what an operation saved is freed as soon as its backward has run."""
-
-    clear_saved_tensors_on_access = True
-
-
-def _take_saved(fctx: Any) -> list[Tensor | None]:
-    released = "In a second backward: what the operations saved was freed by the first one. "
-    if fctx.has_run and not fctx.retains:
-        raise RuntimeError(released + "Build the pipeline with Sequential(..., retain_graph=True) to run it again.")
-    try:
-        saved = fctx.saved_tensors
-    except RuntimeError as error:
-        if not fctx.has_run:
-            raise
-        raise RuntimeError(released + "Give the first one retain_graph=True.") from error
-    fctx.has_run = True
-    return list(saved)

@@ -37,7 +37,8 @@ from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import computed_names, without_parametrizations
 from ops.runner.program import Program
 from ops.runner.repeat import MOST_KEYS, OperationState, may_repeat
-from ops.runner.run import Call, Pipeline, step_of, without_autocast
+from ops.runner.run import Call, Pipeline, step_of
+from ops.runner.torch_autocast import without_autocast
 from recipes.recipe import Recipe, Role
 from recipes.stack import Stack, current_recipe, open_entries
 from recipes.tensors.abstract import is_abstract

@@ -18,7 +18,8 @@ from ops.runner.context import IndexTensor
 from ops.runner.names import name_of
 from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import parameter_dtype
-from ops.runner.run import Pipeline, dtype_of_autocast
+from ops.runner.run import Pipeline
+from ops.runner.torch_autocast import dtype_of_autocast
 from ops.runner.traced_operations import call, register
 from ops.runner.traced_plan import Terms, TracedPlan
 from ops.runner.transforms import is_transformed

@@ -1,0 +1,139 @@
+"""A pipeline as a node of autograd: what forward returns and saves, and how its backward is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.runner.backward import DOUBLE_BACKWARD, Record, run_backward, with_computed, without
+from ops.runner.callers_buffers import check_before_backward, note_handed_on
+from ops.runner.context import state_of
+from ops.runner.in_place import memory_of
+from ops.runner.names import in_profile
+from ops.runner.nested_backward import unwanted_parameters
+from ops.runner.torch_autocast import without_autocast
+from recipes.tensors.quantized_handle import QuantizedHandle
+
+_wgrad_is_external = attrgetter("wgrad_is_external")
+
+
+class RetainingFunction(torch.autograd.Function):
+    """The pipeline as one autograd node. call: that of the pipeline (`ops.runner.run.Call`)"""
+
+    @staticmethod
+    def forward(fctx: Any, call: Any, x: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
+        fctx.set_materialize_grads(False)
+        program = call.program
+        y = call.at_border(call.forward(x))
+        written = call.written
+        # A buffer of the caller's must not get a history, nor one tensor object two: they get objects of their own.
+        if not _is_among(y, written.values()):
+            y = y.detach() if call.buffers else _as_output(y, x, call.environment.values())
+        outputs = [y]
+        returned = [name for name in call.wanted if isinstance(call.produced[name], Tensor)]
+        for name in returned:
+            value = call.produced.pop(name)
+            if not _is_among(value, written.values()) or _is_among(value, outputs):
+                value = _as_extra_output(value, x, outputs, detached=bool(call.buffers))
+            outputs.append(value)
+        if written:  # autograd needs them as outputs: whatever uses them from now on belongs to this node
+            fctx.mark_dirty(*written.values())
+            for name, value in written.items():
+                if not _is_among(value, outputs):
+                    returned.append(name)
+                    outputs.append(value)
+        if returned:
+            call.returned = returned
+            fctx.mark_non_differentiable(
+                *[t for n, t in zip(returned, outputs[1:], strict=True) if n not in program.differentiable]
+            )
+
+        parameters: Sequence[Tensor] = tensors[: program.num_parameters]
+        states = [state_of(parameter) for parameter in parameters]
+        computed = sorted(program.computed)
+        fctx.save_for_backward(*call.kept, *[parameters[slot] for slot in computed])
+        if computed:
+            parameters, states = without(parameters, computed), without(states, computed)
+        fctx.record = Record(
+            program, call.operations, call.labels, call.states, parameters, states,
+            tuple(call.input_names), tuple(returned), call.entries, call.first_forward,
+            call.given_buffers,
+        )  # fmt: skip
+        fctx.has_run = False
+        fctx.retains = call.retains
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(fctx: Any, dy: Tensor | None, *d_returned: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(DOUBLE_BACKWARD)
+        record, saved = fctx.record, _take_saved(fctx)
+        if record.program.computed:
+            record = with_computed(record, saved)
+        if record.first_forward is not None:
+            record.first_forward.has_run = True
+        buffers = record.buffers
+        if buffers:
+            check_before_backward(buffers, record.parameters, saved, (dy, *d_returned))
+        program = record.program
+        with in_profile(program, record.operations, "_backward"), without_autocast(program.request.device):
+            # Gradients that go to autograd are dropped there if they are not needed; others would be accumulated.
+            unwanted: frozenset[int] = frozenset()
+            if any(map(_wgrad_is_external, record.operations)):
+                unwanted = unwanted_parameters(fctx.next_functions[1 : 1 + len(record.parameters)])
+            gradients = run_backward(record, saved, dy, d_returned, unwanted)
+        if buffers:
+            of_extras, edges = 1 + len(record.parameters), fctx.next_functions
+            note_handed_on(buffers, [gradients[0], *gradients[of_extras:]], [edges[0], *edges[of_extras:]])
+        return None, *gradients
+
+
+def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:
+    """y as autograd needs it from a Function, so that a module behind may change it in place, or is refused to.
+
+    Not a view, which could not be changed; but a view, if another tensor that the caller may hold shares its memory.
+    """
+    if y is x or isinstance(y, QuantizedHandle):
+        return y
+    memory = memory_of(y)
+    for other in (x, *others):
+        if isinstance(other, Tensor) and memory_of(other) == memory:
+            return y.view_as(y)
+    return y.detach() if y._is_view() else y
+
+
+def _as_extra_output(value: Tensor, x: Tensor, outputs: Sequence[Tensor], *, detached: bool) -> Tensor:
+    """The same for an extra output: a view, which cannot be changed in place, if x or another one shares its memory."""
+    memory = memory_of(value)
+    shared = any(memory_of(other) == memory for other in (x, *outputs[1:]))
+    if shared or value is outputs[0]:
+        return value.view_as(value)
+    return value.detach() if detached else value
+
+
+def _is_among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(tensor is other for other in others)
+
+
+class ReleasingFunction(RetainingFunction):
+    """The same node; what an operation saved is freed as soon as its backward has run."""
+
+    clear_saved_tensors_on_access = True
+
+
+def _take_saved(fctx: Any) -> list[Tensor | None]:
+    released = "In a second backward: what the operations saved was freed by the first one. "
+    if fctx.has_run and not fctx.retains:
+        raise RuntimeError(released + "Build the pipeline with Sequential(..., retain_graph=True) to run it again.")
+    try:
+        saved = fctx.saved_tensors
+    except RuntimeError as error:
+        if not fctx.has_run:
+            raise
+        raise RuntimeError(released + "Give the first one retain_graph=True.") from error
+    fctx.has_run = True
+    return list(saved)
