@@ -15,6 +15,7 @@ EIGHT_BIT_FLOOR = 20.0
 OTHER_FLOORS = {"e5m2": 14.0, "nvfp4": 9.0, "nvfp4-nearest": 9.0}
 # Some recipes round gradients to fewer bits, or stochastically.
 GRADIENT_ALLOWANCE = 6.0
+AT_ONCE = 2**26  # elements in float64: 512 MB, where a weight gradient as a whole can take 13 GB
 
 
 class Sqnr:
@@ -24,9 +25,11 @@ class Sqnr:
         self.signal = self.noise = 0.0
 
     def add(self, got: Tensor, exact: Tensor) -> None:
-        exact = exact.detach().double()
-        self.signal += exact.square().sum().item()
-        self.noise += (got.detach().double() - exact).square().sum().item()
+        parts = (tensor.detach().flatten().split(AT_ONCE) for tensor in (got, exact))
+        for got_part, exact_part in zip(*parts, strict=True):
+            wide = exact_part.double()
+            self.signal += wide.square().sum().item()
+            self.noise += (got_part.double() - wide).square().sum().item()
 
     @property
     def db(self) -> float:

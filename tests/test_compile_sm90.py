@@ -207,7 +207,7 @@ def launch_grouped_gemm_float8(
 
 
 def launch_float8_gluon(a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype) -> None:
-    """TN of few and many groups that have many rows, per tensor and of 1x128 with 128x128, fast and split."""
+    """TN of few and many groups that have many rows, per tensor and of 1x128 with 128x128, fast and split; and NT."""
     for groups in (GROUPS, 512):
         rows, width = groups * PROMOTED_ROWS, 256
         x, w = torch.empty(rows, width, dtype=a), torch.empty(groups, width, width, dtype=b)
@@ -217,6 +217,16 @@ def launch_float8_gluon(a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype) 
         for extras in ((None, None), (bias, None), (bias, scales)):
             for x_scale, w_scale, split in ((one, one, False), (one, one, True), (row, square, False)):
                 grouped_gemm_float8.grouped_gemm_tn_float8_triton(x, x_scale, w, w_scale, offsets, *extras, y, split)
+        dy_T, x_T, row = (
+            torch.empty(width, rows, dtype=a),
+            torch.empty(width, rows, dtype=b),
+            torch.empty(rows // 128, width),
+        )
+        kinds = ((out_dtype, False), (torch.float32, False), (torch.float32, True))
+        for dtype, add in kinds[: 3 if groups == GROUPS else 2]:
+            dw = torch.empty(groups, width, width, dtype=dtype)
+            for scale, split in ((one, False), (one, True), (row, False)):
+                grouped_gemm_float8.grouped_gemm_nt_float8_triton(dy_T, scale, x_T, scale, offsets, dw, split, add)
 
 
 def launch_norms(rows: int, N: int, dtype: torch.dtype) -> None:
@@ -510,16 +520,14 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
         about = {"descriptors": descriptors, "promote": promote, "out_dtype": dtype, "capability": (9, 0)}
         choose_m, choose_k = m_grouped_float8_config, k_grouped_float8_config
         in_gluon = {False, why_not_this_release() is None}
-        chosen = [
-            ("m", choose_m(rows, 8, layout=layout, gluon=gluon, **about))
-            for rows, gluon in product((100, 1_000_000), in_gluon)
-        ]
+        about["layout"] = layout
+        chosen = [("m", choose_m(rows, 8, gluon=gluon, **about)) for rows, gluon in product((100, 1_000_000), in_gluon)]
         for out_dtype, add in product((dtype, torch.float32), (False, True) if layout != "square" else ()):
             both = about | {"out_dtype": out_dtype, "accumulate": add}
-            chosen += [("k", choose_k(blockwise=layout == "row", **both))]
+            chosen += [("k", choose_k(8, gluon=gluon, **both)) for gluon in in_gluon]
         for axis, config in chosen:
             if getattr(config, "gluon", False):
-                configs["m_grouped_float8_gluon_kernel", *config[:3], 4, None] = 1
+                configs[f"{axis}_grouped_float8_gluon_kernel", *config[:3], 4, None] = 1
                 continue
             kernel = f"{axis}_grouped_{'float8_persistent_' if config.programs else ''}kernel"
             configs[kernel, *config[:5]] = max(config.programs, 1)
@@ -677,9 +685,8 @@ def test_what_the_tuner_tries_compiles_for_hopper(cache):
 @pytest.mark.triton
 def test_kernels_in_gluon_compile_for_hopper_with_each_release(cache):
     reports = compiled(GLUON, 90, cache)
-    assert {"k_grouped_gluon_kernel", "m_grouped_float8_gluon_kernel", "cast_nvfp4_gluon_kernel"} <= {
-        report["kernel"] for report in reports
-    }
+    codes = {"m_grouped_float8_gluon_kernel", "k_grouped_float8_gluon_kernel"}
+    assert codes | {"k_grouped_gluon_kernel", "cast_nvfp4_gluon_kernel"} <= {report["kernel"] for report in reports}
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report
 

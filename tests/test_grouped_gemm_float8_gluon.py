@@ -1,4 +1,4 @@
-"""TN of codes in Gluon: the same bits as by the kernels in Triton, on a GPU, and which products take it."""
+"""Products of codes in Gluon: the same bits as by the kernels in Triton, on a GPU, and which products take it."""
 
 from unittest.mock import patch
 
@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops.kernels.grouped_gemm import float8
-from ops.kernels.grouped_gemm.float8 import grouped_gemm_tn_float8
+from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS
-from ops.kernels.grouped_gemm.tile_rules_float8 import PROMOTED_ROWS, m_grouped_float8_config
+from ops.kernels.grouped_gemm.tile_rules_float8 import PROMOTED_ROWS, k_grouped_float8_config, m_grouped_float8_config
 from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import forget
@@ -32,6 +32,19 @@ def test_it_is_for_many_rows_with_scales_of_tensors_or_squares():
         config(1000, layout="vector"), config(1000, groups=GLUON_GROUPS + 1), config(1000, capability=(8, 9)),
     )  # fmt: skip
     assert not any(other.gluon for other in others)
+
+
+def test_weight_gradients_are_for_scales_of_tensors_or_blocks_and_add_in_float32():
+    about = {"promote": True, "descriptors": True, "capability": (9, 0), "gluon": True, "accumulate": False}
+
+    def takes(groups=8, layout="row", out_dtype=torch.bfloat16, **other):
+        return k_grouped_float8_config(groups, layout=layout, out_dtype=out_dtype, **(about | other)).gluon
+
+    assert takes() and takes(layout="tensor") and takes(layout="tensor", promote=False)
+    assert takes(out_dtype=torch.float32, accumulate=True)
+    assert not takes(257, out_dtype=torch.float32, accumulate=True)
+    assert not takes(accumulate=True) and not takes(layout="vector") and not takes(GLUON_GROUPS + 1)
+    assert not takes(gluon=False) and not takes(capability=(8, 9)) and not takes(descriptors=False)
 
 
 @pytest.mark.gpu
@@ -80,3 +93,47 @@ def test_the_same_bits_as_in_triton(layout, out_dtype, sizes, tail, R, C, extras
     assert gluon.called == bool(rows and R % 16 == 0 and C * out_dtype.itemsize % 16 == 0)
     assert torch.equal(y.view(torch.uint8), expected.view(torch.uint8))
     assert not y[sum(sizes) :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["tensor", "split", "row"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@settings(max_examples=12, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 128, 191, 256, 500, 2000]), min_size=1, max_size=140),
+    N=st.sampled_from([16, 64, 128, 144, 192, 256, 400, 1024]),
+    K=st.sampled_from([16, 128, 136, 256, 400, 1024]),
+    add=st.booleans(),
+    reverse=st.booleans(),
+    forms=st.sampled_from([(E4M3, E4M3), (E5M2, E4M3)]),
+    seed=st.integers(0, 2**31),
+)
+def test_weight_gradients_have_the_bits_of_triton(layout, out_dtype, sizes, N, K, add, reverse, forms, seed):
+    torch.manual_seed(seed)
+    G, block = len(sizes), 128 if layout == "row" else 16
+    offsets = Splits.make(sizes, rows=sum(sizes), device="cuda").aligned(block)
+    P = max(int(offsets[-1]), block)
+    dy, x = (
+        torch.randn(shape, device="cuda").mul_(30).clamp(-400, 400).to(form.dtype)
+        for shape, form in (((N, P), forms[0]), ((K, P), forms[1]))
+    )
+    shapes = ((P // 128, N), (P // 128, K)) if layout == "row" else ((G,), (G,))
+    dy_scale, x_scale = (torch.rand(shape, device="cuda") + 0.5 for shape in shapes)
+    add = add and out_dtype == torch.float32
+    old = torch.randn(G, N, K, device="cuda").to(out_dtype)
+
+    def product():
+        return grouped_gemm_nt_float8(
+            dy, dy_scale, x, x_scale, offsets, out=old.clone(), split_accumulation=layout == "split", accumulate=add,
+            reverse=reverse and add,
+        )  # fmt: skip
+
+    forget()
+    with patch.object(float8, "k_grouped_float8_gluon", wraps=float8.k_grouped_float8_gluon) as gluon:
+        dw, again = product(), product()
+    with patch.object(float8, "why_no_gluon", lambda capability: "In Triton."):
+        forget()
+        expected = product()
+    forget()
+    assert gluon.called == (K * out_dtype.itemsize % 16 == 0)
+    assert torch.equal(dw.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(dw, again)

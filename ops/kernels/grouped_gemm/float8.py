@@ -29,7 +29,8 @@ integers are exact in both. What an H200 measured: `docs/recipes.md`, "How exact
 
 Graph safety: as `grouped_gemm`. Grids follow from capacities, groups are found from the offsets on the device.
 
-The kernels: `float8_persistent` on descriptors, `pointers_triton` on pointers, and for TN on Hopper `float8_gluon`.
+The kernels: `float8_persistent` on descriptors, `pointers_triton` on pointers, and on Hopper `float8_gluon` for TN,
+`float8_nt_gluon` for NT.
 """
 # T rows, G groups, R summed features, C features that come out; P columns of the padded groups; for NT [N, K] come out
 
@@ -71,6 +72,7 @@ from recipes.triton.row_slots import num_slots
 
 if why_no_gluon((9, 0)) is None:
     from ops.kernels.grouped_gemm.float8_gluon import m_grouped_float8_gluon
+    from ops.kernels.grouped_gemm.float8_nt_gluon import k_grouped_float8_gluon
 
 # ---------------------------------------------------------------------------------------------------- references
 
@@ -425,13 +427,18 @@ def grouped_gemm_nt_float8_triton(
     layout: ScaleLayout = ("tensor", "row", "vector")[max(dy_scale.dim() - 1, 0)]
     promote = promotes(layout, split_accumulation)
     config = k_grouped_float8_config(
-        blockwise=layout == "row",
+        G,
+        layout=layout,
         promote=promote,
         out_dtype=out.dtype,
         accumulate=accumulate,
         descriptors=takes_descriptors(dy, x, out) and G <= MOST_GROUPS,
         capability=capability(out),
+        gluon=why_no_gluon(capability(out)) is None,
     )
+    if config.gluon:
+        k_grouped_float8_gluon(dy, dy_scale, x, x_scale, offsets, out, config, promote, accumulate, reverse, spare)
+        return
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
     # As `grouped_gemm_nt`: a factor's product is rounded before it is added. Blocks have no factor at the end.
     fusion = layout == "row" or not accumulate

@@ -114,8 +114,9 @@ def add_to_global(tensor_desc, coord, src, _semantic=None):
 
 @gluon.jit
 def store_boxes(
-    acc, dw, staging, place, row, column, ACCUMULATE: gl.constexpr, CONSUMER: gl.constexpr, PART: gl.constexpr
-):
+    acc, dw, staging, place, row, column, ACCUMULATE: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
+    PART: gl.constexpr,
+):  # fmt: skip
     """Rounds acc and stores it at (row, column) of matrix `place` of dw [G, N, K], or adds it there, box by box.
 
     staging: BOXES boxes of each consumer, used in turn. PART: of parts as wide as this one, which it is.
@@ -123,10 +124,10 @@ def store_boxes(
     if acc.shape[1] > dw.block_shape[2]:
         left, right = split_columns(acc)
         middle = column + acc.shape[1] // 2
-        store_boxes(left, dw, staging, place, row, column, ACCUMULATE, CONSUMER, 2 * PART)
-        store_boxes(right, dw, staging, place, row, middle, ACCUMULATE, CONSUMER, 2 * PART + 1)
+        store_boxes(left, dw, staging, place, row, column, ACCUMULATE, CONSUMER, CONSUMERS, 2 * PART)
+        store_boxes(right, dw, staging, place, row, middle, ACCUMULATE, CONSUMER, CONSUMERS, 2 * PART + 1)
     else:
-        BOXES: gl.constexpr = staging.shape[0] // 2
+        BOXES: gl.constexpr = staging.shape[0] // CONSUMERS
         box = staging.index(CONSUMER * BOXES + PART % BOXES)
         tma.store_wait(BOXES - 1)
         box.store(acc.to(dw.dtype))
@@ -138,12 +139,9 @@ def store_boxes(
 
 
 @gluon.jit
-def prefetch_group_rows(ptr, stride, begin, end, height, width, WIDTH: gl.constexpr):
-    """Prefetches into L2 WIDTH columns of float32 of rows 4 * begin to 4 * end, of height rows, width columns in all.
-
-    A lane fetches 128 bytes; four rows of 256 columns are a warp's.
-    """
-    ROWS: gl.constexpr = 4
+def prefetch_rows(ptr, stride, begin, end, height, width, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Prefetches into L2 WIDTH columns of float32 of rows ROWS * begin to ROWS * end, of height rows, width columns in
+    all. A lane fetches 128 bytes, so WIDTH columns of ROWS rows are a warp's."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [ROWS, WIDTH // 32], [1, 1], [1, 0])
     offs_n = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
     offs_k = gl.expand_dims(gl.arange(0, WIDTH // 32, gl.SliceLayout(0, layout)), 0) * 32
@@ -156,20 +154,30 @@ def prefetch_group_rows(ptr, stride, begin, end, height, width, WIDTH: gl.conste
         )  # fmt: skip
 
 
+@gluon.jit
+def fetch_old_sums(
+    ptr, step, num_steps, stride, height, width, AHEAD: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr
+):
+    """Prefetches what belongs to this step of a tile HEIGHT x WIDTH of float32 at ptr, of height rows and width columns
+    that there are: an equal part in each of the last AHEAD steps."""
+    ROWS: gl.constexpr = 1024 // WIDTH
+    ahead = gl.maximum(gl.minimum(num_steps, AHEAD), 1)
+    part = gl.cdiv(HEIGHT // ROWS, ahead)
+    due = (step - (num_steps - ahead)) * part
+    if due >= 0:
+        prefetch_rows(ptr, stride, due, gl.minimum(due + part, HEIGHT // ROWS), height, width, ROWS, WIDTH)
+
+
 # ------------------------------------------------------------------------------------------------------ roles
 
 
 @gluon.jit
-def wait_for_room(full, empty, step, BYTES: gl.constexpr):
-    """The stage of this step, once both consumers have freed it, and the barrier that its loads arrive at."""
-    STAGES: gl.constexpr = full.shape[0]
+def wait_for_room(empty, STAGES: gl.constexpr, step):
+    """The stage of this step, once all consumers have freed it."""
     stage = step % STAGES
-    parity = (step // STAGES & 1) ^ 1
-    mbarrier.wait(empty.index(stage), parity)
-    mbarrier.wait(empty.index(STAGES + stage), parity)
-    barrier = full.index(stage)
-    mbarrier.expect(barrier, BYTES)
-    return stage, barrier
+    for consumer in gl.static_range(empty.shape[0] // STAGES):
+        mbarrier.wait(empty.index(consumer * STAGES + stage), (step // STAGES & 1) ^ 1)
+    return stage
 
 
 @gluon.jit
@@ -181,9 +189,8 @@ def wait_for_loads(full, step):
 
 
 @gluon.jit
-def free_stage(empty, step, CONSUMER: gl.constexpr, pred=True):
+def free_stage(empty, step, STAGES: gl.constexpr, CONSUMER: gl.constexpr, pred=True):
     """This consumer has done the step."""
-    STAGES: gl.constexpr = empty.shape[0] // 2
     mbarrier.arrive(empty.index(CONSUMER * STAGES + step % STAGES), pred=pred)
 
 
@@ -202,25 +209,21 @@ def load(
             group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
             first_n = tile_n * BLOCK_M
             first_k = tile_k * BLOCK_N
+            num_steps = gl.cdiv(size, BLOCK_K)
             if dw_ptr is not None:
                 place = num_groups - 1 - group if REVERSE else group
                 at = dw_ptr + (place.to(gl.int64) * dw_stride + first_n.to(gl.int64) * K + first_k)
-                num_steps = gl.cdiv(size, BLOCK_K)
-                # a step fetches so many times four rows, from the place that is due; below 0 none is due yet
-                fours = gl.cdiv(BLOCK_M // 4, gl.maximum(gl.minimum(num_steps, AHEAD), 1))
-                due = fours * gl.minimum(AHEAD - num_steps, 0)
             for t in range(0, size, BLOCK_K):
                 z, y, row = ragged_indices(first, size, t, 1)
-                stage, barrier = wait_for_room(full, empty, step, dy.block_type.nbytes + x.block_type.nbytes)
+                stage = wait_for_room(empty, full.shape[0], step)
+                barrier = full.index(stage)
+                mbarrier.expect(barrier, dy.block_type.nbytes + x.block_type.nbytes)
                 dy_stage = dy_stages.index(stage).reshape(dy.block_shape)
                 x_stage = x_stages.index(stage).reshape(x.block_shape)
                 tma.async_copy_global_to_shared(dy, [z, y, row, first_n], barrier, dy_stage)
                 tma.async_copy_global_to_shared(x, [z, y, row, first_k], barrier, x_stage)
                 if dw_ptr is not None:
-                    if due >= 0:
-                        end = gl.minimum(due + fours, BLOCK_M // 4)
-                        prefetch_group_rows(at, K, due, end, N - first_n, K - first_k, BLOCK_N)
-                    due += fours
+                    fetch_old_sums(at, t // BLOCK_K, num_steps, K, N - first_n, K - first_k, AHEAD, BLOCK_M, BLOCK_N)
                 step += 1
 
 
@@ -250,19 +253,19 @@ def multiply(
                     dy_stage = dy_stages.index(stage).slice(CONSUMER * HEIGHT, HEIGHT, 1).permute([1, 0])
                     acc = warpgroup_mma(dy_stage, x_stages.index(stage), acc, is_async=True)
                     acc = warpgroup_mma_wait(1, deps=[acc])
-                    free_stage(empty, s - 1, CONSUMER, pred=s > step)
+                    free_stage(empty, s - 1, full.shape[0], CONSUMER, pred=s > step)
                 acc = warpgroup_mma_wait(0, deps=[acc])
-                free_stage(empty, step + num_steps - 1, CONSUMER, pred=num_steps > 0)
+                free_stage(empty, step + num_steps - 1, full.shape[0], CONSUMER, pred=num_steps > 0)
                 if alpha_ptr is not None:
                     # alpha of a group without rows may be anything
                     acc = acc * gl.load(alpha_ptr + group, mask=size > 0, other=0.0)
                 place = num_groups - 1 - group if REVERSE else group
                 if not ACCUMULATE or num_steps > 0:
-                    store_boxes(acc, dw, staging, place, first_n, tile_k * BLOCK_N, ACCUMULATE, CONSUMER, 0)
+                    store_boxes(acc, dw, staging, place, first_n, tile_k * BLOCK_N, ACCUMULATE, CONSUMER, 2, 0)
             else:
                 for s in range(step, step + num_steps):
                     wait_for_loads(full, s)
-                    free_stage(empty, s, CONSUMER)
+                    free_stage(empty, s, full.shape[0], CONSUMER)
             step += num_steps
     tma.store_wait(0)
 

@@ -73,18 +73,26 @@ def m_grouped_float8_config(
 
 
 def k_grouped_float8_config(
+    num_groups: int,
     *,
-    blockwise: bool,
+    layout: ScaleLayout,
     promote: bool,
     out_dtype: torch.dtype,
     accumulate: bool,
     descriptors: bool,
     capability: tuple[int, int],
+    gluon: bool,
 ) -> GroupedFloat8Config:
-    """Tiles of the kernel for NT. blockwise: scales of 1x128. accumulate: what is there needs shared memory too. The
-    rest as above."""
+    """Tiles of the kernel for NT. accumulate: what is there needs shared memory too, in Triton. The rest as above."""
     if not _uses_descriptors(descriptors, capability):
         return _POINTERS
+    # L2 adds float32 to what is there. With more groups 8 bytes spill.
+    adds = not accumulate or (out_dtype.itemsize == 4 and num_groups <= 256)
+    blockwise = layout == "row"
+    if gluon and num_groups <= GLUON_GROUPS and layout != "vector" and adds:
+        if blockwise and accumulate:
+            return _SQUARE_IN_GLUON  # with three consumers and what fetches old sums, 16 bytes spill
+        return _HIGH_IN_GLUON if promote else _WIDE_IN_GLUON
     if blockwise and (accumulate or out_dtype.itemsize == 4):
         return _SMALL
     if not promote:
@@ -111,10 +119,10 @@ def built_in_float8_config(
         "descriptors": width * out_dtype.itemsize % 16 == 0 and G <= MOST_GROUPS,
         "capability": capability,
     }
+    about["gluon"] = why_no_gluon(capability) is None
     if product == "NT":
-        return k_grouped_float8_config(blockwise=layout == "row", accumulate=accumulate, **about)
-    gluon = why_no_gluon(capability) is None
-    return m_grouped_float8_config(rows, G, layout=layout, gluon=gluon, **about)
+        return k_grouped_float8_config(G, layout=layout, accumulate=accumulate, **about)
+    return m_grouped_float8_config(rows, G, layout=layout, **about)
 
 
 def _uses_descriptors(descriptors: bool, capability: tuple[int, int]) -> bool:
@@ -128,6 +136,7 @@ _WIDE_IN_GLUON = _WIDE._replace(num_stages=4, gluon=True)
 _HIGH_IN_GLUON = GroupedFloat8Config(
     192, 128, BLOCK, num_warps=12, num_stages=4, programs=1, part_m=192, part_n=128, gluon=True
 )
+_SQUARE_IN_GLUON = _HIGH_IN_GLUON._replace(block_m=128, num_warps=8, num_stages=5, part_m=128)
 _WIDE_IN_PARTS = _WIDE._replace(part_n=128)
 # Two programs of four warps each: while one scales, the other multiplies. With float32 results, and with what is added
 # to, shared memory does not hold two with three stages of the first of these.

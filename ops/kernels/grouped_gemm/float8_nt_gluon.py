@@ -1,0 +1,380 @@
+"""NT of `grouped_gemm.float8` in Gluon, for Hopper: the warps of a program have roles, as in `high_precision_gluon`.
+
+A program takes tile after tile, the largest groups first. One warp loads (TMA) into a ring of stages, consumers of four
+warps multiply (wgmma), each 64 rows of the tile by all of its columns, and store their rows: while one stores, the
+others multiply. Groups have few steps of 128 codes, so a tile would else take as long to store as to multiply.
+
+    fast accumulation    128 x 256, two consumers
+    split accumulation   192 x 128, three: a sum and a step's product fit their registers, and while one scales and adds
+                         its product, the others multiply. With scales of blocks that are added to float32: 128 x 128
+
+Scales of blocks have a role of their own: one warp copies (cp.async) those of the rows and of the columns of a step to
+its stage.
+
+Barriers, and why loops over steps start at 0: as `float8_gluon`; but each consumer has `empty` barriers of its own.
+Float32 that is added to: as `high_precision_gluon`. Consumers that start one behind the other, as there, are no faster:
+within 1 % (`bench/results/tuning.md`).
+
+Import this only where `recipes.triton.gates.why_no_gluon` says None.
+"""
+# P columns of the padded groups, G groups, N out features, K in features
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ops.kernels.grouped_gemm.float8_gluon import HEIGHT
+from ops.kernels.grouped_gemm.high_precision_gluon import (
+    AHEAD,
+    fetch_old_sums,
+    find_group,
+    free_stage,
+    rank_groups,
+    split_columns,
+    store_boxes,
+    wait_for_loads,
+    wait_for_room,
+    with_layout,
+)
+from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES
+from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, serpentine_tile, tile_in_bands
+from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
+from ops.kernels.grouped_gemm.tile_rules_float8 import GroupedFloat8Config
+from recipes.triton.launch import Launch, cdiv, next_power_of_2
+
+BOXES = 2  # of a consumer, on their way to the output
+UNIT = gl.constexpr(16)  # codes of which both ends of a group are multiples
+
+
+# ------------------------------------------------------------------------------------------------------ roles
+
+
+@gluon.jit
+def load(dy, x, given, dw_ptr, dw_stride, REVERSE: gl.constexpr, AHEAD: gl.constexpr, BAND: gl.constexpr):
+    stages, _staging, full, empty, ranks, offsets_ptr, sizes = given
+    dy_stages, x_stages, _dy_scale_stages, _x_scale_stages = stages
+    num_groups, num_tiles_n, num_tiles_k, N, K = sizes
+    PARTS: gl.constexpr = dy_stages.shape[0] // x_stages.shape[0]
+    HEIGHT: gl.constexpr = dy_stages.shape[1]
+    BLOCK_M: gl.constexpr = PARTS * HEIGHT
+    BLOCK_N: gl.constexpr = x_stages.shape[1]
+    BLOCK_K: gl.constexpr = x_stages.shape[2]
+    num_tiles = num_tiles_n * num_tiles_k
+    step = 0
+    for turn in range(gl.cdiv(num_groups * num_tiles, gl.num_programs(0))):
+        tile = serpentine_tile(turn)
+        if tile < num_groups * num_tiles:
+            tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
+            group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
+            first_n = tile_n * BLOCK_M
+            first_k = tile_k * BLOCK_N
+            num_steps = gl.cdiv(size, BLOCK_K)
+            if dw_ptr is not None:
+                place = num_groups - 1 - group if REVERSE else group
+                at = dw_ptr + (place.to(gl.int64) * dw_stride + first_n.to(gl.int64) * K + first_k)
+            for s in range(num_steps):
+                z, y, column = ragged_indices(first, size, s * BLOCK_K, UNIT)
+                stage = wait_for_room(empty, full.shape[0], step)
+                barrier = full.index(stage)
+                mbarrier.expect(barrier, PARTS * dy.block_type.nbytes + x.block_type.nbytes)
+                x_stage = x_stages.index(stage).reshape(x.block_shape)
+                tma.async_copy_global_to_shared(x, [z, y, first_k, column], barrier, x_stage)
+                for i in gl.static_range(PARTS):
+                    dy_stage = dy_stages.index(stage * PARTS + i).reshape(dy.block_shape)
+                    tma.async_copy_global_to_shared(dy, [z, y, first_n + i * HEIGHT, column], barrier, dy_stage)
+                if dw_ptr is not None:
+                    fetch_old_sums(at, s, num_steps, K, N - first_n, K - first_k, AHEAD, BLOCK_M, BLOCK_N)
+                step += 1
+
+
+@gluon.jit
+def load_scales(given, scales, BAND: gl.constexpr):
+    """Of blocks. Rows and columns past the edge get some scale, and are not stored."""
+    stages, _staging, full, empty, ranks, offsets_ptr, sizes = given
+    dy_stages, x_stages, dy_scale_stages, x_scale_stages = stages
+    num_groups, num_tiles_n, num_tiles_k, N, K = sizes
+    BLOCK_M: gl.constexpr = dy_stages.shape[0] // x_stages.shape[0] * dy_stages.shape[1]
+    BLOCK_N: gl.constexpr = x_stages.shape[1]
+    BLOCK_K: gl.constexpr = x_stages.shape[2]
+    dy_scale_ptr, x_scale_ptr, _dy_scale_stride, _x_scale_stride = scales
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    offs_n = gl.arange(0, dy_scale_stages.shape[1], layout)
+    offs_k = gl.arange(0, x_scale_stages.shape[1], layout)
+    num_tiles = num_tiles_n * num_tiles_k
+    step = 0
+    for turn in range(gl.cdiv(num_groups * num_tiles, gl.num_programs(0))):
+        tile = serpentine_tile(turn)
+        if tile < num_groups * num_tiles:
+            tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
+            _group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
+            block = first // BLOCK_K
+            of_rows = dy_scale_ptr + block * N + gl.minimum(tile_n * BLOCK_M + offs_n, N - 1)
+            of_columns = x_scale_ptr + block * K + gl.minimum(tile_k * BLOCK_N + offs_k, K - 1)
+            for _ in range(gl.cdiv(size, BLOCK_K)):
+                stage = wait_for_room(empty, full.shape[0], step)
+                async_copy.async_copy_global_to_shared(dy_scale_stages.index(stage), of_rows)
+                async_copy.async_copy_global_to_shared(x_scale_stages.index(stage), of_columns)
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                of_rows += N
+                of_columns += K
+                step += 1
+
+
+@gluon.jit
+def add_scaled(acc, product, row_scale, of_columns):
+    """acc + product * row_scale[:, None] * of_columns[None, :]; the last product and the sum are rounded once."""
+    row_scale = gl.convert_layout(row_scale, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
+    column_scale = of_columns.load(gl.SliceLayout(0, acc.type.layout))
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 p; mul.rn.f32 p, $1, $2; fma.rn.f32 $0, p, $3, $4; }", "=f,f,f,f,f",
+        [product, gl.expand_dims(row_scale, 1), gl.expand_dims(column_scale, 0), acc],
+        dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def multiply(
+    dw, given, scales, CONSUMER: gl.constexpr, ACCUMULATE: gl.constexpr, REVERSE: gl.constexpr,
+    BLOCKWISE: gl.constexpr, PROMOTE: gl.constexpr, BAND: gl.constexpr,
+):  # fmt: skip
+    stages, staging, full, empty, ranks, offsets_ptr, sizes = given
+    dy_stages, x_stages, dy_scale_stages, x_scale_stages = stages
+    num_groups, num_tiles_n, num_tiles_k, N, _K = sizes
+    dy_scale_ptr, x_scale_ptr, dy_scale_stride, x_scale_stride = scales
+    STAGES: gl.constexpr = full.shape[0]
+    CONSUMERS: gl.constexpr = dy_stages.shape[0] // STAGES
+    HEIGHT: gl.constexpr = dy_stages.shape[1]
+    BLOCK_M: gl.constexpr = CONSUMERS * HEIGHT
+    BLOCK_N: gl.constexpr = x_stages.shape[1]
+    BLOCK_K: gl.constexpr = x_stages.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    num_tiles = num_tiles_n * num_tiles_k
+    step = 0
+    for turn in range(gl.cdiv(num_groups * num_tiles, gl.num_programs(0))):
+        tile = serpentine_tile(turn)
+        if tile < num_groups * num_tiles:
+            tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
+            group, _first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
+            num_steps = gl.cdiv(size, BLOCK_K)
+            first_n = tile_n * BLOCK_M + CONSUMER * HEIGHT
+            if CONSUMER == 0 or first_n < N:
+                acc = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
+                if BLOCKWISE:
+                    left, right = split_columns(acc)
+                for s in range(num_steps):
+                    stage = wait_for_loads(full, step + s)
+                    dy_stage = dy_stages.index(stage * CONSUMERS + CONSUMER)
+                    x_stage = x_stages.index(stage).permute([1, 0])
+                    if PROMOTE:
+                        zero = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
+                        product = warpgroup_mma(dy_stage, x_stage, zero, use_acc=False, is_async=True)
+                        if BLOCKWISE:
+                            of_rows = dy_scale_stages.index(stage).slice(CONSUMER * HEIGHT, HEIGHT)
+                            row_scale = of_rows.load(gl.SliceLayout(1, layout))
+                        product = warpgroup_mma_wait(0, deps=[product])
+                        if BLOCKWISE:
+                            of_columns = x_scale_stages.index(stage)
+                            one, two = split_columns(product)
+                            left = add_scaled(left, one, row_scale, of_columns.slice(0, BLOCK_N // 2))
+                            right = add_scaled(right, two, row_scale, of_columns.slice(BLOCK_N // 2, BLOCK_N // 2))
+                            free_stage(empty, step + s, STAGES, CONSUMER)
+                        else:
+                            free_stage(empty, step + s, STAGES, CONSUMER)
+                            acc = acc + product
+                    else:
+                        acc = warpgroup_mma(dy_stage, x_stage, acc, is_async=True)
+                        acc = warpgroup_mma_wait(1, deps=[acc])
+                        free_stage(empty, step + s - 1, STAGES, CONSUMER, pred=s > 0)
+                if not PROMOTE:
+                    acc = warpgroup_mma_wait(0, deps=[acc])
+                    free_stage(empty, step + num_steps - 1, STAGES, CONSUMER, pred=num_steps > 0)
+                if not BLOCKWISE:
+                    # one after the other, as `scale_sums`; those of a group without columns may be anything
+                    acc = acc * gl.load(dy_scale_ptr + group * dy_scale_stride, mask=size > 0, other=0.0)
+                    acc = acc * gl.load(x_scale_ptr + group * x_scale_stride, mask=size > 0, other=0.0)
+                place = num_groups - 1 - group if REVERSE else group
+                column = tile_k * BLOCK_N
+                if not ACCUMULATE or num_steps > 0:
+                    if BLOCKWISE:
+                        half = column + BLOCK_N // 2
+                        store_boxes(left, dw, staging, place, first_n, column, ACCUMULATE, CONSUMER, CONSUMERS, 0)
+                        store_boxes(right, dw, staging, place, first_n, half, ACCUMULATE, CONSUMER, CONSUMERS, 1)
+                    else:
+                        store_boxes(acc, dw, staging, place, first_n, column, ACCUMULATE, CONSUMER, CONSUMERS, 0)
+            else:
+                for s in range(num_steps):
+                    wait_for_loads(full, step + s)
+                    free_stage(empty, step + s, STAGES, CONSUMER)
+            step += num_steps
+    tma.store_wait(0)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernel
+
+
+@gluon.jit(do_not_specialize=["num_groups"])
+def k_grouped_float8_gluon_kernel(
+    dy,  # [N, P] codes: descriptor of boxes HEIGHT x BLOCK_K, ragged along P
+    x,  # [K, P] codes: descriptor of boxes BLOCK_N x BLOCK_K, ragged along P
+    dw,  # [G, N, K]: descriptor of boxes HEIGHT rows high
+    dw_ptr,  # dw itself if it is added to, which takes float32, else None
+    dw_stride,  # of its matrices
+    dy_scale_ptr,  # [G], dy_scale_stride apart; or [P/128, N] if BLOCKWISE
+    x_scale_ptr,  # [G], x_scale_stride apart; or [P/128, K]
+    offsets_ptr,  # [G + 1] int64, multiples of 16; of 128 for block scales
+    num_groups,
+    N,
+    K,
+    dy_scale_stride,
+    x_scale_stride,
+    REVERSE: gl.constexpr,  # the last group comes first in dw
+    BLOCKWISE: gl.constexpr,
+    PROMOTE: gl.constexpr,
+    BOXES: gl.constexpr,  # of each consumer, on their way to dw
+    AHEAD: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+    GROUPS: gl.constexpr,
+):
+    """dw[g, n, k] = sum_p dy[n, p] x[k, p] over the columns of group g; with dw_ptr, dw +=.
+
+    A group without columns gets zeros; with dw_ptr it is left as it was.
+    """
+    ACCUMULATE: gl.constexpr = dw_ptr is not None
+    HEIGHT: gl.constexpr = dy.block_shape[2]
+    CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
+    ROW_SCALES: gl.constexpr = (256 if BLOCK_M == 192 else BLOCK_M) if BLOCKWISE else 1
+    COLUMN_SCALES: gl.constexpr = BLOCK_N if BLOCKWISE else 1
+    dy_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dy.block_shape[2:], dy.dtype)
+    x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(x.block_shape[2:], x.dtype)
+    box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dw.block_shape[1:], dw.dtype)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    dy_stages = gl.allocate_shared_memory(dy.dtype, [CONSUMERS * STAGES, HEIGHT, BLOCK_K], dy_layout)
+    x_stages = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, BLOCK_K], x_layout)
+    dy_scale_stages = gl.allocate_shared_memory(gl.float32, [STAGES, ROW_SCALES], plain)
+    x_scale_stages = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMN_SCALES], plain)
+    staging = gl.allocate_shared_memory(dw.dtype, [CONSUMERS * BOXES, HEIGHT, dw.block_shape[2]], box_layout)
+    ranks = gl.allocate_shared_memory(gl.int32, [GROUPS], plain)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=33 if BLOCKWISE else 1)
+    for i in gl.static_range(CONSUMERS * STAGES):
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    rank_groups(offsets_ptr, num_groups, ranks)
+    stages = dy_stages, x_stages, dy_scale_stages, x_scale_stages
+    sizes = num_groups, gl.cdiv(N, BLOCK_M), gl.cdiv(K, BLOCK_N), N, K
+    given = stages, staging, full, empty, ranks, offsets_ptr, sizes
+    scales = dy_scale_ptr, x_scale_ptr, dy_scale_stride, x_scale_stride
+    # Registers of a thread of each role but the first one's: no spills.
+    if BLOCKWISE and CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (multiply, (dw, given, scales, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, 2, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (load, (dy, x, given, dw_ptr, dw_stride, REVERSE, AHEAD, BAND)),
+                (load_scales, (given, scales, BAND)),
+            ],
+            [4, 4, 1, 1],
+            [152, 152, 40, 40],
+        )
+    elif BLOCKWISE:
+        gl.warp_specialize(
+            [
+                (multiply, (dw, given, scales, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (load, (dy, x, given, dw_ptr, dw_stride, REVERSE, AHEAD, BAND)),
+                (load_scales, (given, scales, BAND)),
+            ],
+            [4, 1, 1],
+            [208, 40, 40],
+        )
+    elif PROMOTE:
+        gl.warp_specialize(
+            [
+                (multiply, (dw, given, scales, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, 2, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (load, (dy, x, given, dw_ptr, dw_stride, REVERSE, AHEAD, BAND)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (dw, given, scales, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (load, (dy, x, given, dw_ptr, dw_stride, REVERSE, AHEAD, BAND)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- launcher
+
+_k_grouped = Launch(k_grouped_float8_gluon_kernel)
+
+
+def k_grouped_float8_gluon(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    config: GroupedFloat8Config,
+    promote: bool,
+    accumulate: bool,
+    reverse: bool,
+    spare: int,
+) -> None:
+    """Launches NT, of tensors that `takes_descriptors` takes. Scales per tensor, or of 1x128 blocks.
+
+    accumulate, for float32 alone: out += it. config: a tile of two consumers or, to promote, of three.
+    """
+    G, N, K = out.shape
+    num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
+    _k_grouped(
+        out,
+        min(num_tiles, multiprocessors(out, spare)),
+        with_layout(ragged_descriptor(dy, (HEIGHT, config.block_k), axis=1, unit=16)),
+        with_layout(ragged_descriptor(x, (config.block_n, config.block_k), axis=1, unit=16)),
+        with_layout(descriptor(out, (1, HEIGHT, BOX_BYTES // out.itemsize))),
+        out if accumulate else None,
+        out.stride(0),
+        dy_scale,
+        x_scale,
+        offsets,
+        G,
+        N,
+        K,
+        dy_scale.stride(0),
+        x_scale.stride(0),
+        REVERSE=reverse,
+        BLOCKWISE=dy_scale.dim() == 2,
+        PROMOTE=promote,
+        BOXES=BOXES,
+        AHEAD=AHEAD,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        STAGES=config.num_stages,
+        BAND=band(config.block_m),
+        GROUPS=max(128, next_power_of_2(G)),
+        num_warps=4,  # the others are those of roles
+    )
