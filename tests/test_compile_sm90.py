@@ -36,7 +36,7 @@ from ops.kernels.grouped_gemm import float8 as grouped_gemm_float8
 from ops.kernels.grouped_gemm import high_precision as grouped_gemm
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation_triton
 from ops.kernels.grouped_gemm.measured_tiles import MeasuredTile, TileTable, use_tiles
-from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS as ADDED_IN_GLUON
+from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS as ADDED_BY_L2
 from ops.kernels.grouped_gemm.tile_rules import activation_config, k_grouped_config, m_grouped_config
 from ops.kernels.grouped_gemm.tile_rules_float8 import (
     BLOCK,
@@ -115,11 +115,12 @@ def launch_wgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32
     for out_dtype, accumulate in ((dtype, False), (dtype, True), (torch.float32, False), (torch.float32, True)):
         dw = torch.empty(w.shape, dtype=out_dtype)
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, dw, tf32, accumulate)
-    if rows == MANY_ROWS:  # so many that float32 is added to in Gluon: ranks take some
-        for groups, accumulate in product((GROUPS, 64, 256) if features == ALIGNED else (GROUPS,), (False, True)):
-            long = [torch.empty(groups * ADDED_IN_GLUON, width, dtype=dtype) for width in (N, K)]
-            dw = torch.empty(groups, N, K)
-            grouped_gemm.grouped_gemm_nt_triton(*long, offsets, alpha, dw, tf32, accumulate)
+    if rows == MANY_ROWS:  # float32 that is written, fetched and added to, and added to by L2: ranks take registers
+        for groups in (GROUPS, 64, 256, 512) if features == ALIGNED else (GROUPS,):
+            for rows_a_group, accumulate in ((1, False), (1, True), (ADDED_BY_L2, True)):
+                long = [torch.empty(groups * rows_a_group, width, dtype=dtype) for width in (N, K)]
+                dw = torch.empty(groups, N, K)
+                grouped_gemm.grouped_gemm_nt_triton(*long, offsets, alpha, dw, tf32, accumulate)
     if features == ALIGNED:  # so many groups are not ranked by size
         grouped_gemm.grouped_gemm_nt_triton(dy, x, offsets, alpha, torch.empty(1100, N, K, dtype=dtype), tf32)
 
@@ -200,10 +201,12 @@ def launch_grouped_gemm_float8(
         blocks, dw = (torch.empty(columns // 128, N), torch.empty(columns // 128, K_out)), dw[..., :K_out].contiguous()
         vectors = vector, torch.empty(groups, 1, K_out)
         kinds = ((one, one), False), ((one, one), True), (vectors, False), (vectors, True), (blocks, False)
-        for (dy_scale, x_scale), split in kinds:
-            for out, add in ((dw, False), (dw, True), (dw.float(), False), (dw.float(), True)):
-                launch_nt = grouped_gemm_float8.grouped_gemm_nt_float8_triton
-                launch_nt(dy_T, dy_scale, x_T, x_scale, offsets, out, split, add)
+        for with_or_without in (contextlib.nullcontext, without_gluon):
+            with with_or_without():
+                for (dy_scale, x_scale), split in kinds:
+                    for out, add in ((dw, False), (dw, True), (dw.float(), False), (dw.float(), True)):
+                        launch_nt = grouped_gemm_float8.grouped_gemm_nt_float8_triton
+                        launch_nt(dy_T, dy_scale, x_T, x_scale, offsets, out, split, add)
 
 
 def launch_float8_gluon(a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype) -> None:
@@ -222,11 +225,13 @@ def launch_float8_gluon(a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype) 
             torch.empty(width, rows, dtype=b),
             torch.empty(rows // 128, width),
         )
-        kinds = ((out_dtype, False), (torch.float32, False), (torch.float32, True))
-        for dtype, add in kinds[: 3 if groups == GROUPS else 2]:
+        for dtype, add in ((out_dtype, False), (torch.float32, False), (torch.float32, True)):
             dw = torch.empty(groups, width, width, dtype=dtype)
             for scale, split in ((one, False), (one, True), (row, False)):
                 grouped_gemm_float8.grouped_gemm_nt_float8_triton(dy_T, scale, x_T, scale, offsets, dw, split, add)
+        dy_T, x_T = (torch.empty(width, groups * ADDED_BY_L2, dtype=dtype) for dtype in (a, b))
+        row, dw = torch.empty(groups * ADDED_BY_L2 // 128, width), torch.empty(groups, width, width)
+        grouped_gemm_float8.grouped_gemm_nt_float8_triton(dy_T, row, x_T, row, offsets, dw, False, True)
 
 
 def launch_norms(rows: int, N: int, dtype: torch.dtype) -> None:
@@ -524,7 +529,9 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
         chosen = [("m", choose_m(rows, 8, gluon=gluon, **about)) for rows, gluon in product((100, 1_000_000), in_gluon)]
         for out_dtype, add in product((dtype, torch.float32), (False, True) if layout != "square" else ()):
             both = about | {"out_dtype": out_dtype, "accumulate": add}
-            chosen += [("k", choose_k(8, gluon=gluon, **both)) for gluon in in_gluon]
+            chosen += [
+                ("k", choose_k(rows, 8, gluon=gluon, **both)) for rows, gluon in product((100, 1_000_000), in_gluon)
+            ]
         for axis, config in chosen:
             if getattr(config, "gluon", False):
                 configs[f"{axis}_grouped_float8_gluon_kernel", *config[:3], 4, None] = 1

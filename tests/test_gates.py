@@ -97,9 +97,10 @@ def config(groups=8, dtype=torch.bfloat16, out_dtype=None, *, accumulate=False, 
 def test_weight_gradients_of_16_bit_operands_take_them():
     float32: dict[str, Any] = {"out_dtype": torch.float32}
     assert config() == config(dtype=torch.float16) == IN_GLUON
-    assert config(**float32) == config(**float32, accumulate=True) == IN_GLUON._replace(box=64)
-    assert config(8192 // MANY_ROWS + 1, **float32).gluon
-    assert not config(8192 // MANY_ROWS + 1, **float32, accumulate=True).gluon
+    many, few = 8192 // MANY_ROWS, 8192 // MANY_ROWS + 1
+    assert config(many, **float32) == config(few, **float32) == IN_GLUON._replace(box=64)
+    assert config(many, **float32, accumulate=True) == IN_GLUON._replace(box=64)
+    assert config(few, **float32, accumulate=True) == IN_GLUON._replace(num_stages=6, fetches=True)
     assert config(GLUON_GROUPS) == IN_GLUON and not config(GLUON_GROUPS + 1).gluon
     others = (config(gluon=False), config(descriptors=False), config(dtype=torch.float32), config(accumulate=True))
     assert not any(other.gluon for other in others)
@@ -109,7 +110,8 @@ def test_weight_gradients_of_16_bit_operands_take_them():
     (WGRAD, {}, None),
     (WGRAD._replace(num_groups=GLUON_GROUPS, out_dtype=torch.float32), {"box": 64}, None),
     (WGRAD._replace(num_groups=GLUON_GROUPS, out_dtype=torch.float32, accumulate=True), {"box": 64}, None),
-    (WGRAD._replace(out_dtype=torch.float32, accumulate=True), {"num_stages": 6}, None),
+    (WGRAD._replace(out_dtype=torch.float32, accumulate=True), {"num_stages": 6, "fetches": True}, None),
+    (WGRAD, {"fetches": True}, "is for kernels in Gluon that add"),
     (WGRAD._replace(out_dtype=torch.float32), {}, "bytes of shared memory"),
     (WGRAD._replace(accumulate=True), {}, "is for weight gradients that are written, or added to float32"),
     (WGRAD._replace(product="TN"), {}, "is for weight gradients"),
@@ -117,7 +119,7 @@ def test_weight_gradients_of_16_bit_operands_take_them():
     (WGRAD, {"box": 32}, "is stored by 64 or 128 columns"),
     (WGRAD, {"block_n": 128}, "must be 128x256, of 8 warps and one program"),
     (WGRAD, {"num_stages": 9}, "bytes of shared memory"),
-    (WGRAD, {"num_stages": 1}, "two stages or more"),
+    (WGRAD, {"num_stages": 2}, "three stages or more"),
     (WGRAD._replace(num_groups=GLUON_GROUPS + 1), {}, "is for 512 groups at most, and there are 513"),
 ])  # fmt: skip
 def test_what_a_tile_in_gluon_may_be(gemm, changes, reason, release):

@@ -441,7 +441,7 @@ def test_kernel_writes_matrices_that_stand_apart(aligned, reverse, accumulate, d
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float32_weight_gradients_are_the_same_bits_however_they_are_stored(dtype, reverse, device):
-    """From registers, by the copy engine alone, and on a GPU in Gluon.
+    """From registers, by the copy engine alone, and on a GPU in Gluon, where they are fetched or L2 adds.
 
     What is added is rounded once, and to groups without rows nothing.
 
@@ -463,7 +463,7 @@ def test_float32_weight_gradients_are_the_same_bits_however_they_are_stored(dtyp
 
     dw = stored(1, accumulate=False)
     assert_close("dw", dw, naive_gemm("NT", o.dy, o.x, o.splits, alpha=o.alpha), operand_dtype=dtype)
-    for way in ((1, False), (MANY_ROWS, False), (MANY_ROWS, device == "cuda")):
+    for way in ((1, False), (MANY_ROWS, False), (1, device == "cuda"), (MANY_ROWS, device == "cuda")):
         rows_a_group, gluon = way
         assert torch.equal(stored(rows_a_group, accumulate=False, gluon=gluon), dw), way
         assert torch.equal(stored(rows_a_group, accumulate=True, gluon=gluon), before + dw), way
@@ -512,7 +512,7 @@ def test_kernels_agree_for_any_splits_on_the_gpu(case, dtype, extras, seed):
 @settings(max_examples=200)
 @given(
     cases(400, GPU_FEATURES, most_groups=12),
-    st.sampled_from([(1, False), (MANY_ROWS, False), (MANY_ROWS, True)]),
+    st.sampled_from([(1, False), (MANY_ROWS, False), (1, True), (MANY_ROWS, True)]),
     st.booleans(),
     SEEDS,
 )
@@ -548,9 +548,9 @@ def test_many_tiles_are_added_as_they_are_written(groups, with_alpha, reverse):
 
     expected = torch.where(before.isnan(), before, before + dw).view(torch.int32)
     gemm = Gemm("NT", torch.bfloat16, torch.float32, True, *o.w.shape)
-    for rows_a_group, gluon in ((1, False), (MANY_ROWS, True)):
+    for rows_a_group, gluon in ((1, False), (1, True), (MANY_ROWS, True)):
         with tiles_of_groups(rows_a_group, o.x.shape[0], gemm, gluon=gluon):
-            assert torch.equal(added().view(torch.int32), expected), f"in Gluon: {gluon}"
+            assert torch.equal(added().view(torch.int32), expected), f"{rows_a_group} rows, in Gluon: {gluon}"
 
 
 @pytest.mark.gpu

@@ -432,7 +432,7 @@ def test_tiles_fit_shared_memory(layout, promote, descriptors, capability):
             chosen.append((config, out_dtype.itemsize))
         for add in (False, True) if layout != "square" else ():
             config = k_grouped_float8_config(
-                8, layout=layout, out_dtype=out_dtype, accumulate=add, gluon=False, **about
+                8 * 512, 8, layout=layout, out_dtype=out_dtype, accumulate=add, gluon=False, **about
             )  # fmt: skip
             chosen.append((config, 4 if add else out_dtype.itemsize))
     for config, stored in chosen:

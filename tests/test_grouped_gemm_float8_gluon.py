@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ops.kernels.grouped_gemm import float8
 from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS
+from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS
 from ops.kernels.grouped_gemm.tile_rules_float8 import PROMOTED_ROWS, k_grouped_float8_config, m_grouped_float8_config
 from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.splits import Splits
@@ -37,12 +38,17 @@ def test_it_is_for_many_rows_with_scales_of_tensors_or_squares():
 def test_weight_gradients_are_for_scales_of_tensors_or_blocks_and_add_in_float32():
     about = {"promote": True, "descriptors": True, "capability": (9, 0), "gluon": True, "accumulate": False}
 
-    def takes(groups=8, layout="row", out_dtype=torch.bfloat16, **other):
-        return k_grouped_float8_config(groups, layout=layout, out_dtype=out_dtype, **(about | other)).gluon
+    def config(groups=8, layout="row", out_dtype=torch.bfloat16, columns=512, **other):
+        settings = about | {"layout": layout, "out_dtype": out_dtype} | other
+        return k_grouped_float8_config(columns * groups, groups, **settings)
+
+    def takes(*args, **settings):
+        return config(*args, **settings).gluon
 
     assert takes() and takes(layout="tensor") and takes(layout="tensor", promote=False)
-    assert takes(out_dtype=torch.float32, accumulate=True)
-    assert not takes(257, out_dtype=torch.float32, accumulate=True)
+    adds = {"out_dtype": torch.float32, "accumulate": True}
+    assert takes(**adds) and config(**adds).fetches and not config(**adds, columns=MANY_ROWS).fetches
+    assert config(**adds, layout="tensor", columns=MANY_ROWS).fetches and not config(layout="tensor").fetches
     assert not takes(accumulate=True) and not takes(layout="vector") and not takes(GLUON_GROUPS + 1)
     assert not takes(gluon=False) and not takes(capability=(8, 9)) and not takes(descriptors=False)
 
@@ -100,7 +106,10 @@ def test_the_same_bits_as_in_triton(layout, out_dtype, sizes, tail, R, C, extras
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @settings(max_examples=12, deadline=None)
 @given(
-    sizes=st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 128, 191, 256, 500, 2000]), min_size=1, max_size=140),
+    sizes=st.one_of(
+        st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 128, 191, 256, 500, 2000]), min_size=1, max_size=140),
+        st.lists(st.sampled_from([0, MANY_ROWS, 2 * MANY_ROWS + 1]), min_size=1, max_size=8),
+    ),
     N=st.sampled_from([16, 64, 128, 144, 192, 256, 400, 1024]),
     K=st.sampled_from([16, 128, 136, 256, 400, 1024]),
     add=st.booleans(),

@@ -77,8 +77,8 @@ REFUSED = {
     "not JSON": ("tiles", "is no table of tiles: JSONDecodeError"),
     "a list": ([1], "is no table of tiles: TypeError"),
     "no format": ({}, "is no table of tiles: KeyError: 'format'"),
-    "another format": (table().record() | {"format": 2}, "has format 2, but must have 3"),
-    "no capability": ({"format": 3}, "KeyError: 'capability'"),
+    "another format": (table().record() | {"format": 2}, "has format 2, but must have 4"),
+    "no capability": ({"format": 4}, "KeyError: 'capability'"),
     "no date": (table().record() | {"environment": {"device": HERE}}, "KeyError: 'date'"),
     "a field too many": (_edited(tile=1), "is no table of tiles: TypeError"),
     "half a warp": (_edited(num_warps=0.5), "something else than whole numbers"),
@@ -90,6 +90,7 @@ REFUSED = {
     "no stage": (_edited(num_stages=0), "must have a stage"),
     "too large": (_edited(num_stages=8), r"needs 296448 bytes of shared memory, and there are 232448"),
     "a box of 32": (_edited(box=32), "is stored by 64 or 128 columns, not by 32"),
+    "fetched in Triton": (_edited(fetches=True), "fetches what it adds to: it is for kernels in Gluon that add"),
     "no box": (_edited(box=0), "is stored by 64 or 128 columns, not by 0"),
     "descriptors on Ampere": (table(entry(config=LARGE)).record() | {"capability": [8, 0]}, "compute capability 9.0"),
 }  # fmt: skip
@@ -279,7 +280,7 @@ WIDE, SQUARE = "128x256x128, 8 warps, 3 stages", "128x128x128, 4 warps, 3 stages
 LOW = "64x128x128, 4 warps, 3 stages"
 FEW = f"fprop and dgrad below 96 rows a group {LOW}, by the built-in rule"
 NOT_IN_WGRAD = MixedScaling("fp8_block", "fp8_block", "fp8_block", input_for_wgrad="bf16", grad_output_for_wgrad="bf16")
-FEWER_ADDED = "wgrad below 768 rows a group 128x256x64, 8 warps, 3 stages"
+FEWER_ADDED = "wgrad below 1280 rows a group 128x256x32, 8 warps, 6 stages in Gluon"
 PLANS = {
     "main_grad": ({"main_grad": True}, "4 stages, wgrad 128x256x64, 8 warps, 3 stages, fprop and dgrad below 96 rows"),
     "dequantized": ({"recipe": "mxfp8"}, RULE),

@@ -427,6 +427,7 @@ def grouped_gemm_nt_float8_triton(
     layout: ScaleLayout = ("tensor", "row", "vector")[max(dy_scale.dim() - 1, 0)]
     promote = promotes(layout, split_accumulation)
     config = k_grouped_float8_config(
+        dy.shape[1],
         G,
         layout=layout,
         promote=promote,

@@ -6,13 +6,13 @@ others multiply. Groups have few steps of 128 codes, so a tile would else take a
 
     fast accumulation    128 x 256, two consumers
     split accumulation   192 x 128, three: a sum and a step's product fit their registers, and while one scales and adds
-                         its product, the others multiply. With scales of blocks that are added to float32: 128 x 128
+                         its product, the others multiply. Where sums with scales of blocks are fetched: 128 x 128
 
 Scales of blocks have a role of their own: one warp copies (cp.async) those of the rows and of the columns of a step to
 its stage.
 
 Barriers, and why loops over steps start at 0: as `float8_gluon`; but each consumer has `empty` barriers of its own.
-Float32 that is added to: as `high_precision_gluon`. Consumers that start one behind the other, as there, are no faster:
+What is added to: as `high_precision_gluon`. Consumers that start one behind the other, as there, are no faster:
 within 1 % (`bench/results/tuning.md`).
 
 Import this only where `recipes.triton.gates.why_no_gluon` says None.
@@ -33,10 +33,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ops.kernels.grouped_gemm.float8_gluon import HEIGHT
 from ops.kernels.grouped_gemm.high_precision_gluon import (
-    AHEAD,
-    fetch_old_sums,
+    add_boxes,
+    barriers_of_boxes,
     find_group,
+    free_last_box,
     free_stage,
+    load_old_sums,
     rank_groups,
     split_columns,
     store_boxes,
@@ -51,6 +53,7 @@ from ops.kernels.grouped_gemm.tile_rules_float8 import GroupedFloat8Config
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
 
 BOXES = 2  # of a consumer, on their way to the output
+FETCHED = 4  # with what is added to
 UNIT = gl.constexpr(16)  # codes of which both ends of a group are multiples
 
 
@@ -58,10 +61,10 @@ UNIT = gl.constexpr(16)  # codes of which both ends of a group are multiples
 
 
 @gluon.jit
-def load(dy, x, given, dw_ptr, dw_stride, REVERSE: gl.constexpr, AHEAD: gl.constexpr, BAND: gl.constexpr):
+def load(dy, x, given, BAND: gl.constexpr):
     stages, _staging, full, empty, ranks, offsets_ptr, sizes = given
     dy_stages, x_stages, _dy_scale_stages, _x_scale_stages = stages
-    num_groups, num_tiles_n, num_tiles_k, N, K = sizes
+    num_groups, num_tiles_n, num_tiles_k, _N, _K = sizes
     PARTS: gl.constexpr = dy_stages.shape[0] // x_stages.shape[0]
     HEIGHT: gl.constexpr = dy_stages.shape[1]
     BLOCK_M: gl.constexpr = PARTS * HEIGHT
@@ -73,14 +76,10 @@ def load(dy, x, given, dw_ptr, dw_stride, REVERSE: gl.constexpr, AHEAD: gl.const
         tile = serpentine_tile(turn)
         if tile < num_groups * num_tiles:
             tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
-            group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
+            _group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
             first_n = tile_n * BLOCK_M
             first_k = tile_k * BLOCK_N
-            num_steps = gl.cdiv(size, BLOCK_K)
-            if dw_ptr is not None:
-                place = num_groups - 1 - group if REVERSE else group
-                at = dw_ptr + (place.to(gl.int64) * dw_stride + first_n.to(gl.int64) * K + first_k)
-            for s in range(num_steps):
+            for s in range(gl.cdiv(size, BLOCK_K)):
                 z, y, column = ragged_indices(first, size, s * BLOCK_K, UNIT)
                 stage = wait_for_room(empty, full.shape[0], step)
                 barrier = full.index(stage)
@@ -90,8 +89,6 @@ def load(dy, x, given, dw_ptr, dw_stride, REVERSE: gl.constexpr, AHEAD: gl.const
                 for i in gl.static_range(PARTS):
                     dy_stage = dy_stages.index(stage * PARTS + i).reshape(dy.block_shape)
                     tma.async_copy_global_to_shared(dy, [z, y, first_n + i * HEIGHT, column], barrier, dy_stage)
-                if dw_ptr is not None:
-                    fetch_old_sums(at, s, num_steps, K, N - first_n, K - first_k, AHEAD, BLOCK_M, BLOCK_N)
                 step += 1
 
 
@@ -142,7 +139,7 @@ def add_scaled(acc, product, row_scale, of_columns):
 
 @gluon.jit
 def multiply(
-    dw, given, scales, CONSUMER: gl.constexpr, ACCUMULATE: gl.constexpr, REVERSE: gl.constexpr,
+    dw, given, scales, old, CONSUMER: gl.constexpr, ACCUMULATE: gl.constexpr, REVERSE: gl.constexpr,
     BLOCKWISE: gl.constexpr, PROMOTE: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     stages, staging, full, empty, ranks, offsets_ptr, sizes = given
@@ -155,9 +152,11 @@ def multiply(
     BLOCK_M: gl.constexpr = CONSUMERS * HEIGHT
     BLOCK_N: gl.constexpr = x_stages.shape[1]
     BLOCK_K: gl.constexpr = x_stages.shape[2]
+    PARTS: gl.constexpr = BLOCK_N // dw.block_shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     num_tiles = num_tiles_n * num_tiles_k
     step = 0
+    uses = 0
     for turn in range(gl.cdiv(num_groups * num_tiles, gl.num_programs(0))):
         tile = serpentine_tile(turn)
         if tile < num_groups * num_tiles:
@@ -202,13 +201,21 @@ def multiply(
                     acc = acc * gl.load(x_scale_ptr + group * x_scale_stride, mask=size > 0, other=0.0)
                 place = num_groups - 1 - group if REVERSE else group
                 column = tile_k * BLOCK_N
+                half = column + BLOCK_N // 2
                 if not ACCUMULATE or num_steps > 0:
-                    if BLOCKWISE:
-                        half = column + BLOCK_N // 2
+                    if old is None and BLOCKWISE:
                         store_boxes(left, dw, staging, place, first_n, column, ACCUMULATE, CONSUMER, CONSUMERS, 0)
                         store_boxes(right, dw, staging, place, first_n, half, ACCUMULATE, CONSUMER, CONSUMERS, 1)
-                    else:
+                    elif old is None:
                         store_boxes(acc, dw, staging, place, first_n, column, ACCUMULATE, CONSUMER, CONSUMERS, 0)
+                    elif BLOCKWISE:
+                        add_boxes(left, dw, old, uses, place, first_n, column, CONSUMER, CONSUMERS, 0)
+                        add_boxes(right, dw, old, uses, place, first_n, half, CONSUMER, CONSUMERS, 1)
+                    else:
+                        add_boxes(acc, dw, old, uses, place, first_n, column, CONSUMER, CONSUMERS, 0)
+                    if old is not None:
+                        free_last_box(old, CONSUMER, CONSUMERS, PARTS)
+                        uses += PARTS // (staging.shape[0] // CONSUMERS)
             else:
                 for s in range(num_steps):
                     wait_for_loads(full, step + s)
@@ -225,8 +232,6 @@ def k_grouped_float8_gluon_kernel(
     dy,  # [N, P] codes: descriptor of boxes HEIGHT x BLOCK_K, ragged along P
     x,  # [K, P] codes: descriptor of boxes BLOCK_N x BLOCK_K, ragged along P
     dw,  # [G, N, K]: descriptor of boxes HEIGHT rows high
-    dw_ptr,  # dw itself if it is added to, which takes float32, else None
-    dw_stride,  # of its matrices
     dy_scale_ptr,  # [G], dy_scale_stride apart; or [P/128, N] if BLOCKWISE
     x_scale_ptr,  # [G], x_scale_stride apart; or [P/128, K]
     offsets_ptr,  # [G + 1] int64, multiples of 16; of 128 for block scales
@@ -235,11 +240,12 @@ def k_grouped_float8_gluon_kernel(
     K,
     dy_scale_stride,
     x_scale_stride,
+    ACCUMULATE: gl.constexpr,  # takes float32
+    FETCH: gl.constexpr,  # what is added to, else L2 adds
     REVERSE: gl.constexpr,  # the last group comes first in dw
     BLOCKWISE: gl.constexpr,
     PROMOTE: gl.constexpr,
-    BOXES: gl.constexpr,  # of each consumer, on their way to dw
-    AHEAD: gl.constexpr,
+    BOXES: gl.constexpr,  # of each consumer, on their way to dw, or from and to it
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -247,11 +253,10 @@ def k_grouped_float8_gluon_kernel(
     BAND: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """dw[g, n, k] = sum_p dy[n, p] x[k, p] over the columns of group g; with dw_ptr, dw +=.
+    """dw[g, n, k] = sum_p dy[n, p] x[k, p] over the columns of group g; ACCUMULATE: dw += it.
 
-    A group without columns gets zeros; with dw_ptr it is left as it was.
+    A group without columns gets zeros; with ACCUMULATE it is left as it was.
     """
-    ACCUMULATE: gl.constexpr = dw_ptr is not None
     HEIGHT: gl.constexpr = dy.block_shape[2]
     CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
     ROW_SCALES: gl.constexpr = (256 if BLOCK_M == 192 else BLOCK_M) if BLOCKWISE else 1
@@ -279,36 +284,68 @@ def k_grouped_float8_gluon_kernel(
     given = stages, staging, full, empty, ranks, offsets_ptr, sizes
     scales = dy_scale_ptr, x_scale_ptr, dy_scale_stride, x_scale_stride
     # Registers of a thread of each role but the first one's: no spills.
-    if BLOCKWISE and CONSUMERS == 3:
+    if FETCH:
+        old_full, old_empty = barriers_of_boxes(CONSUMERS * BOXES)
+        old = staging, old_full, old_empty
+        where = ranks, offsets_ptr, num_groups, gl.cdiv(N, BLOCK_M), gl.cdiv(K, BLOCK_N), N
+    if FETCH and BLOCKWISE:
         gl.warp_specialize(
             [
-                (multiply, (dw, given, scales, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, 2, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (load, (dy, x, given, dw_ptr, dw_stride, REVERSE, AHEAD, BAND)),
+                (multiply, (dw, given, scales, old, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, old, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (load, (dy, x, given, BAND)),
+                (load_scales, (given, scales, BAND)),
+                (load_old_sums, (dw, old, where, 0, 2, REVERSE, BLOCK_M, BLOCK_N, BAND)),
+                (load_old_sums, (dw, old, where, 1, 2, REVERSE, BLOCK_M, BLOCK_N, BAND)),
+            ],
+            [4, 1, 1, 1, 1],
+            [208, 40, 40, 40, 40],
+        )
+    elif FETCH and PROMOTE:
+        gl.warp_specialize(
+            [
+                (multiply, (dw, given, scales, old, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, old, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, old, 2, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (load, (dy, x, given, BAND)),
+                (load_old_sums, (dw, old, where, 0, 3, REVERSE, BLOCK_M, BLOCK_N, BAND)),
+                (load_old_sums, (dw, old, where, 1, 3, REVERSE, BLOCK_M, BLOCK_N, BAND)),
+                (load_old_sums, (dw, old, where, 2, 3, REVERSE, BLOCK_M, BLOCK_N, BAND)),
+            ],
+            [4, 4, 1, 1, 1, 1],
+            [160, 160, 24, 24, 24, 24],
+        )
+    elif FETCH:
+        gl.warp_specialize(
+            [
+                (multiply, (dw, given, scales, old, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, old, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (load, (dy, x, given, BAND)),
+                (load_old_sums, (dw, old, where, 0, 2, REVERSE, BLOCK_M, BLOCK_N, BAND)),
+                (load_old_sums, (dw, old, where, 1, 2, REVERSE, BLOCK_M, BLOCK_N, BAND)),
+            ],
+            [4, 1, 1, 1],
+            [232, 40, 40, 40],
+        )
+    elif BLOCKWISE:
+        gl.warp_specialize(
+            [
+                (multiply, (dw, given, scales, None, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, None, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, None, 2, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (load, (dy, x, given, BAND)),
                 (load_scales, (given, scales, BAND)),
             ],
             [4, 4, 1, 1],
             [152, 152, 40, 40],
         )
-    elif BLOCKWISE:
-        gl.warp_specialize(
-            [
-                (multiply, (dw, given, scales, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (load, (dy, x, given, dw_ptr, dw_stride, REVERSE, AHEAD, BAND)),
-                (load_scales, (given, scales, BAND)),
-            ],
-            [4, 1, 1],
-            [208, 40, 40],
-        )
     elif PROMOTE:
         gl.warp_specialize(
             [
-                (multiply, (dw, given, scales, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, 2, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (load, (dy, x, given, dw_ptr, dw_stride, REVERSE, AHEAD, BAND)),
+                (multiply, (dw, given, scales, None, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, None, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, None, 2, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (load, (dy, x, given, BAND)),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -316,9 +353,9 @@ def k_grouped_float8_gluon_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (dw, given, scales, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (load, (dy, x, given, dw_ptr, dw_stride, REVERSE, AHEAD, BAND)),
+                (multiply, (dw, given, scales, None, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, None, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (load, (dy, x, given, BAND)),
             ],
             [4, 1],
             [232, 40],
@@ -355,8 +392,6 @@ def k_grouped_float8_gluon(
         with_layout(ragged_descriptor(dy, (HEIGHT, config.block_k), axis=1, unit=16)),
         with_layout(ragged_descriptor(x, (config.block_n, config.block_k), axis=1, unit=16)),
         with_layout(descriptor(out, (1, HEIGHT, BOX_BYTES // out.itemsize))),
-        out if accumulate else None,
-        out.stride(0),
         dy_scale,
         x_scale,
         offsets,
@@ -365,11 +400,12 @@ def k_grouped_float8_gluon(
         K,
         dy_scale.stride(0),
         x_scale.stride(0),
+        ACCUMULATE=accumulate,
+        FETCH=accumulate and config.fetches,
         REVERSE=reverse,
         BLOCKWISE=dy_scale.dim() == 2,
         PROMOTE=promote,
-        BOXES=BOXES,
-        AHEAD=AHEAD,
+        BOXES=FETCHED if accumulate and config.fetches else BOXES,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,

@@ -11,8 +11,10 @@ Consumer 1 starts SKEW steps behind, if the first tile has as many, so that one 
 multiplies; the ring lets them be in different tiles. So where groups have few rows, and a tile few steps, a tile takes
 the longer of storing and multiplying, not both.
 
-What is accumulated in float32 is stored in the same way: L2 adds it to what is there (`add_to_global`). For that the
-loading warp prefetches the old sums over the last AHEAD steps of a tile.
+What is accumulated in float32 is stored in the same way, and L2 adds it to what is there (`add_to_global`). L2 adds
+about 1 TB/s on an H100, so where groups have few rows a tile would wait for that. There a warp for each consumer
+fetches what is added to (FETCH), box by box, as far ahead as there are boxes; the consumer adds, and the boxes go back
+with the sums.
 
 Barriers: a stage is used for the u-th time in phase u % 2 of its barriers. Consumers count steps, and step s has stage
 s % STAGES and is use s // STAGES of it. Before use u the loading warp waits for phase (u - 1) % 2 of `empty`, which has
@@ -49,8 +51,6 @@ from recipes.triton.repeated import DESCRIPTORS
 DESCRIPTORS.add(GluonDescriptor)
 
 SKEW = 2
-AHEAD = 8  # on an H200, 1024 rows a group, as fast as 4 and 16; 32 and none are 8 to 12 % slower
-REGISTERS = gl.constexpr((232, 40))  # of a thread of the second consumer, and of one that loads; no spills
 
 
 # ------------------------------------------------------------------------------------------------- tiles of groups
@@ -114,58 +114,82 @@ def add_to_global(tensor_desc, coord, src, _semantic=None):
 
 @gluon.jit
 def store_boxes(
-    acc, dw, staging, place, row, column, ACCUMULATE: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
+    acc, dw, staging, place, row, column, ADD: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
     PART: gl.constexpr,
 ):  # fmt: skip
-    """Rounds acc and stores it at (row, column) of matrix `place` of dw [G, N, K], or adds it there, box by box.
+    """Rounds acc and stores it at (row, column) of matrix `place` of dw [G, N, K], or lets L2 add it, box by box.
 
     staging: BOXES boxes of each consumer, used in turn. PART: of parts as wide as this one, which it is.
     """
     if acc.shape[1] > dw.block_shape[2]:
         left, right = split_columns(acc)
         middle = column + acc.shape[1] // 2
-        store_boxes(left, dw, staging, place, row, column, ACCUMULATE, CONSUMER, CONSUMERS, 2 * PART)
-        store_boxes(right, dw, staging, place, row, middle, ACCUMULATE, CONSUMER, CONSUMERS, 2 * PART + 1)
+        store_boxes(left, dw, staging, place, row, column, ADD, CONSUMER, CONSUMERS, 2 * PART)
+        store_boxes(right, dw, staging, place, row, middle, ADD, CONSUMER, CONSUMERS, 2 * PART + 1)
     else:
         BOXES: gl.constexpr = staging.shape[0] // CONSUMERS
         box = staging.index(CONSUMER * BOXES + PART % BOXES)
         tma.store_wait(BOXES - 1)
         box.store(acc.to(dw.dtype))
         fence_async_shared()
-        if ACCUMULATE:
+        if ADD:
             add_to_global(dw, [place, row, column], box.reshape(dw.block_shape))
         else:
             tma.async_copy_shared_to_global(dw, [place, row, column], box.reshape(dw.block_shape))
 
 
 @gluon.jit
-def prefetch_rows(ptr, stride, begin, end, height, width, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Prefetches into L2 WIDTH columns of float32 of rows ROWS * begin to ROWS * end, of height rows, width columns in
-    all. A lane fetches 128 bytes, so WIDTH columns of ROWS rows are a warp's."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [ROWS, WIDTH // 32], [1, 1], [1, 0])
-    offs_n = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
-    offs_k = gl.expand_dims(gl.arange(0, WIDTH // 32, gl.SliceLayout(0, layout)), 0) * 32
-    for i in range(begin, end):
-        row = i * ROWS + offs_n
-        gl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
-            [(ptr + (row * stride + offs_k)).to(gl.int64), ((row < height) & (offs_k < width)).to(gl.int32)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+def barriers_of_boxes(BOXES: gl.constexpr):
+    """(full, empty): of each box, once an old sum has come, and once what was stored from it may be overwritten."""
+    full = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BOXES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    return full, empty
 
 
 @gluon.jit
-def fetch_old_sums(
-    ptr, step, num_steps, stride, height, width, AHEAD: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr
+def add_boxes(
+    acc, dw, old, uses, place, row, column, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PART: gl.constexpr
 ):
-    """Prefetches what belongs to this step of a tile HEIGHT x WIDTH of float32 at ptr, of height rows and width columns
-    that there are: an equal part in each of the last AHEAD steps."""
-    ROWS: gl.constexpr = 1024 // WIDTH
-    ahead = gl.maximum(gl.minimum(num_steps, AHEAD), 1)
-    part = gl.cdiv(HEIGHT // ROWS, ahead)
-    due = (step - (num_steps - ahead)) * part
-    if due >= 0:
-        prefetch_rows(ptr, stride, due, gl.minimum(due + part, HEIGHT // ROWS), height, width, ROWS, WIDTH)
+    """Adds acc to what lies there, which `load_old_sums` brings, and stores the sums, box by box, where they came from.
+
+    old: boxes as `staging`, and two barriers of each. uses: how often this consumer has used each of its boxes before.
+    The last box stays in use: `free_last_box`.
+    """
+    boxes, full, empty = old
+    if acc.shape[1] > dw.block_shape[2]:
+        left, right = split_columns(acc)
+        middle = column + acc.shape[1] // 2
+        add_boxes(left, dw, old, uses, place, row, column, CONSUMER, CONSUMERS, 2 * PART)
+        add_boxes(right, dw, old, uses, place, row, middle, CONSUMER, CONSUMERS, 2 * PART + 1)
+    else:
+        BOXES: gl.constexpr = boxes.shape[0] // CONSUMERS
+        slot: gl.constexpr = CONSUMER * BOXES + PART % BOXES
+        box = boxes.index(slot)
+        mbarrier.wait(full.index(slot), (uses + PART // BOXES) & 1)
+        # in assembly: as L2 adds, and no product of a factor is fused with it
+        total = gl.inline_asm_elementwise(
+            "add.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [box.load(acc.type.layout), acc],
+            dtype=gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        box.store(total)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dw, [place, row, column], box.reshape(dw.block_shape))
+        if PART > 0:
+            tma.store_wait(1)
+            mbarrier.arrive(empty.index(CONSUMER * BOXES + (PART - 1) % BOXES))
+
+
+@gluon.jit
+def free_last_box(old, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr):
+    """Of a tile of PARTS boxes that was added."""
+    boxes, _full, empty = old
+    BOXES: gl.constexpr = boxes.shape[0] // CONSUMERS
+    tma.store_wait(0)
+    mbarrier.arrive(empty.index(CONSUMER * BOXES + (PARTS - 1) % BOXES))
 
 
 # ------------------------------------------------------------------------------------------------------ roles
@@ -196,8 +220,7 @@ def free_stage(empty, step, STAGES: gl.constexpr, CONSUMER: gl.constexpr, pred=T
 
 @gluon.jit
 def load(
-    dy, x, dw_ptr, dw_stride, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups,
-    num_tiles_n, num_tiles_k, N, K, REVERSE: gl.constexpr, AHEAD: gl.constexpr,
+    dy, x, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     num_tiles = num_tiles_n * num_tiles_k
@@ -206,13 +229,7 @@ def load(
         tile = serpentine_tile(turn)
         if tile < num_groups * num_tiles:
             tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
-            group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
-            first_n = tile_n * BLOCK_M
-            first_k = tile_k * BLOCK_N
-            num_steps = gl.cdiv(size, BLOCK_K)
-            if dw_ptr is not None:
-                place = num_groups - 1 - group if REVERSE else group
-                at = dw_ptr + (place.to(gl.int64) * dw_stride + first_n.to(gl.int64) * K + first_k)
+            _group, first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
             for t in range(0, size, BLOCK_K):
                 z, y, row = ragged_indices(first, size, t, 1)
                 stage = wait_for_room(empty, full.shape[0], step)
@@ -220,23 +237,54 @@ def load(
                 mbarrier.expect(barrier, dy.block_type.nbytes + x.block_type.nbytes)
                 dy_stage = dy_stages.index(stage).reshape(dy.block_shape)
                 x_stage = x_stages.index(stage).reshape(x.block_shape)
-                tma.async_copy_global_to_shared(dy, [z, y, row, first_n], barrier, dy_stage)
-                tma.async_copy_global_to_shared(x, [z, y, row, first_k], barrier, x_stage)
-                if dw_ptr is not None:
-                    fetch_old_sums(at, t // BLOCK_K, num_steps, K, N - first_n, K - first_k, AHEAD, BLOCK_M, BLOCK_N)
+                tma.async_copy_global_to_shared(dy, [z, y, row, tile_n * BLOCK_M], barrier, dy_stage)
+                tma.async_copy_global_to_shared(x, [z, y, row, tile_k * BLOCK_N], barrier, x_stage)
                 step += 1
 
 
 @gluon.jit
+def load_old_sums(
+    dw, old, where, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, REVERSE: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BAND: gl.constexpr,
+):  # fmt: skip
+    """Those of one consumer, box by box, as far ahead as it has boxes: `add_boxes` takes them."""
+    boxes, full, empty = old
+    ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, N = where
+    BOXES: gl.constexpr = boxes.shape[0] // CONSUMERS
+    WIDTH: gl.constexpr = dw.block_shape[2]
+    num_tiles = num_tiles_n * num_tiles_k
+    use = 0
+    for turn in range(gl.cdiv(num_groups * num_tiles, gl.num_programs(0))):
+        tile = serpentine_tile(turn)
+        if tile < num_groups * num_tiles:
+            tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
+            group, _first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
+            row = tile_n * BLOCK_M + CONSUMER * (BLOCK_M // CONSUMERS)
+            if (size > 0) & (row < N):
+                place = num_groups - 1 - group if REVERSE else group
+                for part in range(BLOCK_N // WIDTH):
+                    slot = CONSUMER * BOXES + use % BOXES
+                    mbarrier.wait(empty.index(slot), (use // BOXES & 1) ^ 1)
+                    mbarrier.expect(full.index(slot), dw.block_type.nbytes)
+                    box = boxes.index(slot).reshape(dw.block_shape)
+                    tma.async_copy_global_to_shared(
+                        dw, [place, row, tile_k * BLOCK_N + part * WIDTH], full.index(slot), box
+                    )
+                    use += 1
+
+
+@gluon.jit
 def multiply(
-    dw, dy_stages, x_stages, staging, full, empty, ranks, offsets_ptr, alpha_ptr, num_groups,
+    dw, dy_stages, x_stages, staging, full, empty, old, ranks, offsets_ptr, alpha_ptr, num_groups,
     num_tiles_n, num_tiles_k, N, CONSUMER: gl.constexpr, ACCUMULATE: gl.constexpr, REVERSE: gl.constexpr,
     SKEW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     HEIGHT: gl.constexpr = BLOCK_M // 2
+    PARTS: gl.constexpr = BLOCK_N // dw.block_shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     num_tiles = num_tiles_n * num_tiles_k
     step = 0
+    uses = 0
     for turn in range(gl.cdiv(num_groups * num_tiles, gl.num_programs(0))):
         tile = serpentine_tile(turn)
         if tile < num_groups * num_tiles:
@@ -261,7 +309,12 @@ def multiply(
                     acc = acc * gl.load(alpha_ptr + group, mask=size > 0, other=0.0)
                 place = num_groups - 1 - group if REVERSE else group
                 if not ACCUMULATE or num_steps > 0:
-                    store_boxes(acc, dw, staging, place, first_n, tile_k * BLOCK_N, ACCUMULATE, CONSUMER, 2, 0)
+                    if old is None:
+                        store_boxes(acc, dw, staging, place, first_n, tile_k * BLOCK_N, ACCUMULATE, CONSUMER, 2, 0)
+                    else:
+                        add_boxes(acc, dw, old, uses, place, first_n, tile_k * BLOCK_N, CONSUMER, 2, 0)
+                        free_last_box(old, CONSUMER, 2, PARTS)
+                        uses += PARTS // (staging.shape[0] // 2)
             else:
                 for s in range(step, step + num_steps):
                     wait_for_loads(full, s)
@@ -278,16 +331,15 @@ def k_grouped_gluon_kernel(
     dy,  # [T, N]: descriptor of boxes BLOCK_K x BLOCK_M, ragged along T
     x,  # [T, K]: descriptor of boxes BLOCK_K x BLOCK_N, ragged along T
     dw,  # [G, N, K]: descriptor of boxes BLOCK_M / 2 rows high
-    dw_ptr,  # dw itself if it is added to, which takes float32, else None
-    dw_stride,  # of its matrices
     offsets_ptr,  # [G + 1] int64
     alpha_ptr,  # [G] float32 or None
     num_groups,
     N,
     K,
+    ACCUMULATE: gl.constexpr,  # takes float32
+    FETCH: gl.constexpr,  # what is added to, else L2 adds
     REVERSE: gl.constexpr,  # the last group comes first in dw
-    BOXES: gl.constexpr,  # of each consumer, on their way to dw
-    AHEAD: gl.constexpr,
+    BOXES: gl.constexpr,  # of each consumer, on their way to dw, or from and to it
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -296,11 +348,10 @@ def k_grouped_gluon_kernel(
     BAND: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g; with dw_ptr, dw +=.
+    """dw[g, n, k] = alpha_g * sum_t dy[t, n] x[t, k] over the rows of group g; ACCUMULATE: dw += it.
 
-    A group without rows gets zeros; with dw_ptr it is left as it was.
+    A group without rows gets zeros; with ACCUMULATE it is left as it was.
     """
-    ACCUMULATE: gl.constexpr = dw_ptr is not None
     dy_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_M], dy.dtype)
     x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_N], x.dtype)
     box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dw.block_shape[1:], dw.dtype)
@@ -318,33 +369,68 @@ def k_grouped_gluon_kernel(
     num_tiles_n = gl.cdiv(N, BLOCK_M)
     num_tiles_k = gl.cdiv(K, BLOCK_N)
     rank_groups(offsets_ptr, num_groups, ranks)
-    gl.warp_specialize(
-        [
-            (
-                multiply,
+    # Registers of a thread of each role but the first one's: no spills.
+    if FETCH:
+        old_full, old_empty = barriers_of_boxes(2 * BOXES)
+        old = staging, old_full, old_empty
+        where = ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, N
+        gl.warp_specialize(
+            [
                 (
-                    dw, dy_stages, x_stages, staging, full, empty, ranks, offsets_ptr, alpha_ptr, num_groups,
-                    num_tiles_n, num_tiles_k, N, 0, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    multiply,
+                    (
+                        dw, dy_stages, x_stages, staging, full, empty, old, ranks, offsets_ptr, alpha_ptr, num_groups,
+                        num_tiles_n, num_tiles_k, N, 0, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    ),
                 ),
-            ),
-            (
-                multiply,
                 (
-                    dw, dy_stages, x_stages, staging, full, empty, ranks, offsets_ptr, alpha_ptr, num_groups,
-                    num_tiles_n, num_tiles_k, N, 1, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    multiply,
+                    (
+                        dw, dy_stages, x_stages, staging, full, empty, old, ranks, offsets_ptr, alpha_ptr, num_groups,
+                        num_tiles_n, num_tiles_k, N, 1, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    ),
                 ),
-            ),
-            (
-                load,
                 (
-                    dy, x, dw_ptr, dw_stride, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups,
-                    num_tiles_n, num_tiles_k, N, K, REVERSE, AHEAD, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    load,
+                    (
+                        dy, x, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups, num_tiles_n,
+                        num_tiles_k, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1],
-        REGISTERS,
-    )  # fmt: skip
+                (load_old_sums, (dw, old, where, 0, 2, REVERSE, BLOCK_M, BLOCK_N, BAND)),
+                (load_old_sums, (dw, old, where, 1, 2, REVERSE, BLOCK_M, BLOCK_N, BAND)),
+            ],
+            [4, 1, 1, 1],
+            [224, 56, 56, 56],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    multiply,
+                    (
+                        dw, dy_stages, x_stages, staging, full, empty, None, ranks, offsets_ptr, alpha_ptr, num_groups,
+                        num_tiles_n, num_tiles_k, N, 0, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    ),
+                ),
+                (
+                    multiply,
+                    (
+                        dw, dy_stages, x_stages, staging, full, empty, None, ranks, offsets_ptr, alpha_ptr, num_groups,
+                        num_tiles_n, num_tiles_k, N, 1, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    ),
+                ),
+                (
+                    load,
+                    (
+                        dy, x, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups, num_tiles_n,
+                        num_tiles_k, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- launcher
@@ -372,16 +458,15 @@ def k_grouped_gluon(
         with_layout(ragged_descriptor(dy, (config.block_k, config.block_m), axis=0)),
         with_layout(ragged_descriptor(x, (config.block_k, config.block_n), axis=0)),
         with_layout(descriptor(out, (1, config.block_m // 2, BOX_BYTES // out.itemsize))),
-        out if accumulate else None,
-        out.stride(0),
         offsets,
         alpha,
         G,
         N,
         K,
+        ACCUMULATE=accumulate,
+        FETCH=accumulate and config.fetches,
         REVERSE=reverse,
         BOXES=config.box * out.itemsize // BOX_BYTES,
-        AHEAD=AHEAD,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,

@@ -27,8 +27,9 @@ from recipes.triton.gates import why_no_gluon
 from recipes.triton.launch import next_power_of_2
 from recipes.triton.replay import forget
 
-# Of the table; another one is refused. 1 was before the kernel in Gluon, 2 before it added: entries would shut it out.
-FORMAT = 3
+# Of the table; another one is refused. 1 was before the kernel in Gluon, 2 before it added, 3 before it fetched what it
+# adds to: entries would shut these out.
+FORMAT = 4
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 PRODUCTS = ("TN", "NN", "NT")
@@ -47,6 +48,7 @@ class GroupedGemmConfig(NamedTuple):
     # the most columns that NT stores at once, with descriptors, in Gluon by boxes of 128 bytes a row
     box: int = 128
     gluon: bool = False  # the kernel whose warps have roles (`high_precision_gluon`); num_warps of them multiply
+    fetches: bool = False  # there: what is added to, which L2 adds to otherwise
 
     def fitting(self, rows_a_step: int, dtype: torch.dtype, capability: tuple[int, int]) -> "GroupedGemmConfig":
         """With as many stages as shared memory holds; one stage is rows_a_step * block_k elements of the operands."""
@@ -152,6 +154,8 @@ def why_not_tile(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[int, i
         refusal = _why_not_in_gluon(config, gemm, capability)
         if refusal is not None:
             return refusal
+    if config.fetches and not (config.gluon and gemm.accumulate):
+        return f"The tile {describe(config)} fetches what it adds to: it is for kernels in Gluon that add."
     if config.box not in (64, 128):
         return f"The tile {describe(config)} is stored by 64 or 128 columns, not by {config.box}."
     used, limit = shared_memory(config, gemm), shared_memory_limit(capability)
@@ -170,8 +174,8 @@ def _why_not_in_gluon(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[i
         return f"The tile {describe(config)} is for weight gradients that are written, or added to float32."
     if config[:2] != (128, 256) or config.num_warps != 8 or config.programs != 1:
         return f"The tile {describe(config)} must be 128x256, of 8 warps and one program."
-    if config.num_stages < 2:
-        return f"The tile {describe(config)} must have two stages or more: the warps that multiply share them."
+    if config.num_stages < 3:
+        return f"The tile {describe(config)} must have three stages or more: one that multiplies starts two behind."
     if gemm.num_groups > GLUON_GROUPS:
         return f"The tile {describe(config)} is for {GLUON_GROUPS} groups at most, and there are {gemm.num_groups}."
     return None
@@ -263,9 +267,9 @@ def _tile(entry: Mapping[str, Any]) -> MeasuredTile:
     values = {name: entry[name] for name in Gemm._fields}
     gemm = Gemm(**values | {key: DTYPES[values[key]] for key in ("dtype", "out_dtype")})
     config = GroupedGemmConfig(**entry["config"])
-    *sizes, gluon = config
+    *sizes, gluon, fetches = config
     numbers = (entry["rows"], gemm.num_groups, gemm.out_features, gemm.in_features, *sizes)
-    if any(type(number) is not int for number in numbers) or {type(gemm.accumulate), type(gluon)} != {bool}:
+    if any(type(number) is not int for number in numbers) or {*map(type, (gemm.accumulate, gluon, fetches))} != {bool}:
         raise TypeError(f"an entry holds something else than whole numbers: {entry}")
     if min(numbers[:4]) < 1 or gemm.product not in PRODUCTS or gemm.dtype.itemsize != 2:
         raise ValueError(f"an entry is of no product of 16-bit operands: {entry}")

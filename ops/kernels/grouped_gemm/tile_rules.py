@@ -14,8 +14,8 @@ from recipes.triton.gates import why_no_gluon
 
 FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
 DECODE_ROWS = 16  # with fewer, weights take longer to read than to multiply: more of them are on their way at once
-# A group, on average: with as many, what is added to float32 is added in Gluon.
-MANY_ROWS = 768
+# A group, on average: with fewer, what is added to float32 in Gluon is fetched, for L2 adds too slowly.
+MANY_ROWS = 1280
 
 
 def m_grouped_config(
@@ -70,8 +70,9 @@ def k_grouped_config(
     """
     if uses_descriptors(dtype, descriptors, capability):
         to_float32 = out_dtype == torch.float32
-        adds_in_gluon = to_float32 and rows >= MANY_ROWS * num_groups
-        if gluon and num_groups <= GLUON_GROUPS and (not accumulate or adds_in_gluon):
+        if gluon and num_groups <= GLUON_GROUPS and (not accumulate or to_float32):
+            if accumulate and rows < MANY_ROWS * num_groups:
+                return IN_GLUON._replace(num_stages=6, fetches=True)
             return IN_GLUON._replace(box=64) if to_float32 else IN_GLUON  # as many bytes at once
         if accumulate or out_dtype != torch.float32:
             return _persistent(torch.float32 if accumulate else out_dtype)
@@ -112,8 +113,7 @@ def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
     return GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=4 if out_dtype.itemsize == 2 else 3, programs=1)
 
 
-# Short steps and many of them: faster than the kernel in Triton on an H200, but for few rows that are added to float32
-# (`bench/results/tuning.md`).
+# Short steps and many of them (`bench/results/tuning.md`).
 IN_GLUON = GroupedGemmConfig(128, 256, 32, num_warps=8, num_stages=8, programs=1, gluon=True)
 # Reading weights takes longer than multiplying: 96 KiB of them are in flight on each multiprocessor, and 26 KiB would
 # cover the latency (4.8 TB/s times 700 ns, over 132). Of x the rows of a group alone are read. Others beside it:

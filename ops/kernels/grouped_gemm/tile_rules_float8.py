@@ -7,7 +7,7 @@ import torch
 
 from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS, Gemm, GroupedGemmConfig, shared_memory_limit
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS
-from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS
+from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS, MANY_ROWS
 from recipes.tensors.formats import ScaleLayout
 from recipes.triton.gates import why_no_gluon
 
@@ -33,6 +33,7 @@ class GroupedFloat8Config(NamedTuple):
     part_m: int
     part_n: int
     gluon: bool = False  # the kernel whose warps have roles (`float8_gluon`); num_warps of them multiply
+    fetches: bool = False  # there: what is added to, which L2 adds to otherwise
 
     def compiled(self) -> dict[str, int]:
         """The arguments of a launch that choose how the kernel is compiled."""
@@ -73,6 +74,7 @@ def m_grouped_float8_config(
 
 
 def k_grouped_float8_config(
+    columns: int,
     num_groups: int,
     *,
     layout: ScaleLayout,
@@ -83,16 +85,19 @@ def k_grouped_float8_config(
     capability: tuple[int, int],
     gluon: bool,
 ) -> GroupedFloat8Config:
-    """Tiles of the kernel for NT. accumulate: what is there needs shared memory too, in Triton. The rest as above."""
+    """Tiles of the kernel for NT. columns: of the padded groups. accumulate: what is there needs shared memory too. The
+    rest as above."""
     if not _uses_descriptors(descriptors, capability):
         return _POINTERS
-    # L2 adds float32 to what is there. With more groups 8 bytes spill.
-    adds = not accumulate or (out_dtype.itemsize == 4 and num_groups <= 256)
     blockwise = layout == "row"
-    if gluon and num_groups <= GLUON_GROUPS and layout != "vector" and adds:
-        if blockwise and accumulate:
-            return _SQUARE_IN_GLUON  # with three consumers and what fetches old sums, 16 bytes spill
-        return _HIGH_IN_GLUON if promote else _WIDE_IN_GLUON
+    if gluon and num_groups <= GLUON_GROUPS and layout != "vector" and (not accumulate or out_dtype.itemsize == 4):
+        if not promote:
+            return _WIDE_IN_GLUON._replace(num_stages=3, fetches=True) if accumulate else _WIDE_IN_GLUON
+        if not accumulate or (blockwise and columns >= MANY_ROWS * num_groups):
+            return _HIGH_IN_GLUON
+        if blockwise:  # those who fetch take the registers of a third consumer
+            return _HIGH_IN_GLUON._replace(block_m=128, num_warps=8, part_m=128, fetches=True)
+        return _HIGH_IN_GLUON._replace(num_stages=3, fetches=True)
     if blockwise and (accumulate or out_dtype.itemsize == 4):
         return _SMALL
     if not promote:
@@ -121,7 +126,7 @@ def built_in_float8_config(
     }
     about["gluon"] = why_no_gluon(capability) is None
     if product == "NT":
-        return k_grouped_float8_config(G, layout=layout, accumulate=accumulate, **about)
+        return k_grouped_float8_config(rows, G, layout=layout, accumulate=accumulate, **about)
     return m_grouped_float8_config(rows, G, layout=layout, **about)
 
 
@@ -136,7 +141,6 @@ _WIDE_IN_GLUON = _WIDE._replace(num_stages=4, gluon=True)
 _HIGH_IN_GLUON = GroupedFloat8Config(
     192, 128, BLOCK, num_warps=12, num_stages=4, programs=1, part_m=192, part_n=128, gluon=True
 )
-_SQUARE_IN_GLUON = _HIGH_IN_GLUON._replace(block_m=128, num_warps=8, num_stages=5, part_m=128)
 _WIDE_IN_PARTS = _WIDE._replace(part_n=128)
 # Two programs of four warps each: while one scales, the other multiplies. With float32 results, and with what is added
 # to, shared memory does not hold two with three stages of the first of these.
