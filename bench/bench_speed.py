@@ -5,7 +5,7 @@
     host   host launch overhead of forward + backward
     layer  the complete layer, router to combine, against torch's own operations and against installed peers
     skew   the fused grouped MLP under skewed and random routing against uniform routing of the same rows
-    wgrad  adding weight gradients to an fp32 main_grad against writing new bf16 ones
+    wgrad  adding weight gradients to an fp32 main_grad against writing new bf16 ones: the products, and whole steps
     start  the first step with an empty and with a filled Triton cache
 
 Everything is checked against fp32 (fp32 against float64) before it is timed, and not timed if it is wrong. The
@@ -55,7 +55,7 @@ from bench.start import measure_starts
 from bench.timing import Timing, time_interleaved
 from bench.usage import UsageError, require_device
 from bench.wgrad import ways as wgrad_ways
-from bench.wgrad import wgrads, wgrads_sqnr
+from bench.wgrad import wgrads, wgrads_sqnr, whole_steps, whole_steps_sqnr
 from bench.whole_layer import LayerCase, whole_layer
 
 Run = Callable[[], object]
@@ -219,6 +219,10 @@ def measure_wgrad(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator
     sqnr = {way: checked(way, found, dtype) for way, found in wgrads_sqnr(products).items()}
     # As many FLOP as forward.
     yield setup.measured("wgrad", model, tokens, wgrad_ways(products), sqnr, passes="wgrad", flop=case.flop)
+    del products
+    steps = whole_steps(case)
+    sqnr = {way: checked(way, found, dtype) for way, found in whole_steps_sqnr(case, steps).items()}
+    yield setup.measured("wgrad", model, tokens, steps, sqnr, flop=case.flop_of(PASSES[-1]))
 
 
 def measure_start(model: str, tokens: int, dtype: str, setup: Setup) -> Iterator[Measured]:

@@ -1,16 +1,19 @@
-"""Weight gradients of a grouped MLP by our grouped GEMM alone: a new bf16 gradient, or added to an fp32 main_grad.
+"""Weight gradients of a grouped MLP, by our grouped GEMM alone and in whole steps: a new bf16 gradient, or added to an
+fp32 main_grad.
 
 bf16 gradient    dw_g  = dy_g^T x_g         2 bytes written for each element of dw
 fp32 main_grad   dw_g += dy_g^T x_g         4 bytes read and 4 written for each element
 """
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from bench.grouped_case import GroupedCase
+from bench.schedule import BASELINE
 from bench.sqnr import Sqnr
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nt
 from recipes.tensors.splits import Splits
@@ -70,4 +73,40 @@ def wgrads_sqnr(products: list[Wgrad]) -> dict[str, dict[str, float]]:
         product.main_grad.zero_()
         product.accumulated()
         found[MAIN_GRAD][name] = product.sqnr(product.accumulated() / 2)
+    return found
+
+
+def whole_steps(case: GroupedCase) -> dict[str, Callable[[], list[Tensor]]]:
+    """Forward + `backward` for each of the two kinds of gradient, with the same weights: y and all gradients, the
+    main_grads as they are then."""
+    adding = copy.deepcopy(case.layer, {id(weight): weight for weight in case.weights})
+    for operation in adding:
+        if hasattr(operation, "accumulate_into_main_grad"):
+            operation.accumulate_into_main_grad = True
+    for weight in case.weights:
+        weight.main_grad = torch.zeros(weight.shape, device=weight.device)
+    added_to = replace(case, layer=adding)
+
+    def step(its_case: GroupedCase, gradient: str) -> Callable[[], list[Tensor]]:
+        call = its_case.ours(BASELINE)
+        leaves = (*case.inputs.values(), *case.weights)
+
+        def run() -> list[Tensor]:
+            for leaf in leaves:
+                leaf.grad = None
+            y = call()
+            y.backward(case.dy)
+            of_weights = [getattr(weight, gradient) for weight in case.weights]
+            return [y.detach(), *(leaf.grad for leaf in case.inputs.values()), *of_weights]
+
+        return run
+
+    return {GRADIENT: step(case, "grad"), MAIN_GRAD: step(added_to, "main_grad")}
+
+
+def whole_steps_sqnr(case: GroupedCase, steps: dict[str, Callable[[], list[Tensor]]]) -> dict[str, dict[str, float]]:
+    """SQNR in dB by kind of gradient and result, of main_grads that were zero before; they are left so again."""
+    found = {way: case.sqnr(step()) for way, step in steps.items()}
+    for weight in case.weights:
+        weight.main_grad.zero_()
     return found
