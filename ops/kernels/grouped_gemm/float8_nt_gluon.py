@@ -62,9 +62,9 @@ UNIT = gl.constexpr(16)  # codes of which both ends of a group are multiples
 
 @gluon.jit
 def load(dy, x, given, BAND: gl.constexpr):
-    stages, _staging, full, empty, ranks, offsets_ptr, sizes = given
+    stages, _staging, full, empty, where = given
     dy_stages, x_stages, _dy_scale_stages, _x_scale_stages = stages
-    num_groups, num_tiles_n, num_tiles_k, _N, _K = sizes
+    ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, _N = where
     PARTS: gl.constexpr = dy_stages.shape[0] // x_stages.shape[0]
     HEIGHT: gl.constexpr = dy_stages.shape[1]
     BLOCK_M: gl.constexpr = PARTS * HEIGHT
@@ -95,13 +95,13 @@ def load(dy, x, given, BAND: gl.constexpr):
 @gluon.jit
 def load_scales(given, scales, BAND: gl.constexpr):
     """Of blocks. Rows and columns past the edge get some scale, and are not stored."""
-    stages, _staging, full, empty, ranks, offsets_ptr, sizes = given
+    stages, _staging, full, empty, where = given
     dy_stages, x_stages, dy_scale_stages, x_scale_stages = stages
-    num_groups, num_tiles_n, num_tiles_k, N, K = sizes
+    ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, N = where
     BLOCK_M: gl.constexpr = dy_stages.shape[0] // x_stages.shape[0] * dy_stages.shape[1]
     BLOCK_N: gl.constexpr = x_stages.shape[1]
     BLOCK_K: gl.constexpr = x_stages.shape[2]
-    dy_scale_ptr, x_scale_ptr, _dy_scale_stride, _x_scale_stride = scales
+    dy_scale_ptr, x_scale_ptr, _dy_scale_stride, _x_scale_stride, K = scales
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     offs_n = gl.arange(0, dy_scale_stages.shape[1], layout)
     offs_k = gl.arange(0, x_scale_stages.shape[1], layout)
@@ -142,10 +142,10 @@ def multiply(
     dw, given, scales, old, CONSUMER: gl.constexpr, ACCUMULATE: gl.constexpr, REVERSE: gl.constexpr,
     BLOCKWISE: gl.constexpr, PROMOTE: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
-    stages, staging, full, empty, ranks, offsets_ptr, sizes = given
+    stages, staging, full, empty, where = given
     dy_stages, x_stages, dy_scale_stages, x_scale_stages = stages
-    num_groups, num_tiles_n, num_tiles_k, N, _K = sizes
-    dy_scale_ptr, x_scale_ptr, dy_scale_stride, x_scale_stride = scales
+    ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, N = where
+    dy_scale_ptr, x_scale_ptr, dy_scale_stride, x_scale_stride, _K = scales
     STAGES: gl.constexpr = full.shape[0]
     CONSUMERS: gl.constexpr = dy_stages.shape[0] // STAGES
     HEIGHT: gl.constexpr = dy_stages.shape[1]
@@ -280,14 +280,13 @@ def k_grouped_float8_gluon_kernel(
     fence_async_shared()
     rank_groups(offsets_ptr, num_groups, ranks)
     stages = dy_stages, x_stages, dy_scale_stages, x_scale_stages
-    sizes = num_groups, gl.cdiv(N, BLOCK_M), gl.cdiv(K, BLOCK_N), N, K
-    given = stages, staging, full, empty, ranks, offsets_ptr, sizes
-    scales = dy_scale_ptr, x_scale_ptr, dy_scale_stride, x_scale_stride
+    where = ranks, offsets_ptr, num_groups, gl.cdiv(N, BLOCK_M), gl.cdiv(K, BLOCK_N), N
+    given = stages, staging, full, empty, where
+    scales = dy_scale_ptr, x_scale_ptr, dy_scale_stride, x_scale_stride, K
     # Registers of a thread of each role but the first one's: no spills.
     if FETCH:
         old_full, old_empty = barriers_of_boxes(CONSUMERS * BOXES)
         old = staging, old_full, old_empty
-        where = ranks, offsets_ptr, num_groups, gl.cdiv(N, BLOCK_M), gl.cdiv(K, BLOCK_N), N
     if FETCH and BLOCKWISE:
         gl.warp_specialize(
             [

@@ -219,10 +219,12 @@ def free_stage(empty, step, STAGES: gl.constexpr, CONSUMER: gl.constexpr, pred=T
 
 
 @gluon.jit
-def load(
-    dy, x, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND: gl.constexpr,
-):  # fmt: skip
+def load(dy, x, given, BAND: gl.constexpr):
+    dy_stages, x_stages, _staging, full, empty, where = given
+    ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, _N = where
+    BLOCK_M: gl.constexpr = dy_stages.shape[2]
+    BLOCK_N: gl.constexpr = x_stages.shape[2]
+    BLOCK_K: gl.constexpr = x_stages.shape[1]
     num_tiles = num_tiles_n * num_tiles_k
     step = 0
     for turn in range(gl.cdiv(num_groups * num_tiles, gl.num_programs(0))):
@@ -275,10 +277,14 @@ def load_old_sums(
 
 @gluon.jit
 def multiply(
-    dw, dy_stages, x_stages, staging, full, empty, old, ranks, offsets_ptr, alpha_ptr, num_groups,
-    num_tiles_n, num_tiles_k, N, CONSUMER: gl.constexpr, ACCUMULATE: gl.constexpr, REVERSE: gl.constexpr,
-    SKEW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BAND: gl.constexpr,
+    dw, alpha_ptr, given, old, CONSUMER: gl.constexpr, ACCUMULATE: gl.constexpr, REVERSE: gl.constexpr,
+    SKEW: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
+    dy_stages, x_stages, staging, full, empty, where = given
+    ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, N = where
+    BLOCK_M: gl.constexpr = dy_stages.shape[2]
+    BLOCK_N: gl.constexpr = x_stages.shape[2]
+    BLOCK_K: gl.constexpr = x_stages.shape[1]
     HEIGHT: gl.constexpr = BLOCK_M // 2
     PARTS: gl.constexpr = BLOCK_N // dw.block_shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -366,71 +372,34 @@ def k_grouped_gluon_kernel(
     for i in gl.static_range(2 * STAGES):
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
-    num_tiles_n = gl.cdiv(N, BLOCK_M)
-    num_tiles_k = gl.cdiv(K, BLOCK_N)
+    where = ranks, offsets_ptr, num_groups, gl.cdiv(N, BLOCK_M), gl.cdiv(K, BLOCK_N), N
     rank_groups(offsets_ptr, num_groups, ranks)
+    given = dy_stages, x_stages, staging, full, empty, where
     # Registers of a thread of each role but the first one's: no spills.
     if FETCH:
         old_full, old_empty = barriers_of_boxes(2 * BOXES)
         old = staging, old_full, old_empty
-        where = ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, N
         gl.warp_specialize(
             [
-                (
-                    multiply,
-                    (
-                        dw, dy_stages, x_stages, staging, full, empty, old, ranks, offsets_ptr, alpha_ptr, num_groups,
-                        num_tiles_n, num_tiles_k, N, 0, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
-                    ),
-                ),
-                (
-                    multiply,
-                    (
-                        dw, dy_stages, x_stages, staging, full, empty, old, ranks, offsets_ptr, alpha_ptr, num_groups,
-                        num_tiles_n, num_tiles_k, N, 1, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
-                    ),
-                ),
-                (
-                    load,
-                    (
-                        dy, x, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups, num_tiles_n,
-                        num_tiles_k, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
-                    ),
-                ),
+                (multiply, (dw, alpha_ptr, given, old, 0, ACCUMULATE, REVERSE, SKEW, BAND)),
+                (multiply, (dw, alpha_ptr, given, old, 1, ACCUMULATE, REVERSE, SKEW, BAND)),
+                (load, (dy, x, given, BAND)),
                 (load_old_sums, (dw, old, where, 0, 2, REVERSE, BLOCK_M, BLOCK_N, BAND)),
                 (load_old_sums, (dw, old, where, 1, 2, REVERSE, BLOCK_M, BLOCK_N, BAND)),
             ],
             [4, 1, 1, 1],
             [224, 56, 56, 56],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (
-                    multiply,
-                    (
-                        dw, dy_stages, x_stages, staging, full, empty, None, ranks, offsets_ptr, alpha_ptr, num_groups,
-                        num_tiles_n, num_tiles_k, N, 0, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
-                    ),
-                ),
-                (
-                    multiply,
-                    (
-                        dw, dy_stages, x_stages, staging, full, empty, None, ranks, offsets_ptr, alpha_ptr, num_groups,
-                        num_tiles_n, num_tiles_k, N, 1, ACCUMULATE, REVERSE, SKEW, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
-                    ),
-                ),
-                (
-                    load,
-                    (
-                        dy, x, dy_stages, x_stages, full, empty, ranks, offsets_ptr, num_groups, num_tiles_n,
-                        num_tiles_k, BLOCK_M, BLOCK_N, BLOCK_K, BAND,
-                    ),
-                ),
+                (multiply, (dw, alpha_ptr, given, None, 0, ACCUMULATE, REVERSE, SKEW, BAND)),
+                (multiply, (dw, alpha_ptr, given, None, 1, ACCUMULATE, REVERSE, SKEW, BAND)),
+                (load, (dy, x, given, BAND)),
             ],
             [4, 1],
             [232, 40],
-        )  # fmt: skip
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- launcher
