@@ -211,7 +211,7 @@ def launch_grouped_gemm_float8(
 
 def launch_float8_gluon(a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype) -> None:
     """TN of few and many groups that have many rows, per tensor and of 1x128 with 128x128, fast and split; and NT."""
-    for groups in (GROUPS, 512):
+    for groups in (GROUPS, 256, 512):
         rows, width = groups * PROMOTED_ROWS, 256
         x, w = torch.empty(rows, width, dtype=a), torch.empty(groups, width, width, dtype=b)
         one, offsets = torch.empty(groups), torch.zeros(groups + 1, dtype=torch.int64)

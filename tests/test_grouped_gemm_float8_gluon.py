@@ -11,7 +11,12 @@ from ops.kernels.grouped_gemm import float8
 from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS
 from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS
-from ops.kernels.grouped_gemm.tile_rules_float8 import PROMOTED_ROWS, k_grouped_float8_config, m_grouped_float8_config
+from ops.kernels.grouped_gemm.tile_rules_float8 import (
+    MOST_FETCHED,
+    PROMOTED_ROWS,
+    k_grouped_float8_config,
+    m_grouped_float8_config,
+)
 from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.splits import Splits
 from recipes.triton.replay import forget
@@ -49,6 +54,9 @@ def test_weight_gradients_are_for_scales_of_tensors_or_blocks_and_add_in_float32
     adds = {"out_dtype": torch.float32, "accumulate": True}
     assert takes(**adds) and config(**adds).fetches and not config(**adds, columns=MANY_ROWS).fetches
     assert config(**adds, layout="tensor", columns=MANY_ROWS).fetches and not config(layout="tensor").fetches
+    split = adds | {"layout": "tensor"}
+    assert config(MOST_FETCHED, **split).fetches
+    assert takes(MOST_FETCHED + 1, **split) and not config(MOST_FETCHED + 1, **split).fetches
     assert not takes(accumulate=True) and not takes(layout="vector") and not takes(GLUON_GROUPS + 1)
     assert not takes(gluon=False) and not takes(capability=(8, 9)) and not takes(descriptors=False)
 

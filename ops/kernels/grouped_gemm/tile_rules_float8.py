@@ -14,6 +14,8 @@ from recipes.triton.gates import why_no_gluon
 # A group, on average: with fewer, tiles of 192 rows are too often half empty. On an H200 256 rows are 11 to 15 % slower
 # in Gluon, 512 are 11 to 25 % faster (`bench/results/tuning.md`).
 PROMOTED_ROWS = 384
+# Groups, in split accumulation: the ranks of more take registers of those who fetch what is added to.
+MOST_FETCHED = 256
 BLOCK = 128  # codes of one scale, and terms of one sum in split accumulation
 
 
@@ -93,7 +95,8 @@ def k_grouped_float8_config(
     if gluon and num_groups <= GLUON_GROUPS and layout != "vector" and (not accumulate or out_dtype.itemsize == 4):
         if not promote:
             return _WIDE_IN_GLUON._replace(num_stages=3, fetches=True) if accumulate else _WIDE_IN_GLUON
-        if not accumulate or (blockwise and columns >= MANY_ROWS * num_groups):
+        by_l2 = columns >= MANY_ROWS * num_groups if blockwise else num_groups > MOST_FETCHED
+        if not accumulate or by_l2:
             return _HIGH_IN_GLUON
         if blockwise:  # those who fetch take the registers of a third consumer
             return _HIGH_IN_GLUON._replace(block_m=128, num_warps=8, part_m=128, fetches=True)
