@@ -254,6 +254,7 @@ def load_old_sums(
     ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, N = where
     BOXES: gl.constexpr = boxes.shape[0] // CONSUMERS
     WIDTH: gl.constexpr = dw.block_shape[2]
+    gl.static_assert(BLOCK_N // WIDTH % BOXES == 0, "all boxes are used equally often")
     num_tiles = num_tiles_n * num_tiles_k
     use = 0
     for turn in range(gl.cdiv(num_groups * num_tiles, gl.num_programs(0))):
