@@ -117,6 +117,7 @@ def test_the_same_bits_as_in_triton(layout, out_dtype, sizes, tail, R, C, extras
     sizes=st.one_of(
         st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 128, 191, 256, 500, 2000]), min_size=1, max_size=140),
         st.lists(st.sampled_from([0, MANY_ROWS, 2 * MANY_ROWS + 1]), min_size=1, max_size=8),
+        st.lists(st.sampled_from([0, 1, 64, 200]), min_size=MOST_FETCHED + 1, max_size=MOST_FETCHED + 20),
     ),
     N=st.sampled_from([16, 64, 128, 144, 192, 256, 400, 1024]),
     K=st.sampled_from([16, 128, 136, 256, 400, 1024]),

@@ -12,8 +12,8 @@ Scales of blocks have a role of their own: one warp copies (cp.async) those of t
 its stage.
 
 Barriers, and why loops over steps start at 0: as `float8_gluon`; but each consumer has `empty` barriers of its own.
-What is added to: as `high_precision_gluon`. Consumers that start one behind the other, as there, are no faster:
-within 1 % (`bench/results/tuning.md`).
+What is added to: as `high_precision_gluon`. Consumers that start one behind the other, as there, are no faster, but
+for one shape (`bench/results/tuning.md`).
 
 Import this only where `recipes.triton.gates.why_no_gluon` says None.
 """
@@ -58,12 +58,6 @@ UNIT = gl.constexpr(16)  # codes of which both ends of a group are multiples
 
 
 # ------------------------------------------------------------------------------------------------------ roles
-
-
-@gluon.jit
-def computed(number):
-    """This int32, as a result that roles take: Triton 3.7 and later would keep half of the computation in memory."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -231,6 +225,12 @@ def multiply(
 
 
 # ---------------------------------------------------------------------------------------------------------- kernel
+
+
+@gluon.jit
+def computed(number):
+    """This int32, which roles get as a result: else Triton 3.7 and later spill a part of its computation."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit(do_not_specialize=["num_groups"])

@@ -17,7 +17,8 @@ Precision: products of the operands as they are, summed in float32 (float64 for 
 the bias, and then rounded once to the output's dtype. On CUDA a float32 product is exact ("ieee") unless
 `torch.backends.cuda.matmul` allows TF32. All sums have a fixed order, and repeating a call gives the same bits: each
 element is written once, or added to once. The addition to float32 on descriptors is the memory's (PTX ISA, red and
-cp.reduce.async.bulk): rounded to nearest, with subnormal numbers, the old ones too, flushed to zero (FTZ).
+cp.reduce.async.bulk), or as the memory's where old sums are fetched: rounded to nearest, with subnormal numbers, the
+old ones too, flushed to zero (FTZ).
 
 batch_invariant (TN): the bits of y[t] follow from x[t], w_g, b_g and s[t] alone, not from the other rows or their
 number, nor from where tensors lie: one tile, the built-in rule's for many rows, and operands that descriptors read if
