@@ -485,9 +485,11 @@ def test_the_number_of_rows_chooses_no_tile():
     about = {
         "out_dtype": torch.bfloat16, "tf32": False, "aligned": True, "capability": (9, 0), "batch_invariant": True,
     }  # fmt: skip
-    for descriptors, dtype in ((True, torch.bfloat16), (False, torch.bfloat16), (False, torch.float32)):
-        tiles = {m_grouped_config(T, 8, dtype, descriptors=descriptors, **about) for T in (1, 100, 767, 768, 10**5)}
-        assert len(tiles) == 1
+    for (descriptors, dtype), gluon in product(
+        ((True, torch.bfloat16), (False, torch.bfloat16), (False, torch.float32)), (False, True)
+    ):
+        settings = about | {"descriptors": descriptors, "gluon": gluon}
+        assert len({m_grouped_config(T, 8, dtype, **settings) for T in (1, 100, 767, 768, 10**5)}) == 1
     codes = {"out_dtype": torch.bfloat16, "descriptors": True, "capability": (9, 0), "batch_invariant": True}
     kinds = (("square", True), ("vector", False), ("vector", True), ("row", True))
     for (layout, promote), gluon in product(kinds, (False, True)):

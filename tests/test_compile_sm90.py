@@ -37,10 +37,10 @@ from ops.kernels.grouped_gemm import high_precision as grouped_gemm
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation_triton
 from ops.kernels.grouped_gemm.measured_tiles import MeasuredTile, TileTable, use_tiles
 from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS as ADDED_BY_L2
-from ops.kernels.grouped_gemm.tile_rules import activation_config, k_grouped_config, m_grouped_config
+from ops.kernels.grouped_gemm.tile_rules import QUEUED_ROWS, activation_config, k_grouped_config, m_grouped_config
 from ops.kernels.grouped_gemm.tile_rules_float8 import (
     BLOCK,
-    PROMOTED_ROWS,
+    IN_ORDER_ROWS,
     k_grouped_float8_config,
     m_grouped_float8_config,
 )
@@ -97,6 +97,8 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
         y, dx = torch.empty(rows, N, dtype=out_dtype), torch.empty(rows, K, dtype=out_dtype)
         grouped_gemm.m_grouped_triton(x, w, offsets, bias, scales, alpha, y, True, tf32)
         grouped_gemm.m_grouped_triton(dy, w, offsets, None, None, alpha, dx, False, tf32)
+    if rows == MANY_ROWS and features == ALIGNED:
+        launch_queued(dtype)
     dx = torch.empty_like(x)
     grouped_gemm.m_grouped_triton(no_descriptors[0], w, offsets, None, None, alpha, dx, False, tf32)
     for accumulate in (False, True):
@@ -105,6 +107,22 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     with without_gluon():
         launch_wgrads(rows, features, dtype, tf32)
     grouped_gemm.grouped_bias_grad_triton(dy, offsets, scales, torch.empty_like(bias))
+
+
+def launch_queued(dtype: torch.dtype) -> None:
+    """TN and NN of few and many groups that have many rows."""
+    K, N = ALIGNED
+    for groups in (GROUPS, 512):
+        rows = groups * QUEUED_ROWS
+        x, dy, w = (torch.empty(shape, dtype=dtype) for shape in ((rows, K), (rows, N), (groups, N, K)))
+        offsets, alpha = torch.zeros(groups + 1, dtype=torch.int64), torch.empty(groups)
+        bias, scales = torch.empty(groups, N, dtype=dtype), torch.empty(rows)
+        for out_dtype in (dtype, torch.float32):
+            y, dx = torch.empty(rows, N, dtype=out_dtype), torch.empty(rows, K, dtype=out_dtype)
+            for extras in ((None, None, None), (bias, None, None), (bias, scales, alpha)):
+                grouped_gemm.m_grouped_triton(x, w, offsets, *extras, y, True, False)
+            for factor in (None, alpha):
+                grouped_gemm.m_grouped_triton(dy, w, offsets, None, None, factor, dx, False, False)
 
 
 def launch_wgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:
@@ -212,14 +230,19 @@ def launch_grouped_gemm_float8(
 def launch_float8_gluon(a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype) -> None:
     """TN of few and many groups that have many rows, per tensor and of 1x128 with 128x128, fast and split; and NT."""
     for groups in (GROUPS, 256, 512):
-        rows, width = groups * PROMOTED_ROWS, 256
-        x, w = torch.empty(rows, width, dtype=a), torch.empty(groups, width, width, dtype=b)
-        one, offsets = torch.empty(groups), torch.zeros(groups + 1, dtype=torch.int64)
-        bias, scales = torch.empty(groups, width), torch.empty(rows)
-        y, row, square = torch.empty(rows, width, dtype=out_dtype), torch.empty(2, rows), torch.empty(groups, 2, 2)
-        for extras in ((None, None), (bias, None), (bias, scales)):
-            for x_scale, w_scale, split in ((one, one, False), (one, one, True), (row, square, False)):
-                grouped_gemm_float8.grouped_gemm_tn_float8_triton(x, x_scale, w, w_scale, offsets, *extras, y, split)
+        width, one, offsets = 256, torch.empty(groups), torch.zeros(groups + 1, dtype=torch.int64)
+        w, square = torch.empty(groups, width, width, dtype=b), torch.empty(groups, 2, 2)
+        for rows in (groups * FEW_ROWS, groups * IN_ORDER_ROWS):  # by a queue, and of blocks in order
+            bias, scales = torch.empty(groups, width), torch.empty(rows)
+            x, y = torch.empty(rows, width, dtype=a), torch.empty(rows, width, dtype=out_dtype)
+            for extras in ((None, None), (bias, None), (bias, scales)):
+                for x_scale, w_scale, split in (
+                    (one, one, False),
+                    (one, one, True),
+                    (torch.empty(2, rows), square, False),
+                ):
+                    arguments = x, x_scale, w, w_scale, offsets, *extras, y, split
+                    grouped_gemm_float8.grouped_gemm_tn_float8_triton(*arguments)
         dy_T, x_T, row = (
             torch.empty(width, rows, dtype=a),
             torch.empty(width, rows, dtype=b),
@@ -506,14 +529,14 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
         about = {"tf32": tf32, "aligned": aligned, "capability": (9, 0)}
         for descriptors, out_dtype in product({False, aligned}, (dtype, torch.float32)):
             both = about | {"descriptors": descriptors, "out_dtype": out_dtype}
-            chosen = [("m", m_grouped_config(rows, G, dtype, **both)) for G in (1, 8, 257)]
-            chosen += [
-                ("k", k_grouped_config(rows, 8, dtype, **both, accumulate=add, gluon=gluon))
-                for add, gluon in product((False, True), {False, why_not_this_release() is None})
-            ]
+            chosen = []
+            for gluon in {False, why_not_this_release() is None}:
+                ways = both | {"gluon": gluon}
+                chosen += [("m", m_grouped_config(rows, G, dtype, **ways)) for G in (1, 8, 257)]
+                chosen += [("k", k_grouped_config(rows, 8, dtype, **ways, accumulate=add)) for add in (False, True)]
             for axis, config in chosen:
                 if config.gluon:
-                    configs["k_grouped_gluon_kernel", *config[:3], config.num_warps // 2, None] = 1
+                    configs[f"{axis}_grouped_gluon_kernel", *config[:3], config.num_warps // 2, None] = 1
                     continue
                 kernel = f"{axis}_grouped_{'persistent_' if config.programs else ''}kernel"
                 configs[kernel, *config[:5]] = max(config.programs, 1)
@@ -534,7 +557,8 @@ def shipped_configs(mode: str) -> dict[tuple, int]:
             ]
         for axis, config in chosen:
             if getattr(config, "gluon", False):
-                configs[f"{axis}_grouped_float8_gluon_kernel", *config[:3], 4, None] = 1
+                kernel = "m_grouped_gluon_kernel" if axis == "m" else "k_grouped_float8_gluon_kernel"
+                configs[kernel, *config[:3], 4, None] = 1
                 continue
             kernel = f"{axis}_grouped_{'float8_persistent_' if config.programs else ''}kernel"
             configs[kernel, *config[:5]] = max(config.programs, 1)
@@ -615,6 +639,7 @@ def compile_all(mode: str, arch: int) -> None:
     if mode == TUNER:
         launch_candidates()
     elif mode == GLUON:
+        launch_queued(torch.bfloat16)
         launch_wgrads(MANY_ROWS, ALIGNED, torch.bfloat16, False)
         launch_float8_gluon(E4M3.dtype, E4M3.dtype, torch.bfloat16)
         launch_nvfp4(MANY_ROWS, ALIGNED[0], torch.bfloat16, ("stochastic", "square"))
@@ -692,8 +717,8 @@ def test_what_the_tuner_tries_compiles_for_hopper(cache):
 @pytest.mark.triton
 def test_kernels_in_gluon_compile_for_hopper_with_each_release(cache):
     reports = compiled(GLUON, 90, cache)
-    codes = {"m_grouped_float8_gluon_kernel", "k_grouped_float8_gluon_kernel"}
-    assert codes | {"k_grouped_gluon_kernel", "cast_nvfp4_gluon_kernel"} <= {report["kernel"] for report in reports}
+    products = {"m_grouped_gluon_kernel", "k_grouped_gluon_kernel", "k_grouped_float8_gluon_kernel"}
+    assert products | {"cast_nvfp4_gluon_kernel"} <= {report["kernel"] for report in reports}
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report
 

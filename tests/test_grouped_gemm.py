@@ -306,13 +306,13 @@ def test_float64_on_cuda_is_refused():
 @pytest.mark.parametrize(("aligned", "descriptors"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("dtype", "tf32"), [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)])
 def test_tiles_fit_shared_memory(dtype, tf32, aligned, descriptors, capability):
-    about = {"tf32": tf32, "aligned": aligned, "descriptors": descriptors, "capability": capability}
+    about = {"tf32": tf32, "aligned": aligned, "descriptors": descriptors, "capability": capability, "gluon": False}
     for out_dtype in (dtype, torch.float32):
         many, few = (m_grouped_config(rows, 8, dtype, out_dtype=out_dtype, **about) for rows in (8192, 64))
         assert few.block_m <= many.block_m
         persistent = capability == (9, 0) and descriptors and dtype == torch.bfloat16
         wgrads = [
-            (k_grouped_config(8 * rows, 8, dtype, out_dtype=out_dtype, **about, accumulate=add, gluon=False), add)
+            (k_grouped_config(8 * rows, 8, dtype, out_dtype=out_dtype, **about, accumulate=add), add)
             for rows, add in product((1, MANY_ROWS), (False, True))
         ]
         for config, add in ((many, False), (few, False), *wgrads):

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from ops.kernels.grouped_gemm import float8
 from ops.kernels.grouped_gemm.float8 import grouped_gemm_nt_float8, grouped_gemm_tn_float8
 from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS
-from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS
+from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS, MANY_ROWS
 from ops.kernels.grouped_gemm.tile_rules_float8 import (
+    IN_ORDER_ROWS,
     MOST_FETCHED,
-    PROMOTED_ROWS,
     k_grouped_float8_config,
     m_grouped_float8_config,
 )
@@ -31,10 +31,10 @@ def config(rows_a_group, *, groups=8, layout="square", promote=True, capability=
 
 def test_it_is_for_many_rows_with_scales_of_tensors_or_squares():
     per_tensor = {"layout": "tensor", "promote": False}
-    assert config(PROMOTED_ROWS).gluon and config(PROMOTED_ROWS, layout="tensor").gluon
-    assert config(96, **per_tensor).gluon and config(1, batch_invariant=True).gluon
+    assert config(FEW_ROWS).gluon and config(FEW_ROWS, layout="tensor").gluon
+    assert config(FEW_ROWS, **per_tensor).gluon and config(1, batch_invariant=True).gluon
     others = (
-        config(PROMOTED_ROWS - 1), config(95, **per_tensor), config(1000, gluon=False), config(1000, layout="row"),
+        config(FEW_ROWS - 1), config(FEW_ROWS - 1, **per_tensor), config(1000, gluon=False), config(1000, layout="row"),
         config(1000, layout="vector"), config(1000, groups=GLUON_GROUPS + 1), config(1000, capability=(8, 9)),
     )  # fmt: skip
     assert not any(other.gluon for other in others)
@@ -66,7 +66,10 @@ def test_weight_gradients_are_for_scales_of_tensors_or_blocks_and_add_in_float32
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @settings(max_examples=12, deadline=None)
 @given(
-    sizes=st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 128, 191, 192, 193, 500, 2000]), min_size=1, max_size=140),
+    sizes=st.one_of(
+        st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 128, 191, 192, 193, 500, 2000]), min_size=1, max_size=140),
+        st.lists(st.sampled_from([0, IN_ORDER_ROWS, 2 * IN_ORDER_ROWS + 1]), min_size=1, max_size=40),
+    ),
     tail=st.sampled_from([0, 1, 200]),
     R=st.sampled_from([16, 128, 144, 512, 640, 1920]),
     C=st.sampled_from([16, 128, 136, 256, 400, 1024]),
@@ -97,7 +100,7 @@ def test_the_same_bits_as_in_triton(layout, out_dtype, sizes, tail, R, C, extras
         )  # fmt: skip
 
     forget()
-    with patch.object(float8, "m_grouped_float8_gluon", wraps=float8.m_grouped_float8_gluon) as gluon:
+    with patch.object(float8, "m_grouped_gluon", wraps=float8.m_grouped_gluon) as gluon:
         y = product()
     # What is repeated does not ask again which kernel runs.
     with patch.object(float8, "why_no_gluon", lambda capability: "In Triton."):

@@ -77,8 +77,8 @@ REFUSED = {
     "not JSON": ("tiles", "is no table of tiles: JSONDecodeError"),
     "a list": ([1], "is no table of tiles: TypeError"),
     "no format": ({}, "is no table of tiles: KeyError: 'format'"),
-    "another format": (table().record() | {"format": 2}, "has format 2, but must have 4"),
-    "no capability": ({"format": 4}, "KeyError: 'capability'"),
+    "another format": (table().record() | {"format": 2}, "has format 2, but must have 5"),
+    "no capability": ({"format": 5}, "KeyError: 'capability'"),
     "no date": (table().record() | {"environment": {"device": HERE}}, "KeyError: 'date'"),
     "a field too many": (_edited(tile=1), "is no table of tiles: TypeError"),
     "half a warp": (_edited(num_warps=0.5), "something else than whole numbers"),
@@ -301,10 +301,12 @@ PLANS = {
 
 def test_explain_names_gluon(on):
     on(*HOPPER, gluon=True)
-    wgrad = "4 stages, wgrad 128x256x32, 8 warps, 8 stages in Gluon"
+    rows = "128x256x64, 8 warps, 4 stages"
+    wgrad = f"{rows} in Gluon, wgrad 128x256x32, 8 warps, 8 stages in Gluon"
     for main_grad, words in ((False, wgrad), (True, f"{wgrad}, {FEWER_ADDED}")):
         found = lines(main_grad=main_grad)
-        assert found and all(f"{words}, fprop and dgrad below 96 rows" in line for line in found)
+        fewer = f"fprop and dgrad below 384 rows a group {rows}, fprop and dgrad below 96 rows"
+        assert found and all(f"{words}, {fewer}" in line for line in found)
 
 
 @pytest.mark.parametrize(("options", "words"), PLANS.values(), ids=PLANS)

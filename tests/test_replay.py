@@ -606,7 +606,8 @@ def test_repeated_step_needs_no_more_memory():
     for _ in range(3):
         forget()
         plain.append(peak())
-    assert max(repeated) <= max(plain)
+    # The counters of two products are one block of torch's memory, which lives until the second one has run.
+    assert max(repeated) <= max(plain) + 512
 
 
 @pytest.mark.gpu

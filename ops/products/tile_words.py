@@ -2,8 +2,8 @@
 
 The number of rows decides too, and is not known before a call: the words name the range of rows for each tile.
 
-    128x256x64, 8 warps, 4 stages, fprop and dgrad below 96 rows a group 64x128x64, 4 warps, 3 stages,
-    fprop and dgrad below 16 rows a group 64x128x64, 4 warps, 4 stages, by the built-in rule
+    128x256x64, 8 warps, 4 stages in Gluon, fprop and dgrad below 384 rows a group 128x256x64, 8 warps, 4 stages,
+    fprop and dgrad below 96 rows a group 64x128x64, 4 warps, 3 stages, ..., by the built-in rule
 
 fprop of a batch-invariant recipe has one tile for any number of rows.
 """
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import torch
 
 from ops.kernels.grouped_gemm.measured_tiles import Gemm, describe, tiles_in_use
-from ops.kernels.grouped_gemm.tile_rules import DECODE_ROWS, FEW_ROWS, MANY_ROWS, built_in_config
-from ops.kernels.grouped_gemm.tile_rules_float8 import PROMOTED_ROWS, built_in_float8_config
+from ops.kernels.grouped_gemm.tile_rules import DECODE_ROWS, FEW_ROWS, MANY_ROWS, QUEUED_ROWS, built_in_config
+from ops.kernels.grouped_gemm.tile_rules_float8 import built_in_float8_config
 from ops.products.product import gemm_dtype, quantizes
 from recipes.native_products import COLUMNWISE, LAYOUTS, Product, compute_capability
 from recipes.recipe import OPERANDS
@@ -52,7 +52,7 @@ def explain_tiles(request: PlanRequest, weights: Weights, *, accumulate: bool) -
 
     tiles = {product: tile(product, MANY_ROWS) for product in gemms}
     words = [tiles["fprop"], *_by_tile({product: words for product, words in tiles.items() if words != tiles["fprop"]})]
-    for rows in (MANY_ROWS, PROMOTED_ROWS, FEW_ROWS, DECODE_ROWS):
+    for rows in (MANY_ROWS, QUEUED_ROWS, FEW_ROWS, DECODE_ROWS):
         below = {product: tile(product, rows - 1) for product in gemms}
         others = {product: words for product, words in below.items() if words != tiles[product]}
         words += _by_tile(others, f" below {rows} rows a group")

@@ -17,7 +17,8 @@ address; constants are its globals:
 What the host need not repeat is left out:
 
     views                    of which launches alone need the address: it follows from that of their base
-    small temporary memory   of which launches alone need the address: parts of one buffer, or of one that is zeroed
+    small temporary memory   of which launches alone need the address: parts of one buffer, or of one that is zeroed,
+                             which lives until the last of them is freed
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch
 from recipes.triton.gates import TensorDescriptor, nvidia, why_not_this_release
 
 MOST_ADDRESSES = 256  # of an argument of a launch, for which descriptors are kept
-SMALL = 2**16  # bytes of temporary memory that may be part of a buffer, which lives until the end
+SMALL = 2**16  # bytes of temporary memory that may be part of a buffer, which lives until its last part is freed
 _ALIGNMENT = 256  # bytes, of such parts
 
 # What code by torch.compile allocates with on the current GPU: shape, strides, dtype. It takes a quarter of the time of
@@ -198,7 +199,7 @@ class _Memory:
                     self.at[position] = count, 0
                     self._made.add(position)
                     count += 1
-        own = {self.at[position][0] for position in self._made}
+        own = {self.at[position][0] for position in self._made} | {buffer.position for buffer in self.buffers}
         self._users = Counter(number for number, _ in self.at.values() if number in own)
 
     def _share(self, small: Sequence[Allocated], number: int) -> None:

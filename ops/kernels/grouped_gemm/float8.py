@@ -29,7 +29,7 @@ integers are exact in both. What an H200 measured: `docs/recipes.md`, "How exact
 
 Graph safety: as `grouped_gemm`. Grids follow from capacities, groups are found from the offsets on the device.
 
-The kernels: `float8_persistent` on descriptors, `pointers_triton` on pointers, and on Hopper `float8_gluon` for TN,
+The kernels: `float8_persistent` on descriptors, `pointers_triton` on pointers, and on Hopper `m_grouped_gluon` for TN,
 `float8_nt_gluon` for NT.
 """
 # T rows, G groups, R summed features, C features that come out; P columns of the padded groups; for NT [N, K] come out
@@ -71,8 +71,8 @@ from recipes.triton.launch import Launch, cdiv, has_work, launcher, replayed
 from recipes.triton.row_slots import num_slots
 
 if why_no_gluon((9, 0)) is None:
-    from ops.kernels.grouped_gemm.float8_gluon import m_grouped_float8_gluon
     from ops.kernels.grouped_gemm.float8_nt_gluon import k_grouped_float8_gluon
+    from ops.kernels.grouped_gemm.m_grouped_gluon import m_grouped_gluon
 
 # ---------------------------------------------------------------------------------------------------- references
 
@@ -344,7 +344,7 @@ def grouped_gemm_tn_float8_triton(
         batch_invariant=batch_invariant,
     )
     if config.gluon:
-        m_grouped_float8_gluon(a, a_scale, b, b_scale, offsets, bias, scales, out, config, promote)
+        m_grouped_gluon(a, b, offsets, bias, scales, out, config, a_scale=a_scale, b_scale=b_scale, promote=promote)
         return
     num_tiles = num_slots(rows, G, config.block_m) * cdiv(C, config.block_n)
     if config.programs:

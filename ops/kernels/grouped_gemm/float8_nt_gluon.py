@@ -1,4 +1,4 @@
-"""NT of `grouped_gemm.float8` in Gluon, for Hopper: the warps of a program have roles, as in `high_precision_gluon`.
+"""NT of `grouped_gemm.float8` in Gluon, for Hopper: the warps of a program have roles, as in `high_precision_nt_gluon`.
 
 A program takes tile after tile, the largest groups first. One warp loads (TMA) into a ring of stages, consumers of four
 warps multiply (wgmma), each 64 rows of the tile by all of its columns, and store their rows: while one stores, the
@@ -11,8 +11,8 @@ others multiply. Groups have few steps of 128 codes, so a tile would else take a
 Scales of blocks have a role of their own: one warp copies (cp.async) those of the rows and of the columns of a step to
 its stage.
 
-Barriers, and why loops over steps start at 0: as `float8_gluon`; but each consumer has `empty` barriers of its own.
-What is added to: as `high_precision_gluon`. Consumers that start one behind the other, as there, are no faster, but
+Barriers, and why loops over steps start at 0: as `m_grouped_gluon`; but each consumer has `empty` barriers of its own.
+What is added to: as `high_precision_nt_gluon`. Consumers that start one behind the other, as there, are no faster, but
 for one shape (`bench/results/tuning.md`).
 
 Import this only where `recipes.triton.gates.why_no_gluon` says None.
@@ -31,8 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ops.kernels.grouped_gemm.float8_gluon import HEIGHT
-from ops.kernels.grouped_gemm.high_precision_gluon import (
+from ops.kernels.grouped_gemm.high_precision_nt_gluon import (
     add_boxes,
     barriers_of_boxes,
     find_group,
@@ -46,6 +45,7 @@ from ops.kernels.grouped_gemm.high_precision_gluon import (
     wait_for_room,
     with_layout,
 )
+from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES
 from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, serpentine_tile, tile_in_bands
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices

@@ -27,8 +27,9 @@ their shape allows it. On a CPU each row is a product of its own (`high_precisio
 Graph safety: grids follow from capacities (rows, groups), each program finds its group from the offsets on the
 device, and nothing is read by the host. Captured in a CUDA graph, a call may be replayed with other splits.
 
-The kernels: `high_precision_triton.py`, `pointers_triton.py`, and for NT on Hopper `high_precision_gluon.py`. The
-`..._config` functions choose among them, after a table of measured tiles if one was loaded (`measured_tiles.py`).
+The kernels: `high_precision_triton.py`, `pointers_triton.py`, and on Hopper `m_grouped_gluon.py` for TN and NN,
+`high_precision_nt_gluon.py` for NT. The `..._config` functions choose among them, after a table of measured tiles if
+one was loaded (`measured_tiles.py`).
 The slots of the m_grouped kernels: `recipes/triton/row_slots.py`.
 """
 # T rows, G groups, K in features, N out features
@@ -45,7 +46,7 @@ from ops.kernels.grouped_gemm.high_precision_triton import (
     k_grouped_persistent_kernel,
     m_grouped_persistent_kernel,
 )
-from ops.kernels.grouped_gemm.measured_tiles import Gemm, GroupedGemmConfig, tiles_in_use
+from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES, Gemm, GroupedGemmConfig, tiles_in_use
 from ops.kernels.grouped_gemm.operands import (
     accumulator_like,
     check_accumulate,
@@ -76,7 +77,8 @@ from recipes.triton.launch import Launch, cdiv, launcher, properties, replayed
 from recipes.triton.row_slots import num_slots
 
 if why_no_gluon((9, 0)) is None:
-    from ops.kernels.grouped_gemm.high_precision_gluon import k_grouped_gluon
+    from ops.kernels.grouped_gemm.high_precision_nt_gluon import k_grouped_gluon
+    from ops.kernels.grouped_gemm.m_grouped_gluon import m_grouped_gluon
 
 # ---------------------------------------------------------------------------------------------------- references
 
@@ -394,9 +396,15 @@ def m_grouped_triton(
         aligned=aligned,
         descriptors=tma,
         capability=capability(out),
+        gluon=why_no_gluon(capability(out)) is None,
         batch_invariant=batch_invariant,
     )
-    if config.programs:
+    if config.gluon:
+        boxes = config.box * out.itemsize // BOX_BYTES
+        m_grouped_gluon(
+            a, w_GNK, offsets, bias, scales, out, config, a_scale=alpha, transposed=transposed, boxes=boxes
+        )  # fmt: skip
+    elif config.programs:
         num_tiles = most_tiles(rows, num_groups, config.block_m) * cdiv(C, config.block_n)
         w_box = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
         _m_grouped_persistent(

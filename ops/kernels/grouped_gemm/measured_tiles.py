@@ -28,12 +28,13 @@ from recipes.triton.launch import next_power_of_2
 from recipes.triton.replay import forget
 
 # Of the table; another one is refused. 1 was before the kernel in Gluon, 2 before it added, 3 before it fetched what it
-# adds to: entries would shut these out.
-FORMAT = 4
+# adds to, 4 before TN and NN in Gluon: entries would shut these out.
+FORMAT = 5
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 PRODUCTS = ("TN", "NN", "NT")
-GLUON_GROUPS = 512  # the most of a tile in Gluon: their ranks are in shared memory
+GLUON_GROUPS = 512  # the most of a tile in Gluon: their ranks, or tiles, are in shared memory
+MOST_QUEUED_STAGES = 6  # of a tile of TN and NN in Gluon
 
 
 class GroupedGemmConfig(NamedTuple):
@@ -45,9 +46,10 @@ class GroupedGemmConfig(NamedTuple):
     num_warps: int
     num_stages: int
     programs: int = 0  # that share a multiprocessor, with descriptors; 0: pointers, a program for each tile
-    # the most columns that NT stores at once, with descriptors, in Gluon by boxes of 128 bytes a row
+    # the most columns that are stored at once, with descriptors, in Gluon by boxes of 128 bytes a row
     box: int = 128
-    gluon: bool = False  # the kernel whose warps have roles (`high_precision_gluon`); num_warps of them multiply
+    # a kernel whose warps have roles (`m_grouped_gluon`, `high_precision_nt_gluon`); num_warps of them multiply
+    gluon: bool = False
     fetches: bool = False  # there: what is added to, which L2 adds to otherwise
 
     def fitting(self, rows_a_step: int, dtype: torch.dtype, capability: tuple[int, int]) -> "GroupedGemmConfig":
@@ -168,14 +170,14 @@ def _why_not_in_gluon(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[i
     reason = why_no_gluon(capability)
     if reason is not None:
         return f"The tile {describe(config)} is one of kernels that cannot run. {reason}"
-    if gemm.product != "NT":
-        return f"The tile {describe(config)} is for weight gradients."
     if gemm.accumulate and gemm.out_dtype != torch.float32:
         return f"The tile {describe(config)} is for weight gradients that are written, or added to float32."
     if config[:2] != (128, 256) or config.num_warps != 8 or config.programs != 1:
         return f"The tile {describe(config)} must be 128x256, of 8 warps and one program."
-    if config.num_stages < 3:
+    if gemm.product == "NT" and config.num_stages < 3:
         return f"The tile {describe(config)} must have three stages or more: one that multiplies starts two behind."
+    if gemm.product != "NT" and config.num_stages > MOST_QUEUED_STAGES:
+        return f"The tile {describe(config)} must have {MOST_QUEUED_STAGES} stages at most: its queue is no longer."
     if gemm.num_groups > GLUON_GROUPS:
         return f"The tile {describe(config)} is for {GLUON_GROUPS} groups at most, and there are {gemm.num_groups}."
     return None

@@ -14,6 +14,9 @@ from recipes.triton.gates import why_no_gluon
 
 FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
 DECODE_ROWS = 16  # with fewer, weights take longer to read than to multiply: more of them are on their way at once
+# A group, on average: with 256 the kernel in Gluon for TN and NN is up to 21 % slower than Triton's, with 384 up to 4 %
+# faster (`bench/results/tuning.md`).
+QUEUED_ROWS = 384
 # A group, on average: with fewer, what is added to float32 in Gluon is fetched, for L2 adds too slowly.
 MANY_ROWS = 1280
 
@@ -28,17 +31,21 @@ def m_grouped_config(
     aligned: bool,
     descriptors: bool,
     capability: tuple[int, int],
+    gluon: bool,
     batch_invariant: bool = False,
 ) -> GroupedGemmConfig:
     """Tiles of the kernel for TN and NN: half as high where a group has few rows, but for any number if
     batch_invariant.
 
     dtype: of the operands. aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at
-    most MOST_GROUPS; then, for 16-bit operands on Hopper, the kernels on descriptors run.
+    most MOST_GROUPS; then, for 16-bit operands on Hopper, the kernels on descriptors run. gluon: whether the one in
+    Gluon can run (`why_no_gluon`).
     """
     if batch_invariant:
         rows = MANY_ROWS * num_groups
     if uses_descriptors(dtype, descriptors, capability):
+        if gluon and num_groups <= GLUON_GROUPS and rows >= QUEUED_ROWS * num_groups:
+            return QUEUED_IN_GLUON._replace(box=64) if out_dtype.itemsize == 4 else QUEUED_IN_GLUON
         return _on_descriptors(rows, num_groups, out_dtype)
     return _fitting(_tile(64 if rows < FEW_ROWS * num_groups else 128, dtype, tf32, aligned), dtype, capability)
 
@@ -65,7 +72,7 @@ def k_grouped_config(
 ) -> GroupedGemmConfig:
     """Tiles of the kernel for NT. As above. accumulate: what is there needs registers and shared memory too.
 
-    gluon: whether its kernel can run (`why_no_gluon`). Float32 has a fourth stage if little of a tile is in shared
+    Float32 has a fourth stage if little of a tile is in shared
     memory at once.
     """
     if uses_descriptors(dtype, descriptors, capability):
@@ -89,11 +96,10 @@ def built_in_config(gemm: Gemm, rows: int, capability: tuple[int, int]) -> Group
         "aligned": N % 16 == K % 16 == 0,
         "descriptors": N * dtype.itemsize % 16 == K * dtype.itemsize % 16 == 0 and G <= MOST_GROUPS,
         "capability": capability,
+        "gluon": why_no_gluon(capability) is None,
     }
     if product == "NT":
-        return k_grouped_config(
-            rows, G, dtype, accumulate=accumulate, gluon=why_no_gluon(capability) is None, **about
-        )  # fmt: skip
+        return k_grouped_config(rows, G, dtype, accumulate=accumulate, **about)
     return m_grouped_config(rows, G, dtype, **about)
 
 
@@ -113,6 +119,7 @@ def _persistent(out_dtype: torch.dtype) -> GroupedGemmConfig:
     return GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=4 if out_dtype.itemsize == 2 else 3, programs=1)
 
 
+QUEUED_IN_GLUON = GroupedGemmConfig(128, 256, 64, num_warps=8, num_stages=4, programs=1, gluon=True)
 # Short steps and many of them (`bench/results/tuning.md`).
 IN_GLUON = GroupedGemmConfig(128, 256, 32, num_warps=8, num_stages=8, programs=1, gluon=True)
 # Reading weights takes longer than multiplying: 96 KiB of them are in flight on each multiprocessor, and 26 KiB would

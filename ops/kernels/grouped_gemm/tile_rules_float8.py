@@ -11,9 +11,9 @@ from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS, MANY_ROWS
 from recipes.tensors.formats import ScaleLayout
 from recipes.triton.gates import why_no_gluon
 
-# A group, on average: with fewer, tiles of 192 rows are too often half empty. On an H200 256 rows are 11 to 15 % slower
-# in Gluon, 512 are 11 to 25 % faster (`bench/results/tuning.md`).
-PROMOTED_ROWS = 384
+# A group, on average: from here on TN with scales of blocks takes tiles in a fixed order. Of 1365 and 2048 rows that is
+# 2 to 6 % faster than a queue, of 256 up to 41 % slower (`bench/results/tuning.md`).
+IN_ORDER_ROWS = 384
 # Groups, in split accumulation: the ranks of more take registers of those who fetch what is added to.
 MOST_FETCHED = 256
 BLOCK = 128  # codes of one scale, and terms of one sum in split accumulation
@@ -34,7 +34,7 @@ class GroupedFloat8Config(NamedTuple):
     programs: int  # that share a multiprocessor, with descriptors; 0: pointers, a program for each tile
     part_m: int
     part_n: int
-    gluon: bool = False  # the kernel whose warps have roles (`float8_gluon`); num_warps of them multiply
+    gluon: bool = False  # the kernel whose warps have roles (`m_grouped_gluon`); num_warps of them multiply
     fetches: bool = False  # there: what is added to, which L2 adds to otherwise
 
     def compiled(self) -> dict[str, int]:
@@ -66,11 +66,10 @@ def m_grouped_float8_config(
     few = rows < FEW_ROWS * num_groups and not batch_invariant
     if few or layout == "row":
         return _SMALL
-    gluon = gluon and num_groups <= GLUON_GROUPS and layout != "vector"
+    if gluon and num_groups <= GLUON_GROUPS and layout != "vector":
+        return _HIGH_IN_GLUON if promote else _WIDE_IN_GLUON
     if not promote:
-        return _WIDE_IN_GLUON if gluon else _WIDE
-    if gluon and (batch_invariant or rows >= PROMOTED_ROWS * num_groups):
-        return _HIGH_IN_GLUON
+        return _WIDE
     # With scales of rows and columns, and a bias, _IN_PARTS takes eight registers more than there are.
     return _IN_PARTS if out_dtype.itemsize == 2 and layout != "vector" else _SMALL
 

@@ -222,7 +222,7 @@ def free_stage(empty, step, STAGES: gl.constexpr, CONSUMER: gl.constexpr, pred=T
 def load(dy, x, given, BAND: gl.constexpr):
     dy_stages, x_stages, _staging, full, empty, where = given
     ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, _N = where
-    BLOCK_M: gl.constexpr = dy_stages.shape[2]
+    HEIGHT: gl.constexpr = dy_stages.shape[2]
     BLOCK_N: gl.constexpr = x_stages.shape[2]
     BLOCK_K: gl.constexpr = x_stages.shape[1]
     num_tiles = num_tiles_n * num_tiles_k
@@ -236,11 +236,12 @@ def load(dy, x, given, BAND: gl.constexpr):
                 z, y, row = ragged_indices(first, size, t, 1)
                 stage = wait_for_room(empty, full.shape[0], step)
                 barrier = full.index(stage)
-                mbarrier.expect(barrier, dy.block_type.nbytes + x.block_type.nbytes)
-                dy_stage = dy_stages.index(stage).reshape(dy.block_shape)
+                mbarrier.expect(barrier, 2 * dy.block_type.nbytes + x.block_type.nbytes)
                 x_stage = x_stages.index(stage).reshape(x.block_shape)
-                tma.async_copy_global_to_shared(dy, [z, y, row, tile_n * BLOCK_M], barrier, dy_stage)
                 tma.async_copy_global_to_shared(x, [z, y, row, tile_k * BLOCK_N], barrier, x_stage)
+                for i in gl.static_range(2):
+                    dy_stage = dy_stages.index(stage * 2 + i).reshape(dy.block_shape)
+                    tma.async_copy_global_to_shared(dy, [z, y, row, (tile_n * 2 + i) * HEIGHT], barrier, dy_stage)
                 step += 1
 
 
@@ -283,10 +284,9 @@ def multiply(
 ):  # fmt: skip
     dy_stages, x_stages, staging, full, empty, where = given
     ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, N = where
-    BLOCK_M: gl.constexpr = dy_stages.shape[2]
+    HEIGHT: gl.constexpr = dy_stages.shape[2]
     BLOCK_N: gl.constexpr = x_stages.shape[2]
     BLOCK_K: gl.constexpr = x_stages.shape[1]
-    HEIGHT: gl.constexpr = BLOCK_M // 2
     PARTS: gl.constexpr = BLOCK_N // dw.block_shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     num_tiles = num_tiles_n * num_tiles_k
@@ -298,14 +298,14 @@ def multiply(
             tile_n, tile_k = tile_in_bands(tile % num_tiles, num_tiles_n, num_tiles_k, BAND)
             group, _first, size = find_group(offsets_ptr, ranks, tile // num_tiles)
             num_steps = gl.cdiv(size, BLOCK_K)
-            first_n = tile_n * BLOCK_M + CONSUMER * HEIGHT
+            first_n = (tile_n * 2 + CONSUMER) * HEIGHT
             if CONSUMER == 1 and SKEW > 0:  # until the other consumer has done SKEW steps
                 mbarrier.wait(empty.index(SKEW - 1), 0, pred=(turn == 0) & (num_steps >= SKEW))
             if CONSUMER == 0 or first_n < N:
                 acc = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
                 for s in range(step, step + num_steps):
                     stage = wait_for_loads(full, s)
-                    dy_stage = dy_stages.index(stage).slice(CONSUMER * HEIGHT, HEIGHT, 1).permute([1, 0])
+                    dy_stage = dy_stages.index(stage * 2 + CONSUMER).permute([1, 0])
                     acc = warpgroup_mma(dy_stage, x_stages.index(stage), acc, is_async=True)
                     acc = warpgroup_mma_wait(1, deps=[acc])
                     free_stage(empty, s - 1, full.shape[0], CONSUMER, pred=s > step)
@@ -335,7 +335,7 @@ def multiply(
 
 @gluon.jit(do_not_specialize=["num_groups"])
 def k_grouped_gluon_kernel(
-    dy,  # [T, N]: descriptor of boxes BLOCK_K x BLOCK_M, ragged along T
+    dy,  # [T, N]: descriptor of boxes BLOCK_K x BLOCK_M / 2, ragged along T
     x,  # [T, K]: descriptor of boxes BLOCK_K x BLOCK_N, ragged along T
     dw,  # [G, N, K]: descriptor of boxes BLOCK_M / 2 rows high
     offsets_ptr,  # [G + 1] int64
@@ -359,10 +359,10 @@ def k_grouped_gluon_kernel(
 
     A group without rows gets zeros; with ACCUMULATE it is left as it was.
     """
-    dy_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_M], dy.dtype)
+    dy_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_M // 2], dy.dtype)
     x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_N], x.dtype)
     box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dw.block_shape[1:], dw.dtype)
-    dy_stages = gl.allocate_shared_memory(dy.dtype, [STAGES, BLOCK_K, BLOCK_M], dy_layout)
+    dy_stages = gl.allocate_shared_memory(dy.dtype, [2 * STAGES, BLOCK_K, BLOCK_M // 2], dy_layout)
     x_stages = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_K, BLOCK_N], x_layout)
     staging = gl.allocate_shared_memory(dw.dtype, [2 * BOXES, dw.block_shape[1], dw.block_shape[2]], box_layout)
     ranks = gl.allocate_shared_memory(gl.int32, [GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -425,7 +425,7 @@ def k_grouped_gluon(
     _k_grouped(
         out,
         min(num_tiles, multiprocessors(out, spare)),
-        with_layout(ragged_descriptor(dy, (config.block_k, config.block_m), axis=0)),
+        with_layout(ragged_descriptor(dy, (config.block_k, config.block_m // 2), axis=0)),
         with_layout(ragged_descriptor(x, (config.block_k, config.block_n), axis=0)),
         with_layout(descriptor(out, (1, config.block_m // 2, BOX_BYTES // out.itemsize))),
         offsets,

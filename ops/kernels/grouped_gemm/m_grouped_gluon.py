@@ -1,0 +1,562 @@
+"""TN and NN of `grouped_gemm` in Gluon, for Hopper: the warps of a program have roles, as in `high_precision_nt_gluon`.
+
+A program takes tile after tile. One warp loads (TMA) into a ring of stages, consumers of four warps multiply (wgmma),
+each 64 rows of the tile by all of its columns, and store their rows: while one stores, the others multiply. A consumer
+whose rows are past the end of their group only counts the steps of the tile, and its rows are not loaded: that boxes
+outside of a tensor are filled with zeros takes as long as loading them.
+
+    16-bit operands, codes with fast accumulation    128 x 256, two consumers
+    codes with split accumulation                    192 x 128, three: a sum and a step's product fit their registers,
+                                                     and while one scales and adds its product, the others multiply
+
+Scales of blocks have a role of their own: one warp copies (cp.async) those of the rows of a step to its stage and,
+behind them, that of its columns, 64 times.
+
+The queue: half-empty tiles take less time than others, so programs take the next tile when they are free. The loading
+warp takes its number from a counter in memory, and hands it on in shared memory, in one of SLOTS after the other. It is
+at most STAGES steps ahead of all others, and a tile has a step, so no slot is written before all have read it. Without
+a counter all know their tiles: those that the number of programs are apart. Then programs read the same operands at the
+same time, for as long as tiles are full, which is faster for scales of blocks and many rows.
+
+Barriers: a stage is used for the u-th time in phase u % 2 of its barriers. `full`: an arrival, the bytes of a stage,
+and an arrival of each lane that copies scales. `empty`: an arrival of each consumer. Before use u those who load wait
+for phase (u - 1) % 2 of `empty`, which has passed at the start.
+
+Loops over steps start at 0: with loops from `step` to `step + num_steps`, Triton 3.6 compiled split accumulation as if
+`step` were 0 in every tile.
+
+Import this only where `recipes.triton.gates.why_no_gluon` says None.
+"""
+# T rows, G groups, R summed features, C features that come out
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ops.kernels.grouped_gemm.high_precision_nt_gluon import sizes_of, split_columns, wait_for_loads, with_layout
+from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES, MOST_QUEUED_STAGES, GroupedGemmConfig
+from ops.kernels.grouped_gemm.persistent_schedule import band, most_tiles, multiprocessors, tile_in_bands
+from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
+from ops.kernels.grouped_gemm.tile_rules_float8 import IN_ORDER_ROWS, GroupedFloat8Config
+from recipes.triton.launch import Launch, cdiv, next_power_of_2
+
+HEIGHT = 64  # rows of a consumer
+BOXES = 2  # of a consumer, on their way to the output
+SLOTS = gl.constexpr(MOST_QUEUED_STAGES + 2)  # of the queue
+
+
+# ------------------------------------------------------------------------------------------------- tiles of groups
+
+
+@gluon.jit
+def count_tiles(offsets_ptr, num_groups, ends, BLOCK_M: gl.constexpr):
+    """Writes to `ends` [GROUPS] how many tiles of BLOCK_M rows the groups up to and with each one have.
+
+    Of the warps of the program, before it is divided into roles.
+    """
+    GROUPS: gl.constexpr = ends.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([GROUPS // 128, 32], [32, 1], [4, 1], [1, 0])
+    offs_g = gl.expand_dims(gl.arange(0, GROUPS, gl.SliceLayout(1, layout)), 1)
+    count = gl.zeros([GROUPS], gl.int32, gl.SliceLayout(1, layout))
+    for start in range(0, num_groups, 32):
+        offs_h = start + gl.arange(0, 32, gl.SliceLayout(0, layout))
+        tiles = gl.cdiv(gl.maximum(sizes_of(offsets_ptr, offs_h, offs_h < num_groups), 0), BLOCK_M)
+        count += gl.sum(gl.where(gl.expand_dims(offs_h, 0) <= offs_g, gl.expand_dims(tiles, 0), 0), axis=1)
+    ends.store(count)
+
+
+@gluon.jit
+def read_ends(ends):
+    """[GROUPS], the same in every warp."""
+    layout: gl.constexpr = gl.BlockedLayout([ends.shape[0] // 32], [32], [gl.num_warps()], [0])
+    return ends.load(layout)
+
+
+@gluon.jit
+def find_rows(offsets_ptr, ends, m, BLOCK_M: gl.constexpr):
+    """(group, first row, rows of the group from there on) of the m-th tile along m. No warp needs another one."""
+    counted = read_ends(ends)
+    before = counted <= m
+    group = gl.sum(before.to(gl.int32), axis=0)
+    first_m = gl.max(gl.where(before, counted, 0), axis=0)
+    first = gl.load(offsets_ptr + group) + (m - first_m) * BLOCK_M
+    return group, first, (gl.load(offsets_ptr + group + 1) - first).to(gl.int32)
+
+
+# ----------------------------------------------------------------------------------------------------------- queue
+
+
+@gluon.jit
+def hand_on(queue, turn, tile):
+    """The tile that this program takes in this turn, to all who `take` it."""
+    _counter_ptr, numbers, handed = queue
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    numbers.index(turn % SLOTS).store(gl.full([1], tile, gl.int32, layout))
+    mbarrier.arrive(handed.index(turn % SLOTS))
+
+
+@gluon.jit
+def take(queue, turn):
+    counter_ptr, numbers, handed = queue
+    if counter_ptr is None:
+        tile = gl.program_id(0) + turn * gl.num_programs(0)
+    else:
+        mbarrier.wait(handed.index(turn % SLOTS), turn // SLOTS & 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        tile = gl.sum(numbers.index(turn % SLOTS).load(layout), axis=0)
+    return tile
+
+
+# --------------------------------------------------------------------------------------------------------- storing
+
+
+@gluon.jit
+def store_rows(
+    acc, out, staging, bias_ptr, scales_ptr, group, first, size, row, column, C,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Stores acc, with its bias, at row `row` of the `size` rows from `first` on and at this column, box by box."""
+    if acc.shape[1] > out.block_shape[3]:
+        left, right = split_columns(acc)
+        middle = column + acc.shape[1] // 2
+        store_rows(
+            left, out, staging, bias_ptr, scales_ptr, group, first, size, row, column, C, CONSUMER, CONSUMERS, 2 * PART
+        )
+        store_rows(
+            right, out, staging, bias_ptr, scales_ptr, group, first, size, row, middle, C, CONSUMER, CONSUMERS,
+            2 * PART + 1,
+        )  # fmt: skip
+    else:
+        if bias_ptr is not None:
+            offs_c = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+            bias = gl.load(bias_ptr + group.to(gl.int64) * C + offs_c, mask=offs_c < C, other=0.0).to(gl.float32)
+            bias = gl.expand_dims(bias, 0)
+            if scales_ptr is not None:
+                offs_t = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+                scales = gl.load(scales_ptr + first + offs_t, mask=offs_t < size, other=0.0).to(gl.float32)
+                bias = bias * gl.expand_dims(scales, 1)
+            acc = acc + bias
+        BOXES: gl.constexpr = staging.shape[0] // CONSUMERS
+        box = staging.index(CONSUMER * BOXES + PART % BOXES)
+        tma.store_wait(BOXES - 1)
+        box.store(acc.to(out.dtype))
+        fence_async_shared()
+        z, y, at = ragged_indices(first, size, row, 1)
+        tma.async_copy_shared_to_global(out, [z, y, at, column], box.reshape(out.block_shape))
+
+
+@gluon.jit
+def zero_tail(out, staging, offsets_ptr, rows, num_groups, C, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Zeros in the rows of no group, shared among the consumers of all programs."""
+    HEIGHT: gl.constexpr = out.block_shape[2]
+    WIDTH: gl.constexpr = out.block_shape[3]
+    first = gl.load(offsets_ptr + num_groups)
+    size = (rows - first).to(gl.int32)
+    if size > 0:
+        num_tiles_n = gl.cdiv(C, WIDTH)
+        num_tiles = gl.cdiv(size, HEIGHT) * num_tiles_n
+        tma.store_wait(0)
+        box = staging.index(CONSUMER * (staging.shape[0] // CONSUMERS))
+        layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+        box.store(gl.zeros([HEIGHT, WIDTH], out.dtype, layout))
+        fence_async_shared()
+        for tile in range(CONSUMERS * gl.program_id(0) + CONSUMER, num_tiles, CONSUMERS * gl.num_programs(0)):
+            z, y, at = ragged_indices(first, size, tile // num_tiles_n * HEIGHT, 1)
+            tma.async_copy_shared_to_global(out, [z, y, at, tile % num_tiles_n * WIDTH], box.reshape(out.block_shape))
+
+
+# ------------------------------------------------------------------------------------------------------ roles
+
+
+@gluon.jit
+def wait_for_room(empty, step):
+    """The stage of this step, once all consumers have freed it."""
+    STAGES: gl.constexpr = empty.shape[0]
+    mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
+    return step % STAGES
+
+
+@gluon.jit
+def free_stage(empty, step, pred=True):
+    """This consumer has done the step."""
+    mbarrier.arrive(empty.index(step % empty.shape[0]), pred=pred)
+
+
+@gluon.jit
+def load(a, b, given, TRANSPOSED: gl.constexpr, BAND: gl.constexpr):
+    stages, _staging, full, empty, queue, ends, offsets_ptr, sizes = given
+    a_stages, b_boxes, b_stages, _scale_stages = stages
+    counter_ptr, _numbers, _handed = queue
+    _rows, _num_groups, R, C = sizes
+    HEIGHT: gl.constexpr = a_stages.shape[1]
+    BLOCK_K: gl.constexpr = a_stages.shape[2]
+    BLOCK_N: gl.constexpr = b_stages.shape[1 if TRANSPOSED else 2]
+    BOXES: gl.constexpr = a_stages.shape[0] // full.shape[0]
+    PARTS: gl.constexpr = b_boxes.shape[0] // full.shape[0]
+    HALF: gl.constexpr = BLOCK_N // 2
+    of_a: gl.constexpr = a.block_type.nbytes
+    of_b: gl.constexpr = b.block_type.nbytes
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, lanes)
+    one = gl.full([32], 1, gl.int32, lanes)
+    num_tiles_m = gl.max(read_ends(ends), axis=0)
+    num_tiles_n = gl.cdiv(C, BLOCK_N)
+    step = 0
+    turn = 0
+    tile = gl.program_id(0)
+    if counter_ptr is not None:
+        hand_on(queue, turn, tile)
+    while tile < num_tiles_m * num_tiles_n:
+        if counter_ptr is not None:
+            # a number for one lane, which nothing waits for before the end of the tile
+            taken = gl.atomic_add(counter_ptr + lane, one, mask=lane == 0, sem="relaxed")
+        tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
+        group, first, size = find_rows(offsets_ptr, ends, tile_m, BOXES * HEIGHT)
+        z, y, row = ragged_indices(first, size, 0, 1)
+        column = tile_n * BLOCK_N
+        width = C - column
+        for r in range(0, R, BLOCK_K):
+            stage = wait_for_room(empty, step)
+            barrier = full.index(stage)
+            for i in gl.static_range(BOXES):
+                last = (size > i * HEIGHT) & ((size <= (i + 1) * HEIGHT) | (i + 1 == BOXES))
+                if PARTS == 2:
+                    mbarrier.expect(barrier, (i + 1) * of_a + of_b, pred=last & (width <= HALF))
+                    last = last & (width > HALF)
+                mbarrier.expect(barrier, (i + 1) * of_a + PARTS * of_b, pred=last)
+            for i in gl.static_range(PARTS):
+                b_box = b_boxes.index(stage * PARTS + i).reshape(b.block_shape)
+                at = column + i * HALF
+                has_columns = i == 0 or width > HALF
+                if TRANSPOSED:
+                    tma.async_copy_global_to_shared(b, [group, at, r], barrier, b_box, pred=has_columns)
+                else:
+                    tma.async_copy_global_to_shared(b, [group, r, at], barrier, b_box, pred=has_columns)
+            for i in gl.static_range(BOXES):
+                a_box = a_stages.index(stage * BOXES + i).reshape(a.block_shape)
+                tma.async_copy_global_to_shared(a, [z, y, row + i * HEIGHT, r], barrier, a_box, pred=size > i * HEIGHT)
+            step += 1
+        turn += 1
+        if counter_ptr is None:
+            tile += gl.num_programs(0)
+        else:
+            tile = gl.num_programs(0) + gl.sum(gl.where(lane == 0, taken, 0), axis=0)
+            hand_on(queue, turn, tile)
+
+
+@gluon.jit
+def load_scales(given, scales, BAND: gl.constexpr):
+    """Those of BLOCK_M rows, then that of the columns. Rows past their group get some scale, and are not stored."""
+    stages, _staging, full, empty, queue, ends, offsets_ptr, sizes = given
+    a_stages, _b_boxes, b_stages, scale_stages = stages
+    rows, _num_groups, R, C = sizes
+    a_scale_ptr, b_scale_ptr, _a_scale_stride, _b_scale_stride = scales
+    BLOCK_M: gl.constexpr = a_stages.shape[0] // full.shape[0] * a_stages.shape[1]
+    BLOCK_N: gl.constexpr = b_stages.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    offs = gl.arange(0, scale_stages.shape[1], layout)
+    num_tiles_m = gl.max(read_ends(ends), axis=0)
+    num_tiles_n = gl.cdiv(C, BLOCK_N)
+    num_steps = gl.cdiv(R, a_stages.shape[2])
+    step = 0
+    turn = 0
+    tile = take(queue, turn)
+    while tile < num_tiles_m * num_tiles_n:
+        tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
+        group, first, _size = find_rows(offsets_ptr, ends, tile_m, BLOCK_M)
+        of_rows = a_scale_ptr + gl.minimum(first + offs, rows - 1)
+        of_columns = b_scale_ptr + (group * gl.cdiv(C, BLOCK_N) + tile_n) * num_steps
+        for s in range(num_steps):
+            stage = wait_for_room(empty, step)
+            at = gl.where(offs < BLOCK_M, of_rows + gl.cast(s, gl.int64) * rows, of_columns + s)
+            async_copy.async_copy_global_to_shared(scale_stages.index(stage), at)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            step += 1
+        turn += 1
+        tile = take(queue, turn)
+
+
+@gluon.jit
+def add_scaled(acc, product, scale):
+    """acc + product * scale[:, None], rounded once; in assembly, so that it stays before the next product."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product, gl.expand_dims(scale, 1), acc],
+        dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def sum_products(
+    given, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCKWISE: gl.constexpr,
+    PROMOTE: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Those of this consumer's rows and the first WIDTH columns of a tile."""
+    stages, _staging, full, empty, _queue, _ends, _offsets_ptr, _sizes = given
+    a_stages, _b_boxes, b_stages, scale_stages = stages
+    HEIGHT: gl.constexpr = a_stages.shape[1]
+    CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, WIDTH, 256 // a_stages.dtype.primitive_bitwidth]
+    )
+    acc = gl.zeros([HEIGHT, WIDTH], gl.float32, layout)
+    for s in range(num_steps):
+        stage = wait_for_loads(full, step + s)
+        a_stage = a_stages.index(stage * CONSUMERS + CONSUMER)
+        if TRANSPOSED:
+            b_stage = b_stages.index(stage).slice(0, WIDTH, 0).permute([1, 0])
+        else:
+            b_stage = b_stages.index(stage).slice(0, WIDTH, 1)
+        if PROMOTE:
+            zero = gl.zeros([HEIGHT, WIDTH], gl.float32, layout)
+            product = warpgroup_mma(a_stage, b_stage, zero, use_acc=False, is_async=True)
+            if BLOCKWISE:
+                of_step = scale_stages.index(stage)
+                scale = of_step.slice(CONSUMER * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
+                scale *= of_step.slice(CONSUMERS * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
+            product = warpgroup_mma_wait(0, deps=[product])
+            free_stage(empty, step + s)
+            if BLOCKWISE:
+                acc = add_scaled(acc, product, scale)
+            else:
+                acc = acc + product
+        else:
+            acc = warpgroup_mma(a_stage, b_stage, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            free_stage(empty, step + s - 1, pred=s > 0)
+    if not PROMOTE:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        free_stage(empty, step + num_steps - 1, pred=num_steps > 0)
+    return acc
+
+
+@gluon.jit
+def finish(acc, out, given, scales, added, group, first, size, column, CONSUMER: gl.constexpr, BLOCKWISE: gl.constexpr):
+    """Scales and stores what `sum_products` gave."""
+    stages, staging, full, _empty, _queue, _ends, _offsets_ptr, sizes = given
+    _rows, _num_groups, _R, C = sizes
+    a_scale_ptr, b_scale_ptr, a_scale_stride, b_scale_stride = scales
+    bias_ptr, scales_ptr = added
+    HEIGHT: gl.constexpr = acc.shape[0]
+    if not BLOCKWISE:  # one after the other, as `scale_sums`
+        if a_scale_ptr is not None:
+            acc = acc * gl.load(a_scale_ptr + group * a_scale_stride)
+        if b_scale_ptr is not None:
+            acc = acc * gl.load(b_scale_ptr + group * b_scale_stride)
+    store_rows(
+        acc, out, staging, bias_ptr, scales_ptr, group, first, size, CONSUMER * HEIGHT, column, C, CONSUMER,
+        stages[0].shape[0] // full.shape[0], 0,
+    )  # fmt: skip
+
+
+@gluon.jit
+def multiply(
+    out, given, scales, added, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCKWISE: gl.constexpr,
+    PROMOTE: gl.constexpr, BAND: gl.constexpr,
+):  # fmt: skip
+    stages, staging, full, empty, queue, ends, offsets_ptr, sizes = given
+    a_stages, _b_boxes, b_stages, _scale_stages = stages
+    rows, num_groups, R, C = sizes
+    HEIGHT: gl.constexpr = a_stages.shape[1]
+    CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
+    BLOCK_N: gl.constexpr = b_stages.shape[1 if TRANSPOSED else 2]
+    HALF: gl.constexpr = BLOCK_N // 2
+    num_tiles_m = gl.max(read_ends(ends), axis=0)
+    num_tiles_n = gl.cdiv(C, BLOCK_N)
+    num_steps = gl.cdiv(R, a_stages.shape[2])
+    step = 0
+    turn = 0
+    tile = take(queue, turn)
+    while tile < num_tiles_m * num_tiles_n:
+        tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
+        group, first, size = find_rows(offsets_ptr, ends, tile_m, CONSUMERS * HEIGHT)
+        column = tile_n * BLOCK_N
+        if CONSUMER > 0 and CONSUMER * HEIGHT >= size:
+            for s in range(num_steps):
+                wait_for_loads(full, step + s)
+                free_stage(empty, step + s)
+        elif PROMOTE or C - column > HALF:
+            whole = sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, BLOCKWISE, PROMOTE, BLOCK_N)
+            finish(whole, out, given, scales, added, group, first, size, column, CONSUMER, BLOCKWISE)
+        else:
+            left = sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, BLOCKWISE, PROMOTE, HALF)
+            finish(left, out, given, scales, added, group, first, size, column, CONSUMER, BLOCKWISE)
+        step += num_steps
+        turn += 1
+        tile = take(queue, turn)
+    zero_tail(out, staging, offsets_ptr, rows, num_groups, C, CONSUMER, CONSUMERS)
+    tma.store_wait(0)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernel
+
+
+@gluon.jit(do_not_specialize=["rows", "num_groups"])
+def m_grouped_gluon_kernel(
+    a,  # [T, R]: descriptor of boxes HEIGHT x BLOCK_K, ragged along T
+    b,  # [G, C, R], or [G, R, C]: descriptor of boxes as wide as the tile if PROMOTE, else half as wide
+    out,  # [T, C]: descriptor of boxes HEIGHT rows high, ragged along T
+    a_scale_ptr,  # [G], a_scale_stride apart, or None; or [ceil(R/128), T] if BLOCKWISE
+    b_scale_ptr,  # [G], b_scale_stride apart, or None; or [G, ceil(C/128), ceil(R/128)]
+    offsets_ptr,  # [G + 1] int64
+    bias_ptr,  # [G, C] or None
+    scales_ptr,  # [T] or None
+    counter_ptr,  # [1] int32, 0, or None
+    rows,
+    num_groups,
+    R,
+    C,
+    a_scale_stride,
+    b_scale_stride,
+    TRANSPOSED: gl.constexpr,  # b is [G, C, R]
+    BLOCKWISE: gl.constexpr,
+    PROMOTE: gl.constexpr,  # three consumers, else two
+    BOXES: gl.constexpr,  # of each consumer, on their way to out
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+    GROUPS: gl.constexpr,
+):
+    """out[t, c] = sum_r a[t, r] b[g, c, r] + scales[t] bias[g, c], tile after tile of one group; rows of none: 0.
+
+    Products of codes are multiplied by their scales before they are added, other sums by what a_scale holds.
+    """
+    HEIGHT: gl.constexpr = a.block_shape[2]
+    CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
+    SCALES: gl.constexpr = BLOCK_M + HEIGHT if BLOCKWISE else 1
+    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(a.block_shape[2:], a.dtype)
+    PARTS: gl.constexpr = 1 if PROMOTE else 2
+    B_STAGE: gl.constexpr = [BLOCK_N, BLOCK_K] if TRANSPOSED else [BLOCK_K, BLOCK_N]
+    b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b.block_shape[1:], b.dtype)
+    box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(out.block_shape[2:], out.dtype)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    a_stages = gl.allocate_shared_memory(a.dtype, [CONSUMERS * STAGES, HEIGHT, BLOCK_K], a_layout)
+    b_boxes = gl.allocate_shared_memory(b.dtype, [PARTS * STAGES, b.block_shape[1], b.block_shape[2]], b_layout)
+    b_stages = b_boxes._reinterpret(b.dtype, [STAGES, B_STAGE[0], B_STAGE[1]], b_layout)
+    scale_stages = gl.allocate_shared_memory(gl.float32, [STAGES, SCALES], plain)
+    staging = gl.allocate_shared_memory(out.dtype, [CONSUMERS * BOXES, HEIGHT, out.block_shape[3]], box_layout)
+    ends = gl.allocate_shared_memory(gl.int32, [GROUPS], plain)
+    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], plain)
+    handed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=33 if BLOCKWISE else 1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(handed.index(i), count=1)
+    fence_async_shared()
+    count_tiles(offsets_ptr, num_groups, ends, BLOCK_M)
+    stages = a_stages, b_boxes, b_stages, scale_stages
+    queue = counter_ptr, numbers, handed
+    sizes = rows, num_groups, R, C
+    given = stages, staging, full, empty, queue, ends, offsets_ptr, sizes
+    scales = a_scale_ptr, b_scale_ptr, a_scale_stride, b_scale_stride
+    added = bias_ptr, scales_ptr
+    # Registers of a thread of each role but the first one's: no spills.
+    if BLOCKWISE:
+        gl.warp_specialize(
+            [
+                (multiply, (out, given, scales, added, 0, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (out, given, scales, added, 1, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (out, given, scales, added, 2, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
+                (load, (a, b, given, TRANSPOSED, BAND)),
+                (load_scales, (given, scales, BAND)),
+            ],
+            [4, 4, 1, 1],
+            [160, 160, 40, 40],
+        )
+    elif PROMOTE:
+        gl.warp_specialize(
+            [
+                (multiply, (out, given, scales, added, 0, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (out, given, scales, added, 1, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (out, given, scales, added, 2, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
+                (load, (a, b, given, TRANSPOSED, BAND)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (out, given, scales, added, 0, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (out, given, scales, added, 1, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
+                (load, (a, b, given, TRANSPOSED, BAND)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- launcher
+
+_m_grouped = Launch(m_grouped_gluon_kernel)
+
+
+def m_grouped_gluon(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    out: Tensor,
+    config: GroupedGemmConfig | GroupedFloat8Config,
+    *,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None = None,
+    transposed: bool = True,
+    promote: bool = False,
+    boxes: int = BOXES,
+) -> None:
+    """Launches TN (transposed) or NN, of tensors that `takes_descriptors` takes.
+
+    a_scale, b_scale: of codes, per tensor [G], or of 1x128 and 128x128 blocks; a_scale else: alpha [G] or None.
+    config: a tile of two consumers or, to promote, of three. boxes: of each, on their way to out.
+    """
+    (rows, R), G, C = a.shape, b.shape[0], out.shape[1]
+    blockwise = b_scale is not None and b_scale.dim() == 3
+    in_order = blockwise and rows >= IN_ORDER_ROWS * G
+    num_tiles = most_tiles(rows, G, config.block_m) * cdiv(C, config.block_n)
+    width = config.block_n if promote else config.block_n // 2
+    b_box = (width, config.block_k) if transposed else (config.block_k, width)
+    _m_grouped(
+        out,
+        min(num_tiles, multiprocessors(out)),
+        with_layout(ragged_descriptor(a, (HEIGHT, config.block_k), axis=0)),
+        with_layout(descriptor(b, (1, *b_box))),
+        with_layout(ragged_descriptor(out, (HEIGHT, BOX_BYTES // out.itemsize), axis=0)),
+        a_scale,
+        b_scale,
+        offsets,
+        bias,
+        scales,
+        None if in_order else torch.zeros(1, dtype=torch.int32, device=out.device),
+        rows,
+        G,
+        R,
+        C,
+        1 if a_scale is None else a_scale.stride(0),
+        1 if b_scale is None else b_scale.stride(0),
+        TRANSPOSED=transposed,
+        BLOCKWISE=blockwise,
+        PROMOTE=promote,
+        BOXES=boxes,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        STAGES=config.num_stages,
+        BAND=band(config.block_m),
+        GROUPS=max(128, next_power_of_2(G)),
+        num_warps=4,  # the others are those of roles
+    )

@@ -1,0 +1,124 @@
+"""TN and NN of 16-bit operands in Gluon: the same bits as in Triton, on a GPU, and which products take it."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops.kernels.grouped_gemm import high_precision
+from ops.kernels.grouped_gemm.high_precision import m_grouped_triton
+from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS, Gemm, why_not_tile
+from ops.kernels.grouped_gemm.tile_rules import QUEUED_IN_GLUON, QUEUED_ROWS, m_grouped_config
+from recipes.tensors.splits import Splits
+from recipes.triton import gates
+from recipes.triton.replay import forget
+
+HOPPER = (9, 0)
+
+
+def config(rows_a_group=QUEUED_ROWS, *, groups=8, dtype=torch.bfloat16, out_dtype=torch.bfloat16, **about):
+    settings = {"descriptors": True, "capability": HOPPER, "gluon": True} | about
+    return m_grouped_config(
+        rows_a_group * groups, groups, dtype, out_dtype=out_dtype, tf32=False, aligned=True, **settings
+    )  # fmt: skip
+
+
+def test_it_is_for_many_rows_of_16_bits():
+    assert config() == config(dtype=torch.float16) == config(groups=GLUON_GROUPS) == QUEUED_IN_GLUON
+    assert config(1, batch_invariant=True) == QUEUED_IN_GLUON and config(out_dtype=torch.float32).box == 64
+    others = (
+        config(QUEUED_ROWS - 1), config(groups=GLUON_GROUPS + 1), config(gluon=False), config(descriptors=False),
+        config(capability=(10, 0)), config(dtype=torch.float32, out_dtype=torch.float32),
+    )  # fmt: skip
+    assert not any(other.gluon for other in others)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_its_tile_fits(out_dtype, monkeypatch):
+    monkeypatch.setattr("ops.kernels.grouped_gemm.measured_tiles.why_no_gluon", lambda capability: None)
+    gemm = Gemm("TN", torch.bfloat16, out_dtype, False, GLUON_GROUPS, 1024, 1024)
+    assert why_not_tile(config(out_dtype=out_dtype), gemm, HOPPER) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("to_float32", [False, True])
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.one_of(
+        st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 127, 128, 129, 500, 2000]), min_size=1, max_size=140),
+        st.lists(st.sampled_from([0, 1, 64, 200]), min_size=500, max_size=GLUON_GROUPS),
+    ),
+    tail=st.sampled_from([0, 1, 200]),
+    R=st.sampled_from([8, 64, 72, 256, 640, 1920]),
+    C=st.sampled_from([8, 64, 120, 128, 136, 256, 392, 704, 1024]),
+    extras=st.sampled_from([(False, False, False), (True, False, False), (True, True, False), (True, True, True)]),
+    seed=st.integers(0, 2**31),
+)
+def test_the_same_bits_as_in_triton(transposed, dtype, to_float32, sizes, tail, R, C, extras, seed):
+    torch.manual_seed(seed)
+    rows, G = sum(sizes) + tail, len(sizes)
+    splits = Splits.make(sizes, rows=rows, device="cuda")
+    a = torch.randn(rows, R, device="cuda", dtype=dtype)
+    w = torch.randn(G, *((C, R) if transposed else (R, C)), device="cuda", dtype=dtype)
+    made = torch.randn(G, C, device="cuda", dtype=dtype), torch.randn(rows, device="cuda"), torch.rand(G, device="cuda")
+    bias, scales, alpha = (one if wanted else None for one, wanted in zip(made, extras, strict=True))
+    # Rows of no group may be anything, and so may alpha of a group without rows.
+    a[sum(sizes) :] = torch.nan
+    if scales is not None:
+        scales[sum(sizes) :] = torch.nan
+    if alpha is not None:
+        alpha[torch.tensor(sizes, device="cuda") == 0] = torch.nan
+
+    def product():
+        out = torch.full((rows, C), 7.0, dtype=torch.float32 if to_float32 else dtype, device="cuda")
+        m_grouped_triton(a, w, splits.offsets, bias, scales, alpha, out, transposed, False, True)
+        return out
+
+    forget()
+    with patch.object(high_precision, "m_grouped_gluon", wraps=high_precision.m_grouped_gluon) as gluon:
+        y = product()
+    again = [product() for _ in range(3)]
+    # What is repeated does not ask again which kernel runs.
+    with patch.object(high_precision, "why_no_gluon", lambda capability: "In Triton."):
+        forget()
+        expected = product()
+    forget()
+    assert gluon.called == bool(rows)
+    assert all(torch.equal(y, other) for other in again)
+    assert torch.equal(y, expected) and not y[sum(sizes) :].any()
+
+
+@pytest.mark.gpu
+def test_a_captured_product_takes_other_splits():
+    if gates.why_no_gluon(torch.cuda.get_device_capability()) is not None:
+        pytest.skip(gates.why_no_gluon(torch.cuda.get_device_capability()))
+    G, rows, R, C = 40, 40 * QUEUED_ROWS, 512, 640
+    a, w = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((rows, R), (G, C, R)))
+    out = torch.empty(rows, C, device="cuda", dtype=torch.bfloat16)
+    offsets = Splits.make([QUEUED_ROWS] * G, rows=rows, device="cuda").offsets.clone()
+
+    def product():
+        m_grouped_triton(a, w, offsets, None, None, None, out, True, False)
+
+    product()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product()
+    for seed in range(50):
+        torch.manual_seed(seed)
+        sizes = torch.multinomial(torch.rand(G), rows - seed, replacement=True).bincount(minlength=G)
+        offsets.copy_(Splits.make(sizes.tolist(), rows=rows, device="cuda").offsets)
+        out.fill_(7)
+        graph.replay()
+        replayed = out.clone()
+        product()
+        assert torch.equal(out, replayed)
+    owner = torch.arange(G, device="cuda").repeat_interleave(sizes.cuda())
+    for group in range(0, G, 7):
+        mine = (owner == group).nonzero()[:, 0]
+        expected = a[mine].double() @ w[group].double().T
+        torch.testing.assert_close(out[mine].double(), expected, rtol=1e-2, atol=0.2)
