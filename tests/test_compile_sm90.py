@@ -76,7 +76,7 @@ GLUON = "gluon"  # the kernels in Gluon, with some others
 FIRST = "first"  # of each kernel the first configuration alone, of values and of codes
 GROUPS, MANY_GROUPS = 4, 128
 MANY_ROWS, FEW_ROWS, DECODE_ROWS = 1024, 128, 8
-ALIGNED, ODD = (256, 512), (250, 510)  # in and out features
+ALIGNED, ODD, HALF_TILES = (256, 512), (250, 510), (384, 640)  # in and out features
 NORM_WIDTHS = (*(2**n for n in range(16)), 4095, 100_000)
 LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory
 # Of one of Hopper's multiprocessors, and what each of its programs has besides its own.
@@ -97,7 +97,7 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
         y, dx = torch.empty(rows, N, dtype=out_dtype), torch.empty(rows, K, dtype=out_dtype)
         grouped_gemm.m_grouped_triton(x, w, offsets, bias, scales, alpha, y, True, tf32)
         grouped_gemm.m_grouped_triton(dy, w, offsets, None, None, alpha, dx, False, tf32)
-    if rows == MANY_ROWS and features == ALIGNED:
+    if rows == MANY_ROWS and features == ALIGNED and dtype.itemsize == 2:
         launch_queued(dtype)
     dx = torch.empty_like(x)
     grouped_gemm.m_grouped_triton(no_descriptors[0], w, offsets, None, None, alpha, dx, False, tf32)
@@ -110,9 +110,8 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
 
 
 def launch_queued(dtype: torch.dtype) -> None:
-    """TN and NN of few and many groups that have many rows."""
-    K, N = ALIGNED
-    for groups in (GROUPS, 512):
+    """TN and NN of few and many groups that have many rows, and of columns that end in half a tile."""
+    for groups, (K, N) in product((GROUPS, 512), (ALIGNED, HALF_TILES)):
         rows = groups * QUEUED_ROWS
         x, dy, w = (torch.empty(shape, dtype=dtype) for shape in ((rows, K), (rows, N), (groups, N, K)))
         offsets, alpha = torch.zeros(groups + 1, dtype=torch.int64), torch.empty(groups)
@@ -212,8 +211,11 @@ def launch_grouped_gemm_float8(
             (row, square, False),
             (row, column, False),
         ):
-            for extras in ((None, None), (bias, scales)):
-                launch_tn(x, x_scale, w, w_scale, offsets, *extras, y, split)
+            for extras, with_or_without in product(
+                ((None, None), (bias, scales)), (contextlib.nullcontext, without_gluon)
+            ):
+                with with_or_without():
+                    launch_tn(x, x_scale, w, w_scale, offsets, *extras, y, split)
         K_out = K if features[1] == ALIGNED[1] else ODD[0]
         dy_T, x_T = torch.empty(N, columns, dtype=a.dtype), torch.empty(K_out, columns, dtype=b.dtype)
         blocks, dw = (torch.empty(columns // 128, N), torch.empty(columns // 128, K_out)), dw[..., :K_out].contiguous()
@@ -229,9 +231,9 @@ def launch_grouped_gemm_float8(
 
 def launch_float8_gluon(a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype) -> None:
     """TN of few and many groups that have many rows, per tensor and of 1x128 with 128x128, fast and split; and NT."""
-    for groups in (GROUPS, 256, 512):
-        width, one, offsets = 256, torch.empty(groups), torch.zeros(groups + 1, dtype=torch.int64)
-        w, square = torch.empty(groups, width, width, dtype=b), torch.empty(groups, 2, 2)
+    for groups, width in ((GROUPS, 256), (256, 256), (512, 256), (512, 384)):
+        one, offsets, blocks = torch.empty(groups), torch.zeros(groups + 1, dtype=torch.int64), width // 128
+        w, square = torch.empty(groups, width, width, dtype=b), torch.empty(groups, blocks, blocks)
         for rows in (groups * FEW_ROWS, groups * IN_ORDER_ROWS):  # by a queue, and of blocks in order
             bias, scales = torch.empty(groups, width), torch.empty(rows)
             x, y = torch.empty(rows, width, dtype=a), torch.empty(rows, width, dtype=out_dtype)
@@ -239,7 +241,7 @@ def launch_float8_gluon(a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype) 
                 for x_scale, w_scale, split in (
                     (one, one, False),
                     (one, one, True),
-                    (torch.empty(2, rows), square, False),
+                    (torch.empty(blocks, rows), square, False),
                 ):
                     arguments = x, x_scale, w, w_scale, offsets, *extras, y, split
                     grouped_gemm_float8.grouped_gemm_tn_float8_triton(*arguments)

@@ -75,9 +75,10 @@ def test_weight_gradients_are_for_scales_of_tensors_or_blocks_and_add_in_float32
     C=st.sampled_from([16, 128, 136, 256, 400, 1024]),
     extras=st.sampled_from([(False, False), (True, False), (True, True)]),
     forms=st.sampled_from([(E4M3, E4M3), (E5M2, E4M3)]),
+    in_order=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_the_same_bits_as_in_triton(layout, out_dtype, sizes, tail, R, C, extras, forms, seed):
+def test_the_same_bits_as_in_triton(layout, out_dtype, sizes, tail, R, C, extras, forms, in_order, seed):
     torch.manual_seed(seed)
     rows, G = sum(sizes) + tail, len(sizes)
     splits = Splits.make(sizes, rows=rows, device="cuda")
@@ -100,7 +101,8 @@ def test_the_same_bits_as_in_triton(layout, out_dtype, sizes, tail, R, C, extras
         )  # fmt: skip
 
     forget()
-    with patch.object(float8, "m_grouped_gluon", wraps=float8.m_grouped_gluon) as gluon:
+    fast = patch("ops.kernels.grouped_gemm.m_grouped_gluon.has_fast_memory", lambda x: in_order)
+    with fast, patch.object(float8, "m_grouped_gluon", wraps=float8.m_grouped_gluon) as gluon:
         y = product()
     # What is repeated does not ask again which kernel runs.
     with patch.object(float8, "why_no_gluon", lambda capability: "In Triton."):

@@ -1,5 +1,6 @@
 """TN and NN of 16-bit operands in Gluon: the same bits as in Triton, on a GPU, and which products take it."""
 
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -7,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops.kernels.grouped_gemm import high_precision
+from ops.kernels.grouped_gemm import high_precision, tile_rules
 from ops.kernels.grouped_gemm.high_precision import m_grouped_triton
 from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS, Gemm, why_not_tile
-from ops.kernels.grouped_gemm.tile_rules import QUEUED_IN_GLUON, QUEUED_ROWS, m_grouped_config
+from ops.kernels.grouped_gemm.tile_rules import QUEUED_IN_GLUON, QUEUED_ROWS, has_fast_memory, m_grouped_config
 from recipes.tensors.splits import Splits
 from recipes.triton import gates
 from recipes.triton.replay import forget
@@ -40,6 +41,15 @@ def test_its_tile_fits(out_dtype, monkeypatch):
     monkeypatch.setattr("ops.kernels.grouped_gemm.measured_tiles.why_no_gluon", lambda capability: None)
     gemm = Gemm("TN", torch.bfloat16, out_dtype, False, GLUON_GROUPS, 1024, 1024)
     assert why_not_tile(config(out_dtype=out_dtype), gemm, HOPPER) is None
+
+
+@pytest.mark.parametrize(("gibibytes", "fast"), [(80, False), (94, False), (96, False), (141, True)])
+def test_memory_is_fast_where_there_is_much_of_it(gibibytes, fast, monkeypatch):
+    assert has_fast_memory(torch.empty(0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tile_rules, "properties", lambda device: SimpleNamespace(total_memory=gibibytes * 10**9))
+    assert has_fast_memory() == fast
 
 
 @pytest.mark.gpu
@@ -79,9 +89,10 @@ def test_the_same_bits_as_in_triton(transposed, dtype, to_float32, sizes, tail, 
         return out
 
     forget()
-    with patch.object(high_precision, "m_grouped_gluon", wraps=high_precision.m_grouped_gluon) as gluon:
+    fast = patch.object(high_precision, "has_fast_memory", lambda x: True)  # on an H100 too
+    with fast, patch.object(high_precision, "m_grouped_gluon", wraps=high_precision.m_grouped_gluon) as gluon:
         y = product()
-    again = [product() for _ in range(3)]
+        again = [product() for _ in range(3)]
     # What is repeated does not ask again which kernel runs.
     with patch.object(high_precision, "why_no_gluon", lambda capability: "In Triton."):
         forget()
@@ -93,7 +104,8 @@ def test_the_same_bits_as_in_triton(transposed, dtype, to_float32, sizes, tail, 
 
 
 @pytest.mark.gpu
-def test_a_captured_product_takes_other_splits():
+def test_a_captured_product_takes_other_splits(monkeypatch):
+    monkeypatch.setattr(high_precision, "has_fast_memory", lambda x: True)
     if gates.why_no_gluon(torch.cuda.get_device_capability()) is not None:
         pytest.skip(gates.why_no_gluon(torch.cuda.get_device_capability()))
     G, rows, R, C = 40, 40 * QUEUED_ROWS, 512, 640

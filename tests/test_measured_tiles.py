@@ -243,8 +243,9 @@ def lines(dtype=torch.bfloat16, *, recipe=None, path=None, main_grad=False) -> l
 def on(monkeypatch):
     """Says that there is a GPU of this compute capability, and whether Gluon runs on it."""
 
-    def set_capability(*capability, gluon=False):
+    def set_capability(*capability, gluon=False, fast_memory=True):
         monkeypatch.setattr(grouped_gemm_tiles, "why_no_gluon", lambda capability: None if gluon else "No.")
+        monkeypatch.setattr(grouped_gemm_tiles, "has_fast_memory", lambda: fast_memory)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
@@ -307,6 +308,9 @@ def test_explain_names_gluon(on):
         found = lines(main_grad=main_grad)
         fewer = f"fprop and dgrad below 384 rows a group {rows}, fprop and dgrad below 96 rows"
         assert found and all(f"{words}, {fewer}" in line for line in found)
+    on(*HOPPER, gluon=True, fast_memory=False)
+    found, few = lines(), "fprop and dgrad below 96 rows"
+    assert found and all(f"{rows}, wgrad 128x256x32, 8 warps, 8 stages in Gluon, {few}" in line for line in found)
 
 
 @pytest.mark.parametrize(("options", "words"), PLANS.values(), ids=PLANS)

@@ -66,6 +66,7 @@ from ops.kernels.grouped_gemm.pointers_triton import k_grouped_kernel, m_grouped
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules import (
     allow_tf32,
+    has_fast_memory,
     k_grouped_config,
     m_grouped_config,
     uses_descriptors,
@@ -396,7 +397,7 @@ def m_grouped_triton(
         aligned=aligned,
         descriptors=tma,
         capability=capability(out),
-        gluon=why_no_gluon(capability(out)) is None,
+        gluon=why_no_gluon(capability(out)) is None and has_fast_memory(out),
         batch_invariant=batch_invariant,
     )
     if config.gluon:

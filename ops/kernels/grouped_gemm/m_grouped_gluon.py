@@ -3,7 +3,8 @@
 A program takes tile after tile. One warp loads (TMA) into a ring of stages, consumers of four warps multiply (wgmma),
 each 64 rows of the tile by all of its columns, and store their rows: while one stores, the others multiply. A consumer
 whose rows are past the end of their group only counts the steps of the tile, and its rows are not loaded: that boxes
-outside of a tensor are filled with zeros takes as long as loading them.
+outside of a tensor are filled with zeros takes as long as loading them. Nor is the second half of the last columns, if
+there is nothing in it and consumers are two.
 
     16-bit operands, codes with fast accumulation    128 x 256, two consumers
     codes with split accumulation                    192 x 128, three: a sum and a step's product fit their registers,
@@ -15,8 +16,7 @@ behind them, that of its columns, 64 times.
 The queue: half-empty tiles take less time than others, so programs take the next tile when they are free. The loading
 warp takes its number from a counter in memory, and hands it on in shared memory, in one of SLOTS after the other. It is
 at most STAGES steps ahead of all others, and a tile has a step, so no slot is written before all have read it. Without
-a counter all know their tiles: those that the number of programs are apart. Then programs read the same operands at the
-same time, for as long as tiles are full, which is faster for scales of blocks and many rows.
+a counter all know their tiles: those that the number of programs are apart.
 
 Barriers: a stage is used for the u-th time in phase u % 2 of its barriers. `full`: an arrival, the bytes of a stage,
 and an arrival of each lane that copies scales. `empty`: an arrival of each consumer. Before use u those who load wait
@@ -46,6 +46,7 @@ from ops.kernels.grouped_gemm.high_precision_nt_gluon import sizes_of, split_col
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES, MOST_QUEUED_STAGES, GroupedGemmConfig
 from ops.kernels.grouped_gemm.persistent_schedule import band, most_tiles, multiprocessors, tile_in_bands
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
+from ops.kernels.grouped_gemm.tile_rules import has_fast_memory
 from ops.kernels.grouped_gemm.tile_rules_float8 import IN_ORDER_ROWS, GroupedFloat8Config
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
 
@@ -363,11 +364,12 @@ def multiply(
     PROMOTE: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     stages, staging, full, empty, queue, ends, offsets_ptr, sizes = given
-    a_stages, _b_boxes, b_stages, _scale_stages = stages
+    a_stages, b_boxes, b_stages, _scale_stages = stages
     rows, num_groups, R, C = sizes
     HEIGHT: gl.constexpr = a_stages.shape[1]
     CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
     BLOCK_N: gl.constexpr = b_stages.shape[1 if TRANSPOSED else 2]
+    PARTS: gl.constexpr = b_boxes.shape[0] // full.shape[0]
     HALF: gl.constexpr = BLOCK_N // 2
     num_tiles_m = gl.max(read_ends(ends), axis=0)
     num_tiles_n = gl.cdiv(C, BLOCK_N)
@@ -383,7 +385,7 @@ def multiply(
             for s in range(num_steps):
                 wait_for_loads(full, step + s)
                 free_stage(empty, step + s)
-        elif PROMOTE or C - column > HALF:
+        elif PARTS == 1 or C - column > HALF:
             whole = sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, BLOCKWISE, PROMOTE, BLOCK_N)
             finish(whole, out, given, scales, added, group, first, size, column, CONSUMER, BLOCKWISE)
         else:
@@ -402,7 +404,7 @@ def multiply(
 @gluon.jit(do_not_specialize=["rows", "num_groups"])
 def m_grouped_gluon_kernel(
     a,  # [T, R]: descriptor of boxes HEIGHT x BLOCK_K, ragged along T
-    b,  # [G, C, R], or [G, R, C]: descriptor of boxes as wide as the tile if PROMOTE, else half as wide
+    b,  # [G, C, R], or [G, R, C]: descriptor of boxes as wide as the tile, half if NARROW
     out,  # [T, C]: descriptor of boxes HEIGHT rows high, ragged along T
     a_scale_ptr,  # [G], a_scale_stride apart, or None; or [ceil(R/128), T] if BLOCKWISE
     b_scale_ptr,  # [G], b_scale_stride apart, or None; or [G, ceil(C/128), ceil(R/128)]
@@ -419,6 +421,7 @@ def m_grouped_gluon_kernel(
     TRANSPOSED: gl.constexpr,  # b is [G, C, R]
     BLOCKWISE: gl.constexpr,
     PROMOTE: gl.constexpr,  # three consumers, else two
+    NARROW: gl.constexpr,  # the last of the columns fill half a tile at most: b comes in boxes of half a tile
     BOXES: gl.constexpr,  # of each consumer, on their way to out
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -435,7 +438,7 @@ def m_grouped_gluon_kernel(
     CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
     SCALES: gl.constexpr = BLOCK_M + HEIGHT if BLOCKWISE else 1
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(a.block_shape[2:], a.dtype)
-    PARTS: gl.constexpr = 1 if PROMOTE else 2
+    PARTS: gl.constexpr = 2 if NARROW else 1
     B_STAGE: gl.constexpr = [BLOCK_N, BLOCK_K] if TRANSPOSED else [BLOCK_K, BLOCK_N]
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b.block_shape[1:], b.dtype)
     box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(out.block_shape[2:], out.dtype)
@@ -495,7 +498,7 @@ def m_grouped_gluon_kernel(
                 (load, (a, b, given, TRANSPOSED, BAND)),
             ],
             [4, 1],
-            [232, 40],
+            [224, 56],
         )
 
 
@@ -526,9 +529,10 @@ def m_grouped_gluon(
     """
     (rows, R), G, C = a.shape, b.shape[0], out.shape[1]
     blockwise = b_scale is not None and b_scale.dim() == 3
-    in_order = blockwise and rows >= IN_ORDER_ROWS * G
+    in_order = blockwise and rows >= IN_ORDER_ROWS * G and has_fast_memory(out)
     num_tiles = most_tiles(rows, G, config.block_m) * cdiv(C, config.block_n)
-    width = config.block_n if promote else config.block_n // 2
+    narrow = not promote and 0 < C % config.block_n <= config.block_n // 2
+    width = config.block_n // 2 if narrow else config.block_n
     b_box = (width, config.block_k) if transposed else (config.block_k, width)
     _m_grouped(
         out,
@@ -551,6 +555,7 @@ def m_grouped_gluon(
         TRANSPOSED=transposed,
         BLOCKWISE=blockwise,
         PROMOTE=promote,
+        NARROW=narrow,
         BOXES=boxes,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

@@ -7,18 +7,36 @@ A table of measured tiles (`tiles`) comes before it.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS, Gemm, GroupedGemmConfig
 from ops.kernels.grouped_gemm.persistent_schedule import MOST_GROUPS
 from recipes.triton.gates import why_no_gluon
+from recipes.triton.launch import properties
 
 FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
 DECODE_ROWS = 16  # with fewer, weights take longer to read than to multiply: more of them are on their way at once
-# A group, on average: with 256 the kernel in Gluon for TN and NN is up to 21 % slower than Triton's, with 384 up to 4 %
-# faster (`bench/results/tuning.md`).
+# A group, on average: on an H200, with 256 the kernel in Gluon for TN and NN is up to 21 % slower than Triton's, with 384
+# up to 4 % faster (`bench/results/tuning.md`).
 QUEUED_ROWS = 384
 # A group, on average: with fewer, what is added to float32 in Gluon is fetched, for L2 adds too slowly.
 MANY_ROWS = 1280
+
+
+# Bytes of memory: Hopper with more has HBM3e and reads 4.8 TB/s (H200), with less HBM3 and 3.35 to 4 (H100).
+FAST_MEMORY = 100 * 2**30
+
+
+def has_fast_memory(x: Tensor | None = None) -> bool:
+    """Whether the GPU of x, or torch's current one, has more than FAST_MEMORY; where there is none, as an H200.
+
+    By a queue (`m_grouped_gluon`) programs come to be at different places of their sums, and what several of them read
+    is then read from memory more often. For bf16 an H200 is up to 7 % faster so, an H100 up to 50 % slower.
+    """
+    if not (torch.cuda.is_available() if x is None else x.is_cuda):
+        return True
+    device = torch.cuda.current_device() if x is None else x.get_device()
+    return bool(properties(device).total_memory > FAST_MEMORY)
 
 
 def m_grouped_config(
@@ -39,7 +57,7 @@ def m_grouped_config(
 
     dtype: of the operands. aligned: see `is_aligned`. descriptors: see `takes_descriptors`, of all matrices, and at
     most MOST_GROUPS; then, for 16-bit operands on Hopper, the kernels on descriptors run. gluon: whether the one in
-    Gluon can run (`why_no_gluon`).
+    Gluon can run (`why_no_gluon`), on a GPU that has fast memory.
     """
     if batch_invariant:
         rows = MANY_ROWS * num_groups
@@ -96,11 +114,11 @@ def built_in_config(gemm: Gemm, rows: int, capability: tuple[int, int]) -> Group
         "aligned": N % 16 == K % 16 == 0,
         "descriptors": N * dtype.itemsize % 16 == K * dtype.itemsize % 16 == 0 and G <= MOST_GROUPS,
         "capability": capability,
-        "gluon": why_no_gluon(capability) is None,
     }
+    gluon = why_no_gluon(capability) is None
     if product == "NT":
-        return k_grouped_config(rows, G, dtype, accumulate=accumulate, **about)
-    return m_grouped_config(rows, G, dtype, **about)
+        return k_grouped_config(rows, G, dtype, accumulate=accumulate, gluon=gluon, **about)
+    return m_grouped_config(rows, G, dtype, gluon=gluon and has_fast_memory(), **about)
 
 
 def uses_descriptors(dtype: torch.dtype, descriptors: bool, capability: tuple[int, int]) -> bool:

@@ -11,8 +11,8 @@ from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS, MANY_ROWS
 from recipes.tensors.formats import ScaleLayout
 from recipes.triton.gates import why_no_gluon
 
-# A group, on average: from here on TN with scales of blocks takes tiles in a fixed order. Of 1365 and 2048 rows that is
-# 2 to 6 % faster than a queue, of 256 up to 41 % slower (`bench/results/tuning.md`).
+# A group, on average: from here on TN with scales of blocks takes tiles in a fixed order where memory is fast. Of 1365
+# and 2048 rows that is 3 to 7 % faster than a queue on an H200, of 256 rows slower (`bench/results/tuning.md`).
 IN_ORDER_ROWS = 384
 # Groups, in split accumulation: the ranks of more take registers of those who fetch what is added to.
 MOST_FETCHED = 256
