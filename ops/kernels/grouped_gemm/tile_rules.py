@@ -16,8 +16,8 @@ from recipes.triton.launch import properties
 
 FEW_ROWS = 96  # a group, on average: with fewer, tiles are half as high
 DECODE_ROWS = 16  # with fewer, weights take longer to read than to multiply: more of them are on their way at once
-# A group, on average: on an H200, with 256 the kernel in Gluon for TN and NN is up to 21 % slower than Triton's, with 384
-# up to 4 % faster (`bench/results/tuning.md`).
+# A group, on average, for TN and NN in Gluon: on an H200 that is up to 21 % slower than Triton with 256, and up to 4 %
+# faster with 384 (`bench/results/tuning.md`).
 QUEUED_ROWS = 384
 # A group, on average: with fewer, what is added to float32 in Gluon is fetched, for L2 adds too slowly.
 MANY_ROWS = 1280
