@@ -103,8 +103,8 @@ def check_fusion(
                     raise ValueError(f"The operations ask for {name!r}. Give its shape in extras.")
                 given[name] = _random(extras[name], dtype, device, generator)
         frozen = _frozen(fused, draw)
-        results = []
-        for sequential in (fused, unfused, exact):
+        results: list[_Result] = []
+        for sequential in (unfused, fused, exact):
             if sequential is None:
                 continue
             own = torch.float64 if sequential is exact else dtype
@@ -112,7 +112,8 @@ def check_fusion(
                 parameter.requires_grad_(name not in frozen)
             inputs = {n: _leaf(v, own, v.is_floating_point()) for n, v in given.items()}
             with poisoned_memory(), autocast(recipe=chosen):
-                results.append(_run(sequential, _leaf(x, own, draw % 4 != 3), inputs, outputs, draw, dtype))
+                alike = results[0] if sequential is fused else None
+                results.append(_run(sequential, _leaf(x, own, draw % 4 != 3), inputs, outputs, draw, dtype, alike))
         differences = _compare(*results) if exact is None else _compare_rounded(fusion, dtype, *results)
         splits = {name: value.tolist() for name, value in given.items() if kinds[name] is Splits}
         for difference in differences:
@@ -174,15 +175,20 @@ def poisoned_memory() -> Iterator[None]:
         settings.fill_uninitialized_memory = fill
 
 
+def _check_alike(name: str, actual: Tensor, expected: Tensor | None) -> None:
+    """Raise AssertionError if they differ in shape or dtype."""
+    if expected is not None and (actual.shape != expected.shape or actual.dtype != expected.dtype):
+        raise AssertionError(
+            f"{name} is {list(actual.shape)} {actual.dtype}, expected {list(expected.shape)} {expected.dtype}."
+        )
+
+
 def compare(name: str, actual: Tensor | None, expected: Tensor | None) -> Difference:
     """The largest difference and its index, and the RMS difference. NaN against a number counts as infinity."""
     if actual is None or expected is None:
         same = actual is expected
         return Difference(name, 0.0 if same else float("inf"), 0.0, (), 1.0)
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        raise AssertionError(
-            f"{name} is {list(actual.shape)} {actual.dtype}, expected {list(expected.shape)} {expected.dtype}."
-        )
+    _check_alike(name, actual, expected)
     a, b = actual.detach().double().cpu(), expected.detach().double().cpu()
     if a.numel() == 0:
         return Difference(name, 0.0, 0.0, (), 1.0)
@@ -227,8 +233,12 @@ def _run(
     outputs: Sequence[str],
     draw: int,
     dtype: torch.dtype,
+    alike: _Result | None,
 ) -> _Result:
-    """The outputs, and the gradients for random gradients of them that dtype holds."""
+    """The outputs, and the gradients for random gradients of them that dtype holds.
+
+    Raises AssertionError for outputs of other shapes or dtypes than those of `alike`.
+    """
     sequential.zero_grad()
     with torch.no_grad():
         without_grad = sequential(x, **extras)
@@ -236,6 +246,9 @@ def _run(
     y, made = y if outputs else (y, {})
     generator = torch.Generator().manual_seed(draw)
     heads = {"y": y, **made}
+    if alike is not None:
+        for name, head in heads.items():
+            _check_alike(name, head, alike.forward[name])
     weights = {n: _random(head.shape, dtype, head.device, generator).to(head.dtype) for n, head in heads.items()}
     roots = [head for head in heads.values() if head.requires_grad]
     torch.autograd.backward(roots, [weights[name] for name, head in heads.items() if head.requires_grad])
@@ -246,12 +259,12 @@ def _run(
     return _Result(made_forward, made_backward)
 
 
-def _compare(fused: _Result, unfused: _Result) -> list[Difference]:
+def _compare(unfused: _Result, fused: _Result) -> list[Difference]:
     return [compare(name, tensor, unfused.tensors[name]) for name, tensor in fused.tensors.items()]
 
 
 def _compare_rounded(
-    fusion: Fusion, dtype: torch.dtype, fused: _Result, unfused: _Result, exact: _Result
+    fusion: Fusion, dtype: torch.dtype, unfused: _Result, fused: _Result, exact: _Result
 ) -> list[Difference]:
     """What the fusion's passes compute against the exact results, all else against the unfused ones."""
     passes = {"forward": fused.forward, "backward": fused.backward}

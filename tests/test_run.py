@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -1050,6 +1051,42 @@ def test_a_declared_extra_output_that_is_not_returned_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match=r"In operation 0 \(Forgets\).* declares the extra output 'tapped', but"):
         Sequential(Forgets())(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "dx", [torch.ones(3), torch.ones(1, 3), torch.ones(4, 1), torch.ones(2, 4, 3), torch.tensor(1.0)]
+)
+def test_a_gradient_of_another_shape_than_x_is_an_error(dx: Tensor) -> None:
+    """It would be broadcast by the operation before, or summed by autograd."""
+
+    class Reduces(Spy):
+        def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            return dx, {}, {}
+
+    for sequential in (Sequential(Scale(), Reduces()), Sequential(Reduces(), Scale())):
+        y = sequential(torch.randn(4, 3, requires_grad=True))
+        message = (
+            rf"\(Reduces\): fuser_backward returned dx of shape {re.escape(str(tuple(dx.shape)))}, but x has \(4, 3\)"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            y.sum().backward()
+        assert all(parameter.grad is None for parameter in sequential.parameters())
+
+
+def test_what_is_no_tensor_is_named_where_it_is_returned() -> None:
+    class Nothing(Spy):
+        def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return None, {}
+
+    class Number(Spy):
+        def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            return 1.0, {}, {}
+
+    with pytest.raises(TypeError, match=r"In operation 0 \(Nothing\): fuser_forward returned a NoneType as y"):
+        Sequential(Nothing(), Scale())(torch.ones(2))
+    y = Sequential(Scale(), Number())(torch.ones(2, requires_grad=True))
+    with pytest.raises(TypeError, match=r"In operation 1 \(Number\): fuser_backward returned a float as dx"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -146,6 +146,8 @@ class WrongWhenFrozen(Right):
 
 
 class WrongShape(Right):
+    """Its dx has a wrong shape, too, but y is compared first."""
+
     def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
         y, outputs = super().fuser_forward(ctxs, x, extras)
         return y.unsqueeze(0), outputs

@@ -20,7 +20,7 @@ from ops.runner.saved import unflatten
 from recipes.first_forwards import ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.stack import Stack, reentered
-from recipes.tensors.quantized_handle import QuantizedHandle, at_container, with_dtype
+from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, at_container, with_dtype
 
 DOUBLE_BACKWARD = (
     "Double backward (create_graph=True) through a pipeline is not supported: its backward is written by hand. Call "
@@ -239,9 +239,23 @@ def _execute(step: _OperationBackward, contexts: list[OperationContext]) -> _Gra
             "gradients of the extra inputs by name)."
         )
     dx, d_params, d_inputs = result
+    _check_grad_input(dx, record.states[planned.indices[0]].shape)
     of_parameters = _by_slot(step, d_params if planned.fused else (d_params,))
     names, of_extras = _by_name(step.wiring, d_inputs)
     return _Gradients(dx, tuple(of_parameters), tuple(of_parameters.values()), names, of_extras)
+
+
+def _check_grad_input(dx: Any, shape: tuple[int, ...] | None) -> None:
+    """That it has the shape of x: another one would be broadcast by the operation before."""
+    if dx is None:
+        return
+    if not isinstance(dx, Tensor | Quantized):
+        raise TypeError(f"fuser_backward returned a {type(dx).__name__} as dx. Return a tensor of x's shape, or None.")
+    if shape is not None and tuple(dx.shape) != shape:
+        raise RuntimeError(
+            f"fuser_backward returned dx of shape {tuple(dx.shape)}, but x has {shape}. Return a gradient for each "
+            "element of x."
+        )
 
 
 def _repeat(

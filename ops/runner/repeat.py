@@ -49,13 +49,15 @@ class OperationState:
     values: of its context, and what it set there
     saved, weights: the specs of its `Saved` and of its quantized weights; count: of how many tensors both are
     repeats: whether forwards that are repeated leave this very object, so that backward may be repeated by it
+    shape: of the x that the step began with, in the state of its first operation; None where other calls share it
     """
 
-    __slots__ = ("count", "repeats", "saved", "values", "weights")
+    __slots__ = ("count", "repeats", "saved", "shape", "values", "weights")
 
     def __init__(self, values: dict[str, Any], saved: Spec, weights: Spec, count: int) -> None:
         self.values, self.saved, self.weights, self.count = values, saved, weights, count
         self.repeats = False
+        self.shape: tuple[int, ...] | None = None
 
     def forget_prototype(self, prototype: Mapping[str, Any]) -> None:
         """Keep what the operation set on its context alone, not what that was made from: other forwards leave it too.

@@ -39,7 +39,7 @@ from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
 from recipes.stack import current_updates, open_entries, recipe_in_use, records_amaxes
-from recipes.tensors.quantized_handle import QuantizedHandle, at_container, with_dtype
+from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, at_container, with_dtype
 from recipes.tensors.splits import Splits, offsets_alone
 
 Buffers = Mapping[int, Mapping[str, Tensor]]
@@ -400,8 +400,13 @@ class Call:
         result = step.of(self.operations).fuser_forward(contexts if step.fused else contexts[0], x, extras)
         if type(result) is not tuple or len(result) != 2:
             raise TypeError(f"fuser_forward returned a {type(result).__name__}. Return (y, {{name: extra output}}).")
+        if not isinstance(result[0], Tensor | Quantized):
+            raise TypeError(f"fuser_forward returned a {type(result[0]).__name__} as y. Return a tensor.")
+        first = len(states)
         with offsets_alone() if self.is_traced else _NOTHING:
             states += [left_by(context, kept) for context in contexts]
+        if not self.is_traced:  # what is traced serves calls of other shapes
+            states[first].shape = tuple(x.shape)
         return result
 
     def _repeat(self, repeated: RepeatedStep, wiring: Wiring, x: Any, lent: Any) -> tuple[Any, Mapping[str, Any]]:
