@@ -229,6 +229,7 @@ def load(a, b, given, TRANSPOSED: gl.constexpr, BAND: gl.constexpr):
             stage = wait_for_room(empty, step)
             barrier = full.index(stage)
             for i in gl.static_range(BOXES):
+                # of the boxes with rows
                 last = (size > i * HEIGHT) & ((size <= (i + 1) * HEIGHT) | (i + 1 == BOXES))
                 if PARTS == 2:
                     mbarrier.expect(barrier, (i + 1) * of_a + of_b, pred=last & (width <= HALF))

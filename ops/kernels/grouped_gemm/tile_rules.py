@@ -21,8 +21,6 @@ DECODE_ROWS = 16  # with fewer, weights take longer to read than to multiply: mo
 QUEUED_ROWS = 384
 # A group, on average: with fewer, what is added to float32 in Gluon is fetched, for L2 adds too slowly.
 MANY_ROWS = 1280
-
-
 # Bytes of memory: Hopper with more has HBM3e and reads 4.8 TB/s (H200), with less HBM3 and 3.35 to 4 (H100).
 FAST_MEMORY = 100 * 2**30
 
@@ -90,7 +88,7 @@ def k_grouped_config(
 ) -> GroupedGemmConfig:
     """Tiles of the kernel for NT. As above. accumulate: what is there needs registers and shared memory too.
 
-    Float32 has a fourth stage if little of a tile is in shared
+    gluon: whether its kernel can run (`why_no_gluon`). Float32 has a fourth stage if little of a tile is in shared
     memory at once.
     """
     if uses_descriptors(dtype, descriptors, capability):
