@@ -12,6 +12,7 @@ import traceback
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
+from weakref import ref
 
 import pytest
 import torch
@@ -380,6 +381,36 @@ def check_views_and_small_memory_are_addresses():
     assert outs[0] == x[10:].data_ptr() and made[0].second.data_ptr() == x[8:].data_ptr()
     assert outs[-1] == made[0].first.data_ptr() == outs[1] + 3 * 2**11 * 4
     assert outs[4] - outs[2] == outs[5] - outs[3] == 256 and made[0].first.dtype == torch.int32
+
+
+def check_a_buffer_is_freed_with_the_last_part_of_it():
+    living = []
+
+    def function(x):
+        runs.append("function")
+        first, second = torch.zeros(3), torch.zeros(5)
+        for part in (first, second):
+            launch_once(x, part, 2)
+        del part, first
+        tape.call_again(lambda: living.append(buffers[-1]() is not None))
+        del second
+        tape.call_again(lambda: living.append(buffers[-1]() is not None))
+        return torch.empty(2)
+
+    def zeros(*args, **settings):
+        made = allocate(*args, **settings)
+        buffers.append(ref(made))
+        return made
+
+    replays, x, buffers, allocate = Replays(function), torch.randn(16, 16), [], torch.zeros
+    torch.zeros = zeros
+    try:
+        replays(x), replays(x)
+        runs.clear(), living.clear(), buffers.clear()
+        replays(x)
+    finally:
+        torch.zeros = allocate
+    assert not runs and len(buffers) == 1 and living == [True, False]
 
 
 def check_memory_is_filled_where_torch_fills_it():
