@@ -1073,6 +1073,24 @@ def test_a_gradient_of_another_shape_than_x_is_an_error(dx: Tensor) -> None:
         assert all(parameter.grad is None for parameter in sequential.parameters())
 
 
+@pytest.mark.parametrize("gradient", [torch.ones(4, 3), torch.ones(1), torch.tensor(1.0)])
+def test_a_gradient_of_another_shape_than_its_parameter_is_an_error(gradient: Tensor) -> None:
+    class Offset(Spy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.offset = nn.Parameter(torch.zeros(3))
+
+        def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            return dy, {"offset": gradient}, {}
+
+    sequential = Sequential(Scale(), Offset())
+    shape = re.escape(str(tuple(gradient.shape)))
+    message = rf"In operation 1 \(Offset\): fuser_backward .* of shape {shape} .*'offset', which has \(3,\)"
+    with pytest.raises(RuntimeError, match=message):
+        sequential(torch.randn(4, 3)).sum().backward()
+    assert all(parameter.grad is None for parameter in sequential.parameters())
+
+
 def test_what_is_no_tensor_is_named_where_it_is_returned() -> None:
     class Nothing(Spy):
         def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:

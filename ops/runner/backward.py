@@ -331,7 +331,14 @@ def _by_slot(step: _OperationBackward, d_params: Sequence[Mapping[str, Any]]) ->
             if gradient is not None:
                 if name not in slots:
                     raise RuntimeError(_unknown("parameter", name, slots))
-                found[slots[name]] = gradient
+                slot = slots[name]
+                shape = step.record.parameters[slot].shape
+                if gradient.shape != shape:  # autograd would sum a larger one in silence
+                    raise RuntimeError(
+                        f"fuser_backward returned a gradient of shape {tuple(gradient.shape)} for the parameter "
+                        f"{name!r}, which has {tuple(shape)}."
+                    )
+                found[slot] = gradient
     return found
 
 
