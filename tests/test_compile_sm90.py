@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,17 +111,16 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
 
 def launch_queued(dtype: torch.dtype) -> None:
     """TN and NN of few and many groups that have many rows, and of columns that end in half a tile."""
-    for groups, (K, N) in product((GROUPS, 512), (ALIGNED, HALF_TILES)):
+    for groups, (K, N) in ((GROUPS, ALIGNED), (512, ALIGNED), (512, HALF_TILES)):
         rows = groups * QUEUED_ROWS
         x, dy, w = (torch.empty(shape, dtype=dtype) for shape in ((rows, K), (rows, N), (groups, N, K)))
         offsets, alpha = torch.zeros(groups + 1, dtype=torch.int64), torch.empty(groups)
         bias, scales = torch.empty(groups, N, dtype=dtype), torch.empty(rows)
         for out_dtype in (dtype, torch.float32):
             y, dx = torch.empty(rows, N, dtype=out_dtype), torch.empty(rows, K, dtype=out_dtype)
-            for extras in ((None, None, None), (bias, None, None), (bias, scales, alpha)):
+            for extras in ((None, None, None), (bias, scales, alpha)):
                 grouped_gemm.m_grouped_triton(x, w, offsets, *extras, y, True, False)
-            for factor in (None, alpha):
-                grouped_gemm.m_grouped_triton(dy, w, offsets, None, None, factor, dx, False, False)
+            grouped_gemm.m_grouped_triton(dy, w, offsets, None, None, alpha, dx, False, False)
 
 
 def launch_wgrads(rows: int, features: tuple[int, int], dtype: torch.dtype, tf32: bool) -> None:
@@ -200,7 +199,8 @@ def launch_grouped_gemm_float8(
         launch_tn(x, one, w, one, offsets, None, None, y, False)
         launch_tn(x, whole, w, vector, offsets, bias, scales, y, False)
         if rows == MANY_ROWS and features == ALIGNED:
-            launch_float8_gluon(a.dtype, b.dtype, out_dtype)
+            both_e4m3 = a == b == E4M3  # E5M2 is as wide
+            launch_float8_gluon(a.dtype, b.dtype, out_dtype, (GROUPS, 256, 512) if both_e4m3 else (GROUPS,))
         if rows == FEW_ROWS:  # only the fast accumulation of a few rows has tiles of its own
             continue
         for x_scale, w_scale, split in (
@@ -229,11 +229,14 @@ def launch_grouped_gemm_float8(
                         launch_nt(dy_T, dy_scale, x_T, x_scale, offsets, out, split, add)
 
 
-def launch_float8_gluon(a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype) -> None:
-    """TN of few and many groups that have many rows, per tensor and of 1x128 with 128x128, fast and split; and NT."""
-    for groups, width in ((GROUPS, 256), (256, 256), (512, 256), (512, 384)):
-        one, offsets, blocks = torch.empty(groups), torch.zeros(groups + 1, dtype=torch.int64), width // 128
-        w, square = torch.empty(groups, width, width, dtype=b), torch.empty(groups, blocks, blocks)
+def launch_float8_gluon(
+    a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype, of_groups: Sequence[int] = (GROUPS, 256, 512)
+) -> None:
+    """TN of groups that have many rows, per tensor and of 1x128 with 128x128, fast and split; and NT."""
+    width, half_tiles = 256, 384
+    for groups in of_groups:
+        one, offsets = torch.empty(groups), torch.zeros(groups + 1, dtype=torch.int64)
+        w, square = torch.empty(groups, width, width, dtype=b), torch.empty(groups, 2, 2)
         for rows in (groups * FEW_ROWS, groups * IN_ORDER_ROWS):  # by a queue, and of blocks in order
             bias, scales = torch.empty(groups, width), torch.empty(rows)
             x, y = torch.empty(rows, width, dtype=a), torch.empty(rows, width, dtype=out_dtype)
@@ -241,10 +244,13 @@ def launch_float8_gluon(a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype) 
                 for x_scale, w_scale, split in (
                     (one, one, False),
                     (one, one, True),
-                    (torch.empty(blocks, rows), square, False),
+                    (torch.empty(2, rows), square, False),
                 ):
                     arguments = x, x_scale, w, w_scale, offsets, *extras, y, split
                     grouped_gemm_float8.grouped_gemm_tn_float8_triton(*arguments)
+        w, bias = torch.empty(groups, half_tiles, width, dtype=b), torch.empty(groups, half_tiles)
+        y = torch.empty(rows, half_tiles, dtype=out_dtype)
+        grouped_gemm_float8.grouped_gemm_tn_float8_triton(x, one, w, one, offsets, bias, scales, y, False)
         dy_T, x_T, row = (
             torch.empty(width, rows, dtype=a),
             torch.empty(width, rows, dtype=b),
