@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from fused import GroupedMLP
 from fuser import Sequential, autocast, constant_weights, ops
 from fuser.testing import check_fusion
 from ops import BasicOperation, GroupedLinear
+from ops.kernels.grouped_gemm import high_precision, tile_rules
 from ops.products.paths import GroupedPath
 from recipes import E4M3, QuantizedTensor, Quantizer, Recipe, Role
 from recipes.current_scaling import CurrentScalingQuantizer
+from recipes.triton.replay import forget
 from tests import reference
 from tests.reference import ROUNDED_OFTEN, assert_close, assert_same_bits
 
@@ -297,6 +300,30 @@ def test_groups_of_one_size_side_by_side(sizes, threads):
 )
 def test_random_splits_on_the_gpu(sizes, tail, activation, bias, interleave, dtype, seed):
     check_example(sizes, tail, activation, bias, interleave, dtype, "cuda", seed)
+
+
+@pytest.mark.gpu
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 130, 500]), min_size=1, max_size=12),
+    tail=st.sampled_from([0, 1, 140]),
+    bias=st.sampled_from(BIASES),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 9),
+)
+def test_random_splits_by_a_queue_on_the_gpu(sizes, tail, bias, dtype, seed):
+    """Both passes with the kernel that is for many rows, and for fast memory."""
+    by_queue = patch.object(high_precision, "m_grouped_gluon", wraps=high_precision.m_grouped_gluon)
+    anywhere = (
+        patch.object(tile_rules, "QUEUED_ROWS", 0),
+        patch.object(high_precision, "has_fast_memory", lambda x: True),
+    )
+    forget()
+    with anywhere[0], anywhere[1], by_queue as launched:
+        check_example(sizes, tail, "ScaledSwiGLU", bias, None, dtype, "cuda", seed)
+    forget()
+    passes = {call.kwargs["transposed"] for call in launched.call_args_list}
+    assert passes == ({True, False} if sum(sizes) + tail else set())
 
 
 @pytest.mark.parametrize("interleave", [None, 2])

@@ -97,7 +97,7 @@ def find_rows(offsets_ptr, ends, m, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def hand_on(queue, turn, tile):
+def put(queue, turn, tile):
     """The tile that this program takes in this turn, to all who `take` it."""
     _counter_ptr, numbers, handed = queue
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -215,7 +215,7 @@ def load(a, b, given, TRANSPOSED: gl.constexpr, BAND: gl.constexpr):
     turn = 0
     tile = gl.program_id(0)
     if counter_ptr is not None:
-        hand_on(queue, turn, tile)
+        put(queue, turn, tile)
     while tile < num_tiles_m * num_tiles_n:
         if counter_ptr is not None:
             # a number for one lane, which nothing waits for before the end of the tile
@@ -252,7 +252,7 @@ def load(a, b, given, TRANSPOSED: gl.constexpr, BAND: gl.constexpr):
             tile += gl.num_programs(0)
         else:
             tile = gl.num_programs(0) + gl.sum(gl.where(lane == 0, taken, 0), axis=0)
-            hand_on(queue, turn, tile)
+            put(queue, turn, tile)
 
 
 @gluon.jit

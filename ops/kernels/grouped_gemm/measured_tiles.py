@@ -119,7 +119,7 @@ class TileTable:
 _SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227}
 _SMALLEST_SHARED_MEMORY = 99
 BOX_BYTES = 128  # of a row, in what is stored at once in Gluon; it is half as high as the tile
-_BARRIERS = 512  # bytes for those of a program in Gluon; as compiled for sm_90a 360
+_BARRIERS = 512  # bytes for those of a program in Gluon, and a queue; as compiled for sm_90a 408 at most
 _BESIDES = 1536  # bytes of a program for barriers, and to spread a bias; as compiled for sm_90a 1048 at most
 
 
