@@ -2,25 +2,33 @@
 
 import ctypes
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.ranks import on_ranks
 
 
-def hang() -> None:
+def hang(there: Path) -> None:
+    there.touch()
     time.sleep(300)
 
 
-def raise_beside_one_that_hangs(rank: int) -> None:
+def hang_if_first(rank: int, there: Path) -> None:
+    """Rank 0 hangs, and the other goes on when it does."""
     if rank == 0:
-        hang()
+        hang(there)
+    while not there.exists():
+        time.sleep(0.01)
+
+
+def raise_beside_one_that_hangs(rank: int, there: Path) -> None:
+    hang_if_first(rank, there)
     raise ValueError("Rank 1 was given nothing.")
 
 
-def die(rank: int) -> None:
-    if rank == 0:
-        hang()
+def die_beside_one_that_hangs(rank: int, there: Path) -> None:
+    hang_if_first(rank, there)
     ctypes.string_at(0)
 
 
@@ -28,9 +36,9 @@ def die(rank: int) -> None:
     ("function", "said"),
     [
         (raise_beside_one_that_hangs, "ValueError: Rank 1 was given nothing."),
-        (die, r"Segmentation fault[\S\s]* in string_at"),
+        (die_beside_one_that_hangs, r"Segmentation fault[\S\s]* in string_at"),
     ],
 )
 def test_every_rank_says_where_it_was(function, said, tmp_path):
     with pytest.raises(AssertionError, match=rf"rank 0: [\S\s]* in hang\n[\S\s]*rank 1: [\S\s]*{said}"):
-        on_ranks(function, folder=tmp_path)
+        on_ranks(function, tmp_path / "hangs", folder=tmp_path)
