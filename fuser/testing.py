@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils import deterministic
 
 from fuser.layout import Layout
-from fuser.plan import Fusion, fusions_version
+from fuser.plan import Fusion, check_fusion_class, fusions_version
 from fuser.sequential import Sequential
 from ops.runner.operation import BasicOperation
 from ops.runner.run import Pipeline
+from recipes.arguments import positive_integers
 from recipes.autocast import autocast
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
@@ -46,7 +47,7 @@ def check_fusion(
     make_operations: Callable[[], Sequence[BasicOperation]],
     x_shape: Sequence[int],
     *,
-    extras: Mapping[str, Sequence[int]] | None = None,
+    extras: Mapping[str, Sequence[int] | Tensor] | None = None,
     num_groups: int | None = None,
     recipe: Recipe | str | None = None,
     path: str | None = None,
@@ -58,6 +59,8 @@ def check_fusion(
 ) -> list[Difference]:
     """Run the operations fused and unfused on the same random numbers, and compare all outputs and gradients.
 
+    Both runs begin with the same state of torch's generators of the CPU and of `device`, which are left as they were.
+
     Compared: y, every differentiable extra output, and the gradients of x, of every parameter and of every extra input;
     also with x or one parameter frozen, and without grad mode. Splits are drawn for each run: with empty groups, all
     rows in one group, all groups empty, and fewer rows than x has. Uninitialised memory is filled with NaN.
@@ -65,16 +68,26 @@ def check_fusion(
     fusion:          the class. It is the only fusion tried, and must match the operations.
     make_operations: returns new operations; both runs use copies of the same parameters
     x_shape:         shape of x; its first dimension counts rows
-    extras:          shapes of the extra inputs, by name; split sizes need only num_groups
+    extras:          shapes of the extra inputs, by name, or tensors that each draw takes as they are, such as indices;
+                     split sizes need only num_groups
+    draws:           how many times, with other numbers; at least one
     tolerance:       largest difference, relative to the largest magnitude of the expected tensor
 
     What the passes of a fusion with `rounds_less` compute is held to the unfused run in float64 instead, from the same
     numbers: within half a last place of each number in `dtype`, and beyond that `tolerance`, by default that of float32
-    (in which it is summed). Quantized from other numbers than unfused, as a factor later, it needs a wider one.
+    (in which it is summed). Quantized from other numbers than unfused, as a factor later, it needs a wider one; and in
+    float64 an operation that draws numbers in the dtype of x draws others.
 
     Returns the differences of the last draw. Raises AssertionError if the fusion does not match, or if a tensor differs
-    by more than the tolerance; the message names the tensor and the worst index.
+    by more than the tolerance; the message names the tensor and the worst index. Raises TypeError for what is no fusion
+    and for a dtype that is not in `TOLERANCES`, ValueError for draws below 1, for extras that are missing or not taken,
+    and for a shape where random numbers will not do.
     """
+    check_fusion_class(fusion)
+    if dtype not in TOLERANCES:
+        raise TypeError(f"dtype is {dtype!r}, but must be one of {', '.join(map(str, TOLERANCES))}.")
+    (draws,) = positive_integers("check_fusion", draws=draws)
+    device = torch.device(device)
     chosen = as_recipe(recipe)
     if tolerance is None:
         tolerance = TOLERANCES[torch.promote_types(dtype, torch.float32) if fusion.rounds_less else dtype]
@@ -84,10 +97,12 @@ def check_fusion(
     unfused = Sequential(*copy.deepcopy(operations), fusions=(), path=path)
     exact = Sequential(*copy.deepcopy(operations), fusions=(), path=path).double() if fusion.rounds_less else None
     layout = fused.layout()
-    if not _is_used(layout, chosen, torch.device(device), dtype):
+    if not _is_used(layout, chosen, device, dtype):
         plan = fused.explain(recipe=chosen, device=device, dtype=dtype)
         raise AssertionError(f"{fusion.__name__} was not used:\n{plan}")
     kinds = {o.extra_name(n): kind for o in operations for n, kind in o.extra_inputs.items()}
+    shapes = extras or {}
+    _check_known(shapes, [name for name in layout.consumed if kinds[name] is not Splits])
     outputs = [o.extra_name(n) for o in operations for n, kind in o.extra_outputs.items() if kind is Tensor]
     differences: list[Difference] = []
     for draw in range(draws):
@@ -99,9 +114,7 @@ def check_fusion(
                     raise ValueError(f"The operations ask for {name!r}. Give num_groups.")
                 given[name] = random_splits(num_groups, x_shape[0], generator, kind=draw).to(device)
             else:
-                if extras is None or name not in extras:
-                    raise ValueError(f"The operations ask for {name!r}. Give its shape in extras.")
-                given[name] = _random(extras[name], dtype, device, generator)
+                given[name] = _filled(name, kinds[name], shapes.get(name), dtype, device, generator)
         frozen = _frozen(fused, draw)
         results: list[_Result] = []
         for sequential in (unfused, fused, exact):
@@ -111,7 +124,7 @@ def check_fusion(
             for name, parameter in sequential.named_parameters():
                 parameter.requires_grad_(name not in frozen)
             inputs = {n: _leaf(v, own, v.is_floating_point()) for n, v in given.items()}
-            with poisoned_memory(), autocast(recipe=chosen):
+            with poisoned_memory(), _seeded(device, seed + draw), autocast(recipe=chosen):
                 alike = results[0] if sequential is fused else None
                 results.append(_run(sequential, _leaf(x, own, draw % 4 != 3), inputs, outputs, draw, dtype, alike))
         differences = _compare(*results) if exact is None else _compare_rounded(fusion, dtype, *results)
@@ -203,6 +216,44 @@ def _leaf(value: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tensor:
     """The same numbers in dtype, integers as they are, in memory of their own."""
     value = value.detach().clone()
     return (value.to(dtype) if value.is_floating_point() else value).requires_grad_(requires_grad)
+
+
+def _check_known(extras: Iterable[str], known: Sequence[str]) -> None:
+    if unknown := [name for name in extras if name not in known]:
+        asked = ", ".join(map(repr, known)) or "none"
+        raise ValueError(f"extras has {unknown[0]!r}, but the operations ask for: {asked}. Leave it out.")
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside, the generators of the CPU and of the device begin at this seed; then they are as they were."""
+    on_device = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_device else []):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices too
+        if on_device:
+            torch.cuda.set_rng_state(torch.Generator(device).manual_seed(seed).get_state(), device)
+        yield
+
+
+def _filled(
+    name: str,
+    kind: type,
+    asked: Sequence[int] | Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+) -> Tensor:
+    """The tensor that is given for an extra input, or random numbers of the shape that is given."""
+    if isinstance(asked, Tensor):
+        return asked.to(device)
+    if kind is not Tensor:
+        raise ValueError(
+            f"The operations ask for {name!r} of kind {kind.__name__}, which random numbers cannot fill. "
+            "Give the tensor itself in extras."
+        )
+    if asked is None:
+        raise ValueError(f"The operations ask for {name!r}. Give its shape in extras.")
+    return _random(asked, dtype, device, generator)
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> Tensor:

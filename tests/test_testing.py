@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fused import GroupedMLP
 from fuser import BasicOperation, FusedOperation, Sequential, ops, testing
 from fuser.testing import check_fusion, compare, poisoned_memory, random_splits
 
@@ -300,6 +301,96 @@ def test_operations_without_parameters_are_checked_in_the_dtype_that_was_asked_f
     check_fusion(FourthPower, lambda: [Square(), Square()], (5, 3))
     with pytest.raises(AssertionError, match="FourthPower was not used"):
         check_fusion(FourthPower, lambda: [Square(), Square()], (5, 3), dtype=torch.float32)
+
+
+class ScaleDropout(FusedOperation):
+    """Scale -> Dropout, by calling both; they draw as many random numbers as unfused."""
+
+    pattern = (Scale, ops.Dropout)
+    passes = "forward"
+
+    def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        for ctx in ctxs:
+            x, _ = ctx.operation.fuser_forward(ctx, x, extras)
+        return x, {}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_both_runs_draw_the_same_random_numbers_and_leave_the_callers_alone(device: str) -> None:
+    expected = torch.random.get_rng_state(), torch.rand(3, device=device)  # seeded by conftest
+    torch.manual_seed(0)
+    check_fusion(ScaleDropout, lambda: [Scale(), ops.Dropout(0.5)], (40, 3), device=device, tolerance=0)
+    assert torch.equal(torch.random.get_rng_state(), expected[0])
+    assert torch.equal(torch.rand(3, device=device), expected[1])
+
+
+def test_the_grouped_mlp_passes_under_a_recipe_with_stochastic_rounding() -> None:
+    def grouped_mlp() -> list[BasicOperation]:
+        return [ops.GroupedLinear(2, 32, 64), ops.ScaledSwiGLU(), ops.GroupedLinear(2, 32, 32)]
+
+    scales: Any = {"scales": (20,)}
+    check_fusion(GroupedMLP, grouped_mlp, (20, 32), extras=scales, num_groups=2, recipe="nvfp4", dtype=torch.float32)
+
+
+class Take(BasicOperation):
+    """y = x[indices]."""
+
+    extra_inputs = {"indices": ops.IndexTensor}
+
+    class Saved(NamedTuple):
+        x: Tensor
+        indices: Tensor
+
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        if ctx.needs_grad:
+            ctx.saved = self.Saved(x, extras["indices"])
+        return x[extras["indices"]], {}
+
+    def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        return torch.zeros_like(ctx.saved.x).index_add(0, ctx.saved.indices, dy), {}, {}
+
+
+class ScaleTake(FusedOperation):
+    pattern = (Scale, Take)
+    passes = "forward"
+    shift = 0
+
+    def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        scaled, _ = ctxs[0].operation.fuser_forward(ctxs[0], x, extras)
+        return ctxs[1].operation.fuser_forward(ctxs[1], scaled.roll(self.shift, 0), extras)
+
+
+def test_a_fusion_that_takes_indices_is_checked_with_those_given() -> None:
+    def check_take(fusion: Any, indices: Any) -> None:
+        check_fusion(fusion, lambda: [Scale(), Take()], (5, 3), extras={"indices": indices})
+
+    check_take(ScaleTake, torch.tensor([4, 0, 4]))
+    with pytest.raises(AssertionError, match="y is off by"):
+        check_take(type("Rolls", (ScaleTake,), {"shift": 1}), torch.tensor([4, 0, 4]))
+    with pytest.raises(ValueError, match="'indices' of kind IndexTensor, .* Give the tensor itself in extras."):
+        check_take(ScaleTake, (3,))
+
+
+@pytest.mark.parametrize(
+    ("fusion", "settings", "error", "message"),
+    [
+        (None, {}, TypeError, "None is not a fusion. Give a subclass of FusedOperation"),
+        (Scale, {}, TypeError, "Scale.* is not a fusion. Give a subclass of FusedOperation"),
+        (Right, {"draws": 0}, ValueError, "draws=0. It must be positive"),
+        (Right, {"dtype": torch.int32}, TypeError, "dtype is torch.int32, but must be one of torch.float64, "),
+        (Right, {"dtype": "bf16"}, TypeError, "dtype is 'bf16', but must be one of torch.float64, "),
+    ],
+)
+def test_a_check_of_nothing_is_refused(
+    fusion: Any, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        check(fusion, **settings)
+
+
+def test_extras_that_no_operation_takes_are_refused() -> None:
+    with pytest.raises(ValueError, match="extras has 'othre', but the operations ask for: 'other'. Leave it out."):
+        check_fusion(Right, operations, (5, 3), extras={"other": (5, 3), "othre": (5, 3)})
 
 
 def test_what_is_missing_is_asked_for() -> None:
