@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ContextDecorator
 from functools import partial
-from typing import Any
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from recipes.stack import (
     remove,
     seen,
 )
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class autocast(ContextDecorator):
@@ -58,7 +61,8 @@ class autocast(ContextDecorator):
     await recomputation. There use `fuser.checkpoint`.
 
     Raises TypeError for an argument of another type, ValueError for an unknown name, keep_weights of another size, and
-    batch_invariant under a recipe that cannot be.
+    batch_invariant under a recipe that cannot be. As a decorator it takes no generator function and no `async def`
+    (TypeError).
 
     Within a function that torch.compile or torch.export traces it decides what is traced, and takes no other argument
     than `recipe`, `enabled` and `batch_invariant` (NotImplementedError).
@@ -83,6 +87,14 @@ class autocast(ContextDecorator):
         self._settings = scales, keep_weights
         self._entry: ActiveRecipe | None = None
         self._is_outermost = False
+
+    def __call__(self, function: Decorated) -> Decorated:
+        if isgeneratorfunction(function) or iscoroutinefunction(function) or isasyncgenfunction(function):
+            raise TypeError(
+                f"autocast decorates {function!r}, whose body runs after the call has returned and the context has "
+                "closed. Write `with autocast(...)` in the body, around what is to run under the recipe and no yield."
+            )
+        return super().__call__(function)
 
     def _recreate_cm(self) -> autocast:
         """A new context for each call of a decorated function."""

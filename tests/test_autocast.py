@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -171,6 +172,24 @@ def test_it_decorates_functions():
 
     assert [recipe_inside(), recipe_inside()] == [MXFP8BlockScaling()] * 2
     assert current_recipe() == HighPrecision()
+
+
+def batches():
+    yield current_recipe()
+
+
+async def serve():
+    return current_recipe()
+
+
+async def stream():
+    yield current_recipe()
+
+
+@pytest.mark.parametrize("function", [batches, serve, stream, partial(batches)])
+def test_a_body_that_runs_after_the_call_is_not_decorated(function):
+    with pytest.raises(TypeError, match="whose body runs after the call has returned"):
+        autocast("mxfp8")(function)
 
 
 @pytest.mark.parametrize(
