@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from fused import FUSIONS
 from ops.runner.operation import BasicOperation, FusedOperation, Optional, Several
 from ops.runner.program import Plan, PlannedOperation, Refusal
+from recipes.arguments import as_integer
 from recipes.request import PlanRequest
 
 Fusion = type[FusedOperation]
+
+# passes -> the methods that they run
+_METHODS: Mapping[str, Sequence[str]] = {
+    "joint": ("fuser_forward", "fuser_backward"),
+    "forward": ("fuser_forward",),
+    "backward": ("fuser_backward",),
+}
 
 _registered: list[Registration] = []
 _version = 0
 
 
 class Registration:
-    """The handle of a registered fusion. `unregister()` removes it; so does leaving it as a context manager."""
+    """The handle of a registered fusion. `unregister()` removes it; so does leaving it as a context manager.
+
+    It is entered while the fusion is registered, so once (RuntimeError).
+    """
 
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
@@ -31,6 +42,10 @@ class Registration:
             _version += 1
 
     def __enter__(self) -> Registration:
+        if self not in _registered:
+            raise RuntimeError(
+                f"{self.fusion.__name__} is no longer registered. Call register_fusion again and enter its handle."
+            )
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -43,17 +58,19 @@ def register_fusion(fusion: Fusion, *, before: Fusion | None = None) -> Registra
     Registered fusions are tried before the built-in ones, the latest first. With `before`, the new one is tried just
     before that registered fusion instead. Returns a handle that unregisters it, also as a context manager.
 
-    Raises TypeError for anything but a FusedOperation class with a pattern, ValueError if the fusion is already
-    registered or `before` is not.
+    Raises TypeError for anything but a FusedOperation class with a pattern and the methods of its passes, ValueError if
+    the fusion is already registered or `before` is not.
     """
     global _version
     check_fusion_class(fusion)
     registered = [registration.fusion for registration in _registered]
     if fusion in registered:
         raise ValueError(f"{fusion.__name__} is registered already. Unregister it first, with the handle you got.")
-    if before is not None and before not in registered:
-        names = ", ".join(f.__name__ for f in registered) or "none"
-        raise ValueError(f"before={before.__name__} is not a registered fusion. Registered: {names}.")
+    if before is not None:
+        check_fusion_class(before)
+        if before not in registered:
+            names = ", ".join(f.__name__ for f in registered) or "none"
+            raise ValueError(f"before={before.__name__} is not a registered fusion. Registered: {names}.")
     registration = Registration(fusion)
     _registered.insert(registered.index(before) if before else 0, registration)
     _version += 1
@@ -61,17 +78,24 @@ def register_fusion(fusion: Fusion, *, before: Fusion | None = None) -> Registra
 
 
 def check_fusion_class(fusion: object) -> None:
-    """Raise TypeError unless `fusion` is a FusedOperation class with a usable pattern and passes."""
+    """Raise TypeError unless `fusion` is a FusedOperation class with a usable pattern and the methods of its passes."""
     if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
         raise TypeError(f"{fusion!r} is not a fusion. Give a subclass of FusedOperation (the class, not an instance).")
+    name = fusion.__name__
+    if not isinstance(fusion.pattern, tuple | list) or isinstance(fusion.pattern, Optional | Several):
+        raise TypeError(f"{name}.pattern is {fusion.pattern!r}, but must be a tuple. Of one member, write (member,).")
     if not any(not isinstance(member, Optional) for member in fusion.pattern):
-        raise TypeError(f"{fusion.__name__}.pattern names no operation that must be there. Give it a tuple of classes.")
+        raise TypeError(f"{name}.pattern names no operation that must be there. Give it a tuple of classes.")
     for member in fusion.pattern:
         for kind in _alternatives(member):
             if not (isinstance(kind, type) and issubclass(kind, BasicOperation)):
-                raise TypeError(f"{fusion.__name__}.pattern holds {kind!r}, which is not a BasicOperation class.")
-    if fusion.passes not in ("joint", "forward", "backward"):
-        raise TypeError(f"{fusion.__name__}.passes is {fusion.passes!r}. It must be 'joint', 'forward' or 'backward'.")
+                raise TypeError(f"{name}.pattern holds {kind!r}, which is not a BasicOperation class.")
+    as_integer(f"{name}.fewest", fusion.fewest)
+    if fusion.passes not in _METHODS:
+        raise TypeError(f"{name}.passes is {fusion.passes!r}. It must be 'joint', 'forward' or 'backward'.")
+    for method in _METHODS[fusion.passes]:
+        if getattr(fusion, method) is getattr(FusedOperation, method):
+            raise TypeError(f"{name} has passes={fusion.passes!r}, but no {method}. Define it, or give other passes.")
 
 
 def fusions_version() -> int:
@@ -85,10 +109,15 @@ def registered_fusions() -> tuple[str, ...]:
 
 
 class FusionPlanner:
-    """Makes plans with the registered and built-in fusions, or only with `fusions` if they are given."""
+    """Makes plans with the registered and built-in fusions, or only with `fusions` if they are given.
+
+    Raises TypeError for fusions that are no sequence of classes that `check_fusion_class` takes.
+    """
 
     def __init__(self, fusions: Sequence[Fusion] | None = None) -> None:
         if fusions is not None:
+            if not isinstance(fusions, Sequence):
+                raise TypeError(f"fusions is {fusions!r}, but must be a sequence of classes. Of one, write (F,).")
             for fusion in fusions:
                 check_fusion_class(fusion)
         self.fusions = None if fusions is None else tuple(fusions)
@@ -137,6 +166,8 @@ def _apply(
                 or _adapters(fusion, operations)
                 or fusion.why_not(operations, request)
             )
+            if reason is not None and not isinstance(reason, str):
+                raise TypeError(f"{fusion.__name__}.why_not returned {reason!r}. Return None, or a sentence.")
             if reason == "":
                 raise ValueError(f"{fusion.__name__}.why_not returned an empty reason. Return None, or a sentence.")
             if reason is None:

@@ -549,7 +549,7 @@ def test_what_an_earlier_module_keeps_is_noticed_in_backward(between: tuple[nn.M
 
 
 def test_a_fusion_does_not_take_what_writes_in_place() -> None:
-    class Both(FusedOperation):
+    class Both(Tripled):
         pattern = (Times, Add)
 
     text = Sequential(Times(2.0), Add("r", in_place=True), fusions=(Both,)).explain()

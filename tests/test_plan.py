@@ -232,7 +232,7 @@ def test_a_fusion_reaches_into_a_flattened_sequential() -> None:
 
 
 def test_an_operation_called_alone_is_never_fused() -> None:
-    class Alone(FusedOperation):
+    class Alone(Joint):
         pattern = (Scale,)
 
     with register_fusion(Alone):
@@ -241,16 +241,15 @@ def test_an_operation_called_alone_is_never_fused() -> None:
 
 
 def test_matches_do_not_overlap() -> None:
-    class Pair(FusedOperation):
+    class Pair(Joint):
         pattern = (Square, Square)
 
     assert fused_steps(Sequential(*[Square() for _ in range(5)], fusions=(Pair,))) == ["Pair 0-1", "Pair 2-3"]
 
 
 def test_a_fusion_of_one_pass_does_not_break_up_a_joint_one() -> None:
-    class Tail(FusedOperation):
+    class Tail(ForwardOnly):
         pattern = (Shift, Square)
-        passes = "forward"
 
     sequential = Sequential(Scale(), Shift(), Square(), fusions=(Tail, Joint))
     assert fused_steps(sequential) == ["Joint 0-1"]
@@ -263,7 +262,7 @@ def matched(pattern: tuple[Any, ...], *operations: BasicOperation, refuse: int =
     """Which positions a fusion with this pattern covers; matches of `refuse` operations are refused."""
     covering = pattern
 
-    class Fusion(FusedOperation):
+    class Fusion(Joint):
         pattern = covering
 
         @classmethod
@@ -412,7 +411,7 @@ def test_before_puts_a_fusion_in_front_of_another() -> None:
 
 
 def test_a_registered_fusion_is_tried_before_the_built_in_ones() -> None:
-    class Mine(FusedOperation):
+    class Mine(Joint):
         pattern = (ops.GroupedLinear, ops.SwiGLU, ops.GroupedLinear)
 
     sequential = Sequential(ops.GroupedLinear(2, 4, 8), ops.SwiGLU(), ops.GroupedLinear(2, 4, 4))
@@ -473,6 +472,19 @@ class StrangeMember(FusedOperation):
     pattern = (Scale, nn.Linear)
 
 
+class NoTuple(FusedOperation):
+    pattern = Scale  # type: ignore[assignment]
+
+
+class OptionalAlone(FusedOperation):
+    pattern = optional(Scale)
+
+
+class StrangeFewest(FusedOperation):
+    pattern = (Scale,)
+    fewest = "2"  # type: ignore[assignment]
+
+
 class StrangePasses(FusedOperation):
     pattern = (Scale,)
     passes = "both"  # type: ignore[assignment]
@@ -486,6 +498,9 @@ class StrangePasses(FusedOperation):
         (NoPattern, "NoPattern.pattern names no operation that must be there"),
         (AllOptional, "AllOptional.pattern names no operation that must be there"),
         (StrangeMember, r"StrangeMember.pattern holds .*Linear.*, which is not a BasicOperation class"),
+        (NoTuple, r"NoTuple.pattern is .*Scale.*, but must be a tuple. Of one member, write \(member,\)"),
+        (OptionalAlone, "OptionalAlone.pattern is Optional.*, but must be a tuple"),
+        (StrangeFewest, r"StrangeFewest.fewest is '2' \(str\), but must be an integer"),
         (StrangePasses, "StrangePasses.passes is 'both'. It must be 'joint', 'forward' or 'backward'"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
@@ -505,16 +520,46 @@ def test_registering_twice_is_refused() -> None:
 def test_before_a_fusion_that_is_not_registered_is_refused() -> None:
     with pytest.raises(ValueError, match="before=Joint is not a registered fusion. Registered: none"):
         register_fusion(ForwardOnly, before=Joint)
+    with pytest.raises(TypeError, match="3 is not a fusion. Give a subclass of FusedOperation"):
+        register_fusion(ForwardOnly, before=3)  # type: ignore[arg-type]
     with register_fusion(BackwardOnly), pytest.raises(ValueError, match="Registered: BackwardOnly"):
         register_fusion(ForwardOnly, before=Joint)
 
 
-@pytest.mark.parametrize("passes", ["joint", "forward", "backward"])
-def test_a_fusion_without_the_methods_of_its_passes_raises_a_clear_error(passes: str) -> None:
-    empty = type("Empty", (FusedOperation,), {"pattern": (Scale, Shift), "passes": passes})
-    missing = "fuser_backward" if passes == "backward" else "fuser_forward"
-    with pytest.raises(NotImplementedError, match=f"Empty has passes='{passes}', but no {missing}"):
-        run(Sequential(Scale(), Shift(), fusions=(empty,)))
+@pytest.mark.parametrize(
+    ("base", "passes", "missing"),
+    [
+        (FusedOperation, "joint", "fuser_forward"),
+        (FusedOperation, "forward", "fuser_forward"),
+        (FusedOperation, "backward", "fuser_backward"),
+        (ForwardOnly, "joint", "fuser_backward"),
+    ],
+)
+def test_a_fusion_without_the_methods_of_its_passes_is_refused(base: Any, passes: str, missing: str) -> None:
+    part = type("Part", (base,), {"pattern": (Scale, Shift), "passes": passes})
+    with pytest.raises(TypeError, match=f"Part has passes='{passes}', but no {missing}. Define it, or give other"):
+        register_fusion(part)
+
+
+@pytest.mark.parametrize("reason", [True, False, ["the moon"]])
+def test_a_reason_that_is_no_sentence_is_refused(reason: Any) -> None:
+    odd = type("Odd", (Joint,), {"why_not": classmethod(lambda cls, operations, request: reason)})
+    with pytest.raises(TypeError, match=r"Odd.why_not returned .*\. Return None, or a sentence."):
+        Sequential(Scale(), Shift(), fusions=(odd,)).explain()
+
+
+def test_fusions_that_are_no_sequence_are_refused() -> None:
+    for fusions in (Joint, {Joint}, iter((Joint,))):
+        with pytest.raises(TypeError, match=r"fusions is .*, but must be a sequence of classes. Of one, write \(F,\)"):
+            Sequential(Scale(), Shift(), fusions=fusions)  # type: ignore[arg-type]
+
+
+def test_a_handle_whose_fusion_is_unregistered_is_not_entered() -> None:
+    handle = register_fusion(Joint)
+    with handle:
+        pass
+    with pytest.raises(RuntimeError, match="Joint is no longer registered. Call register_fusion again"), handle:
+        raise AssertionError("must not be entered")
 
 
 # Sentences

@@ -1027,6 +1027,7 @@ def test_the_position_in_an_error_is_that_in_the_sequential(nested: bool) -> Non
 def test_an_error_in_a_fused_operation_names_it() -> None:
     class FailingPair(FusedOperation):
         pattern = (Scale, Square)
+        passes = "forward"
 
         def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
             raise ValueError("wrong by design")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from fused import ForwardLinearBiasActivation
 from fuser import Sequential, autocast, checkpoint, ops
 from fuser.graph import make_graphed_callables
 from recipes import DelayedScaling, NVFP4BlockScaling
@@ -468,7 +469,7 @@ def refuse_linears(rank: int, group: Any) -> None:
     assert "Operation 0 (Linear) cannot be captured: Its group has gloo for " in said
 
     # a fusion that computes with the weight itself is refused
-    own_fusion = type("OwnFusion", (ops.FusedOperation,), {"pattern": (ops.Linear, ops.GELU)})
+    own_fusion = type("OwnFusion", (ForwardLinearBiasActivation,), {"handles_transfers": False})
     layer = Sequential(*layer, fusions=(own_fusion,))
     assert "Linear exchanges tensors with other ranks, which it does not: see handles_transfers." in layer.explain()
 
