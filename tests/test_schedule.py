@@ -274,6 +274,24 @@ def test_an_order_that_cannot_be_overlapped_is_refused(order, layers):
         overlap_layers(order, layers)
 
 
+def test_layers_of_a_chunk_that_is_not_in_the_order_are_refused():
+    with pytest.raises(ValueError, match="layers has 2 chunks, but the order has no entry of chunk 2. Give"):
+        overlap_layers([1, -1], [1, 2])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda delayed: order_1f1b(1, 0, 1, delayed=delayed),
+        lambda delayed: order_interleaved(1, 0, 1, 1, delayed=delayed),
+        lambda delayed: overlap_layers([1, -1], [1], delayed=delayed),
+    ],
+)
+def test_delayed_is_a_bool(make):
+    with pytest.raises(TypeError, match="delayed is 'no' .*, but must be True or False"):
+        make("no")
+
+
 @pytest.mark.parametrize("given", [dict(stage=2), dict(microbatches=3), dict(group=1), dict(chunks=0)])
 def test_a_pipeline_that_is_none_is_refused(given):
     with pytest.raises(ValueError):

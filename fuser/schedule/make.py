@@ -11,6 +11,7 @@ from itertools import chain, zip_longest
 from fuser.schedule.error import show
 from fuser.schedule.read import MOST_ENTRIES, few, is_layer_count, is_whole
 from fuser.schedule.schedule import Entry, Item, Pass, read_order
+from recipes.arguments import check_flags
 
 
 def order_1f1b(stages: int, stage: int, microbatches: int, *, delayed: bool = False) -> list[float]:
@@ -18,8 +19,10 @@ def order_1f1b(stages: int, stage: int, microbatches: int, *, delayed: bool = Fa
 
     order_1f1b(stages=3, stage=1, microbatches=3)  ->  [1, 1, -1, 1, -1, -1]
 
-    stages - stage - 1 forwards fill the pipeline. delayed: each dgrad is followed by its wgrad.
+    stages - stage - 1 forwards fill the pipeline. delayed: each dgrad is followed by its wgrad. Raises TypeError for a
+    delayed that is no bool.
     """
+    check_flags(delayed=delayed)
     _check(stages=stages, stage=stage, microbatches=microbatches)
     chunks = [1] * microbatches
     return _alternate(chunks, chunks, stages - stage - 1, delayed)
@@ -34,8 +37,10 @@ def order_interleaved(
 
     Forwards take the chunks in ascending order, backwards in descending order; 2 * (stages - stage - 1) +
     (chunks - 1) * group forwards fill the pipeline. group: by default `stages`. delayed: each dgrad is followed by its
-    wgrad. Raises ValueError for a group below the number of stages, or microbatches that are not a multiple of it.
+    wgrad. Raises ValueError for a group below the number of stages, or microbatches that are not a multiple of it,
+    TypeError for a delayed that is no bool.
     """
+    check_flags(delayed=delayed)
     group = stages if group is None else group
     _check(stages=stages, stage=stage, microbatches=microbatches, chunks=chunks, group=group)
     if chunks < 1 or group < stages or microbatches % group:
@@ -61,8 +66,10 @@ def overlap_layers(order: str | Iterable[Item], layers: Sequence[int], *, delaye
     From the first backward to the last forward the order is read in pairs: the forward's layers in ascending order
     alternate with the backward's in descending order. Entries before and after are expanded one by one.
 
-    Raises ScheduleError for an order that cannot be read, ValueError for one that does not alternate.
+    Raises ScheduleError for an order that cannot be read, ValueError for one that does not alternate and for layers of
+    other chunks than its own, TypeError for a delayed that is no bool.
     """
+    check_flags(delayed=delayed)
     entries = read_order(order)
     counts = few(layers)
     wrong = [count for count in counts if not is_layer_count(count)] if isinstance(counts, tuple) else [layers]
@@ -72,6 +79,12 @@ def overlap_layers(order: str | Iterable[Item], layers: Sequence[int], *, delaye
         raise ValueError(
             f"{unfit[0]} cannot be spread over {len(layers)} chunks. Give the order without wgrads, which "
             "delayed=True adds, and the layers of each of its chunks."
+        )
+    named = {entry.chunk for entry in entries}
+    if surplus := [chunk for chunk in range(1, len(layers) + 1) if chunk not in named]:
+        raise ValueError(
+            f"layers has {len(layers)} chunks, but the order has no entry of chunk {surplus[0]}. "
+            "Give an order of all chunks, or layers of those in it."
         )
     spread_over = sum(layers[entry.chunk - 1] for entry in entries)
     if spread_over > MOST_ENTRIES:
