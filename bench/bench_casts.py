@@ -24,7 +24,7 @@ from bench.schedule import known_recipes, recipe_named
 from bench.sqnr import sqnr_db, sqnr_floor
 from bench.table import print_table
 from bench.timing import Timing, time_interleaved
-from bench.usage import UsageError, require_device
+from bench.usage import UsageError, require_device, require_positive
 from recipes import GroupedTensor, QuantizedTensor, Quantizer, Role, Splits
 
 SHAPES = {"cuda": (65536, 7168), "cpu": (1024, 512)}
@@ -149,9 +149,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """`python -m bench casts`."""
     require_device(arguments.device)
+    require_positive(arguments, "rows", "columns", "rounds")
     default_rows, default_columns = SHAPES[arguments.device]
     rows, columns = arguments.rows or default_rows, arguments.columns or default_columns
-    if rows < 1 or columns < 1 or rows % NUM_GROUPS["weights"]:
+    if rows % NUM_GROUPS["weights"]:
         raise UsageError(f"--rows {rows} --columns {columns}: give rows in multiples of {NUM_GROUPS['weights']}.")
     labels = arguments.recipes.split(",")
     for label in labels:

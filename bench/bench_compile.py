@@ -29,7 +29,7 @@ from bench.schedule import BASELINE, known_recipes, numerics, recipe_named
 from bench.table import print_table
 from bench.timing import Timing, time_interleaved
 from bench.train import BALANCE_COEFFICIENT
-from bench.usage import UsageError, require_device
+from bench.usage import UsageError, require_device, require_positive
 from bench.whole_layer import whole_layer
 from fuser import autocast
 
@@ -149,8 +149,7 @@ def main(arguments: argparse.Namespace) -> int:
         for name in names:
             if name not in of:
                 raise UsageError(f"{option} {name} is not known. Take {', '.join(of)}.")
-    if arguments.rounds < 1:
-        raise UsageError(f"--rounds {arguments.rounds} measures nothing. Take at least 1.")
+    require_positive(arguments, "rounds")
     found = []
     for model in models:
         for recipe in recipes:

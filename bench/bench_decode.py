@@ -28,7 +28,7 @@ from bench.models import EXPERT_SHAPES, TINY_SHAPES, ExpertShape
 from bench.results import add_json_argument, write_results
 from bench.table import print_table
 from bench.timing import Timing, time_interleaved
-from bench.usage import UsageError, require_device
+from bench.usage import UsageError, require_device, require_positive
 from fuser import Sequential, ops
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation_triton
 from ops.kernels.grouped_gemm.high_precision import m_grouped_triton
@@ -256,6 +256,7 @@ def main(arguments: argparse.Namespace) -> int:
     """`python -m bench decode`."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device)
+    require_positive(arguments, "rounds")
     models = (arguments.models or DEFAULTS[device]).split(",")
     for model in models:
         if model not in MODELS:

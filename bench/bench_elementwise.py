@@ -31,7 +31,7 @@ from torch import Tensor
 from bench.case import TimedPass
 from bench.results import add_json_argument, write_results
 from bench.timing import Timing, time_interleaved
-from bench.usage import UsageError, require_device
+from bench.usage import UsageError, require_device, require_positive
 from fuser import BasicOperation, Sequential, ops
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -345,6 +345,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """`python -m bench elementwise`."""
     require_device(arguments.device)
+    require_positive(arguments, "rows", "features", "rounds", "calls")
     names = _listed("--chain", arguments.chain, CHAINS)
     dtypes = _listed("--dtype", arguments.dtype, DTYPES)
     default_rows, default_features = SHAPES[arguments.device]

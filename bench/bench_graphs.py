@@ -26,7 +26,7 @@ from bench.results import add_json_argument, write_results
 from bench.schedule import BASELINE, known_recipes, recipe_named
 from bench.table import print_table
 from bench.timing import Timing, time_interleaved
-from bench.usage import UsageError, require_device
+from bench.usage import UsageError, require_device, require_positive
 from fuser import autocast
 from fuser.graph import make_graphed_callables
 
@@ -128,6 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """`python -m bench graphs`."""
     require_device(arguments.device)
+    require_positive(arguments, "rounds")
     model = arguments.model or MODELS[arguments.device]
     shapes = EXPERT_SHAPES | TINY_SHAPES
     if model not in shapes:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bench.results import add_json_argument, write_results
 from bench.timing import Timing, time_interleaved
+from bench.usage import require_positive
 from fuser import Sequential, ops
 from ops.runner.run import Pipeline
 
@@ -124,6 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """`python -m bench host`."""
+    require_positive(arguments, "rounds")
     cost = measure_host_cost(rounds=arguments.rounds)
     print(f"{NUM_OPERATIONS} biases on [{ROWS}, {WIDTH}] fp32, forward + backward, CPU; median (quartiles)")
     for name, timing in (("Sequential", cost.ours), ("by hand", cost.by_hand)):

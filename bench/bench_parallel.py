@@ -53,7 +53,7 @@ from bench.schedule import BASELINE, known_recipes
 from bench.sqnr import Sqnr, require_sqnr, sqnr_floor
 from bench.symmetric_transfers import bytes_over_link, measure_transfers, pushed_row_bytes
 from bench.timing import time_interleaved
-from bench.usage import UsageError, require_device
+from bench.usage import UsageError, require_device, require_positive
 from bench.whole_layer import LayerCase, route, whole_layer
 
 MODELS = {**EXPERT_SHAPES, **TINY_SHAPES}
@@ -290,12 +290,13 @@ def main(arguments: argparse.Namespace) -> int:
     """`python -m bench parallel`."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device)
+    require_positive(arguments, "ranks", "rounds", "tokens")
     ranks = arguments.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
     rounds = arguments.rounds or ROUNDS[device]
     models = (arguments.models or DEFAULTS[device]).split(",")
     partial_sums = arguments.partial_sums.split(",") if arguments.partial_sums else []
     recipes = arguments.recipes.split(",") if arguments.recipes else []
-    _check(ranks, rounds, models, arguments.tokens, partial_sums, recipes)
+    _check(ranks, models, partial_sums, recipes)
     if arguments.capacity is not None:
         if device == "cpu":
             raise UsageError(f"--capacity {arguments.capacity} is for GPUs. Leave it out on a CPU.")
@@ -339,16 +340,9 @@ def _link(capacity: str | None, device: str, ranks: int) -> tuple[str | None, Li
     return capacity or CAPACITY, rates
 
 
-def _check(
-    ranks: int, rounds: int, models: list[str], tokens: int | None, partial_sums: list[str], recipes: list[str]
-) -> None:
-    for name, value, least in (
-        ("ranks", ranks, 2),
-        ("rounds", rounds, 1),
-        ("tokens", 1 if tokens is None else tokens, 1),
-    ):
-        if value < least:
-            raise UsageError(f"--{name} is {value}, but must be at least {least}.")
+def _check(ranks: int, models: list[str], partial_sums: list[str], recipes: list[str]) -> None:
+    if ranks < 2:
+        raise UsageError(f"--ranks is {ranks}, but must be at least 2.")
     for name in partial_sums:
         if name not in PARTIAL_SUMS.values():
             raise UsageError(f"--partial-sums {name} is unknown. Take {', '.join(PARTIAL_SUMS.values())}, or both.")

@@ -37,7 +37,7 @@ from bench.schedule import BASELINE, BATCH_INVARIANT, known_recipes, recipe_name
 from bench.sqnr import require_sqnr, sqnr_floor
 from bench.timing import Timing, time_interleaved
 from bench.torchao_rowwise import TORCHAO, torchao_rowwise, why_no_torchao
-from bench.usage import UsageError, require_device
+from bench.usage import UsageError, require_device, require_positive
 from fuser import constant_weights, to_quantized
 from recipes import Role
 from recipes.tensors.quantized_handle import held_tensors
@@ -248,10 +248,7 @@ def main(arguments: argparse.Namespace) -> int:
     model = arguments.model or DEFAULT_MODELS[arguments.device]
     if model not in MODELS:
         raise UsageError(f"--model {model} is unknown. Take {', '.join(EXPERT_SHAPES)}, or tiny- before one of these.")
-    for option in ("tokens", "steps", "weights-every"):
-        value = getattr(arguments, option.replace("-", "_"))
-        if value is not None and value < 1:
-            raise UsageError(f"--{option} is {value}, but must be at least 1.")
+    require_positive(arguments, "tokens", "steps", "weights-every")
     if arguments.plot and (missing := why_no_plots()):
         raise UsageError(f"--plot: {missing}")
 

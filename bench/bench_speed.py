@@ -53,7 +53,7 @@ from bench.speed_report import (
 from bench.sqnr import HIGH_PRECISION_FLOOR, require_sqnr
 from bench.start import measure_starts
 from bench.timing import Timing, time_interleaved
-from bench.usage import UsageError, require_device
+from bench.usage import UsageError, require_device, require_positive
 from bench.wgrad import ways as wgrad_ways
 from bench.wgrad import wgrads, wgrads_sqnr, whole_steps, whole_steps_sqnr
 from bench.whole_layer import LayerCase, whole_layer
@@ -354,9 +354,8 @@ def main(arguments: argparse.Namespace) -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device)
     chosen = {name: _listed(arguments, name, device) for name in OPTIONS}
-    rounds = DEFAULTS[device]["rounds"] if arguments.rounds is None else arguments.rounds
-    if rounds < 1:
-        raise UsageError(f"--rounds is {rounds}, but must be at least 1.")
+    require_positive(arguments, "rounds")
+    rounds = arguments.rounds or DEFAULTS[device]["rounds"]
     if arguments.plot and (missing := why_no_plots()):
         raise UsageError(f"--plot: {missing}")
     if device == "cpu":

@@ -22,7 +22,7 @@ from bench.results import add_json_argument, write_results
 from bench.routing import split_sizes
 from bench.table import print_table
 from bench.timing import Timing, time_interleaved
-from bench.usage import UsageError
+from bench.usage import UsageError, require_positive
 from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
 from ops.kernels.grouped_gemm.measured_tiles import (
     Gemm,
@@ -280,9 +280,8 @@ def _numbers(name: str, text: str) -> list[int]:
 
 def main(arguments: argparse.Namespace) -> int:
     """`python -m bench tune`."""
+    require_positive(arguments, "rounds")
     linears, all_rows = asked_for(arguments)
-    if arguments.rounds < 1:
-        raise UsageError(f"--rounds is {arguments.rounds}, but must be at least 1.")
     if not torch.cuda.is_available():
         raise UsageError(f"tiles are measured on a GPU, and torch {torch.__version__} finds no CUDA device here.")
     return tune_all(linears, all_rows, arguments, "cuda", torch.cuda.get_device_capability())

@@ -1,5 +1,6 @@
 """UsageError, for wrong arguments or invalid files, as opposed to failures of the program."""
 
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,14 @@ def require_device(name: str) -> None:
     """Raise UsageError if torch does not have this device."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device cuda: torch {torch.__version__} finds no CUDA device here. Take --device cpu.")
+
+
+def require_positive(arguments: Namespace, *options: str) -> None:
+    """Raise UsageError for the first of these options that is given and below 1."""
+    for option in options:
+        value = getattr(arguments, option.replace("-", "_"))
+        if value is not None and value < 1:
+            raise UsageError(f"--{option} is {value}, but must be at least 1.")
 
 
 @contextmanager

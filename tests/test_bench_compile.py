@@ -31,7 +31,7 @@ def test_steps_are_timed_and_written(tmp_path, capsys):
     [
         (["--models", "micro,none"], "--models none is not known"),
         (["--recipes", "fp3"], "--recipes fp3 is not known"),
-        (["--rounds", "0"], "--rounds 0 measures nothing"),
+        (["--rounds", "0"], "--rounds is 0, but must be at least 1"),
     ],
 )
 def test_a_wrong_call_is_said(wrong, said, capsys):
