@@ -59,7 +59,7 @@ def check_fusion(
 ) -> list[Difference]:
     """Run the operations fused and unfused on the same random numbers, and compare all outputs and gradients.
 
-    Both runs begin with the same state of torch's generators of the CPU and of `device`, which are left as they were.
+    Each run begins with the same seed of torch's generators of the CPU and of `device`, and leaves them as they were.
 
     Compared: y, every differentiable extra output, and the gradients of x, of every parameter and of every extra input;
     also with x or one parameter frozen, and without grad mode. Splits are drawn for each run: with empty groups, all
