@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
 
 from recipes.tensors.quantized_parameter import QuantizedParameter
 from recipes.tensors.quantized_shard import QuantizedShard, local_shard, with_local
@@ -21,11 +25,17 @@ class MasterWeights:
         optimizer.step()
         optimizer.zero_grad()
 
-    Before each step a master receives the gradient of its parameter: `.grad`, or `main_grad` where the parameter has
-    one, and `.grad` of the parameter is set to None. After it the parameter is quantized from its master: to nearest,
-    once, from float32. Masters begin with the values before quantization, if the parameter has kept them
-    (`preserve_high_precision_init_val=True`; they are cleared), else with the dequantized ones. `read()` takes these
-    later, after a load into the model.
+    A master and its parameter have one gradient: `.grad` of the parameter, which `.grad` of the master reads and sets.
+    So it may be unscaled, clipped and cleared over the optimizer's groups or over `model.parameters()`, and be computed
+    in a closure. backward gives it the parameter's dtype. When it is first read from the master (by `step()`,
+    `scaler.unscale_(optimizer)` or clipping over the groups) it is replaced by a float32 tensor, to which later
+    backwards add. Where the parameter has a `main_grad`, which must be float32, the master's gradient is a view of
+    that, and `.grad` of the parameter is not used; `zero_grad()` clears main_grad with `set_to_none=False` alone.
+
+    After each step the parameter is quantized from its master: to nearest, once, from float32. Masters begin with the
+    values before quantization, if the parameter has kept them (`preserve_high_precision_init_val=True`; they are
+    cleared), else with the dequantized ones. `read()` takes these later, after a load into the model. Copied or
+    pickled, a master is an ordinary parameter.
 
     Of parameters that FSDP2 shards the masters are sharded alike: make them after `fully_shard`, on all ranks. Each
     rank steps and quantizes its own rows; where one scale is of all ranks' rows, `step()` is a collective.
@@ -53,25 +63,20 @@ class MasterWeights:
         return [self._masters.get(id(parameter), parameter) for parameter in self._given]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let `step()` of this optimizer take the gradients before, and quantize after; returns it."""
-        optimizer.register_step_pre_hook(lambda *_: self.take_gradients())
-        optimizer.register_step_post_hook(lambda *_: self.quantize())
+        """Let `step()` of this optimizer quantize the parameters of the masters that it steps; returns it. Several
+        optimizers may divide the masters.
+
+        Raises ValueError, as `step()` does for groups that were added later, if it steps no master, or a parameter that
+        has one.
+        """
+        self._stepped(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
         return optimizer
 
-    @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Give each master the gradient of its parameter, in float32."""
-        for parameter, master in self._pairs():
-            gradient = getattr(parameter, "main_grad", None)
-            gradient = parameter.grad if gradient is None else gradient
-            master.grad = None if gradient is None else gradient.view(master.shape).to(torch.float32)
-            parameter.grad = None
-
-    @torch.no_grad()
     def quantize(self) -> None:
         """Quantize each parameter from its master."""
-        for parameter, master in self._pairs():
-            parameter.copy_(master)
+        self._quantize(self._pairs())
 
     @torch.no_grad()
     def read(self) -> None:
@@ -80,16 +85,122 @@ class MasterWeights:
         for parameter, master in self._pairs():
             master.copy_(parameter)
 
-    def _pairs(self) -> Iterable[tuple[Any, nn.Parameter]]:
-        return (
+    def _pairs(self) -> list[tuple[Any, nn.Parameter]]:
+        return [
             (parameter, self._masters[id(parameter)]) for parameter in self._given if id(parameter) in self._masters
-        )
+        ]
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> list[tuple[Any, nn.Parameter]]:
+        """Those pairs whose masters this optimizer steps."""
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        pairs = [pair for pair in self._pairs() if id(pair[1]) in stepped]
+        wrong = len(stepped & self._masters.keys())
+        if wrong or not pairs:
+            name = type(optimizer).__name__
+            found = f"{wrong} quantized parameters in place of their masters" if wrong else "no master"
+            raise ValueError(
+                f"{name} steps {found}. Make it of masters.parameters(), which has a master for each quantized "
+                "parameter and the others as they are, in the order given: zip them with model.named_parameters() for "
+                "groups by name."
+            )
+        return pairs
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        pairs, calls = self._stepped(optimizer), count()
+
+        def evaluate(closure: Callable[[], Any]) -> Any:
+            if next(calls):  # an optimizer that calls it again (LBFGS) has moved the masters
+                self._quantize(pairs)
+            loss = closure()
+            _show_to_guards(pairs, True)
+            return loss
+
+        _show_to_guards(pairs, True)
+        if callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": partial(evaluate, kwargs["closure"])}
+        elif len(args) > 1 and callable(args[1]):
+            args = (args[0], partial(evaluate, args[1]), *args[2:])
+        return args, kwargs
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        pairs = self._stepped(optimizer)
+        _show_to_guards(pairs, False)
+        self._quantize(pairs)
+
+    @staticmethod
+    @torch.no_grad()
+    def _quantize(pairs: Iterable[tuple[Any, nn.Parameter]]) -> None:
+        for parameter, master in pairs:
+            parameter.copy_(master)
 
 
-def _master(parameter: Tensor, held: QuantizedParameter | QuantizedShard) -> nn.Parameter:
+def _master(parameter: Any, held: QuantizedParameter | QuantizedShard) -> Any:
     """held: the parameter itself, or this rank's part of it."""
     values = held.get_high_precision_init_val()
     values = held.quantized.dequantize() if values is None else values.to(held.device)
     held.clear_high_precision_init_val()
-    master = values.to(torch.float32, copy=True)
-    return nn.Parameter(with_local(parameter, master) if isinstance(held, QuantizedShard) else master)
+    values = values.to(torch.float32, copy=True)
+    master: Any = nn.Parameter(with_local(parameter, values) if isinstance(held, QuantizedShard) else values)
+    kind: Any = type(master)
+    master.__class__ = _master_class(kind)
+    master.quantized_parameter = parameter
+    parameter.grad_dtype = None  # its own from backward, and float32 from the master
+    return master
+
+
+class _OfMaster:
+    """What a master has beside an ordinary parameter: the gradient of `quantized_parameter`."""
+
+    quantized_parameter: Any
+
+    @property
+    def grad(self: Any) -> Tensor | None:
+        parameter = self.quantized_parameter
+        main_grad = getattr(parameter, "main_grad", None)
+        if main_grad is None:
+            if parameter.grad is not None and parameter.grad.dtype != torch.float32:
+                parameter.grad = parameter.grad.to(torch.float32)
+            return parameter.grad
+        if main_grad.dtype != torch.float32:
+            raise ValueError(
+                f"A quantized parameter {list(parameter.shape)} has a main_grad of {main_grad.dtype}, but its master "
+                "is stepped with a gradient of float32 in the same memory. Give it a main_grad of float32."
+            )
+        return main_grad.view(self.shape)
+
+    @grad.setter
+    def grad(self: Any, value: Tensor | None) -> None:
+        if value is not None and getattr(self.quantized_parameter, "main_grad", None) is not None:
+            self.grad.copy_(value)
+        else:
+            self.quantized_parameter.grad = value
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._ordinary(), memo)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return self._ordinary().__reduce_ex__(protocol)
+
+    def _ordinary(self: Any) -> nn.Parameter:
+        return nn.Parameter(self.detach(), self.requires_grad)
+
+
+@cache
+def _master_class(kind: Any) -> Any:
+    """kind: Parameter, or DTensor. torch's optimizers step by foreach kernels only what is exactly of a listed type."""
+    made: Any = type("MasterWeight", (_OfMaster, kind), {})
+    _foreach_supported_types.append(made)
+    return made
+
+
+def _show_to_guards(pairs: Iterable[tuple[Any, Any]], there: bool) -> None:
+    """Guards of a compiled `step()` read gradients below Python, and see no property."""
+    if torch.compiler.is_compiling():
+        _set_below_python(pairs, there)
+
+
+@torch.compiler.disable
+def _set_below_python(pairs: Iterable[tuple[Any, Any]], there: bool) -> None:
+    below: Any = Tensor.grad
+    for _, master in pairs:
+        below.__set__(master, master.grad if there else None)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 import fuser
 from fuser import Sequential, autocast, ops
@@ -92,6 +102,225 @@ def test_the_loss_of_bfloat16_is_within_2_percent_of_masters_outside(recipe: str
     assert abs(sum(found[-10:]) - sum(expected[-10:])) < 0.02 * sum(expected[-10:])
 
 
+Loss = Callable[[int], Tensor]
+
+
+def loss_of(layers: nn.Module) -> Loss:
+    def loss(step: int) -> Tensor:
+        x, target = batch(step)
+        with autocast("mxfp8"):
+            return (layers(x, split_sizes=[40, 24]) - target).square().mean()
+
+    return loss
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def scaled(layers: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+    """Its second step overflows, and is skipped."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step, factor in enumerate((1.0, float("inf"), 1.0)):
+        optimizer.zero_grad()
+        scaler.scale(loss(step) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def scaled_accumulated_and_clipped(layers: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+    """As the Trainer of Hugging Face does."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        for microbatch in range(2):
+            scaler.scale(loss(2 * step + microbatch) / 2).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(layers.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+        layers.zero_grad()
+
+
+def clipped_over_the_model(layers: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+    for step in range(3):
+        loss(step).backward()
+        clip_grad_norm_(layers.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def clipped_over_the_groups(layers: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+    for step in range(3):
+        loss(step).backward()
+        clip_grad_norm_(groups_of(optimizer), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_a_closure(layers: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            value = loss(step)
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+
+
+def with_batches_left_out(layers: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+    for step in range(2):
+        for clears in (layers, optimizer):
+            (loss(step) * float("nan")).backward()
+            clears.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def of_one_layer_later(layers: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+    """What has no gradient in the second step has none left from the first either."""
+    loss(0).backward()
+    optimizer.step()
+    layers.zero_grad()
+    with autocast("mxfp8"):
+        layers[0](batch(1)[0]).square().mean().backward()  # type: ignore[index]
+    clip_grad_norm_(groups_of(optimizer), 0.01)
+    optimizer.step()
+
+
+def never_cleared(layers: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+    for step in range(2):
+        loss(step).backward()
+        optimizer.step()
+
+
+HABITS = [
+    scaled, scaled_accumulated_and_clipped, clipped_over_the_model, clipped_over_the_groups, in_a_closure,
+    with_batches_left_out, of_one_layer_later, never_cleared,
+]  # fmt: skip
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def assert_trains_as_plain_weights(
+    habit: Callable[..., None], kind: Callable[..., torch.optim.Optimizer], shard: bool
+) -> None:
+    plain, layers = model(), fuser.to_quantized(model(), "mxfp8", preserve_high_precision_init_val=True)
+    for module in (layers[0], layers) if shard else ():
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    masters = fuser.MasterWeights(layers.parameters())
+    habit(plain, kind(plain.parameters(), lr=3e-3), loss_of(plain))
+    habit(layers, masters.attach(kind(masters.parameters(), lr=3e-3)), loss_of(layers))
+    expected = fuser.to_quantized(copy.deepcopy(plain), "mxfp8")
+    for (name, p), master, q, e, before in zip(
+        plain.named_parameters(), masters.parameters(), layers.parameters(), expected.parameters(),
+        model().parameters(), strict=True,
+    ):  # fmt: skip
+        master, q = (t.full_tensor() if isinstance(t, dist.tensor.DTensor) else t for t in (master, q))
+        assert torch.equal(master, p) and torch.equal(q + 0, e + 0) and not torch.equal(p, before), name
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_the_gradient_may_be_handled_as_that_of_plain_weights(habit: Callable[..., None]) -> None:
+    """Bit for bit: the plain weights are quantized in each step."""
+    assert_trains_as_plain_weights(habit, torch.optim.AdamW, shard=False)
+
+
+@pytest.mark.parametrize("habit", [scaled, *(rest(habit) for habit in HABITS[1:])])
+def test_so_may_that_of_sharded_weights(habit: Callable[..., None], one_rank: None) -> None:
+    assert_trains_as_plain_weights(habit, torch.optim.AdamW, shard=True)
+
+
+def test_a_closure_that_is_called_again_meets_the_masters_where_they_have_moved() -> None:
+    assert_trains_as_plain_weights(in_a_closure, partial(torch.optim.LBFGS, max_iter=3), shard=False)
+
+
+@pytest.mark.rest
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.compile's own
+def test_a_compiled_step_reads_the_gradients() -> None:
+    weight = fuser.to_quantized(ops.Linear(32, 32, bias=False), "mxfp8").weight
+    masters = fuser.MasterWeights([weight])
+    (master,) = masters.parameters()
+    step = torch.compile(masters.attach(torch.optim.SGD([master], lr=0.5)).step, backend="eager")
+    for value in (1.0, 2.0):
+        before, weight.grad = master.detach().clone(), torch.full_like(weight, value)
+        step()
+        assert torch.equal(master, before - 0.5 * value)
+        weight.grad = None
+
+
+def test_two_optimizers_divide_the_masters() -> None:
+    plain, layers = model(), fuser.to_quantized(model(), "mxfp8", preserve_high_precision_init_val=True)
+    masters = fuser.MasterWeights(layers.parameters())
+    for module, stepped in ((plain, list(plain.parameters())), (layers, masters.parameters())):
+        optimizers = [torch.optim.SGD(part, lr=0.1) for part in (stepped[:2], stepped[2:])]
+        if module is layers:
+            optimizers = list(map(masters.attach, optimizers))
+        for step in range(2):
+            loss_of(module)(step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert all(torch.equal(p, m) for p, m in zip(plain.parameters(), masters.parameters(), strict=True))
+
+
+def test_the_gradient_becomes_float32_when_it_is_first_read_of_the_master() -> None:
+    layers = fuser.to_quantized(model(torch.bfloat16), "mxfp8")
+    weight = layers[0].weight
+    masters = fuser.MasterWeights(layers.parameters())
+    optimizer = masters.attach(torch.optim.SGD(masters.parameters(), lr=0.5))
+    master = masters.parameters()[0]
+    assert master.grad is None
+
+    def gradient(step: int) -> Tensor:
+        with autocast("mxfp8"):
+            (found,) = torch.autograd.grad(layers[0](batch(step)[0].bfloat16()).sum(), weight)
+        return found
+
+    first, second = gradient(0), gradient(1)
+    weight.backward(first)
+    assert weight.grad.dtype == torch.bfloat16
+    assert master.grad is weight.grad and torch.equal(weight.grad, first.float())
+    weight.backward(second)
+    expected, before = first.float() + second.float(), master.detach().clone()
+    assert master.grad is weight.grad and torch.equal(weight.grad, expected)
+    optimizer.step()
+    assert torch.equal(master, before - 0.5 * expected)
+    assert layers.to("meta")[0].weight.grad.dtype == torch.bfloat16
+
+
+def test_an_optimizer_must_step_the_masters_alone() -> None:
+    layers = fuser.to_quantized(model(), "mxfp8")
+    masters = fuser.MasterWeights(layers.parameters())
+    for stepped, found in ((layers.parameters(), "4 quantized parameters in place"), ([layers[0].bias], "no master")):
+        with pytest.raises(ValueError, match=f"SGD steps {found}.*masters.parameters"):
+            masters.attach(torch.optim.SGD(stepped, lr=0.1))
+    optimizer = masters.attach(torch.optim.SGD(masters.parameters(), lr=0.1))
+    optimizer.add_param_group({"params": [layers[0].weight]})
+    with pytest.raises(ValueError, match="SGD steps 1 quantized parameters in place"):
+        optimizer.step()
+
+
+def test_masters_are_stepped_by_foreach_kernels_where_parameters_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = _default_to_fused_or_foreach.__globals__
+    monkeypatch.setitem(asks, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    masters = fuser.MasterWeights(fuser.to_quantized(model(), "mxfp8").parameters())
+    assert _default_to_fused_or_foreach(masters.parameters(), False) == (False, True)
+
+
+def test_a_copy_of_a_master_is_an_ordinary_parameter() -> None:
+    master = fuser.MasterWeights(fuser.to_quantized(model(), "mxfp8").parameters()).parameters()[0]
+    for other in (copy.deepcopy(master), pickle.loads(pickle.dumps(master))):
+        assert type(other) is nn.Parameter and torch.equal(other, master) and other.grad is None
+
+
 def test_masters_begin_with_the_values_before_quantization() -> None:
     for keep in (True, False):
         layers = fuser.to_quantized(model(), "mxfp8", preserve_high_precision_init_val=keep)
@@ -128,6 +357,31 @@ def test_a_step_takes_main_grad_and_quantizes_from_the_master() -> None:
     expected = fuser.quantize(before.detach() - 0.5 * layer.weight.main_grad, "mxfp8", "weight")
     for mine, other in zip(layer.weight.quantized.tensors(), expected.quantized.tensors(), strict=True):
         assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_main_grad_is_unscaled_and_clipped_in_its_own_memory(flat: bool) -> None:
+    layer = fuser.to_quantized(ops.Linear(32, 32, bias=False, accumulate_into_main_grad=True), "mxfp8")
+    main_grad = layer.weight.main_grad = torch.zeros(32 * 32) if flat else torch.zeros(32, 32)
+    masters = fuser.MasterWeights([layer.weight])
+    (master,) = masters.parameters()
+    optimizer = masters.attach(torch.optim.SGD([master], lr=0.5))
+    before, scaler = master.detach().clone(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with autocast("mxfp8"):
+        scaler.scale(layer(torch.randn(8, 32)).sum()).backward()
+    expected = main_grad.view(32, 32) / 1024
+    scaler.unscale_(optimizer)
+    assert torch.equal(main_grad.view(32, 32), expected)
+    norm = clip_grad_norm_([master], 0.1)
+    assert norm == expected.norm() and torch.equal(main_grad.view(32, 32), expected * (0.1 / (norm + 1e-6)))
+    scaler.step(optimizer)
+    assert torch.equal(master, before - 0.5 * main_grad.view(32, 32))
+    master.grad = torch.ones(32, 32)
+    optimizer.zero_grad()
+    assert (main_grad == 1).all() and layer.weight.grad is None
+    layer.weight.main_grad = main_grad.bfloat16()
+    with pytest.raises(ValueError, match=r"has a main_grad of torch.bfloat16.*Give it a main_grad of float32"):
+        optimizer.step()
 
 
 def test_what_is_not_quantized_is_stepped_itself() -> None:

@@ -116,7 +116,7 @@ def applied(function: Callable[[Tensor], Tensor], weight: Any) -> Any:
         return weight
     parameter = nn.Parameter(result, requires_grad=weight.requires_grad)
     if weight.grad is not None:
-        parameter.grad = function(weight.grad)
+        parameter.grad = function(weight.grad).to(parameter.dtype)  # that of a master is float32
     return parameter
 
 
