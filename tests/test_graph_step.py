@@ -1,9 +1,12 @@
 """A whole step as one graph: as many steps of it are as many eager ones, and making it leaves no trace."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+import fuser
 from fuser import Sequential, autocast, ops
 from fuser.graph import make_graphed_step
 from tests.reference import assert_same_bits, random_sizes
@@ -128,6 +131,30 @@ def test_a_step_must_clear_its_gradients(device):
     model = nn.Linear(4, 4, device=device)
     with pytest.raises(ValueError, match=r"adds to gradients that were there before it.*zero_grad"):
         make_graphed_step(lambda x: model(x).sum().backward(), (torch.randn(4, 4, device=device),), modules=model)
+
+
+def test_masters_of_quantized_weights_are_restored_too(device):
+    results = []
+    for captured in (False, True):
+        model = fuser.to_quantized(make(device, bias=False)[0], "mxfp8")
+        masters = fuser.MasterWeights(model.parameters())
+        optimizer = masters.attach(OPTIMIZERS["sgd"](masters.parameters(), device))
+
+        def step(x, sizes, target, clear=True, model=model, optimizer=optimizer):
+            if clear:
+                optimizer.zero_grad()
+            with autocast("mxfp8"):
+                (model(x, split_sizes=sizes) - target).float().square().mean().backward()
+            optimizer.step()
+
+        graphed = make_graphed_step(step, batch(1, device), modules=model, optimizers=optimizer) if captured else step
+        torch.manual_seed(1)
+        for seed in range(3):
+            graphed(*batch(seed, device))
+        results.append({str(index): master.detach() for index, master in enumerate(masters.parameters())})
+    assert_same_bits(results[1], results[0])
+    with pytest.raises(ValueError, match="adds to gradients that were there before it"):
+        make_graphed_step(partial(step, clear=False), batch(1, device), modules=model, optimizers=optimizer)
 
 
 def test_settings_of_the_optimizer_are_fixed(device):

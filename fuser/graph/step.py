@@ -121,7 +121,8 @@ class GraphedStep:
         recorder = make_recorder(device, pool)
         used = [(o, p) for o in self._optimizers for group in o.param_groups for p in group["params"]]
         new = [(optimizer, parameter) for optimizer, parameter in used if parameter not in optimizer.state]
-        changed = [*self._parameters, *(p.main_grad for p in self._parameters if hasattr(p, "main_grad"))]
+        main_grads = [p.main_grad for p in self._parameters if hasattr(p, "main_grad")]
+        changed = list(dict.fromkeys([*self._parameters, *(p for _, p in used), *main_grads]))  # masters are used alone
         try:
             with undisturbed(self._modules, device):
                 before = _Values(changed, self._optimizers)
@@ -168,7 +169,8 @@ class GraphedStep:
         return values
 
     def _check_that_it_clears(self, warm_up: Callable[[Callable[[], None]], None]) -> None:
-        marks = [torch.zeros_like(parameter) for parameter in self._parameters]
+        # One that masters would make float32 is so from the start, and stays the same tensor.
+        marks = [torch.zeros_like(p, dtype=p.grad_dtype or torch.float32) for p in self._parameters]
         for parameter, mark in zip(self._parameters, marks, strict=True):
             parameter.grad = mark
         warm_up(self._run)
