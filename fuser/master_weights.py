@@ -32,6 +32,9 @@ class MasterWeights:
     backwards add. Where the parameter has a `main_grad`, which must be float32, the master's gradient is a view of
     that, and `.grad` of the parameter is not used; `zero_grad()` clears main_grad with `set_to_none=False` alone.
 
+    DistributedDataParallel refuses to add to a `.grad` of another dtype than the parameter's: leave `set_to_none` of
+    `zero_grad()` at True.
+
     After each step the parameter is quantized from its master: to nearest, once, from float32. Masters begin with the
     values before quantization, if the parameter has kept them (`preserve_high_precision_init_val=True`; they are
     cleared), else with the dequantized ones. `read()` takes these later, after a load into the model. Copied or
