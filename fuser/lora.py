@@ -75,7 +75,8 @@ def add(
 
 
 def merge(model: nn.Module) -> None:
-    """W += (alpha / rank) B A for each adapter, computed in float32 or better and rounded once to W's dtype.
+    """W += (alpha / rank) B A for each adapter, computed in float32 or better and rounded once to W's dtype; W that is
+    held quantized is quantized once, from this sum.
 
     Forward then costs what it did without adapters, and a state dict of the model holds the merged weights. The weights
     as they were are kept in memory, so that `unmerge` restores their bits; `unload` gives them up. A y differs from

@@ -24,6 +24,7 @@ from ops.runner.operation import OperationContext
 from ops.runner.parameters import requires_grad
 from recipes.recipe import Role
 from recipes.request import PlanRequest
+from recipes.tensors.quantized_handle import QuantizedHandle, copied
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.splits import Splits
 from recipes.triton.philox import new_seed
@@ -94,14 +95,19 @@ class LowRankAdapter(OperationWithWeights):
     def merge(self) -> None:
         """Add (alpha / rank) B A to the weights, computed in float32 or better and rounded once to their dtype.
 
-        The weights as they were are kept, as buffers that no state dict holds.
+        Weights that are held quantized are quantized once, from these sums. The weights as they were are kept, held as
+        before, as buffers that no state dict holds.
         """
         with torch.no_grad():
             for name, weight, a, b in list(self._members()):
-                self.register_buffer(_kept(name), weight.clone(), persistent=False)
-                for w, a_w, b_w in zip(*((t[None] if t.dim() == 2 else t) for t in (weight, a, b)), strict=True):
-                    wide = torch.promote_types(w.dtype, torch.float32)
+                self.register_buffer(_kept(name), copied(weight), persistent=False)
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                is_held = isinstance(weight, QuantizedHandle)
+                merged = weight.dequantize().to(wide) if is_held else weight
+                for w, a_w, b_w in zip(*((t[None] if t.dim() == 2 else t) for t in (merged, a, b)), strict=True):
                     w.copy_(torch.addmm(w.to(wide), b_w.to(wide), a_w.to(wide), alpha=self.factor))
+                if is_held:
+                    weight.copy_(merged)
         self.merged = True
         self.forget_quantized_weights()
 

@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+import fuser
 from fuser import Sequential, autocast, lora, ops
 from ops.lora import LoRAGroupedLinear, LoRALinear
 from recipes import DelayedScaling
+from recipes.tensors.quantize_weight import as_copied
+from recipes.tensors.quantized_handle import held_tensors
+from recipes.tensors.quantized_parameter import QuantizedParameter
 from tests.lora_cases import adapted, data, mlp, step, with_values
 from tests.reference import assert_close, assert_same_bits
 
@@ -133,6 +137,42 @@ def test_weights_that_are_not_stacked_are_merged_each_with_its_own():
     assert_close({"y": model(data(), split_sizes=[5, 0, 9])}, {"y": before}, {torch.float32: 3e-5})
     lora.unload(model)
     assert sorted(model.state_dict()) == sorted(f"0.{kind}{g}" for kind in ("weight", "bias") for g in range(3))
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "per group"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block", "fp8_current", "fp8_delayed"])
+def test_weights_held_quantized_are_merged_as_a_whole_and_unmerged_to_their_codes(recipe, stacked):
+    torch.manual_seed(0)
+    layers = Sequential(ops.GroupedLinear(2, 32, 32, bias=False, stacked=stacked), ops.Linear(32, 16))
+    model = fuser.to_quantized(layers, recipe)
+    lora.add(model, 2, alpha=3)
+    with_values(model)
+    expected = copy.deepcopy(model)
+    members = [member for operation in expected for member in operation._members()]
+    with torch.no_grad():
+        for _, weight, a, b in members:
+            each = zip(*(t.view(-1, *t.shape[-2:]) for t in (weight.dequantize(), a, b)), strict=True)
+            merged = [torch.addmm(w, b_w, a_w, alpha=1.5) for w, a_w, b_w in each]
+            weight.copy_(torch.stack(merged).view(weight.shape))
+    before, after = codes(model), codes(expected)
+    assert not torch.equal(before["1.weight.0"], after["1.weight.0"])
+    lora.merge(model)
+    assert_same_bits(codes(model), after)
+    again = copy.deepcopy(model)
+    lora.unmerge(again)
+    assert_same_bits(codes(again), before)
+    lora.unload(model)
+    assert_same_bits(codes(model), after)
+
+
+def codes(model):
+    """The codes and scales of all weights."""
+    held = {name: p for name, p in model.named_parameters() if isinstance(p, QuantizedParameter)}
+    return {
+        f"{name}.{i}": as_copied(tensor).clone()
+        for name, parameter in held.items()
+        for i, tensor in enumerate(held_tensors(parameter))
+    }
 
 
 # peft's layout

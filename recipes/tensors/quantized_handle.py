@@ -123,6 +123,14 @@ def at_container(tensor: Any) -> Any:
     return tensor.quantized if isinstance(tensor, QuantizedHandle) else tensor
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """The same in memory of its own: of a handle its codes, bit for bit."""
+    if not isinstance(tensor, QuantizedHandle):
+        return tensor.clone()
+    quantized = tensor.quantized
+    return tensor.over(quantized.rebuild([t if t is None else t.clone() for t in quantized.tensors()]))
+
+
 def held_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors that have memory: codes and scales of a handle, each once; an ordinary tensor itself."""
     if not isinstance(tensor, QuantizedHandle):
