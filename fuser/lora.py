@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fuser.tied_parameters import tied_parameters
 from ops.grouped_linear import GroupedLinear
 from ops.linear import Linear
 from ops.lora import ADAPTED, LowRankAdapter
@@ -84,12 +85,13 @@ def merge(model: nn.Module) -> None:
 
     CUDA graphs that were captured before go on adding the adapters: capture them again.
 
-    Raises RuntimeError if the model has no adapters, or some that are merged, NotImplementedError for weights that
-    `fully_shard` has sharded; then nothing is changed.
+    Raises RuntimeError if the model has no adapters, some that are merged, or one on a weight that the model holds in
+    another place too, NotImplementedError for weights that `fully_shard` has sharded; then nothing is changed.
     """
     adapters = _adapters(model)
     _check_all(adapters, merged=False, mend="Call lora.unmerge(model) before.")
     _check_whole(adapters)
+    _check_untied(model)
     for adapter in adapters.values():
         adapter.merge()
 
@@ -225,6 +227,16 @@ def _check_whole(adapters: Mapping[str, LowRankAdapter]) -> None:
             f"Sharded by fully_shard: {', '.join(sharded)}. Do this before fully_shard; lora.state_dict(model) gives "
             "the whole adapters of a sharded model, to be loaded into one that is not."
         )
+
+
+def _check_untied(model: nn.Module) -> None:
+    for places in tied_parameters(model).values():
+        if any(isinstance(module, LowRankAdapter) and name in module.weight_names for _, module, name in places):
+            raise RuntimeError(
+                f"{' and '.join(map(str, places))} are one parameter, so what is merged into it for one place would be "
+                "added in the other, too. Untie them, by module.weight = nn.Parameter(module.weight.detach().clone(), "
+                "requires_grad=False), or leave the adapters unmerged."
+            )
 
 
 def _adapters(model: nn.Module) -> dict[str, LowRankAdapter]:

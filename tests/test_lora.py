@@ -175,6 +175,33 @@ def codes(model):
     }
 
 
+def two_operations(model):
+    model[3].weight = nn.Parameter(model[0].weight.detach()[0])
+    model.append(nn.Embedding(16, 32))
+    model[4].weight = model[3].weight
+
+
+def two_experts(model):
+    model[0] = ops.GroupedLinear(3, 32, 64, bias=False, stacked=False)
+    model[0].weight2 = model[0].weight0
+
+
+@pytest.mark.parametrize(
+    ("tie", "match"),
+    [(two_operations, "3.weight and 4.weight are one"), (two_experts, "0.weight0 and 0.weight2 are one")],
+)
+def test_what_is_tied_is_not_merged(tie, match):
+    model = nn.ModuleList(mlp())
+    tie(model)
+    lora.add(model, 2)
+    with_values(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=match):
+        lora.merge(model)
+    assert_same_bits(model.state_dict(), before)
+    assert not any(adapter.merged for adapter in model if hasattr(adapter, "merged"))
+
+
 # peft's layout
 
 
