@@ -28,6 +28,10 @@ MAY_READ = {
         "Splits.tolist": "the door through which the SplitPath and references read sizes",
         "Splits.make": "sizes that lie on the host already are validated",
     },
+    "recipes/tensors/values_view.py": {
+        "ValuesView.numpy": "the caller reads, as of any tensor",
+        "ValuesView.tolist": "the same",
+    },
     "recipes/tensors/grouped_tensor.py": {"GroupedTensor.unbind": "groups of sizes that the host knows"},
     "ops/products/held_weights.py": {"hold_quantized": "a copy for an optimizer, when a model is made"},
     "recipes/cast_counts.py": {"CountedCasts.counts": "the counts are read when they are asked for"},

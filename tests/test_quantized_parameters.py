@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import fuser
 from fuser import Sequential, autocast, ops
@@ -382,6 +384,77 @@ def test_moves_keep_the_codes_and_the_parameter_and_another_dtype_dequantizes() 
     layers = fuser.to_quantized(model(), "mxfp8").bfloat16()
     assert type(layers[1].weight) is nn.Parameter and layers[1].weight.dtype == torch.bfloat16
     assert torch.equal(layers[1].weight, values.bfloat16())
+
+
+LOST = {
+    "an expert": lambda w, v: w[0].copy_(v[0]),
+    "an index": lambda w, v: w.__setitem__(0, v[0]),
+    "of .data": lambda w, v: w.data.__setitem__((slice(None), 1), v[:, 1]),
+    "a view of a view": lambda w, v: w.transpose(1, 2).detach()[0].zero_(),
+    "flat": lambda w, v: w.view(-1).copy_(v.view(-1)),
+    "parts": lambda w, v: torch._foreach_mul_(w.unbind(), 2.0),
+    "out": lambda w, v: torch.add(v[0], v[0], out=w[0]),
+    "diagonal": lambda w, v: w.fill_diagonal_(9.0),
+    "data": lambda w, v: setattr(w, "data", v),
+    "a vector": lambda w, v: nn.utils.vector_to_parameters(v.view(-1), [w]),
+}
+
+
+@pytest.mark.parametrize("change", LOST.values(), ids=LOST)
+def test_a_change_that_no_codes_would_hold_is_refused(change: Any) -> None:
+    weight = fuser.to_quantized(ops.GroupedLinear(32, 32, 32), "mxfp8").weight
+    before = weight.dequantize()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"by `with torch.no_grad\(\): weight.copy_\(values\)`"):
+        change(weight, torch.ones(weight.shape))
+    assert torch.equal(weight.dequantize(), before)
+
+
+WRITTEN = {
+    "whole": lambda w, v: w.__setitem__(slice(None), v),
+    "a mask": lambda w, v: w.__setitem__(w == w, 1.0),
+    "a list": lambda w, v: w.__setitem__([0, 1], v),
+    "out": lambda w, v: torch.mul(v, v, out=w),
+    "foreach": lambda w, v: torch._foreach_copy_([w], [v]),
+    "in place, of .data": lambda w, v: setattr(w, "data", w.data.fill_(1)),
+}
+
+
+@pytest.mark.parametrize("change", WRITTEN.values(), ids=WRITTEN)
+def test_a_change_of_the_whole_is_quantized(change: Any) -> None:
+    weight = fuser.to_quantized(ops.GroupedLinear(2, 32, 32), "mxfp8").weight
+    with torch.no_grad():
+        change(weight, torch.ones(weight.shape))
+    assert torch.equal(weight.dequantize(), torch.ones(weight.shape))
+
+
+READ = {
+    "product": lambda w, x: nn.functional.linear(x, w[0]) @ w.mT[1],
+    "parts": lambda w, x: torch.cat([2 * part.flatten() for part in w.chunk(2)]),
+    "copied into": lambda w, x: x.new_empty(32, 32).copy_(w[0]),
+    "an operation": lambda w, x: functional_call(ops.Linear(32, 32, bias=False), {"weight": w[0]}, (x,)),
+    "numbers": lambda w, x: torch.tensor(w.detach()[0].tolist()) + torch.from_numpy(w.detach()[0].numpy()),
+    "a copy": lambda w, x: copy.deepcopy(w.detach()[0]).mul_(2),
+    "saved": lambda w, x: pickle.loads(pickle.dumps(w.detach()[0])).mul_(2),
+}
+
+
+@pytest.mark.parametrize("function", READ.values(), ids=READ)
+def test_a_view_is_read_as_that_of_an_ordinary_tensor(function: Any) -> None:
+    weight = fuser.to_quantized(ops.GroupedLinear(2, 32, 32), "mxfp8").weight
+    plain = weight.dequantize().detach().requires_grad_()
+    x = torch.randn(4, 32)
+    mine, theirs = function(weight, x), function(plain, x)
+    assert type(mine) is type(theirs) and torch.equal(mine, theirs)
+    if theirs.requires_grad:
+        assert torch.equal(*(torch.autograd.grad(y.square().sum(), w)[0] for y, w in ((mine, weight), (theirs, plain))))
+
+
+def test_the_codes_of_another_may_be_its_data() -> None:
+    layer, other = (fuser.to_quantized(ops.Linear(32, 32), recipe) for recipe in ("mxfp8", "fp8_block"))
+    weight = layer.weight
+    weight.data = other.weight.data
+    assert layer.weight is weight and weight.quantizer == other.weight.quantizer and weight.requires_grad
+    assert torch.equal(weight.dequantize(), other.weight.dequantize())
 
 
 def test_a_held_weight_is_no_cycle() -> None:

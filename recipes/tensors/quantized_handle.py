@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
+from recipes.tensors.values_view import views, written_by
 
 Quantized = QuantizedTensor | GroupedTensor
 
@@ -39,7 +40,7 @@ class QuantizedHandle(Tensor):
 
     The gradient is that of the values: rounding counts as the identity. `detach()` and moves to another device keep the
     codes; everything else dequantizes, `clone()` too, so that `dequantize()` is differentiable. Changes in place are
-    refused with RuntimeError: containers are frozen.
+    refused with RuntimeError: containers are frozen; so are those of its views, and ordinary tensors as its `.data`.
 
     Raises TypeError if `quantized` is no QuantizedTensor or GroupedTensor.
     """
@@ -73,6 +74,20 @@ class QuantizedHandle(Tensor):
             f"A {type(self).__name__} cannot be changed in place: its codes are quantized once. "
             "Change its dequantize(), and quantize that."
         )
+
+    @property
+    def data(self) -> Tensor:
+        return super().data
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if type(other) is not type(self):
+            raise RuntimeError(
+                f"A {type(other).__name__} cannot be the .data of a {type(self).__name__}, which holds codes alone. "
+                "Quantize its values into these codes, by `with torch.no_grad(): weight.copy_(values)`."
+            )
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        vars(self).update(vars(other.detach()))  # the codes, and how they are quantized
 
     # Every function of torch comes to __torch_dispatch__, below autograd.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -148,17 +163,13 @@ def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
             values[id(handle)] = handle, handle.quantized.dequantize()
         return values[id(handle)][1]
 
-    written: list[QuantizedHandle] = []
-    given = {**dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)), **kwargs}
-    for argument in function._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            tree_map_only(QuantizedHandle, written.append, given.get(argument.name))
+    written = written_by(function, args, kwargs, QuantizedHandle)
     if function is _aten.copy_.default and written and isinstance(args[1], Tensor):
         written[0].write(args[1])  # its values before do not count
         return written[0]
     result = function(*tree_map_only(QuantizedHandle, value, args), **tree_map_only(QuantizedHandle, value, kwargs))
     if not written:
-        return result
+        return views(result) if function.is_view else result
     by_value = {id(value(handle)): handle for handle in written}
     for handle in written:
         handle.write(value(handle))

@@ -27,7 +27,8 @@ class QuantizedParameter(QuantizedHandle):
     `parameter.copy_(values)` quantizes: the values as they are, float32 master weights too, or the codes of another
     parameter of the same quantizer, bit for bit. Other changes in place (`mul_`, an optimizer's steps on the parameter
     itself) compute on the dequantized values and quantize the result, each time with a rounding: small steps are lost,
-    so let the optimizer own float32 masters (`fuser.MasterWeights`). `.grad` is an ordinary tensor.
+    so let the optimizer own float32 masters (`fuser.MasterWeights`). Codes are written as a whole: a change of a view
+    (`parameter[0].copy_(values)`) and ordinary tensors as `.data` raise RuntimeError. `.grad` is an ordinary tensor.
 
     quantized: its copies: rowwise for fprop, columnwise for dgrad; the same where a format shares its codes
     quantizer: without the state of an operation; `bind` names that, for a quantizer that keeps one (delayed scaling)
