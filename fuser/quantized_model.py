@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fuser.tied_parameters import Place, tied_parameters
 from ops.products.held_weights import HeldAs, holding_new_weights
 from ops.products.main_grad import OperationWithWeights
 from recipes.arguments import check_flags
@@ -16,6 +17,7 @@ from recipes.recipe import Recipe, Role
 from recipes.registry import as_recipe
 from recipes.tensors.quantized_handle import at_values
 from recipes.tensors.quantized_shard import is_dtensor, local_shard, with_local
+from recipes.tensors.quantizer import Quantizer
 
 
 @contextmanager
@@ -57,12 +59,15 @@ def to_quantized(
     preserve_high_precision_init_val: keep the values before quantization on the host, at
         `weight.get_high_precision_init_val()`, until `weight.clear_high_precision_init_val()`
 
-    The parameters are new objects, `QuantizedParameter`: make the optimizer afterwards. FSDP2 (`fully_shard`) may shard
-    the model afterwards, or have sharded it, if it has not run yet; then each rank quantizes its part, in a collective.
+    The parameters are new objects, `QuantizedParameter`: make the optimizer afterwards. Weights that are tied stay so,
+    where each layer holds one weight (not one a group), of the same quantizer without a state. FSDP2 (`fully_shard`)
+    may shard the model afterwards, or have sharded it, if it has not run yet; then each rank quantizes its part, in a
+    collective.
 
-    Raises ValueError if `model` contains no such layer, the recipe leaves weights in high precision, or a layer stores
-    its weights in another layout; TypeError or ValueError if `recipe` is not a recipe; RuntimeError for a sharded model
-    that has run.
+    Raises ValueError if `model` contains no such layer, the recipe leaves weights in high precision, a layer stores
+    its weights in another layout or computes them (`torch.nn.utils.parametrize`), or weights are tied in another way,
+    such as that of a head to an embedding; TypeError or ValueError if `recipe` is not a recipe; RuntimeError for a
+    sharded model that has run.
     """
     held_as = _held_as(recipe, columnwise, preserve_high_precision_init_val)
     layers = [module for module in model.modules() if isinstance(module, OperationWithWeights)]
@@ -73,8 +78,11 @@ def to_quantized(
     _check_can_be_exchanged(model, layers)
     for layer in layers:
         layer.check_can_be_held()
+    tied = _tied_places(model, held_as)
     for layer in layers:
         layer.hold_quantized(held_as)
+        for other in tied.get(layer, ()):
+            other.module._parameters[other.name] = layer.get_parameter(layer.weight_names[0])  # held as it is to be
     return model
 
 
@@ -98,6 +106,46 @@ def _held_as(recipe: Recipe | str, columnwise: bool, preserve_high_precision_ini
     if chosen.quantizer(Role.WEIGHT) is None:
         raise ValueError(f"{chosen!r} leaves weights in high precision. Give a recipe that quantizes them.")
     return HeldAs(chosen, columnwise, preserve_high_precision_init_val)
+
+
+def _tied_places(model: nn.Module, held_as: HeldAs) -> dict[nn.Module, list[Place]]:
+    """By the first layer that holds a weight the other places of it. Raises ValueError where they cannot hold the same
+    codes."""
+    tied: dict[nn.Module, list[Place]] = {}
+    for places in tied_parameters(model).values():
+        quantizers = [_quantizer(place, held_as) for place in places]
+        if all(quantizer is None for quantizer in quantizers):
+            continue
+        reason = _why_not_tied(places, quantizers)
+        if reason is not None:
+            raise ValueError(
+                f"{' and '.join(map(str, places))} are one parameter, which cannot be held quantized: {reason} Untie "
+                "them, by module.weight = nn.Parameter(module.weight.detach().clone()), or give to_quantized a part of "
+                "the model without them."
+            )
+        tied[places[0].module] = places[1:]
+    return tied
+
+
+def _quantizer(place: Place, held_as: HeldAs) -> Quantizer | None:
+    """What quantizes the parameter there."""
+    _, module, name = place
+    if not isinstance(module, OperationWithWeights) or name not in module.weight_names:
+        return None
+    return (module.recipe or held_as.recipe).quantizer(Role.WEIGHT)
+
+
+def _why_not_tied(places: Sequence[Place], quantizers: Sequence[Quantizer | None]) -> str | None:
+    for place, quantizer in zip(places, quantizers, strict=True):
+        if quantizer is None:
+            return f"{place} ({type(place.module).__name__}) is held in high precision."
+        if quantizer.keeps_state:
+            return "each layer has its own scales (delayed scaling)."
+        if place.name != "weight":
+            return f"the layer of {place} holds the weights of its groups in one memory."
+    if any(quantizer != quantizers[0] for quantizer in quantizers):
+        return "by their own recipes the layers quantize it differently."
+    return None
 
 
 def _check_can_be_exchanged(model: nn.Module, layers: Sequence[nn.Module]) -> None:

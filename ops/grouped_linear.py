@@ -211,6 +211,7 @@ class GroupedLinear(OperationWithWeights):
         return ctx.param(names[0]) if stacked else [ctx.param(name) for name in names]
 
     def check_can_be_held(self) -> None:
+        super().check_can_be_held()
         if type(self).read is not GroupedLinear.read:
             raise ValueError(
                 f"{type(self).__name__} stores its weights in another layout than products read, so they cannot be "

@@ -457,6 +457,64 @@ def test_the_codes_of_another_may_be_its_data() -> None:
     assert torch.equal(weight.dequantize(), other.weight.dequantize())
 
 
+def tied(*layers: nn.Module, names: tuple[str, str] = ("weight", "weight")) -> nn.ModuleList:
+    """The layers, of which the last one's parameter is that of the first one, too."""
+    setattr(layers[-1], names[1], getattr(layers[0], names[0]))
+    return nn.ModuleList(layers)
+
+
+def test_tied_weights_stay_one() -> None:
+    layers = tied(ops.Linear(32, 32), nn.Embedding(8, 32), ops.Linear(32, 32))
+    before = layers[0].weight.detach()
+    fuser.to_quantized(layers, "mxfp8")
+    assert layers[0].weight is layers[2].weight and len(held(layers)) == 1
+    masters = fuser.MasterWeights(layers.parameters())
+    optimizer = masters.attach(torch.optim.SGD(masters.parameters(), lr=0.1))
+    layers[2](layers[0](torch.randn(4, 32))).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(layers[2].weight.dequantize(), before)
+    fuser.to_quantized(layers, "fp8_block")
+    assert layers[0].weight is layers[2].weight and len(held(layers)) == 1
+    layers.to("meta")
+    assert layers[0].weight is layers[2].weight and len(held(layers)) == 1
+    layers.bfloat16()
+    assert layers[0].weight is layers[2].weight and not held(layers)
+
+
+def with_recipe(layer: ops.Linear, recipe: str) -> ops.Linear:
+    layer.set_recipe(recipe)
+    return layer
+
+
+CANNOT_BE_HELD = [
+    (
+        lambda: tied(ops.Linear(8, 16), nn.Embedding(16, 8)),
+        "mxfp8",
+        r"1.weight \(Embedding\) is held in high precision",
+    ),
+    (lambda: tied(ops.Linear(8, 8), ops.Linear(8, 8)), "fp8_delayed", "0.weight and 1.weight .* its own scales"),
+    (lambda: tied(ops.Linear(8, 8), with_recipe(ops.Linear(8, 8), "nvfp4")), "mxfp8", "quantize it differently"),
+    (
+        lambda: tied(ops.GroupedLinear(2, 8, 8, stacked=False), names=("weight0", "weight1")),
+        "mxfp8",
+        "0.weight0 holds the weights of its groups in one memory",
+    ),
+    (
+        lambda: nn.ModuleList((ops.Linear(8, 8), nn.utils.parametrizations.weight_norm(ops.Linear(8, 8)))),
+        "mxfp8",
+        "'weight' of ParametrizedLinear is computed from other parameters",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "recipe", "match"), CANNOT_BE_HELD)
+def test_what_cannot_hold_the_same_codes_is_refused(make: Any, recipe: str, match: str) -> None:
+    layers = make()
+    with pytest.raises(ValueError, match=match):
+        fuser.to_quantized(layers, recipe)
+    assert not held(layers)
+
+
 def test_a_held_weight_is_no_cycle() -> None:
     """An operation goes with its last user, also where the weight finds its scales on it."""
     layer = fuser.to_quantized(ops.Linear(16, 16), DelayedScaling())

@@ -89,6 +89,13 @@ class OperationWithWeights(BasicOperation):
 
     def check_can_be_held(self) -> None:
         """Raise ValueError if the weights are not stored as products read them, and so cannot be held quantized."""
+        computed = next((name for name in self.weight_names if self._parameters.get(name) is None), None)
+        if computed is not None:
+            raise ValueError(
+                f"{computed!r} of {type(self).__name__} is computed from other parameters (torch.nn.utils.parametrize, "
+                "weight_norm, prune), which change, so it cannot be held quantized. Remove that from it before, or "
+                "quantize in the step."
+            )
 
     @property
     def wgrad_is_external(self) -> bool:

@@ -6,6 +6,7 @@ optimizers, `load_state_dict` and CUDA graphs change it in place, and no kernel 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,7 @@ class QuantizedParameter(QuantizedHandle):
     _source: StateOfRole | None = None
     _groups: range | None = None
     _high_precision_init_val: Tensor | None = None
+    moved: tuple[Callable[[Tensor], Tensor], Tensor] | None = None  # what a move of its module made of it, and by what
 
     @staticmethod
     def __new__(cls, quantized: Quantized, quantizer: Quantizer) -> Any:
