@@ -515,6 +515,15 @@ def test_what_cannot_hold_the_same_codes_is_refused(make: Any, recipe: str, matc
     assert not held(layers)
 
 
+def test_codes_and_scales_are_moved_into_shared_memory() -> None:
+    layers = fuser.to_quantized(model(stacked=False), "mxfp8")
+    weight, before = layers[1].weight0, layers[1].weight0.dequantize()
+    assert not weight.is_shared()
+    assert layers.share_memory()[1].weight0 is weight
+    assert weight.is_shared() and all(tensor.is_shared() for tensor in weight.quantized.tensors())
+    assert torch.equal(weight.dequantize(), before)
+
+
 def test_a_held_weight_is_no_cycle() -> None:
     """An operation goes with its last user, also where the weight finds its scales on it."""
     layer = fuser.to_quantized(ops.Linear(16, 16), DelayedScaling())

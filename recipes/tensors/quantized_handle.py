@@ -89,6 +89,15 @@ class QuantizedHandle(Tensor):
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         vars(self).update(vars(other.detach()))  # the codes, and how they are quantized
 
+    def share_memory_(self) -> Self:
+        """Move codes and scales into shared memory; returns self."""
+        for tensor in held_tensors(self):
+            tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(tensor.is_shared() for tensor in held_tensors(self))
+
     # Every function of torch comes to __torch_dispatch__, below autograd.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
