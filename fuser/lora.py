@@ -99,6 +99,8 @@ def merge(model: nn.Module) -> None:
 def unmerge(model: nn.Module) -> None:
     """Put back the weights that `merge` changed: the same bits, as they were kept.
 
+    What has changed them since, such as an optimizer that steps them, is undone; `unload` keeps it.
+
     Raises RuntimeError if the model has no adapters, or some that are not merged; then nothing is changed.
     """
     adapters = _adapters(model)
