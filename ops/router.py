@@ -181,8 +181,9 @@ class Router(BasicOperation):
 
         Under DistributedDataParallel set broadcast_buffers=False: it overwrites the loads of all ranks with rank 0's.
 
-        Raises RuntimeError without expert_bias, ValueError for a rate that is negative or not finite, TypeError for a
-        group that is not a process group.
+        Raises RuntimeError without expert_bias, and for one in 16 bits, in which small steps vanish (a block of
+        `fuser.hf` uses the model's own, in the model's dtype); the counts stay. ValueError for a rate that is negative
+        or not finite, TypeError for a group that is not a process group.
 
         Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024, algorithm 1;
         Megatron Core's `moe_router_bias_update_rate`.
@@ -194,6 +195,12 @@ class Router(BasicOperation):
         if not 0 <= rate < math.inf:
             raise ValueError(f"rate is {rate}, but must be finite and not negative. Pass one like 1e-3.")
         check_group("group", group)
+        if bias.dtype.itemsize < torch.float32.itemsize:
+            raise RuntimeError(
+                f"expert_bias is {bias.dtype}, in which steps of {rate} vanish beside larger numbers. Keep it in "
+                "float32, as transformers does when it loads a model: gate.e_score_correction_bias = "
+                "gate.e_score_correction_bias.float(). The counts stay as they are."
+            )
         if group is not None:
             dist.all_reduce(load, group=group)
         bias.add_((load.sum() - load * self.num_experts).sign(), alpha=rate)

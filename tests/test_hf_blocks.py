@@ -159,6 +159,28 @@ def test_the_bias_of_the_choice_is_the_models_own(name: str) -> None:
     assert_close({"logits": step(model)["logits"]}, {"logits": step(replaced)["logits"]}, LOGITS)
 
 
+def test_a_bias_in_16_bits_is_not_updated_and_the_counts_stay() -> None:
+    block = blocks(both("deepseek-v3")[1].bfloat16())[0].train()
+    block(torch.randn(2, 9, 32, dtype=torch.bfloat16))
+    router = block.layer()[0]
+    bias = block.gate.e_score_correction_bias
+    before = bias.clone(), router.tokens_since_update.clone()
+    assert router.expert_bias is bias and int(before[1].sum()) == 2 * 9 * 2
+    with pytest.raises(
+        RuntimeError, match=r"expert_bias is torch.bfloat16, in which steps of 0.001 vanish.*\.float\(\)"
+    ):
+        router.update_expert_bias()
+    assert torch.equal(bias, before[0]) and torch.equal(router.tokens_since_update, before[1])
+    block.gate.e_score_correction_bias = bias.float()
+    router = block.layer()[0]
+    assert torch.equal(router.tokens_since_update, before[1])
+    router.update_expert_bias()
+    assert_same_bits(
+        {"bias": block.gate.e_score_correction_bias},
+        {"bias": before[0].float() + 1e-3 * (before[1].float().mean() - before[1]).sign()},
+    )
+
+
 def test_a_copy_and_a_pickled_block_compute_with_their_own_weights(tmp_path: Any) -> None:
     _, model = both("olmoe")
     before = step(model)["logits"]

@@ -28,10 +28,10 @@ class BlockForm(NamedTuple):
 
 
 def router_tensors(gate: Any) -> dict[str, Tensor]:
-    """What the Router of `gate` computes with: its `weight` [E, H], `bias` [E], and `expert_bias` [E], in float32."""
+    """What the Router of `gate` computes with: its `weight` [E, H], `bias` [E], and `expert_bias` [E]."""
     tensors = dict(gate.named_parameters())
     if hasattr(gate, "e_score_correction_bias"):
-        tensors["expert_bias"] = gate.e_score_correction_bias.float()
+        tensors["expert_bias"] = gate.e_score_correction_bias
     return tensors
 
 
