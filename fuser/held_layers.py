@@ -1,4 +1,4 @@
-"""The layers that compute for modules of other libraries: kept outside of these, and made anew for other tensors."""
+"""The layers that compute for modules of other libraries: kept outside of these, and made anew for others."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from ops.runner.tracing import refuse, run_stage, see
 
 
 class _Layer(NamedTuple):
-    """tensors: the parameters of the module that the layer computes with.
+    """settings, tensors: of the module, those that the operations of the layer are made of.
 
     plans: those that torch.compile holds of operations that others have replaced
     """
 
+    settings: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
     layer: Sequential
     plans: tuple[Any, ...] = ()
@@ -32,27 +33,32 @@ _layers: WeakKeyDictionary[nn.Module, dict[Hashable, _Layer]] = WeakKeyDictionar
 
 def held_layer(
     module: nn.Module,
-    settings: Hashable,
+    key: Hashable,
+    settings: tuple[Any, ...],
     tensors: tuple[Tensor, ...],
     make: Callable[[], Sequence[BasicOperation]],
 ) -> Sequential:
-    """The layer of `module` with these settings, computing with just these tensors, in the module's training mode.
+    """The layer of `module` with this key, of just these settings and tensors, in the module's training mode.
 
     Backward needs the very tensors that its forward read, so other tensors (of an adapter, of `functional_call`, loaded
-    with assign=True) have other operations, which `make` makes. They take the places of those before in the same
-    Sequential, which records under which recipe a checkpoint recomputes, and share their buffers: the amaxes
-    of delayed scaling. What torch.compile made of those before is kept, for it takes the tensors of each call.
+    with assign=True) have other operations, which `make` makes, as other settings have. They take the places of those
+    before in the same Sequential, which records under which recipe a checkpoint recomputes, and share their buffers:
+    the amaxes of delayed scaling, the counts of a router. What torch.compile made of those before is kept, for it takes
+    the tensors of each call.
     """
     layers = _layers.setdefault(module, {})
-    held = layers.get(settings)
+    held = layers.get(key)
     if held is None:
-        held = layers[settings] = _Layer(tensors, Sequential(*make()))
-    elif any(mine is not theirs for mine, theirs in zip(held.tensors, tensors, strict=True)):
+        held = layers[key] = _Layer(settings, tensors, Sequential(*make()))
+    elif held.settings != settings or any(
+        mine is not theirs for mine, theirs in zip(held.tensors, tensors, strict=True)
+    ):
+        made = make()
         plans = (*held.plans, *_kept_plans(held.layer))
-        for index, (new, old) in enumerate(zip(make(), held.layer, strict=True)):
+        for index, (new, old) in enumerate(zip(made, held.layer, strict=True)):
             new._buffers = old._buffers
             held.layer[index] = new.train(module.training)
-        held = layers[settings] = _Layer(tensors, held.layer, plans)
+        held = layers[key] = _Layer(settings, tensors, held.layer, plans)
     if held.layer.training != module.training:
         held.layer.train(module.training)
     return held.layer
@@ -64,6 +70,12 @@ def hold(operation: BasicOperation, tensors: Mapping[str, Tensor]) -> None:
     Not by assignment, which takes Parameters only: adapters and `functional_call` give computed tensors.
     """
     operation._parameters.update(tensors)  # type: ignore[arg-type]
+
+
+def as_constants(settings: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What torch's guards compare of settings that are read while a call is traced: of a module which one it is, of a
+    float its digits, because torch traces a float that changes as a variable."""
+    return tuple([id(v) if isinstance(v, nn.Module) else v.hex() if isinstance(v, float) else v for v in settings])
 
 
 def run_traced(

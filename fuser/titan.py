@@ -67,7 +67,7 @@ class Experts(RoutedExperts):
             w13, w2 = (_linear(tensor) for tensor in tensors)
             return [operation.set_recipe(self.recipe) for operation in (w13, SwiGLU(), w2)]
 
-        return held_layer(self, self.recipe, tensors, make)
+        return held_layer(self, self.recipe, (), tensors, make)
 
     def forward(
         self,

@@ -419,6 +419,36 @@ def test_experts_that_compute_something_else_are_refused(experts: Callable[[], A
         apply(module := experts(), "fuser", *routed(module))
 
 
+def test_another_activation_is_recognized_anew() -> None:
+    module = own_experts("silu")
+    given = routed(module)
+    expected = apply(module, "fuser", *given)
+    own, module.act_fn = module.act_fn, nn.ReLU()
+    with pytest.raises(NotImplementedError, match="Experts._apply_gate computes none of the activations"):
+        apply(module, "fuser", *given)
+    for module.act_fn in (nn.SiLU(), own):
+        assert_same_bits(apply(module, "fuser", *given), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("act_fn has forward hooks", lambda own: own.act_fn.register_forward_hook(lambda *_: None)),
+        ("act_fn has backward hooks", lambda own: own.act_fn.register_full_backward_hook(lambda *_: None)),
+        ("act_fn has a forward of its own", lambda own: setattr(own.act_fn, "forward", torch.relu)),
+        ("_apply_gate was replaced", lambda own: setattr(own, "_apply_gate", torch.relu)),
+    ],
+    ids=["hook", "backward hook", "forward", "gate"],
+)
+def test_what_is_put_on_the_activation_is_refused(name: str, change: Callable[[Any], Any]) -> None:
+    module = own_experts("silu")
+    given = routed(module)
+    apply(module, "fuser", *given)
+    change(module)
+    with pytest.raises(RuntimeError, match=f"Experts.{name}.*Undo that.*grouped_mm"):
+        apply(module, "fuser", *given)
+
+
 def test_a_module_without_experts_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Linear is no experts module of transformers 5.*Pass the module that holds"):
         fuser.hf.experts_layer(nn.Linear(2, 2))

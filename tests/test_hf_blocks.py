@@ -181,6 +181,37 @@ def test_a_bias_in_16_bits_is_not_updated_and_the_counts_stay() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "module", "setting", "values"),
+    [
+        ("qwen3-moe", "gate", "top_k", (4, 3)),
+        ("olmoe", "gate", "norm_topk_prob", (True, False)),
+        ("glm-4.5", "gate", "routed_scaling_factor", (3.0, 0.5)),
+        ("gpt-oss", "experts", "limit", (0.125, 0.5)),
+    ],
+)
+def test_changed_settings_are_those_of_the_next_call(name: str, module: str, setting: str, values: Any) -> None:
+    models = both(name)
+    before = step(models[1])["logits"]
+    for value in values:
+        for model in models:
+            for owner in [getattr(layer.mlp, module) for layer in model.model.layers if hasattr(layer.mlp, module)]:
+                setattr(owner, setting, value)
+        theirs, ours = map(step, models)
+        assert not torch.equal(ours["logits"], before)
+        assert_close(ours, theirs, GRADIENTS)
+        before = ours["logits"]
+
+
+def test_a_changed_setting_keeps_the_counts_of_tokens() -> None:
+    _, model = both("deepseek-v3")
+    block = blocks(model.train())[0]
+    step(model)
+    block.gate.top_k = 3
+    step(model)
+    assert int(block.layer()[0].tokens_since_update.sum()) == 2 * 9 * (2 + 3)
+
+
 def test_a_copy_and_a_pickled_block_compute_with_their_own_weights(tmp_path: Any) -> None:
     _, model = both("olmoe")
     before = step(model)["logits"]
@@ -201,16 +232,80 @@ def test_a_copy_and_a_pickled_block_compute_with_their_own_weights(tmp_path: Any
     [
         ("gate", lambda block: block.gate.register_forward_pre_hook(lambda *_: None)),
         ("experts", lambda block: block.experts.register_forward_hook(lambda *_: None)),
+        ("gate", lambda block: block.gate.register_full_backward_hook(lambda *_: None)),
+        ("experts", lambda block: block.experts.register_full_backward_pre_hook(lambda *_: None)),
     ],
-    ids=["before the router", "behind the experts"],
+    ids=["before the router", "behind the experts", "backward of the router", "backward of the experts"],
 )
 def test_hooks_that_would_not_run_are_refused(name: str, add: Callable[[Any], Any]) -> None:
     _, model = both("olmoe")
     add(blocks(model)[0])
     with pytest.raises(
-        RuntimeError, match=rf"OlmoeSparseMoeBlock.{name} has forward hooks.*Put the hooks on the block"
+        RuntimeError, match=rf"OlmoeSparseMoeBlock.{name} has (for|back)ward hooks.*Put the hooks on the block"
     ):
         model(ids())
+
+
+@pytest.mark.parametrize("name", ["gate", "experts", "experts.act_fn"])
+def test_a_forward_put_on_a_module_that_is_not_called_is_refused(name: str) -> None:
+    _, model = both("olmoe")
+    module = blocks(model)[0].get_submodule(name)
+    expected = model(ids()).logits
+    plain = module.forward
+    module.forward = lambda *args: plain(*args)
+    with pytest.raises(RuntimeError, match=rf"{name.split('.')[-1]} has a forward of its own, but"):
+        model(ids())
+    del module.forward
+    assert_same_bits({"logits": model(ids()).logits}, {"logits": expected})
+
+
+def test_hooks_of_accelerate_are_refused_where_they_do_more_than_move_tensors_to_a_device() -> None:
+    hooks = pytest.importorskip(
+        "accelerate.hooks", reason="accelerate is not installed here: `pip install 'fuser-ops[hf]'`."
+    )
+    _, model = both("olmoe")
+    expected = {"logits": model(ids()).logits}
+    block = blocks(model)[0]
+    for module in (block, block.gate, block.experts):
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu"))
+    assert_same_bits({"logits": model(ids()).logits}, expected)
+    hooks.add_hook_to_module(block.gate, hooks.ModelHook(), append=True)
+    with pytest.raises(
+        RuntimeError, match=r"gate has hooks of accelerate that do more than move.*Put the hooks on the block"
+    ):
+        model(ids())
+    hooks.remove_hook_from_module(block.gate)  # its own forward is now on the module
+    assert_same_bits({"logits": model(ids()).logits}, expected)
+    hooks.add_hook_to_module(block.experts, hooks.AlignDevicesHook("cpu", offload=True))
+    with pytest.raises(RuntimeError, match=r"experts has hooks of accelerate"):
+        model(ids())
+
+
+def test_another_activation_is_refused_until_it_is_put_back() -> None:
+    _, model = both("olmoe")
+    experts = blocks(model)[0].experts
+    expected, own = model(ids()).logits, experts.act_fn
+    experts.act_fn = nn.ReLU()
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"computes none of the activations.*Leave the blocks"):
+            model(ids())
+    experts.act_fn = own
+    assert_same_bits({"logits": model(ids()).logits}, {"logits": expected})
+
+
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_blocks_with_something_on_them_are_refused_before_anything_changes(how: str) -> None:
+    model = make("olmoe")
+    block = model.model.layers[1].mlp
+    if how == "hook":
+        block.register_forward_hook(lambda *_: None)
+    else:
+        block.forward = lambda x, plain=block.forward: plain(x)
+    with pytest.raises(
+        RuntimeError, match=r"layers\.1\.mlp \(OlmoeSparseMoeBlock\) has .*replace the blocks, and put it on"
+    ):
+        fuser.hf.replace_moe_blocks(model)
+    assert not blocks(model)
 
 
 def test_a_hook_that_changes_the_routing_is_refused() -> None:

@@ -139,6 +139,35 @@ def test_the_bias_of_the_choice_is_read_at_each_call() -> None:
     assert int(block.layer()[0].tokens_since_update.sum()) == 4 * 2 * 9 * 2  # of these four, behind the update
 
 
+@pytest.mark.parametrize(
+    ("name", "module", "setting", "values"),
+    [
+        ("deepseek-v3", "gate", "routed_scaling_factor", (3.0, 1.5)),
+        ("gpt-oss", "experts", "limit", (0.125, 0.5)),
+    ],
+)
+def test_changed_settings_are_compiled_anew(name: str, module: str, setting: str, values: Any) -> None:
+    block = block_of(with_ours(name, "blocks"))
+    run, _ = compiled(block)
+    x = torch.randn(2, 9, 32)
+    before = step(block, run, None, x)["y"]
+    for value in values:
+        setattr(getattr(block, module), setting, value)
+        changed = step(block, run, None, x)
+        assert not torch.equal(changed["y"], before)
+        assert_same_bits(changed, step(block, block, None, x))
+        before = changed["y"]
+
+
+@pytest.mark.parametrize("way", ["experts", "blocks"])
+def test_hooks_of_an_activation_are_refused(way: str) -> None:
+    block = block_of(with_ours("qwen3-moe", way))
+    block.experts.act_fn.register_forward_hook(lambda *_: None)
+    run = torch.compile(block, backend="eager")
+    with pytest.raises(RuntimeError, match="act_fn has forward hooks"):
+        run(torch.randn(2, 9, 32))
+
+
 class Halved(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight / 2

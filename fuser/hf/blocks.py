@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fuser.held_layers import held_layer, run_traced
-from fuser.hf.experts import check_experts, experts_operations, tensors_of
-from fuser.hf.routers import FORMS, BlockForm, count_beside, form_of, make_router, router_tensors
+from fuser.held_layers import as_constants, held_layer, run_traced
+from fuser.hf.bypassed import bypassed
+from fuser.hf.experts import check_experts, experts_operations, settings_of, tensors_of
+from fuser.hf.routers import FORMS, BlockForm, count_beside, form_of, make_router, router_settings, router_tensors
 from fuser.sequential import Sequential
 from fuser.sequentials import add_finder
 from ops.router import Router
@@ -31,8 +33,11 @@ class MoEBlock(nn.Module):
     hooks of the router, by which transformers records `router_logits`, are called with what it would have returned:
     (logits [T, E], probs [T, topk], indices [T, topk]), logits and probs in float32.
 
-    Raises RuntimeError for hooks that would have to change what a module receives or returns, and what the operations
-    raise.
+    Settings of the router and the activation are read at each call.
+
+    Raises RuntimeError for other hooks of the router, the experts and their activation, for hooks that return something
+    in place of the router's output, for a `forward` of one of these that was replaced on the module (accelerate's hooks
+    that only move tensors to a device are allowed), and what the operations raise.
     """
 
     def __init__(self, block: nn.Module, form: BlockForm, recipe: Recipe | None) -> None:
@@ -65,7 +70,8 @@ class MoEBlock(nn.Module):
                 router.set_recipe(None if isinstance(self.recipe, HighPrecision) else HighPrecision())
             return [router, *operations]
 
-        layer = held_layer(self, (self.recipe, one_dtype), (*router_tensors(gate).values(), *tensors), make)
+        of_router = router_tensors(gate).values()
+        layer = held_layer(self, (self.recipe, one_dtype), self._settings(form, gate), (*of_router, *tensors), make)
         router = layer[0]
         assert isinstance(router, Router), "the layer begins with it"
         count_beside(router, gate)
@@ -84,8 +90,9 @@ class MoEBlock(nn.Module):
             names = ("logits", "probs", "indices")
         result = None
         if torch.compiler.is_compiling():
+            stages_of = partial(self._traced_stages, as_constants(self._settings(form, gate)))
             tensors = (*router_tensors(gate).values(), *tensors_of(self.experts))
-            result = run_traced(self, self._traced_stages, tensors, x, {}, names)
+            result = run_traced(self, stages_of, tensors, x, {}, names)
         if result is None:
             result = self._run(x, names)
         y, made = result if names else (result, {})
@@ -97,12 +104,16 @@ class MoEBlock(nn.Module):
         return (y, made["probs"]) if form.returns_scores else y
 
     @is_constant
-    def _traced_stages(self, *seen: Any) -> tuple[Any, ...] | str:
+    def _traced_stages(self, settings: tuple[Any, ...], *seen: Any) -> tuple[Any, ...] | str:
         return self.layer().traced_stages(*seen)
 
     @not_traced(NOT_TRACED)
     def _run(self, x: Tensor, outputs: tuple[str, ...]) -> Any:
         return self.layer()(x, outputs=outputs)
+
+    def _settings(self, form: BlockForm, gate: nn.Module) -> tuple[Any, ...]:
+        """What the operations are made of beside the tensors."""
+        return (*router_settings(form, gate).values(), *settings_of(self.experts))
 
     def _check_parts(self, gate: nn.Module) -> None:
         for module in (gate, self.experts):
@@ -115,16 +126,15 @@ class MoEBlock(nn.Module):
         check_experts(self.experts)
 
     def _check_hooks(self, form: BlockForm, gate: nn.Module) -> None:
-        experts: nn.Module = self.get_submodule("experts")
-        hooked = {
-            form.router: gate._forward_pre_hooks,
-            "experts": {**experts._forward_pre_hooks, **experts._forward_hooks},
+        found = {
+            form.router: bypassed(gate, called="_forward_hooks"),
+            "experts": bypassed(self.get_submodule("experts")),
         }
-        for name, hooks in hooked.items():
-            if hooks:
+        for name, what in found.items():
+            if what is not None:
                 raise RuntimeError(
-                    f"{self.kind}.{name} has forward hooks, but a replaced block does not call this module. Put the "
-                    "hooks on the block, or leave the block as it was and use "
+                    f"{self.kind}.{name} has {what}, but a replaced block does not call this module. Put "
+                    f"{'the hooks' if 'hooks' in what else 'it'} on the block, or leave the block as it was and use "
                     'model.set_experts_implementation("fuser").'
                 )
 
@@ -143,7 +153,8 @@ def replace_moe_blocks(model: nn.Module, recipe: Recipe | str | None = None) -> 
     replaced or not. `set_experts_implementation` no longer has an effect on these blocks.
 
     Raises ValueError for a model without such a block, NotImplementedError for blocks with experts of another kind and
-    for experts as `fuser.hf.experts_layer`, ValueError or TypeError for what is no recipe; all before anything changes.
+    for experts as `fuser.hf.experts_layer`, RuntimeError for blocks with hooks or a `forward` of their own, ValueError
+    or TypeError for what is no recipe; all before anything changes.
     """
     chosen = None if recipe is None else as_recipe(recipe)
     found = {name: module for name, module in model.named_modules() if isinstance(module, MoEBlock)}
@@ -158,6 +169,11 @@ def replace_moe_blocks(model: nn.Module, recipe: Recipe | str | None = None) -> 
             raise NotImplementedError(
                 f"{name} ({type(module).__name__}) belongs to no block that can be replaced: {', '.join(FORMS)}. Use "
                 'model.set_experts_implementation("fuser"), which keeps the router of the model.'
+            )
+        if module in made and (what := bypassed(module)) is not None:
+            raise RuntimeError(
+                f"{name} ({type(module).__name__}) has {what}, which the block that replaces it would not have. Take "
+                "that off, replace the blocks, and put it on these."
             )
     if not found and not made:
         raise ValueError(

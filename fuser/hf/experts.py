@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuser.held_layers import held_layer, hold, run_traced
+from fuser.held_layers import as_constants, held_layer, hold, run_traced
+from fuser.hf.bypassed import bypassed
 from fuser.hf.gate import scaled_activation
 from fuser.hf.transposed import TransposedGroupedLinear
 from fuser.sequential import Sequential
@@ -31,11 +32,13 @@ def experts_layer(experts: nn.Module, recipe: Recipe | str | None = None) -> Seq
     recipe:  of all operations, a Recipe or a name; None: that of the surrounding `fuser.autocast`
 
     It is made once; its operations are made anew when the module holds other tensors, because backward needs those that
-    its forward read. What a recipe keeps from step to step (the amaxes of delayed scaling) goes from one to the next.
+    its forward read, or another activation. What a recipe keeps from step to step (the amaxes of delayed scaling) goes
+    from one to the next.
     `experts_layer(experts).explain()` shows how it runs.
 
     Raises TypeError for a module that is none of the sort, NotImplementedError for experts with a norm behind them or
-    with an activation that `fuser.hf.gate` does not find; ValueError and TypeError for a recipe as `fuser.autocast`.
+    with an activation that `fuser.hf.gate` does not find, RuntimeError for hooks or a forward that were put on `act_fn`
+    and for an `_apply_gate` put on the module; ValueError and TypeError for a recipe as `fuser.autocast`.
     """
     check_experts(experts)
     chosen = None if recipe is None else as_recipe(recipe)
@@ -44,7 +47,7 @@ def experts_layer(experts: nn.Module, recipe: Recipe | str | None = None) -> Seq
     def make() -> list[BasicOperation]:
         return [operation.set_recipe(chosen) for operation in experts_operations(experts, tensors)]
 
-    return held_layer(experts, chosen, tensors, make)
+    return held_layer(experts, chosen, settings_of(experts), tensors, make)
 
 
 def experts_forward(
@@ -62,7 +65,7 @@ def experts_forward(
     """
     extras, y = {"indices": top_k_index, "probs": top_k_weights}, None
     if torch.compiler.is_compiling():
-        stages_of = partial(_traced_stages, experts, recipe)
+        stages_of = partial(_traced_stages, experts, recipe, as_constants(settings_of(experts)))
         y = run_traced(experts, stages_of, tensors_of(experts), hidden_states, extras)
     if y is None:
         y = _run(experts, recipe, hidden_states, extras)
@@ -70,7 +73,8 @@ def experts_forward(
 
 
 def check_experts(experts: Any) -> None:
-    """Raise TypeError for a module that is no experts module, NotImplementedError for one with a norm behind it."""
+    """Raise TypeError for a module that is no experts module, NotImplementedError for one with a norm behind it,
+    RuntimeError for one with something on its activation that does not run here."""
     if not hasattr(experts, "is_transposed") or not hasattr(experts, "has_gate"):
         raise TypeError(
             f"{type(experts).__name__} is no experts module of transformers 5: it has no `is_transposed` and "
@@ -84,6 +88,23 @@ def check_experts(experts: Any) -> None:
             "before the last product. Choose another implementation for this model: "
             'model.set_experts_implementation("grouped_mm").'
         )
+    activation = getattr(experts, "act_fn", None)
+    what = bypassed(activation) if isinstance(activation, nn.Module) else None
+    found = None if what is None else f"act_fn has {what}"
+    if "_apply_gate" in experts.__dict__:
+        found = "_apply_gate was replaced on the module"
+    if found is not None:
+        raise RuntimeError(
+            f"{type(experts).__name__}.{found}, but the activation runs fused with the products, without a call of it. "
+            "Undo that; or leave the blocks of this model as they were, and choose another implementation: "
+            'model.set_experts_implementation("grouped_mm").'
+        )
+
+
+def settings_of(experts: Any) -> tuple[Any, ...]:
+    """What `experts_operations` are made of beside the tensors."""
+    of_activation = [getattr(experts, name, None) for name in ("act_fn", "limit", "alpha")]
+    return (experts.has_gate, experts.has_bias, experts.is_transposed, *of_activation)
 
 
 def tensors_of(experts: Any) -> tuple[Tensor, ...]:
@@ -113,7 +134,9 @@ def experts_operations(experts: Any, tensors: tuple[Tensor, ...]) -> tuple[Basic
 
 
 @is_constant
-def _traced_stages(experts: nn.Module, recipe: Recipe | None, *seen: Any) -> tuple[Any, ...] | str:
+def _traced_stages(
+    experts: nn.Module, recipe: Recipe | None, settings: tuple[Any, ...], *seen: Any
+) -> tuple[Any, ...] | str:
     return experts_layer(experts, recipe).traced_stages(*seen)
 
 

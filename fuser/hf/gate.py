@@ -37,8 +37,8 @@ def scaled_activation(experts: Any) -> ActivationOperation:
     own = f"{kind}._apply_gate" if gated else f"{kind}.act_fn ({type(experts.act_fn).__name__})"
     raise NotImplementedError(
         f"{own} computes none of the activations that run here: silu(a) b, that of gpt-oss with the limit and alpha "
-        "of the module, and relu(x)^2 without a gate. Choose another implementation for this model: "
-        'model.set_experts_implementation("grouped_mm").'
+        "of the module, and relu(x)^2 without a gate. Leave the blocks of this model as they were, and choose another "
+        'implementation: model.set_experts_implementation("grouped_mm").'
     )
 
 

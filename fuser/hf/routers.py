@@ -35,10 +35,15 @@ def router_tensors(gate: Any) -> dict[str, Tensor]:
     return tensors
 
 
+def router_settings(form: BlockForm, gate: Any) -> dict[str, Any]:
+    """The arguments of the Router of `gate`."""
+    return {"topk": gate.top_k, **form.settings(gate)}
+
+
 def make_router(form: BlockForm, gate: Any) -> Router:
     """The Router with the settings of `gate`, over its own tensors."""
     num_experts, hidden_size = gate.weight.shape
-    router = Router(hidden_size, num_experts, gate.top_k, device="meta", **form.settings(gate))
+    router = Router(hidden_size, num_experts, device="meta", **router_settings(form, gate))
     tensors = router_tensors(gate)
     if "expert_bias" in tensors:
         # A parameter is read at each call; a state of what is compiled would be that of the time when it was.
