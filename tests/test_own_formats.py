@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from recipes import (
     Quantizer,
     Role,
     ScaledCodes,
+    ScaleRule,
     ScaleSpec,
     Splits,
 )
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale
-from recipes.tensors.formats import ALL, E4M3
+from recipes.tensors.formats import ALL, E4M3, FLOAT8_SCALINGS
 from tests.reference import assert_close, assert_same_bits, gradients
 
 
@@ -73,12 +75,35 @@ class E3M2(ElementFormat):
         return torch.where(codes & 31 == 31, codes, 0)
 
 
+@dataclass(frozen=True)
+class Exponent(ScaleRule):
+    """The smallest power of two with which nothing saturates, stored as its exponent; 2^0 for an amax of 0."""
+
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    def scales(self, amax: Tensor, element: ElementFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        stored = (amax / element.max).log2().ceil().masked_fill(amax == 0, 0.0)
+        return torch.exp2(-stored), stored
+
+    def values(self, stored: Tensor) -> Tensor:
+        return torch.exp2(stored)
+
+    def holding(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16 if dtype == torch.float16 else dtype
+
+
+RULES = [Float32Scale(), Float32Scale(power_2=True), E8M0Scale(), E8M0Scale("floor"), Exponent()]
 INT8_PER_ROW = ScaleSpec(Int8("INT8", torch.int8, 127.0), (1, ALL), Float32Scale())
 E3M2_BLOCKS = ScaleSpec(E3M2("E3M2", torch.uint8, 28.0), (1, 32), E8M0Scale(), alignment=32)
 SPECS = [
     pytest.param(INT8_PER_ROW, id="int8-per-row"),
     pytest.param(replace(INT8_PER_ROW, columnwise="transposed", alignment=16), id="int8-per-row-transposed"),
     pytest.param(replace(INT8_PER_ROW, block=(ALL, ALL)), id="int8-per-tensor"),
+    pytest.param(replace(INT8_PER_ROW, block=(ALL, ALL), scale_rule=E8M0Scale()), id="int8-e8m0-per-tensor"),
+    pytest.param(
+        replace(INT8_PER_ROW, block=(ALL, ALL), scale_rule=Exponent(), columnwise="transposed", alignment=16),
+        id="int8-own-scale-per-tensor-transposed",
+    ),
     pytest.param(E3M2_BLOCKS, id="e3m2-blocks"),
     pytest.param(replace(E3M2_BLOCKS, block=(32, 32)), id="e3m2-square-blocks"),
     pytest.param(replace(E3M2_BLOCKS, block=(32, 32), columnwise="transposed"), id="e3m2-square-blocks-transposed"),
@@ -122,7 +147,7 @@ def test_values_are_the_nearest_of_the_format(spec, columnwise):
     values = spec.element.decode(codes, torch.float64)
     found = FormatQuantizer(spec).quantize(x, columnwise=True)
     copy = found.columnwise if columnwise else found.rowwise
-    expected = nearest(x, copy.block, values, isinstance(spec.scale_rule, E8M0Scale))
+    expected = nearest(x, copy.block, values, isinstance(spec.scale_rule, E8M0Scale | Exponent))
     torch.testing.assert_close(copy.dequantize().double(), expected, rtol=1e-6, atol=0)
 
 
@@ -173,6 +198,25 @@ def test_both_paths_against_float64(spec, device):
         assert_close(result, expected)
     if device == "cpu":
         assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_of_a_single_row_the_scale_of_the_tensor_is_that_of_the_row(rule):
+    x = torch.randn(1, 64)
+    of_tensor, of_row = (
+        FormatQuantizer(ScaleSpec(E4M3, block, rule)).quantize(x).dequantize() for block in ((ALL, ALL), (1, ALL))
+    )
+    assert torch.equal(of_tensor, of_row)
+
+
+@pytest.mark.parametrize("block", FLOAT8_SCALINGS, ids=str)
+def test_native_products_take_the_factors_that_stored_scales_stand_for(block):
+    stored, plain = (
+        FormatQuantizer(ScaleSpec(E4M3, block, rule, "transposed", 128)).quantize(torch.randn(1, 64)).rowwise
+        for rule in (Exponent(), Float32Scale())
+    )
+    assert torch.equal(stored.float8_operand().scale, torch.exp2(stored.scale_inv))
+    assert torch.equal(plain.float8_operand().scale, plain.scale_inv)
 
 
 def test_a_block_has_one_row_or_as_many_rows_as_columns():

@@ -1,6 +1,6 @@
 """Codes and scales in the natural order of the values, whatever the layout of the copy is.
 
-    value[t, k] = decode(codes[t, k]) * scale_inv[t // B, k // C]          block (B, C); 0: one for all
+    value[t, k] = decode(codes[t, k]) * scale_rule.values(scale_inv[t // B, k // C])    block (B, C); 0: one for all
                   * alpha, of NVFP4: `recipes.casts.cast_nvfp4`
 
 For exporting checkpoints, comparing with other libraries, and tests: nothing is rounded, and nothing waits for the

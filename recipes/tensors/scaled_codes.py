@@ -72,7 +72,7 @@ class Float8Operand(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ScaledCodes:
-    """One copy: `codes` and `scale_inv`, with value = code * scale_inv.
+    """One copy: `codes` and `scale_inv` as stored, with value = decode(code) * scale_rule.values(scale_inv).
 
     Where the rows are divided among groups, methods are given the `splits` too. How both lie: `recipes.casts.layout`,
     of NVFP4 `recipes.casts.cast_nvfp4`. Codes of a format that no `ScaleSpec` describes are a subclass with an
@@ -140,7 +140,7 @@ class ScaledCodes:
             self.codes, self.scale_inv, self.spec, dtype if per_tensor else rule.holding(dtype),
             columnwise=self.columnwise, shape=self.shape, splits=splits,
         )  # fmt: skip
-        return Operand(values, self.scale_inv if per_tensor else None)
+        return Operand(values, rule.values(self.scale_inv) if per_tensor else None)
 
     def float8_operand(self) -> Float8Operand | None:
         """The codes themselves, if a GPU with float8 products can multiply them."""
@@ -149,7 +149,7 @@ class ScaledCodes:
             return None
         # Of square blocks the columns belong to one group, and those of stacked weights are not padded.
         block = self.spec.alignment if self.columnwise and scaling != "square" else 1
-        scale = self.scale_inv
+        scale = self.spec.scale_rule.values(self.scale_inv)
         if scaling == "vector" and self.columnwise:  # of a tensor, stacked weights and grouped rows
             scale = scale.reshape(-1, 1, scale.shape[-1])
         return Float8Operand(self.codes, scale, scaling, block)
