@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from recipes.casts.scale_rules import Float32Scale
+from recipes.casts.scale_rules import Float32Scale, check_amax_epsilon
 from recipes.recipe import Recipe, Role
 from recipes.tensors.formats import Float8Format, Format, ScaleSpec
-from recipes.tensors.quantizer import check_amax_epsilon, check_form
+from recipes.tensors.quantizer import check_form
 from recipes.tensors.spec_quantizer import SpecQuantizer
 
 BLOCK = 128

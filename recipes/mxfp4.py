@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from recipes.casts.nvfp4_blocks import e2m1_codes_ref, e2m1_values_ref
-from recipes.casts.scale_rules import E8M0Scale, Rounding
-from recipes.mxfp8 import BLOCK, check_scaling
+from recipes.casts.scale_rules import E8M0Scale, Rounding, check_rounding
+from recipes.mxfp8 import BLOCK
 from recipes.recipe import Recipe, Role
 from recipes.tensors.formats import E2M1, ElementFormat, ScaleSpec
 from recipes.tensors.spec_quantizer import SpecQuantizer
@@ -61,7 +61,7 @@ class MXFP4BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_scaling(self.scaling)
+        check_rounding("scaling", self.scaling)
 
     def quantizer(self, role: Role) -> MXFP4Quantizer:
         return MXFP4Quantizer(self.scaling, self.enable_2d_quantization and role is Role.WEIGHT)
@@ -75,7 +75,7 @@ class MXFP4Quantizer(SpecQuantizer):
     square: bool = False
 
     def __post_init__(self) -> None:
-        check_scaling(self.scaling)
+        check_rounding("scaling", self.scaling)
 
     @property
     def spec(self) -> ScaleSpec:

@@ -6,16 +6,15 @@ Formula and layout of the scales: `recipes/casts/cast.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, get_args
+from typing import ClassVar
 
-from recipes.casts.scale_rules import E8M0Scale, Rounding
+from recipes.casts.scale_rules import E8M0Scale, Rounding, check_rounding
 from recipes.recipe import Recipe, Role
 from recipes.tensors.formats import Float8Format, Format, ScaleSpec
 from recipes.tensors.quantizer import check_form
 from recipes.tensors.spec_quantizer import SpecQuantizer
 
 BLOCK = 32
-_SCALINGS = get_args(Rounding)
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class MXFP8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_scaling(self.scaling)
+        check_rounding("scaling", self.scaling)
 
     def quantizer(self, role: Role) -> MXFP8Quantizer:
         form = self.fp8_format.backward if role is Role.GRAD_OUTPUT else self.fp8_format.forward
@@ -57,7 +56,7 @@ class MXFP8Quantizer(SpecQuantizer):
 
     def __post_init__(self) -> None:
         check_form(self.form)
-        check_scaling(self.scaling)
+        check_rounding("scaling", self.scaling)
 
     @property
     def spec(self) -> ScaleSpec:
@@ -70,9 +69,3 @@ class MXFP8Quantizer(SpecQuantizer):
     @property
     def copies_agree(self) -> bool:
         return self.square
-
-
-def check_scaling(scaling: str) -> None:
-    """Raise ValueError for a rounding of E8M0 scales that does not exist."""
-    if scaling not in _SCALINGS:
-        raise ValueError(f'scaling is {scaling!r}, but must be "round_up" or "floor".')

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from recipes import (
     ScaleSpec,
     Splits,
 )
-from recipes.casts.scale_rules import E8M0Scale, Float32Scale
+from recipes.casts.scale_rules import E8M0Scale, Float32Scale, NVFP4Scale
 from recipes.tensors.formats import ALL, E4M3, FLOAT8_SCALINGS
 from tests.reference import assert_close, assert_same_bits, gradients
 
@@ -217,6 +218,56 @@ def test_native_products_take_the_factors_that_stored_scales_stand_for(block):
     )
     assert torch.equal(stored.float8_operand().scale, torch.exp2(stored.scale_inv))
     assert torch.equal(plain.float8_operand().scale, plain.scale_inv)
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "error", "message"),
+    [
+        ("element", torch.int8, TypeError, "element is torch.int8, but must be an ElementFormat"),
+        ("scale_rule", Float32Scale, TypeError, "but must be a ScaleRule"),
+        ("block", 32, TypeError, "block is 32, but must be two integers"),
+        ("block", (1,), TypeError, "but must be two integers, rows and columns"),
+        ("block", (1, 32.0), TypeError, r"block\[1\] is 32.0, but must be an integer"),
+        ("columnwise", "Transposed", ValueError, "columnwise is 'Transposed', but must be \"natural\" or"),
+        ("columnwise", None, ValueError, "columnwise is None, but must be"),
+        ("alignment", 0, ValueError, "alignment is 0, but must be positive"),
+        ("alignment", "32", TypeError, "alignment is '32' .*must be an integer"),
+        ("transform", 5, TypeError, "transform is 5, but must be a string or None"),
+    ],
+)
+def test_a_field_that_cannot_be_is_refused_as_the_format_is_made(field, given, error, message):
+    with pytest.raises(error, match=message):
+        replace(INT8_PER_ROW, **{field: given})
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Int8("INT8", "int8", 127.0), TypeError, "INT8's dtype is 'int8', but must be a torch.dtype"),
+        (lambda: Int8("INT8", torch.int8, "127"), TypeError, "INT8's largest number is '127' .*must be a number"),
+        (lambda: replace(E4M3, max="448"), TypeError, "E4M3's largest number is '448' .*must be a number"),
+        (lambda: Int8("INT8", torch.int8, -5), ValueError, "-5.0, but must be positive and finite"),
+        (lambda: Int8("INT8", torch.int8, float("nan")), ValueError, "nan, but must be positive and finite"),
+        (lambda: E8M0Scale("Floor"), ValueError, 'rounding is \'Floor\', but must be "round_up" or "floor"'),
+        (lambda: Float32Scale(amax_epsilon=float("nan")), ValueError, "amax_epsilon is nan, but cannot be"),
+        (lambda: Float32Scale(power_2="no"), TypeError, "power_2 is 'no' .*must be True or False"),
+        (lambda: NVFP4Scale(row_scaled=1), TypeError, "row_scaled is 1 .*must be True or False"),
+        (lambda: NVFP4Scale(four_over_six="MAE"), TypeError, "four_over_six is 'MAE', but must be a FourOverSix"),
+        (lambda: FormatQuantizer(E4M3), TypeError, "but must be a ScaleSpec. Pass ScaleSpec"),
+        (
+            lambda: FormatQuantizer(replace(INT8_PER_ROW, transform="mine")),
+            ValueError,
+            "the transform 'mine', but FormatQuantizer applies none. Leave transform=None, or write",
+        ),
+    ],
+)
+def test_elements_rules_and_quantizers_are_checked_as_they_are_made(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_equal_formats_are_equal_however_their_numbers_are_given():
+    assert replace(INT8_PER_ROW, block=[1, np.int64(ALL)], alignment=np.int32(1)) == INT8_PER_ROW
 
 
 def test_a_block_has_one_row_or_as_many_rows_as_columns():

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from recipes.arguments import as_number, check_flags
 from recipes.tensors.formats import E8M0_DTYPE, E8M0_LARGEST, ElementFormat, ScaleRule
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 _CLEAR_MANTISSA = -(1 << 23)  # sign and exponent bits of a float32, as an int32
 
 Rounding = Literal["round_up", "floor"]
+_ROUNDINGS = get_args(Rounding)
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Float32Scale(ScaleRule):
 
     power_2: scales are rounded down to powers of two
     input_range: where the quotient is Inf, the largest number of the input's dtype (float32's of float64)
+
+    Raises TypeError for a flag that is no bool, and as `check_amax_epsilon`.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -36,6 +40,10 @@ class Float32Scale(ScaleRule):
     power_2: bool = False
     amax_epsilon: float = 0.0
     input_range: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(power_2=self.power_2, input_range=self.input_range)
+        check_amax_epsilon(self.amax_epsilon)
 
     def scales(self, amax: Tensor, element: ElementFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         amax = amax.clamp(min=self.amax_epsilon)
@@ -70,11 +78,16 @@ class E8M0Scale(ScaleRule):
 
     round_up  E = smallest byte with 2^(E - 127) >= fl(amax * fl(1 / max)), at most 254: no value saturates
     floor     E = max(0, floor(log2 amax) - emax + 127), the rule of OCP: the largest values of a block may
+
+    Raises ValueError for another rounding.
     """
 
     dtype: ClassVar[torch.dtype] = torch.uint8
 
     rounding: Rounding = "round_up"
+
+    def __post_init__(self) -> None:
+        check_rounding("rounding", self.rounding)
 
     def scales(self, amax: Tensor, element: ElementFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.rounding == "floor":
@@ -120,12 +133,19 @@ class NVFP4Scale(ScaleRule):
 
     row_scaled: one amax for each row of the rowwise copy
     four_over_six: two scales of each block are tried; None: one
+
+    Raises TypeError for a field of another type.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
 
     row_scaled: bool = False
     four_over_six: FourOverSix | None = None
+
+    def __post_init__(self) -> None:
+        check_flags(row_scaled=self.row_scaled)
+        if not isinstance(self.four_over_six, FourOverSix | None):
+            raise TypeError(f"four_over_six is {self.four_over_six!r}, but must be a FourOverSix or None. Pass one.")
 
     @property
     def range(self) -> float:
@@ -145,6 +165,20 @@ class NVFP4Scale(ScaleRule):
 
     def holding(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
+
+
+def check_rounding(name: str, rounding: Rounding) -> None:
+    """Raise ValueError for a rounding of E8M0 scales that does not exist. name: of the field that holds it."""
+    if rounding not in _ROUNDINGS:
+        raise ValueError(f'{name} is {rounding!r}, but must be "round_up" or "floor".')
+
+
+def check_amax_epsilon(epsilon: float) -> None:
+    """Raise TypeError unless epsilon is a number, ValueError unless it is in [0, largest float32]."""
+    if not 0 <= as_number("amax_epsilon", epsilon) <= FLOAT32_MAX:
+        raise ValueError(
+            f"amax_epsilon is {epsilon!r}, but cannot be negative, NaN or more than float32 holds. Pass 0 for none."
+        )
 
 
 def reciprocal(scale: Tensor) -> Tensor:

@@ -12,25 +12,38 @@ Source: OCP 8-bit Floating Point Specification v1.0 (E4M3, E5M2); OCP Microscali
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+
+from recipes.arguments import as_integer, as_number
 
 
 @dataclass(frozen=True)
 class ElementFormat(ABC):
     """The number format of codes: name, torch dtype in which they are stored, largest finite number.
 
-    User-defined formats are subclasses, equal by value.
+    User-defined formats are subclasses, equal by value. Raises TypeError for a dtype or a largest number that is none,
+    ValueError for one that is not positive and finite.
     """
 
     name: str
     dtype: torch.dtype
     max: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(
+                f"{self.name}'s dtype is {self.dtype!r}, but must be a torch.dtype. Pass that of its codes."
+            )
+        object.__setattr__(self, "max", as_number(f"{self.name}'s largest number", self.max))
+        if not 0 < self.max < math.inf:
+            raise ValueError(f"{self.name}'s largest number is {self.max}, but must be positive and finite.")
 
     @abstractmethod
     def encode(self, scaled: Tensor) -> Tensor:
@@ -63,7 +76,7 @@ class Float8Format(ElementFormat):
         if self.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
             raise ValueError(f"{self.name} is {self.dtype}, but must be torch.float8_e4m3fn or torch.float8_e5m2.")
         largest = torch.finfo(self.dtype).max
-        if not 4 <= self.max <= largest:
+        if not 4 <= as_number(f"{self.name}'s largest number", self.max) <= largest:
             raise ValueError(
                 f"{self.name}'s largest number is {self.max}, but must be from 4 to {largest}, that of {self.dtype}."
             )
@@ -180,6 +193,7 @@ ScaleLayout = Literal["tensor", "vector", "row", "square"]
 # natural: codes and scales have the layout of the values. transposed: the columnwise codes are transposed, and scales
 # are contiguous along the axis that is not contracted, as a GEMM reads both.
 ColumnwiseLayout = Literal["natural", "transposed"]
+_LAYOUTS = get_args(ColumnwiseLayout)
 
 ALL = 0  # a block spans all rows or columns of the tensor or group
 
@@ -199,9 +213,10 @@ class ScaleSpec:
     block:      rows x columns of the rowwise copy that share a scale, 1 x n or n x n; swapped for the columnwise copy
     columnwise: memory layout of the columnwise copy
     alignment:  in the columnwise copy, the rows of each group begin at multiples of this number
-    transform:  the orthogonal transform applied to the rows of the columnwise copy; None for none
+    transform:  the orthogonal transform that the rows of the columnwise copy are in, by name; None for none. A
+                `FormatQuantizer` applies none
 
-    Raises ValueError for another block.
+    Raises TypeError for a field of another type, ValueError for another block, layout or alignment.
     """
 
     element: ElementFormat
@@ -212,9 +227,28 @@ class ScaleSpec:
     transform: str | None = None
 
     def __post_init__(self) -> None:
-        rows, columns = self.block
-        if rows not in (1, columns) or min(self.block) < 0:
+        if not isinstance(self.element, ElementFormat):
+            raise TypeError(f"element is {self.element!r}, but must be an ElementFormat. Pass one, such as E4M3.")
+        if not isinstance(self.scale_rule, ScaleRule):
+            raise TypeError(
+                f"scale_rule is {self.scale_rule!r}, but must be a ScaleRule. Pass one, such as E8M0Scale()."
+            )
+        if not isinstance(self.block, tuple | list) or len(self.block) != 2:
+            raise TypeError(f"block is {self.block!r}, but must be two integers, rows and columns. Pass (1, 32).")
+        rows, columns = as_integer("block[0]", self.block[0]), as_integer("block[1]", self.block[1])
+        if rows not in (1, columns) or min(rows, columns) < 0:
             raise ValueError(f"block is {self.block}, but must be 1 x n or n x n numbers, of which n may be ALL.")
+        if self.columnwise not in _LAYOUTS:
+            raise ValueError(f'columnwise is {self.columnwise!r}, but must be "natural" or "transposed".')
+        alignment = as_integer("alignment", self.alignment)
+        if alignment < 1:
+            raise ValueError(f"alignment is {alignment}, but must be positive. Pass 1 for none.")
+        if not isinstance(self.transform, str | None):
+            raise TypeError(
+                f"transform is {self.transform!r}, but must be a string or None. Pass the transform's name."
+            )
+        object.__setattr__(self, "block", (rows, columns))
+        object.__setattr__(self, "alignment", alignment)
 
     def block_of(self, columnwise: bool) -> tuple[int, int]:
         """Rows and columns that share a scale in this copy, before any transposition."""

@@ -9,7 +9,6 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from recipes.arguments import as_number
 from recipes.pending import PendingUpdates
 from recipes.tensors.formats import Float8Format, ScaleLayout, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -20,7 +19,6 @@ from recipes.tensors.splits import Splits
 StateShapes = Mapping[str, tuple[tuple[int, ...], float]]
 
 _CASTABLE = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
-_LARGEST_EPSILON = torch.finfo(torch.float32).max
 
 
 class StateOfRole(Protocol):
@@ -213,11 +211,3 @@ def check_form(form: Float8Format) -> None:
     """Raise TypeError unless `form` is a Float8Format (a Format, which is a pair of them, is not)."""
     if not isinstance(form, Float8Format):
         raise TypeError(f"form is {form!r}, but must be a Float8Format. Pass E4M3 or E5M2.")
-
-
-def check_amax_epsilon(epsilon: float) -> None:
-    """Raise TypeError unless epsilon is a number, ValueError unless it is in [0, largest float32]."""
-    if not 0 <= as_number("amax_epsilon", epsilon) <= _LARGEST_EPSILON:
-        raise ValueError(
-            f"amax_epsilon is {epsilon!r}, but cannot be negative, NaN or more than float32 holds. Pass 0 for none."
-        )

@@ -117,9 +117,23 @@ class SpecQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class FormatQuantizer(SpecQuantizer):
-    """A quantizer to the given format. Formats that no kernel supports are cast in plain torch."""
+    """A quantizer to the given format. Formats that no kernel supports are cast in plain torch.
+
+    Raises TypeError for a format that is no ScaleSpec, ValueError for one with a transform.
+    """
 
     format: ScaleSpec
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, ScaleSpec):
+            raise TypeError(
+                f"format is {self.format!r}, but must be a ScaleSpec. Pass ScaleSpec(element, block, scale_rule)."
+            )
+        if self.format.transform is not None:
+            raise ValueError(
+                f"format has the transform {self.format.transform!r}, but FormatQuantizer applies none. "
+                "Leave transform=None, or write a Quantizer that applies it."
+            )
 
     @property
     def spec(self) -> ScaleSpec:
