@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from fuser import Sequential, autocast, ops
+from ops.products.product import wgrad
 from recipes import (
     CustomRecipe,
     ElementFormat,
     FormatQuantizer,
+    GroupedTensor,
     Operand,
     QuantizedTensor,
     Quantizer,
@@ -274,6 +276,78 @@ def test_a_block_has_one_row_or_as_many_rows_as_columns():
     for block in ((32, 1), (2, 32), (ALL, 32), (-1, 32)):
         with pytest.raises(ValueError, match="must be 1 x n or n x n"):
             ScaleSpec(E4M3, block, Float32Scale())
+
+
+@dataclass(frozen=True, eq=False)
+class RowFactors(ScaledCodes):
+    """Numbers with a factor of each row, which stays outside of the product."""
+
+    def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
+        return Operand(self.codes.to(dtype), self.scale_inv)
+
+
+@dataclass(frozen=True)
+class RowFactorsQuantizer(Quantizer):
+    """Rowwise x / 2^n and 2^n, with an n of each row; columnwise x."""
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        factor = torch.exp2(torch.arange(len(x), dtype=torch.float32, device=x.device) % 5)[:, None]
+        along_K = RowFactors(x / factor, factor, INT8_PER_ROW, x.shape)
+        return QuantizedTensor(along_K, RowFactors(x, None, INT8_PER_ROW, x.shape, True), x.dtype)
+
+    def quantize_stacked(self, w_GNK: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
+        raise NotImplementedError
+
+    def quantize_grouped(
+        self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
+    ) -> GroupedTensor:
+        x = x_TK.masked_fill((splits.group_of_row == splits.num_groups)[:, None], 0)
+        made = self.quantize(x)
+        return GroupedTensor(None, splits, made.rowwise, made.columnwise, x.dtype)
+
+
+@dataclass(frozen=True)
+class In:
+    """Row factors in one role, and high precision in the others."""
+
+    role: Role
+
+    def __call__(self, role: Role) -> Quantizer | None:
+        return RowFactorsQuantizer() if role is self.role else None
+
+
+@pytest.mark.parametrize("path", ["grouped", "split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("role", [Role.INPUT, Role.GRAD_OUTPUT])
+def test_x_and_dy_may_have_a_factor_for_each_row(role, dtype, path):
+    op = ops.GroupedLinear(4, 8, 6, dtype=dtype)
+    x0, dy = torch.randn(ROWS, 8, dtype=dtype), torch.randn(ROWS, 6, dtype=dtype)
+    results = []
+    for recipe in (CustomRecipe(In(role)), None):
+        op.zero_grad()
+        x = x0.clone().requires_grad_()
+        with autocast(recipe):
+            y = Sequential(op, path=path)(x, split_sizes=SIZES)
+        y.backward(dy)
+        results.append({"y": y, **gradients({"x": x, **dict(op.named_parameters())})})
+    assert_same_bits(*results)
+
+
+def test_a_factor_for_each_row_of_a_weight_is_refused():
+    x, op = torch.randn(6, 8), ops.Linear(8, 6)
+    with (
+        autocast(CustomRecipe(In(Role.WEIGHT))),
+        pytest.raises(ValueError, match=r"Operand of the weight in fprop has a scale of shape \[6, 1\], but must have"),
+    ):
+        op(x)
+
+
+def test_factors_of_the_rows_that_wgrad_sums_over_are_refused():
+    rowwise = RowFactorsQuantizer().quantize(torch.randn(6, 8)).rowwise
+    factors = QuantizedTensor(None, replace(rowwise, columnwise=True), torch.float32)
+    for pair, name in (((factors, torch.randn(6, 8)), "dy"), ((torch.randn(6, 8), factors), "x")):
+        with pytest.raises(ValueError, match=rf"the Operand of {name} in wgrad has a scale of shape \[6, 1\]"):
+            wgrad(*pair, torch.float32, capability=None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -171,8 +171,8 @@ class GroupedPath:
         )  # fmt: skip
         if factors is None:
             return multiply(bias=bias, scales=scales, out=out, out_dtype=x.dtype)
-        product = multiply(out_dtype=torch.float32)
-        return self._finish_fprop(writable(product), factors, x, bias, scales, out)
+        product = multiply(out_dtype=torch.promote_types(x.dtype, torch.float32))
+        return self._finish(writable(product), factors, x, out, bias=bias, scales=scales)
 
     def fprop_activation(
         self, x: GroupedTensor, w: Tensor, spec: Activation, *, bias: Tensor | None, scales: Tensor | None
@@ -181,16 +181,17 @@ class GroupedPath:
         assert x.data is not None, "its operands are not quantized"
         return grouped_activation(x.data, w, x.splits, spec, bias_GN=bias, scales_T=scales)
 
-    def _finish_fprop(
+    def _finish(
         self,
         product: Tensor,
         factors: Tensor,
         x: GroupedTensor,
-        bias: Tensor | None,
-        scales: Tensor | None,
         out: Tensor | None,
+        *,
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
-        """What follows the product in fprop where x has a factor for each row, which the grouped GEMM does not take."""
+        """What follows a product where x or dy has a factor for each row, which the grouped GEMM does not take."""
         product *= factors
         group = x.splits.group_of_row
         if bias is not None:
@@ -201,10 +202,12 @@ class GroupedPath:
 
     def dgrad(self, dy: GroupedTensor, w: Tensor | QuantizedTensor, *, out: Tensor | None = None) -> Tensor:
         """dx[t] = dy[t] w_g, [T, K] in dy's dtype; rows past the last group are zero."""
-        return m_grouped(
-            "NN", self._operands("NN", dy, w), dy.splits, out=out, out_dtype=dy.dtype,
-            split_accumulation=self.recipe.split_accumulator("dgrad"),
-        )  # fmt: skip
+        pair, factors = without_row_factors(self._operands("NN", dy, w))
+        multiply = partial(m_grouped, "NN", pair, dy.splits, split_accumulation=self.recipe.split_accumulator("dgrad"))
+        if factors is None:
+            return multiply(out=out, out_dtype=dy.dtype)
+        product = multiply(out_dtype=torch.promote_types(dy.dtype, torch.float32))
+        return self._finish(writable(product), factors, dy, out)
 
     def wgrad(
         self,

@@ -11,6 +11,7 @@ where the GPU can (`recipes.native_products`). The result is rounded once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,13 @@ from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.scaled_codes import Float8Operand, Operand
 from recipes.tensors.splits import Splits
+
+# What an error calls the operands.
+_NAMES: dict[GemmLayout, tuple[str, str]] = {
+    "TN": ("x in fprop", "the weight in fprop"),
+    "NN": ("dy in dgrad", "the weight in dgrad"),
+    "NT": ("dy in wgrad", "x in wgrad"),
+}
 
 
 def quantized(
@@ -114,7 +122,10 @@ Matrix = Tensor | QuantizedTensor | GroupedTensor
 
 
 def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tuple[Operand, Operand]:
-    """What the product multiplies, in one dtype; but of groups on a CPU kept values of the weights may be narrower."""
+    """What the product multiplies, in one dtype; but of groups on a CPU kept values of the weights may be narrower.
+
+    Raises ValueError for an `Operand.scale` of another shape than the product takes.
+    """
     plain_a, plain_b = _plain(a), _plain(b)
     if plain_a is not None and plain_b is not None and plain_a.dtype == plain_b.dtype:
         return Operand(plain_a, None), Operand(plain_b, None)
@@ -122,6 +133,9 @@ def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> 
         Operand(x, None) if isinstance(x, Tensor) else x.operand(columnwise, gemm_dtype(nominal, x.device))
         for x, columnwise in zip((a, b), COLUMNWISE[layout], strict=True)
     )
+    num_groups = a.splits.num_groups if isinstance(a, GroupedTensor) else 1
+    _check_scale(left, _NAMES[layout][0], num_groups, of_rows=layout != "NT")
+    _check_scale(right, _NAMES[layout][1], num_groups, of_rows=False)
     if right.factor is not None:  # of stacked weights: their values are rounded to float32 at least
         left = left._replace(values=accumulator_like(left.values))
     if left.values.dtype == right.values.dtype:
@@ -130,6 +144,21 @@ def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> 
         return left, right
     dtype = torch.promote_types(left.values.dtype, right.values.dtype)  # they differ if only one is quantized
     return left._replace(values=left.values.to(dtype)), right._replace(values=right.values.to(dtype))
+
+
+def _check_scale(operand: Operand, name: str, num_groups: int, *, of_rows: bool) -> None:
+    """of_rows: whether the operand's rows are those of the product, so that each may have a factor."""
+    if operand.scale is None or operand.scale.dim() == 0:
+        return
+    allowed = [[], [num_groups]]
+    if of_rows:
+        allowed.append([math.prod(operand.values.shape[:-1]), 1])
+    given = list(operand.scale.shape)
+    if given not in allowed:
+        raise ValueError(
+            f"the Operand of {name} has a scale of shape {given}, but must have one of shape "
+            f"{' or '.join(map(str, allowed))}. Multiply other scales into its values."
+        )
 
 
 def float8_operands(

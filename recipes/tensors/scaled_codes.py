@@ -27,7 +27,7 @@ class Operand(NamedTuple):
 
     values: exact in a dtype that matrix products take
     scale: float32 `alpha`, the factor that stays outside the product; () for one tensor, [G] for groups, [T, 1] for the
-           rows of fprop's x; None for 1
+           rows of x in fprop and of dy in dgrad; None for 1
     block: the rows of each group (of the one tensor) are padded with zeros to a multiple of this, so that `values` has
            as many rows as `splits.padded(block)`; only of operands whose rows are summed over (NT)
     factor: float32 [G, N, 1] or [G, 1, K] of stacked weights that are kept on a CPU, in place of whose values
