@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -500,6 +501,33 @@ def test_two_uses_in_one_backward_add_up_or_are_refused_where_each_would_overwri
     message = "Weight 'weight' is used twice in one backward, and with overwrite_main_grad its second gradient would"
     with pytest.raises(RuntimeError, match=message):
         run(flag=False)
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["accumulate", "overwrite"])
+@pytest.mark.parametrize("flag", [False, True])
+def test_gradients_of_a_weight_that_several_experts_share_are_added_or_refused(
+    flag: bool, overwrite: bool, delay: bool
+) -> None:
+    def sharing(**switches: bool) -> Sequential:
+        sequential = make("grouped, per group", **switches)
+        sequential[0].weight3 = sequential[0].weight0
+        return sequential
+
+    expected = gradients(sharing(), 1)
+    sequential = sharing(accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    give_main_grads(sequential, torch.nan if overwrite else 0.5, flag=flag, overwrite=overwrite)
+    refused = overwrite and not flag
+    message = "Weight 'weight3' is used twice in one backward"
+    with pytest.raises(RuntimeError, match=message) if refused else nullcontext():
+        backward(sequential)
+        if delay:
+            sequential.backward_dw()
+    for name, weight in weights_of(sequential).items():
+        if refused:
+            assert weight.main_grad.isnan().all()
+        else:
+            assert_near(weight.main_grad, expected[name] + (0 if overwrite else 0.5))
 
 
 def outside(model: Any, x: Tensor) -> Tensor:

@@ -160,8 +160,11 @@ class OperationWithWeights(BasicOperation):
                     "delay_wgrad_compute out."
                 )
 
-    def _destinations(self, weights: Mapping[str, Tensor], backward: int) -> Destinations:
-        targets = tuple(_target(name, weight, backward) for name, weight in weights.items())
+    def _destinations(self, weights: dict[str, Tensor], backward: int) -> Destinations:
+        firsts = {id(weight): name for name, weight in reversed(weights.items())}  # one may be that of several groups
+        targets = tuple(
+            _target(name, weight, backward, used_before=firsts[id(weight)] != name) for name, weight in weights.items()
+        )
         whole = (targets or (None,))[0] if self.stacked else _as_one(targets, len(self.weight_names))
         return Destinations(targets, whole, tuple(map(_placeholder_kind, weights.values())))
 
@@ -385,14 +388,17 @@ def _operands(product: Product) -> list[tuple[Tensor, int]]:
     return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
-def _target(name: str, weight: Any, backward: int) -> _Target:
-    """Where the gradient of the weight goes, and whether it is added to what is there."""
+def _target(name: str, weight: Any, backward: int, *, used_before: bool = False) -> _Target:
+    """Where the gradient of the weight goes, and whether it is added to what is there.
+
+    used_before: the weight is that of an earlier group, too, whose gradient is written first
+    """
     buffer = _buffer(name, weight)
     if not getattr(weight, "overwrite_main_grad", False):
         return _Target(buffer, True)
     if hasattr(weight, "grad_added_to_main_grad"):
-        return _Target(buffer, weight.grad_added_to_main_grad)
-    if _overwritten_in.get(weight) == backward:
+        return _Target(buffer, weight.grad_added_to_main_grad or used_before)
+    if used_before or _overwritten_in.get(weight) == backward:
         raise RuntimeError(
             f"Weight {name!r} is used twice in one backward, and with overwrite_main_grad its second gradient would "
             "overwrite the first. Set grad_added_to_main_grad = False on the weight before each backward, so that the "
