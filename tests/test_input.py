@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from fuser import BasicOperation, Sequential, autocast, ops
 
@@ -111,3 +113,24 @@ def test_an_imaginary_part_of_an_extra_input_is_not_dropped(door: str, make: Any
     shape = (3, WIDTH) if name == "extra" else (3,)
     with pytest.raises(TypeError, match=f"{name} is torch.complex64, but operations compute in real numbers"):
         call(door, make(), torch.ones(3, WIDTH), {name: torch.ones(shape) * 1j})
+
+
+def distributed(tensor: Tensor) -> Any:
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_dtensor_is_refused_by_its_name(door: str, recipe: str | None) -> None:
+    message = "{} is a DTensor, but operations compute on plain tensors. Take to_local"
+    linear, x = ops.Linear(WIDTH, WIDTH), torch.ones(3, WIDTH)
+    with autocast(recipe):
+        call(door, linear, x, {})
+        with pytest.raises(TypeError, match=message.format("x")):
+            call(door, linear, distributed(x), {})
+        linear.weight = nn.Parameter(distributed(linear.weight.detach()))
+        with pytest.raises(TypeError, match=message.format("Linear.weight")):
+            call(door, linear, x, {})
+        with pytest.raises(TypeError, match=message.format("scales")):
+            call(door, ops.ScaledSReLU(), x, {"scales": distributed(torch.ones(3))})

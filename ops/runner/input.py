@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_handle import QuantizedHandle
+from recipes.tensors.quantized_shard import is_dtensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -20,6 +21,17 @@ def as_input(x: Any) -> Tensor:
     if isinstance(x, QuantizedTensor | GroupedTensor):
         return QuantizedHandle(x)
     raise TypeError(f"x is a {type(x).__name__}. Give a tensor.")
+
+
+def check_local(tensors: Iterable[tuple[str, Any]]) -> None:
+    """Raise TypeError for a DTensor. Its codes would be wrong: torch 2.13 does not shift one of int32 right."""
+    for name, tensor in tensors:
+        if type(tensor) is not Tensor and is_dtensor(tensor):
+            raise TypeError(
+                f"{name} is a DTensor, but operations compute on plain tensors. Take to_local() or full_tensor() of "
+                "it. To divide a layer, give it tensor_parallel= in place of distribute_module or parallelize_module; "
+                "what fully_shard divides is gathered by a call of the module that it was given."
+            )
 
 
 def check_real(name: str, dtype: torch.dtype) -> None:

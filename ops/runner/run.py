@@ -24,7 +24,7 @@ from ops.runner.callers_buffers import (
 )
 from ops.runner.context import OperationContext, at_tensor
 from ops.runner.in_place import check_writable
-from ops.runner.input import as_input, check_numbers
+from ops.runner.input import as_input, check_local, check_numbers
 from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import note_forward
@@ -182,6 +182,7 @@ class Pipeline:
 
     def _check_parameters(self, x: Tensor) -> None:
         for operation in self.operations:
+            check_local((f"{type(operation).__name__}.{name}", p) for name, p in operation.named_parameters())
             for name, parameter in operation.named_parameters():
                 if parameter.is_meta and not x.is_meta:
                     raise RuntimeError(
@@ -206,6 +207,7 @@ class Pipeline:
         integers where an operation computes in floating point.
         """
         x = as_input(x)
+        check_local((("x", x), *extras.items()))
         if note_forward():
             with self.first_forwards.entered_again(training, self.recipe):
                 return self._run(x, extras, wanted, buffers, training, fusions_version, None)
