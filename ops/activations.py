@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ops.elementwise import ElementwiseOperation
-from ops.kernels.collectives import NOT_REPEATED, RankGroup, Ranks, all_reduce
+from ops.kernels.collectives import NOT_REPEATED, NOT_TRACED, RankGroup, Ranks, all_reduce
 from ops.kernels.elementwise.activation import (
     Activation,
     activation,
@@ -98,6 +98,9 @@ class ActivationOperation(ElementwiseOperation):
         if self.group is None:
             return super().why_not_captured(request)
         return self.group.why_not_captured(request.device)
+
+    def why_not_traced(self, path: str) -> str | None:
+        return super().why_not_traced(path) if self.group is None else NOT_TRACED
 
     def check_follows(self, previous: BasicOperation) -> None:
         divided = previous.divides_output

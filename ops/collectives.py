@@ -11,6 +11,7 @@ from torch import Tensor
 from ops.kernels.collectives import (
     BACKENDS_ORDER,
     NOT_REPEATED,
+    NOT_TRACED,
     RankGroup,
     Ranks,
     all_gather,
@@ -66,6 +67,9 @@ class CollectiveOperation(BasicOperation):
 
     def why_not_captured(self, request: PlanRequest) -> str | None:
         return self.group.why_not_captured(request.device)
+
+    def why_not_traced(self, path: str) -> str | None:
+        return NOT_TRACED
 
     def kernel(self, request: PlanRequest) -> str:
         return f"{self.forward_name}, backward {self.backward_name}, {self.group.describe(request.device)}"

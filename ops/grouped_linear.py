@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, Ranks
+from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, NOT_TRACED, Ranks
 from ops.kernels.elementwise.activation import Activation
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.products.held_weights import explain_held
@@ -174,6 +174,9 @@ class GroupedLinear(OperationWithWeights):
         if self.parallel is None:
             return super().why_not_captured(request)
         return self.parallel.group.why_not_captured(request.device)
+
+    def why_not_traced(self, path: str) -> str | None:
+        return super().why_not_traced(path) if self.parallel is None else NOT_TRACED
 
     def weight_operand(self, ctx: OperationContext, *, rowwise: bool = False, columnwise: bool = False) -> Any:
         """The weights as the path multiplies them: rowwise for fprop, columnwise for dgrad.

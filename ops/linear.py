@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, Ranks
+from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, NOT_TRACED, Ranks
 from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad
 from ops.products.held_weights import explain_held
 from ops.products.main_grad import OperationWithWeights
@@ -153,6 +153,9 @@ class Linear(OperationWithWeights):
         if self.parallel is None:
             return super().why_not_captured(request)
         return self.parallel.group.why_not_captured(request.device)
+
+    def why_not_traced(self, path: str) -> str | None:
+        return super().why_not_traced(path) if self.parallel is None else NOT_TRACED
 
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         return self.fprop(ctx, x), {}

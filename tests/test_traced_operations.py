@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -330,6 +331,13 @@ def test_a_tensor_on_the_context_is_refused():
         gradients(layer, run, "mxfp8", torch.randn(T, H))
 
 
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
 class Reads(Own):
     """Its forward reads a number of x."""
 
@@ -362,6 +370,32 @@ def test_an_operation_that_reads_numbers_is_an_error_or_says_so_and_runs_as_it_i
         torch.compiler.reset()
         partly = torch.compile(forward, backend="aot_eager")
         assert all(map(torch.equal, gradients(layer, partly, "mxfp8", x), expected))
+
+
+OVER_RANKS: dict[str, Callable[[Any], ops.BasicOperation]] = {
+    "Linear": lambda group: ops.Linear(H, H, tensor_parallel="column", group=group),
+    "GroupedLinear": lambda group: ops.GroupedLinear(2, H, H, tensor_parallel="row", group=group),
+    "ScaledSReLU": lambda group: ops.ScaledSReLU(group=group),
+    "AllReduce": ops.AllReduce,
+    "Scatter": ops.Scatter,
+}
+EXTRAS = {"GroupedLinear": {"split_sizes": [T - 1, 1]}, "ScaledSReLU": {"scales": torch.ones(T)}}
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_what_exchanges_tensors_with_other_ranks_says_so_and_runs_as_it_is(name, one_rank):
+    layer = Sequential(OVER_RANKS[name](one_rank))
+
+    def forward(x: Tensor) -> Tensor:
+        return layer(x, **EXTRAS.get(name, {})) + 1
+
+    x = torch.randn(T, H)
+    expected = gradients(layer, forward, "mxfp8", x)
+    whole = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{name}: its collectives are issued by a process group"):
+        gradients(layer, whole, "mxfp8", x)
+    torch.compiler.reset()
+    assert all(map(torch.equal, gradients(layer, torch.compile(forward, backend="aot_eager"), "mxfp8", x), expected))
 
 
 def test_a_compiled_model_is_freed_with_its_plans():

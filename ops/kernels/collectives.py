@@ -30,6 +30,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 Ranks: TypeAlias = "dist.ProcessGroup | dist.DeviceMesh"
 
 NOT_REPEATED = "A collective is issued by its process group, in each step anew."
+NOT_TRACED = "its collectives are issued by a process group, and torch's tracing has no values to exchange."
 BACKENDS_ORDER = "a sum over ranks is made in the order of the backend, which may depend on the number of rows."
 
 
