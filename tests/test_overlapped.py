@@ -233,6 +233,10 @@ def refuse(group: Any) -> None:
     layer = Overlapped(dispatch, combine)
     with pytest.raises(ValueError, match=r"probs is divided .* must be a tensor of 3 rows, but is \[4, 2\]"):
         layer(torch.randn(3, H), **given)
+    said = r"probs is divided .* must be a tensor of 3 rows, but is \[4, 2\]"
+    error, message = (ValueError, said) if dist.get_rank() == 0 else (RuntimeError, f"rank 0: its arguments .*: {said}")
+    with pytest.raises(error, match=message):
+        layer(torch.randn(3 + dist.get_rank(), H), **given)
     with pytest.raises(ValueError, match="buffers belong to one microbatch"):
         layer(torch.randn(4, H), buffers={0: {}}, **given)
     assert torch.equal(layer(torch.ones(4, H), **given), torch.full((4, H), 2.0))

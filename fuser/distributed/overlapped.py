@@ -15,6 +15,7 @@ from fuser.plan import Fusion, fusions_version
 from fuser.sequential import Sequential
 from ops.combine import Combine
 from ops.dispatch import Dispatch
+from ops.kernels.routing.all_to_all import announce_refusal
 from ops.runner.not_traced import not_traced
 from ops.runner.operation import at_border
 from ops.runner.run import Pipeline
@@ -52,8 +53,9 @@ class Overlapped(Sequential):
     are tuples, one for each microbatch.
 
     Raises TypeError or ValueError for microbatches that are no positive integer, ValueError where no Dispatch or
-    Combine has a group, or one has transport="symmetric", for an extra input that is no tensor of x's rows, and for
-    buffers, which belong to one microbatch. torch.compile runs it eagerly.
+    Combine has a group, or one has transport="symmetric", for an extra input that is missing, unknown or no tensor of
+    x's rows, and for buffers, which belong to one microbatch. Ranks that a rank with such inputs would keep waiting
+    raise RuntimeError. torch.compile runs it eagerly.
     """
 
     microbatches = 1
@@ -84,18 +86,16 @@ class Overlapped(Sequential):
         buffers: Mapping[int, Mapping[str, Tensor]] | None = None,
         **extras: Any,
     ) -> Any:
-        if buffers:
-            raise ValueError("buffers belong to one microbatch. Leave them out, or give a Sequential.")
         layout = self.layout()
-        layout.check_extras(extras, outputs)
+        try:
+            _check(layout, x, outputs, buffers, extras)
+        except ValueError as error:
+            groups = [m.group for m in self.modules() if isinstance(m, Dispatch) and m.group is not None]
+            for group in groups[:1]:  # where the others meet first
+                announce_refusal(group, x.device, error)
+            raise
         rows, more = divmod(x.shape[0], self.microbatches)
         sizes = [rows + (index < more) for index in range(self.microbatches)]
-        for name, value in extras.items():
-            if not isinstance(value, Tensor) or value.shape[:1] != x.shape[:1]:
-                raise ValueError(
-                    f"{name} is divided among the microbatches as x is, so it must be a tensor of {x.shape[0]} rows, "
-                    f"but is {list(value.shape) if isinstance(value, Tensor) else type(value).__name__}."
-                )
         parts = {name: value.split(sizes) for name, value in extras.items()}
         states = [
             _Microbatch(part, {name: of_parts[index] for name, of_parts in parts.items()})
@@ -144,6 +144,18 @@ class _Microbatch:
             self.x = owner.run_stage(stage, before, self.extras, wanted, {}, version)
         for stage, wanted in beside:
             owner.run_stage(stage, before, self.extras, wanted, {}, version)
+
+
+def _check(layout: Layout, x: Tensor, outputs: Sequence[str], buffers: Any, extras: Mapping[str, Any]) -> None:
+    if buffers:
+        raise ValueError("buffers belong to one microbatch. Leave them out, or give a Sequential.")
+    layout.check_extras(extras, outputs)
+    for name, value in extras.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != x.shape[:1]:
+            raise ValueError(
+                f"{name} is divided among the microbatches as x is, so it must be a tensor of {x.shape[0]} rows, "
+                f"but is {list(value.shape) if isinstance(value, Tensor) else type(value).__name__}."
+            )
 
 
 def _turns(layout: Layout, outputs: Sequence[str]) -> list[list[tuple[Stage, Sequence[str]]]]:
