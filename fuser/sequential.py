@@ -308,7 +308,8 @@ class Sequential(Container):
         """Compute the weight gradients that the oldest backward delayed (operations with `delay_wgrad_compute=True`).
 
         Runs on the current stream, last operation first, each followed by its hooks. Does nothing if no operation
-        delays any. Raises RuntimeError if some do, and none are pending.
+        delays any. Raises RuntimeError if some do, and none are pending: a backward that ended with an exception leaves
+        none.
         """
         backward_dw(self._with_weights()[::-1])
 

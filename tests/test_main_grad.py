@@ -19,7 +19,7 @@ from ops.kernels.grouped_gemm.measured_tiles import Gemm
 from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS
 from ops.products.product import store
 from ops.runner import nested_backward
-from ops.runner.operation import FusedOperation
+from ops.runner.operation import BasicOperation, FusedOperation
 from tests.check_operation import DEVICES
 from tests.grouped_cases import tiles_of_groups
 from tests.main_grad_cases import (
@@ -607,6 +607,35 @@ def test_every_backward_overwrites_without_the_flag_also_in_reentrant_segments(u
             with pytest.raises(ArithmeticError):
                 loss_of(sequential, lambda model, x: use(model, Fails.apply(x))).backward()
     assert not nested_backward._running
+
+
+class FailsInBackward(BasicOperation):
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Any) -> Any:
+        return x.clone(), {}
+
+    def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Any) -> Any:
+        raise ArithmeticError("as asked")
+
+
+@pytest.mark.parametrize("where", ["in the Sequential", "before it", "in a segment"])
+def test_a_backward_that_fails_leaves_no_delayed_gradients(where: str) -> None:
+    """Else the operations behind the one that failed would be one backward late from then on."""
+    sequential = make("linear", delay_wgrad_compute=True)
+    failing = Sequential(FailsInBackward(), *sequential)
+    uses = {
+        "in the Sequential": lambda model, x: failing(x),
+        "before it": lambda model, x: model(Fails.apply(x)),
+        "in a segment": lambda model, x: segment(model, Fails.apply(x)),
+    }
+    loss_of(sequential, outside).backward()  # which is still to be computed
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            loss_of(sequential, uses[where]).backward()
+    sequential.backward_dw()
+    assert not sequential.need_backward_dw()
+    plain = make("linear")
+    loss_of(plain, outside).backward()
+    assert torch.equal(sequential[0].weight.grad, plain[0].weight.grad)
 
 
 @DEVICE

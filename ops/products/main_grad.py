@@ -6,7 +6,8 @@ by two switches of the operation:
     accumulate_into_main_grad   the product is written into the buffer that the weight's owner has put at
                                 `weight.main_grad`; else autograd gets dW
     delay_wgrad_compute         it is computed in `backward_dw()`, the oldest backward first; without main_grad it is
-                                added to `weight.grad` there
+                                added to `weight.grad` there. A backward that ends with an exception, in whichever
+                                module, leaves none
 
 What the owner of the buffers (a data-parallel wrapper) sets on a weight, read when the gradient is computed:
 
@@ -41,7 +42,7 @@ from ops.products.held_weights import HeldAs, applied, bind_to_states, held_as_o
 from ops.products.product import store
 from ops.runner.backward import raise_located
 from ops.runner.context import OperationContext
-from ops.runner.nested_backward import outermost_backward
+from ops.runner.nested_backward import outermost_backward, undo_on_failure
 from ops.runner.operation import BasicOperation
 from ops.runner.parameters import held_parameter
 from ops.runner.torch_autocast import without_autocast
@@ -116,7 +117,9 @@ class OperationWithWeights(BasicOperation):
         if record is not None:
             record.weights += weights.values()
         if self.delay_wgrad_compute:
-            self._delayed.append(_Gradient(weights, product, _operands(product), backward))
+            gradient = _Gradient(weights, product, _operands(product), backward)
+            self._delayed.append(gradient)
+            undo_on_failure(partial(self._forget_delayed, gradient))
         elif destinations is not None:
             self._write_to_main_grad(weights, product, destinations)
         else:
@@ -172,6 +175,9 @@ class OperationWithWeights(BasicOperation):
         for weight in weights.values():
             perform(Effect(_mark_added, (weight, backward)), at_once=True)
 
+    def _forget_delayed(self, gradient: _Gradient) -> None:
+        self._delayed = deque([other for other in self._delayed if other is not gradient])
+
     def need_backward_dw(self) -> bool:
         """Whether gradients are left to be computed by `backward_dw()`."""
         return bool(self._delayed)
@@ -189,7 +195,8 @@ class OperationWithWeights(BasicOperation):
     def backward_dw(self) -> None:
         """Compute the weight gradients that the oldest backward left, on the current stream; then call the hooks.
 
-        Does nothing without delay_wgrad_compute, and of frozen weights. Raises RuntimeError if none are left.
+        Does nothing without delay_wgrad_compute, and of frozen weights. Raises RuntimeError if none are left: a
+        backward that ended with an exception leaves none.
         """
         backward_dw([("0", self)])
 

@@ -1,4 +1,4 @@
-"""Which backward runs, where one runs within another, and which gradients it computes.
+"""Which backward runs, where one runs within another, which gradients it computes, and what is undone if it fails.
 
 Reentrant checkpointing recomputes a segment within a backward, and then runs a backward of its own through it. Where
 the gradients of one backward are counted, all of these count as the outermost one. Autograd numbers every backward but
@@ -7,7 +7,7 @@ does not record which runs within which; the recomputation runs within the outer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,16 +15,27 @@ import torch
 
 
 class _Mark:
-    """What autograd keeps as long as a backward runs, and calls at its end, unless that is an exception."""
+    """What autograd keeps as long as a backward runs, and calls at its end, unless that is an exception.
+
+    computes_forward: whether something was computed forward within it
+    undo: what is called after an exception
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.computes_forward = False
+        self.undo: list[Callable[[], object]] = []
 
     def __call__(self) -> None:
         _running.pop(self.number, None)
+        self.undo.clear()
+
+    def __del__(self) -> None:
+        for undo in self.undo:
+            undo()
 
 
-# Of every backward within which something was computed forward: a mark, by autograd's number.
+# Of backwards within which something was computed forward, or is to be undone: a mark, by autograd's number.
 _running: WeakValueDictionary[int, _Mark] = WeakValueDictionary()
 
 
@@ -33,10 +44,18 @@ def note_forward() -> bool:
     number = torch._C._current_graph_task_id()
     if number < 0:
         return False
-    if number not in _running:
-        mark = _running[number] = _Mark(number)
-        torch.autograd.Variable._execution_engine.queue_callback(mark)
+    _mark_of(number).computes_forward = True
     return True
+
+
+def undo_on_failure(undo: Callable[[], object]) -> None:
+    """Call undo() if the backward that runs now, or the outermost one that it runs within, ends with an exception.
+
+    Does nothing outside of a backward.
+    """
+    number = outermost_backward()
+    if number >= 0:
+        _mark_of(number).undo.append(undo)
 
 
 def within_backward() -> bool:
@@ -64,4 +83,14 @@ def _is_reached(node: Any) -> bool:
 
 def outermost_backward() -> int:
     """Autograd's number of the backward that runs now, or of the outermost one that it runs within."""
-    return min([torch._C._current_graph_task_id(), *_running])  # an outer one has begun before
+    outer = [number for number, mark in _running.items() if mark.computes_forward]
+    return min([torch._C._current_graph_task_id(), *outer])  # an outer one has begun before
+
+
+def _mark_of(number: int) -> _Mark:
+    """That of the backward that runs now, or of one that has a mark."""
+    mark = _running.get(number)
+    if mark is None:
+        mark = _running[number] = _Mark(number)
+        torch.autograd.Variable._execution_engine.queue_callback(mark)
+    return mark
