@@ -1108,6 +1108,63 @@ def test_what_is_no_tensor_is_named_where_it_is_returned() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("gradient", [torch.ones(3), torch.ones(2, 4, 3), torch.tensor(1.0), 1.0])
+def test_a_gradient_of_another_shape_than_its_extra_input_is_an_error(gradient: Any) -> None:
+    """It would be broadcast where the pipeline adds it, or summed by autograd."""
+
+    class Adds(Spy):
+        extra_inputs = {"other": Tensor}
+
+        def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            return dy, {}, {"other": gradient}
+
+    x, other = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
+    inside = Sequential(ops.MakeExtraOutput("other"), Scale(), Adds())(x)
+    error, what = (
+        (RuntimeError, rf"of shape {re.escape(str(tuple(gradient.shape)))} for the extra input 'other', which has")
+        if isinstance(gradient, Tensor)
+        else (TypeError, "a float as the gradient of the extra input 'other'")
+    )
+    for y in (inside, Adds()(x, other=other)):
+        with pytest.raises(error, match=rf"\(Adds\): fuser_backward returned .*{what}"):
+            y.sum().backward()
+    assert x.grad is other.grad is None
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        pytest.param((None, {}), id="no mapping of parameters"),
+        pytest.param(({}, None), id="no mapping of extra inputs"),
+        pytest.param(({"scale": 1.0}, {}), id="a number"),
+    ],
+)
+def test_gradients_that_are_no_mapping_of_tensors_are_errors(returned: tuple[Any, Any]) -> None:
+    class Returns(Scale):
+        def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            return dy, *returned
+
+    y = Sequential(Returns())(torch.ones(2, requires_grad=True))
+    with pytest.raises(TypeError, match=r"In operation 0 \(Returns\): fuser_backward returned a .*\. Return a "):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("d_params", [{}, ({},), ({},) * 3, None])
+def test_a_fusion_returns_gradients_for_each_of_its_operations(d_params: Any) -> None:
+    class Pair(FusedOperation):
+        pattern = (ops.Identity, ops.Identity)
+
+        def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return x, {}
+
+        def fuser_backward(self, ctxs: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+            return dy, d_params, {}
+
+    y = Sequential(ops.Identity(), ops.Identity(), fusions=(Pair,))(torch.ones(2, requires_grad=True))
+    with pytest.raises(TypeError, match=r"In operation 0 \(Pair\): .* sequence of 2 mappings by name, one for each"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_call_that_failed_leaves_nothing_changed(where: str) -> None:
     failing = Failing(ValueError("wrong by design"), where)

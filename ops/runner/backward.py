@@ -241,7 +241,7 @@ def _execute(step: _OperationBackward, contexts: list[OperationContext]) -> _Gra
     dx, d_params, d_inputs = result
     _check_grad_input(dx, record.states[planned.indices[0]].shape)
     of_parameters = _by_slot(step, d_params if planned.fused else (d_params,))
-    names, of_extras = _by_name(step.wiring, d_inputs)
+    names, of_extras = _by_name(step, d_inputs)
     return _Gradients(dx, tuple(of_parameters), tuple(of_parameters.values()), names, of_extras)
 
 
@@ -323,36 +323,68 @@ def _own(d_outputs: Mapping[str, Tensor], foreign: frozenset[int], others: Seque
     return frozenset(name for name, at in memory.items() if at not in foreign and seen.count(at) == 1)
 
 
-def _by_slot(step: _OperationBackward, d_params: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
+def _by_slot(step: _OperationBackward, d_params: Any) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
-    for index, own in zip(step.wiring.step.indices, d_params, strict=True):
+    indices = step.wiring.step.indices
+    if not isinstance(d_params, Sequence) or len(d_params) != len(indices):
+        length = f" of {len(d_params)}" if isinstance(d_params, Sequence) else ""
+        raise TypeError(
+            f"fuser_backward returned a {type(d_params).__name__}{length} as gradients of the parameters. Return a "
+            f"sequence of {len(indices)} mappings by name, one for each operation."
+        )
+    for index, own in zip(indices, d_params, strict=True):
         slots = step.record.program.contexts[index]["parameter_slots"]
+        _check_mapping("parameters", own)
         for name, gradient in own.items():
             if gradient is not None:
                 if name not in slots:
                     raise RuntimeError(_unknown("parameter", name, slots))
                 slot = slots[name]
-                shape = step.record.parameters[slot].shape
-                if gradient.shape != shape:  # autograd would sum a larger one in silence
-                    raise RuntimeError(
-                        f"fuser_backward returned a gradient of shape {tuple(gradient.shape)} for the parameter "
-                        f"{name!r}, which has {tuple(shape)}."
-                    )
+                _check_gradient("parameter", name, gradient, step.record.parameters[slot].shape)
                 found[slot] = gradient
     return found
 
 
-def _by_name(wiring: Wiring, d_inputs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
+def _by_name(step: _OperationBackward, d_inputs: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
     names: list[str] = []
     gradients: list[Tensor] = []
+    wiring, states = step.wiring, step.record.states
+    _check_mapping("extra inputs", d_inputs)
     for local, gradient in d_inputs.items():
         if gradient is not None:
             if local not in wiring.input_names:
                 raise RuntimeError(_unknown("extra input", local, wiring.input_names))
             found = [name for own, name, _ in wiring.inputs if own == local]
+            for name in found:
+                shapes = [states[index].extra_shapes for index in wiring.step.indices]
+                shape = next((known[name] for known in shapes if name in known), None)
+                _check_gradient("extra input", local, gradient, shape)
             names += found
             gradients += [gradient] * len(found)
     return tuple(names), tuple(gradients)
+
+
+def _check_mapping(of: str, gradients: Any) -> None:
+    if not isinstance(gradients, Mapping):
+        raise TypeError(
+            f"fuser_backward returned a {type(gradients).__name__} as gradients of the {of}. Return a mapping by name, "
+            "empty if there are none."
+        )
+
+
+def _check_gradient(of: str, name: str, gradient: Any, shape: tuple[int, ...] | None) -> None:
+    """That it has this shape, if that is known: another one would be broadcast where it is added, or summed by
+    autograd."""
+    if not isinstance(gradient, Tensor):
+        raise TypeError(
+            f"fuser_backward returned a {type(gradient).__name__} as the gradient of the {of} {name!r}. Return a "
+            "tensor of its shape, or None."
+        )
+    if shape is not None and gradient.shape != shape:
+        raise RuntimeError(
+            f"fuser_backward returned a gradient of shape {tuple(gradient.shape)} for the {of} {name!r}, which has "
+            f"{tuple(shape)}."
+        )
 
 
 def _unknown(what: str, name: str, known: Any) -> str:

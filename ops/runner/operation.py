@@ -137,8 +137,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
         """dx, the parameters' gradients by name, and the extra inputs' gradients by name.
 
-        dx has the shape of x, and a gradient that of its parameter; the runner raises RuntimeError for others. Only
-        what `ctx.needs` lists must be returned. dy is None where only extra outputs have gradients (this
+        dx has the shape of x, and a gradient that of its parameter or extra input; the runner raises RuntimeError for
+        others. Only what `ctx.needs` lists must be returned. dy is None where only extra outputs have gradients (this
         happens only to an operation that has some); `d_extra_outputs` holds the gradients that exist.
         """
 

@@ -50,14 +50,16 @@ class OperationState:
     saved, weights: the specs of its `Saved` and of its quantized weights; count: of how many tensors both are
     repeats: whether forwards that are repeated leave this very object, so that backward may be repeated by it
     shape: of the x that the step began with, in the state of its first operation; None where other calls share it
+    extra_shapes: of the step's extra inputs that may have gradients, by their names in the pipeline; empty there
     """
 
-    __slots__ = ("count", "repeats", "saved", "shape", "values", "weights")
+    __slots__ = ("count", "extra_shapes", "repeats", "saved", "shape", "values", "weights")
 
     def __init__(self, values: dict[str, Any], saved: Spec, weights: Spec, count: int) -> None:
         self.values, self.saved, self.weights, self.count = values, saved, weights, count
         self.repeats = False
         self.shape: tuple[int, ...] | None = None
+        self.extra_shapes: Mapping[str, tuple[int, ...]] = {}
 
     def forget_prototype(self, prototype: Mapping[str, Any]) -> None:
         """Keep what the operation set on its context alone, not what that was made from: other forwards leave it too.
