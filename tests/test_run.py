@@ -979,21 +979,24 @@ def test_numbers_set_on_the_context_in_forward_are_there_in_backward_and_stay_in
 # Errors
 
 
-def test_a_number_in_saved_is_refused_and_its_operation_named() -> None:
+@pytest.mark.parametrize("factor", [2.0, 2j, [2.0], {"factor": 2.0}, torch.Size([2])])
+def test_what_saved_cannot_hold_is_refused_and_its_operation_named(factor: Any) -> None:
     class Numbered(BasicOperation):
         class Saved(NamedTuple):
             x: Tensor
-            factor: float
+            factor: Any
 
         def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
-            ctx.saved = self.Saved(x, 2.0)
+            ctx.saved = self.Saved(x, factor)
             return x, {}
 
         def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
             return dy, {}, {}
 
     sequential = Sequential(Scale(), Numbered())
-    with pytest.raises(TypeError, match=r"Saved.factor is a float. Saved holds tensors.* put numbers on ctx"):
+    with pytest.raises(
+        TypeError, match=rf"Saved.factor is a {type(factor).__name__}. Saved holds tensors.* put numbers on ctx"
+    ):
         sequential(torch.ones(2))
     with pytest.raises(TypeError, match=r"operation 1 \(Numbered\)"):
         sequential(torch.ones(2))
@@ -1163,6 +1166,27 @@ def test_a_fusion_returns_gradients_for_each_of_its_operations(d_params: Any) ->
     y = Sequential(ops.Identity(), ops.Identity(), fusions=(Pair,))(torch.ones(2, requires_grad=True))
     with pytest.raises(TypeError, match=r"In operation 0 \(Pair\): .* sequence of 2 mappings by name, one for each"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
+def test_y_of_another_dtype_than_that_of_the_context_is_an_error(dtype: torch.dtype) -> None:
+    class Rounds(Spy):
+        def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return x.to(dtype), {}
+
+    for sequential in (Sequential(Scale(), Rounds()), Sequential(Rounds(), Scale())):
+        with pytest.raises(TypeError, match=rf"\(Rounds\): fuser_forward returned y in {dtype}, but .* torch.float32"):
+            sequential(torch.ones(2))
+
+
+@pytest.mark.parametrize("outputs", [None, [torch.ones(2)], {"tapped": None}, {"tapped": 1.0}, {"tapped": [1.0]}])
+def test_extra_outputs_that_are_no_mapping_of_tensors_are_errors(outputs: Any) -> None:
+    class Returns(Tap):
+        def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return x, outputs
+
+    with pytest.raises(TypeError, match=r"In operation 0 \(Returns\): fuser_forward returned a .* extra output"):
+        Sequential(Returns())(torch.ones(2), outputs=("tapped",))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -22,7 +22,7 @@ from ops.runner.callers_buffers import (
     check_before_forward,
     place_of,
 )
-from ops.runner.context import OperationContext, at_tensor
+from ops.runner.context import IndexTensor, OperationContext, at_tensor
 from ops.runner.in_place import check_writable
 from ops.runner.input import as_input, check_local, check_numbers
 from ops.runner.lent_memory import memory_for_output
@@ -402,8 +402,8 @@ class Call:
         result = step.of(self.operations).fuser_forward(contexts if step.fused else contexts[0], x, extras)
         if type(result) is not tuple or len(result) != 2:
             raise TypeError(f"fuser_forward returned a {type(result).__name__}. Return (y, {{name: extra output}}).")
-        if not isinstance(result[0], Tensor | Quantized):
-            raise TypeError(f"fuser_forward returned a {type(result[0]).__name__} as y. Return a tensor.")
+        _check_output(result[0], self.program.contexts[step.indices[-1]]["dtype"])
+        _check_extra_outputs(result[1], wiring)
         first = len(states)
         with offsets_alone() if self.is_traced else _NOTHING:
             states += [left_by(context, kept) for context in contexts]
@@ -473,3 +473,24 @@ class Call:
         if value is None:
             raise TypeError(f"The extra input {name!r} is None, which is no tensor. Give one.")
         return value
+
+
+def _check_output(y: Any, dtype: torch.dtype) -> None:
+    if not isinstance(y, Tensor | Quantized):
+        raise TypeError(f"fuser_forward returned a {type(y).__name__} as y. Return a tensor.")
+    if y.dtype != dtype:
+        raise TypeError(f"fuser_forward returned y in {y.dtype}, but ctx.dtype is {dtype}. Return y in this dtype.")
+
+
+def _check_extra_outputs(outputs: Any, wiring: Wiring) -> None:
+    if not isinstance(outputs, Mapping):
+        raise TypeError(
+            f"fuser_forward returned a {type(outputs).__name__} as extra outputs. Return a mapping by name, "
+            "empty if there are none."
+        )
+    for local, _, kind in wiring.outputs:
+        if kind in (Tensor, IndexTensor) and local in outputs and not isinstance(outputs[local], Tensor):
+            raise TypeError(
+                f"fuser_forward returned a {type(outputs[local]).__name__} as the extra output {local!r}. "
+                "Return a tensor."
+            )

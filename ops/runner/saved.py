@@ -23,7 +23,7 @@ def flatten(saved: Any, flat: list[Tensor | None]) -> Spec:
     for position, field in enumerate(saved):
         if field is None or isinstance(field, Tensor):
             flat.append(field)
-        elif isinstance(field, int | float | str):
+        elif not hasattr(field, "tensors") or not hasattr(field, "rebuild"):
             raise TypeError(
                 f"{type(saved).__name__}.{saved._fields[position]} is a {type(field).__name__}. Saved holds tensors, "
                 "None, or containers with tensors() and rebuild(); put numbers on ctx."
