@@ -182,9 +182,10 @@ class Sequential(Container):
         """Return y, or (y, {name: extra output}) if `outputs` is not empty.
 
         Raises ValueError for missing or unknown extra inputs, for extra outputs that do not exist or are made twice,
-        and for buffers that no operation declares or that share memory with a tensor that is still needed; TypeError
-        for an x that is not a tensor, is complex, or holds integers where the first operations compute in floating
-        point.
+        and for buffers that no operation declares or that share memory with a tensor that is still needed, and for
+        extra tensors on another device than x; TypeError for an x or an extra tensor that is not a tensor or is
+        complex, for an x of integers where the first operations compute in floating point, and for outputs or buffers
+        that are not as annotated.
 
         x may be quantized: a QuantizedTensor or GroupedTensor, or a QuantizedHandle of one, which carries gradients.
         Its codes are used where the first operation that multiplies needs just these; `explain(x=...)` shows it.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -134,3 +136,35 @@ def test_a_dtensor_is_refused_by_its_name(door: str, recipe: str | None) -> None
             call(door, linear, x, {})
         with pytest.raises(TypeError, match=message.format("scales")):
             call(door, ops.ScaledSReLU(), x, {"scales": distributed(torch.ones(3))})
+
+
+def call_experts(device: str, name: str, value: Callable[[Tensor], Any]) -> Tensor:
+    """y of a layer of experts, with value(tensor) in place of this extra input."""
+    extras = {"probs": torch.ones(3, 1), "indices": torch.tensor([[0], [1], [0]]), "extra": torch.ones(3, WIDTH)}
+    given = {key: tensor.to(device) for key, tensor in extras.items()}
+    experts = ops.GroupedLinear(2, WIDTH, WIDTH, device=device)
+    model = Sequential(ops.Dispatch(2), experts, ops.ScaledSReLU(), ops.Combine(), ops.AddExtraInput())
+    return model(torch.ones(3, WIDTH, device=device), **{**given, name: value(given[name])})
+
+
+@pytest.mark.parametrize("name", ["probs", "indices", "extra"])
+def test_an_extra_input_on_another_device_than_x_is_refused(name: str) -> None:
+    """Sums with what lies on the meta device would be numbers without it, or anything."""
+    with pytest.raises(ValueError, match=f"x is on cpu, but the extra input '{name}' is on meta. Move one of them"):
+        call_experts("cpu", name, lambda tensor: tensor.to("meta"))
+    assert call_experts("meta", name, torch.zeros_like).is_meta
+
+
+@pytest.mark.parametrize("name", ["probs", "indices", "extra"])
+@pytest.mark.parametrize("value", [None, 0.5, [[0.5], [0.5], [0.5]], np.ones((3, 1))], ids=lambda v: type(v).__name__)
+def test_an_extra_input_is_a_tensor(name: str, value: Any) -> None:
+    given = "None" if value is None else f"a {type(value).__name__}"
+    with pytest.raises(TypeError, match=f"The extra input '{name}' is {given}, which is no tensor. Give one"):
+        call_experts("cpu", name, lambda tensor: value)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, WIDTH), (2,)])
+def test_what_split_sizes_divide_is_named_where_x_is_no_matrix(shape: tuple[int, ...]) -> None:
+    message = rf"but x has only 2 rows.*x has shape {re.escape(str(list(shape)))}.*flatten leading dimensions"
+    with pytest.raises(ValueError, match=message):
+        ops.GroupedLinear(2, WIDTH, WIDTH)(torch.ones(shape), split_sizes=[2, 2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,22 @@ def check_real(name: str, dtype: torch.dtype) -> None:
         raise TypeError(
             f"{name} is {dtype}, but operations compute in real numbers. Give its real and imaginary parts."
         )
+
+
+def check_extra_tensors(x: Tensor, extras: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise TypeError if one of these is no tensor, ValueError if it is on another device than x.
+
+    A CPU tensor without dimensions goes with any x, as everywhere in torch.
+    """
+    for name in names:
+        value = extras[name]
+        if not isinstance(value, Tensor):
+            given = "None" if value is None else f"a {type(value).__name__}"
+            raise TypeError(f"The extra input {name!r} is {given}, which is no tensor. Give one.")
+        if value.device != x.device and (value.dim() or value.device.type != "cpu"):
+            raise ValueError(
+                f"x is on {x.device}, but the extra input {name!r} is on {value.device}. Move one of them."
+            )
 
 
 def check_numbers(dtype: torch.dtype, operations: Iterable[Any]) -> None:

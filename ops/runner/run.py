@@ -24,7 +24,7 @@ from ops.runner.callers_buffers import (
 )
 from ops.runner.context import IndexTensor, OperationContext, at_tensor
 from ops.runner.in_place import check_writable
-from ops.runner.input import as_input, check_local, check_numbers
+from ops.runner.input import as_input, check_extra_tensors, check_local, check_numbers
 from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import note_forward
@@ -96,21 +96,24 @@ class Pipeline:
         # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
         self._members = [(weakref.ref(o), o._parameters, o._modules, o._forward_pre_hooks) for o in self.operations]
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
-        self.consumed = self._consumed_from_outside()
+        kinds = self._consumed_from_outside()
+        self.consumed = tuple(kinds)
+        self._tensors = tuple(name for name, kind in kinds.items() if kind in (Tensor, IndexTensor))
 
     @property
     def operations(self) -> tuple[Any, ...]:
         """The basic operations, which somebody else holds."""
         return tuple([ref() for ref in self._operations])
 
-    def _consumed_from_outside(self) -> tuple[str, ...]:
+    def _consumed_from_outside(self) -> dict[str, type]:
+        """The extra inputs that the caller gives, each with the kind as which the first operation takes it."""
         seen: set[str] = set()
-        names: dict[str, None] = {}
+        kinds: dict[str, type] = {}
         for operation in self.operations:
-            asked = [operation.extra_name(name) for name in operation.extra_inputs]
-            names |= {name: None for name in asked if name not in seen}
+            asked = {operation.extra_name(name): kind for name, kind in operation.extra_inputs.items()}
+            kinds |= {name: kind for name, kind in asked.items() if name not in seen and name not in kinds}
             seen |= {operation.extra_name(n) for n in operation.extra_outputs}
-        return tuple(names)
+        return kinds
 
     def all_needs(self, x_requires_grad: bool) -> Any:
         """The needs of a request in which x requires grad or not, and the parameters as they do."""
@@ -204,10 +207,12 @@ class Pipeline:
 
         extras: every name in `self.consumed`. wanted: the names of the extra outputs to return.
         Returns (y, {name: extra output}). Raises TypeError for an x that is no tensor, of complex numbers, or of
-        integers where an operation computes in floating point.
+        integers where an operation computes in floating point, and for an extra tensor that is none; ValueError for one
+        on another device than x.
         """
         x = as_input(x)
         check_local((("x", x), *extras.items()))
+        check_extra_tensors(x, extras, self._tensors)
         if note_forward():
             with self.first_forwards.entered_again(training, self.recipe):
                 return self._run(x, extras, wanted, buffers, training, fusions_version, None)
@@ -469,7 +474,7 @@ class Call:
         if kind is Splits and not (isinstance(value, Splits) and value.rows == x.shape[0]):
             if on_device and isinstance(value, Tensor) and value.device == x.device:
                 return value
-            value = self.environment[name] = Splits.make(value, rows=x.shape[0], device=x.device)
+            value = self.environment[name] = _splits_of(value, x)
         if value is None:
             raise TypeError(f"The extra input {name!r} is None, which is no tensor. Give one.")
         return value
@@ -494,3 +499,15 @@ def _check_extra_outputs(outputs: Any, wiring: Wiring) -> None:
                 f"fuser_forward returned a {type(outputs[local]).__name__} as the extra output {local!r}. "
                 "Return a tensor."
             )
+
+
+def _splits_of(sizes: Any, x: Any) -> Splits:
+    try:
+        return Splits.make(sizes, rows=x.shape[0], device=x.device)
+    except ValueError as error:
+        if len(x.shape) == 2:
+            raise
+        raise ValueError(
+            f"{error} x has shape {list(x.shape)}, and its rows are its first dimension. Give [rows, features]: "
+            "flatten leading dimensions."
+        ) from error
