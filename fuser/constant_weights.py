@@ -38,12 +38,15 @@ class constant_weights(scopes.constant_weights):
     At their first use are quantized weights that are gathered for each pass (FSDP2) or computed, those of operations
     with hooks, and what runs under another recipe, another torch.autocast, or in an activation checkpoint.
 
-    Raises what `ops.products.constant_weights` raises; TypeError or ValueError for a `prepare` that is no recipe. On
-    entering, ValueError where no weight would be quantized, and RuntimeError while a CUDA graph is captured, which
-    quantizes weights in each replay.
+    Raises what `ops.products.constant_weights` raises; TypeError for what is no module; TypeError or ValueError for a
+    `prepare` that is no recipe. On entering, ValueError where no weight would be quantized, and RuntimeError while a
+    CUDA graph is captured, which quantizes weights in each replay.
     """
 
     def __init__(self, *modules: nn.Module, debug: bool = False, prepare: bool | Recipe | str = False) -> None:
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"constant_weights got a {type(module).__name__}, which is no module. Give the model.")
         layers = [layer for module in modules for _, layer in sequentials(module)]  # some are outside of the modules
         super().__init__(*modules, *layers, debug=debug)
         self._modules = modules

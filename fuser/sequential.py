@@ -33,6 +33,7 @@ from ops.runner.tracing import (
 )
 from ops.runner.transforms import is_transformed
 from ops.torch_function import check_names
+from recipes.arguments import as_integer
 from recipes.first_forwards import FirstForwards
 from recipes.recipe import Recipe
 from recipes.registry import as_recipe
@@ -253,8 +254,8 @@ class Sequential(Container):
         check_real("x", x.dtype)
         layout = self.layout()
         layout.check_extras(extras, outputs)
-        for index, named in (buffers or {}).items():
-            check_buffers(self[index], named, f"buffers[{index}]")
+        if buffers is not None:
+            self._check_buffers(buffers)
         if buffers and len(layout.stages) > 1:
             self._check_between_stages(layout, buffers, x, extras)
         version = fusions_version()
@@ -292,6 +293,14 @@ class Sequential(Container):
         y, produced = result if wanted else (result, {})
         extras |= produced
         return y
+
+    def _check_buffers(self, buffers: Any) -> None:
+        if not isinstance(buffers, Mapping):
+            raise TypeError(
+                f"buffers is a {type(buffers).__name__}. Pass a mapping of each operation's buffers by its position."
+            )
+        for index, named in buffers.items():
+            check_buffers(self[as_integer("a key of buffers", index)], named, f"buffers[{index}]")
 
     def _check_between_stages(self, layout: Layout, buffers: Any, x: Tensor, extras: Mapping[str, Any]) -> None:
         places: dict[int | None, str] = {index: place_of(str(index), module) for index, module in enumerate(self)}

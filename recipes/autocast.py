@@ -124,7 +124,8 @@ class autocast(ContextDecorator):
             seen.recipe, seen.inside = self._around
             return
         entry, self._entry = self._entry, None
-        assert entry is not None, "it was entered"
+        if entry is None:
+            raise RuntimeError("This autocast is not open. Use it in a `with` statement.")
         remove(entry)
         if not self._is_outermost:
             return

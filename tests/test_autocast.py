@@ -157,12 +157,14 @@ def test_contexts_may_be_left_in_any_order():
     assert current_recipe() == HighPrecision()
 
 
-def test_one_context_is_not_entered_twice_at_once():
+def test_one_context_is_not_entered_twice_at_once_and_left_once():
     context = autocast(RECIPE)
     with context, pytest.raises(RuntimeError, match="open already"), context:
         raise AssertionError("must not be entered")
     with context:
         assert current_recipe() == RECIPE
+    with pytest.raises(RuntimeError, match="not open. Use it in a `with`"):
+        context.__exit__(None, None, None)
 
 
 def test_it_decorates_functions():

@@ -326,3 +326,19 @@ def test_a_grad_input_may_be_used_again_once_its_gradient_was_read():
         y.square().sum().backward()
         expected.square().sum().backward()
         assert torch.equal(leaf.grad, plain.grad)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "message"),
+    [
+        ([torch.ones(1)], r"buffers is a list. Pass a mapping"),
+        ({"a": {}}, r"a key of buffers is 'a' \(str\), but must be an integer"),
+        ({0: torch.ones(1)}, r"buffers\[0\] is a Tensor. Pass a mapping"),
+    ],
+)
+def test_buffers_are_mappings_by_position_and_name(buffers: Any, message: str) -> None:
+    linear = ops.GroupedLinear(2, 4, 4)
+    with pytest.raises(TypeError, match=message):
+        Sequential(linear)(torch.randn(2, 4), split_sizes=[1, 1], buffers=buffers)
+    with pytest.raises(TypeError, match="buffers is a Tensor. Pass a mapping"):
+        linear(torch.randn(2, 4), split_sizes=[1, 1], buffers=torch.ones(2))

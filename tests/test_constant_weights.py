@@ -240,6 +240,8 @@ def test_it_keeps_nothing_afterwards():
 def test_modules_without_operations_are_refused():
     with pytest.raises(ValueError, match="got Linear, which contains no operation"):
         constant_weights(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="constant_weights got a NoneType, which is no module. Give the model"):
+        constant_weights(None)
 
 
 def bytes_of_values(model):

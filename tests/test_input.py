@@ -168,3 +168,11 @@ def test_what_split_sizes_divide_is_named_where_x_is_no_matrix(shape: tuple[int,
     message = rf"but x has only 2 rows.*x has shape {re.escape(str(list(shape)))}.*flatten leading dimensions"
     with pytest.raises(ValueError, match=message):
         ops.GroupedLinear(2, WIDTH, WIDTH)(torch.ones(shape), split_sizes=[2, 2])
+
+
+@pytest.mark.parametrize("door", ["alone", "sequential"])
+@pytest.mark.parametrize("outputs", ["extra", None, 3])
+def test_outputs_are_names(door: str, outputs: Any) -> None:
+    message = rf"outputs is {outputs!r}, but must be names of extra outputs. Pass a tuple of strings"
+    with pytest.raises(TypeError, match=message):
+        call(door, ops.MakeExtraOutput("extra"), torch.ones(3, WIDTH), {"outputs": outputs})

@@ -19,8 +19,11 @@ import numpy as np
 import pytest
 import torch
 
+from fuser.schedule.explain import explain_schedule
 from fuser.schedule.make import order_1f1b, order_interleaved, overlap_layers
+from fuser.schedule.memory import LayerMemory, plan_memory
 from fuser.schedule.read import HIGHEST_NUMBER, MOST_ENTRIES, MOST_EVENTS
+from fuser.schedule.run import run_schedule
 from fuser.schedule.schedule import Entry, Pass, Schedule, ScheduleError
 
 SECONDS = 1.0
@@ -362,3 +365,16 @@ def test_an_order_that_cannot_be_made_is_refused_at_once(call):
     with pytest.raises(ValueError, match="(?i)give|there must be|chunks"):
         call()
     assert time.process_time() - start < SECONDS
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda order: plan_memory(order, LayerMemory()),
+        lambda order: explain_schedule(order),
+        lambda order: run_schedule(order, [[torch.nn.Identity()]], {}, {}),
+    ],
+)
+def test_an_order_that_was_not_read_is_no_schedule(call):
+    with pytest.raises(TypeError, match=r"schedule is a list, but must be a Schedule. Read .* Schedule.parse\(order\)"):
+        call([1, -1])

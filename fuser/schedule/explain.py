@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from fuser.schedule.memory import Buffer, LayerMemory, MemoryPlan, plan_memory
-from fuser.schedule.schedule import Pass, Schedule
+from fuser.schedule.schedule import Pass, Schedule, check_schedule
 
 # One byte of each class: buffers can be counted, although their sizes are unknown.
 COUNTED = LayerMemory(input=1, output=1, output_grad=1, delayed=1, input_grad=1)
@@ -15,7 +15,10 @@ def explain_schedule(schedule: Schedule, memory: MemoryPlan | None = None, *, wi
     """Draw the lanes of a schedule, and the largest number of buffers of each class in use during each entry.
 
     A column is an entry, as chunk@microbatch. memory: count its buffers, and append its report. width: in characters.
+
+    Raises TypeError for an order that is no Schedule.
     """
+    check_schedule(schedule)
     plan = plan_memory(schedule, COUNTED) if memory is None else memory
     lanes = {"entry": [str(position) for position in range(len(schedule.entries))]}
     for kind in Pass:

@@ -24,7 +24,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from fuser.schedule.schedule import Entry, Event, Pass, Place, Schedule
+from fuser.schedule.schedule import Entry, Event, Pass, Place, Schedule, check_schedule
 
 
 class Buffer(StrEnum):
@@ -211,8 +211,9 @@ def plan_memory(
     layers:  sizes by chunk and layer, or one for all layers
     follows: chunks whose input gradient the preceding chunk consumes on this rank (as in Schedule.parse)
 
-    Raises ValueError if the numbers of layers differ from the schedule's.
+    Raises ValueError if the numbers of layers differ from the schedule's, TypeError for an order that is no Schedule.
     """
+    check_schedule(schedule)
     if isinstance(layers, LayerMemory):
         layers = [[layers] * count for count in schedule.layers]
     given = tuple(len(chunk) for chunk in layers)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fuser.schedule.schedule import Pass, Place, Schedule
+from fuser.schedule.schedule import Pass, Place, Schedule, check_schedule
 
 Key = tuple[int, int]  # chunk, microbatch
 Value = Tensor | tuple[Tensor, ...]  # input or output of a layer
@@ -52,7 +52,7 @@ def run_schedule(
     after microbatch. Random numbers are drawn in the order of the schedule.
 
     Raises ScheduleError if the schedule does not match the layers (rules R1 and R8), ValueError for missing or
-    superfluous layers, inputs or gradients; both before anything is run.
+    superfluous layers, inputs or gradients, TypeError for an order that is no Schedule; all before anything is run.
     """
     follows = _check(schedule, chunks, inputs, output_grads)
     values: dict[Key, Value] = {}  # outputs of a chunk, until the next one consumes them
@@ -119,6 +119,7 @@ def _check(
     output_grads: Mapping[Key, Tensor | Grads | None],
 ) -> set[int]:
     """Raise unless all arguments match; return the chunks that take the outputs of the preceding chunk."""
+    check_schedule(schedule)
     given = tuple(len(layers) for layers in chunks)
     if given != schedule.layers:
         raise ValueError(f"chunks have {given} layers, but the schedule has {schedule.layers}. Give as many of each.")

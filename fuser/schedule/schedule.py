@@ -192,6 +192,14 @@ class Schedule:
 Places = Mapping[tuple[Pass, int], Sequence[int]]
 
 
+def check_schedule(given: object) -> None:
+    """Raise TypeError for anything but a Schedule, such as an order that has not been read."""
+    if not isinstance(given, Schedule):
+        raise TypeError(
+            f"schedule is a {type(given).__name__}, but must be a Schedule. Read an order by Schedule.parse(order)."
+        )
+
+
 def _places(entries: Mapping[int, Entry]) -> Places:
     places = defaultdict(list)
     for position, entry in entries.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -335,7 +335,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     ) -> Any:
         pipeline = self._pipeline(path, retain_graph)
         check_extras(pipeline.consumed, pipeline.produced, extras, outputs)
-        if buffers:
+        if buffers is not None:
             check_buffers(self, buffers, "buffers")
         y, produced = pipeline(
             x, extras, wanted=outputs, buffers={0: buffers} if buffers else None, training=self.training
@@ -503,8 +503,10 @@ def check_extras(
 ) -> None:
     """Raise ValueError, listing what exists, if an extra input is missing or unknown, or an output does not exist.
 
-    TypeError for an extra input of complex numbers.
+    TypeError for an extra input of complex numbers, and for outputs that are one text or none at all.
     """
+    if isinstance(outputs, str) or not isinstance(outputs, Iterable):
+        raise TypeError(f"outputs is {outputs!r}, but must be names of extra outputs. Pass a tuple of strings.")
     if len(given) != len(consumed) or given.keys() != set(consumed):
         missing = [name for name in consumed if name not in given]
         unknown = [name for name in given if name not in consumed]
@@ -524,7 +526,9 @@ def check_extras(
 
 
 def check_buffers(module: nn.Module, named: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError if `named` holds a buffer that the module does not write into."""
+    """Raise TypeError unless `named` is a mapping, ValueError for a buffer that the module does not write into."""
+    if not isinstance(named, Mapping):
+        raise TypeError(f"{where} is a {type(named).__name__}. Pass a mapping of tensors by the names of buffers.")
     known = module.buffer_names if isinstance(module, BasicOperation) else ()
     for name in named:
         if name not in known:
