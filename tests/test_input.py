@@ -150,7 +150,8 @@ def call_experts(device: str, name: str, value: Callable[[Tensor], Any]) -> Tens
 @pytest.mark.parametrize("name", ["probs", "indices", "extra"])
 def test_an_extra_input_on_another_device_than_x_is_refused(name: str) -> None:
     """Sums with what lies on the meta device would be numbers without it, or anything."""
-    with pytest.raises(ValueError, match=f"x is on cpu, but the extra input '{name}' is on meta. Move one of them"):
+    message = rf"In operation . \(\w+\): x is on cpu, but the extra input '{name}' is on meta. Move one of them"
+    with pytest.raises(ValueError, match=message):
         call_experts("cpu", name, lambda tensor: tensor.to("meta"))
     assert call_experts("meta", name, torch.zeros_like).is_meta
 

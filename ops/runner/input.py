@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,20 +42,16 @@ def check_real(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def check_extra_tensors(x: Tensor, extras: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise TypeError if one of these is no tensor, ValueError if it is on another device than x.
+def check_extra_tensor(name: str, value: Any, device: torch.device) -> None:
+    """Raise TypeError for an extra input that is no tensor, ValueError for one that is not on x's device.
 
     A CPU tensor without dimensions goes with any x, as everywhere in torch.
     """
-    for name in names:
-        value = extras[name]
-        if not isinstance(value, Tensor):
-            given = "None" if value is None else f"a {type(value).__name__}"
-            raise TypeError(f"The extra input {name!r} is {given}, which is no tensor. Give one.")
-        if value.device != x.device and (value.dim() or value.device.type != "cpu"):
-            raise ValueError(
-                f"x is on {x.device}, but the extra input {name!r} is on {value.device}. Move one of them."
-            )
+    if not isinstance(value, Tensor):
+        given = "None" if value is None else f"a {type(value).__name__}"
+        raise TypeError(f"The extra input {name!r} is {given}, which is no tensor. Give one.")
+    if value.device != device and (value.dim() or value.device.type != "cpu"):
+        raise ValueError(f"x is on {device}, but the extra input {name!r} is on {value.device}. Move one of them.")
 
 
 def check_numbers(dtype: torch.dtype, operations: Iterable[Any]) -> None:

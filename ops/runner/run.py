@@ -24,7 +24,7 @@ from ops.runner.callers_buffers import (
 )
 from ops.runner.context import IndexTensor, OperationContext, at_tensor
 from ops.runner.in_place import check_writable
-from ops.runner.input import as_input, check_extra_tensors, check_local, check_numbers
+from ops.runner.input import as_input, check_extra_tensor, check_local, check_numbers
 from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import note_forward
@@ -96,24 +96,24 @@ class Pipeline:
         # The dictionaries that own the parameters are kept, not the parameters: replacing one is seen at once.
         self._members = [(weakref.ref(o), o._parameters, o._modules, o._forward_pre_hooks) for o in self.operations]
         self.produced = [operation.extra_name(n) for operation in self.operations for n in operation.extra_outputs]
-        kinds = self._consumed_from_outside()
-        self.consumed = tuple(kinds)
-        self._tensors = tuple(name for name, kind in kinds.items() if kind in (Tensor, IndexTensor))
+        consumers = self._consumers()
+        self.consumed = tuple(consumers)
+        self._tensors = tuple((name, at) for name, (at, kind) in consumers.items() if kind in (Tensor, IndexTensor))
 
     @property
     def operations(self) -> tuple[Any, ...]:
         """The basic operations, which somebody else holds."""
         return tuple([ref() for ref in self._operations])
 
-    def _consumed_from_outside(self) -> dict[str, type]:
-        """The extra inputs that the caller gives, each with the kind as which the first operation takes it."""
+    def _consumers(self) -> dict[str, tuple[int, type]]:
+        """The extra inputs that the caller gives: the first operation that consumes each, and as which kind."""
         seen: set[str] = set()
-        kinds: dict[str, type] = {}
-        for operation in self.operations:
-            asked = {operation.extra_name(name): kind for name, kind in operation.extra_inputs.items()}
-            kinds |= {name: kind for name, kind in asked.items() if name not in seen and name not in kinds}
+        found: dict[str, tuple[int, type]] = {}
+        for index, operation in enumerate(self.operations):
+            asked = {operation.extra_name(name): (index, kind) for name, kind in operation.extra_inputs.items()}
+            found |= {name: taken for name, taken in asked.items() if name not in seen and name not in found}
             seen |= {operation.extra_name(n) for n in operation.extra_outputs}
-        return kinds
+        return found
 
     def all_needs(self, x_requires_grad: bool) -> Any:
         """The needs of a request in which x requires grad or not, and the parameters as they do."""
@@ -212,7 +212,11 @@ class Pipeline:
         """
         x = as_input(x)
         check_local((("x", x), *extras.items()))
-        check_extra_tensors(x, extras, self._tensors)
+        for name, index in self._tensors:
+            try:
+                check_extra_tensor(name, extras[name], x.device)
+            except (TypeError, ValueError) as error:
+                raise_located(self.labels, index, self.operations[index], error)
         if note_forward():
             with self.first_forwards.entered_again(training, self.recipe):
                 return self._run(x, extras, wanted, buffers, training, fusions_version, None)
