@@ -41,7 +41,6 @@ from ops.kernels.elementwise.activation import (
 )
 from ops.kernels.grouped_gemm.grouped_activation import why_not_at_once
 from ops.products.paths import Path, choose_path, how_cast_as_computed
-from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from ops.runner.parameters import parameter_dtype
 from recipes.recipe import Role
@@ -169,11 +168,8 @@ class GroupedMLP(FusedOperation):
         fc1, fc2, path, splits = self.fc1, self.fc2, fc1_ctx.path, fc2_ctx.saved.splits
         # FC2
         wgrad, reads_act = fc2.needs_weight_grad(fc2_ctx), fc2.reads_input_again(fc2_ctx)
-        d_fc2: dict[str, Tensor | None] = {}
-        dscales: Tensor | None = None
-        if fc2.use_bias:
-            scales = saved.scales if fc2.scale_bias else None
-            d_fc2, dscales = fc2.bias_gradients(fc2_ctx, at_tensor(dy), splits, scales)
+        scales_of_bias = saved.scales if fc2.scale_bias else None
+        d_fc2, dscales = fc2.bias_gradients(fc2_ctx, dy, splits, scales_of_bias)
         dx: Tensor | None = None
         d_fc1: dict[str, Tensor | None] = {}
         dy_q = act = None

@@ -22,6 +22,7 @@ from ops.products.weights import quantized_weights
 from ops.runner.callers_buffers import overlap
 from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
+from ops.runner.parameters import parameter_names
 from recipes.arguments import check_flags, positive_integers
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
@@ -43,7 +44,7 @@ class GroupedLinear(OperationWithWeights):
                 db_g = sum_t scales[t] dy[t] and dscales[t] = dy[t] . b_g.
     stacked:    one parameter `weight` [G, N, K]; False: one a group, `weight0`, `weight1`, ...
     stacked_bias: one parameter `bias` [G, N]; False: one a group, `bias0`, ...; None: as `stacked`.
-                A state dict of any form loads into the others.
+                A state dict of any form loads into the others. Biases may be assigned later, in this form, or None.
     accumulate_into_main_grad, delay_wgrad_compute: where and when weight gradients go: `ops.products.main_grad`.
     buffers:    "output" [T, N] and "grad_input" [T, K], the caller's, contiguous, in the computing dtype. They may be
                 slices of one arena. What would be overwritten while something needs it is a ValueError before anything
@@ -68,8 +69,8 @@ class GroupedLinear(OperationWithWeights):
     Divided layers are initialised, exchange and refuse as a divided `Linear` does.
 
     Raises TypeError for arguments of another kind, ValueError for features or groups that are not positive or that the
-    ranks do not divide, tensor_parallel without group, scale_bias without bias, an x, split sizes, scales or a buffer
-    of the wrong shape, and a buffer in memory of something else.
+    ranks do not divide, tensor_parallel without group, scale_bias without bias, parameters assigned in another form, an
+    x, split sizes, scales or a buffer of the wrong shape, and a buffer in memory of something else.
     """
 
     accepts_quantized = True
@@ -112,12 +113,11 @@ class GroupedLinear(OperationWithWeights):
         self.num_groups = self.num_scales = num_groups
         self.in_features = in_features
         self.out_features = out_features
-        self.use_bias = bias
         self.scale_bias = scale_bias
         self.stacked = stacked
         self.stacked_bias = stacked_bias
         self.weight_names = _names("weight", num_groups, stacked)
-        self.bias_names = _names("bias", num_groups, stacked_bias) if bias else ()
+        self._names_of_biases = _names("bias", num_groups, stacked_bias)
         self.extra_inputs = {"split_sizes": Splits, "scales": Tensor} if scale_bias else {"split_sizes": Splits}
         self.parallel = TensorParallel.of(
             tensor_parallel, group, in_features=in_features, out_features=out_features, gated=gated
@@ -128,8 +128,8 @@ class GroupedLinear(OperationWithWeights):
             self.divides_output = self.parallel.divides_output
             self.own_in_features, self.own_out_features = self.parallel.in_features, self.parallel.out_features
         shape: tuple[int, ...] = (self.own_out_features, self.own_in_features)
-        forms = (self.weight_names, shape, stacked), (self.bias_names, shape[:1], stacked_bias)
-        for names, each, as_one in forms:
+        forms = (self.weight_names, shape, stacked), (self._names_of_biases, shape[:1], stacked_bias)
+        for names, each, as_one in forms if bias else forms[:1]:
             lead = (num_groups,) if as_one else ()
             for name in names:
                 self.register_parameter(name, nn.Parameter(torch.empty(*lead, *each, device=device, dtype=dtype)))
@@ -145,6 +145,29 @@ class GroupedLinear(OperationWithWeights):
         for name in self.bias_names:
             nn.init.zeros_(self.get_parameter(name))
         self.hold_quantized()
+
+    @property
+    def use_bias(self) -> bool:
+        """Whether biases are added: whether it has any."""
+        return not set(self._names_of_biases).isdisjoint(parameter_names(self))
+
+    @property
+    def bias_names(self) -> tuple[str, ...]:
+        """The names of its biases, of which it may have none."""
+        return self._names_of_biases if self.use_bias else ()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        kind = name.rstrip("0123456789")
+        names = {"weight": self.weight_names, "bias": self._names_of_biases}.get(kind, (name,))
+        if param is not None and name not in names:
+            needed = names[0] if len(names) == 1 else f"{names[0]}, ..., {names[-1]}"
+            raise ValueError(
+                f"{name!r} is given, but this GroupedLinear has its {kind} as {needed}, and reads nothing else. Assign "
+                "that, or make it with other `stacked` and `stacked_bias`."
+            )
+        if param is None and self.scale_bias and name in self._names_of_biases:
+            raise ValueError(f"{name!r} is set to None, but scale_bias=True needs a bias to scale. Give zeros.")
+        super().register_parameter(name, param)
 
     def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.INPUT)
@@ -199,9 +222,9 @@ class GroupedLinear(OperationWithWeights):
 
     def biases(self, ctx: OperationContext) -> Tensor | None:
         """[G, N], or None without a bias."""
-        if not self.use_bias:
+        if ctx.parameter_slots.keys().isdisjoint(self._names_of_biases):
             return None
-        tensors = self.read(ctx, self.bias_names)
+        tensors = self.read(ctx, self._names_of_biases)
         return tensors if isinstance(tensors, Tensor) else torch.stack(tensors)
 
     def read(self, ctx: OperationContext, names: tuple[str, ...]) -> Tensor | list[Tensor]:
@@ -227,23 +250,25 @@ class GroupedLinear(OperationWithWeights):
 
     def needs_bias_grad(self, ctx: OperationContext) -> bool:
         """Whether any bias needs a gradient."""
-        return not ctx.needs.params.isdisjoint(self.bias_names)
+        return not ctx.needs.params.isdisjoint(self._names_of_biases)
 
     def bias_gradients(
-        self, ctx: OperationContext, dy: Tensor, splits: Splits, scales: Tensor | None
+        self, ctx: OperationContext, dy: Any, splits: Splits, scales: Tensor | None
     ) -> tuple[dict[str, Tensor | None], Tensor | None]:
         """The biases' gradients by name, and that of scales if the bias is scaled and it is needed."""
         gradients: dict[str, Tensor | None] = {}
         if self.needs_bias_grad(ctx):
-            db = ctx.path.bias_grad(dy, splits, scales)
-            gradients = {"bias": db} if self.stacked_bias else dict(zip(self.bias_names, db.unbind(), strict=True))
+            db = ctx.path.bias_grad(at_tensor(dy), splits, scales)
+            gradients = (
+                {"bias": db} if self.stacked_bias else dict(zip(self._names_of_biases, db.unbind(), strict=True))
+            )
         dscales = None
         if scales is not None and "scales" in ctx.needs.extras:
             biases = self.biases(ctx)
             assert biases is not None, "scales are there only with scale_bias, which needs a bias"
             last = splits.num_groups - 1  # rows past the sum: dy is masked, any group does
             of_row = accumulator_like(biases).index_select(0, splits.group_of_row.clamp(max=last))
-            products = (accumulator_like(dy) * of_row).sum(-1)
+            products = (accumulator_like(at_tensor(dy)) * of_row).sum(-1)
             dscales = products.masked_fill(splits.group_of_row > last, 0).to(scales.dtype)
             if self.parallel is not None:
                 dscales = self.parallel.sum_scale_gradients(dscales)
@@ -275,10 +300,7 @@ class GroupedLinear(OperationWithWeights):
         saved: GroupedLinear.Saved = ctx.saved
         needs, path = ctx.needs, ctx.path
         wgrad = self.needs_weight_grad(ctx)
-        gradients: dict[str, Tensor | None] = {}
-        dscales: Tensor | None = None
-        if self.use_bias:
-            gradients, dscales = self.bias_gradients(ctx, at_tensor(dy), saved.splits, saved.scales)
+        gradients, dscales = self.bias_gradients(ctx, dy, saved.splits, saved.scales)
         dx = None
         if needs.input or wgrad:
             quantizer = ctx.quantizer(Role.GRAD_OUTPUT)

@@ -64,10 +64,10 @@ class Linear(OperationWithWeights):
     also without rows. A CUDA graph can hold NCCL's, but not gloo's.
 
     Raises TypeError for arguments of another kind, ValueError for features that are not positive or that the ranks do
-    not divide, tensor_parallel without group, an x whose last dimension is not in_features (or its share), and, with
-    sequence_parallel, rows that the ranks do not divide, before anything is sent. For CPU tensors RuntimeError, on
-    every rank, where ranks differ in x's shape or dtype, or in the gradients that they need; on GPUs that is not
-    compared, and they wait for each other or receive wrong values.
+    not divide, tensor_parallel without group, an x whose last dimension is not in_features (or its share), parameters
+    assigned in another shape, and, with sequence_parallel, rows that the ranks do not divide, before anything is sent.
+    For CPU tensors RuntimeError, on every rank, where ranks differ in x's shape or dtype, or in the gradients that they
+    need; on GPUs that is not compared, and they wait for each other or receive wrong values.
     """
 
     accepts_quantized = True
@@ -214,15 +214,27 @@ class Linear(OperationWithWeights):
         return y if bias is None or bias is added else y.add_(bias)
 
     def check_input(self, ctx: OperationContext, x: Any) -> None:
-        """Raise ValueError for an x without the features, and what `TensorParallel.check` does. A collective then."""
+        """Raise ValueError for an x, a weight or a bias without the features, and what `TensorParallel.check` does. A
+        collective then."""
         why = None
         if x.shape[-1:] != (self.own_in_features,):
             needed = f"[..., {self.own_in_features}] is needed. Check the operation before this one."
             why = f"x has shape {list(x.shape)}, but {needed}"
+        why = why or self._why_not_parameters(ctx)
         if self.parallel is not None:
             self.parallel.check(ctx, x, why)
         elif why is not None:
             raise ValueError(why)
+
+    def _why_not_parameters(self, ctx: OperationContext) -> str | None:
+        shape = self.own_out_features, self.own_in_features
+        for name, needed in (("weight", shape), ("bias", shape[:1])):
+            if name in ctx.parameter_slots and ctx.held(name).shape != needed:
+                return (
+                    f"{name} has shape {list(ctx.held(name).shape)}, but {list(needed)} is needed, of the features "
+                    "that the Linear was made with. Make another one for parameters of other shapes."
+                )
+        return None
 
     def dgrad_and_wgrad(
         self, ctx: OperationContext, dy: Tensor | QuantizedTensor, alpha: float = 1.0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from fuser import Sequential, autocast, ops, recipes
 from ops import GroupedLinear
@@ -778,3 +778,33 @@ def test_a_captured_graph_is_replayed_with_other_splits(recipe):
 def test_the_form_of_biases_is_true_false_or_none(value):
     with pytest.raises(TypeError, match="stacked_bias is .*, but must be True or False. Pass a bool"):
         GroupedLinear(2, 4, 4, stacked_bias=value)
+
+
+@pytest.mark.parametrize("stacked_bias", [True, False])
+def test_biases_may_be_assigned_and_removed(stacked_bias):
+    op, whole = make(2, 8, 6, "no bias", stacked_bias=stacked_bias), make(2, 8, 6)
+    whole.weight = op.weight
+    x, names = torch.randn(5, 8), ("bias",) if stacked_bias else ("bias0", "bias1")
+    plain = op(x, split_sizes=[3, 2])
+    for name, bias in zip(names, [whole.bias] if stacked_bias else whole.bias, strict=True):
+        setattr(op, name, nn.Parameter(bias.detach().clone()))
+    y, expected = (operation(x, split_sizes=[3, 2]) for operation in (op, whole))
+    (y + expected).sum().backward()
+    assert torch.equal(y, expected) and torch.equal(joined(op, "bias", grad=True), whole.bias.grad)
+    assert "bias=True" in repr(op)
+    for name in names:
+        setattr(op, name, None)
+    assert torch.equal(op(x, split_sizes=[3, 2]), plain)
+
+
+def test_biases_of_another_form_are_refused():
+    with pytest.raises(ValueError, match=r"'bias' is given, but this GroupedLinear has its bias as bias0, ..., bias1"):
+        make(2, 8, 6, "no bias", stacked_bias=False).bias = nn.Parameter(torch.zeros(2, 6))
+    with pytest.raises(ValueError, match="'bias' is set to None, but scale_bias=True needs a bias to scale"):
+        make(2, 8, 6, "scaled bias").bias = None
+    op = make(2, 8, 6, stacked_bias=False)
+    op.bias1 = None
+    with pytest.raises(
+        RuntimeError, match=r"In operation 0 \(GroupedLinear\): Its bias1 is None, but it computes with"
+    ):
+        op(torch.zeros(2, 8), split_sizes=[1, 1])

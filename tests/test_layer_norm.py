@@ -208,3 +208,11 @@ def test_an_eps_that_is_not_positive_is_refused(eps: float) -> None:
 def test_an_x_of_another_shape_is_refused(normalized_shape: Any, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"In operation 0 \(LayerNorm\): x has shape \[.*\], but must end in \["):
         ops.LayerNorm(normalized_shape)(torch.ones(shape))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_that_is_none_is_refused(name: str) -> None:
+    operation = ops.LayerNorm(4)
+    setattr(operation, name, None)
+    with pytest.raises(RuntimeError, match=rf"In operation 0 \(LayerNorm\): Its {name} is None, but it computes with"):
+        operation(torch.zeros(2, 4))

@@ -353,3 +353,31 @@ def test_one_group_is_scaled_and_added_to_as_others():
     assert "Linear has as_one_group, and sums its bias gradient in the order of a group." in activated.explain()
     assert "grouped GEMM of one group (Triton)" in activated.explain(device="cuda")
     assert repr(activated[0]).endswith("as_one_group=True)")
+
+
+@pytest.mark.parametrize("names", [("weight",), ("weight", "bias"), ("bias",)], ids="-".join)
+def test_parameters_of_other_features_are_refused(names):
+    operation = ops.Linear(4, 6)
+    for name in names:
+        setattr(operation, name, nn.Parameter(torch.zeros(9, 4) if name == "weight" else torch.zeros(9)))
+    operation.out_features = 9
+    given, needed = ("[9, 4]", "[6, 4]") if names[0] == "weight" else ("[9]", "[6]")
+    message = f"In operation 0 (Linear): {names[0]} has shape {given}, but {needed} is needed, of the features that"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        operation(torch.zeros(2, 4))
+
+
+def test_a_bias_that_is_assigned_after_compiling_is_added():
+    operation, x = ops.Linear(4, 3, bias=False), torch.randn(2, 4)
+    compiled = torch.compile(operation, backend="eager")
+    plain = compiled(x)
+    operation.bias = nn.Parameter(torch.ones(3))
+    torch.testing.assert_close(compiled(x), plain + 1)
+
+
+def test_a_tensor_in_place_of_a_deleted_bias_is_refused():
+    operation = ops.Linear(4, 3)
+    del operation.bias
+    operation.bias = torch.ones(3)
+    with pytest.raises(AttributeError, match="no parameter 'bias'.*takes its place by torch.nn.utils.parametrize"):
+        operation(torch.zeros(2, 4))

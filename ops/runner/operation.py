@@ -17,7 +17,7 @@ from ops.runner.input import check_real
 from ops.runner.lent_memory import LentMemory
 from ops.runner.named_extras import NamedExtras
 from ops.runner.not_traced import not_traced
-from ops.runner.parameters import is_set_by_hook, parameter_names, without_parametrizations
+from ops.runner.parameters import held_parameter, is_set_by_hook, parameter_names, without_parametrizations
 from ops.runner.quantizer_state import apply_to_state, prepare_loading
 from ops.runner.run import Pipeline
 from ops.runner.tracing import (
@@ -261,6 +261,12 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     def check_computed(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise RuntimeError if a gradient of one of these, which are no registered parameters, has nowhere to go."""
 
+    def check_assigned(self) -> None:
+        """Raise AttributeError if a tensor was assigned where a parameter was deleted: nothing would read it."""
+        for name in self._parameter_order:
+            if isinstance(vars(self).get(name), Tensor):
+                held_parameter(self, name)
+
     def has_held(self, parameter: Tensor) -> bool:
         """Whether it was a parameter of this operation, and another one has taken its place since."""
         return self._former_parameters is not None and parameter in self._former_parameters
@@ -269,6 +275,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         before = self._parameters.get(name)
         is_back = name in self._parameter_order and name not in self._parameters
         super().register_parameter(name, param)
+        if (before is None) != (param is None):  # what was compiled reads others
+            self.__dict__["settings"] = self.settings + 1
         if name not in self._parameter_order:
             self._parameter_order = (*self._parameter_order, name)
         elif is_back:  # in its old place, by which plans know it

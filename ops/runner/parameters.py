@@ -59,7 +59,7 @@ def held_parameters(module: Any) -> dict[str, Tensor]:
 def held_parameter(operation: Any, name: str) -> Tensor:
     """What the operation holds under this name, dotted for a submodule's: a parameter, or what is in its place.
 
-    Raises AttributeError if there is nothing.
+    Raises RuntimeError if None was assigned to it, AttributeError if there is nothing.
     """
     parameter: Any = operation._parameters.get(name)
     if parameter is None:
@@ -67,6 +67,11 @@ def held_parameter(operation: Any, name: str) -> Tensor:
         parameter = owner._parameters.get(own_name)
         if parameter is None and own_name in computed_names(owner):
             parameter = getattr(owner, own_name)
+        elif parameter is None and own_name in owner._parameters:
+            raise RuntimeError(
+                f"Its {name} is None, but it computes with one. Assign a torch.nn.Parameter, frozen and without effect "
+                "if nothing is to be learned."
+            )
     if parameter is None:
         raise AttributeError(
             f"{type(operation).__name__} has no parameter {name!r}. A tensor that is computed from other parameters "

@@ -186,6 +186,7 @@ class Pipeline:
     def _check_parameters(self, x: Tensor) -> None:
         for operation in self.operations:
             check_local((f"{type(operation).__name__}.{name}", p) for name, p in operation.named_parameters())
+            operation.check_assigned()
             for name, parameter in operation.named_parameters():
                 if parameter.is_meta and not x.is_meta:
                     raise RuntimeError(
