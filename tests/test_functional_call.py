@@ -5,12 +5,15 @@ The reference is the same computation in modules of torch, in float64.
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.utils.flop_counter import FlopCounterMode
 
 from fuser import Sequential, autocast, ops
 from tests.computed_cases import F64, MODELS, K, N, assert_close, example, paired
@@ -140,6 +143,41 @@ def test_derivatives_that_would_be_wrong_are_refused() -> None:
     main_grad = ops.Linear(K, K, accumulate_into_main_grad=True, dtype=F64)
     with pytest.raises(NotImplementedError, match="weight gradients go to main_grad, or are delayed"):
         grad(lambda x: main_grad(x).sum())(x)
+
+
+@pytest.mark.parametrize("of", ["x", "extra input", "parameters", "gradient"])
+def test_tangents_of_forward_ad_are_refused(of: str) -> None:
+    model = Sequential(ops.Linear(K, K, dtype=F64), ops.AddExtraInput("extra")).requires_grad_(of == "gradient")
+    x, parameters = example(), dict(model.named_parameters())
+    y = model(x, extra=x)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="have no rules for forward-mode"):
+        dual = forward_ad.make_dual(x, x)
+        if of == "parameters":
+            parameters["0.weight"] = forward_ad.make_dual(parameters["0.weight"], parameters["0.weight"])
+            functional_call(model, parameters, (x,), {"extra": x})
+        elif of == "gradient":
+            torch.autograd.grad(y, list(parameters.values()), forward_ad.make_dual(torch.ones_like(y), y.detach()))
+        else:
+            model(dual if of == "x" else x, extra=dual if of == "extra input" else x)
+    with forward_ad.dual_level():
+        assert torch.equal(model(x, extra=x), y)
+
+
+def test_tangents_do_not_get_lost_in_what_is_counted_or_compiled() -> None:
+    model, x = Sequential(ops.Linear(K, K, dtype=F64)).requires_grad_(False), example()
+    compiled = torch.compile(model, backend="aot_eager")
+    for called, around in ((model, FlopCounterMode(display=False)), (compiled, nullcontext())):
+        with forward_ad.dual_level(), around, pytest.raises(NotImplementedError, match="no rules for forward-mode"):
+            called(forward_ad.make_dual(x, x))
+
+
+def test_batches_of_gradients_are_refused() -> None:
+    model, x = Sequential(ops.Linear(K, K, dtype=F64)), example().requires_grad_()
+    y = model(x)
+    with pytest.raises(NotImplementedError, match="no rules for a batch of gradients.*call backward once for each"):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape, dtype=F64), is_grads_batched=True)
+    with pytest.raises(NotImplementedError, match="no rules for a batch of gradients.*vectorize=True. Leave these out"):
+        torch.autograd.functional.jacobian(model, x, vectorize=True)
 
 
 # Tracing

@@ -16,6 +16,7 @@ from ops.runner.in_place import memory_of
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import unwanted_parameters
 from ops.runner.torch_autocast import without_autocast
+from ops.runner.transforms import refuse_gradients
 from recipes.tensors.quantized_handle import QuantizedHandle
 
 _wgrad_is_external = attrgetter("wgrad_is_external")
@@ -71,6 +72,7 @@ class RetainingFunction(torch.autograd.Function):
     def backward(fctx: Any, dy: Tensor | None, *d_returned: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(DOUBLE_BACKWARD)
+        refuse_gradients((dy, *d_returned))
         record, saved = fctx.record, _take_saved(fctx)
         if record.program.computed:
             record = with_computed(record, saved)

@@ -34,6 +34,7 @@ from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.recent import Recent
 from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
 from ops.runner.torch_autocast import dtype_of_autocast, without_autocast
+from ops.runner.transforms import refuse_tangents, within_dual_level
 from recipes.first_forwards import FirstForwards, ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
@@ -235,6 +236,8 @@ class Pipeline:
         forward: ForwardWithGrad | None,
     ) -> tuple[Any, dict[str, Any]]:
         parameters = self.parameters()
+        if within_dual_level():
+            refuse_tangents((x, *extras.values(), *parameters.present))
         program = self._program(x, extras, parameters, training, fusions_version)
         call = Call(program, extras, tuple(wanted), buffers or {}, self, forward)
         if program.computed:

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import _FlopCounterMode, register_flop_formula
 
 from ops.runner.backward import DOUBLE_BACKWARD
 from ops.runner.traced_plan import TracedPlan
-from ops.runner.transforms import is_transformed
+from ops.runner.transforms import is_transformed, refuse_gradients, refuse_tangents, within_dual_level
 from recipes.triton.replay import is_eager
 
 _library = torch.library.Library("fuser", "FRAGMENT")
@@ -71,6 +71,8 @@ def _define(name: str) -> Operators:
     operators = Operators(*[getattr(torch.ops.fuser, of).default for of in (name, backward)])
 
     def differentiable(x: Tensor, others: Sequence[Tensor], plan: str, needs: str = "") -> Sequence[Tensor]:
+        if within_dual_level():
+            refuse_tangents((x, *others))
         if needs:
             with torch._C._AutoDispatchBelowAutograd():
                 if type(x) is Tensor and is_eager():  # what the call below does, without torch's dispatch
@@ -160,6 +162,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(fctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         is_transformed()  # or raise: jacrev has no other transform in forward
+        refuse_gradients(gradients)
         operators, plan, run, sizes = fctx.call
         saved = fctx.saved_tensors
         given = [d if c else None for d, c in zip(gradients, run.differentiable, strict=False)]

@@ -1,9 +1,14 @@
-"""Calls within the transforms of torch.func: grad and vjp run what torch.compile traces, others are refused."""
+"""Calls within transforms of torch: torch.func.grad and vjp run what torch.compile traces, others are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import torch
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack, is_legacy_batchedtensor
+from torch.autograd import forward_ad
 
 _REFUSED = (TransformType.Vmap, TransformType.Jvp)
 
@@ -22,3 +27,28 @@ def is_transformed() -> bool:
             "use these. Give a batch as rows of x, and differentiate by torch.func.grad or vjp, or by backward()."
         )
     return TransformType.Grad in transforms
+
+
+def within_dual_level() -> bool:
+    """Whether tensors may have tangents: torch.autograd.forward_ad.dual_level is entered."""
+    return forward_ad._current_level >= 0
+
+
+def refuse_tangents(tensors: Iterable[Any]) -> None:
+    """Raise NotImplementedError for one with a tangent, which kernels and casts would lose."""
+    if any(isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(
+            "Operations of fuser have no rules for forward-mode differentiation, and a tensor has a tangent of "
+            "torch.autograd.forward_ad. Differentiate by backward(), or by torch.func.grad or vjp."
+        )
+
+
+def refuse_gradients(gradients: Sequence[Tensor | None]) -> None:
+    """Raise NotImplementedError for gradients of a transform in eager mode: with tangents, or a batch of them."""
+    if within_dual_level():
+        refuse_tangents(gradients)
+    if any(gradient is not None and is_legacy_batchedtensor(gradient) for gradient in gradients):
+        raise NotImplementedError(
+            "Operations of fuser have no rules for a batch of gradients: torch.autograd.grad(is_grads_batched=True), "
+            "and jacobian and hessian with vectorize=True. Leave these out, or call backward once for each gradient."
+        )
