@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fuser import Sequential, autocast, ops
+from ops.runner.operation import BasicOperation
 from tests.check_operation import DEVICES, DTYPES, check_gradients, check_operation
 from tests.reference import ROUNDED_ONCE
 
@@ -83,3 +87,37 @@ def test_a_shape_that_no_tensor_has_is_refused(shape: tuple[int, ...]) -> None:
 def test_an_x_that_does_not_fit_is_refused(shape: tuple[int, ...], target: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"In operation 0 \(Reshape\): x has shape .* elements, which cannot take"):
         ops.Reshape(target)(torch.ones(shape))
+
+
+class Table(BasicOperation):
+    """y = x + table, whose gradient is dy itself."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(shape))
+
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Any) -> Any:
+        return x + ctx.param("table"), {}
+
+    def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Any) -> Any:
+        return dy, {"table": dy}, {}
+
+
+@pytest.mark.parametrize("kind", ["extra inputs", "x and extra input", "parameters"])
+def test_gradients_on_both_sides_are_accumulated_apart(kind: str) -> None:
+    first, second = torch.ones(6, 8).requires_grad_(), torch.ones(2, 3, 8).requires_grad_()
+    between = ops.Reshape((2, 3, 8))
+    if kind == "parameters":
+        tables = Table(6, 8), Table(2, 3, 8)
+        model, given, leaves = Sequential(tables[0], between, tables[1]), {}, [table.table for table in tables]
+        x = torch.ones(6, 8)
+    elif kind == "extra inputs":
+        model = Sequential(ops.AddExtraInput("first"), between, ops.AddExtraInput("second"))
+        x, given, leaves = torch.ones(6, 8), {"first": first, "second": second}, [first, second]
+    else:
+        model, x = Sequential(between, ops.AddExtraInput("second")), first
+        given, leaves = {"second": second}, [first, second]
+    for _ in range(2):
+        (model(x, **given) * torch.ones(2, 3, 8)).sum().backward()  # dense, which autograd keeps as it is
+    for leaf in leaves:
+        assert torch.equal(leaf.grad, torch.full_like(leaf, 2))

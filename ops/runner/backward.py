@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
-from ops.runner.callers_buffers import CallersBuffer
+from ops.runner.callers_buffers import CallersBuffer, overlap
 from ops.runner.context import OperationContext, at_tensor, state_of
 from ops.runner.in_place import memory_of
 from ops.runner.lent_memory import LentMemory, memory_for_grad_input
@@ -149,7 +149,7 @@ def _run(
         if isinstance(dx, Tensor) and dx.dtype != wiring.upstream_dtype:
             dx = dx.to(wiring.upstream_dtype)
     x_needs_grad, parameters_need_grad, _ = program.request.needs
-    return [
+    gradients = [
         _at_border(dx, record) if x_needs_grad and dx is not None else None,
         *[
             None if d is None or not wanted else d if d.dtype == p.dtype else d.to(p.dtype)
@@ -157,6 +157,30 @@ def _run(
         ],
         *[_total(d_extras[name]) if name in d_extras else None for name in record.input_names],
     ]
+    return _apart(gradients, (None, *program.operation_of_slot, *record.input_names))
+
+
+def _apart(gradients: list[Tensor | None], owners: Sequence[Any]) -> list[Tensor | None]:
+    """The same, with copies of those that lie in the memory of another owner's: autograd may keep each, and add to it.
+
+    That one tensor is given twice autograd sees by itself. Gradients of one operation's parameters lie side by side.
+    """
+    by_memory: dict[int, list[int]] = {}
+    for at, gradient in enumerate(gradients):
+        if gradient is not None:
+            by_memory.setdefault(memory_of(gradient), []).append(at)
+    for places in by_memory.values():
+        if len(places) == 1 or len({owners[at] for at in places}) == 1:
+            continue
+        kept: list[Tensor] = []
+        for at in places:
+            gradient = gradients[at]
+            assert gradient is not None
+            if any(gradient is not other and overlap(gradient, other) for other in kept):
+                gradients[at] = gradient.clone()
+            else:
+                kept.append(gradient)
+    return gradients
 
 
 def _at_border(dx: Any, record: Record) -> Tensor:

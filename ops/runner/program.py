@@ -179,6 +179,7 @@ class Program:
                 behind = self.contexts[index + 1]
                 self.contexts[index]["receiver"] = Receiver(behind["dtype"], behind["needs"])
         self.num_parameters = slot
+        self.operation_of_slot = [context["index"] for context in self.contexts for _ in context["parameter_slots"]]
         self.needs_grad = upstream
         self.differentiable = frozenset(differentiable)  # the extra tensors that carry a gradient
         self.forward = tuple(self._wire(operations, step) for step in plan.forward)
