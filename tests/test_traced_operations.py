@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import ops
-from fuser import Sequential, autocast
+from fuser import Sequential, autocast, constant_weights
 from ops.runner.traced_operations import plan_of
 from ops.runner.tracing import Seen, stage_of
 from recipes.registry import RECIPES
@@ -131,6 +131,13 @@ def test_the_flop_counter_counts_products_by_name(frozen):
     once = 2 * T * H * 3 * F
     found = {str(operation): flops for operation, flops in counter.get_flop_counts()["Global"].items()}
     assert found == {"fuser.grouped_mlp": once, "fuser.grouped_mlp_backward": once if frozen else 2 * once}
+
+
+def test_counting_within_constant_weights_is_refused_by_its_name():
+    layer, x = Sequential(ops.Linear(H, H)), torch.randn(T, H)
+    message = "one that FlopCounterMode or torch.func sees.*run the model without torch.compile, FlopCounterMode and"
+    with FlopCounterMode(display=False), constant_weights(layer), pytest.raises(RuntimeError, match=message):
+        layer(x)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

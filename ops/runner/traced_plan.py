@@ -377,8 +377,9 @@ class TracedPlan:
             scopes = scopes or operation.opened_scope is not None
         if scopes:
             raise RuntimeError(
-                "constant_weights is open around a compiled model, which quantizes its weights in each forward. Leave "
-                "the scope before the call, or run the model without torch.compile."
+                "constant_weights is open around a compiled model, or one that FlopCounterMode or torch.func sees as "
+                "operations of torch: these quantize the weights in each forward. Leave the scope before the call, or "
+                "run the model without torch.compile, FlopCounterMode and torch.func."
             )
         if self._keeps_state and run.records and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
