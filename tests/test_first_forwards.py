@@ -338,6 +338,24 @@ def test_an_autocast_inside_of_the_function_does_not_bring_back_scales_that_move
     assert same(everything(y, x, model), everything(expected, again, twin))
 
 
+def test_an_autocast_in_a_hook_decides_though_another_forward_waits(mxfp8_and_another_that_waits):
+    """A forward of the hook's own is not computed again, of which the runner sees no difference."""
+    model, _ = mxfp8_and_another_that_waits
+    found = []
+
+    def hook(gradient):
+        for recipe in ("mxfp8", "high_precision"):
+            with autocast(recipe):
+                found.append(model(leaf()).detach())
+
+    dy = torch.ones(8, 32, requires_grad=True)
+    dy.register_hook(hook)
+    dy.sum().backward()
+    for recipe, y in zip(("mxfp8", "high_precision"), found, strict=True):
+        with autocast(recipe):
+            assert torch.equal(y, model(leaf()))
+
+
 def test_batch_invariance_around_a_checkpoint_holds_for_what_is_computed_again():
     seen = []
 
