@@ -43,22 +43,6 @@ def test_its_tile_fits(out_dtype, monkeypatch):
     assert why_not_tile(config(out_dtype=out_dtype), gemm, HOPPER) is None
 
 
-@pytest.mark.parametrize(
-    ("product", "tile", "sentence"),
-    [
-        ("TN", QUEUED_IN_GLUON._replace(num_stages=1), "must have two stages"),
-        ("NN", QUEUED_IN_GLUON._replace(num_stages=1), "must have two stages"),
-        ("NN", QUEUED_IN_GLUON._replace(num_stages=7, block_k=16), "to 6"),
-        ("TN", QUEUED_IN_GLUON._replace(num_stages=2, block_k=128), "64 features a step"),
-        ("NN", QUEUED_IN_GLUON._replace(num_stages=2, block_k=128), None),
-    ],
-)
-def test_a_table_may_not_hold_tiles_that_would_hang_or_be_wrong(product, tile, sentence, monkeypatch):
-    monkeypatch.setattr("ops.kernels.grouped_gemm.measured_tiles.why_no_gluon", lambda capability: None)
-    refusal = why_not_tile(tile, Gemm(product, torch.bfloat16, torch.bfloat16, False, 8, 1024, 1024), HOPPER)
-    assert refusal is None if sentence is None else sentence in refusal
-
-
 @pytest.mark.parametrize(("gigabytes", "fast"), [(80, False), (94, False), (96, False), (141, True)])
 def test_memory_is_fast_where_there_is_much_of_it(gigabytes, fast, monkeypatch):
     assert has_fast_memory(torch.empty(0))
