@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 
+from ops.runner.not_traced import not_traced
 from recipes.tensors.quantized_parameter import QuantizedParameter
 from recipes.tensors.quantized_shard import QuantizedShard, local_shard, with_local
 
@@ -202,7 +203,7 @@ def _show_to_guards(pairs: Iterable[tuple[Any, Any]], there: bool) -> None:
         _set_below_python(pairs, there)
 
 
-@torch.compiler.disable
+@not_traced("Gradients are set below Python.")
 def _set_below_python(pairs: Iterable[tuple[Any, Any]], there: bool) -> None:
     below: Any = Tensor.grad
     for _, master in pairs:
