@@ -63,7 +63,7 @@ def pretend() -> None:
     torch.cuda.get_device_capability = lambda *device: (9, 0)
     about = {"multi_processor_count": 132, "major": 9, "minor": 0, "shared_memory_per_block_optin": 227 << 10}
     torch.cuda.get_device_properties = lambda *device: SimpleNamespace(
-        **about, L2_cache_size=50 << 20, name="pretended"
+        **about, L2_cache_size=50 << 20, total_memory=141 * 10**9, name="pretended"
     )
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.is_autocast_enabled = lambda *device: False
