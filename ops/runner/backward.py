@@ -165,10 +165,13 @@ def _apart(gradients: list[Tensor | None], owners: Sequence[Any]) -> list[Tensor
 
     That one tensor is given twice autograd sees by itself. Gradients of one operation's parameters lie side by side.
     """
+    memories = [0 if gradient is None else memory_of(gradient) for gradient in gradients]
+    if len({*memories} - {0}) == len(gradients) - memories.count(0):
+        return gradients
     by_memory: dict[int, list[int]] = {}
-    for at, gradient in enumerate(gradients):
+    for at, (gradient, memory) in enumerate(zip(gradients, memories, strict=True)):
         if gradient is not None:
-            by_memory.setdefault(memory_of(gradient), []).append(at)
+            by_memory.setdefault(memory, []).append(at)
     for places in by_memory.values():
         if len(places) == 1 or len({owners[at] for at in places}) == 1:
             continue
