@@ -511,7 +511,7 @@ def check_extras(
 ) -> None:
     """Raise ValueError, listing what exists, if an extra input is missing or unknown, or an output does not exist.
 
-    TypeError for an extra input of complex numbers, and for outputs that are one text or none at all.
+    TypeError for an extra input of complex numbers, and for outputs that are a string or no iterable.
     """
     if isinstance(outputs, str) or not isinstance(outputs, Iterable):
         raise TypeError(f"outputs is {outputs!r}, but must be names of extra outputs. Pass a tuple of strings.")

@@ -178,10 +178,10 @@ def _why_not_in_gluon(config: GroupedGemmConfig, gemm: Gemm, capability: tuple[i
         return f"The tile {describe(config)} must have three stages or more: one that multiplies starts two behind."
     if gemm.product != "NT" and not 2 <= config.num_stages <= MOST_QUEUED_STAGES:
         return (
-            f"The tile {describe(config)} must have two stages, since one is freed when the next is multiplied, to "
-            f"{MOST_QUEUED_STAGES}, since its queue is no longer."
+            f"The tile {describe(config)} must have 2 to {MOST_QUEUED_STAGES} stages: one is freed while the next is "
+            "multiplied, and its queue is no longer."
         )
-    if gemm.product == "TN" and config.block_k > 64:  # 128 bytes, behind which the next 128 of all its rows follow
+    if gemm.product == "TN" and config.block_k > 64:  # 128 bytes of each row, behind which lie the next 128 of each
         return f"The tile {describe(config)} must sum 64 features a step at most: halves of its columns are loaded."
     if gemm.num_groups > GLUON_GROUPS:
         return f"The tile {describe(config)} is for {GLUON_GROUPS} groups at most, and there are {gemm.num_groups}."
