@@ -70,6 +70,7 @@ class GroupedMLP(FusedOperation):
         h: Tensor  # pre-activation
         scales: Tensor | None
         act_scale: Tensor | None  # the scale that act was quantized with, if it is state that changes between steps
+        act_meetings: Tensor | None  # where its amaxes were found, if its scales follow from them
 
     def __init__(self, operations: Sequence[BasicOperation]) -> None:
         super().__init__(operations)
@@ -148,16 +149,16 @@ class GroupedMLP(FusedOperation):
         h = self.fc1.fprop(fc1_ctx, x_q, x, splits, None)
         # act is not saved, so its columnwise copy is made in backward.
         quantizer = fc2_ctx.quantizer(Role.INPUT)
-        rows = x
+        rows, meetings = x, None
         if self.fc2.reads_values:
             rows = activation(h, self.activation, scales if self.scaled else None)
             act_q = path.quantize(rows, splits, quantizer, rowwise=True, columnwise=False)
         else:
-            act_q = self._act(path, h, scales, splits, quantizer, rowwise=True, columnwise=False)
+            act_q, meetings = self._act(path, h, scales, splits, quantizer, rowwise=True, columnwise=False)
         y = self.fc2.fprop(fc2_ctx, act_q, rows, splits, scales_of_bias, keeps_x=False)
         if needs_grad:
             act_scale = None if quantizer is None else quantizer.snapshot(x.device)
-            act_ctx.saved = self.Saved(h, scales, act_scale)
+            act_ctx.saved = self.Saved(h, scales, act_scale, meetings)
         return y, {}
 
     def fuser_backward(
@@ -177,10 +178,10 @@ class GroupedMLP(FusedOperation):
             gradients = fc2_ctx.quantizer(Role.GRAD_OUTPUT)
             dy_q = path.quantize(dy, splits, gradients, rowwise=fc2_ctx.needs.input, columnwise=wgrad)
         inputs = fc2_ctx.quantizer(Role.INPUT, saved.act_scale) if wgrad else None
-        act_copy = {"rowwise": False, "columnwise": True}
+        act_copy, found = {"rowwise": False, "columnwise": True}, saved.act_meetings
         if not fc2_ctx.needs.input:
             if wgrad:
-                act_q = self._act(path, saved.h, saved.scales, splits, inputs, **act_copy)
+                act_q, _ = self._act(path, saved.h, saved.scales, splits, inputs, **act_copy, meetings=found)
                 d_fc2 |= fc2.accumulate(fc2_ctx, partial(path.wgrad, dy_q, act_q))
             if reads_act:
                 act = activation(saved.h, self.activation, saved.scales if self.scaled else None)
@@ -192,7 +193,7 @@ class GroupedMLP(FusedOperation):
         # amax: only if a product reads the result, as unfused.
         act_into = dh_into = None
         if wgrad:
-            act_into = path.quantized_buffers(dact.shape, dact.dtype, splits, inputs, **act_copy)
+            act_into = path.quantized_buffers(dact.shape, dact.dtype, splits, inputs, **act_copy, meetings=found)
         dh_copies = {"rowwise": fc1_ctx.needs.input, "columnwise": fc1.needs_weight_grad(fc1_ctx)}
         gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT) if any(dh_copies.values()) else None
         if gradients is not None:
@@ -237,15 +238,18 @@ class GroupedMLP(FusedOperation):
         *,
         rowwise: bool,
         columnwise: bool,
-    ) -> Any:
-        """The activation, as the path multiplies it."""
+        meetings: Tensor | None = None,
+    ) -> tuple[Any, Tensor | None]:
+        """The activation, as the path multiplies it, and where its amaxes were found. meetings: where they were before,
+        in forward."""
         copies = {"rowwise": rowwise, "columnwise": columnwise}
         scales = scales if self.scaled else None
-        into = path.quantized_buffers(activation_shape(h.shape, self.activation), h.dtype, splits, quantizer, **copies)
+        shape = activation_shape(h.shape, self.activation)
+        into = path.quantized_buffers(shape, h.dtype, splits, quantizer, **copies, meetings=meetings)
         if into is None:
-            return path.quantize(activation(h, self.activation, scales), splits, quantizer, **copies)
+            return path.quantize(activation(h, self.activation, scales), splits, quantizer, **copies), None
         activation_cast(h, self.activation, scales, into)
-        return into.copies
+        return into.copies, into.meetings
 
 
 def _why_not_divided(fc1: GroupedLinear, act: ActivationOperation, fc2: GroupedLinear) -> str | None:

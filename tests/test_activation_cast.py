@@ -9,6 +9,7 @@ from torch import Tensor
 
 import ops.kernels.elementwise.activation as activations
 import ops.kernels.elementwise.chain as chain
+import ops.kernels.elementwise.chain_cast as chain_cast
 import ops.products.paths as paths
 from fuser import Sequential, autocast, ops
 from ops.kernels.elementwise.activation import Activation, activation, activation_cast, activation_shape, dactivation
@@ -94,7 +95,21 @@ def check(x: QuantizedBuffers, quantizer: Known, values: Tensor, splits: Splits,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", [GivenScale(), Float32Scale(power_2=True)], ids=["given", "amax"])
 def test_what_is_cast_is_what_would_be_stored_cast(rule, dtype, copies, form, scaled, kind, device):
-    spec, act = per_tensor(form, rule), ACTIVATIONS[kind]
+    check_casts(per_tensor(form, rule), dtype, copies, scaled, kind, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("copies", ["row", "column", "both"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_groups_meet_beside_larger_ones(dtype, copies, kind, monkeypatch):
+    """Up to 192 rows do in forward, 96 in backward."""
+    monkeypatch.setattr(chain_cast, "most_programs", lambda *about: 12)
+    check_casts(per_tensor(E4M3, Float32Scale()), dtype, copies, True, kind, "cuda")
+
+
+def check_casts(spec: ScaleSpec, dtype: torch.dtype, copies: str, scaled: bool, kind: str, device: str) -> None:
+    act = ACTIVATIONS[kind]
     wanted = {"rowwise": copies != "column", "columnwise": copies != "row"}
     for sizes, width in CASES[:2] if device == "cpu" else CASES:
         rows = sum(sizes) + TAIL
@@ -115,7 +130,8 @@ def test_what_is_cast_is_what_would_be_stored_cast(rule, dtype, copies, form, sc
         of_dh, of_act = (Known(spec, len(sizes), device) for _ in range(2))
         dh, dscales, again = dactivation(dact, h, act, scales, need_dscales=scaled, need_act=True)
         dh_into = filled(of_dh, dh, splits, **wanted)
-        act_into = filled(of_act, y, splits, rowwise=False, columnwise=True)
+        known = {} if of_act.given or copies == "column" else {"meetings": into.meetings}
+        act_into = of_act.empty_grouped(y.shape, y.dtype, splits, rowwise=False, columnwise=True, **known)
         stored = copies == "both"  # beside its codes, as a bias's gradient needs it
         got = dactivation(
             dact, h, act, scales, need_dh=stored, need_dscales=scaled, dh_into=dh_into, act_into=act_into

@@ -5,10 +5,13 @@ import torch
 
 from recipes.casts import cast_float8 as kernels
 from recipes.casts.cast import cast_ref, dequantize_ref
+from recipes.casts.layout import Copies
 from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import per_tensor
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.splits import Splits
+from recipes.triton.launch import cdiv
+from recipes.triton.meeting import empty_meetings
 from tests.cast_cases import EACH_DEVICE, INF, NAN, assert_same, assert_same_copies, poisoned
 
 FORMS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
@@ -102,6 +105,51 @@ def test_grouped_rows(device, given, rows, sizes):
     x = wide_range(rows, 24)
     x[sum(sizes) :] = NAN
     check(device, x, given=given, sizes=sizes)
+
+
+@pytest.mark.launches("cast_large_groups_kernel")
+@EACH_DEVICE
+@pytest.mark.parametrize("most", [0, 3, 40, 1000])
+@pytest.mark.parametrize("copies", [(True, True), (True, False), (False, True)], ids=["both", "row", "column"])
+def test_groups_that_are_too_large_to_meet(device, copies, most):
+    """Their amaxes are found, and they are cast, by launches that leave the others alone."""
+    sizes = [3, 0, 150, 40, 41]
+    x = wide_range(250, 48).to(device)
+    x[sum(sizes) :] = NAN
+    splits, spec = Splits.make(sizes, rows=250, device=device), per_tensor(E4M3, Float32Scale())
+    about = {"rowwise": copies[0], "columnwise": copies[1]}
+    expected = kernels.cast_float8_on_triton(x, spec, splits=splits, **about)
+    found = [c if c is None else c.clone().view(torch.uint8).fill_(7).view(c.dtype) for c in expected]
+    found[3] = found[3] if found[1] is None else found[1]  # it is of both copies
+    meetings = empty_meetings(5, torch.device(device))
+    kernels.amax_triton(x[None], meetings, splits.offsets, most)
+    kernels.cast_from_meetings(x, Copies(*found), spec, meetings, splits, most)
+    begins, places = splits.offsets.tolist(), splits.aligned(kernels.BLOCK).tolist()
+    for group, size in enumerate(sizes):
+        rows, columns = slice(begins[group], begins[group + 1]), slice(places[group], places[group + 1])
+        parts = [(0, rows), (1, slice(group, group + 1)), (2, (slice(None), columns)), (3, slice(group, group + 1))]
+        for mine, other in ((found[i][at], expected[i][at]) for i, at in parts if found[i] is not None):
+            mine, other = (part.contiguous().view(torch.uint8) for part in (mine, other))
+            assert torch.equal(mine, other if size > most else torch.full_like(other, 7)), group
+    tails = [c[begins[-1] :] if c is found[0] else c[:, places[-1] :] for c in (found[0], found[2]) if c is not None]
+    assert all((tail.view(torch.uint8) == 7).all() for tail in tails)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("copies", [(True, True), (True, False), (False, True)], ids=["both", "row", "column"])
+@pytest.mark.parametrize("columns", [256, 208, 4112])
+def test_groups_meet_beside_larger_ones(monkeypatch, copies, columns, dtype):
+    """Up to 64 rows meet; the mean of the groups is smaller."""
+    across = cdiv(columns, kernels.meeting_config(columns).block_k)
+    monkeypatch.setattr(kernels, "most_programs", lambda *about: across)
+    for sizes in ([3, 0, 150, 64, 65, *[9] * 20], [64] * 9, [0] * 7, [0, 600, *[0] * 20]):
+        rows = sum(sizes) + 5
+        x = wide_range(rows, columns, dtype=dtype)
+        x[sum(sizes) :] = NAN
+        given = kernels.rows_that_meet(x[None].cuda(), None, torch.zeros(len(sizes) + 1))
+        assert given == 64 or rows * kernels.USUAL > 64 * len(sizes)
+        check("cuda", x, sizes=sizes, rowwise=copies[0], columnwise=copies[1])
 
 
 @pytest.mark.rest

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +60,7 @@ from recipes.tensors.formats import E4M3, E5M2
 from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon, why_not_this_release
+from recipes.triton.meeting import empty_meetings
 from recipes.triton.offsets import aligned_offsets_triton, clamped_offsets_triton
 from tests.compiling import ROOT, compiling
 from tests.smoke import all_kernels
@@ -79,6 +81,8 @@ MANY_ROWS, FEW_ROWS, DECODE_ROWS = 1024, 128, 8
 ALIGNED, ODD, HALF_TILES = (256, 512), (250, 510), (384, 640)  # in and out features
 NORM_WIDTHS = (*(2**n for n in range(16)), 4095, 100_000)
 LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory
+# At most, stored and loaded, by programs that wait in few registers: dSwiGLU, which is faster than without spills.
+SPILLED_AT_MEETINGS = 128
 # Of one of Hopper's multiprocessors, and what each of its programs has besides its own.
 SHARED_BY_PROGRAMS, BESIDES = 228 << 10, 1 << 10
 
@@ -367,21 +371,18 @@ def launch_chains(rows: int, features: int, dtype: torch.dtype) -> None:
 
 
 def launch_activation_casts(rows: int, features: int, dtype: torch.dtype) -> None:
-    """Each activation of rows in groups with a factor a row, cast; dh both ways and by rows. And one whose amaxes are
-    found."""
+    """Each activation of rows in groups with a factor a row, cast; dh both ways and by rows. One whose scales follow
+    from amaxes."""
     dact, wide = torch.empty(rows, features, dtype=dtype), torch.empty(rows, 2 * features, dtype=dtype)
     splits = Splits.make([rows // GROUPS] * GROUPS, rows=rows, device="cpu")
     factors = torch.empty(rows)
     given = DelayedScalingQuantizer(E4M3, DelayedScaling(), scale=torch.empty(GROUPS))
-    every = [*((kind, None, given) for kind in KINDS), ("clamped_swiglu", 1, given)]
-    for kind, interleave, quantizer in [*every, ("swiglu", None, CurrentScalingQuantizer(E4M3))]:
+    for kind, interleave in [*((kind, None) for kind in KINDS), ("clamped_swiglu", 1)]:
         spec = Activation(kind, glu_interleave_size=interleave)
         h, amax = wide if spec.gated else dact, torch.empty(GROUPS)
 
-        def room(
-            shape: torch.Size, rowwise: bool, columnwise: bool, amax: torch.Tensor = amax, quantizer: Any = quantizer
-        ) -> QuantizedBuffers:
-            made = quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise)
+        def room(shape: torch.Size, rowwise: bool, columnwise: bool, amax: torch.Tensor = amax) -> QuantizedBuffers:
+            made = given.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise)
             return made._replace(amax=amax)
 
         activation.activation_cast(h, spec, factors, room(dact.shape, True, False))
@@ -390,6 +391,23 @@ def launch_activation_casts(rows: int, features: int, dtype: torch.dtype) -> Non
                 dact, h, spec, factors, need_dh=False, need_dscales=True,
                 dh_into=room(h.shape, True, columnwise), act_into=room(dact.shape, False, True),
             )  # fmt: skip
+    launch_meetings(dact, wide, splits, factors)
+
+
+def launch_meetings(dact: torch.Tensor, h: torch.Tensor, splits: Splits, factors: torch.Tensor) -> None:
+    """SwiGLU whose scales follow from amaxes: of groups that meet, and of a kernel that knows or finds them."""
+    quantizer, spec = CurrentScalingQuantizer(E4M3), Activation("swiglu")
+    for meets in {False, dact.dtype.itemsize == 2}:
+        with patch.multiple(chain_cast, meets=lambda x, meets=meets: meets, most_programs=lambda *about: MANY_ROWS):
+            room = partial(quantizer.empty_grouped, dtype=dact.dtype, splits=splits)
+            into = room(dact.shape, rowwise=True, columnwise=False)
+            activation.activation_cast(h, spec, factors, into)
+            for columnwise, meetings in product((True, False), (None, into.meetings)):
+                activation.dactivation(
+                    dact, h, spec, factors, need_dh=False, need_dscales=True,
+                    dh_into=room(h.shape, rowwise=True, columnwise=columnwise),
+                    act_into=room(dact.shape, rowwise=False, columnwise=True, meetings=meetings),
+                )  # fmt: skip
 
 
 def launch_block_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> None:
@@ -429,7 +447,16 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
                     x, MXFP8Quantizer(form).spec, **both, **kind, row_values=dtype, column_values=column
                 )
         cast = cast_float8.cast_float8_on_triton
-        copies = cast(given, per_tensor(form, Float32Scale()), **both, **kind)
+        current = per_tensor(form, Float32Scale())
+        copies = cast(given, current, **both, **kind)
+        if "splits" in kind:
+            cast_float8.cast_from_meetings(x, copies, current, empty_meetings(GROUPS, x.device), splits, 1)
+        if dtype.itemsize == 2:
+            with patch.multiple(
+                cast_float8, most_programs=lambda *about: MANY_ROWS, _casts_natively=lambda device: True
+            ):
+                for copies_of in (both, {"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
+                    cast(given, current, **copies_of, **kind)
         how = per_tensor(form, GivenScale())
         cast(given, how, **both, **kind, scale=scale if kind else scale[:1], amax_out=amax)
         cast_float8.dequantize_float8_on_triton(*copies[:2], how, dtype, columnwise=False, **about)
@@ -633,6 +660,7 @@ def compile_all(mode: str, arch: int) -> None:
                 "kernel": name,
                 "config": config,
                 "registers": sum(map(int, re.findall(r"Used (\d+) registers", log))),
+                "limited": "maxnreg" in kwargs,
                 "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
                 "shared_bytes": compiled.metadata.shared,
                 "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
@@ -693,7 +721,7 @@ def test_every_configuration_compiles_for_hopper(mode, cache):
     shipped = shipped_configs(mode)
     missing = shipped.keys() - {(report["kernel"], *report["config"]) for report in reports}
     assert not missing, f"configurations that were not compiled: {sorted(missing)}"
-    spilled = [report for report in reports if report["spilled_bytes"]]
+    spilled = [report for report in reports if report["spilled_bytes"] > report["limited"] * SPILLED_AT_MEETINGS]
     assert not spilled, "\n".join(map(str, spilled))
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90], report

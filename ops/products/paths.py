@@ -130,12 +130,13 @@ class GroupedPath:
         *,
         rowwise: bool,
         columnwise: bool,
+        meetings: Tensor | None = None,
     ) -> QuantizedBuffers | None:
         """Where the element-wise kernel that computes x [T, K] puts what `quantize` would make of it; None if it is
-        quantized from memory."""
+        quantized from memory. meetings: as in `SpecQuantizer.empty_grouped`."""
         if not math.prod(shape) or not casts_as_computed(quantizer, splits.device, dtype):
             return None
-        return quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise)
+        return quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise, meetings=meetings)
 
     def weight(
         self, w: Tensor | Sequence[Tensor], quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool

@@ -3,8 +3,9 @@
 What is computed: `cast.py`, with the block (ALL, ALL), a `Float32Scale` or `GivenScale` and a transposed columnwise
 copy. Of a scale that is given the amaxes are found in the same read of x.
 
-Two Triton kernels: one finds amax (a maximum does not depend on the order, so atomics do no harm), one casts both
-copies in one pass. Nothing is read from the device on the host. Source: TransformerEngine's Float8CurrentScaling and
+One Triton kernel casts both copies in one pass, and finds the amaxes of groups whose programs fit on the GPU at once:
+they meet (`recipes.triton.meeting`). Those of larger ones are found before (a maximum does not depend on the order, so
+atomics do no harm). Nothing is read from the device on the host. Source: TransformerEngine's Float8CurrentScaling and
 DelayedScaling (read at d0067d0).
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from recipes.casts.cast_float8_triton import (
     amax_kernel,
     cast_float8_kernel,
+    cast_large_groups_kernel,
     dequantize_codes_kernel,
     transpose_back_kernel,
 )
@@ -28,13 +30,17 @@ from recipes.casts.scale_rules import Float32Scale
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.formats import ALL, E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
-from recipes.triton.launch import Launch, cdiv, has_work
+from recipes.triton.launch import Launch, cdiv, has_work, properties
+from recipes.triton.meeting import empty_meetings, most_programs
 from recipes.triton.row_slots import num_slots
 
 # Groups begin at multiples of it in column_codes: whole sectors of memory. Of 16, wgrad takes 1.3 times as long (H200).
 BLOCK = 32
 
 DEQUANTIZE_BLOCK = 4096
+
+# Of random routing few groups have more rows than this times the mean.
+USUAL = 1.25
 
 
 # -------------------------------------------------------------------------------------------------------------- config
@@ -63,6 +69,22 @@ def cast_float8_config(columns: int) -> CastFloat8Config:
     return CastFloat8Config(block_m=64, block_k=128, num_warps=4)
 
 
+class MeetingConfig(NamedTuple):
+    """Tile of a program that waits for the others of its group, and the registers that it may take."""
+
+    block_m: int
+    block_k: int
+    num_warps: int
+    registers: int
+
+
+def meeting_config(columns: int) -> MeetingConfig:
+    """Measured on an H100."""
+    if columns % 256 == 0 or columns > 4096:
+        return MeetingConfig(block_m=64, block_k=256, num_warps=8, registers=80)
+    return MeetingConfig(block_m=64, block_k=128, num_warps=4, registers=80)
+
+
 def transpose_back_config(columns: int) -> CastFloat8Config:
     """Measured on H200."""
     config = cast_float8_config(columns)
@@ -72,6 +94,7 @@ def transpose_back_config(columns: int) -> CastFloat8Config:
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 _amax, _cast_float8 = Launch(amax_kernel), Launch(cast_float8_kernel)
+_cast_large_groups = Launch(cast_large_groups_kernel)
 _dequantize_codes, _transpose_back = Launch(dequantize_codes_kernel), Launch(transpose_back_kernel)
 
 
@@ -90,20 +113,16 @@ def cast_float8_on_triton(
     rule, form = spec.scale_rule, spec.element
     assert isinstance(rule, Float32Scale) and isinstance(form, Float8Format), "`KERNELS` names what is cast here"
     x_GTK = matrices(x, stacked)
-    offsets = None if splits is None else splits.offsets
+    offsets, aligned = (None, None) if splits is None else (splits.offsets, splits.aligned(BLOCK))
     copies = empty_copies(
         x.shape, spec, x.device, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits
     )
-    scale_inv = copies.row_scale if copies.row_scale is not None else copies.column_scale
-    assert scale_inv is not None, "one copy at least is made"
     if scale is None:
-        amax = torch.zeros(scale_inv.numel(), dtype=torch.float32, device=x.device)
-        amax_triton(x_GTK, amax, offsets)
-    cast_float8_triton(
-        x_GTK, copies.row_codes, copies.column_codes, scale_inv, amax if scale is None else scale,
-        None if scale is None else amax_out, offsets, None if splits is None else splits.aligned(BLOCK),
-        form, scale is not None, rule.power_2, rule.amax_epsilon,
-    )  # fmt: skip
+        find_and_cast(x_GTK, copies, spec, offsets, aligned)
+    else:
+        cast_float8_triton(
+            x_GTK, *_codes_and_scale(copies), scale, amax_out, offsets, aligned, form, "scale", False, 0.0
+        )
     return copies
 
 
@@ -114,16 +133,57 @@ def finds_amaxes(spec: ScaleSpec) -> bool:
     return type(rule) is Float32Scale and not rule.input_range and layout == ((ALL, ALL), "transposed", BLOCK, None)
 
 
-def cast_with_amaxes(x_TK: Tensor, copies: Copies, spec: ScaleSpec, amax: Tensor, splits: Splits) -> None:
-    """Fill `copies` of rows in groups, as `cast` of such a spec, with amaxes [G] that are known."""
+def find_and_cast(
+    x_GTK: Tensor, copies: Copies, spec: ScaleSpec, offsets: Tensor | None, aligned: Tensor | None
+) -> None:
+    """Fill `copies` of contiguous x with scales that follow from its amaxes."""
+    rule, groups = spec.scale_rule, len(x_GTK) if offsets is None else len(offsets) - 1
+    assert isinstance(rule, Float32Scale) and isinstance(spec.element, Float8Format), "`cast_float8_on_triton`"
+    meetings = empty_meetings(groups, x_GTK.device)
+    most = rows_that_meet(x_GTK, copies.column_codes, offsets)
+    if most is None or (offsets is not None and x_GTK.shape[1] > most):
+        amax_triton(x_GTK, meetings, offsets, most)
+    cast_float8_triton(
+        x_GTK, *_codes_and_scale(copies), meetings, None, offsets, aligned, spec.element,
+        "amax" if most is None else "meeting", rule.power_2, rule.amax_epsilon, most or 0,
+    )  # fmt: skip
+
+
+def cast_from_meetings(
+    x_TK: Tensor, copies: Copies, spec: ScaleSpec, meetings: Tensor, splits: Splits, most: int | None = None
+) -> None:
+    """Fill `copies` of rows in groups, as `cast` of such a spec, with amaxes that are known: of all groups, or of those
+    with more than `most` rows."""
     rule, form = spec.scale_rule, spec.element
     assert isinstance(rule, Float32Scale) and isinstance(form, Float8Format), "`finds_amaxes`"
+    cast_float8_triton(
+        matrices(x_TK, False), *_codes_and_scale(copies), meetings, None, splits.offsets, splits.aligned(BLOCK), form,
+        "amax" if most is None else "large", rule.power_2, rule.amax_epsilon, most or 0,
+    )  # fmt: skip
+
+
+def rows_that_meet(x_GTK: Tensor, column_codes: Tensor | None, offsets: Tensor | None) -> int | None:
+    """Up to how many rows a group's programs find its amax at a meeting; None: the usual group is larger, or x is not
+    cast so.
+
+    x waits in registers, which numbers of 16 bits leave room for.
+    """
+    _, rows, columns = x_GTK.shape
+    in_words = column_codes is None or column_codes.shape[-1] % 4 == 0
+    if x_GTK.dtype not in (torch.bfloat16, torch.float16) or columns % 16 or not in_words:
+        return None
+    if not _casts_natively(x_GTK.device):
+        return None
+    config = meeting_config(columns)
+    most = most_programs(x_GTK, config.num_warps, config.registers) // cdiv(columns, config.block_k) * config.block_m
+    usual = rows if offsets is None else rows * USUAL / (len(offsets) - 1)
+    return most if usual <= most else None
+
+
+def _codes_and_scale(copies: Copies) -> tuple[Tensor | None, Tensor | None, Tensor]:
     scale_inv = copies.row_scale if copies.row_scale is not None else copies.column_scale
     assert scale_inv is not None, "one copy at least is made"
-    cast_float8_triton(
-        matrices(x_TK, False), copies.row_codes, copies.column_codes, scale_inv, amax, None, splits.offsets,
-        splits.aligned(BLOCK), form, False, rule.power_2, rule.amax_epsilon,
-    )  # fmt: skip
+    return copies.row_codes, copies.column_codes, scale_inv
 
 
 def dequantize_float8_on_triton(
@@ -174,17 +234,18 @@ def transpose_back_on_triton(
     return out.to(dtype)
 
 
-def amax_triton(x_GTK: Tensor, amax: Tensor, offsets: Tensor | None) -> None:
-    """Launch: amax [n] float32 becomes the maximum of itself and those of contiguous x, as for `cast_float8_triton`."""
+def amax_triton(x_GTK: Tensor, meetings: Tensor, offsets: Tensor | None, most: int | None = None) -> None:
+    """Launch: the amaxes of contiguous x, as for `cast_float8_triton`, raise those of `meetings`: of all groups, or of
+    those with more than `most` rows."""
     groups, rows, columns = x_GTK.shape
     if not has_work(x_GTK):
         return
     config = amax_config()
-    programs = num_row_tiles(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
+    tiles = num_row_tiles(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
     _amax(
-        x_GTK, programs,
-        x_GTK, amax.view(torch.int32), offsets, rows, columns, groups if offsets is None else len(offsets) - 1,
-        BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
+        x_GTK, tiles if most is None else _few_programs(x_GTK, tiles),
+        x_GTK, meetings, offsets, rows, columns, groups if offsets is None else len(offsets) - 1, tiles, most or 0,
+        LARGE=most is not None, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -198,31 +259,51 @@ def cast_float8_triton(
     offsets: Tensor | None,
     aligned: Tensor | None,
     form: Float8Format,
-    given_is_scale: bool,
+    how: str,
     power_2_scale: bool,
     amax_epsilon: float,
+    most: int = 0,
 ) -> None:
     """Launch the cast of contiguous x: [1, T, K], or [G, N, K] whose groups are of one size. All tensors contiguous.
 
-    given: [n] float32, scales or amaxes
+    how, and what is given for n groups:
+
+        "scale"     scales [n] float32
+        "amax"      meetings whose amaxes are known
+        "large"     the same, to cast groups with more than `most` rows and leave the others alone
+        "meeting"   meetings, at which groups of at most `most` rows find their amaxes; those of others are known
     """
     if is_abstract(x_GTK):
         return
     groups, rows, columns = x_GTK.shape
-    config = cast_float8_config(columns)
+    meets = how == "meeting"
+    config = meeting_config(columns) if meets else cast_float8_config(columns)
     width = 0 if column_codes is None else column_codes.shape[-1]
     slots = num_row_tiles(groups, rows, offsets, config.block_m, BLOCK) if columns else 0
-    # One program at least: it writes scale_inv.
-    programs = max(1, slots * cdiv(columns, config.block_k))
+    tiles = slots * cdiv(columns, config.block_k)
     words = None if column_codes is None else as_words(column_codes)
+    num_groups = groups if offsets is None else len(offsets) - 1
+    constants = {"POWER_2": power_2_scale, "PACKED": has_words(words), **format_of(form, x_GTK.device)}
+    tile = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "num_warps": config.num_warps}
+    if how == "large":
+        _cast_large_groups(
+            x_GTK, _few_programs(x_GTK, tiles),
+            x_GTK, as_bytes(row_codes), words, scale_inv, given, offsets, aligned,
+            rows, columns, width, num_groups, tiles, most, amax_epsilon, **constants, **tile,
+        )  # fmt: skip
+        return
     _cast_float8(
-        x_GTK, programs,
+        x_GTK, max(1, tiles),  # one program at least, which stores scale_inv
         x_GTK, as_bytes(row_codes), words, scale_inv, given,
         None if amax_out is None else amax_out.view(torch.int32), offsets, aligned,
-        rows, columns, width, groups if offsets is None else len(offsets) - 1, slots, amax_epsilon,
-        GIVEN_IS_SCALE=given_is_scale, POWER_2=power_2_scale, PACKED=has_words(words), **format_of(form, x_GTK.device),
-        BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
+        rows, columns, width, num_groups, slots, most, amax_epsilon,
+        GIVEN=how, **constants, **tile, **({"maxnreg": meeting_config(columns).registers} if meets else {}),
     )  # fmt: skip
+
+
+def _few_programs(x: Tensor, tiles: int) -> int:
+    """Of a launch over large groups, whose programs take several tiles each: mostly there are none."""
+    return max(1, min(tiles, 8 * properties(x.get_device()).multi_processor_count if x.is_cuda else 4))
 
 
 def transpose_back_triton(codes: Tensor, out_GTK: Tensor, offsets: Tensor | None, aligned: Tensor | None) -> None:
@@ -247,8 +328,12 @@ def format_of(form: Float8Format | torch.dtype, device: torch.device) -> dict[st
     dtype = form if isinstance(form, torch.dtype) else form.dtype
     known = E4M3 if dtype == E4M3.dtype else E5M2
     own = "" if isinstance(form, torch.dtype) or form.max == known.max else f" {float(form.max)!r}"
-    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return {"FORM": known.name + own, "NATIVE": native}
+    return {"FORM": known.name + own, "NATIVE": _casts_natively(device)}
+
+
+def _casts_natively(device: torch.device) -> bool:
+    """Whether the GPU converts to float8 itself."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def num_row_tiles(groups: int, rows: int, offsets: Tensor | None, block_m: int, padding: int) -> int:

@@ -15,85 +15,170 @@ from recipes.casts.float8_elements_triton import (
     transposed_words,
 )
 from recipes.triton.gates import tl, triton
-from recipes.triton.rounding import round_to, widen
+from recipes.triton.meeting import amax_of_all, arrive, known_amax, largest_group, meeting_of, raise_amax_at
+from recipes.triton.rounding import INTERPRET, round_to, widen
 from recipes.triton.row_slots import find_tile
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 PADDING = tl.constexpr(32)
 
 
-@triton.jit(do_not_specialize=["rows", "num_groups"])
+@triton.jit(do_not_specialize=["rows", "num_groups", "tiles", "most"])
 def amax_kernel(
-    x_ptr, amax_ptr, offsets_ptr, rows, columns, num_groups, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+    x_ptr, meetings_ptr, offsets_ptr, rows, columns, num_groups, tiles, most,
+    LARGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """amax[g] = max(amax[g], max |x|) of one tile. amax_ptr: the bits of float32 numbers, whose order is theirs.
+    """Raise the amaxes of the groups to max |x|. LARGE: of those with more than `most` rows.
 
     From the last tile to the first, which the cast that follows then finds in L2.
     """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    _, group, first, end, start, _, _ = find_float8_tile(
-        offsets_ptr, None, tile // tl.cdiv(columns, BLOCK_K), rows, rows, num_groups, 0, BLOCK_M
-    )
-    first_column = tile % tl.cdiv(columns, BLOCK_K) * BLOCK_K
-    row = tl.arange(0, BLOCK_M)[:, None]
-    column = tl.arange(0, BLOCK_K)[None, :]
-    inside = (row < height_of(first, end, BLOCK_M)) & (column < columns - first_column) & (group < num_groups)
-    at = start * columns + first_column + row.to(tl.int64) * columns + column
-    x = widen(tl.load(x_ptr + at, mask=inside, other=0.0)).to(tl.float32)
-    _add_amax(amax_ptr, tl.max(tl.max(magnitude(x), axis=1), axis=0), group, (first < end) & (group < num_groups))
+    if LARGE:
+        tiles = tl.where(largest_group(offsets_ptr, num_groups) > most, tiles, 0)
+    for step in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile = tiles - 1 - step
+        _, group, first, end, start, _, _ = find_float8_tile(
+            offsets_ptr, None, tile // tl.cdiv(columns, BLOCK_K), rows, rows, num_groups, 0, BLOCK_M
+        )
+        found = (first < end) & (group < num_groups)
+        if LARGE:
+            found &= rows_of_group(offsets_ptr, group, rows, num_groups) > most
+        first_column = tile % tl.cdiv(columns, BLOCK_K) * BLOCK_K
+        row = tl.arange(0, BLOCK_M)[:, None]
+        column = tl.arange(0, BLOCK_K)[None, :]
+        inside = (row < height_of(first, end, BLOCK_M)) & (column < columns - first_column) & found
+        at = start * columns + first_column + row.to(tl.int64) * columns + column
+        x = widen(tl.load(x_ptr + at, mask=inside, other=0.0)).to(tl.float32)
+        if found:
+            raise_amax_at(meeting_of(meetings_ptr, group), tl.max(tl.max(magnitude(x), axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=["rows", "num_groups", "slots"])
+@triton.jit(do_not_specialize=["rows", "num_groups", "slots", "most"])
 def cast_float8_kernel(
     x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, offsets_ptr, aligned_ptr,
-    rows, columns, width, num_groups, slots, amax_epsilon,
-    GIVEN_IS_SCALE: tl.constexpr, POWER_2: tl.constexpr, PACKED: tl.constexpr,
+    rows, columns, width, num_groups, slots, most, amax_epsilon,
+    GIVEN: tl.constexpr, POWER_2: tl.constexpr, PACKED: tl.constexpr,
     FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile. A copy whose pointer is None is not made.
 
-    given: scales, or amaxes. amax_ptr: None, or the bits of the amaxes that are to grow. rows: of each matrix; slots:
-    row tiles of all. PACKED: column_codes are words; width: of their rows in codes. FORM, NATIVE: as in `float8_codes`.
+    GIVEN, and what given_ptr points to: "scale", scales; "amax", meetings with known amaxes; "meeting", meetings at
+    which groups of at most `most` rows find theirs. amax_ptr: None, or the bits of the amaxes that are to grow. rows:
+    of each matrix; slots: row tiles of all. PACKED: column_codes are words; width: of their rows in codes. FORM,
+    NATIVE: as in `float8_codes`.
     """
     if tl.program_id(0) == 0:
-        _store_scale_inv(
-            scale_inv_ptr, given_ptr, num_groups, amax_epsilon, GIVEN_IS_SCALE, POWER_2, FORM
-        )  # fmt: skip
+        if GIVEN == "meeting":
+            store_scales_of_empty(scale_inv_ptr, offsets_ptr, rows, num_groups)
+        else:
+            store_scales(scale_inv_ptr, given_ptr, num_groups, amax_epsilon, GIVEN, POWER_2, FORM)
     if slots > 0:
-        matrix, group, first, end, start, first_place, places = _find(
-            offsets_ptr, aligned_ptr, rows, columns, width, num_groups, PADDING, BLOCK_M, BLOCK_K
-        )
-        active = group < num_groups
+        _cast_tile(
+            tl.program_id(0), x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, offsets_ptr,
+            aligned_ptr, rows, columns, width, num_groups, most, amax_epsilon,
+            GIVEN, POWER_2, PACKED, FORM, NATIVE, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "num_groups", "tiles", "most"])
+def cast_large_groups_kernel(
+    x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, meetings_ptr, offsets_ptr, aligned_ptr,
+    rows, columns, width, num_groups, tiles, most, amax_epsilon,
+    POWER_2: tl.constexpr, PACKED: tl.constexpr,
+    FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As `cast_float8_kernel`, with known amaxes, of groups with more than `most` rows; nothing else is written."""
+    tiles = tl.where(largest_group(offsets_ptr, num_groups) > most, tiles, 0)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        _cast_tile(
+            tile, x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, meetings_ptr, None, offsets_ptr,
+            aligned_ptr, rows, columns, width, num_groups, most, amax_epsilon,
+            "large", POWER_2, PACKED, FORM, NATIVE, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def _cast_tile(
+    tile, x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, offsets_ptr, aligned_ptr,
+    rows, columns, width, num_groups, most, amax_epsilon,
+    GIVEN: tl.constexpr, POWER_2: tl.constexpr, PACKED: tl.constexpr,
+    FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(columns, BLOCK_K)
+    matrix, group, first, end, start, first_place, places = find_float8_tile(
+        offsets_ptr, aligned_ptr, tile // across, rows, width, num_groups, PADDING, BLOCK_M
+    )
+    active = group < num_groups
+    first_column = tile % across * BLOCK_K
+    height = height_of(first, end, BLOCK_M)
+    x_ptr += start * columns + first_column
+    if GIVEN == "large":
+        large = active & (rows_of_group(offsets_ptr, group, rows, num_groups) > most)
+        height = tl.where(large, height, 0)
+        places = tl.where(large, places, 0)
+    loaded = tl.where(active, height, 0)
+    h0 = load_raw_part(x_ptr, 0, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+    h1 = load_raw_part(x_ptr, 1, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+    h2 = load_raw_part(x_ptr, 2, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+    h3 = load_raw_part(x_ptr, 3, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+    if GIVEN == "meeting":
+        scale = 1.0
+        if loaded > 0:
+            size = rows_of_group(offsets_ptr, group, rows, num_groups)
+            meeting_ptr = meeting_of(given_ptr, group)
+            if size <= most:
+                # Magnitudes of the bits, so that the tile waits as it was loaded, in half the registers.
+                top = tl.maximum(tl.maximum(_magnitude(h0), _magnitude(h1)), tl.maximum(_magnitude(h2), _magnitude(h3)))
+                top = tl.max(tl.max(top, axis=1), axis=0).to(tl.int16).to(h0.dtype, bitcast=True).to(tl.float32)
+                arrive(meeting_ptr, top)
+                amax = amax_of_all(meeting_ptr, tl.cdiv(size, BLOCK_M).to(tl.int32) * across)
+            else:
+                amax = known_amax(meeting_ptr, True)
+            scale = scale_of_amax(amax, amax_epsilon, FORM, POWER_2)
+            store_scale_of_group(scale_inv_ptr, scale, offsets_ptr, group, first, first_column)
+    elif GIVEN == "scale":
         scale = tl.load(given_ptr + group, mask=active, other=1.0)
-        if not GIVEN_IS_SCALE:
-            scale = scale_of_amax(scale, amax_epsilon, FORM, POWER_2)
-        first_column = tl.program_id(0) % tl.cdiv(columns, BLOCK_K) * BLOCK_K
-        height = height_of(first, end, BLOCK_M)
-        x_ptr += start * columns + first_column
-        loaded = tl.where(active, height, 0)
-        x0 = load_part(x_ptr, 0, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-        x1 = load_part(x_ptr, 1, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-        x2 = load_part(x_ptr, 2, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-        x3 = load_part(x_ptr, 3, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-        if amax_ptr is not None:
-            peak = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
-            _add_amax(amax_ptr, tl.max(tl.max(peak, axis=1), axis=0), group, active & (height > 0))
-        x0 *= scale
-        x1 *= scale
-        x2 *= scale
-        x3 *= scale
-        if row_codes_ptr is not None:
-            row_codes_ptr += start * columns + first_column
-            parts = (x0, x1, x2, x3)
-            for j in tl.static_range(4):
-                codes = float8_codes(parts[j], FORM, NATIVE)
-                store_part(row_codes_ptr, codes, j, height, columns, first_column, BLOCK_M, BLOCK_K)
-        if column_codes_ptr is not None:
-            words = float8_words(x0, x1, x2, x3, FORM, NATIVE)
-            store_transposed(
-                column_codes_ptr, words, (matrix.to(tl.int64) * columns + first_column) * width + first_place,
-                places, width, columns - first_column, PACKED, BLOCK_M, BLOCK_K,
-            )  # fmt: skip
+    else:
+        scale = scale_of_amax(known_amax(meeting_of(given_ptr, group), active), amax_epsilon, FORM, POWER_2)
+        if GIVEN == "large":
+            if loaded > 0:
+                store_scale_of_group(scale_inv_ptr, scale, offsets_ptr, group, first, first_column)
+    x0, x1, x2, x3 = _numbers(h0), _numbers(h1), _numbers(h2), _numbers(h3)
+    if amax_ptr is not None:
+        peak = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
+        _add_amax(amax_ptr + group, tl.max(tl.max(peak, axis=1), axis=0), loaded > 0)
+    x0 *= scale
+    x1 *= scale
+    x2 *= scale
+    x3 *= scale
+    if row_codes_ptr is not None:
+        row_codes_ptr += start * columns + first_column
+        parts = (x0, x1, x2, x3)
+        for j in tl.static_range(4):
+            codes = float8_codes(parts[j], FORM, NATIVE)
+            store_part(row_codes_ptr, codes, j, height, columns, first_column, BLOCK_M, BLOCK_K)
+    if column_codes_ptr is not None:
+        words = float8_words(x0, x1, x2, x3, FORM, NATIVE)
+        store_transposed(
+            column_codes_ptr, words, (matrix.to(tl.int64) * columns + first_column) * width + first_place,
+            places, width, columns - first_column, PACKED, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def _numbers(x):
+    """x in float32. By a shift of bfloat16's bits, which the compiler leaves where it is: behind a meeting."""
+    if x.dtype == tl.bfloat16 and not INTERPRET:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return widen(x).to(tl.float32)
+
+
+@triton.jit
+def _magnitude(x):
+    """The bits of |x|, whose order is that of the numbers, for 16-bit x; 0 of NaN."""
+    INFINITE: tl.constexpr = 0x7C00 if x.dtype == tl.float16 else 0x7F80
+    bits = x.to(tl.int16, bitcast=True) & 0x7FFF
+    return tl.where(bits > INFINITE, 0, bits).to(tl.int16)
 
 
 @triton.jit
@@ -129,21 +214,17 @@ def transpose_back_kernel(
 
 @triton.jit
 def store_float8(
-    x, row_codes_ptr, column_codes_ptr, scale_inv_ptr, scale_ptr, first_row, columns, first_column, WIDTH, left, inside,
-    group, num_groups, first_place, places, width,
-    ADJACENT: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
+    x, scale, row_codes_ptr, column_codes_ptr, first_row, columns, first_column, WIDTH, left, inside,
+    first_place, places, width, ADJACENT: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Cast the float32 tile x of a matrix [T, WIDTH], rows from first_row on, with a given scale. A copy whose pointer
-    is None is not made.
+    """Cast the float32 tile x of a matrix [T, WIDTH], rows from first_row on, with its scale; 0 where not `inside`. A
+    copy whose pointer is None is not made.
 
-    left: how many of the tile's columns there are. group, first_place, places: as in `find_float8_tile`; column_codes:
-    words of four rows; width: of theirs in codes. ADJACENT: the columns follow first_column one by one. FORM, NATIVE:
-    as in `float8_codes`.
+    left: how many of the tile's columns there are. first_place, places: as in `find_float8_tile`; column_codes: words
+    of four rows; width: of theirs in codes. ADJACENT: the columns follow first_column one by one. FORM, NATIVE: as in
+    `float8_codes`.
     """
-    if tl.program_id(0) == 0:
-        _store_scale_inv(scale_inv_ptr, scale_ptr, num_groups, 0.0, True, False, FORM)
-    active = group < num_groups
-    scaled = tl.where(inside & active, x, 0.0) * tl.load(scale_ptr + group, mask=active, other=1.0)
+    scaled = tl.where(inside, x, 0.0) * scale
     # Addresses inside of a tile fit in 32 bits: its first one takes 64.
     if row_codes_ptr is not None:
         row_codes_ptr += tl.cast(first_row, tl.int64) * WIDTH
@@ -170,9 +251,9 @@ def store_float8(
 
 @triton.jit
 def raise_amax(amax_ptr, magnitudes, group, num_groups, inside):
-    """amax[group] = the maximum of itself and of what is inside of a tile; amax_ptr: as in `amax_kernel`."""
+    """amax[group] = the maximum of itself and of what is inside of a tile; amax_ptr: as in `cast_float8_kernel`."""
     active = group < num_groups
-    _add_amax(amax_ptr, tl.max(tl.where(inside & active, magnitudes, 0.0)), group, active)
+    _add_amax(amax_ptr + group, tl.max(tl.where(inside & active, magnitudes, 0.0)), active)
 
 
 @triton.jit
@@ -235,8 +316,15 @@ def part_of_tile(PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.
 
 @triton.jit
 def load_part(ptr, PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    return widen(load_raw_part(ptr, PART, height, columns, first_column, BLOCK_M, BLOCK_K)).to(tl.float32)
+
+
+@triton.jit
+def load_raw_part(
+    ptr, PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
     at, inside = part_of_tile(PART, height, columns, first_column, BLOCK_M, BLOCK_K)
-    return widen(tl.load(ptr + at, mask=inside, other=0.0)).to(tl.float32)
+    return tl.load(ptr + at, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -288,23 +376,60 @@ def load_transposed(
 
 
 @triton.jit
-def _add_amax(amax_ptr, amax, group, active):
+def _add_amax(amax_ptr, amax, active):
     amax = tl.maximum(amax, 0.0)  # NaN only where all values are
-    tl.atomic_max(amax_ptr + group, amax.to(tl.int32, bitcast=True), mask=active, sem="relaxed")
+    tl.atomic_max(amax_ptr, amax.to(tl.int32, bitcast=True), mask=active, sem="relaxed")
 
 
 @triton.jit
-def _store_scale_inv(
-    scale_inv_ptr, given_ptr, num_groups, amax_epsilon,
-    GIVEN_IS_SCALE: tl.constexpr, POWER_2: tl.constexpr, FORM: tl.constexpr,
+def store_scales(
+    scale_inv_ptr, given_ptr, num_groups, amax_epsilon, GIVEN: tl.constexpr, POWER_2: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
+    """The scale_inv of all groups. GIVEN, given_ptr: as in `cast_float8_kernel`, without meetings."""
     CHUNK: tl.constexpr = 128
     for start in range(0, num_groups, CHUNK):
         offs_g = start + tl.arange(0, CHUNK)
-        scale = tl.load(given_ptr + offs_g, mask=offs_g < num_groups, other=1.0)
-        if not GIVEN_IS_SCALE:
-            scale = scale_of_amax(scale, amax_epsilon, FORM, POWER_2)
+        if GIVEN == "scale":
+            scale = tl.load(given_ptr + offs_g, mask=offs_g < num_groups, other=1.0)
+        else:
+            amax = known_amax(meeting_of(given_ptr, offs_g), offs_g < num_groups)
+            scale = scale_of_amax(amax, amax_epsilon, FORM, POWER_2)
         tl.store(scale_inv_ptr + offs_g, tl.div_rn(1.0, scale), mask=offs_g < num_groups)
+
+
+@triton.jit
+def store_scales_of_empty(scale_inv_ptr, offsets_ptr, rows, num_groups):
+    """The scale_inv of groups without rows, which nobody else stores where groups meet."""
+    CHUNK: tl.constexpr = 128
+    for start in range(0, num_groups, CHUNK):
+        offs_g = start + tl.arange(0, CHUNK)
+        empty = offs_g < num_groups
+        if offsets_ptr is not None:
+            begins = tl.minimum(tl.load(offsets_ptr + offs_g, mask=empty, other=0), rows)
+            ends = tl.minimum(tl.load(offsets_ptr + offs_g + 1, mask=empty, other=0), rows)
+            empty &= ends == begins
+        else:
+            empty &= rows == 0
+        tl.store(scale_inv_ptr + offs_g, 1.0, mask=empty)
+
+
+@triton.jit
+def store_scale_of_group(scale_inv_ptr, scale, offsets_ptr, group, first, first_column):
+    """The scale_inv of a group, by its first tile: its rows begin at `first` of the matrix."""
+    begin = first * 0
+    if offsets_ptr is not None:
+        begin = tl.load(offsets_ptr + group)
+    tl.store(scale_inv_ptr + group, tl.div_rn(1.0, scale), mask=(first == begin) & (first_column == 0))
+
+
+@triton.jit
+def rows_of_group(offsets_ptr, group, rows, num_groups):
+    """How many rows a group has; of the tail any number."""
+    if offsets_ptr is None:
+        return rows
+    else:
+        end = tl.load(offsets_ptr + group + 1, mask=group < num_groups, other=0)
+        return tl.minimum(end, rows) - tl.load(offsets_ptr + group)
 
 
 @triton.jit

@@ -40,11 +40,15 @@ class QuantizedBuffers(NamedTuple):
 
     scale: [n] float32 to quantize with; None if the kernel computes the scales
     amax:  [n] float32, to be raised to max |x|; None if nothing is recorded
+    meetings: where the kernel finds the amaxes from which the scales follow (`recipes.triton.meeting`); None with scale
+    amaxes_are_known: whether they are found already
     """
 
     copies: QuantizedTensor | GroupedTensor
     scale: Tensor | None = None
     amax: Tensor | None = None
+    meetings: Tensor | None = None
+    amaxes_are_known: bool = False
 
 
 class Quantizer(ABC):

@@ -16,6 +16,7 @@ from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import QuantizedBuffers, Quantizer, check_grouped, check_stacked, check_tensor
 from recipes.tensors.scaled_codes import ScaledCodes, scaled_copies
 from recipes.tensors.splits import Splits
+from recipes.triton.meeting import empty_meetings
 
 
 class SpecQuantizer(Quantizer):
@@ -72,19 +73,28 @@ class SpecQuantizer(Quantizer):
         return GroupedTensor(None, splits, *scaled_copies(copies, self.spec, x_TK.shape), x_TK.dtype)
 
     def empty_grouped(
-        self, shape: torch.Size, dtype: torch.dtype, splits: Splits, *, rowwise: bool, columnwise: bool
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        splits: Splits,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        meetings: Tensor | None = None,
     ) -> QuantizedBuffers:
         """Buffers for a kernel that computes grouped rows [T, K] and quantizes them as `quantize_grouped` does.
 
-        Without given scales the amaxes are zeros, from which the kernel raises them.
+        meetings: those of the buffers into which the same rows were quantized before, so that their amaxes are known
         """
         spec = self.spec
         copies = empty_copies(shape, spec, splits.device, rowwise=rowwise, columnwise=columnwise, splits=splits)
         grouped = GroupedTensor(None, splits, *scaled_copies(copies, spec, shape), dtype)
         scale, amax = self.scale_and_amax(splits.device, splits.num_groups)
-        if scale is None:
-            amax = torch.zeros(splits.num_groups, dtype=torch.float32, device=splits.device)
-        return QuantizedBuffers(grouped, scale, amax)
+        if scale is not None:
+            return QuantizedBuffers(grouped, scale, amax)
+        known = meetings is not None
+        meetings = empty_meetings(splits.num_groups, splits.device) if meetings is None else meetings
+        return QuantizedBuffers(grouped, None, None, meetings, known)
 
     def casts_by_spec(self) -> bool:
         """Whether `quantize_grouped` does what the spec says: a subclass may replace it."""

@@ -50,7 +50,14 @@ from torch import Tensor
 
 from ops.kernels.elementwise.activation_functions import RULES, Constants
 from ops.kernels.elementwise.chain import Step, delementwise, elementwise, elementwise_cast, runs_triton
-from ops.kernels.elementwise.chain_cast import Cast, cast_from_memory, cast_into, finds_amaxes_of
+from ops.kernels.elementwise.chain_cast import (
+    Cast,
+    MeetingTile,
+    cast_from_memory,
+    cast_into,
+    meeting_tile,
+    stores_values,
+)
 from recipes.arguments import as_integer, as_number
 from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.triton.launch import replayed
@@ -166,10 +173,12 @@ def _activation_on_triton(h: Tensor, spec: Activation, scales: Tensor | None) ->
 def activation_cast(h: Tensor, spec: Activation, scales: Tensor | None, into: QuantizedBuffers) -> None:
     """`activation`, bit for bit quantized into these buffers. Only for non-empty CUDA tensors."""
     check_activation(h.shape, spec, scales)
-    act = h.new_empty(activation_shape(h.shape, spec)) if finds_amaxes_of(into) else None
-    elementwise_cast(h, cast_into(into), (activation_step(spec, scales is not None),), (scales,), out=act)
+    shape = activation_shape(h.shape, spec)
+    cast = cast_into(into, h, shape[-1], _meeting_tile(spec, backward=False))
+    act = h.new_empty(shape) if stores_values(cast) else None
+    elementwise_cast(h, cast, (activation_step(spec, scales is not None),), (scales,), out=act)
     if act is not None:
-        cast_from_memory(act, into)
+        cast_from_memory(act, into, cast)
 
 
 def dactivation(
@@ -195,14 +204,15 @@ def dactivation(
     if runs_triton(dact, h, scales):
         if not (need_dh or need_dscales or need_act or dh_into or act_into):
             return None, None, None
-        casts = [None if into is None else cast_into(into) for into in (dh_into, act_into)]
-        stored = [finds_amaxes_of(into) for into in (dh_into, act_into)]
+        tile = _meeting_tile(spec, backward=True)
+        casts = [i if i is None else cast_into(i, h, dact.shape[-1], tile) for i in (dh_into, act_into)]
+        stored = [stores_values(cast) for cast in casts]
         dh, dscales, act = _dactivation_on_triton(
-            dact, h, spec, scales, need_dh or stored[0], need_dscales, need_act or stored[1], *casts
+            dact, h, spec, scales, need_dh or stored[0], need_dh, need_dscales, need_act or stored[1], *casts
         )
-        for x, into, from_memory in zip((dh, act), (dh_into, act_into), stored, strict=True):
-            if from_memory and x is not None and into is not None:
-                cast_from_memory(x, into)
+        for x, into, cast in zip((dh, act), (dh_into, act_into), casts, strict=True):
+            if x is not None and into is not None and cast is not None and stores_values(cast):
+                cast_from_memory(x, into, cast)
         return dh if need_dh else None, dscales, act if need_act else None
     dtype = _compute_dtype(h)
     wide = h.to(dtype)
@@ -225,6 +235,11 @@ def dactivation(
     return dh, dscales, act
 
 
+def _meeting_tile(spec: Activation, *, backward: bool) -> MeetingTile | None:
+    """None: interleaved columns take registers that waiting programs do not have."""
+    return None if spec.gated and spec.glu_interleave_size is not None else meeting_tile(backward=backward)
+
+
 @replayed
 def _dactivation_on_triton(
     dact: Tensor,
@@ -232,6 +247,7 @@ def _dactivation_on_triton(
     spec: Activation,
     scales: Tensor | None,
     need_dh: bool,
+    keep_dh: bool,
     need_dscales: bool,
     need_act: bool,
     cast: Cast | None,
@@ -240,6 +256,7 @@ def _dactivation_on_triton(
     found = delementwise(
         dact, h, (activation_step(spec, scales is not None),), (scales,), (h.dtype,),
         need_dx=need_dh, need_operands=(need_dscales,), need_y=need_act, cast=cast, y_cast=act_cast,
+        keep_dx=keep_dh,
     )  # fmt: skip
     d_row = found.operands[0]
     return found.dx, None if d_row is None or scales is None else d_row.to(scales.dtype), found.y

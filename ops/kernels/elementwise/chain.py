@@ -43,7 +43,6 @@ from torch import Tensor
 from ops.kernels.elementwise.chain_cast import (
     Cast,
     cast_constants,
-    cast_kind,
     casts_natively,
     codes_of,
     in_groups,
@@ -176,6 +175,12 @@ class ElementwiseConfig(NamedTuple):
     tiles: int
     num_warps: int
     num_stages: int = 1
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """For Triton."""
+        return {"num_warps": self.num_warps, **({"maxnreg": self.registers} if self.registers else {})}
 
     def programs(self, rows: int, columns: int) -> tuple[int, int]:
         """The numbers of row blocks and column blocks of the grid."""
@@ -216,8 +221,11 @@ def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str =
 def _config(
     rows: int, columns: int, dtype: torch.dtype, *casts: Cast | None, sums_rows: bool = False, backward: bool = False
 ) -> ElementwiseConfig:
-    kinds = [cast_kind(cast.spec) for cast in casts if cast is not None]
+    kinds = [cast.kind for cast in casts if cast is not None]
     if any(in_groups(cast) for cast in casts):
+        tile = next((cast.tile for cast in casts if cast is not None and cast.tile is not None), None)
+        if tile is not None:
+            return ElementwiseConfig(tile.block_t, tile.block_c, 1, tile.num_warps, registers=tile.registers)
         if set(kinds) == {"amax"}:
             return _FINDING_AMAXES[backward]
         return (_IN_GROUPS_FLOAT16 if dtype == torch.float16 else _IN_GROUPS)[backward]
@@ -268,7 +276,8 @@ def elementwise_cast(
     dtypes: Sequence[torch.dtype] | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """`elementwise`, the rounded result quantized into `cast`, and stored only in `out`. For non-empty CUDA tensors."""
+    """`elementwise`, the rounded result quantized into `cast`, and stored only in `out`, where the cast is a meeting of
+    groups that are too large for it. For non-empty CUDA tensors."""
     dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
     x, operands = x.contiguous(), [o if o is None else o.contiguous() for o in operands]
     elementwise_triton(x, out, cast, steps, operands, dtypes)
@@ -287,12 +296,14 @@ def delementwise(
     need_column_sums: bool = False,
     cast: Cast | None = None,
     y_cast: Cast | None = None,
+    keep_dx: bool = True,
 ) -> ChainGradients:
     """The gradients of `elementwise`, and its recomputed result for callers that saved only x.
 
     dy: [..., C]. x may be None if all steps are linear and y is not needed. The operand of a linear step may be None if
     no later step reads its x. cast, y_cast: the kernel quantizes dx and y into these, of rows in groups y and the dx of
-    a gated chain too; with need_dx=False, need_y=False dx and y themselves are not stored.
+    a gated chain too; with need_dx=False, need_y=False dx and y themselves are not stored. keep_dx=False: where the
+    cast is a meeting, dx is stored of groups that are too large for it.
     """
     dtypes = [dy.dtype] * len(steps) if dtypes is None else dtypes
     needed = [False] * len(steps) if need_operands is None else list(need_operands)
@@ -324,7 +335,7 @@ def delementwise(
     column_shares = new((row_blocks, width), dtype=torch.float32) if need_column_sums else None
     dy, x = dy.contiguous(), x if x is None else x.contiguous()
     operands = [o if o is None else o.contiguous() for o in operands]
-    delementwise_triton(dy, x, dx, cast, y, y_cast, steps, operands, shares, column_shares, dtypes, config)
+    delementwise_triton(dy, x, dx, cast, y, y_cast, steps, operands, shares, column_shares, dtypes, config, keep_dx)
     gradients: list[Tensor | None] = []
     for step, need, share in zip(steps, needed, shares, strict=True):
         if share is None:
@@ -408,10 +419,10 @@ def elementwise_triton(
     _elementwise(
         x, _num_programs(config, rows, columns, cast),
         x, y, codes_of(cast), tuple(operands), rows, columns, columns * (1 + gated), places_of(cast), num_groups(cast),
+        cast.most if cast else 0,
         **chain_constants(tuple(steps), tuple(dtypes)), **cast_constants(cast, x), NATIVE=casts_natively(x),
-        BLOCK_T=config.block_t, BLOCK_C=config.block_c,
-        WHOLE=config.whole(rows, columns) and not in_groups(cast), num_warps=config.num_warps,
-        enable_fp_fusion=False,
+        KEEP=cast is None or cast.how != "meeting", BLOCK_T=config.block_t, BLOCK_C=config.block_c,
+        WHOLE=config.whole(rows, columns) and not in_groups(cast), **config.options, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -429,6 +440,7 @@ def delementwise_triton(
     column_shares: Tensor | None,
     dtypes: Sequence[torch.dtype],
     config: ElementwiseConfig,
+    keep_dx: bool,
 ) -> None:
     """Launch `delementwise` on contiguous tensors. Partial sums: [row blocks, columns] or [column blocks, rows]."""
     if not has_work(dy):
@@ -440,11 +452,12 @@ def delementwise_triton(
         dy, _num_programs(config, rows, columns, some_cast),
         dy, x, tuple(operands), dx, codes_of(cast), tuple(shares), y, codes_of(y_cast), column_shares, rows, columns,
         columns * (1 + (_gate_of(steps) >= 0)), places_of(cast, y_cast), num_groups(some_cast),
+        cast.most if cast else 0,
         **chain_constants(tuple(steps), tuple(dtypes)), **_backwards(tuple(steps), tuple(dtypes)),
         **cast_constants(cast, dy), **cast_constants(y_cast, dy, "Y_"), NATIVE=casts_natively(dy),
+        KEEP=keep_dx or cast is None or cast.how != "meeting",
         BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns) and not in_groups(some_cast),
-        TILES=config.tiles,
-        STAGES=config.num_stages, num_warps=config.num_warps, enable_fp_fusion=False,
+        TILES=config.tiles, STAGES=config.num_stages, **config.options, enable_fp_fusion=False,
     )  # fmt: skip
 
 

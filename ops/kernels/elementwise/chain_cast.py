@@ -1,8 +1,14 @@
 """What the element-wise kernels quantize their result to, and the arguments that pass it to them.
 
-MXFP8 and FP8 with one given scale are cast of whole matrices, both copies at once; FP8 with a given scale a group also
-of rows in groups. Of rows in groups whose scales follow from amaxes the kernel stores the result and finds the amaxes;
-it is cast from memory then. To compute the chain twice instead takes as long on an H200.
+MXFP8 and FP8 with one given scale are cast of whole matrices, both copies at once; FP8 with one scale a group also of
+rows in groups. Scales that follow from amaxes are
+
+    known     amaxes found before: the kernel casts
+    meeting   groups that are small enough find theirs at meetings (`recipes.triton.meeting`), and are cast; values of
+              larger ones are stored and cast from memory
+    amax      most groups are too large: the kernel finds the amaxes and stores the values, which are cast from memory
+
+To compute the chain twice instead takes as long as the last way on an H200.
 """
 
 from __future__ import annotations
@@ -13,22 +19,41 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_float8 import BLOCK, cast_with_amaxes, finds_amaxes, format_of
+from recipes.casts.cast_float8 import BLOCK, USUAL, cast_from_meetings, finds_amaxes, format_of
 from recipes.casts.layout import Copies
-from recipes.casts.scale_rules import E8M0Scale, GivenScale
+from recipes.casts.scale_rules import E8M0Scale, Float32Scale, GivenScale
 from recipes.tensors.formats import ALL, E4M3, Float8Format, ScaleRule, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import QuantizedBuffers
+from recipes.triton.launch import cdiv
+from recipes.triton.meeting import most_programs
 from recipes.triton.row_slots import num_slots
+
+
+class MeetingTile(NamedTuple):
+    """Tile of y of a program that waits for the others of its group, and the registers that it may take."""
+
+    block_t: int
+    block_c: int
+    num_warps: int
+    registers: int
+
+
+def meeting_tile(*, backward: bool) -> MeetingTile:
+    """Measured on an H100: few registers, so that many programs wait at once; backward spills 60 bytes of them, and is
+    9 % faster than with 96."""
+    return MeetingTile(32, 64, 4, 80) if backward else MeetingTile(32, 128, 4, 56)
 
 
 class Cast(NamedTuple):
     """The buffers for the quantized copies of a chain's result. The format is one for which `why_no_cast` returns None.
 
     row_codes, ..., column_scales: None of a copy that is not made; rows that are in no groups have both
-    scale, amax: as in `QuantizedBuffers`; amax alone, without any copies, is only found
+    scale, amax: as in `QuantizedBuffers`
     offsets, aligned: of rows in groups, each with a scale of its own: `splits.offsets`, `splits.aligned(32)`
+    meetings, how: of scales that follow from amaxes: as in `QuantizedBuffers`; "known", "meeting" or "amax"
+    tile, most: of a meeting, and up to how many rows a group meets
     """
 
     row_codes: Tensor | None
@@ -40,30 +65,60 @@ class Cast(NamedTuple):
     amax: Tensor | None = None
     offsets: Tensor | None = None
     aligned: Tensor | None = None
+    meetings: Tensor | None = None
+    how: str = ""
+    tile: MeetingTile | None = None
+    most: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The kernels' CAST."""
+        return self.how or cast_kind(self.spec)
 
 
-def cast_into(buffers: QuantizedBuffers) -> Cast:
-    """The cast that fills them, or finds the amaxes with which `cast_from_memory` does."""
+def cast_into(
+    buffers: QuantizedBuffers, x: Tensor | None = None, columns: int = 0, tile: MeetingTile | None = None
+) -> Cast:
+    """The cast that fills them, together with `cast_from_memory` where it `stores_values`.
+
+    Of rows in groups: x, of which the chain is computed, the columns of its y, and the tile with which groups meet, or
+    None if they do not.
+    """
     copies = buffers.copies
     made, spec = _parts(copies)
     offsets = aligned = None
     if isinstance(copies, GroupedTensor):
         offsets, aligned = copies.splits.offsets, None if made.column_codes is None else copies.splits.aligned(BLOCK)
-    if cast_kind(spec) == "amax":
-        return Cast(None, None, None, None, spec, None, buffers.amax, offsets)
-    return Cast(*made, spec, buffers.scale, buffers.amax, offsets, aligned)
+    if buffers.meetings is None:
+        return Cast(*made, spec, buffers.scale, buffers.amax, offsets, aligned)
+    assert isinstance(copies, GroupedTensor), "only rows in groups find their amaxes"
+    cast = Cast(*made, spec, None, None, offsets, aligned, buffers.meetings)
+    if buffers.amaxes_are_known:
+        return cast._replace(how="known")
+    if x is not None and tile is not None and meets(x):
+        most = most_programs(x, tile.num_warps, tile.registers) // cdiv(columns, tile.block_c) * tile.block_t
+        if copies.splits.rows * USUAL <= most * copies.splits.num_groups:
+            return cast._replace(how="meeting", tile=tile, most=most)
+    return Cast(None, None, None, None, spec, None, None, offsets, None, buffers.meetings, "amax")
 
 
-def finds_amaxes_of(into: QuantizedBuffers | None) -> bool:
-    """Whether the kernel finds the amaxes alone, so that the values are stored and cast from memory."""
-    return into is not None and cast_kind(_parts(into.copies)[1]) == "amax"
+def meets(x: Tensor) -> bool:
+    """Whether groups meet in kernels over x: tiles of 16-bit numbers wait in registers, on GPUs that cast natively."""
+    return x.dtype in (torch.bfloat16, torch.float16) and casts_natively(x)
 
 
-def cast_from_memory(x: Tensor, into: QuantizedBuffers) -> None:
-    """Fill the buffers from x [T, K] in groups, whose amaxes were found."""
-    assert isinstance(into.copies, GroupedTensor) and into.amax is not None, "only such rows have kind 'amax'"
+def stores_values(cast: Cast | None) -> bool:
+    """Whether the kernel needs memory for the values, of all groups or of large ones, which are cast from it."""
+    return cast is not None and cast.how in ("amax", "meeting")
+
+
+def cast_from_memory(x: Tensor, into: QuantizedBuffers, cast: Cast) -> None:
+    """Fill the buffers from x [T, K] in groups, whose amaxes were found: of the groups that were too large to meet."""
+    assert isinstance(into.copies, GroupedTensor) and into.meetings is not None, "only such rows are stored"
     copies, spec = _parts(into.copies)
-    cast_with_amaxes(x, copies, spec, into.amax, into.copies.splits)
+    most = cast.most if cast.how == "meeting" else None
+    if most is None or len(x) > most:
+        cast_from_meetings(x, copies, spec, into.meetings, into.copies.splits, most)
 
 
 def _parts(quantized: QuantizedTensor | GroupedTensor) -> tuple[Copies, ScaleSpec]:
@@ -94,7 +149,8 @@ def why_no_cast(spec: ScaleSpec, *, grouped: bool = False) -> str | None:
 
 @lru_cache(maxsize=1024)
 def cast_kind(spec: ScaleSpec | None) -> str:
-    """The kernels' CAST; empty for no cast and for formats that they do not support."""
+    """The kernels' CAST for a format, "amax" of all whose scales follow from amaxes; empty for no cast and for formats
+    that they do not support."""
     if spec is None or type(spec.element) is not Float8Format:
         return ""
     if finds_amaxes(spec):
@@ -103,16 +159,17 @@ def cast_kind(spec: ScaleSpec | None) -> str:
 
 
 def codes_of(cast: Cast | None) -> tuple[Tensor | None, ...]:
-    """Codes as bytes, transposed ones as 4-byte words, because the interpreter's float8 rounds wrongly. The amax as
-    int32 bits, which for non-negative floats have the same order."""
+    """Codes as bytes, transposed ones as 4-byte words, because the interpreter's float8 rounds wrongly; scales, or
+    meetings. The amax as int32 bits, which for non-negative floats have the same order."""
     if cast is None:
         return (None,) * 8
-    row_codes, row_scales, column_codes, column_scales, spec, scale, amax, offsets, aligned = cast
+    row_codes, row_scales, column_codes, column_scales, spec, scale, amax, offsets, aligned, meetings, *_ = cast
     scale_inv = row_scales if row_scales is not None or not spec.is_per_tensor else column_scales
     return (
         None if row_codes is None else row_codes.view(torch.uint8), scale_inv,
         None if column_codes is None else column_codes.view(torch.int32 if spec.is_per_tensor else torch.uint8),
-        column_scales, scale, None if amax is None else amax.view(torch.int32), offsets, aligned,
+        column_scales, scale if meetings is None else meetings, None if amax is None else amax.view(torch.int32),
+        offsets, aligned,
     )  # fmt: skip
 
 
@@ -133,14 +190,18 @@ def in_groups(cast: Cast | None) -> TypeGuard[Cast]:
 def cast_constants(cast: Cast | None, x: Tensor, prefix: str = "") -> dict[str, Any]:
     """Compile-time arguments, under these names behind the prefix."""
     if cast is None:
-        return {prefix + "CAST": "", prefix + "FORM": ""}
-    element, kind = cast.spec.element, cast_kind(cast.spec)
+        return {prefix + "CAST": "", prefix + "FORM": "", prefix + "RULE": ()}
+    element, kind, rule = cast.spec.element, cast.kind, cast.spec.scale_rule
     if not isinstance(element, Float8Format) or not kind:
         raise ValueError(why_no_cast(cast.spec))
     if (cast.scale is None) == (kind == "given"):
         given = "no" if cast.scale is None else "a"
         raise ValueError(f"{cast.spec} is cast with {given} given scale. Pass one only if its rule is GivenScale.")
-    return {prefix + "CAST": kind, prefix + "FORM": "" if kind == "amax" else format_of(element, x.device)["FORM"]}
+    return {
+        prefix + "CAST": kind,
+        prefix + "FORM": "" if kind == "amax" else format_of(element, x.device)["FORM"],
+        prefix + "RULE": (rule.power_2, rule.amax_epsilon) if isinstance(rule, Float32Scale) else (),
+    }
 
 
 def casts_natively(x: Tensor) -> bool:

@@ -4,8 +4,10 @@ For each step: STEPS, BACKWARDS, D_OPERANDS: its functions; KINDS: its operand; 
 dtype of its result; ENTERS, LEAVES: whether its x or dy arrives in another dtype; READS: whether its backward reads x.
 GATE: the position of the gated step, or -1. Operand pointers that a step does not need are None.
 WHOLE: no tile reaches beyond the rows and columns of y.
-CAST: how the result is quantized to FORM, "blocks" (MXFP8) or "given" (one given scale), "amax" if only its amaxes are
-found; "" if it is not.
+CAST: how the result is quantized to FORM: "" not, "blocks" (MXFP8), "given" (one given scale), and with scales that
+follow from amaxes by RULE "known" (from amaxes that are known), "meeting" (from those that groups of at most `most`
+rows find at meetings; the others' values are stored, as those of "amax", of which only amaxes are found). KEEP: whether
+the values are stored anyway.
 codes: the tensors of a `Cast`, else Nones. Where these have offsets, each tile lies in one of num_groups groups.
 places: how long the rows of transposed codes are.
 
@@ -14,10 +16,21 @@ Between two steps a tile has the dtype in which the earlier step's result would 
 """
 # T rows, COLUMNS of y, WIDTH columns of x
 
-from recipes.casts.cast_float8_triton import PADDING, find_float8_tile, raise_amax, store_float8
+from recipes.casts.cast_float8_triton import (
+    PADDING,
+    find_float8_tile,
+    raise_amax,
+    rows_of_group,
+    scale_of_amax,
+    store_float8,
+    store_scale_of_group,
+    store_scales,
+    store_scales_of_empty,
+)
 from recipes.casts.cast_mxfp8_triton import store_mxfp8
 from recipes.casts.float8_elements_triton import magnitude
 from recipes.triton.gates import tl, triton
+from recipes.triton.meeting import amax_of_all, arrive, known_amax, meeting_of, raise_amax_at
 from recipes.triton.philox_triton import philox
 from recipes.triton.rounding import round_pairs_to, round_to, widen, widen_pairs
 
@@ -180,13 +193,13 @@ def _inside(rows, columns, T, COLUMNS, WHOLE: tl.constexpr):
         return (rows < T)[:, None] & (columns < COLUMNS)[None, :]
 
 
-@triton.jit(do_not_specialize=["num_groups"])
+@triton.jit(do_not_specialize=["num_groups", "most"])
 def elementwise_kernel(
-    x_ptr, y_ptr, codes, operands, T, COLUMNS, WIDTH, places, num_groups,
+    x_ptr, y_ptr, codes, operands, T, COLUMNS, WIDTH, places, num_groups, most,
     STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
     COUNT: tl.constexpr,
     GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr,
-    NATIVE: tl.constexpr,
+    RULE: tl.constexpr, NATIVE: tl.constexpr, KEEP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     column_blocks = tl.cdiv(COLUMNS, BLOCK_C)
@@ -213,14 +226,19 @@ def elementwise_kernel(
         T, COLUMNS, WIDTH, inside,
         STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE,
     )  # fmt: skip
+    large = _is_large(codes, tile, T, num_groups, most, CAST)
     if y_ptr is not None:
-        y = widen(y).to(tl.float32)
-        tl.store(y_ptr + start * COLUMNS + columns[None, :], round_to(y, y_ptr.dtype.element_ty), mask=inside)
-    _store_codes(
-        y, codes, tile, columns, first_column, COLUMNS, COLUMNS - first_column, T, places, num_groups, inside, 0,
-        CAST, FORM, NATIVE,
+        stored = inside if KEEP else inside & large
+        at = start * COLUMNS + columns[None, :]
+        tl.store(y_ptr + at, round_to(widen(y).to(tl.float32), y_ptr.dtype.element_ty), mask=stored)
+    _find_amax(y, y, codes, tile, large, column_blocks, num_groups, inside, CAST, False)
+    scale = _scale_of(
+        codes, tile, large, column_blocks, first_column, T, num_groups, CAST, FORM, RULE, BLOCK_T
     )  # fmt: skip
-    _find_amax(y, y, codes, tile, num_groups, inside, CAST, False)
+    _store_codes(
+        y, scale, codes, tile, large, columns, first_column, COLUMNS, COLUMNS - first_column, T, num_groups, places,
+        inside, 0, CAST, FORM, NATIVE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -238,29 +256,88 @@ def _tile_of_rows(codes, block, T, places, num_groups, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
+def _is_large(codes, tile, T, num_groups, most, CAST: tl.constexpr):
+    """Whether a tile is of a group that is too large to meet."""
+    if CAST == "meeting":
+        return (tile[2] < num_groups) & (rows_of_group(codes[6], tile[2], T, num_groups) > most)
+    else:
+        return False
+
+
+@triton.jit
+def _find_amax(
+    a, b, codes, tile, large, column_blocks, num_groups, inside, CAST: tl.constexpr, PAIR: tl.constexpr
+):  # fmt: skip
+    """Of both tiles, if they are a PAIR; else of the first. At a meeting this program arrives with it."""
+    FINDS: tl.constexpr = CAST == "meeting" or CAST == "amax"
+    if FINDS or (CAST != "" and codes[5] is not None):
+        peak = magnitude(widen_pairs(a))
+        if PAIR:
+            peak = tl.maximum(peak, magnitude(widen_pairs(b)))
+        if FINDS:
+            if _has_rows(tile, num_groups):
+                amax = tl.max(tl.where(inside, peak, 0.0))
+                meeting_ptr = meeting_of(codes[4], tile[2])
+                if CAST == "meeting":
+                    if large:
+                        raise_amax_at(meeting_ptr, amax)
+                    else:
+                        arrive(meeting_ptr, amax)
+                else:
+                    raise_amax_at(meeting_ptr, amax)
+        else:
+            raise_amax(codes[5], peak, tile[2], num_groups, inside)
+
+
+@triton.jit
+def _has_rows(tile, num_groups):
+    return (tile[2] < num_groups) & (tile[5] < tile[1])
+
+
+@triton.jit
+def _scale_of(
+    codes, tile, large, column_blocks, first_column, T, num_groups,
+    CAST: tl.constexpr, FORM: tl.constexpr, RULE: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The scale of a tile, after `_find_amax`. Of a group, or of all, one program stores scale_inv too."""
+    scale = 1.0
+    if CAST == "given":
+        if tl.program_id(0) == 0:
+            store_scales(codes[1], codes[4], num_groups, 0.0, "scale", False, FORM)
+        scale = tl.load(codes[4] + tile[2], mask=tile[2] < num_groups, other=1.0)
+    elif CAST == "known":
+        if tl.program_id(0) == 0:
+            store_scales(codes[1], codes[4], num_groups, RULE[1], "amax", RULE[0], FORM)
+        amax = known_amax(meeting_of(codes[4], tile[2]), tile[2] < num_groups)
+        scale = scale_of_amax(amax, RULE[1], FORM, RULE[0])
+    elif CAST == "meeting":
+        if tl.program_id(0) == 0:
+            store_scales_of_empty(codes[1], codes[6], T, num_groups)
+        if _has_rows(tile, num_groups) & (large == 0):
+            programs = tl.cdiv(rows_of_group(codes[6], tile[2], T, num_groups), BLOCK_T).to(tl.int32) * column_blocks
+            scale = scale_of_amax(amax_of_all(meeting_of(codes[4], tile[2]), programs), RULE[1], FORM, RULE[0])
+            store_scale_of_group(codes[1], scale, codes[6], tile[2], tile[5], first_column)
+    return scale
+
+
+@triton.jit
 def _store_codes(
-    x, codes, tile, columns, first_column, WIDTH, left, T, places, num_groups, inside, INTERLEAVE: tl.constexpr,
-    CAST: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
+    x, scale, codes, tile, large, columns, first_column, WIDTH, left, T, num_groups, places, inside,
+    INTERLEAVE: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """x stands in these columns of WIDTH; `left` of the tile's columns are there."""
     if CAST == "blocks":
         store_mxfp8(x, codes[0], codes[1], codes[2], codes[3], tile[0], columns, T, WIDTH, inside, FORM, NATIVE)
-    elif CAST == "given":
+    elif CAST == "given" or CAST == "known" or CAST == "meeting":
+        active = tile[2] < num_groups
+        stored, places_here = inside, tile[4]
+        if CAST == "meeting":
+            stored = inside & (large == 0)
+            places_here = tl.where(large, 0, tile[4])
         store_float8(
-            widen_pairs(x), codes[0], codes[2], codes[1], codes[4], tile[5], columns, first_column, WIDTH, left,
-            inside, tile[2], num_groups, tile[3], tile[4], places,
-            INTERLEAVE == 0, FORM, NATIVE,
+            tl.where(active, widen_pairs(x), 0.0), scale, codes[0], codes[2], tile[5], columns, first_column, WIDTH,
+            left, stored, tile[3], places_here, places, INTERLEAVE == 0, FORM, NATIVE,
         )  # fmt: skip
-
-
-@triton.jit
-def _find_amax(a, b, codes, tile, num_groups, inside, CAST: tl.constexpr, PAIR: tl.constexpr):
-    """Of both tiles, if they are a PAIR; else of the first."""
-    if CAST != "" and codes[5] is not None:
-        peak = magnitude(widen_pairs(a))
-        if PAIR:
-            peak = tl.maximum(peak, magnitude(widen_pairs(b)))
-        raise_amax(codes[5], peak, tile[2], num_groups, inside)
 
 
 @triton.jit
@@ -338,9 +415,10 @@ def _store_y(
     y_ptr, y_codes, a, b, operands, shared_a, shared_b, tile, columns, columns_a, columns_b, first_column,
     T, COLUMNS, WIDTH, places, num_groups, inside,
     STEPS: tl.constexpr, KINDS: tl.constexpr, CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr,
-    GATE: tl.constexpr, COUNT: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
+    GATE: tl.constexpr, COUNT: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr, RULE: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Recompute y, store it if y_ptr is not None, and cast it."""
+    """Recompute y, store it if y_ptr is not None, and cast it, not at a meeting."""
     rows = tile[0]
     y, _ = up_to(
         a, b, COUNT, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,
@@ -350,21 +428,23 @@ def _store_y(
     if y_ptr is not None:
         stored = round_to(widen(y).to(tl.float32), y_ptr.dtype.element_ty)
         tl.store(y_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], stored, mask=inside)
+    _find_amax(y, y, y_codes, tile, False, 0, num_groups, inside, CAST, False)
+    scale = _scale_of(y_codes, tile, False, 0, first_column, T, num_groups, CAST, FORM, RULE, rows.shape[0])
     _store_codes(
-        y, y_codes, tile, columns, first_column, COLUMNS, COLUMNS - first_column, T, places, num_groups,
+        y, scale, y_codes, tile, False, columns, first_column, COLUMNS, COLUMNS - first_column, T, num_groups, places,
         inside, 0, CAST, FORM, NATIVE,
     )  # fmt: skip
-    _find_amax(y, y, y_codes, tile, num_groups, inside, CAST, False)
 
 
-@triton.jit(do_not_specialize=["num_groups"])
+@triton.jit(do_not_specialize=["num_groups", "most"])
 def delementwise_kernel(
     dy_ptr, x_ptr, operands, dx_ptr, codes, d_operands, y_ptr, y_codes, column_sums_ptr, T, COLUMNS, WIDTH,
-    places, num_groups,
+    places, num_groups, most,
     STEPS: tl.constexpr, BACKWARDS: tl.constexpr, D_OPERANDS: tl.constexpr, READS: tl.constexpr, KINDS: tl.constexpr,
     CONSTANTS: tl.constexpr, DTYPES: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr, COUNT: tl.constexpr,
     GATE: tl.constexpr, INTERLEAVE: tl.constexpr, SOURCE: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr,
-    NATIVE: tl.constexpr, Y_CAST: tl.constexpr, Y_FORM: tl.constexpr,
+    RULE: tl.constexpr, NATIVE: tl.constexpr, KEEP: tl.constexpr, Y_CAST: tl.constexpr, Y_FORM: tl.constexpr,
+    Y_RULE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles below each other a program. sums_a and sums_b: what is summed over the rows, and last of all dx."""
@@ -401,7 +481,7 @@ def delementwise_kernel(
             _store_y(
                 y_ptr, y_codes, a, b, operands, shared_a, shared_b, tile, columns, columns_a, columns_b, first_column,
                 T, COLUMNS, WIDTH, places, num_groups, inside,
-                STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE, COUNT, Y_CAST, Y_FORM, NATIVE,
+                STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE, COUNT, Y_CAST, Y_FORM, Y_RULE, NATIVE,
             )  # fmt: skip
         for i in tl.static_range(COUNT - 1, -1, -1):
             xa, xb = a, b
@@ -441,25 +521,30 @@ def delementwise_kernel(
                     da, xa, sums_a, i, operands, shared_a, d_operands, column_block, rows, columns, first_column,
                     T, tile[1], COLUMNS, inside, STEPS, BACKWARDS, D_OPERANDS, KINDS, CONSTANTS, DTYPES, ENTERS, LEAVES,
                 )  # fmt: skip
+        large = _is_large(codes, tile, T, num_groups, most, CAST)
         if dx_ptr is not None:
-            tl.store(dx_ptr + start * WIDTH + columns_a[None, :], da, mask=inside)
+            stored = inside if KEEP else inside & large
+            tl.store(dx_ptr + start * WIDTH + columns_a[None, :], da, mask=stored)
             if GATE >= 0:
-                tl.store(dx_ptr + start * WIDTH + columns_b[None, :], db, mask=inside)
+                tl.store(dx_ptr + start * WIDTH + columns_b[None, :], db, mask=stored)
+        _find_amax(da, db, codes, tile, large, column_blocks, num_groups, inside, CAST, GATE >= 0)
+        scale = _scale_of(
+            codes, tile, large, column_blocks, first_column, T, num_groups, CAST, FORM, RULE, BLOCK_T
+        )  # fmt: skip
         _store_codes(
-            da, codes, tile, columns_a, first_column, WIDTH, COLUMNS - first_column, T, places, num_groups,
-            inside, INTERLEAVE, CAST, FORM, NATIVE,
+            da, scale, codes, tile, large, columns_a, first_column, WIDTH, COLUMNS - first_column, T, num_groups,
+            places, inside, INTERLEAVE, CAST, FORM, NATIVE,
         )  # fmt: skip
         if GATE >= 0:
             _store_codes(
-                db, codes, tile, columns_b, COLUMNS + first_column, WIDTH, COLUMNS - first_column, T, places,
-                num_groups, inside, INTERLEAVE, CAST, FORM, NATIVE,
+                db, scale, codes, tile, large, columns_b, COLUMNS + first_column, WIDTH, COLUMNS - first_column, T,
+                num_groups, places, inside, INTERLEAVE, CAST, FORM, NATIVE,
             )  # fmt: skip
-        _find_amax(da, db, codes, tile, num_groups, inside, CAST, GATE >= 0)
         if Y_CAST != "":  # last of all, which takes a quarter fewer registers
             _store_y(
                 y_ptr, y_codes, a, b, operands, shared_a, shared_b, tile, columns, columns_a, columns_b, first_column,
                 T, COLUMNS, WIDTH, places, num_groups, inside,
-                STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE, COUNT, Y_CAST, Y_FORM, NATIVE,
+                STEPS, KINDS, CONSTANTS, DTYPES, ENTERS, GATE, COUNT, Y_CAST, Y_FORM, Y_RULE, NATIVE,
             )  # fmt: skip
         if column_sums_ptr is not None:
             sums_a = _added(sums_a, COUNT, tl.where(inside, widen_pairs(da), 0.0))

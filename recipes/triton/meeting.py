@@ -1,0 +1,113 @@
+"""Meetings: the programs of a group learn the maximum of all their tiles while these are still in registers.
+
+    meeting = empty_meetings(groups, device)           of a launch, [G, WORDS] int32
+    arrive(meeting_ptr, amax)                          in each program: raise the group's maximum, and be counted
+    amax = amax_of_all(meeting_ptr, programs)          wait until so many have arrived
+
+So a tensor whose scale follows from its amax is read once. A program waits for later ones, which therefore have to fit
+on the GPU beside it: the host lets a group meet only if its programs are at most `most_programs`, half of what the GPU
+holds at once. Larger groups find their amaxes by a launch before, into the same memory (`known_amax`).
+
+Each group has 128 bytes of its own, and one thread of a program polls, rarely: where all threads polled counters that
+lay side by side, arrivals waited for the polls (bf16 65536 x 2048, 128 groups, H100: 335 us, now 229; 292 by two
+launches). A wait of more than half a minute ends the kernel with an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recipes.triton.gates import tl, triton
+from recipes.triton.launch import properties
+
+# Of a meeting: the bits of the amax, whose order is that of the non-negative float32 numbers; how many have arrived.
+WORDS = 32
+_WORDS = tl.constexpr(WORDS)
+
+REGISTERS = 65536  # of a multiprocessor
+
+
+def empty_meetings(groups: int, device: torch.device) -> Tensor:
+    """Meetings at which nobody has arrived, [G, WORDS]."""
+    return torch.zeros(groups, WORDS, dtype=torch.int32, device=device)
+
+
+def most_programs(x: Tensor, num_warps: int, registers: int) -> int:
+    """How many programs of so many warps and registers a thread may wait for each other on x's GPU."""
+    at_once = REGISTERS // (32 * num_warps * registers) * properties(x.get_device()).multi_processor_count
+    return at_once // 2
+
+
+# Polls take about 0.7 us: 2^25 of them more than 20 s.
+_WAIT = tl.constexpr("""{
+    .reg .pred p;
+    .reg .b32 found, left;
+    mov.u32 found, %tid.x;
+    setp.ne.u32 p, found, 0;
+    @p bra ARRIVED;
+    mov.u32 left, 0x2000000;
+    POLL:
+    ld.relaxed.gpu.global.s32 found, [$1];
+    setp.ge.s32 p, found, $2;
+    @p bra SEEN;
+    nanosleep.u32 100;
+    sub.u32 left, left, 1;
+    setp.ne.u32 p, left, 0;
+    @p bra POLL;
+    trap;
+    SEEN:
+    fence.acq_rel.gpu;
+    ARRIVED:
+    bar.sync 0;
+    mov.b32 $0, 0;
+}""")
+
+
+@triton.jit
+def arrive(meeting_ptr, amax):
+    """Raise the amax of a group's meeting, at meeting_ptr, and count this program. amax: float32, no NaN."""
+    raise_amax_at(meeting_ptr, amax)
+    tl.atomic_add(meeting_ptr + 1, 1, sem="release")
+
+
+@triton.jit
+def raise_amax_at(meeting_ptr, amax):
+    """Raise the amax of a group that does not meet."""
+    tl.atomic_max(meeting_ptr, tl.maximum(amax, 0.0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def amax_of_all(meeting_ptr, programs):
+    """The amax of a meeting, once so many have arrived. Not under the interpreter, which runs them one by one."""
+    tl.inline_asm_elementwise(
+        _WAIT, "=r,l,r", [meeting_ptr + 1, programs], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+    amax = tl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [meeting_ptr], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+    return amax.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def known_amax(meeting_ptr, active):
+    """The amax that an earlier launch has found; 0 where not active."""
+    return tl.load(meeting_ptr, mask=active, other=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest_group(offsets_ptr, num_groups):
+    """The rows of the largest group."""
+    CHUNK: tl.constexpr = 128
+    largest = tl.zeros([CHUNK], tl.int64)
+    for start in range(0, num_groups, CHUNK):
+        offs_g = start + tl.arange(0, CHUNK)
+        begins = tl.load(offsets_ptr + offs_g, mask=offs_g < num_groups, other=0)
+        ends = tl.load(offsets_ptr + offs_g + 1, mask=offs_g < num_groups, other=0)
+        largest = tl.maximum(largest, ends - begins)
+    return tl.max(largest, axis=0)
+
+
+@triton.jit
+def meeting_of(meetings_ptr, group):
+    return meetings_ptr + group * _WORDS
