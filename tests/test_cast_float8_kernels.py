@@ -128,7 +128,7 @@ def test_groups_that_are_too_large_to_meet(device, copies, most):
     for group, size in enumerate(sizes):
         rows, columns = slice(begins[group], begins[group + 1]), slice(places[group], places[group + 1])
         parts = [(0, rows), (1, slice(group, group + 1)), (2, (slice(None), columns)), (3, slice(group, group + 1))]
-        for mine, other in ((found[i][at], expected[i][at]) for i, at in parts if found[i] is not None):
+        for mine, other in ((found[i][at], expected[i][at]) for i, at in parts if expected[i] is not None):
             mine, other = (part.contiguous().view(torch.uint8) for part in (mine, other))
             assert torch.equal(mine, other if size > most else torch.full_like(other, 7)), group
     tails = [c[begins[-1] :] if c is found[0] else c[:, places[-1] :] for c in (found[0], found[2]) if c is not None]

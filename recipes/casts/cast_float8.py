@@ -170,7 +170,7 @@ def rows_that_meet(x_GTK: Tensor, column_codes: Tensor | None, offsets: Tensor |
     """
     _, rows, columns = x_GTK.shape
     in_words = column_codes is None or column_codes.shape[-1] % 4 == 0
-    if x_GTK.dtype not in (torch.bfloat16, torch.float16) or columns % 16 or not in_words:
+    if x_GTK.dtype not in (torch.bfloat16, torch.float16) or columns % 16 or not columns or not in_words:
         return None
     if not _casts_natively(x_GTK.device):
         return None

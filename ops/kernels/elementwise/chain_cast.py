@@ -40,12 +40,6 @@ class MeetingTile(NamedTuple):
     registers: int
 
 
-def meeting_tile(*, backward: bool) -> MeetingTile:
-    """Measured on an H100: few registers, so that many programs wait at once; backward spills 60 bytes of them, and is
-    9 % faster than with 96."""
-    return MeetingTile(32, 64, 4, 80) if backward else MeetingTile(32, 128, 4, 56)
-
-
 class Cast(NamedTuple):
     """The buffers for the quantized copies of a chain's result. The format is one for which `why_no_cast` returns None.
 
