@@ -105,11 +105,19 @@ class GroupedMLP(FusedOperation):
 
     def kernel(self, request: PlanRequest) -> str:
         ways = dict.fromkeys(linear.kernel(request) for linear in (self.fc1, self.fc2))
-        quantizers = (request.recipe.quantizer(role) for role in (Role.INPUT, Role.GRAD_OUTPUT))
-        casts = {how_cast_as_computed(q, request.device, request.dtype) for q in quantizers}
-        cast = casts.pop() if len(casts) == 1 and choose_path(request).name == "grouped" else None
-        act = f"{self.activation.kind} {cast + ', ' if cast else ''}recomputed in backward"
+        act = f"{self.activation.kind} {self._how_cast(request)}recomputed in backward"
         return f"{', then '.join(ways)}, {act}{self._in_no_grad(request)}{self.operations[1].transfers(request)}"
+
+    def _how_cast(self, request: PlanRequest) -> str:
+        """In words, where the activation's kernel quantizes."""
+        if choose_path(request).name != "grouped":
+            return ""
+        inputs, gradients = (request.recipe.quantizer(role) for role in (Role.INPUT, Role.GRAD_OUTPUT))
+        about = request.device, request.dtype
+        forward = how_cast_as_computed(inputs, *about, self.fc2.own_in_features)
+        if forward == how_cast_as_computed(gradients, *about):
+            return "" if forward is None else f"{forward}, "
+        return "" if forward is None else f"{forward} in forward, "
 
     def _in_no_grad(self, request: PlanRequest) -> str:
         """In words, where there are kernels."""

@@ -17,7 +17,7 @@ from ops.kernels.elementwise.chain_cast import why_no_cast
 from recipes import Splits
 from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import per_tensor
-from recipes.tensors.formats import E4M3, E5M2, Float8Format, ScaleSpec
+from recipes.tensors.formats import ALL, E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.tensors.spec_quantizer import SpecQuantizer
@@ -36,6 +36,11 @@ ACTIVATIONS = {
     "runs": Activation("swiglu", glu_interleave_size=4),
     "srelu": Activation("srelu"),
 }
+
+
+RULES_OF_ROWS = [
+    Float32Scale(), Float32Scale(power_2=True, input_range=True), Float32Scale(amax_epsilon=0.5)
+]  # fmt: skip
 
 
 class Known(SpecQuantizer):
@@ -96,6 +101,32 @@ def check(x: QuantizedBuffers, quantizer: Known, values: Tensor, splits: Splits,
 @pytest.mark.parametrize("rule", [GivenScale(), Float32Scale(power_2=True)], ids=["given", "amax"])
 def test_what_is_cast_is_what_would_be_stored_cast(rule, dtype, copies, form, scaled, kind, device):
     check_casts(per_tensor(form, rule), dtype, copies, scaled, kind, device)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["swiglu", "interleaved", "srelu"])
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", RULES_OF_ROWS, ids=str)
+@pytest.mark.parametrize("width", [128, ALL])
+def test_rows_are_cast_as_they_are_computed(width, rule, dtype, form, kind, device):
+    """With a scale for 128 values, or for all of a row; no columnwise copy."""
+    spec, act = ScaleSpec(form, (1, width), rule, "transposed", 128 if width == 128 else 32), ACTIVATIONS[kind]
+    for sizes, columns in [*(CASES[:2] if device == "cpu" else CASES), ([9, 0, 3], 136)]:
+        rows = sum(sizes) + TAIL
+        splits = Splits.make(torch.tensor(sizes, device=device), rows=rows, device=device)
+        h = torch.randn(rows, columns * (2 if act.gated else 1), device=device).mul(1e-3).to(dtype)
+        h[1::3] *= 1e4
+        h[2:3] = 0
+        h.view(-1)[[3, 40]] = torch.tensor([float("nan"), float("inf")], device=device).to(dtype)
+        h[sum(sizes) :] = float("inf")
+        scales = torch.randn(rows, device=device)
+        quantizer = Known(spec, len(sizes), device)
+        y = activation(h, act, scales)
+        into = quantizer.empty_grouped(y.shape, dtype, splits, rowwise=True, columnwise=False)
+        activation_cast(h, act, scales, into)
+        same(into.copies, quantizer.quantize_grouped(y, splits, rowwise=True), f"{sizes}, {columns}")
 
 
 @pytest.mark.gpu
@@ -195,8 +226,20 @@ def test_a_grouped_mlp_has_the_same_bits_whichever_way_it_casts(recipe, bias, fr
 
 def test_explain_says_where_activations_are_quantized():
     model = Sequential(ops.GroupedLinear(2, 32, 64), ops.ScaledSwiGLU(), ops.GroupedLinear(2, 32, 32))
-    said = "as it is computed, recomputed in backward"
-    for recipe, how in (("fp8_delayed", "swiglu quantized"), ("fp8_current", "swiglu with amaxes found")):
-        assert f"{how} {said}" in model.explain(recipe=recipe, device="cuda", dtype=torch.bfloat16)
+    said = "as it is computed"
+    for recipe, how in (
+        ("fp8_delayed", f"swiglu quantized {said}, recomputed"),
+        ("fp8_current", f"swiglu with amaxes found {said}, recomputed"),
+        ("fp8_block", f"swiglu quantized {said} in forward, recomputed"),
+        ("fp8_rowwise", f"swiglu quantized {said} in forward, recomputed"),
+    ):
+        assert how in model.explain(recipe=recipe, device="cuda", dtype=torch.bfloat16)
     for recipe, device in (("mxfp8", "cuda"), (None, "cuda"), ("fp8_delayed", "cpu"), ("fp8_current", "cpu")):
         assert said not in model.explain(recipe=recipe, device=device, dtype=torch.bfloat16)
+
+
+def test_long_rows_with_one_scale_are_cast_from_memory():
+    spec = ScaleSpec(E4M3, (1, ALL), Float32Scale(), "transposed", 32)
+    assert why_no_cast(spec, grouped=True, columns=4096) is None
+    assert "holds 4096" in str(why_no_cast(spec, grouped=True, columns=4097))
+    assert "of a rowwise copy alone" in str(why_no_cast(spec, grouped=True))

@@ -392,6 +392,9 @@ def launch_activation_casts(rows: int, features: int, dtype: torch.dtype) -> Non
                 dh_into=room(h.shape, True, columnwise), act_into=room(dact.shape, False, True),
             )  # fmt: skip
     launch_meetings(dact, wide, splits, factors)
+    for rows_of in (Float8BlockQuantizer(E4M3), RowwiseScalingQuantizer(E4M3)):
+        into = rows_of.empty_grouped(dact.shape, dtype, splits, rowwise=True, columnwise=False)
+        activation.activation_cast(wide, Activation("swiglu"), factors, into)
 
 
 def launch_meetings(dact: torch.Tensor, h: torch.Tensor, splits: Splits, factors: torch.Tensor) -> None:

@@ -134,7 +134,8 @@ class GroupedPath:
     ) -> QuantizedBuffers | None:
         """Where the element-wise kernel that computes x [T, K] puts what `quantize` would make of it; None if it is
         quantized from memory. meetings: as in `SpecQuantizer.empty_grouped`."""
-        if not math.prod(shape) or not casts_as_computed(quantizer, splits.device, dtype):
+        columns = None if columnwise else shape[-1]
+        if not math.prod(shape) or not casts_as_computed(quantizer, splits.device, dtype, columns):
             return None
         return quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise, meetings=meetings)
 
@@ -390,18 +391,20 @@ def choose_path(request: PlanRequest) -> Path:
 
 
 def casts_as_computed(
-    quantizer: Quantizer | None, device: torch.device, dtype: torch.dtype
+    quantizer: Quantizer | None, device: torch.device, dtype: torch.dtype, columns: int | None = None
 ) -> TypeGuard[SpecQuantizer]:
     """Whether the element-wise kernel that computes grouped rows quantizes them, or finds their amaxes, too: not on a
-    CPU or in float64, and only of formats that it supports."""
+    CPU or in float64, and only to formats that it supports. columns: of rows whose rowwise copy alone is made."""
     if device.type != "cuda" or dtype == torch.float64 or not isinstance(quantizer, SpecQuantizer):
         return False
-    return quantizer.casts_by_spec() and why_no_cast(quantizer.spec, grouped=True) is None
+    return quantizer.casts_by_spec() and why_no_cast(quantizer.spec, grouped=True, columns=columns) is None
 
 
-def how_cast_as_computed(quantizer: Quantizer | None, device: torch.device, dtype: torch.dtype) -> str | None:
+def how_cast_as_computed(
+    quantizer: Quantizer | None, device: torch.device, dtype: torch.dtype, columns: int | None = None
+) -> str | None:
     """What such a kernel does for the cast, in words; None for nothing."""
-    if not casts_as_computed(quantizer, device, dtype):
+    if not casts_as_computed(quantizer, device, dtype, columns):
         return None
     return "with amaxes found as it is computed" if finds_amaxes(quantizer.spec) else "quantized as it is computed"
 

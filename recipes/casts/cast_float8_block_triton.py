@@ -43,7 +43,7 @@ def cast_float8_block_kernel(
     at_square = (matrix * row_blocks + tile).to(tl.int64) * column_blocks + column_block + tl.arange(0, 1)[:, None]
     if offsets_ptr is not None:
         if height <= 0:  # behind the last group
-            _, scale_inv = _scale(tl.zeros([1, 1], tl.float32), amax_epsilon, FORM, POWER_2, LARGEST)
+            _, scale_inv = block_scale(tl.zeros([1, 1], tl.float32), amax_epsilon, FORM, POWER_2, LARGEST)
             if SQUARE and row_codes_ptr is not None:
                 tl.store(row_scale_ptr + at_square, scale_inv, mask=tile < row_blocks)
             if column_codes_ptr is not None:
@@ -59,7 +59,7 @@ def cast_float8_block_kernel(
         of_rows = tl.max(of_columns, axis=1)[:, None]
         of_columns = of_rows
     if row_codes_ptr is not None:
-        scale, scale_inv = _scale(of_rows, amax_epsilon, FORM, POWER_2, LARGEST)
+        scale, scale_inv = block_scale(of_rows, amax_epsilon, FORM, POWER_2, LARGEST)
         codes = float8_codes(_scaled(x, wide, scale, POWER_2), FORM, NATIVE)
         _store(row_codes_ptr + start, codes, offs_t, height, left, columns)
         if SQUARE:
@@ -68,7 +68,7 @@ def cast_float8_block_kernel(
             row_scale_ptr += (matrix * column_blocks + column_block).to(tl.int64) * rows + first
             tl.store(row_scale_ptr + offs_t[:, None], scale_inv, mask=offs_t[:, None] < height)
     if column_codes_ptr is not None:
-        scale, scale_inv = _scale(of_columns, amax_epsilon, FORM, POWER_2, LARGEST)
+        scale, scale_inv = block_scale(of_columns, amax_epsilon, FORM, POWER_2, LARGEST)
         words = transposed_words(_scaled(x, wide, scale, POWER_2), FORM, NATIVE)
         _store_columns(
             column_codes_ptr, column_scale_ptr, words, scale_inv,
@@ -218,7 +218,7 @@ def _load_transposed(codes_ptr, tile, column_block, columns, width, active, PACK
 
 
 @triton.jit
-def _scale(amax, amax_epsilon, FORM: tl.constexpr, POWER_2: tl.constexpr, LARGEST: tl.constexpr):
+def block_scale(amax, amax_epsilon, FORM: tl.constexpr, POWER_2: tl.constexpr, LARGEST: tl.constexpr):
     """(scale, scale_inv) of float32 amaxes; NaN only where all values are, and counts as 0."""
     amax = tl.maximum(amax, amax_epsilon)
     bits = amax.to(tl.int32, bitcast=True)

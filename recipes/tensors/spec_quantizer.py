@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recipes.casts.cast import cast, cast_rows_to_values
+from recipes.casts.cast_float8 import finds_amaxes
 from recipes.casts.layout import empty_copies
 from recipes.tensors.formats import ScaleLayout, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -90,7 +91,7 @@ class SpecQuantizer(Quantizer):
         copies = empty_copies(shape, spec, splits.device, rowwise=rowwise, columnwise=columnwise, splits=splits)
         grouped = GroupedTensor(None, splits, *scaled_copies(copies, spec, shape), dtype)
         scale, amax = self.scale_and_amax(splits.device, splits.num_groups)
-        if scale is not None:
+        if scale is not None or not finds_amaxes(spec):
             return QuantizedBuffers(grouped, scale, amax)
         known = meetings is not None
         meetings = empty_meetings(splits.num_groups, splits.device) if meetings is None else meetings

@@ -51,6 +51,7 @@ from ops.kernels.elementwise.chain_cast import (
     row_tiles,
 )
 from ops.kernels.elementwise.chain_triton import delementwise_kernel, elementwise_kernel
+from recipes.tensors.formats import ALL
 from recipes.triton.gates import JITFunction, tl
 from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2, replayed
 from recipes.triton.philox import random_bits_ref
@@ -218,6 +219,12 @@ def elementwise_config(rows: int, columns: int, *, sums_rows: bool, casts: str =
     return ElementwiseConfig(2048 // block_c, block_c, 1, 4)
 
 
+def _holding_rows(columns: int) -> ElementwiseConfig:
+    """A tile that holds so many columns, whose scale it finds."""
+    block_c = max(16, next_power_of_2(columns))
+    return ElementwiseConfig(max(1, 4096 // block_c), block_c, 1, 4)
+
+
 def _config(
     rows: int, columns: int, dtype: torch.dtype, *casts: Cast | None, sums_rows: bool = False, backward: bool = False
 ) -> ElementwiseConfig:
@@ -228,6 +235,9 @@ def _config(
             return ElementwiseConfig(tile.block_t, tile.block_c, 1, tile.num_warps, registers=tile.registers)
         if set(kinds) == {"amax"}:
             return _FINDING_AMAXES[backward]
+        if kinds == ["rows"]:
+            width = next(cast.spec.block[1] for cast in casts if cast is not None)
+            return _holding_rows(columns if width == ALL else width)
         return (_IN_GROUPS_FLOAT16 if dtype == torch.float16 else _IN_GROUPS)[backward]
     return elementwise_config(rows, columns, sums_rows=sums_rows, casts=kinds[0] if kinds else "")
 

@@ -1,7 +1,8 @@
 """What the element-wise kernels quantize their result to, and the arguments that pass it to them.
 
 MXFP8 and FP8 with one given scale are cast of whole matrices, both copies at once; FP8 with one scale a group also of
-rows in groups. Scales that follow from amaxes are
+rows in groups, and FP8 with scales of 1x128 blocks or of rows, of which a tile holds all, the rowwise copy of these.
+Scales of groups that follow from amaxes are
 
     known     amaxes found before: the kernel casts
     meeting   groups that are small enough find theirs at meetings (`recipes.triton.meeting`), and are cast; values of
@@ -43,7 +44,8 @@ class MeetingTile(NamedTuple):
 class Cast(NamedTuple):
     """The buffers for the quantized copies of a chain's result. The format is one for which `why_no_cast` returns None.
 
-    row_codes, ..., column_scales: None of a copy that is not made; rows that are in no groups have both
+    row_codes, ..., column_scales: None of a copy that is not made; rows that are in no groups have both, rows with
+                scales of 1x128 blocks or of their own the first two alone
     scale, amax: as in `QuantizedBuffers`
     offsets, aligned: of rows in groups, each with a scale of its own: `splits.offsets`, `splits.aligned(32)`
     meetings, how: of scales that follow from amaxes: as in `QuantizedBuffers`; "known", "meeting" or "amax"
@@ -130,11 +132,24 @@ CASTS: dict[tuple[ScaleRule, tuple[int, int], str, int], str] = {
 }
 
 
-def why_no_cast(spec: ScaleSpec, *, grouped: bool = False) -> str | None:
-    """Why the kernels cannot cast to this format, or None. grouped: rows in groups, each by itself."""
-    if cast_kind(spec) in (("given", "amax") if grouped else ("given", "blocks")):
+MOST_COLUMNS = 4096  # of a row that one program holds
+
+
+def why_no_cast(spec: ScaleSpec, *, grouped: bool = False, columns: int | None = None) -> str | None:
+    """Why the kernels cannot cast to this format, or None.
+
+    grouped: rows in groups, each by itself. columns: of these, if the rowwise copy alone is made
+    """
+    kind = cast_kind(spec)
+    if kind in (("given", "amax") if grouped else ("given", "blocks")):
         return None
-    known = "FP8 with one scale a group" if grouped else "MXFP8, rounded up, and FP8 with one given scale"
+    if grouped and columns is not None and kind == "rows":
+        if spec.block[1] != ALL or columns <= MOST_COLUMNS:
+            return None
+        return f"Rows have {columns} columns and one scale each, but the element-wise kernel holds {MOST_COLUMNS}."
+    known = "MXFP8, rounded up, and FP8 with one given scale"
+    if grouped:
+        known = "FP8 with one scale a group, and of a rowwise copy alone a row or 1x128 values"
     return (
         f"{spec.element.name} codes of {spec.block[0]}x{spec.block[1]} blocks with {spec.scale_rule} are none that the "
         f"element-wise kernel casts to: it knows {known}."
@@ -143,12 +158,15 @@ def why_no_cast(spec: ScaleSpec, *, grouped: bool = False) -> str | None:
 
 @lru_cache(maxsize=1024)
 def cast_kind(spec: ScaleSpec | None) -> str:
-    """The kernels' CAST for a format, "amax" of all whose scales follow from amaxes; empty for no cast and for formats
-    that they do not support."""
+    """The kernels' CAST for a format, "amax" of all whose scales follow from amaxes of groups; empty for no cast and
+    for formats that they do not support."""
     if spec is None or type(spec.element) is not Float8Format:
         return ""
     if finds_amaxes(spec):
         return "amax"
+    layout = spec.block[0], spec.columnwise, spec.transform
+    if type(spec.scale_rule) is Float32Scale and spec.block[1] in (128, ALL) and layout == (1, "transposed", None):
+        return "rows"
     return CASTS.get((spec.scale_rule, spec.block, spec.columnwise, spec.alignment), "")
 
 
@@ -194,7 +212,9 @@ def cast_constants(cast: Cast | None, x: Tensor, prefix: str = "") -> dict[str, 
     return {
         prefix + "CAST": kind,
         prefix + "FORM": "" if kind == "amax" else format_of(element, x.device)["FORM"],
-        prefix + "RULE": (rule.power_2, rule.amax_epsilon) if isinstance(rule, Float32Scale) else (),
+        prefix + "RULE": (
+            (rule.power_2, rule.amax_epsilon, rule.largest(x.dtype)) if isinstance(rule, Float32Scale) else ()
+        ),
     }
 
 

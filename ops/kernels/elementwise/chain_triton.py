@@ -4,10 +4,10 @@ For each step: STEPS, BACKWARDS, D_OPERANDS: its functions; KINDS: its operand; 
 dtype of its result; ENTERS, LEAVES: whether its x or dy arrives in another dtype; READS: whether its backward reads x.
 GATE: the position of the gated step, or -1. Operand pointers that a step does not need are None.
 WHOLE: no tile reaches beyond the rows and columns of y.
-CAST: how the result is quantized to FORM: "" not, "blocks" (MXFP8), "given" (one given scale), and with scales that
-follow from amaxes by RULE "known" (from amaxes that are known), "meeting" (from those that groups of at most `most`
-rows find at meetings; the others' values are stored, as those of "amax", of which only amaxes are found). KEEP: whether
-the values are stored anyway.
+CAST: how the result is quantized to FORM: "" not, "blocks" (MXFP8), "given" (one given scale), "rows" (by RULE, with a
+scale for the columns of a row in a tile). With scales that follow by RULE from the amaxes of groups: "known" (from
+amaxes that are known), "meeting" (from those that groups of at most `most` rows find at meetings; the values of others
+are stored, as those of "amax", of which only amaxes are found). KEEP: whether values are stored anyway.
 codes: the tensors of a `Cast`, else Nones. Where these have offsets, each tile lies in one of num_groups groups.
 places: how long the rows of transposed codes are.
 
@@ -16,6 +16,7 @@ Between two steps a tile has the dtype in which the earlier step's result would 
 """
 # T rows, COLUMNS of y, WIDTH columns of x
 
+from recipes.casts.cast_float8_block_triton import block_scale
 from recipes.casts.cast_float8_triton import (
     PADDING,
     find_float8_tile,
@@ -28,7 +29,7 @@ from recipes.casts.cast_float8_triton import (
     store_scales_of_empty,
 )
 from recipes.casts.cast_mxfp8_triton import store_mxfp8
-from recipes.casts.float8_elements_triton import magnitude
+from recipes.casts.float8_elements_triton import float8_codes, magnitude
 from recipes.triton.gates import tl, triton
 from recipes.triton.meeting import amax_of_all, arrive, known_amax, meeting_of, raise_amax_at
 from recipes.triton.philox_triton import philox
@@ -237,7 +238,7 @@ def elementwise_kernel(
     )  # fmt: skip
     _store_codes(
         y, scale, codes, tile, large, columns, first_column, COLUMNS, COLUMNS - first_column, T, num_groups, places,
-        inside, 0, CAST, FORM, NATIVE,
+        inside, 0, CAST, FORM, RULE, NATIVE,
     )  # fmt: skip
 
 
@@ -323,11 +324,18 @@ def _scale_of(
 @triton.jit
 def _store_codes(
     x, scale, codes, tile, large, columns, first_column, WIDTH, left, T, num_groups, places, inside,
-    INTERLEAVE: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
+    INTERLEAVE: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr, RULE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """x stands in these columns of WIDTH; `left` of the tile's columns are there."""
     if CAST == "blocks":
         store_mxfp8(x, codes[0], codes[1], codes[2], codes[3], tile[0], columns, T, WIDTH, inside, FORM, NATIVE)
+    elif CAST == "rows":
+        x = tl.where(inside & (tile[2] < num_groups), widen_pairs(x), 0.0)
+        of_rows, scale_inv = block_scale(tl.max(magnitude(x), axis=1), RULE[1], FORM, RULE[0], RULE[2])
+        at = tile[0].to(tl.int64)
+        here = at[:, None] * WIDTH + columns[None, :]
+        tl.store(codes[0] + here, float8_codes(x * of_rows[:, None], FORM, NATIVE), mask=inside)
+        tl.store(codes[1] + (first_column // columns.shape[0]).to(tl.int64) * T + at, scale_inv, mask=tile[0] < tile[1])
     elif CAST == "given" or CAST == "known" or CAST == "meeting":
         active = tile[2] < num_groups
         stored, places_here = inside, tile[4]
@@ -432,7 +440,7 @@ def _store_y(
     scale = _scale_of(y_codes, tile, False, 0, first_column, T, num_groups, CAST, FORM, RULE, rows.shape[0])
     _store_codes(
         y, scale, y_codes, tile, False, columns, first_column, COLUMNS, COLUMNS - first_column, T, num_groups, places,
-        inside, 0, CAST, FORM, NATIVE,
+        inside, 0, CAST, FORM, RULE, NATIVE,
     )  # fmt: skip
 
 
@@ -533,12 +541,12 @@ def delementwise_kernel(
         )  # fmt: skip
         _store_codes(
             da, scale, codes, tile, large, columns_a, first_column, WIDTH, COLUMNS - first_column, T, num_groups,
-            places, inside, INTERLEAVE, CAST, FORM, NATIVE,
+            places, inside, INTERLEAVE, CAST, FORM, RULE, NATIVE,
         )  # fmt: skip
         if GATE >= 0:
             _store_codes(
                 db, scale, codes, tile, large, columns_b, COLUMNS + first_column, WIDTH, COLUMNS - first_column, T,
-                num_groups, places, inside, INTERLEAVE, CAST, FORM, NATIVE,
+                num_groups, places, inside, INTERLEAVE, CAST, FORM, RULE, NATIVE,
             )  # fmt: skip
         if Y_CAST != "":  # last of all, which takes a quarter fewer registers
             _store_y(
