@@ -253,7 +253,7 @@ class GroupedMLP(FusedOperation):
         copies = {"rowwise": rowwise, "columnwise": columnwise}
         scales = scales if self.scaled else None
         shape = activation_shape(h.shape, self.activation)
-        into = path.quantized_buffers(shape, h.dtype, splits, quantizer, **copies, meetings=meetings)
+        into = path.quantized_buffers(shape, h.dtype, splits, quantizer, **copies, whole_rows=True, meetings=meetings)
         if into is None:
             return path.quantize(activation(h, self.activation, scales), splits, quantizer, **copies), None
         activation_cast(h, self.activation, scales, into)

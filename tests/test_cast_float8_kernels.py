@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def check(device, x, form=E4M3, *, given=False, sizes=None, **options):
+def check(device, x, form=E4M3, *, given=False, sizes=None, rule=Float32Scale(), **options):
     """Copies and amaxes of the kernels and of the references."""
     options = {"rowwise": True, "columnwise": True} | options
     splits = [None if sizes is None else Splits.make(sizes, rows=len(x), device=place) for place in ("cpu", device)]
@@ -35,7 +35,7 @@ def check(device, x, form=E4M3, *, given=False, sizes=None, **options):
         before = torch.zeros(count)
         before[::2] = 3.5
         amaxes = [before.clone(), before.to(device)]
-    spec = per_tensor(form, GivenScale() if given else Float32Scale())
+    spec = per_tensor(form, GivenScale() if given else rule)
     run = [cast_ref, kernels.cast_float8_on_triton]
     expected, found = (
         cast(x.to(place), spec, splits=s, scale=None if scale is None else scale.to(place), amax_out=a, **options)
@@ -149,7 +149,8 @@ def test_groups_meet_beside_larger_ones(monkeypatch, copies, columns, dtype):
         x[sum(sizes) :] = NAN
         given = kernels.rows_that_meet(x[None].cuda(), None, torch.zeros(len(sizes) + 1))
         assert given == 64 or rows * kernels.USUAL > 64 * len(sizes)
-        check("cuda", x, sizes=sizes, rowwise=copies[0], columnwise=copies[1])
+        for rule in (Float32Scale(), Float32Scale(power_2=True, amax_epsilon=0.5)):
+            check("cuda", x, sizes=sizes, rule=rule, rowwise=copies[0], columnwise=copies[1])
 
 
 @pytest.mark.rest

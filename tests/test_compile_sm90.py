@@ -82,7 +82,7 @@ ALIGNED, ODD, HALF_TILES = (256, 512), (250, 510), (384, 640)  # in and out feat
 NORM_WIDTHS = (*(2**n for n in range(16)), 4095, 100_000)
 LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory
 # At most, stored and loaded, by programs that wait in few registers: dSwiGLU, which is faster than without spills.
-SPILLED_AT_MEETINGS = 128
+SPILLED_AT_MEETINGS = 320
 # Of one of Hopper's multiprocessors, and what each of its programs has besides its own.
 SHARED_BY_PROGRAMS, BESIDES = 228 << 10, 1 << 10
 
@@ -397,12 +397,15 @@ def launch_activation_casts(rows: int, features: int, dtype: torch.dtype) -> Non
         activation.activation_cast(wide, Activation("swiglu"), factors, into)
 
 
-def launch_meetings(dact: torch.Tensor, h: torch.Tensor, splits: Splits, factors: torch.Tensor) -> None:
-    """SwiGLU whose scales follow from amaxes: of groups that meet, and of a kernel that knows or finds them."""
-    quantizer, spec = CurrentScalingQuantizer(E4M3), Activation("swiglu")
-    for meets in {False, dact.dtype.itemsize == 2}:
+def launch_meetings(dact: torch.Tensor, wide: torch.Tensor, splits: Splits, factors: torch.Tensor) -> None:
+    """Activations whose scales follow from amaxes: of groups that meet, and of a kernel that knows or finds them."""
+    quantizer = CurrentScalingQuantizer(E4M3)
+    room = partial(quantizer.empty_grouped, dtype=dact.dtype, splits=splits)
+    every = [(kind, True) for kind in activation._FORWARD if dact.dtype.itemsize == 2]
+    for kind, meets in [*every, ("swiglu", False)]:
+        spec = Activation(kind)
+        h = wide if spec.gated else dact
         with patch.multiple(chain_cast, meets=lambda x, meets=meets: meets, most_programs=lambda *about: MANY_ROWS):
-            room = partial(quantizer.empty_grouped, dtype=dact.dtype, splits=splits)
             into = room(dact.shape, rowwise=True, columnwise=False)
             activation.activation_cast(h, spec, factors, into)
             for columnwise, meetings in product((True, False), (None, into.meetings)):

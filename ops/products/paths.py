@@ -130,14 +130,20 @@ class GroupedPath:
         *,
         rowwise: bool,
         columnwise: bool,
+        whole_rows: bool = False,
         meetings: Tensor | None = None,
     ) -> QuantizedBuffers | None:
         """Where the element-wise kernel that computes x [T, K] puts what `quantize` would make of it; None if it is
-        quantized from memory. meetings: as in `SpecQuantizer.empty_grouped`."""
-        columns = None if columnwise else shape[-1]
+        quantized from memory.
+
+        whole_rows: whether the kernel may hold whole rows of x, as it does in forward. meetings: as in
+        `SpecQuantizer.empty_grouped`
+        """
+        columns = shape[-1] if whole_rows and not columnwise else None
         if not math.prod(shape) or not casts_as_computed(quantizer, splits.device, dtype, columns):
             return None
-        return quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise, meetings=meetings)
+        known = {} if meetings is None else {"meetings": meetings}
+        return quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise, **known)
 
     def weight(
         self, w: Tensor | Sequence[Tensor], quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
@@ -406,7 +412,8 @@ def how_cast_as_computed(
     """What such a kernel does for the cast, in words; None for nothing."""
     if not casts_as_computed(quantizer, device, dtype, columns):
         return None
-    return "with amaxes found as it is computed" if finds_amaxes(quantizer.spec) else "quantized as it is computed"
+    of_large_groups = " (of large groups amaxes are found)" if finds_amaxes(quantizer.spec) else ""
+    return f"quantized as it is computed{of_large_groups}"
 
 
 def _completed(x: GroupedTensor, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> GroupedTensor:

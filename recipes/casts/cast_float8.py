@@ -30,6 +30,7 @@ from recipes.casts.scale_rules import Float32Scale
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.formats import ALL, E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
+from recipes.triton.gates import INTERPRET
 from recipes.triton.launch import Launch, cdiv, has_work, properties
 from recipes.triton.meeting import empty_meetings, most_programs
 from recipes.triton.row_slots import num_slots
@@ -139,6 +140,8 @@ def find_and_cast(
     """Fill `copies` of contiguous x with scales that follow from its amaxes."""
     rule, groups = spec.scale_rule, len(x_GTK) if offsets is None else len(offsets) - 1
     assert isinstance(rule, Float32Scale) and isinstance(spec.element, Float8Format), "`cast_float8_on_triton`"
+    if is_abstract(x_GTK):
+        return
     meetings = empty_meetings(groups, x_GTK.device)
     most = rows_that_meet(x_GTK, copies.column_codes, offsets)
     if most is None or (offsets is not None and x_GTK.shape[1] > most):
@@ -172,7 +175,7 @@ def rows_that_meet(x_GTK: Tensor, column_codes: Tensor | None, offsets: Tensor |
     in_words = column_codes is None or column_codes.shape[-1] % 4 == 0
     if x_GTK.dtype not in (torch.bfloat16, torch.float16) or columns % 16 or not columns or not in_words:
         return None
-    if not _casts_natively(x_GTK.device):
+    if INTERPRET or not _casts_natively(x_GTK.device):
         return None
     config = meeting_config(columns)
     most = most_programs(x_GTK, config.num_warps, config.registers) // cdiv(columns, config.block_k) * config.block_m

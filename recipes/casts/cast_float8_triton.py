@@ -49,7 +49,7 @@ def amax_kernel(
         at = start * columns + first_column + row.to(tl.int64) * columns + column
         x = widen(tl.load(x_ptr + at, mask=inside, other=0.0)).to(tl.float32)
         if found:
-            raise_amax_at(meeting_of(meetings_ptr, group), tl.max(tl.max(magnitude(x), axis=1), axis=0))
+            raise_amax_at(meeting_of(meetings_ptr, group), tl.max(tl.max(magnitude(x), axis=1), axis=0), None)
 
 
 @triton.jit(do_not_specialize=["rows", "num_groups", "slots", "most"])
@@ -68,7 +68,7 @@ def cast_float8_kernel(
     """
     if tl.program_id(0) == 0:
         if GIVEN == "meeting":
-            store_scales_of_empty(scale_inv_ptr, offsets_ptr, rows, num_groups)
+            store_scales_of_empty(scale_inv_ptr, offsets_ptr, rows, num_groups, amax_epsilon, POWER_2, FORM)
         else:
             store_scales(scale_inv_ptr, given_ptr, num_groups, amax_epsilon, GIVEN, POWER_2, FORM)
     if slots > 0:
@@ -145,7 +145,7 @@ def _cast_tile(
     x0, x1, x2, x3 = _numbers(h0), _numbers(h1), _numbers(h2), _numbers(h3)
     if amax_ptr is not None:
         peak = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
-        _add_amax(amax_ptr + group, tl.max(tl.max(peak, axis=1), axis=0), loaded > 0)
+        raise_amax_at(amax_ptr + group, tl.max(tl.max(peak, axis=1), axis=0), loaded > 0)
     x0 *= scale
     x1 *= scale
     x2 *= scale
@@ -195,8 +195,8 @@ def transpose_back_kernel(
     PACKED: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The numbers of one tile of column_codes in the natural order; rows past the sum get 0."""
-    matrix, group, first, end, start, first_place, places = _find(
-        offsets_ptr, aligned_ptr, rows, columns, width, num_groups, 0, BLOCK_M, BLOCK_K
+    matrix, group, first, end, start, first_place, places = find_float8_tile(
+        offsets_ptr, aligned_ptr, tl.program_id(0) // tl.cdiv(columns, BLOCK_K), rows, width, num_groups, 0, BLOCK_M
     )
     first_column = tl.program_id(0) % tl.cdiv(columns, BLOCK_K) * BLOCK_K
     height = height_of(first, end, BLOCK_M)
@@ -253,16 +253,7 @@ def store_float8(
 def raise_amax(amax_ptr, magnitudes, group, num_groups, inside):
     """amax[group] = the maximum of itself and of what is inside of a tile; amax_ptr: as in `cast_float8_kernel`."""
     active = group < num_groups
-    _add_amax(amax_ptr + group, tl.max(tl.where(inside & active, magnitudes, 0.0)), active)
-
-
-@triton.jit
-def _find(
-    offsets_ptr, aligned_ptr, rows, columns, width, num_groups, PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    slot = tl.program_id(0) // tl.cdiv(columns, BLOCK_K)
-    return find_float8_tile(offsets_ptr, aligned_ptr, slot, rows, width, num_groups, PAD, BLOCK_M)
+    raise_amax_at(amax_ptr + group, tl.max(tl.where(inside & active, magnitudes, 0.0)), active)
 
 
 @triton.jit
@@ -376,12 +367,6 @@ def load_transposed(
 
 
 @triton.jit
-def _add_amax(amax_ptr, amax, active):
-    amax = tl.maximum(amax, 0.0)  # NaN only where all values are
-    tl.atomic_max(amax_ptr, amax.to(tl.int32, bitcast=True), mask=active, sem="relaxed")
-
-
-@triton.jit
 def store_scales(
     scale_inv_ptr, given_ptr, num_groups, amax_epsilon, GIVEN: tl.constexpr, POWER_2: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
@@ -398,7 +383,9 @@ def store_scales(
 
 
 @triton.jit
-def store_scales_of_empty(scale_inv_ptr, offsets_ptr, rows, num_groups):
+def store_scales_of_empty(
+    scale_inv_ptr, offsets_ptr, rows, num_groups, amax_epsilon, POWER_2: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
     """The scale_inv of groups without rows, which nobody else stores where groups meet."""
     CHUNK: tl.constexpr = 128
     for start in range(0, num_groups, CHUNK):
@@ -410,7 +397,8 @@ def store_scales_of_empty(scale_inv_ptr, offsets_ptr, rows, num_groups):
             empty &= ends == begins
         else:
             empty &= rows == 0
-        tl.store(scale_inv_ptr + offs_g, 1.0, mask=empty)
+        scale = scale_of_amax(tl.zeros([CHUNK], tl.float32), amax_epsilon, FORM, POWER_2)
+        tl.store(scale_inv_ptr + offs_g, tl.div_rn(1.0, scale), mask=empty)
 
 
 @triton.jit

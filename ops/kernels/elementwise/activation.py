@@ -174,7 +174,7 @@ def activation_cast(h: Tensor, spec: Activation, scales: Tensor | None, into: Qu
     check_activation(h.shape, spec, scales)
     shape = activation_shape(h.shape, spec)
     cast = cast_into(into, h, shape[-1], _meeting_tile(spec, backward=False))
-    act = h.new_empty(shape) if stores_values(cast) else None
+    act = h.new_empty(shape) if stores_values(cast, h.shape[0]) else None
     elementwise_cast(h, cast, (activation_step(spec, scales is not None),), (scales,), out=act)
     if act is not None:
         cast_from_memory(act, into, cast)
@@ -203,14 +203,17 @@ def dactivation(
     if runs_triton(dact, h, scales):
         if not (need_dh or need_dscales or need_act or dh_into or act_into):
             return None, None, None
-        tile = _meeting_tile(spec, backward=True)
-        casts = [i if i is None else cast_into(i, h, dact.shape[-1], tile) for i in (dh_into, act_into)]
-        stored = [stores_values(cast) for cast in casts]
+        tiles = _meeting_tile(spec, backward=True), None  # of act: the kernel casts it last, and at no meeting
+        casts = [
+            i if i is None else cast_into(i, h, dact.shape[-1], tile)
+            for i, tile in zip((dh_into, act_into), tiles, strict=True)
+        ]
+        stored = [stores_values(cast, h.shape[0]) for cast in casts]
         dh, dscales, act = _dactivation_on_triton(
             dact, h, spec, scales, need_dh or stored[0], need_dh, need_dscales, need_act or stored[1], *casts
         )
-        for x, into, cast in zip((dh, act), (dh_into, act_into), casts, strict=True):
-            if x is not None and into is not None and cast is not None and stores_values(cast):
+        for x, into, cast, is_stored in zip((dh, act), (dh_into, act_into), casts, stored, strict=True):
+            if is_stored and x is not None and into is not None and cast is not None:
                 cast_from_memory(x, into, cast)
         return dh if need_dh else None, dscales, act if need_act else None
     dtype = _compute_dtype(h)
@@ -234,16 +237,18 @@ def dactivation(
     return dh, dscales, act
 
 
-def _meeting_tile(spec: Activation, *, backward: bool) -> MeetingTile | None:
-    """The tile with which groups meet, where it was faster than to store the values: measured on an H100.
+# Registers of programs that wait, of the activations for which that was faster than to store the values: measured on an
+# H100, with halves. Few of them let many programs wait at once; backward spills 60 to 200 bytes for it.
+_FORWARD = {"swiglu": 56, "geglu": 56, "situglu": 56, "srelu": 56}
+_BACKWARD = {"swiglu": 80, "situglu": 96}
 
-    With few registers many programs wait at once; backward spills 60 bytes of them for it.
-    """
-    runs = (spec.glu_interleave_size or 32) if spec.gated else 32
-    if not backward:
-        return MeetingTile(32, 128, 4, 56) if runs >= 32 else None
-    registers = {"swiglu": 80, "situglu": 96}.get(spec.kind) if spec.glu_interleave_size is None else None
-    return MeetingTile(32, 64, 4, registers) if registers else None
+
+def _meeting_tile(spec: Activation, *, backward: bool) -> MeetingTile | None:
+    """The tile with which groups meet, or None."""
+    registers = (_BACKWARD if backward else _FORWARD).get(spec.kind)
+    if registers is None or (spec.gated and spec.glu_interleave_size is not None):
+        return None
+    return MeetingTile(32, 64 if backward else 128, 4, registers)
 
 
 @replayed

@@ -286,8 +286,8 @@ def elementwise_cast(
     dtypes: Sequence[torch.dtype] | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """`elementwise`, the rounded result quantized into `cast`, and stored only in `out`, where the cast is a meeting of
-    groups that are too large for it. For non-empty CUDA tensors."""
+    """`elementwise`, the rounded result quantized into `cast`, and stored only in `out`: at meetings that of groups too
+    large for them. For non-empty CUDA tensors."""
     dtypes = [x.dtype] * len(steps) if dtypes is None else dtypes
     x, operands = x.contiguous(), [o if o is None else o.contiguous() for o in operands]
     elementwise_triton(x, out, cast, steps, operands, dtypes)

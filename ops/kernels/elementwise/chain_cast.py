@@ -23,10 +23,12 @@ from torch import Tensor
 from recipes.casts.cast_float8 import BLOCK, USUAL, cast_from_meetings, finds_amaxes, format_of
 from recipes.casts.layout import Copies
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale, GivenScale
+from recipes.tensors.abstract import is_abstract
 from recipes.tensors.formats import ALL, E4M3, Float8Format, ScaleRule, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import QuantizedBuffers
+from recipes.triton.gates import INTERPRET
 from recipes.triton.launch import cdiv
 from recipes.triton.meeting import most_programs
 from recipes.triton.row_slots import num_slots
@@ -100,12 +102,15 @@ def cast_into(
 
 def meets(x: Tensor) -> bool:
     """Whether groups meet in kernels over x: tiles of 16-bit numbers wait in registers, on GPUs that cast natively."""
-    return x.dtype in (torch.bfloat16, torch.float16) and casts_natively(x)
+    if is_abstract(x) or INTERPRET or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return casts_natively(x)
 
 
-def stores_values(cast: Cast | None) -> bool:
-    """Whether the kernel needs memory for the values, of all groups or of large ones, which are cast from it."""
-    return cast is not None and cast.how in ("amax", "meeting")
+def stores_values(cast: Cast | None, rows: int) -> bool:
+    """Whether the kernel needs memory for the values of its rows, in all groups or in large ones, which are cast from
+    it."""
+    return cast is not None and (cast.how == "amax" or (cast.how == "meeting" and rows > cast.most))
 
 
 def cast_from_memory(x: Tensor, into: QuantizedBuffers, cast: Cast) -> None:
@@ -113,8 +118,7 @@ def cast_from_memory(x: Tensor, into: QuantizedBuffers, cast: Cast) -> None:
     assert isinstance(into.copies, GroupedTensor) and into.meetings is not None, "only such rows are stored"
     copies, spec = _parts(into.copies)
     most = cast.most if cast.how == "meeting" else None
-    if most is None or len(x) > most:
-        cast_from_meetings(x, copies, spec, into.meetings, into.copies.splits, most)
+    cast_from_meetings(x, copies, spec, into.meetings, into.copies.splits, most)
 
 
 def _parts(quantized: QuantizedTensor | GroupedTensor) -> tuple[Copies, ScaleSpec]:

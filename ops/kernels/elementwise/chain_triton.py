@@ -232,7 +232,7 @@ def elementwise_kernel(
         stored = inside if KEEP else inside & large
         at = start * COLUMNS + columns[None, :]
         tl.store(y_ptr + at, round_to(widen(y).to(tl.float32), y_ptr.dtype.element_ty), mask=stored)
-    _find_amax(y, y, codes, tile, large, column_blocks, num_groups, inside, CAST, False)
+    _find_amax(y, y, codes, tile, large, num_groups, inside, CAST, False)
     scale = _scale_of(
         codes, tile, large, column_blocks, first_column, T, num_groups, CAST, FORM, RULE, BLOCK_T
     )  # fmt: skip
@@ -266,9 +266,7 @@ def _is_large(codes, tile, T, num_groups, most, CAST: tl.constexpr):
 
 
 @triton.jit
-def _find_amax(
-    a, b, codes, tile, large, column_blocks, num_groups, inside, CAST: tl.constexpr, PAIR: tl.constexpr
-):  # fmt: skip
+def _find_amax(a, b, codes, tile, large, num_groups, inside, CAST: tl.constexpr, PAIR: tl.constexpr):
     """Of both tiles, if they are a PAIR; else of the first. At a meeting this program arrives with it."""
     FINDS: tl.constexpr = CAST == "meeting" or CAST == "amax"
     if FINDS or (CAST != "" and codes[5] is not None):
@@ -281,11 +279,11 @@ def _find_amax(
                 meeting_ptr = meeting_of(codes[4], tile[2])
                 if CAST == "meeting":
                     if large:
-                        raise_amax_at(meeting_ptr, amax)
+                        raise_amax_at(meeting_ptr, amax, None)
                     else:
                         arrive(meeting_ptr, amax)
                 else:
-                    raise_amax_at(meeting_ptr, amax)
+                    raise_amax_at(meeting_ptr, amax, None)
         else:
             raise_amax(codes[5], peak, tile[2], num_groups, inside)
 
@@ -313,7 +311,7 @@ def _scale_of(
         scale = scale_of_amax(amax, RULE[1], FORM, RULE[0])
     elif CAST == "meeting":
         if tl.program_id(0) == 0:
-            store_scales_of_empty(codes[1], codes[6], T, num_groups)
+            store_scales_of_empty(codes[1], codes[6], T, num_groups, RULE[1], RULE[0], FORM)
         if _has_rows(tile, num_groups) & (large == 0):
             programs = tl.cdiv(rows_of_group(codes[6], tile[2], T, num_groups), BLOCK_T).to(tl.int32) * column_blocks
             scale = scale_of_amax(amax_of_all(meeting_of(codes[4], tile[2]), programs), RULE[1], FORM, RULE[0])
@@ -427,6 +425,7 @@ def _store_y(
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Recompute y, store it if y_ptr is not None, and cast it, not at a meeting."""
+    tl.static_assert(CAST != "meeting" and CAST != "rows")
     rows = tile[0]
     y, _ = up_to(
         a, b, COUNT, operands, shared_a, shared_b, rows, columns, columns_a, columns_b, first_column,
@@ -436,7 +435,7 @@ def _store_y(
     if y_ptr is not None:
         stored = round_to(widen(y).to(tl.float32), y_ptr.dtype.element_ty)
         tl.store(y_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], stored, mask=inside)
-    _find_amax(y, y, y_codes, tile, False, 0, num_groups, inside, CAST, False)
+    _find_amax(y, y, y_codes, tile, False, num_groups, inside, CAST, False)
     scale = _scale_of(y_codes, tile, False, 0, first_column, T, num_groups, CAST, FORM, RULE, rows.shape[0])
     _store_codes(
         y, scale, y_codes, tile, False, columns, first_column, COLUMNS, COLUMNS - first_column, T, num_groups, places,
@@ -456,6 +455,7 @@ def delementwise_kernel(
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles below each other a program. sums_a and sums_b: what is summed over the rows, and last of all dx."""
+    tl.static_assert(CAST != "rows")  # those of dx are as long as two tiles
     column_blocks = tl.cdiv(COLUMNS, BLOCK_C)
     row_block = tl.program_id(0) // column_blocks
     column_block = tl.program_id(0) % column_blocks
@@ -535,7 +535,7 @@ def delementwise_kernel(
             tl.store(dx_ptr + start * WIDTH + columns_a[None, :], da, mask=stored)
             if GATE >= 0:
                 tl.store(dx_ptr + start * WIDTH + columns_b[None, :], db, mask=stored)
-        _find_amax(da, db, codes, tile, large, column_blocks, num_groups, inside, CAST, GATE >= 0)
+        _find_amax(da, db, codes, tile, large, num_groups, inside, CAST, GATE >= 0)
         scale = _scale_of(
             codes, tile, large, column_blocks, first_column, T, num_groups, CAST, FORM, RULE, BLOCK_T
         )  # fmt: skip
