@@ -237,7 +237,7 @@ def dactivation(
     return dh, dscales, act
 
 
-# Registers of programs that wait, of the grouped MLP's activations for which that was faster than to store the values, on
+# Registers of programs that wait, of the grouped MLP's activations for which that was faster than to store values, on
 # an H100, with halves. Few of them let many programs wait at once; backward spills 60 to 200 bytes for it.
 _FORWARD = {"swiglu": 56, "situglu": 56, "srelu": 56}
 _BACKWARD = {"swiglu": 80, "situglu": 96}
