@@ -81,8 +81,8 @@ MANY_ROWS, FEW_ROWS, DECODE_ROWS = 1024, 128, 8
 ALIGNED, ODD, HALF_TILES = (256, 512), (250, 510), (384, 640)  # in and out features
 NORM_WIDTHS = (*(2**n for n in range(16)), 4095, 100_000)
 LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory
-# At most, stored and loaded, by programs that wait in few registers: dSwiGLU, which is faster than without spills.
-SPILLED_AT_MEETINGS = 320
+# At most, stored and loaded, by programs that wait in few registers: dSiTUGLU of fp16. dSwiGLU is faster so.
+SPILLED_AT_MEETINGS = 192
 # Of one of Hopper's multiprocessors, and what each of its programs has besides its own.
 SHARED_BY_PROGRAMS, BESIDES = 228 << 10, 1 << 10
 
@@ -666,7 +666,7 @@ def compile_all(mode: str, arch: int) -> None:
                 "kernel": name,
                 "config": config,
                 "registers": sum(map(int, re.findall(r"Used (\d+) registers", log))),
-                "limited": "maxnreg" in kwargs,
+                "meets": "meeting" in (kwargs.get("CAST"), kwargs.get("GIVEN")),
                 "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
                 "shared_bytes": compiled.metadata.shared,
                 "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
@@ -727,7 +727,7 @@ def test_every_configuration_compiles_for_hopper(mode, cache):
     shipped = shipped_configs(mode)
     missing = shipped.keys() - {(report["kernel"], *report["config"]) for report in reports}
     assert not missing, f"configurations that were not compiled: {sorted(missing)}"
-    spilled = [report for report in reports if report["spilled_bytes"] > report["limited"] * SPILLED_AT_MEETINGS]
+    spilled = [report for report in reports if report["spilled_bytes"] > report.get("meets", 0) * SPILLED_AT_MEETINGS]
     assert not spilled, "\n".join(map(str, spilled))
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90], report

@@ -10,8 +10,8 @@ holds at once, so that two launches may wait side by side; nothing here casts on
 amaxes by a launch before, into the same memory (`known_amax`).
 
 Each group has 128 bytes of its own, and one thread of a program polls, rarely: where all threads polled counters that
-lay side by side, arrivals waited for the polls (bf16 65536 x 2048, 128 groups, H100: 335 us, now 229; 292 by two
-launches). A wait of more than 20 seconds ends the kernel with an error.
+lay side by side, arrivals waited for the polls, and two launches were faster (`bench/results/tuning.md`). A wait of
+more than 20 seconds ends the kernel with an error.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def cast_into(
     """The cast that fills them, together with `cast_from_memory` where it `stores_values`.
 
     Of rows in groups: x, of which the chain is computed, the columns of its y, and the tile with which groups meet, or
-    None if they do not.
+    None if they do not, as with columns that are no multiple of 16, whose addresses take registers.
     """
     copies = buffers.copies
     made, spec = _parts(copies)
@@ -93,7 +93,7 @@ def cast_into(
     cast = Cast(*made, spec, None, None, offsets, aligned, buffers.meetings)
     if buffers.amaxes_are_known:
         return cast._replace(how="known")
-    if x is not None and tile is not None and meets(x):
+    if x is not None and tile is not None and columns % 16 == 0 and meets(x):
         most = most_programs(x, tile.num_warps, tile.registers) // cdiv(columns, tile.block_c) * tile.block_t
         if copies.splits.rows * USUAL <= most * copies.splits.num_groups:
             return cast._replace(how="meeting", tile=tile, most=most)
