@@ -9,8 +9,8 @@ from torch import Tensor
 
 import ops.kernels.elementwise.activation as activations
 import ops.kernels.elementwise.chain as chain
-import ops.kernels.elementwise.chain_cast as chain_cast
 import ops.products.paths as paths
+import recipes.casts.cast_float8 as cast_float8
 from fuser import Sequential, autocast, ops
 from ops.kernels.elementwise.activation import Activation, activation, activation_cast, activation_shape, dactivation
 from ops.kernels.elementwise.chain_cast import why_no_cast
@@ -140,8 +140,8 @@ def test_rows_are_cast_as_they_are_computed(width, rule, dtype, form, kind, devi
 @pytest.mark.parametrize("copies", ["row", "column", "both"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_groups_meet_beside_larger_ones(dtype, copies, kind, monkeypatch):
-    """Up to 192 rows do in forward, 96 in backward."""
-    monkeypatch.setattr(chain_cast, "most_programs", lambda *about: 12)
+    """Up to 192 rows do."""
+    monkeypatch.setattr(cast_float8, "most_rows", lambda *about: 192)
     check_casts(per_tensor(E4M3, Float32Scale()), dtype, copies, True, kind, "cuda")
 
 

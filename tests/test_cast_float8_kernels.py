@@ -10,7 +10,6 @@ from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import per_tensor
 from recipes.tensors.formats import E4M3, E5M2, Float8Format
 from recipes.tensors.splits import Splits
-from recipes.triton.launch import cdiv
 from recipes.triton.meeting import empty_meetings
 from tests.cast_cases import EACH_DEVICE, INF, NAN, assert_same, assert_same_copies, poisoned
 
@@ -141,14 +140,13 @@ def test_groups_that_are_too_large_to_meet(device, copies, most):
 @pytest.mark.parametrize("columns", [256, 208, 4112])
 def test_groups_meet_beside_larger_ones(monkeypatch, copies, columns, dtype):
     """Up to 64 rows meet; the mean of the groups is smaller."""
-    across = cdiv(columns, kernels.meeting_config(columns).block_k)
-    monkeypatch.setattr(kernels, "most_programs", lambda *about: across)
+    monkeypatch.setattr(kernels, "most_rows", lambda *about: 64)
     for sizes in ([3, 0, 150, 64, 65, *[9] * 20], [64] * 9, [0] * 7, [0, 600, *[0] * 20]):
         rows = sum(sizes) + 5
         x = wide_range(rows, columns, dtype=dtype)
         x[sum(sizes) :] = NAN
-        given = kernels.rows_that_meet(x[None].cuda(), None, torch.zeros(len(sizes) + 1))
-        assert given == 64 or rows * kernels.USUAL > 64 * len(sizes)
+        given = kernels.rows_that_meet(x.cuda(), columns, kernels.meeting_tile(columns), rows / len(sizes))
+        assert given == 64 or rows > 64 * len(sizes)
         for rule in (Float32Scale(), Float32Scale(power_2=True, amax_epsilon=0.5)):
             check("cuda", x, sizes=sizes, rule=rule, rowwise=copies[0], columnwise=copies[1])
 

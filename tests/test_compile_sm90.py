@@ -397,6 +397,11 @@ def launch_activation_casts(rows: int, features: int, dtype: torch.dtype) -> Non
         activation.activation_cast(wide, Activation("swiglu"), factors, into)
 
 
+def meetings_of(rows: int) -> contextlib.AbstractContextManager:
+    """Groups of up to so many rows meet."""
+    return patch.object(cast_float8, "most_rows", lambda *about: rows)
+
+
 def launch_meetings(dact: torch.Tensor, wide: torch.Tensor, splits: Splits, factors: torch.Tensor) -> None:
     """Activations whose scales follow from amaxes: of groups that meet, and of a kernel that knows or finds them."""
     quantizer = CurrentScalingQuantizer(E4M3)
@@ -405,7 +410,7 @@ def launch_meetings(dact: torch.Tensor, wide: torch.Tensor, splits: Splits, fact
     for kind, meets in [*every, ("swiglu", False)]:
         spec = Activation(kind)
         h = wide if spec.gated else dact
-        with patch.multiple(chain_cast, meets=lambda x, meets=meets: meets, most_programs=lambda *about: MANY_ROWS):
+        with meetings_of(MANY_ROWS if meets else 0):
             into = room(dact.shape, rowwise=True, columnwise=False)
             activation.activation_cast(h, spec, factors, into)
             for columnwise, meetings in product((True, False), (None, into.meetings)):
@@ -458,9 +463,7 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
         if "splits" in kind:
             cast_float8.cast_from_meetings(x, copies, current, empty_meetings(GROUPS, x.device), splits, 1)
         if dtype.itemsize == 2:
-            with patch.multiple(
-                cast_float8, most_programs=lambda *about: MANY_ROWS, _casts_natively=lambda device: True
-            ):
+            with meetings_of(MANY_ROWS):
                 for copies_of in (both, {"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
                     cast(given, current, **copies_of, **kind)
         how = per_tensor(form, GivenScale())
@@ -639,13 +642,11 @@ class OfflineDriver:
 def compile_all(mode: str, arch: int) -> None:
     """Launches everything, prints what ptxas says of each kernel."""
     triton.runtime.driver.set_active(OfflineDriver(arch))
-    format_of = cast_float8.format_of
     triton.knobs.nvidia.dump_ptxas_log = True
     for module in (grouped_gemm, grouped_gemm_float8):
         module.capability = lambda x: divmod(arch, 10)
-    native = {"NATIVE": arch >= 89}
-    for casts in (cast_blocks, cast_float8, cast_float8_rowwise, chain_cast):
-        casts.format_of = lambda form, device: format_of(form, device) | native
+    cast_float8.casts_natively = elementwise.casts_natively = lambda device: arch >= 89
+    cast_float8.most_rows = lambda *about: 0
     norm_triton.shared_memory = lambda x: LIMITS[arch]
     cast_nvfp4.runs_triton = lambda x: True
     cast_nvfp4.converts_to_float8 = lambda x: arch >= 89

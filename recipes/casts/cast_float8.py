@@ -32,7 +32,7 @@ from recipes.tensors.formats import ALL, E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import INTERPRET
 from recipes.triton.launch import Launch, cdiv, has_work, properties
-from recipes.triton.meeting import empty_meetings, most_programs
+from recipes.triton.meeting import MeetingTile, empty_meetings, most_rows
 from recipes.triton.row_slots import num_slots
 
 # Groups begin at multiples of it in column_codes: whole sectors of memory. Of 16, wgrad takes 1.3 times as long (H200).
@@ -70,20 +70,11 @@ def cast_float8_config(columns: int) -> CastFloat8Config:
     return CastFloat8Config(block_m=64, block_k=128, num_warps=4)
 
 
-class MeetingConfig(NamedTuple):
-    """Tile of a program that waits for the others of its group, and the registers that it may take."""
-
-    block_m: int
-    block_k: int
-    num_warps: int
-    registers: int
-
-
-def meeting_config(columns: int) -> MeetingConfig:
+def meeting_tile(columns: int) -> MeetingTile:
     """Measured on an H100."""
     if columns % 256 == 0 or columns > 4096:
-        return MeetingConfig(block_m=64, block_k=256, num_warps=8, registers=80)
-    return MeetingConfig(block_m=64, block_k=128, num_warps=4, registers=80)
+        return MeetingTile(block_m=64, block_k=256, num_warps=8, registers=80)
+    return MeetingTile(block_m=64, block_k=128, num_warps=4, registers=80)
 
 
 def transpose_back_config(columns: int) -> CastFloat8Config:
@@ -143,7 +134,7 @@ def find_and_cast(
     if is_abstract(x_GTK):
         return
     meetings = empty_meetings(groups, x_GTK.device)
-    most = rows_that_meet(x_GTK, copies.column_codes, offsets)
+    most = _rows_that_meet(x_GTK, copies.column_codes, offsets)
     if most is None or (offsets is not None and x_GTK.shape[1] > most):
         amax_triton(x_GTK, meetings, offsets, most)
     cast_float8_triton(
@@ -165,22 +156,23 @@ def cast_from_meetings(
     )  # fmt: skip
 
 
-def rows_that_meet(x_GTK: Tensor, column_codes: Tensor | None, offsets: Tensor | None) -> int | None:
-    """Up to how many rows a group's programs find its amax at a meeting; None: the usual group is larger, or x is not
-    cast so.
-
-    x waits in registers, which numbers of 16 bits leave room for.
-    """
-    _, rows, columns = x_GTK.shape
-    in_words = column_codes is None or column_codes.shape[-1] % 4 == 0
-    if x_GTK.dtype not in (torch.bfloat16, torch.float16) or columns % 16 or not columns or not in_words:
+def rows_that_meet(x: Tensor, columns: int, tile: MeetingTile, usual: float) -> int | None:
+    """Up to how many rows, of so many columns, a group's programs find its amax at a meeting; None: `usual` is more,
+    or what they compute from x does not wait in registers, which has to be of 16 bits, and cast by the GPU itself."""
+    if INTERPRET or not columns or columns % 16 or x.dtype not in (torch.bfloat16, torch.float16):
         return None
-    if INTERPRET or not _casts_natively(x_GTK.device):
+    if is_abstract(x) or not casts_natively(x.device):
         return None
-    config = meeting_config(columns)
-    most = most_programs(x_GTK, config.num_warps, config.registers) // cdiv(columns, config.block_k) * config.block_m
-    usual = rows if offsets is None else rows * USUAL / (len(offsets) - 1)
+    most = most_rows(x, columns, tile)
     return most if usual <= most else None
+
+
+def _rows_that_meet(x_GTK: Tensor, column_codes: Tensor | None, offsets: Tensor | None) -> int | None:
+    _, rows, columns = x_GTK.shape
+    if column_codes is not None and column_codes.shape[-1] % 4:
+        return None
+    usual = rows if offsets is None else rows * USUAL / (len(offsets) - 1)
+    return rows_that_meet(x_GTK, columns, meeting_tile(columns), usual)
 
 
 def _codes_and_scale(copies: Copies) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -280,7 +272,7 @@ def cast_float8_triton(
         return
     groups, rows, columns = x_GTK.shape
     meets = how == "meeting"
-    config = meeting_config(columns) if meets else cast_float8_config(columns)
+    config = meeting_tile(columns) if meets else cast_float8_config(columns)
     width = 0 if column_codes is None else column_codes.shape[-1]
     slots = num_row_tiles(groups, rows, offsets, config.block_m, BLOCK) if columns else 0
     tiles = slots * cdiv(columns, config.block_k)
@@ -300,7 +292,7 @@ def cast_float8_triton(
         x_GTK, as_bytes(row_codes), words, scale_inv, given,
         None if amax_out is None else amax_out.view(torch.int32), offsets, aligned,
         rows, columns, width, num_groups, slots, most, amax_epsilon,
-        GIVEN=how, **constants, **tile, **({"maxnreg": meeting_config(columns).registers} if meets else {}),
+        GIVEN=how, **constants, **tile, **({"maxnreg": meeting_tile(columns).registers} if meets else {}),
     )  # fmt: skip
 
 
@@ -331,10 +323,10 @@ def format_of(form: Float8Format | torch.dtype, device: torch.device) -> dict[st
     dtype = form if isinstance(form, torch.dtype) else form.dtype
     known = E4M3 if dtype == E4M3.dtype else E5M2
     own = "" if isinstance(form, torch.dtype) or form.max == known.max else f" {float(form.max)!r}"
-    return {"FORM": known.name + own, "NATIVE": _casts_natively(device)}
+    return {"FORM": known.name + own, "NATIVE": casts_natively(device)}
 
 
-def _casts_natively(device: torch.device) -> bool:
+def casts_natively(device: torch.device) -> bool:
     """Whether the GPU converts to float8 itself."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 

@@ -5,9 +5,9 @@
     amax = amax_of_all(meeting_ptr, programs)          wait until so many have arrived
 
 So a tensor whose scale follows from its amax is read once. A program waits for later ones, which therefore have to fit
-on the GPU beside it: the host lets a group meet only if its programs are at most `most_programs`, half of what the GPU
-holds at once, so that two launches may wait side by side; nothing here casts on more streams. Larger groups find their
-amaxes by a launch before, into the same memory (`known_amax`).
+on the GPU beside it: the host lets a group meet only if it has at most `most_rows`, half of what the GPU holds at once,
+so that two launches may wait side by side; nothing here casts on more streams. Larger groups find their amaxes by a
+launch before, into the same memory (`known_amax`).
 
 Each group has 128 bytes of its own, and one thread of a program polls, rarely: where all threads polled counters that
 lay side by side, arrivals waited for the polls, and two launches were faster (`bench/results/tuning.md`). A wait of
@@ -16,11 +16,13 @@ more than 20 seconds ends the kernel with an error.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from recipes.triton.gates import tl, triton
-from recipes.triton.launch import properties
+from recipes.triton.launch import cdiv, properties
 
 # Of a meeting: the bits of the amax, whose order is that of the non-negative float32 numbers; how many have arrived.
 WORDS = 32
@@ -35,10 +37,20 @@ def empty_meetings(groups: int, device: torch.device) -> Tensor:
     return torch.zeros(groups, WORDS, dtype=torch.int32, device=device)
 
 
-def most_programs(x: Tensor, num_warps: int, registers: int) -> int:
-    """How many programs of so many warps and registers a thread may wait for each other on x's GPU."""
-    at_once = REGISTERS // (32 * num_warps * registers) * properties(x.get_device()).multi_processor_count
-    return at_once // LAUNCHES
+class MeetingTile(NamedTuple):
+    """Tile of a program that waits for the others of its group, and the registers that a thread of it may take."""
+
+    block_m: int
+    block_k: int
+    num_warps: int
+    registers: int
+
+
+def most_rows(x: Tensor, columns: int, tile: MeetingTile) -> int:
+    """Of how many rows, of so many columns, the programs may wait for each other on x's GPU."""
+    on_one = REGISTERS // (32 * tile.num_warps * tile.registers)
+    programs = on_one * properties(x.get_device()).multi_processor_count // LAUNCHES
+    return programs // cdiv(columns, tile.block_k) * tile.block_m
 
 
 # Polls take about 0.7 us: 2^25 of them more than 20 s.

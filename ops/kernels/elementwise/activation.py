@@ -50,16 +50,11 @@ from torch import Tensor
 
 from ops.kernels.elementwise.activation_functions import RULES, Constants
 from ops.kernels.elementwise.chain import Step, delementwise, elementwise, elementwise_cast, runs_triton
-from ops.kernels.elementwise.chain_cast import (
-    Cast,
-    MeetingTile,
-    cast_from_memory,
-    cast_into,
-    stores_values,
-)
+from ops.kernels.elementwise.chain_cast import Cast, cast_from_memory, cast_into, stores_values
 from recipes.arguments import as_integer, as_number
 from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.triton.launch import replayed
+from recipes.triton.meeting import MeetingTile
 
 KINDS = tuple(RULES)
 

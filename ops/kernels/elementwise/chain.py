@@ -43,7 +43,6 @@ from torch import Tensor
 from ops.kernels.elementwise.chain_cast import (
     Cast,
     cast_constants,
-    casts_natively,
     codes_of,
     in_groups,
     num_groups,
@@ -51,6 +50,7 @@ from ops.kernels.elementwise.chain_cast import (
     row_tiles,
 )
 from ops.kernels.elementwise.chain_triton import delementwise_kernel, elementwise_kernel
+from recipes.casts.cast_float8 import casts_natively
 from recipes.tensors.formats import ALL
 from recipes.triton.gates import JITFunction, tl
 from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2, replayed
@@ -232,7 +232,7 @@ def _config(
     if any(in_groups(cast) for cast in casts):
         tile = next((cast.tile for cast in casts if cast is not None and cast.tile is not None), None)
         if tile is not None:
-            return ElementwiseConfig(tile.block_t, tile.block_c, 1, tile.num_warps, registers=tile.registers)
+            return ElementwiseConfig(tile.block_m, tile.block_k, 1, tile.num_warps, registers=tile.registers)
         if set(kinds) == {"amax"}:
             return _FINDING_AMAXES[backward]
         if kinds == ["rows"]:
@@ -430,7 +430,7 @@ def elementwise_triton(
         x, _num_programs(config, rows, columns, cast),
         x, y, codes_of(cast), tuple(operands), rows, columns, columns * (1 + gated), places_of(cast), num_groups(cast),
         cast.most if cast else 0,
-        **chain_constants(tuple(steps), tuple(dtypes)), **cast_constants(cast, x), NATIVE=casts_natively(x),
+        **chain_constants(tuple(steps), tuple(dtypes)), **cast_constants(cast, x), NATIVE=casts_natively(x.device),
         KEEP=cast is None or cast.how != "meeting", BLOCK_T=config.block_t, BLOCK_C=config.block_c,
         WHOLE=config.whole(rows, columns) and not in_groups(cast), **config.options, enable_fp_fusion=False,
     )  # fmt: skip
@@ -464,7 +464,7 @@ def delementwise_triton(
         columns * (1 + (_gate_of(steps) >= 0)), places_of(cast, y_cast), num_groups(some_cast),
         cast.most if cast else 0,
         **chain_constants(tuple(steps), tuple(dtypes)), **_backwards(tuple(steps), tuple(dtypes)),
-        **cast_constants(cast, dy), **cast_constants(y_cast, dy, "Y_"), NATIVE=casts_natively(dy),
+        **cast_constants(cast, dy), **cast_constants(y_cast, dy, "Y_"), NATIVE=casts_natively(dy.device),
         KEEP=keep_dx or cast is None or cast.how != "meeting",
         BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns) and not in_groups(some_cast),
         TILES=config.tiles, STAGES=config.num_stages, **config.options, enable_fp_fusion=False,

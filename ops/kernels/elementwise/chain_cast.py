@@ -20,27 +20,15 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_float8 import BLOCK, USUAL, cast_from_meetings, finds_amaxes, format_of
+from recipes.casts.cast_float8 import BLOCK, USUAL, cast_from_meetings, finds_amaxes, format_of, rows_that_meet
 from recipes.casts.layout import Copies
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale, GivenScale
-from recipes.tensors.abstract import is_abstract
-from recipes.tensors.formats import ALL, E4M3, Float8Format, ScaleRule, ScaleSpec
+from recipes.tensors.formats import ALL, Float8Format, ScaleRule, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import QuantizedBuffers
-from recipes.triton.gates import INTERPRET
-from recipes.triton.launch import cdiv
-from recipes.triton.meeting import most_programs
+from recipes.triton.meeting import MeetingTile
 from recipes.triton.row_slots import num_slots
-
-
-class MeetingTile(NamedTuple):
-    """Tile of y of a program that waits for the others of its group, and the registers that it may take."""
-
-    block_t: int
-    block_c: int
-    num_warps: int
-    registers: int
 
 
 class Cast(NamedTuple):
@@ -93,18 +81,11 @@ def cast_into(
     cast = Cast(*made, spec, None, None, offsets, aligned, buffers.meetings)
     if buffers.amaxes_are_known:
         return cast._replace(how="known")
-    if x is not None and tile is not None and columns % 16 == 0 and meets(x):
-        most = most_programs(x, tile.num_warps, tile.registers) // cdiv(columns, tile.block_c) * tile.block_t
-        if copies.splits.rows * USUAL <= most * copies.splits.num_groups:
+    if x is not None and tile is not None:
+        most = rows_that_meet(x, columns, tile, copies.splits.rows * USUAL / copies.splits.num_groups)
+        if most is not None:
             return cast._replace(how="meeting", tile=tile, most=most)
     return Cast(None, None, None, None, spec, None, None, offsets, None, buffers.meetings, "amax")
-
-
-def meets(x: Tensor) -> bool:
-    """Whether groups meet in kernels over x: tiles of 16-bit numbers wait in registers, on GPUs that cast natively."""
-    if is_abstract(x) or INTERPRET or x.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return casts_natively(x)
 
 
 def stores_values(cast: Cast | None, rows: int) -> bool:
@@ -220,11 +201,6 @@ def cast_constants(cast: Cast | None, x: Tensor, prefix: str = "") -> dict[str, 
             (rule.power_2, rule.amax_epsilon, rule.largest(x.dtype)) if isinstance(rule, Float32Scale) else ()
         ),
     }
-
-
-def casts_natively(x: Tensor) -> bool:
-    """NATIVE: whether the GPU converts to float8 itself."""
-    return bool(format_of(E4M3, x.device)["NATIVE"])
 
 
 def row_tiles(cast: Cast, rows: int, block_t: int) -> int:
