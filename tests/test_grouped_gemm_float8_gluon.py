@@ -13,7 +13,6 @@ from ops.kernels.grouped_gemm.measured_tiles import GLUON_GROUPS
 from ops.kernels.grouped_gemm.tile_rules import FEW_ROWS, MANY_ROWS
 from ops.kernels.grouped_gemm.tile_rules_float8 import (
     IN_ORDER_ROWS,
-    MOST_FETCHED,
     k_grouped_float8_config,
     m_grouped_float8_config,
 )
@@ -54,9 +53,6 @@ def test_weight_gradients_are_for_scales_of_tensors_or_blocks_and_add_in_float32
     adds = {"out_dtype": torch.float32, "accumulate": True}
     assert takes(**adds) and config(**adds).fetches and not config(**adds, columns=MANY_ROWS).fetches
     assert config(**adds, layout="tensor", columns=MANY_ROWS).fetches and not config(layout="tensor").fetches
-    split = adds | {"layout": "tensor"}
-    assert config(MOST_FETCHED, **split).fetches
-    assert takes(MOST_FETCHED + 1, **split) and not config(MOST_FETCHED + 1, **split).fetches
     assert not takes(accumulate=True) and not takes(layout="vector") and not takes(GLUON_GROUPS + 1)
     assert not takes(gluon=False) and not takes(capability=(8, 9)) and not takes(descriptors=False)
 
@@ -122,7 +118,7 @@ def test_the_same_bits_as_in_triton(layout, out_dtype, sizes, tail, R, C, extras
     sizes=st.one_of(
         st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 128, 191, 256, 500, 2000]), min_size=1, max_size=140),
         st.lists(st.sampled_from([0, MANY_ROWS, 2 * MANY_ROWS + 1]), min_size=1, max_size=8),
-        st.lists(st.sampled_from([0, 1, 64, 200]), min_size=MOST_FETCHED + 1, max_size=MOST_FETCHED + 20),
+        st.lists(st.sampled_from([0, 1, 64, 200]), min_size=257, max_size=276),
     ),
     N=st.sampled_from([16, 64, 128, 144, 192, 256, 400, 1024]),
     K=st.sampled_from([16, 128, 136, 256, 400, 1024]),

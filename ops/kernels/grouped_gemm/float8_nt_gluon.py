@@ -4,9 +4,9 @@ A program takes tile after tile, the largest groups first. One warp loads (TMA) 
 warps multiply (wgmma), each 64 rows of the tile by all of its columns, and store their rows: while one stores, the
 others multiply. Groups have few steps of 128 codes, so a tile would else take as long to store as to multiply.
 
-    fast accumulation    128 x 256, two consumers
-    split accumulation   192 x 128, three: a sum and a step's product fit their registers, and while one scales and adds
-                         its product, the others multiply. Where sums with scales of blocks are fetched: 128 x 128
+    scales per tensor    128 x 256, two consumers; split accumulation takes the columns in halves, as `m_grouped_gluon`
+    scales of blocks     192 x 128, three: while one scales and adds its product, the others multiply. Where sums are
+                         fetched: 128 x 128, two
 
 Scales of blocks have a role of their own: one warp copies (cp.async) those of the rows and of the columns of a step to
 its stage.
@@ -45,7 +45,7 @@ from ops.kernels.grouped_gemm.high_precision_nt_gluon import (
     wait_for_room,
     with_layout,
 )
-from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT
+from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT, add_to_halves, zero_halves
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES
 from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, serpentine_tile, tile_in_bands
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
@@ -138,12 +138,54 @@ def add_scaled(acc, product, row_scale, of_columns):
 
 
 @gluon.jit
+def sum_products(given, step, num_steps, CONSUMER: gl.constexpr, BLOCKWISE: gl.constexpr, PROMOTE: gl.constexpr):
+    """Those of this consumer's rows and the columns of a tile: their left half and their right half."""
+    stages, _staging, full, empty, _where = given
+    dy_stages, x_stages, dy_scale_stages, x_scale_stages = stages
+    STAGES: gl.constexpr = full.shape[0]
+    CONSUMERS: gl.constexpr = dy_stages.shape[0] // STAGES
+    HEIGHT: gl.constexpr = dy_stages.shape[1]
+    BLOCK_N: gl.constexpr = x_stages.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    if PROMOTE and not BLOCKWISE:
+        left, right = zero_halves(HEIGHT, BLOCK_N)
+    else:
+        acc = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
+        left, right = split_columns(acc)
+    for s in range(num_steps):
+        stage = wait_for_loads(full, step + s)
+        dy_stage = dy_stages.index(stage * CONSUMERS + CONSUMER)
+        x_stage = x_stages.index(stage)
+        if BLOCKWISE:
+            zero = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
+            product = warpgroup_mma(dy_stage, x_stage.permute([1, 0]), zero, use_acc=False, is_async=True)
+            of_rows = dy_scale_stages.index(stage).slice(CONSUMER * HEIGHT, HEIGHT)
+            row_scale = of_rows.load(gl.SliceLayout(1, layout))
+            one, two = split_columns(warpgroup_mma_wait(0, deps=[product]))
+            of_columns = x_scale_stages.index(stage)
+            left = add_scaled(left, one, row_scale, of_columns.slice(0, BLOCK_N // 2))
+            right = add_scaled(right, two, row_scale, of_columns.slice(BLOCK_N // 2, BLOCK_N // 2))
+            free_stage(empty, step + s, STAGES, CONSUMER)
+        elif PROMOTE:
+            left, right = add_to_halves(left, right, dy_stage, x_stage)
+            free_stage(empty, step + s, STAGES, CONSUMER)
+        else:
+            acc = warpgroup_mma(dy_stage, x_stage.permute([1, 0]), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            free_stage(empty, step + s - 1, STAGES, CONSUMER, pred=s > 0)
+    if not PROMOTE:
+        left, right = split_columns(warpgroup_mma_wait(0, deps=[acc]))
+        free_stage(empty, step + num_steps - 1, STAGES, CONSUMER, pred=num_steps > 0)
+    return left, right
+
+
+@gluon.jit
 def multiply(
     dw, given, scales, old, CONSUMER: gl.constexpr, ACCUMULATE: gl.constexpr, REVERSE: gl.constexpr,
     BLOCKWISE: gl.constexpr, PROMOTE: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     stages, staging, full, empty, where = given
-    dy_stages, x_stages, dy_scale_stages, x_scale_stages = stages
+    dy_stages, x_stages, _dy_scale_stages, _x_scale_stages = stages
     ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, N = where
     dy_scale_ptr, x_scale_ptr, dy_scale_stride, x_scale_stride, _K = scales
     STAGES: gl.constexpr = full.shape[0]
@@ -153,7 +195,6 @@ def multiply(
     BLOCK_N: gl.constexpr = x_stages.shape[1]
     BLOCK_K: gl.constexpr = x_stages.shape[2]
     PARTS: gl.constexpr = BLOCK_N // dw.block_shape[2]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     num_tiles = num_tiles_n * num_tiles_k
     step = 0
     uses = 0
@@ -165,55 +206,23 @@ def multiply(
             num_steps = gl.cdiv(size, BLOCK_K)
             first_n = tile_n * BLOCK_M + CONSUMER * HEIGHT
             if CONSUMER == 0 or first_n < N:
-                acc = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
-                if BLOCKWISE:
-                    left, right = split_columns(acc)
-                for s in range(num_steps):
-                    stage = wait_for_loads(full, step + s)
-                    dy_stage = dy_stages.index(stage * CONSUMERS + CONSUMER)
-                    x_stage = x_stages.index(stage).permute([1, 0])
-                    if PROMOTE:
-                        zero = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
-                        product = warpgroup_mma(dy_stage, x_stage, zero, use_acc=False, is_async=True)
-                        if BLOCKWISE:
-                            of_rows = dy_scale_stages.index(stage).slice(CONSUMER * HEIGHT, HEIGHT)
-                            row_scale = of_rows.load(gl.SliceLayout(1, layout))
-                        product = warpgroup_mma_wait(0, deps=[product])
-                        if BLOCKWISE:
-                            of_columns = x_scale_stages.index(stage)
-                            one, two = split_columns(product)
-                            left = add_scaled(left, one, row_scale, of_columns.slice(0, BLOCK_N // 2))
-                            right = add_scaled(right, two, row_scale, of_columns.slice(BLOCK_N // 2, BLOCK_N // 2))
-                            free_stage(empty, step + s, STAGES, CONSUMER)
-                        else:
-                            free_stage(empty, step + s, STAGES, CONSUMER)
-                            acc = acc + product
-                    else:
-                        acc = warpgroup_mma(dy_stage, x_stage, acc, is_async=True)
-                        acc = warpgroup_mma_wait(1, deps=[acc])
-                        free_stage(empty, step + s - 1, STAGES, CONSUMER, pred=s > 0)
-                if not PROMOTE:
-                    acc = warpgroup_mma_wait(0, deps=[acc])
-                    free_stage(empty, step + num_steps - 1, STAGES, CONSUMER, pred=num_steps > 0)
+                left, right = sum_products(given, step, num_steps, CONSUMER, BLOCKWISE, PROMOTE)
                 if not BLOCKWISE:
                     # one after the other, as `scale_sums`; those of a group without columns may be anything
-                    acc = acc * gl.load(dy_scale_ptr + group * dy_scale_stride, mask=size > 0, other=0.0)
-                    acc = acc * gl.load(x_scale_ptr + group * x_scale_stride, mask=size > 0, other=0.0)
+                    of_dy = gl.load(dy_scale_ptr + group * dy_scale_stride, mask=size > 0, other=0.0)
+                    of_x = gl.load(x_scale_ptr + group * x_scale_stride, mask=size > 0, other=0.0)
+                    left = left * of_dy * of_x
+                    right = right * of_dy * of_x
                 place = num_groups - 1 - group if REVERSE else group
                 column = tile_k * BLOCK_N
-                half = column + BLOCK_N // 2
+                middle = column + BLOCK_N // 2
                 if not ACCUMULATE or num_steps > 0:
-                    if old is None and BLOCKWISE:
+                    if old is None:
                         store_boxes(left, dw, staging, place, first_n, column, ACCUMULATE, CONSUMER, CONSUMERS, 0)
-                        store_boxes(right, dw, staging, place, first_n, half, ACCUMULATE, CONSUMER, CONSUMERS, 1)
-                    elif old is None:
-                        store_boxes(acc, dw, staging, place, first_n, column, ACCUMULATE, CONSUMER, CONSUMERS, 0)
-                    elif BLOCKWISE:
-                        add_boxes(left, dw, old, uses, place, first_n, column, CONSUMER, CONSUMERS, 0)
-                        add_boxes(right, dw, old, uses, place, first_n, half, CONSUMER, CONSUMERS, 1)
+                        store_boxes(right, dw, staging, place, first_n, middle, ACCUMULATE, CONSUMER, CONSUMERS, 1)
                     else:
-                        add_boxes(acc, dw, old, uses, place, first_n, column, CONSUMER, CONSUMERS, 0)
-                    if old is not None:
+                        add_boxes(left, dw, old, uses, place, first_n, column, CONSUMER, CONSUMERS, 0)
+                        add_boxes(right, dw, old, uses, place, first_n, middle, CONSUMER, CONSUMERS, 1)
                         free_last_box(old, CONSUMER, CONSUMERS, PARTS)
                         uses += PARTS // (staging.shape[0] // CONSUMERS)
             else:
@@ -265,7 +274,6 @@ def k_grouped_float8_gluon_kernel(
     """
     HEIGHT: gl.constexpr = dy.block_shape[2]
     CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
-    gl.static_assert(CONSUMERS == (3 if PROMOTE and not (FETCH and BLOCKWISE) else 2), "there are no such roles")
     ROW_SCALES: gl.constexpr = (256 if BLOCK_M == 192 else BLOCK_M) if BLOCKWISE else 1
     COLUMN_SCALES: gl.constexpr = BLOCK_N if BLOCKWISE else 1
     dy_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dy.block_shape[2:], dy.dtype)
@@ -307,20 +315,6 @@ def k_grouped_float8_gluon_kernel(
             [4, 1, 1, 1, 1],
             [208, 40, 40, 40, 40],
         )
-    elif FETCH and PROMOTE:
-        gl.warp_specialize(
-            [
-                (multiply, (dw, given, scales, old, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, old, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, old, 2, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (load, (dy, x, given, BAND)),
-                (load_old_sums, (dw, old, where, 0, 3, REVERSE, BLOCK_M, BLOCK_N, BAND)),
-                (load_old_sums, (dw, old, where, 1, 3, REVERSE, BLOCK_M, BLOCK_N, BAND)),
-                (load_old_sums, (dw, old, where, 2, 3, REVERSE, BLOCK_M, BLOCK_N, BAND)),
-            ],
-            [4, 4, 1, 1, 1, 1],
-            [160, 160, 24, 24, 24, 24],
-        )
     elif FETCH:
         gl.warp_specialize(
             [
@@ -344,17 +338,6 @@ def k_grouped_float8_gluon_kernel(
             ],
             [4, 4, 1, 1],
             [152, 152, 40, 40],
-        )
-    elif PROMOTE:
-        gl.warp_specialize(
-            [
-                (multiply, (dw, given, scales, None, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, None, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, None, 2, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (load, (dy, x, given, BAND)),
-            ],
-            [4, 4, 1],
-            [160, 160, 24],
         )
     else:
         gl.warp_specialize(
@@ -388,7 +371,7 @@ def k_grouped_float8_gluon(
 ) -> None:
     """Launches NT, of tensors that `takes_descriptors` takes. Scales per tensor, or of 1x128 blocks.
 
-    accumulate, for float32 alone: out += it. config: a tile of two consumers or, to promote, of three.
+    accumulate, for float32 alone: out += it. config: a tile of two consumers or, with scales of blocks, of three.
     """
     G, N, K = out.shape
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)

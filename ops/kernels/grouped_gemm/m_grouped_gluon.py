@@ -6,9 +6,9 @@ whose rows are past the end of their group only counts the steps of the tile, an
 outside of a tensor are filled with zeros takes as long as loading them. Nor is the second half of the last columns, if
 there is nothing in it and consumers are two.
 
-    16-bit operands, codes with fast accumulation    128 x 256, two consumers
-    codes with split accumulation                    192 x 128, three: a sum and a step's product fit their registers,
-                                                     and while one scales and adds its product, the others multiply
+    16-bit operands, codes per tensor    128 x 256, two consumers; split accumulation multiplies and adds half of the
+                                         columns after the other, so that sums and a product fit their registers
+    codes with scales of blocks          192 x 128, three: while one scales and adds its product, the others multiply
 
 Scales of blocks have a role of their own: one warp copies (cp.async) those of the rows of a step to its stage and,
 behind them, that of its columns, 64 times.
@@ -297,6 +297,13 @@ def add_scaled(acc, product, scale):
 
 
 @gluon.jit
+def add_product(acc, a_stage, b_stage):
+    """acc + the product of a step, added in float32."""
+    product = warpgroup_mma(a_stage, b_stage, gl.zeros_like(acc), use_acc=False, is_async=True)
+    return acc + warpgroup_mma_wait(0, deps=[product])
+
+
+@gluon.jit
 def sum_products(
     given, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCKWISE: gl.constexpr,
     PROMOTE: gl.constexpr, WIDTH: gl.constexpr,
@@ -317,19 +324,18 @@ def sum_products(
             b_stage = b_stages.index(stage).slice(0, WIDTH, 0).permute([1, 0])
         else:
             b_stage = b_stages.index(stage).slice(0, WIDTH, 1)
-        if PROMOTE:
+        if BLOCKWISE:
             zero = gl.zeros([HEIGHT, WIDTH], gl.float32, layout)
             product = warpgroup_mma(a_stage, b_stage, zero, use_acc=False, is_async=True)
-            if BLOCKWISE:
-                of_step = scale_stages.index(stage)
-                scale = of_step.slice(CONSUMER * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
-                scale *= of_step.slice(CONSUMERS * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
+            of_step = scale_stages.index(stage)
+            scale = of_step.slice(CONSUMER * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
+            scale *= of_step.slice(CONSUMERS * HEIGHT, HEIGHT).load(gl.SliceLayout(1, layout))
             product = warpgroup_mma_wait(0, deps=[product])
             free_stage(empty, step + s)
-            if BLOCKWISE:
-                acc = add_scaled(acc, product, scale)
-            else:
-                acc = acc + product
+            acc = add_scaled(acc, product, scale)
+        elif PROMOTE:
+            acc = add_product(acc, a_stage, b_stage)
+            free_stage(empty, step + s)
         else:
             acc = warpgroup_mma(a_stage, b_stage, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
@@ -338,6 +344,39 @@ def sum_products(
         acc = warpgroup_mma_wait(0, deps=[acc])
         free_stage(empty, step + num_steps - 1, pred=num_steps > 0)
     return acc
+
+
+@gluon.jit
+def zero_halves(HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
+    """The left and the right half of the columns of sums, for `add_to_halves`."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 32])
+    half = gl.zeros([HEIGHT, WIDTH // 2], gl.float32, layout)
+    return half, half
+
+
+@gluon.jit
+def add_to_halves(left, right, a_stage, b_stage):
+    """Adds a step's product in float32, one half after the other, so that it fits the registers. b_stage [C, R]."""
+    HALF: gl.constexpr = left.shape[1]
+    left = add_product(left, a_stage, b_stage.slice(0, HALF, 0).permute([1, 0]))
+    right = add_product(right, a_stage, b_stage.slice(HALF, HALF, 0).permute([1, 0]))
+    return left, right
+
+
+@gluon.jit
+def sum_halves(given, step, num_steps, CONSUMER: gl.constexpr):
+    """`sum_products` of all columns in split accumulation: their left half and their right half."""
+    stages, _staging, full, empty, _queue, _ends, _offsets_ptr, _sizes = given
+    a_stages, _b_boxes, b_stages, _scale_stages = stages
+    HEIGHT: gl.constexpr = a_stages.shape[1]
+    CONSUMERS: gl.constexpr = a_stages.shape[0] // full.shape[0]
+    left, right = zero_halves(HEIGHT, b_stages.shape[1])
+    for s in range(num_steps):
+        stage = wait_for_loads(full, step + s)
+        a_stage = a_stages.index(stage * CONSUMERS + CONSUMER)
+        left, right = add_to_halves(left, right, a_stage, b_stages.index(stage))
+        free_stage(empty, step + s)
+    return left, right
 
 
 @gluon.jit
@@ -372,6 +411,7 @@ def multiply(
     BLOCK_N: gl.constexpr = b_stages.shape[1 if TRANSPOSED else 2]
     PARTS: gl.constexpr = b_boxes.shape[0] // full.shape[0]
     HALF: gl.constexpr = BLOCK_N // 2
+    IN_HALVES: gl.constexpr = PROMOTE and not BLOCKWISE
     num_tiles_m = gl.max(read_ends(ends), axis=0)
     num_tiles_n = gl.cdiv(C, BLOCK_N)
     num_steps = gl.cdiv(R, a_stages.shape[2])
@@ -386,6 +426,10 @@ def multiply(
             for s in range(num_steps):
                 wait_for_loads(full, step + s)
                 free_stage(empty, step + s)
+        elif IN_HALVES and (PARTS == 1 or C - column > HALF):
+            left, right = sum_halves(given, step, num_steps, CONSUMER)
+            finish(left, out, given, scales, added, group, first, size, column, CONSUMER, BLOCKWISE)
+            finish(right, out, given, scales, added, group, first, size, column + HALF, CONSUMER, BLOCKWISE)
         elif PARTS == 1 or C - column > HALF:
             whole = sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, BLOCKWISE, PROMOTE, BLOCK_N)
             finish(whole, out, given, scales, added, group, first, size, column, CONSUMER, BLOCKWISE)
@@ -420,8 +464,8 @@ def m_grouped_gluon_kernel(
     a_scale_stride,
     b_scale_stride,
     TRANSPOSED: gl.constexpr,  # b is [G, C, R]
-    BLOCKWISE: gl.constexpr,
-    PROMOTE: gl.constexpr,  # three consumers, else two
+    BLOCKWISE: gl.constexpr,  # three consumers, else two
+    PROMOTE: gl.constexpr,
     NARROW: gl.constexpr,  # the last of the columns fill half a tile at most: b comes in boxes of half a tile
     BOXES: gl.constexpr,  # of each consumer, on their way to out
     BLOCK_M: gl.constexpr,
@@ -480,17 +524,6 @@ def m_grouped_gluon_kernel(
             [4, 4, 1, 1],
             [160, 160, 40, 40],
         )
-    elif PROMOTE:
-        gl.warp_specialize(
-            [
-                (multiply, (out, given, scales, added, 0, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (out, given, scales, added, 1, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (out, given, scales, added, 2, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
-                (load, (a, b, given, TRANSPOSED, BAND)),
-            ],
-            [4, 4, 1],
-            [160, 160, 24],
-        )
     else:
         gl.warp_specialize(
             [
@@ -526,13 +559,13 @@ def m_grouped_gluon(
     """Launches TN (transposed) or NN, of tensors that `takes_descriptors` takes.
 
     a_scale, b_scale: of codes, per tensor [G], or of 1x128 and 128x128 blocks; a_scale else: alpha [G] or None.
-    config: a tile of two consumers or, to promote, of three. boxes: of each, on their way to out.
+    config: a tile of two consumers or, with scales of blocks, of three. boxes: of each, on their way to out.
     """
     (rows, R), G, C = a.shape, b.shape[0], out.shape[1]
     blockwise = b_scale is not None and b_scale.dim() == 3
     in_order = blockwise and rows >= IN_ORDER_ROWS * G and has_fast_memory(out)
     num_tiles = most_tiles(rows, G, config.block_m) * cdiv(C, config.block_n)
-    narrow = not promote and 0 < C % config.block_n <= config.block_n // 2
+    narrow = not blockwise and 0 < C % config.block_n <= config.block_n // 2
     width = config.block_n // 2 if narrow else config.block_n
     b_box = (width, config.block_k) if transposed else (config.block_k, width)
     _m_grouped(

@@ -14,8 +14,6 @@ from recipes.triton.gates import why_no_gluon
 # A group, on average: from here on TN with scales of blocks takes tiles in a fixed order where memory is fast. Of 1365
 # and 2048 rows that is 3 to 7 % faster than a queue on an H200, of 256 rows slower (`bench/results/tuning.md`).
 IN_ORDER_ROWS = 384
-# Groups, in split accumulation: the ranks of more take registers of those who fetch what is added to.
-MOST_FETCHED = 256
 BLOCK = 128  # codes of one scale, and terms of one sum in split accumulation
 
 
@@ -67,7 +65,7 @@ def m_grouped_float8_config(
     if few or layout == "row":
         return _SMALL
     if gluon and num_groups <= GLUON_GROUPS and layout != "vector":
-        return _HIGH_IN_GLUON if promote else _WIDE_IN_GLUON
+        return _HIGH_IN_GLUON if layout == "square" else _WIDE_IN_GLUON
     if not promote:
         return _WIDE
     # With scales of rows and columns, and a bias, _IN_PARTS takes eight registers more than there are.
@@ -92,14 +90,12 @@ def k_grouped_float8_config(
         return _POINTERS
     blockwise = layout == "row"
     if gluon and num_groups <= GLUON_GROUPS and layout != "vector" and (not accumulate or out_dtype.itemsize == 4):
-        if not promote:
+        if not blockwise:
             return _WIDE_IN_GLUON._replace(num_stages=3, fetches=True) if accumulate else _WIDE_IN_GLUON
-        by_l2 = columns >= MANY_ROWS * num_groups if blockwise else num_groups > MOST_FETCHED
-        if not accumulate or by_l2:
+        if not accumulate or columns >= MANY_ROWS * num_groups:
             return _HIGH_IN_GLUON
-        if blockwise:  # those who fetch take the registers of a third consumer
-            return _HIGH_IN_GLUON._replace(block_m=128, num_warps=8, part_m=128, fetches=True)
-        return _HIGH_IN_GLUON._replace(num_stages=3, fetches=True)
+        # those who fetch take the registers of a third consumer
+        return _HIGH_IN_GLUON._replace(block_m=128, num_warps=8, part_m=128, fetches=True)
     if blockwise and (accumulate or out_dtype.itemsize == 4):
         return _SMALL
     if not promote:
