@@ -9,12 +9,13 @@ from ops.kernels.grouped_gemm.high_precision import m_grouped_triton
 from ops.kernels.grouped_gemm.persistent_schedule import (
     MOST_GROUPS,
     ends_of_groups,
-    find_rows,
     group_of_rank,
     padded_groups,
     ranks_of_groups,
     serpentine_tile,
     tile_in_bands,
+    tile_in_even_bands,
+    tile_of_groups,
 )
 from tests.grouped_cases import DEVICES, Case, assert_close, naive_gemm, operands, poisoned
 
@@ -23,9 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 
 
 @triton.jit
-def bands_kernel(out_ptr, num_m, num_n, BAND: tl.constexpr):
+def bands_kernel(out_ptr, num_m, num_n, BAND: tl.constexpr, EVEN: tl.constexpr = False):
     tile = tl.program_id(0)
-    m, n = tile_in_bands(tile, num_m, num_n, BAND)
+    m, n = tile_in_even_bands(tile, num_m, num_n, BAND) if EVEN else tile_in_bands(tile, num_m, num_n, BAND)
     tl.store(out_ptr + 2 * tile, m)
     tl.store(out_ptr + 2 * tile + 1, n)
 
@@ -45,14 +46,15 @@ def by_size_kernel(offsets_ptr, out_ptr, num_groups, GROUPS: tl.constexpr):
 
 @triton.jit
 def rows_kernel(
-    offsets_ptr, out_ptr, num_groups, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr
+    offsets_ptr, out_ptr, num_groups, num_n, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS, AT_ONCE=AT_ONCE)
-    for m in range(tl.max(ends, axis=0)):
-        group, first, end = find_rows(offsets_ptr, ends, m, BLOCK_M)
-        tl.store(out_ptr + 3 * m, group)
-        tl.store(out_ptr + 3 * m + 1, first)
-        tl.store(out_ptr + 3 * m + 2, end)
+    for tile in range(tl.max(ends, axis=0) * num_n):
+        group, first, end, n = tile_of_groups(offsets_ptr, ends, tile, num_n, BLOCK_M, 2)
+        tl.store(out_ptr + 4 * tile, group)
+        tl.store(out_ptr + 4 * tile + 1, first)
+        tl.store(out_ptr + 4 * tile + 2, end)
+        tl.store(out_ptr + 4 * tile + 3, n)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -60,6 +62,17 @@ def test_orders_are_those_of_the_docstring(device):
     tiles = torch.zeros(6, 2, dtype=torch.int64, device=device)
     bands_kernel[(6,)](tiles, 3, 2, BAND=2)
     assert tiles.tolist() == [[0, 0], [1, 0], [0, 1], [1, 1], [2, 0], [2, 1]]
+    for tiles_m, heights in ((1, [1]), (2, [2]), (3, [2, 1]), (4, [2, 2]), (5, [2, 2, 1])):
+        even = torch.zeros(tiles_m * 2, 2, dtype=torch.int64, device=device)
+        bands_kernel[(tiles_m * 2,)](even, tiles_m, 2, BAND=2, EVEN=True)
+        starts = [sum(heights[:i]) for i in range(len(heights))]
+        pairs = [
+            [start + m, n]
+            for start, height in zip(starts, heights, strict=True)
+            for n in range(2)
+            for m in range(height)
+        ]
+        assert even.tolist() == pairs
     taken = torch.zeros(3, 3, dtype=torch.int64, device=device)
     turns_kernel[(3,)](taken, 3)
     assert taken.tolist() == [[0, 1, 2], [5, 4, 3], [6, 7, 8]]
@@ -77,19 +90,24 @@ def test_larger_groups_come_first_and_equal_ones_in_their_order(groups, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("sizes", [[3, 0, 6, 17, 1], [0, 0], [8], [g % 6 for g in range(70)]])
+@pytest.mark.parametrize("sizes", [[3, 0, 6, 17, 1], [0, 0], [8], [g % 6 for g in range(40)]])
 def test_tiles_of_rows_are_those_of_the_groups_and_no_others(sizes, at_once, device):
     block = 4
     offsets = torch.tensor([0, *sizes], device=device).cumsum(0)
     begins = offsets.tolist()
+    num_n = 2
     expected = [
-        [group, first, begins[group] + size]
+        [group, first, begins[group] + size, n]
         for group, size in enumerate(sizes)
         for first in range(begins[group], begins[group] + size, block)
+        for n in range(num_n)
     ]
-    tiles = torch.full((len(expected) + 1, 3), -1, device=device)
-    rows_kernel[(1,)](offsets, tiles, len(sizes), GROUPS=padded_groups(len(sizes)), BLOCK_M=block, AT_ONCE=at_once)
-    assert tiles.tolist() == [*expected, [-1, -1, -1]]
+    tiles = torch.full((len(expected) + 1, 4), -1, device=device)
+    constants = {"GROUPS": padded_groups(len(sizes)), "BLOCK_M": block, "AT_ONCE": at_once}
+    rows_kernel[(1,)](offsets, tiles, len(sizes), num_n, **constants)
+    *found, behind = tiles.tolist()
+    assert sorted(found) == sorted(expected) and behind == [-1] * 4
+    assert [group for group, *_ in found] == sorted(group for group, *_ in found)
 
 
 @pytest.mark.rest

@@ -274,6 +274,7 @@ def k_grouped_float8_gluon_kernel(
     """
     HEIGHT: gl.constexpr = dy.block_shape[2]
     CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
+    gl.static_assert(CONSUMERS == (3 if BLOCKWISE and not FETCH else 2), "there are no such roles")
     ROW_SCALES: gl.constexpr = (256 if BLOCK_M == 192 else BLOCK_M) if BLOCKWISE else 1
     COLUMN_SCALES: gl.constexpr = BLOCK_N if BLOCKWISE else 1
     dy_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dy.block_shape[2:], dy.dtype)

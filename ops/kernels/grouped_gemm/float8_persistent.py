@@ -18,12 +18,12 @@ from ops.kernels.grouped_gemm.high_precision_triton import (
 )
 from ops.kernels.grouped_gemm.persistent_schedule import (
     ends_of_groups,
-    find_rows,
     group_of_rank,
     ranks_of_groups,
     serpentine_tile,
     split_columns,
     tile_in_bands,
+    tile_of_groups,
 )
 from ops.kernels.grouped_gemm.ragged_tma import ragged_indices
 from recipes.triton.gates import tl, triton
@@ -181,8 +181,7 @@ def m_grouped_float8_persistent_kernel(
             next_c = tl.zeros((BLOCK_N,), tl.float32)
     for _ in range(mine * num_steps):
         if step == 0:
-            tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
-            group, first_row, end = find_rows(offsets_ptr, ends, tile_m, BLOCK_M)
+            group, first_row, end, tile_n = tile_of_groups(offsets_ptr, ends, tile, num_tiles_n, BLOCK_M, BAND)
             first, size = first_row.to(tl.int32), (end - first_row).to(tl.int32)
             first_c = tile_n * BLOCK_N
             tile += tl.num_programs(0)

@@ -5,12 +5,12 @@ And the bias gradient.
 
 from ops.kernels.grouped_gemm.persistent_schedule import (
     ends_of_groups,
-    find_rows,
     group_of_rank,
     ranks_of_groups,
     serpentine_tile,
     split_columns,
     tile_in_bands,
+    tile_of_groups,
 )
 from ops.kernels.grouped_gemm.ragged_tma import ragged_indices
 from recipes.triton.gates import tl, triton
@@ -76,8 +76,7 @@ def m_grouped_persistent_kernel(
     ends = ends_of_groups(offsets_ptr, num_groups, BLOCK_M, GROUPS, AT_ONCE=BLOCK_M == 64)
     num_tiles_m = tl.max(ends, axis=0)
     for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=True):
-        tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
-        group, first, end = find_rows(offsets_ptr, ends, tile_m, BLOCK_M)
+        group, first, end, tile_n = tile_of_groups(offsets_ptr, ends, tile, num_tiles_n, BLOCK_M, BAND)
         first_c = tile_n * BLOCK_N
         z, y, x = ragged_indices(first, end - first, 0, 1)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

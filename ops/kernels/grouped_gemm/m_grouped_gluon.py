@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ops.kernels.grouped_gemm.high_precision_nt_gluon import sizes_of, split_columns, wait_for_loads, with_layout
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES, MOST_QUEUED_STAGES, GroupedGemmConfig
-from ops.kernels.grouped_gemm.persistent_schedule import band, most_tiles, multiprocessors, tile_in_bands
+from ops.kernels.grouped_gemm.persistent_schedule import band, most_tiles, multiprocessors, tile_in_even_bands
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
 from ops.kernels.grouped_gemm.tile_rules import has_fast_memory
 from ops.kernels.grouped_gemm.tile_rules_float8 import IN_ORDER_ROWS, GroupedFloat8Config
@@ -83,14 +83,17 @@ def read_ends(ends):
 
 
 @gluon.jit
-def find_rows(offsets_ptr, ends, m, BLOCK_M: gl.constexpr):
-    """(group, first row, rows of the group from there on) of the m-th tile along m. No warp needs another one."""
+def tile_of_groups(offsets_ptr, ends, tile, num_n, BLOCK_M: gl.constexpr, BAND: gl.constexpr):
+    """(group, first row, rows of the group from there on, n) of a tile, as in `persistent_schedule`. No warp needs
+    another one."""
     counted = read_ends(ends)
-    before = counted <= m
+    before = counted * num_n <= tile
     group = gl.sum(before.to(gl.int32), axis=0)
-    first_m = gl.max(gl.where(before, counted, 0), axis=0)
-    first = gl.load(offsets_ptr + group) + (m - first_m) * BLOCK_M
-    return group, first, (gl.load(offsets_ptr + group + 1) - first).to(gl.int32)
+    first = gl.max(gl.where(before, counted, 0), axis=0) * num_n
+    begin = gl.load(offsets_ptr + group)
+    size = (gl.load(offsets_ptr + group + 1) - begin).to(gl.int32)
+    m, n = tile_in_even_bands(tile - first, gl.cdiv(size, BLOCK_M), num_n, BAND)
+    return group, begin + m * BLOCK_M, size - m * BLOCK_M, n
 
 
 # ----------------------------------------------------------------------------------------------------------- queue
@@ -220,8 +223,7 @@ def load(a, b, given, TRANSPOSED: gl.constexpr, BAND: gl.constexpr):
         if counter_ptr is not None:
             # a number for one lane, which nothing waits for before the end of the tile
             taken = gl.atomic_add(counter_ptr + lane, one, mask=lane == 0, sem="relaxed")
-        tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
-        group, first, size = find_rows(offsets_ptr, ends, tile_m, BOXES * HEIGHT)
+        group, first, size, tile_n = tile_of_groups(offsets_ptr, ends, tile, num_tiles_n, BOXES * HEIGHT, BAND)
         z, y, row = ragged_indices(first, size, 0, 1)
         column = tile_n * BLOCK_N
         width = C - column
@@ -273,8 +275,7 @@ def load_scales(given, scales, BAND: gl.constexpr):
     turn = 0
     tile = take(queue, turn)
     while tile < num_tiles_m * num_tiles_n:
-        tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
-        group, first, _size = find_rows(offsets_ptr, ends, tile_m, BLOCK_M)
+        group, first, _size, tile_n = tile_of_groups(offsets_ptr, ends, tile, num_tiles_n, BLOCK_M, BAND)
         of_rows = a_scale_ptr + gl.minimum(first + offs, rows - 1)
         of_columns = b_scale_ptr + (group * gl.cdiv(C, BLOCK_N) + tile_n) * num_steps
         for s in range(num_steps):
@@ -419,8 +420,7 @@ def multiply(
     turn = 0
     tile = take(queue, turn)
     while tile < num_tiles_m * num_tiles_n:
-        tile_m, tile_n = tile_in_bands(tile, num_tiles_m, num_tiles_n, BAND)
-        group, first, size = find_rows(offsets_ptr, ends, tile_m, CONSUMERS * HEIGHT)
+        group, first, size, tile_n = tile_of_groups(offsets_ptr, ends, tile, num_tiles_n, CONSUMERS * HEIGHT, BAND)
         column = tile_n * BLOCK_N
         if CONSUMER > 0 and CONSUMER * HEIGHT >= size:
             for s in range(num_steps):
@@ -481,6 +481,7 @@ def m_grouped_gluon_kernel(
     """
     HEIGHT: gl.constexpr = a.block_shape[2]
     CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
+    gl.static_assert(CONSUMERS == (3 if BLOCKWISE else 2), "there are no such roles")
     SCALES: gl.constexpr = BLOCK_M + HEIGHT if BLOCKWISE else 1
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(a.block_shape[2:], a.dtype)
     PARTS: gl.constexpr = 2 if NARROW else 1

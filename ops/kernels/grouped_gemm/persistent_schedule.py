@@ -9,6 +9,9 @@ that programs at work together share few rows of either operand.
 
     3 tiles along m, 2 along n, BAND = 2:   (m, n) = (0, 0) (1, 0) (0, 1) (1, 1) | (2, 0) (2, 1)
 
+No band has tiles of two groups, whose second operands differ, and those of a group are about as high as each other: of
+17 tiles in bands of 16, the last one would load all columns for one tile (m_grouped).
+
 Where a tile's work grows with its group (k_grouped), the largest groups come first, and programs take tiles in
 serpentine order, so that the one with the most work in a round has the least in the next: no large group ends alone.
 
@@ -82,12 +85,18 @@ def serpentine_tile(turn):
 
 
 @triton.jit
-def tile_in_bands(tile, num_m, num_n, BAND: tl.constexpr):
-    """(m, n) of a tile of num_m x num_n: see the top of the file."""
-    band = tile // (BAND * num_n)
-    height = tl.minimum(num_m - band * BAND, BAND)
-    within = tile - band * BAND * num_n
-    return band * BAND + within % height, within // height
+def tile_in_bands(tile, num_m, num_n, most):
+    """(m, n) of a tile of num_m x num_n, in bands of `most` tiles: see the top of the file."""
+    band = tile // (most * num_n)
+    height = tl.minimum(num_m - band * most, most)
+    within = tile - band * most * num_n
+    return band * most + within % height, within // height
+
+
+@triton.jit
+def tile_in_even_bands(tile, num_m, num_n, BAND: tl.constexpr):
+    """The same in bands of about BAND tiles."""
+    return tile_in_bands(tile, num_m, num_n, tl.cdiv(num_m, tl.maximum((num_m + BAND // 2) // BAND, 1)))
 
 
 @triton.jit
@@ -132,13 +141,15 @@ def _up_to_each_group(counts, start, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def find_rows(offsets_ptr, ends, m, BLOCK_M: tl.constexpr):
-    """(group, first row, end of the group) of the m-th of the tiles that `ends_of_groups` counts."""
-    before = ends <= m
+def tile_of_groups(offsets_ptr, ends, tile, num_n, BLOCK_M: tl.constexpr, BAND: tl.constexpr):
+    """(group, first row, end of the group, n) of a tile of all that `ends_of_groups` counts, times num_n."""
+    before = ends * num_n <= tile
     group = tl.sum(before.to(tl.int32), axis=0)
-    first_m = tl.max(tl.where(before, ends, 0), axis=0)
-    first = tl.load(offsets_ptr + group) + (m - first_m) * BLOCK_M
-    return group, first, tl.load(offsets_ptr + group + 1)
+    first = tl.max(tl.where(before, ends, 0), axis=0) * num_n
+    begin = tl.load(offsets_ptr + group)
+    end = tl.load(offsets_ptr + group + 1)
+    m, n = tile_in_even_bands(tile - first, tl.cdiv((end - begin).to(tl.int32), BLOCK_M), num_n, BAND)
+    return group, begin + m * BLOCK_M, end, n
 
 
 @triton.jit
