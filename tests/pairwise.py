@@ -1,7 +1,8 @@
 """A few of all combinations of values, in which every two values that meet anywhere still meet.
 
 Most defects that take a combination take one of two values. `make test` runs such a choice of the cases of a test that
-is marked `pairwise`, and `make test-rest` the others.
+is marked `pairwise`, and `make test-rest` the others: of one marked `pairwise(rest=3)`, whose cases under the
+interpreter take long and which a GPU runs in full, as many as every three values need.
 """
 
 from collections import defaultdict
@@ -17,13 +18,14 @@ def rest(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, id=id, marks=pytest.mark.rest)
 
 
-def cover_pairs(rows: Sequence[Mapping[str, Hashable]]) -> list[int]:
-    """Positions, ascending, of rows that have every pair of values that any row has; of one name, every value.
+def cover(rows: Sequence[Mapping[str, Hashable]], size: int = 2) -> list[int]:
+    """Positions, ascending, of rows that have every pair of values that any row has, or every `size` of them; of fewer
+    names, all.
 
     rows: {name: value}, all with the same names. Greedy: each time the row with the most pairs that are not covered yet
     and of these the first, so that the same rows give the same choice. Three names of two values: 4 of the 8 rows.
     """
-    missing = [set(combinations(row.items(), min(2, len(row)))) for row in rows]
+    missing = [set(combinations(row.items(), min(size, len(row)))) for row in rows]
     chosen = []
     while any(missing):
         best = max(range(len(rows)), key=lambda position: len(missing[position]))
@@ -35,15 +37,24 @@ def cover_pairs(rows: Sequence[Mapping[str, Hashable]]) -> list[int]:
 
 
 def leave_to_rest(items: Iterable[Any]) -> None:
-    """Mark as `rest` what the choice leaves out of each test marked `pairwise`; cases for a GPU are no part of it."""
+    """Mark as `rest` what the choice leaves out of each test marked `pairwise`, and skip what the rest leaves out.
+
+    Cases for a GPU are no part of it.
+    """
     tests = defaultdict(list)
     for item in items:
         if item.get_closest_marker("pairwise") and not item.get_closest_marker("gpu"):
             tests[item.path, item.originalname].append(item)
     for cases in tests.values():
-        kept = cover_pairs([dict(_values(case.callspec.params)) for case in cases])
-        for position in set(range(len(cases))).difference(kept):
+        rows = [dict(_values(case.callspec.params)) for case in cases]
+        left = set(range(len(cases))).difference(cover(rows))
+        for position in left:
             cases[position].add_marker(pytest.mark.rest)
+        mark = cases[0].get_closest_marker("pairwise")
+        assert mark is not None, "they were chosen by it"
+        if "rest" in mark.kwargs:
+            for position in left.difference(cover(rows, mark.kwargs["rest"])):
+                cases[position].add_marker(pytest.mark.skip(reason="Every three of its values meet in other cases."))
 
 
 def _values(params: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

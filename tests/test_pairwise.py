@@ -8,23 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pairwise import cover_pairs, leave_to_rest
+from tests.pairwise import cover, leave_to_rest
 
 
 def all_rows(*sizes):
     return [dict(zip("abcdef", values, strict=False)) for values in product(*map(range, sizes))]
 
 
-def pairs(rows):
-    return {pair for row in rows for pair in combinations(row.items(), 2)}
+def tuples(rows, size):
+    return {values for row in rows for values in combinations(row.items(), size)}
 
 
-@given(sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4), data=st.data())
-def test_every_pair_of_any_rows_is_covered_and_always_by_the_same(sizes, data):
+@given(sizes=st.lists(st.integers(1, 4), min_size=3, max_size=4), size=st.sampled_from([2, 3]), data=st.data())
+def test_every_pair_of_any_rows_is_covered_and_always_by_the_same(sizes, size, data):
     rows = data.draw(st.lists(st.sampled_from(all_rows(*sizes)), unique_by=lambda row: tuple(row.values())))
-    chosen = cover_pairs(rows)
-    assert pairs(rows[position] for position in chosen) == pairs(rows)
-    assert chosen == sorted(set(chosen)) == cover_pairs(rows)
+    chosen = cover(rows, size)
+    assert tuples((rows[position] for position in chosen), size) == tuples(rows, size)
+    assert chosen == sorted(set(chosen)) == cover(rows, size)
 
 
 @pytest.mark.parametrize(
@@ -33,14 +33,14 @@ def test_every_pair_of_any_rows_is_covered_and_always_by_the_same(sizes, data):
     ids=["two names are all", "half of three names", "the longest two", "ten of 64", "one name", "no rows"],
 )
 def test_few_rows_are_enough(sizes, most):
-    assert len(cover_pairs(all_rows(*sizes))) <= most
+    assert len(cover(all_rows(*sizes))) <= most
 
 
-def fake(path, name, params, *marks):
-    marks = set(marks)
+def fake(path, name, params, *marks, **of_marks):
+    marks = dict.fromkeys(marks, SimpleNamespace(kwargs=of_marks))
     return SimpleNamespace(
-        path=Path(path), originalname=name, callspec=SimpleNamespace(params=params),
-        get_closest_marker=lambda name: name in marks, add_marker=lambda mark: marks.add(mark.name), marks=marks,
+        path=Path(path), originalname=name, callspec=SimpleNamespace(params=params), get_closest_marker=marks.get,
+        add_marker=lambda mark: marks.update({mark.name: mark}), marks=marks,
     )  # fmt: skip
 
 
@@ -66,3 +66,16 @@ def test_a_dict_counts_by_its_entries():
     cases = [fake("a.py", "test", {"case": row}, "pairwise") for row in all_rows(2, 2, 2)]
     leave_to_rest(cases)
     assert sum("rest" in case.marks for case in cases) == 4
+
+
+def test_what_the_rest_leaves_out_is_skipped():
+    cases = [fake("a.py", "test", row, "pairwise", rest=3) for row in all_rows(2, 2, 2, 2)]
+    leave_to_rest(cases)
+    kept, rest, skipped = (
+        [case.callspec.params for case in cases if ("rest" in case.marks, "skip" in case.marks) == marks]
+        for marks in ((False, False), (True, False), (True, True))
+    )
+    assert rest and skipped and len(kept) + len(rest) + len(skipped) == 16
+    assert tuples(kept, 2) == tuples(all_rows(2, 2, 2, 2), 2) and tuples(kept + rest, 3) == tuples(
+        all_rows(2, 2, 2, 2), 3
+    )
