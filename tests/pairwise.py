@@ -54,7 +54,8 @@ def leave_to_rest(items: Iterable[Any]) -> None:
         assert mark is not None, "they were chosen by it"
         if "rest" in mark.kwargs:
             for position in left.difference(cover(rows, mark.kwargs["rest"])):
-                cases[position].add_marker(pytest.mark.skip(reason="Every three of its values meet in other cases."))
+                reason = f"Every {mark.kwargs['rest']} of its values meet in other cases."
+                cases[position].add_marker(pytest.mark.skip(reason=reason))
 
 
 def _values(params: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

@@ -255,7 +255,8 @@ def launch_float8_gluon(
                     grouped_gemm_float8.grouped_gemm_tn_float8_triton(*arguments)
         w, bias = torch.empty(groups, half_tiles, width, dtype=b), torch.empty(groups, half_tiles)
         y = torch.empty(rows, half_tiles, dtype=out_dtype)
-        grouped_gemm_float8.grouped_gemm_tn_float8_triton(x, one, w, one, offsets, bias, scales, y, False)
+        for split in (False, True):
+            grouped_gemm_float8.grouped_gemm_tn_float8_triton(x, one, w, one, offsets, bias, scales, y, split)
         dy_T, x_T, row = (
             torch.empty(width, rows, dtype=a),
             torch.empty(width, rows, dtype=b),

@@ -63,9 +63,10 @@ def test_orders_are_those_of_the_docstring(device):
     tiles = torch.zeros(6, 2, dtype=torch.int64, device=device)
     bands_kernel[(6,)](tiles, 3, 2, BAND=2)
     assert tiles.tolist() == [[0, 0], [1, 0], [0, 1], [1, 1], [2, 0], [2, 1]]
-    for tiles_m, heights in ((1, [1]), (2, [2]), (3, [2, 1]), (4, [2, 2]), (5, [2, 2, 1])):
+    for band, heights in ((2, [1]), (2, [2]), (2, [2, 1]), (2, [2, 2, 1]), (8, [11]), (8, [6, 6]), (8, [9, *[8] * 8])):
+        tiles_m = sum(heights)
         even = torch.zeros(tiles_m * 2, 2, dtype=torch.int64, device=device)
-        bands_kernel[(tiles_m * 2,)](even, tiles_m, 2, BAND=2, EVEN=True)
+        bands_kernel[(tiles_m * 2,)](even, tiles_m, 2, BAND=band, EVEN=True)
         starts = [sum(heights[:i]) for i in range(len(heights))]
         pairs = [
             [start + m, n]

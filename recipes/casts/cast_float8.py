@@ -40,8 +40,7 @@ BLOCK = 32
 
 DEQUANTIZE_BLOCK = 4096
 
-# Of random routing few groups have more rows than this times the mean.
-USUAL = 1.25
+USUAL = 1.25  # rows of a usual group, over the mean
 
 
 # -------------------------------------------------------------------------------------------------------------- config
@@ -158,7 +157,8 @@ def cast_from_meetings(
 
 def rows_that_meet(x: Tensor, columns: int, tile: MeetingTile, usual: float) -> int | None:
     """Up to how many rows, of so many columns, a group's programs find its amax at a meeting; None: `usual` is more,
-    or what they compute from x does not wait in registers, which has to be of 16 bits, and cast by the GPU itself."""
+    or what they compute from x does not wait in registers: it has to be of 16 bits and cast by the GPU itself, and
+    columns be a multiple of 16, for else addresses take registers."""
     if INTERPRET or not columns or columns % 16 or x.dtype not in (torch.bfloat16, torch.float16):
         return None
     if is_abstract(x) or not casts_natively(x.device):
@@ -171,8 +171,13 @@ def _rows_that_meet(x_GTK: Tensor, column_codes: Tensor | None, offsets: Tensor 
     _, rows, columns = x_GTK.shape
     if column_codes is not None and column_codes.shape[-1] % 4:
         return None
-    usual = rows if offsets is None else rows * USUAL / (len(offsets) - 1)
+    usual = rows if offsets is None else usual_rows(rows, len(offsets) - 1)
     return rows_that_meet(x_GTK, columns, meeting_tile(columns), usual)
+
+
+def usual_rows(rows: int, groups: int) -> float:
+    """Of random routing few groups have more."""
+    return rows * USUAL / groups
 
 
 def _codes_and_scale(copies: Copies) -> tuple[Tensor | None, Tensor | None, Tensor]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_float8 import BLOCK, USUAL, cast_from_meetings, finds_amaxes, format_of, rows_that_meet
+from recipes.casts.cast_float8 import BLOCK, cast_from_meetings, finds_amaxes, format_of, rows_that_meet, usual_rows
 from recipes.casts.layout import Copies
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale, GivenScale
 from recipes.tensors.formats import ALL, Float8Format, ScaleRule, ScaleSpec
@@ -68,7 +68,7 @@ def cast_into(
     """The cast that fills them, together with `cast_from_memory` where it `stores_values`.
 
     Of rows in groups: x, of which the chain is computed, the columns of its y, and the tile with which groups meet, or
-    None if they do not, as with columns that are no multiple of 16, whose addresses take registers.
+    None if they do not.
     """
     copies = buffers.copies
     made, spec = _parts(copies)
@@ -82,7 +82,7 @@ def cast_into(
     if buffers.amaxes_are_known:
         return cast._replace(how="known")
     if x is not None and tile is not None:
-        most = rows_that_meet(x, columns, tile, copies.splits.rows * USUAL / copies.splits.num_groups)
+        most = rows_that_meet(x, columns, tile, usual_rows(copies.splits.rows, copies.splits.num_groups))
         if most is not None:
             return cast._replace(how="meeting", tile=tile, most=most)
     return Cast(None, None, None, None, spec, None, None, offsets, None, buffers.meetings, "amax")

@@ -372,7 +372,8 @@ def k_grouped_float8_gluon(
 ) -> None:
     """Launches NT, of tensors that `takes_descriptors` takes. Scales per tensor, or of 1x128 blocks.
 
-    accumulate, for float32 alone: out += it. config: a tile of two consumers or, with scales of blocks, of three.
+    accumulate, for float32 alone: out += it. config: a tile of two consumers or, with scales of blocks and nothing
+    that is fetched, of three.
     """
     G, N, K = out.shape
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)

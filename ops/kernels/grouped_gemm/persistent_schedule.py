@@ -9,8 +9,8 @@ that programs at work together share few rows of either operand.
 
     3 tiles along m, 2 along n, BAND = 2:   (m, n) = (0, 0) (1, 0) (0, 1) (1, 1) | (2, 0) (2, 1)
 
-No band has tiles of two groups, whose second operands differ, and those of a group are about as high as each other: of
-17 tiles in bands of 16, the last one would load all columns for one tile (m_grouped).
+In m_grouped no band has tiles of two groups, whose second operands differ, and the heights of a group's bands differ by
+one tile at most: of 17 tiles in bands of 16, the last one would load all columns for one tile.
 
 Where a tile's work grows with its group (k_grouped), the largest groups come first, and programs take tiles in
 serpentine order, so that the one with the most work in a round has the least in the next: no large group ends alone.
@@ -95,8 +95,15 @@ def tile_in_bands(tile, num_m, num_n, most):
 
 @triton.jit
 def tile_in_even_bands(tile, num_m, num_n, BAND: tl.constexpr):
-    """The same in bands of about BAND tiles."""
-    return tile_in_bands(tile, num_m, num_n, tl.cdiv(num_m, tl.maximum((num_m + BAND // 2) // BAND, 1)))
+    """The same in bands of about BAND tiles, the higher ones first."""
+    bands = tl.maximum((num_m + BAND // 2) // BAND, 1)
+    low = num_m // bands
+    above = num_m % bands * (low + 1)  # tiles along m of the higher bands
+    is_above = tile < above * num_n
+    first = tl.where(is_above, 0, above)
+    height = tl.where(is_above, low + 1, low)
+    m, n = tile_in_bands(tile - first * num_n, tl.where(is_above, above, num_m - above), num_n, height)
+    return first + m, n
 
 
 @triton.jit
