@@ -145,8 +145,9 @@ def test_groups_meet_beside_larger_ones(monkeypatch, copies, columns, dtype):
         rows = sum(sizes) + 5
         x = wide_range(rows, columns, dtype=dtype)
         x[sum(sizes) :] = NAN
-        given = kernels.rows_that_meet(x.cuda(), columns, kernels.meeting_tile(columns), rows / len(sizes))
-        assert given == 64 or rows > 64 * len(sizes)
+        usual = kernels.usual_rows(rows, len(sizes))
+        meet = kernels.rows_that_meet(x.cuda(), columns, kernels.meeting_tile(columns), usual)
+        assert meet == 64 or usual > 64
         for rule in (Float32Scale(), Float32Scale(power_2=True, amax_epsilon=0.5)):
             check("cuda", x, sizes=sizes, rule=rule, rowwise=copies[0], columnwise=copies[1])
 

@@ -76,6 +76,6 @@ def test_what_the_rest_leaves_out_is_skipped():
         for marks in ((False, False), (True, False), (True, True))
     )
     assert rest and skipped and len(kept) + len(rest) + len(skipped) == 16
-    assert tuples(kept, 2) == tuples(all_rows(2, 2, 2, 2), 2) and tuples(kept + rest, 3) == tuples(
-        all_rows(2, 2, 2, 2), 3
-    )
+    every = all_rows(2, 2, 2, 2)
+    assert tuples(kept, 2) == tuples(every, 2)
+    assert tuples(kept + rest, 3) == tuples(every, 3)

@@ -133,8 +133,11 @@ def find_and_cast(
     if is_abstract(x_GTK):
         return
     meetings = empty_meetings(groups, x_GTK.device)
-    most = _rows_that_meet(x_GTK, copies.column_codes, offsets)
-    if most is None or (offsets is not None and x_GTK.shape[1] > most):
+    _, rows, columns = x_GTK.shape
+    usual = rows if offsets is None else usual_rows(rows, groups)
+    in_words = copies.column_codes is None or copies.column_codes.shape[-1] % 4 == 0
+    most = rows_that_meet(x_GTK, columns, meeting_tile(columns), usual) if in_words else None
+    if most is None or (offsets is not None and rows > most):
         amax_triton(x_GTK, meetings, offsets, most)
     cast_float8_triton(
         x_GTK, *_codes_and_scale(copies), meetings, None, offsets, aligned, spec.element,
@@ -165,14 +168,6 @@ def rows_that_meet(x: Tensor, columns: int, tile: MeetingTile, usual: float) -> 
         return None
     most = most_rows(x, columns, tile)
     return most if usual <= most else None
-
-
-def _rows_that_meet(x_GTK: Tensor, column_codes: Tensor | None, offsets: Tensor | None) -> int | None:
-    _, rows, columns = x_GTK.shape
-    if column_codes is not None and column_codes.shape[-1] % 4:
-        return None
-    usual = rows if offsets is None else usual_rows(rows, len(offsets) - 1)
-    return rows_that_meet(x_GTK, columns, meeting_tile(columns), usual)
 
 
 def usual_rows(rows: int, groups: int) -> float:

@@ -4,7 +4,7 @@ A program takes tile after tile, the largest groups first. One warp loads (TMA) 
 warps multiply (wgmma), each 64 rows of the tile by all of its columns, and store their rows: while one stores, the
 others multiply. Groups have few steps of 128 codes, so a tile would else take as long to store as to multiply.
 
-    scales per tensor    128 x 256, two consumers; split accumulation takes the columns in halves, as `m_grouped_gluon`
+    scales per tensor    128 x 256, two consumers; split accumulation: `split_accumulation_gluon`
     scales of blocks     192 x 128, three: while one scales and adds its product, the others multiply. Where sums are
                          fetched: 128 x 128, two
 
@@ -45,10 +45,11 @@ from ops.kernels.grouped_gemm.high_precision_nt_gluon import (
     wait_for_room,
     with_layout,
 )
-from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT, add_to_halves, zero_halves
+from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES
 from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, serpentine_tile, tile_in_bands
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
+from ops.kernels.grouped_gemm.split_accumulation_gluon import add_to_halves, zero_halves
 from ops.kernels.grouped_gemm.tile_rules_float8 import GroupedFloat8Config
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
 

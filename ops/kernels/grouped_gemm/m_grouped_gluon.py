@@ -6,17 +6,13 @@ whose rows are past the end of their group only counts the steps of the tile, an
 outside of a tensor are filled with zeros takes as long as loading them. Nor is the second half of the last columns, if
 there is nothing in it and consumers are two.
 
-    16-bit operands, codes per tensor    128 x 256, two consumers; split accumulation multiplies and adds half of the
-                                         columns after the other, so that sums and a product fit their registers
+    16-bit operands, codes per tensor    128 x 256, two consumers; split accumulation: `split_accumulation_gluon`
     codes with scales of blocks          192 x 128, three: while one scales and adds its product, the others multiply
 
 Scales of blocks have a role of their own: one warp copies (cp.async) those of the rows of a step to its stage and,
 behind them, that of its columns, 64 times.
 
-The queue: half-empty tiles take less time than others, so programs take the next tile when they are free. The loading
-warp takes its number from a counter in memory, and hands it on in shared memory, in one of SLOTS after the other. It is
-at most STAGES steps ahead of all others, and a tile has a step, so no slot is written before all have read it. Without
-a counter all know their tiles: those that the number of programs are apart.
+Which tile a program takes next: `tile_queue_gluon`.
 
 Barriers: a stage is used for the u-th time in phase u % 2 of its barriers. `full`: an arrival, the bytes of a stage,
 and an arrival of each lane that copies scales. `empty`: an arrival of each consumer. Before use u those who load wait
@@ -42,82 +38,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ops.kernels.grouped_gemm.high_precision_nt_gluon import sizes_of, split_columns, wait_for_loads, with_layout
-from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES, MOST_QUEUED_STAGES, GroupedGemmConfig
-from ops.kernels.grouped_gemm.persistent_schedule import band, most_tiles, multiprocessors, tile_in_even_bands
+from ops.kernels.grouped_gemm.high_precision_nt_gluon import split_columns, wait_for_loads, with_layout
+from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES, GroupedGemmConfig
+from ops.kernels.grouped_gemm.persistent_schedule import band, most_tiles, multiprocessors
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
+from ops.kernels.grouped_gemm.split_accumulation_gluon import add_product, add_to_halves, zero_halves
+from ops.kernels.grouped_gemm.tile_queue_gluon import SLOTS, count_tiles, put, read_ends, take, tile_of_groups
 from ops.kernels.grouped_gemm.tile_rules import has_fast_memory
 from ops.kernels.grouped_gemm.tile_rules_float8 import IN_ORDER_ROWS, GroupedFloat8Config
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
 
 HEIGHT = 64  # rows of a consumer
 BOXES = 2  # of a consumer, on their way to the output
-SLOTS = gl.constexpr(MOST_QUEUED_STAGES + 2)  # of the queue
-
-
-# ------------------------------------------------------------------------------------------------- tiles of groups
-
-
-@gluon.jit
-def count_tiles(offsets_ptr, num_groups, ends, BLOCK_M: gl.constexpr):
-    """Writes to `ends` [GROUPS] how many tiles of BLOCK_M rows the groups up to and with each one have.
-
-    Of the warps of the program, before it is divided into roles.
-    """
-    GROUPS: gl.constexpr = ends.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([GROUPS // 128, 32], [32, 1], [4, 1], [1, 0])
-    offs_g = gl.expand_dims(gl.arange(0, GROUPS, gl.SliceLayout(1, layout)), 1)
-    count = gl.zeros([GROUPS], gl.int32, gl.SliceLayout(1, layout))
-    for start in range(0, num_groups, 32):
-        offs_h = start + gl.arange(0, 32, gl.SliceLayout(0, layout))
-        tiles = gl.cdiv(gl.maximum(sizes_of(offsets_ptr, offs_h, offs_h < num_groups), 0), BLOCK_M)
-        count += gl.sum(gl.where(gl.expand_dims(offs_h, 0) <= offs_g, gl.expand_dims(tiles, 0), 0), axis=1)
-    ends.store(count)
-
-
-@gluon.jit
-def read_ends(ends):
-    """[GROUPS], the same in every warp."""
-    layout: gl.constexpr = gl.BlockedLayout([ends.shape[0] // 32], [32], [gl.num_warps()], [0])
-    return ends.load(layout)
-
-
-@gluon.jit
-def tile_of_groups(offsets_ptr, ends, tile, num_n, BLOCK_M: gl.constexpr, BAND: gl.constexpr):
-    """(group, first row, rows of the group from there on, n) of a tile, as in `persistent_schedule`. No warp needs
-    another one."""
-    counted = read_ends(ends)
-    before = counted * num_n <= tile
-    group = gl.sum(before.to(gl.int32), axis=0)
-    first = gl.max(gl.where(before, counted, 0), axis=0) * num_n
-    begin = gl.load(offsets_ptr + group)
-    size = (gl.load(offsets_ptr + group + 1) - begin).to(gl.int32)
-    m, n = tile_in_even_bands(tile - first, gl.cdiv(size, BLOCK_M), num_n, BAND)
-    return group, begin + m * BLOCK_M, size - m * BLOCK_M, n
-
-
-# ----------------------------------------------------------------------------------------------------------- queue
-
-
-@gluon.jit
-def put(queue, turn, tile):
-    """The tile that this program takes in this turn, to all who `take` it."""
-    _counter_ptr, numbers, handed = queue
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    numbers.index(turn % SLOTS).store(gl.full([1], tile, gl.int32, layout))
-    mbarrier.arrive(handed.index(turn % SLOTS))
-
-
-@gluon.jit
-def take(queue, turn):
-    counter_ptr, numbers, handed = queue
-    if counter_ptr is None:
-        tile = gl.program_id(0) + turn * gl.num_programs(0)
-    else:
-        mbarrier.wait(handed.index(turn % SLOTS), turn // SLOTS & 1)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        tile = gl.sum(numbers.index(turn % SLOTS).load(layout), axis=0)
-    return tile
 
 
 # --------------------------------------------------------------------------------------------------------- storing
@@ -298,13 +230,6 @@ def add_scaled(acc, product, scale):
 
 
 @gluon.jit
-def add_product(acc, a_stage, b_stage):
-    """acc + the product of a step, added in float32."""
-    product = warpgroup_mma(a_stage, b_stage, gl.zeros_like(acc), use_acc=False, is_async=True)
-    return acc + warpgroup_mma_wait(0, deps=[product])
-
-
-@gluon.jit
 def sum_products(
     given, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCKWISE: gl.constexpr,
     PROMOTE: gl.constexpr, WIDTH: gl.constexpr,
@@ -345,23 +270,6 @@ def sum_products(
         acc = warpgroup_mma_wait(0, deps=[acc])
         free_stage(empty, step + num_steps - 1, pred=num_steps > 0)
     return acc
-
-
-@gluon.jit
-def zero_halves(HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
-    """The left and the right half of the columns of sums, for `add_to_halves`."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 32])
-    half = gl.zeros([HEIGHT, WIDTH // 2], gl.float32, layout)
-    return half, half
-
-
-@gluon.jit
-def add_to_halves(left, right, a_stage, b_stage):
-    """Adds a step's product in float32, one half after the other, so that it fits the registers. b_stage [C, R]."""
-    HALF: gl.constexpr = left.shape[1]
-    left = add_product(left, a_stage, b_stage.slice(0, HALF, 0).permute([1, 0]))
-    right = add_product(right, a_stage, b_stage.slice(HALF, HALF, 0).permute([1, 0]))
-    return left, right
 
 
 @gluon.jit
