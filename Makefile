@@ -1,4 +1,4 @@
-# make setup | lint | test | test-rest | demo | bench
+# make setup | lint | test | test-rest | test-exhaustive | demo | bench
 #
 # All of it runs in .venv, made from $(PYTHON), pyproject.toml and constraints.txt, and anew when one of these files changes.
 # An interpreter given by hand (make demo PYTHON=python3.12) whose torch has CUDA is used as it is, with nothing installed.
@@ -13,7 +13,7 @@ ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
 CUDA := $(shell $(PYTHON) -c "import torch, triton, einops; print(torch.version.cuda or '')" 2>/dev/null)
 endif
 
-.PHONY: setup lint test test-rest demo bench
+.PHONY: setup lint test test-rest test-exhaustive demo bench
 .DELETE_ON_ERROR:
 
 ifneq ($(CUDA),)
@@ -30,8 +30,8 @@ lint:
 test: lint
 	$(PY) -m pytest tests
 
-test-rest:
-	@echo "test-rest: on a GPU \`make test\` runs every test."
+test-rest test-exhaustive:
+	@echo "$@: on a GPU \`make test\` runs every test."
 
 DEVICE := --device cuda
 
@@ -47,7 +47,7 @@ lint: setup
 	$(PY) -m mypy
 
 # Two cores: one test process for each, one thread a process. Benchmarks are measured by `make bench`, never here.
-test test-rest: export OMP_NUM_THREADS := 1
+test test-rest test-exhaustive: export OMP_NUM_THREADS := 1
 PYTEST := -m pytest -n 2 --dist worksteal --benchmark-disable --timeout=600
 # Python with this release of Triton, and whether it is that one.
 with = PYTHONPATH="$(CURDIR)/$(VENV)/triton-$(1)" $(PY)
@@ -55,21 +55,30 @@ check = $(call with,$(1)) -c "import triton; v = triton.__version__; assert v ==
 
 # With the second Triton only one test of each kernel; the others that depend on Triton are a part of the rest.
 test: lint $(VENV)/triton-$(SECOND_TRITON)/.ready
-	$(PY) $(PYTEST) -m "not rest and not gpu" --durations=10 tests
+	$(PY) $(PYTEST) -m "not rest and not exhaustive and not gpu" --durations=10 tests
 	$(call check,$(SECOND_TRITON))
 	$(call with,$(SECOND_TRITON)) $(PYTEST) -m smoke tests
 
-# Every test that `make test` leaves out (those for a GPU are skipped; models of Hugging Face in a process of their own), then all
-# that depends on Triton with the second release, and one test of each kernel and what launches depend on with the third.
+# What `make test` leaves out (tests for a GPU are skipped; models of Hugging Face in a process of their own), then what of `make test`
+# depends on Triton and the kernels in Gluon with the second release, and one test of each kernel and what launches depend on with the third.
 test-rest: $(VENV)/triton-$(SECOND_TRITON)/.ready $(VENV)/triton-$(THIRD_TRITON)/.ready
-	@echo "test-rest: about an hour on 2 quiet cores."
-	$(PY) $(PYTEST) -m "(rest or gpu) and not hf" --durations=10 tests
+	@echo "test-rest: MINUTES minutes on 2 quiet cores."
+	$(PY) $(PYTEST) -m "(rest or gpu) and not (hf or exhaustive)" --durations=10 tests
 	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf $$(grep -l mark.hf tests/*.py)
 	$(call check,$(SECOND_TRITON))
-	$(call with,$(SECOND_TRITON)) $(PYTEST) -m triton tests
+	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and not rest and not exhaustive" tests
+	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and rest" tests/test_compile_sm90.py
 	$(call check,$(THIRD_TRITON))
 	$(call with,$(THIRD_TRITON)) $(PYTEST) -m smoke tests
 	$(call with,$(THIRD_TRITON)) $(PYTEST) -m triton tests/test_launch.py tests/test_repeat.py tests/test_replay.py
+
+# Not in CI, before a change of kernels: cases of which the rest has a choice, kernels with each configuration above all, and the rest
+# that depends on Triton with the second release.
+test-exhaustive: $(VENV)/triton-$(SECOND_TRITON)/.ready
+	@echo "test-exhaustive: MINUTES minutes on 2 quiet cores."
+	$(PY) $(PYTEST) -m "exhaustive and not gpu" --durations=10 tests
+	$(call check,$(SECOND_TRITON))
+	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and rest" tests
 
 endif
 

@@ -5,7 +5,8 @@ interpreter; a process uses that for all kernels or for none, so on a CUDA machi
 what is run once more with a second Triton release, every `interpreter` test included. `slow` takes over ten seconds.
 
 `make test` runs a part, within minutes; `make test-rest` runs the others, which are marked `rest`: by hand, or because
-of `pairwise` (`tests.pairwise`). `smoke` is what `make test` runs with the second release too (`tests.smoke`).
+of `pairwise` (`tests.pairwise`); `make test-exhaustive` runs what is marked so, before kernels change. `smoke` is what
+`make test` runs with the second release too (`tests.smoke`).
 
 Tests that compile kernels do so in a subprocess whose environment has no TRITON_INTERPRET.
 """

@@ -1,8 +1,8 @@
 """A few of all combinations of values, in which every two values that meet anywhere still meet.
 
 Most defects that take a combination take one of two values. `make test` runs such a choice of the cases of a test that
-is marked `pairwise`, and `make test-rest` the others: of one marked `pairwise(rest=3)`, whose cases under the
-interpreter take long and which a GPU runs in full, as many as every three values need.
+is marked `pairwise`, and `make test-rest` the others: of one marked `pairwise(rest=3)`, whose cases take long, as many
+as every three values need, and `make test-exhaustive` those that are left.
 """
 
 from collections import defaultdict
@@ -16,6 +16,11 @@ import pytest
 def rest(*values: Any, id: str | None = None) -> Any:
     """A parameter whose cases run in `make test-rest` alone."""
     return pytest.param(*values, id=id, marks=pytest.mark.rest)
+
+
+def exhaustive(*values: Any, id: str | None = None) -> Any:
+    """A parameter whose cases run in `make test-exhaustive` alone."""
+    return pytest.param(*values, id=id, marks=pytest.mark.exhaustive)
 
 
 def cover(rows: Sequence[Mapping[str, Hashable]], size: int = 2) -> list[int]:
@@ -37,7 +42,7 @@ def cover(rows: Sequence[Mapping[str, Hashable]], size: int = 2) -> list[int]:
 
 
 def leave_to_rest(items: Iterable[Any]) -> None:
-    """Mark as `rest` what the choice leaves out of each test marked `pairwise`, and skip what the rest leaves out.
+    """Mark as `rest` what the choice leaves out of each test marked `pairwise`, and as `exhaustive` what the rest does.
 
     Cases for a GPU are no part of it.
     """
@@ -47,15 +52,12 @@ def leave_to_rest(items: Iterable[Any]) -> None:
             tests[item.path, item.originalname].append(item)
     for cases in tests.values():
         rows = [dict(_values(case.callspec.params)) for case in cases]
-        left = set(range(len(cases))).difference(cover(rows))
-        for position in left:
-            cases[position].add_marker(pytest.mark.rest)
         mark = cases[0].get_closest_marker("pairwise")
         assert mark is not None, "they were chosen by it"
-        if "rest" in mark.kwargs:
-            for position in left.difference(cover(rows, mark.kwargs["rest"])):
-                reason = f"Every {mark.kwargs['rest']} of its values meet in other cases."
-                cases[position].add_marker(pytest.mark.skip(reason=reason))
+        first = cover(rows)
+        rest = cover(rows, mark.kwargs["rest"]) if "rest" in mark.kwargs else range(len(rows))
+        for position in set(range(len(rows))).difference(first):
+            cases[position].add_marker(pytest.mark.rest if position in rest else pytest.mark.exhaustive)
 
 
 def _values(params: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

@@ -131,10 +131,10 @@ def launched(step, repeats: int) -> list[DeviceEvent]:
 
 
 def measure_symmetric(rank: int, folder: Path) -> None:
-    """As on GPUs, but for captured steps and the profiler."""
+    """As on GPUs, but for captured steps, the profiler, and steps to warm up."""
     tokens, sums = 24, "partial sums, rounded"
     profiled = patch("bench.symmetric_transfers.device_events", launched)
-    with quietly(), symmetric_on_cpu(folder), profiled:
+    with quietly(), symmetric_on_cpu(folder), profiled, patch.object(bench_parallel, "WARMUP", 0):
         found = measure(MODEL, "cpu", tokens, 1, ("rounded",), ("mxfp8",), capacity="1.5x", rates=RATES)
     row = 2 * bench_parallel.MODELS[MODEL].hidden
     for passes, sent in zip(PASSES, (2 * tokens * row + 16 * tokens, 4 * tokens * row + 20 * tokens), strict=True):

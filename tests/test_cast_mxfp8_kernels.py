@@ -203,7 +203,7 @@ def test_large_random_splits(quantizer):
     check_blocks("cuda", poisoned(4097, 2048), quantizer)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(rest=2)
 @EACH_DEVICE
 @EACH_FORMAT
 @SPLITS

@@ -9,7 +9,7 @@ from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
 from recipes.triton.philox import new_seed
 from tests.grouped_cases import DEVICES
-from tests.pairwise import rest
+from tests.pairwise import exhaustive, rest
 
 # The interpreter is numpy: it tells of a loop over a runtime bound, and of Inf and NaN, which are meant here.
 pytestmark = pytest.mark.filterwarnings(
@@ -108,9 +108,8 @@ def test_one_tensor(device, kind):
     check(spread(70, 272, dtype=torch.bfloat16), None, device, **KINDS[kind])
 
 
-@pytest.mark.rest
 @pytest.mark.parametrize("kind", ["rht", "stochastic", "16x16"])
-@pytest.mark.parametrize("sizes", [[5, 65], [16, 134]], ids=str)
+@pytest.mark.parametrize("sizes", [rest([5, 65]), exhaustive([16, 134])], ids=str)
 def test_wide_tiles_of_several_groups(place, sizes, kind):
     check(spread(sum(sizes), 1008, dtype=torch.bfloat16), sizes, place, **KINDS[kind])
 

@@ -5,6 +5,9 @@ launch, and prints what came out, a line of JSON a kernel. The tests run it in a
 interpreter, which the other tests use, Triton compiles nothing.
 
 What was compiled stays in `build/compiled`, found by Triton's key of its source, and is reported from there.
+
+`make test-rest` compiles as many configurations as every two constants of a kernel and each tile with each value of the
+other arguments need, and for other generations each kernel once; `make test-exhaustive` compiles them all.
 """
 
 import contextlib
@@ -14,9 +17,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +67,7 @@ from recipes.triton.gates import why_no_gluon, why_not_this_release
 from recipes.triton.meeting import empty_meetings
 from recipes.triton.offsets import aligned_offsets_triton, clamped_offsets_triton
 from tests.compiling import ROOT, compiling
+from tests.pairwise import cover, exhaustive, rest
 from tests.smoke import all_kernels
 
 # name: (dtype, float32 products in TF32)
@@ -76,6 +81,8 @@ MODES = {
 TUNER = "tuner"  # what `bench tune` tries
 GLUON = "gluon"  # the kernels in Gluon, with some others
 FIRST = "first"  # of each kernel the first configuration alone, of values and of codes
+HOW_MANY = pytest.mark.parametrize("every", [rest(False, id="some"), exhaustive(True, id="every")])
+TILE = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
 GROUPS, MANY_GROUPS = 4, 128
 MANY_ROWS, FEW_ROWS, DECODE_ROWS = 1024, 128, 8
 ALIGNED, ODD, HALF_TILES = (256, 512), (250, 510), (384, 640)  # in and out features
@@ -640,8 +647,33 @@ class OfflineDriver:
         return 0
 
 
-def compile_all(mode: str, arch: int) -> None:
-    """Launches everything, prints what ptxas says of each kernel."""
+def arguments(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Hashable]:
+    """What Triton compiles for, by the names of the arguments and options; the tile is one value, the first."""
+    bound, specialized, options = kernel.device_caches[0][-1](*args, **kwargs)
+    values = {name: str(value) for name, value in (*options.items(), *zip(bound, specialized, strict=True))}
+    return {"tile": tuple(values.pop(name, None) for name in TILE), **dict(sorted(values.items()))}
+
+
+def covered(launch: Callable[[], None]) -> set[tuple[str, tuple]]:
+    """Of what it launches, as (kernel, its arguments), as much as every two constants, and each tile with each value of
+    the other arguments, need."""
+    launched: dict[str, dict[tuple, dict]] = defaultdict(dict)
+
+    def only_note(kernel, *args, grid, warmup, **kwargs):
+        row = arguments(kernel, args, kwargs)
+        launched[kernel.fn.__name__][tuple(row.items())] = {
+            (name, other): (value, another)
+            for (name, value), (other, another) in combinations(row.items(), 2)
+            if name == "tile" or ("constexpr" in value and "constexpr" in another)
+        }
+
+    with patch.object(JITFunction, "run", only_note):
+        launch()
+    return {(kernel, [*rows][place]) for kernel, rows in launched.items() for place in cover([*rows.values()], 1)}
+
+
+def compile_all(mode: str, arch: int, every: bool) -> None:
+    """Launches everything, or what `covered` chooses of it, and prints what ptxas says of each kernel."""
     triton.runtime.driver.set_active(OfflineDriver(arch))
     triton.knobs.nvidia.dump_ptxas_log = True
     for module in (grouped_gemm, grouped_gemm_float8):
@@ -652,13 +684,16 @@ def compile_all(mode: str, arch: int) -> None:
     cast_nvfp4.runs_triton = lambda x: True
     cast_nvfp4.converts_to_float8 = lambda x: arch >= 89
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
+    launch = partial(launch_mode, mode, arch)
+    wanted = None if every else covered(launch)
     run, reported = JITFunction.run, set()
 
     def only_compile(kernel, *args, grid, warmup, **kwargs):
         name = kernel.fn.__name__
-        config = [kwargs.get(key) for key in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")]
-        kind = name, multiplies_codes(name, kwargs.get("BLOCK_K")) if mode == FIRST else repr(kwargs)
-        if (mode == FIRST or arch != 90) and kind in reported:
+        kind = name, multiplies_codes(name, kwargs.get("BLOCK_K"))
+        if mode == FIRST and kind in reported:
+            return
+        if wanted is not None and (name, tuple(arguments(kernel, args, kwargs).items())) not in wanted:
             return
         with contextlib.redirect_stdout(io.StringIO()) as output:
             compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
@@ -666,7 +701,7 @@ def compile_all(mode: str, arch: int) -> None:
         if log:  # nothing is logged for what was compiled before
             report = {
                 "kernel": name,
-                "config": config,
+                "config": [kwargs.get(key) for key in TILE],
                 "registers": sum(map(int, re.findall(r"Used (\d+) registers", log))),
                 "meets": "meeting" in (kwargs.get("CAST"), kwargs.get("GIVEN")),
                 "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
@@ -680,7 +715,11 @@ def compile_all(mode: str, arch: int) -> None:
             print(file.read_text())
         reported.update((kind, compiled.hash))
 
-    JITFunction.run = only_compile
+    with patch.object(JITFunction, "run", only_compile):
+        launch()
+
+
+def launch_mode(mode: str, arch: int) -> None:
     if mode == TUNER:
         launch_candidates()
     elif mode == GLUON:
@@ -698,8 +737,8 @@ def compile_all(mode: str, arch: int) -> None:
         launch_all(mode, (MANY_ROWS,), (ALIGNED,))
 
 
-def compiled(mode: str, arch: int, cache: Path) -> list[dict]:
-    command = [sys.executable, __file__, mode, str(arch)]
+def compiled(mode: str, arch: int, cache: Path, every: bool = True) -> list[dict]:
+    command = [sys.executable, __file__, mode, str(arch), *(["every"] if every else [])]
     done = subprocess.run(command, env=compiling(cache), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -721,11 +760,11 @@ def test_each_kernel_compiles_for_hopper(cache):
         assert bool(report["wgmma"]) == any(part in report["kernel"] for part in ("grouped", "dgrad")), report
 
 
-@pytest.mark.rest
-@pytest.mark.timeout(1800)  # 10 minutes beside another process on two quiet cores
+@pytest.mark.timeout(1800)
+@HOW_MANY
 @pytest.mark.parametrize("mode", MODES)
-def test_every_configuration_compiles_for_hopper(mode, cache):
-    reports = compiled(mode, 90, cache)
+def test_configurations_compile_for_hopper(mode, every, cache):
+    reports = compiled(mode, 90, cache, every)
     shipped = shipped_configs(mode)
     missing = shipped.keys() - {(report["kernel"], *report["config"]) for report in reports}
     assert not missing, f"configurations that were not compiled: {sorted(missing)}"
@@ -758,23 +797,23 @@ def test_what_the_tuner_tries_compiles_for_hopper(cache):
         assert tried == {tile[:5] for tile in ON_DESCRIPTORS}
 
 
-@pytest.mark.rest
 @pytest.mark.triton
-def test_kernels_in_gluon_compile_for_hopper_with_each_release(cache):
-    reports = compiled(GLUON, 90, cache)
+@HOW_MANY
+def test_kernels_in_gluon_compile_for_hopper_with_each_release(every, cache):
+    reports = compiled(GLUON, 90, cache, every)
     products = {"m_grouped_gluon_kernel", "k_grouped_gluon_kernel", "k_grouped_float8_gluon_kernel"}
     assert products | {"cast_nvfp4_gluon_kernel"} <= {report["kernel"] for report in reports}
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report
 
 
-@pytest.mark.rest
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", [rest(FIRST), exhaustive("bf16")])
 @pytest.mark.parametrize("arch", [80, 100], ids=["ampere", "blackwell"])
-def test_kernels_compile_for_other_generations(arch, cache):
-    """Each kernel with all its constants; which other arguments are None is left to Hopper."""
-    for report in compiled("bf16", arch, cache):
+def test_kernels_compile_for_other_generations(arch, mode, cache):
+    for report in compiled(mode, arch, cache):
         assert report["shared_bytes"] <= LIMITS[arch], report
 
 
 if __name__ == "__main__":
-    compile_all(sys.argv[1], int(sys.argv[2]))
+    compile_all(sys.argv[1], int(sys.argv[2]), every="every" in sys.argv[3:])
