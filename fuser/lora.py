@@ -23,6 +23,7 @@ from fuser.tied_parameters import tied_parameters
 from ops.grouped_linear import GroupedLinear
 from ops.linear import Linear
 from ops.lora import ADAPTED, LowRankAdapter
+from ops.runner.parameters import computed_names
 from recipes.arguments import as_number, positive_integers
 
 PREFIX = "base_model.model."  # of every name in peft's files
@@ -177,9 +178,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def _targets(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if type(module) in ADAPTED]
-    if targets == "all-linear":
-        chosen = linear
-        unmatched = [] if linear else ["all-linear"]
+    if targets == "all-linear":  # those that cannot have an adapter too, which are refused
+        chosen = [name for name, module in modules.items() if _is_linear(module)]
+        unmatched = [] if chosen else ["all-linear"]
     elif isinstance(targets, str):
         pattern = re.compile(targets)
         chosen = [name for name in modules if pattern.fullmatch(name)]
@@ -199,10 +200,21 @@ def _targets(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Mod
     return {name: modules[name] for name in chosen}
 
 
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, Linear | GroupedLinear) and not isinstance(module, LowRankAdapter)
+
+
 def _checked_target(name: str, module: nn.Module) -> Linear | GroupedLinear:
     kind = type(module)
     if isinstance(module, LowRankAdapter):
         raise RuntimeError(f"{name!r} has an adapter. Remove it with lora.unload(model), or leave it out of targets.")
+    computed = computed_names(module)
+    if computed:
+        raise NotImplementedError(
+            f"{name!r} computes its {' and '.join(computed)} (a parametrization, or pruning), and adapters are for "
+            "parameters. Remove that first (torch.nn.utils.parametrize.remove_parametrizations, prune.remove), or name "
+            "other targets."
+        )
     if kind not in ADAPTED or not isinstance(module, Linear | GroupedLinear):
         raise TypeError(
             f"{name!r} is a {kind.__name__}, but adapters are for ops.Linear and ops.GroupedLinear themselves, not for "

@@ -44,7 +44,8 @@ class MasterWeights:
     Of parameters that FSDP2 shards the masters are sharded alike: make them after `fully_shard`, on all ranks. Each
     rank steps and quantizes its own rows; where one scale is of all ranks' rows, `step()` is a collective.
 
-    parameters: of a model; those that are not quantized go to the optimizer as they are
+    parameters: of a model; those that are not quantized, or frozen, go to the optimizer as they are. A quantized one
+        that requires grad later needs masters that are made anew: `step()` refuses it.
 
     Raises ValueError if none is quantized and requires grad.
     """
@@ -52,10 +53,13 @@ class MasterWeights:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         given = list(parameters)
         self._masters: dict[int, nn.Parameter] = {}
+        self._without_master: list[Tensor] = []  # quantized, but frozen
         for parameter in given:
             held = parameter if isinstance(parameter, QuantizedParameter) else local_shard(parameter)
             if held is not None and parameter.requires_grad:
                 self._masters[id(parameter)] = _master(parameter, held)
+            elif held is not None:
+                self._without_master.append(parameter)
         if not self._masters:
             raise ValueError(
                 "MasterWeights got no quantized parameter that requires grad. Use to_quantized(model) before."
@@ -70,8 +74,8 @@ class MasterWeights:
         """Let `step()` of this optimizer quantize the parameters of the masters that it steps; returns it. Several
         optimizers may divide the masters.
 
-        Raises ValueError, as `step()` does for groups that were added later, if it steps no master, or a parameter that
-        has one.
+        Raises ValueError, as `step()` does for groups that were added later, if it steps no master, a parameter that
+        has one, or a quantized one that was frozen and is not any more.
         """
         self._stepped(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
@@ -98,6 +102,12 @@ class MasterWeights:
         """Those pairs whose masters this optimizer steps."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         pairs = [pair for pair in self._pairs() if id(pair[1]) in stepped]
+        unfrozen = sum(p.requires_grad and id(p) in stepped for p in self._without_master)
+        if unfrozen:
+            raise ValueError(
+                f"{unfrozen} quantized parameters were frozen when MasterWeights was made, and require grad now, so "
+                "they would be stepped on their codes. Freeze them, or make MasterWeights and the optimizer anew."
+            )
         wrong = len(stepped & self._masters.keys())
         if wrong or not pairs:
             name = type(optimizer).__name__

@@ -77,7 +77,7 @@ def to_quantized(
         )
     _check_can_be_exchanged(model, layers)
     for layer in layers:
-        layer.check_can_be_held()
+        layer.check_can_be_held(held_as)
     tied = _tied_places(model, held_as)
     for layer in layers:
         layer.hold_quantized(held_as)

@@ -257,7 +257,7 @@ def _filled(
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, generator: torch.Generator) -> Tensor:
-    return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
+    return torch.randn(tuple(shape), generator=generator).to(device=device, dtype=dtype)
 
 
 def _frozen(sequential: Sequential, draw: int) -> set[str]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ops.elementwise import ElementwiseOperation
 from ops.kernels.elementwise.chain import Step
 from ops.kernels.elementwise.chain_steps import ADD_COLUMN
-from ops.runner.operation import check_features, check_parameter_dtype
+from ops.runner.operation import check_features, check_parameter_dtype, check_shape
 from recipes.arguments import positive_integers
 
 
@@ -42,6 +42,7 @@ class Bias(ElementwiseOperation):
         if shape[-1:] != (self.size,):
             features = f"{shape[-1]} features" if shape else "no dimension"
             raise ValueError(f"x has {features}, but size is {self.size}. Check the operation before this one.")
+        check_shape("bias", operand, (self.size,))
 
     def compute(self, x: Tensor, operand: Tensor | None) -> Tensor:
         return x + operand  # type: ignore[operator]  # it is the bias

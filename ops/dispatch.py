@@ -362,8 +362,8 @@ class Dispatch(BasicOperation):
             )
         if indices.shape[1] == 0:
             raise ValueError("indices has no slots. Choose at least one expert for each token.")
-        if indices.is_floating_point() or indices.dtype == torch.bool:
-            raise TypeError(f"indices is {indices.dtype}, but must be integers. Convert it.")
+        if indices.dtype not in _INDEX_DTYPES:
+            raise TypeError(f"indices is {indices.dtype}, but must be integers with a sign, or bytes. Convert it.")
         highest = self.num_experts if self.empty_slots else self.num_experts - 1
         if indices.device.type == "cpu" and not is_abstract(indices) and ((indices < 0) | (indices > highest)).any():
             raise ValueError(
@@ -384,6 +384,7 @@ class Dispatch(BasicOperation):
 
 
 _ALIGNED = 16  # bytes, which a thread writes at once
+_INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def _send_codes(ctx: OperationContext, splits: Splits, x: Tensor, routing_map: ShardedRoutingMap) -> GroupedTensor:

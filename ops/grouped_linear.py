@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, NOT_TRACED, Ranks
 from ops.kernels.elementwise.activation import Activation
 from ops.kernels.grouped_gemm.operands import accumulator_like
-from ops.products.held_weights import explain_held
+from ops.products.held_weights import HeldAs, explain_held
 from ops.products.main_grad import OperationWithWeights
 from ops.products.paths import SplitTensors, choose_path
 from ops.products.tensor_parallel import TensorParallel, fill
@@ -236,8 +236,8 @@ class GroupedLinear(OperationWithWeights):
         stacked = self.stacked if names == self.weight_names else self.stacked_bias
         return ctx.param(names[0]) if stacked else [ctx.param(name) for name in names]
 
-    def check_can_be_held(self) -> None:
-        super().check_can_be_held()
+    def check_can_be_held(self, held_as: HeldAs) -> None:
+        super().check_can_be_held(held_as)
         if type(self).read is not GroupedLinear.read:
             raise ValueError(
                 f"{type(self).__name__} stores its weights in another layout than products read, so they cannot be "

@@ -42,7 +42,7 @@ class LayerNorm(Normalization):
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
-        self.check(x)
+        self.check(ctx, x)
         weight, bias = self.flat(ctx.param("weight")), self.flat(ctx.param("bias"))
         y, mean, rstd = layer_norm(self.flat(x), weight, bias, self.eps, zero_centered=self.zero_centered_gamma)
         if ctx.needs_grad:

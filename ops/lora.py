@@ -65,6 +65,7 @@ class LowRankAdapter(OperationWithWeights):
     alpha: float
     dropout: float
     _frozen: FrozenWeights | None = None
+    _trained: tuple[bool, ...] = (True, True)  # A and B, where they are merged
 
     def __init__(self, base: OperationWithWeights, rank: int, alpha: float, dropout: float) -> None:
         self.__setstate__(_copied_state(base))
@@ -109,6 +110,10 @@ class LowRankAdapter(OperationWithWeights):
                 if is_held:
                     weight.copy_(merged)
         self.merged = True
+        factors = self.lora_A.weight, self.lora_B.weight
+        self._trained = tuple(factor.requires_grad for factor in factors)
+        for factor in factors:  # which take no part: where nothing else is trained, torch says so
+            factor.requires_grad_(False)
         self.forget_quantized_weights()
 
     def unmerge(self) -> None:
@@ -118,6 +123,8 @@ class LowRankAdapter(OperationWithWeights):
                 self.get_parameter(name).copy_(self.get_buffer(_kept(name)))
                 del self._buffers[_kept(name)]
         self.merged = False
+        for factor, trained in zip((self.lora_A.weight, self.lora_B.weight), self._trained, strict=True):
+            factor.requires_grad_(trained)
         self.forget_quantized_weights()
 
     def _members(self) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -138,10 +145,14 @@ class LowRankAdapter(OperationWithWeights):
         return own if opened is None else opened
 
     def _scope_of_frozen(self) -> FrozenWeights | None:
-        """None while a weight is trained, which gives up the copies: should it be frozen again, it is another."""
+        """None while a weight is trained, or has a gradient from then that an optimizer may step, which gives up the
+        copies: should it be frozen again, it is another."""
         if self.is_stand_in:
             return None
-        if any(requires_grad(self, name) for name in self.weight_names):
+        weights = (self._parameters.get(name) for name in self.weight_names)
+        if any(requires_grad(self, name) for name in self.weight_names) or any(
+            weight is not None and weight.grad is not None for weight in weights
+        ):
             self._frozen = None
         elif self._frozen is None:
             self._frozen = FrozenWeights()

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ops.kernels.norm.norm_triton import runs_in_triton
-from ops.runner.operation import BasicOperation, check_features, check_parameter_dtype
+from ops.runner.operation import (
+    BasicOperation,
+    OperationContext,
+    check_features,
+    check_parameter_dtype,
+    check_shape,
+)
 from recipes.arguments import as_integer, as_number, check_flags
 from recipes.request import PlanRequest
 
@@ -57,13 +63,15 @@ class Normalization(BasicOperation):
     def kernel(self, request: PlanRequest) -> str:
         return "rows in registers (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"
 
-    def check(self, x: Tensor) -> None:
-        """Raise ValueError for an x with other trailing dimensions."""
+    def check(self, ctx: OperationContext, x: Tensor) -> None:
+        """Raise ValueError for an x with other trailing dimensions, or parameters of another shape."""
         if x.shape[-len(self.normalized_shape) :] != self.normalized_shape:
             raise ValueError(
                 f"x has shape {list(x.shape)}, but must end in {list(self.normalized_shape)}. "
                 "Check the operation before this one."
             )
+        for name in self.learned:
+            check_shape(name, ctx.held(name), self.normalized_shape)
 
     def features(self, incoming: int | None) -> int | None:
         check_features(incoming, self.normalized_shape[-1])

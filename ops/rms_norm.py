@@ -31,7 +31,7 @@ class RMSNorm(Normalization):
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
-        self.check(x)
+        self.check(ctx, x)
         weight = self.flat(ctx.param("weight"))
         y, rstd = rms_norm(self.flat(x), weight, self.eps, zero_centered=self.zero_centered_gamma)
         if ctx.needs_grad:

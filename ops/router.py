@@ -181,9 +181,9 @@ class Router(BasicOperation):
 
         Under DistributedDataParallel set broadcast_buffers=False: it overwrites the loads of all ranks with rank 0's.
 
-        Raises RuntimeError without expert_bias, and for one in 16 bits, in which small steps vanish (a block of
-        `fuser.hf` uses the model's own, in the model's dtype); the counts stay. ValueError for a rate that is negative
-        or not finite, TypeError for a group that is not a process group.
+        Raises RuntimeError without expert_bias, for one on another device than the counts, and for one in 16 bits, in
+        which small steps vanish (a block of `fuser.hf` uses the model's own, in the model's dtype); the counts stay.
+        ValueError for a rate that is negative or not finite, TypeError for a group that is not a process group.
 
         Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024, algorithm 1;
         Megatron Core's `moe_router_bias_update_rate`.
@@ -200,6 +200,11 @@ class Router(BasicOperation):
                 f"expert_bias is {bias.dtype}, in which steps of {rate} vanish beside larger numbers. Keep it in "
                 "float32, as transformers does when it loads a model: gate.e_score_correction_bias = "
                 "gate.e_score_correction_bias.float(). The counts stay as they are."
+            )
+        if load.device != bias.device:
+            raise RuntimeError(
+                f"expert_bias is on {bias.device}, but the tokens were counted on {load.device}. Move the module as a "
+                "whole (.to), or load its state dict, which counts anew."
             )
         if group is not None:
             dist.all_reduce(load, group=group)
@@ -335,7 +340,8 @@ class Router(BasicOperation):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.expert_bias is not None and self.tokens_since_update is not None:
             self.expert_bias = self.expert_bias.float()  # with assign=True it is what was loaded
-            self.tokens_since_update.zero_()
+            # where the bias is now: with assign=True it may have been on the meta device
+            self.tokens_since_update = torch.zeros_like(self.tokens_since_update, device=self.expert_bias.device)
 
 
 def _checked_score_function(name: object, use_pre_softmax: bool, expert_bias: bool) -> ScoreFunction:

@@ -260,6 +260,15 @@ def test_one_wide_row_is_summed_as_many_are(make):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("make", [partial(ops.LayerNorm, 64), partial(ops.RMSNorm, 64), ops.L2Normalization])
+def test_a_row_of_a_norm_has_its_bits_whatever_its_strides(make):
+    layer, of_convolution = Sequential(make()), torch.randn(2, 64, 10)  # [batch, features, time]
+    with autocast(batch_invariant=True), torch.no_grad():
+        together = layer(of_convolution.transpose(1, 2))
+        each = [layer(of_convolution[:, :, t].contiguous()) for t in range(10)]
+    same_bits(together, torch.stack(each, 1), "rows")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_grouped_linear_has_the_bits_of_linears(dtype):
     grouped = ops.GroupedLinear(3, 40, 24, dtype=dtype)

@@ -588,7 +588,7 @@ def test_indices_without_slots_are_refused() -> None:
 
 
 def test_indices_that_are_no_integers_are_refused() -> None:
-    with pytest.raises(TypeError, match="indices is torch.float32, but must be integers. Convert it"):
+    with pytest.raises(TypeError, match="indices is torch.float32, but must be integers with a sign, or bytes"):
         ops.Dispatch(3)(torch.ones(4, 2), probs=torch.ones(4, 2), indices=torch.zeros(4, 2))
 
 

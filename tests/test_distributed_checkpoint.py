@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fuser import Sequential, autocast, lora, ops, prepare
+from fuser import MasterWeights, Sequential, autocast, lora, ops, prepare, to_quantized
 from fuser.distributed import TrainingState, clip_grad_norm_, expert_parameters
 from recipes import DelayedScaling
 from tests.ranks import on_ranks
@@ -348,16 +349,23 @@ def meet_details(rank: int, folder: Path) -> None:
     state = TrainingState(wrapped).state_dict()["model"]
     assert state.keys() == block().state_dict().keys() and state["3.weight"].shape[0] == E
 
-    # an optimizer that would not take its state
+    # an optimizer that has not run, where gradients are there
     fresh = block(ep)
-    optimizer = adam(fresh)
-    given = copy.deepcopy(TrainingState(fresh, optimizer).whole_state_dict())
+    given = copy.deepcopy(TrainingState(fresh, adam(fresh)).whole_state_dict())
+    given["optimizer"]["state.0.weight.exp_avg"].fill_(3.0)
     optimizer = adam(fresh)
     fresh(tokens_of(0, rank, 2)).square().sum().backward()
-    with pytest.raises(RuntimeError, match=r"The optimizer has no state\.0\.weight\.\w+ \(and \d+ others\)"):
-        TrainingState(fresh, optimizer).load_state_dict(given)
-    optimizer.zero_grad()
+    gradients = [parameter.grad for parameter in fresh.parameters()]
     TrainingState(fresh, optimizer).load_state_dict(given)
+    assert all(p.grad is gradient for p, gradient in zip(fresh.parameters(), gradients, strict=True))
+    assert (optimizer.state[fresh[0].weight]["exp_avg"] == 3).all()
+
+    # and one that would not take its state
+    some = torch.optim.Adam([fresh[0].weight])
+    some.step()
+    some.add_param_group({"params": list(fresh[1:].parameters())})
+    with pytest.raises(RuntimeError, match=r"The optimizer has no state\.1\.weight\.\w+ \(and \d+ others\)"):
+        TrainingState(fresh, some).load_state_dict(given)
 
     # what it cannot know
     with pytest.raises(ValueError, match="0 is a Dispatch over ranks, but no GroupedLinear follows it"):
@@ -387,3 +395,83 @@ def same_everywhere(number: float) -> float:
 @pytest.mark.rest
 def test_recipe_state_norms_and_refusals(tmp_path: Path) -> None:
     on_ranks(meet_details, tmp_path, folder=tmp_path)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for seed in steps:
+        x = torch.randn(16, H, generator=torch.Generator().manual_seed(seed))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def dense() -> Sequential:
+    torch.manual_seed(0)
+    return Sequential(ops.Linear(H, F), ops.GELU(), ops.Linear(F, H))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.parametrize("before", ["nothing", "backward", "zero_grad"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9, dampening=0.5)])
+def test_a_run_goes_on_as_if_uninterrupted_whatever_ran_before_the_load(kind: Any, before: str, tmp_path: Path) -> None:
+    model = dense()
+    optimizer = kind(model.parameters(), lr=1e-2)
+    trained(model, optimizer, range(3))
+    dcp.save({"training": TrainingState(model, optimizer)}, checkpoint_id=tmp_path, no_dist=True)
+    expected = trained(model, optimizer, range(3, 6))
+
+    again = dense()
+    optimizer = kind(again.parameters(), lr=1e-2)
+    if before != "nothing":
+        again(torch.randn(4, H)).sum().backward()
+    if before == "zero_grad":
+        optimizer.zero_grad(set_to_none=False)
+    dcp.load({"training": TrainingState(again, optimizer)}, checkpoint_id=tmp_path, no_dist=True)
+    optimizer.zero_grad()
+    assert trained(again, optimizer, range(3, 6)) == expected
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9, dampening=0.5)])
+def test_a_state_before_the_first_step_changes_nothing_and_begins_as_a_new_run(kind: Any) -> None:
+    model, other = dense(), dense()
+    optimizers = [kind(m.parameters(), lr=1e-2) for m in (model, other)]
+    saved = copy.deepcopy(TrainingState(other, optimizers[1]).state_dict())
+    assert not optimizers[1].state
+    expected = trained(model, optimizers[0], range(3))
+    assert trained(other, optimizers[1], range(3)) == expected
+    if kind is torch.optim.AdamW:  # what SGD does in its first step alone its state does not tell
+        again = dense()
+        optimizer = kind(again.parameters(), lr=1e-2)
+        TrainingState(again, optimizer).load_state_dict(saved)
+        assert trained(again, optimizer, range(3)) == expected
+
+
+def test_an_optimizer_of_masters_is_refused() -> None:
+    model = to_quantized(dense(), "mxfp8")
+    masters = MasterWeights(model.parameters())
+    with pytest.raises(ValueError, match="AdamW steps what is no parameter of Sequential, such as masters"):
+        TrainingState(model, masters.attach(torch.optim.AdamW(masters.parameters())))
+
+
+@pytest.mark.parametrize("flagged", [False, True], ids=["plain", "placeholders"])
+def test_main_grad_is_clipped_where_it_is_the_gradient(flagged: bool) -> None:
+    plain, model = dense(), dense()
+    for linear in (model[0], model[2]):
+        linear.accumulate_into_main_grad = True
+        linear.weight.main_grad = torch.zeros_like(linear.weight)
+        if flagged:
+            linear.weight.grad_added_to_main_grad = False
+    x = torch.randn(8, H)
+    for one in (plain, model):
+        one(x).square().sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    placeholders = [linear.weight.grad for linear in (model[0], model[2])]
+    assert all((placeholder is not None) == flagged for placeholder in placeholders)
+    torch.testing.assert_close(clip_grad_norm_(model, 0.5), expected)
+    for linear, reference in ((model[0], plain[0]), (model[2], plain[2])):
+        torch.testing.assert_close(linear.weight.main_grad, reference.weight.grad)
+        torch.testing.assert_close(linear.bias.grad, reference.bias.grad)

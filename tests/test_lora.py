@@ -1,10 +1,13 @@
 """fuser.lora: adapters are put on operations, merged, saved in peft's layout, and taken off."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 import fuser
 from fuser import Sequential, autocast, lora, ops
@@ -125,6 +128,21 @@ def test_a_merged_adapter_has_no_gradient_and_x_has_that_of_the_merged_weights()
     found = step(model)
     assert found.keys() == {"y", "dx"}
     assert_close(found, {name: expected[name] for name in found}, {torch.float32: 3e-5})
+
+
+def test_training_a_merged_model_is_an_error_until_it_is_unmerged():
+    model = adapted()
+    model[0].lora_A.weight.requires_grad_(False)
+    lora.merge(model)
+    y = model(data().detach(), split_sizes=[5, 0, 9])
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        y.sum().backward()
+    again = copy.deepcopy(model)
+    for one in (model, again):
+        lora.unmerge(one)
+        trained = [name for name, parameter in one.named_parameters() if parameter.requires_grad]
+        assert trained == [f"{at}.lora_{factor}.weight" for at in (0, 2, 3) for factor in "AB"][1:]
+        one(data().detach(), split_sizes=[5, 0, 9]).sum().backward()
 
 
 def test_weights_that_are_not_stacked_are_merged_each_with_its_own():
@@ -249,6 +267,7 @@ class MyLinear(ops.Linear):
         ({"targets": [0]}, TypeError, "must be names of modules"),
         ({"targets": "1|0"}, TypeError, "'1' is a SwiGLU"),
         ({"targets": ["4"]}, TypeError, "'4' is a MyLinear, but .* not for subclasses or sharded ones"),
+        ({}, TypeError, "'4' is a MyLinear, but .* not for subclasses or sharded ones"),
     ],
 )
 def test_bad_arguments_change_nothing(arguments, kind, match):
@@ -258,6 +277,16 @@ def test_bad_arguments_change_nothing(arguments, kind, match):
         lora.add(model, **({"rank": 2} | arguments))
     assert all(one is other for one, other in zip(model, before, strict=True))
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("compute", [weight_norm, partial(prune.l1_unstructured, name="weight", amount=0.5)])
+def test_a_weight_that_is_computed_is_refused_and_nothing_is_frozen(compute):
+    model = mlp()
+    compute(model[2])
+    with pytest.raises(NotImplementedError, match=r"'2' computes its weight \(a parametrization, or pruning\)"):
+        lora.add(model, 2)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert lora.add(model, 2, "0|3") == ("0", "3")
 
 
 def test_what_has_an_adapter_or_none_is_refused():

@@ -390,5 +390,13 @@ def test_what_is_not_quantized_is_stepped_itself() -> None:
     stepped = fuser.MasterWeights(layers.parameters()).parameters()
     kept = [p is s for p, s in zip(layers.parameters(), stepped, strict=True)]
     assert kept == [name == "0.weight" or "bias" in name for name, _ in layers.named_parameters()]
+    masters = fuser.MasterWeights(layers.parameters())
+    optimizer = masters.attach(torch.optim.SGD(masters.parameters(), lr=1e-2))
+    optimizer.step()
+    layers[0].weight.requires_grad_(True)
+    before = layers[0].weight.dequantize()
+    with pytest.raises(ValueError, match="1 quantized parameters were frozen when MasterWeights was made, and require"):
+        optimizer.step()
+    assert torch.equal(layers[0].weight.dequantize(), before)
     with pytest.raises(ValueError, match="got no quantized parameter that requires grad"):
         fuser.MasterWeights(model().parameters())

@@ -490,6 +490,20 @@ def test_an_update_moves_each_bias_by_the_rate_and_starts_counting_anew() -> Non
     assert torch.equal(router.expert_bias, before) and not router.tokens_since_update.any()
 
 
+def test_a_router_made_on_meta_counts_once_its_state_is_assigned() -> None:
+    with torch.device("meta"):
+        router = sigmoid_router(experts=4)
+    router(torch.randn(0, 16, device="meta"))
+    router.load_state_dict(sigmoid_router(experts=4).state_dict(), assign=True)
+    counts = router(torch.randn(7, 16), outputs=("tokens_per_expert",))[1]["tokens_per_expert"]
+    assert torch.equal(router.tokens_since_update, counts)
+    router.update_expert_bias(0.25)
+    assert torch.equal(router.expert_bias, 0.25 * torch.sign(3.5 - counts))
+    router.tokens_since_update = router.tokens_since_update.to("meta")
+    with pytest.raises(RuntimeError, match="expert_bias is on cpu, but the tokens were counted on meta"):
+        router.update_expert_bias()
+
+
 def test_an_even_load_moves_nothing() -> None:
     router = ops.Router(4, 4, 1, score_function="sigmoid", expert_bias=True)
     with torch.no_grad():

@@ -356,6 +356,21 @@ def check_refusals(rank: int) -> None:
         fully_shard(layer, mesh=mesh)
     with pytest.raises(ValueError, match="sharded into 32 rows a rank"):
         fuser.to_quantized(fully_shard(ops.Linear(32, 64), mesh=mesh), "fp8_block")
+    of_two: Any = fully_shard(Sequential(ops.Linear(32, 64), ops.Linear(64, 48)), mesh=mesh)
+    with pytest.raises(ValueError, match="sharded into 24 rows a rank"):
+        fuser.to_quantized(of_two, "mxfp8")
+    assert all(local_shard(parameter) is None for parameter in of_two.parameters()), "nothing is changed"
+    held = fuser.to_quantized(ops.Linear(32, 64), "mxfp8").weight
+    before = held.dequantize()
+    for collective in (lambda: dist.broadcast(held, 0), lambda: dist.all_reduce(held.data)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="would write into a tensor that is held quantized"):
+            collective()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="would write into a view"):
+        dist.broadcast(held[0], 0)
+    gathered = [torch.empty(64, 32) for _ in range(RANKS)]
+    with torch.no_grad():
+        dist.all_gather(gathered, held)
+    assert torch.equal(gathered[rank], held.dequantize()) and torch.equal(held.dequantize(), before)
     for recipe, rows in (("nvfp4", 16), (MXFP8BlockScaling(enable_2d_quantization=True), 32), ("mxfp8", 32)):
         with pytest.raises(ValueError, match=f"into 24 rows a rank, but its blocks of scales have {rows} rows"):
             fully_shard(fuser.to_quantized(ops.Linear(32, 48), recipe), mesh=mesh)

@@ -168,6 +168,11 @@ def test_splits_on_another_device_are_refused():
         Splits.make(make([1], rows=1), rows=1, device="meta")
 
 
+def test_the_default_device_of_torch_is_not_theirs():
+    with torch.device("meta"):
+        assert Splits.make([1, 2], rows=3, device="cpu").offsets.tolist() == [0, 1, 3]
+
+
 def test_tensors_and_rebuild_are_a_round_trip():
     splits = make([3, 0, 4], rows=8)
     splits.group_of_row, splits.row_in_padded(2)

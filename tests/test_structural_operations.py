@@ -272,3 +272,22 @@ def test_bias_can_be_made_on_the_meta_device() -> None:
 def test_settings_are_shown_and_kept_by_a_copy(operation: Any, text: str) -> None:
     assert repr(operation) == text
     assert repr(copy.deepcopy(operation)) == text
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [(ops.Bias(8), "bias"), (ops.RMSNorm(8), "weight"), (ops.LayerNorm(8), "bias"), (ops.RMSNorm((2, 4)), "weight")],
+)
+def test_a_parameter_of_another_shape_is_refused_and_not_broadcast(operation, name):
+    setattr(operation, name, nn.Parameter(torch.ones(1)))
+    shape = getattr(operation, "normalized_shape", (8,))
+    with torch.no_grad(), pytest.raises(ValueError, match=rf"{name} has shape \[1\], but .* is needed"):
+        Sequential(operation)(torch.randn(3, *shape))
+
+
+def test_rows_without_features_are_left_as_they_are():
+    x = torch.randn(4, 0, requires_grad=True)
+    for operation in (ops.Dropout(0.5), ops.ConstantScale(2.0), ops.GELU()):
+        y = Sequential(operation)(x)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == (4, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -369,6 +369,35 @@ def test_a_fusion_that_takes_indices_is_checked_with_those_given() -> None:
         check_take(type("Rolls", (ScaleTake,), {"shift": 1}), torch.tensor([4, 0, 4]))
     with pytest.raises(ValueError, match="'indices' of kind IndexTensor, .* Give the tensor itself in extras."):
         check_take(ScaleTake, (3,))
+
+
+class Mean(BasicOperation):
+    extra_outputs: ClassVar = {"mean": Tensor}
+
+    def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        ctx.count = x.numel()
+        return x, {"mean": x.mean()}
+
+    def fuser_backward(self, ctx: Any, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]) -> Any:
+        d = d_extra_outputs.get("mean")
+        return dy if d is None else dy + d / ctx.count, {}, {}
+
+
+class ScaleMean(FusedOperation):
+    pattern = (Scale, Mean)
+    passes = "forward"
+    times = 1
+
+    def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+        scaled, _ = ctxs[0].operation.fuser_forward(ctxs[0], x, extras)
+        y, made = ctxs[1].operation.fuser_forward(ctxs[1], scaled, extras)
+        return y, {"mean": made["mean"] * self.times}
+
+
+def test_an_extra_output_may_be_a_scalar() -> None:
+    check_fusion(ScaleMean, lambda: [Scale(), Mean()], (4, 3))
+    with pytest.raises(AssertionError, match="mean is off by"):
+        check_fusion(type("Doubles", (ScaleMean,), {"times": 2}), lambda: [Scale(), Mean()], (4, 3))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fuser.distributed.experts import divided_parameters
 from ops.kernels.collectives import RankGroup, all_gather
+from ops.products.main_grad import OperationWithWeights
 
 
 @torch.no_grad()
@@ -31,6 +33,8 @@ def clip_grad_norm_(
     of ranks; parameters may be DTensors, over meshes that differ. A collective of each group that divides anything: all
     ranks call it, also one whose experts are frozen.
 
+    The gradient of a weight whose operation has `accumulate_into_main_grad` is its `main_grad`, of others `.grad`.
+
     norm_type: p, also inf. foreach: as torch's.
 
     Raises RuntimeError, on all ranks, for a norm that is not finite with error_if_nonfinite, before anything is
@@ -38,15 +42,15 @@ def clip_grad_norm_(
     """
     parts = _parts(model)
     norms = []
-    for (groups, _), parameters in parts.items():
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for (groups, _), owners in parts.items():
+        gradients = [owner.grad for owner in owners if owner.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if groups:
             # Without a gradient here torch gives a float32 zero on the CPU.
-            wide = torch.promote_types(parameters[0].dtype, torch.float32)
-            norm = norm.to(parameters[0].device, wide)[None]
+            wide = torch.promote_types(owners[0].dtype, torch.float32)
+            norm = norm.to(owners[0].device, wide)[None]
         for group in groups:
             norm = all_gather(norm, group)
         norms.append(norm)
@@ -56,9 +60,17 @@ def clip_grad_norm_(
             f"The norm of order {norm_type} of all gradients is {float(total)}. Leave out this step, or give "
             "error_if_nonfinite=False to scale by it all the same."
         )
-    for parameters in parts.values():
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    for owners in parts.values():
+        torch.nn.utils.clip_grads_with_norm_(owners, max_norm, total, foreach)
     return total
+
+
+class _OfMainGrad(NamedTuple):
+    """A parameter whose gradient is its main_grad, as far as torch's clipping reads it."""
+
+    grad: Tensor | None
+    dtype: torch.dtype
+    device: torch.device
 
 
 def _norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
@@ -66,11 +78,21 @@ def _norm_of(norms: list[Tensor], norm_type: float) -> Tensor:
     return torch.linalg.vector_norm(torch.cat([norm.to(first.device).reshape(-1) for norm in norms]), norm_type)
 
 
-def _parts(model: nn.Module) -> dict[tuple[tuple[RankGroup, ...], DeviceMesh | None], list[nn.Parameter]]:
-    """The parameters by what their gradients' norm is summed over: groups, a mesh. Alike on all ranks."""
+def _parts(model: nn.Module) -> dict[tuple[tuple[RankGroup, ...], DeviceMesh | None], list[Any]]:
+    """What has the gradients, by what their norm is summed over: groups, a mesh. Alike on all ranks."""
     divided = divided_parameters(model)
-    parts: dict[tuple[tuple[RankGroup, ...], DeviceMesh | None], list[nn.Parameter]] = {}
+    with_main_grad = {
+        id(weight)
+        for module in model.modules()
+        if isinstance(module, OperationWithWeights) and module.accumulate_into_main_grad
+        for name, weight in module.named_parameters(recurse=False)
+        if name in module.weight_names
+    }
+    parts: dict[tuple[tuple[RankGroup, ...], DeviceMesh | None], list[Any]] = {}
     for name, parameter in model.named_parameters():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        parts.setdefault((divided.get(name, ()), mesh), []).append(parameter)
+        owner: Any = parameter
+        if id(parameter) in with_main_grad:
+            owner = _OfMainGrad(getattr(parameter, "main_grad", None), parameter.dtype, parameter.device)
+        parts.setdefault((divided.get(name, ()), mesh), []).append(owner)
     return parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -49,18 +50,27 @@ class TrainingState:
 
     model: on which `fully_shard`, if any, was called. Its recipe's state (delayed scaling) takes part where it exists:
         `fuser.prepare` creates it before a load.
-    optimizer: of torch, or None; one that steps the model's parameters, and so not `MasterWeights`. One that has not
-        run yet gets its state by a step with gradients and learning rates of zero, as
-        `torch.distributed.checkpoint.state_dict` does it.
+    optimizer: of torch, or None; one that steps the model's parameters, and so not `MasterWeights`. Of one that has not
+        run yet the state is that after a step with gradients and learning rates of zero, as
+        `torch.distributed.checkpoint.state_dict` makes it, with a `step` of zero. Only a load leaves it in the
+        optimizer; gradients stay as they are.
 
-    Raises what `fuser.distributed.experts.shares` does; ValueError for state of experts whose first dimension is not
-    that of the experts, or of a divided layer that has not its shape, for parameters that are sharded over a mesh which
-    has other ranks of the group that divides them, and for a state of scales that differs between ranks that divide a
-    layer (`DelayedScaling` with reduce_amax=False): the undivided layer has one.
+    Raises ValueError for an optimizer that steps what is no parameter of the model, what
+    `fuser.distributed.experts.shares` does; ValueError for state of experts whose first dimension is not that of the
+    experts, or of a divided layer that has not its shape, for parameters that are sharded over a mesh which has other
+    ranks of the group that divides them, and for a state of scales that differs between ranks that divide a layer
+    (`DelayedScaling` with reduce_amax=False): the undivided layer has one.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model, self.optimizer = model, optimizer
+        own = {id(parameter) for parameter in model.parameters()}
+        if optimizer is not None and not own.issuperset(map(id, _stepped(optimizer))):
+            raise ValueError(
+                f"{type(optimizer).__name__} steps what is no parameter of {type(model).__name__}, such as masters of "
+                "quantized weights, and has no names in its state. Give the optimizer of model.parameters(), or none, "
+                "and save the optimizer's own state beside it."
+            )
         self._shares = {_without_wrappers(name): share for name, share in shares(model).items()}
         self._meshes: dict[tuple[RankGroup, DeviceMesh | str], DeviceMesh] = {}
 
@@ -80,7 +90,8 @@ class TrainingState:
             _require_state_of_all(own["optimizer"], mine["optimizer"])
         set_model_state_dict(self.model, mine["model"], options=_FLAT)
         if self.optimizer is not None:
-            set_optimizer_state_dict(self.model, self.optimizer, mine["optimizer"], options=_FLAT)
+            with _without_gradients(self.optimizer):
+                set_optimizer_state_dict(self.model, self.optimizer, mine["optimizer"], options=_FLAT)
 
     def whole_state_dict(self) -> dict[str, Entries]:
         """`state_dict()` with whole tensors on the CPU, for `torch.save` on one rank. A collective: called on all."""
@@ -107,8 +118,19 @@ class TrainingState:
                     "Give the model without what wraps it and changes its names."
                 )
         if self.optimizer is not None:
-            parts["optimizer"] = {**get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)}
+            parts["optimizer"] = self._state_of(self.optimizer)
         return parts
+
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> Entries:
+        has_run = bool(optimizer.state)
+        with _without_gradients(optimizer):
+            entries: Entries = {**get_optimizer_state_dict(self.model, optimizer, options=_FLAT)}
+        if not has_run:
+            optimizer.state.clear()
+            for key, value in entries.items():
+                if key.startswith("state.") and key.endswith(".step"):
+                    entries[key] = value.zero_() if isinstance(value, Tensor) else 0
+        return entries
 
     def _of_all(self, part: str, entries: Entries) -> Iterator[tuple[str, Any]]:
         for key, value in entries.items():
@@ -308,9 +330,27 @@ def _require_state_of_all(own: Entries, given: Entries) -> None:
     left_out = [key for key in given if key.startswith("state.") and key not in own]
     if left_out:
         raise RuntimeError(
-            f"The optimizer has no {left_out[0]} (and {len(left_out) - 1} others) to load into: its state is created "
-            "where no parameter has a gradient yet. Load before the first backward, or after optimizer.zero_grad()."
+            f"The optimizer has no {left_out[0]} (and {len(left_out) - 1} others) to load into: it has run without "
+            "this parameter, or does not step it. Load into a new optimizer of the same parameters."
         )
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextmanager
+def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """torch makes the state of an optimizer that has not run where no parameter has a gradient, and else in silence
+    none."""
+    gradients = [(parameter, parameter.grad) for parameter in _stepped(optimizer)]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def _without_wrappers(name: str) -> str:

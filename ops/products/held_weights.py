@@ -68,7 +68,7 @@ def hold_quantized(operation: Any, names: Sequence[str], held_as: HeldAs) -> Non
     sharded each rank quantizes its part, in a collective. Weights that are on the meta device, held so already, or not
     quantized by the recipe are left alone.
     """
-    quantizer = (operation.recipe or held_as.recipe).quantizer(Role.WEIGHT)
+    quantizer = _quantizer_for(operation, held_as)
     weights: list[Any] = [held_parameter(operation, name) for name in names]
     held = [_as_held(weight) for weight in weights]
     done = all(isinstance(w, QuantizedParameter | QuantizedShard) and w.quantizer == quantizer for w in held)
@@ -97,6 +97,14 @@ def hold_quantized(operation: Any, names: Sequence[str], held_as: HeldAs) -> Non
         parameter = _exchange(operation, name, QuantizedParameter(quantized, quantizer))
         if held_as.preserve_high_precision_init_val:
             parameter._high_precision_init_val = value.to("cpu", copy=True)
+
+
+def check_parts(operation: Any, names: Sequence[str], held_as: HeldAs) -> None:
+    """Raise ValueError if FSDP2 has sharded the weights of these names into parts that cannot be held quantized."""
+    quantizer = _quantizer_for(operation, held_as)
+    for name in names:
+        if quantizer is not None and is_dtensor(held_parameter(operation, name)):
+            _empty_part(operation, names, name, quantizer, held_as)
 
 
 def bind_to_states(operation: Any, names: Sequence[str]) -> None:
@@ -202,6 +210,10 @@ def _groups_of(names: Sequence[str], name: str) -> range | None:
     """Of the state's scales those of this weight; None for all."""
     group = names.index(name)
     return None if len(names) == 1 else range(group, group + 1)
+
+
+def _quantizer_for(operation: Any, held_as: HeldAs) -> Quantizer | None:
+    return (operation.recipe or held_as.recipe).quantizer(Role.WEIGHT)
 
 
 def _empty_part(operation: Any, names: Sequence[str], name: str, quantizer: Quantizer, held_as: HeldAs) -> Any:

@@ -38,7 +38,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ops.products.held_weights import HeldAs, applied, bind_to_states, held_as_of_new_operations, hold_quantized
+from ops.products.held_weights import (
+    HeldAs,
+    applied,
+    bind_to_states,
+    check_parts,
+    held_as_of_new_operations,
+    hold_quantized,
+)
 from ops.products.product import store
 from ops.runner.backward import raise_located
 from ops.runner.context import OperationContext
@@ -69,6 +76,7 @@ class OperationWithWeights(BasicOperation):
     stacked: bool = True
     is_grouped: bool = False
     weight_names: tuple[str, ...] = ("weight",)
+    settings_of_backward = frozenset({"accumulate_into_main_grad", "delay_wgrad_compute"})
 
     def __init__(self, *, accumulate_into_main_grad: bool, delay_wgrad_compute: bool) -> None:
         super().__init__()
@@ -83,13 +91,14 @@ class OperationWithWeights(BasicOperation):
         """Hold the weights as codes alone from now on, as `held_as` says (None: as it was said when it was made)."""
         self.held_as = held_as or self.held_as
         if self.held_as is not None:
-            self.check_can_be_held()
+            self.check_can_be_held(self.held_as)
             hold_quantized(self, self.weight_names, self.held_as)
             self.forget_quantized_weights()
             self._adopt_weights()
 
-    def check_can_be_held(self) -> None:
-        """Raise ValueError if the weights are not stored as products read them, and so cannot be held quantized."""
+    def check_can_be_held(self, held_as: HeldAs) -> None:
+        """Raise ValueError if the weights are not stored as products read them, or sharded into other parts than blocks
+        of the format, and so cannot be held quantized."""
         computed = next((name for name in self.weight_names if self._parameters.get(name) is None), None)
         if computed is not None:
             raise ValueError(
@@ -97,6 +106,7 @@ class OperationWithWeights(BasicOperation):
                 "weight_norm, prune), which change, so it cannot be held quantized. Remove that from it before, or "
                 "quantize in the step."
             )
+        check_parts(self, self.weight_names, held_as)
 
     @property
     def wgrad_is_external(self) -> bool:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.runner.backward import DOUBLE_BACKWARD, Record, run_backward, with_computed, without
+from ops.runner.backward import DOUBLE_BACKWARD, Record, raise_located, run_backward, with_computed, without
 from ops.runner.callers_buffers import check_before_backward, note_handed_on
 from ops.runner.context import state_of
 from ops.runner.in_place import memory_of
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import unwanted_parameters
+from ops.runner.settings import Settings, check_settings, settings_of
 from ops.runner.torch_autocast import without_autocast
 from ops.runner.transforms import refuse_gradients
 from recipes.tensors.quantized_handle import QuantizedHandle
@@ -64,6 +65,7 @@ class RetainingFunction(torch.autograd.Function):
             tuple(call.input_names), tuple(returned), call.entries, call.first_forward,
             call.given_buffers,
         )  # fmt: skip
+        fctx.settings = [settings_of(operation) for operation in call.operations]
         fctx.has_run = False
         fctx.retains = call.retains
         return tuple(outputs)
@@ -73,7 +75,11 @@ class RetainingFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(DOUBLE_BACKWARD)
         refuse_gradients((dy, *d_returned))
-        record, saved = fctx.record, _take_saved(fctx)
+        record = fctx.record
+        for operation, settings in zip(record.operations, fctx.settings, strict=True):
+            if operation.settings != settings.count:
+                _check_settings(record, fctx.settings)
+        saved = _take_saved(fctx)
         if record.program.computed:
             record = with_computed(record, saved)
         if record.first_forward is not None:
@@ -92,6 +98,14 @@ class RetainingFunction(torch.autograd.Function):
             of_extras, edges = 1 + len(record.parameters), fctx.next_functions
             note_handed_on(buffers, [gradients[0], *gradients[of_extras:]], [edges[0], *edges[of_extras:]])
         return None, *gradients
+
+
+def _check_settings(record: Record, of_forward: Sequence[Settings]) -> None:
+    for index, (operation, settings) in enumerate(zip(record.operations, of_forward, strict=True)):
+        try:
+            check_settings(operation, settings)
+        except RuntimeError as error:
+            raise_located(record.labels, index, operation, error)
 
 
 def _as_output(y: Tensor, x: Tensor, others: Iterable[Any]) -> Tensor:

@@ -94,6 +94,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     has_adapter: whether an adapter's products are added to its own. It is fused where a fusion has `handles_adapters`.
     divides_output: the `ops.kernels.collectives.RankGroup` among whose ranks the features of y are divided, or None.
     settings: how often such an attribute was assigned, a recipe or a name of an extra tensor set.
+    settings_of_backward: arguments of the constructor that backward alone reads. The others must be in backward what
+    they were in forward (`ops.runner.settings`).
     lends_memory: whether it may have memory into which its neighbours write what it takes: `memory_for_input`,
     `memory_for_grad_output`.
     is_stand_in: whether it stands for another operation in `ops.runner.traced_plan`, with the tensors of one call.
@@ -116,6 +118,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     has_adapter: bool = False
     divides_output: Any = None
     settings: int = 0
+    settings_of_backward: frozenset[str] = frozenset()
     lends_memory: bool = False
     is_stand_in: bool = False
     _captured_weights: Any = None
@@ -123,6 +126,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     _parameter_order: tuple[str, ...] = ()
     _weights_scope: Any = None
     _recipe: Recipe | None = None
+    _settings_seen: Any = None
     _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
 
     @abstractmethod
@@ -402,6 +406,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
             self.__dict__["settings"] = self.settings + 1
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.forget_quantized_weights()  # they refer to parameters that may be swapped
         apply_to_state(self, lambda: super(BasicOperation, self)._apply(fn, recurse))
         return self
 
@@ -504,6 +509,12 @@ def check_features(incoming: int | None, needed: int) -> None:
     """Raise ValueError if as many features come in, as far as that is known, as are not needed."""
     if incoming not in (None, needed):
         raise ValueError(f"x has {incoming} features, but {needed} are needed. Check the operation before this one.")
+
+
+def check_shape(name: str, parameter: Any, needed: Sequence[int]) -> None:
+    """Raise ValueError if the parameter of this name has another shape: it would be broadcast."""
+    if tuple(parameter.shape) != tuple(needed):
+        raise ValueError(f"{name} has shape {list(parameter.shape)}, but {list(needed)} is needed. Assign one of that.")
 
 
 def check_extras(

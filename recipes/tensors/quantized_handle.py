@@ -23,6 +23,7 @@ from recipes.tensors.values_view import views, written_by
 Quantized = QuantizedTensor | GroupedTensor
 
 _aten = torch.ops.aten
+_COLLECTIVES = ("c10d", "_c10d_functional")
 _SAME = frozenset((_aten.detach.default, _aten.alias.default))
 # They read shape, dtype and device alone.
 _LIKE_NAMES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
@@ -173,6 +174,12 @@ def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
         return values[id(handle)][1]
 
     written = written_by(function, args, kwargs, QuantizedHandle)
+    if written and function.namespace in _COLLECTIVES:
+        raise RuntimeError(
+            f"{function} would write into a tensor that is held quantized, whose codes are written from values that "
+            "are there, and a transfer ends later. Receive into values = weight.dequantize(), and write them by `with "
+            "torch.no_grad(): weight.copy_(values)`."
+        )
     if function is _aten.copy_.default and written and isinstance(args[1], Tensor):
         written[0].write(args[1])  # its values before do not count
         return written[0]

@@ -249,7 +249,7 @@ def checked_splits(sizes: list[int], rows: int, device: torch.device) -> Splits:
             "split_sizes is on the host, but a CUDA graph is being captured and would replay a copy from freed memory. "
             f"Pass split_sizes as a tensor on {device}."
         )
-    offsets = torch.tensor([0, *accumulate(sizes)], dtype=torch.int64)
+    offsets = torch.tensor([0, *accumulate(sizes)], dtype=torch.int64, device="cpu")
     if device.type != "cpu":
         offsets = offsets.to(device, non_blocking=True)  # a blocking copy to the device would synchronise
     return Splits({("offsets", 0): offsets}, rows, len(sizes), sizes)

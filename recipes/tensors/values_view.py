@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch._C import _disabled_torch_function_impl
 from torch.utils._pytree import tree_map_only
@@ -67,9 +68,15 @@ def written_by(function: Any, args: Any, kwargs: Any, kind: type[_T]) -> list[_T
     written: list[_T] = []
     given = {**dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)), **kwargs}
     for argument in function._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        marked = argument.alias_info is not None and argument.alias_info.is_write
+        if marked or (function.namespace == "c10d" and _is_received(function, argument.name)):
             tree_map_only(kind, written.append, given.get(argument.name))
     return written
+
+
+def _is_received(collective: Any, argument: str) -> bool:
+    """The schemas of torch's collectives do not say what they write."""
+    return argument.startswith("output") or (argument == "tensors" and collective is not torch.ops.c10d.send.default)
 
 
 def _values(view: ValuesView) -> Tensor:

@@ -387,7 +387,7 @@ def _delementwise_on_torch(
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1] if x.dim() else 1)
 
 
 def _halved(shape: torch.Size) -> torch.Size:

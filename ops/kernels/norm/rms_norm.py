@@ -83,10 +83,11 @@ def drms_norm(
 
 
 def row_sums(x: Tensor) -> Tensor:
-    """The sum of each row of x [..., N] in plain torch, [..., 1], in one order for any number of rows.
+    """The sum of each row of x [..., N] in plain torch, [..., 1], in one order for any number of rows and any strides.
 
     A single row of more than 32767 numbers torch sums in parts, one for each thread (`at::internal::GRAIN_SIZE`).
     """
+    x = x.contiguous()
     if x.shape[-1] > 32767 and x.numel() == x.shape[-1]:
         return torch.stack([x, x]).sum(-1, keepdim=True)[0]
     return x.sum(-1, keepdim=True)

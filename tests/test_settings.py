@@ -1,0 +1,117 @@
+"""Backward has the settings that forward had, or says that they were changed."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fuser import BasicOperation, Sequential, autocast, lora, ops
+
+
+def adapted() -> Sequential:
+    model = Sequential(ops.Linear(8, 8))
+    lora.add(model, rank=2, alpha=8.0, dropout=0.25)
+    nn.init.ones_(model[0].lora_B.weight)
+    return model
+
+
+CHANGES = {
+    "scale": (lambda: Sequential(ops.ConstantScale(2.0)), 5.0),
+    "p": (lambda: Sequential(ops.Dropout(0.5)), 0.1),
+    "zero_centered_gamma": (lambda: Sequential(ops.RMSNorm(8)), True),
+    "eps": (lambda: Sequential(ops.LayerNorm(8)), 1.0),
+    "alpha": (adapted, 2.0),
+    "dropout": (adapted, 0.5),
+    "scaling_factor": (lambda: Sequential(ops.Router(8, 4, topk=2)), 3.0),
+    "normalize_probs": (lambda: Sequential(ops.Router(8, 4, topk=2)), True),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_changed_between_forward_and_backward_is_refused_until_it_is_set_back(name):
+    make, value = CHANGES[name]
+    model = make()
+    is_router = isinstance(model[0], ops.Router)
+
+    def loss() -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(4, 8, requires_grad=True)
+        result = model(x, outputs=("probs",))[1]["probs"] if is_router else model(x)
+        return result.square().sum()
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected, waits = gradients(loss()), loss()
+    before = getattr(model[0], name)
+    setattr(model[0], name, value)
+    message = rf"In operation 0 \({type(model[0]).__name__}\): {name} was changed between forward and backward"
+    with pytest.raises(RuntimeError, match=f"{message} \\({before!r} in forward, {value!r} now\\)"):
+        waits.backward(retain_graph=True)
+    loss()  # a forward with the other value, in between
+    setattr(model[0], name, before)
+    assert all(map(torch.equal, gradients(waits), expected))
+
+
+def test_forwards_of_several_values_wait_each_for_its_own():
+    model, x = Sequential(ops.ConstantScale(2.0)), torch.ones(3, requires_grad=True)
+    first = model(x)
+    model[0].scale = 5.0
+    (dx,) = torch.autograd.grad(model(x).sum(), x)
+    assert dx.tolist() == [5.0] * 3
+    with pytest.raises(RuntimeError, match="scale was changed"):
+        first.sum().backward()
+    model[0].scale = 2.0
+    (dx,) = torch.autograd.grad(first.sum(), x)
+    assert dx.tolist() == [2.0] * 3
+
+
+class Counting(BasicOperation):
+    """y = factor x; counts its forwards."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.calls = factor, 0
+
+    def fuser_forward(self, ctx, x, extras):
+        self.calls += 1
+        return x * self.factor, {}
+
+    def fuser_backward(self, ctx, dy, d_extra_outputs):
+        return dy * self.factor, {}, {}
+
+
+def test_of_an_operation_of_ones_own_arguments_of_the_constructor_count_and_others_do_not():
+    model, x = Sequential(Counting(3.0)), torch.ones(2, requires_grad=True)
+    y = model(x)
+    model(x)
+    model[0].note = "of its user"
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert dx.tolist() == [3.0, 3.0] and model[0].calls == 2
+    y = model(x)
+    model[0].factor = 4.0
+    with pytest.raises(RuntimeError, match="factor was changed"):
+        y.sum().backward()
+
+
+def test_recipes_training_and_where_gradients_go_may_change():
+    layer = ops.Linear(8, 8, bias=False)
+    model, x = Sequential(ops.RMSNorm(8), layer), torch.randn(4, 8, requires_grad=True)
+    with autocast("mxfp8"):
+        y = model(x)
+    layer.set_recipe("bf16")
+    layer.weight.main_grad = torch.zeros(8, 8)
+    layer.accumulate_into_main_grad = True
+    model.eval()
+    y.sum().backward()
+    assert layer.weight.main_grad.any() and x.grad.any()
+
+
+def test_a_compiled_model_keeps_those_of_forward():
+    model = Sequential(ops.ConstantScale(2.0))
+    compiled, x = torch.compile(model, backend="aot_eager"), torch.ones(3, requires_grad=True)
+    y = compiled(x)
+    model[0].scale = 5.0
+    y.sum().backward()
+    assert x.grad.tolist() == [2.0] * 3
