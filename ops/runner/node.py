@@ -77,7 +77,7 @@ class RetainingFunction(torch.autograd.Function):
         refuse_gradients((dy, *d_returned))
         record = fctx.record
         for operation, settings in zip(record.operations, fctx.settings, strict=True):
-            if operation.settings != settings.count:
+            if operation.settings != settings.assigned:
                 _check_settings(record, fctx.settings)
         saved = _take_saved(fctx)
         if record.program.computed:

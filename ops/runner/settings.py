@@ -10,17 +10,18 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 class Settings(NamedTuple):
-    """count: how often they were assigned; values: those that the operation's constructor takes, by name."""
+    """assigned: how often they were; values: those that the operation's constructor takes, by name."""
 
-    count: int
+    assigned: int
     values: dict[str, Any]
 
 
 def settings_of(operation: Any) -> Settings:
     """Those of now. The same object until one is assigned."""
     seen: Settings | None = operation._settings_seen
-    if seen is None or seen.count != operation.settings:
-        found, names = vars(operation), _names(type(operation)) - operation.settings_of_backward
+    if seen is None or seen.assigned != operation.settings:
+        kind: Any = type(operation)
+        found, names = vars(operation), _names(kind) - operation.settings_of_backward
         seen = Settings(operation.settings, {name: found[name] for name in names & found.keys()})
         operation._settings_seen = seen
     return seen
