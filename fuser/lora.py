@@ -160,6 +160,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             "for no adapter of the model. Give lora.add the targets that it was saved with."
         )
     for key, tensor in needed.items():
+        if state[key].is_meta or state[key].layout != torch.strided:
+            raise ValueError(f"{key} is on {state[key].device}, {state[key].layout}. Give dense tensors with values.")
         if state[key].shape != tensor.shape:
             raise ValueError(
                 f"{key} has shape {list(state[key].shape)}, but {list(tensor.shape)} is needed. Give lora.add the rank "

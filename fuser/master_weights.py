@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import count
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 
 from ops.runner.not_traced import not_traced
+from recipes.tensors.quantized_handle import copied, held_tensors
 from recipes.tensors.quantized_parameter import QuantizedParameter
 from recipes.tensors.quantized_shard import QuantizedShard, local_shard, with_local
 
@@ -38,8 +39,9 @@ class MasterWeights:
 
     After each step the parameter is quantized from its master: to nearest, once, from float32. Masters begin with the
     values before quantization, if the parameter has kept them (`preserve_high_precision_init_val=True`; they are
-    cleared), else with the dequantized ones. `read()` takes these later, after a load into the model. Copied or
-    pickled, a master is an ordinary parameter.
+    cleared), else with the dequantized ones. `read()` takes these later, after a load into the model: without, a step
+    is refused where torch has counted a change of the parameter that is not the master's. Copied or pickled, a master
+    is an ordinary parameter.
 
     Of parameters that FSDP2 shards the masters are sharded alike: make them after `fully_shard`, on all ranks. Each
     rank steps and quantizes its own rows; where one scale is of all ranks' rows, `step()` is a collective.
@@ -54,6 +56,7 @@ class MasterWeights:
         given = list(parameters)
         self._masters: dict[int, nn.Parameter] = {}
         self._without_master: list[Tensor] = []  # quantized, but frozen
+        self._versions: dict[int, int] = {}  # of the parameters, when they were last quantized or read
         for parameter in given:
             held = parameter if isinstance(parameter, QuantizedParameter) else local_shard(parameter)
             if held is not None and parameter.requires_grad:
@@ -65,6 +68,7 @@ class MasterWeights:
                 "MasterWeights got no quantized parameter that requires grad. Use to_quantized(model) before."
             )
         self._given = given
+        self._note_versions(self._pairs())
 
     def parameters(self) -> list[Tensor]:
         """What the optimizer steps: a master in place of each quantized parameter."""
@@ -92,6 +96,7 @@ class MasterWeights:
         would otherwise overwrite from the masters."""
         for parameter, master in self._pairs():
             master.copy_(parameter)
+        self._note_versions(self._pairs())
 
     def _pairs(self) -> list[tuple[Any, nn.Parameter]]:
         return [
@@ -121,6 +126,7 @@ class MasterWeights:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         pairs, calls = self._stepped(optimizer), count()
+        self._check_unwritten(pairs)
 
         def evaluate(closure: Callable[[], Any]) -> Any:
             if next(calls):  # an optimizer that calls it again (LBFGS) has moved the masters
@@ -141,11 +147,29 @@ class MasterWeights:
         _show_to_guards(pairs, False)
         self._quantize(pairs)
 
-    @staticmethod
     @torch.no_grad()
-    def _quantize(pairs: Iterable[tuple[Any, nn.Parameter]]) -> None:
+    def _quantize(self, pairs: Sequence[tuple[Any, nn.Parameter]]) -> None:
         for parameter, master in pairs:
             parameter.copy_(master)
+        self._note_versions(pairs)
+
+    @not_traced("Versions are counted by torch, and compiled code counts them at its end.")
+    def _note_versions(self, pairs: Iterable[tuple[Any, nn.Parameter]]) -> None:
+        self._versions |= {id(parameter): _version(parameter) for parameter, _ in pairs}
+
+    @not_traced("It reads versions, and on a GPU their values where one has changed.")
+    @torch.no_grad()
+    def _check_unwritten(self, pairs: Iterable[tuple[Any, nn.Parameter]]) -> None:
+        """What was written and put back, as averages of weights are for an evaluation, is no change."""
+        for parameter, master in pairs:
+            if _version(parameter) != self._versions[id(parameter)]:
+                if not torch.equal(copied(parameter).copy_(master).dequantize(), parameter.dequantize()):
+                    raise RuntimeError(
+                        f"A quantized parameter {list(parameter.shape)} was written since its master was, by a load or "
+                        "another change in place, which this step would undo. Call masters.read() to go on from what "
+                        "was written, or masters.quantize() to go on from the masters."
+                    )
+                self._note_versions([(parameter, master)])
 
 
 def _master(parameter: Any, held: QuantizedParameter | QuantizedShard) -> Any:
@@ -160,6 +184,12 @@ def _master(parameter: Any, held: QuantizedParameter | QuantizedShard) -> Any:
     master.quantized_parameter = parameter
     parameter.grad_dtype = None  # its own from backward, and float32 from the master
     return master
+
+
+def _version(parameter: Any) -> int:
+    """How many writes torch has counted; of a part of a sharded parameter, whose scales may be all ranks', none."""
+    counted = held_tensors(parameter) if isinstance(parameter, QuantizedParameter) else ()
+    return sum(0 if tensor.is_inference() else tensor._version for tensor in counted)
 
 
 class _OfMaster:

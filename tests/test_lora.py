@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -316,6 +316,11 @@ def test_states_of_other_adapters_are_refused_and_change_nothing():
     state = lora.state_dict(adapted(rank=2))
     with pytest.raises(ValueError, match=r"0\.lora_A\.weight has shape \[6, 32\], but \[12, 32\] is needed"):
         lora.load_state_dict(model, state)
+    for spoiled in (lambda tensor: tensor.to("meta"), Tensor.to_sparse):
+        values = lora.state_dict(adapted())
+        values["base_model.model.3.lora_B.weight"] = spoiled(values["base_model.model.3.lora_B.weight"])
+        with pytest.raises(ValueError, match=r"3\.lora_B\.weight is on \w+, torch\.\w+\. Give dense tensors"):
+            lora.load_state_dict(model, values)
     state.pop("base_model.model.0.lora_A.weight")
     state["other"] = torch.zeros(1)
     with pytest.raises(ValueError, match=r"lacks base_model\.model\.0\.lora_A\.weight, and has other for no adapter"):

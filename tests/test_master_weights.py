@@ -345,6 +345,40 @@ def test_masters_read_what_was_loaded_into_the_model() -> None:
     assert torch.equal(layers[0].weight.dequantize(), expected.dequantize())
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "fp8_delayed"])
+def test_a_step_that_would_undo_a_load_is_refused(recipe: str) -> None:
+    layers, other = fuser.to_quantized(model(), recipe), model()
+    masters = fuser.MasterWeights(layers.parameters())
+    optimizer = masters.attach(torch.optim.SGD(masters.parameters(), lr=0.1))
+    train(layers, optimizer, recipe, 1, torch.float32)
+    with torch.no_grad():
+        other[0].weight.mul_(1.7)
+    layers.load_state_dict(other.state_dict())
+    loaded, before = layers[0].weight.dequantize(), [master.clone() for master in masters.parameters()]
+    with pytest.raises(RuntimeError, match=r"was written since its master was, .* Call masters\.read\(\)"):
+        train(layers, optimizer, recipe, 1, torch.float32)
+    assert torch.equal(layers[0].weight.dequantize(), loaded)
+    assert all(map(torch.equal, masters.parameters(), before))
+    optimizer.zero_grad()
+    masters.read()
+    train(layers, optimizer, recipe, 1, torch.float32)
+    assert torch.allclose(layers[0].weight.dequantize(), loaded, atol=0.2)
+
+
+def test_weights_that_were_put_back_are_no_change() -> None:
+    layers, other = (fuser.to_quantized(model(), "mxfp8") for _ in range(2))
+    masters, others = (fuser.MasterWeights(m.parameters()) for m in (layers, other))
+    mine, theirs = (m.attach(torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (masters, others))
+    for _ in range(2):
+        kept = [parameter.detach().clone() for parameter in layers.parameters()]
+        with torch.no_grad():
+            for parameter in layers.parameters():  # as an average of weights, for an evaluation
+                parameter.mul_(0.5)
+            for parameter, value in zip(layers.parameters(), kept, strict=True):
+                parameter.copy_(value)
+        assert train(layers, mine, "mxfp8", 1, torch.float32) == train(other, theirs, "mxfp8", 1, torch.float32)
+
+
 def test_a_step_takes_main_grad_and_quantizes_from_the_master() -> None:
     layer = fuser.to_quantized(ops.Linear(32, 32, accumulate_into_main_grad=True), "mxfp8")
     layer.weight.main_grad = torch.zeros(32, 32)
