@@ -53,7 +53,7 @@ PYTEST := -m pytest -n 2 --dist worksteal --benchmark-disable --timeout=600
 with = PYTHONPATH="$(CURDIR)/$(VENV)/triton-$(1)" $(PY)
 check = $(call with,$(1)) -c "import triton; v = triton.__version__; assert v == '$(1)', v"
 
-# With the second Triton only one test of each kernel; the others that depend on Triton are a part of the rest.
+# With the second Triton only one test of each kernel; others that depend on Triton are a part of the rest, or exhaustive.
 test: lint $(VENV)/triton-$(SECOND_TRITON)/.ready
 	$(PY) $(PYTEST) -m "not rest and not exhaustive and not gpu" --durations=10 tests
 	$(call check,$(SECOND_TRITON))
@@ -62,23 +62,23 @@ test: lint $(VENV)/triton-$(SECOND_TRITON)/.ready
 # What `make test` leaves out (tests for a GPU are skipped; models of Hugging Face in a process of their own), then what of `make test`
 # depends on Triton and the kernels in Gluon with the second release, and one test of each kernel and what launches depend on with the third.
 test-rest: $(VENV)/triton-$(SECOND_TRITON)/.ready $(VENV)/triton-$(THIRD_TRITON)/.ready
-	@echo "test-rest: MINUTES minutes on 2 quiet cores."
+	@echo "test-rest: about 40 minutes on 2 quiet cores."
 	$(PY) $(PYTEST) -m "(rest or gpu) and not (hf or exhaustive)" --durations=10 tests
 	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf $$(grep -l mark.hf tests/*.py)
 	$(call check,$(SECOND_TRITON))
 	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and not rest and not exhaustive" tests
-	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and rest" tests/test_compile_sm90.py
+	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and rest and not exhaustive" tests/test_compile_sm90.py
 	$(call check,$(THIRD_TRITON))
 	$(call with,$(THIRD_TRITON)) $(PYTEST) -m smoke tests
 	$(call with,$(THIRD_TRITON)) $(PYTEST) -m triton tests/test_launch.py tests/test_repeat.py tests/test_replay.py
 
-# Not in CI, before a change of kernels: cases of which the rest has a choice, kernels with each configuration above all, and the rest
-# that depends on Triton with the second release.
+# Not in CI, before a change of kernels: cases of which the rest has a choice, kernels with each configuration above all, and what
+# depends on Triton and has not run with the second release.
 test-exhaustive: $(VENV)/triton-$(SECOND_TRITON)/.ready
-	@echo "test-exhaustive: MINUTES minutes on 2 quiet cores."
+	@echo "test-exhaustive: about two hours on 2 quiet cores."
 	$(PY) $(PYTEST) -m "exhaustive and not gpu" --durations=10 tests
 	$(call check,$(SECOND_TRITON))
-	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and rest" tests
+	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and (rest or exhaustive)" tests
 
 endif
 

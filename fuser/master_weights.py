@@ -40,7 +40,8 @@ class MasterWeights:
     After each step the parameter is quantized from its master: to nearest, once, from float32. Masters begin with the
     values before quantization, if the parameter has kept them (`preserve_high_precision_init_val=True`; they are
     cleared), else with the dequantized ones. `read()` takes these later, after a load into the model: without, a step
-    is refused where torch has counted a change of the parameter that is not the master's. Copied or pickled, a master
+    is refused where torch has counted a change of the parameter that is not the master's (but for shards, and delayed
+    scaling, where the step undoes the load). Copied or pickled, a master
     is an ordinary parameter.
 
     Of parameters that FSDP2 shards the masters are sharded alike: make them after `fully_shard`, on all ranks. Each
@@ -187,8 +188,10 @@ def _master(parameter: Any, held: QuantizedParameter | QuantizedShard) -> Any:
 
 
 def _version(parameter: Any) -> int:
-    """How many writes torch has counted; of a part of a sharded parameter, whose scales may be all ranks', none."""
-    counted = held_tensors(parameter) if isinstance(parameter, QuantizedParameter) else ()
+    """How many writes torch has counted. None are of shards, whose scales may be of all ranks, and under delayed
+    scaling, where the same values have other codes in each step: there nothing is compared."""
+    is_compared = isinstance(parameter, QuantizedParameter) and not parameter.quantizer.keeps_state
+    counted = held_tensors(parameter) if is_compared else ()
     return sum(0 if tensor.is_inference() else tensor._version for tensor in counted)
 
 

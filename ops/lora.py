@@ -65,7 +65,7 @@ class LowRankAdapter(OperationWithWeights):
     alpha: float
     dropout: float
     _frozen: FrozenWeights | None = None
-    _trained: tuple[bool, ...] = (True, True)  # A and B, where they are merged
+    _trained: tuple[bool, ...] = ()  # of each factor, where they are merged
 
     def __init__(self, base: OperationWithWeights, rank: int, alpha: float, dropout: float) -> None:
         self.__setstate__(_copied_state(base))
@@ -110,7 +110,7 @@ class LowRankAdapter(OperationWithWeights):
                 if is_held:
                     weight.copy_(merged)
         self.merged = True
-        factors = self.lora_A.weight, self.lora_B.weight
+        factors = self._factors()
         self._trained = tuple(factor.requires_grad for factor in factors)
         for factor in factors:  # which take no part: where nothing else is trained, torch says so
             factor.requires_grad_(False)
@@ -123,9 +123,13 @@ class LowRankAdapter(OperationWithWeights):
                 self.get_parameter(name).copy_(self.get_buffer(_kept(name)))
                 del self._buffers[_kept(name)]
         self.merged = False
-        for factor, trained in zip((self.lora_A.weight, self.lora_B.weight), self._trained, strict=True):
+        for factor, trained in zip(self._factors(), self._trained, strict=True):
             factor.requires_grad_(trained)
         self.forget_quantized_weights()
+
+    def _factors(self) -> list[nn.Parameter]:
+        """What A and B are, or are computed from."""
+        return [*self.lora_A.parameters(), *self.lora_B.parameters()]
 
     def _members(self) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
         """Each weight with its name and factors."""
@@ -145,18 +149,20 @@ class LowRankAdapter(OperationWithWeights):
         return own if opened is None else opened
 
     def _scope_of_frozen(self) -> FrozenWeights | None:
-        """None while a weight is trained, or has a gradient from then that an optimizer may step, which gives up the
-        copies: should it be frozen again, it is another."""
+        """None while a weight is trained, or has a gradient (or main_grad) from then that an optimizer may step, which
+        gives up the copies: should it be frozen again, it is another."""
         if self.is_stand_in:
             return None
-        weights = (self._parameters.get(name) for name in self.weight_names)
-        if any(requires_grad(self, name) for name in self.weight_names) or any(
-            weight is not None and weight.grad is not None for weight in weights
-        ):
+        if any(requires_grad(self, name) or self._has_gradient(name) for name in self.weight_names):
             self._frozen = None
         elif self._frozen is None:
             self._frozen = FrozenWeights()
         return self._frozen
+
+    def _has_gradient(self, name: str) -> bool:
+        weight = self._parameters.get(name)
+        main_grad = getattr(weight, "main_grad", None) if self.accumulate_into_main_grad else None
+        return weight is not None and (weight.grad is not None or main_grad is not None)
 
     def prepare_weights(self, ctx: OperationContext) -> Any:
         quantizer = ctx.recipe.quantizer(Role.WEIGHT)
@@ -410,7 +416,7 @@ def _copied_state(operation: OperationWithWeights) -> dict[str, Any]:
 
 def _without_adapter(operation: LowRankAdapter, kind: type[OperationWithWeights]) -> Any:
     plain = kind.__new__(kind)
-    own = {"rank", "alpha", "dropout", "merged"}
+    own = {"rank", "alpha", "dropout", "merged", "_trained"}
     plain.__setstate__({key: value for key, value in _copied_state(operation).items() if key not in own})
     for name in ("lora_A", "lora_B"):
         del plain._modules[name]

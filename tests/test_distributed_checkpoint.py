@@ -353,6 +353,7 @@ def meet_details(rank: int, folder: Path) -> None:
     fresh = block(ep)
     given = copy.deepcopy(TrainingState(fresh, adam(fresh)).whole_state_dict())
     given["optimizer"]["state.0.weight.exp_avg"].fill_(3.0)
+    given["optimizer"]["state.0.weight.step"].fill_(1.0)
     optimizer = adam(fresh)
     fresh(tokens_of(0, rank, 2)).square().sum().backward()
     gradients = [parameter.grad for parameter in fresh.parameters()]
@@ -435,19 +436,36 @@ def test_a_run_goes_on_as_if_uninterrupted_whatever_ran_before_the_load(kind: An
     assert trained(again, optimizer, range(3, 6)) == expected
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9, dampening=0.5)])
+WITH_STEPS = ("AdamW", "NAdam", "RAdam", "ASGD", "Rprop", "Adagrad", "Adadelta", "RMSprop", "Adamax")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*(getattr(torch.optim, name) for name in WITH_STEPS), partial(torch.optim.SGD, momentum=0.9, dampening=0.5)],
+)
 def test_a_state_before_the_first_step_changes_nothing_and_begins_as_a_new_run(kind: Any) -> None:
     model, other = dense(), dense()
     optimizers = [kind(m.parameters(), lr=1e-2) for m in (model, other)]
     saved = copy.deepcopy(TrainingState(other, optimizers[1]).state_dict())
-    assert not optimizers[1].state
+    assert bool(optimizers[1].state) == (kind is torch.optim.Adagrad)  # which makes it at once
     expected = trained(model, optimizers[0], range(3))
     assert trained(other, optimizers[1], range(3)) == expected
-    if kind is torch.optim.AdamW:  # what SGD does in its first step alone its state does not tell
+    if not isinstance(kind, partial):  # what SGD does in its first step alone its state does not tell
         again = dense()
         optimizer = kind(again.parameters(), lr=1e-2)
         TrainingState(again, optimizer).load_state_dict(saved)
         assert trained(again, optimizer, range(3)) == expected
+
+
+def test_an_optimizer_whose_first_step_fails_is_as_before() -> None:
+    model = dense()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5)  # which needs a closure
+    model(torch.randn(4, H)).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    with pytest.raises(TypeError, match="is not callable"):
+        TrainingState(model, optimizer).state_dict()
+    assert optimizer.param_groups[0]["lr"] == 0.5 and not optimizer.state
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
 
 
 def test_an_optimizer_of_masters_is_refused() -> None:

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import weight_norm
 
 import fuser
@@ -138,6 +138,13 @@ def test_training_a_merged_model_is_an_error_until_it_is_unmerged():
     with pytest.raises(RuntimeError, match="does not require grad"):
         y.sum().backward()
     again = copy.deepcopy(model)
+    parametrize.register_parametrization(again[2].lora_B, "weight", nn.Identity())
+    lora.unmerge(again)
+    lora.merge(again)
+    assert not any(parameter.requires_grad for parameter in again.parameters())
+    lora.unmerge(again)
+    parametrize.remove_parametrizations(again[2].lora_B, "weight")
+    lora.merge(again)
     for one in (model, again):
         lora.unmerge(one)
         trained = [name for name, parameter in one.named_parameters() if parameter.requires_grad]

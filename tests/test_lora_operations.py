@@ -243,6 +243,10 @@ def test_a_weight_frozen_with_a_gradient_keeps_no_copies_until_it_is_cleared():
         kept = model(data(), split_sizes=[5, 0, 9])
         silently(model)
         assert torch.equal(kept, after) and torch.equal(model(data(), split_sizes=[5, 0, 9]), kept)
+        for layer in (model[0], model[2], model[3]):
+            layer.accumulate_into_main_grad = True
+            layer.weight.main_grad = torch.zeros_like(layer.weight)
+        assert not torch.allclose(model(data(), split_sizes=[5, 0, 9]), kept)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])

@@ -345,7 +345,17 @@ def test_masters_read_what_was_loaded_into_the_model() -> None:
     assert torch.equal(layers[0].weight.dequantize(), expected.dequantize())
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "fp8_block", "nvfp4", "fp8_delayed"])
+def test_its_own_state_may_be_loaded(recipe: str) -> None:
+    layers = fuser.to_quantized(model(), recipe)
+    masters = fuser.MasterWeights(layers.parameters())
+    optimizer = masters.attach(torch.optim.SGD(masters.parameters(), lr=0.1))
+    for _ in range(2):
+        layers.load_state_dict(copy.deepcopy(layers.state_dict()))
+        train(layers, optimizer, recipe, 1, torch.float32)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
 def test_a_step_that_would_undo_a_load_is_refused(recipe: str) -> None:
     layers, other = fuser.to_quantized(model(), recipe), model()
     masters = fuser.MasterWeights(layers.parameters())

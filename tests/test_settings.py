@@ -1,8 +1,11 @@
 """Backward has the settings that forward had, or says that they were changed."""
 
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from fuser import BasicOperation, Sequential, autocast, lora, ops
 
@@ -92,6 +95,51 @@ def test_of_an_operation_of_ones_own_arguments_of_the_constructor_count_and_othe
     y = model(x)
     model[0].factor = 4.0
     with pytest.raises(RuntimeError, match="factor was changed"):
+        y.sum().backward()
+
+
+def test_weights_that_hooks_compute_and_adapters_that_are_gone_are_no_settings():
+    pruned, unloaded = Sequential(ops.Linear(4, 4)), Sequential(ops.Linear(4, 4))
+    prune.random_unstructured(pruned[0], "bias", 0.5)
+    lora.add(unloaded, rank=2)
+    x = torch.randn(3, 4, requires_grad=True)
+    for model in (pruned, unloaded):
+        model(x).sum().backward()
+    lora.unload(unloaded)
+    for model in (pruned, unloaded):
+        y = model(x)
+        model[0].set_recipe("bf16")
+        model(x)
+        y.sum().backward()
+
+
+class Holding(BasicOperation):
+    """Pickled without what it was made of."""
+
+    def __init__(self, function: object, sizes: tuple) -> None:
+        super().__init__()
+        self.function, self.sizes = function, sizes
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "function": None}
+
+    def fuser_forward(self, ctx, x, extras):
+        return x * 2, {}
+
+    def fuser_backward(self, ctx, dy, d_extra_outputs):
+        return dy * 2, {}, {}
+
+
+def test_arguments_of_any_kind_are_compared_and_pickled_as_the_operation_says():
+    tensor = torch.ones(2)
+    model, x = Sequential(Holding(lambda: None, (1, (2.0, tensor)))), torch.ones(2, requires_grad=True)
+    y = model(x)
+    assert pickle.loads(pickle.dumps(model))[0].sizes[0] == 1
+    model[0].sizes = (1, (2.0, tensor))
+    y.sum().backward()
+    y = model(x)
+    model[0].sizes = (1, (2.0, torch.ones(2)))
+    with pytest.raises(RuntimeError, match="sizes was changed between forward and backward"):
         y.sum().backward()
 
 

@@ -28,6 +28,7 @@ from ops.products.tensor_parallel import TensorParallel
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 # Names of modules that wrap others, which torch leaves out of the keys of a state.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+_STEP = re.compile(r"state\..*\.step")
 _OF_ONE_GROUP = re.compile(r"(weight|bias)(\d+)")
 
 Entries = dict[str, Any]
@@ -51,9 +52,10 @@ class TrainingState:
     model: on which `fully_shard`, if any, was called. Its recipe's state (delayed scaling) takes part where it exists:
         `fuser.prepare` creates it before a load.
     optimizer: of torch, or None; one that steps the model's parameters, and so not `MasterWeights`. Of one that has not
-        run yet the state is that after a step with gradients and learning rates of zero, as
-        `torch.distributed.checkpoint.state_dict` makes it, with a `step` of zero. Only a load leaves it in the
-        optimizer; gradients stay as they are.
+        run yet the state is that after a step with gradients and learning rates of zero, which calls its step hooks, as
+        `torch.distributed.checkpoint.state_dict` makes it, with a `step` of zero; the optimizer and all gradients stay
+        as they are, and a load of it gives a new one. Optimizers whose state has no `step` load zeros then: SGD with
+        dampening does not begin as a new one.
 
     Raises ValueError for an optimizer that steps what is no parameter of the model, what
     `fuser.distributed.experts.shares` does; ValueError for state of experts whose first dimension is not that of the
@@ -90,8 +92,12 @@ class TrainingState:
             _require_state_of_all(own["optimizer"], mine["optimizer"])
         set_model_state_dict(self.model, mine["model"], options=_FLAT)
         if self.optimizer is not None:
+            is_new = not self.optimizer.state
             with _without_gradients(self.optimizer):
                 set_optimizer_state_dict(self.model, self.optimizer, mine["optimizer"], options=_FLAT)
+            steps = [step for key, step in mine["optimizer"].items() if _STEP.fullmatch(key)]
+            if is_new and steps and not any(steps):  # saved before the first step: it stays new
+                self.optimizer.state.clear()
 
     def whole_state_dict(self) -> dict[str, Entries]:
         """`state_dict()` with whole tensors on the CPU, for `torch.save` on one rank. A collective: called on all."""
@@ -122,14 +128,13 @@ class TrainingState:
         return parts
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> Entries:
-        has_run = bool(optimizer.state)
+        has_run, groups = bool(optimizer.state), _copied_groups(optimizer)
         with _without_gradients(optimizer):
             entries: Entries = {**get_optimizer_state_dict(self.model, optimizer, options=_FLAT)}
         if not has_run:
-            optimizer.state.clear()
-            for key, value in entries.items():
-                if key.startswith("state.") and key.endswith(".step"):
-                    entries[key] = value.zero_() if isinstance(value, Tensor) else 0
+            _forget_run(optimizer, groups)
+            for key in filter(_STEP.fullmatch, entries):
+                entries[key] = entries[key].zero_() if isinstance(entries[key], Tensor) else 0
         return entries
 
     def _of_all(self, part: str, entries: Entries) -> Iterator[tuple[str, Any]]:
@@ -339,15 +344,31 @@ def _stepped(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _copied_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [dict(group) for group in optimizer.param_groups]
+
+
+def _forget_run(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Undo the step by which torch makes the state; where it fails, torch leaves learning rates of zero."""
+    optimizer.state.clear()
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group.update(before)
+
+
 @contextmanager
 def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """torch makes the state of an optimizer that has not run where no parameter has a gradient, and else in silence
     none."""
     gradients = [(parameter, parameter.grad) for parameter in _stepped(optimizer)]
+    has_run, groups = bool(optimizer.state), _copied_groups(optimizer)
     for parameter, _ in gradients:
         parameter.grad = None
     try:
         yield
+    except BaseException:
+        if not has_run:
+            _forget_run(optimizer, groups)
+        raise
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -94,8 +94,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     has_adapter: whether an adapter's products are added to its own. It is fused where a fusion has `handles_adapters`.
     divides_output: the `ops.kernels.collectives.RankGroup` among whose ranks the features of y are divided, or None.
     settings: how often such an attribute was assigned, a recipe or a name of an extra tensor set.
-    settings_of_backward: arguments of the constructor that backward alone reads. The others must be in backward what
-    they were in forward (`ops.runner.settings`).
+    settings_of_backward: arguments of its constructor that may be assigned between forward and backward. The others
+    must be in backward what they were in forward (`ops.runner.settings`).
     lends_memory: whether it may have memory into which its neighbours write what it takes: `memory_for_input`,
     `memory_for_grad_output`.
     is_stand_in: whether it stands for another operation in `ops.runner.traced_plan`, with the tensors of one call.
@@ -366,6 +366,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         state.pop("_weights_scope", None)
         state.pop("_captured_weights", None)
         state.pop("_former_parameters", None)
+        state.pop("_settings_seen", None)
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -6,11 +6,14 @@ import inspect
 from functools import cache
 from typing import Any, NamedTuple
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
+from torch import Tensor
+
+_PLAIN = (bool, int, float, str)
 
 
 class Settings(NamedTuple):
-    """assigned: how often they were; values: those that the operation's constructor takes, by name."""
+    """assigned: how often they were; values: those that the operation's constructor takes, by name, but for tensors,
+    which are parameters, or computed."""
 
     assigned: int
     values: dict[str, Any]
@@ -22,7 +25,8 @@ def settings_of(operation: Any) -> Settings:
     if seen is None or seen.assigned != operation.settings:
         kind: Any = type(operation)
         found, names = vars(operation), _names(kind) - operation.settings_of_backward
-        seen = Settings(operation.settings, {name: found[name] for name in names & found.keys()})
+        values = {name: found[name] for name in names & found.keys() if not isinstance(found[name], Tensor)}
+        seen = Settings(operation.settings, values)
         operation._settings_seen = seen
     return seen
 
@@ -32,11 +36,19 @@ def check_settings(operation: Any, forward: Settings) -> None:
     now = settings_of(operation).values
     for name, before in forward.values.items():
         value = now.get(name)
-        if value is not before and not (isinstance(before, _PLAIN) and type(value) is type(before) and value == before):
+        if not _is_same(before, value):
             raise RuntimeError(
                 f"{name} was changed between forward and backward ({before!r} in forward, {value!r} now), so the "
                 "gradients may be wrong. Run backward first, or set it back."
             )
+
+
+def _is_same(before: Any, value: Any) -> bool:
+    if before is value:
+        return True
+    if type(before) is tuple and type(value) is tuple:
+        return len(before) == len(value) and all(map(_is_same, before, value))
+    return type(before) is type(value) and isinstance(before, _PLAIN) and before == value
 
 
 @cache
