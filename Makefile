@@ -62,7 +62,7 @@ test: lint $(VENV)/triton-$(SECOND_TRITON)/.ready
 # What `make test` leaves out (tests for a GPU are skipped; models of Hugging Face in a process of their own), then what of `make test`
 # depends on Triton and the kernels in Gluon with the second release, and one test of each kernel and what launches depend on with the third.
 test-rest: $(VENV)/triton-$(SECOND_TRITON)/.ready $(VENV)/triton-$(THIRD_TRITON)/.ready
-	@echo "test-rest: about 40 minutes on 2 quiet cores."
+	@echo "test-rest: within an hour on 2 cores."
 	$(PY) $(PYTEST) -m "(rest or gpu) and not (hf or exhaustive)" --durations=10 tests
 	$(PY) -m pytest --benchmark-disable --timeout=600 -m hf $$(grep -l mark.hf tests/*.py)
 	$(call check,$(SECOND_TRITON))
@@ -75,7 +75,7 @@ test-rest: $(VENV)/triton-$(SECOND_TRITON)/.ready $(VENV)/triton-$(THIRD_TRITON)
 # Not in CI, before a change of kernels: cases of which the rest has a choice, kernels with each configuration above all, and what
 # depends on Triton and has not run with the second release.
 test-exhaustive: $(VENV)/triton-$(SECOND_TRITON)/.ready
-	@echo "test-exhaustive: about two hours on 2 quiet cores."
+	@echo "test-exhaustive: about two hours on 2 quiet cores, reckoned and not measured."
 	$(PY) $(PYTEST) -m "exhaustive and not gpu" --durations=10 tests
 	$(call check,$(SECOND_TRITON))
 	$(call with,$(SECOND_TRITON)) $(PYTEST) -m "triton and (rest or exhaustive)" tests

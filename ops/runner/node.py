@@ -76,9 +76,8 @@ class RetainingFunction(torch.autograd.Function):
             raise RuntimeError(DOUBLE_BACKWARD)
         refuse_gradients((dy, *d_returned))
         record = fctx.record
-        for operation, settings in zip(record.operations, fctx.settings, strict=True):
-            if operation.settings != settings.assigned:
-                _check_settings(record, fctx.settings)
+        if any(op.settings != seen.assigned for op, seen in zip(record.operations, fctx.settings, strict=True)):
+            _check_settings(record, fctx.settings)
         saved = _take_saved(fctx)
         if record.program.computed:
             record = with_computed(record, saved)
