@@ -40,9 +40,9 @@ class MasterWeights:
     After each step the parameter is quantized from its master: to nearest, once, from float32. Masters begin with the
     values before quantization, if the parameter has kept them (`preserve_high_precision_init_val=True`; they are
     cleared), else with the dequantized ones. `read()` takes these later, after a load into the model: without, a step
-    is refused where torch has counted a change of the parameter that is not the master's (but for shards, and delayed
-    scaling, where the step undoes the load). Copied or pickled, a master
-    is an ordinary parameter.
+    is refused where torch has counted a change of the parameter that is not the master's (but for shards, delayed
+    scaling and replays of a CUDA graph, where the step undoes the load). Copied or pickled, a master is an ordinary
+    parameter.
 
     Of parameters that FSDP2 shards the masters are sharded alike: make them after `fully_shard`, on all ranks. Each
     rank steps and quantizes its own rows; where one scale is of all ranks' rows, `step()` is a collective.
@@ -161,7 +161,10 @@ class MasterWeights:
     @not_traced("It reads versions, and on a GPU their values where one has changed.")
     @torch.no_grad()
     def _check_unwritten(self, pairs: Iterable[tuple[Any, nn.Parameter]]) -> None:
-        """What was written and put back, as averages of weights are for an evaluation, is no change."""
+        """What was written and put back, as averages of weights are for an evaluation, is no change. Nothing is
+        compared in a capture, which must not wait for values."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
         for parameter, master in pairs:
             if _version(parameter) != self._versions[id(parameter)]:
                 if not torch.equal(copied(parameter).copy_(master).dequantize(), parameter.dequantize()):
