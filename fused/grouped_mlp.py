@@ -103,6 +103,13 @@ class GroupedMLP(FusedOperation):
     def scaled(self) -> bool:
         return "scales" in self.operations[1].extra_inputs
 
+    @property
+    def _runs(self) -> int | None:
+        """How many columns of h lie beside each other, of the gate or of the linear part; None: all."""
+        if not self.activation.gated:
+            return None
+        return self.activation.glu_interleave_size or self.fc2.own_in_features
+
     def kernel(self, request: PlanRequest) -> str:
         ways = dict.fromkeys(linear.kernel(request) for linear in (self.fc1, self.fc2))
         act = f"{self.activation.kind} {self._how_cast(request)}recomputed in backward"
@@ -115,7 +122,7 @@ class GroupedMLP(FusedOperation):
         inputs, gradients = (request.recipe.quantizer(role) for role in (Role.INPUT, Role.GRAD_OUTPUT))
         about = request.device, request.dtype
         forward = how_cast_as_computed(inputs, *about, self.fc2.own_in_features)
-        if forward == how_cast_as_computed(gradients, *about):
+        if forward == how_cast_as_computed(gradients, *about, runs=self._runs):
             return "" if forward is None else f"{forward}, "
         return "" if forward is None else f"{forward} in forward, "
 
@@ -205,7 +212,9 @@ class GroupedMLP(FusedOperation):
         dh_copies = {"rowwise": fc1_ctx.needs.input, "columnwise": fc1.needs_weight_grad(fc1_ctx)}
         gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT) if any(dh_copies.values()) else None
         if gradients is not None:
-            dh_into = path.quantized_buffers(saved.h.shape, saved.h.dtype, splits, gradients, **dh_copies)
+            dh_into = path.quantized_buffers(
+                saved.h.shape, saved.h.dtype, splits, gradients, **dh_copies, runs=self._runs
+            )
         dh, d_act_scales, act = dactivation(
             dact, saved.h, self.activation, saved.scales if self.scaled else None,
             need_dh=dh_into is None or fc1.needs_bias_grad(fc1_ctx) or fc1.has_adapter,

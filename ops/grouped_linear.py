@@ -210,12 +210,15 @@ class GroupedLinear(OperationWithWeights):
         if quantizer is None:
             return ctx.path.weight(self.read(ctx, self.weight_names), None, rowwise=rowwise, columnwise=columnwise)
 
-        def quantize(rowwise: bool, columnwise: bool) -> Any:
+        def quantize(rowwise: bool, columnwise: bool, once: bool = False) -> Any:
             weights = self.read(ctx, self.weight_names)
-            return ctx.path.weight(weights, quantizer, rowwise=rowwise, columnwise=columnwise)
+            return ctx.path.weight(weights, quantizer, rowwise=rowwise, columnwise=columnwise, once=once)
 
         columnwise = columnwise or ctx.needs.input
-        return quantized_weights(ctx, self.weight_names, quantizer, quantize, rowwise=rowwise, columnwise=columnwise)
+        return quantized_weights(
+            ctx, self.weight_names, quantizer, quantize, rowwise=rowwise, columnwise=columnwise,
+            once=partial(quantize, once=True),
+        )  # fmt: skip
 
     def prepare_weights(self, ctx: OperationContext) -> Any:
         return None if ctx.quantizer(Role.WEIGHT) is None else self.weight_operand(ctx, rowwise=True)

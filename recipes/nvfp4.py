@@ -13,7 +13,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from recipes.casts.cast_nvfp4 import amax_nvfp4, cast_nvfp4
+from recipes.casts.cast_nvfp4 import (
+    Amaxes,
+    Codes,
+    amax_nvfp4,
+    cast_nvfp4,
+    cast_rows_to_values_nvfp4,
+    writes_values,
+)
+from recipes.casts.layout import Copies
 from recipes.casts.nvfp4_blocks import BLOCK
 from recipes.casts.scale_rules import FourOverSix, NVFP4Scale
 from recipes.recipe import Recipe, Role
@@ -21,7 +29,7 @@ from recipes.tensors.formats import E2M1, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import Quantizer, check_grouped, check_stacked, check_tensor
-from recipes.tensors.scaled_codes import ScaledCodes
+from recipes.tensors.scaled_codes import ScaledCodes, scaled_copies
 from recipes.tensors.splits import Splits
 from recipes.triton.philox import new_seed
 
@@ -148,6 +156,30 @@ class NVFP4Quantizer(Quantizer):
         copies = self._copies(x_TK.detach(), splits, x_TK.shape, rowwise, columnwise)
         return GroupedTensor(None, splits, *copies, x_TK.dtype)
 
+    def dequantized_rows(
+        self,
+        x_TK: Tensor,
+        splits: Splits,
+        dtype: torch.dtype,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        column_codes: bool,
+    ) -> GroupedTensor | None:
+        own = type(self).quantize_grouped, type(self)._copies
+        replaced = own != (NVFP4Quantizer.quantize_grouped, NVFP4Quantizer._copies)  # by a subclass
+        if replaced or self.two_d or self.row_scaled or self.four_over_six is not None or not (rowwise and columnwise):
+            return None
+        x = x_TK.detach()
+        if not writes_values(x, splits):
+            return None
+        check_grouped(x_TK, splits, rowwise, columnwise)
+        seed = self.seeded(x.device).seed
+        about = {"rht": self.rht, "round_rht": self.round_rht}
+        amaxes = amax_nvfp4(x, splits, rowwise=True, columnwise=True, row_scaled=False, **about)
+        made = cast_rows_to_values_nvfp4(x, splits, amaxes, column_codes=column_codes, seed=seed, **about)
+        return GroupedTensor(None, splits, *self._scaled(made, amaxes, x.shape), x_TK.dtype)
+
     def _copies(
         self, x: Tensor, splits: Splits | None, shape: torch.Size, rowwise: bool, columnwise: bool
     ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
@@ -155,11 +187,9 @@ class NVFP4Quantizer(Quantizer):
         kind = {"rht": self.rht, "row_scaled": self.row_scaled, "round_rht": self.round_rht}
         amaxes = amax_nvfp4(x, splits, rowwise=rowwise, columnwise=columnwise, **kind)
         made = cast_nvfp4(x, splits, amaxes, two_d=self.two_d, seed=seed, four_over_six=self.four_over_six, **kind)
-        along_K = along_rows = None
-        if made.rowwise is not None and made.rowwise_scale is not None and amaxes.rowwise is not None:
-            codes, scale = (t.reshape(*shape[:-1], t.shape[-1]) for t in (made.rowwise, made.rowwise_scale))
-            along_K = ScaledCodes(codes, scale, self.spec, shape, False, amaxes.rowwise)
-        if made.columnwise is not None and made.columnwise_scale is not None and amaxes.columnwise is not None:
-            codes, scale = made.columnwise, made.columnwise_scale
-            along_rows = ScaledCodes(codes, scale, self.spec, shape, True, amaxes.columnwise)
-        return along_K, along_rows
+        return self._scaled(made, amaxes, shape)
+
+    def _scaled(self, made: Codes, amaxes: Amaxes, shape: torch.Size) -> tuple[ScaledCodes | None, ScaledCodes | None]:
+        row_codes, row_scale = (None if t is None else t.reshape(*shape[:-1], t.shape[-1]) for t in made[:2])
+        copies = Copies(row_codes, row_scale, made.columnwise, made.columnwise_scale)
+        return scaled_copies(copies, self.spec, shape, amaxes)

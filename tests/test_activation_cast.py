@@ -14,9 +14,11 @@ import recipes.casts.cast_float8 as cast_float8
 from fuser import Sequential, autocast, ops
 from ops.kernels.elementwise.activation import Activation, activation, activation_cast, activation_shape, dactivation
 from ops.kernels.elementwise.chain_cast import why_no_cast
+from ops.products.product import gemm_dtype
 from recipes import Splits
 from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import per_tensor
+from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import ALL, E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantizer import QuantizedBuffers
@@ -187,6 +189,76 @@ def check_casts(spec: ScaleSpec, dtype: torch.dtype, copies: str, scaled: bool, 
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.pairwise(rest=2)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["swiglu", "runs of 32", "srelu"])
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("copies", ["row", "column", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_mxfp8_is_computed_as_values(dtype, copies, form, scaled, kind, device):
+    """Of both copies, as separate casts are dequantized; in float32 where there are no tensor cores for bfloat16."""
+    act = ACTIVATIONS.get(kind) or Activation("swiglu", glu_interleave_size=32)
+    quantizer = MXFP8Quantizer(form)
+    wanted = {"rowwise": copies != "column", "columnwise": copies != "row"}
+    held = gemm_dtype(dtype, torch.device(device))
+    for sizes, width in [
+        ([5, 0, 33, 1], 96),
+        ([0, 0], 32),
+        *([([3, 129, 0, 70, 5, 64, 200], 224)] * (device != "cpu")),
+    ]:
+        rows = sum(sizes) + TAIL
+        splits = Splits.make(torch.tensor(sizes, device=device), rows=rows, device=device)
+        h = torch.randn(rows, width * (2 if act.gated else 1), device=device).to(dtype)
+        h[1::3] *= 1e-3
+        h.view(-1)[::11] = 0
+        h.view(-1)[[3, 40]] = torch.tensor([float("nan"), float("inf")], device=device).to(dtype)
+        h[sum(sizes) :] = float("inf")  # no group's rows count
+        scales = torch.randn(rows, device=device) if scaled else None
+        dact = torch.randn(activation_shape(h.shape, act), device=device).to(dtype)
+
+        def empty(like, rows_of=splits, **copies):
+            return quantizer.empty_grouped(like.shape, dtype, rows_of, **copies, values=held)
+
+        def check_values(into, values, name, rows_of=splits, **copies):
+            expected = quantizer.quantize_grouped(values, rows_of, **copies)
+            for columnwise, made in enumerate((into.copies.rowwise, into.copies.columnwise)):
+                assert (made is not None) == list(copies.values())[columnwise]
+                if made is not None:
+                    found = into.copies.operand(bool(columnwise), held).values
+                    other = expected.operand(bool(columnwise), held).values
+                    assert found.dtype == other.dtype == held
+                    assert torch.equal(found.nan_to_num(7), other.nan_to_num(7)), f"{name}, {columnwise}"
+
+        y = activation(h, act, scales)
+        into = empty(y, **wanted)
+        activation_cast(h, act, scales, into)
+        check_values(into, y, "forward", **wanted)
+        dh, dscales, again = dactivation(dact, h, act, scales, need_dscales=scaled, need_act=True)
+        of_act = {"rowwise": False, "columnwise": True}
+        dh_into, act_into = empty(dh, **wanted), empty(y, **of_act)
+        stored = copies == "both"
+        got = dactivation(
+            dact, h, act, scales, need_dh=stored, need_dscales=scaled, dh_into=dh_into, act_into=act_into
+        )  # fmt: skip
+        check_values(dh_into, dh, "dh", **wanted)
+        check_values(act_into, again, "act", **of_act)
+        if stored:
+            assert torch.equal(got[0][: sum(sizes)].view(torch.uint8), dh[: sum(sizes)].view(torch.uint8))
+        if scaled:
+            mine, other = got[1][: sum(sizes)], dscales[: sum(sizes)]
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_blocks_are_of_columns_that_are_computed_together():
+    spec = MXFP8Quantizer(E4M3).spec
+    for runs in (None, 32, 1408):
+        assert why_no_cast(spec, grouped=True, runs=runs) is None
+    assert "Runs of 720 columns" in str(why_no_cast(spec, grouped=True, runs=720))
+    assert why_no_cast(MXFP8Quantizer(E4M3, "floor").spec, grouped=True) is not None
+    assert why_no_cast(MXFP8Quantizer(E4M3, square=True).spec, grouped=True) is not None
+
+
 @pytest.mark.parametrize("rule", [Float32Scale(input_range=True), GivenScale(power_2=True)], ids=str)
 def test_other_rules_are_cast_from_memory(rule):
     for known in (GivenScale(), Float32Scale(), Float32Scale(power_2=True, amax_epsilon=0.5)):
@@ -199,7 +271,7 @@ def test_other_rules_are_cast_from_memory(rule):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("frozen", [(), ("0.weight",), ("2.weight",), ("0.weight", "0.bias", "x")], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise"])
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise", "mxfp8"])
 def test_a_grouped_mlp_has_the_same_bits_whichever_way_it_casts(recipe, bias, frozen, monkeypatch):
     """Results, gradients, amaxes and scales over three steps, in which scales move."""
     sizes = torch.tensor([9, 0, 20, 4])
@@ -210,8 +282,8 @@ def test_a_grouped_mlp_has_the_same_bits_whichever_way_it_casts(recipe, bias, fr
         def counted(*args):
             nonlocal computed
             computed += casts
-            quantizer, *_, columns = args
-            return casts and why_no_cast(quantizer.spec, grouped=True, columns=columns) is None
+            quantizer, _, _, columns, runs = args
+            return casts and why_no_cast(quantizer.spec, grouped=True, columns=columns, runs=runs) is None
 
         monkeypatch.setattr(paths, "casts_as_computed", counted)
         torch.manual_seed(0)
@@ -240,12 +312,13 @@ def test_explain_says_where_activations_are_quantized():
     said = "as it is computed"
     for recipe, how in (
         ("fp8_delayed", f"swiglu quantized {said}, recomputed"),
+        ("mxfp8", f"swiglu quantized {said}, recomputed"),
         ("fp8_current", f"swiglu quantized {said} (of large groups amaxes are found), recomputed"),
         ("fp8_block", f"swiglu quantized {said} in forward, recomputed"),
         ("fp8_rowwise", f"swiglu quantized {said} in forward, recomputed"),
     ):
         assert how in model.explain(recipe=recipe, device="cuda", dtype=torch.bfloat16)
-    for recipe, device in (("mxfp8", "cuda"), (None, "cuda"), ("fp8_delayed", "cpu"), ("fp8_current", "cpu")):
+    for recipe, device in (("nvfp4", "cuda"), (None, "cuda"), ("fp8_delayed", "cpu"), ("fp8_current", "cpu")):
         assert said not in model.explain(recipe=recipe, device=device, dtype=torch.bfloat16)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.casts.cast import cast_ref, casts_to_values, dequantize_ref
+from recipes.casts.cast import cast_ref, cast_to_values, casts_to_values, dequantize_ref
 from recipes.casts.cast_blocks import cast_blocks_on_triton, dequantize_blocks_on_triton
 from recipes.casts.layout import Copies
 from recipes.mxfp8 import MXFP8Quantizer
@@ -239,3 +239,21 @@ def test_values_in_place_of_codes(device, quantizer, rows, sizes, dtype, column_
         assert got.dtype == want.dtype and torch.equal(got.nan_to_num(7), want.nan_to_num(7)), name
         assert not got[active:].float().any(), name
     assert found.row_scale is None
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
+@pytest.mark.parametrize("column_codes", [True, False], ids=["column-codes", "column-values"])
+def test_values_of_stacked_weights(device, form, column_codes):
+    """Bit for bit what the codes are dequantized to."""
+    quantizer, w = MXFP8Quantizer(form), poisoned(3, 40, 72).to(device)
+    codes = quantizer.quantize_stacked(w, columnwise=True)
+    found = cast_to_values(w, quantizer.spec, torch.bfloat16, rowwise=True, columnwise=True, column_codes=column_codes)
+    assert torch.equal(found.row_codes.nan_to_num(7), codes.rowwise.operand(torch.bfloat16).values.nan_to_num(7))
+    assert found.row_scale is None and (found.column_scale is None) == (not column_codes)
+    columns = codes.columnwise
+    if column_codes:
+        assert torch.equal(found.column_codes.view(torch.uint8), columns.codes.view(torch.uint8))
+        assert torch.equal(found.column_scale, columns.scale_inv)
+    else:
+        assert torch.equal(found.column_codes.nan_to_num(7), columns.operand(torch.bfloat16).values.nan_to_num(7))

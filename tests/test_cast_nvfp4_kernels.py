@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from recipes.casts import cast_nvfp4 as nvfp4
+from recipes.casts.scale_rules import FourOverSix
+from recipes.nvfp4 import NVFP4Quantizer
 from recipes.tensors.formats import E4M3
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
@@ -308,6 +310,54 @@ def test_groups_of_which_one_is_not_ordinary(kernel, kind):
 @pytest.mark.parametrize("kind", ["nearest", "rht", "stochastic", "random", "16x16"])
 def test_the_columnwise_copy_alone_of_whole_blocks(kernel, kind):
     check(spread(150, 528, dtype=torch.bfloat16), [37, 0, 113], "cuda", rowwise=False, **KINDS[kind])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("column_codes", [True, False], ids=["column-codes", "column-values"])
+@pytest.mark.parametrize("kind", ["nearest", "rht", "rht-float32", "stochastic", "random"])
+@pytest.mark.parametrize("sizes", [[37, 0, 130, 1, 0], [64, 128], [1, 2, 3] * 50], ids=len)
+@pytest.mark.parametrize("columns", [16, 528, 1024])
+def test_values_in_place_of_codes(columns, sizes, kind, column_codes):
+    """Bit for bit what the codes are dequantized to, beside the codes of a copy that is kept, and with its alpha."""
+    if why_no_gluon(torch.cuda.get_device_capability()) is not None:
+        pytest.skip(why_no_gluon(torch.cuda.get_device_capability()))
+    how = KINDS[kind] | {"stochastic": KINDS[kind].get("seed", False)}
+    seed = new_seed(torch.device("cuda")) if how.pop("seed", False) else None
+    quantizer = NVFP4Quantizer(**how, seed=seed)
+    x = spread(sum(sizes) + 70, columns, dtype=torch.bfloat16).cuda()
+    x[3, 3], x[20, 5], x[sum(sizes) :] = float("nan"), float("inf"), float("nan")
+    splits = Splits.make(sizes, rows=len(x), device="cuda")
+    both = {"rowwise": True, "columnwise": True}
+    expected = quantizer.quantize_grouped(x, splits, **both)
+    found = quantizer.dequantized_rows(x, splits, torch.bfloat16, **both, column_codes=column_codes)
+    assert found is not None and found.rowwise.float8_operand() is None
+    assert column_codes == (found.columnwise.codes.dtype == torch.uint8)
+    for columnwise in (False, True):
+        got, wanted = (grouped.operand(columnwise, torch.bfloat16) for grouped in (found, expected))
+        nans = wanted.values.isnan()
+        assert torch.equal(got.values.isnan(), nans)
+        assert bits(got.values.masked_fill(nans, 0)) == bits(wanted.values.masked_fill(nans, 0))
+        assert torch.equal(got.scale, wanted.scale) and got[2:] == wanted[2:]
+        got, wanted = (grouped.dequantize(columnwise=columnwise) for grouped in (found, expected))
+        assert torch.equal(got.nan_to_num(7), wanted.nan_to_num(7))
+        for one, other in zip(found.unbind(), expected.unbind(), strict=True):
+            got, wanted = (tensor.dequantize(columnwise=columnwise) for tensor in (one, other))
+            assert torch.equal(got.nan_to_num(7), wanted.nan_to_num(7))
+
+
+@pytest.mark.gpu
+def test_values_are_written_of_1x16_blocks_of_whole_rows_in_bfloat16():
+    splits = Splits.make([70], rows=70, device="cuda")
+    both = {"rowwise": True, "columnwise": True, "column_codes": True}
+    for x, quantizer in (
+        (torch.randn(70, 24, device="cuda", dtype=torch.bfloat16), NVFP4Quantizer(rht=True)),
+        (torch.randn(70, 32, device="cuda", dtype=torch.float32), NVFP4Quantizer(rht=True)),
+        (torch.randn(32, 70, device="cuda", dtype=torch.bfloat16).T, NVFP4Quantizer(rht=True)),
+        (torch.randn(70, 32, device="cuda", dtype=torch.bfloat16), NVFP4Quantizer(row_scaled=True)),
+        (torch.randn(70, 32, device="cuda", dtype=torch.bfloat16), NVFP4Quantizer(two_d=True)),
+        (torch.randn(70, 32, device="cuda", dtype=torch.bfloat16), NVFP4Quantizer(four_over_six=FourOverSix())),
+    ):
+        assert quantizer.dequantized_rows(x, splits, torch.bfloat16, **both) is None
 
 
 def numbers_by_exponent(first, end):

@@ -400,6 +400,17 @@ def launch_activation_casts(rows: int, features: int, dtype: torch.dtype) -> Non
                 dh_into=room(h.shape, True, columnwise), act_into=room(dact.shape, False, True),
             )  # fmt: skip
     launch_meetings(dact, wide, splits, factors)
+    of_blocks, held = MXFP8Quantizer(E4M3), torch.float32 if dtype == torch.float32 else torch.bfloat16
+    into = partial(of_blocks.empty_grouped, dtype=dtype, splits=splits, values=held)
+    for kind in KINDS:
+        spec = Activation(kind)
+        h = wide if spec.gated else dact
+        activation.activation_cast(h, spec, factors, into(dact.shape, rowwise=True, columnwise=False))
+        activation.dactivation(
+            dact, h, spec, factors, need_dh=False, need_dscales=True,
+            dh_into=into(h.shape, rowwise=True, columnwise=True),
+            act_into=into(dact.shape, rowwise=False, columnwise=True),
+        )  # fmt: skip
     for rows_of in (Float8BlockQuantizer(E4M3), RowwiseScalingQuantizer(E4M3)):
         into = rows_of.empty_grouped(dact.shape, dtype, splits, rowwise=True, columnwise=False)
         activation.activation_cast(wide, Activation("swiglu"), factors, into)
@@ -511,8 +522,8 @@ NVFP4_KINDS = {
 
 def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[str]) -> None:
     """Casts of groups, both copies at once; for the transform each one of a tensor alone; for 16x16 blocks those of a
-    stack. In Gluon also of one tensor, of few groups, and of so many that they are looked at in turn.
-    Dequantization."""
+    stack. In Gluon also of one tensor, of few groups, and of so many that they are looked at in turn, and the values of
+    groups. Dequantization."""
     x, splits = torch.empty(rows, features, dtype=dtype), Splits.make([rows] + 40 * [0], rows=rows, device="cpu")
     few, many = (Splits.make([rows] + more * [0], rows=rows, device="cpu") for more in (19, 130))
     in_gluon = dtype == torch.bfloat16 and features == ALIGNED[0] and not why_no_gluon(grouped_gemm.capability(x))
@@ -525,6 +536,10 @@ def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[s
         for of_splits, rowwise, columnwise in [(splits, True, True), *alone]:
             amaxes = cast_nvfp4.amax_nvfp4(x, of_splits, rowwise=rowwise, columnwise=columnwise, **about)
             cast_nvfp4.cast_nvfp4(x, of_splits, amaxes, **how)
+            if gluon and of_splits is not None and kind not in ("row-scaled", "square"):
+                of_values = {name: how[name] for name in ("rht", "seed", "round_rht")}
+                for column_codes in (True, False):
+                    cast_nvfp4.cast_rows_to_values_nvfp4(x, of_splits, amaxes, column_codes=column_codes, **of_values)
         if kind == "square":
             stack = x.view(2, rows // 2, features)
             amaxes = cast_nvfp4.amax_nvfp4(stack, None, rowwise=True, columnwise=True, **about)

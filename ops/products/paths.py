@@ -116,10 +116,11 @@ class GroupedPath:
         if quantizer is None:
             return GroupedTensor(x, splits, None, None, x.dtype)
         copies = {"rowwise": rowwise, "columnwise": columnwise}
-        if x.is_cuda and x.dtype != torch.float64 and (rowwise or not saved) and _writes_values(quantizer):
+        made: GroupedTensor | None = None
+        if x.is_cuda and x.dtype != torch.float64 and (rowwise or not saved):
             dtype = gemm_dtype(x.dtype, x.device)
-            return quantizer.dequantized_rows(x, splits, dtype, **copies, column_codes=saved)
-        return quantizer.quantize_grouped(x, splits, **copies)
+            made = quantizer.dequantized_rows(x, splits, dtype, **copies, column_codes=saved)
+        return quantizer.quantize_grouped(x, splits, **copies) if made is None else made
 
     def quantized_buffers(
         self,
@@ -131,28 +132,46 @@ class GroupedPath:
         rowwise: bool,
         columnwise: bool,
         whole_rows: bool = False,
+        runs: int | None = None,
         meetings: Tensor | None = None,
     ) -> QuantizedBuffers | None:
         """Where the element-wise kernel that computes x [T, K] puts what `quantize` would make of it; None if it is
         quantized from memory.
 
-        whole_rows: whether the kernel may hold whole rows of x, as it does in forward. meetings: as in
-        `SpecQuantizer.empty_grouped`
+        whole_rows: whether the kernel may hold whole rows of x, as it does in forward. runs: it computes so many
+        columns beside each other; None: all. meetings: as in `SpecQuantizer.empty_grouped`
         """
         columns = shape[-1] if whole_rows and not columnwise else None
-        if not math.prod(shape) or not casts_as_computed(quantizer, splits.device, dtype, columns):
+        if not math.prod(shape) or not casts_as_computed(quantizer, splits.device, dtype, columns, runs):
             return None
-        known = {} if meetings is None else {"meetings": meetings}
+        known: dict[str, Any] = {} if meetings is None else {"meetings": meetings}
+        if casts_to_values(quantizer.spec):
+            known["values"] = gemm_dtype(dtype, splits.device)
         return quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise, **known)
 
     def weight(
-        self, w: Tensor | Sequence[Tensor], quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
+        self,
+        w: Tensor | Sequence[Tensor],
+        quantizer: Quantizer | None,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        once: bool = False,
     ) -> Tensor | QuantizedTensor:
-        """The weights of all groups, [G, N, K] or a sequence of [N, K] (which is copied into one buffer)."""
+        """The weights of all groups, [G, N, K] or a sequence of [N, K] (which is copied into one buffer).
+
+        once: they serve one product, and a columnwise copy beside the rowwise one is kept for backward. So copies that
+        are not kept are made as values, as `quantize` makes them.
+        """
         stacked = w if isinstance(w, Tensor) else torch.stack(tuple(w))
         if quantizer is None:
             return stacked
-        return quantizer.quantize_stacked(stacked, rowwise=rowwise, columnwise=columnwise)
+        copies = {"rowwise": rowwise, "columnwise": columnwise}
+        made: QuantizedTensor | None = None
+        if once and stacked.is_cuda and stacked.dtype != torch.float64:
+            dtype = gemm_dtype(stacked.dtype, stacked.device)
+            made = quantizer.dequantized_stacked(stacked, dtype, **copies, column_codes=rowwise)
+        return quantizer.quantize_stacked(stacked, **copies) if made is None else made
 
     def held(self, w: QuantizedTensor | Sequence[QuantizedTensor]) -> QuantizedTensor:
         """As `weight`, of weights that are quantized already; those of groups in one memory are not copied."""
@@ -282,7 +301,13 @@ class SplitPath:
         """As `GroupedPath.quantized_buffers`: each group is quantized from memory."""
 
     def weight(
-        self, w: Tensor | Sequence[Tensor], quantizer: Quantizer | None, *, rowwise: bool, columnwise: bool
+        self,
+        w: Tensor | Sequence[Tensor],
+        quantizer: Quantizer | None,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        once: bool = False,
     ) -> list[Tensor | QuantizedTensor]:
         """As `GroupedPath.weight`, each group alone."""
         members = w.unbind() if isinstance(w, Tensor) else w
@@ -397,20 +422,29 @@ def choose_path(request: PlanRequest) -> Path:
 
 
 def casts_as_computed(
-    quantizer: Quantizer | None, device: torch.device, dtype: torch.dtype, columns: int | None = None
+    quantizer: Quantizer | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    columns: int | None = None,
+    runs: int | None = None,
 ) -> TypeGuard[SpecQuantizer]:
     """Whether the element-wise kernel that computes grouped rows quantizes them, or finds their amaxes, too: not on a
-    CPU or in float64, and only to formats that it supports. columns: of rows whose rowwise copy alone is made."""
+    CPU or in float64, and only to formats that it supports. columns: of rows whose rowwise copy alone is made; runs: as
+    of `why_no_cast`."""
     if device.type != "cuda" or dtype == torch.float64 or not isinstance(quantizer, SpecQuantizer):
         return False
-    return quantizer.casts_by_spec() and why_no_cast(quantizer.spec, grouped=True, columns=columns) is None
+    return quantizer.casts_by_spec() and why_no_cast(quantizer.spec, grouped=True, columns=columns, runs=runs) is None
 
 
 def how_cast_as_computed(
-    quantizer: Quantizer | None, device: torch.device, dtype: torch.dtype, columns: int | None = None
+    quantizer: Quantizer | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    columns: int | None = None,
+    runs: int | None = None,
 ) -> str | None:
     """What such a kernel does for the cast, in words; None for nothing."""
-    if not casts_as_computed(quantizer, device, dtype, columns):
+    if not casts_as_computed(quantizer, device, dtype, columns, runs):
         return None
     of_large_groups = " (of large groups amaxes are found)" if finds_amaxes(quantizer.spec) else ""
     return f"quantized as it is computed{of_large_groups}"
@@ -422,10 +456,6 @@ def _completed(x: GroupedTensor, quantizer: Quantizer, *, rowwise: bool, columnw
         return x
     completed: GroupedTensor = with_missing(x, quantizer.quantize_grouped(x.dequantize(), x.splits, **missing))
     return completed
-
-
-def _writes_values(quantizer: Quantizer) -> TypeGuard[SpecQuantizer]:
-    return isinstance(quantizer, SpecQuantizer) and quantizer.casts_by_spec() and casts_to_values(quantizer.spec)
 
 
 def _members(

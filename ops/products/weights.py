@@ -106,28 +106,30 @@ def quantized_weights(
     *,
     rowwise: bool,
     columnwise: bool,
+    once: Quantize | None = None,
 ) -> Copies:
     """The copies of the weights of these names that `quantize` makes; in backward those of its own forward.
 
-    Of weights that are held quantized so, their codes.
+    Of weights that are held quantized so, their codes. once: makes copies for one product, of which a columnwise one
+    beside the rowwise one is kept.
     """
     held = held_codes(ctx, names, quantizer)
     if held is not None and (ctx.operation.weights_scope is None or keep_weights_flag() is not None):
         return held(rowwise, columnwise)  # backward reads them from the parameters again
-    quantize = held or quantize
+    quantize, once = held or quantize, None if held is not None or quantizer.copies_agree else once
     if quantizer.copies_agree:
         rowwise = columnwise = True
         quantize = partial(one_for_both, quantize)
     if ctx.seen_in_forward is not None:
         kept: ForBackward | None = ctx.quantized_weights
         if kept is None:
-            return quantize(rowwise, columnwise)
+            return (once or quantize)(rowwise, columnwise)
         for name in names:
             ctx.check_unchanged(name)
         return kept.copies.members if isinstance(kept.copies, SplitTensors) else kept.copies
     copies = ctx.prepared_weights
     if copies is None:
-        copies = _in_forward(ctx, names, quantizer, quantize, rowwise, columnwise)
+        copies = _in_forward(ctx, names, quantizer, quantize, once or quantize, rowwise, columnwise)
     operation = ctx.operation
     gathered = operation.exchanges_parameters or operation._forward_pre_hooks
     if ctx.needs_grad and ctx.needs.input and (quantizer.keeps_state or not gathered):
@@ -140,6 +142,7 @@ def _in_forward(
     names: Sequence[str],
     quantizer: Quantizer,
     quantize: Quantize,
+    once: Quantize,
     rowwise: bool,
     columnwise: bool,
 ) -> Copies:
@@ -147,7 +150,7 @@ def _in_forward(
     flag, scope = keep_weights_flag(), operation.weights_scope
     # What is computed anew for each forward has no copies that outlive it.
     if (flag is None and scope is None) or any(name in ctx.computed for name in names):
-        return quantize(rowwise, columnwise)
+        return once(rowwise, columnwise)
     parameters = [ctx.held(name) for name in names]
     key = (ctx.recipe.quantizer(Role.WEIGHT), ctx.path.name, ctx.dtype)
     replayed = _casts_at_each_replay(parameters)

@@ -96,7 +96,7 @@ def casts_to_values(spec: ScaleSpec) -> bool:
     return type(spec.scale_rule) is E8M0Scale and not is_square(spec) and kernels_of(spec) is _BLOCKS
 
 
-def cast_rows_to_values(
+def cast_to_values(
     x: Tensor,
     spec: ScaleSpec,
     dtype: torch.dtype,
@@ -104,14 +104,15 @@ def cast_rows_to_values(
     rowwise: bool,
     columnwise: bool,
     column_codes: bool,
-    splits: Splits,
+    splits: Splits | None = None,
 ) -> Copies:
-    """As `cast` and `dequantize` after it, of rows in groups on a GPU; copies that hold values have no scales.
+    """As `cast` and `dequantize` after it, of stacked weights, or with splits of rows in groups, on a GPU; copies that
+    hold values have no scales.
 
     dtype: of the values. column_codes: the columnwise copy is codes, as `cast` makes it.
     """
     return cast_blocks_on_triton(
-        x.detach(), spec, rowwise=rowwise, columnwise=columnwise, splits=splits,
+        x.detach(), spec, rowwise=rowwise, columnwise=columnwise, stacked=splits is None, splits=splits,
         row_values=dtype if rowwise else None, column_values=dtype if columnwise and not column_codes else None,
     )  # fmt: skip
 

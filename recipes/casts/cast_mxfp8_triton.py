@@ -165,6 +165,39 @@ def store_mxfp8(
 
 
 @triton.jit
+def store_mxfp8_values(
+    x, row_values_ptr, column_values_ptr, rows, columns, COLUMNS, inside, FORM: tl.constexpr, NATIVE: tl.constexpr
+):
+    """Cast the tile x, 0 where nothing counts, as `store_mxfp8` does, and store the values of both copies
+    [T, COLUMNS], or of one.
+
+    The tile begins at a multiple of 32 columns, and with a block of rows of its group. FORM, NATIVE: as in
+    `float8_codes`.
+    """
+    BLOCK_T: tl.constexpr = x.shape[0]
+    BLOCK_C: tl.constexpr = x.shape[1]
+    SHORT: tl.constexpr = x.dtype == tl.bfloat16
+    x, of_rows, of_columns = with_amaxes(x, BLOCK)
+    at = rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+    if row_values_ptr is not None:
+        scale = _scale(of_rows, FORM, False, SHORT)[:, :, None]
+        values = _quantized(tl.reshape(x, [BLOCK_T, BLOCK_C // BLOCK, BLOCK]), scale, FORM, NATIVE)
+        values = tl.reshape(values, [BLOCK_T, BLOCK_C])
+        tl.store(row_values_ptr + at, round_to(values, row_values_ptr.dtype.element_ty), mask=inside)
+    if column_values_ptr is not None:
+        scale = _scale(of_columns, FORM, False, SHORT)[:, None, :]
+        values = _quantized(tl.reshape(x, [BLOCK_T // BLOCK, BLOCK, BLOCK_C]), scale, FORM, NATIVE)
+        values = tl.reshape(values, [BLOCK_T, BLOCK_C])
+        tl.store(column_values_ptr + at, round_to(values, column_values_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _quantized(x, scale, FORM: tl.constexpr, NATIVE: tl.constexpr):
+    """The values of float32 numbers whose scales have these bytes (int32)."""
+    return float8_values(float8_codes(x * _reciprocal(scale), FORM, NATIVE), FORM, NATIVE) * _value(scale)
+
+
+@triton.jit
 def _scale(amax, FORM: tl.constexpr, FLOOR: tl.constexpr, SHORT: tl.constexpr = False):
     """The E8M0 bytes, as int32, of float32 amaxes; NaN only where all values are, and counts as 0.
 

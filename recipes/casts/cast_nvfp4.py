@@ -92,7 +92,8 @@ class Amaxes(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Codes and scales of both copies; None for one that was not requested."""
+    """Codes and scales of both copies; None for one that was not requested. Of `cast_rows_to_values_nvfp4` a copy may
+    hold code * s in bfloat16 instead, and no scales: rowwise [T, K], columnwise [P, K]."""
 
     rowwise: Tensor | None
     rowwise_scale: Tensor | None
@@ -239,12 +240,13 @@ def cast_nvfp4_config(columns: int, itemsize: int, *, both: bool, stochastic: bo
     return config._replace(registers=72 if both else 80)
 
 
-def gluon_config(*, rht: bool, stochastic: bool) -> NVFP4Config:
-    """Tiles of the kernel in Gluon: four warps or more, of 64 columns each.
+def gluon_config(*, rht: bool, stochastic: bool, row_values: bool = False) -> NVFP4Config:
+    """Tiles of the kernel in Gluon: four warps or more, of 64 columns each. row_values: beside columnwise codes.
 
     Six programs share a multiprocessor, or five where 80 registers would spill (`bench/results/tuning.md`).
     """
-    return NVFP4Config(4, 256, 4, band=16, registers=88 if stochastic and not rht else 80)
+    spills = row_values if not stochastic else not rht
+    return NVFP4Config(4, 256, 4, band=16, registers=88 if spills else 80)
 
 
 def dequantize_nvfp4_config(width: int, dtype: torch.dtype, *, transpose: bool) -> NVFP4Config:
@@ -307,6 +309,37 @@ def cast_nvfp4(
     return made
 
 
+def cast_rows_to_values_nvfp4(
+    x: Tensor,
+    splits: Splits,
+    amaxes: Amaxes,
+    *,
+    column_codes: bool,
+    rht: bool,
+    seed: Tensor | None,
+    round_rht: bool = True,
+) -> Codes:
+    """As `cast_nvfp4` and `dequantize_nvfp4` after it, both copies of rows in groups for which `writes_values`, in
+    blocks of 1x16. (Of 16x16 with columnwise values ptxas 12.8 does not compile the kernel.)
+
+    column_codes: the columnwise copy is codes, as `cast_nvfp4` makes it.
+    """
+    made = empty_codes(x, splits, rowwise=False, columnwise=column_codes)
+    made = made._replace(rowwise=torch.empty_like(x))
+    if not column_codes:
+        made = made._replace(columnwise=x.new_empty(splits.aligned_capacity(BLOCK), x.shape[1]))
+    launch = _Grid(x, splits, gluon_config(rht=rht, stochastic=seed is not None, row_values=column_codes))
+    cast_nvfp4_gluon(launch, amaxes, made, rht=rht, two_d=False, seed=seed, round_rht=round_rht)
+    return made
+
+
+def writes_values(x: Tensor, splits: Splits) -> bool:
+    """Whether a kernel writes the values of both copies of these rows in place of their codes."""
+    if not has_work(x) or not runs_gluon(x) or not x.is_contiguous():
+        return False
+    return fits_gluon(x, splits.aligned_capacity(BLOCK) // BLOCK)
+
+
 def dequantize_nvfp4(codes: Tensor, scale: Tensor, length: int, dtype: torch.dtype, *, transpose: bool) -> Tensor:
     """code * s in `dtype`, [..., R, length], or with transpose [..., length, R]; without alpha."""
     if not runs_triton(codes):
@@ -340,9 +373,9 @@ def runs_gluon(x: Tensor) -> bool:
     return why_no_gluon(torch.cuda.get_device_capability(x.device)) is None
 
 
-def fits_gluon(launch: _Grid) -> bool:
-    """Whether rows are whole blocks and aligned for the copy engine, and columns of the codes whole memory sectors."""
-    x, (*_, blocks) = launch.x, launch.sizes
+def fits_gluon(x: Tensor, blocks: int) -> bool:
+    """Whether rows are whole blocks and aligned for the copy engine, and columns of the codes, of so many blocks, whole
+    memory sectors."""
     return x.shape[-1] % BLOCK == 0 and x.data_ptr() % 16 == 0 and blocks % 4 == 0
 
 
@@ -416,7 +449,7 @@ def cast_nvfp4_triton(
         return
     if runs_gluon(x) and not row_scaled and made.columnwise is not None:
         launch = _Grid(x, splits, gluon_config(rht=rht, stochastic=seed is not None))
-        if fits_gluon(launch):
+        if fits_gluon(launch.x, launch.sizes[-1]):
             cast_nvfp4_gluon(launch, amaxes, made, rht=rht, two_d=two_d, seed=seed, round_rht=round_rht)
             return
         x = launch.x
@@ -466,14 +499,16 @@ def cast_nvfp4_gluon(
     launch: _Grid, amaxes: Amaxes, made: Codes, *, rht: bool, two_d: bool, seed: Tensor | None, round_rht: bool = True
 ) -> None:
     """Writes `made`, which has a columnwise copy, by the kernel in Gluon; x must be as `fits_gluon` says."""
+    columns = made.columnwise
     x, config = launch.x, launch.config
-    assert made.columnwise is not None and config.block_r == 4 and config.block_c == 64 * config.num_warps
+    assert columns is not None and config.block_r == 4 and config.block_c == 64 * config.num_warps
     rows = x.view(-1, x.shape[-1])
     chunk = min(max(next_power_of_2(launch.sizes[1] + 1), 32), 128) if launch.offsets[0] is not None else 32
     _cast_nvfp4_gluon(
         x, launch.grid,
         GluonDescriptor(rows, list(rows.shape), list(rows.stride()), [BLOCK, config.block_c], BOX_LAYOUT.value),
-        *launch.offsets, *amaxes, seed, made.rowwise, as_bytes(made.rowwise_scale), made.columnwise.view(torch.int64),
+        *launch.offsets, *amaxes, seed, _words_of(made.rowwise), as_bytes(made.rowwise_scale),
+        columns.view(torch.int64) if columns.dtype == torch.uint8 else _words_of(columns),
         as_bytes(made.columnwise_scale), *launch.sizes, K=x.shape[-1], STACKED=x.ndim == 3, RHT=rht,
         ROUND_RHT=_rounds(x, rht, round_rht), SQUARE=two_d, CHUNK=chunk, num_warps=config.num_warps,
         maxnreg=config.registers,
@@ -499,6 +534,11 @@ class _Grid:
             slots = cdiv(splits.aligned_capacity(BLOCK), block_m)
         band = min(slots, max(config.band, cdiv(slots, 65535)))  # more programs than that have no place on an axis
         self.grid = (band, cdiv(K, config.block_c * config.tiles), cdiv(slots, band))
+
+
+def _words_of(copy: Tensor | None) -> Tensor | None:
+    """Values as words of two, or codes."""
+    return copy if copy is None or copy.dtype == torch.uint8 else copy.view(torch.int32)
 
 
 def _rounds(x: Tensor, rht: bool, round_rht: bool) -> bool:

@@ -7,6 +7,9 @@ A program has four blocks of 16 rows as padded, each of one group, and 64 column
                        -> a pair of columns a thread -> columnwise codes, which wait where the box was; at the end
                                                         32 bytes of a column
 
+Of a copy whose values are wanted (words of two, int32), each code is decoded where it is: a block of the rowwise copy
+by two threads, lines of 128 bytes at a time, the columnwise one row after row.
+
 So x is read once, by the copy engine, and a column is read by whole lines where global memory would give single units
 of 32 bytes: 6 to 18 % faster than the kernel in Triton on an H200 (`bench/results/tuning.md`).
 
@@ -19,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from recipes.casts.cast_nvfp4_triton import first_block_of, place_of, split_in_four, store
+from recipes.casts.dequantize_nvfp4_triton import decoded_in_order, decoded_of_two, e4m3_values
 from recipes.casts.nvfp4_blocks_triton import (
     cast_blocks,
     encoding,
@@ -69,6 +73,12 @@ STORE_SCALES = gl.constexpr("""{
             @there st.global.b32 [$1], $2;
             mov.b32 $0, 0;
             }""")
+STORE_FOUR = gl.constexpr("""{
+            .reg .pred there;
+            setp.ne.b32 there, $6, 0;
+            @there st.global.v4.b32 [$1], {$2, $3, $4, $5};
+            mov.b32 $0, 0;
+            }""")
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name since Triton 3.7, and before
 # The same number, hidden from ptxas, which would otherwise move what follows from it out of a loop.
 AGAIN = gl.constexpr("mov.b32 $0, $1;")
@@ -94,6 +104,18 @@ def blocks_layout(PLACES, W):
     words = rows_layout(PLACES, W)
     lanes = [[row, word // 8] for row, word in words.lane_bases]
     return gl.DistributedLinearLayout([[8, 0]], lanes, words.warp_bases, [], [16 * W, 4])
+
+
+@triton.constexpr_function
+def halves_layout(PLACES, W):
+    """[16 W, 8] halves of these blocks, each moved within its warp: whole lines of their values are beside each other.
+    PLACES: as `rows_layout` has them."""
+    columns = [[16 << i, 0] for i in range(W.bit_length() - 1)]
+    beside, rows = [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0], [4, 0], [8, 0]]
+    if PLACES:
+        return gl.DistributedLinearLayout(rows[2:], beside + rows[:2], columns, [], [16 * W, 8])
+    own, shared = [rows[0], rows[3]], rows[1:3]
+    return gl.DistributedLinearLayout(own, beside + columns[:2], shared + columns[2:], [], [16 * W, 8])
 
 
 @gluon.jit
@@ -258,12 +280,52 @@ def pushed(scales, scale):
 
 
 @gluon.jit
+def write_row_values(values_ptr, code, scale, entry, column, K: gl.constexpr, PLACES: gl.constexpr):
+    """The values of the blocks of a box, [R, 4] codes and scales as `cast_rows` gives them, as words of two."""
+    R: gl.constexpr = code.shape[0]
+    layout: gl.constexpr = halves_layout(PLACES, R // 16)
+    halves = gl.join((code & 0xFFFFFFFF).to(gl.int32), (code >> 32).to(gl.int32)).reshape([R, 8])
+    value = e4m3_values(scale.to(gl.uint8))
+    halves, value = gl.convert_layout(halves, layout), gl.convert_layout(gl.join(value, value).reshape([R, 8]), layout)
+    row = gl.expand_dims(gl.arange(0, R, gl.SliceLayout(1, layout)), 1)
+    half = column // 8 + row // 16 * 8 + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, layout)), 0)
+    row = row % 16
+    is_there = (row < in_entry(1, entry)) & (half < K // 8)
+    at = values_ptr + in_entry(0, entry).to(gl.int64) * (K // 2) + (row * (K // 2) + half * 4)
+    words = decoded_in_order(halves, value)
+    gl.inline_asm_elementwise(
+        STORE_FOUR, "=r,l,r,r,r,r,r", [at.to(gl.int64), words[0], words[1], words[2], words[3], is_there.to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def write_column_values(values_ptr, code0, scale0, code1, scale1, column, K: gl.constexpr):
+    """The values of 16 rows from this place on, which begin at this column: [W, 32] codes and scales of the first and
+    of the second columns of words, as words of two."""
+    W: gl.constexpr = code0.shape[0]
+    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, code0.type.layout)), 0)
+    pair += 32 * gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, code0.type.layout)), 1)
+    is_there = column + 2 * pair < K
+    value0, value1 = e4m3_values(scale0.to(gl.uint8)), e4m3_values(scale1.to(gl.uint8))
+    for half in gl.static_range(2):
+        low, high = (code0 >> (32 * half)).to(gl.int32), (code1 >> (32 * half)).to(gl.int32)
+        words = decoded_of_two(low, high, value0, value1)
+        for row in gl.static_range(8):
+            gl.store(values_ptr + ((8 * half + row) * (K // 2) + pair), words[row], mask=is_there)
+
+
+@gluon.jit
 def write_tile(
     boxes, entries, column, seed, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, first_place, BLOCKS,
     K: gl.constexpr, RHT: gl.constexpr, ROUND_RHT: gl.constexpr, SQUARE: gl.constexpr, ORDINARY: gl.constexpr,
 ):  # fmt: skip
     """Both copies of a tile, from this column on, or the columnwise one if there is no place for the other, which has
-    BLOCKS blocks a column, the tile's first one at `first_place`. ORDINARY: the tile's amaxes are."""
+    BLOCKS blocks a column, the tile's first one at `first_place`. ORDINARY: the tile's amaxes are.
+
+    Of a copy whose codes are of int32 the values, of which the columnwise ones begin at `first_place`."""
+    ROW_VALUES: gl.constexpr = row_codes_ptr is not None and row_codes_ptr.dtype.element_ty == gl.int32
+    COLUMN_VALUES: gl.constexpr = column_codes_ptr.dtype.element_ty == gl.int32
     W: gl.constexpr = gl.num_warps()
     PLACES: gl.constexpr = SQUARE or seed is not None
     of_blocks: gl.constexpr = blocks_layout(PLACES, W)
@@ -294,9 +356,12 @@ def write_tile(
             code, scale = cast_rows(
                 words.index(i).load(rows_layout(PLACES, W)), encode, decode, random, SQUARE, ORDINARY
             )  # fmt: skip
-            at, mask = by_lines(entry, column, K)
-            store(row_codes_ptr.to(gl.pointer_type(gl.int64)) + at, gl.convert_layout(code, of_lines), mask, False)
-            row_scales = pushed(row_scales, scale)
+            if ROW_VALUES:
+                write_row_values(row_codes_ptr, code, scale, entry, column, K, PLACES)
+            else:
+                at, mask = by_lines(entry, column, K)
+                store(row_codes_ptr.to(gl.pointer_type(gl.int64)) + at, gl.convert_layout(code, of_lines), mask, False)
+                row_scales = pushed(row_scales, scale)
         encode = in_entry(5, entry).to(gl.float32, bitcast=True)
         decode = in_entry(6, entry).to(gl.float32, bitcast=True)
         pairs = in_sixteen(words.index(i).load(of_words).reshape([W, 16, 32]).permute([0, 2, 1]))
@@ -306,37 +371,42 @@ def write_tile(
             amax = over(amax.reshape([W, 4, 8]), 2, amax)
         code0, scale0 = cast_columns(pairs, 0, amax, encode, decode, random0, RHT, ROUND_RHT, ORDINARY)
         code1, scale1 = cast_columns(pairs, 1, amax, encode, decode, random1, RHT, ROUND_RHT, ORDINARY)
-        waiting.index(4 * i).store(gl.convert_layout(gl.join(code0, code1), of_two))
-        scales0, scales1 = pushed(scales0, scale0), pushed(scales1, scale1)
-    if row_codes_ptr is not None:
+        if COLUMN_VALUES:
+            here = column_codes_ptr + (first_place + (16 * i) * (K // 2))
+            write_column_values(here, code0, scale0, code1, scale1, column, K)
+        else:
+            waiting.index(4 * i).store(gl.convert_layout(gl.join(code0, code1), of_two))
+            scales0, scales1 = pushed(scales0, scale0), pushed(scales1, scale1)
+    if row_codes_ptr is not None and not ROW_VALUES:
         row_scales = gl.convert_layout(row_scales, of_lines).to(gl.int32, bitcast=True)
         for i in range(4):
             at, mask = by_lines(entry_of(entries, i), column, K)
             store(row_scale_ptr + at, row_scales >> 8 * i, mask, False)
-    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_pairs)), 0)
-    pair += 32 * gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, of_pairs)), 1)
-    is_there = (column + 2 * pair < K).to(gl.int32)
-    odd = pair % 2
-    codes0, codes1 = (), ()
-    for k in gl.static_range(4):
-        code0, code1 = waiting.index(4 * k).load(of_two).split()
-        codes0 = codes0 + (gl.convert_layout(code0, of_pairs),)  # type: ignore[assignment]  # noqa: RUF005
-        codes1 = codes1 + (gl.convert_layout(code1, of_pairs),)  # type: ignore[assignment]  # noqa: RUF005
-    for second in gl.static_range(2):
-        codes = codes1 if second else codes0
-        place = first_place + (2 * pair + second).to(gl.int64) * BLOCKS
-        own = column_codes_ptr + (place + odd * (2 - 2 * BLOCKS))
-        gl.inline_asm_elementwise(
-            STORE_COLUMNS, "=r,l,r,l,l,l,l,l,r",
-            [own.to(gl.int64), odd, codes[0], codes[1], codes[2], codes[3],  # type: ignore[misc]
-             (own + 2 * BLOCKS).to(gl.int64), is_there],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        gl.inline_asm_elementwise(
-            STORE_SCALES, "=r,l,r,r",
-            [(column_scale_ptr + place).to(gl.int64), scales1 if second else scales0, is_there],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    if not COLUMN_VALUES:
+        pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_pairs)), 0)
+        pair += 32 * gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, of_pairs)), 1)
+        is_there = (column + 2 * pair < K).to(gl.int32)
+        odd = pair % 2
+        codes0, codes1 = (), ()
+        for k in gl.static_range(4):
+            code0, code1 = waiting.index(4 * k).load(of_two).split()
+            codes0 = codes0 + (gl.convert_layout(code0, of_pairs),)  # type: ignore[assignment]  # noqa: RUF005
+            codes1 = codes1 + (gl.convert_layout(code1, of_pairs),)  # type: ignore[assignment]  # noqa: RUF005
+        for second in gl.static_range(2):
+            codes = codes1 if second else codes0
+            place = first_place + (2 * pair + second).to(gl.int64) * BLOCKS
+            own = column_codes_ptr + (place + odd * (2 - 2 * BLOCKS))
+            gl.inline_asm_elementwise(
+                STORE_COLUMNS, "=r,l,r,l,l,l,l,l,r",
+                [own.to(gl.int64), odd, codes[0], codes[1], codes[2], codes[3],  # type: ignore[misc]
+                 (own + 2 * BLOCKS).to(gl.int64), is_there],
+                dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+            gl.inline_asm_elementwise(
+                STORE_SCALES, "=r,l,r,r",
+                [(column_scale_ptr + place).to(gl.int64), scales1 if second else scales0, is_there],
+                dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------- kernel
@@ -413,6 +483,8 @@ def cast_nvfp4_gluon_kernel(
                 words.index(i).store(gl.where(lane < count, words.index(i).load(of_words), 0))
             barrier()
         column_place = (matrix.to(gl.int64) * K + column) * BLOCKS + first_block
+        if column_codes_ptr.dtype.element_ty == gl.int32:  # values, in words of two
+            column_place = (matrix.to(gl.int64) * BLOCKS + first_block) * (8 * K) + column // 2
         if ordinary:
             write_tile(
                 boxes, entries, column, seed, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr,

@@ -20,7 +20,7 @@ def _e2m1_values(code):
 
 
 @triton.jit
-def _e4m3_values(scale):
+def e4m3_values(scale):
     """Float32 values of E4M3 scales (uint8) without a sign."""
     value = (scale.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
     return tl.where(scale == 0x7F, float("nan"), value)
@@ -81,7 +81,7 @@ def _bits_of_pair(low, high):
 
 
 @triton.jit
-def _decoded_of_two(low, high, low_scale, high_scale):
+def decoded_of_two(low, high, low_scale, high_scale):
     """The eight codes in words low and high, times their scales, in eight words: of low the lower half."""
     if INTERPRET:
         words = ()
@@ -97,7 +97,7 @@ def _decoded_of_two(low, high, low_scale, high_scale):
 
 
 @triton.jit
-def _decoded_in_order(word, scale):
+def decoded_in_order(word, scale):
     """The eight codes in word, times scale, in four words."""
     if INTERPRET:
         words = ()
@@ -169,12 +169,12 @@ def dequantize_words_kernel(codes_ptr, scale_ptr, y_ptr, WORDS, BLOCK: tl.conste
     scale_ptr += first // 2
     y_ptr = y_ptr.to(tl.pointer_type(tl.int32)) + 4 * first
     if first + BLOCK <= WORDS:
-        values = _decoded_in_order(_load(codes_ptr + at), _e4m3_values(_load(scale_ptr + at // 2)))
+        values = decoded_in_order(_load(codes_ptr + at), e4m3_values(_load(scale_ptr + at // 2)))
         _store_four(y_ptr + 4 * at, values)
     else:
         mask = at < WORDS - first
         word = tl.load(codes_ptr + at, mask=mask, other=0)
-        values = _decoded_in_order(word, _e4m3_values(tl.load(scale_ptr + at // 2, mask=mask, other=0)))
+        values = decoded_in_order(word, e4m3_values(tl.load(scale_ptr + at // 2, mask=mask, other=0)))
         for i in tl.static_range(4):
             tl.store(y_ptr + 4 * at + i, values[i], mask=mask)
 
@@ -196,7 +196,7 @@ def dequantize_rows_kernel(
     values = tl.reshape(tl.join(_e2m1_values(code), _e2m1_values(code >> 4)), [BLOCK_R, BLOCK_C])
     blocks = first_column // 16 + tl.arange(0, BLOCK_C // 16)
     scale = tl.load(scale_ptr + rows[:, None] * num_blocks + blocks, mask=valid & (blocks < num_blocks), other=0)
-    values = round_to(values * _spread(_e4m3_values(scale)), y_ptr.dtype.element_ty)
+    values = round_to(values * _spread(e4m3_values(scale)), y_ptr.dtype.element_ty)
     columns = first_column + tl.arange(0, BLOCK_C)
     tl.store(y_ptr + rows[:, None] * K + columns[None, :], values, mask=valid & (columns < K))
 
@@ -219,13 +219,13 @@ def _pieces_of_columns(
     codes, scales = (), ()
     for j in tl.static_range(COLUMNS):
         codes += (_load(codes_ptr + j * num_blocks + at),)  # type: ignore[assignment]
-        scales += (_e4m3_values(_load(scale_ptr + j * num_blocks + at)),)  # type: ignore[assignment]
+        scales += (e4m3_values(_load(scale_ptr + j * num_blocks + at)),)  # type: ignore[assignment]
     y_ptr = y_ptr.to(tl.pointer_type(tl.int32)) + (block * (8 * K) + column // 2)
     for half in tl.static_range(2):
         pairs = ()
         for j in tl.static_range(0, COLUMNS, 2):
             low, high = (codes[j] >> (32 * half)).to(tl.int32), (codes[j + 1] >> (32 * half)).to(tl.int32)
-            pairs += (_decoded_of_two(low, high, scales[j], scales[j + 1]),)  # type: ignore[assignment]
+            pairs += (decoded_of_two(low, high, scales[j], scales[j + 1]),)  # type: ignore[assignment]
         for i in tl.static_range(8):
             to = y_ptr + (8 * half + i) * (K // 2)
             if COLUMNS == 8:
@@ -266,7 +266,7 @@ def dequantize_columns_kernel(
             mask = (blocks < num_blocks - block) & (columns < K - column)
             at = columns.to(tl.int64) * num_blocks + blocks
             code = tl.load(codes_ptr + at, mask=mask, other=0)
-            scale = _e4m3_values(tl.load(scale_ptr + at, mask=mask, other=0))
+            scale = e4m3_values(tl.load(scale_ptr + at, mask=mask, other=0))
             for i in tl.static_range(16):
                 value = round_to(_e2m1_values((code >> (4 * i)).to(tl.int32)) * scale, y_ptr.dtype.element_ty)
                 tl.store(y_ptr + (16 * blocks + i) * K + columns, value, mask=mask)

@@ -88,6 +88,29 @@ class Quantizer(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} quantizes single tensors only. Quantize group by group.")
 
+    def dequantized_rows(
+        self,
+        x_TK: Tensor,
+        splits: Splits,
+        dtype: torch.dtype,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        column_codes: bool,
+    ) -> GroupedTensor | None:
+        """As `quantize_grouped` on a GPU, with the values of the copies in place of their codes, in one pass; None
+        where no kernel does so.
+
+        dtype: of the values, which holds them. column_codes: the columnwise copy is codes nevertheless.
+        """
+        return None
+
+    def dequantized_stacked(
+        self, w_GNK: Tensor, dtype: torch.dtype, *, rowwise: bool, columnwise: bool, column_codes: bool
+    ) -> QuantizedTensor | None:
+        """The same for `quantize_stacked`."""
+        return None
+
     @property
     def kernel_spec(self) -> ScaleSpec | None:
         """The format to which a kernel may quantize its result tile by tile, if it supports the format; None if the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -211,7 +212,8 @@ class ScaledCodes:
 
 @dataclass(frozen=True, eq=False)
 class Dequantized(ScaledCodes):
-    """A copy that holds its values, as `operand` gives them, in place of codes, and their alpha in place of scales.
+    """A copy that holds its values, as `operand` gives them, in place of codes, and their alpha, or the amax of which
+    it is made, in place of scales.
 
     factored: in place of scales stands `Operand.factor`, and there is no alpha
     """
@@ -245,35 +247,53 @@ class Dequantized(ScaledCodes):
     def operand(self, dtype: torch.dtype, splits: Splits | None = None) -> Operand:
         if self.factored:
             return Operand(self.codes, None, factor=self.scale_inv)
+        rule = self.spec.scale_rule
+        if self.amax is not None and isinstance(rule, NVFP4Scale):
+            return Operand(self.codes, self.amax, self._rows_of_a_block, largest=rule.range)
         return Operand(self.codes, self.scale_inv)
+
+    @property
+    def _rows_of_a_block(self) -> int:
+        """Rows of groups are padded to this, if a transform is of so many: those of its values are, too."""
+        return self.spec.alignment if self.columnwise and self.amax is not None else 1
 
     def member(self, group: int, sizes: Sequence[int] | None = None) -> ScaledCodes:
         """As of codes; but values lie as the tensor does, in rows, and alpha is one a group or one a row."""
         if sizes is None:
             return super().member(group)
-        begin = sum(sizes[:group])
-        rows, alpha = slice(begin, begin + sizes[group]), self.scale_inv
+        block = self._rows_of_a_block
+        ends = list(accumulate(-(-size // block) * block for size in sizes))
+        rows, alpha = slice(ends[group - 1] if group else 0, ends[group]), self.scale_inv
         if alpha is not None:
             alpha = alpha[rows] if alpha.ndim > 1 else alpha[group]
-        return self._with(Stored(self.codes[rows], alpha, None), torch.Size((sizes[group], self.shape[-1])))
+        stored = Stored(self.codes[rows], alpha, None if self.amax is None else self.amax[group])
+        return self._with(stored, torch.Size((sizes[group], self.shape[-1])))
 
     def float8_operand(self) -> None:
         """There are no codes."""
 
 
-def scaled_copies(copies: Copies, spec: ScaleSpec, shape: torch.Size) -> tuple[ScaledCodes | None, ScaledCodes | None]:
-    """The rowwise and the columnwise copy of a tensor of this shape."""
+def scaled_copies(
+    copies: Copies, spec: ScaleSpec, shape: torch.Size, amaxes: tuple[Tensor | None, Tensor | None] = (None, None)
+) -> tuple[ScaledCodes | None, ScaledCodes | None]:
+    """The rowwise and the columnwise copy of a tensor of this shape. amaxes: theirs, of formats with one above the
+    scales."""
     return (
-        _scaled_copy(copies.row_codes, copies.row_scale, spec, shape, False),
-        _scaled_copy(copies.column_codes, copies.column_scale, spec, shape, True),
+        _scaled_copy(copies.row_codes, copies.row_scale, spec, shape, False, amaxes[0]),
+        _scaled_copy(copies.column_codes, copies.column_scale, spec, shape, True, amaxes[1]),
     )
 
 
 def _scaled_copy(
-    codes: Tensor | None, scale: Tensor | None, spec: ScaleSpec, shape: torch.Size, columnwise: bool
+    codes: Tensor | None,
+    scale: Tensor | None,
+    spec: ScaleSpec,
+    shape: torch.Size,
+    columnwise: bool,
+    amax: Tensor | None,
 ) -> ScaledCodes | None:
     if codes is None:
         return None
     if scale is None:
-        return Dequantized(codes, None, spec, shape, columnwise)  # type: ignore[arg-type]
-    return ScaledCodes(codes, scale, spec, shape, columnwise)
+        return Dequantized(codes, None, spec, shape, columnwise, amax)  # type: ignore[arg-type]
+    return ScaledCodes(codes, scale, spec, shape, columnwise, amax)

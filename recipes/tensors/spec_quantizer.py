@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recipes.casts.cast import cast, cast_rows_to_values
+from recipes.casts.cast import cast, cast_to_values, casts_to_values
 from recipes.casts.cast_float8 import finds_amaxes
-from recipes.casts.layout import empty_copies
+from recipes.casts.layout import Copies, empty_copies
 from recipes.tensors.formats import ScaleLayout, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
@@ -61,17 +61,25 @@ class SpecQuantizer(Quantizer):
         rowwise: bool,
         columnwise: bool,
         column_codes: bool,
-    ) -> GroupedTensor:
-        """As `quantize_grouped`, with the values of the copies in place of their codes: of formats that
-        `casts_to_values`, on a GPU.
-
-        dtype: of the values, which holds them. column_codes: the columnwise copy is codes nevertheless.
-        """
+    ) -> GroupedTensor | None:
+        if not (self.casts_by_spec() and casts_to_values(self.spec)):
+            return None
         check_grouped(x_TK, splits, rowwise, columnwise)
-        copies = cast_rows_to_values(
+        copies = cast_to_values(
             x_TK, self.spec, dtype, rowwise=rowwise, columnwise=columnwise, column_codes=column_codes, splits=splits
         )
         return GroupedTensor(None, splits, *scaled_copies(copies, self.spec, x_TK.shape), x_TK.dtype)
+
+    def dequantized_stacked(
+        self, w_GNK: Tensor, dtype: torch.dtype, *, rowwise: bool, columnwise: bool, column_codes: bool
+    ) -> QuantizedTensor | None:
+        if not (self.casts_by_spec() and casts_to_values(self.spec)):
+            return None
+        check_stacked(w_GNK, rowwise, columnwise)
+        copies = cast_to_values(
+            w_GNK, self.spec, dtype, rowwise=rowwise, columnwise=columnwise, column_codes=column_codes
+        )
+        return QuantizedTensor(*scaled_copies(copies, self.spec, w_GNK.shape), w_GNK.dtype)
 
     def empty_grouped(
         self,
@@ -82,13 +90,22 @@ class SpecQuantizer(Quantizer):
         rowwise: bool,
         columnwise: bool,
         meetings: Tensor | None = None,
+        values: torch.dtype | None = None,
     ) -> QuantizedBuffers:
         """Buffers for a kernel that computes grouped rows [T, K] and quantizes them as `quantize_grouped` does.
 
+        values: of copies that hold values in place of codes, their dtype
         meetings: those of the buffers into which the same rows were quantized before, so that their amaxes are known
         """
         spec = self.spec
-        copies = empty_copies(shape, spec, splits.device, rowwise=rowwise, columnwise=columnwise, splits=splits)
+        if values is None:
+            copies = empty_copies(shape, spec, splits.device, rowwise=rowwise, columnwise=columnwise, splits=splits)
+        else:
+            row, column = (
+                torch.empty(shape, dtype=values, device=splits.device) if made else None
+                for made in (rowwise, columnwise)
+            )
+            copies = Copies(row, None, column, None)
         grouped = GroupedTensor(None, splits, *scaled_copies(copies, spec, shape), dtype)
         scale, amax = self.scale_and_amax(splits.device, splits.num_groups)
         if scale is not None or not finds_amaxes(spec):
@@ -98,9 +115,11 @@ class SpecQuantizer(Quantizer):
         return QuantizedBuffers(grouped, None, None, meetings, known)
 
     def casts_by_spec(self) -> bool:
-        """Whether `quantize_grouped` does what the spec says: a subclass may replace it."""
-        kind = type(self)
-        return kind.quantize_grouped is SpecQuantizer.quantize_grouped and kind._copies is SpecQuantizer._copies
+        """Whether rows in groups and stacked weights are cast as the spec says: a subclass may replace that."""
+        return all(
+            getattr(type(self), name) is getattr(SpecQuantizer, name)
+            for name in ("quantize_grouped", "quantize_stacked", "_copies")
+        )
 
     def copy_spec(self, columnwise: bool) -> ScaleSpec | None:
         return self.spec

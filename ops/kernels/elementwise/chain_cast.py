@@ -1,7 +1,8 @@
 """What the element-wise kernels quantize their result to, and the arguments that pass it to them.
 
-MXFP8 and FP8 with one given scale are cast of whole matrices, both copies at once; FP8 with one scale a group also of
-rows in groups, and FP8 with scales of 1x128 blocks or of rows, of which a tile holds all, the rowwise copy of these.
+MXFP8 and FP8 with one given scale are cast of whole matrices, both copies at once. Of rows in groups: FP8 with one
+scale a group; FP8 with scales of 1x128 blocks or of rows, of which a tile holds all, the rowwise copy; MXFP8, as the
+values that a product multiplies.
 Scales of groups that follow from amaxes are
 
     known     amaxes found before: the kernel casts
@@ -30,15 +31,18 @@ from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.triton.meeting import MeetingTile
 from recipes.triton.row_slots import num_slots
 
+VALUES = "block values"  # the kernels' CAST to the values of MXFP8
+
 
 class Cast(NamedTuple):
     """The buffers for the quantized copies of a chain's result. The format is one for which `why_no_cast` returns None.
 
     row_codes, ..., column_scales: None of a copy that is not made; rows that are in no groups have both, rows with
-                scales of 1x128 blocks or of their own the first two alone
+                scales of 1x128 blocks or of their own the first two alone. Without scales the codes are values
     scale, amax: as in `QuantizedBuffers`
     offsets, aligned: of rows in groups, each with a scale of its own: `splits.offsets`, `splits.aligned(32)`
-    meetings, how: of scales that follow from amaxes: as in `QuantizedBuffers`; "known", "meeting" or "amax"
+    how:        `VALUES`; of scales that follow from amaxes "known", "meeting" or "amax"
+    meetings:   of these: as in `QuantizedBuffers`
     tile, most: of a meeting, and up to how many rows a group meets
     """
 
@@ -75,6 +79,9 @@ def cast_into(
     offsets = aligned = None
     if isinstance(copies, GroupedTensor):
         offsets, aligned = copies.splits.offsets, None if made.column_codes is None else copies.splits.aligned(BLOCK)
+        if cast_kind(spec) == "blocks":
+            assert made.row_scale is None and made.column_scale is None, "rows in groups are cast to values"
+            return Cast(*made, spec, offsets=offsets, how=VALUES)
     if buffers.meetings is None:
         return Cast(*made, spec, buffers.scale, buffers.amax, offsets, aligned)
     assert isinstance(copies, GroupedTensor), "only rows in groups find their amaxes"
@@ -120,12 +127,21 @@ CASTS: dict[tuple[ScaleRule, tuple[int, int], str, int], str] = {
 MOST_COLUMNS = 4096  # of a row that one program holds
 
 
-def why_no_cast(spec: ScaleSpec, *, grouped: bool = False, columns: int | None = None) -> str | None:
+def why_no_cast(
+    spec: ScaleSpec, *, grouped: bool = False, columns: int | None = None, runs: int | None = None
+) -> str | None:
     """Why the kernels cannot cast to this format, or None.
 
-    grouped: rows in groups, each by itself. columns: of these, if the rowwise copy alone is made
+    grouped: rows in groups, each by itself. columns: of these, if the rowwise copy alone is made. runs: as many columns
+    are beside each other, those of a gated chain's dx; None: all
     """
     kind = cast_kind(spec)
+    if grouped and kind == "blocks":
+        if runs is None or runs % max(spec.block) == 0:
+            return None
+        return (
+            f"Runs of {runs} columns are computed together, but {max(spec.block)} have a scale, which must divide them."
+        )
     if kind in (("given", "amax") if grouped else ("given", "blocks")):
         return None
     if grouped and columns is not None and kind == "rows":
@@ -134,7 +150,7 @@ def why_no_cast(spec: ScaleSpec, *, grouped: bool = False, columns: int | None =
         return f"Rows have {columns} columns and one scale each, but the element-wise kernel holds {MOST_COLUMNS}."
     known = "MXFP8, rounded up, and FP8 with one given scale"
     if grouped:
-        known = "FP8 with one scale a group, and of a rowwise copy alone a row or 1x128 values"
+        known = "MXFP8, FP8 with one scale a group, and of a rowwise copy alone a row or 1x128 values"
     return (
         f"{spec.element.name} codes of {spec.block[0]}x{spec.block[1]} blocks with {spec.scale_rule} are none that the "
         f"element-wise kernel casts to: it knows {known}."
@@ -161,6 +177,8 @@ def codes_of(cast: Cast | None) -> tuple[Tensor | None, ...]:
     if cast is None:
         return (None,) * 8
     row_codes, row_scales, column_codes, column_scales, spec, scale, amax, offsets, aligned, meetings, *_ = cast
+    if cast.how == VALUES:
+        return row_codes, None, column_codes, None, None, None, offsets, None
     scale_inv = row_scales if row_scales is not None or not spec.is_per_tensor else column_scales
     return (
         None if row_codes is None else row_codes.view(torch.uint8), scale_inv,

@@ -4,10 +4,11 @@ For each step: STEPS, BACKWARDS, D_OPERANDS: its functions; KINDS: its operand; 
 dtype of its result; ENTERS, LEAVES: whether its x or dy arrives in another dtype; READS: whether its backward reads x.
 GATE: the position of the gated step, or -1. Operand pointers that a step does not need are None.
 WHOLE: no tile reaches beyond the rows and columns of y.
-CAST: how the result is quantized to FORM: "" not, "blocks" (MXFP8), "given" (one given scale), "rows" (by RULE, with a
-scale for the columns of a row in a tile). With scales that follow by RULE from the amaxes of groups: "known" (from
-amaxes that are known), "meeting" (from those that groups of at most `most` rows find at meetings; the values of others
-are stored, as those of "amax", of which only amaxes are found). KEEP: whether values are stored anyway.
+CAST: how the result is quantized to FORM: "" not, "blocks" (MXFP8), "block values" (the values of MXFP8), "given" (one
+given scale), "rows" (by RULE, with a scale for the columns of a row in a tile). With scales that follow by RULE from
+the amaxes of groups: "known" (from amaxes that are known), "meeting" (from those that groups of at most `most` rows
+find at meetings; the values of others are stored, as those of "amax", of which only amaxes are found). KEEP: whether
+values are stored anyway.
 codes: the tensors of a `Cast`, else Nones. Where these have offsets, each tile lies in one of num_groups groups.
 places: how long the rows of transposed codes are.
 
@@ -28,7 +29,7 @@ from recipes.casts.cast_float8_triton import (
     store_scales,
     store_scales_of_empty,
 )
-from recipes.casts.cast_mxfp8_triton import store_mxfp8
+from recipes.casts.cast_mxfp8_triton import store_mxfp8, store_mxfp8_values
 from recipes.casts.float8_elements_triton import float8_codes, magnitude
 from recipes.triton.gates import tl, triton
 from recipes.triton.meeting import amax_of_all, arrive, known_amax, meeting_of, raise_amax_at
@@ -327,6 +328,9 @@ def _store_codes(
     """x stands in these columns of WIDTH; `left` of the tile's columns are there."""
     if CAST == "blocks":
         store_mxfp8(x, codes[0], codes[1], codes[2], codes[3], tile[0], columns, T, WIDTH, inside, FORM, NATIVE)
+    elif CAST == "block values":
+        x = tl.where(inside & (tile[2] < num_groups), x, 0.0)
+        store_mxfp8_values(x, codes[0], codes[2], tile[0], columns, WIDTH, inside, FORM, NATIVE)
     elif CAST == "rows":
         x = tl.where(inside & (tile[2] < num_groups), widen_pairs(x), 0.0)
         of_rows, scale_inv = block_scale(tl.max(magnitude(x), axis=1), RULE[1], FORM, RULE[0], RULE[2])
