@@ -245,8 +245,10 @@ def gluon_config(*, rht: bool, stochastic: bool, row_values: bool = False) -> NV
 
     Six programs share a multiprocessor, or five where 80 registers would spill (`bench/results/tuning.md`).
     """
-    spills = row_values if not stochastic else not rht
-    return NVFP4Config(4, 256, 4, band=16, registers=88 if spills else 80)
+    registers = 96 if row_values else 80
+    if stochastic:
+        registers = 80 if rht else 88
+    return NVFP4Config(4, 256, 4, band=16, registers=registers)
 
 
 def dequantize_nvfp4_config(width: int, dtype: torch.dtype, *, transpose: bool) -> NVFP4Config:
