@@ -13,6 +13,9 @@ Copies whose codes no product multiplies (MXFP8, NVFP4; all where FP8 is emulate
 their exact values, so that they are dequantized once, too; those of delayed scaling beside their codes, of which a
 later cast would have other scales. With keep_weight_values=False, and in activation checkpoints, codes are kept.
 
+Where neither applies, a copy that serves one product and is not kept for backward is made as values at once, where the
+cast can write these (MXFP8).
+
 Weights that are held quantized (`ops.products.held_weights`) are their own copies, and nothing of them is kept.
 
 Where both copies would hold the same values (blocks that are square, products of values), the rowwise one is made alone
