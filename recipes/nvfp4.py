@@ -171,7 +171,7 @@ class NVFP4Quantizer(Quantizer):
         if replaced or self.two_d or self.row_scaled or self.four_over_six is not None or not (rowwise and columnwise):
             return None
         x = x_TK.detach()
-        if not writes_values(x, splits):
+        if dtype != torch.bfloat16 or not writes_values(x, splits):
             return None
         check_grouped(x_TK, splits, rowwise, columnwise)
         seed = self.seeded(x.device).seed

@@ -51,7 +51,7 @@ from ops.kernels.grouped_gemm.tile_rules_float8 import (
 )
 from ops.kernels.norm import norm_triton
 from ops.kernels.routing import permute, router_product, routing, symmetric
-from recipes.casts import cast_blocks, cast_float8, cast_float8_rowwise, cast_nvfp4
+from recipes.casts import cast_blocks, cast_float8, cast_float8_rowwise, cast_nvfp4, dequantize_nvfp4
 from recipes.casts.amax_history import end_step_triton
 from recipes.casts.nvfp4_alpha import alpha_from_amax_triton, combined_alpha_triton
 from recipes.casts.scale_rules import Float32Scale, GivenScale
@@ -550,7 +550,7 @@ def launch_nvfp4(rows: int, features: int, dtype: torch.dtype, kinds: Iterable[s
     combined_alpha_triton(of_rows, 2688.0, of_rows, None)
     made = cast_nvfp4.empty_codes(x, None, rowwise=True, columnwise=True)
     for codes, scale, transpose in ((made[0], made[1], False), (made[2], made[3], True)):
-        cast_nvfp4.dequantize_nvfp4(codes, scale, rows if transpose else features, dtype, transpose=transpose)
+        dequantize_nvfp4.dequantize_nvfp4(codes, scale, rows if transpose else features, dtype, transpose=transpose)
 
 
 def launch_all(mode: str, all_rows: Iterable[int], all_features: Iterable[tuple[int, int]]) -> None:
@@ -696,7 +696,7 @@ def compile_all(mode: str, arch: int, every: bool) -> None:
     cast_float8.casts_natively = elementwise.casts_natively = lambda device: arch >= 89
     cast_float8.most_rows = lambda *about: 0
     norm_triton.shared_memory = lambda x: LIMITS[arch]
-    cast_nvfp4.runs_triton = lambda x: True
+    cast_nvfp4.runs_triton = dequantize_nvfp4.runs_triton = lambda x: True
     cast_nvfp4.converts_to_float8 = lambda x: arch >= 89
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
     launch = partial(launch_mode, mode, arch)

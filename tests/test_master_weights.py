@@ -355,6 +355,22 @@ def test_its_own_state_may_be_loaded(recipe: str) -> None:
         train(layers, optimizer, recipe, 1, torch.float32)
 
 
+def test_a_capture_compares_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not wait for them, and what its warm-up wrote was put back."""
+    layers = fuser.to_quantized(model(), "mxfp8")
+    masters = fuser.MasterWeights(layers.parameters())
+    optimizer = masters.attach(torch.optim.SGD(masters.parameters(), lr=0.1))
+    layers.load_state_dict(layers.state_dict())  # counted as a change
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("values were compared"))
+    optimizer.step()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    layers.load_state_dict(layers.state_dict())
+    with pytest.raises(pytest.fail.Exception, match="values were compared"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
 def test_a_step_that_would_undo_a_load_is_refused(recipe: str) -> None:
     layers, other = fuser.to_quantized(model(), recipe), model()

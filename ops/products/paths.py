@@ -144,10 +144,10 @@ class GroupedPath:
         columns = shape[-1] if whole_rows and not columnwise else None
         if not math.prod(shape) or not casts_as_computed(quantizer, splits.device, dtype, columns, runs):
             return None
-        known: dict[str, Any] = {} if meetings is None else {"meetings": meetings}
+        about: dict[str, Any] = {} if meetings is None else {"meetings": meetings}
         if casts_to_values(quantizer.spec):
-            known["values"] = gemm_dtype(dtype, splits.device)
-        return quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise, **known)
+            about["values"] = gemm_dtype(dtype, splits.device)
+        return quantizer.empty_grouped(shape, dtype, splits, rowwise=rowwise, columnwise=columnwise, **about)
 
     def weight(
         self,

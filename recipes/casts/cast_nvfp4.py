@@ -58,16 +58,11 @@ from torch import Tensor
 
 from recipes.casts.cast import abs_without_nan, block_amax
 from recipes.casts.cast_nvfp4_triton import amax_nvfp4_kernel, cast_nvfp4_kernel
-from recipes.casts.dequantize_nvfp4_triton import (
-    dequantize_columns_kernel,
-    dequantize_rows_kernel,
-    dequantize_words_kernel,
-)
 from recipes.casts.hadamard import hadamard_ref
-from recipes.casts.layout import as_bytes, empty_values
+from recipes.casts.layout import as_bytes
 from recipes.casts.nvfp4_blocks import BLOCK, cast_blocks_ref
 from recipes.casts.scale_rules import FourOverSix
-from recipes.tensors.formats import ALL, E2M1, E4M3
+from recipes.tensors.formats import ALL, E4M3
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
 from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2
@@ -193,13 +188,6 @@ def _bits(seed: Tensor, block: Tensor, row: Tensor) -> Tensor:
     return block_bits_ref(seed, *torch.broadcast_tensors(block, row)).flatten(-2)
 
 
-def dequantize_nvfp4_ref(codes: Tensor, scale: Tensor, length: int, dtype: torch.dtype, *, transpose: bool) -> Tensor:
-    """code * s in `dtype`, [..., R, length], or with transpose [..., length, R]; without alpha."""
-    values = E2M1.decode(codes, torch.float32)[..., :length]
-    values = (values * scale.to(torch.float32).repeat_interleave(BLOCK, -1)[..., :length]).to(dtype)
-    return values.transpose(-1, -2).contiguous() if transpose else values
-
-
 class NVFP4Config(NamedTuple):
     """block_r: blocks of 16 rows of a tile; block_c: its columns; tiles: how many of them a program visits.
 
@@ -251,25 +239,7 @@ def gluon_config(*, rht: bool, stochastic: bool, row_values: bool = False) -> NV
     return NVFP4Config(4, 256, 4, band=16, registers=registers)
 
 
-def dequantize_nvfp4_config(width: int, dtype: torch.dtype, *, transpose: bool) -> NVFP4Config:
-    """Tiles of dequantization, for y of this many columns. block_r counts rows, not blocks, if not `transpose`; columns
-    is 0 where words of y are not pairs of columns.
-
-    The fastest measured on an H200 (`bench/results/tuning.md`).
-    """
-    if not transpose:
-        return NVFP4Config(16, 512, 4)
-    if dtype != torch.bfloat16 or width % 2:
-        return NVFP4Config(4, 64, 4, band=16)
-    return NVFP4Config(8, 128, 2, band=8, columns=2 if width % 8 else 8)
-
-
-WORDS_AT_ONCE = 512  # of eight codes: four a thread
-
-
 _amax_nvfp4, _cast_nvfp4 = Launch(amax_nvfp4_kernel), Launch(cast_nvfp4_kernel)
-_dequantize_rows, _dequantize_columns = Launch(dequantize_rows_kernel), Launch(dequantize_columns_kernel)
-_dequantize_words = Launch(dequantize_words_kernel)
 
 
 def amax_nvfp4(
@@ -340,27 +310,6 @@ def writes_values(x: Tensor, splits: Splits) -> bool:
     if not has_work(x) or not runs_gluon(x) or not x.is_contiguous():
         return False
     return fits_gluon(x, splits.aligned_capacity(BLOCK) // BLOCK)
-
-
-def dequantize_nvfp4(codes: Tensor, scale: Tensor, length: int, dtype: torch.dtype, *, transpose: bool) -> Tensor:
-    """code * s in `dtype`, [..., R, length], or with transpose [..., length, R]; without alpha."""
-    if not runs_triton(codes):
-        return dequantize_nvfp4_ref(codes, scale, length, dtype, transpose=transpose)
-    shape = (*codes.shape[:-2], length, codes.shape[-2]) if transpose else (*codes.shape[:-1], length)
-    values = empty_values(shape, dtype, codes.device)
-    dequantize_nvfp4_triton(codes, scale, values, transpose=transpose)
-    return values.to(dtype)
-
-
-def values_nvfp4(
-    codes: Tensor, scale: Tensor, dtype: torch.dtype, shape: torch.Size, *, columnwise: bool, padded: bool
-) -> Tensor:
-    """code * s of one copy of a tensor of this shape, in the natural order. padded: with the padding of its rows."""
-    if not columnwise:
-        return dequantize_nvfp4(codes, scale, shape[-1], dtype, transpose=False)
-    values = dequantize_nvfp4(codes, scale, scale.shape[-1] * BLOCK, dtype, transpose=True)
-    num_rows = shape[-2] if values.ndim == 3 else math.prod(shape[:-1])
-    return values if padded else values[..., :num_rows, :].reshape(shape)
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -468,33 +417,6 @@ def cast_nvfp4_triton(
         NATIVE=converts_to_float8(x), BLOCK_R=config.block_r, BLOCK_C=config.block_c,
         COLUMNS_AT_ONCE=config.columns, num_warps=config.num_warps, maxnreg=config.registers,
     )  # fmt: skip
-
-
-def dequantize_nvfp4_triton(codes: Tensor, scale: Tensor, values: Tensor, *, transpose: bool) -> None:
-    """Writes `values`, float32, bfloat16 or float16."""
-    if not has_work(values):
-        return
-    codes, scale = codes.contiguous(), scale.view(torch.uint8).contiguous()
-    *_, R, K = values.shape
-    config = dequantize_nvfp4_config(K, values.dtype, transpose=transpose)
-    about = {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c, "num_warps": config.num_warps}
-    num_groups = values.numel() // (R * K)
-    column_tiles = cdiv(K, config.block_c)
-    if transpose:
-        tiles = num_groups * cdiv(R, BLOCK * config.block_r)
-        band = min(tiles, max(config.band, cdiv(tiles, 65535)))
-        _dequantize_columns(
-            codes, (band, column_tiles, cdiv(tiles, band)), codes.view(torch.int64), scale, values, num_groups, R,
-            K=K, COLUMNS=config.columns, **about,
-        )  # fmt: skip
-    elif values.dtype == torch.bfloat16 and K % BLOCK == 0:
-        words = values.numel() // 8
-        _dequantize_words(
-            codes, cdiv(words, WORDS_AT_ONCE), codes.view(torch.int32), scale, values, words, BLOCK=WORDS_AT_ONCE
-        )
-    else:
-        rows = num_groups * R
-        _dequantize_rows(codes, cdiv(rows, config.block_r) * column_tiles, codes, scale, values, rows, K, **about)
 
 
 def cast_nvfp4_gluon(

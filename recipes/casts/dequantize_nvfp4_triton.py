@@ -1,4 +1,4 @@
-"""The Triton kernels of dequantization from NVFP4. `cast_nvfp4` launches them and describes the layouts."""
+"""The Triton kernels of `dequantize_nvfp4`, which launches them. `cast_nvfp4` describes the layouts."""
 
 from recipes.triton.gates import tl, triton
 from recipes.triton.rounding import INTERPRET, round_to

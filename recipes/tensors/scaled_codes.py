@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recipes.casts.cast import dequantize
-from recipes.casts.cast_nvfp4 import values_nvfp4
+from recipes.casts.dequantize_nvfp4 import values_nvfp4
 from recipes.casts.hadamard import hadamard_ref
 from recipes.casts.layout import Copies
 from recipes.casts.members import Stored, as_stack, of_rows, of_stack
@@ -254,7 +254,7 @@ class Dequantized(ScaledCodes):
 
     @property
     def _rows_of_a_block(self) -> int:
-        """Rows of groups are padded to this, if a transform is of so many: those of its values are, too."""
+        """Columnwise values are padded to a multiple of so many rows in each group, as their codes are."""
         return self.spec.alignment if self.columnwise and self.amax is not None else 1
 
     def member(self, group: int, sizes: Sequence[int] | None = None) -> ScaledCodes:
