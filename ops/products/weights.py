@@ -124,18 +124,18 @@ def quantized_weights(
         rowwise = columnwise = True
         quantize = partial(one_for_both, quantize)
     if ctx.seen_in_forward is not None:
-        kept: ForBackward | None = ctx.quantized_weights
-        if kept is None:
+        saved: ForBackward | None = ctx.quantized_weights
+        if saved is None:
             return (once or quantize)(rowwise, columnwise)
         for name in names:
             ctx.check_unchanged(name)
-        return kept.copies.members if isinstance(kept.copies, SplitTensors) else kept.copies
-    copies = ctx.prepared_weights
-    if copies is None:
-        copies = _in_forward(ctx, names, quantizer, quantize, once or quantize, rowwise, columnwise)
-    operation = ctx.operation
+        return saved.copies.members if isinstance(saved.copies, SplitTensors) else saved.copies
+    operation, copies = ctx.operation, ctx.prepared_weights
     gathered = operation.exchanges_parameters or operation._forward_pre_hooks
-    if ctx.needs_grad and ctx.needs.input and (quantizer.keeps_state or not gathered):
+    kept = ctx.needs_grad and ctx.needs.input and (quantizer.keeps_state or not gathered)
+    if copies is None:
+        copies = _in_forward(ctx, names, quantizer, quantize, once or quantize, rowwise, columnwise, kept)
+    if kept:
         ctx.quantized_weights = ForBackward(_for_backward(copies))
     return copies
 
@@ -148,12 +148,14 @@ def _in_forward(
     once: Quantize,
     rowwise: bool,
     columnwise: bool,
+    kept: bool,
 ) -> Copies:
+    """kept: for backward, of which the columnwise copy is."""
     operation = ctx.operation
     flag, scope = keep_weights_flag(), operation.weights_scope
     # What is computed anew for each forward has no copies that outlive it.
     if (flag is None and scope is None) or any(name in ctx.computed for name in names):
-        return once(rowwise, columnwise)
+        return once(rowwise, columnwise and (kept or not rowwise))
     parameters = [ctx.held(name) for name in names]
     key = (ctx.recipe.quantizer(Role.WEIGHT), ctx.path.name, ctx.dtype)
     replayed = _casts_at_each_replay(parameters)
