@@ -91,7 +91,7 @@ def run_traced(
     stages_of: from what is seen of a call, the `Sequential.traced_stages` of the layer; torch takes it for constant
     tensors: the parameters of its operations, in their order
     """
-    stages = stages_of(*see(module, x, extras, outputs, None, None, False, registered_fusions()))
+    stages = stages_of(*see(module, x, extras, outputs, None, None, registered_fusions()))
     if isinstance(stages, str):
         refuse(stages)
         return None

@@ -77,7 +77,6 @@ class Container(nn.Module):
     """The part of Sequential's interface that a Layout reads."""
 
     path: str | None
-    retain_graph: bool
     exports: Names = ()
     planner: FusionPlanner
     first_forwards: FirstForwards
@@ -106,7 +105,6 @@ class Layout:
     def __init__(self, sequential: Container) -> None:
         self.planner = sequential.planner
         self.path = sequential.path
-        self.retain_graph = sequential.retain_graph
         self._count = len(sequential._modules)
         self._first_forwards = sequential.first_forwards
         self._own_contents = _contents(sequential)
@@ -225,7 +223,6 @@ class Layout:
             nested.can_be_flattened()
             and nested.path in (None, self.path)
             and nested.planner.fusions in (None, self.planner.fusions)
-            and nested.retain_graph in (False, self.retain_graph)
         )
 
     def _names_of(self, module: nn.Module) -> _Names:
@@ -282,7 +279,6 @@ class Layout:
         lost = {
             "path": self.path is not None and nested.path is None,
             "fusions": self.planner.fusions is not None and nested.planner.fusions is None,
-            "retain_graph": self.retain_graph and not nested.retain_graph,
         }
         names = [name for name, is_lost in lost.items() if is_lost]
         if names:
@@ -295,7 +291,7 @@ class Layout:
         if self._run:
             pipeline = Pipeline(
                 [operation for _, _, operation in self._run],
-                planner=self.planner, path=self.path, retain_graph=self.retain_graph,
+                planner=self.planner, path=self.path,
                 labels=[label for _, label, _ in self._run], recipe=self._run[0][2].recipe,
                 first_forwards=self._first_forwards,
             )  # fmt: skip
@@ -387,4 +383,4 @@ def _why_not_flattened(names: frozenset[str]) -> str | None:
 
 def _contents(container: Container) -> tuple[Any, ...]:
     """The settings and modules of a Container. A layout is stale once they differ."""
-    return container.path, container.retain_graph, container.exports, container.planner, *container._modules.values()
+    return container.path, container.exports, container.planner, *container._modules.values()

@@ -47,11 +47,10 @@ class Sequential(Container):
     Arguments: modules, or one dict of names to modules. Ordinary modules are allowed anywhere; they split the pipeline.
     Nested Sequentials are flattened, or called where they have other settings or keep a name that is used outside too.
 
-    fusions:      use only these fusions, in this order, instead of the registered and built-in ones
-    path:         force "grouped" or "split"; None lets the recipe decide
-    retain_graph: keep the tensors saved for backward, so that it can run twice; by default each operation frees its own
-    exports:      inside of another Sequential, the extra outputs that it makes for that one; it keeps all others to
-                  itself. The extra inputs that nothing in it makes it takes from the other one, by name.
+    fusions: use only these fusions, in this order, instead of the registered and built-in ones
+    path:    force "grouped" or "split"; None lets the recipe decide
+    exports: inside of another Sequential, the extra outputs that it makes for that one; it keeps all others to itself.
+             The extra inputs that nothing in it makes it takes from the other one, by name.
 
     `y = seq(x, split_sizes=sizes, scales=probs)`: extra inputs are passed by name; every operation that declares the
     name receives the tensor. `y, extras = seq(x, outputs=("routing_map",))` returns extra outputs by name. Where two
@@ -70,7 +69,6 @@ class Sequential(Container):
         *modules: nn.Module | Mapping[str, nn.Module],
         fusions: Sequence[Fusion] | None = None,
         path: str | None = None,
-        retain_graph: bool = False,
         exports: Sequence[str] = (),
     ) -> None:
         super().__init__()
@@ -79,7 +77,6 @@ class Sequential(Container):
                 f"path={path!r} does not exist. Give 'grouped', 'split', or None to let the recipe decide."
             )
         self.path = path
-        self.retain_graph = retain_graph
         check_names("exports", exports)
         self.exports = tuple(exports)
         self.planner = FusionPlanner(fusions)
@@ -164,7 +161,7 @@ class Sequential(Container):
     def _like(self, modules: Mapping[str, nn.Module | None] | None) -> Sequential:
         """Another Sequential with the same settings, of the same class if that is constructed alike."""
         kind = type(self) if type(self).__init__ is Sequential.__init__ else Sequential
-        other = kind(fusions=self.planner.fusions, path=self.path, retain_graph=self.retain_graph)
+        other = kind(fusions=self.planner.fusions, path=self.path)
         other.train(self.training)
         if modules is not None:
             other._modules.update(modules)
@@ -197,7 +194,7 @@ class Sequential(Container):
             )
             if isinstance(x, Tensor) and not isinstance(x, QuantizedHandle):
                 fusions = registered_fusions()
-                call = see(self, x, extras, outputs, buffers, self.path, self.retain_graph, fusions)
+                call = see(self, x, extras, outputs, buffers, self.path, fusions)
                 stages = self.traced_stages(*call)
             if not isinstance(stages, str):
                 return self._run_stages(stages, x, outputs, extras)
@@ -240,7 +237,7 @@ class Sequential(Container):
                     module = module._modules[name]
                 settings: dict[str, Any] = {name: extras[name] for name in needs}
                 if isinstance(module, BasicOperation):
-                    settings |= {"path": self.path, "retain_graph": self.retain_graph}
+                    settings["path"] = self.path
                 if wanted:
                     settings["outputs"] = wanted
                 result = module(x, **settings)
@@ -279,7 +276,7 @@ class Sequential(Container):
             extras |= produced
             return y
         if isinstance(stage.runner, BasicOperation):
-            settings = {"buffers": buffers.get(0), "path": self.path, "retain_graph": self.retain_graph}
+            settings = {"buffers": buffers.get(0), "path": self.path}
             # Hooks added after the first forward split an operation off; then only the Sequential has its recipe.
             again = self.first_forwards.entered_again(self.training, stage.runner.recipe, counts=False)
             with again if note_forward() else nullcontext():

@@ -125,7 +125,7 @@ def build(case: Case) -> Sequential:
             start = float(one and not layer.arguments["zero_centered_gamma"])
             dtype = torch.float32 if case.wide_layers and layer.kind in WIDE else case.dtype
             p.data = (start + scale * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(dtype)
-    model = Sequential(*modules, path=case.path, retain_graph=case.retains_graph).to(case.device)
+    model = Sequential(*modules, path=case.path).to(case.device)
     for layer, module in zip(case.layers, modules, strict=True):
         if layer.recipe is not None:
             module.set_recipe(layer.recipe)  # type: ignore[operator]

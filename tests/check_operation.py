@@ -56,7 +56,7 @@ def check_operation(
 
 def check_gradients(operation: BasicOperation, x: Tensor, extras: Mapping[str, Tensor] | None = None) -> None:
     """torch.autograd.gradcheck in float64 of x, all extras and all parameters."""
-    sequential = Sequential(operation.double(), retain_graph=True)
+    sequential = Sequential(operation.double())
     names = ("x", *(extras or {}))
     values = [t.detach().double().requires_grad_() for t in (x, *(extras or {}).values())]
 

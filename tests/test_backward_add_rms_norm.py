@@ -141,7 +141,7 @@ def test_a_residual_branch_uses_it_by_default(recipe: str) -> None:
 
 
 def test_gradcheck_of_a_residual_branch() -> None:
-    layer = Sequential(*branch(4), ops.Linear(4, 4), ops.AddExtraInput("extra"), retain_graph=True).double()
+    layer = Sequential(*branch(4), ops.Linear(4, 4), ops.AddExtraInput("extra")).double()
     assert "BackwardAddRMSNorm" in layer.explain()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))

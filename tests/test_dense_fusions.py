@@ -402,7 +402,7 @@ def test_a_fused_pair_passes_gradcheck() -> None:
     operations = [ops.MakeExtraOutput("residual"), ops.Linear(4, 6), ops.SwiGLU(), ops.Linear(3, 4, bias=False)]
     operations += [ops.ConstantScale(-1.7), ops.AddExtraInput("residual"), bias(4), ops.Linear(4, 4)]
     operations += [ops.ConstantScale(0.3)]
-    sequential = Sequential(*(operation.double() for operation in operations), retain_graph=True)
+    sequential = Sequential(*(operation.double() for operation in operations))
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, *_: sequential(x), (x, *sequential.parameters()))
 

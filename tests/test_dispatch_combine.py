@@ -179,7 +179,7 @@ def test_combine_sums_every_value_and_hands_back_every_gradient(dtype: torch.dty
 @pytest.mark.parametrize("case", CASES)
 def test_gradcheck(case: Case) -> None:
     indices = torch.tensor(case.indices)
-    sequential = Sequential(ops.Dispatch(case.num_experts), ops.Combine(), retain_graph=True)
+    sequential = Sequential(ops.Dispatch(case.num_experts), ops.Combine())
 
     def call(x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         y, made = sequential(x, probs=probs, indices=indices, outputs=("scales",))
@@ -287,7 +287,7 @@ def test_repeating_gives_the_same_bits(device: str) -> None:
     indices = torch.rand(256, 16, device=device).argsort(1)[:, :4]
     x = torch.randn(256, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     probs = torch.rand(256, 4, device=device, requires_grad=True)
-    pair = Sequential(ops.Dispatch(16), ops.Combine(), retain_graph=True)
+    pair = Sequential(ops.Dispatch(16), ops.Combine())
     results = []
     for _ in range(3):
         y, made = pair(x, probs=probs, indices=indices, outputs=("scales",))
@@ -517,7 +517,6 @@ def moe_layer(hidden: int, experts: int, topk: int, features: int, **where: Any)
         ops.GroupedLinear(experts, features, hidden, bias=False, **where),
         ops.Combine(),
         ops.AddExtraInput("residual"),
-        retain_graph=True,
     )
 
 

@@ -301,7 +301,7 @@ def need_some_gradients(rank: int) -> None:
             y = whole(case)(given.x, probs=given.probs, indices=given.indices)
             part = share_of(whole(case), case, dist.group.WORLD)(own.x, probs=own.probs, indices=own.indices)
         assert_same_bits({"y": part}, {"y": y.split(case.tokens)[rank]})
-        twice = share_of(whole(case), case, dist.group.WORLD, retain_graph=True)
+        twice = share_of(whole(case), case, dist.group.WORLD)
         x = own.x.clone().requires_grad_()
         y = twice(x, probs=own.probs, indices=own.indices)
         first, second = (torch.autograd.grad(y, x, own.dy, retain_graph=True) for _ in range(2))

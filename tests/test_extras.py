@@ -112,7 +112,7 @@ def test_one_extra_output_feeds_three_operations(between: Callable[[], nn.Module
 def test_fan_out_passes_gradcheck() -> None:
     layer = Sequential(
         Make("r"), ops.RMSNorm(WIDTH), Gate().rename_extras(other="r"), nn.Tanh(), Add("r"),
-        Gate().rename_extras(other="r"), retain_graph=True,
+        Gate().rename_extras(other="r"),
     ).double()  # fmt: skip
     x = torch.randn(2, WIDTH, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))
@@ -198,7 +198,7 @@ def test_an_output_that_is_computed_inside_carries_its_gradient() -> None:
             d = ctx.saved.x * (2 / ctx.saved.x.shape[-1]) * d_extra_outputs["scales"][:, None]
             return d if dy is None else dy + d, {}, {}
 
-    layer = Sequential(MeanSquare(), ops.ScaledSwiGLU(), retain_graph=True)
+    layer = Sequential(MeanSquare(), ops.ScaledSwiGLU())
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(layer(x), gated(x, "swiglu") * x.square().mean(-1, keepdim=True))
     assert torch.autograd.gradcheck(layer, x)
@@ -257,7 +257,7 @@ def test_adding_in_place_gives_the_same_numbers(dtype: torch.dtype, shape: tuple
 def test_adding_in_place_passes_gradcheck() -> None:
     operation, x = Add("other", in_place=True), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     other = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    layer = Sequential(operation, retain_graph=True)
+    layer = Sequential(operation)
     assert torch.autograd.gradcheck(lambda x, other: layer(x, other=other.sin()), (x, other))
 
 
@@ -681,7 +681,7 @@ def test_a_gradient_that_another_may_see_is_left_alone(whose: str) -> None:
     for in_place in (False, True):
         torch.manual_seed(3)
         asking = Asking(in_place)
-        layer = Sequential(Times(1.0), Make("s"), asking, *FOREIGN[whose](), retain_graph=True).double()
+        layer = Sequential(Times(1.0), Make("s"), asking, *FOREIGN[whose]()).double()
         x, other, buffer, dy = (torch.randn(3, WIDTH, dtype=torch.float64) for _ in range(4))
         state = {**layer.state_dict(), "other": other, "dy": dy, "x": x}
         before = {name: t.clone() for name, t in state.items()}
@@ -708,7 +708,7 @@ def test_the_gradient_of_a_returned_output_is_left_alone() -> None:
 def test_a_second_backward_gives_the_same() -> None:
     layer = Sequential(
         Times(2.0), Make("r", in_place=True), Times(3.0), Add("r", in_place=True), Gate().rename_extras(other="e"),
-        Times(2.0), retain_graph=True,
+        Times(2.0),
     )  # fmt: skip
     x, e = tensor().requires_grad_(), tensor().requires_grad_()
     y = layer(x, e=e)
@@ -935,7 +935,6 @@ def test_any_branches_agree_with_plain_torch_or_are_refused(retain_graph: bool, 
     start = {name: torch.rand(2, WIDTH, generator=generator, dtype=torch.float64) + 0.5 for name in ("x", *drawn.given)}
     torch.manual_seed(7)
     layer = build(drawn)
-    layer.retain_graph = retain_graph
     results = []
     for run in (plain, ours):
         generator.manual_seed(11)
@@ -947,7 +946,7 @@ def test_any_branches_agree_with_plain_torch_or_are_refused(retain_graph: bool, 
             heads = [t for t in outputs.values() if t.requires_grad]
             if heads:
                 d = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in heads]
-                torch.autograd.backward(heads, d)
+                torch.autograd.backward(heads, d, retain_graph=retain_graph)
         except RuntimeError as error:
             assert run is ours and re.search(REFUSALS, str(error)), error
             event("refused")

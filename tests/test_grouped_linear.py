@@ -222,7 +222,7 @@ def test_random_splits_on_the_gpu(sizes, tail, bias, forms, dtype, seed):
 @pytest.mark.parametrize("bias", BIASES)
 def test_gradcheck(bias, stacked):
     op = make(3, 4, 3, bias, dtype=torch.float64, stacked=stacked)
-    seq = Sequential(op, retain_graph=True)
+    seq = Sequential(op)
     x, scales, _ = data(7, 7, 4, 3, bias, torch.float64)
     extras = {} if scales is None else {"scales": scales.requires_grad_()}
     names = [name for name, _ in op.named_parameters()]

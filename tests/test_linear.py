@@ -66,7 +66,7 @@ def reference(operation: ops.Linear, bias: bool = True) -> nn.Linear:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear_passes_gradcheck(shape: tuple[int, ...], bias: bool) -> None:
-    sequential = Sequential(linear(torch.float64, bias), retain_graph=True)
+    sequential = Sequential(linear(torch.float64, bias))
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, *_: sequential(x), (x, *sequential.parameters()))
 
@@ -239,7 +239,7 @@ def test_two_linears_in_a_pipeline_are_two_linears_alone(recipe: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bias_passes_gradcheck(shape: tuple[int, ...]) -> None:
-    sequential = Sequential(ops.Bias(5, dtype=torch.float64), retain_graph=True)
+    sequential = Sequential(ops.Bias(5, dtype=torch.float64))
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, *_: sequential(x), (x, *sequential.parameters()))
 

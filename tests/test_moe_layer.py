@@ -134,7 +134,7 @@ def test_the_loss_alone_trains_the_router_alone():
 
 def test_gradcheck():
     layer = make(2, experts=3)
-    layer = Sequential(*layer, retain_graph=True)
+    layer = Sequential(*layer)
     x, _ = data(4)
 
     def function(x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:

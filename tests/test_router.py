@@ -74,7 +74,7 @@ def make(shape: Shape, mode: dict[str, bool], dtype: torch.dtype = torch.float32
 @pytest.mark.parametrize("mode", MODES)
 def test_gradcheck(mode: dict[str, bool], shape: Shape) -> None:
     operation = make(shape, mode, torch.float64)
-    sequential = Sequential(operation, retain_graph=True)
+    sequential = Sequential(operation)
     x = torch.randn(shape.tokens, shape.hidden, dtype=torch.float64, requires_grad=True)
 
     def call(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:

@@ -217,7 +217,7 @@ def test_any_heads_and_any_frozen_tensors(model: str, heads: tuple[str, ...], fr
 def test_gradcheck(model: Model) -> None:
     small = model._replace(experts=min(model.experts, 16), topk=min(model.topk, 4))
     router = make(small, 4, dtype=torch.float64)
-    sequential, x = Sequential(router, retain_graph=True), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    sequential, x = Sequential(router), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 
     def call(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         y, made = sequential(x, outputs=DIFFERENTIABLE)

@@ -204,7 +204,7 @@ def test_gradients_are_those_of_plain_autograd() -> None:
 
 
 def test_gradcheck_passes_with_retained_graphs() -> None:
-    sequential = Sequential(Scale(), Square(), ops.Linear(3, 2), Multiply(), retain_graph=True).double()
+    sequential = Sequential(Scale(), Square(), ops.Linear(3, 2), Multiply()).double()
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     other = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
     names = [name for name, _ in sequential.named_parameters()]
@@ -828,7 +828,7 @@ def test_saved_tensors_are_freed_operation_by_operation() -> None:
     for retain, expected in ((False, [[], [2, 2], [1, 1, 2, 2]]), (True, [[], [], []])):
         freed.clear()
         seen.clear()
-        sequential = Sequential(Keeps(0), Keeps(1), Keeps(2), retain_graph=retain)
+        sequential = Sequential(Keeps(0), Keeps(1), Keeps(2))
         y = sequential(torch.ones(2, requires_grad=True))
         gc.disable()
         try:
@@ -842,7 +842,7 @@ def test_saved_tensors_are_freed_operation_by_operation() -> None:
 
 
 def test_retain_graph_runs_twice_with_equal_results() -> None:
-    sequential = Sequential(ops.Linear(3, 3), Square(), Scale(), retain_graph=True)
+    sequential = Sequential(ops.Linear(3, 3), Square(), Scale())
     x = torch.randn(4, 3, requires_grad=True)
     y = sequential(x)
     inputs = [x, *sequential.parameters()]
@@ -854,30 +854,24 @@ def test_retain_graph_runs_twice_with_equal_results() -> None:
 def test_a_second_backward_raises_one_clear_error() -> None:
     sequential = Sequential(ops.Linear(3, 3), Square())
     y = sequential(torch.randn(4, 3))
-    y.sum().backward(retain_graph=True)
-    message = r"second backward: what the operations saved was freed.*Sequential\(\.\.\., retain_graph=True\)"
+    for retain in (True, False):
+        y.sum().backward(retain_graph=retain)
+    message = r"second backward: what the operations saved was freed.*Give the first one retain_graph=True"
     with pytest.raises(RuntimeError, match=message):
         y.sum().backward()
 
 
 def test_a_second_backward_of_a_pipeline_that_saves_nothing_raises_too() -> None:
     y = Sequential(Spy())(torch.ones(2, requires_grad=True))
-    y.sum().backward(retain_graph=True)
+    for retain in (True, False):
+        y.sum().backward(retain_graph=retain)
     with pytest.raises(RuntimeError, match="second backward"):
         y.sum().backward()
 
 
-def test_retain_graph_needs_to_be_said_to_backward_too() -> None:
-    y = Sequential(Square(), retain_graph=True)(torch.ones(2, requires_grad=True))
-    y.sum().backward()
-    with pytest.raises(RuntimeError, match=r"second backward.*Give the first one retain_graph=True"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("retain", [False, True])
-def test_double_backward_raises_one_clear_error(retain: bool) -> None:
+def test_double_backward_raises_one_clear_error() -> None:
     x = torch.ones(2, requires_grad=True)
-    y = Sequential(Square(), retain_graph=retain)(x)
+    y = Sequential(Square())(x)
     message = r"Double backward \(create_graph=True\) through a pipeline is not supported"
     with pytest.raises(RuntimeError, match=message):
         torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -968,7 +962,7 @@ def test_numbers_set_on_the_context_in_forward_are_there_in_backward_and_stay_in
             ctx.note = "backward"
             return dy, {}, {}
 
-    sequential = Sequential(Counts(), retain_graph=True)
+    sequential = Sequential(Counts())
     x3, x5 = torch.ones(3, requires_grad=True), torch.ones(5, requires_grad=True)
     y3, y5 = sequential(x3), sequential(x5)
     y3.sum().backward(retain_graph=True)
@@ -1219,7 +1213,6 @@ def live() -> tuple[int, int]:
 def test_two_hundred_steps_leave_no_tensors_or_objects_behind(retain: bool, recipe: str | None) -> None:
     sequential = Sequential(
         ops.Linear(32, 32), ops.MakeExtraOutput("tapped"), nn.Tanh(), Multiply().rename_extras(other="tapped"), Scale(),
-        retain_graph=retain,
     )  # fmt: skip
     optimizer = torch.optim.SGD(sequential.parameters(), lr=1e-3)
 
@@ -1227,7 +1220,7 @@ def test_two_hundred_steps_leave_no_tensors_or_objects_behind(retain: bool, reci
         optimizer.zero_grad()
         with autocast(recipe):
             y, made = sequential(torch.randn(rows, 32), outputs=("tapped",))
-        (y.sum() + made["tapped"].sum()).backward()
+        (y.sum() + made["tapped"].sum()).backward(retain_graph=retain)
         with torch.no_grad():
             sequential(torch.randn(rows, 32))
         optimizer.step()

@@ -281,10 +281,9 @@ def test_what_is_not_a_module_is_refused_and_nothing_changes(add: str) -> None:
 
 
 def test_slices_and_sums_keep_the_settings_and_the_mode() -> None:
-    sequential = Sequential(*modules(3), fusions=(), path="split", retain_graph=True).eval()
+    sequential = Sequential(*modules(3), fusions=(), path="split").eval()
     for other in (sequential[1:], sequential + [Scale()]):
         assert other.path == "split"
-        assert other.retain_graph
         assert other.planner.fusions == ()
         assert not other.training
 
@@ -417,18 +416,11 @@ def test_a_call_on_meta_tensors_gives_the_shape() -> None:
     assert y.is_meta and y.shape == (5, 3)
 
 
-@pytest.mark.parametrize("setting", ["retain_graph", "path"])
-def test_a_setting_changed_after_a_call_holds_for_the_next(setting: str) -> None:
+def test_a_setting_changed_after_a_call_holds_for_the_next() -> None:
     sequential = Sequential(Scale())
     sequential(torch.ones(2))
-    if setting == "path":
-        sequential.path = "split"
-        assert "path: split, as asked for" in sequential.explain()
-    else:
-        sequential.retain_graph = True
-        y = sequential(torch.ones(2))
-        y.sum().backward(retain_graph=True)
-        y.sum().backward()
+    sequential.path = "split"
+    assert "path: split, as asked for" in sequential.explain()
 
 
 # Nested Sequentials
@@ -441,7 +433,7 @@ def test_a_nested_sequential_is_flattened() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"retain_graph": True}, {"path": "split"}, {"fusions": ()}], ids=lambda s: next(iter(s))
+    "settings", [{"path": "split"}, {"fusions": ()}], ids=lambda s: next(iter(s))
 )
 def test_a_nested_sequential_with_settings_of_its_own_is_called(settings: dict[str, Any]) -> None:
     sequential = Sequential(Scale(2.0), Sequential(Shift(1.0), **settings), Scale(3.0))
@@ -451,7 +443,7 @@ def test_a_nested_sequential_with_settings_of_its_own_is_called(settings: dict[s
 
 
 def test_a_nested_sequential_with_the_same_settings_is_flattened() -> None:
-    settings: dict[str, Any] = {"retain_graph": True, "path": "split", "fusions": ()}
+    settings: dict[str, Any] = {"path": "split", "fusions": ()}
     assert stages(Sequential(Scale(), Sequential(Scale(), **settings), Sequential(Scale()), **settings)) == [3]
 
 
@@ -473,7 +465,7 @@ def test_extra_tensors_pass_into_and_out_of_a_nested_sequential_with_settings() 
     inner = Sequential(
         Tap().rename_extras(tapped="inner"),
         Multiply().rename_extras(other="outer"),
-        retain_graph=True,
+        fusions=(),
         exports=("inner",),
     )
     sequential = Sequential(
@@ -841,7 +833,7 @@ def test_a_hooked_operation_still_takes_and_makes_extras_by_name() -> None:
 
 
 def test_a_hooked_operation_keeps_the_settings_of_its_sequential() -> None:
-    sequential = Sequential(Scale(2.0), retain_graph=True)
+    sequential = Sequential(Scale(2.0))
     sequential[0].register_forward_hook(lambda *_: None)
     x = torch.ones(2, requires_grad=True)
     y = sequential(x)
@@ -938,7 +930,7 @@ def test_explain_changes_nothing() -> None:
     assert list(sequential.state_dict()) == list(state)
 
 
-SETTINGS = [{"path": "split"}, {"fusions": ()}, {"retain_graph": True}]
+SETTINGS = [{"path": "split"}, {"fusions": ()}]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))

@@ -88,7 +88,6 @@ def test_making_an_extra_output_adds_up_the_gradients(dtype: torch.dtype, heads:
 def test_a_residual_branch_passes_gradcheck() -> None:
     layer = Sequential(
         ops.MakeExtraOutput("residual"), ops.RMSNorm(4), ops.Linear(4, 4), ops.AddExtraInput("residual"),
-        retain_graph=True,
     ).double()  # fmt: skip
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))

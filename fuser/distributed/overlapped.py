@@ -46,7 +46,7 @@ class Overlapped(Sequential):
     microbatches are added in the same order, the last one first. Random numbers (dropout, stochastic rounding) are
     drawn in the order above.
 
-    modules, fusions, path, retain_graph, exports: as for `Sequential`, also the keys of the state dict
+    modules, fusions, path, exports: as for `Sequential`, also the keys of the state dict
     microbatches: n. Every rank needs the same. A rank may have fewer rows, or none.
 
     Called as a Sequential: extra inputs are tensors with a row for each row of x, and divided as x is. Extra outputs
@@ -67,10 +67,9 @@ class Overlapped(Sequential):
         microbatches: int = 2,
         fusions: Sequence[Fusion] | None = None,
         path: str | None = None,
-        retain_graph: bool = False,
         exports: Sequence[str] = (),
     ) -> None:
-        super().__init__(*modules, fusions=fusions, path=path, retain_graph=retain_graph, exports=exports)
+        super().__init__(*modules, fusions=fusions, path=path, exports=exports)
         (self.microbatches,) = positive_integers("Overlapped", microbatches=microbatches)
         if not any(map(_is_over_ranks, self)):
             raise ValueError(
@@ -113,7 +112,7 @@ class Overlapped(Sequential):
         """That of the modules with each Dispatch and Combine in its two halves."""
         own = super().layout()
         if self._expanded is None or self._expanded[0] is not own:
-            halves = Sequential(fusions=self.planner.fusions, path=self.path, retain_graph=self.retain_graph)
+            halves = Sequential(fusions=self.planner.fusions, path=self.path)
             halves.planner, halves.first_forwards = self.planner, self.first_forwards
             halves.extend([_in_halves(module) for module in self])
             halves.exports = self.exports

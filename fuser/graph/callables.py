@@ -24,7 +24,7 @@ from fuser.graph.checks import HeldCheck, InputCheck
 from fuser.graph.record import Graphs
 from fuser.schedule.memory import MemoryPlan
 from fuser.schedule.schedule import Event, Item, Pass, Place, Schedule
-from ops.runner.nested_backward import unwanted_parameters
+from ops.runner.nested_backward import unreached
 from ops.runner.operation import BasicOperation
 from recipes.recipe import Recipe
 
@@ -234,7 +234,7 @@ class GraphedCallable:
         if not self._wgrad_is_external:
             return
         first = self.num_leading
-        if unwanted_parameters(edges[first : first + self.num_params]):
+        if unreached(edges[first : first + self.num_params]):
             raise RuntimeError(
                 f"{self._label} was captured with gradients that go into main_grad or are delayed, and a replay "
                 "computes them, but this backward asks for others alone (torch.autograd.grad, backward(inputs=...)). "

@@ -27,6 +27,8 @@ DOUBLE_BACKWARD = (
     "backward without create_graph, or express that part with plain torch functions."
 )
 
+X = -1  # the position of x, before the parameters
+
 
 class Record(NamedTuple):
     """What forward leaves for backward, but for the saved tensors.
@@ -73,16 +75,18 @@ def run_backward(
     dy: Tensor | None,
     d_returned: Sequence[Tensor | None],
     unwanted: frozenset[int] = frozenset(),
+    records: bool = True,
 ) -> list[Tensor | None]:
     """The gradients of x, of every parameter, and of the extra inputs, in this order.
 
-    unwanted: the parameters, by their positions, whose gradients this backward does not compute
+    unwanted: of x, and the parameters by their positions, what this backward does not compute; x is at position X
+    records: whether quantizers with a state record amaxes, as in the first of several backwards
     The entries of `saved` are freed step by step. For quantizers with a state the backward is a step of its own.
     """
     repeats = not record.buffers and may_repeat(record.program.request.device, record.entries)
     # A step that is repeated reads no recipe.
     with _NOTHING if repeats else reentered(record.entries):
-        if not record.program.keeps_state:
+        if not (record.program.keeps_state and records):
             return _run(record, saved, dy, d_returned, None, unwanted, repeats)
         updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
         try:
@@ -244,7 +248,8 @@ def _context(step: _OperationBackward, index: int, updates: Any) -> OperationCon
         context.updates = updates
     if step.unwanted:
         wanted = {name for name in context.needs.params if context.parameter_slots[name] not in step.unwanted}
-        context.needs = context.needs._replace(params=frozenset(wanted))
+        needs_input = context.needs.input and not (index == 0 and X in step.unwanted)
+        context.needs = context.needs._replace(input=needs_input, params=frozenset(wanted))
     return context
 
 

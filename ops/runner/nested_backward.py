@@ -63,15 +63,21 @@ def within_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-def unwanted_parameters(nodes: Sequence[tuple[Any, int]]) -> frozenset[int]:
-    """The positions of the nodes that the current backward does not reach, among those that gradients go to.
+def retains_graph() -> bool:
+    """Whether the current backward keeps what autograd saved: another one may follow."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def unreached(nodes: Sequence[tuple[Any, int]], first: int = 0) -> frozenset[int]:
+    """The positions, from `first` on, of the nodes that the current backward does not reach, among those that gradients
+    go to.
 
     It computes other gradients only: `torch.autograd.grad(y, x)`, `backward(inputs=[x])`.
     For a leaf whose gradient `torch.autograd.grad` returns, this costs the host an exception (about 20 us).
     """
     if torch._C._current_graph_task_id() < 0:
         return frozenset()
-    return frozenset(at for at, (node, _) in enumerate(nodes) if node is not None and not _is_reached(node))
+    return frozenset(at for at, (node, _) in enumerate(nodes, first) if node is not None and not _is_reached(node))
 
 
 def _is_reached(node: Any) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.runner.backward import DOUBLE_BACKWARD, Record, raise_located, run_backward, with_computed, without
+from ops.runner.backward import DOUBLE_BACKWARD, Record, X, raise_located, run_backward, with_computed, without
 from ops.runner.callers_buffers import check_before_backward, note_handed_on
 from ops.runner.context import state_of
 from ops.runner.in_place import memory_of
 from ops.runner.names import in_profile
-from ops.runner.nested_backward import unwanted_parameters
+from ops.runner.nested_backward import retains_graph, unreached
 from ops.runner.settings import Settings, check_settings, settings_of
 from ops.runner.torch_autocast import without_autocast
 from ops.runner.transforms import refuse_gradients
@@ -23,7 +23,7 @@ from recipes.tensors.quantized_handle import QuantizedHandle
 _wgrad_is_external = attrgetter("wgrad_is_external")
 
 
-class RetainingFunction(torch.autograd.Function):
+class PipelineFunction(torch.autograd.Function):
     """The pipeline as one autograd node. call: that of the pipeline (`ops.runner.run.Call`)"""
 
     @staticmethod
@@ -67,7 +67,6 @@ class RetainingFunction(torch.autograd.Function):
         )  # fmt: skip
         fctx.settings = [settings_of(operation) for operation in call.operations]
         fctx.has_run = False
-        fctx.retains = call.retains
         return tuple(outputs)
 
     @staticmethod
@@ -78,6 +77,7 @@ class RetainingFunction(torch.autograd.Function):
         record = fctx.record
         if any(op.settings != seen.assigned for op, seen in zip(record.operations, fctx.settings, strict=True)):
             _check_settings(record, fctx.settings)
+        is_first = not fctx.has_run
         saved = _take_saved(fctx)
         if record.program.computed:
             record = with_computed(record, saved)
@@ -88,11 +88,12 @@ class RetainingFunction(torch.autograd.Function):
             check_before_backward(buffers, record.parameters, saved, (dy, *d_returned))
         program = record.program
         with in_profile(program, record.operations, "_backward"), without_autocast(program.request.device):
-            # Gradients that go to autograd are dropped there if they are not needed; others would be accumulated.
+            # Gradients that go to autograd are dropped there if they are not needed; others would be accumulated. Two
+            # backwards that divide the gradients between them (zero-bubble schedules) compute what is needed alone.
             unwanted: frozenset[int] = frozenset()
-            if any(map(_wgrad_is_external, record.operations)):
-                unwanted = unwanted_parameters(fctx.next_functions[1 : 1 + len(record.parameters)])
-            gradients = run_backward(record, saved, dy, d_returned, unwanted)
+            if not is_first or retains_graph() or any(map(_wgrad_is_external, record.operations)):
+                unwanted = unreached(fctx.next_functions[: 1 + len(record.parameters)], first=X)
+            gradients = run_backward(record, saved, dy, d_returned, unwanted, records=is_first)
         if buffers:
             of_extras, edges = 1 + len(record.parameters), fctx.next_functions
             note_handed_on(buffers, [gradients[0], *gradients[of_extras:]], [edges[0], *edges[of_extras:]])
@@ -134,21 +135,18 @@ def _is_among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
     return any(tensor is other for other in others)
 
 
-class ReleasingFunction(RetainingFunction):
-    """The same node; what an operation saved is freed as soon as its backward has run."""
-
-    clear_saved_tensors_on_access = True
-
-
 def _take_saved(fctx: Any) -> list[Tensor | None]:
-    released = "In a second backward: what the operations saved was freed by the first one. "
-    if fctx.has_run and not fctx.retains:
-        raise RuntimeError(released + "Build the pipeline with Sequential(..., retain_graph=True) to run it again.")
+    """What the operations saved. Unless this backward retains its graph, autograd gives it up: each operation's part is
+    freed as soon as its backward has run."""
     try:
-        saved = fctx.saved_tensors
+        saved = list(fctx.saved_tensors)
     except RuntimeError as error:
         if not fctx.has_run:
             raise
-        raise RuntimeError(released + "Give the first one retain_graph=True.") from error
+        raise RuntimeError(
+            "In a second backward: what the operations saved was freed by the first one. Give the first one "
+            "retain_graph=True."
+        ) from error
+    fctx.maybe_clear_saved_tensors()
     fctx.has_run = True
-    return list(saved)
+    return saved

@@ -127,7 +127,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     _weights_scope: Any = None
     _recipe: Recipe | None = None
     _settings_seen: Any = None
-    _pipelines: Mapping[tuple[str | None, bool], Pipeline] = {}
+    _pipelines: Mapping[str | None, Pipeline] = {}
 
     @abstractmethod
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -299,40 +299,39 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         outputs: Sequence[str] = (),
         buffers: Mapping[str, Tensor] | None = None,
         path: str | None = None,
-        retain_graph: bool = False,
         **extras: Any,
     ) -> Any:
         """Run this operation alone: y, or (y, {name: extra output}) if `outputs` names some.
 
-        path, retain_graph: as for `Sequential`. buffers: the caller's own tensors, by name.
+        path: as for `Sequential`. buffers: the caller's own tensors, by name.
 
         Raises TypeError for an x that is no tensor, of complex numbers, or of integers where the operation computes in
         floating point.
         """
         if torch.compiler.is_compiling() or is_transformed():
-            stage = self._stage(*see(self, x, extras, outputs, buffers, path, retain_graph))
+            stage = self._stage(*see(self, x, extras, outputs, buffers, path))
             if isinstance(stage, str):
                 refuse(stage)
             else:
                 y, produced = run_stage(stage, parameters_of(self, stage), x, extras)
                 return (y, produced) if outputs else y
-        return self._run(x, outputs, buffers, path, retain_graph, extras)
+        return self._run(x, outputs, buffers, path, extras)
 
     @is_constant
     def _stage(self, *seen: Any) -> TracedStage | str:
         call = Seen(*seen)
-        pipeline = self._pipeline(call.path, call.retain_graph)
+        pipeline = self._pipeline(call.path)
         try:
             check_extras(pipeline.consumed, pipeline.produced, dict(call.given), call.outputs)
         except ValueError as error:
             return str(error)
         return stage_of(pipeline, [()], call.outputs, call, 0)
 
-    def _pipeline(self, path: str | None, retain_graph: bool) -> Pipeline:
-        pipeline = self._pipelines.get((path, retain_graph))
+    def _pipeline(self, path: str | None) -> Pipeline:
+        pipeline = self._pipelines.get(path)
         if pipeline is None:
-            pipeline = Pipeline((self,), path=path, retain_graph=retain_graph, recipe=self._recipe)
-            self._pipelines = {**self._pipelines, (path, retain_graph): pipeline}
+            pipeline = Pipeline((self,), path=path, recipe=self._recipe)
+            self._pipelines = {**self._pipelines, path: pipeline}
         return pipeline
 
     @not_traced(NOT_TRACED)
@@ -342,10 +341,9 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         outputs: Sequence[str],
         buffers: Mapping[str, Tensor] | None,
         path: str | None,
-        retain_graph: bool,
         extras: dict[str, Any],
     ) -> Any:
-        pipeline = self._pipeline(path, retain_graph)
+        pipeline = self._pipeline(path)
         check_extras(pipeline.consumed, pipeline.produced, extras, outputs)
         if buffers is not None:
             check_buffers(self, buffers, "buffers")

@@ -28,7 +28,7 @@ from ops.runner.input import as_input, check_extra_tensor, check_local, check_nu
 from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import note_forward
-from ops.runner.node import ReleasingFunction, RetainingFunction
+from ops.runner.node import PipelineFunction
 from ops.runner.parameters import computed_names, held_parameters, requires_grad
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
 from ops.runner.recent import Recent
@@ -62,12 +62,11 @@ class Parameters(NamedTuple):
 class Pipeline:
     """A run of basic operations that is executed as one autograd node.
 
-    operations:   the basic operations, in order; the caller holds them
-    planner:      chooses fused operations for a request; `plan_unfused` by default
-    path:         "grouped" or "split" to force one of the two storage paths, else None
-    retain_graph: keep what backward needs after the first backward
-    labels:       where each operation stands, for messages; by default its position
-    recipe:       the operations' own recipe; None: that of `autocast`
+    operations:  the basic operations, in order; the caller holds them
+    planner:     chooses fused operations for a request; `plan_unfused` by default
+    path:        "grouped" or "split" to force one of the two storage paths, else None
+    labels:      where each operation stands, for messages; by default its position
+    recipe:      the operations' own recipe; None: that of `autocast`
     first_forwards: those of the Sequential, which has other pipelines after a change
     """
 
@@ -77,7 +76,6 @@ class Pipeline:
         *,
         planner: Planner = plan_unfused,
         path: str | None = None,
-        retain_graph: bool = False,
         labels: Sequence[str] | None = None,
         recipe: Recipe | None = None,
         first_forwards: FirstForwards | None = None,
@@ -88,7 +86,6 @@ class Pipeline:
         self.labels = tuple(map(str, range(len(self.operations)))) if labels is None else tuple(labels)
         self.planner = planner
         self.path = path
-        self.retain_graph = retain_graph
         self.programs: dict[Any, Program] = {}
         self.first_forwards = first_forwards or FirstForwards()
         self.traced: dict[Any, Any] = {}  # of `ops.runner.tracing`, by what they hold for
@@ -252,8 +249,7 @@ class Pipeline:
                 return call.at_border(call.forward(x)), call.produced
             call.input_names = [name for name in self.consumed if isinstance(extras[name], Tensor)]
             tensors = parameters.present + [extras[name] for name in call.input_names]
-            function = RetainingFunction if self.retain_graph else ReleasingFunction
-            y, *returned = function.apply(call, x, *tensors)
+            y, *returned = PipelineFunction.apply(call, x, *tensors)
         return y, dict(zip(call.returned, returned, strict=True)) | call.produced
 
 
@@ -312,7 +308,6 @@ class Call:
         self.repeats = False
         self.is_traced = False  # what is kept for backward becomes results of an operation of torch
         self.rows: list[int] = []  # that each step saw, where it is
-        self.retains = pipeline.retain_graph
         self.labels = pipeline.labels
         self.first_forward = forward
         self.entries = open_entries()

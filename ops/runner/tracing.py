@@ -55,7 +55,6 @@ class Seen(NamedTuple):
     given: tuple[tuple[str, str], ...]
     has_buffers: bool
     path: str | None
-    retain_graph: bool
     fusions: tuple[str, ...]
 
 
@@ -77,7 +76,6 @@ def see(
     outputs: Sequence[str],
     buffers: Any,
     path: str | None,
-    retain_graph: bool,
     fusions: tuple[str, ...] = (),
 ) -> tuple[Any, ...]:
     """The fields of `Seen`, as torch hands them on. It is traced: what it reads is compared before the next call."""
@@ -85,7 +83,7 @@ def see(
     given = tuple([(n, str(v.dtype) if isinstance(v, Tensor) else type(v).__name__) for n, v in extras.items()])
     return (
         seen.recipe, seen.inside, modules, x.device.type, str(x.dtype), tuple(outputs), given, bool(buffers), path,
-        retain_graph, fusions,
+        fusions,
     )  # fmt: skip
 
 
