@@ -1,11 +1,13 @@
 """Stages of `torch.distributed.pipelining`: every schedule, those too that compute dx and dW apart (zero bubble).
 
 Such a schedule runs backward twice: `torch.autograd.grad` of the stage's inputs, its graph retained, and later of its
-weights. Each computes what it is asked for alone.
+weights. Each computes what it is asked for alone. With a `dw_builder` it runs one backward, which leaves the gradients of
+weights to `backward_dw()`.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -39,16 +41,16 @@ SCHEDULES = {
 
 
 class Stage(nn.Module):
-    def __init__(self, recipe: Recipe, main_grad: bool = False) -> None:
+    def __init__(self, recipe: Recipe, switch: str | None = None) -> None:
         super().__init__()
-        experts = {"bias": False, "accumulate_into_main_grad": main_grad}
+        experts = {"bias": False, **({switch: True} if switch else {})}
         self.recipe = recipe
         self.layer = Sequential(
             ops.MakeExtraOutput("residual"), ops.RMSNorm(HIDDEN), ops.Router(HIDDEN, EXPERTS, topk=2),
             ops.Dispatch(EXPERTS), ops.GroupedLinear(EXPERTS, HIDDEN, 2 * WIDTH, **experts), ops.ScaledSwiGLU(),
             ops.GroupedLinear(EXPERTS, WIDTH, HIDDEN, **experts), ops.Combine(), ops.AddExtraInput("residual"),
         )  # fmt: skip
-        if main_grad:
+        if switch == "accumulate_into_main_grad":
             for linear in (self.layer[4], self.layer[6]):
                 linear.weight.main_grad = torch.zeros_like(linear.weight)
                 linear.weight.grad_added_to_main_grad = False  # for which autograd gets a placeholder
@@ -74,14 +76,18 @@ def run_schedules(rank: int) -> None:
         alone = [dist.new_group([other]) for other in range(2)][rank]
         delayed = DelayedScaling(amax_reduction_group=alone)
         for kind, of_ranks in SCHEDULES.items():
-            for recipe, main_grad in ((HighPrecision(), False), (HighPrecision(), True), (delayed, False)):
-                run_schedule(kind, of_ranks[rank], 2 * len(of_ranks[0]), recipe, main_grad)
+            for recipe, switch in (
+                (HighPrecision(), None), (HighPrecision(), "accumulate_into_main_grad"), (delayed, None),
+                (delayed, "delay_wgrad_compute"),
+            ):  # fmt: skip
+                run_schedule(kind, of_ranks[rank], 2 * len(of_ranks[0]), recipe, switch)
 
 
-def run_schedule(kind: type, own: tuple[int, ...], stages: int, recipe: Recipe, main_grad: bool) -> None:
+def run_schedule(kind: type, own: tuple[int, ...], stages: int, recipe: Recipe, switch: str | None) -> None:
     torch.manual_seed(0)
-    layers = [Stage(recipe, main_grad) for _ in range(stages)]
-    expected = [Stage(recipe, main_grad) for _ in range(stages)]
+    delays = switch == "delay_wgrad_compute"
+    layers = [Stage(recipe, switch) for _ in range(stages)]
+    expected = [Stage(recipe, None if delays else switch) for _ in range(stages)]
     for layer, other in zip(layers, expected, strict=True):
         other.load_state_dict(layer.state_dict())
     x, target = torch.randn(2, MICROBATCHES * TOKENS, HIDDEN)
@@ -93,20 +99,26 @@ def run_schedule(kind: type, own: tuple[int, ...], stages: int, recipe: Recipe, 
     # Without these torch runs each stage once on uninitialised memory, whose amaxes would be recorded.
     like = torch.empty(TOKENS, HIDDEN, requires_grad=True)
     known = {"input_args": (like,), "output_args": (like,)}
-    made = [PipelineStage(layers[at], at, stages, torch.device("cpu"), **known) for at in own]
+    made = [
+        PipelineStage(
+            layers[at], at, stages, torch.device("cpu"), **known,
+            dw_builder=partial(getattr, layers[at].layer, "backward_dw") if delays else None,
+        )
+        for at in own
+    ]  # fmt: skip
     settings = {"n_microbatches": MICROBATCHES, "loss_fn": loss_of, "scale_grads": False}
     schedule = kind(made[0] if len(made) == 1 else made, **settings)
     targets = {"target": target} if stages - 1 in own else {}
     schedule.step(*([x] if 0 in own else []), **targets)
     # The later backward of delayed scaling has later scales, under which E5M2 rounds otherwise, by up to an eighth.
-    apart = "Zero" in kind.__name__ or "Dual" in kind.__name__
-    bound = 0.125 if apart and isinstance(recipe, DelayedScaling) else 1e-5
+    twice = not delays and ("Zero" in kind.__name__ or "Dual" in kind.__name__)
+    bound = 0.125 if twice and isinstance(recipe, DelayedScaling) else 1e-5
     for at in own:
         for name, gradient in layers[at].gradients().items():
             of_one = expected[at].gradients()[name]
             assert gradient is not None and of_one.any()
             error = (gradient - of_one).norm() / of_one.norm()
-            assert error < bound, (kind.__name__, type(recipe).__name__, main_grad, at, name, error)
+            assert error < bound, (kind.__name__, type(recipe).__name__, switch, at, name, error)
 
 
 @pytest.mark.rest

@@ -432,9 +432,7 @@ def test_a_nested_sequential_is_flattened() -> None:
     assert torch.equal(sequential(torch.ones(2)), torch.full((2,), 10.0))
 
 
-@pytest.mark.parametrize(
-    "settings", [{"path": "split"}, {"fusions": ()}], ids=lambda s: next(iter(s))
-)
+@pytest.mark.parametrize("settings", [{"path": "split"}, {"fusions": ()}], ids=lambda s: next(iter(s)))
 def test_a_nested_sequential_with_settings_of_its_own_is_called(settings: dict[str, Any]) -> None:
     sequential = Sequential(Scale(2.0), Sequential(Shift(1.0), **settings), Scale(3.0))
     assert stages(sequential) == [1, "Sequential", 1]
