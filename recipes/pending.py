@@ -58,9 +58,17 @@ class PendingUpdates:
         """Update these quantizers, which `take` gave, at the end of this step."""
         self._quantizers = {**others, **self._quantizers}
 
-    def apply(self) -> None:
-        """Reduce all amaxes over the group, by one maximum, and let every quantizer go on to the next step."""
+    def apply(self, recorded: set[torch.UntypedStorage] | None = None) -> None:
+        """Reduce all amaxes over the group, by one maximum, and let every quantizer go on to the next step.
+
+        recorded: states of quantizers that recorded before, of which this step is part: what they recorded again is
+        forgotten. Those of the others are added.
+        """
         quantizers = self.take()
+        if recorded is not None:
+            forget({state: quantizer for state, quantizer in quantizers.items() if state in recorded})
+            quantizers = {state: quantizer for state, quantizer in quantizers.items() if state not in recorded}
+            recorded.update(quantizers)
         if quantizers:
             perform(Effect(end_steps, (quantizers, self.group), partial(forget, quantizers)))
 

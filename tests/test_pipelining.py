@@ -182,15 +182,19 @@ def test_two_backwards_divide_the_gradients_between_them(recipe: str | Recipe, f
         assert torch.equal(found, of_both)
 
 
-def test_of_several_backwards_the_first_alone_records_amaxes() -> None:
+@pytest.mark.parametrize("before", ["the same", "of a loss that no quantizer sees"])
+def test_of_several_backwards_the_first_that_casts_alone_records_amaxes(before: str) -> None:
     recipe = DelayedScaling(amax_history_len=4)
-    once, twice = ops.Linear(32, 32), ops.Linear(32, 32)
+    once, twice = (Sequential(ops.MakeExtraOutput("seen"), ops.Linear(32, 32)) for _ in range(2))
     twice.load_state_dict(once.state_dict())
     x = torch.randn(16, 32)
-    for model, times in ((once, 1), (twice, 2)):
+    for model in (once, twice):
         with autocast(recipe):
-            y = model(x.requires_grad_())
-        for at in range(times):
-            y.sum().backward(retain_graph=at + 1 < times)
+            y, made = model(x.clone().requires_grad_(), outputs=("seen",))
+        if model is twice:
+            (y if before == "the same" else made["seen"]).sum().backward(retain_graph=True)
+        y.sum().backward()
+    histories = [name for name in once.state_dict() if "grad" in name and "history" in name]
+    assert histories and once.state_dict()[histories[0]].any()
     for of_once, of_twice in zip(once.state_dict().values(), twice.state_dict().values(), strict=True):
         assert torch.equal(torch.as_tensor(of_once), torch.as_tensor(of_twice))

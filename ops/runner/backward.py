@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from ops.runner.callers_buffers import CallersBuffer, overlap
 from ops.runner.context import OperationContext, at_tensor, state_of
@@ -75,18 +75,18 @@ def run_backward(
     dy: Tensor | None,
     d_returned: Sequence[Tensor | None],
     unwanted: frozenset[int] = frozenset(),
-    records: bool = True,
+    recorded: set[UntypedStorage] | None = None,
 ) -> list[Tensor | None]:
     """The gradients of x, of every parameter, and of the extra inputs, in this order.
 
     unwanted: of x, and the parameters by their positions, what this backward does not compute; x is at position X
-    records: whether quantizers with a state record amaxes, as in the first of several backwards
+    recorded: the states of quantizers that recorded amaxes in an earlier backward over this graph, and now do not
     The entries of `saved` are freed step by step. For quantizers with a state the backward is a step of its own.
     """
     repeats = not record.buffers and may_repeat(record.program.request.device, record.entries)
     # A step that is repeated reads no recipe.
     with _NOTHING if repeats else reentered(record.entries):
-        if not (record.program.keeps_state and records):
+        if not record.program.keeps_state:
             return _run(record, saved, dy, d_returned, None, unwanted, repeats)
         updates = PendingUpdates(record.entries[0].updates.group if record.entries else None)
         try:
@@ -94,7 +94,7 @@ def run_backward(
         except BaseException:
             updates.discard()
             raise
-        updates.apply()
+        updates.apply(recorded)
         return gradients
 
 

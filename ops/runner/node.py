@@ -67,6 +67,7 @@ class PipelineFunction(torch.autograd.Function):
         )  # fmt: skip
         fctx.settings = [settings_of(operation) for operation in call.operations]
         fctx.has_run = False
+        fctx.recorded = set() if program.keeps_state else None
         return tuple(outputs)
 
     @staticmethod
@@ -77,7 +78,7 @@ class PipelineFunction(torch.autograd.Function):
         record = fctx.record
         if any(op.settings != seen.assigned for op, seen in zip(record.operations, fctx.settings, strict=True)):
             _check_settings(record, fctx.settings)
-        is_first = not fctx.has_run
+        ran_before = fctx.has_run
         saved = _take_saved(fctx)
         if record.program.computed:
             record = with_computed(record, saved)
@@ -91,9 +92,9 @@ class PipelineFunction(torch.autograd.Function):
             # Gradients that go to autograd are dropped there if they are not needed; others would be accumulated. Two
             # backwards that divide the gradients between them (zero-bubble schedules) compute what is needed alone.
             unwanted: frozenset[int] = frozenset()
-            if not is_first or retains_graph() or any(map(_wgrad_is_external, record.operations)):
+            if ran_before or retains_graph() or any(map(_wgrad_is_external, record.operations)):
                 unwanted = unreached(fctx.next_functions[: 1 + len(record.parameters)], first=X)
-            gradients = run_backward(record, saved, dy, d_returned, unwanted, records=is_first)
+            gradients = run_backward(record, saved, dy, d_returned, unwanted, fctx.recorded)
         if buffers:
             of_extras, edges = 1 + len(record.parameters), fctx.next_functions
             note_handed_on(buffers, [gradients[0], *gradients[of_extras:]], [edges[0], *edges[of_extras:]])
