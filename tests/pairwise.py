@@ -2,7 +2,8 @@
 
 Most defects that take a combination take one of two values. `make test` runs such a choice of the cases of a test that
 is marked `pairwise`, and `make test-rest` the others: of one marked `pairwise(rest=3)`, whose cases take long, as many
-as every three values need, and `make test-exhaustive` those that are left.
+as every three values need, and `make test-exhaustive` those that are left. Of `pairwise(first=1)`, whose cases take
+long too, `make test` runs as many as every value needs.
 """
 
 from collections import defaultdict
@@ -54,7 +55,7 @@ def leave_to_rest(items: Iterable[Any]) -> None:
         rows = [dict(_values(case.callspec.params)) for case in cases]
         mark = cases[0].get_closest_marker("pairwise")
         assert mark is not None, "they were chosen by it"
-        first = cover(rows)
+        first = cover(rows, mark.kwargs.get("first", 2))
         rest = cover(rows, mark.kwargs["rest"]) if "rest" in mark.kwargs else range(len(rows))
         for position in set(range(len(rows))).difference(first):
             cases[position].add_marker(pytest.mark.rest if position in rest else pytest.mark.exhaustive)

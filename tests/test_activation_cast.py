@@ -99,7 +99,7 @@ def check(x: QuantizedBuffers, quantizer: Known, values: Tensor, splits: Splits,
     assert not quantizer.given or torch.equal(found, quantizer.amax), f"{name}: amaxes"
 
 
-@pytest.mark.pairwise(rest=2)
+@pytest.mark.pairwise(first=1, rest=2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
@@ -111,7 +111,7 @@ def test_what_is_cast_is_what_would_be_stored_cast(rule, dtype, copies, form, sc
     check_casts(per_tensor(form, rule), dtype, copies, scaled, kind, device)
 
 
-@pytest.mark.pairwise(rest=2)
+@pytest.mark.pairwise(first=1, rest=2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["swiglu", "interleaved", "srelu"])
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)
@@ -267,7 +267,7 @@ def test_other_rules_are_cast_from_memory(rule):
     assert "FP8 with one given scale" in str(why_no_cast(per_tensor(E4M3, Float32Scale())))
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(first=1)
 @pytest.mark.interpreter
 @pytest.mark.parametrize("frozen", [(), ("0.weight",), ("2.weight",), ("0.weight", "0.bias", "x")], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])

@@ -106,6 +106,7 @@ def test_grouped_rows(device, given, rows, sizes):
     check(device, x, given=given, sizes=sizes)
 
 
+@pytest.mark.pairwise(first=1)
 @pytest.mark.launches("cast_large_groups_kernel")
 @EACH_DEVICE
 @pytest.mark.parametrize("most", [0, 3, 40, 1000])

@@ -79,3 +79,12 @@ def test_what_the_rest_leaves_out_is_exhaustive():
     every = all_rows(2, 2, 2, 2)
     assert tuples(kept, 2) == tuples(every, 2)
     assert tuples(kept + rest, 3) == tuples(every, 3)
+
+
+def test_of_first_1_each_value_comes_first_and_each_pair_in_the_rest():
+    cases = [fake("a.py", "test", row, "pairwise", first=1, rest=2) for row in all_rows(3, 3, 3)]
+    leave_to_rest(cases)
+    kept = [case.callspec.params for case in cases if not {"rest", "exhaustive"} & case.marks.keys()]
+    run = [case.callspec.params for case in cases if "exhaustive" not in case.marks]
+    assert len(kept) == 3 and tuples(kept, 1) == tuples(all_rows(3, 3, 3), 1)
+    assert len(run) < 27 and tuples(run, 2) == tuples(all_rows(3, 3, 3), 2)
