@@ -30,6 +30,7 @@ from fuser import Sequential, autocast, ops
 from ops.products.paths import GroupedPath
 from recipes import DelayedScaling, NVFP4BlockScaling, Recipe
 from recipes.recipe import HighPrecision
+from tests.check_operation import DEVICES
 from tests.ranks import on_ranks, quietly
 
 HIDDEN, WIDTH, EXPERTS, TOKENS, MICROBATCHES = 32, 64, 4, 16, 8
@@ -163,26 +164,28 @@ def counted_products() -> Iterator[list[str]]:
         yield done
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fusions", ["fused", "unfused"])
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", NVFP4BlockScaling(disable_stochastic_rounding=True)], ids=str)
-def test_two_backwards_divide_the_gradients_between_them(recipe: str | Recipe, fusions: str) -> None:
+def test_two_backwards_divide_the_gradients_between_them(recipe: str | Recipe, fusions: str, device: str) -> None:
     torch.manual_seed(0)
     operations = ops.GroupedLinear(3, 32, 64), ops.ScaledSwiGLU(), ops.GroupedLinear(3, 32, 32)
-    model = Sequential(*operations, fusions=None if fusions == "fused" else ())
+    model = Sequential(*operations, fusions=None if fusions == "fused" else ()).to(device, torch.bfloat16)
     weights = list(model.parameters())
-    x, scales = torch.randn(13, 32, requires_grad=True), torch.rand(13)
-    with autocast(recipe):
-        y = model(x, split_sizes=[5, 0, 8], scales=scales)
-    dy = torch.randn_like(y)
-    expected = torch.autograd.grad(y, [x, *weights], dy, retain_graph=True)
-    with counted_products() as done:
-        (dx,) = torch.autograd.grad(y, [x], dy, retain_graph=True)
-    assert sorted(done) == ["dgrad", "dgrad"]
-    with counted_products() as done:
-        dw = torch.autograd.grad(y, weights, dy)
-    assert sorted(done) == ["dgrad", "wgrad", "wgrad"], "FC1's dgrad is dx alone"
-    for found, of_both in zip((dx, *dw), expected, strict=True):
-        assert torch.equal(found, of_both)
+    for step in range(3):  # a GPU's launches are repeated
+        x = torch.randn(13, 32, device=device, dtype=torch.bfloat16, requires_grad=True)
+        with autocast(recipe):
+            y = model(x, split_sizes=[5, 0, 8], scales=torch.rand(13, device=device))
+        dy = torch.randn_like(y)
+        expected = torch.autograd.grad(y, [x, *weights], dy, retain_graph=True)
+        with counted_products() as done:
+            (dx,) = torch.autograd.grad(y, [x], dy, retain_graph=True)
+        assert sorted(done) == ["dgrad", "dgrad"] or step
+        with counted_products() as done:
+            dw = torch.autograd.grad(y, weights, dy)
+        assert sorted(done) == ["dgrad", "wgrad", "wgrad"] or step, "FC1's dgrad is dx alone"
+        for found, of_both in zip((dx, *dw), expected, strict=True):
+            assert torch.equal(found, of_both)
 
 
 @pytest.mark.parametrize("before", ["the same", "of a loss that no quantizer sees"])
