@@ -210,7 +210,7 @@ def test_what_runs_on_a_gpu_is_traced_for_any_number_of_tokens(layer, recipe, mo
     pretend_there_is_a_gpu(monkeypatch)
     sequential = LAYERS[layer]().bfloat16()
     pipeline = sequential.layout().stages[0].runner
-    call = Seen("", False, ((True, 0),), "cuda", "torch.bfloat16", (), (), False, None, False, ())
+    call = Seen("", False, ((True, 0),), "cuda", "torch.bfloat16", (), (), False, None, ())
     with autocast(recipe):
         _, key, *_ = stage_of(pipeline, [()] * len(sequential), (), call, 0)
     plan = plan_of(key)
@@ -264,7 +264,7 @@ def pretend_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_operations_write_to_no_argument_and_their_fakes_lie_as_what_runs(layer, recipe, dtype):
     sequential = LAYERS[layer]().to(dtype)
     pipeline = sequential.layout().stages[0].runner
-    call = Seen("", False, ((True, 0),), "cpu", str(dtype), (), (), False, None, False, ())
+    call = Seen("", False, ((True, 0),), "cpu", str(dtype), (), (), False, None, ())
     with autocast(recipe):
         name, key, *_ = stage_of(pipeline, [()] * len(sequential), (), call, 0)
         forward, backward = (getattr(torch.ops.fuser, of).default for of in (name, f"{name}_backward"))
