@@ -62,6 +62,7 @@ class GroupedMLP(FusedOperation):
     handles_transfers = True
     handles_adapters = True
     accepts_quantized = True
+    accepts_gathered = True
     repeatable = True
 
     class Saved(NamedTuple):

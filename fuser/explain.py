@@ -12,7 +12,7 @@ from fuser.explain_quantized import explain_module, explain_quantized
 from fuser.layout import Container, Layout
 from fuser.plan import fusions_version
 from ops.products.paths import choose_path
-from ops.runner.program import Plan, PlannedOperation, receiver_of, why_not_batch_invariant
+from ops.runner.program import Plan, PlannedOperation, handed_on_by, why_not_batch_invariant
 from ops.runner.repeat import why_not_repeated
 from ops.runner.run import Pipeline
 from recipes.recipe import Recipe, recipe_within
@@ -126,9 +126,8 @@ def _explain_step(pipeline: Pipeline, plan: Plan, step: PlannedOperation, reques
     names = " -> ".join(type(pipeline.operations[index]).__name__ for index in step.indices)
     name = f"{type(step.operation).__name__} = {names}" if step.fused else names
     rounds = "; rounds less often than unfused" if step.fused and step.operation.rounds_less else ""
-    receiver = receiver_of(pipeline.operations, plan, step.indices[0])
-    handed_on = None if step.fused else step.operation.hand_on(receiver, request)
-    sent = "" if handed_on is None else f"; {handed_on.words}"
+    on, _, back = (None,) * 3 if step.fused else handed_on_by(pipeline.operations, plan, step.indices[0], request)
+    sent = "".join(f"; {handed.words}" for handed in (on, back) if handed is not None)
     return f"{_places(pipeline, step.indices):>5}  {name}  [{step.operation.kernel(request)}{sent}{rounds}]"
 
 

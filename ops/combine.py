@@ -16,9 +16,17 @@ from ops.kernels.routing.permute import RoutingMap, combine, dispatch
 from ops.kernels.routing.symmetric import SymmetricRoutingMap
 from ops.kernels.routing.transports import PARTIAL_SUMS, WHY_IN_FULL, check_partial_sums, check_transport
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
+from recipes.recipe import Role
 from recipes.request import PlanRequest
+from recipes.tensors.gathered_rows import GATHERED, GatheredRows
 
 _OverRanks = ShardedRoutingMap | SymmetricRoutingMap
+
+
+class HandedBack(NamedTuple):
+    """That gradients are handed back as `GatheredRows`. words: for `Sequential.explain()`"""
+
+    words: str
 
 
 class Combine(BasicOperation):
@@ -86,6 +94,10 @@ class Combine(BasicOperation):
     def why_not_captured(self, request: PlanRequest) -> str | None:
         return None if self.transport == "symmetric" else super().why_not_captured(request)
 
+    def hand_back(self, receiver: BasicOperation | None, request: PlanRequest) -> HandedBack | None:
+        gathered = receiver is not None and self.transport == "alltoall" and receiver.gathers(Role.GRAD_OUTPUT, request)
+        return HandedBack(f"in backward rows {GATHERED}") if gathered else None
+
     def features(self, incoming: int | None) -> int | None:
         return incoming
 
@@ -108,9 +120,16 @@ class Combine(BasicOperation):
         self, ctx: OperationContext, dy: Tensor, d_extra_outputs: Mapping[str, Tensor]
     ) -> BackwardOfBasic:
         routing_map: RoutingMap = ctx.saved.routing_map
-        if isinstance(routing_map, _OverRanks):
-            return routing_map.send_tokens(dy), {}, {}
-        return dispatch(dy, routing_map), {}, {}
+        dx: Any
+        if isinstance(routing_map, SymmetricRoutingMap):
+            dx = routing_map.send_tokens(dy)
+        elif isinstance(routing_map, ShardedRoutingMap):
+            dx = routing_map.send_tokens(dy) if ctx.handed_back is None else routing_map.gather_tokens(dy)
+        elif ctx.handed_back is None:
+            dx = dispatch(dy, routing_map)
+        else:
+            dx = GatheredRows(dy, routing_map.token_of_row)
+        return dx, {}, {}
 
     def check(self, x: Tensor, routing_map: RoutingMap) -> None:
         """Raise ValueError for rows or a map of another Dispatch."""

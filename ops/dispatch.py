@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from recipes.arguments import check_flags, positive_integers
 from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.tensors.abstract import is_abstract
+from recipes.tensors.gathered_rows import GATHERED, GatheredRows
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.splits import Splits
@@ -179,9 +179,12 @@ class Dispatch(BasicOperation):
         return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward{sums}"
 
     def hand_on(self, receiver: BasicOperation | None, request: PlanRequest) -> SentTokens | None:
+        gathered = receiver is not None and self.transport == "alltoall" and receiver.gathers(Role.INPUT, request)
+        words = f"rows {GATHERED}"
         if self.group is None:
-            return None
-        return choose_codes(receiver, request.recipe, self.send_codes)
+            return SentTokens(words, gathered=True) if gathered else None
+        sent = choose_codes(receiver, request.recipe, self.send_codes)
+        return sent._replace(words=f"{sent.words}; {words}", gathered=True) if gathered else sent
 
     def why_not_captured(self, request: PlanRequest) -> str | None:
         return None if self.transport == "symmetric" else super().why_not_captured(request)
@@ -206,7 +209,8 @@ class Dispatch(BasicOperation):
         routing_map, slot_of_row, sizes = make_routing_map(indices, self.num_experts)
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
-        return dispatch(x, routing_map), {
+        gathered = ctx.handed_on is not None
+        return GatheredRows(x, routing_map.token_of_row) if gathered else dispatch(x, routing_map), {
             "split_sizes": Splits.make(sizes, rows=slot_of_row.shape[0], device=x.device),
             "scales": probs.flatten().index_select(0, slot_of_row),
             "routing_map": routing_map,
@@ -270,8 +274,12 @@ class Dispatch(BasicOperation):
             )
             scales = routing_map.send(probs.flatten().index_select(0, slot_of_pair))
             splits = Splits.make(sizes, rows=routing_map.num_rows, device=x.device)
-            send_rows = self.send_tokens if routing_map.needed.values else partial(_send_codes, ctx, splits)
-            y = send_rows(x, routing_map)
+            if not routing_map.needed.values:
+                y = _send_codes(ctx, splits, x, routing_map)
+            elif ctx.handed_on.gathered:
+                y = routing_map.gather_tokens(x)
+            else:
+                y = self.send_tokens(x, routing_map)
         else:
             about = f"capacity={self.capacity}{', overlap' if self.overlap else ''}, {about}"
             sent, widths = x, None

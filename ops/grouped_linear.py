@@ -74,6 +74,7 @@ class GroupedLinear(OperationWithWeights):
     """
 
     accepts_quantized = True
+    accepts_gathered = True
     is_grouped = True
     buffer_names = ("output", "grad_input")
     repeatable = True
@@ -174,6 +175,18 @@ class GroupedLinear(OperationWithWeights):
 
     def grad_output_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.GRAD_OUTPUT)
+
+    def gathers(self, role: Role, request: PlanRequest) -> bool:
+        of_subclass = any(
+            getattr(type(self), name) is not getattr(GroupedLinear, name)
+            for name in ("fuser_forward", "fuser_backward")
+        )
+        if of_subclass or self.has_adapter or choose_path(request).name != "grouped":
+            return False
+        if role is Role.GRAD_OUTPUT and self.use_bias:  # whose gradient is a sum of values
+            return False
+        quantizer = (self.input_quantizer if role is Role.INPUT else self.grad_output_quantizer)(request.recipe)
+        return quantizer is not None and quantizer.gathers
 
     def kernel(self, request: PlanRequest) -> str:
         in_torch = request.device.type != "cuda"

@@ -448,6 +448,8 @@ def launch_block_casts(rows: int, features: tuple[int, int], dtype: torch.dtype)
         how = Float8BlockQuantizer(E4M3, block_dim, power_2).spec
         for rowwise, columnwise in ((True, False), (False, True)):
             cast_blocks.cast_blocks_on_triton(x, how, rowwise=rowwise, columnwise=columnwise)
+        row_of = torch.empty(rows, dtype=torch.int64)
+        cast_blocks.cast_blocks_on_triton(x, how, rowwise=True, columnwise=True, splits=splits, row_of=row_of)
         for of_splits in (None, splits):
             copies = cast_blocks.cast_blocks_on_triton(x, how, rowwise=True, columnwise=True, splits=of_splits)
             back, about = cast_blocks.dequantize_blocks_on_triton, {"shape": x.shape, "splits": of_splits}
@@ -471,22 +473,27 @@ def launch_casts(rows: int, features: tuple[int, int], dtype: torch.dtype) -> No
         back, about = cast_blocks.dequantize_blocks_on_triton, {"shape": given.shape, "splits": kind.get("splits")}
         back(*copies[:2], how, dtype, columnwise=False, **about)
         back(*copies[2:], how, dtype, columnwise=True, **about)
-        if "splits" in kind:  # values in place of codes, of both copies and of the rowwise one
-            for column in (dtype, None):
-                cast_blocks.cast_blocks_on_triton(
-                    x, MXFP8Quantizer(form).spec, **both, **kind, row_values=dtype, column_values=column
-                )
+        if "splits" in kind:  # values in place of codes, of both copies and of the rowwise one; of gathered rows, too
+            rows_of = (None, torch.empty(rows, dtype=torch.int64))
+            for row_of, (row, column) in product(rows_of, ((dtype, dtype), (dtype, None), (None, None))):
+                values = {"row_of": row_of, "row_values": row, "column_values": column}
+                cast_blocks.cast_blocks_on_triton(x, MXFP8Quantizer(form).spec, **both, **kind, **values)
         cast = cast_float8.cast_float8_on_triton
         current = per_tensor(form, Float32Scale())
         copies = cast(given, current, **both, **kind)
         if "splits" in kind:
             cast_float8.cast_from_meetings(x, copies, current, empty_meetings(GROUPS, x.device), splits, 1)
+            for copies_of in (both, {"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
+                cast(given, current, **copies_of, **kind, row_of=torch.empty(rows, dtype=torch.int64))
         if dtype.itemsize == 2:
             with meetings_of(MANY_ROWS):
                 for copies_of in (both, {"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
                     cast(given, current, **copies_of, **kind)
         how = per_tensor(form, GivenScale())
         cast(given, how, **both, **kind, scale=scale if kind else scale[:1], amax_out=amax)
+        if "splits" in kind:
+            row_of = torch.empty(rows, dtype=torch.int64)
+            cast(given, how, **both, **kind, scale=scale, amax_out=amax, row_of=row_of)
         cast_float8.dequantize_float8_on_triton(*copies[:2], how, dtype, columnwise=False, **about)
         cast_float8.dequantize_float8_on_triton(*copies[2:], how, dtype, columnwise=True, **about)
 
@@ -504,6 +511,9 @@ def launch_rowwise_casts(rows: int, features: int, dtype: torch.dtype) -> None:
             back(*copies[:2], how, dtype, columnwise=False, **about)
             back(*copies[2:], how, dtype, columnwise=True, **about)
             cast(given, how, rowwise=False, columnwise=True, **kind)
+        row_of = torch.empty(rows, dtype=torch.int64)
+        for rowwise, columnwise in ((True, True), (True, False)):
+            cast(x, how, rowwise=rowwise, columnwise=columnwise, splits=splits, row_of=row_of)
         for columns in (features, 2048, 7168, 16384):
             cast(torch.empty(rows, columns, dtype=dtype), how, rowwise=True, columnwise=False, splits=splits)
 

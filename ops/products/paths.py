@@ -51,6 +51,7 @@ from recipes.casts.cast_float8 import finds_amaxes
 from recipes.native_products import LAYOUTS, Capability, GemmLayout, Product, compute_capability
 from recipes.recipe import HighPrecision, Recipe
 from recipes.request import PlanRequest
+from recipes.tensors.gathered_rows import GatheredRows
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_handle import Quantized
 from recipes.tensors.quantized_tensor import QuantizedTensor
@@ -93,7 +94,7 @@ class GroupedPath:
 
     def quantize(
         self,
-        x: Tensor | Quantized,
+        x: Tensor | Quantized | GatheredRows,
         splits: Splits,
         quantizer: Quantizer | None,
         *,
@@ -102,11 +103,13 @@ class GroupedPath:
         saved: bool = False,
     ) -> GroupedTensor:
         """x [T, K] as an operand: rowwise for fprop and dgrad, columnwise for wgrad. A quantized x is taken as
-        `ops.products.product.quantized` does.
+        `ops.products.product.quantized` does, gathered rows are copied unless the quantizer reads them where they lie.
 
         saved: the columnwise copy is kept for backward, as codes. Other copies of codes that no product multiplies are
         made as their values, where the cast can write these.
         """
+        if isinstance(x, GatheredRows) and quantizer is not None and quantizer.gathers:
+            return self._cast(x, splits, quantizer, rowwise=rowwise, columnwise=columnwise, saved=saved)
         if not isinstance(x, Tensor):
             if quantizer is not None and isinstance(x, GroupedTensor):
                 needed = {"rowwise": rowwise, "columnwise": columnwise}
@@ -115,9 +118,11 @@ class GroupedPath:
             x = x.dequantize()
         if quantizer is None:
             return GroupedTensor(x, splits, None, None, x.dtype)
-        copies = {"rowwise": rowwise, "columnwise": columnwise}
+        return self._cast(x, splits, quantizer, rowwise=rowwise, columnwise=columnwise, saved=saved)
+
+    def _cast(self, x: Any, splits: Splits, quantizer: Quantizer, *, saved: bool, **copies: bool) -> GroupedTensor:
         made: GroupedTensor | None = None
-        if x.is_cuda and x.dtype != torch.float64 and (rowwise or not saved):
+        if x.device.type == "cuda" and x.dtype != torch.float64 and (copies["rowwise"] or not saved):
             dtype = gemm_dtype(x.dtype, x.device)
             made = quantizer.dequantized_rows(x, splits, dtype, **copies, column_codes=saved)
         return quantizer.quantize_grouped(x, splits, **copies) if made is None else made
@@ -277,7 +282,7 @@ class SplitPath:
 
     def quantize(
         self,
-        x: Tensor | Quantized,
+        x: Tensor | Quantized | GatheredRows,
         splits: Splits,
         quantizer: Quantizer | None,
         *,

@@ -20,6 +20,7 @@ from ops.runner.saved import unflatten
 from recipes.first_forwards import ForwardWithGrad
 from recipes.pending import PendingUpdates
 from recipes.stack import Stack, reentered
+from recipes.tensors.gathered_rows import GatheredRows
 from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, at_container, with_dtype
 
 DOUBLE_BACKWARD = (
@@ -127,7 +128,7 @@ def _run(
             dx = d_written if dx is None else at_tensor(dx) + d_written
         if dx is None and not d_outputs:
             continue
-        if dx is not None and not wiring.accepts_quantized:
+        if dx is not None and not isinstance(dx, Tensor) and not wiring.takes(dx):
             dx = at_tensor(dx)
         if wiring.retains_grad_output and isinstance(dx, Tensor):
             foreign |= {memory_of(dx)}
@@ -150,7 +151,7 @@ def _run(
             d_parameters[slot] = gradient
         for name, gradient in zip(names, of_extras, strict=True):
             d_extras.setdefault(name, []).insert(0, gradient)
-        if isinstance(dx, Tensor) and dx.dtype != wiring.upstream_dtype:
+        if isinstance(dx, Tensor | GatheredRows) and dx.dtype != wiring.upstream_dtype:
             dx = dx.to(wiring.upstream_dtype)
     x_needs_grad, parameters_need_grad, _ = program.request.needs
     gradients = [
@@ -281,7 +282,7 @@ def _check_grad_input(dx: Any, shape: tuple[int, ...] | None) -> None:
     """That it has the shape of x: another one would be broadcast by the operation before."""
     if dx is None:
         return
-    if not isinstance(dx, Tensor | Quantized):
+    if not isinstance(dx, Tensor | Quantized | GatheredRows):
         raise TypeError(f"fuser_backward returned a {type(dx).__name__} as dx. Return a tensor of x's shape, or None.")
     if shape is not None and tuple(dx.shape) != shape:
         raise RuntimeError(

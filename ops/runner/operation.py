@@ -57,10 +57,12 @@ class FusibleOperation:
     """What the runner can execute: a `BasicOperation`, or a `FusedOperation` that stands for a run of them.
 
     accepts_quantized: whether x, or dy, may be a quantized container; otherwise the runner dequantizes it first.
+    accepts_gathered: whether they may be `GatheredRows`, too; otherwise the runner copies the rows first.
     repeatable: see `BasicOperation`
     """
 
     accepts_quantized: bool = False
+    accepts_gathered: bool = False
     repeatable: bool = False
 
     def kernel(self, request: PlanRequest) -> str:
@@ -207,12 +209,21 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         return False
 
     def hand_on(self, receiver: BasicOperation | None, request: PlanRequest) -> Any:
-        """What is agreed for a y that is quantized on the way to the operation behind it, once a plan: `ctx.handed_on`.
-        Its `words` are shown by `Sequential.explain()`. None: nothing is.
+        """What is agreed for a y that is quantized on the way to the operation behind it, or by that where its rows
+        lie, once a plan: `ctx.handed_on`. Its `words` are shown by `Sequential.explain()`. None: nothing is.
 
         receiver: that operation, where it takes containers as they are
         """
         return None
+
+    def hand_back(self, receiver: BasicOperation | None, request: PlanRequest) -> Any:
+        """The same for dx and the operation before: `ctx.handed_back`."""
+        return None
+
+    def gathers(self, role: Role, request: PlanRequest) -> bool:
+        """Whether it reads x (Role.INPUT), or dy (Role.GRAD_OUTPUT), only to quantize it, by kernels that read rows
+        where they lie: then it is best given `GatheredRows`."""
+        return False
 
     def memory_for_input(self, extras: Mapping[str, Any], shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """Memory of its own, of this shape and dtype, for the operation before it to write x into, or None. It takes an

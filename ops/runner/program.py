@@ -19,6 +19,7 @@ from ops.runner.parameters import computed_slots
 from ops.runner.repeat import RepeatedStep, why_not_repeated
 from recipes.recipe import Role, check_batch_invariant
 from recipes.request import Needs, PlanRequest
+from recipes.tensors.gathered_rows import GatheredRows
 
 
 class PlannedOperation(NamedTuple):
@@ -77,10 +78,17 @@ def why_not_batch_invariant(operations: Sequence[Any], request: PlanRequest) -> 
     return None
 
 
-def receiver_of(operations: Sequence[Any], plan: Plan, index: int) -> Any:
-    """The operation behind that at `index`, where the step of forward that begins with it takes containers, or None."""
+def handed_on_by(operations: Sequence[Any], plan: Plan, index: int, request: PlanRequest) -> tuple[Any, Any, Any]:
+    """(handed on by the operation at `index`, the operation behind that this is for, handed back); None: nothing.
+
+    A neighbour counts where the step of forward that begins with it, or of backward that ends with it, takes
+    containers.
+    """
     starts = (step.operation.accepts_quantized for step in plan.forward if step.indices[0] == index + 1)
-    return operations[index + 1] if next(starts, False) else None
+    receiver = operations[index + 1] if next(starts, False) else None
+    ends = (step.operation.accepts_quantized for step in plan.backward if step.indices[-1] == index - 1)
+    before = operations[index - 1] if next(ends, False) else None
+    return operations[index].hand_on(receiver, request), receiver, operations[index].hand_back(before, request)
 
 
 class Wiring(NamedTuple):
@@ -95,12 +103,17 @@ class Wiring(NamedTuple):
     needs_grad: bool  # whether backward has anything to do here
     parameters: tuple[tuple[int, str, int], ...]  # of its operations: position of that, name, slot
     accepts_quantized: bool
+    accepts_gathered: bool
     writes: str | None  # the pipeline's name of the extra input that forward writes into
     reuses_gradients: bool  # backward reads which gradients of extra outputs it may write into
     retains_grad_output: bool  # dy is read after backward
     repeated: RepeatedStep | None  # where the step may be repeated as a whole
     lends_output: int | None  # the position of the operation behind it that may have memory for y
     lends_grad_input: int | None  # that of the operation before it that may have memory for dx
+
+    def takes(self, x: Any) -> bool:
+        """Whether it takes this x, or dy, which is no tensor, as it is."""
+        return self.accepts_gathered if isinstance(x, GatheredRows) else self.accepts_quantized
 
 
 class Program:
@@ -170,11 +183,12 @@ class Program:
                 }
             )
             slot += len(names)
-        for index, operation in enumerate(operations):
-            receiver = receiver_of(operations, plan, index)
-            handed_on = operation.hand_on(receiver, request)
+        for index in range(len(operations)):
+            handed_on, receiver, handed_back = handed_on_by(operations, plan, index, request)
             if handed_on is not None:
                 self.contexts[index]["handed_on"] = handed_on
+            if handed_back is not None:
+                self.contexts[index]["handed_back"] = handed_back
             if handed_on is not None and receiver is not None:
                 behind = self.contexts[index + 1]
                 self.contexts[index]["receiver"] = Receiver(behind["dtype"], behind["needs"])
@@ -217,6 +231,7 @@ class Program:
             any(context["needs_grad"] for context in contexts),
             tuple((c["index"], name, slot) for c in contexts for name, slot in c["parameter_slots"].items()),
             step.operation.accepts_quantized,
+            step.operation.accepts_gathered,
             None if written is None else covered[-1].extra_name(written),
             not step.fused and step.operation.reuses_gradients,
             any(operation.retains_grad_output for operation in covered),

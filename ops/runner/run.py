@@ -40,6 +40,7 @@ from recipes.pending import PendingUpdates
 from recipes.recipe import Recipe
 from recipes.request import PlanRequest
 from recipes.stack import current_updates, open_entries, recipe_in_use, records_amaxes
+from recipes.tensors.gathered_rows import GatheredRows
 from recipes.tensors.quantized_handle import Quantized, QuantizedHandle, at_container, with_dtype
 from recipes.tensors.splits import Splits, offsets_alone
 
@@ -351,11 +352,11 @@ class Call:
             self.given = [t for t in (x, *self.environment.values()) if isinstance(t, Tensor)]
         for wiring in self.program.forward:
             if not isinstance(x, Tensor):
-                if not wiring.accepts_quantized:
+                if not wiring.takes(x):
                     x = x.dequantize()
-                elif x.dtype != wiring.dtype:
+                elif isinstance(x, Quantized):
                     x = with_dtype(x, wiring.dtype)
-            elif x.dtype != wiring.dtype:
+            if x.dtype != wiring.dtype:
                 x = x.to(wiring.dtype)
             if self.is_traced:
                 self.rows.append(math.prod(x.shape[:-1]))
@@ -484,7 +485,7 @@ class Call:
 
 
 def _check_output(y: Any, dtype: torch.dtype) -> None:
-    if not isinstance(y, Tensor | Quantized):
+    if not isinstance(y, Tensor | Quantized | GatheredRows):
         raise TypeError(f"fuser_forward returned a {type(y).__name__} as y. Return a tensor.")
     if isinstance(y, Tensor) and y.dtype != dtype:  # quantized, it has the dtype of the operation that takes it
         raise TypeError(f"fuser_forward returned y in {y.dtype}, but ctx.dtype is {dtype}. Return y in this dtype.")

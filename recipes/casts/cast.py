@@ -75,6 +75,7 @@ def cast(
     splits: Splits | None = None,
     scale: Tensor | None = None,
     amax_out: Tensor | None = None,
+    row_of: Tensor | None = None,
 ) -> Copies:
     """Both copies of x [..., K].
 
@@ -82,12 +83,13 @@ def cast(
     splits: x [T, K] is rows in groups, each by itself
     scale: [n] float32, n = 1 or G, in place of scales from amaxes; of formats with one scale for all
     amax_out: [n] float32, becomes the maximum of itself and the amaxes, found in the same read; only with a scale
+    row_of: [T] int64, with splits: what is cast is x[row_of] [T, K], whose rows the kernel reads where they lie
     """
     kernels = kernels_of(spec) if x.is_cuda else None
     run = cast_ref if kernels is None else kernels.cast
     return run(
         x.detach(), spec, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits, scale=scale,
-        amax_out=amax_out,
+        amax_out=amax_out, row_of=row_of,
     )  # fmt: skip
 
 
@@ -105,14 +107,15 @@ def cast_to_values(
     columnwise: bool,
     column_codes: bool,
     splits: Splits | None = None,
+    row_of: Tensor | None = None,
 ) -> Copies:
     """As `cast` and `dequantize` after it, of stacked weights, or with splits of rows in groups, on a GPU; copies that
     hold values have no scales.
 
-    dtype: of the values. column_codes: the columnwise copy is codes, as `cast` makes it.
+    dtype: of the values. column_codes: the columnwise copy is codes, as `cast` makes it. row_of: as there
     """
     return cast_blocks_on_triton(
-        x.detach(), spec, rowwise=rowwise, columnwise=columnwise, stacked=splits is None, splits=splits,
+        x.detach(), spec, rowwise=rowwise, columnwise=columnwise, stacked=splits is None, splits=splits, row_of=row_of,
         row_values=dtype if rowwise else None, column_values=dtype if columnwise and not column_codes else None,
     )  # fmt: skip
 
@@ -149,8 +152,10 @@ def cast_ref(
     splits: Splits | None = None,
     scale: Tensor | None = None,
     amax_out: Tensor | None = None,
+    row_of: Tensor | None = None,
 ) -> Copies:
-    """`cast` in plain torch."""
+    """`cast` in plain torch, which copies the rows that row_of names."""
+    x = x if row_of is None else x.index_select(0, row_of)
     x32 = x.to(torch.float32).contiguous()
     if not stacked:
         x32 = x32.reshape(num_rows(x), x.shape[-1])

@@ -31,6 +31,7 @@ from recipes.casts.layout import (
     is_square,
     matrices,
     num_rows,
+    shape_of,
 )
 from recipes.casts.scale_rules import E8M0Scale, Float32Scale
 from recipes.tensors.abstract import is_abstract
@@ -90,6 +91,7 @@ def cast_blocks_on_triton(
     splits: Splits | None = None,
     scale: Tensor | None = None,
     amax_out: Tensor | None = None,
+    row_of: Tensor | None = None,
     row_values: torch.dtype | None = None,
     column_values: torch.dtype | None = None,
 ) -> Copies:
@@ -107,12 +109,13 @@ def cast_blocks_on_triton(
     beyond = -x.shape[-1] % 16 if isinstance(rule, Float32Scale) else 0
     if beyond:
         wide = torch.nn.functional.pad(x, (0, beyond))
-        return _first_columns(cast_blocks_on_triton(wide, spec, **options), x.shape[-1], square)
-    x_GTK, copies = matrices(x, stacked), empty_copies(x.shape, spec, x.device, **options)
+        return _first_columns(cast_blocks_on_triton(wide, spec, row_of=row_of, **options), x.shape[-1], square)
+    shape = shape_of(x, row_of)
+    x_GTK, copies = matrices(x, stacked), empty_copies(shape, spec, x.device, **options)
     if row_values is not None:
-        copies = copies._replace(row_codes=torch.empty(x.shape, dtype=row_values, device=x.device), row_scale=None)
+        copies = copies._replace(row_codes=torch.empty(shape, dtype=row_values, device=x.device), row_scale=None)
     if column_values is not None:
-        values = torch.empty(x.shape, dtype=column_values, device=x.device)
+        values = torch.empty(shape, dtype=column_values, device=x.device)
         copies = copies._replace(column_codes=values, column_scale=None)
     row_codes, row_scale, column_codes, column_scale = copies
     assert isinstance(element, Float8Format), "`KERNELS` names what is cast here"
@@ -134,11 +137,12 @@ def cast_blocks_on_triton(
         constants = {
             "POWER_2": rule.power_2, "LARGEST": rule.largest(x.dtype), "PACKED": has_words(column_codes)
         }  # fmt: skip
-    programs, place = _tiles(x_GTK, spec, config, splits)
+    of_rows = x_GTK.shape if row_of is None else torch.Size((1, *shape))
+    programs, place = _tiles(of_rows, spec, config, splits)
     if not is_abstract(x) and programs:
         launch(
             x_GTK, programs,
-            x_GTK, row_codes, row_scale, column_codes, column_scale, *place, *own,
+            x_GTK, row_of, row_codes, row_scale, column_codes, column_scale, *place, *own,
             SQUARE=square, **constants, **form, num_warps=config.num_warps, maxnreg=config.registers,
         )  # fmt: skip
     return copies
@@ -170,7 +174,7 @@ def dequantize_blocks_on_triton(
         given = as_words(codes) if columnwise else codes.view(torch.uint8)
         own, constants = (given.shape[-1],), {"SQUARE": is_square(spec), "PACKED": has_words(given)}
     out_GTK = out.view(shape if stacked else (1, num_rows(out), shape[-1]))
-    programs, place = _tiles(out_GTK, spec, config, splits)
+    programs, place = _tiles(out_GTK.shape, spec, config, splits)
     launch(
         codes, programs,
         given, scale, out_GTK, *place, *own,
@@ -180,11 +184,11 @@ def dequantize_blocks_on_triton(
 
 
 def _tiles(
-    x_GTK: Tensor, spec: ScaleSpec, config: BlockConfig, splits: Splits | None
+    shape_GTK: torch.Size, spec: ScaleSpec, config: BlockConfig, splits: Splits | None
 ) -> tuple[int, tuple[Tensor | int | None, ...]]:
     """How many programs there are, and the arguments by which they find their tiles; with splits one more behind the
     blocks that there can be, for the rows past the sum: `find_block`."""
-    groups, rows, columns = x_GTK.shape
+    groups, rows, columns = shape_GTK
     block = max(spec.block)
     if splits is None:
         row_blocks = cdiv(rows, block)

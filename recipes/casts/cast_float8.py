@@ -23,15 +23,26 @@ from recipes.casts.cast_float8_triton import (
     cast_float8_kernel,
     cast_large_groups_kernel,
     dequantize_codes_kernel,
+    row_amax_kernel,
     transpose_back_kernel,
 )
-from recipes.casts.layout import Copies, as_bytes, as_words, empty_copies, empty_values, has_words, matrices, num_rows
+from recipes.casts.layout import (
+    Copies,
+    as_bytes,
+    as_words,
+    empty_copies,
+    empty_values,
+    has_words,
+    matrices,
+    num_rows,
+    shape_of,
+)
 from recipes.casts.scale_rules import Float32Scale
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.formats import ALL, E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import INTERPRET
-from recipes.triton.launch import Launch, cdiv, has_work, properties
+from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2, properties
 from recipes.triton.meeting import MeetingTile, empty_meetings, most_rows
 from recipes.triton.row_slots import num_slots
 
@@ -59,6 +70,14 @@ def amax_config() -> CastFloat8Config:
     return CastFloat8Config(block_m=64, block_k=256, num_warps=8)
 
 
+# Of the amaxes of rows, of which there is one column.
+AMAX_OF_ROWS = CastFloat8Config(block_m=256, block_k=1, num_warps=4)
+
+
+def row_amax_config(columns: int) -> CastFloat8Config:
+    return CastFloat8Config(block_m=4, block_k=min(1024, max(16, next_power_of_2(columns))), num_warps=4)
+
+
 def cast_float8_config(columns: int) -> CastFloat8Config:
     """Measured on H200. block_m is a multiple of BLOCK, so that tiles begin at multiples of it.
 
@@ -84,7 +103,7 @@ def transpose_back_config(columns: int) -> CastFloat8Config:
 
 # ----------------------------------------------------------------------------------------------------------- launchers
 
-_amax, _cast_float8 = Launch(amax_kernel), Launch(cast_float8_kernel)
+_amax, _row_amax, _cast_float8 = Launch(amax_kernel), Launch(row_amax_kernel), Launch(cast_float8_kernel)
 _cast_large_groups = Launch(cast_large_groups_kernel)
 _dequantize_codes, _transpose_back = Launch(dequantize_codes_kernel), Launch(transpose_back_kernel)
 
@@ -99,6 +118,7 @@ def cast_float8_on_triton(
     splits: Splits | None = None,
     scale: Tensor | None = None,
     amax_out: Tensor | None = None,
+    row_of: Tensor | None = None,
 ) -> Copies:
     """`cast` of such a spec on any device: tests bring CPU tensors, under the interpreter."""
     rule, form = spec.scale_rule, spec.element
@@ -106,13 +126,13 @@ def cast_float8_on_triton(
     x_GTK = matrices(x, stacked)
     offsets, aligned = (None, None) if splits is None else (splits.offsets, splits.aligned(BLOCK))
     copies = empty_copies(
-        x.shape, spec, x.device, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits
+        shape_of(x, row_of), spec, x.device, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits
     )
     if scale is None:
-        find_and_cast(x_GTK, copies, spec, offsets, aligned)
+        find_and_cast(x_GTK, copies, spec, offsets, aligned, row_of)
     else:
         cast_float8_triton(
-            x_GTK, *_codes_and_scale(copies), scale, amax_out, offsets, aligned, form, "scale", False, 0.0
+            x_GTK, *_codes_and_scale(copies), scale, amax_out, offsets, aligned, form, "scale", False, 0.0, 0, row_of
         )
     return copies
 
@@ -125,9 +145,17 @@ def finds_amaxes(spec: ScaleSpec) -> bool:
 
 
 def find_and_cast(
-    x_GTK: Tensor, copies: Copies, spec: ScaleSpec, offsets: Tensor | None, aligned: Tensor | None
+    x_GTK: Tensor,
+    copies: Copies,
+    spec: ScaleSpec,
+    offsets: Tensor | None,
+    aligned: Tensor | None,
+    row_of: Tensor | None = None,
 ) -> None:
-    """Fill `copies` of contiguous x with scales that follow from its amaxes."""
+    """Fill `copies` of contiguous x with scales that follow from its amaxes.
+
+    With row_of each row of x is read for its own amax once, and the groups' follow from these.
+    """
     rule, groups = spec.scale_rule, len(x_GTK) if offsets is None else len(offsets) - 1
     assert isinstance(rule, Float32Scale) and isinstance(spec.element, Float8Format), "`cast_float8_on_triton`"
     if is_abstract(x_GTK):
@@ -136,12 +164,16 @@ def find_and_cast(
     _, rows, columns = x_GTK.shape
     usual = rows if offsets is None else usual_rows(rows, groups)
     in_words = copies.column_codes is None or copies.column_codes.shape[-1] % 4 == 0
-    most = rows_that_meet(x_GTK, columns, meeting_tile(columns), usual) if in_words else None
-    if most is None or (offsets is not None and rows > most):
+    most = None
+    if row_of is not None:
+        amax_triton(row_amax_triton(x_GTK), meetings, offsets, row_of=row_of)
+    elif in_words:
+        most = rows_that_meet(x_GTK, columns, meeting_tile(columns), usual)
+    if row_of is None and (most is None or (offsets is not None and rows > most)):
         amax_triton(x_GTK, meetings, offsets, most)
     cast_float8_triton(
         x_GTK, *_codes_and_scale(copies), meetings, None, offsets, aligned, spec.element,
-        "amax" if most is None else "meeting", rule.power_2, rule.amax_epsilon, most or 0,
+        "amax" if most is None else "meeting", rule.power_2, rule.amax_epsilon, most or 0, row_of,
     )  # fmt: skip
 
 
@@ -229,17 +261,35 @@ def transpose_back_on_triton(
     return out.to(dtype)
 
 
-def amax_triton(x_GTK: Tensor, meetings: Tensor, offsets: Tensor | None, most: int | None = None) -> None:
+def row_amax_triton(x_GTK: Tensor) -> Tensor:
+    """Launch: the amaxes of the rows of contiguous x [1, T, K], [1, T, 1] in float32."""
+    _, rows, columns = x_GTK.shape
+    amaxes = torch.empty(1, rows, 1, dtype=torch.float32, device=x_GTK.device)
+    if has_work(amaxes):
+        config = row_amax_config(columns)
+        _row_amax(
+            x_GTK, cdiv(rows, config.block_m),
+            x_GTK, amaxes, rows, columns,
+            BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
+        )  # fmt: skip
+    return amaxes
+
+
+def amax_triton(
+    x_GTK: Tensor, meetings: Tensor, offsets: Tensor | None, most: int | None = None, row_of: Tensor | None = None
+) -> None:
     """Launch: the amaxes of contiguous x, as for `cast_float8_triton`, raise those of `meetings`: of all groups, or of
-    those with more than `most` rows."""
+    those with more than `most` rows. row_of: x is [1, S, 1], and this its row that each row of the groups is"""
     groups, rows, columns = x_GTK.shape
-    if not has_work(x_GTK):
+    rows = rows if row_of is None else len(row_of)
+    if not has_work(x_GTK if row_of is None else row_of):
         return
-    config = amax_config()
+    config = amax_config() if row_of is None else AMAX_OF_ROWS
     tiles = num_row_tiles(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
     _amax(
         x_GTK, tiles if most is None else _few_programs(x_GTK, tiles),
-        x_GTK, meetings, offsets, rows, columns, groups if offsets is None else len(offsets) - 1, tiles, most or 0,
+        x_GTK, row_of, meetings, offsets,
+        rows, columns, groups if offsets is None else len(offsets) - 1, tiles, most or 0,
         LARGE=most is not None, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -258,8 +308,11 @@ def cast_float8_triton(
     power_2_scale: bool,
     amax_epsilon: float,
     most: int = 0,
+    row_of: Tensor | None = None,
 ) -> None:
     """Launch the cast of contiguous x: [1, T, K], or [G, N, K] whose groups are of one size. All tensors contiguous.
+
+    row_of: which row of x [1, S, K] each row is, [T] int64; not "large", nor at meetings
 
     how, and what is given for n groups:
 
@@ -271,6 +324,7 @@ def cast_float8_triton(
     if is_abstract(x_GTK):
         return
     groups, rows, columns = x_GTK.shape
+    rows = rows if row_of is None else len(row_of)
     meets = how == "meeting"
     config = meeting_tile(columns) if meets else cast_float8_config(columns)
     width = 0 if column_codes is None else column_codes.shape[-1]
@@ -289,7 +343,7 @@ def cast_float8_triton(
         return
     _cast_float8(
         x_GTK, max(1, tiles),  # one program at least, which stores scale_inv
-        x_GTK, as_bytes(row_codes), words, scale_inv, given,
+        x_GTK, row_of, as_bytes(row_codes), words, scale_inv, given,
         None if amax_out is None else amax_out.view(torch.int32), offsets, aligned,
         rows, columns, width, num_groups, slots, most, amax_epsilon,
         GIVEN=how, **constants, **tile, **({"maxnreg": meeting_tile(columns).registers} if meets else {}),

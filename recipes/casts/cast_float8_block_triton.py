@@ -21,15 +21,16 @@ PART = tl.constexpr(32)
 
 @triton.jit(do_not_specialize=["rows", "row_blocks", "num_groups"])
 def cast_float8_block_kernel(
-    x_ptr, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, offsets_ptr, aligned_ptr,
+    x_ptr, row_of_ptr, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, offsets_ptr, aligned_ptr,
     rows, columns, row_blocks, num_groups, width, amax_epsilon,
     SQUARE: tl.constexpr, POWER_2: tl.constexpr, LARGEST: tl.constexpr, PACKED: tl.constexpr,
     FORM: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile. A copy whose codes are None is not made.
 
-    rows: of each matrix; row_blocks: of each matrix, in the padded buffer if there are offsets. SQUARE: 128x128 blocks.
-    PACKED: column_codes are words; width: of their rows, in words or in bytes. FORM, NATIVE: as in `float8_codes`.
+    row_of_ptr: None, or which row of x each row is. rows: of each matrix; row_blocks: of each matrix, in the padded
+    buffer if there are offsets. SQUARE: 128x128 blocks. PACKED: column_codes are words; width: of their rows, in words
+    or in bytes. FORM, NATIVE: as in `float8_codes`.
     """
     column_blocks = tl.cdiv(columns, BLOCK)
     column_block = tl.program_id(0) % column_blocks
@@ -53,7 +54,11 @@ def cast_float8_block_kernel(
                     matrix, tile, column_block, columns, width, row_blocks, SQUARE, PACKED,
                 )  # fmt: skip
             return
-    x = _load(x_ptr + start, offs_t, tl.where(active, height, 0), left, columns)
+    given = tl.where(active, height, 0)
+    if row_of_ptr is None:
+        x = _load(x_ptr + start, offs_t, given, left, columns)
+    else:
+        x = _gather(x_ptr + column_block.to(tl.int64) * BLOCK, row_of_ptr + first, given, left, columns)
     wide, of_rows, of_columns = with_amaxes(x, BLOCK)
     if SQUARE:
         of_rows = tl.max(of_columns, axis=1)[:, None]
@@ -153,6 +158,15 @@ def _load(x_ptr, row, height, left, columns):
     offs_k = tl.arange(0, BLOCK)
     inside = (row < height)[:, None] & (offs_k < left)[None, :]
     return tl.load(x_ptr + (row * columns)[:, None] + offs_k[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def _gather(x_ptr, row_of_ptr, height, left, columns):
+    """The same of rows 0 to BLOCK of a tile, of which row_of_ptr says which rows they are from x_ptr on."""
+    row, offs_k = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    row_of = tl.load(row_of_ptr + row, mask=row < height, other=0)
+    inside = (row < height)[:, None] & (offs_k < left)[None, :]
+    return tl.load(x_ptr + (row_of * columns)[:, None] + offs_k[None, :], mask=inside, other=0)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from recipes.casts.cast_float8_rowwise_triton import (
     dequantize_float8_rowwise_kernel,
     row_and_column_amaxes_kernel,
 )
-from recipes.casts.layout import Copies, as_bytes, as_words, empty_copies, empty_values, has_words, matrices
+from recipes.casts.layout import Copies, as_bytes, as_words, empty_copies, empty_values, has_words, matrices, shape_of
 from recipes.casts.scale_rules import Float32Scale
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.formats import Float8Format, ScaleSpec
@@ -65,6 +65,7 @@ def cast_float8_rowwise_on_triton(
     splits: Splits | None = None,
     scale: Tensor | None = None,
     amax_out: Tensor | None = None,
+    row_of: Tensor | None = None,
 ) -> Copies:
     """`cast` of such a spec on any device: tests bring CPU tensors, under the interpreter."""
     assert scale is None and amax_out is None, "each row has a scale of its own"
@@ -72,15 +73,15 @@ def cast_float8_rowwise_on_triton(
     assert isinstance(rule, Float32Scale) and isinstance(element, Float8Format), "`KERNELS` names what is cast here"
     x_GTK = matrices(x, stacked)
     copies = empty_copies(
-        x.shape, spec, x.device, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits
+        shape_of(x, row_of), spec, x.device, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits
     )
     if is_abstract(x):
         return copies
     form = {"POWER_2": rule.power_2, **format_of(element, x.device)}
     if columnwise or x.shape[-1] > MOST_COLUMNS:
-        _cast_both(x_GTK, copies, splits, rule.amax_epsilon, form)
+        _cast_both(x_GTK, row_of, copies, splits, rule.amax_epsilon, form)
     else:
-        _cast_whole_rows(x_GTK, copies, splits, rule.amax_epsilon, form)
+        _cast_whole_rows(x_GTK, row_of, copies, splits, rule.amax_epsilon, form)
     return copies
 
 
@@ -116,10 +117,16 @@ def dequantize_float8_rowwise_on_triton(
 
 
 def _cast_both(
-    x_GTK: Tensor, copies: Copies, splits: Splits | None, amax_epsilon: float, form: dict[str, bool | str]
+    x_GTK: Tensor,
+    row_of: Tensor | None,
+    copies: Copies,
+    splits: Splits | None,
+    amax_epsilon: float,
+    form: dict[str, bool | str],
 ) -> None:
     """Launch: amaxes of contiguous x, then the copies that there are."""
     groups, rows, columns = x_GTK.shape
+    rows = rows if row_of is None else len(row_of)
     offsets = None if splits is None else splits.offsets
     num_groups = groups if splits is None else splits.num_groups
     row_codes, row_scale, column_codes, column_scale = copies
@@ -131,12 +138,12 @@ def _cast_both(
         None if found is None else part
         for found, part in ((row_scale, amax[num_columns:]), (column_scale, amax[:num_columns]))
     )
-    if x_GTK.numel():
+    if groups * rows * columns:
         config = amax_config()
         _amaxes(
             x_GTK, num_row_tiles(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k),
-            x_GTK, *(None if part is None else part.view(torch.int32) for part in (row_amax, column_amax)), offsets,
-            rows, columns, num_groups,
+            x_GTK, row_of, *(None if part is None else part.view(torch.int32) for part in (row_amax, column_amax)),
+            offsets, rows, columns, num_groups,
             BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
         )  # fmt: skip
     config = cast_float8_config(columns)
@@ -144,7 +151,7 @@ def _cast_both(
     words = None if column_codes is None else as_words(column_codes)
     _cast_rowwise(
         x_GTK, max(1, slots * cdiv(columns, config.block_k)),  # one at least: programs write the scales, too
-        x_GTK, as_bytes(row_codes), words, row_scale, column_scale, row_amax, column_amax,
+        x_GTK, row_of, as_bytes(row_codes), words, row_scale, column_scale, row_amax, column_amax,
         offsets, None if splits is None else splits.aligned(BLOCK),
         rows, columns, 0 if column_codes is None else column_codes.shape[-1], num_groups, slots,
         num_rows, num_columns, amax_epsilon,
@@ -153,15 +160,20 @@ def _cast_both(
 
 
 def _cast_whole_rows(
-    x_GTK: Tensor, copies: Copies, splits: Splits | None, amax_epsilon: float, form: dict[str, bool | str]
+    x_GTK: Tensor,
+    row_of: Tensor | None,
+    copies: Copies,
+    splits: Splits | None,
+    amax_epsilon: float,
+    form: dict[str, bool | str],
 ) -> None:
     """Launch: the rowwise copy of contiguous x."""
-    rows, columns = math.prod(x_GTK.shape[:-1]), x_GTK.shape[-1]
+    rows, columns = math.prod(x_GTK.shape[:-1]) if row_of is None else len(row_of), x_GTK.shape[-1]
     config = cast_rows_config(columns)
     if rows:
         _cast_rows(
             x_GTK, cdiv(rows, config.block_m),
-            x_GTK, as_bytes(copies.row_codes), copies.row_scale, None if splits is None else splits.offsets,
+            x_GTK, row_of, as_bytes(copies.row_codes), copies.row_scale, None if splits is None else splits.offsets,
             rows, columns, 0 if splits is None else splits.num_groups, amax_epsilon,
             **form, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
         )  # fmt: skip

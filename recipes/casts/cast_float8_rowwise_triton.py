@@ -12,6 +12,7 @@ from recipes.casts.cast_float8_triton import (
     load_transposed,
     part_of_tile,
     scale_of_amax,
+    source_of,
     store_part,
     store_transposed,
 )
@@ -22,12 +23,13 @@ from recipes.triton.rounding import round_to, widen
 
 @triton.jit(do_not_specialize=["rows", "num_groups"])
 def row_and_column_amaxes_kernel(
-    x_ptr, row_amax_ptr, column_amax_ptr, offsets_ptr, rows, columns, num_groups,
+    x_ptr, row_of_ptr, row_amax_ptr, column_amax_ptr, offsets_ptr, rows, columns, num_groups,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Raises the amaxes of the rows, and of each group's columns, to those of one tile. None: not computed.
 
-    row_amax_ptr: [all rows], column_amax_ptr: [groups, columns]; the bits of float32 numbers, whose order is theirs.
+    row_of_ptr: None, or which row of x each row is. row_amax_ptr: [all rows], column_amax_ptr: [groups, columns]; the
+    bits of float32 numbers, whose order is theirs.
     """
     slot = tl.program_id(0) // tl.cdiv(columns, BLOCK_K)
     _, group, first, end, start, _, _ = find_float8_tile(
@@ -38,7 +40,7 @@ def row_and_column_amaxes_kernel(
     column = tl.arange(0, BLOCK_K)
     mask_row = (row < height_of(first, end, BLOCK_M)) & (group < num_groups)
     mask_column = (column < columns - first_column) & (first < end) & (group < num_groups)
-    at = start * columns + first_column + row.to(tl.int64)[:, None] * columns + column[None, :]
+    at = source_of(row_of_ptr, start + row, mask_row)[:, None] * columns + first_column + column[None, :]
     x = widen(tl.load(x_ptr + at, mask=mask_row[:, None] & mask_column[None, :], other=0.0)).to(tl.float32)
     peak = magnitude(x)
     if row_amax_ptr is not None:
@@ -50,15 +52,16 @@ def row_and_column_amaxes_kernel(
 
 @triton.jit(do_not_specialize=["rows", "num_groups", "slots", "num_rows", "num_columns"])
 def cast_float8_rowwise_kernel(
-    x_ptr, row_codes_ptr, column_codes_ptr, row_scale_ptr, column_scale_ptr, row_amax_ptr, column_amax_ptr,
+    x_ptr, row_of_ptr, row_codes_ptr, column_codes_ptr, row_scale_ptr, column_scale_ptr, row_amax_ptr, column_amax_ptr,
     offsets_ptr, aligned_ptr, rows, columns, width, num_groups, slots, num_rows, num_columns, amax_epsilon,
     POWER_2: tl.constexpr, PACKED: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile, and store this program's share of the scales. A copy whose pointers are None is not made.
 
-    rows: of each matrix; slots: row tiles of all. num_rows, num_columns: how many amaxes there are of either kind.
-    PACKED: column_codes are words; width: of their rows in codes. FORM, NATIVE: as in `float8_codes`.
+    row_of_ptr: None, or which row of x each row is. rows: of each matrix; slots: row tiles of all. num_rows,
+    num_columns: how many amaxes there are of either kind. PACKED: column_codes are words; width: of their rows in
+    codes. FORM, NATIVE: as in `float8_codes`.
     """
     if row_codes_ptr is not None:
         _store_scales(row_scale_ptr, row_amax_ptr, num_rows, amax_epsilon, POWER_2, FORM)
@@ -72,12 +75,16 @@ def cast_float8_rowwise_kernel(
         active = group < num_groups
         first_column = tl.program_id(0) % tl.cdiv(columns, BLOCK_K) * BLOCK_K
         height = height_of(first, end, BLOCK_M)
-        x_ptr += start * columns + first_column
+        if row_of_ptr is None:
+            x_ptr += start * columns + first_column
+        else:
+            x_ptr += first_column
+            row_of_ptr += start
         loaded = tl.where(active, height, 0)
-        x0 = load_part(x_ptr, 0, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-        x1 = load_part(x_ptr, 1, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-        x2 = load_part(x_ptr, 2, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-        x3 = load_part(x_ptr, 3, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+        x0 = load_part(x_ptr, 0, loaded, columns, first_column, BLOCK_M, BLOCK_K, row_of_ptr)
+        x1 = load_part(x_ptr, 1, loaded, columns, first_column, BLOCK_M, BLOCK_K, row_of_ptr)
+        x2 = load_part(x_ptr, 2, loaded, columns, first_column, BLOCK_M, BLOCK_K, row_of_ptr)
+        x3 = load_part(x_ptr, 3, loaded, columns, first_column, BLOCK_M, BLOCK_K, row_of_ptr)
         if row_codes_ptr is not None:
             row_codes_ptr += start * columns + first_column
             row_amax_ptr += start
@@ -102,10 +109,11 @@ def cast_float8_rowwise_kernel(
 
 @triton.jit(do_not_specialize=["rows", "num_groups"])
 def cast_float8_rows_kernel(
-    x_ptr, codes_ptr, scale_ptr, offsets_ptr, rows, columns, num_groups, amax_epsilon,
+    x_ptr, row_of_ptr, codes_ptr, scale_ptr, offsets_ptr, rows, columns, num_groups, amax_epsilon,
     POWER_2: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The rowwise copy of BLOCK_M whole rows of at most BLOCK_K columns, from one read."""
+    """The rowwise copy of BLOCK_M whole rows of at most BLOCK_K columns, from one read. row_of_ptr: None, or which row
+    of x each row is."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_M
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_K)[None, :]
@@ -114,7 +122,8 @@ def cast_float8_rows_kernel(
     if offsets_ptr is not None:
         active = given & (row < tl.load(offsets_ptr + num_groups) - first)
     at = first * columns + row.to(tl.int64)[:, None] * columns + column
-    x = widen(tl.load(x_ptr + at, mask=active[:, None] & (column < columns), other=0.0)).to(tl.float32)
+    at_x = source_of(row_of_ptr, first + row, active)[:, None] * columns + column
+    x = widen(tl.load(x_ptr + at_x, mask=active[:, None] & (column < columns), other=0.0)).to(tl.float32)
     scale = scale_of_amax(tl.max(magnitude(x), axis=1), amax_epsilon, FORM, POWER_2)
     codes = float8_codes(x * scale[:, None], FORM, NATIVE)
     tl.store(codes_ptr + at, codes, mask=given[:, None] & (column < columns))

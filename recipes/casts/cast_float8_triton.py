@@ -25,10 +25,11 @@ PADDING = tl.constexpr(32)
 
 @triton.jit(do_not_specialize=["rows", "num_groups", "tiles", "most"])
 def amax_kernel(
-    x_ptr, meetings_ptr, offsets_ptr, rows, columns, num_groups, tiles, most,
+    x_ptr, row_of_ptr, meetings_ptr, offsets_ptr, rows, columns, num_groups, tiles, most,
     LARGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Raise the amaxes of the groups to max |x|. LARGE: of those with more than `most` rows.
+    """Raise the amaxes of the groups to max |x|. LARGE: of those with more than `most` rows. row_of_ptr: as in
+    `cast_float8_kernel`.
 
     From the last tile to the first, which the cast that follows then finds in L2.
     """
@@ -43,18 +44,32 @@ def amax_kernel(
         if LARGE:
             found &= rows_of_group(offsets_ptr, group, rows, num_groups) > most
         first_column = tile % tl.cdiv(columns, BLOCK_K) * BLOCK_K
-        row = tl.arange(0, BLOCK_M)[:, None]
+        row = tl.arange(0, BLOCK_M)
         column = tl.arange(0, BLOCK_K)[None, :]
-        inside = (row < height_of(first, end, BLOCK_M)) & (column < columns - first_column) & found
-        at = start * columns + first_column + row.to(tl.int64) * columns + column
+        there = (row < height_of(first, end, BLOCK_M)) & found
+        inside = there[:, None] & (column < columns - first_column)
+        at = source_of(row_of_ptr, start + row, there)[:, None] * columns + first_column + column
         x = widen(tl.load(x_ptr + at, mask=inside, other=0.0)).to(tl.float32)
         if found:
             raise_amax_at(meeting_of(meetings_ptr, group), tl.max(tl.max(magnitude(x), axis=1), axis=0), None)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def row_amax_kernel(x_ptr, amax_ptr, rows, columns, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """amax[row] = max |x[row]|."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    peak = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for first_column in range(0, columns, BLOCK_K):
+        column = first_column + tl.arange(0, BLOCK_K)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        x = tl.load(x_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+        peak = tl.maximum(peak, magnitude(widen(x).to(tl.float32)))
+    tl.store(amax_ptr + row, tl.max(peak, axis=1), mask=row < rows)
+
+
 @triton.jit(do_not_specialize=["rows", "num_groups", "slots", "most"])
 def cast_float8_kernel(
-    x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, offsets_ptr, aligned_ptr,
+    x_ptr, row_of_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, offsets_ptr, aligned_ptr,
     rows, columns, width, num_groups, slots, most, amax_epsilon,
     GIVEN: tl.constexpr, POWER_2: tl.constexpr, PACKED: tl.constexpr,
     FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -62,9 +77,9 @@ def cast_float8_kernel(
     """Cast one tile. A copy whose pointer is None is not made.
 
     GIVEN, and what given_ptr points to: "scale", scales; "amax", meetings with known amaxes; "meeting", meetings at
-    which groups of at most `most` rows find theirs. amax_ptr: None, or the bits of the amaxes that are to grow. rows:
-    of each matrix; slots: row tiles of all. PACKED: column_codes are words; width: of their rows in codes. FORM,
-    NATIVE: as in `float8_codes`.
+    which groups of at most `most` rows find theirs. amax_ptr: None, or the bits of the amaxes that are to grow.
+    row_of_ptr: None, or which row of x each row is. rows: of each matrix; slots: row tiles of all. PACKED: column_codes
+    are words; width: of their rows in codes. FORM, NATIVE: as in `float8_codes`.
     """
     if tl.program_id(0) == 0:
         if GIVEN == "meeting":
@@ -73,8 +88,8 @@ def cast_float8_kernel(
             store_scales(scale_inv_ptr, given_ptr, num_groups, amax_epsilon, GIVEN, POWER_2, FORM)
     if slots > 0:
         _cast_tile(
-            tl.program_id(0), x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, offsets_ptr,
-            aligned_ptr, rows, columns, width, num_groups, most, amax_epsilon,
+            tl.program_id(0), x_ptr, row_of_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr,
+            offsets_ptr, aligned_ptr, rows, columns, width, num_groups, most, amax_epsilon,
             GIVEN, POWER_2, PACKED, FORM, NATIVE, BLOCK_M, BLOCK_K,
         )  # fmt: skip
 
@@ -90,7 +105,7 @@ def cast_large_groups_kernel(
     tiles = tl.where(largest_group(offsets_ptr, num_groups) > most, tiles, 0)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         _cast_tile(
-            tile, x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, meetings_ptr, None, offsets_ptr,
+            tile, x_ptr, None, row_codes_ptr, column_codes_ptr, scale_inv_ptr, meetings_ptr, None, offsets_ptr,
             aligned_ptr, rows, columns, width, num_groups, most, amax_epsilon,
             "large", POWER_2, PACKED, FORM, NATIVE, BLOCK_M, BLOCK_K,
         )  # fmt: skip
@@ -98,8 +113,8 @@ def cast_large_groups_kernel(
 
 @triton.jit
 def _cast_tile(
-    tile, x_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, offsets_ptr, aligned_ptr,
-    rows, columns, width, num_groups, most, amax_epsilon,
+    tile, x_ptr, row_of_ptr, row_codes_ptr, column_codes_ptr, scale_inv_ptr, given_ptr, amax_ptr, offsets_ptr,
+    aligned_ptr, rows, columns, width, num_groups, most, amax_epsilon,
     GIVEN: tl.constexpr, POWER_2: tl.constexpr, PACKED: tl.constexpr,
     FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -110,16 +125,20 @@ def _cast_tile(
     active = group < num_groups
     first_column = tile % across * BLOCK_K
     height = height_of(first, end, BLOCK_M)
-    x_ptr += start * columns + first_column
+    if row_of_ptr is None:
+        x_ptr += start * columns + first_column
+    else:
+        x_ptr += first_column
+        row_of_ptr += start
     if GIVEN == "large":
         large = active & (rows_of_group(offsets_ptr, group, rows, num_groups) > most)
         height = tl.where(large, height, 0)
         places = tl.where(large, places, 0)
     loaded = tl.where(active, height, 0)
-    h0 = load_raw_part(x_ptr, 0, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-    h1 = load_raw_part(x_ptr, 1, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-    h2 = load_raw_part(x_ptr, 2, loaded, columns, first_column, BLOCK_M, BLOCK_K)
-    h3 = load_raw_part(x_ptr, 3, loaded, columns, first_column, BLOCK_M, BLOCK_K)
+    h0 = load_raw_part(x_ptr, 0, loaded, columns, first_column, BLOCK_M, BLOCK_K, row_of_ptr)
+    h1 = load_raw_part(x_ptr, 1, loaded, columns, first_column, BLOCK_M, BLOCK_K, row_of_ptr)
+    h2 = load_raw_part(x_ptr, 2, loaded, columns, first_column, BLOCK_M, BLOCK_K, row_of_ptr)
+    h3 = load_raw_part(x_ptr, 3, loaded, columns, first_column, BLOCK_M, BLOCK_K, row_of_ptr)
     if GIVEN == "meeting":
         scale = 1.0
         if loaded > 0:
@@ -298,6 +317,15 @@ def height_of(first, end, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def source_of(row_of_ptr, rows, there):
+    """Which rows of x these are, int64: themselves, or what stands at row_of_ptr; any where they are not there."""
+    if row_of_ptr is None:
+        return rows.to(tl.int64)
+    else:
+        return tl.load(row_of_ptr + rows, mask=there, other=0)
+
+
+@triton.jit
 def part_of_tile(PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Places of rows 4 q + PART of a tile, and which are inside. [BLOCK_M / 4, BLOCK_K]"""
     row = 4 * tl.arange(0, BLOCK_M // 4)[:, None] + PART
@@ -306,15 +334,23 @@ def part_of_tile(PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.
 
 
 @triton.jit
-def load_part(ptr, PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    return widen(load_raw_part(ptr, PART, height, columns, first_column, BLOCK_M, BLOCK_K)).to(tl.float32)
+def load_part(
+    ptr, PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    row_of_ptr=None,
+):  # fmt: skip
+    return widen(load_raw_part(ptr, PART, height, columns, first_column, BLOCK_M, BLOCK_K, row_of_ptr)).to(tl.float32)
 
 
 @triton.jit
 def load_raw_part(
-    ptr, PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+    ptr, PART: tl.constexpr, height, columns, first_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    row_of_ptr=None,
 ):  # fmt: skip
+    """row_of_ptr: None, or where it stands which row, from ptr on, each row of the tile is."""
     at, inside = part_of_tile(PART, height, columns, first_column, BLOCK_M, BLOCK_K)
+    if row_of_ptr is not None:
+        row = 4 * tl.arange(0, BLOCK_M // 4)[:, None] + PART
+        at = source_of(row_of_ptr, row, row < height) * columns + tl.arange(0, BLOCK_K)[None, :]
     return tl.load(ptr + at, mask=inside, other=0.0)
 
 

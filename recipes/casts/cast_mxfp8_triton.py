@@ -16,20 +16,24 @@ BLOCK = tl.constexpr(32)
 
 @triton.jit(do_not_specialize=["rows", "row_blocks", "num_groups"])
 def cast_mxfp8_kernel(
-    x_ptr, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, offsets_ptr, aligned_ptr,
+    x_ptr, row_of_ptr, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr, offsets_ptr, aligned_ptr,
     rows, columns, row_blocks, num_groups,
     SQUARE: tl.constexpr, FLOOR: tl.constexpr, FORM: tl.constexpr, NATIVE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile. Codes and scales that are None are not stored; codes that are not of uint8 are their values.
 
-    rows: of each matrix; row_blocks: of each matrix, in the padded buffer if there are offsets. SQUARE: 32x32 blocks.
-    FLOOR: the scale's exponent is rounded down. FORM, NATIVE: as in `float8_codes`.
+    row_of_ptr: None, or which row of x each row is. rows: of each matrix; row_blocks: of each matrix, in the padded
+    buffer if there are offsets. SQUARE: 32x32 blocks. FLOOR: the scale's exponent is rounded down. FORM, NATIVE: as in
+    `float8_codes`.
     """
     matrix, tile, start, height, active, first_column = _find(
         offsets_ptr, aligned_ptr, rows, columns, row_blocks, num_groups, BLOCK_K
     )
     at, inside = _places(start, height, first_column, columns, BLOCK_K)
-    x = widen(tl.load(x_ptr + at, mask=inside & active, other=0.0)).to(tl.float32)  # [BLOCK_K / 32, 32, 32]
+    at_x = at
+    if row_of_ptr is not None:
+        at_x = _places_of_rows(row_of_ptr + start, tl.where(active, height, 0), first_column, columns, BLOCK_K)
+    x = widen(tl.load(x_ptr + at_x, mask=inside & active, other=0.0)).to(tl.float32)  # [BLOCK_K / 32, 32, 32]
     at_row, valid_row = _places_of_row_scales(start, height, first_column, columns, BLOCK_K)
     at_column, valid_column = _places_of_column_scales(
         matrix * row_blocks + tile, tile < row_blocks, first_column, columns, BLOCK_K
@@ -107,6 +111,14 @@ def _places(start, height, first_column, columns, BLOCK_K: tl.constexpr):
     row = tl.arange(0, BLOCK)[None, :, None]
     at = start * columns + first_column + row.to(tl.int64) * columns + column
     return at, (row < height) & (column < columns - first_column)
+
+
+@triton.jit
+def _places_of_rows(row_of_ptr, height, first_column, columns, BLOCK_K: tl.constexpr):
+    """Where they lie in a matrix of other rows, of which row_of_ptr says which row each of the tile is."""
+    column = BLOCK * tl.arange(0, BLOCK_K // BLOCK)[:, None, None] + tl.arange(0, BLOCK)[None, None, :]
+    row = tl.arange(0, BLOCK)[None, :, None]
+    return tl.load(row_of_ptr + row, mask=row < height, other=0) * columns + first_column + column
 
 
 @triton.jit

@@ -44,6 +44,11 @@ def num_rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
+def shape_of(x: Tensor, row_of: Tensor | None) -> torch.Size:
+    """That of x, or of the rows of x [S, K] that row_of names."""
+    return x.shape if row_of is None else torch.Size((len(row_of), x.shape[1]))
+
+
 def matrices(x: Tensor, stacked: bool) -> Tensor:
     """Contiguous [G, N, K], or [1, T, K] of a tensor that is no stack."""
     return (x if stacked else x.reshape(1, num_rows(x), x.shape[-1])).contiguous()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from recipes.pending import PendingUpdates
 from recipes.tensors.formats import Float8Format, ScaleLayout, ScaleSpec
+from recipes.tensors.gathered_rows import GatheredRows
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.splits import Splits
@@ -87,6 +88,12 @@ class Quantizer(ABC):
         Rows past the sum get codes of 0, regardless of their values.
         """
         raise NotImplementedError(f"{type(self).__name__} quantizes single tensors only. Quantize group by group.")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `quantize_grouped` and `dequantized_rows` take `GatheredRows` too, and read these rows where they
+        lie; else they are copied before."""
+        return False
 
     def dequantized_rows(
         self,
@@ -216,14 +223,14 @@ def check_stacked(w_GNK: Tensor, rowwise: bool, columnwise: bool) -> None:
         raise ValueError(f"stacked weights have shape {list(w_GNK.shape)}, but must be [G, N, K]. Stack them.")
 
 
-def check_grouped(x_TK: Tensor, splits: Splits, rowwise: bool, columnwise: bool) -> None:
+def check_grouped(x_TK: Tensor | GatheredRows, splits: Splits, rowwise: bool, columnwise: bool) -> None:
     """Check the arguments of `quantize_grouped`: rows [T, K], and splits made for T rows."""
-    check_tensor(x_TK, rowwise, columnwise)
+    check_tensor(x_TK.source if isinstance(x_TK, GatheredRows) else x_TK, rowwise, columnwise)
     if not isinstance(splits, Splits):
         raise TypeError(
             f"splits is of type {type(splits).__name__}. Pass Splits.make(sizes, rows=len(x), device=x.device)."
         )
-    if x_TK.dim() != 2:
+    if len(x_TK.shape) != 2:
         raise ValueError(
             f"grouped rows have shape {list(x_TK.shape)}, but must be [rows, K]. Flatten the leading ones."
         )

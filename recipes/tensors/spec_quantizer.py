@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recipes.casts.cast import cast, cast_to_values, casts_to_values
+from recipes.casts.cast import cast, cast_to_values, casts_to_values, kernels_of
 from recipes.casts.cast_float8 import finds_amaxes
 from recipes.casts.layout import Copies, empty_copies
 from recipes.tensors.formats import ScaleLayout, ScaleSpec
+from recipes.tensors.gathered_rows import GatheredRows, at_source
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
 from recipes.tensors.quantizer import QuantizedBuffers, Quantizer, check_grouped, check_stacked, check_tensor
@@ -41,11 +42,15 @@ class SpecQuantizer(Quantizer):
         return QuantizedTensor(*self._copies(w_GNK, rowwise, columnwise, len(w_GNK), stacked=True), w_GNK.dtype)
 
     def quantize_grouped(
-        self, x_TK: Tensor, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
+        self, x_TK: Tensor | GatheredRows, splits: Splits, *, rowwise: bool = True, columnwise: bool = False
     ) -> GroupedTensor:
         check_grouped(x_TK, splits, rowwise, columnwise)
         copies = self._copies(x_TK, rowwise, columnwise, splits.num_groups, splits=splits)
         return GroupedTensor(None, splits, *copies, x_TK.dtype)
+
+    @property
+    def gathers(self) -> bool:
+        return self.casts_by_spec() and kernels_of(self.spec) is not None
 
     def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
         spec = self.spec
@@ -54,7 +59,7 @@ class SpecQuantizer(Quantizer):
 
     def dequantized_rows(
         self,
-        x_TK: Tensor,
+        x_TK: Tensor | GatheredRows,
         splits: Splits,
         dtype: torch.dtype,
         *,
@@ -65,9 +70,11 @@ class SpecQuantizer(Quantizer):
         if not (self.casts_by_spec() and casts_to_values(self.spec)):
             return None
         check_grouped(x_TK, splits, rowwise, columnwise)
+        source, row_of = at_source(x_TK)
         copies = cast_to_values(
-            x_TK, self.spec, dtype, rowwise=rowwise, columnwise=columnwise, column_codes=column_codes, splits=splits
-        )
+            source, self.spec, dtype, rowwise=rowwise, columnwise=columnwise, column_codes=column_codes, splits=splits,
+            row_of=row_of,
+        )  # fmt: skip
         return GroupedTensor(None, splits, *scaled_copies(copies, self.spec, x_TK.shape), x_TK.dtype)
 
     def dequantized_stacked(
@@ -129,7 +136,7 @@ class SpecQuantizer(Quantizer):
 
     def _copies(
         self,
-        x: Tensor,
+        x: Tensor | GatheredRows,
         rowwise: bool,
         columnwise: bool,
         num_scales: int,
@@ -139,9 +146,11 @@ class SpecQuantizer(Quantizer):
     ) -> tuple[ScaledCodes | None, ScaledCodes | None]:
         spec = self.spec
         scale, amax = self.scale_and_amax(x.device, num_scales)
+        source, row_of = at_source(x)
         copies = cast(
-            x, spec, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits, scale=scale, amax_out=amax
-        )
+            source, spec, rowwise=rowwise, columnwise=columnwise, stacked=stacked, splits=splits, scale=scale,
+            amax_out=amax, row_of=row_of,
+        )  # fmt: skip
         return scaled_copies(copies, spec, x.shape)
 
 

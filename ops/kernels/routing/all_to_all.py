@@ -43,6 +43,7 @@ from torch import Tensor
 from ops.kernels.collectives import RankGroup, difference
 from ops.kernels.routing.permute import RoutingMap, combine, combine_present, dispatch, make_routing_map
 from ops.kernels.routing.transports import sent_dtype
+from recipes.tensors.gathered_rows import GatheredRows
 
 _REMEDY = (
     "Only the tokens and their number may differ: give every rank the same layer and recipe, and tensors of the same "
@@ -142,7 +143,12 @@ class ShardedRoutingMap(RoutingMap):
 
     def send_tokens(self, x: Tensor) -> Tensor:
         """The rows [R, H] for the experts here, of the tokens [T, H], or bytes of codes, that each rank gives."""
-        return self._rows_of(_transferred(x.index_select(0, self.token_of_copy), self.copies, self.group))
+        return self.gather_tokens(x).dequantize()
+
+    def gather_tokens(self, x: Tensor) -> GatheredRows:
+        """The same rows, not copied from what arrives."""
+        arrived = _transferred(x.index_select(0, self.token_of_copy), self.copies, self.group)
+        return GatheredRows(arrived, self.copy_of_row)
 
     def start_tokens(self, x: Tensor) -> None:
         """Begin `send_tokens`, which `finish_tokens` ends."""
