@@ -183,7 +183,7 @@ class GroupedLinear(OperationWithWeights):
         )
         if of_subclass or self.has_adapter or choose_path(request).name != "grouped":
             return False
-        if role is Role.GRAD_OUTPUT and self.use_bias:  # whose gradient is a sum of values
+        if role is Role.GRAD_OUTPUT and self.scale_bias:  # the gradient of the scales multiplies values
             return False
         quantizer = (self.input_quantizer if role is Role.INPUT else self.grad_output_quantizer)(request.recipe)
         return quantizer is not None and quantizer.gathers
@@ -274,7 +274,7 @@ class GroupedLinear(OperationWithWeights):
         """The biases' gradients by name, and that of scales if the bias is scaled and it is needed."""
         gradients: dict[str, Tensor | None] = {}
         if self.needs_bias_grad(ctx):
-            db = ctx.path.bias_grad(at_tensor(dy), splits, scales)
+            db = ctx.path.bias_grad(dy, splits, scales)
             gradients = (
                 {"bias": db} if self.stacked_bias else dict(zip(self._names_of_biases, db.unbind(), strict=True))
             )

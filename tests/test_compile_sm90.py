@@ -117,7 +117,8 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     launch_wgrads(rows, features, dtype, tf32)
     with without_gluon():
         launch_wgrads(rows, features, dtype, tf32)
-    grouped_gemm.grouped_bias_grad_triton(dy, offsets, scales, torch.empty_like(bias))
+    for row_of in (None, torch.empty(rows, dtype=torch.int64)):
+        grouped_gemm.grouped_bias_grad_triton(dy, row_of, offsets, scales, torch.empty_like(bias))
 
 
 def launch_queued(dtype: torch.dtype) -> None:

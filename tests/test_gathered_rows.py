@@ -1,6 +1,7 @@
 """Rows that a cast reads where they lie, not a copy of them: the same bits, in kernels and in whole layers."""
 
 import copy
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import torch
 
 import fuser
 from fuser import Sequential, autocast, lora, ops
+from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad, grouped_bias_grad_triton
 from ops.products.paths import GroupedPath, SplitPath
 from recipes.casts.cast import cast_ref
 from recipes.casts.cast_blocks import cast_blocks_on_triton
@@ -25,7 +27,7 @@ from recipes.tensors.formats import E4M3, E5M2, ScaleSpec
 from recipes.tensors.gathered_rows import GatheredRows
 from recipes.tensors.spec_quantizer import FormatQuantizer
 from recipes.tensors.splits import Splits
-from tests.cast_cases import EACH_DEVICE, INF, assert_same, assert_same_copies, poisoned
+from tests.cast_cases import EACH_DEVICE, INF, NAN, assert_same, assert_same_copies, poisoned
 from tests.reference import assert_same_bits
 
 ROWWISE = Float8RowwiseScaling().quantizer(Role.INPUT).spec
@@ -110,6 +112,22 @@ def test_values_in_place_of_codes(device, column_codes):
             assert_same(field, mine.view(torch.uint8), other.view(torch.uint8).cpu())
 
 
+@EACH_DEVICE
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_bias_gradients_sum_gathered_rows(device, scaled):
+    sizes, dy, row_of = [40, 0, 33], torch.randn(50, 130, device=device), torch.randint(0, 50, (80,), device=device)
+    splits, scales = Splits.make(sizes, rows=80, device=device), torch.rand(80, device=device) if scaled else None
+    found, expected = torch.full((2, 3, 130), NAN, device=device).unbind()
+    grouped_bias_grad_triton(dy, row_of, splits.offsets, scales, found)
+    grouped_bias_grad_triton(dy.index_select(0, row_of), None, splits.offsets, scales, expected)
+    assert torch.equal(found, expected)
+    rows = GatheredRows(dy, row_of)
+    results = [grouped_bias_grad(each, splits, scales_T=scales) for each in (rows, rows.dequantize())]
+    assert torch.equal(*results)
+    with pytest.raises(ValueError, match="splits were made for 80 rows"):
+        grouped_bias_grad(GatheredRows(dy, row_of[:70]), splits)
+
+
 def test_which_quantizers_gather():
     """Those whose format has a kernel that does, and that cast by it."""
 
@@ -183,33 +201,27 @@ def copying():
     return patch.object(ops.GroupedLinear, "gathers", lambda self, role, request: False)
 
 
+@contextmanager
 def no_copy():
-    """Rows must not be copied."""
+    """Rows must not be copied before they reach the path."""
 
     def refuse(*_):
         raise AssertionError("rows are copied")
 
-    return patch.multiple("ops.dispatch", dispatch=refuse), patch.multiple("ops.combine", dispatch=refuse)
+    with patch("ops.dispatch.dispatch", refuse), patch("ops.combine.dispatch", refuse):
+        yield
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_layers_have_the_bits_of_copied_rows(device, recipe, bias):
-    """Fused, repeated, and with a bias, whose gradient is a sum of values: then the gradients' rows are copied."""
+    """Fused, repeated, and with biases, whose gradients are sums of the rows; and no copy is made."""
     with copying():
         expected = run(layer(device, bias=bias), recipe, steps=3)
-    model = layer(device, bias=bias)
-    forward, backward = no_copy()
-    if recipe in GATHERED:
-        with forward:
-            found = run(model, recipe, steps=3)
-    else:
-        found = run(model, recipe, steps=3)
+    with no_copy() if recipe in GATHERED else nullcontext():
+        found = run(layer(device, bias=bias), recipe, steps=3)
     assert_same_bits(found, expected)
-    if recipe in GATHERED and not bias:
-        with forward, backward:
-            run(model, recipe)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp8"])
@@ -220,6 +232,7 @@ def test_layers_have_the_bits_of_copied_rows(device, recipe, bias):
         pytest.param(lambda: layer(act=partial(ops.SwiGLU, cache_quantized_input=True)), id="not fused"),
         pytest.param(lambda: layer(delay_wgrad_compute=True), id="delayed wgrad"),
         pytest.param(lambda: layer(stacked=False), id="per group"),
+        pytest.param(lambda: layer(bias=True, scale_bias=True), id="scaled biases"),
         pytest.param(lambda: frozen(layer()), id="frozen weights"),
         pytest.param(lambda: fuser.to_quantized(layer(), "mxfp8"), id="held quantized"),
     ],
@@ -252,8 +265,8 @@ def test_explain_says_where_rows_are_read():
     assert [("Dispatch" in line, "in backward" in line) for line in lines if words in line] == [
         (True, False), (False, True)
     ]  # fmt: skip
-    with_bias = layer(bias=True).explain(recipe="fp8_current")
-    assert with_bias.count(words) == 1
+    assert layer(bias=True).explain(recipe="fp8_current").count(words) == 2
+    assert layer(bias=True, scale_bias=True).explain(recipe="fp8_current").count(words) == 1
     split = layer()
     split.path = "split"
     assert words not in split.explain(recipe="fp8_current")

@@ -93,7 +93,7 @@ def launched(o: Operands, *, extras: bool, out_dtype: torch.dtype | None = None)
     gg.m_grouped_triton(o.x, o.w, offsets, bias, scales, alpha, out["tn"], transposed=True, tf32=False)
     gg.m_grouped_triton(o.dy, o.w, offsets, None, None, alpha, out["nn"], transposed=False, tf32=False)
     gg.grouped_gemm_nt_triton(o.dy, o.x, offsets, alpha, out["nt"], tf32=False)
-    gg.grouped_bias_grad_triton(o.dy, offsets, scales, out["db"])
+    gg.grouped_bias_grad_triton(o.dy, None, offsets, scales, out["db"])
     return out
 
 
@@ -488,7 +488,9 @@ def test_launchers_are_sound_custom_ops():
     ):
         torch.library.opcheck(getattr(torch.ops.fuser, launcher).default, arguments, test_utils=checks)
     bias_grad = torch.ops.fuser.grouped_bias_grad.default
-    torch.library.opcheck(bias_grad, (o.dy, o.splits.offsets, None, torch.empty_like(o.bias)), test_utils=checks)
+    for row_of in (None, torch.arange(len(o.dy)).flip(0)):
+        args = (o.dy, row_of, o.splits.offsets, None, torch.empty_like(o.bias))
+        torch.library.opcheck(bias_grad, args, test_utils=checks)
 
 
 # ------------------------------------------------------------------------------------------------------------ GPU

@@ -45,6 +45,7 @@ from ops.products.product import (
     why_not_reused,
     with_missing,
 )
+from ops.runner.context import at_tensor
 from ops.runner.in_place import writable
 from recipes.casts.cast import casts_to_values
 from recipes.casts.cast_float8 import finds_amaxes
@@ -266,9 +267,10 @@ class GroupedPath:
         """What is multiplied: codes where the GPU takes them, else values."""
         return float8_operands(layout, a, b, self.capability) or operands(layout, a, b, a.dtype)
 
-    def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
+    def bias_grad(self, dy: Any, splits: Splits, scales: Tensor | None = None) -> Tensor:
         """db_g = sum over the group's rows of scales[t] dy[t], [G, N], accumulated in float32 in a fixed order."""
-        return grouped_bias_grad(dy, splits, scales_T=scales)
+        rows = dy if isinstance(dy, GatheredRows) else at_tensor(dy)
+        return grouped_bias_grad(rows, splits, scales_T=scales)
 
 
 class SplitPath:
@@ -391,8 +393,9 @@ class SplitPath:
                 place.zero_()
         return dw
 
-    def bias_grad(self, dy: Tensor, splits: Splits, scales: Tensor | None = None) -> Tensor:
+    def bias_grad(self, dy: Any, splits: Splits, scales: Tensor | None = None) -> Tensor:
         """As `GroupedPath.bias_grad`."""
+        dy = at_tensor(dy)
         rows = accumulator_like(dy) if scales is None else accumulator_like(dy) * scales[:, None]
         sizes = splits.tolist()
         return torch.stack([part.sum(0) for part in rows[: sum(sizes)].split(sizes)]).to(dy.dtype)

@@ -72,6 +72,7 @@ from ops.kernels.grouped_gemm.tile_rules import (
     uses_descriptors,
 )
 from recipes.tensors.abstract import is_abstract
+from recipes.tensors.gathered_rows import GatheredRows, at_source
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
 from recipes.triton.launch import Launch, cdiv, launcher, properties, replayed
@@ -337,22 +338,29 @@ def _nt(
 
 
 def grouped_bias_grad(
-    dy_TN: Tensor, splits: Splits, *, scales_T: Tensor | None = None, out_dtype: torch.dtype | None = None
+    dy_TN: Tensor | GatheredRows,
+    splits: Splits,
+    *,
+    scales_T: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """db_g = sum of scales[t] dy[t] over the rows of group g, summed in float32. Returns db [G, N].
 
     dy: [T, N]. scales: [T] (1 if None). The result is in out_dtype (dy's if None). A group without rows gets zeros.
+    Gathered rows of dy are read where they lie on a GPU, and copied on a CPU.
     """
     check_rows(dy_TN, splits)
     check_scales(scales_T, splits)
-    if is_abstract(dy_TN) and not dy_TN.is_cuda:
-        return output(None, (splits.num_groups, dy_TN.shape[1]), out_dtype, dy_TN)
-    if dy_TN.device.type != "cuda":
-        return grouped_bias_grad_ref(dy_TN, splits, scales_T=scales_T, out_dtype=out_dtype)
-    refuse_float64(dy_TN)
-    out = output(None, (splits.num_groups, dy_TN.shape[1]), out_dtype, dy_TN)
+    source, row_of = at_source(dy_TN)
+    if is_abstract(source) and not source.is_cuda:
+        return output(None, (splits.num_groups, source.shape[1]), out_dtype, source)
+    if source.device.type != "cuda":
+        rows = source if row_of is None else source.index_select(0, row_of)
+        return grouped_bias_grad_ref(rows, splits, scales_T=scales_T, out_dtype=out_dtype)
+    refuse_float64(source)
+    out = output(None, (splits.num_groups, source.shape[1]), out_dtype, source)
     grouped_bias_grad_triton(
-        with_contiguous_rows(dy_TN), splits.offsets, None if scales_T is None else scales_T.contiguous(), out
+        with_contiguous_rows(source), row_of, splits.offsets, None if scales_T is None else scales_T.contiguous(), out
     )
     return out
 
@@ -547,8 +555,10 @@ def grouped_gemm_nt_triton(
 
 
 @launcher("fuser::grouped_bias_grad", mutates=["out"])
-def grouped_bias_grad_triton(dy_TN: Tensor, offsets: Tensor, scales_T: Tensor | None, out: Tensor) -> None:
-    """Launches the bias gradient. Rows of dy are contiguous, offsets [G + 1], scales, out are contiguous."""
+def grouped_bias_grad_triton(
+    dy_TN: Tensor, row_of: Tensor | None, offsets: Tensor, scales_T: Tensor | None, out: Tensor
+) -> None:
+    """Launches the bias gradient. Rows of dy are contiguous, row_of, offsets [G + 1], scales, out are contiguous."""
     if dy_TN.numel() == 0:
         out.zero_()
         return
@@ -558,6 +568,7 @@ def grouped_bias_grad_triton(dy_TN: Tensor, offsets: Tensor, scales_T: Tensor | 
         out,
         G * cdiv(N, config.block_n),
         dy_TN,
+        row_of,
         offsets,
         scales_T,
         out,

@@ -245,7 +245,8 @@ def k_grouped_persistent_kernel(
 
 @triton.jit
 def bias_grad_kernel(
-    dy_ptr,  # [T, N], rows dy_stride apart
+    dy_ptr,  # [T, N], or [S, N] of which row_of names the rows; dy_stride apart
+    row_of_ptr,  # [T] int64 or None
     offsets_ptr,  # [G + 1] int64
     scales_ptr,  # [T] or None
     db_ptr,  # [G, N] contiguous
@@ -265,7 +266,10 @@ def bias_grad_kernel(
     for t in range(0, (end - begin).to(tl.int32), BLOCK_T):
         offs_t = begin + t + tl.arange(0, BLOCK_T)
         mask_t = offs_t < end
-        dy_ptrs = dy_ptr + offs_t[:, None] * dy_stride + offs_n[None, :]
+        row = offs_t
+        if row_of_ptr is not None:
+            row = tl.load(row_of_ptr + offs_t, mask=mask_t, other=0)
+        dy_ptrs = dy_ptr + row[:, None] * dy_stride + offs_n[None, :]
         dy = tl.load(dy_ptrs, mask=mask_t[:, None] & mask_n[None, :], other=0.0).to(tl.float32)
         if scales_ptr is not None:
             dy *= tl.load(scales_ptr + offs_t, mask=mask_t, other=0.0).to(tl.float32)[:, None]

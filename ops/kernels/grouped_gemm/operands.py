@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from recipes.tensors.abstract import is_abstract
+from recipes.tensors.gathered_rows import GatheredRows
 from recipes.tensors.splits import Splits
 
 
@@ -44,8 +45,8 @@ def check_scales(scales_T: Tensor | None, splits: Splits) -> None:
         )
 
 
-def check_rows(x: Tensor, splits: Splits) -> None:
-    if x.dim() != 2 or x.shape[0] != splits.rows:
+def check_rows(x: Tensor | GatheredRows, splits: Splits) -> None:
+    if len(x.shape) != 2 or x.shape[0] != splits.rows:
         raise ValueError(
             f"an operand has shape {list(x.shape)}, but the splits were made for {splits.rows} rows. "
             f"Pass a matrix of {splits.rows} rows, or make the splits for this one."
