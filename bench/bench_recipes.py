@@ -1,9 +1,11 @@
-"""One live grouped MLP whose recipe is switched in place: what each recipe costs, keeps and gets wrong.
+"""One live grouped MLP, or whole layer, whose recipe is switched in place: what each recipe costs, keeps, gets wrong.
 
     a recipe          GroupedLinear -> ScaledSwiGLU -> GroupedLinear under `autocast(recipe=...)`, never rebuilt
     torch             the same with `F.grouped_mm` and eager SwiGLU, in bf16
     torch compiled    the same formula under torch.compile (CUDA only)
     torchao compiled  the same in torchao's FP8 rowwise, groups padded ahead, where it is installed (CUDA only)
+
+With `--layer` all of it is of Router -> Dispatch -> ... -> Combine, but for torchao's and the products alone.
 
 Same weights, inputs, split sizes. First every way is held against fp32, expert by expert (SQNR in dB of the output and
 of each gradient), and each recipe is run, another one, and the first again, which must give the same bits. Only then
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 import fuser
-from bench.case import DTYPE, PASSES, Call, TimedPass
+from bench.case import DTYPE, PASSES, Call, Case, TimedPass
 from bench.grouped_case import GroupedCase, expert_mlp
 from bench.memory import peak_bytes, saved_bytes, saved_tensors
 from bench.models import EXPERT_SHAPES, TINY_SHAPES
@@ -38,6 +40,7 @@ from bench.sqnr import require_sqnr, sqnr_floor
 from bench.timing import Timing, time_interleaved
 from bench.torchao_rowwise import TORCHAO, torchao_rowwise, why_no_torchao
 from bench.usage import UsageError, require_device, require_positive
+from bench.whole_layer import LayerCase, whole_layer
 from fuser import constant_weights, to_quantized
 from recipes import Role
 from recipes.tensors.quantized_handle import held_tensors
@@ -54,17 +57,22 @@ FLOORS = {TORCHAO: "fp8_current"}
 
 
 def compare_recipes(
-    case: GroupedCase, labels: list[str], *, steps: int = 20, weights_every: int = WEIGHTS_EVERY, peers: bool = True
+    case: GroupedCase | LayerCase,
+    labels: list[str],
+    *,
+    steps: int = 20,
+    weights_every: int = WEIGHTS_EVERY,
+    peers: bool = True,
 ) -> list[Outcome]:
     """Check all recipes (peers: and torch's and torchao's ways), then time them interleaved. AssertionError for a wrong
     one."""
-    ways: dict[str, tuple[GroupedCase, Call]] = {label: (case, case.ours(label)) for label in labels}
+    ways: dict[str, tuple[GroupedCase | LayerCase, Call]] = {label: (case, case.ours(label)) for label in labels}
     if peers:
         ways["torch"] = case, case.torchs()
     if peers and case.device.type == "cuda":
         torch.compiler.reset()  # what was compiled for other shapes counts against a limit
         ways["torch compiled"] = case, case.torchs(compiled=True)
-    if peers and why_no_torchao(case.device) is None:
+    if peers and isinstance(case, GroupedCase) and why_no_torchao(case.device) is None:
         ways[TORCHAO] = torchao_rowwise(case)
 
     outcomes = []
@@ -109,15 +117,16 @@ def compare_recipes(
     }
     if case.device.type == "cuda":
         times[HOST] = time_interleaved(whole, rounds=steps, calls=HOST_CALLS, device=case.device, clock="host")
-    products = checked_products(case, labels, peers)
-    times[PRODUCTS] = time_interleaved(products, rounds=steps, device=case.device, clock="device")
+    if isinstance(case, GroupedCase):
+        products = checked_products(case, labels, peers)
+        times[PRODUCTS] = time_interleaved(products, rounds=steps, device=case.device, clock="device")
     return [
         replace(found, times={passes: of_ways[found.way] for passes, of_ways in times.items() if found.way in of_ways})
         for found in outcomes
     ]
 
 
-def saved_bytes_of_rows(case: GroupedCase, call: Callable[[], Tensor]) -> int:
+def saved_bytes_of_rows(case: Case, call: Callable[[], Tensor]) -> int:
     """What a call keeps for backward, without weights and their quantized copies: those two calls in a scope share."""
     with constant_weights(case.layer):
         before = {tensor.untyped_storage().data_ptr(): tensor for tensor in saved_tensors(call)}
@@ -126,7 +135,7 @@ def saved_bytes_of_rows(case: GroupedCase, call: Callable[[], Tensor]) -> int:
         return saved_bytes(call, but=[*case.weights, *before.values()])
 
 
-def kept_weight_bytes(case: GroupedCase, step: TimedPass) -> int:
+def kept_weight_bytes(case: Case, step: TimedPass) -> int:
     """What `constant_weights` keeps of the weights."""
     scope = constant_weights(case.layer)
     with scope:
@@ -134,7 +143,7 @@ def kept_weight_bytes(case: GroupedCase, step: TimedPass) -> int:
         return scope.nbytes
 
 
-def parameter_bytes(case: GroupedCase, way: str) -> int:
+def parameter_bytes(case: Case, way: str) -> int:
     """Of the parameters, with weights that are held quantized (`to_quantized`) where the recipe quantizes weights."""
     layer = copy.deepcopy(case.layer)
     if recipe_named(way).quantizer(Role.WEIGHT) is not None:
@@ -147,7 +156,7 @@ def once_in(microbatches: int) -> str:
     return f"{PASSES[-1]}, weights once in {microbatches}"
 
 
-def _in_one_scope(case: GroupedCase, step: TimedPass, microbatches: int) -> Callable[[], None]:
+def _in_one_scope(case: Case, step: TimedPass, microbatches: int) -> Callable[[], None]:
     def run() -> None:
         with constant_weights(case.layer):
             for _ in range(microbatches):
@@ -169,7 +178,7 @@ def checked_products(case: GroupedCase, labels: list[str], peers: bool = True) -
     return steps
 
 
-def require_same_bits(case: GroupedCase, label: str, other: str) -> None:
+def require_same_bits(case: GroupedCase | LayerCase, label: str, other: str) -> None:
     """AssertionError unless the recipe gives its bits again after another one ran on the same live model."""
     step = case.step(case.ours(label), PASSES[-1])
     for _ in range(SETTLING_STEPS):
@@ -181,7 +190,7 @@ def require_same_bits(case: GroupedCase, label: str, other: str) -> None:
         assert torch.equal(first, again), f"{label}, {other}, {label}: {name} has other bits than before"
 
 
-def explain_line(case: GroupedCase, label: str) -> str:
+def explain_line(case: Case, label: str) -> str:
     """Which path a recipe takes and why, by which kernels, native or emulated."""
     recipe = recipe_named(label)
     plan = case.layer.explain(recipe=recipe, device=case.device, dtype=DTYPE).splitlines()[1:]
@@ -220,6 +229,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"separated by commas, {BATCH_INVARIANT}NAME for one that is batch invariant (default: %(default)s)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--layer", action="store_true", help="the whole layer, from tokens to tokens")
     parser.add_argument("--tokens", type=int, help="each is sent to top-k experts (default: those of the model)")
     parser.add_argument("--routing", default="random", choices=ROUTINGS, help="(default: %(default)s)")
     parser.add_argument(
@@ -253,24 +263,30 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--plot: {missing}")
 
     shape = MODELS[model]
-    case = expert_mlp(shape, device=arguments.device, tokens=arguments.tokens, routing=arguments.routing)
+    data = {"device": arguments.device, "tokens": arguments.tokens, "routing": arguments.routing}
+    if arguments.layer and arguments.routing == "uniform":
+        raise UsageError("--layer routes by its own Router, not --routing uniform. Take random or skewed.")
+    case = whole_layer(shape, **data) if arguments.layer else expert_mlp(shape, **data)
     note = f" ({shape.note})" if shape.note else ""
     print(
-        f"recipes on {model}{note}: {shape.num_experts} experts, {case.rows} rows, {arguments.routing} routing, "
+        f"recipes on {'the layer of ' if arguments.layer else ''}{model}{note}: {shape.num_experts} experts, "
+        f"{case.rows} rows, {arguments.routing} routing, "
         f"{shape.hidden} / {shape.intermediate}, bf16, on {arguments.device}"
     )
     for label in labels:
         print(explain_line(case, label))
-    if arguments.peers and (missing := why_no_torchao(case.device)):
+    if arguments.peers and not arguments.layer and (missing := why_no_torchao(case.device)):
         print(f"left out: {TORCHAO}: {missing}")
     every = arguments.weights_every
     outcomes = compare_recipes(case, labels, steps=arguments.steps, weights_every=every, peers=arguments.peers)
-    flop = {passes: case.flop_of(passes) for passes in (*PASSES, once_in(every), HOST, PRODUCTS)}
+    alone = () if arguments.layer else (PRODUCTS,)
+    flop = {passes: case.flop_of(passes) for passes in (*PASSES, once_in(every), HOST, *alone)}
     show_recipes(outcomes, flop)
     written = []
     if arguments.json:
         record = {
             "model": model,
+            "layer": arguments.layer,
             "shape": asdict(shape),
             "rows": case.rows,
             "routing": arguments.routing,

@@ -3,8 +3,9 @@
     ours   Router -> Dispatch -> GroupedLinear -> ScaledSwiGLU -> GroupedLinear -> Combine
     torch  product, topk, softmax, sort, gather, grouped_mm, SwiGLU, grouped_mm, gather, sum
 
-Neither synchronizes. Without biases, in bf16; logits and probabilities (a softmax over the chosen logits) in fp32. The
-routing is controlled through the data: the first feature of x is 1, so the router's first column acts as a bias.
+Neither synchronizes. Without biases, in bf16, ours also under a recipe; logits and probabilities (a softmax over the
+chosen logits) in fp32. The routing is controlled through the data: the first feature of x is 1, so the router's first
+column acts as a bias.
 """
 
 # T tokens, R = T topk rows, E experts, H hidden, F expert width
@@ -20,8 +21,9 @@ from torch import Tensor
 from bench.case import DTYPE, Call, Case
 from bench.models import ExpertShape
 from bench.routing import zipf_shares
+from bench.schedule import BASELINE, recipe_named
 from bench.sqnr import sqnr_db
-from fuser import Sequential, ops
+from fuser import Sequential, autocast, ops
 
 # The bias of experts that no token should choose.
 NEVER = -30.0
@@ -34,12 +36,22 @@ class LayerCase(Case):
     topk: int
 
     @property
+    def rows(self) -> int:
+        return len(self.dy) * self.topk
+
+    @property
     def names(self) -> list[str]:
         return ["y", "dx", "drouter", "dw1", "dw2"]
 
-    def ours(self) -> Call:
-        x = self.inputs["x"]
-        return lambda: self.layer(x)
+    def ours(self, label: str = BASELINE) -> Call:
+        """The layer under the recipe of this label."""
+        x, recipe = self.inputs["x"], recipe_named(label)
+
+        def call() -> Tensor:
+            with autocast(recipe=recipe):
+                return self.layer(x)
+
+        return call
 
     def torchs(self, *, compiled: bool = False) -> Call:
         """The layer in torch's operations, eager or compiled."""

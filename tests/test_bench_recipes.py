@@ -91,9 +91,22 @@ def test_recipes_alone_are_compared_with_bf16(tmp_path, capsys):
     assert "/ torch" not in capsys.readouterr().out
 
 
+def test_the_whole_layer_is_compared_under_recipes(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    assert main([*TINY, "--layer", "--recipes", "fp8_current", "--routing", "skewed", "--json", str(path)]) == 0
+    assert f"recipes on the layer of {TINY[2]}" in capsys.readouterr().out
+    record = json.loads(path.read_text())
+    assert record["layer"] and record["rows"] == 16 * TINY_SHAPES[TINY[2]].topk
+    for way in record["ways"]:
+        assert way["sqnr"].keys() == {"y", "dx", "drouter", "dw1", "dw2"}
+        assert way["times"].keys() == {*PASSES, once_in(8)}
+    assert [way["same_bits_after"] for way in record["ways"]] == ["fp8_current", "bf16", None]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        (["--layer", "--routing", "uniform"], "--layer routes by its own Router, not --routing uniform"),
         (["--model", "mixtral"], "--model mixtral is unknown. Take qwen3-30b-a3b,"),
         (["--recipes", "bf16,bf17"], "there is no recipe named 'bf17'"),
         (["--recipes", "fp32"], "--recipes fp32: the model of this benchmark is bf16. Take bf16, fp8_delayed"),
