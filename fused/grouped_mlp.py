@@ -154,8 +154,7 @@ class GroupedMLP(FusedOperation):
         splits, _ = self.fc1.check(fc1_ctx, x, extras)
         scales = extras.get("scales")
         path = fc1_ctx.path
-        wgrad = self.fc1.needs_weight_grad(fc1_ctx)
-        x_q = path.quantize(x, splits, fc1_ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad, saved=True)
+        x_q = self.fc1.input_operand(fc1_ctx, x, splits)
         needs_grad = any(ctx.needs_grad for ctx in ctxs)
         scales_of_bias = scales if self.fc2.scale_bias else None
         if not (needs_grad or self.why_pre_activation(path, fc1_ctx.dtype)):
@@ -241,7 +240,7 @@ class GroupedMLP(FusedOperation):
                 dx = fc1.dgrad(fc1_ctx, dh_q, read)
             spare = fc1.release(fc1_ctx)
             if fc1.needs_weight_grad(fc1_ctx):
-                d_fc1 |= fc1.accumulate(fc1_ctx, partial(path.wgrad, dh_q, fc1_ctx.saved.x, spare=spare))
+                d_fc1 |= fc1.accumulate(fc1_ctx, partial(path.wgrad, dh_q, fc1.kept_input(fc1_ctx), spare=spare))
         if dh is not None:
             d_fc1 |= fc1.adapter_gradients(fc1_ctx, dh, None)
         return dx, (d_fc1, {}, d_fc2), {"scales": dscales}

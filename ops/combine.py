@@ -18,7 +18,7 @@ from ops.kernels.routing.transports import PARTIAL_SUMS, WHY_IN_FULL, check_part
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
 from recipes.recipe import Role
 from recipes.request import PlanRequest
-from recipes.tensors.gathered_rows import GATHERED, GatheredRows
+from recipes.tensors.gathered_rows import GatheredRows
 
 _OverRanks = ShardedRoutingMap | SymmetricRoutingMap
 
@@ -95,8 +95,8 @@ class Combine(BasicOperation):
         return None if self.transport == "symmetric" else super().why_not_captured(request)
 
     def hand_back(self, receiver: BasicOperation | None, request: PlanRequest) -> HandedBack | None:
-        gathered = receiver is not None and self.transport == "alltoall" and receiver.gathers(Role.GRAD_OUTPUT, request)
-        return HandedBack(f"in backward rows {GATHERED}") if gathered else None
+        gathered = None if receiver is None or self.lends_memory else receiver.gathers(Role.GRAD_OUTPUT, request)
+        return None if gathered is None else HandedBack(f"in backward rows {gathered}")
 
     def features(self, incoming: int | None) -> int | None:
         return incoming

@@ -29,7 +29,7 @@ from recipes.arguments import check_flags, positive_integers
 from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.tensors.abstract import is_abstract
-from recipes.tensors.gathered_rows import GATHERED, GatheredRows
+from recipes.tensors.gathered_rows import GatheredRows
 from recipes.tensors.grouped_tensor import GroupedTensor
 from recipes.tensors.quantizer import Quantizer
 from recipes.tensors.splits import Splits
@@ -179,12 +179,14 @@ class Dispatch(BasicOperation):
         return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward{sums}"
 
     def hand_on(self, receiver: BasicOperation | None, request: PlanRequest) -> SentTokens | None:
-        gathered = receiver is not None and self.transport == "alltoall" and receiver.gathers(Role.INPUT, request)
-        words = f"rows {GATHERED}"
-        if self.group is None:
-            return SentTokens(words, gathered=True) if gathered else None
-        sent = choose_codes(receiver, request.recipe, self.send_codes)
-        return sent._replace(words=f"{sent.words}; {words}", gathered=True) if gathered else sent
+        over_ranks = None if self.group is None else choose_codes(receiver, request.recipe, self.send_codes)
+        gathered = None if receiver is None or self.lends_memory else receiver.gathers(Role.INPUT, request)
+        if gathered is None:
+            return over_ranks
+        words = f"rows {gathered}"
+        if over_ranks is None:
+            return SentTokens(words, gathered=True)
+        return over_ranks._replace(words=f"{over_ranks.words}; {words}", gathered=True)
 
     def why_not_captured(self, request: PlanRequest) -> str | None:
         return None if self.transport == "symmetric" else super().why_not_captured(request)

@@ -45,6 +45,10 @@ class GroupedLinear(OperationWithWeights):
     stacked:    one parameter `weight` [G, N, K]; False: one a group, `weight0`, `weight1`, ...
     stacked_bias: one parameter `bias` [G, N]; False: one a group, `bias0`, ...; None: as `stacked`.
                 A state dict of any form loads into the others. Biases may be assigned later, in this form, or None.
+    save_original_input: keeps x for the weight gradients as it was given, in place of codes, and quantizes it again in
+                backward, with the same bits. It takes less memory where something else keeps x anyway, and behind a
+                `Dispatch`, whose tokens are kept then: the rows, topk times as many, are made again in backward. Not of
+                an x that a fusion computes again, as FC2's in the grouped MLP. (TransformerEngine's name.)
     accumulate_into_main_grad, delay_wgrad_compute: where and when weight gradients go: `ops.products.main_grad`.
     buffers:    "output" [T, N] and "grad_input" [T, K], the caller's, contiguous, in the computing dtype. They may be
                 slices of one arena. What would be overwritten while something needs it is a ValueError before anything
@@ -83,6 +87,7 @@ class GroupedLinear(OperationWithWeights):
         x: Tensor | GroupedTensor | SplitTensors | None  # columnwise copy only, where quantized
         splits: Splits
         scales: Tensor | None
+        input_scale: Tensor | None = None  # with which x was quantized, if it is state that changes between steps
 
     def __init__(
         self,
@@ -96,6 +101,7 @@ class GroupedLinear(OperationWithWeights):
         scale_bias: bool = False,
         stacked: bool = True,
         stacked_bias: bool | None = None,
+        save_original_input: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
         tensor_parallel: str | None = None,
@@ -107,7 +113,10 @@ class GroupedLinear(OperationWithWeights):
             "GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features
         )
         stacked_bias = stacked if stacked_bias is None else stacked_bias
-        check_flags(bias=bias, scale_bias=scale_bias, stacked=stacked, stacked_bias=stacked_bias)
+        check_flags(
+            bias=bias, scale_bias=scale_bias, stacked=stacked, stacked_bias=stacked_bias,
+            save_original_input=save_original_input,
+        )  # fmt: skip
         check_parameter_dtype(dtype)
         if scale_bias and not bias:
             raise ValueError("scale_bias=True needs a bias to scale. Give bias=True, or leave scale_bias out.")
@@ -117,6 +126,7 @@ class GroupedLinear(OperationWithWeights):
         self.scale_bias = scale_bias
         self.stacked = stacked
         self.stacked_bias = stacked_bias
+        self.save_original_input = save_original_input
         self.weight_names = _names("weight", num_groups, stacked)
         self._names_of_biases = _names("bias", num_groups, stacked_bias)
         self.extra_inputs = {"split_sizes": Splits, "scales": Tensor} if scale_bias else {"split_sizes": Splits}
@@ -176,17 +186,18 @@ class GroupedLinear(OperationWithWeights):
     def grad_output_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
-    def gathers(self, role: Role, request: PlanRequest) -> bool:
-        of_subclass = any(
-            getattr(type(self), name) is not getattr(GroupedLinear, name)
-            for name in ("fuser_forward", "fuser_backward")
-        )
-        if of_subclass or self.has_adapter or choose_path(request).name != "grouped":
-            return False
-        if role is Role.GRAD_OUTPUT and self.scale_bias:  # the gradient of the scales multiplies values
-            return False
-        quantizer = (self.input_quantizer if role is Role.INPUT else self.grad_output_quantizer)(request.recipe)
-        return quantizer is not None and quantizer.gathers
+    def gathers(self, role: Role, request: PlanRequest) -> str | None:
+        passes = ("fuser_forward", "fuser_backward")
+        if self.has_adapter or any(getattr(type(self), name) is not getattr(GroupedLinear, name) for name in passes):
+            return None
+        of_input = role is Role.INPUT
+        if not of_input and self.scale_bias:  # the gradient of the scales multiplies values
+            return None
+        quantizer = (self.input_quantizer if of_input else self.grad_output_quantizer)(request.recipe)
+        reads = quantizer is not None and quantizer.gathers and choose_path(request).name == "grouped"
+        if of_input and self.save_original_input:
+            return f"{'read where they lie' if reads else 'copied'} in forward, and again in backward"
+        return "read where they lie by the cast that takes them" if reads else None
 
     def kernel(self, request: PlanRequest) -> str:
         in_torch = request.device.type != "cuda"
@@ -308,9 +319,21 @@ class GroupedLinear(OperationWithWeights):
 
     def fuser_forward(self, ctx: OperationContext, x: Any, extras: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         splits, scales = self.check(ctx, x, extras)
-        wgrad = self.needs_weight_grad(ctx)
-        x_q = ctx.path.quantize(x, splits, ctx.quantizer(Role.INPUT), rowwise=True, columnwise=wgrad, saved=True)
-        return self.fprop(ctx, x_q, x, splits, scales), {}
+        return self.fprop(ctx, self.input_operand(ctx, x, splits), x, splits, scales), {}
+
+    def input_operand(self, ctx: OperationContext, x: Any, splits: Splits) -> Any:
+        """x as fprop multiplies it, with the copy for wgrad if that is kept."""
+        kept = self.needs_weight_grad(ctx) and not self.save_original_input
+        return ctx.path.quantize(x, splits, ctx.quantizer(Role.INPUT), rowwise=True, columnwise=kept, saved=True)
+
+    def kept_input(self, ctx: OperationContext) -> Any:
+        """What forward has kept of x, as wgrad multiplies it."""
+        saved: GroupedLinear.Saved = ctx.saved
+        if not self.save_original_input:
+            return saved.x
+        quantizer = ctx.quantizer(Role.INPUT, saved.input_scale)
+        x_q = ctx.path.quantize(saved.x, saved.splits, quantizer, rowwise=False, columnwise=True)
+        return ctx.path.for_wgrad(x_q)
 
     def fuser_backward(self, ctx: OperationContext, dy: Any, d_extra_outputs: Mapping[str, Tensor]) -> BackwardOfBasic:
         saved: GroupedLinear.Saved = ctx.saved
@@ -325,7 +348,7 @@ class GroupedLinear(OperationWithWeights):
                 dx = self.dgrad(ctx, dy_q, dy)
             spare = self.release(ctx)
             if wgrad:
-                gradients |= self.accumulate(ctx, partial(path.wgrad, dy_q, saved.x, spare=spare))
+                gradients |= self.accumulate(ctx, partial(path.wgrad, dy_q, self.kept_input(ctx), spare=spare))
         gradients |= self.adapter_gradients(ctx, dy, None)
         return dx, gradients, {"scales": dscales}
 
@@ -334,7 +357,7 @@ class GroupedLinear(OperationWithWeights):
     ) -> Tensor:
         """x_g W_g^T + (scales) b_g, in the caller's buffer if there is one. Sets `ctx.saved`.
 
-        x: what x_q was made of if `reads_values`, else anything of its rows and device
+        x: what x_q was made of if `reads_values` or `save_original_input`, else anything of its rows and device
         keeps_x: whether x is kept for the gradients of parameters; if not, backward gives it again
         """
         out = self.buffer(ctx, "output", x, self.own_out_features)
@@ -348,8 +371,13 @@ class GroupedLinear(OperationWithWeights):
             out=out,
         )
         if ctx.needs_grad:
-            kept = ctx.path.for_wgrad(x_q) if keeps_x and self.needs_weight_grad(ctx) else None
-            ctx.saved = self.Saved(kept, splits, scales)
+            keeps_x = keeps_x and self.needs_weight_grad(ctx)
+            if keeps_x and self.save_original_input:
+                quantizer = ctx.quantizer(Role.INPUT)
+                scale = None if quantizer is None else quantizer.snapshot(x.device)
+                ctx.saved = self.Saved(x, splits, scales, input_scale=scale)
+            else:
+                ctx.saved = self.Saved(ctx.path.for_wgrad(x_q) if keeps_x else None, splits, scales)
         return y if parallel is None else parallel.reduce_output(y, out)
 
     def fprop_activation(self, ctx: OperationContext, x_q: Any, spec: Activation, scales: Tensor | None) -> Tensor:
@@ -438,6 +466,7 @@ class GroupedLinear(OperationWithWeights):
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}, scale_bias={self.scale_bias}, stacked={self.stacked}{bias_form}"
+            f"{', save_original_input=True' if self.save_original_input else ''}"
             f"{'' if self.parallel is None else self.parallel.extra_repr()}{super().extra_repr()}"
         )
 

@@ -318,6 +318,7 @@ class LoRAGroupedLinear(LowRankAdapter, GroupedLinear):
         x: Any  # of the base
         splits: Splits
         scales: Tensor | None
+        input_scale: Tensor | None = None
         adapter_x: Tensor | None = None  # before dropout
         u: Tensor | None = None  # (alpha / rank) dropout(x) A^T
         seed: Tensor | None = None

@@ -1,6 +1,5 @@
 """Rows that a cast reads where they lie, not a copy of them: the same bits, in kernels and in whole layers."""
 
-import copy
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest.mock import patch
@@ -198,7 +197,7 @@ def run(model, recipe, steps=2):
 
 def copying():
     """Rows are copied, as where no cast reads them."""
-    return patch.object(ops.GroupedLinear, "gathers", lambda self, role, request: False)
+    return patch.object(ops.GroupedLinear, "gathers", lambda self, role, request: None)
 
 
 @contextmanager
@@ -294,11 +293,3 @@ def test_counted_casts_see_the_rows():
     with copying(), fuser.count_casts() as expected:
         run(layer(), "fp8_current", steps=1)
     assert counted.counts == expected.counts and len(counted.counts) >= 6
-
-
-def test_a_deep_copy_and_a_checkpoint():
-    model = layer()
-    expected = run(copy.deepcopy(model), "fp8_current")
-    wrapped = lambda x: fuser.checkpoint(model, x)  # noqa: E731
-    wrapped.parameters, wrapped.named_parameters = model.parameters, model.named_parameters
-    assert_same_bits(run(wrapped, "fp8_current"), expected)

@@ -220,10 +220,10 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         """The same for dx and the operation before: `ctx.handed_back`."""
         return None
 
-    def gathers(self, role: Role, request: PlanRequest) -> bool:
-        """Whether it reads x (Role.INPUT), or dy (Role.GRAD_OUTPUT), only to quantize it, by kernels that read rows
-        where they lie: then it is best given `GatheredRows`."""
-        return False
+    def gathers(self, role: Role, request: PlanRequest) -> str | None:
+        """What it does with rows of x (Role.INPUT), or dy (Role.GRAD_OUTPUT), in words, where it is best given
+        `GatheredRows`: it quantizes them by kernels that read them where they lie, or keeps what they are made of."""
+        return None
 
     def memory_for_input(self, extras: Mapping[str, Any], shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """Memory of its own, of this shape and dtype, for the operation before it to write x into, or None. It takes an

@@ -13,9 +13,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-# What becomes of them, in words.
-GATHERED = "read where they lie by the cast that takes them"
-
 
 @dataclass(frozen=True, eq=False)
 class GatheredRows:
