@@ -10,6 +10,7 @@ import torch
 import fuser
 from fuser import Sequential, autocast, lora, ops
 from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad, grouped_bias_grad_triton
+from ops.kernels.routing.permute import gather, gather_triton
 from ops.products.paths import GroupedPath, SplitPath
 from recipes.casts.cast import cast_ref
 from recipes.casts.cast_blocks import cast_blocks_on_triton
@@ -109,6 +110,22 @@ def test_values_in_place_of_codes(device, column_codes):
         assert (mine is None) == (other is None), field
         if mine is not None:
             assert_same(field, mine.view(torch.uint8), other.view(torch.uint8).cpu())
+
+
+@pytest.mark.launches("gather_kernel")
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
+@pytest.mark.parametrize("shape", [(30, 50, 300), (1, 3, 1), (0, 0, 8), (4, 0, 8), (4, 2, 0)], ids=str)
+def test_rows_are_copied(device, dtype, shape):
+    """Bit for bit, NaN's payload too."""
+    sources, rows, features = shape
+    numbers = torch.randint(0, 256, (sources * features * dtype.itemsize,), dtype=torch.uint8, device=device)
+    x = numbers.view(dtype).view(sources, features)
+    row_of = torch.randint(0, max(1, sources), (rows,), device=device)
+    y = x.new_empty(rows, features)
+    gather_triton(x, row_of, y)
+    for found in (y, gather(GatheredRows(x, row_of))):
+        assert torch.equal(found.flatten().view(torch.uint8), x[row_of].flatten().view(torch.uint8))
 
 
 @EACH_DEVICE

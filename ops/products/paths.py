@@ -33,6 +33,7 @@ from ops.kernels.grouped_gemm.grouped_activation import grouped_activation
 from ops.kernels.grouped_gemm.grouped_gemm import Operands, k_grouped, m_grouped, without_row_factors
 from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad
 from ops.kernels.grouped_gemm.operands import accumulator_like
+from ops.kernels.routing.permute import gather
 from ops.products.product import (
     Matrix,
     float8_operands,
@@ -116,7 +117,7 @@ class GroupedPath:
                 needed = {"rowwise": rowwise, "columnwise": columnwise}
                 if why_not_reused(x, quantizer, **needed, splits=splits) is None:
                     return _completed(x, quantizer, **needed)
-            x = x.dequantize()
+            x = gather(x) if isinstance(x, GatheredRows) else x.dequantize()
         if quantizer is None:
             return GroupedTensor(x, splits, None, None, x.dtype)
         return self._cast(x, splits, quantizer, rowwise=rowwise, columnwise=columnwise, saved=saved)

@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ops.kernels.collectives import RankGroup, difference
-from ops.kernels.routing.permute import RoutingMap, combine, combine_present, dispatch, make_routing_map
+from ops.kernels.routing.permute import RoutingMap, combine, combine_present, dispatch, gather, make_routing_map
 from ops.kernels.routing.transports import sent_dtype
 from recipes.tensors.gathered_rows import GatheredRows
 
@@ -143,7 +143,7 @@ class ShardedRoutingMap(RoutingMap):
 
     def send_tokens(self, x: Tensor) -> Tensor:
         """The rows [R, H] for the experts here, of the tokens [T, H], or bytes of codes, that each rank gives."""
-        return self.gather_tokens(x).dequantize()
+        return gather(self.gather_tokens(x))
 
     def gather_tokens(self, x: Tensor) -> GatheredRows:
         """The same rows, not copied from what arrives."""
@@ -158,7 +158,7 @@ class ShardedRoutingMap(RoutingMap):
         return self._rows_of(self.under_way.pop().arrived())
 
     def _rows_of(self, copies: Tensor) -> Tensor:
-        return copies.index_select(0, self.copy_of_row)
+        return gather(GatheredRows(copies, self.copy_of_row))
 
     def sum_rows(self, rows: Tensor) -> Tensor:
         """The sums [T, H] of the rows of this rank's tokens, of what all ranks give for their rows, [R, H]."""

@@ -16,8 +16,8 @@ Each is the backward of the other.
 Precision: dispatch copies; combine adds in float32 (float64 for float64), in the order of the slots, and rounds once.
 Neither uses atomics, so both are deterministic, and the kernels match torch bit for bit.
 
-On CUDA, dispatch and combine are one Triton kernel each, in every dtype but float64. The map is made by a counting
-sort: two Triton kernels with a torch cumulative sum between them.
+On CUDA, dispatch, gather and combine are one Triton kernel each, in every dtype but float64. The map is made by a
+counting sort: two Triton kernels with a torch cumulative sum between them.
 
 Graph safety: no host synchronization.
 """
@@ -34,7 +34,14 @@ import torch
 from torch import Tensor
 
 from ops.kernels.norm.norm_triton import runs_in_triton
-from ops.kernels.routing.permute_triton import combine_kernel, count_kernel, dispatch_kernel, place_kernel
+from ops.kernels.routing.permute_triton import (
+    combine_kernel,
+    count_kernel,
+    dispatch_kernel,
+    gather_kernel,
+    place_kernel,
+)
+from recipes.tensors.gathered_rows import GatheredRows
 from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2
 
 
@@ -156,6 +163,16 @@ def dispatch(x: Tensor, routing_map: RoutingMap) -> Tensor:
     return y
 
 
+def gather(rows: GatheredRows) -> Tensor:
+    """The rows, copied: for those of which no `RoutingMap` says where a token goes."""
+    x, row_of = rows.source, rows.row_of
+    if not runs_in_triton(x.device, x.dtype):
+        return rows.dequantize()
+    y = x.new_empty(rows.shape)
+    gather_triton(x.contiguous(), row_of, y)
+    return y
+
+
 def combine(x: Tensor, routing_map: RoutingMap) -> Tensor:
     """y[t] = sum_k x[row_of_slot[t, k]], for x [T topk, H]; y [T, H] in x's dtype."""
     if not runs_in_triton(x.device, x.dtype):
@@ -179,7 +196,7 @@ def combine_present(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _count, _place = Launch(count_kernel), Launch(place_kernel)
-_dispatch, _combine = Launch(dispatch_kernel), Launch(combine_kernel)
+_dispatch, _gather, _combine = Launch(dispatch_kernel), Launch(gather_kernel), Launch(combine_kernel)
 
 
 def make_routing_map_triton(
@@ -205,6 +222,14 @@ def make_routing_map_triton(
 def dispatch_triton(x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:
     """Launch dispatch of x [T, H] into y [T topk, H]. All tensors contiguous."""
     _move(_dispatch, x, row_of_slot, y)
+
+
+def gather_triton(x: Tensor, row_of: Tensor, y: Tensor) -> None:
+    """Launch gather of x [S, H] into y [T, H]. All tensors contiguous."""
+    if has_work(y):
+        block_h, num_warps = move_config(x.shape[1], x.element_size())
+        programs = len(row_of) * cdiv(x.shape[1], block_h)
+        _gather(x, programs, x, row_of, y, x.shape[1], BLOCK_H=block_h, num_warps=num_warps)
 
 
 def combine_triton(x: Tensor, row_of_slot: Tensor, y: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The Triton kernels of `ops.kernels.routing.permute`, which documents and launches them.
 
 Moving rows: a program handles BLOCK_H columns of one token. dispatch loads them once and stores them topk times;
-combine issues topk loads at once and stores their sum, without those of row -1.
+combine issues topk loads at once and stores their sum, without those of row -1. gather handles those of one row.
 
 The map is made by a stable counting sort of the pairs, BLOCK of them in each program:
 
@@ -32,6 +32,13 @@ def dispatch_kernel(x_ptr, row_of_slot_ptr, y_ptr, H, TOPK: tl.constexpr, BLOCK_
     for slot in tl.static_range(TOPK):
         row = tl.load(row_of_slot_ptr + token * TOPK + slot)
         tl.store(y_ptr + row * H + offs_h, x, mask=offs_h < H)
+
+
+@triton.jit
+def gather_kernel(x_ptr, row_of_ptr, y_ptr, H, BLOCK_H: tl.constexpr):
+    row, offs_h = columns(H, BLOCK_H)
+    x = tl.load(x_ptr + tl.load(row_of_ptr + row) * H + offs_h, mask=offs_h < H)
+    tl.store(y_ptr + row * H + offs_h, x, mask=offs_h < H)
 
 
 @triton.jit
