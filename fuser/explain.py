@@ -89,7 +89,7 @@ def _explain_pipeline(pipeline: Pipeline, request: PlanRequest, given: Mapping[s
     passes = {"forward": plan.forward, "backward": plan.backward}
     for title, steps in ({"forward and backward": plan.forward} if joint else passes).items():
         lines.append(f"  {title}")
-        lines += [f"    {_explain_step(pipeline, plan, step, request)}" for step in steps]
+        lines += [f"    {_explain_step(pipeline, plan, step, request, title)}" for step in steps]
     lines += [explain_quantized(pipeline, plan, request, name, quantized) for name, quantized in given.items()]
     for refusal in plan.refusals:
         places = _places(pipeline, refusal.indices)
@@ -122,13 +122,25 @@ def _explain_repetition(pipeline: Pipeline, plan: Plan, request: PlanRequest, pa
     return list(lines)
 
 
-def _explain_step(pipeline: Pipeline, plan: Plan, step: PlannedOperation, request: PlanRequest) -> str:
+def _explain_step(pipeline: Pipeline, plan: Plan, step: PlannedOperation, request: PlanRequest, passes: str) -> str:
     names = " -> ".join(type(pipeline.operations[index]).__name__ for index in step.indices)
     name = f"{type(step.operation).__name__} = {names}" if step.fused else names
     rounds = "; rounds less often than unfused" if step.fused and step.operation.rounds_less else ""
-    on, _, back = (None,) * 3 if step.fused else handed_on_by(pipeline.operations, plan, step.indices[0], request)
-    sent = "".join(f"; {handed.words}" for handed in (on, back) if handed is not None)
+    sent = "" if step.fused else _explain_handed_on(pipeline, plan, step, request, passes)
     return f"{_places(pipeline, step.indices):>5}  {name}  [{step.operation.kernel(request)}{sent}{rounds}]"
+
+
+def _explain_handed_on(
+    pipeline: Pipeline, plan: Plan, step: PlannedOperation, request: PlanRequest, passes: str
+) -> str:
+    handed_on = handed_on_by(pipeline.operations, plan, step.indices[0], request)
+    words = "" if handed_on.agreed is None else f"; {handed_on.agreed.words}"
+    if handed_on.rows is not None and "forward" in passes:
+        may_be_codes = getattr(handed_on.agreed, "spec", None) is not None
+        words += f"; {'rows of values' if may_be_codes else 'rows'} {handed_on.rows}"
+    if handed_on.rows_back is not None and "backward" in passes:
+        words += f"; in backward rows {handed_on.rows_back}"
+    return words
 
 
 def _places(pipeline: Pipeline, indices: Sequence[int]) -> str:

@@ -114,6 +114,8 @@ def experts(cfg: Any, *, recipe: str | None = None) -> Any:
 class _Projections(GroupedLinear):
     """A GroupedLinear whose weight is stored as [E, 2, F, D] and read as the view [E, 2 F, D]."""
 
+    accepts_gathered = True
+
     def read(self, ctx: OperationContext, names: tuple[str, ...]) -> Tensor:
         return ctx.param(names[0]).flatten(1, -2)
 

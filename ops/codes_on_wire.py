@@ -42,13 +42,11 @@ class SentTokens(NamedTuple):
 
     words: for `Sequential.explain()`. spec: of their codes; None for values
     values_for: the parameters behind; where one of them needs a gradient, on any rank, values are sent nevertheless
-    gathered: whether rows of values are handed on as `GatheredRows`
     """
 
     words: str
     spec: ScaleSpec | None = None
     values_for: tuple[str, ...] = ()
-    gathered: bool = False
 
 
 def choose_codes(receiver: Any, recipe: Recipe, send_codes: str) -> SentTokens:

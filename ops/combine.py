@@ -16,17 +16,10 @@ from ops.kernels.routing.permute import RoutingMap, combine, dispatch
 from ops.kernels.routing.symmetric import SymmetricRoutingMap
 from ops.kernels.routing.transports import PARTIAL_SUMS, WHY_IN_FULL, check_partial_sums, check_transport
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
-from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.tensors.gathered_rows import GatheredRows
 
 _OverRanks = ShardedRoutingMap | SymmetricRoutingMap
-
-
-class HandedBack(NamedTuple):
-    """That gradients are handed back as `GatheredRows`. words: for `Sequential.explain()`"""
-
-    words: str
 
 
 class Combine(BasicOperation):
@@ -57,6 +50,7 @@ class Combine(BasicOperation):
     DeviceMesh.
     """
 
+    hands_back_rows = True
     extra_inputs = {"routing_map": RoutingMap}
     repeatable = True
 
@@ -73,6 +67,7 @@ class Combine(BasicOperation):
         if self.group is not None:
             self.why_in_full = WHY_IN_FULL[transport]
         self.lends_memory = transport == "symmetric"
+        self.hands_back_rows = not self.lends_memory
 
     @property
     def partial_sums(self) -> str | None:
@@ -93,10 +88,6 @@ class Combine(BasicOperation):
 
     def why_not_captured(self, request: PlanRequest) -> str | None:
         return None if self.transport == "symmetric" else super().why_not_captured(request)
-
-    def hand_back(self, receiver: BasicOperation | None, request: PlanRequest) -> HandedBack | None:
-        gathered = None if receiver is None or self.lends_memory else receiver.gathers(Role.GRAD_OUTPUT, request)
-        return None if gathered is None else HandedBack(f"in backward rows {gathered}")
 
     def features(self, incoming: int | None) -> int | None:
         return incoming
@@ -124,11 +115,9 @@ class Combine(BasicOperation):
         if isinstance(routing_map, SymmetricRoutingMap):
             dx = routing_map.send_tokens(dy)
         elif isinstance(routing_map, ShardedRoutingMap):
-            dx = routing_map.send_tokens(dy) if ctx.handed_back is None else routing_map.gather_tokens(dy)
-        elif ctx.handed_back is None:
-            dx = dispatch(dy, routing_map)
+            dx = routing_map.gather_tokens(dy) if ctx.gathers_back else routing_map.send_tokens(dy)
         else:
-            dx = GatheredRows(dy, routing_map.token_of_row)
+            dx = GatheredRows(dy, routing_map.token_of_row) if ctx.gathers_back else dispatch(dy, routing_map)
         return dx, {}, {}
 
     def check(self, x: Tensor, routing_map: RoutingMap) -> None:

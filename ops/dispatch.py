@@ -104,6 +104,7 @@ class Dispatch(BasicOperation):
     """
 
     accepts_integers = True
+    hands_on_rows = True
     extra_inputs = {"probs": Tensor, "indices": IndexTensor}
     extra_outputs = {"split_sizes": Splits, "scales": Tensor, "routing_map": RoutingMap}
 
@@ -144,6 +145,7 @@ class Dispatch(BasicOperation):
                 )
             self.why_in_full = WHY_IN_FULL[transport]
         self.lends_memory = transport == "symmetric"
+        self.hands_on_rows = transport != "symmetric" and send_codes != "always"
         self.capacity = self._checked_capacity(capacity)
         if overlap and (transport != "symmetric" or partial_sums is not None):
             raise ValueError(
@@ -179,14 +181,9 @@ class Dispatch(BasicOperation):
         return f"{sort}; {transport}, which every backend has; row counts are read on the host once a forward{sums}"
 
     def hand_on(self, receiver: BasicOperation | None, request: PlanRequest) -> SentTokens | None:
-        over_ranks = None if self.group is None else choose_codes(receiver, request.recipe, self.send_codes)
-        gathered = None if receiver is None or self.lends_memory else receiver.gathers(Role.INPUT, request)
-        if gathered is None:
-            return over_ranks
-        words = f"rows {gathered}"
-        if over_ranks is None:
-            return SentTokens(words, gathered=True)
-        return over_ranks._replace(words=f"{over_ranks.words}; {words}", gathered=True)
+        if self.group is None:
+            return None
+        return choose_codes(receiver, request.recipe, self.send_codes)
 
     def why_not_captured(self, request: PlanRequest) -> str | None:
         return None if self.transport == "symmetric" else super().why_not_captured(request)
@@ -211,8 +208,7 @@ class Dispatch(BasicOperation):
         routing_map, slot_of_row, sizes = make_routing_map(indices, self.num_experts)
         if ctx.needs_grad:
             ctx.saved = self.Saved(routing_map)
-        gathered = ctx.handed_on is not None
-        return GatheredRows(x, routing_map.token_of_row) if gathered else dispatch(x, routing_map), {
+        return GatheredRows(x, routing_map.token_of_row) if ctx.gathers else dispatch(x, routing_map), {
             "split_sizes": Splits.make(sizes, rows=slot_of_row.shape[0], device=x.device),
             "scales": probs.flatten().index_select(0, slot_of_row),
             "routing_map": routing_map,
@@ -278,7 +274,7 @@ class Dispatch(BasicOperation):
             splits = Splits.make(sizes, rows=routing_map.num_rows, device=x.device)
             if not routing_map.needed.values:
                 y = _send_codes(ctx, splits, x, routing_map)
-            elif ctx.handed_on.gathered:
+            elif ctx.gathers:
                 y = routing_map.gather_tokens(x)
             else:
                 y = self.send_tokens(x, routing_map)

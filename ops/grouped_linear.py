@@ -187,17 +187,15 @@ class GroupedLinear(OperationWithWeights):
         return recipe.quantizer(Role.GRAD_OUTPUT)
 
     def gathers(self, role: Role, request: PlanRequest) -> str | None:
-        passes = ("fuser_forward", "fuser_backward")
-        if self.has_adapter or any(getattr(type(self), name) is not getattr(GroupedLinear, name) for name in passes):
-            return None
         of_input = role is Role.INPUT
-        if not of_input and self.scale_bias:  # the gradient of the scales multiplies values
+        if self.reads_values or (not of_input and self.scale_bias):  # the gradient of the scales multiplies values
             return None
         quantizer = (self.input_quantizer if of_input else self.grad_output_quantizer)(request.recipe)
         reads = quantizer is not None and quantizer.gathers and choose_path(request).name == "grouped"
+        how = "read where they lie" if reads and request.device.type == "cuda" else "copied"
         if of_input and self.save_original_input:
-            return f"{'read where they lie' if reads else 'copied'} in forward, and again in backward"
-        return "read where they lie by the cast that takes them" if reads else None
+            return f"{how} in forward, and again in backward"
+        return f"{how} by the cast that takes them" if reads else None
 
     def kernel(self, request: PlanRequest) -> str:
         in_torch = request.device.type != "cuda"

@@ -67,9 +67,6 @@ class CombineStart(Combine):
         super().__init__(group=whole.group.process_group, partial_sums=whole.partial_sums)
         _take_settings(self, whole)
 
-    def hand_back(self, receiver: BasicOperation | None, request: PlanRequest) -> None:
-        """The rows that it awaits are copied."""
-
     def fuser_forward(
         self, ctx: OperationContext, x: Tensor, extras: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:

@@ -6,10 +6,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fuser
+from fused.grouped_mlp import GroupedMLP
 from fuser import Sequential, autocast, lora, ops
 from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad, grouped_bias_grad_triton
+from ops.kernels.routing.all_to_all import ShardedRoutingMap
 from ops.kernels.routing.permute import gather, gather_triton
 from ops.products.paths import GroupedPath, SplitPath
 from recipes.casts.cast import cast_ref
@@ -28,6 +31,7 @@ from recipes.tensors.gathered_rows import GatheredRows
 from recipes.tensors.spec_quantizer import FormatQuantizer
 from recipes.tensors.splits import Splits
 from tests.cast_cases import EACH_DEVICE, INF, NAN, assert_same, assert_same_copies, poisoned
+from tests.ranks import on_ranks
 from tests.reference import assert_same_bits
 
 ROWWISE = Float8RowwiseScaling().quantizer(Role.INPUT).spec
@@ -274,7 +278,7 @@ def frozen(model):
 
 
 def test_explain_says_where_rows_are_read():
-    words = "read where they lie by the cast that takes them"
+    words = "copied by the cast that takes them"  # on a CPU
     explained = {name: layer().explain(recipe=name) for name in RECIPES}
     assert {name for name, text in explained.items() if words in text} == GATHERED
     lines = explained["fp8_current"].splitlines()
@@ -291,17 +295,122 @@ def test_explain_says_where_rows_are_read():
     assert adapted.explain(recipe="fp8_current").count(words) == 0
 
 
-class Counting(ops.GroupedLinear):
-    """Reads x in its own way."""
-
+class OwnLinear(ops.GroupedLinear):
     def fuser_forward(self, ctx, x, extras):
-        assert isinstance(x, torch.Tensor)
-        return super().fuser_forward(ctx, x, extras)
+        return super().fuser_forward(ctx, x * 1, extras)
 
 
-def test_an_operation_of_the_users_own_gets_tensors():
-    found = run(layer(linear=Counting), "fp8_current")
-    assert_same_bits(found, run(layer(), "fp8_current"))
+class OwnGradients(ops.GroupedLinear):
+    def bias_gradients(self, ctx, dy, splits, scales):
+        return super().bias_gradients(ctx, dy * 1, splits, scales)
+
+
+class OwnDispatch(ops.Dispatch):
+    def fuser_forward(self, ctx, x, extras):
+        y, outputs = super().fuser_forward(ctx, x, extras)
+        return y * 1, outputs
+
+
+class OwnCombine(ops.Combine):
+    def fuser_backward(self, ctx, dy, d_extra_outputs):
+        dx, *others = super().fuser_backward(ctx, dy, d_extra_outputs)
+        return dx * 1, *others
+
+
+class OwnMLP(GroupedMLP):
+    def fuser_forward(self, ctxs, x, extras):
+        return super().fuser_forward(ctxs, x * 1, extras)
+
+    def fuser_backward(self, ctxs, dy, d_extra_outputs):
+        return super().fuser_backward(ctxs, dy * 1, d_extra_outputs)
+
+
+class AroundDispatch(fuser.FusedOperation):
+    pattern = (ops.Router, ops.Dispatch)
+    passes = "forward"
+
+    def fuser_forward(self, ctxs, x, extras):
+        router, dispatch = self.operations
+        x, made = router.fuser_forward(ctxs[0], x, extras)
+        y, outputs = dispatch.fuser_forward(ctxs[1], x, made)
+        return y * 1, made | outputs
+
+
+class AroundCombine(fuser.FusedOperation):
+    pattern = (ops.Combine, ops.Identity)
+    passes = "joint"
+
+    def fuser_forward(self, ctxs, x, extras):
+        return self.operations[0].fuser_forward(ctxs[0], x, extras)
+
+    def fuser_backward(self, ctxs, dy, d_extra_outputs):
+        dx, parameters, extras = self.operations[0].fuser_backward(ctxs[0], dy, d_extra_outputs)
+        return dx * 1, (parameters, {}), extras
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize(
+    ("change", "fusion"),
+    [
+        pytest.param(lambda model: replaced(model, OwnLinear), None, id="GroupedLinear"),
+        pytest.param(lambda model: replaced(model, OwnGradients), None, id="bias_gradients"),
+        pytest.param(lambda model: Sequential(model[0], OwnDispatch(E), *model[2:]), None, id="Dispatch"),
+        pytest.param(lambda model: Sequential(*model[:5], OwnCombine()), None, id="Combine"),
+        pytest.param(lambda model: model, OwnMLP, id="GroupedMLP"),
+        pytest.param(lambda model: model, AroundDispatch, id="around Dispatch"),
+        pytest.param(lambda model: Sequential(*model, ops.Identity()), AroundCombine, id="around Combine"),
+    ],
+)
+def test_what_users_write_gets_tensors(change, fusion, bias):
+    """Methods that compute with what they take, or with what those they replace return."""
+    expected = run(layer(bias=bias), "fp8_current")
+    with nullcontext() if fusion is None else fuser.register_fusion(fusion):
+        model = change(layer(bias=bias))
+        found = run(model, "fp8_current")
+        assert fusion is None or fusion.__name__ in model.explain(recipe="fp8_current")
+    assert_same_bits(found, expected)
+
+
+def replaced(model, kind):
+    """Its GroupedLinears by those of another class, with their parameters."""
+    for operation in (model[2], model[4]):
+        operation.__class__ = kind
+    return Sequential(*model)
+
+
+class OwnTransfer(ops.Dispatch):
+    def send_tokens(self, x, routing_map):
+        return super().send_tokens(x, routing_map) * 1
+
+
+def compare_ranks(rank, recipes):
+    """On two ranks, one of which has no tokens in the end: gathered, copied, and by a transfer of the user's own."""
+    group = dist.group.WORLD
+
+    def results(recipe, tokens, kind=ops.Dispatch):
+        torch.manual_seed(0)
+        model = Sequential(
+            ops.Router(H, E, TOPK), kind(E, group=group), ops.GroupedLinear(E // 2, H, 2 * W), ops.ScaledSwiGLU(),
+            ops.GroupedLinear(E // 2, W, H), ops.Combine(group=group),
+        )  # fmt: skip
+        torch.manual_seed(rank)
+        x = torch.randn(tokens, H).requires_grad_()
+        with autocast(recipe):
+            y = model(x)
+        y.backward(torch.ones_like(y))
+        return {"y": y.detach(), "dx": x.grad} | {name: p.grad for name, p in model.named_parameters()}
+
+    for recipe in recipes:
+        for tokens in (20 + rank, 5 * rank):
+            with copying():
+                expected = results(recipe, tokens)
+            assert_same_bits(results(recipe, tokens, OwnTransfer), expected)
+            with patch.object(ShardedRoutingMap, "send_tokens", side_effect=AssertionError("rows are copied")):
+                assert_same_bits(results(recipe, tokens), expected)
+
+
+def test_rows_that_other_ranks_send(tmp_path):
+    on_ranks(compare_ranks, ["fp8_current", "fp8_delayed", "mxfp8"], folder=tmp_path)
 
 
 def test_counted_casts_see_the_rows():

@@ -129,8 +129,7 @@ def test_it_is_a_flag_and_a_setting_of_forward():
 
 def test_explain_says_what_becomes_of_rows():
     for recipe, words in (
-        ("fp8_block", "rows read where they lie in forward, and again in backward"),
+        ("fp8_block", "rows copied in forward, and again in backward"),
         ("bf16", "rows copied in forward, and again in backward"),
-        ("nvfp4", "rows copied in forward, and again in backward"),
     ):
         assert layer(save_original_input=True).explain(recipe=recipe).count(words) == 1

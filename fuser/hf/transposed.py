@@ -18,6 +18,8 @@ class TransposedGroupedLinear(GroupedLinear):
     There is no lasting copy, and the parameter and its gradient keep their layout.
     """
 
+    accepts_gathered = True
+
     def read(self, ctx: OperationContext, names: tuple[str, ...]) -> Tensor | list[Tensor]:
         """The weights as [G, N, K], biases [G, N] as they are."""
         stored = ctx.param(names[0])

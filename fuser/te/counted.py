@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from ops.runner.operation import BasicOperation
-from ops.runner.repeat import is_repeatable
+from ops.runner.repeat import states
 from recipes.arguments import check_flags
 
 
@@ -28,7 +28,8 @@ class CountedExtras(BasicOperation):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if CountedExtras in cls.__bases__:  # `forward` is replaced, which changes nothing of a pass
-            cls.repeatable = is_repeatable(cls.__bases__[-1])
+            for attribute in ("repeatable", "accepts_gathered", "hands_on_rows", "hands_back_rows"):
+                setattr(cls, attribute, states(cls.__bases__[-1], attribute))
 
     @property
     def num_extra_inputs(self) -> int:

@@ -45,8 +45,8 @@ class OperationContext:
     own_gradients: in the backward of an operation with `reuses_gradients`, the names of the extra outputs whose
              gradients lie in memory that nothing else reads: it may write into them
     computed: its parameters that are no registered ones, by name (`ops.runner.parameters`)
-    handed_on, handed_back: what the operation's `hand_on` and `hand_back` gave; receiver: of the operation for which
-             the first is
+    handed_on: what the operation's `hand_on` gave; receiver: of the operation that this is for
+    gathers, gathers_back: whether y, and dx, are to be handed on as `GatheredRows`
     lent: in backward, memory for dx, which is in `buffers` too
     updates: where quantizers with a state record that it changes at the end of the step; None: they record nothing
     """
@@ -68,7 +68,8 @@ class OperationContext:
     prepared_weights: Any = None  # those of forward, where `constant_weights` has them
     destinations: Any = None  # in backward, where weight gradients are added to main_grad, see `ops.products.main_grad`
     handed_on: Any = None
-    handed_back: Any = None
+    gathers: bool = False
+    gathers_back: bool = False
     lent: LentMemory | None = None
     receiver: Receiver | None = None
     seen_in_forward: tuple[Sequence[torch.Tensor], Sequence[Any]] | None = None  # the pipeline's parameters, states

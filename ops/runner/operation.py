@@ -57,7 +57,8 @@ class FusibleOperation:
     """What the runner can execute: a `BasicOperation`, or a `FusedOperation` that stands for a run of them.
 
     accepts_quantized: whether x, or dy, may be a quantized container; otherwise the runner dequantizes it first.
-    accepts_gathered: whether they may be `GatheredRows`, too; otherwise the runner copies the rows first.
+    accepts_gathered: whether they may be `GatheredRows`, too; otherwise the runner copies the rows first. Of a subclass
+    that replaces a method it does not hold.
     repeatable: see `BasicOperation`
     """
 
@@ -98,6 +99,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     settings: how often such an attribute was assigned, a recipe or a name of an extra tensor set.
     settings_of_backward: arguments of its constructor that may be assigned between forward and backward. The others
     must be in backward what they were in forward (`ops.runner.settings`).
+    hands_on_rows, hands_back_rows: whether y, or dx, may be `GatheredRows`, where a context says so by `gathers` or
+    `gathers_back`. Of a subclass that replaces a method it does not hold.
     lends_memory: whether it may have memory into which its neighbours write what it takes: `memory_for_input`,
     `memory_for_grad_output`.
     is_stand_in: whether it stands for another operation in `ops.runner.traced_plan`, with the tensors of one call.
@@ -121,6 +124,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     divides_output: Any = None
     settings: int = 0
     settings_of_backward: frozenset[str] = frozenset()
+    hands_on_rows: bool = False
+    hands_back_rows: bool = False
     lends_memory: bool = False
     is_stand_in: bool = False
     _captured_weights: Any = None
@@ -209,15 +214,11 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         return False
 
     def hand_on(self, receiver: BasicOperation | None, request: PlanRequest) -> Any:
-        """What is agreed for a y that is quantized on the way to the operation behind it, or by that where its rows
-        lie, once a plan: `ctx.handed_on`. Its `words` are shown by `Sequential.explain()`. None: nothing is.
+        """What is agreed for a y that is quantized on the way to the operation behind it, once a plan: `ctx.handed_on`.
+        Its `words` are shown by `Sequential.explain()`. None: nothing is.
 
         receiver: that operation, where it takes containers as they are
         """
-        return None
-
-    def hand_back(self, receiver: BasicOperation | None, request: PlanRequest) -> Any:
-        """The same for dx and the operation before: `ctx.handed_back`."""
         return None
 
     def gathers(self, role: Role, request: PlanRequest) -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ops.products.paths import choose_path
 from ops.runner.context import OperationContext, Receiver
 from ops.runner.parameters import computed_slots
-from ops.runner.repeat import RepeatedStep, why_not_repeated
+from ops.runner.repeat import RepeatedStep, states, why_not_repeated
 from recipes.recipe import Role, check_batch_invariant
 from recipes.request import Needs, PlanRequest
 from recipes.tensors.gathered_rows import GatheredRows
@@ -78,17 +78,51 @@ def why_not_batch_invariant(operations: Sequence[Any], request: PlanRequest) -> 
     return None
 
 
-def handed_on_by(operations: Sequence[Any], plan: Plan, index: int, request: PlanRequest) -> tuple[Any, Any, Any]:
-    """(handed on by the operation at `index`, the operation behind that this is for, handed back); None: nothing.
+class HandedOn(NamedTuple):
+    """What an operation hands on to its neighbours.
 
-    A neighbour counts where the step of forward that begins with it, or of backward that ends with it, takes
-    containers.
+    agreed: what its `hand_on` gave; receiver: the operation behind for which this is
+    rows: where y is handed on as `GatheredRows`, what the operation behind does with them, in words
+    rows_back: the same of dx and the operation before
     """
-    starts = (step.operation.accepts_quantized for step in plan.forward if step.indices[0] == index + 1)
-    receiver = operations[index + 1] if next(starts, False) else None
-    ends = (step.operation.accepts_quantized for step in plan.backward if step.indices[-1] == index - 1)
-    before = operations[index - 1] if next(ends, False) else None
-    return operations[index].hand_on(receiver, request), receiver, operations[index].hand_back(before, request)
+
+    agreed: Any
+    receiver: Any
+    rows: str | None
+    rows_back: str | None
+
+
+def handed_on_by(operations: Sequence[Any], plan: Plan, index: int, request: PlanRequest) -> HandedOn:
+    """By the operation at `index`. A receiver takes containers: the step of forward that begins with it does."""
+    behind = next((step for step in plan.forward if step.indices[0] == index + 1), None)
+    before = next((step for step in plan.backward if step.indices[-1] == index - 1), None)
+    receiver = None if behind is None or not behind.operation.accepts_quantized else operations[index + 1]
+    return HandedOn(
+        operations[index].hand_on(receiver, request), receiver,
+        _rows_for(operations, plan.forward, index, behind, "hands_on_rows", Role.INPUT, request),
+        _rows_for(operations, plan.backward, index, before, "hands_back_rows", Role.GRAD_OUTPUT, request),
+    )  # fmt: skip
+
+
+def _rows_for(
+    operations: Sequence[Any],
+    steps: Sequence[PlannedOperation],
+    index: int,
+    neighbour: PlannedOperation | None,
+    attribute: str,
+    role: Role,
+    request: PlanRequest,
+) -> str | None:
+    """`HandedOn.rows`. All have to expect it: a fusion around the operation does not, nor do subclasses that compute
+    with what they get."""
+    if neighbour is None or any(step.fused and index in step.indices for step in steps):
+        return None
+    operation, other = operations[index], operations[index + (1 if role is Role.INPUT else -1)]
+    takes = states(type(neighbour.operation), "accepts_gathered") and states(type(other), "accepts_gathered")
+    if not takes or not states(type(operation), attribute) or not getattr(operation, attribute):
+        return None
+    words: str | None = other.gathers(role, request)
+    return words
 
 
 class Wiring(NamedTuple):
@@ -184,14 +218,16 @@ class Program:
             )
             slot += len(names)
         for index in range(len(operations)):
-            handed_on, receiver, handed_back = handed_on_by(operations, plan, index, request)
-            if handed_on is not None:
-                self.contexts[index]["handed_on"] = handed_on
-            if handed_back is not None:
-                self.contexts[index]["handed_back"] = handed_back
-            if handed_on is not None and receiver is not None:
+            handed_on = handed_on_by(operations, plan, index, request)
+            if handed_on.agreed is not None:
+                self.contexts[index]["handed_on"] = handed_on.agreed
+            if handed_on.agreed is not None and handed_on.receiver is not None:
                 behind = self.contexts[index + 1]
                 self.contexts[index]["receiver"] = Receiver(behind["dtype"], behind["needs"])
+            if handed_on.rows is not None:
+                self.contexts[index]["gathers"] = True
+            if handed_on.rows_back is not None:
+                self.contexts[index]["gathers_back"] = True
         self.num_parameters = slot
         self.operation_of_slot = [context["index"] for context in self.contexts for _ in context["parameter_slots"]]
         self.needs_grad = upstream
@@ -231,7 +267,7 @@ class Program:
             any(context["needs_grad"] for context in contexts),
             tuple((c["index"], name, slot) for c in contexts for name, slot in c["parameter_slots"].items()),
             step.operation.accepts_quantized,
-            step.operation.accepts_gathered,
+            states(type(step.operation), "accepts_gathered"),
             None if written is None else covered[-1].extra_name(written),
             not step.fused and step.operation.reuses_gradients,
             any(operation.retains_grad_output for operation in covered),

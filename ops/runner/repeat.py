@@ -268,10 +268,14 @@ def why_not_repeated(operation: Any, covered: Sequence[Any], recipe: Recipe) -> 
 
 
 def is_repeatable(kind: type) -> bool:
-    """Whether a class, or one it is derived from without replacing any method but `__init__`, says so."""
+    return states(kind, "repeatable")
+
+
+def states(kind: type, attribute: str) -> bool:
+    """Whether a class, or one it is derived from without replacing any method but `__init__`, says so of itself."""
     for at, parent in enumerate(kind.__mro__):
-        if "repeatable" in vars(parent):
-            return bool(vars(parent)["repeatable"]) and not any(_replaces(child, parent) for child in kind.__mro__[:at])
+        if attribute in vars(parent):
+            return bool(vars(parent)[attribute]) and not any(_replaces(child, parent) for child in kind.__mro__[:at])
     return False
 
 

@@ -85,6 +85,7 @@ def cast(
     amax_out: [n] float32, becomes the maximum of itself and the amaxes, found in the same read; only with a scale
     row_of: [T] int64, with splits: what is cast is x[row_of] [T, K], whose rows the kernel reads where they lie
     """
+    assert row_of is None or (splits is not None and not stacked), "rows are of groups"
     kernels = kernels_of(spec) if x.is_cuda else None
     run = cast_ref if kernels is None else kernels.cast
     return run(

@@ -161,20 +161,26 @@ def find_and_cast(
     if is_abstract(x_GTK):
         return
     meetings = empty_meetings(groups, x_GTK.device)
-    _, rows, columns = x_GTK.shape
-    usual = rows if offsets is None else usual_rows(rows, groups)
-    in_words = copies.column_codes is None or copies.column_codes.shape[-1] % 4 == 0
     most = None
-    if row_of is not None:
+    if row_of is None:
+        most = _find_amaxes(x_GTK, copies, meetings, offsets)
+    else:
         amax_triton(row_amax_triton(x_GTK), meetings, offsets, row_of=row_of)
-    elif in_words:
-        most = rows_that_meet(x_GTK, columns, meeting_tile(columns), usual)
-    if row_of is None and (most is None or (offsets is not None and rows > most)):
-        amax_triton(x_GTK, meetings, offsets, most)
     cast_float8_triton(
         x_GTK, *_codes_and_scale(copies), meetings, None, offsets, aligned, spec.element,
         "amax" if most is None else "meeting", rule.power_2, rule.amax_epsilon, most or 0, row_of,
     )  # fmt: skip
+
+
+def _find_amaxes(x_GTK: Tensor, copies: Copies, meetings: Tensor, offsets: Tensor | None) -> int | None:
+    """Launch what finds the amaxes of groups that do not meet. Returns up to how many rows groups meet; None: no."""
+    _, rows, columns = x_GTK.shape
+    usual = rows if offsets is None else usual_rows(rows, len(offsets) - 1)
+    in_words = copies.column_codes is None or copies.column_codes.shape[-1] % 4 == 0
+    most = rows_that_meet(x_GTK, columns, meeting_tile(columns), usual) if in_words else None
+    if most is None or (offsets is not None and rows > most):
+        amax_triton(x_GTK, meetings, offsets, most)
+    return most
 
 
 def cast_from_meetings(

@@ -50,7 +50,8 @@ class SpecQuantizer(Quantizer):
 
     @property
     def gathers(self) -> bool:
-        return self.casts_by_spec() and kernels_of(self.spec) is not None
+        own = type(self).dequantized_rows is not SpecQuantizer.dequantized_rows
+        return not own and self.casts_by_spec() and kernels_of(self.spec) is not None
 
     def empty_like_quantized(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> QuantizedBuffers:
         spec = self.spec
