@@ -287,7 +287,7 @@ def amax_triton(
     """Launch: the amaxes of contiguous x, as for `cast_float8_triton`, raise those of `meetings`: of all groups, or of
     those with more than `most` rows. row_of: x is [1, S, 1], and this its row that each row of the groups is"""
     groups, rows, columns = x_GTK.shape
-    rows = rows if row_of is None else len(row_of)
+    rows = rows if row_of is None else row_of.shape[0]
     if not has_work(x_GTK if row_of is None else row_of):
         return
     config = amax_config() if row_of is None else AMAX_OF_ROWS
@@ -330,7 +330,7 @@ def cast_float8_triton(
     if is_abstract(x_GTK):
         return
     groups, rows, columns = x_GTK.shape
-    rows = rows if row_of is None else len(row_of)
+    rows = rows if row_of is None else row_of.shape[0]
     meets = how == "meeting"
     config = meeting_tile(columns) if meets else cast_float8_config(columns)
     width = 0 if column_codes is None else column_codes.shape[-1]

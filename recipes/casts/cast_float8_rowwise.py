@@ -126,7 +126,7 @@ def _cast_both(
 ) -> None:
     """Launch: amaxes of contiguous x, then the copies that there are."""
     groups, rows, columns = x_GTK.shape
-    rows = rows if row_of is None else len(row_of)
+    rows = rows if row_of is None else row_of.shape[0]
     offsets = None if splits is None else splits.offsets
     num_groups = groups if splits is None else splits.num_groups
     row_codes, row_scale, column_codes, column_scale = copies
@@ -168,7 +168,7 @@ def _cast_whole_rows(
     form: dict[str, bool | str],
 ) -> None:
     """Launch: the rowwise copy of contiguous x."""
-    rows, columns = math.prod(x_GTK.shape[:-1]) if row_of is None else len(row_of), x_GTK.shape[-1]
+    rows, columns = math.prod(x_GTK.shape[:-1]) if row_of is None else row_of.shape[0], x_GTK.shape[-1]
     config = cast_rows_config(columns)
     if rows:
         _cast_rows(

@@ -46,7 +46,7 @@ def num_rows(x: Tensor) -> int:
 
 def shape_of(x: Tensor, row_of: Tensor | None) -> torch.Size:
     """That of x, or of the rows of x [S, K] that row_of names."""
-    return x.shape if row_of is None else torch.Size((len(row_of), x.shape[1]))
+    return x.shape if row_of is None else torch.Size((row_of.shape[0], x.shape[1]))
 
 
 def matrices(x: Tensor, stacked: bool) -> Tensor:

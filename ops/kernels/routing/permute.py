@@ -228,7 +228,7 @@ def gather_triton(x: Tensor, row_of: Tensor, y: Tensor) -> None:
     """Launch gather of x [S, H] into y [T, H]. All tensors contiguous."""
     if has_work(y):
         block_h, num_warps = move_config(x.shape[1], x.element_size())
-        programs = len(row_of) * cdiv(x.shape[1], block_h)
+        programs = row_of.shape[0] * cdiv(x.shape[1], block_h)
         _gather(x, programs, x, row_of, y, x.shape[1], BLOCK_H=block_h, num_warps=num_warps)
 
 
