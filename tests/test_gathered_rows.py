@@ -40,7 +40,9 @@ SPECS = {
     "given": (per_tensor(E4M3, GivenScale()), cast_float8_on_triton),
     "block": (Float8BlockQuantizer(E4M3, 1, True).spec, cast_blocks_on_triton),
     "block, any scale": (Float8BlockQuantizer(E5M2, 1, False).spec, cast_blocks_on_triton),
+    "128x128 blocks": (Float8BlockQuantizer(E4M3, 2, True).spec, cast_blocks_on_triton),
     "mxfp8": (MXFP8Quantizer(E4M3).spec, cast_blocks_on_triton),
+    "32x32 blocks": (MXFP8Quantizer(E4M3, square=True).spec, cast_blocks_on_triton),
     "rowwise": (ROWWISE, cast_float8_rowwise_on_triton),
 }
 EACH_SPEC = pytest.mark.parametrize("name", SPECS)
