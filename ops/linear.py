@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, NOT_TRACED, Ranks
-from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad
+from ops.kernels.grouped_gemm.bias_grad import grouped_bias_grad
 from ops.products.held_weights import explain_held
 from ops.products.main_grad import OperationWithWeights
 from ops.products.product import for_wgrad, gemm, quantized, wgrad

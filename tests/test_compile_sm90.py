@@ -37,6 +37,7 @@ from ops.kernels.elementwise import activation, chain_cast
 from ops.kernels.elementwise import chain as elementwise
 from ops.kernels.elementwise import chain_steps as steps
 from ops.kernels.elementwise.activation import KINDS, Activation, activation_step
+from ops.kernels.grouped_gemm import bias_grad
 from ops.kernels.grouped_gemm import float8 as grouped_gemm_float8
 from ops.kernels.grouped_gemm import high_precision as grouped_gemm
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation_triton
@@ -118,7 +119,7 @@ def launch_grouped_gemm(rows: int, features: tuple[int, int], dtype: torch.dtype
     with without_gluon():
         launch_wgrads(rows, features, dtype, tf32)
     for row_of in (None, torch.empty(rows, dtype=torch.int64)):
-        grouped_gemm.grouped_bias_grad_triton(dy, row_of, offsets, scales, torch.empty_like(bias))
+        bias_grad.grouped_bias_grad_triton(dy, row_of, offsets, scales, torch.empty_like(bias))
 
 
 def launch_queued(dtype: torch.dtype) -> None:

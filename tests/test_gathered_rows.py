@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fuser
 from fused.grouped_mlp import GroupedMLP
 from fuser import Sequential, autocast, lora, ops
-from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad, grouped_bias_grad_triton
+from ops.kernels.grouped_gemm.bias_grad import grouped_bias_grad, grouped_bias_grad_triton
 from ops.kernels.routing.all_to_all import ShardedRoutingMap
 from ops.kernels.routing.permute import gather, gather_triton
 from ops.products.paths import GroupedPath, SplitPath

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ops.kernels.grouped_gemm import high_precision as gg
-from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad, grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
+from ops.kernels.grouped_gemm.bias_grad import grouped_bias_grad, grouped_bias_grad_ref, grouped_bias_grad_triton
+from ops.kernels.grouped_gemm.high_precision import grouped_gemm_nn, grouped_gemm_nt, grouped_gemm_tn
 from ops.kernels.grouped_gemm.measured_tiles import Gemm, why_not_tile
 from ops.kernels.grouped_gemm.ragged_tma import takes_descriptors
 from ops.kernels.grouped_gemm.tile_rules import MANY_ROWS, k_grouped_config, m_grouped_config
@@ -78,7 +79,7 @@ def plain_torch(o: Operands, *, extras: bool) -> dict[str, Tensor]:
         "tn": gg.grouped_gemm_tn_ref(o.x, o.w, o.splits, bias_GN=bias, scales_T=scales, alpha_G=alpha),
         "nn": gg.grouped_gemm_nn_ref(o.dy, o.w, o.splits, alpha_G=alpha),
         "nt": gg.grouped_gemm_nt_ref(o.dy, o.x, o.splits, alpha_G=alpha),
-        "db": gg.grouped_bias_grad_ref(o.dy, o.splits, scales_T=scales),
+        "db": grouped_bias_grad_ref(o.dy, o.splits, scales_T=scales),
     }
 
 
@@ -93,7 +94,7 @@ def launched(o: Operands, *, extras: bool, out_dtype: torch.dtype | None = None)
     gg.m_grouped_triton(o.x, o.w, offsets, bias, scales, alpha, out["tn"], transposed=True, tf32=False)
     gg.m_grouped_triton(o.dy, o.w, offsets, None, None, alpha, out["nn"], transposed=False, tf32=False)
     gg.grouped_gemm_nt_triton(o.dy, o.x, offsets, alpha, out["nt"], tf32=False)
-    gg.grouped_bias_grad_triton(o.dy, None, offsets, scales, out["db"])
+    grouped_bias_grad_triton(o.dy, None, offsets, scales, out["db"])
     return out
 
 

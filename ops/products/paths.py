@@ -29,9 +29,9 @@ from torch import Tensor
 
 from ops.kernels.elementwise.activation import Activation
 from ops.kernels.elementwise.chain_cast import why_no_cast
+from ops.kernels.grouped_gemm.bias_grad import grouped_bias_grad
 from ops.kernels.grouped_gemm.grouped_activation import grouped_activation
 from ops.kernels.grouped_gemm.grouped_gemm import Operands, k_grouped, m_grouped, without_row_factors
-from ops.kernels.grouped_gemm.high_precision import grouped_bias_grad
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.kernels.routing.permute import gather
 from ops.products.product import (

@@ -4,13 +4,12 @@
     NN   dx[t] = alpha_g dy[t] w_g                  grouped_gemm_nn     (dgrad)     m_grouped
     NT   dw_g  = alpha_g dy_g^T x_g                 grouped_gemm_nt     (wgrad)     k_grouped: the sum runs over rows
          dw_g += alpha_g dy_g^T x_g                 the same with accumulate=True
-         db_g  = sum of s[t] dy[t] over the group   grouped_bias_grad   (bgrad)
 
 g is the group of row t. Rows past `splits.offsets[-1]` belong to no group: they are zero in y and dx and count in no
-sum. A group without rows has dw and db exactly zero, and with accumulate=True its dw is left as it was. Otherwise every
+sum. A group without rows has dw exactly zero, and with accumulate=True its dw is left as it was. Otherwise every
 element of an output is written, whatever was there.
 
-Layouts: x [T, K], dy [T, N], w [G, N, K], b and db [G, N], s [T], alpha [G] or (). Rows may have any distance in
+Layouts: x [T, K], dy [T, N], w [G, N, K], b [G, N], s [T], alpha [G] or (). Rows may have any distance in
 memory; tensors whose rows are not contiguous themselves, and stacked weights that are not contiguous, are copied.
 
 Precision: products of the operands as they are, summed in float32 (float64 for float64 operands), times alpha, plus
@@ -30,19 +29,17 @@ device, and nothing is read by the host. Captured in a CUDA graph, a call may be
 The kernels: `high_precision_triton.py`, `pointers_triton.py`, and on Hopper `m_grouped_gluon.py` for TN and NN,
 `high_precision_nt_gluon.py` for NT. The `..._config` functions choose among them, after a table of measured tiles if
 one was loaded (`measured_tiles.py`).
-The slots of the m_grouped kernels: `recipes/triton/row_slots.py`.
+The slots of the m_grouped kernels: `recipes/triton/row_slots.py`. The gradient of b: `bias_grad.py`.
 """
 # T rows, G groups, K in features, N out features
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ops.kernels.grouped_gemm.high_precision_cpu import k_grouped_on_cpu, m_grouped_on_cpu
 from ops.kernels.grouped_gemm.high_precision_triton import (
-    bias_grad_kernel,
     k_grouped_persistent_kernel,
     m_grouped_persistent_kernel,
 )
@@ -53,11 +50,9 @@ from ops.kernels.grouped_gemm.operands import (
     check_dtypes,
     check_m_grouped,
     check_rows,
-    check_scales,
     output,
     packed,
     per_group,
-    refuse_float64,
     row_slices,
     with_contiguous_rows,
 )
@@ -72,7 +67,6 @@ from ops.kernels.grouped_gemm.tile_rules import (
     uses_descriptors,
 )
 from recipes.tensors.abstract import is_abstract
-from recipes.tensors.gathered_rows import GatheredRows, at_source
 from recipes.tensors.splits import Splits
 from recipes.triton.gates import why_no_gluon
 from recipes.triton.launch import Launch, cdiv, launcher, properties, replayed
@@ -144,29 +138,7 @@ def grouped_gemm_nt_ref(
     return out
 
 
-def grouped_bias_grad_ref(
-    dy_TN: Tensor, splits: Splits, *, scales_T: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """`grouped_bias_grad` in plain torch, group by group. Returns db [G, N]."""
-    dy = accumulator_like(dy_TN)
-    scaled = dy if scales_T is None else dy * accumulator_like(scales_T[:, None])
-    return torch.stack([scaled[rows].sum(0) for _, rows in row_slices(splits)]).to(out_dtype or dy_TN.dtype)
-
-
 # ----------------------------------------------------------------------------------------------------- launchers
-
-
-class BiasGradConfig(NamedTuple):
-    """Rows and columns of a step."""
-
-    block_t: int
-    block_n: int
-    num_warps: int
-
-
-def grouped_bias_grad_config() -> BiasGradConfig:
-    """32 x 128 elements at a time: a row of 128 bf16 values is two full sectors of 128 bytes."""
-    return BiasGradConfig(block_t=32, block_n=128, num_warps=4)
 
 
 def grouped_gemm_tn(
@@ -337,37 +309,8 @@ def _nt(
     return out if target is out else out.copy_(target)
 
 
-def grouped_bias_grad(
-    dy_TN: Tensor | GatheredRows,
-    splits: Splits,
-    *,
-    scales_T: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """db_g = sum of scales[t] dy[t] over the rows of group g, summed in float32. Returns db [G, N].
-
-    dy: [T, N]. scales: [T] (1 if None). The result is in out_dtype (dy's if None). A group without rows gets zeros.
-    Gathered rows of dy are read where they lie on a GPU, and copied on a CPU.
-    """
-    check_rows(dy_TN, splits)
-    check_scales(scales_T, splits)
-    source, row_of = at_source(dy_TN)
-    if is_abstract(source) and not source.is_cuda:
-        return output(None, (splits.num_groups, source.shape[1]), out_dtype, source)
-    if source.device.type != "cuda":
-        rows = source if row_of is None else source.index_select(0, row_of)
-        return grouped_bias_grad_ref(rows, splits, scales_T=scales_T, out_dtype=out_dtype)
-    refuse_float64(source)
-    out = output(None, (splits.num_groups, source.shape[1]), out_dtype, source)
-    grouped_bias_grad_triton(
-        with_contiguous_rows(source), row_of, splits.offsets, None if scales_T is None else scales_T.contiguous(), out
-    )
-    return out
-
-
 _m_grouped, _m_grouped_persistent = Launch(m_grouped_kernel), Launch(m_grouped_persistent_kernel)
 _k_grouped, _k_grouped_persistent = Launch(k_grouped_kernel), Launch(k_grouped_persistent_kernel)
-_bias_grad = Launch(bias_grad_kernel)
 
 
 @launcher("fuser::m_grouped_gemm", mutates=["out"])
@@ -552,32 +495,6 @@ def grouped_gemm_nt_triton(
             enable_fp_fusion=not accumulate,
             **config.compiled(),
         )
-
-
-@launcher("fuser::grouped_bias_grad", mutates=["out"])
-def grouped_bias_grad_triton(
-    dy_TN: Tensor, row_of: Tensor | None, offsets: Tensor, scales_T: Tensor | None, out: Tensor
-) -> None:
-    """Launches the bias gradient. Rows of dy are contiguous, row_of, offsets [G + 1], scales, out are contiguous."""
-    if dy_TN.numel() == 0:
-        out.zero_()
-        return
-    G, N = out.shape
-    config = grouped_bias_grad_config()
-    _bias_grad(
-        out,
-        G * cdiv(N, config.block_n),
-        dy_TN,
-        row_of,
-        offsets,
-        scales_T,
-        out,
-        N,
-        dy_TN.stride(0),
-        BLOCK_T=config.block_t,
-        BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-    )
 
 
 def is_aligned(*tensors: Tensor) -> bool:
