@@ -37,10 +37,12 @@ from ops.kernels.elementwise.activation import (
     activation,
     activation_cast,
     activation_shape,
+    activation_step,
     dactivation,
 )
+from ops.kernels.elementwise.dactivation_cast import fits
 from ops.kernels.grouped_gemm.grouped_activation import why_not_at_once
-from ops.products.paths import Path, choose_path, how_cast_as_computed
+from ops.products.paths import Path, casts_blocks, choose_path, how_cast_as_computed
 from ops.runner.operation import BackwardOfFused, BasicOperation, FusedOperation, OperationContext
 from ops.runner.parameters import parameter_dtype
 from recipes.recipe import Role
@@ -123,7 +125,9 @@ class GroupedMLP(FusedOperation):
         inputs, gradients = (request.recipe.quantizer(role) for role in (Role.INPUT, Role.GRAD_OUTPUT))
         about = request.device, request.dtype
         forward = how_cast_as_computed(inputs, *about, self.fc2.own_in_features)
-        if forward == how_cast_as_computed(gradients, *about, runs=self._runs):
+        step = activation_step(self.activation, self.scaled)
+        in_blocks = casts_blocks(step, request.dtype, self.fc2.own_in_features, request.device, gradients, inputs)
+        if forward == how_cast_as_computed(gradients, *about, runs=self._runs, in_blocks=in_blocks):
             return "" if forward is None else f"{forward}, "
         return "" if forward is None else f"{forward} in forward, "
 
@@ -194,6 +198,7 @@ class GroupedMLP(FusedOperation):
             dy_q = path.quantize(dy, splits, gradients, rowwise=fc2_ctx.needs.input, columnwise=wgrad)
         inputs = fc2_ctx.quantizer(Role.INPUT, saved.act_scale) if wgrad else None
         act_copy, found = {"rowwise": False, "columnwise": True}, saved.act_meetings
+        step = activation_step(self.activation, self.scaled)
         if not fc2_ctx.needs.input:
             if wgrad:
                 act_q, _ = self._act(path, saved.h, saved.scales, splits, inputs, **act_copy, meetings=found)
@@ -207,13 +212,19 @@ class GroupedMLP(FusedOperation):
         # The activation, whose kernel quantizes act and dh where it can. A quantizer draws a random seed or records an
         # amax: only if a product reads the result, as unfused.
         act_into = dh_into = None
-        if wgrad:
-            act_into = path.quantized_buffers(dact.shape, dact.dtype, splits, inputs, **act_copy, meetings=found)
         dh_copies = {"rowwise": fc1_ctx.needs.input, "columnwise": fc1.needs_weight_grad(fc1_ctx)}
         gradients = fc1_ctx.quantizer(Role.GRAD_OUTPUT) if any(dh_copies.values()) else None
+        in_blocks = False
+        if not reads_act and (wgrad or dh_copies["columnwise"]) and fits(dact, saved.h, step):
+            quantizers = (gradients, inputs) if wgrad else (gradients,)
+            in_blocks = casts_blocks(step, dact.dtype, dact.shape[1], dact.device, *quantizers)
+        if wgrad:
+            act_into = path.quantized_buffers(
+                dact.shape, dact.dtype, splits, inputs, **act_copy, meetings=found, in_blocks=in_blocks
+            )
         if gradients is not None:
             dh_into = path.quantized_buffers(
-                saved.h.shape, saved.h.dtype, splits, gradients, **dh_copies, runs=self._runs
+                saved.h.shape, saved.h.dtype, splits, gradients, **dh_copies, runs=self._runs, in_blocks=in_blocks
             )
         dh, d_act_scales, act = dactivation(
             dact, saved.h, self.activation, saved.scales if self.scaled else None,

@@ -18,6 +18,7 @@ from ops.products.product import gemm_dtype
 from recipes import Splits
 from recipes.casts.scale_rules import Float32Scale, GivenScale
 from recipes.current_scaling import per_tensor
+from recipes.float8_block import Float8BlockQuantizer
 from recipes.mxfp8 import MXFP8Quantizer
 from recipes.tensors.formats import ALL, E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -145,6 +146,43 @@ def test_groups_meet_beside_larger_ones(dtype, copies, kind, monkeypatch):
     """Up to 192 rows do."""
     monkeypatch.setattr(cast_float8, "most_rows", lambda *about: 192)
     check_casts(per_tensor(E4M3, Float32Scale()), dtype, copies, True, kind, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["swiglu", "situglu", "clamped_swiglu"])
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("copies", ["row", "column", "both"])
+@pytest.mark.parametrize("rule", [True, False], ids=["powers of two", "float32"])
+def test_blocks_are_cast_as_they_are_computed_in_backward(rule, copies, form, scaled, kind):
+    """dh with scales for 128 values of its rows and columns, and act of its columns."""
+    act, quantizer = Activation(kind), Float8BlockQuantizer(form, power_2_scale=rule, amax_epsilon=0.0 if rule else 0.5)
+    wanted = {"rowwise": copies != "column", "columnwise": copies != "row"}
+    of_act = {"rowwise": False, "columnwise": True}
+    for sizes, width in [([5, 0, 33, 1], 128), ([0, 0], 128), ([3, 129, 0, 700, 5, 64, 128, 200], 384)]:
+        rows = sum(sizes) + TAIL
+        splits = Splits.make(torch.tensor(sizes, device="cuda"), rows=rows, device="cuda")
+        h = torch.randn(rows, 2 * width, device="cuda").bfloat16()
+        h[1::3] *= 1e-3
+        h.view(-1)[::11] = 0
+        h.view(-1)[[3, 40]] = torch.tensor([float("nan"), float("inf")], device="cuda").bfloat16()
+        h[sum(sizes) :] = float("inf")  # no group's rows count
+        scales = torch.randn(rows, device="cuda") if scaled else None
+        dact = torch.randn(rows, width, device="cuda").bfloat16()
+        dh, dscales, again = dactivation(dact, h, act, scales, need_dscales=scaled, need_act=True)
+        dh_into = quantizer.empty_grouped(h.shape, h.dtype, splits, **wanted)
+        act_into = quantizer.empty_grouped(dact.shape, h.dtype, splits, **of_act)
+        stored = copies == "both"
+        got = dactivation(
+            dact, h, act, scales, need_dh=stored, need_dscales=scaled, dh_into=dh_into, act_into=act_into
+        )  # fmt: skip
+        same(dh_into.copies, quantizer.quantize_grouped(dh, splits, **wanted), f"dh of {sizes}")
+        same(act_into.copies, quantizer.quantize_grouped(again, splits, **of_act), f"act of {sizes}")
+        if stored:
+            assert torch.equal(got[0][: sum(sizes)].view(torch.uint8), dh[: sum(sizes)].view(torch.uint8))
+        if scaled:
+            mine, other = got[1][: sum(sizes)], dscales[: sum(sizes)]
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def check_casts(spec: ScaleSpec, dtype: torch.dtype, copies: str, scaled: bool, kind: str, device: str) -> None:

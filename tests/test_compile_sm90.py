@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from bench.bench_tune import ON_DESCRIPTORS, candidates, gemm_case, gemms
-from ops.kernels.elementwise import activation, chain_cast
+from ops.kernels.elementwise import activation, chain_cast, dactivation_cast
 from ops.kernels.elementwise import chain as elementwise
 from ops.kernels.elementwise import chain_steps as steps
 from ops.kernels.elementwise.activation import KINDS, Activation, activation_step
@@ -403,6 +403,8 @@ def launch_activation_casts(rows: int, features: int, dtype: torch.dtype) -> Non
                 dh_into=room(h.shape, True, columnwise), act_into=room(dact.shape, False, True),
             )  # fmt: skip
     launch_meetings(dact, wide, splits, factors)
+    if dtype == torch.bfloat16 and dactivation_cast.runs_gluon(dact.device):
+        launch_dactivations(dact, wide, splits, factors)
     of_blocks, held = MXFP8Quantizer(E4M3), torch.float32 if dtype == torch.float32 else torch.bfloat16
     into = partial(of_blocks.empty_grouped, dtype=dtype, splits=splits, values=held)
     for kind in KINDS:
@@ -417,6 +419,23 @@ def launch_activation_casts(rows: int, features: int, dtype: torch.dtype) -> Non
     for rows_of in (Float8BlockQuantizer(E4M3), RowwiseScalingQuantizer(E4M3)):
         into = rows_of.empty_grouped(dact.shape, dtype, splits, rowwise=True, columnwise=False)
         activation.activation_cast(wide, Activation("swiglu"), factors, into)
+
+
+def launch_dactivations(dact: torch.Tensor, h: torch.Tensor, splits: Splits, factors: torch.Tensor) -> None:
+    """What is quantized in backward by kernels in Gluon: by rows, columns and both, with and without values."""
+    quantizers = Float8BlockQuantizer(E4M3), CurrentScalingQuantizer(E4M3), CurrentScalingQuantizer(E5M2)
+    for quantizer, (row, column) in product(quantizers, ((True, True), (True, False), (False, True))):
+        room = partial(quantizer.empty_grouped, dtype=dact.dtype, splits=splits)
+        known = {} if quantizer is quantizers[0] else {"meetings": empty_meetings(GROUPS, dact.device)}
+        for kind, most, need_dh in (("swiglu", MANY_ROWS, False), ("situglu", 0, True), ("geglu", MANY_ROWS, True)):
+            if dact.shape[1] % 128 and quantizer is quantizers[0]:
+                continue
+            with meetings_of(most):
+                activation.dactivation(
+                    dact, h, Activation(kind), factors, need_dh=need_dh, need_dscales=True,
+                    dh_into=room(h.shape, rowwise=row, columnwise=column),
+                    act_into=room(dact.shape, rowwise=False, columnwise=True, **known),
+                )  # fmt: skip
 
 
 def meetings_of(rows: int) -> contextlib.AbstractContextManager:
@@ -712,6 +731,8 @@ def compile_all(mode: str, arch: int, every: bool) -> None:
     cast_nvfp4.runs_triton = dequantize_nvfp4.runs_triton = lambda x: True
     cast_nvfp4.converts_to_float8 = lambda x: arch >= 89
     elementwise.runs_triton = activation.runs_triton = lambda *tensors, dtypes=(): True
+    dactivation_cast.runs_triton = elementwise.runs_triton
+    cast_float8.runs_gluon = dactivation_cast.runs_gluon = lambda device: why_no_gluon(divmod(arch, 10)) is None
     launch = partial(launch_mode, mode, arch)
     wanted = None if every else covered(launch)
     run, reported = JITFunction.run, set()
@@ -755,6 +776,13 @@ def launch_mode(mode: str, arch: int) -> None:
         launch_wgrads(MANY_ROWS, ALIGNED, torch.bfloat16, False)
         launch_float8_gluon(E4M3.dtype, E4M3.dtype, torch.bfloat16)
         launch_nvfp4(MANY_ROWS, ALIGNED[0], torch.bfloat16, ("stochastic", "square"))
+        dact, h = (torch.empty(MANY_ROWS, features, dtype=torch.bfloat16) for features in (256, 512))
+        splits = Splits.make([MANY_ROWS // GROUPS] * GROUPS, rows=MANY_ROWS, device="cpu")
+        launch_dactivations(dact, h, splits, torch.empty(MANY_ROWS))
+        with meetings_of(MANY_ROWS):
+            for copies in ((True, True), (True, False), (False, True)):
+                made = dict(zip(("rowwise", "columnwise"), copies, strict=True))
+                cast_float8.cast_float8_on_triton(h, per_tensor(E4M3, Float32Scale()), splits=splits, **made)
     elif mode == FIRST:
         launch_all("bf16", (MANY_ROWS, FEW_ROWS), (ALIGNED, ODD))
         launch_routing(MANY_ROWS)
@@ -830,7 +858,9 @@ def test_what_the_tuner_tries_compiles_for_hopper(cache):
 def test_kernels_in_gluon_compile_for_hopper_with_each_release(every, cache):
     reports = compiled(GLUON, 90, cache, every)
     products = {"m_grouped_gluon_kernel", "k_grouped_gluon_kernel", "k_grouped_float8_gluon_kernel"}
-    assert products | {"cast_nvfp4_gluon_kernel"} <= {report["kernel"] for report in reports}
+    casts = {"cast_nvfp4_gluon_kernel", "cast_float8_gluon_kernel"}
+    casts |= {f"dactivation_{kind}gluon_kernel" for kind in ("", "amax_", "blocks_")}
+    assert products | casts <= {report["kernel"] for report in reports}
     for report in reports:
         assert report["shared_bytes"] <= LIMITS[90] and not report["spilled_bytes"] and not report["warnings"], report
 

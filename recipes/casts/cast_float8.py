@@ -41,10 +41,20 @@ from recipes.casts.scale_rules import Float32Scale
 from recipes.tensors.abstract import is_abstract
 from recipes.tensors.formats import ALL, E4M3, E5M2, Float8Format, ScaleSpec
 from recipes.tensors.splits import Splits
-from recipes.triton.gates import INTERPRET
-from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2, properties
+from recipes.triton.gates import INTERPRET, why_no_gluon
+from recipes.triton.launch import Launch, cdiv, has_work, next_power_of_2, properties, runs_gluon
 from recipes.triton.meeting import MeetingTile, empty_meetings, most_rows
 from recipes.triton.row_slots import num_slots
+
+if why_no_gluon((9, 0)) is None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    from recipes.casts.cast_float8_gluon import cast_float8_gluon_kernel
+    from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT
+    from recipes.triton.repeated import DESCRIPTORS
+
+    DESCRIPTORS.add(GluonDescriptor)
+    _cast_float8_gluon = Launch(cast_float8_gluon_kernel)
 
 # Groups begin at multiples of it in column_codes: whole sectors of memory. Of 16, wgrad takes 1.3 times as long (H200).
 BLOCK = 32
@@ -93,6 +103,10 @@ def meeting_tile(columns: int) -> MeetingTile:
     if columns % 256 == 0 or columns > 4096:
         return MeetingTile(block_m=64, block_k=256, num_warps=8, registers=80)
     return MeetingTile(block_m=64, block_k=128, num_warps=4, registers=80)
+
+
+# Of the kernel in Gluon, measured on an H100: six programs share a multiprocessor, by registers and shared memory.
+GLUON_TILE = MeetingTile(block_m=64, block_k=256, num_warps=4, registers=80)
 
 
 def transpose_back_config(columns: int) -> CastFloat8Config:
@@ -177,7 +191,8 @@ def _find_amaxes(x_GTK: Tensor, copies: Copies, meetings: Tensor, offsets: Tenso
     _, rows, columns = x_GTK.shape
     usual = rows if offsets is None else usual_rows(rows, len(offsets) - 1)
     in_words = copies.column_codes is None or copies.column_codes.shape[-1] % 4 == 0
-    most = rows_that_meet(x_GTK, columns, meeting_tile(columns), usual) if in_words else None
+    tile = GLUON_TILE if meets_in_gluon(x_GTK, copies.column_codes) else meeting_tile(columns)
+    most = rows_that_meet(x_GTK, columns, tile, usual) if in_words else None
     if most is None or (offsets is not None and rows > most):
         amax_triton(x_GTK, meetings, offsets, most)
     return most
@@ -293,7 +308,7 @@ def amax_triton(
     config = amax_config() if row_of is None else AMAX_OF_ROWS
     tiles = num_row_tiles(groups, rows, offsets, config.block_m, 0) * cdiv(columns, config.block_k)
     _amax(
-        x_GTK, tiles if most is None else _few_programs(x_GTK, tiles),
+        x_GTK, tiles if most is None else few_programs(x_GTK, tiles),
         x_GTK, row_of, meetings, offsets,
         rows, columns, groups if offsets is None else len(offsets) - 1, tiles, most or 0,
         LARGE=most is not None, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
@@ -330,19 +345,30 @@ def cast_float8_triton(
     if is_abstract(x_GTK):
         return
     groups, rows, columns = x_GTK.shape
+    num_groups = groups if offsets is None else len(offsets) - 1
+    width = 0 if column_codes is None else column_codes.shape[-1]
+    if how == "meeting" and meets_in_gluon(x_GTK, column_codes):
+        tiles = num_row_tiles(groups, rows, offsets, GLUON_TILE.block_m, BLOCK) * cdiv(columns, GLUON_TILE.block_k)
+        matrix = x_GTK.view(-1, columns)
+        _cast_float8_gluon(
+            x_GTK, tiles,
+            GluonDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [16, 128], BOX_LAYOUT.value),
+            as_bytes(row_codes), as_bytes(column_codes), scale_inv, given, offsets, aligned, rows, columns, width,
+            num_groups, most, FORM=format_of(form, x_GTK.device)["FORM"], RULE=(power_2_scale, amax_epsilon),
+            num_warps=GLUON_TILE.num_warps, maxnreg=GLUON_TILE.registers,
+        )  # fmt: skip
+        return
     rows = rows if row_of is None else row_of.shape[0]
     meets = how == "meeting"
     config = meeting_tile(columns) if meets else cast_float8_config(columns)
-    width = 0 if column_codes is None else column_codes.shape[-1]
     slots = num_row_tiles(groups, rows, offsets, config.block_m, BLOCK) if columns else 0
     tiles = slots * cdiv(columns, config.block_k)
     words = None if column_codes is None else as_words(column_codes)
-    num_groups = groups if offsets is None else len(offsets) - 1
     constants = {"POWER_2": power_2_scale, "PACKED": has_words(words), **format_of(form, x_GTK.device)}
     tile = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "num_warps": config.num_warps}
     if how == "large":
         _cast_large_groups(
-            x_GTK, _few_programs(x_GTK, tiles),
+            x_GTK, few_programs(x_GTK, tiles),
             x_GTK, as_bytes(row_codes), words, scale_inv, given, offsets, aligned,
             rows, columns, width, num_groups, tiles, most, amax_epsilon, **constants, **tile,
         )  # fmt: skip
@@ -356,7 +382,17 @@ def cast_float8_triton(
     )  # fmt: skip
 
 
-def _few_programs(x: Tensor, tiles: int) -> int:
+def meets_in_gluon(x_GTK: Tensor, column_codes: Tensor | None) -> bool:
+    """Whether the kernel in Gluon casts x at meetings: bfloat16 on Hopper, whole units of codes, and what the copy
+    engine reads."""
+    if x_GTK.dtype != torch.bfloat16 or torch.compiler.is_compiling() or not runs_gluon(x_GTK.device):
+        return False
+    if x_GTK.shape[2] % 16 or x_GTK.data_ptr() % 16 or not has_work(x_GTK):
+        return False
+    return column_codes is None or column_codes.shape[-1] % BLOCK == 0
+
+
+def few_programs(x: Tensor, tiles: int) -> int:
     """Of a launch over large groups, whose programs take several tiles each: mostly there are none."""
     return max(1, min(tiles, 8 * properties(x.get_device()).multi_processor_count if x.is_cuda else 4))
 

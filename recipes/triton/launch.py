@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from recipes.tensors.abstract import is_abstract
-from recipes.triton.gates import JITFunction, warn_of_release
+from recipes.triton.gates import JITFunction, warn_of_release, why_no_gluon
 from recipes.triton.repeated import DESCRIPTORS
 from recipes.triton.replay import Replays, is_eager
 from recipes.triton.tape import taping
@@ -174,6 +174,11 @@ def _kind(arg: Any) -> Any:
     if isinstance(arg, tuple):
         return kind, *map(_kind, arg)
     raise TypeError(f"a kernel got a {kind.__name__}. Pass tensors, descriptors, numbers or tuples of them.")
+
+
+def runs_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon run there."""
+    return device.type == "cuda" and why_no_gluon(torch.cuda.get_device_capability(device)) is None
 
 
 def has_work(x: Tensor) -> bool:

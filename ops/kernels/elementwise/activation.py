@@ -51,6 +51,7 @@ from torch import Tensor
 from ops.kernels.elementwise.activation_functions import RULES, Constants
 from ops.kernels.elementwise.chain import Step, delementwise, elementwise, elementwise_cast, runs_triton
 from ops.kernels.elementwise.chain_cast import Cast, cast_from_memory, cast_into, stores_values
+from ops.kernels.elementwise.dactivation_cast import casts_of, dactivation_cast
 from recipes.arguments import as_integer, as_number
 from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.triton.launch import replayed
@@ -198,6 +199,11 @@ def dactivation(
     if runs_triton(dact, h, scales):
         if not (need_dh or need_dscales or need_act or dh_into or act_into):
             return None, None, None
+        taken = None
+        if not need_act:
+            taken = casts_of(dact, h, activation_step(spec, scales is not None), dh_into, act_into)
+        if taken is not None:
+            return *_dactivation_in_gluon(dact, h, spec, scales, need_dh, need_dscales, *taken), None
         tiles = _meeting_tile(spec, backward=True), None  # of act: the kernel casts it last, and at no meeting
         casts = [
             i if i is None else cast_into(i, h, dact.shape[-1], tile)
@@ -266,6 +272,24 @@ def _dactivation_on_triton(
     )  # fmt: skip
     d_row = found.operands[0]
     return found.dx, None if d_row is None or scales is None else d_row.to(scales.dtype), found.y
+
+
+@replayed
+def _dactivation_in_gluon(
+    dact: Tensor,
+    h: Tensor,
+    spec: Activation,
+    scales: Tensor | None,
+    need_dh: bool,
+    need_dscales: bool,
+    cast: Cast,
+    act_cast: Cast | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    step = activation_step(spec, scales is not None)
+    dh, dscales = dactivation_cast(
+        dact, h, step, scales, cast, act_cast, need_dh=need_dh, need_dscales=need_dscales
+    )  # fmt: skip
+    return dh, dscales if dscales is None or scales is None else dscales.to(scales.dtype)
 
 
 def _compute_dtype(h: Tensor) -> torch.dtype:

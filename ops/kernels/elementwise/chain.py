@@ -463,7 +463,7 @@ def delementwise_triton(
         dy, x, tuple(operands), dx, codes_of(cast), tuple(shares), y, codes_of(y_cast), column_shares, rows, columns,
         columns * (1 + (_gate_of(steps) >= 0)), places_of(cast, y_cast), num_groups(some_cast),
         cast.most if cast else 0,
-        **chain_constants(tuple(steps), tuple(dtypes)), **_backwards(tuple(steps), tuple(dtypes)),
+        **chain_constants(tuple(steps), tuple(dtypes)), **backward_constants(tuple(steps), tuple(dtypes)),
         **cast_constants(cast, dy), **cast_constants(y_cast, dy, "Y_"), NATIVE=casts_natively(dy.device),
         KEEP=keep_dx or cast is None or cast.how != "meeting",
         BLOCK_T=config.block_t, BLOCK_C=config.block_c, WHOLE=config.whole(rows, columns) and not in_groups(some_cast),
@@ -523,7 +523,7 @@ def chain_constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) ->
 
 
 @lru_cache(maxsize=1024)
-def _backwards(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
+def backward_constants(steps: tuple[Step, ...], dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
     """Further compile-time arguments of the backward kernel."""
     behind = dtypes[1:] + dtypes[-1:]
     return {

@@ -40,7 +40,7 @@ class Cast(NamedTuple):
     row_codes, ..., column_scales: None of a copy that is not made; rows that are in no groups have both, rows with
                 scales of 1x128 blocks or of their own the first two alone. Without scales the codes are values
     scale, amax: as in `QuantizedBuffers`
-    offsets, aligned: of rows in groups, each with a scale of its own: `splits.offsets`, `splits.aligned(32)`
+    offsets, aligned: of rows in groups: `splits.offsets`, and of columnwise copies `splits.aligned(spec.alignment)`
     how:        `VALUES`; of scales that follow from amaxes "known", "meeting" or "amax"
     meetings:   of these: as in `QuantizedBuffers`
     tile, most: of a meeting, and up to how many rows a group meets
@@ -78,7 +78,8 @@ def cast_into(
     made, spec = _parts(copies)
     offsets = aligned = None
     if isinstance(copies, GroupedTensor):
-        offsets, aligned = copies.splits.offsets, None if made.column_codes is None else copies.splits.aligned(BLOCK)
+        offsets = copies.splits.offsets
+        aligned = None if made.column_codes is None else copies.splits.aligned(spec.alignment)
         if cast_kind(spec) == "blocks":
             assert made.row_scale is None and made.column_scale is None, "rows in groups are cast to values"
             return Cast(*made, spec, offsets=offsets, how=VALUES)

@@ -1,0 +1,173 @@
+"""`dactivation_gluon` for FP8 with a scale for each 128 values of a row of dh, and of a column of dh and of act.
+
+A program has 128 rows of one group and 128 columns of act: whole blocks, so no program waits for another. Two programs
+share a multiprocessor. The codes and scales are those of `cast_blocks`, bit for bit.
+
+Import this only where `recipes.triton.gates.why_no_gluon` says None.
+"""
+# T rows, COLUMNS of act, blocks: how many of 128 rows columnwise codes have
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ops.kernels.elementwise.dactivation_gluon import compute
+from recipes.casts.cast_float8_block_triton import block_scale
+from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT, STORE_COLUMNS, WORDS_LAYOUT, barrier, in_eight
+from recipes.casts.cast_nvfp4_triton import place_of
+from recipes.casts.float8_tiles_gluon import (
+    codes_of_columns,
+    codes_of_rows,
+    in_thirty_two,
+    larger_magnitude,
+    larger_pair,
+    store_sixteen,
+)
+from recipes.triton.rounding import unpack_pairs
+
+_ROWS, _WIDTH = gl.constexpr(128), gl.constexpr(128)
+
+
+@gluon.jit
+def largest_of(pairs):
+    """Of tensors of words of two bfloat16 numbers, pair by pair."""
+    found = pairs[0]
+    for i in gl.static_range(1, len(pairs)):
+        found = larger_pair(found, pairs[i])
+    return found
+
+
+@gluon.jit
+def write_rows(
+    words, row, codes_ptr, scale_ptr, first, first_column, height, T, WIDTH, FORM: gl.constexpr, RULE: gl.constexpr
+):  # fmt: skip
+    """Rowwise codes and scales of words [64, 32], 32 rows from this one of the tile on; whole blocks of columns."""
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], [1, 0], [2, 0], [16, 0]], [[4, 0], [8, 0], [32, 0]], [], [64, 32]
+    )
+    xs = in_eight(words.load(layout).reshape([64, 4, 8]))
+    of_codes: gl.constexpr = xs[0].type.layout
+    peak = larger_magnitude(largest_of(xs)).reshape([2, 2, 16, 4])
+    peak = gl.max(gl.max(peak, axis=3), axis=1)
+    scale, inverse = block_scale(peak, RULE[1], FORM, RULE[0], RULE[2])
+    of_rows: gl.constexpr = peak.type.layout
+    box = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, of_rows)), 1)
+    lane = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, of_rows)), 0)
+    at = row + 16 * box + lane
+    gl.store(scale_ptr + ((first_column // _WIDTH).to(gl.int64) * T + first + at), inverse, mask=at < height)
+    scale = gl.expand_dims(gl.expand_dims(scale, 1), 3).broadcast_to([2, 2, 16, 4]).reshape([64, 4])
+    codes = codes_of_columns(xs, gl.convert_layout(scale, of_codes), FORM)
+    lane = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, of_codes)), 1)
+    sixteen = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, of_codes)), 0)
+    at = row + lane // 32 * 16 + lane % 16
+    column = first_column + lane // 16 % 2 * 64 + sixteen * 16
+    store_sixteen(codes_ptr + ((first + at) * (WIDTH // 4) + column // 4), codes, at < height)
+
+
+@gluon.jit
+def write_columns(
+    words, codes_ptr, scale_ptr, first_column, tile, blocks, WIDTH, FORM: gl.constexpr, RULE: gl.constexpr
+):  # fmt: skip
+    """Columnwise codes and scales of words [256, 32], 16 rows of the first 64 columns, of the others, and so on."""
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], [4, 0], [8, 0], [32, 0]], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]],
+        [[16, 0], [64, 0], [128, 0]], [], [256, 32],
+    )  # fmt: skip
+    x = words.load(layout).reshape([4, 2, 2, 16, 32]).permute([0, 2, 4, 1, 3]).reshape([8, 32, 32])
+    xs = in_thirty_two(x)
+    of_pairs: gl.constexpr = xs[0].type.layout
+    peaks = unpack_pairs(largest_of(xs) & 0x7FFF7FFF)
+    eighth = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, of_pairs)), 1)
+    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_pairs)), 0)
+    column = first_column + eighth % 2 * 64 + 2 * pair
+    odd = (pair + 0 * eighth) % 2
+    is_there = ((tile < blocks) & (column >= 0)).to(gl.int32)
+    stride = blocks * (_ROWS // 8)
+    for second in gl.static_range(2):
+        peak = gl.max(peaks[second].reshape([4, 2, 32]), axis=0)
+        scale, inverse = block_scale(peak, RULE[1], FORM, RULE[0], RULE[2])
+        at = gl.expand_dims(64 * gl.arange(0, 2, gl.SliceLayout(1, peak.type.layout)), 1)
+        at += gl.expand_dims(2 * gl.arange(0, 32, gl.SliceLayout(0, peak.type.layout)), 0) + (first_column + second)
+        gl.store(scale_ptr + (tile.to(gl.int64) * WIDTH + at), inverse, mask=(tile < blocks) & (at >= 0))
+        scale = gl.expand_dims(scale, 0).broadcast_to([4, 2, 32]).reshape([8, 32])
+        codes = codes_of_rows(xs, second, gl.convert_layout(scale, of_pairs), FORM)
+        own = (column + second).to(gl.int64) * stride + tile * (_ROWS // 8) + 4 * (eighth // 2)
+        own = codes_ptr + (own + odd * (2 - 2 * stride))
+        gl.inline_asm_elementwise(
+            STORE_COLUMNS, "=r,l,r,l,l,l,l,l,r",
+            [own.to(gl.int64), odd, codes[0], codes[1], codes[2], codes[3], (own + 2 * stride).to(gl.int64), is_there],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["num_groups"])
+def dactivation_blocks_gluon_kernel(
+    dact, h, scales_ptr, dscales_ptr, dh_ptr, row_codes_ptr, row_scale_ptr, column_codes_ptr, column_scale_ptr,
+    act_codes_ptr, act_scale_ptr, offsets_ptr, aligned_ptr, T, COLUMNS, blocks, num_groups,
+    STEPS: gl.constexpr, BACKWARDS: gl.constexpr, CONSTANTS: gl.constexpr, SOURCE: gl.constexpr,
+    FORM: gl.constexpr, RULE: gl.constexpr, Y_FORM: gl.constexpr, Y_RULE: gl.constexpr,
+):  # fmt: skip
+    """dact, h, dh_ptr, dscales_ptr: as in `dactivation_gluon_kernel`. Codes that are not made are None; rowwise ones
+    are of words, columnwise ones of int64. RULE: whether scales are powers of two, the least amax, largest scale."""
+    W: gl.constexpr = gl.num_warps()
+    column_blocks = COLUMNS // _WIDTH
+    first_column = gl.program_id(0) % column_blocks * _WIDTH
+    tile = gl.program_id(0) // column_blocks
+    offs_g = gl.arange(0, 128, gl.BlockedLayout([4], [32], [W], [0]))
+    group, _, first, _, left = place_of(offs_g, offsets_ptr, aligned_ptr, 0, tile * (_ROWS // 16), T, num_groups)
+    first = gl.cast(first, gl.int64)
+    height = gl.maximum(gl.minimum(left, _ROWS), 0)
+    active = group < num_groups
+    boxes = gl.allocate_shared_memory(gl.bfloat16, [24, 16, _WIDTH], BOX_LAYOUT)
+    ready = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(8):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    row = first.to(gl.int32)
+    for i in gl.static_range(8):
+        has_some = height > 16 * i
+        mbarrier.expect(ready.index(i), 3 * 16 * _WIDTH * 2, pred=has_some)
+        tma.async_copy_global_to_shared(h, [row + 16 * i, first_column], ready.index(i), boxes.index(i), pred=has_some)
+        tma.async_copy_global_to_shared(
+            h, [row + 16 * i, COLUMNS + first_column], ready.index(i), boxes.index(8 + i), pred=has_some
+        )  # fmt: skip
+        tma.async_copy_global_to_shared(
+            dact, [row + 16 * i, first_column], ready.index(i), boxes.index(16 + i), pred=has_some
+        )  # fmt: skip
+    parts = boxes._reinterpret(gl.uint32, [24, 32, 32], WORDS_LAYOUT)
+    of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
+    lane = gl.arange(0, 32, gl.SliceLayout(1, of_words))
+    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_words)), 0)
+    for i in range(8):  # 16 rows at a time
+        if height > 16 * i:
+            mbarrier.wait(ready.index(i), 0)
+            compute(
+                parts, i, 8, 16 * i + lane % 16, gl.expand_dims(lane // 16 * 64, 1) + 2 * pair, lane // 16, height,
+                _WIDTH, active, first, first_column, T, COLUMNS, scales_ptr, dscales_ptr, dh_ptr,
+                act_codes_ptr is not None, STEPS, BACKWARDS, CONSTANTS,
+            )  # fmt: skip
+        else:
+            nothing = gl.full([32, 32], 0, gl.uint32, of_words)
+            parts.index(i).store(nothing)
+            parts.index(8 + i).store(nothing)
+            parts.index(16 + i).store(nothing)
+    barrier()
+    regions = boxes._reinterpret(gl.uint32, [3, 256, 32], WORDS_LAYOUT)
+    if act_codes_ptr is not None:
+        write_columns(
+            regions.index(2), act_codes_ptr, act_scale_ptr, first_column, tile, blocks, COLUMNS, Y_FORM, Y_RULE
+        )
+    rows = boxes._reinterpret(gl.uint32, [12, 64, 32], WORDS_LAYOUT)
+    for part in gl.static_range(2):
+        at = part * COLUMNS + first_column
+        if row_codes_ptr is not None:
+            for i in range(4):
+                write_rows(
+                    rows.index(4 * part + i), 32 * i, row_codes_ptr, row_scale_ptr, first, at, height, T, 2 * COLUMNS,
+                    FORM, RULE,
+                )  # fmt: skip
+        if column_codes_ptr is not None:
+            write_columns(
+                regions.index(part), column_codes_ptr, column_scale_ptr, at, tile, blocks, 2 * COLUMNS, FORM, RULE
+            )

@@ -1,0 +1,191 @@
+"""`dactivation` of gated bfloat16 activations on Hopper, with dh and act quantized by kernels in Gluon.
+
+To FP8 with one scale a group, which is given, known, or follows from dh's amax: groups that are small enough find it at
+meetings; of larger ones dh is computed twice, and the first time only its amax is found. Or with a scale for each 128
+values. What is not taken here the element-wise kernel does (`chain.py`), or a cast from memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.kernels.elementwise.chain import Step, backward_constants, chain_constants, runs_triton
+from ops.kernels.elementwise.chain_cast import (
+    Cast,
+    cast_constants,
+    cast_into,
+    codes_of,
+    in_groups,
+    num_groups,
+    places_of,
+    row_tiles,
+)
+from recipes.casts.cast_float8 import few_programs
+from recipes.casts.scale_rules import Float32Scale
+from recipes.tensors.formats import Float8Format, ScaleSpec
+from recipes.tensors.quantizer import QuantizedBuffers
+from recipes.triton.gates import why_no_gluon
+from recipes.triton.launch import Launch, cdiv, runs_gluon
+from recipes.triton.meeting import MeetingTile
+
+if why_no_gluon((9, 0)) is None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    from ops.kernels.elementwise.dactivation_blocks_gluon import dactivation_blocks_gluon_kernel
+    from ops.kernels.elementwise.dactivation_gluon import dactivation_amax_gluon_kernel, dactivation_gluon_kernel
+    from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT
+    from recipes.triton.repeated import DESCRIPTORS
+
+    DESCRIPTORS.add(GluonDescriptor)
+    _dactivation, _amax = Launch(dactivation_gluon_kernel), Launch(dactivation_amax_gluon_kernel)
+    _dactivation_blocks = Launch(dactivation_blocks_gluon_kernel)
+
+# Four programs share a multiprocessor: 48 KB of shared memory and 16384 registers each.
+TILE = MeetingTile(block_m=64, block_k=128, num_warps=4, registers=128)
+BLOCK = 128  # values that have one scale, and the rows and columns of a program that quantizes them, of eight warps
+SHARE = 64  # columns of act whose part of dscales is one sum
+
+
+def fits_gluon(dtype: torch.dtype, columns: int, step: Step, device: torch.device) -> bool:
+    """Whether the kernels are for such an h, of so many columns of act: halves of bfloat16, whole units of codes."""
+    if not step.gated or step.interleave or dtype != torch.bfloat16 or columns % 16:
+        return False
+    return runs_gluon(device)
+
+
+def fits(dact: Tensor, h: Tensor, step: Step) -> bool:
+    """Whether they are, for these tensors."""
+    if dact.ndim != 2 or dact.dtype != h.dtype or torch.compiler.is_compiling() or not runs_triton(dact, h):
+        return False
+    if any(not x.is_contiguous() or x.data_ptr() % 16 for x in (dact, h)):  # the copy engine reads them
+        return False
+    return fits_gluon(h.dtype, dact.shape[1], step, h.device)
+
+
+def casts_of(
+    dact: Tensor, h: Tensor, step: Step, dh_into: QuantizedBuffers | None, act_into: QuantizedBuffers | None
+) -> tuple[Cast, Cast | None] | None:
+    """The casts of dh and act with which a kernel here runs; None: none does. act's is of a columnwise copy alone."""
+    if dh_into is None or not fits(dact, h, step):
+        return None
+    cast = cast_into(dh_into, h, dact.shape[1], TILE)
+    if cast.how == "amax":  # they are found before
+        cast = cast_into(dh_into._replace(amaxes_are_known=True))._replace(tile=TILE)
+    act_cast = None if act_into is None else cast_into(act_into)
+    casts = [cast] if act_cast is None else [cast, act_cast]
+    if not in_groups(cast) or (act_cast is not None and act_cast.row_codes is not None):
+        return None
+    if all(of_blocks(one.spec) for one in casts):
+        is_whole = dact.shape[1] % BLOCK == 0 and casts[-1].column_codes is not None
+        return (cast, act_cast) if is_whole else None
+    known = {"given", "known"}
+    if cast.kind not in known | {"meeting"} or (act_cast is not None and act_cast.kind not in known):
+        return None
+    return cast, act_cast
+
+
+def of_blocks(spec: ScaleSpec) -> bool:
+    """Whether each 128 values have a float32 scale."""
+    layout = spec.block, spec.columnwise, spec.alignment, spec.transform
+    return (
+        type(spec.element) is Float8Format
+        and type(spec.scale_rule) is Float32Scale
+        and layout == ((1, BLOCK), "transposed", BLOCK, None)
+    )
+
+
+def dactivation_cast(
+    dact: Tensor,
+    h: Tensor,
+    step: Step,
+    scales: Tensor | None,
+    cast: Cast,
+    act_cast: Cast | None,
+    *,
+    need_dh: bool,
+    need_dscales: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Quantizes dh and act into these, from `casts_of`. Returns dh and dscales [T], in float32, if they are needed."""
+    columns = dact.shape[1]
+    scales = None if scales is None else scales.contiguous()
+    dh = torch.empty_like(h) if need_dh else None
+    shares = dact.new_empty((cdiv(columns, SHARE), len(dact)), dtype=torch.float32) if need_dscales else None
+    run = _cast_blocks if of_blocks(cast.spec) else _cast_groups
+    run(dact, h, step, scales, shares, None if dh is None else dh.view(torch.int32), cast, act_cast)
+    return dh, None if shares is None else shares.sum(0)
+
+
+def _cast_groups(
+    dact: Tensor,
+    h: Tensor,
+    step: Step,
+    scales: Tensor | None,
+    shares: Tensor | None,
+    dh: Tensor | None,
+    cast: Cast,
+    act_cast: Cast | None,
+) -> None:
+    rows, columns = dact.shape
+    tiles = row_tiles(cast, rows, TILE.block_m) * cdiv(columns, TILE.block_k)
+    functions = _functions(step, h.dtype)
+    if cast.tile is not None and rows > cast.most:
+        backward = {name: value for name, value in functions.items() if name != "STEPS"}
+        _amax(
+            dact, few_programs(h, tiles),
+            dact.view(torch.int32), h.view(torch.int32), scales, cast.meetings, cast.offsets, rows, columns,
+            num_groups(cast), cast.most, tiles, **backward, num_warps=TILE.num_warps,
+        )  # fmt: skip
+    _dactivation(
+        dact, tiles,
+        _boxes(dact), _boxes(h), scales, shares, dh, codes_of(cast), codes_of(act_cast), rows, columns,
+        places_of(cast, act_cast), num_groups(cast), cast.most, **functions, **cast_constants(cast, dact),
+        **cast_constants(act_cast, dact, "Y_"), num_warps=TILE.num_warps, maxnreg=TILE.registers,
+    )  # fmt: skip
+
+
+def _cast_blocks(
+    dact: Tensor,
+    h: Tensor,
+    step: Step,
+    scales: Tensor | None,
+    shares: Tensor | None,
+    dh: Tensor | None,
+    cast: Cast,
+    act_cast: Cast | None,
+) -> None:
+    rows, columns = dact.shape
+    columnwise = cast if act_cast is None else act_cast
+    assert columnwise.column_codes is not None, "`casts_of` says so"
+    blocks = columnwise.column_codes.shape[-1] // BLOCK
+    constants = cast_constants(cast, dact) | cast_constants(act_cast, dact, "Y_")
+    _dactivation_blocks(
+        dact, (blocks + 1) * (columns // BLOCK),  # one more for the rows past the sum
+        _boxes(dact), _boxes(h), scales, shares, dh, *_codes_and_scales(cast), *_codes_and_scales(act_cast)[2:],
+        cast.offsets, columnwise.aligned, rows, columns, blocks, num_groups(cast), **_functions(step, h.dtype),
+        **{name: value for name, value in constants.items() if not name.endswith("CAST")}, num_warps=8, maxnreg=128,
+    )  # fmt: skip
+
+
+def _boxes(x: Tensor) -> Any:
+    """A descriptor of boxes of 16 rows and 128 columns."""
+    return GluonDescriptor(x, list(x.shape), list(x.stride()), [16, 128], BOX_LAYOUT.value)
+
+
+def _functions(step: Step, dtype: torch.dtype) -> dict[str, Any]:
+    """Compile-time arguments."""
+    about = chain_constants((step,), (dtype,)) | backward_constants((step,), (dtype,))
+    return {name: about[name] for name in ("STEPS", "BACKWARDS", "CONSTANTS", "SOURCE")} | {"enable_fp_fusion": False}
+
+
+def _codes_and_scales(cast: Cast | None) -> tuple[Tensor | None, ...]:
+    """Rowwise codes as words of four, columnwise ones as those of eight."""
+    if cast is None:
+        return None, None, None, None
+    row, column = cast.row_codes, cast.column_codes
+    return (
+        None if row is None else row.view(torch.int32), cast.row_scales,
+        None if column is None else column.view(torch.int64), cast.column_scales,
+    )  # fmt: skip

@@ -1,0 +1,226 @@
+"""What kernels in Gluon that cast to FP8 with one scale a group share: which rows a program has, amaxes and scales, and
+the codes of a tile of bfloat16 numbers in shared memory.
+
+A tile is [64, 128], in boxes of 16 rows, each of two times 64 columns; read as words of two numbers, [128, 32], it has
+16 rows of the first 64 columns, the same rows of the others, and so on. Four warps write its codes. Of the columnwise
+ones a thread has two columns of 32 rows; with its neighbour it writes whole units of 32 bytes.
+
+Import this only where `recipes.triton.gates.why_no_gluon` says None.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from recipes.casts.cast_float8_triton import scale_of_amax
+from recipes.casts.cast_nvfp4_gluon import STORE_COLUMNS, STORE_FOUR, in_eight, in_sixteen
+from recipes.casts.float8_elements_triton import float8_words
+from recipes.triton.meeting import known_amax, meeting_of
+from recipes.triton.rounding import unpack_pairs
+
+_ROWS = gl.constexpr(64)
+_PADDING = gl.constexpr(32)  # `PADDING` of cast_float8_triton
+# Of pairs the larger magnitudes, with any sign; a number wins over NaN.
+LARGER_PAIR = gl.constexpr("max.xorsign.abs.bf16x2 $0, $1, $2;")
+LARGER_OF_PAIR = gl.constexpr("""{
+            .reg .f32 low, high;
+            shl.b32 low, $1, 16;
+            and.b32 high, $1, 0xffff0000;
+            abs.f32 low, low;
+            abs.f32 high, high;
+            max.f32 $0, low, high;
+            }""")
+
+
+# ---------------------------------------------------------------------------------------------------------- groups
+
+
+@gluon.jit
+def tile_of_rows(offsets_ptr, aligned_ptr, slot, T, places, num_groups):
+    """Of a slot (`recipes.triton.row_slots`): its group, first row, the row behind the group's last, first place in
+    columnwise codes, and how many places are left."""
+    offs = gl.arange(0, 128, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    group = -1
+    for start in range(0, num_groups + 1, 128):
+        offs_g = start + offs
+        begins = gl.load(offsets_ptr + offs_g, mask=offs_g <= num_groups, other=0)
+        owned = (begins // _ROWS + offs_g <= slot) & (offs_g <= num_groups)
+        group += gl.sum(owned.to(gl.int32), axis=0)
+    begin = gl.load(offsets_ptr + group)
+    end = gl.load(offsets_ptr + group + 1, mask=group < num_groups, other=T + _PADDING * num_groups)
+    first = begin + (slot - begin // _ROWS - group) * _ROWS
+    end = gl.minimum(end, T)
+    place, left = first, 0
+    if aligned_ptr is not None:
+        place = gl.load(aligned_ptr + group) + first - begin
+        behind = gl.load(aligned_ptr + group + 1, mask=group < num_groups, other=places)
+        left = gl.maximum(gl.minimum(behind - place, _ROWS), 0).to(gl.int32)
+    return group, first, end, place, left
+
+
+@gluon.jit
+def rows_of(offsets_ptr, group, T, num_groups):
+    """How many rows a group has; of the tail any number."""
+    end = gl.load(offsets_ptr + group + 1, mask=group < num_groups, other=0)
+    return gl.minimum(end, T) - gl.load(offsets_ptr + group)
+
+
+@gluon.jit
+def store_inverses(
+    scale_inv_ptr, source_ptr, offsets_ptr, T, num_groups, CAST: gl.constexpr, FORM: gl.constexpr, RULE: gl.constexpr
+):  # fmt: skip
+    """1 / scale of all groups; where they meet, of those without rows."""
+    offs = gl.arange(0, 128, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    for start in range(0, num_groups, 128):
+        offs_g = start + offs
+        stored = offs_g < num_groups
+        if CAST == "given":
+            scale = gl.load(source_ptr + offs_g, mask=stored, other=1.0)
+        elif CAST == "known":
+            scale = scale_of_amax(known_amax(meeting_of(source_ptr, offs_g), stored), RULE[1], FORM, RULE[0])
+        else:
+            if offsets_ptr is None:
+                stored &= T == 0
+            else:
+                begins = gl.minimum(gl.load(offsets_ptr + offs_g, mask=stored, other=0), T)
+                ends = gl.minimum(gl.load(offsets_ptr + offs_g + 1, mask=stored, other=0), T)
+                stored &= begins == ends
+            scale = scale_of_amax(offs_g * 0.0, RULE[1], FORM, RULE[0])
+        gl.store(scale_inv_ptr + offs_g, gl.div_rn(1.0, scale), mask=stored)
+
+
+@gluon.jit
+def in_thirty_two(x):
+    """x [R, C, 32] as 32 tensors [R, C]."""
+    even, odd = x.reshape([x.shape[0], x.shape[1], 16, 2]).split()
+    evens, odds = in_sixteen(even), in_sixteen(odd)
+    result = ()
+    for i in gl.static_range(16):
+        result = result + (evens[i], odds[i])  # type: ignore[assignment]  # noqa: RUF005
+    return result
+
+
+@gluon.jit
+def codes_of_rows(xs, SECOND: gl.constexpr, scale, FORM: gl.constexpr):
+    """Codes of 32 words of two columns, of their first numbers or of the second ones: four words of eight rows."""
+    result = ()
+    for k in gl.static_range(4):
+        low = float8_words(
+            unpack_pairs(xs[8 * k])[SECOND] * scale, unpack_pairs(xs[8 * k + 1])[SECOND] * scale,
+            unpack_pairs(xs[8 * k + 2])[SECOND] * scale, unpack_pairs(xs[8 * k + 3])[SECOND] * scale, FORM, True,
+        )  # fmt: skip
+        high = float8_words(
+            unpack_pairs(xs[8 * k + 4])[SECOND] * scale, unpack_pairs(xs[8 * k + 5])[SECOND] * scale,
+            unpack_pairs(xs[8 * k + 6])[SECOND] * scale, unpack_pairs(xs[8 * k + 7])[SECOND] * scale, FORM, True,
+        )  # fmt: skip
+        both = low.to(gl.int64) | (high.to(gl.int64) << 32)
+        result = result + (both,)  # type: ignore[assignment]  # noqa: RUF005
+    return result
+
+
+@gluon.jit
+def codes_of_columns(xs, scale, FORM: gl.constexpr):
+    """Codes of eight words of two columns: four words."""
+    codes = ()
+    for k in gl.static_range(4):
+        x0, x1 = unpack_pairs(xs[2 * k])
+        x2, x3 = unpack_pairs(xs[2 * k + 1])
+        word = float8_words(x0 * scale, x1 * scale, x2 * scale, x3 * scale, FORM, True)
+        codes = codes + (word,)  # type: ignore[assignment]  # noqa: RUF005
+    return codes
+
+
+@gluon.jit
+def store_sixteen(at, codes, is_there):
+    """Four words at each of these places, at once."""
+    is_there = is_there & (codes[0] == codes[0])  # of that shape
+    gl.inline_asm_elementwise(
+        STORE_FOUR, "=r,l,r,r,r,r,r", [at.to(gl.int64), codes[0], codes[1], codes[2], codes[3], is_there.to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def write_columns(words, scale, codes_ptr, first_column, columns, place, left, places, FORM: gl.constexpr):
+    """Columnwise codes of words [128, 32] in shared memory: 16 rows of the first 64 columns, of the others, and so on.
+    codes_ptr: of int64, rows of `places` codes; this tile's begins at first_column, and `columns` of it are there."""
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], [4, 0], [8, 0], [32, 0]], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[16, 0], [64, 0]], [],
+        [128, 32],
+    )  # fmt: skip
+    x = words.load(layout).reshape([2, 2, 2, 16, 32]).permute([0, 2, 4, 1, 3]).reshape([4, 32, 32])
+    xs = in_thirty_two(x)
+    of_pairs: gl.constexpr = xs[0].type.layout
+    quarter = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, of_pairs)), 1)
+    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, of_pairs)), 0)
+    column = quarter % 2 * 64 + 2 * pair
+    half = quarter // 2
+    odd = (pair + 0 * quarter) % 2
+    is_there = ((column < columns) & (32 * half < left)).to(gl.int32)
+    stride = places // 8
+    for second in gl.static_range(2):
+        codes = codes_of_rows(xs, second, scale, FORM)
+        at = (first_column + column.to(gl.int64) + second) * stride + (place // 8 + 4 * half)
+        own = codes_ptr + (at + odd * (2 - 2 * stride))
+        gl.inline_asm_elementwise(
+            STORE_COLUMNS, "=r,l,r,l,l,l,l,l,r",
+            [own.to(gl.int64), odd, codes[0], codes[1], codes[2], codes[3], (own + 2 * stride).to(gl.int64), is_there],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def write_rows(words, scale, codes_ptr, first, first_column, columns, height, WIDTH, FORM: gl.constexpr):
+    """Rowwise codes of words [32, 32] in shared memory, 16 rows of the first 64 columns and of the others. codes_ptr:
+    of words; this tile's begin at row `first` and first_column of WIDTH, and so many columns and rows are there."""
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], [1, 0], [2, 0], [16, 0]], [[4, 0], [8, 0]], [], [32, 32]
+    )
+    xs = in_eight(words.load(layout).reshape([32, 4, 8]))
+    codes = codes_of_columns(xs, scale, FORM)
+    of_codes: gl.constexpr = codes[0].type.layout
+    row = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, of_codes)), 1)
+    sixteen = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, of_codes)), 0)
+    column = row // 16 * 64 + sixteen * 16
+    row = row % 16
+    at = codes_ptr + ((first + row) * (WIDTH // 4) + (first_column + column) // 4)
+    store_sixteen(at, codes, (row < height) & (column < columns))
+
+
+@gluon.jit
+def largest_group(offsets_ptr, T, num_groups):
+    """How many rows the largest group has."""
+    offs = gl.arange(0, 128, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    largest_size = 0
+    for start in range(0, num_groups, 128):
+        offs_g = start + offs
+        begins = gl.load(offsets_ptr + offs_g, mask=offs_g < num_groups, other=0)
+        ends = gl.minimum(gl.load(offsets_ptr + offs_g + 1, mask=offs_g < num_groups, other=0), T)
+        largest_size = gl.maximum(largest_size, gl.max((ends - begins).to(gl.int32), axis=0))
+    return largest_size
+
+
+@gluon.jit
+def larger_pair(x, y):
+    """Of words of two bfloat16 numbers the larger magnitudes, with any sign."""
+    return gl.inline_asm_elementwise(LARGER_PAIR, "=r,r,r", [x, y], dtype=gl.uint32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def largest(pairs):
+    """The largest magnitude in words of two bfloat16 numbers."""
+    return gl.max(larger_magnitude(pairs))
+
+
+@gluon.jit
+def larger_magnitude(pairs):
+    """Of each word."""
+    return gl.inline_asm_elementwise(LARGER_OF_PAIR, "=f,r", [pairs], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def scale_of(source_ptr, group, active, CAST: gl.constexpr, FORM: gl.constexpr, RULE: gl.constexpr):
+    """A group's, given or of an amax that is known."""
+    if CAST == "given":
+        return gl.load(source_ptr + group, mask=active, other=1.0)
+    else:
+        return scale_of_amax(known_amax(meeting_of(source_ptr, group), active), RULE[1], FORM, RULE[0])
