@@ -123,7 +123,7 @@ class GroupedLinear(OperationWithWeights):
         self.num_groups = self.num_scales = num_groups
         self.in_features = in_features
         self.out_features = out_features
-        self.scale_bias = scale_bias
+        self._scale_bias = scale_bias
         self.stacked = stacked
         self.stacked_bias = stacked_bias
         self.save_original_input = save_original_input
@@ -156,6 +156,11 @@ class GroupedLinear(OperationWithWeights):
         for name in self.bias_names:
             nn.init.zeros_(self.get_parameter(name))
         self.hold_quantized()
+
+    @property
+    def scale_bias(self) -> bool:
+        """Whether biases are scaled. It cannot be set later: it decides which extra inputs there are."""
+        return self._scale_bias
 
     @property
     def use_bias(self) -> bool:

@@ -163,3 +163,34 @@ def test_a_compiled_model_keeps_those_of_forward():
     model[0].scale = 5.0
     y.sum().backward()
     assert x.grad.tolist() == [2.0] * 3
+
+
+def test_a_fusion_is_asked_again_when_a_setting_was_assigned():
+    """The scale of a fused product, one that a fusion refuses, and what a fusion does not do."""
+    model = Sequential(ops.Linear(8, 8, bias=False), ops.ConstantScale(2.0), ops.AddExtraInput("e"))
+    x, e = torch.randn(4, 8), torch.randn(4, 8)
+    for scale in (2.0, 5.0, 0.0, 2.0):
+        model[1].scale = scale
+        torch.testing.assert_close(model(x, e=e), e + scale * (x @ model[0].weight.T))
+        assert ("  LinearScaleAdd" in model.explain()) == (scale != 0)
+
+    def experts() -> Sequential:
+        torch.manual_seed(0)
+        return Sequential(ops.GroupedLinear(2, 8, 16), ops.SwiGLU(), ops.GroupedLinear(2, 8, 8))
+
+    def gradients(model: Sequential) -> list[Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(torch.randn(6, 8), split_sizes=[2, 4]).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    before, after = experts(), experts()
+    gradients(before)
+    for changed in (before, after):
+        changed[1].cache_quantized_input = True
+    assert all(map(torch.equal, gradients(before), gradients(after)))
+
+
+def test_whether_biases_are_scaled_is_not_set_later():
+    with pytest.raises(AttributeError, match="scale_bias"):
+        ops.GroupedLinear(2, 8, 8).scale_bias = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,6 +127,52 @@ def test_a_model_is_one_graph_with_the_bits_of_eager_steps(device, recipe, name,
     assert counter.frame_count == 1
     for (state, mine), (_, expected) in zip(other.named_buffers(), eager.named_buffers(), strict=True):
         assert torch.equal(mine, expected), state
+
+
+INSTANCES: dict[str, tuple[Callable[[], Sequential], Callable[[Sequential], object]]] = {
+    "a setting": (dense, lambda model: setattr(model[5], "p", 0.9)),
+    "an argument": (dense, lambda model: model.__setitem__(0, ops.LayerNorm(H, eps=1.0))),
+    "a recipe": (dense, lambda model: [module.set_recipe("mxfp8") for module in (model[1], model[2])]),
+    "a hook": (dense, lambda model: model[1].register_forward_hook(lambda _, args, y: 2 * y)),
+    "nothing but its states": (moe_layer, lambda model: None),
+}
+
+
+@pytest.mark.parametrize("how", ["alone", "in a module", "one function"])
+@pytest.mark.parametrize("name", INSTANCES)
+def test_models_alike_are_compiled_each_for_itself(name, how):
+    """By regional compilation, say: none runs with the settings, the recipe, the states or the hooks of another."""
+    make, change = INSTANCES[name]
+    eager = [make() for _ in range(2)]
+    change(eager[1])
+    if how == "in a module":
+        eager = [Model(layer) for layer in eager]
+    others = copy.deepcopy(eager)
+    whole = name != "a hook"
+    if how == "one function":
+        run = torch.compile(lambda model, x: model(x), backend="aot_eager", fullgraph=whole)
+        runs = [partial(run, model) for model in others]
+    else:
+        runs = [torch.compile(model, backend="aot_eager", fullgraph=whole) for model in others]
+    for seed in range(2):
+        for model, other, run in zip(eager, others, runs, strict=True):
+            x = torch.randn(24, H) * (seed + 1)
+            assert_same(step(other, "fp8_delayed", x, run), step(model, "fp8_delayed", x))
+    for model, other in zip(eager, others, strict=True):
+        states = dict(model.named_buffers())
+        assert states.keys() == dict(other.named_buffers()).keys() and states
+        for state, tensor in other.named_buffers():
+            assert torch.equal(tensor, states[state]), state
+
+
+def test_an_attribute_of_a_foreign_module_is_no_setting():
+    class Foreign(nn.ReLU):
+        settings = {"dropout": 0.1}
+
+    model = Sequential(ops.Linear(H, H), Foreign())
+    run, _ = compiled(model)
+    x = torch.randn(4, H)
+    assert torch.equal(run(x), model(x))
 
 
 def test_operations_with_a_recipe_of_their_own_are_compiled():

@@ -135,8 +135,12 @@ class Pipeline:
         """The same, where the needs of the request and the dtype of torch.autocast are known."""
         dtypes = tuple(map(_dtype, parameters.present))
         recipe = recipe_in_use(self.recipe)
+        settings = tuple([operation.settings for operation in self.operations])  # of which fusions refuse some
         # All that the request is made of, and what the program adds.
-        key = (recipe, x.device, needs, training, fusions_version, x.dtype, autocast_dtype, dtypes, parameters.layout)
+        key = (
+            recipe, x.device, needs, training, fusions_version, x.dtype, autocast_dtype, dtypes, parameters.layout,
+            settings,
+        )  # fmt: skip
         program = self.programs.get(key)
         if program is None:
             check_numbers(x.dtype, self.operations)

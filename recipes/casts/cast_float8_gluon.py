@@ -109,10 +109,11 @@ def cast_float8_gluon_kernel(
             if columns > part * _WIDTH:
                 if row_codes_ptr is not None:
                     for i in range(4):
-                        write_rows(
-                            words.index(4 * part + i), scale, row_codes_ptr.to(gl.pointer_type(gl.int32)),
-                            first + 16 * i, at, COLUMNS - at, height - 16 * i, COLUMNS, FORM,
-                        )  # fmt: skip
+                        if height > 16 * i:
+                            write_rows(
+                                words.index(4 * part + i), scale, row_codes_ptr.to(gl.pointer_type(gl.int32)),
+                                first + 16 * i, at, COLUMNS - at, height - 16 * i, COLUMNS, FORM,
+                            )  # fmt: skip
                 if column_codes_ptr is not None:
                     write_columns(
                         tiles.index(part), scale, column_codes_ptr.to(gl.pointer_type(gl.int64)), matrix + at,

@@ -163,10 +163,11 @@ def dactivation_blocks_gluon_kernel(
         at = part * COLUMNS + first_column
         if row_codes_ptr is not None:
             for i in range(4):
-                write_rows(
-                    rows.index(4 * part + i), 32 * i, row_codes_ptr, row_scale_ptr, first, at, height, T, 2 * COLUMNS,
-                    FORM, RULE,
-                )  # fmt: skip
+                if height > 32 * i:
+                    write_rows(
+                        rows.index(4 * part + i), 32 * i, row_codes_ptr, row_scale_ptr, first, at, height, T,
+                        2 * COLUMNS, FORM, RULE,
+                    )  # fmt: skip
         if column_codes_ptr is not None:
             write_columns(
                 regions.index(part), column_codes_ptr, column_scale_ptr, at, tile, blocks, 2 * COLUMNS, FORM, RULE

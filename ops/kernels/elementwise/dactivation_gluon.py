@@ -198,10 +198,11 @@ def dactivation_gluon_kernel(
         for part in gl.static_range(2):
             if row_codes_ptr is not None:
                 for i in range(4):
-                    write_rows(
-                        words.index(4 * part + i), dh_scale, row_codes_ptr.to(gl.pointer_type(gl.int32)),
-                        first + 16 * i, part * COLUMNS + first_column, columns, height - 16 * i, 2 * COLUMNS, FORM,
-                    )  # fmt: skip
+                    if height > 16 * i:
+                        write_rows(
+                            words.index(4 * part + i), dh_scale, row_codes_ptr.to(gl.pointer_type(gl.int32)),
+                            first + 16 * i, part * COLUMNS + first_column, columns, height - 16 * i, 2 * COLUMNS, FORM,
+                        )  # fmt: skip
             if column_codes_ptr is not None:
                 write_columns(
                     regions.index(part), dh_scale, column_codes_ptr.to(gl.pointer_type(gl.int64)),
