@@ -95,7 +95,7 @@ def in_thirty_two(x):
     evens, odds = in_sixteen(even), in_sixteen(odd)
     result = ()
     for i in gl.static_range(16):
-        result = result + (evens[i], odds[i])  # type: ignore[assignment]  # noqa: RUF005
+        result = result + (evens[i], odds[i])  # noqa: RUF005
     return result
 
 
