@@ -10,8 +10,8 @@ Scales of groups that follow from amaxes are
               larger ones are stored and cast from memory
     amax      most groups are too large: the kernel finds the amaxes and stores the values, which are cast from memory
 
-To compute the chain twice instead takes as long as the last way on an H200. Backward of gated activations in bfloat16 on
-Hopper, which is computed twice there, has kernels of its own: `dactivation_cast.py`.
+To compute the chain twice instead takes as long as the last way on an H200. Backward of gated activations in bfloat16
+on Hopper has kernels of its own (`dactivation_cast.py`), and there it is computed twice.
 """
 
 from __future__ import annotations
