@@ -18,23 +18,23 @@ from bench.schedule import known_recipes
 from fuser import Sequential, autocast, ops
 from tests.main_grad_cases import give_main_grads
 
-HIDDEN, WIDTH = 288, 160  # no multiples of a tile
+HIDDEN, WIDTHS = 288, (160, 256)  # no multiples of a tile; 256 is one of blocks
 EXPERTS, TOPK = 4, 2
 TOKENS = (1, 2000)
 
 
 def models(device: str) -> Iterator[Sequential]:
     about = {"device": device, "dtype": torch.bfloat16}
-    for main_grad in (False, True):
+    for main_grad, width in zip((False, True), WIDTHS, strict=True):
         of_experts = about | {"accumulate_into_main_grad": main_grad}
         experts = Sequential(
             ops.MakeExtraOutput("residual"),
             ops.RMSNorm(HIDDEN, **about),
             ops.Router(HIDDEN, EXPERTS, TOPK, **about),
             ops.Dispatch(EXPERTS),
-            ops.GroupedLinear(EXPERTS, HIDDEN, 2 * WIDTH, **of_experts),
+            ops.GroupedLinear(EXPERTS, HIDDEN, 2 * width, **of_experts),
             ops.ScaledSwiGLU(),
-            ops.GroupedLinear(EXPERTS, WIDTH, HIDDEN, **of_experts),
+            ops.GroupedLinear(EXPERTS, width, HIDDEN, **of_experts),
             ops.Combine(),
             ops.AddExtraInput("residual"),
         )
@@ -43,9 +43,9 @@ def models(device: str) -> Iterator[Sequential]:
         yield experts
     yield Sequential(
         ops.LayerNorm(HIDDEN, **about),
-        ops.Linear(HIDDEN, WIDTH, **about),
+        ops.Linear(HIDDEN, WIDTHS[0], **about),
         ops.GELU(),
-        ops.Linear(WIDTH, HIDDEN, **about),
+        ops.Linear(WIDTHS[0], HIDDEN, **about),
         ops.Dropout(0.1),
     )
 

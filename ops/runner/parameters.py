@@ -75,7 +75,8 @@ def held_parameter(operation: Any, name: str) -> Tensor:
     if parameter is None:
         raise AttributeError(
             f"{type(operation).__name__} has no parameter {name!r}. A tensor that is computed from other parameters "
-            "takes its place by torch.nn.utils.parametrize or torch.func.functional_call."
+            "takes its place by torch.nn.utils.parametrize or torch.func.functional_call; FSDP1 takes "
+            "use_orig_params=True."
         )
     return parameter
 
