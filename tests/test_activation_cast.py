@@ -9,6 +9,7 @@ from torch import Tensor
 
 import ops.kernels.elementwise.activation as activations
 import ops.kernels.elementwise.chain as chain
+import ops.kernels.elementwise.dactivation_cast as dactivation_cast
 import ops.products.paths as paths
 import recipes.casts.cast_float8 as cast_float8
 from fuser import Sequential, autocast, ops
@@ -358,6 +359,18 @@ def test_explain_says_where_activations_are_quantized():
         assert how in model.explain(recipe=recipe, device="cuda", dtype=torch.bfloat16)
     for recipe, device in (("nvfp4", "cuda"), (None, "cuda"), ("fp8_delayed", "cpu"), ("fp8_current", "cpu")):
         assert said not in model.explain(recipe=recipe, device=device, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_explain_says_where_blocks_are_quantized_in_backward(runs, monkeypatch):
+    """Of whole blocks, where kernels in Gluon run."""
+    monkeypatch.setattr(dactivation_cast, "runs_gluon", lambda device: runs and device.type == "cuda")
+    for width, interleave in ((128, None), (64, None), (128, 32)):
+        activation = ops.ScaledSwiGLU(glu_interleave_size=interleave)
+        model = Sequential(ops.GroupedLinear(2, 32, 2 * width), activation, ops.GroupedLinear(2, width, 32))
+        said = model.explain(recipe="fp8_block", device="cuda", dtype=torch.bfloat16)
+        in_both = runs and width == 128 and interleave is None
+        assert f"quantized as it is computed{'' if in_both else ' in forward'}, recomputed" in said
 
 
 def test_long_rows_with_one_scale_are_cast_from_memory():
