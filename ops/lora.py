@@ -148,6 +148,9 @@ class LowRankAdapter(OperationWithWeights):
         own = self._scope_of_frozen()
         return own if opened is None else opened
 
+    def note_traced_call(self) -> None:
+        self._scope_of_frozen()
+
     def _scope_of_frozen(self) -> FrozenWeights | None:
         """None while a weight is trained, or has a gradient (or main_grad) from then that an optimizer may step, which
         gives up the copies: should it be frozen again, it is another."""

@@ -401,6 +401,9 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         """Of what `constant_weights` opens or ends."""
         self._weights_scope = None if scope is None else weakref.ref(scope)
 
+    def note_traced_call(self) -> None:
+        """A stand-in of it is about to run, as what torch traced: give up what only its own forwards would notice."""
+
     def forget_quantized_weights(self) -> None:
         """Within `constant_weights`: quantize the weights anew at the next use."""
         scope = self.weights_scope

@@ -109,63 +109,42 @@ def dactivation_cast(
     need_dscales: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Quantizes dh and act into these, from `casts_of`. Returns dh and dscales [T], in float32, if they are needed."""
-    columns = dact.shape[1]
-    scales = None if scales is None else scales.contiguous()
+    rows, columns = dact.shape
     dh = torch.empty_like(h) if need_dh else None
-    shares = dact.new_empty((cdiv(columns, SHARE), len(dact)), dtype=torch.float32) if need_dscales else None
-    run = _cast_blocks if of_blocks(cast.spec) else _cast_groups
-    run(dact, h, step, scales, shares, None if dh is None else dh.view(torch.int32), cast, act_cast)
+    shares = dact.new_empty((cdiv(columns, SHARE), rows), dtype=torch.float32) if need_dscales else None
+    scales = None if scales is None else scales.contiguous()
+    tensors = _boxes(dact), _boxes(h), scales, shares, None if dh is None else dh.view(torch.int32)
+    constants = cast_constants(cast, dact) | cast_constants(act_cast, dact, "Y_") | _functions(step, h.dtype)
+    if of_blocks(cast.spec):
+        columnwise = act_cast or cast
+        assert columnwise.column_codes is not None, "`casts_of` says so"
+        blocks = columnwise.column_codes.shape[-1] // BLOCK
+        del constants["CAST"], constants["Y_CAST"]
+        _dactivation_blocks(
+            dact, (blocks + 1) * (columns // BLOCK),  # one more for the rows past the sum
+            *tensors, *_codes_and_scales(cast), *_codes_and_scales(act_cast)[2:], cast.offsets, columnwise.aligned,
+            rows, columns, blocks, num_groups(cast), **constants, num_warps=8, maxnreg=128,
+        )  # fmt: skip
+    else:
+        tiles = row_tiles(cast, rows, TILE.block_m) * cdiv(columns, TILE.block_k)
+        if cast.tile is not None and rows > cast.most:
+            _find_amaxes(dact, h, step, scales, cast, tiles)
+        _dactivation(
+            dact, tiles,
+            *tensors, codes_of(cast), codes_of(act_cast), rows, columns, places_of(cast, act_cast), num_groups(cast),
+            cast.most, **constants, num_warps=TILE.num_warps, maxnreg=TILE.registers,
+        )  # fmt: skip
     return dh, None if shares is None else shares.sum(0)
 
 
-def _cast_groups(
-    dact: Tensor,
-    h: Tensor,
-    step: Step,
-    scales: Tensor | None,
-    shares: Tensor | None,
-    dh: Tensor | None,
-    cast: Cast,
-    act_cast: Cast | None,
-) -> None:
+def _find_amaxes(dact: Tensor, h: Tensor, step: Step, scales: Tensor | None, cast: Cast, tiles: int) -> None:
+    """Those of dh, of the groups that are too large to meet."""
     rows, columns = dact.shape
-    tiles = row_tiles(cast, rows, TILE.block_m) * cdiv(columns, TILE.block_k)
-    functions = _functions(step, h.dtype)
-    if cast.tile is not None and rows > cast.most:
-        backward = {name: value for name, value in functions.items() if name != "STEPS"}
-        _amax(
-            dact, few_programs(h, tiles),
-            dact.view(torch.int32), h.view(torch.int32), scales, cast.meetings, cast.offsets, rows, columns,
-            num_groups(cast), cast.most, tiles, **backward, num_warps=TILE.num_warps,
-        )  # fmt: skip
-    _dactivation(
-        dact, tiles,
-        _boxes(dact), _boxes(h), scales, shares, dh, codes_of(cast), codes_of(act_cast), rows, columns,
-        places_of(cast, act_cast), num_groups(cast), cast.most, **functions, **cast_constants(cast, dact),
-        **cast_constants(act_cast, dact, "Y_"), num_warps=TILE.num_warps, maxnreg=TILE.registers,
-    )  # fmt: skip
-
-
-def _cast_blocks(
-    dact: Tensor,
-    h: Tensor,
-    step: Step,
-    scales: Tensor | None,
-    shares: Tensor | None,
-    dh: Tensor | None,
-    cast: Cast,
-    act_cast: Cast | None,
-) -> None:
-    rows, columns = dact.shape
-    columnwise = cast if act_cast is None else act_cast
-    assert columnwise.column_codes is not None, "`casts_of` says so"
-    blocks = columnwise.column_codes.shape[-1] // BLOCK
-    constants = cast_constants(cast, dact) | cast_constants(act_cast, dact, "Y_")
-    _dactivation_blocks(
-        dact, (blocks + 1) * (columns // BLOCK),  # one more for the rows past the sum
-        _boxes(dact), _boxes(h), scales, shares, dh, *_codes_and_scales(cast), *_codes_and_scales(act_cast)[2:],
-        cast.offsets, columnwise.aligned, rows, columns, blocks, num_groups(cast), **_functions(step, h.dtype),
-        **{name: value for name, value in constants.items() if not name.endswith("CAST")}, num_warps=8, maxnreg=128,
+    backward = {name: value for name, value in _functions(step, h.dtype).items() if name != "STEPS"}
+    _amax(
+        dact, few_programs(h, tiles),
+        dact.view(torch.int32), h.view(torch.int32), scales, cast.meetings, cast.offsets, rows, columns,
+        num_groups(cast), cast.most, tiles, **backward, num_warps=TILE.num_warps,
     )  # fmt: skip
 
 
