@@ -1,6 +1,7 @@
 """A forward within a backward runs under the recipe of the forward that it computes again, or is refused."""
 
 import copy
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,12 +10,19 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fuser import Sequential, autocast, checkpoint, ops
 from recipes import HighPrecision, MXFP8BlockScaling, NVFP4BlockScaling, current_recipe
+from recipes.first_forwards import FirstForwards
 
 REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True])
 RECIPES = {
     name: name if name != "nvfp4" else NVFP4BlockScaling(disable_stochastic_rounding=True)
     for name in ("mxfp8", "nvfp4", "bf16")
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_waits(monkeypatch):
+    """Calls of `fuser.checkpoint` are kept for the process: those without gradients, of other tests, wait for good."""
+    monkeypatch.setattr(sys.modules["fuser.checkpoint"], "_calls", FirstForwards())
 
 
 def dense():
