@@ -6,6 +6,7 @@ Under the interpreter and on a GPU.
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ops.kernels.elementwise.activation as activations
 import ops.kernels.elementwise.chain as chain
@@ -371,6 +372,16 @@ def test_explain_says_where_blocks_are_quantized_in_backward(runs, monkeypatch):
         said = model.explain(recipe="fp8_block", device="cuda", dtype=torch.bfloat16)
         in_both = runs and width == 128 and interleave is None
         assert f"quantized as it is computed{'' if in_both else ' in forward'}, recomputed" in said
+
+
+def test_tensors_without_numbers_are_asked_for_no_address(monkeypatch):
+    """Those of a GPU that torch.compile traces with: torch warns of it, which is an error here."""
+    for module in (dactivation_cast, cast_float8):
+        monkeypatch.setattr(module, "runs_gluon", lambda device: True)
+    with FakeTensorMode():
+        h, dact = (torch.empty(8, n, dtype=torch.bfloat16, device="cuda") for n in (64, 32))
+        assert not dactivation_cast.fits(dact, h, activations.activation_step(Activation("swiglu"), True))
+        assert not cast_float8.meets_in_gluon(torch.empty(1, 8, 64, dtype=torch.bfloat16, device="cuda"), None)
 
 
 def test_long_rows_with_one_scale_are_cast_from_memory():

@@ -304,7 +304,7 @@ def test_repeated_steps_are_steps_in_full(change, recipe, repeating, monkeypatch
 # On a GPU
 
 
-# Where the kernel of dh finds amaxes too, its tiles may be others, and so the order in which the gradients of scales,
+# Where the kernel of dh casts it too, its tiles may be others, and so the order in which the gradients of scales,
 # sums over a row in float32, are summed.
 CAST_AS_COMPUTED = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8")
 ON_GPU = {"device": "cuda", "dtype": torch.bfloat16, "hidden": 256, "inner": 384}

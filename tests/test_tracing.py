@@ -129,12 +129,22 @@ def test_a_model_is_one_graph_with_the_bits_of_eager_steps(device, recipe, name,
         assert torch.equal(mine, expected), state
 
 
-INSTANCES: dict[str, tuple[Callable[[], Sequential], Callable[[Sequential], object]]] = {
-    "a setting": (dense, lambda model: setattr(model[5], "p", 0.9)),
-    "an argument": (dense, lambda model: model.__setitem__(0, ops.LayerNorm(H, eps=1.0))),
-    "a recipe": (dense, lambda model: [module.set_recipe("mxfp8") for module in (model[1], model[2])]),
-    "a hook": (dense, lambda model: model[1].register_forward_hook(lambda _, args, y: 2 * y)),
-    "nothing but its states": (moe_layer, lambda model: None),
+def alike(changes: tuple[Callable[[Sequential], object], Callable[[Sequential], object]]) -> list[Sequential]:
+    """Two models of the same operations, each with a change of its own, by as many assignments."""
+    models = [dense(), dense()]
+    for model, change in zip(models, changes, strict=True):
+        change(model)
+    return models
+
+
+INSTANCES: dict[str, Callable[[], list[Sequential]]] = {
+    "settings": lambda: alike((lambda m: setattr(m[5], "p", 0.1), lambda m: setattr(m[5], "p", 0.9))),
+    "arguments": lambda: alike(
+        (lambda m: m.__setitem__(0, ops.LayerNorm(H)), lambda m: m.__setitem__(0, ops.LayerNorm(H, eps=1.0)))
+    ),
+    "recipes": lambda: alike((lambda m: m[1].set_recipe("mxfp8"), lambda m: m[1].set_recipe("fp8_block"))),
+    "a hook": lambda: alike((lambda m: None, lambda m: m[1].register_forward_hook(lambda _, args, y: 2 * y))),
+    "states": lambda: [moe_layer(), moe_layer()],
 }
 
 
@@ -142,9 +152,7 @@ INSTANCES: dict[str, tuple[Callable[[], Sequential], Callable[[Sequential], obje
 @pytest.mark.parametrize("name", INSTANCES)
 def test_models_alike_are_compiled_each_for_itself(name, how):
     """By regional compilation, say: none runs with the settings, the recipe, the states or the hooks of another."""
-    make, change = INSTANCES[name]
-    eager = [make() for _ in range(2)]
-    change(eager[1])
+    eager: list[Any] = INSTANCES[name]()
     if how == "in a module":
         eager = [Model(layer) for layer in eager]
     others = copy.deepcopy(eager)

@@ -387,7 +387,7 @@ def meets_in_gluon(x_GTK: Tensor, column_codes: Tensor | None) -> bool:
     engine reads."""
     if x_GTK.dtype != torch.bfloat16 or torch.compiler.is_compiling() or not runs_gluon(x_GTK.device):
         return False
-    if x_GTK.shape[2] % 16 or x_GTK.data_ptr() % 16 or not has_work(x_GTK):
+    if not has_work(x_GTK) or x_GTK.shape[2] % 16 or x_GTK.data_ptr() % 16:
         return False
     return column_codes is None or column_codes.shape[-1] % BLOCK == 0
 

@@ -28,7 +28,7 @@ from recipes.casts.scale_rules import Float32Scale
 from recipes.tensors.formats import Float8Format, ScaleSpec
 from recipes.tensors.quantizer import QuantizedBuffers
 from recipes.triton.gates import why_no_gluon
-from recipes.triton.launch import Launch, cdiv, runs_gluon
+from recipes.triton.launch import Launch, cdiv, has_work, runs_gluon
 from recipes.triton.meeting import MeetingTile
 
 if why_no_gluon((9, 0)) is None:
@@ -59,6 +59,8 @@ def fits_gluon(dtype: torch.dtype, columns: int, step: Step, device: torch.devic
 def fits(dact: Tensor, h: Tensor, step: Step) -> bool:
     """Whether they are, for these tensors."""
     if dact.ndim != 2 or dact.dtype != h.dtype or torch.compiler.is_compiling() or not runs_triton(dact, h):
+        return False
+    if not has_work(h):  # it may have no address
         return False
     if any(not x.is_contiguous() or x.data_ptr() % 16 for x in (dact, h)):  # the copy engine reads them
         return False
