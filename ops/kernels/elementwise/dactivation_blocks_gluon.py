@@ -9,11 +9,11 @@ Import this only where `recipes.triton.gates.why_no_gluon` says None.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ops.kernels.elementwise.dactivation_gluon import compute
+from ops.kernels.elementwise.dactivation_gluon import compute, fetch
 from recipes.casts.cast_float8_block_triton import block_scale
-from recipes.casts.cast_nvfp4_gluon import BOX_LAYOUT, STORE_COLUMNS, WORDS_LAYOUT, barrier, in_eight
+from recipes.casts.cast_nvfp4_gluon import STORE_COLUMNS, WORDS_LAYOUT, barrier, in_eight
 from recipes.casts.cast_nvfp4_triton import place_of
 from recipes.casts.float8_tiles_gluon import (
     codes_of_columns,
@@ -118,23 +118,7 @@ def dactivation_blocks_gluon_kernel(
     first = gl.cast(first, gl.int64)
     height = gl.maximum(gl.minimum(left, _ROWS), 0)
     active = group < num_groups
-    boxes = gl.allocate_shared_memory(gl.bfloat16, [24, 16, _WIDTH], BOX_LAYOUT)
-    ready = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(8):
-        mbarrier.init(ready.index(i), count=1)
-    fence_async_shared()
-    barrier()
-    row = first.to(gl.int32)
-    for i in gl.static_range(8):
-        has_some = height > 16 * i
-        mbarrier.expect(ready.index(i), 3 * 16 * _WIDTH * 2, pred=has_some)
-        tma.async_copy_global_to_shared(h, [row + 16 * i, first_column], ready.index(i), boxes.index(i), pred=has_some)
-        tma.async_copy_global_to_shared(
-            h, [row + 16 * i, COLUMNS + first_column], ready.index(i), boxes.index(8 + i), pred=has_some
-        )  # fmt: skip
-        tma.async_copy_global_to_shared(
-            dact, [row + 16 * i, first_column], ready.index(i), boxes.index(16 + i), pred=has_some
-        )  # fmt: skip
+    boxes, ready = fetch(h, dact, first, first_column, height, COLUMNS, 8)
     parts = boxes._reinterpret(gl.uint32, [24, 32, 32], WORDS_LAYOUT)
     of_words: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
     lane = gl.arange(0, 32, gl.SliceLayout(1, of_words))

@@ -42,6 +42,30 @@ _ROWS, _WIDTH = gl.constexpr(64), gl.constexpr(128)
 
 
 @gluon.jit
+def fetch(h, dact, first, first_column, height, COLUMNS, COUNT: gl.constexpr):
+    """Boxes of 16 rows of the two parts of h and of dact, COUNT of each, those that have one of the tile's `height`
+    rows on their way; and for each 16 rows a barrier."""
+    boxes = gl.allocate_shared_memory(gl.bfloat16, [3 * COUNT, 16, _WIDTH], BOX_LAYOUT)
+    ready = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    row = first.to(gl.int32)
+    for i in gl.static_range(COUNT):
+        has_some = height > 16 * i
+        mbarrier.expect(ready.index(i), 3 * 16 * _WIDTH * 2, pred=has_some)
+        tma.async_copy_global_to_shared(h, [row + 16 * i, first_column], ready.index(i), boxes.index(i), pred=has_some)
+        tma.async_copy_global_to_shared(
+            h, [row + 16 * i, COLUMNS + first_column], ready.index(i), boxes.index(COUNT + i), pred=has_some
+        )  # fmt: skip
+        tma.async_copy_global_to_shared(
+            dact, [row + 16 * i, first_column], ready.index(i), boxes.index(2 * COUNT + i), pred=has_some
+        )  # fmt: skip
+    return boxes, ready
+
+
+@gluon.jit
 def compute(
     parts, at, COUNT: gl.constexpr, rows, column, sixty_four, height, columns, active, first, first_column,
     T, COLUMNS, scales_ptr, dscales_ptr, dh_ptr, NEEDS_ACT: gl.constexpr,
@@ -121,25 +145,7 @@ def dactivation_gluon_kernel(
     height = gl.maximum(gl.minimum(end - first, _ROWS), 0).to(gl.int32)
     active = group < num_groups
     if (height > 0) | (left > 0):
-        boxes = gl.allocate_shared_memory(gl.bfloat16, [12, 16, _WIDTH], BOX_LAYOUT)
-        ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(4):
-            mbarrier.init(ready.index(i), count=1)
-        fence_async_shared()
-        barrier()
-        row = first.to(gl.int32)
-        for i in gl.static_range(4):
-            has_some = height > 16 * i
-            mbarrier.expect(ready.index(i), 3 * 16 * _WIDTH * 2, pred=has_some)
-            tma.async_copy_global_to_shared(
-                h, [row + 16 * i, first_column], ready.index(i), boxes.index(i), pred=has_some
-            )  # fmt: skip
-            tma.async_copy_global_to_shared(
-                h, [row + 16 * i, COLUMNS + first_column], ready.index(i), boxes.index(4 + i), pred=has_some
-            )  # fmt: skip
-            tma.async_copy_global_to_shared(
-                dact, [row + 16 * i, first_column], ready.index(i), boxes.index(8 + i), pred=has_some
-            )  # fmt: skip
+        boxes, ready = fetch(h, dact, first, first_column, height, COLUMNS, 4)
         if CAST == "meeting":
             size = rows_of(offsets_ptr, group, T, num_groups)
         parts = boxes._reinterpret(gl.uint32, [24, 16, 32], WORDS_LAYOUT)
