@@ -246,11 +246,12 @@ def launch_grouped_gemm_float8(
 def launch_float8_gluon(
     a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype, of_groups: Sequence[int] = (GROUPS, 256, 512)
 ) -> None:
-    """TN of groups that have many rows, per tensor and of 1x128 with 128x128, fast and split; and NT."""
+    """TN of groups that have many rows, per tensor, of rows and of 1x128 with 128x128, fast and split; and NT."""
     width, half_tiles = 256, 384
     for groups in of_groups:
         one, offsets = torch.empty(groups), torch.zeros(groups + 1, dtype=torch.int64)
         w, square = torch.empty(groups, width, width, dtype=b), torch.empty(groups, 2, 2)
+        vector = torch.empty(groups, 1, width)
         for rows in (groups * FEW_ROWS, groups * IN_ORDER_ROWS):  # by a queue, and of blocks in order
             bias, scales = torch.empty(groups, width), torch.empty(rows)
             x, y = torch.empty(rows, width, dtype=a), torch.empty(rows, width, dtype=out_dtype)
@@ -258,14 +259,19 @@ def launch_float8_gluon(
                 for x_scale, w_scale, split in (
                     (one, one, False),
                     (one, one, True),
+                    (torch.empty(1, rows), vector, False),
+                    (torch.empty(1, rows), vector, True),
                     (torch.empty(2, rows), square, False),
                 ):
                     arguments = x, x_scale, w, w_scale, offsets, *extras, y, split
                     grouped_gemm_float8.grouped_gemm_tn_float8_triton(*arguments)
         w, bias = torch.empty(groups, half_tiles, width, dtype=b), torch.empty(groups, half_tiles)
         y = torch.empty(rows, half_tiles, dtype=out_dtype)
-        for split in (False, True):
-            grouped_gemm_float8.grouped_gemm_tn_float8_triton(x, one, w, one, offsets, bias, scales, y, split)
+        vectors = torch.empty(1, rows), torch.empty(groups, 1, half_tiles)
+        for x_scale, w_scale in ((one, one), vectors):
+            for split in (False, True):
+                arguments = x, x_scale, w, w_scale, offsets, bias, scales, y, split
+                grouped_gemm_float8.grouped_gemm_tn_float8_triton(*arguments)
         dy_T, x_T, row = (
             torch.empty(width, rows, dtype=a),
             torch.empty(width, rows, dtype=b),
@@ -273,7 +279,7 @@ def launch_float8_gluon(
         )
         for dtype, add in ((out_dtype, False), (torch.float32, False), (torch.float32, True)):
             dw = torch.empty(groups, width, width, dtype=dtype)
-            for scale, split in ((one, False), (one, True), (row, False)):
+            for scale, split in ((one, False), (one, True), (vector, False), (vector, True), (row, False)):
                 grouped_gemm_float8.grouped_gemm_nt_float8_triton(dy_T, scale, x_T, scale, offsets, dw, split, add)
         dy_T, x_T = (torch.empty(width, groups * ADDED_BY_L2, dtype=dtype) for dtype in (a, b))
         row, dw = torch.empty(groups * ADDED_BY_L2 // 128, width), torch.empty(groups, width, width)

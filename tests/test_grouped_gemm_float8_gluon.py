@@ -28,18 +28,19 @@ def config(rows_a_group, *, groups=8, layout="square", promote=True, capability=
     )  # fmt: skip
 
 
-def test_it_is_for_many_rows_with_scales_of_tensors_or_squares():
+def test_it_is_for_many_rows_with_scales_of_tensors_vectors_or_squares():
     per_tensor = {"layout": "tensor", "promote": False}
     assert config(FEW_ROWS).gluon and config(FEW_ROWS, layout="tensor").gluon
     assert config(FEW_ROWS, **per_tensor).gluon and config(1, batch_invariant=True).gluon
+    assert config(FEW_ROWS, layout="vector").gluon and config(FEW_ROWS, layout="vector", promote=False).gluon
     others = (
         config(FEW_ROWS - 1), config(FEW_ROWS - 1, **per_tensor), config(1000, gluon=False), config(1000, layout="row"),
-        config(1000, layout="vector"), config(1000, groups=GLUON_GROUPS + 1), config(1000, capability=(8, 9)),
+        config(1000, groups=GLUON_GROUPS + 1), config(1000, capability=(8, 9)),
     )  # fmt: skip
     assert not any(other.gluon for other in others)
 
 
-def test_weight_gradients_are_for_scales_of_tensors_or_blocks_and_add_in_float32():
+def test_weight_gradients_are_for_all_scales_and_add_in_float32():
     about = {"promote": True, "descriptors": True, "capability": (9, 0), "gluon": True, "accumulate": False}
 
     def config(groups=8, layout="row", out_dtype=torch.bfloat16, columns=512, **other):
@@ -49,16 +50,17 @@ def test_weight_gradients_are_for_scales_of_tensors_or_blocks_and_add_in_float32
     def takes(*args, **settings):
         return config(*args, **settings).gluon
 
-    assert takes() and takes(layout="tensor") and takes(layout="tensor", promote=False)
+    assert takes() and takes(layout="tensor") and takes(layout="tensor", promote=False) and takes(layout="vector")
     adds = {"out_dtype": torch.float32, "accumulate": True}
     assert takes(**adds) and config(**adds).fetches and not config(**adds, columns=MANY_ROWS).fetches
-    assert config(**adds, layout="tensor", columns=MANY_ROWS).fetches and not config(layout="tensor").fetches
-    assert not takes(accumulate=True) and not takes(layout="vector") and not takes(GLUON_GROUPS + 1)
+    for layout in ("tensor", "vector"):
+        assert config(**adds, layout=layout, columns=MANY_ROWS).fetches and not config(layout=layout).fetches
+    assert not takes(accumulate=True) and not takes(GLUON_GROUPS + 1)
     assert not takes(gluon=False) and not takes(capability=(8, 9)) and not takes(descriptors=False)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["tensor", "split", "square"])
+@pytest.mark.parametrize("layout", ["tensor", "split", "vector", "split vector", "square"])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @settings(max_examples=12, deadline=None)
 @given(
@@ -83,17 +85,21 @@ def test_the_same_bits_as_in_triton(layout, out_dtype, sizes, tail, R, C, extras
         for shape, form in (((rows, R), forms[0]), ((G, C, R), forms[1]))
     )
     blocks = -(-R // 128)
-    shapes = ((blocks, rows), (G, -(-C // 128), blocks)) if layout == "square" else ((G,), (G,))
-    a_scale, b_scale = (torch.rand(shape, device="cuda") + 0.5 for shape in shapes)
+    shapes = {"square": ((blocks, rows), (G, -(-C // 128), blocks)), "vector": ((1, rows), (G, 1, C))}
+    of_layout = shapes.get(layout.removeprefix("split "), ((G,), (G,)))
+    a_scale, b_scale = (torch.rand(shape, device="cuda") + 0.5 for shape in of_layout)
     bias = torch.randn(G, C, device="cuda") if extras[0] else None
     scales = torch.randn(rows, device="cuda") if extras[1] else None
     # Rows of no group may be anything.
     a[sum(sizes) :] = torch.tensor(float("nan"), device="cuda").to(a.dtype)
+    if a_scale.dim() == 2:
+        a_scale[:, sum(sizes) :] = float("nan")
 
     def product():
         return grouped_gemm_tn_float8(
-            a, a_scale, b, b_scale, splits, bias_GC=bias, scales_T=scales, split_accumulation=layout == "split",
+            a, a_scale, b, b_scale, splits, bias_GC=bias, scales_T=scales,
             out=torch.full((rows, C), 7.0, dtype=out_dtype, device="cuda"), batch_invariant=True,
+            split_accumulation=layout.startswith("split"),
         )  # fmt: skip
 
     forget()
@@ -111,7 +117,7 @@ def test_the_same_bits_as_in_triton(layout, out_dtype, sizes, tail, R, C, extras
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["tensor", "split", "row"])
+@pytest.mark.parametrize("layout", ["tensor", "split", "vector", "split vector", "row"])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @settings(max_examples=12, deadline=None)
 @given(
@@ -136,15 +142,19 @@ def test_weight_gradients_have_the_bits_of_triton(layout, out_dtype, sizes, N, K
         torch.randn(shape, device="cuda").mul_(30).clamp(-400, 400).to(form.dtype)
         for shape, form in (((N, P), forms[0]), ((K, P), forms[1]))
     )
-    shapes = ((P // 128, N), (P // 128, K)) if layout == "row" else ((G,), (G,))
-    dy_scale, x_scale = (torch.rand(shape, device="cuda") + 0.5 for shape in shapes)
+    shapes = {"row": ((P // 128, N), (P // 128, K)), "vector": ((G, 1, N), (G, 1, K))}
+    of_layout = shapes.get(layout.removeprefix("split "), ((G,), (G,)))
+    dy_scale, x_scale = (torch.rand(shape, device="cuda") + 0.5 for shape in of_layout)
+    if dy_scale.dim() == 3:  # of groups without columns they may be anything
+        for scale in (dy_scale, x_scale):
+            scale[[not size for size in sizes]] = float("nan")
     add = add and out_dtype == torch.float32
     old = torch.randn(G, N, K, device="cuda").to(out_dtype)
 
     def product():
         return grouped_gemm_nt_float8(
-            dy, dy_scale, x, x_scale, offsets, out=old.clone(), split_accumulation=layout == "split", accumulate=add,
-            reverse=reverse and add,
+            dy, dy_scale, x, x_scale, offsets, out=old.clone(), split_accumulation=layout.startswith("split"),
+            accumulate=add, reverse=reverse and add,
         )  # fmt: skip
 
     forget()

@@ -4,7 +4,8 @@ A program takes tile after tile, the largest groups first. One warp loads (TMA) 
 warps multiply (wgmma), each 64 rows of the tile by all of its columns, and store their rows: while one stores, the
 others multiply. Groups have few steps of 128 codes, so a tile would else take as long to store as to multiply.
 
-    scales per tensor    128 x 256, two consumers; split accumulation: `split_accumulation_gluon`
+    scales per tensor, or of rows and columns
+                         128 x 256, two consumers; split accumulation: `split_accumulation_gluon`
     scales of blocks     192 x 128, three: while one scales and adds its product, the others multiply. Where sums are
                          fetched: 128 x 128, two
 
@@ -45,12 +46,13 @@ from ops.kernels.grouped_gemm.high_precision_nt_gluon import (
     wait_for_room,
     with_layout,
 )
-from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT
+from ops.kernels.grouped_gemm.m_grouped_gluon import HEIGHT, times_vectors
 from ops.kernels.grouped_gemm.measured_tiles import BOX_BYTES
 from ops.kernels.grouped_gemm.persistent_schedule import band, multiprocessors, serpentine_tile, tile_in_bands
 from ops.kernels.grouped_gemm.ragged_tma import descriptor, ragged_descriptor, ragged_indices
 from ops.kernels.grouped_gemm.split_accumulation_gluon import add_to_halves, zero_halves
 from ops.kernels.grouped_gemm.tile_rules_float8 import GroupedFloat8Config
+from recipes.tensors.formats import ScaleLayout
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
 
 BOXES = 2  # of a consumer, on their way to the output
@@ -139,7 +141,7 @@ def add_scaled(acc, product, row_scale, of_columns):
 
 
 @gluon.jit
-def sum_products(given, step, num_steps, CONSUMER: gl.constexpr, BLOCKWISE: gl.constexpr, PROMOTE: gl.constexpr):
+def sum_products(given, step, num_steps, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr, PROMOTE: gl.constexpr):
     """Those of this consumer's rows and the columns of a tile: their left half and their right half."""
     stages, _staging, full, empty, _where = given
     dy_stages, x_stages, dy_scale_stages, x_scale_stages = stages
@@ -148,7 +150,7 @@ def sum_products(given, step, num_steps, CONSUMER: gl.constexpr, BLOCKWISE: gl.c
     HEIGHT: gl.constexpr = dy_stages.shape[1]
     BLOCK_N: gl.constexpr = x_stages.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    if PROMOTE and not BLOCKWISE:
+    if PROMOTE and LAYOUT != "row":
         left, right = zero_halves(HEIGHT, BLOCK_N)
     else:
         acc = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
@@ -157,7 +159,7 @@ def sum_products(given, step, num_steps, CONSUMER: gl.constexpr, BLOCKWISE: gl.c
         stage = wait_for_loads(full, step + s)
         dy_stage = dy_stages.index(stage * CONSUMERS + CONSUMER)
         x_stage = x_stages.index(stage)
-        if BLOCKWISE:
+        if LAYOUT == "row":
             zero = gl.zeros([HEIGHT, BLOCK_N], gl.float32, layout)
             product = warpgroup_mma(dy_stage, x_stage.permute([1, 0]), zero, use_acc=False, is_async=True)
             of_rows = dy_scale_stages.index(stage).slice(CONSUMER * HEIGHT, HEIGHT)
@@ -183,12 +185,12 @@ def sum_products(given, step, num_steps, CONSUMER: gl.constexpr, BLOCKWISE: gl.c
 @gluon.jit
 def multiply(
     dw, given, scales, old, CONSUMER: gl.constexpr, ACCUMULATE: gl.constexpr, REVERSE: gl.constexpr,
-    BLOCKWISE: gl.constexpr, PROMOTE: gl.constexpr, BAND: gl.constexpr,
+    LAYOUT: gl.constexpr, PROMOTE: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     stages, staging, full, empty, where = given
     dy_stages, x_stages, _dy_scale_stages, _x_scale_stages = stages
     ranks, offsets_ptr, num_groups, num_tiles_n, num_tiles_k, N = where
-    dy_scale_ptr, x_scale_ptr, dy_scale_stride, x_scale_stride, _K = scales
+    dy_scale_ptr, x_scale_ptr, dy_scale_stride, x_scale_stride, K = scales
     STAGES: gl.constexpr = full.shape[0]
     CONSUMERS: gl.constexpr = dy_stages.shape[0] // STAGES
     HEIGHT: gl.constexpr = dy_stages.shape[1]
@@ -207,16 +209,24 @@ def multiply(
             num_steps = gl.cdiv(size, BLOCK_K)
             first_n = tile_n * BLOCK_M + CONSUMER * HEIGHT
             if CONSUMER == 0 or first_n < N:
-                left, right = sum_products(given, step, num_steps, CONSUMER, BLOCKWISE, PROMOTE)
-                if not BLOCKWISE:
-                    # one after the other, as `scale_sums`; those of a group without columns may be anything
+                # Scales of a group without columns may be anything.
+                left, right = sum_products(given, step, num_steps, CONSUMER, LAYOUT, PROMOTE)
+                place = num_groups - 1 - group if REVERSE else group
+                column = tile_k * BLOCK_N
+                middle = column + BLOCK_N // 2
+                if LAYOUT == "vector":
+                    row_scale_ptr = dy_scale_ptr + group.to(gl.int64) * N + first_n
+                    column_scale_ptr = x_scale_ptr + group.to(gl.int64) * K + column
+                    height = gl.where(size > 0, N - first_n, 0)
+                    width = gl.where(size > 0, K - column, 0)
+                    left = times_vectors(left, row_scale_ptr, column_scale_ptr, height, width)
+                    column_scale_ptr += BLOCK_N // 2
+                    right = times_vectors(right, row_scale_ptr, column_scale_ptr, height, width - BLOCK_N // 2)
+                elif LAYOUT == "tensor":  # one after the other, as `scale_sums`
                     of_dy = gl.load(dy_scale_ptr + group * dy_scale_stride, mask=size > 0, other=0.0)
                     of_x = gl.load(x_scale_ptr + group * x_scale_stride, mask=size > 0, other=0.0)
                     left = left * of_dy * of_x
                     right = right * of_dy * of_x
-                place = num_groups - 1 - group if REVERSE else group
-                column = tile_k * BLOCK_N
-                middle = column + BLOCK_N // 2
                 if not ACCUMULATE or num_steps > 0:
                     if old is None:
                         store_boxes(left, dw, staging, place, first_n, column, ACCUMULATE, CONSUMER, CONSUMERS, 0)
@@ -248,8 +258,8 @@ def k_grouped_float8_gluon_kernel(
     dy,  # [N, P] codes: descriptor of boxes HEIGHT x BLOCK_K, ragged along P
     x,  # [K, P] codes: descriptor of boxes BLOCK_N x BLOCK_K, ragged along P
     dw,  # [G, N, K]: descriptor of boxes HEIGHT rows high
-    dy_scale_ptr,  # [G], dy_scale_stride apart; or [P/128, N] if BLOCKWISE
-    x_scale_ptr,  # [G], x_scale_stride apart; or [P/128, K]
+    dy_scale_ptr,  # [G], dy_scale_stride apart; or [P/128, N] of blocks, [G, 1, N] of vectors
+    x_scale_ptr,  # [G], x_scale_stride apart; or [P/128, K], [G, 1, K]
     offsets_ptr,  # [G + 1] int64, multiples of 16; of 128 for block scales
     num_groups,
     N,
@@ -259,7 +269,7 @@ def k_grouped_float8_gluon_kernel(
     ACCUMULATE: gl.constexpr,  # takes float32
     FETCH: gl.constexpr,  # what is added to, else L2 adds
     REVERSE: gl.constexpr,  # the last group comes first in dw
-    BLOCKWISE: gl.constexpr,
+    LAYOUT: gl.constexpr,  # of scales: "tensor", "vector" or "row"
     PROMOTE: gl.constexpr,
     BOXES: gl.constexpr,  # of each consumer, on their way to dw, or from and to it
     BLOCK_M: gl.constexpr,
@@ -275,9 +285,9 @@ def k_grouped_float8_gluon_kernel(
     """
     HEIGHT: gl.constexpr = dy.block_shape[2]
     CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
-    gl.static_assert(CONSUMERS == (3 if BLOCKWISE and not FETCH else 2), "there are no such roles")
-    ROW_SCALES: gl.constexpr = (256 if BLOCK_M == 192 else BLOCK_M) if BLOCKWISE else 1
-    COLUMN_SCALES: gl.constexpr = BLOCK_N if BLOCKWISE else 1
+    gl.static_assert(CONSUMERS == (3 if LAYOUT == "row" and not FETCH else 2), "there are no such roles")
+    ROW_SCALES: gl.constexpr = (256 if BLOCK_M == 192 else BLOCK_M) if LAYOUT == "row" else 1
+    COLUMN_SCALES: gl.constexpr = BLOCK_N if LAYOUT == "row" else 1
     dy_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dy.block_shape[2:], dy.dtype)
     x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(x.block_shape[2:], x.dtype)
     box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dw.block_shape[1:], dw.dtype)
@@ -291,7 +301,7 @@ def k_grouped_float8_gluon_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=33 if BLOCKWISE else 1)
+        mbarrier.init(full.index(i), count=33 if LAYOUT == "row" else 1)
     for i in gl.static_range(CONSUMERS * STAGES):
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
@@ -304,11 +314,11 @@ def k_grouped_float8_gluon_kernel(
     if FETCH:
         old_full, old_empty = barriers_of_boxes(CONSUMERS * BOXES)
         old = staging, old_full, old_empty
-    if FETCH and BLOCKWISE:
+    if FETCH and LAYOUT == "row":
         gl.warp_specialize(
             [
-                (multiply, (dw, given, scales, old, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, old, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, old, 0, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, old, 1, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, BAND)),
                 (load, (dy, x, given, BAND)),
                 (load_scales, (given, scales, BAND)),
                 (load_old_sums, (dw, old, where, 0, 2, REVERSE, BLOCK_M, BLOCK_N, BAND)),
@@ -320,8 +330,8 @@ def k_grouped_float8_gluon_kernel(
     elif FETCH:
         gl.warp_specialize(
             [
-                (multiply, (dw, given, scales, old, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, old, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, old, 0, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, old, 1, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, BAND)),
                 (load, (dy, x, given, BAND)),
                 (load_old_sums, (dw, old, where, 0, 2, REVERSE, BLOCK_M, BLOCK_N, BAND)),
                 (load_old_sums, (dw, old, where, 1, 2, REVERSE, BLOCK_M, BLOCK_N, BAND)),
@@ -329,12 +339,12 @@ def k_grouped_float8_gluon_kernel(
             [4, 1, 1, 1],
             [232, 40, 40, 40],
         )
-    elif BLOCKWISE:
+    elif LAYOUT == "row":
         gl.warp_specialize(
             [
-                (multiply, (dw, given, scales, None, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, None, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, None, 2, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, None, 0, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, None, 1, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, None, 2, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, BAND)),
                 (load, (dy, x, given, BAND)),
                 (load_scales, (given, scales, BAND)),
             ],
@@ -344,8 +354,8 @@ def k_grouped_float8_gluon_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (dw, given, scales, None, 0, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (dw, given, scales, None, 1, ACCUMULATE, REVERSE, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, None, 0, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, BAND)),
+                (multiply, (dw, given, scales, None, 1, ACCUMULATE, REVERSE, LAYOUT, PROMOTE, BAND)),
                 (load, (dy, x, given, BAND)),
             ],
             [4, 1],
@@ -366,12 +376,13 @@ def k_grouped_float8_gluon(
     offsets: Tensor,
     out: Tensor,
     config: GroupedFloat8Config,
+    layout: ScaleLayout,
     promote: bool,
     accumulate: bool,
     reverse: bool,
     spare: int,
 ) -> None:
-    """Launches NT, of tensors that `takes_descriptors` takes. Scales per tensor, or of 1x128 blocks.
+    """Launches NT, of tensors that `takes_descriptors` takes. Scales per tensor, vectors, or of 1x128 blocks.
 
     accumulate, for float32 alone: out += it. config: a tile of two consumers or, with scales of blocks and nothing
     that is fetched, of three.
@@ -395,7 +406,7 @@ def k_grouped_float8_gluon(
         ACCUMULATE=accumulate,
         FETCH=accumulate and config.fetches,
         REVERSE=reverse,
-        BLOCKWISE=dy_scale.dim() == 2,
+        LAYOUT=layout,
         PROMOTE=promote,
         BOXES=FETCHED if accumulate and config.fetches else BOXES,
         BLOCK_M=config.block_m,

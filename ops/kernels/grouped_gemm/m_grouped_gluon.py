@@ -6,7 +6,8 @@ whose rows are past the end of their group only counts the steps of the tile, an
 outside of a tensor are filled with zeros takes as long as loading them. Nor is the second half of the last columns, if
 there is nothing in it and consumers are two.
 
-    16-bit operands, codes per tensor    128 x 256, two consumers; split accumulation: `split_accumulation_gluon`
+    16-bit operands, codes per tensor or with a scale for each row and column
+                                         128 x 256, two consumers; split accumulation: `split_accumulation_gluon`
     codes with scales of blocks          192 x 128, three: while one scales and adds its product, the others multiply
 
 Scales of blocks have a role of their own: one warp copies (cp.async) those of the rows of a step to its stage and,
@@ -46,6 +47,7 @@ from ops.kernels.grouped_gemm.split_accumulation_gluon import add_product, add_t
 from ops.kernels.grouped_gemm.tile_queue_gluon import SLOTS, count_tiles, put, read_ends, take, tile_of_groups
 from ops.kernels.grouped_gemm.tile_rules import has_fast_memory
 from ops.kernels.grouped_gemm.tile_rules_float8 import IN_ORDER_ROWS, GroupedFloat8Config
+from recipes.tensors.formats import ScaleLayout
 from recipes.triton.launch import Launch, cdiv, next_power_of_2
 
 HEIGHT = 64  # rows of a consumer
@@ -56,22 +58,37 @@ BOXES = 2  # of a consumer, on their way to the output
 
 
 @gluon.jit
+def times_vectors(acc, row_scale_ptr, column_scale_ptr, height, width):
+    """acc * row_scale[:, None] * column_scale[None, :], in this order; scales from `height` and `width` on are 0."""
+    offs_m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+    offs_n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    row_scale = gl.load(row_scale_ptr + offs_m, mask=offs_m < height, other=0.0)
+    column_scale = gl.load(column_scale_ptr + offs_n, mask=offs_n < width, other=0.0)
+    return acc * gl.expand_dims(row_scale, 1) * gl.expand_dims(column_scale, 0)
+
+
+@gluon.jit
 def store_rows(
-    acc, out, staging, bias_ptr, scales_ptr, group, first, size, row, column, C,
+    acc, out, staging, added, vectors, group, first, size, row, column, C,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """Stores acc, with its bias, at row `row` of the `size` rows from `first` on and at this column, box by box."""
+    """Stores acc, times its vectors and with its bias, at row `row` of the `size` rows from `first` on and at this
+    column, box by box. vectors: the scales of all rows and columns, or None and None."""
     if acc.shape[1] > out.block_shape[3]:
         left, right = split_columns(acc)
         middle = column + acc.shape[1] // 2
         store_rows(
-            left, out, staging, bias_ptr, scales_ptr, group, first, size, row, column, C, CONSUMER, CONSUMERS, 2 * PART
+            left, out, staging, added, vectors, group, first, size, row, column, C, CONSUMER, CONSUMERS, 2 * PART
         )
         store_rows(
-            right, out, staging, bias_ptr, scales_ptr, group, first, size, row, middle, C, CONSUMER, CONSUMERS,
-            2 * PART + 1,
-        )  # fmt: skip
+            right, out, staging, added, vectors, group, first, size, row, middle, C, CONSUMER, CONSUMERS, 2 * PART + 1
+        )
     else:
+        row_scale_ptr, column_scale_ptr = vectors
+        if row_scale_ptr is not None:
+            column_scale_ptr += group.to(gl.int64) * C + column
+            acc = times_vectors(acc, row_scale_ptr + (first + row), column_scale_ptr, size - row, C - column)
+        bias_ptr, scales_ptr = added
         if bias_ptr is not None:
             offs_c = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
             bias = gl.load(bias_ptr + group.to(gl.int64) * C + offs_c, mask=offs_c < C, other=0.0).to(gl.float32)
@@ -231,7 +248,7 @@ def add_scaled(acc, product, scale):
 
 @gluon.jit
 def sum_products(
-    given, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCKWISE: gl.constexpr,
+    given, step, num_steps, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, LAYOUT: gl.constexpr,
     PROMOTE: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Those of this consumer's rows and the first WIDTH columns of a tile."""
@@ -250,7 +267,7 @@ def sum_products(
             b_stage = b_stages.index(stage).slice(0, WIDTH, 0).permute([1, 0])
         else:
             b_stage = b_stages.index(stage).slice(0, WIDTH, 1)
-        if BLOCKWISE:
+        if LAYOUT == "square":
             zero = gl.zeros([HEIGHT, WIDTH], gl.float32, layout)
             product = warpgroup_mma(a_stage, b_stage, zero, use_acc=False, is_async=True)
             of_step = scale_stages.index(stage)
@@ -289,27 +306,29 @@ def sum_halves(given, step, num_steps, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, out, given, scales, added, group, first, size, column, CONSUMER: gl.constexpr, BLOCKWISE: gl.constexpr):
+def finish(acc, out, given, scales, added, group, first, size, column, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr):
     """Scales and stores what `sum_products` gave."""
     stages, staging, full, _empty, _queue, _ends, _offsets_ptr, sizes = given
     _rows, _num_groups, _R, C = sizes
     a_scale_ptr, b_scale_ptr, a_scale_stride, b_scale_stride = scales
-    bias_ptr, scales_ptr = added
     HEIGHT: gl.constexpr = acc.shape[0]
-    if not BLOCKWISE:  # one after the other, as `scale_sums`
+    if LAYOUT == "tensor":  # one after the other, as `scale_sums`
         if a_scale_ptr is not None:
             acc = acc * gl.load(a_scale_ptr + group * a_scale_stride)
         if b_scale_ptr is not None:
             acc = acc * gl.load(b_scale_ptr + group * b_scale_stride)
+    vectors = None, None
+    if LAYOUT == "vector":
+        vectors = a_scale_ptr, b_scale_ptr
     store_rows(
-        acc, out, staging, bias_ptr, scales_ptr, group, first, size, CONSUMER * HEIGHT, column, C, CONSUMER,
+        acc, out, staging, added, vectors, group, first, size, CONSUMER * HEIGHT, column, C, CONSUMER,
         stages[0].shape[0] // full.shape[0], 0,
     )  # fmt: skip
 
 
 @gluon.jit
 def multiply(
-    out, given, scales, added, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCKWISE: gl.constexpr,
+    out, given, scales, added, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, LAYOUT: gl.constexpr,
     PROMOTE: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     stages, staging, full, empty, queue, ends, offsets_ptr, sizes = given
@@ -320,7 +339,7 @@ def multiply(
     BLOCK_N: gl.constexpr = b_stages.shape[1 if TRANSPOSED else 2]
     PARTS: gl.constexpr = b_boxes.shape[0] // full.shape[0]
     HALF: gl.constexpr = BLOCK_N // 2
-    IN_HALVES: gl.constexpr = PROMOTE and not BLOCKWISE
+    IN_HALVES: gl.constexpr = PROMOTE and LAYOUT != "square"
     num_tiles_m = gl.max(read_ends(ends), axis=0)
     num_tiles_n = gl.cdiv(C, BLOCK_N)
     num_steps = gl.cdiv(R, a_stages.shape[2])
@@ -336,14 +355,14 @@ def multiply(
                 free_stage(empty, step + s)
         elif IN_HALVES and (PARTS == 1 or C - column > HALF):
             left, right = sum_halves(given, step, num_steps, CONSUMER)
-            finish(left, out, given, scales, added, group, first, size, column, CONSUMER, BLOCKWISE)
-            finish(right, out, given, scales, added, group, first, size, column + HALF, CONSUMER, BLOCKWISE)
+            finish(left, out, given, scales, added, group, first, size, column, CONSUMER, LAYOUT)
+            finish(right, out, given, scales, added, group, first, size, column + HALF, CONSUMER, LAYOUT)
         elif PARTS == 1 or C - column > HALF:
-            whole = sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, BLOCKWISE, PROMOTE, BLOCK_N)
-            finish(whole, out, given, scales, added, group, first, size, column, CONSUMER, BLOCKWISE)
+            whole = sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, LAYOUT, PROMOTE, BLOCK_N)
+            finish(whole, out, given, scales, added, group, first, size, column, CONSUMER, LAYOUT)
         else:
-            left = sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, BLOCKWISE, PROMOTE, HALF)
-            finish(left, out, given, scales, added, group, first, size, column, CONSUMER, BLOCKWISE)
+            left = sum_products(given, step, num_steps, CONSUMER, TRANSPOSED, LAYOUT, PROMOTE, HALF)
+            finish(left, out, given, scales, added, group, first, size, column, CONSUMER, LAYOUT)
         step += num_steps
         turn += 1
         tile = take(queue, turn)
@@ -359,8 +378,8 @@ def m_grouped_gluon_kernel(
     a,  # [T, R]: descriptor of boxes HEIGHT x BLOCK_K, ragged along T
     b,  # [G, C, R], or [G, R, C]: descriptor of boxes as wide as the tile, half if NARROW
     out,  # [T, C]: descriptor of boxes HEIGHT rows high, ragged along T
-    a_scale_ptr,  # [G], a_scale_stride apart, or None; or [ceil(R/128), T] if BLOCKWISE
-    b_scale_ptr,  # [G], b_scale_stride apart, or None; or [G, ceil(C/128), ceil(R/128)]
+    a_scale_ptr,  # [G], a_scale_stride apart, or None; or [ceil(R/128), T] of blocks, [1, T] of vectors
+    b_scale_ptr,  # [G], b_scale_stride apart, or None; or [G, ceil(C/128), ceil(R/128)], [G, 1, C]
     offsets_ptr,  # [G + 1] int64
     bias_ptr,  # [G, C] or None
     scales_ptr,  # [T] or None
@@ -372,7 +391,7 @@ def m_grouped_gluon_kernel(
     a_scale_stride,
     b_scale_stride,
     TRANSPOSED: gl.constexpr,  # b is [G, C, R]
-    BLOCKWISE: gl.constexpr,  # three consumers, else two
+    LAYOUT: gl.constexpr,  # of scales: "tensor", "vector", or "square", with three consumers, else two
     PROMOTE: gl.constexpr,
     NARROW: gl.constexpr,  # the last of the columns fill half a tile at most: b comes in boxes of half a tile
     BOXES: gl.constexpr,  # of each consumer, on their way to out
@@ -389,8 +408,8 @@ def m_grouped_gluon_kernel(
     """
     HEIGHT: gl.constexpr = a.block_shape[2]
     CONSUMERS: gl.constexpr = BLOCK_M // HEIGHT
-    gl.static_assert(CONSUMERS == (3 if BLOCKWISE else 2), "there are no such roles")
-    SCALES: gl.constexpr = BLOCK_M + HEIGHT if BLOCKWISE else 1
+    gl.static_assert(CONSUMERS == (3 if LAYOUT == "square" else 2), "there are no such roles")
+    SCALES: gl.constexpr = BLOCK_M + HEIGHT if LAYOUT == "square" else 1
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(a.block_shape[2:], a.dtype)
     PARTS: gl.constexpr = 2 if NARROW else 1
     B_STAGE: gl.constexpr = [BLOCK_N, BLOCK_K] if TRANSPOSED else [BLOCK_K, BLOCK_N]
@@ -408,7 +427,7 @@ def m_grouped_gluon_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=33 if BLOCKWISE else 1)
+        mbarrier.init(full.index(i), count=33 if LAYOUT == "square" else 1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     for i in gl.static_range(SLOTS):
         mbarrier.init(handed.index(i), count=1)
@@ -421,12 +440,12 @@ def m_grouped_gluon_kernel(
     scales = a_scale_ptr, b_scale_ptr, a_scale_stride, b_scale_stride
     added = bias_ptr, scales_ptr
     # Registers of a thread of each role but the first one's: no spills.
-    if BLOCKWISE:
+    if LAYOUT == "square":
         gl.warp_specialize(
             [
-                (multiply, (out, given, scales, added, 0, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (out, given, scales, added, 1, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (out, given, scales, added, 2, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (out, given, scales, added, 0, TRANSPOSED, LAYOUT, PROMOTE, BAND)),
+                (multiply, (out, given, scales, added, 1, TRANSPOSED, LAYOUT, PROMOTE, BAND)),
+                (multiply, (out, given, scales, added, 2, TRANSPOSED, LAYOUT, PROMOTE, BAND)),
                 (load, (a, b, given, TRANSPOSED, BAND)),
                 (load_scales, (given, scales, BAND)),
             ],
@@ -436,8 +455,8 @@ def m_grouped_gluon_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (out, given, scales, added, 0, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
-                (multiply, (out, given, scales, added, 1, TRANSPOSED, BLOCKWISE, PROMOTE, BAND)),
+                (multiply, (out, given, scales, added, 0, TRANSPOSED, LAYOUT, PROMOTE, BAND)),
+                (multiply, (out, given, scales, added, 1, TRANSPOSED, LAYOUT, PROMOTE, BAND)),
                 (load, (a, b, given, TRANSPOSED, BAND)),
             ],
             [4, 1],
@@ -461,17 +480,18 @@ def m_grouped_gluon(
     *,
     a_scale: Tensor | None,
     b_scale: Tensor | None = None,
+    layout: ScaleLayout = "tensor",
     transposed: bool = True,
     promote: bool = False,
     boxes: int = BOXES,
 ) -> None:
     """Launches TN (transposed) or NN, of tensors that `takes_descriptors` takes.
 
-    a_scale, b_scale: of codes, per tensor [G], or of 1x128 and 128x128 blocks; a_scale else: alpha [G] or None.
-    config: a tile of two consumers or, with scales of blocks, of three. boxes: of each, on their way to out.
+    a_scale, b_scale: of codes, per tensor [G], vectors, or of 1x128 and 128x128 blocks; a_scale else: alpha [G] or
+    None. config: a tile of two consumers or, with scales of blocks, of three. boxes: of each, on their way to out.
     """
     (rows, R), G, C = a.shape, b.shape[0], out.shape[1]
-    blockwise = b_scale is not None and b_scale.dim() == 3
+    blockwise = layout == "square"
     in_order = blockwise and rows >= IN_ORDER_ROWS * G and has_fast_memory(out)
     num_tiles = most_tiles(rows, G, config.block_m) * cdiv(C, config.block_n)
     narrow = not blockwise and 0 < C % config.block_n <= config.block_n // 2
@@ -496,7 +516,7 @@ def m_grouped_gluon(
         1 if a_scale is None else a_scale.stride(0),
         1 if b_scale is None else b_scale.stride(0),
         TRANSPOSED=transposed,
-        BLOCKWISE=blockwise,
+        LAYOUT=layout,
         PROMOTE=promote,
         NARROW=narrow,
         BOXES=boxes,

@@ -66,7 +66,7 @@ def m_grouped_float8_config(
     few = rows < FEW_ROWS * num_groups and not batch_invariant
     if few or layout == "row":
         return _SMALL
-    if gluon and num_groups <= GLUON_GROUPS and layout != "vector":
+    if gluon and num_groups <= GLUON_GROUPS:
         return _HIGH_IN_GLUON if layout == "square" else _WIDE_IN_GLUON
     if not promote:
         return _WIDE
@@ -91,7 +91,7 @@ def k_grouped_float8_config(
     if not _uses_descriptors(descriptors, capability):
         return _POINTERS
     blockwise = layout == "row"
-    if gluon and num_groups <= GLUON_GROUPS and layout != "vector" and (not accumulate or out_dtype.itemsize == 4):
+    if gluon and num_groups <= GLUON_GROUPS and (not accumulate or out_dtype.itemsize == 4):
         if not blockwise:
             return _WIDE_IN_GLUON._replace(num_stages=3, fetches=True) if accumulate else _WIDE_IN_GLUON
         if not accumulate or columns >= MANY_ROWS * num_groups:
