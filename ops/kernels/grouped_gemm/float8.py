@@ -344,8 +344,9 @@ def grouped_gemm_tn_float8_triton(
         batch_invariant=batch_invariant,
     )
     if config.gluon:
-        about = {"a_scale": a_scale, "b_scale": b_scale, "layout": layout, "promote": promote}
-        m_grouped_gluon(a, b, offsets, bias, scales, out, config, **about)
+        m_grouped_gluon(
+            a, b, offsets, bias, scales, out, config, a_scale=a_scale, b_scale=b_scale, layout=layout, promote=promote
+        )
         return
     num_tiles = num_slots(rows, G, config.block_m) * cdiv(C, config.block_n)
     if config.programs:
@@ -439,8 +440,9 @@ def grouped_gemm_nt_float8_triton(
         gluon=why_no_gluon(capability(out)) is None,
     )
     if config.gluon:
-        about = layout, promote, accumulate, reverse, spare
-        k_grouped_float8_gluon(dy, dy_scale, x, x_scale, offsets, out, config, *about)
+        k_grouped_float8_gluon(
+            dy, dy_scale, x, x_scale, offsets, out, config, layout, promote, accumulate, reverse, spare
+        )
         return
     num_tiles = G * cdiv(N, config.block_m) * cdiv(K, config.block_n)
     # As `grouped_gemm_nt`: a factor's product is rounded before it is added. Blocks have no factor at the end.
