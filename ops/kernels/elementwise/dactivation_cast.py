@@ -185,7 +185,7 @@ def _launch_vectors(
         _vector_amaxes(
             dact, few_programs(h, tiles) if most else tiles,
             dact.view(torch.int32), h.view(torch.int32), tensors[2], *amaxes, cast.offsets, rows, columns, groups, most,
-            tiles, **functions, num_warps=TILE.num_warps,
+            tiles, **functions, num_warps=TILE.num_warps, maxnreg=96,
         )  # fmt: skip
     _dactivation_vectors(
         dact, tiles,

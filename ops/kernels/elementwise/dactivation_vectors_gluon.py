@@ -143,7 +143,7 @@ def dactivation_vector_amaxes_gluon_kernel(
     C: gl.constexpr = CONSTANTS[2]
     column_blocks = gl.cdiv(COLUMNS, _WIDTH)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
-    lane = gl.arange(0, 16, gl.SliceLayout(1, layout))
+    lane = gl.arange(0, 8, gl.SliceLayout(1, layout))
     column = 2 * gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
     if largest_group(offsets_ptr, T, num_groups) <= most:
         tiles = 0
@@ -154,11 +154,11 @@ def dactivation_vector_amaxes_gluon_kernel(
         height = gl.minimum(end - first, _ROWS)
         if (height > 0) & (group < num_groups):
             if rows_of(offsets_ptr, group, T, num_groups) > most:
-                of_a = gl.full([16, 64], 0, gl.uint32, layout)
+                of_a = gl.full([8, 64], 0, gl.uint32, layout)
                 of_b = of_a
                 of_act = of_a
-                for i in range(4):
-                    rows = 16 * i + lane
+                for i in range(8):  # more rows at a time take registers
+                    rows = 8 * i + lane
                     inside = gl.expand_dims(rows < height, 1) & (column < COLUMNS - first_column)
                     at = gl.expand_dims(first + rows, 1) * COLUMNS + (first_column + column) // 2
                     at_dact = at - gl.expand_dims(first + rows, 1) * (COLUMNS // 2)
@@ -195,7 +195,7 @@ def dactivation_vector_amaxes_gluon_kernel(
 
 @gluon.jit
 def _raise_columns(amax_ptr, pairs, columns):
-    """To those of the rows of pairs [16, 64]."""
+    """To those of the rows of pairs [8, 64]."""
     found = unpack_pairs(gl.reduce(pairs, 0, larger_pair) & 0x7FFF7FFF)
     column = 2 * gl.arange(0, 64, found[0].type.layout)
     for second in gl.static_range(2):
