@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -164,15 +165,13 @@ def _apply(
                 or _external_wgrads(fusion, operations)
                 or _transfers(fusion, operations, request)
                 or _adapters(fusion, operations)
-                or fusion.why_not(operations, request)
+                or _why_not(fusion, operations, request)
             )
-            if reason is not None and not isinstance(reason, str):
-                raise TypeError(f"{fusion.__name__}.why_not returned {reason!r}. Return None, or a sentence.")
-            if reason == "":
-                raise ValueError(f"{fusion.__name__}.why_not returned an empty reason. Return None, or a sentence.")
             if reason is None:
                 indices = tuple(index for step in covered for index in step.indices)
-                result.append(PlannedOperation(fusion(operations), indices, True))
+                with _named(f"{fusion.__name__}.__init__", operations):
+                    fused = fusion(operations)
+                result.append(PlannedOperation(fused, indices, True))
                 position += count
                 break
             refusal = Refusal(fusion, tuple(step.indices[0] for step in covered), reason)
@@ -182,6 +181,27 @@ def _apply(
             result.append(steps[position])
             position += 1
     return result
+
+
+def _why_not(fusion: Fusion, operations: Sequence[BasicOperation], request: PlanRequest) -> str | None:
+    """What its `why_not` returns, checked."""
+    with _named(f"{fusion.__name__}.why_not", operations):
+        reason = fusion.why_not(operations, request)
+    if reason is not None and not isinstance(reason, str):
+        raise TypeError(f"{fusion.__name__}.why_not returned {reason!r}. Return None, or a sentence.")
+    if reason == "":
+        raise ValueError(f"{fusion.__name__}.why_not returned an empty reason. Return None, or a sentence.")
+    return reason
+
+
+@contextmanager
+def _named(method: str, operations: Sequence[BasicOperation]) -> Iterator[None]:
+    """An error within gets a note that names the fusion's method, and the operations that were to be fused."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"In {method}, of {' -> '.join(type(operation).__name__ for operation in operations)}.")
+        raise
 
 
 def _says_it(said: Refusal, refusal: Refusal) -> bool:

@@ -6,7 +6,8 @@ torch.nn.functional.glu it comes second.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from ops.kernels.elementwise.activation import (
 )
 from ops.kernels.elementwise.chain import Step
 from ops.runner.operation import BasicOperation
+from ops.runner.set_once import SetOnce
 from recipes.arguments import check_flags
 from recipes.current_scaling import CurrentScalingQuantizer
 from recipes.request import PlanRequest
@@ -29,6 +31,24 @@ from recipes.tensors.formats import E4M3
 from recipes.tensors.quantized_tensor import QuantizedTensor
 
 _INPUT_QUANTIZER = CurrentScalingQuantizer(E4M3)
+
+Value = TypeVar("Value")
+
+
+class Constant(Generic[Value]):
+    """An attribute that is a constant of the operation's `Activation`: setting it gives the operation another one."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, operation: Any, owner: type) -> Value:
+        if operation is None:
+            return self  # type: ignore[return-value]
+        value: Value = getattr(operation.activation, self._name)
+        return value
+
+    def __set__(self, operation: Any, value: Value) -> None:
+        operation.activation = replace(operation.activation, **{self._name: value})
 
 
 class ActivationOperation(ElementwiseOperation):
@@ -43,6 +63,7 @@ class ActivationOperation(ElementwiseOperation):
     """
 
     repeatable = True
+    group = SetOnce[RankGroup | None]()
 
     def __init__(
         self, activation: Activation, *, cache_quantized_input: bool = False, group: Ranks | None = None
@@ -171,6 +192,8 @@ class SwiGLU(ActivationOperation):
     Raises ValueError for an interleave size that is not positive, or an x whose features are not a multiple of 2 S.
     """
 
+    glu_interleave_size = Constant[int | None]()
+
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
         spec = Activation("swiglu", glu_interleave_size=glu_interleave_size)
         super().__init__(spec, cache_quantized_input=cache_quantized_input)
@@ -189,6 +212,11 @@ class ClampedSwiGLU(ActivationOperation):
     Raises ValueError for a limit that is not finite and above 0, an alpha or offset that is not finite, an interleave
     size that is not positive, and for an x whose features are not a multiple of 2 S.
     """
+
+    limit = Constant[float]()
+    alpha = Constant[float]()
+    glu_linear_offset = Constant[float]()
+    glu_interleave_size = Constant[int | None]()
 
     def __init__(
         self,
@@ -214,6 +242,10 @@ class SiTUGLU(ActivationOperation):
     Raises ValueError for a beta that is not finite and above 0, an interleave size that is not positive, and for an x
     whose features are not a multiple of 2 S.
     """
+
+    beta1 = Constant[float]()
+    beta2 = Constant[float]()
+    glu_interleave_size = Constant[int | None]()
 
     def __init__(
         self,
@@ -269,6 +301,7 @@ class ScaledSwiGLU(ActivationOperation):
     """
 
     extra_inputs = {"scales": Tensor}
+    glu_interleave_size = Constant[int | None]()
 
     def __init__(self, glu_interleave_size: int | None = None, *, group: Ranks | None = None) -> None:
         super().__init__(Activation("swiglu", glu_interleave_size=glu_interleave_size), group=group)
@@ -289,6 +322,10 @@ class ScaledClampedQGeGLU(ActivationOperation):
     """
 
     extra_inputs = {"scales": Tensor}
+    limit = Constant[float]()
+    alpha = Constant[float]()
+    glu_linear_offset = Constant[float]()
+    glu_interleave_size = Constant[int | None]()
 
     def __init__(
         self,
@@ -314,6 +351,9 @@ class ScaledSiTUGLU(ActivationOperation):
     """
 
     extra_inputs = {"scales": Tensor}
+    beta1 = Constant[float]()
+    beta2 = Constant[float]()
+    glu_interleave_size = Constant[int | None]()
 
     def __init__(
         self,

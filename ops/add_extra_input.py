@@ -8,7 +8,8 @@ from torch import Tensor
 from ops.elementwise import ElementwiseOperation
 from ops.kernels.elementwise.chain import Step
 from ops.kernels.elementwise.chain_steps import ADD_ELEMENT
-from recipes.arguments import check_flags
+from ops.runner.set_once import SetOnce
+from recipes.arguments import as_flag
 
 
 class AddExtraInput(ElementwiseOperation):
@@ -30,16 +31,25 @@ class AddExtraInput(ElementwiseOperation):
     repeatable = True
     repeats_alone = False
 
+    name = SetOnce[str]("Call rename_extras, which gives the extra input another name.")
+
     def __init__(self, name: str = "extra", *, in_place: bool = False) -> None:
         super().__init__()
-        check_flags(in_place=in_place)
         if not isinstance(name, str):
             raise TypeError(f"name is {name!r}, but must be a text. Pass a str.")
         if not name:
             raise ValueError("The name of the extra input is empty. Give that of an earlier operation's extra output.")
         self.name = self.operand_name = name
-        self.in_place_input = name if in_place else None
+        self.in_place = in_place
         self.extra_inputs = {name: Tensor}
+
+    @property
+    def in_place(self) -> bool:
+        return self.in_place_input is not None
+
+    @in_place.setter
+    def in_place(self, in_place: bool) -> None:
+        self.in_place_input = self.name if as_flag("in_place", in_place) else None
 
     def step(self) -> Step:
         return ADD_ELEMENT

@@ -9,6 +9,7 @@ from ops.elementwise import ElementwiseOperation
 from ops.kernels.elementwise.chain import Step
 from ops.kernels.elementwise.chain_steps import ADD_COLUMN
 from ops.runner.operation import check_features, check_parameter_dtype, check_shape
+from ops.runner.set_once import SetOnce
 from recipes.arguments import positive_integers
 
 
@@ -20,6 +21,7 @@ class Bias(ElementwiseOperation):
 
     operand_name = "bias"
     grad_is_identity = True
+    size = SetOnce[int]()
 
     def __init__(
         self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -23,6 +23,7 @@ from ops.kernels.collectives import (
     reduce_scatter,
 )
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
+from ops.runner.set_once import SetOnce
 from recipes.arguments import as_integer
 from recipes.request import PlanRequest
 
@@ -50,6 +51,7 @@ class CollectiveOperation(BasicOperation):
     forward_name: ClassVar[str]
     backward_name: ClassVar[str]
     why_in_full = NOT_REPEATED
+    group = SetOnce[RankGroup]()
 
     def __init__(self, group: Ranks) -> None:
         super().__init__()

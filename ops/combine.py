@@ -16,6 +16,7 @@ from ops.kernels.routing.permute import RoutingMap, combine, dispatch
 from ops.kernels.routing.symmetric import SymmetricRoutingMap
 from ops.kernels.routing.transports import PARTIAL_SUMS, WHY_IN_FULL, check_partial_sums, check_transport
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
+from ops.runner.set_once import SetOnce
 from recipes.request import PlanRequest
 from recipes.tensors.gathered_rows import GatheredRows
 
@@ -54,6 +55,10 @@ class Combine(BasicOperation):
     extra_inputs = {"routing_map": RoutingMap}
     repeatable = True
 
+    group = SetOnce[ExpertGroup | None]()
+    transport = SetOnce[str]()
+    partial_sums = SetOnce[str | None]()
+
     class Saved(NamedTuple):
         routing_map: RoutingMap
 
@@ -63,16 +68,11 @@ class Combine(BasicOperation):
         super().__init__()
         self.group = None if group is None else ExpertGroup(group)
         self.transport = check_transport(transport, self.group)
-        self._partial_sums = check_partial_sums(partial_sums, self.group)
+        self.partial_sums = check_partial_sums(partial_sums, self.group)
         if self.group is not None:
             self.why_in_full = WHY_IN_FULL[transport]
         self.lends_memory = transport == "symmetric"
         self.hands_back_rows = not self.lends_memory
-
-    @property
-    def partial_sums(self) -> str | None:
-        """That of the Dispatch. It cannot be set later, as there."""
-        return self._partial_sums
 
     def kernel(self, request: PlanRequest) -> str:
         way = "rows summed as they are read (Triton)" if runs_in_triton(request.device, request.dtype) else "torch"

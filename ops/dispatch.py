@@ -25,6 +25,7 @@ from ops.kernels.routing.symmetric_buffers import BYTES_BESIDE_ROW, bytes_held
 from ops.kernels.routing.symmetric_memory import why_not_symmetric
 from ops.kernels.routing.transports import PARTIAL_SUMS, WHY_IN_FULL, check_partial_sums, check_transport
 from ops.runner.operation import BackwardOfBasic, BasicOperation, IndexTensor, LentMemory, OperationContext
+from ops.runner.set_once import SetOnce
 from recipes.arguments import check_flags, positive_integers
 from recipes.recipe import Role
 from recipes.request import PlanRequest
@@ -110,6 +111,15 @@ class Dispatch(BasicOperation):
 
     repeatable = True
 
+    num_experts = SetOnce[int]()
+    group = SetOnce[ExpertGroup | None]()
+    empty_slots = SetOnce[bool]()
+    transport = SetOnce[str]()
+    capacity = SetOnce[int | None]()
+    partial_sums = SetOnce[str | None]()
+    send_codes = SetOnce[str]()
+    overlap = SetOnce[bool]()
+
     class Saved(NamedTuple):
         routing_map: RoutingMap
 
@@ -135,7 +145,7 @@ class Dispatch(BasicOperation):
         self.empty_slots = empty_slots
         self.group = None if group is None else ExpertGroup(group)
         self.transport = check_transport(transport, self.group)
-        self._partial_sums = check_partial_sums(partial_sums, self.group)
+        self.partial_sums = check_partial_sums(partial_sums, self.group)
         if self.group is not None:
             ranks = len(self.group.ranks)
             if self.num_experts % ranks:
@@ -153,16 +163,7 @@ class Dispatch(BasicOperation):
                 "write them. Leave one of them out; `fuser.distributed.Overlapped` is for 'alltoall'."
             )
         self.overlap = overlap
-        self._send_codes = check_send_codes(send_codes, self.group)
-
-    # Neither can be set later: halves of `Overlapped` have the first, and the operation behind agrees on the second.
-    @property
-    def partial_sums(self) -> str | None:
-        return self._partial_sums
-
-    @property
-    def send_codes(self) -> str:
-        return self._send_codes
+        self.send_codes = check_send_codes(send_codes, self.group)
 
     def kernel(self, request: PlanRequest) -> str:
         in_triton = runs_in_triton(request.device, request.dtype)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, NOT_TRACED, Ranks
+from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, NOT_TRACED, RankGroup, Ranks
 from ops.kernels.elementwise.activation import Activation
 from ops.kernels.grouped_gemm.operands import accumulator_like
 from ops.products.held_weights import HeldAs, explain_held
@@ -23,6 +23,7 @@ from ops.runner.callers_buffers import overlap
 from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
 from ops.runner.parameters import parameter_names
+from ops.runner.set_once import SetOnce
 from recipes.arguments import check_flags, positive_integers
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
@@ -83,6 +84,16 @@ class GroupedLinear(OperationWithWeights):
     buffer_names = ("output", "grad_input")
     repeatable = True
 
+    num_groups = SetOnce[int]()
+    in_features = SetOnce[int]()
+    out_features = SetOnce[int]()
+    scale_bias = SetOnce[bool]()
+    stacked = SetOnce[bool]()
+    stacked_bias = SetOnce[bool]()
+    tensor_parallel = SetOnce[str | None]()
+    group = SetOnce[RankGroup | None]()
+    gated = SetOnce[bool]()
+
     class Saved(NamedTuple):
         x: Tensor | GroupedTensor | SplitTensors | None  # columnwise copy only, where quantized
         splits: Splits
@@ -123,7 +134,7 @@ class GroupedLinear(OperationWithWeights):
         self.num_groups = self.num_scales = num_groups
         self.in_features = in_features
         self.out_features = out_features
-        self._scale_bias = scale_bias
+        self.scale_bias = scale_bias
         self.stacked = stacked
         self.stacked_bias = stacked_bias
         self.save_original_input = save_original_input
@@ -133,6 +144,8 @@ class GroupedLinear(OperationWithWeights):
         self.parallel = TensorParallel.of(
             tensor_parallel, group, in_features=in_features, out_features=out_features, gated=gated
         )  # fmt: skip
+        self.tensor_parallel, self.gated = tensor_parallel, gated
+        self.group = None if self.parallel is None else self.parallel.group
         self.own_in_features, self.own_out_features = in_features, out_features
         if self.parallel is not None:
             self.why_in_full = NOT_REPEATED
@@ -156,11 +169,6 @@ class GroupedLinear(OperationWithWeights):
         for name in self.bias_names:
             nn.init.zeros_(self.get_parameter(name))
         self.hold_quantized()
-
-    @property
-    def scale_bias(self) -> bool:
-        """Whether biases are scaled. It cannot be set later: it decides which extra inputs there are."""
-        return self._scale_bias
 
     @property
     def use_bias(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, NOT_TRACED, Ranks
+from ops.kernels.collectives import BACKENDS_ORDER, NOT_REPEATED, NOT_TRACED, RankGroup, Ranks
 from ops.kernels.grouped_gemm.bias_grad import grouped_bias_grad
 from ops.products.held_weights import explain_held
 from ops.products.main_grad import OperationWithWeights
@@ -19,6 +19,7 @@ from ops.products.tile_words import explain_dequantized
 from ops.products.weights import quantized_weights
 from ops.runner.context import at_tensor
 from ops.runner.operation import BackwardOfBasic, OperationContext, check_features, check_parameter_dtype
+from ops.runner.set_once import SetOnce
 from recipes.arguments import check_flags, positive_integers
 from recipes.recipe import Recipe, Role
 from recipes.request import PlanRequest
@@ -74,6 +75,13 @@ class Linear(OperationWithWeights):
 
     repeatable = True
 
+    in_features = SetOnce[int]()
+    out_features = SetOnce[int]()
+    tensor_parallel = SetOnce[str | None]()
+    group = SetOnce[RankGroup | None]()
+    sequence_parallel = SetOnce[bool]()
+    gated = SetOnce[bool]()
+
     class Saved(NamedTuple):
         # Tensor (this rank's rows, where they are gathered) | QuantizedTensor (columnwise copy only); None if no weight
         # gradient is needed
@@ -105,6 +113,8 @@ class Linear(OperationWithWeights):
             tensor_parallel, group, in_features=in_features, out_features=out_features, gated=gated,
             sequence_parallel=sequence_parallel,
         )  # fmt: skip
+        self.tensor_parallel, self.sequence_parallel, self.gated = tensor_parallel, sequence_parallel, gated
+        self.group = None if self.parallel is None else self.parallel.group
         self.own_in_features, self.own_out_features = in_features, out_features
         if self.parallel is not None:
             self.why_in_full = NOT_REPEATED

@@ -22,6 +22,7 @@ from ops.runner.context import at_tensor
 from ops.runner.in_place import writable
 from ops.runner.operation import OperationContext
 from ops.runner.parameters import requires_grad
+from ops.runner.set_once import SetOnce
 from recipes.recipe import Role
 from recipes.request import PlanRequest
 from recipes.tensors.quantized_handle import QuantizedHandle, copied
@@ -61,7 +62,7 @@ class LowRankAdapter(OperationWithWeights):
 
     has_adapter = True
     merged = False
-    rank: int
+    rank = SetOnce[int]()
     alpha: float
     dropout: float
     _frozen: FrozenWeights | None = None

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ops.runner.operation import BackwardOfBasic, BasicOperation, OperationContext
-from recipes.arguments import check_flags
+from ops.runner.set_once import SetOnce
+from recipes.arguments import as_flag
 
 
 class MakeExtraOutput(BasicOperation):
@@ -28,16 +29,25 @@ class MakeExtraOutput(BasicOperation):
     repeatable = True
     repeats_alone = False
 
+    name = SetOnce[str]("Call rename_extras, which gives the extra output another name.")
+
     def __init__(self, name: str = "extra", *, in_place: bool = False) -> None:
         super().__init__()
-        check_flags(in_place=in_place)
         if not isinstance(name, str):
             raise TypeError(f"name is {name!r}, but must be a text. Pass a str.")
         if not name:
             raise ValueError("The name of the extra output is empty. Give one that a later operation asks for.")
         self.name = name
-        self.reuses_gradients = in_place
+        self.in_place = in_place
         self.extra_outputs = {name: Tensor}
+
+    @property
+    def in_place(self) -> bool:
+        return self.reuses_gradients
+
+    @in_place.setter
+    def in_place(self, in_place: bool) -> None:
+        self.reuses_gradients = as_flag("in_place", in_place)
 
     def features(self, incoming: int | None) -> int | None:
         return incoming

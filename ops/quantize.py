@@ -20,8 +20,8 @@ class Quantize(BasicOperation):
     The next operation receives the quantized container if it accepts one; otherwise, and at the end of the pipeline,
     the tensor is dequantized. An input that is already quantized is returned as is. The gradient of rounding is 1.
 
-    forward:  quantize x
-    backward: quantize dy, as the gradient of a GEMM's output
+    forward:  quantize x; later: `quantizes_forward`
+    backward: quantize dy, as the gradient of a GEMM's output; later: `quantizes_backward`
     quantized_output: at an end of the pipeline the container leaves in a `QuantizedHandle`, a Tensor that another
         pipeline takes and that carries gradients: y, where this is the last operation, and dx, where it is the first
     """
@@ -34,7 +34,15 @@ class Quantize(BasicOperation):
         self.quantized_output = quantized_output
         self.quantizes_forward = forward
         self.quantizes_backward = backward
-        self.quantized_roles = (Role.INPUT,) * forward + (Role.GRAD_OUTPUT,) * backward
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("forward", "backward") and isinstance(value, bool):
+            raise AttributeError(f"{name} is read where a Quantize is made. Set quantizes_{name} = {value}.")
+        super().__setattr__(name, value)
+
+    @property
+    def quantized_roles(self) -> tuple[Role, ...]:  # type: ignore[override]
+        return (Role.INPUT,) * self.quantizes_forward + (Role.GRAD_OUTPUT,) * self.quantizes_backward
 
     def input_quantizer(self, recipe: Recipe) -> Quantizer | None:
         return recipe.quantizer(Role.INPUT) if self.quantizes_forward else None

@@ -25,6 +25,7 @@ from ops.runner.operation import (
     check_features,
     check_parameter_dtype,
 )
+from ops.runner.set_once import SetOnce
 from recipes.amax_reduction import check_group
 from recipes.arguments import as_integer, as_number, check_flags, positive_integers
 from recipes.request import PlanRequest
@@ -85,6 +86,9 @@ class Router(BasicOperation):
     """
 
     repeatable = True
+
+    hidden_size = SetOnce[int]()
+    num_experts = SetOnce[int]()
 
     extra_outputs: Mapping[str, type] = {
         "probs": Tensor,

@@ -138,6 +138,48 @@ def test_a_dtensor_is_refused_by_its_name(door: str, recipe: str | None) -> None
             call(door, ops.ScaledSReLU(), x, {"scales": distributed(torch.ones(3))})
 
 
+PARTS = (torch.ones(1, WIDTH), torch.ones(2, WIDTH))
+OF_JAGGED = r"{0} is a nested tensor \(torch.jagged\) of 2 parts, .* Give {0}.values\(\).* split_sizes={0}.offsets"
+OF_STRIDED = r"x is a nested tensor \(torch.strided\) of 2 parts, .* Give torch.cat\(x.unbind\(\)\).* split_sizes=\[len"
+
+
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(torch.cat(PARTS), torch.tensor([0, 1, 3]))
+
+
+@pytest.mark.parametrize("name", {**COMPUTING, **MOVING})
+@pytest.mark.parametrize("door", DOORS)
+def test_a_jagged_x_is_refused_by_a_sentence(door: str, name: str) -> None:
+    make, extras = {**COMPUTING, **MOVING}[name]
+    with pytest.raises(TypeError, match=OF_JAGGED.format("x")):
+        call(door, make(), jagged(), extras)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_other_nested_tensors_and_nested_extra_inputs_are_refused_too() -> None:
+    with pytest.raises(TypeError, match=OF_STRIDED):
+        ops.SwiGLU()(torch.nested.nested_tensor(list(PARTS)))
+    with pytest.raises(TypeError, match=OF_JAGGED.format("extra")):
+        ops.AddExtraInput()(torch.ones(3, WIDTH), extra=jagged())
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_jagged_x_of_a_compiled_model_is_refused_by_the_same_sentence(leads: bool) -> None:
+    # Frozen: where a graph breaks, torch reads the .grad of a tensor that is no leaf, and warns.
+    model = Sequential(*[nn.Linear(WIDTH, WIDTH)] * leads, ops.SwiGLU()).requires_grad_(False)
+    for fullgraph, error in ((False, TypeError), (True, torch._dynamo.exc.Unsupported)):
+        torch.compiler.reset()
+        with pytest.raises(error, match=OF_JAGGED.format("x")):
+            torch.compile(model, backend="eager", fullgraph=fullgraph)(jagged())
+
+
+def test_the_mend_of_a_jagged_x_gives_each_part_what_it_gives_alone() -> None:
+    x, experts = jagged(), ops.GroupedLinear(2, WIDTH, 4)
+    y = torch.nested.nested_tensor_from_jagged(experts(x.values(), split_sizes=x.offsets().diff()), x.offsets())
+    for part, alone, weight, bias in zip(y.unbind(), PARTS, experts.weight, experts.bias, strict=True):
+        torch.testing.assert_close(part, alone @ weight.T + bias)
+
+
 def call_experts(device: str, name: str, value: Callable[[Tensor], Any]) -> Tensor:
     """y of a layer of experts, with value(tensor) in place of this extra input."""
     extras = {"probs": torch.ones(3, 1), "indices": torch.tensor([[0], [1], [0]]), "extra": torch.ones(3, WIDTH)}

@@ -360,7 +360,8 @@ def test_parameters_of_other_features_are_refused(names):
     operation = ops.Linear(4, 6)
     for name in names:
         setattr(operation, name, nn.Parameter(torch.zeros(9, 4) if name == "weight" else torch.zeros(9)))
-    operation.out_features = 9
+    with pytest.raises(AttributeError, match="out_features of this Linear is 6, and cannot be set to 9"):
+        operation.out_features = 9
     given, needed = ("[9, 4]", "[6, 4]") if names[0] == "weight" else ("[9]", "[6]")
     message = f"In operation 0 (Linear): {names[0]} has shape {given}, but {needed} is needed, of the features that"
     with pytest.raises(ValueError, match=re.escape(message)):

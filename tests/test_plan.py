@@ -541,6 +541,18 @@ def test_a_fusion_without_the_methods_of_its_passes_is_refused(base: Any, passes
         register_fusion(part)
 
 
+@pytest.mark.parametrize("run", [lambda model: model(torch.ones(2)), lambda model: model.explain()])
+@pytest.mark.parametrize("method", ["why_not", "__init__"])
+def test_an_error_while_a_fusion_is_planned_has_a_note_that_names_it(method: str, run: Any) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("wrong by design")
+
+    failing = type("Failing", (Joint,), {method: classmethod(fails) if method == "why_not" else fails})
+    with pytest.raises(KeyError, match="wrong by design") as raised:
+        run(Sequential(Shift(), Scale(), Shift(), fusions=(failing,)))
+    assert raised.value.__notes__ == [f"In Failing.{method}, of Scale -> Shift."]
+
+
 @pytest.mark.parametrize("reason", [True, False, ["the moon"]])
 def test_a_reason_that_is_no_sentence_is_refused(reason: Any) -> None:
     odd = type("Odd", (Joint,), {"why_not": classmethod(lambda cls, operations, request: reason)})

@@ -1051,6 +1051,25 @@ def test_a_declared_extra_output_that_is_not_returned_is_an_error() -> None:
         Sequential(Forgets())(torch.ones(2))
 
 
+def test_an_extra_output_that_is_returned_and_not_declared_is_an_error() -> None:
+    class Invents(Tap):
+        def fuser_forward(self, ctx: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return x, {"tapped": x, "invented": None}
+
+    class InventingPair(FusedOperation):
+        pattern = (Scale, Square)
+        passes = "forward"
+
+        def fuser_forward(self, ctxs: Any, x: Tensor, extras: Mapping[str, Any]) -> Any:
+            return x, {"invented": x}
+
+    message = "fuser_forward returned the extra output 'invented', which is not declared. There are:"
+    with pytest.raises(RuntimeError, match=rf"In operation 0 \(Invents\): {message} 'tapped'\. Name it"):
+        Sequential(Invents())(torch.ones(2))
+    with pytest.raises(RuntimeError, match=rf"In operation 0 \(InventingPair\): {message} none\. Name it"):
+        Sequential(Scale(), Square(), fusions=(InventingPair,))(torch.ones(2))
+
+
 @pytest.mark.parametrize(
     "dx", [torch.ones(3), torch.ones(1, 3), torch.ones(4, 1), torch.ones(2, 4, 3), torch.tensor(1.0)]
 )

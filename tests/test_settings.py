@@ -194,3 +194,152 @@ def test_a_fusion_is_asked_again_when_a_setting_was_assigned():
 def test_whether_biases_are_scaled_is_not_set_later():
     with pytest.raises(AttributeError, match="scale_bias"):
         ops.GroupedLinear(2, 8, 8).scale_bias = True
+
+
+CONSTANTS = [
+    *[(ops.ClampedSwiGLU, name, 0.25) for name in ("limit", "alpha", "glu_linear_offset")],
+    *[(ops.ScaledClampedQGeGLU, name, 0.25) for name in ("limit", "alpha", "glu_linear_offset")],
+    *[(kind, name, 0.25) for kind in (ops.SiTUGLU, ops.ScaledSiTUGLU) for name in ("beta1", "beta2")],
+    *[(kind, "glu_interleave_size", 4) for kind in (ops.SwiGLU, ops.ClampedSwiGLU, ops.SiTUGLU)],
+    *[(kind, "glu_interleave_size", 4) for kind in (ops.ScaledSwiGLU, ops.ScaledClampedQGeGLU, ops.ScaledSiTUGLU)],
+]
+
+
+def feed_forward(activation: BasicOperation) -> Sequential:
+    torch.manual_seed(0)
+    return Sequential(ops.GroupedLinear(2, 8, 16), activation, ops.GroupedLinear(2, 8, 8))
+
+
+def results(model: Sequential, run: object) -> list[Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    x, extras = torch.randn(6, 8, requires_grad=True), {"split_sizes": torch.tensor([2, 4])}
+    if "scales" in model[1].extra_inputs:
+        extras["scales"] = torch.rand(6)
+    y = run(x, **extras)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("way", ["fused", "unfused", "compiled"])
+@pytest.mark.parametrize(("kind", "name", "value"), CONSTANTS, ids=lambda v: getattr(v, "__name__", v))
+def test_a_constant_of_an_activation_that_is_assigned_later_is_the_one_it_is_made_with(kind, name, value, way):
+    late, made = feed_forward(kind()), feed_forward(kind(**{name: value}))
+    if way == "unfused":
+        late, made = Sequential(*late, fusions=()), Sequential(*made, fusions=())
+    run = torch.compile(late, backend="aot_eager") if way == "compiled" else late
+    before = results(late, run)
+    setattr(late[1], name, value)
+    after = results(late, run)
+    assert getattr(late[1], name) == value and repr(late[1]) == repr(made[1])
+    assert all(map(torch.equal, after, results(made, made)))
+    assert not torch.equal(after[0], before[0])
+
+
+def test_constants_of_activations_are_checked_and_belong_to_forward():
+    model, x = Sequential(ops.ClampedSwiGLU(limit=2.0)), torch.randn(3, 8, requires_grad=True)
+    for value, error in ((0, ValueError), ("7", TypeError)):
+        with pytest.raises(error, match="limit is"):
+            model[0].limit = value
+    y = model(x)
+    model[0].limit = 1.0
+    with pytest.raises(RuntimeError, match=r"activation was changed between.*limit=2.0.*limit=1.0"):
+        y.sum().backward(retain_graph=True)
+    model[0].limit = 2
+    y.sum().backward()
+
+
+SET_ONCE = [
+    (lambda: ops.Linear(8, 8), {"in_features": 4, "out_features": 4, "tensor_parallel": "row"}),
+    (lambda: ops.Linear(8, 8), {"group": "tp", "sequence_parallel": True, "gated": True}),
+    (lambda: ops.GroupedLinear(2, 8, 8), {"num_groups": 3, "in_features": 4, "out_features": 4, "group": "tp"}),
+    (lambda: ops.GroupedLinear(2, 8, 8), {"stacked": False, "stacked_bias": False, "tensor_parallel": "row"}),
+    (lambda: ops.GroupedLinear(2, 8, 8), {"scale_bias": True, "gated": True}),
+    (lambda: adapted()[0], {"rank": 4, "in_features": 4}),
+    (lambda: ops.Bias(8), {"size": 4}),
+    (lambda: ops.Router(8, 4, topk=2), {"hidden_size": 4, "num_experts": 8}),
+    (lambda: ops.Dispatch(4), {"num_experts": 8, "group": "ep", "empty_slots": True, "transport": "symmetric"}),
+    (lambda: ops.Dispatch(4), {"capacity": 8, "partial_sums": "rounded", "send_codes": "never", "overlap": True}),
+    (lambda: ops.Combine(), {"group": "ep", "transport": "symmetric", "partial_sums": "rounded"}),
+    (lambda: ops.ScaledSwiGLU(), {"group": "tp"}),
+]
+
+
+@pytest.mark.parametrize(("make", "values"), SET_ONCE)
+def test_what_other_things_are_made_of_is_not_set_later(make, values):
+    operation = make()
+    for name, value in values.items():
+        before = getattr(operation, name)
+        kind = type(operation).__name__
+        with pytest.raises(AttributeError, match=f"{name} of this {kind} is {before!r}.*Make another one"):
+            setattr(operation, name, value)
+        setattr(operation, name, before)
+        assert getattr(operation, name) == before
+
+
+def test_extra_tensors_are_renamed_by_rename_extras_alone():
+    for operation in (ops.MakeExtraOutput("r"), ops.AddExtraInput("r")):
+        with pytest.raises(AttributeError, match="name of this .*ExtraOutput|Input is 'r'.* Call rename_extras"):
+            operation.name = "s"
+
+
+def test_in_place_may_be_set_later():
+    model = Sequential(ops.ConstantScale(2.0), ops.AddExtraInput("extra"))
+    x, extra = torch.ones(3), torch.ones(3)
+    assert model(x, extra=extra).tolist() == [3.0] * 3 and extra.tolist() == [1.0] * 3
+    model[1].in_place = True
+    y = model(x, extra=extra)
+    assert y.data_ptr() == extra.data_ptr() and extra.tolist() == [3.0] * 3
+    model[1].in_place = False
+    assert model(x, extra=extra).tolist() == [5.0] * 3 and extra.tolist() == [3.0] * 3
+    made = ops.MakeExtraOutput("extra")
+    made.in_place = True
+    assert made.in_place and made.reuses_gradients and repr(made) == repr(ops.MakeExtraOutput("extra", in_place=True))
+    with pytest.raises(TypeError, match="in_place is 1"):
+        made.in_place = 1
+
+
+def test_quantize_takes_what_it_quantizes_later():
+    model, x = Sequential(ops.Quantize()), torch.randn(4, 32, requires_grad=True)
+    dy = torch.randn(4, 32)
+
+    def gradient() -> Tensor:
+        x.grad = None
+        with autocast("fp8_delayed"):
+            model(x).backward(dy)
+        return x.grad
+
+    assert torch.equal(gradient(), dy)
+    for name in ("forward", "backward"):
+        with pytest.raises(AttributeError, match=f"{name} is read where .*Set quantizes_{name} = True"):
+            setattr(model[0], name, True)
+    model[0].quantizes_backward = True
+    assert not torch.equal(gradient(), dy)
+    assert any(name.startswith("quantizer_grad_output") for name in model[0]._buffers)
+
+
+@pytest.mark.parametrize("fusions", [None, ()])
+@pytest.mark.parametrize("late", ["before forward", "before backward"])
+def test_weight_gradients_that_are_delayed_later_read_their_own_dy(late, fusions):
+    """MakeExtraOutput adds dy into the memory of the gradient that the delayed product reads."""
+
+    def gradients(delays: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Sequential(
+            ops.MakeExtraOutput("r", in_place=True),
+            ops.Linear(8, 8, bias=False),
+            ops.AddExtraInput("r"),
+            ops.ConstantScale(2.0),
+            fusions=fusions,
+        )
+        x = torch.randn(4, 8, requires_grad=True)
+        if delays and late == "before forward":
+            model[1].delay_wgrad_compute = True
+        y = model(x)
+        model[1].delay_wgrad_compute = delays
+        y.square().sum().backward()
+        if delays:
+            model.backward_dw()
+        return [x.grad, model[1].weight.grad]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))

@@ -53,7 +53,7 @@ Named = dict[str, Tensor | None]
 
 def layer_of(case: Case, send_codes: str, **settings: Any) -> Sequential:
     layer = share_of(whole(case, **settings), case, dist.group.WORLD, **settings)
-    layer[0]._send_codes = send_codes  # before the first plan
+    vars(layer[0])["send_codes"] = send_codes  # before the first plan
     return layer
 
 

@@ -82,7 +82,7 @@ class OperationWithWeights(BasicOperation):
         super().__init__()
         check_flags(accumulate_into_main_grad=accumulate_into_main_grad, delay_wgrad_compute=delay_wgrad_compute)
         self.accumulate_into_main_grad = accumulate_into_main_grad
-        self.delay_wgrad_compute = self.retains_grad_output = delay_wgrad_compute
+        self.delay_wgrad_compute = delay_wgrad_compute
         self.held_as = held_as_of_new_operations()
         self._delayed: deque[_Gradient] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
@@ -111,6 +111,10 @@ class OperationWithWeights(BasicOperation):
     @property
     def wgrad_is_external(self) -> bool:
         return self.accumulate_into_main_grad or self.delay_wgrad_compute
+
+    @property
+    def retains_grad_output(self) -> bool:  # type: ignore[override]
+        return self.delay_wgrad_compute
 
     def weight_gradients(self, dw: Tensor) -> dict[str, Tensor]:
         """dw as a product gives it, by the weights' names."""

@@ -124,7 +124,8 @@ Matrix = Tensor | QuantizedTensor | GroupedTensor
 def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> tuple[Operand, Operand]:
     """What the product multiplies, in one dtype; but of groups on a CPU kept values of the weights may be narrower.
 
-    Raises ValueError for an `Operand.scale` of another shape than the product takes.
+    Raises ValueError for values of another shape than the copy, and for an `Operand.scale` that the product does not
+    take.
     """
     plain_a, plain_b = _plain(a), _plain(b)
     if plain_a is not None and plain_b is not None and plain_a.dtype == plain_b.dtype:
@@ -133,6 +134,8 @@ def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> 
         Operand(x, None) if isinstance(x, Tensor) else x.operand(columnwise, gemm_dtype(nominal, x.device))
         for x, columnwise in zip((a, b), COLUMNWISE[layout], strict=True)
     )
+    for operand, x, name in zip((left, right), (a, b), _NAMES[layout], strict=True):
+        _check_values(operand, x, name)
     num_groups = a.splits.num_groups if isinstance(a, GroupedTensor) else 1
     _check_scale(left, _NAMES[layout][0], num_groups, of_rows=layout != "NT")
     _check_scale(right, _NAMES[layout][1], num_groups, of_rows=False)
@@ -144,6 +147,16 @@ def operands(layout: GemmLayout, a: Matrix, b: Matrix, nominal: torch.dtype) -> 
         return left, right
     dtype = torch.promote_types(left.values.dtype, right.values.dtype)  # they differ if only one is quantized
     return left._replace(values=left.values.to(dtype)), right._replace(values=right.values.to(dtype))
+
+
+def _check_values(operand: Operand, x: Matrix, name: str) -> None:
+    given, shape = operand.values.shape, x.shape
+    if given == shape or (given[-1] == shape[-1] and (operand.block > 1 or given.numel() == shape.numel())):
+        return
+    raise ValueError(
+        f"the Operand of {name} has values of shape {list(given)}, but the copy is of shape {list(shape)}. Give it one "
+        "value for each."
+    )
 
 
 def _check_scale(operand: Operand, name: str, num_groups: int, *, of_rows: bool) -> None:

@@ -130,7 +130,8 @@ def _run(
             continue
         if dx is not None and not isinstance(dx, Tensor) and not wiring.takes(dx):
             dx = at_tensor(dx)
-        if wiring.retains_grad_output and isinstance(dx, Tensor):
+        covered = [record.operations[index] for index in wiring.step.indices] if program.reuses_gradients else ()
+        if isinstance(dx, Tensor) and any(operation.retains_grad_output for operation in covered):
             foreign |= {memory_of(dx)}
         own: frozenset[str] = frozenset()
         if wiring.reuses_gradients:

@@ -24,14 +24,33 @@ def as_input(x: Any) -> Tensor:
 
 
 def check_local(tensors: Iterable[tuple[str, Any]]) -> None:
-    """Raise TypeError for a DTensor. Its codes would be wrong: torch 2.13 does not shift one of int32 right."""
+    """Raise TypeError for a nested tensor, and for a DTensor. The codes of that would be wrong: torch 2.13 does not
+    shift one of int32 right."""
     for name, tensor in tensors:
+        why = why_not_plain(name, tensor)
+        if why is not None:
+            raise TypeError(why)
         if type(tensor) is not Tensor and is_dtensor(tensor):
             raise TypeError(
                 f"{name} is a DTensor, but operations compute on plain tensors. Take to_local() or full_tensor() of "
                 "it. To divide a layer, give it tensor_parallel= in place of distribute_module or parallelize_module; "
                 "what fully_shard divides is gathered by a call of the module that it was given."
             )
+
+
+def why_not_plain(name: str, value: Any) -> str | None:
+    """Why a nested tensor is refused, as a sentence; None for anything else."""
+    if not isinstance(value, Tensor) or not value.is_nested:
+        return None
+    if value.layout is torch.jagged:
+        rows, sizes = f"{name}.values()", f"{name}.offsets().diff()"
+    else:
+        rows, sizes = f"torch.cat({name}.unbind())", f"[len(part) for part in {name}.unbind()]"
+    return (
+        f"{name} is a nested tensor ({value.layout}) of {value.size(0)} parts, but operations need plain tensors, with "
+        f"the rows of all parts one behind the other. Give {rows}; where the parts are groups, with "
+        f"split_sizes={sizes}."
+    )
 
 
 def check_real(name: str, dtype: torch.dtype) -> None:

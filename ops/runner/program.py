@@ -140,7 +140,6 @@ class Wiring(NamedTuple):
     accepts_gathered: bool
     writes: str | None  # the pipeline's name of the extra input that forward writes into
     reuses_gradients: bool  # backward reads which gradients of extra outputs it may write into
-    retains_grad_output: bool  # dy is read after backward
     repeated: RepeatedStep | None  # where the step may be repeated as a whole
     lends_output: int | None  # the position of the operation behind it that may have memory for y
     lends_grad_input: int | None  # that of the operation before it that may have memory for dx
@@ -270,7 +269,6 @@ class Program:
             states(type(step.operation), "accepts_gathered"),
             None if written is None else covered[-1].extra_name(written),
             not step.fused and step.operation.reuses_gradients,
-            any(operation.retains_grad_output for operation in covered),
             self._repeated(step, covered, written),
             _lender(operations, step.indices[-1], 1, "output"),
             _lender(operations, first, -1, "grad_input"),

@@ -501,6 +501,13 @@ def _check_extra_outputs(outputs: Any, wiring: Wiring) -> None:
             f"fuser_forward returned a {type(outputs).__name__} as extra outputs. Return a mapping by name, "
             "empty if there are none."
         )
+    for local in outputs:
+        if all(local != declared for declared, _, _ in wiring.outputs):
+            names = ", ".join(repr(declared) for declared, _, _ in wiring.outputs)
+            raise RuntimeError(
+                f"fuser_forward returned the extra output {local!r}, which is not declared. There are: "
+                f"{names or 'none'}. Name it in extra_outputs, or leave it out."
+            )
     for local, _, kind in wiring.outputs:
         if kind in (Tensor, IndexTensor) and local in outputs and not isinstance(outputs[local], Tensor):
             raise TypeError(

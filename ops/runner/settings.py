@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-_PLAIN = (bool, int, float, str)
+from ops.kernels.elementwise.activation import Activation
+
+_PLAIN = (bool, int, float, str, Activation)  # compared by value
 
 
 class Settings(NamedTuple):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import _FlopCounterMode
 
 from ops.runner.context import IndexTensor
+from ops.runner.input import why_not_plain
 from ops.runner.names import name_of
 from ops.runner.nested_backward import within_backward
 from ops.runner.parameters import parameter_dtype
@@ -123,6 +124,10 @@ def run_stage(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """y and the extra outputs by name."""
     name, key, _, inputs, outputs = stage
+    why = why_not_plain("x", x)
+    if why is not None:
+        refuse(why)
+        raise TypeError(why)
     given = [extras[n] if isinstance(extras[n], Tensor) else torch.tensor(extras[n]) for n in inputs]
     y, *made = call(name, x, [*parameters, *given], key)
     return y, dict(zip(outputs, made, strict=True))

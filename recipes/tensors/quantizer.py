@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from recipes.pending import PendingUpdates
+from recipes.tensors.check_quantized import METHODS, checked
 from recipes.tensors.formats import Float8Format, ScaleLayout, ScaleSpec
 from recipes.tensors.gathered_rows import GatheredRows
 from recipes.tensors.grouped_tensor import GroupedTensor
@@ -61,13 +62,21 @@ class Quantizer(ABC):
     The built-in quantizers raise TypeError for an x of another type or dtype, and ValueError for an x with too few
     dimensions, for splits made for another number of rows, and if no copy is requested.
 
-    Only `quantize` is required. A quantizer that implements nothing else runs on the split path.
+    Only `quantize` is required. A quantizer that implements nothing else runs on the split path. What the methods of
+    other packages' quantizers return is checked in each call (`recipes.tensors.check_quantized`).
 
     keeps_state: whether casts depend on earlier ones through the tensors that `state_shapes` names. These are buffers
     of the operation that quantizes.
     """
 
     keeps_state: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        for name in METHODS:
+            method = vars(cls).get(name)
+            if method is not None and method.__module__.partition(".")[0] != "recipes":
+                setattr(cls, name, checked(method))
 
     @abstractmethod
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = False) -> QuantizedTensor:
