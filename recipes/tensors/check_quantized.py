@@ -28,10 +28,12 @@ def checked(method: Callable[..., Any]) -> Callable[..., Any]:
     """This method, one of METHODS, followed by `check_quantized`."""
 
     @wraps(method)
-    def quantize(self: Any, x: Any, *splits: Splits, rowwise: bool = True, columnwise: bool = False) -> Any:
-        made = method(self, x, *splits, rowwise=rowwise, columnwise=columnwise)
-        where = f"{type(self).__name__}.{method.__name__}"
-        check_quantized(where, made, x, {"rowwise": rowwise, "columnwise": columnwise}, *splits)
+    def quantize(
+        self: Any, x: Any, splits: Splits | None = None, *, rowwise: bool = True, columnwise: bool = False
+    ) -> Any:
+        copies = {"rowwise": rowwise, "columnwise": columnwise}
+        made = method(self, x, **copies) if splits is None else method(self, x, splits, **copies)
+        check_quantized(f"{type(self).__name__}.{method.__name__}", made, x, copies, splits)
         return made
 
     return quantize
