@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from fuser.graph.checks import HeldCheck, InputCheck
 from fuser.graph.record import Graphs
 from fuser.schedule.memory import MemoryPlan
 from fuser.schedule.schedule import Event, Item, Pass, Place, Schedule
+from ops.runner.data_parallel import active_wrapper, reduced_parameters
 from ops.runner.nested_backward import unreached
 from ops.runner.operation import BasicOperation
 from recipes.recipe import Recipe
@@ -157,7 +159,8 @@ class GraphedCallable:
         self.num_leading = min(1, len(instance.sample.at))  # tensors before the parameters in the node's inputs
         self._flag = instance.settings.keep_weights
         inside = self.module.modules()
-        self._wgrad_is_external = any(isinstance(o, BasicOperation) and o.wgrad_is_external for o in inside)
+        self._external = [o for o in inside if isinstance(o, BasicOperation) and o.wgrad_is_external]
+        self._wrapper: Callable[[], Any] | None = None  # the DistributedDataParallel for which it was checked last
         self._records_amaxes = instance.settings.with_backward and graphs.has_effects(Event(Pass.FORWARD, *place))
 
     @property
@@ -180,6 +183,7 @@ class GraphedCallable:
             )
         tensors = self._check_inputs(args, kwargs)
         self._check_held()
+        self._check_reduced()
         forward_only = not self._instance.settings.with_backward
         if forward_only and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise RuntimeError(
@@ -218,6 +222,19 @@ class GraphedCallable:
         self._graphs.free()
         self._params = []
 
+    def _check_reduced(self) -> None:
+        wrapper = active_wrapper() if self._external else None
+        if wrapper is None or (self._wrapper is not None and self._wrapper() is wrapper):
+            return
+        reduced = reduced_parameters(wrapper)
+        for operation in self._external:
+            needed = {name: p for name, p in operation.named_parameters() if p.requires_grad}
+            try:
+                operation.check_reduced(needed, reduced)
+            except RuntimeError as error:
+                raise RuntimeError(f"{self._label}: {error}") from error
+        self._wrapper = weakref.ref(wrapper)
+
     # Called by the autograd node
 
     def replay_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -231,7 +248,7 @@ class GraphedCallable:
 
         edges: the node's edges to inputs and parameters
         """
-        if not self._wgrad_is_external:
+        if not self._external:
             return
         first = self.num_leading
         if unreached(edges[first : first + self.num_params]):

@@ -277,6 +277,10 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     def check_computed(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise RuntimeError if a gradient of one of these, which are no registered parameters, has nowhere to go."""
 
+    def check_reduced(self, parameters: Mapping[str, Tensor], reduced: Collection[int]) -> None:
+        """Raise RuntimeError if a gradient of one of these goes past torch's DistributedDataParallel, which reduces
+        those of the parameters with these `id`s."""
+
     def check_assigned(self) -> None:
         """Raise AttributeError if a tensor was assigned where a parameter was deleted: nothing would read it."""
         for name in self._parameter_order:

@@ -23,6 +23,7 @@ from ops.runner.callers_buffers import (
     place_of,
 )
 from ops.runner.context import IndexTensor, OperationContext, at_tensor
+from ops.runner.data_parallel import active_wrapper, reduced_parameters
 from ops.runner.in_place import check_writable
 from ops.runner.input import as_input, check_extra_tensor, check_local, check_numbers
 from ops.runner.lent_memory import memory_for_output
@@ -197,6 +198,19 @@ class Pipeline:
                         f"Materialise it first: module.to_empty(device={str(x.device)!r}), then reset_parameters()."
                     )
 
+    def _enter(self, wrapper: Any, program: Program, parameters: Sequence[Tensor]) -> None:
+        """Check a program that runs in the forward of this DistributedDataParallel, which is not that of last time."""
+        reduced = reduced_parameters(wrapper)
+        # In training gradients may be needed without being enabled: a reentrant checkpoint runs forward again later.
+        for index, operation in enumerate(self.operations if program.needs_grad or program.request.training else ()):
+            slots = program.contexts[index]["parameter_slots"].items()
+            trained = {name: parameters[slot] for name, slot in slots if parameters[slot].requires_grad}
+            try:
+                operation.check_reduced(trained, reduced)
+            except RuntimeError as error:
+                raise_located(self.labels, index, operation, error)
+        program.wrapper = weakref.ref(wrapper)
+
     def __call__(
         self,
         x: Any,
@@ -241,6 +255,9 @@ class Pipeline:
         if within_dual_level():
             refuse_tangents((x, *extras.values(), *parameters.present))
         program = self._program(x, extras, parameters, training, fusions_version)
+        wrapper = active_wrapper()
+        if wrapper is not None and program.wrapper() is not wrapper:
+            self._enter(wrapper, program, parameters.present)
         call = Call(program, extras, tuple(wanted), buffers or {}, self, forward)
         if program.computed:
             call.hold_computed(parameters.present)
