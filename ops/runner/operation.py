@@ -83,6 +83,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     retains_grad_output: whether it keeps dy beyond its backward, so that nobody may write into it.
     quantized_roles: in which roles it quantizes tensors, and so may have a state.
     num_scales: how many tensors with a scale each it quantizes in one role: groups, or one.
+    state_beginnings: the number with which each buffer of such a state begins, by its name, where that was made here.
     exchanges_parameters: whether others have taken the place of its parameters, as FSDP2 does for each pass.
     repeatable: whether a pass of it on a GPU may be done again as a whole (`ops.runner.repeat`): it depends on nothing
     but public attributes, parameters, states and what it gets, and changes nothing but tensors. Of a subclass that
@@ -115,6 +116,7 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
     retains_grad_output: bool = False
     quantized_roles: tuple[Role, ...] = ()
     num_scales: int = 1
+    state_beginnings: Mapping[str, float] = {}
     exchanges_parameters: bool = False
     repeats_alone: bool = True
     why_in_full: str | None = None

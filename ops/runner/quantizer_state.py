@@ -23,7 +23,7 @@ _PREFIXES = tuple(f"quantizer_{role.value}_" for role in Role)
 class QuantizerState:
     """The state of one operation's quantizer for one role."""
 
-    def __init__(self, operation: nn.Module, role: Role, num_scales: int) -> None:
+    def __init__(self, operation: Any, role: Role, num_scales: int) -> None:
         self.operation = operation
         self.role = role.value
         self.prefix = f"quantizer_{role.value}_"
@@ -61,6 +61,8 @@ class QuantizerState:
             kept = min(len(old), len(new))  # a history of another length is cut, or goes on with zeros
             new[:kept] = old[:kept]
         self.operation.register_buffer(self.prefix + name, new)
+        # past its __setattr__, which would count it as a setting
+        vars(self.operation)["state_beginnings"] = {**self.operation.state_beginnings, self.prefix + name: initial}
         return new
 
 
@@ -112,16 +114,26 @@ def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix:
                 operation.register_buffer(name, torch.empty(value.shape, dtype=torch.float32, device=device))
 
 
-def apply_to_state(operation: nn.Module, apply: Callable[[], Any]) -> None:
-    """Run `apply`, which converts all of the operation's tensors; the state goes to their device, but stays float32."""
-    before = {name: operation._buffers[name] for name in _names(operation._buffers)}
+def apply_to_state(operation: Any, apply: Callable[[], Any]) -> None:
+    """Run `apply`, which converts all of the operation's tensors; the state goes to their device, but stays float32.
+
+    Of what comes from the meta device, which has no numbers, the state is back at its beginning.
+    """
+    states = {name: operation._buffers[name] for name in _names(operation._buffers)}
     apply()
-    for name, tensor in before.items():
+    for name, before in states.items():
         after = operation._buffers[name]
-        if tensor is not None and after is not None and not tensor.is_meta:
-            operation._buffers[name] = (
-                torch.empty_like(tensor, device=after.device) if after.is_meta else tensor.to(after.device)
-            )
+        if before is None or after is None:
+            continue
+        if after.is_meta:
+            operation._buffers[name] = torch.empty_like(before, dtype=torch.float32, device=after.device)
+        elif not before.is_meta:
+            operation._buffers[name] = before.to(after.device)
+        elif name in operation.state_beginnings:
+            begin = operation.state_beginnings[name]
+            operation._buffers[name] = torch.full_like(before, begin, dtype=torch.float32, device=after.device)
+        else:  # it came from a state dict: its next use makes it
+            del operation._buffers[name]
 
 
 def _names(buffers: Mapping[str, Any]) -> Iterator[str]:
