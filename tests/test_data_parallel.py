@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fuser import Sequential, checkpoint, lora, ops
+from fuser import Sequential, autocast, checkpoint, lora, ops, prepare
 from fuser.graph import make_graphed_callables
+from recipes import DelayedScaling
 from tests.ranks import on_ranks
-from tests.reference import assert_close
+from tests.reference import assert_close, assert_same_bits
 
 SWITCHES = pytest.mark.parametrize(
     "switches",
@@ -166,3 +168,75 @@ def reduce_what_is_ignored(rank: int) -> None:
 
 def test_an_ignored_weight_is_left_to_the_caller(tmp_path: Path) -> None:
     on_ranks(reduce_what_is_ignored, folder=tmp_path)
+
+
+# ---------------------------------------------------------------------------------- the state of delayed scaling
+
+
+class Net(nn.Module):
+    """A normalisation of torch's, whose buffers have to be broadcast, and operations behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(8, affine=False)
+        self.layers = nn.ModuleList([Sequential(ops.Linear(8, 8)), ops.Linear(8, 8)])
+        self.replays: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norm(x)
+        for layer in self.replays or self.layers:
+            x = layer(x)
+        return x
+
+
+def prepared(net: Net, recipe: DelayedScaling) -> nn.Module:
+    return prepare(net, recipe)
+
+
+def compiled(net: Net, recipe: DelayedScaling) -> nn.Module:
+    torch.compiler.reset()
+    for layer in net.layers:
+        layer.compile(backend="eager")
+    return net
+
+
+def captured(net: Net, recipe: DelayedScaling) -> nn.Module:
+    net.replays = list(make_graphed_callables(list(net.layers), ((X,), (X.clone().requires_grad_(),)), recipe=recipe))
+    return net
+
+
+def lazily(net: Net, recipe: DelayedScaling) -> nn.Module:
+    return net
+
+
+def states_after_training(rank: int, made: Callable[..., nn.Module], recipe: DelayedScaling, broadcast: bool) -> Any:
+    net = Net()
+    wrapped = DistributedDataParallel(made(net, recipe), broadcast_buffers=broadcast)
+    for seed in range(3):
+        batches = (1 + 99 * rank) * torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(seed))
+        with autocast(recipe):  # one step of two forwards, where outputs are not those of the next replay
+            sum(wrapped(x).square().sum() for x in batches[int(made is captured) :]).backward()
+        net.zero_grad()
+    if broadcast:
+        net.replays = []
+        wrapped.eval()(X)
+        means = [torch.empty(8) for _ in range(2)]
+        dist.all_gather(means, net.norm.running_mean)
+        assert torch.equal(*means)
+    return {name: buffer for name, buffer in net.named_buffers() if "quantizer_" in name}
+
+
+def train_with_and_without_broadcast(rank: int) -> None:
+    for reduce_amax in (True, False):
+        recipe = DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", reduce_amax=reduce_amax)
+        for made in (lazily, prepared, compiled, captured):
+            expected = states_after_training(rank, made, recipe, False)
+            assert_same_bits(states_after_training(rank, made, recipe, True), expected)
+            scales: list[Any] = [None, None]
+            dist.all_gather_object(scales, expected["layers.0.0.quantizer_input_scale"].item())
+            assert (scales[0] == scales[1]) is reduce_amax
+
+
+def test_it_leaves_the_state_of_delayed_scaling_alone(tmp_path: Path) -> None:
+    on_ranks(train_with_and_without_broadcast, folder=tmp_path)

@@ -25,9 +25,10 @@ from fuser.graph.checks import HeldCheck, InputCheck
 from fuser.graph.record import Graphs
 from fuser.schedule.memory import MemoryPlan
 from fuser.schedule.schedule import Event, Item, Pass, Place, Schedule
-from ops.runner.data_parallel import active_wrapper, reduced_parameters
+from ops.runner.data_parallel import active_wrapper, leave_states, reduced_parameters
 from ops.runner.nested_backward import unreached
 from ops.runner.operation import BasicOperation
+from ops.runner.quantizer_state import held_names
 from recipes.recipe import Recipe
 
 
@@ -158,9 +159,9 @@ class GraphedCallable:
         self.num_params = len(self._params)
         self.num_leading = min(1, len(instance.sample.at))  # tensors before the parameters in the node's inputs
         self._flag = instance.settings.keep_weights
-        inside = self.module.modules()
-        self._external = [o for o in inside if isinstance(o, BasicOperation) and o.wgrad_is_external]
-        self._wrapper: Callable[[], Any] | None = None  # the DistributedDataParallel for which it was checked last
+        self._operations = [inside for inside in self.module.modules() if isinstance(inside, BasicOperation)]
+        self._wgrad_is_external = any(operation.wgrad_is_external for operation in self._operations)
+        self._wrapper: Callable[[], Any] = _nothing  # the DistributedDataParallel in which it was called last
         self._records_amaxes = instance.settings.with_backward and graphs.has_effects(Event(Pass.FORWARD, *place))
 
     @property
@@ -183,7 +184,9 @@ class GraphedCallable:
             )
         tensors = self._check_inputs(args, kwargs)
         self._check_held()
-        self._check_reduced()
+        wrapper = active_wrapper()
+        if wrapper is not None and self._wrapper() is not wrapper:
+            self._enter(wrapper)
         forward_only = not self._instance.settings.with_backward
         if forward_only and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise RuntimeError(
@@ -222,15 +225,14 @@ class GraphedCallable:
         self._graphs.free()
         self._params = []
 
-    def _check_reduced(self) -> None:
-        wrapper = active_wrapper() if self._external else None
-        if wrapper is None or (self._wrapper is not None and self._wrapper() is wrapper):
-            return
+    def _enter(self, wrapper: Any) -> None:
+        """As `ops.runner.run.Pipeline` does, which no replay enters."""
+        leave_states(wrapper, {name for operation in self._operations for name in held_names(operation._buffers)})
         reduced = reduced_parameters(wrapper)
-        for operation in self._external:
-            needed = {name: p for name, p in operation.named_parameters() if p.requires_grad}
+        for operation in self._operations:
+            trained = {name: p for name, p in operation.named_parameters() if p.requires_grad}
             try:
-                operation.check_reduced(needed, reduced)
+                operation.check_reduced(trained, reduced)
             except RuntimeError as error:
                 raise RuntimeError(f"{self._label}: {error}") from error
         self._wrapper = weakref.ref(wrapper)
@@ -248,7 +250,7 @@ class GraphedCallable:
 
         edges: the node's edges to inputs and parameters
         """
-        if not self._external:
+        if not self._wgrad_is_external:
             return
         first = self.num_leading
         if unreached(edges[first : first + self.num_params]):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.recipe import Role
+from recipes.recipe import Recipe, Role
 from recipes.tensors.quantizer import Quantizer, StateShapes
 
 _PREFIXES = tuple(f"quantizer_{role.value}_" for role in Role)
@@ -90,6 +90,22 @@ class HeldState:
         return found
 
 
+def state_names(recipe: Recipe) -> frozenset[str]:
+    """The names of all states that operations may have under this recipe."""
+    quantizers = {role: recipe.quantizer(role) for role in Role}
+    return frozenset(
+        f"quantizer_{role.value}_{name}"
+        for role, quantizer in quantizers.items()
+        if quantizer is not None and quantizer.keeps_state
+        for name in quantizer.state_shapes(1)
+    )
+
+
+def held_names(buffers: Mapping[str, Any]) -> Iterator[str]:
+    """Those of these names that are of quantizers' states."""
+    return (name for name in buffers if name.startswith(_PREFIXES))
+
+
 def _is_ready(tensor: Tensor, shape: tuple[int, ...], device: torch.device | None) -> bool:
     return (
         tensor.shape == shape
@@ -102,7 +118,7 @@ def _is_ready(tensor: Tensor, shape: tuple[int, ...], device: torch.device | Non
 @torch.inference_mode(False)
 def prepare_loading(operation: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
     """Make the operation's state buffers those that `state_dict` holds under `prefix`."""
-    for name in list(_names(operation._buffers)):
+    for name in list(held_names(operation._buffers)):
         if prefix + name not in state_dict:
             del operation._buffers[name]
     for key, value in state_dict.items():
@@ -119,7 +135,7 @@ def apply_to_state(operation: Any, apply: Callable[[], Any]) -> None:
 
     Of what comes from the meta device, which has no numbers, the state is back at its beginning.
     """
-    states = {name: operation._buffers[name] for name in _names(operation._buffers)}
+    states = {name: operation._buffers[name] for name in held_names(operation._buffers)}
     apply()
     for name, before in states.items():
         after = operation._buffers[name]
@@ -134,7 +150,3 @@ def apply_to_state(operation: Any, apply: Callable[[], Any]) -> None:
             operation._buffers[name] = torch.full_like(before, begin, dtype=torch.float32, device=after.device)
         else:  # it came from a state dict: its next use makes it
             del operation._buffers[name]
-
-
-def _names(buffers: Mapping[str, Any]) -> Iterator[str]:
-    return (name for name in buffers if name.startswith(_PREFIXES))

@@ -23,7 +23,7 @@ from ops.runner.callers_buffers import (
     place_of,
 )
 from ops.runner.context import IndexTensor, OperationContext, at_tensor
-from ops.runner.data_parallel import active_wrapper, reduced_parameters
+from ops.runner.data_parallel import active_wrapper, leave_states, reduced_parameters
 from ops.runner.in_place import check_writable
 from ops.runner.input import as_input, check_extra_tensor, check_local, check_numbers
 from ops.runner.lent_memory import memory_for_output
@@ -32,6 +32,7 @@ from ops.runner.nested_backward import note_forward
 from ops.runner.node import PipelineFunction
 from ops.runner.parameters import computed_names, held_parameters, requires_grad
 from ops.runner.program import Planner, Program, Wiring, plan_unfused
+from ops.runner.quantizer_state import state_names
 from ops.runner.recent import Recent
 from ops.runner.repeat import OperationState, RepeatedStep, StepResult, kept_by_each, left_by, may_repeat
 from ops.runner.torch_autocast import dtype_of_autocast, without_autocast
@@ -199,7 +200,8 @@ class Pipeline:
                     )
 
     def _enter(self, wrapper: Any, program: Program, parameters: Sequence[Tensor]) -> None:
-        """Check a program that runs in the forward of this DistributedDataParallel, which is not that of last time."""
+        """Run a program in the forward of this DistributedDataParallel, which is not that of last time."""
+        leave_states(wrapper, state_names(program.request.recipe))
         reduced = reduced_parameters(wrapper)
         # In training gradients may be needed without being enabled: a reentrant checkpoint runs forward again later.
         for index, operation in enumerate(self.operations if program.needs_grad or program.request.training else ()):
