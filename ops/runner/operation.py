@@ -407,8 +407,9 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
         """Of what `constant_weights` opens or ends."""
         self._weights_scope = None if scope is None else weakref.ref(scope)
 
-    def note_traced_call(self) -> None:
-        """A stand-in of it is about to run, as what torch traced: give up what only its own forwards would notice."""
+    def note_unseen_use(self) -> None:
+        """A stand-in of it is about to run, as what torch traced, or an optimizer has stepped: give up what otherwise
+        only its own forwards would."""
 
     def forget_quantized_weights(self) -> None:
         """Within `constant_weights`: quantize the weights anew at the next use."""

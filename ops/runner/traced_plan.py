@@ -381,7 +381,7 @@ class TracedPlan:
                     "not see of operations that no module holds. Call torch.compiler.reset()."
                 )
             scopes = scopes or operation.opened_scope is not None
-            operation.note_traced_call()
+            operation.note_unseen_use()
         if scopes:
             raise RuntimeError(
                 "constant_weights is open around a compiled model, or one that FlopCounterMode or torch.func sees as "
