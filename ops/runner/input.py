@@ -13,6 +13,8 @@ from recipes.tensors.quantized_handle import QuantizedHandle
 from recipes.tensors.quantized_shard import is_dtensor
 from recipes.tensors.quantized_tensor import QuantizedTensor
 
+_LAYOUTS = frozenset((torch.strided, torch.jagged))
+
 
 def as_input(x: Any) -> Tensor:
     """x itself, or a handle of a quantized container. Raises TypeError for an x that is neither."""
@@ -32,6 +34,12 @@ def check_local(tensors: Iterable[tuple[str, Any]]) -> None:
                 "it. To divide a layer, give it tensor_parallel= in place of distribute_module or parallelize_module; "
                 "what fully_shard divides is gathered by a call of the module that it was given."
             )
+
+
+def check_dense(x: Tensor) -> None:
+    """Raise TypeError for an x that is sparse, or in a layout of MKL-DNN's."""
+    if x.layout not in _LAYOUTS:
+        raise TypeError(f"x is in the layout {x.layout}, but operations compute on dense tensors. Give x.to_dense().")
 
 
 def check_real(name: str, dtype: torch.dtype) -> None:

@@ -323,8 +323,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
 
         path: as for `Sequential`. buffers: the caller's own tensors, by name.
 
-        Raises TypeError for an x that is no tensor, of complex numbers, or of integers where the operation computes in
-        floating point.
+        Raises TypeError for an x that is no tensor, sparse, of complex numbers, or of integers where the operation
+        computes in floating point.
         """
         if torch.compiler.is_compiling() or is_transformed():
             stage = self._stage(*see(self, x, extras, outputs, buffers, path))

@@ -25,7 +25,7 @@ from ops.runner.callers_buffers import (
 from ops.runner.context import IndexTensor, OperationContext, at_tensor
 from ops.runner.data_parallel import active_wrapper, leave_states, reduced_parameters
 from ops.runner.in_place import check_writable
-from ops.runner.input import as_input, check_extra_tensor, check_local, check_numbers
+from ops.runner.input import as_input, check_dense, check_extra_tensor, check_local, check_numbers
 from ops.runner.lent_memory import memory_for_output
 from ops.runner.names import in_profile
 from ops.runner.nested_backward import note_forward
@@ -226,11 +226,12 @@ class Pipeline:
         """Run x through the operations.
 
         extras: every name in `self.consumed`. wanted: the names of the extra outputs to return.
-        Returns (y, {name: extra output}). Raises TypeError for an x that is no tensor, of complex numbers, or of
-        integers where an operation computes in floating point, and for an extra tensor that is none; ValueError for one
-        on another device than x.
+        Returns (y, {name: extra output}). Raises TypeError for an x that is no tensor, sparse, of complex numbers, or
+        of integers where an operation computes in floating point, and for an extra tensor that is none; ValueError for
+        one on another device than x.
         """
         x = as_input(x)
+        check_dense(x)
         check_local((("x", x), *extras.items()))
         for name, index in self._tensors:
             try:
