@@ -305,6 +305,8 @@ class BasicOperation(NamedExtras, FusibleOperation, nn.Module, ABC):
             held = {name: self._parameters[name] for name in self._parameter_order if name in self._parameters}
             self._parameters.clear()
             self._parameters.update(held)
+        if param is not None and self._former_parameters is not None:  # torch swaps none that a weak reference holds
+            self._former_parameters.pop(param, None)
         if before is not None and before is not param:
             if self._former_parameters is None:
                 self._former_parameters = WeakTensorKeyDictionary()
